@@ -1,0 +1,271 @@
+"""The timer of a CUDA GPU: graph replay, a blocked queue, or the host's clock.
+
+One mode for the pair, never per side. ``graph``: K calls captured in one CUDA graph, each timed
+replay preceded on the stream by an untimed one. ``queue``: K calls behind a blocking kernel, so that
+the GPU never waits for Python. ``host``: K calls as called between device synchronisations.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from . import timing
+from .device import Telemetry
+from .sides import Subject
+from .timing import Budget, calls_for
+from .workbench import Workbench
+
+if TYPE_CHECKING:
+    import torch
+
+WINDOW = {"graph": 400e-6, "queue": 1e-3, "host": 5e-3}
+"""Least seconds of a window, by clock."""
+MOST_STEPS = 16
+"""Most steps in a window of a training step: the state after it is compared with the reference."""
+SPIN_CYCLES = 2_000_000
+"""First length of the blocking kernel: about 1 ms."""
+
+
+class Uncapturable(RuntimeError):
+    """A side cannot be captured in a CUDA graph; the message is CUDA's."""
+
+
+class Unblockable(RuntimeError):
+    """A side waits for the GPU, so its calls cannot be queued behind a blocking kernel."""
+
+
+class GraphWindow:
+    """K calls of one side in one CUDA graph."""
+
+    def __init__(self, subject: Subject, calls: int) -> None:
+        import torch
+
+        self.subject, self.calls = subject, calls
+        self._graph = capture(lambda: self._round())
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def _round(self) -> None:
+        slots = len(self.subject.calls)
+        for call in range(self.calls):
+            self.subject.run(call % slots)
+
+    def __call__(self) -> float:
+        self._graph.replay()
+        self.subject.restore()
+        self._start.record()
+        self._graph.replay()
+        self._end.record()
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end)) * 1e-3 / self.calls
+
+
+class QueueWindow:
+    """K calls of one side behind a blocking kernel, between two events."""
+
+    def __init__(self, subject: Subject, calls: int) -> None:
+        import torch
+
+        self.subject, self.calls, self._cycles = subject, calls, SPIN_CYCLES
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def __call__(self) -> float:
+        import torch
+
+        for _ in range(6):
+            self.subject.restore()
+            torch.cuda._sleep(self._cycles)
+            self._start.record()
+            slots = len(self.subject.calls)
+            for call in range(self.calls):
+                self.subject.run(call % slots)
+            self._end.record()
+            late = self._start.query()
+            self._end.synchronize()
+            if not late:
+                return float(self._start.elapsed_time(self._end)) * 1e-3 / self.calls
+            self._cycles *= 2
+        raise Unblockable(f"{self.subject.name} waits for the GPU or launches too much to queue")
+
+
+class HostWindow:
+    """K calls of one side as called, by the host's clock, the device idle at both ends."""
+
+    def __init__(self, subject: Subject, calls: int, synchronize: Callable[[], None]) -> None:
+        self.subject, self.calls, self._synchronize = subject, calls, synchronize
+
+    def __call__(self) -> float:
+        run, slots = self.subject.run, len(self.subject.calls)
+        self.subject.restore()
+        self._synchronize()
+        start = time.perf_counter_ns()
+        for call in range(self.calls):
+            run(call % slots)
+        self._synchronize()
+        return (time.perf_counter_ns() - start) * 1e-9 / self.calls
+
+
+class CudaBout:
+    """Two subjects on one GPU, on the best clock that both can use."""
+
+    def __init__(self, bench: Workbench, subjects: tuple[Subject, Subject], budget: Budget) -> None:
+        import torch
+
+        self.bench, self.subjects, self.budget = bench, subjects, budget
+        self.telemetry = Telemetry(torch.cuda.current_device())
+        self._l2 = torch.cuda.get_device_properties().L2_cache_size
+        self.notes: dict[str, Any] = {}
+        self.notes["warmup"] = self._warm()
+        self.clock, self.windows = self._choose()
+
+    def _warm(self) -> int:
+        import torch
+
+        def call(subject: Subject) -> Callable[[], float]:
+            slots = len(subject.calls)
+            turns = iter(range(10**9))
+
+            def once() -> float:
+                start = time.perf_counter()
+                subject.run(next(turns) % slots)
+                torch.cuda.synchronize()
+                return time.perf_counter() - start
+
+            return once
+
+        grew = _growth()
+        rounds = timing.settle(
+            [call(s) for s in self.subjects],
+            grew,
+            least=self.budget.warmup,
+            seconds=1.0,
+            clock=time.perf_counter,
+        )
+        for subject in self.subjects:
+            subject.restore()
+        return rounds
+
+    def _choose(self) -> tuple[str, tuple[Any, Any]]:
+        if not self.bench.pair.as_called:
+            for clock, make in (("graph", GraphWindow), ("queue", QueueWindow)):
+                try:
+                    return clock, self._sized(clock, make)
+                except (Uncapturable, Unblockable) as error:
+                    self.notes[f"no {clock}"] = str(error).splitlines()[0]
+        return "host", self._sized("host", host_window)
+
+    def _sized(self, clock: str, make: Callable[[Subject, int], Any]) -> tuple[Any, Any]:
+        slots = len(self.bench.slots)
+        probes = [make(s, slots) for s in self.subjects]
+        for probe in probes:
+            probe()
+        seconds = [min(probe() for _ in range(3)) for probe in probes]
+        least = self.budget.window or WINDOW[clock]
+        window = max(least, *(t * slots for t in seconds))
+        counts = [calls_for(t, window, slots) for t in seconds]
+        if self.bench.pair.state is not None:
+            counts = [min(max(counts), MOST_STEPS) for _ in counts]
+        del probes
+        a, b = (make(s, n) for s, n in zip(self.subjects, counts, strict=True))
+        for w in (a, b):
+            w()
+        return a, b
+
+    def refresh(self) -> None:
+        import torch
+
+        self.bench.rewrite(self.subjects)
+        evict(self._l2)
+        torch.cuda.synchronize()
+
+    def disturbance(self) -> str | None:
+        return self.telemetry.throttled()
+
+    def details(self) -> dict[str, Any]:
+        return {
+            **self.notes,
+            "slots": len(self.bench.slots),
+            "calls": [w.calls for w in self.windows],
+            **self.telemetry.summary(),
+        }
+
+
+def host_window(subject: Subject, calls: int) -> HostWindow:
+    """Return a window on the host's clock that waits for the GPU at both ends."""
+    import torch
+
+    return HostWindow(subject, calls, torch.cuda.synchronize)
+
+
+def capture(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """Capture what `run` launches on a side stream and return the graph.
+
+    Raises:
+        Uncapturable: when CUDA refuses, with its first line.
+    """
+    import torch
+
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), no_gc():
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            run()
+        except Exception as error:
+            _abandon(graph)
+            raise Uncapturable(str(error) or type(error).__name__) from error
+        try:
+            graph.capture_end()
+        except RuntimeError as error:
+            raise Uncapturable(str(error)) from error
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
+
+
+def _abandon(graph: torch.cuda.CUDAGraph) -> None:
+    import torch
+
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        pass  # the capture was invalidated; ending it is all that is left to do
+    torch.cuda.synchronize()
+
+
+@contextmanager
+def no_gc() -> Iterator[None]:
+    """Keep Python's garbage collector out of the block."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def evict(l2_bytes: int) -> None:
+    """Read twice the L2, so that neither dirty lines nor the last window's data stay in it."""
+    import torch
+
+    torch.empty(2 * l2_bytes // 4, dtype=torch.float32, device="cuda").sum()
+
+
+def _growth() -> Callable[[], bool]:
+    import torch
+
+    def allocated() -> int:
+        return int(torch.cuda.memory_stats().get("num_device_alloc", 0))
+
+    last = [allocated()]
+
+    def grew() -> bool:
+        now, before = allocated(), last[0]
+        last[0] = now
+        return now != before
+
+    return grew

@@ -1,0 +1,169 @@
+"""Which machine this is: arch, product, clocks, power, throttling.
+
+`Machine.here` asks NVML and never touches CUDA, so the pytest process may call it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .skus import arch_of, product_of
+
+# NVML clock event reasons that make a measurement worthless: hardware slowdown, hardware thermal,
+# power brake, software thermal. The software power cap (0x4) is normal at full load.
+THROTTLED = {0x8: "hardware slowdown", 0x20: "software thermal slowdown"}
+THROTTLED |= {0x40: "hardware thermal slowdown", 0x80: "power brake"}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine a case runs on.
+
+    Attributes:
+        arch: ``sm90``, or ``cpu`` without a GPU.
+        product: what stored results belong to: ``nvidia-h200``, ``cpu-<model>-<cores>``.
+        name: as the driver says it.
+        gpus: UUIDs of the visible GPUs of this product.
+        versions: driver, CUDA, and (once the bench process has told) torch and triton.
+        facts: power limit and clocks at the time.
+    """
+
+    arch: str
+    product: str
+    name: str
+    gpus: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def here(cls) -> Machine:
+        """Return this machine, by its first visible GPU, or by its CPU without one."""
+        return _gpu_machine() or cpu_machine()
+
+    def with_count(self, count: int) -> str:
+        """Return the product slug for `count` GPUs: ``nvidia-h200-x2``."""
+        return self.product if count == 1 else f"{self.product}-x{count}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain types."""
+        return asdict(self) | {"gpus": list(self.gpus)}
+
+
+def cpu_machine() -> Machine:
+    """Return the machine by its CPU: model and usable cores are its product."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    name = _cpu_name()
+    return Machine("cpu", f"cpu-{product_of(name)}-{cores}c", f"{name}, {cores} cores")
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            names = [ln.split(":", 1)[1].strip() for ln in lines if ln.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _gpu_machine() -> Machine | None:
+    nvml = _nvml()
+    if nvml is None:
+        return None
+    handles = [h for h in _handles(nvml) if _visible(nvml, h)]
+    if not handles:
+        return None
+    name = str(nvml.nvmlDeviceGetName(handles[0]))
+    arch = arch_of(*nvml.nvmlDeviceGetCudaComputeCapability(handles[0]))
+    alike = [h for h in handles if str(nvml.nvmlDeviceGetName(h)) == name]
+    cuda = int(nvml.nvmlSystemGetCudaDriverVersion())
+    versions = {
+        "driver": str(nvml.nvmlSystemGetDriverVersion()),
+        "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
+    }
+    limit = _asked(nvml.nvmlDeviceGetEnforcedPowerLimit, handles[0])
+    facts = {"power_limit_w": None if limit is None else limit // 1000}
+    uuids = tuple(str(nvml.nvmlDeviceGetUUID(h)) for h in alike)
+    return Machine(arch, product_of(name), name, uuids, versions, facts)
+
+
+def _nvml() -> Any | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no package, no driver, no permission: each means no GPU for us
+        return None
+    return pynvml
+
+
+def _handles(nvml: Any) -> list[Any]:
+    return [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+
+
+def _visible(nvml: Any, handle: Any) -> bool:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return True
+    index, uuid = nvml.nvmlDeviceGetIndex(handle), str(nvml.nvmlDeviceGetUUID(handle))
+    return any(v.strip() in (str(index), uuid) for v in visible.split(","))
+
+
+def _asked(question: Any, *args: Any) -> Any:
+    """Return NVML's answer, or None where this GPU or container does not give it."""
+    try:
+        return question(*args)
+    except Exception:  # NVML raises a class of its own per refusal
+        return None
+
+
+class Telemetry:
+    """Clocks, power, temperature and throttling of one GPU while it is measured.
+
+    NVML can cost a millisecond a call, so it is asked at every `EVERY`-th block only, and at each
+    while the GPU is throttled.
+    """
+
+    EVERY = 5
+
+    def __init__(self, index: int) -> None:
+        import torch
+
+        self._nvml = _nvml()
+        uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+        self._handle = self._nvml and _asked(self._nvml.nvmlDeviceGetHandleByUUID, uuid)
+        self._blocks, self._bad = 0, False
+        self._seen: list[dict[str, Any]] = [self._read()]
+
+    def _read(self) -> dict[str, Any]:
+        nvml, handle = self._nvml, self._handle
+        if nvml is None or handle is None:
+            return {}
+        return {
+            "sm_mhz": _asked(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
+            "watts": (_asked(nvml.nvmlDeviceGetPowerUsage, handle) or 0) // 1000 or None,
+            "celsius": _asked(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+            "reasons": _asked(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle),
+        }
+
+    def throttled(self) -> str | None:
+        """Return why the GPU is slowed down now, or None."""
+        self._blocks += 1
+        if not self._bad and self._blocks % self.EVERY:
+            return None
+        self._seen.append(self._read())
+        reasons = self._seen[-1].get("reasons") or 0
+        names = [name for bit, name in THROTTLED.items() if reasons & bit]
+        self._bad = bool(names)
+        return ", ".join(names) or None
+
+    def summary(self) -> dict[str, Any]:
+        """Return the range of what was seen."""
+        out: dict[str, Any] = {}
+        for key in ("sm_mhz", "watts", "celsius"):
+            values = [s[key] for s in self._seen if s.get(key) is not None]
+            out[key] = [min(values), max(values)] if values else None
+        return out

@@ -1,0 +1,143 @@
+"""Sides made ready to run: slots of inputs, prepared callables, states that can be restored.
+
+A `Subject` is one side on its slots. A side that is a function is called with each slot's inputs; a
+generator is *prepared*: it gets them once and yields the callable to run. Values of inputs change in
+place between windows, so a prepared side may compute ahead only what depends on `state`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from . import trees
+from .pair import Pair, Side, Size, side_name
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SideError(Exception):
+    """A side that broke the rules of being compared; the message says which and how."""
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch, numpy and random inside the block, and restore them after it."""
+    import numpy as np
+    import torch
+
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+
+
+def make_inputs(pair: Pair, device: str, size: Size, seed: int) -> tuple[Any, ...]:
+    """Return the page's inputs for `seed`, always a tuple."""
+    with seeded(seed):
+        made = pair.inputs(device, **size)
+    if not isinstance(made, tuple):
+        raise SideError(
+            f"inputs returned a {type(made).__name__}; return a tuple of arguments,"
+            " as in `return (x,)`"
+        )
+    return made
+
+
+def make_state(pair: Pair, device: str, size: Size, seed: int) -> Any:
+    """Return a new state for `seed`, or None for a page without one."""
+    if pair.state is None:
+        return None
+    with seeded(seed):
+        return pair.state(device, **size)
+
+
+@dataclass
+class Snapshot:
+    """The tensors of a state as they were, to be put back in place."""
+
+    state: Any
+    saved: dict[str, torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        held = trees.state_tensors(self.state)
+        self.saved = {name: tensor.detach().clone() for name, tensor in held.items()}
+
+    def restore(self) -> None:
+        """Copy the saved values back; tensors made since (momentum, gradients) become zero."""
+        import torch
+
+        with torch.no_grad():
+            for name, tensor in trees.state_tensors(self.state).items():
+                if name in self.saved:
+                    tensor.copy_(self.saved[name])
+                else:
+                    tensor.zero_()
+
+
+class Subject:
+    """One side on its slots, ready to be called.
+
+    Attributes:
+        name: the side's name.
+        calls: one callable a slot; each returns that slot's outputs.
+        outputs: by slot, what the last call returned.
+        one_off: seconds that preparing took (0 for a function).
+        state: what the side may change, or None.
+    """
+
+    def __init__(self, side: Side, slots: Sequence[tuple[Any, ...]], state: Any = None) -> None:
+        self.name = side_name(side)
+        self.state = state
+        self.outputs: list[Any] = [None] * len(slots)
+        self.one_off = 0.0
+        self._generators: list[Any] = []
+        self._snapshot = None if state is None else Snapshot(state)
+        arguments = [(state, *slot) if state is not None else slot for slot in slots]
+        if inspect.isgeneratorfunction(side):
+            start = time.perf_counter()
+            self.calls = [self._prepare(side, args) for args in arguments]
+            self.one_off = (time.perf_counter() - start) / len(slots)
+            self.restore()
+        else:
+            self.calls = [functools.partial(side, *args) for args in arguments]
+
+    def _prepare(self, side: Side, arguments: tuple[Any, ...]) -> Callable[[], Any]:
+        generator = side(*arguments)
+        run = next(generator, None)
+        if not callable(run):
+            raise SideError(f"{self.name} must yield the callable to time, not {run!r}")
+        self._generators.append(generator)
+        return run  # type: ignore[no-any-return]
+
+    def run(self, slot: int) -> Any:
+        """Run the side on `slot`, keep its outputs there and return them."""
+        self.outputs[slot] = out = self.calls[slot]()
+        return out
+
+    def restore(self) -> None:
+        """Put the state back to where it began."""
+        if self._snapshot is not None:
+            self._snapshot.restore()
+
+    def close(self) -> None:
+        """Let prepared sides tear down, and drop every output."""
+        for generator in self._generators:
+            if next(generator, None) is not None:
+                raise SideError(f"{self.name} yields twice; a prepared side yields once")
+        self._generators.clear()
+        self.calls, self.outputs, self.state, self._snapshot = [], [], None, None

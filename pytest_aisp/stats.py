@@ -1,0 +1,87 @@
+"""Arithmetic of a comparison: blocks to a process's value, processes to a spread.
+
+Everything is in natural logarithms of ratios, so that faster and slower are symmetric and 0.01
+reads as 1 %. `value` is always ln(speedup): positive when the optimized side is faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from statistics import fmean, median
+
+FLOOR = 0.0010
+"""No spread is believed below 0.10 %: a smaller one is luck."""
+
+# 1 / sqrt(E[r^2]) for r^2 = mean square about the median without the largest of P normal values.
+_TRIMMED_RMS = {3: 2.401, 4: 1.788, 5: 1.573, 6: 1.477, 7: 1.387, 8: 1.347, 9: 1.298, 10: 1.276}
+_TRIMMED_RMS |= {11: 1.246, 12: 1.232, 14: 1.200, 16: 1.178, 20: 1.146, 24: 1.125}
+
+
+def block_value(baseline: Sequence[float], optimized: Sequence[float]) -> float:
+    """Return ln(speedup) of one block from the seconds per call of its windows."""
+    return fmean(map(math.log, baseline)) - fmean(map(math.log, optimized))
+
+
+def process_value(blocks: Sequence[float], *, robust: bool) -> float:
+    """Return a process's value: the mean of its blocks, their median on a noisy host clock."""
+    return median(blocks) if robust else fmean(blocks)
+
+
+def trimmed_spread(values: Sequence[float]) -> float:
+    """Return a standard deviation of `values` that one rogue process cannot inflate.
+
+    Deviations from the median, the largest dropped, the rms of the rest scaled to be unbiased
+    (in its square) for normal values. Needs at least 3 values.
+    """
+    if len(values) < 3:
+        raise ValueError(f"a spread needs at least 3 processes, got {len(values)}")
+    centre = median(values)
+    kept = sorted(abs(v - centre) for v in values)[:-1]
+    return _scale(len(values)) * math.sqrt(fmean(d * d for d in kept))
+
+
+def _scale(count: int) -> float:
+    known = min(_TRIMMED_RMS, key=lambda p: (abs(p - count), p))
+    return _TRIMMED_RMS[known]
+
+
+def rms(values: Iterable[float]) -> float:
+    """Return the root mean square; 0 for no values."""
+    squares = [v * v for v in values]
+    return math.sqrt(fmean(squares)) if squares else 0.0
+
+
+def pooled_spread(own: float, processes: int, others: Sequence[float]) -> float:
+    """Shrink a case's `own` spread towards those of its product's `others`.
+
+    The pool counts as 8 degrees of freedom, so that a case that was lucky in its few processes
+    does not become the suite's false alarm. Never below `FLOOR`.
+    """
+    pool = rms(others) if others else own
+    mine = max(processes - 2, 0)
+    return max(FLOOR, math.sqrt((8 * pool**2 + mine * own**2) / (8 + mine)))
+
+
+def session_spread(cases: Sequence[Sequence[Sequence[float]]]) -> float | None:
+    """Return the session-to-session sd pooled over cases, or None with one session everywhere.
+
+    Args:
+        cases: for each case, for each session, the values of its processes.
+    """
+    variances = []
+    for sessions in cases:
+        full = [values for values in sessions if len(values) >= 3]
+        if len(full) >= 2:
+            means = [fmean(values) for values in full]
+            within = fmean(trimmed_spread(v) ** 2 / len(v) for v in full)
+            centre = fmean(means)
+            between = sum((m - centre) ** 2 for m in means) / (len(means) - 1)
+            variances.append(between - within)
+    return math.sqrt(max(0.0, fmean(variances))) if variances else None
+
+
+def halves_ratio(blocks: Sequence[float]) -> float:
+    """Return the drift inside a process: mean of the second half minus mean of the first."""
+    middle = len(blocks) // 2
+    return fmean(blocks[middle:]) - fmean(blocks[:middle]) if middle else 0.0

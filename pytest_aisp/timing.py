@@ -1,0 +1,183 @@
+"""The schedule: windows into ABBA blocks, blocks into one process's samples.
+
+A `Timer` makes two subjects ready and returns a `Bout`: a pair of windows on one clock. This module
+only decides in which order the windows run, so that it is the same on a GPU, a CPU and the simulated
+device.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from .stats import block_value, process_value
+
+ROBUST_CLOCKS = ("host", "cpu", "process")
+"""Clocks whose process value is the median of the blocks: it halves the spread there."""
+
+
+class Window(Protocol):
+    """Time one window of `calls` calls and return seconds per call."""
+
+    calls: int
+
+    def __call__(self) -> float: ...
+
+
+class Bout(Protocol):
+    """Two sides ready to be timed against each other on one clock."""
+
+    clock: str
+    windows: tuple[Window, Window]
+
+    def refresh(self) -> None:
+        """Rewrite the inputs' values in place and poison the outputs."""
+
+    def disturbance(self) -> str | None:
+        """Name what disturbed the windows since the last call, or None."""
+
+    def details(self) -> dict[str, Any]:
+        """Return facts of JSON types for the row: slots, calls, clocks, allocations."""
+
+
+class Timer(Protocol):
+    """Make two subjects ready to be timed against each other."""
+
+    def bout(self, request: Any) -> Bout: ...
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long to measure, fixed before the first block.
+
+    Attributes:
+        blocks: most blocks; 8 are always run.
+        seconds: what the blocks may take together.
+        window: least seconds a window lasts (None: the clock's own).
+        warmup: least calls a side is warmed with.
+    """
+
+    blocks: int = 20
+    seconds: float = 0.25
+    window: float | None = None
+    warmup: int = 3
+
+    def count(self, block_seconds: float) -> int:
+        """Return the number of blocks: as many as fit, between 8 and `blocks`."""
+        fit = int(self.seconds / block_seconds) if block_seconds > 0 else self.blocks
+        return max(min(8, self.blocks), min(fit, self.blocks))
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What one process measured.
+
+    Attributes:
+        clock: ``graph``, ``queue``, ``host``, ``cpu``, ``process``.
+        blocks: ln(speedup) of each block.
+        baseline, optimized: seconds per call, each window in the order it ran.
+        orders: ``ABBA`` or ``BAAB``, by block.
+        dropped: causes of the blocks that were measured again.
+        details: facts from the bout.
+    """
+
+    clock: str
+    blocks: list[float]
+    baseline: list[float]
+    optimized: list[float]
+    orders: list[str]
+    dropped: list[str]
+    details: dict[str, Any]
+
+    @property
+    def value(self) -> float:
+        """ln(speedup) of this process."""
+        return process_value(self.blocks, robust=self.clock in ROBUST_CLOCKS)
+
+
+class Disturbed(RuntimeError):
+    """More blocks were disturbed by a named cause than were kept."""
+
+
+def measure(bout: Bout, budget: Budget, rng: random.Random) -> Samples:
+    """Run the blocks of `bout` and return its samples.
+
+    The number of blocks is fixed after one discarded block. A block is dropped only for a cause
+    that the bout names, and measured again.
+
+    Raises:
+        Disturbed: when as many blocks were dropped as were asked for.
+    """
+    first = _block(bout, "ABBA")
+    bout.disturbance()
+    calls = [w.calls for w in bout.windows]
+    total = sum(calls[0] * t for t in first[0]) + sum(calls[1] * t for t in first[1])
+    count = budget.count(total)
+    orders = ["ABBA", "BAAB"] * (count // 2 + 1)
+    rng.shuffle(orders)
+    refreshed = {0, count - 1, *rng.sample(range(count), min(2, count))}
+    samples = Samples(bout.clock, [], [], [], [], [], {})
+    while len(samples.blocks) < count:
+        if len(samples.blocks) in refreshed:
+            bout.refresh()
+        order = orders[len(samples.blocks)]
+        baseline, optimized = _block(bout, order)
+        cause = bout.disturbance()
+        if cause is not None:
+            samples.dropped.append(cause)
+            if len(samples.dropped) >= count:
+                raise Disturbed(f"{len(samples.dropped)} blocks were disturbed: {cause}")
+            continue
+        samples.blocks.append(block_value(baseline, optimized))
+        samples.baseline += baseline
+        samples.optimized += optimized
+        samples.orders.append(order)
+    samples.details.update(bout.details())
+    return samples
+
+
+def _block(bout: Bout, order: str) -> tuple[list[float], list[float]]:
+    times: tuple[list[float], list[float]] = ([], [])
+    for letter in order:
+        side = "AB".index(letter)
+        times[side].append(bout.windows[side]())
+    return times
+
+
+def calls_for(seconds_per_call: float, window: float, slots: int) -> int:
+    """Return how many calls fill `window` seconds: a multiple of `slots`, at least one round."""
+    rounds = max(1, -(-window // max(seconds_per_call * slots, 1e-9)))
+    return int(min(rounds, 100_000)) * slots
+
+
+def settle(
+    calls: Sequence[Callable[[], float]],
+    grew: Callable[[], bool],
+    *,
+    least: int,
+    seconds: float,
+    clock: Callable[[], float],
+) -> int:
+    """Warm both sides in turn until they are steady; return how many rounds it took.
+
+    Steady means: at least `least` rounds, no growth (`grew`: new allocations, modules) in the last
+    one, and each side's last three times within 5 % of the three before. Gives up after `seconds`.
+    """
+    start, history = clock(), [list[float]() for _ in calls]
+    rounds = 0
+    while True:
+        for side, call in zip(history, calls, strict=True):
+            side.append(call())
+        rounds += 1
+        steady = not grew() and all(_steady(side) for side in history)
+        if rounds >= least and (steady or clock() - start > seconds):
+            return rounds
+
+
+def _steady(times: Sequence[float]) -> bool:
+    if len(times) < 6:
+        return False
+    before, now = sorted(times[-6:-3])[1], sorted(times[-3:])[1]
+    return abs(now - before) <= 0.05 * before

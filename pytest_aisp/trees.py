@@ -1,0 +1,152 @@
+"""Nested structures of tensors: what sides take and return, and what a state holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+Leaf = tuple[str, Any]
+
+
+class TreeError(TypeError):
+    """A value that can be neither compared nor restored."""
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[Leaf]:
+    """Yield ``(path, leaf)`` of nested tuples, lists, mappings, dataclasses and namespaces."""
+    children = _children(tree)
+    if children is None:
+        yield path or "output", tree
+        return
+    for key, child in children:
+        yield from leaves(child, f"{path}{key}" if path else key.lstrip("."))
+
+
+def tensors(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors among the leaves of `tree`."""
+    import torch
+
+    for path, leaf in leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            yield path, leaf
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Return `tree` with `function` applied to each tensor, everything else as it is."""
+    import torch
+
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(function, child) for child in tree))
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(map_tensors(function, child) for child in tree)
+    if isinstance(tree, Mapping):
+        return {key: map_tensors(function, child) for key, child in tree.items()}
+    return tree
+
+
+def clone(tree: Any) -> Any:
+    """Return `tree` with every tensor copied, keeping strides and pinned memory."""
+    return map_tensors(_clone, tree)
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    with torch.no_grad():
+        copy = torch.empty_like(tensor, pin_memory=_pinned(tensor))
+        copy.copy_(tensor)
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def _pinned(tensor: torch.Tensor) -> bool:
+    import torch
+
+    return tensor.device.type == "cpu" and torch.cuda.is_available() and tensor.is_pinned()
+
+
+def copy_into(target: Any, source: Any) -> None:
+    """Copy every tensor of `source` into its place in `target`, in place."""
+    import torch
+
+    with torch.no_grad():
+        for (_, t), (_, s) in zip(tensors(target), tensors(source), strict=True):
+            t.copy_(s)
+
+
+def poison(tree: Any) -> None:
+    """Overwrite every tensor of `tree` with NaN, or with all bits set where there is no NaN."""
+    import torch
+
+    with torch.no_grad():
+        for _, tensor in tensors(tree):
+            if tensor.dtype == torch.bool:
+                tensor.logical_not_()
+            elif tensor.is_contiguous():
+                tensor.view(-1).view(torch.uint8).fill_(0xFF)
+            elif tensor.is_floating_point() or tensor.is_complex():
+                tensor.fill_(float("nan"))
+            else:
+                tensor.fill_(-1)
+
+
+def nbytes(tree: Any) -> int:
+    """Return the bytes of all tensors in `tree`, views of one storage counted once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for _, t in tensors(tree)}
+    return sum(s.nbytes() for s in storages.values())
+
+
+def state_tensors(state: Any) -> dict[str, torch.Tensor]:
+    """Return by name every tensor that `state` holds, gradients included.
+
+    A state may be tensors, modules, optimizers, and containers of them.
+
+    Raises:
+        TreeError: for anything else, by name; it could change unseen.
+    """
+    return dict(_state(state, "state"))
+
+
+def _state(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield path, value
+        if value.is_leaf and value.grad is not None:
+            yield f"{path}.grad", value.grad
+    elif isinstance(value, torch.nn.Module):
+        for name, tensor in (*value.named_parameters(), *value.named_buffers()):
+            yield from _state(tensor, f"{path}.{name}")
+    elif isinstance(value, torch.optim.Optimizer):
+        for index, entry in enumerate(value.state.values()):
+            for name, leaf in entry.items():
+                if isinstance(leaf, torch.Tensor):
+                    yield f"{path}[{index}].{name}", leaf
+    elif (children := _children(value)) is not None:
+        for key, child in children:
+            yield from _state(child, f"{path}{key}")
+    elif not (value is None or isinstance(value, (int, float, bool, str))):
+        raise TreeError(
+            f"{path} is a {type(value).__name__}; a state may hold tensors, modules, optimizers"
+            " and containers of them"
+        )
+
+
+def _children(tree: Any) -> list[Leaf] | None:
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return [(f".{name}", getattr(tree, name)) for name in tree._fields]
+    if isinstance(tree, (tuple, list)):
+        return [(f"[{i}]", child) for i, child in enumerate(tree)]
+    if isinstance(tree, Mapping):
+        return [(f"[{key!r}]", child) for key, child in tree.items()]
+    if isinstance(tree, SimpleNamespace):
+        return [(f".{key}", child) for key, child in vars(tree).items()]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [(f".{f.name}", getattr(tree, f.name)) for f in dataclasses.fields(tree)]
+    return None

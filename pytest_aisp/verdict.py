@@ -1,0 +1,164 @@
+"""The decision: gates, screen, vote, verdict.
+
+A gate compares ln(speedup) with one limit. A case past a gate's screen is a suspect and is measured
+again in up to five fresh processes; only three equal votes make it red. `docs/verdict.md` gives the
+reasons and the error rates, `pytest_aisp.simulated` the device on which they are tested.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+VOTES = 3
+ATTEMPTS = 5
+SCREEN, VOTE = 2.2, 2.8
+"""Where a same-process comparison becomes a suspect, and where a vote is red, in spreads."""
+INTERVAL = 2.6
+"""Half width of the printed 99 % interval, in spreads."""
+DETECTABLE = 4.6
+"""The loss that screen and vote find in 99 % of trials, in spreads."""
+RECORD_FLOOR = 0.02
+RECORD_SPREADS = 8.0
+UNKNOWN_SESSION = 0.005
+"""Session-to-session spread assumed until two sessions are recorded."""
+
+DEFAULT_SPREAD = {"graph": 0.0025, "queue": 0.005, "host": 0.010, "cpu": 0.030, "process": 0.030}
+"""Spread of one process's value by clock, assumed until this product has recorded its own."""
+NEUTRAL_FLOOR = {"graph": 0.02, "queue": 0.03, "host": 0.05, "cpu": 0.10, "process": 0.10}
+"""Least loss that counts on each clock, for claims of `neutral` and for stored results."""
+
+Outcome = Literal["clear", "red", "green", "open"]
+RED = ("fail", "regressed", "wrong", "invalid")
+VERDICTS = (
+    *("pass", "new", "improved", "stale", "inconclusive", "checked", "compiled"),
+    *RED,
+)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One limit for ln(speedup). `sign` is -1 for the gate that looks for gains.
+
+    Attributes:
+        name: ``claim``, ``neutral``, ``record``, ``improvement``, ``same-slower``, ``same-faster``.
+        limit: ln(speedup) that the case is held against.
+        screen: a case is a suspect when its deficit is above this.
+        red, green: a vote is red above `red`, green at or below `green`.
+    """
+
+    name: str
+    limit: float
+    screen: float
+    red: float
+    green: float
+    sign: int = 1
+
+    def deficit(self, value: float) -> float:
+        """Return by how much `value` falls short of the limit (exceeds it, for gains)."""
+        return self.sign * (self.limit - value)
+
+    def decide(self, value: float, votes: Sequence[float]) -> Outcome:
+        """Return the outcome so far: `open` while neither three red nor three green votes."""
+        if self.deficit(value) <= self.screen:
+            return "clear"
+        if sum(self.deficit(v) > self.red for v in votes) >= VOTES:
+            return "red"
+        if sum(self.deficit(v) <= self.green for v in votes) >= VOTES:
+            return "green"
+        return "open"
+
+
+def claim_gate(speedup: float, spread: float) -> Gate:
+    """Return the gate of ``at_least=speedup``: red below it by 2.8 spreads, clear 2.2 above."""
+    return Gate("claim", math.log(speedup), -SCREEN * spread, VOTE * spread, 0.0)
+
+
+def neutral_gate(margin: float) -> Gate:
+    """Return the gate of ``at_least="neutral"``: red only for a loss beyond `margin`."""
+    return Gate("neutral", 0.0, 0.8 * margin, margin, margin)
+
+
+def record_gates(stored: float, margin: float) -> tuple[Gate, Gate]:
+    """Return the gates against a stored ln(speedup): the loss, and its mirror image."""
+    return (
+        Gate("record", stored, 0.8 * margin, margin, margin),
+        Gate("improvement", stored, 0.8 * margin, margin, margin, sign=-1),
+    )
+
+
+def same_gates(spread: float) -> tuple[Gate, Gate]:
+    """Return the gates of a side against itself in one process: an A/A trial, a changed side."""
+    screen, vote = SCREEN * spread, VOTE * spread
+    return (
+        Gate("same-slower", 0.0, screen, vote, vote),
+        Gate("same-faster", 0.0, screen, vote, vote, sign=-1),
+    )
+
+
+def record_margin(spread: float, session: float | None, clock: str) -> float:
+    """Return the margin against a stored result: at least the clock's floor and 8 spreads."""
+    both = math.hypot(spread, UNKNOWN_SESSION if session is None else session)
+    return max(RECORD_FLOOR, NEUTRAL_FLOOR[clock], RECORD_SPREADS * both)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the gates said of one value and the votes on it."""
+
+    outcomes: dict[str, Outcome]
+    votes: tuple[float, ...]
+
+    @property
+    def suspect(self) -> bool:
+        return any(outcome != "clear" for outcome in self.outcomes.values())
+
+
+def decide(
+    value: float, gates: Sequence[Gate], remeasure: Callable[[], float | None]
+) -> Decision:
+    """Screen `value`, then vote with `remeasure` until every gate is decided.
+
+    Args:
+        value: ln(speedup) of the first process.
+        remeasure: returns ln(speedup) of one more fresh process, or None when no budget is left.
+    """
+    votes: list[float] = []
+    while len(votes) < ATTEMPTS and any(g.decide(value, votes) == "open" for g in gates):
+        vote = remeasure()
+        if vote is None:
+            break
+        votes.append(vote)
+    return Decision({g.name: g.decide(value, votes) for g in gates}, tuple(votes))
+
+
+def verdict_of(decision: Decision, *, stored: bool, same_environment: bool) -> str:
+    """Return the case's verdict. A loss against a record of another environment is `stale`."""
+    outcomes = decision.outcomes
+    if "red" in (outcomes.get("claim"), outcomes.get("neutral")):
+        return "fail"
+    if "red" in (outcomes.get("record"), outcomes.get("same-slower")):
+        return "regressed" if same_environment else "stale"
+    if "open" in outcomes.values():
+        return "inconclusive"
+    if "red" in (outcomes.get("improvement"), outcomes.get("same-faster")):
+        return "improved"
+    return "pass" if stored else "new"
+
+
+def detectable(gates: Sequence[Gate], spread: float) -> float:
+    """Return the smallest loss found in 99 % of trials, from the loss gates among `gates`.
+
+    A vote is red beyond ``gate.red``; 1.8 spreads more make three of five votes red in 99 %.
+    A claim's own slack is no part of it: the figure is for a case that stands at its limit.
+    """
+    losses = [g.red for g in gates if g.sign > 0]
+    return (max(losses) if losses else VOTE * spread) + (DETECTABLE - VOTE) * spread
+
+
+def interval(value: float, spread: float, processes: int = 1) -> tuple[float, float]:
+    """Return the printed 99 % interval of ln(speedup) around a mean of `processes` values."""
+    half = INTERVAL * spread / math.sqrt(processes)
+    return value - half, value + half

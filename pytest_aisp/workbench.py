@@ -1,0 +1,90 @@
+"""Everything one pair needs at one size on one device: values, slots, subjects, expected results."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import trees
+from .pair import Pair, Side, Size
+from .sides import Subject, make_inputs, make_state
+
+VALUE_SETS = 2
+COLD_FOOTPRINT = 5.0
+"""Slots together cover this many L2 caches: cyclic reuse then hits in less than 1 % of accesses."""
+MOST_SLOTS = 512
+
+
+class NotCold(RuntimeError):
+    """The working set is too small to be cold by rotation."""
+
+
+@dataclass
+class Workbench:
+    """The values and slots of `pair` at `size` on `device`.
+
+    Attributes:
+        values: `VALUE_SETS` sets of inputs, never given to a side.
+        slots: copies of value sets, at addresses that stay the same.
+        pattern: which value set each slot holds now.
+    """
+
+    pair: Pair
+    size: Size
+    device: str
+    seed: int
+    values: list[tuple[Any, ...]] = field(init=False)
+    slots: list[tuple[Any, ...]] = field(init=False, default_factory=list)
+    pattern: list[int] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        seeds = [self.seed + k for k in range(VALUE_SETS)]
+        self.values = [make_inputs(self.pair, self.device, self.size, s) for s in seeds]
+        self.rng = random.Random(self.seed)
+
+    def lay_slots(self, count: int) -> None:
+        """Make `count` slots, each a copy of one value set."""
+        self.pattern = [k % VALUE_SETS for k in range(count)]
+        self.slots = [trees.clone(self.values[k]) for k in self.pattern]
+
+    def rewrite(self, subjects: Sequence[Subject]) -> None:
+        """Give each slot a value set at random, in place, and poison every output."""
+        self.pattern = [self.rng.randrange(VALUE_SETS) for _ in self.slots]
+        if len(self.pattern) > 1 and len(set(self.pattern)) == 1:
+            self.pattern[0] = 1 - self.pattern[0]
+        for slot, k in zip(self.slots, self.pattern, strict=True):
+            trees.copy_into(slot, self.values[k])
+        for subject in subjects:
+            trees.poison(subject.outputs)
+
+    def subject(self, side: Side) -> Subject:
+        """Return `side` built on the slots, with a state of its own."""
+        state = make_state(self.pair, self.device, self.size, self.seed)
+        return Subject(side, self.slots, state)
+
+    def slots_for(self, output_bytes: int, l2_bytes: int, free_bytes: int) -> int:
+        """Return how many slots make the working set cold, or a few where it may be warm.
+
+        Raises:
+            NotCold: when more than `MOST_SLOTS` slots would be needed.
+        """
+        footprint = max(1, trees.nbytes(self.values[0]) + output_bytes)
+        if self.pair.state is not None or self.pair.l2 == "warm" or self.pair.as_called:
+            return VALUE_SETS
+        wanted = int(-(-COLD_FOOTPRINT * l2_bytes // footprint))
+        if wanted > MOST_SLOTS:
+            raise NotCold(
+                f"{footprint} bytes a call would need {wanted} slots to be cold in a"
+                f" {l2_bytes >> 20} MiB L2; declare l2='warm' or a larger size"
+            )
+        room = int(0.6 * free_bytes // footprint)
+        return max(VALUE_SETS, min(wanted, room))
+
+    @property
+    def prepared(self) -> bool:
+        """Whether a side of the pair is prepared."""
+        sides = [self.pair.baseline, *(v.side for v in self.pair.variants)]
+        return any(inspect.isgeneratorfunction(s) for s in sides)
