@@ -131,8 +131,8 @@ def measure(bout: Bout, budget: Budget, rng: random.Random) -> Samples:
                 raise Disturbed(f"{len(samples.dropped)} blocks were disturbed: {cause}")
             continue
         samples.blocks.append(block_value(baseline, optimized))
-        samples.baseline += baseline
-        samples.optimized += optimized
+        samples.baseline.extend(baseline)
+        samples.optimized.extend(optimized)
         samples.orders.append(order)
     samples.details.update(bout.details())
     return samples
