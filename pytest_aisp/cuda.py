@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 WINDOW = {"graph": 400e-6, "queue": 1e-3, "host": 5e-3}
 """Least seconds of a window, by clock."""
-MOST_STEPS = 16
-"""Most steps in a window of a training step: the state after it is compared with the reference."""
 SPIN_CYCLES = 2_000_000
 """First length of the blocking kernel: about 1 ms."""
 
@@ -167,7 +165,7 @@ class CudaBout:
         window = max(least, *(t * slots for t in seconds))
         counts = [calls_for(t, window, slots) for t in seconds]
         if self.bench.pair.state is not None:
-            counts = [min(max(counts), MOST_STEPS) for _ in counts]
+            counts = [min(max(counts), timing.MOST_STEPS) for _ in counts]
         del probes
         a, b = (make(s, n) for s, n in zip(self.subjects, counts, strict=True))
         for w in (a, b):

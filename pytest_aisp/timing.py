@@ -1,7 +1,6 @@
 """The schedule: windows into ABBA blocks, blocks into one process's samples.
 
-A `Timer` makes two subjects ready and returns a `Bout`: a pair of windows on one clock. This module
-only decides in which order the windows run, so that it is the same on a GPU, a CPU and the simulated
+A `Bout` is two subjects ready on one clock: a pair of windows. This module only decides in which order the windows run, so that it is the same on a GPU, a CPU and the simulated
 device.
 """
 
@@ -9,13 +8,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 from .stats import block_value, process_value
 
 ROBUST_CLOCKS = ("host", "cpu", "process")
 """Clocks whose process value is the median of the blocks: it halves the spread there."""
+
+
+MOST_STEPS = 16
+"""Most steps in a window of a training step: the state after it is compared with the reference."""
 
 
 class Window(Protocol):
@@ -42,32 +45,41 @@ class Bout(Protocol):
         """Return facts of JSON types for the row: slots, calls, clocks, allocations."""
 
 
-class Timer(Protocol):
-    """Make two subjects ready to be timed against each other."""
-
-    def bout(self, request: Any) -> Bout: ...
-
-
 @dataclass(frozen=True)
 class Budget:
     """How long to measure, fixed before the first block.
 
     Attributes:
-        blocks: most blocks; 8 are always run.
+        blocks: most blocks.
+        laps: how often both sides are built and captured anew, where that is cheap. Most of the
+            spread between processes turned out to be spread between captures (docs/spread.md).
         seconds: what the blocks may take together.
         window: least seconds a window lasts (None: the clock's own).
         warmup: least calls a side is warmed with.
+        least: blocks that are always run.
     """
 
     blocks: int = 20
+    laps: int = 4
     seconds: float = 0.25
     window: float | None = None
     warmup: int = 3
+    least: int = 8
 
     def count(self, block_seconds: float) -> int:
-        """Return the number of blocks: as many as fit, between 8 and `blocks`."""
-        fit = int(self.seconds / block_seconds) if block_seconds > 0 else self.blocks
-        return max(min(8, self.blocks), min(fit, self.blocks))
+        """Return the number of blocks: as many as fit, between `least` and `blocks`."""
+        fit = int(self.seconds / max(block_seconds, 1e-9))
+        return max(min(self.least, self.blocks), min(fit, self.blocks))
+
+    def lap(self) -> Budget:
+        """Return the budget of one lap."""
+        share = {"blocks": self.blocks, "least": self.least}
+        return replace(
+            self,
+            laps=1,
+            seconds=self.seconds / self.laps,
+            **{name: max(1, -(-n // self.laps)) for name, n in share.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -95,6 +107,15 @@ class Samples:
     def value(self) -> float:
         """ln(speedup) of this process."""
         return process_value(self.blocks, robust=self.clock in ROBUST_CLOCKS)
+
+
+def join(parts: Sequence[Samples]) -> Samples:
+    """Return the samples of several laps as those of one process."""
+    joined: dict[str, Any] = {f.name: getattr(parts[-1], f.name) for f in fields(Samples)}
+    for name in ("blocks", "baseline", "optimized", "orders", "dropped"):
+        joined[name] = [value for part in parts for value in getattr(part, name)]
+    joined["details"] = {**parts[-1].details, "laps": len(parts)}
+    return Samples(**joined)
 
 
 class Disturbed(RuntimeError):

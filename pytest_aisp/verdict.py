@@ -116,9 +116,7 @@ class Decision:
         return any(outcome != "clear" for outcome in self.outcomes.values())
 
 
-def decide(
-    value: float, gates: Sequence[Gate], remeasure: Callable[[], float | None]
-) -> Decision:
+def decide(value: float, gates: Sequence[Gate], remeasure: Callable[[], float | None]) -> Decision:
     """Screen `value`, then vote with `remeasure` until every gate is decided.
 
     Args:

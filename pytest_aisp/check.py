@@ -1,0 +1,383 @@
+"""Prove that sides compute what the reference says, before and after they are timed.
+
+`Oracle` holds what is expected of one pair at one size; `check_sides` runs the sides under the rules
+(fresh memory, fresh values at the same addresses, inputs unchanged, nothing aliased) and applies the
+exact probe and the negative controls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from . import numerics, trees
+from .controls import Control, run_controls
+from .numerics import Fit, Leaf, Rule, Wrong
+from .pair import Precision, Side, side_name
+from .sides import SideError, Subject, make_state
+from .workbench import VALUE_SETS, Workbench
+
+if TYPE_CHECKING:
+    import torch
+
+STEPS = 3
+"""Steps after which a training step's state is compared, besides the first."""
+
+Named = list[tuple[str, "torch.Tensor"]]
+
+
+@dataclass
+class Oracle:
+    """What the reference says of `bench`'s values, computed once and kept.
+
+    Attributes:
+        types: by output path, the type in which the baseline returned it.
+        begins: names of the tensors with which a state begins.
+    """
+
+    bench: Workbench
+    types: dict[str, torch.dtype] = field(default_factory=dict)
+    begins: frozenset[str] = frozenset()
+    _known: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        state = make_state(self.bench.pair, self.bench.device, self.bench.size, self.bench.seed)
+        self.begins = frozenset(trees.state_tensors(state)) if state is not None else frozenset()
+
+    def leaves(self, turns: tuple[int, ...], precision: str | None) -> list[Leaf]:
+        """Return the expected outputs after running on value sets `turns`, one after the other.
+
+        Without a state only the last turn matters.
+        """
+        turns = turns if self.bench.pair.state is not None else turns[-1:]
+        if turns not in self._known:
+            self._known[turns] = numerics.sensitivity(lambda probe: self._run(turns, probe))
+        work = self.bench.pair.work(**self.bench.size)
+        return [
+            Leaf(path, value, self._sigma(path, value, squares, precision, work, len(turns)))
+            for path, value, squares in self._known[turns]
+        ]
+
+    def _sigma(
+        self, path: str, value: Any, squares: Any, precision: str | None, work: Any, steps: int
+    ) -> torch.Tensor | None:
+        dtype = str(self.types.get(path, value.dtype)).removeprefix("torch.")
+        if squares is None or dtype not in numerics.UNIT:
+            return None
+        return numerics.allowed(
+            value, squares, dtype=dtype, precision=precision, work=work, steps=steps
+        )
+
+    def _run(self, turns: tuple[int, ...], probe: int | None) -> Named:
+        pair, bench = self.bench.pair, self.bench
+        state = make_state(pair, bench.device, bench.size, bench.seed)
+        if state is not None and probe is not None:
+            _perturb_in_place(trees.state_tensors(state), probe)
+        outputs: Any = None
+        for turn in turns:
+            values = _promoted(bench.values[turn], probe)
+            outputs = pair.reference(*(values if state is None else (state, *values)))
+        return observed(outputs, state)
+
+    def dropped(self, turn: int, precision: str | None) -> list[Leaf] | None:
+        """Return what the reference says with a slice of the largest input zeroed, or None."""
+        values = trees.clone(self.bench.values[turn])
+        floating = [t for _, t in trees.tensors(values) if t.is_floating_point() and t.dim()]
+        if not floating or self.bench.pair.state is not None:
+            return None
+        largest = max(floating, key=lambda t: t.numel()).detach()
+        last = largest.shape[-1]
+        largest[..., last - max(1, last // 16) :] = 0
+        outputs = observed(self.bench.pair.reference(*values), None)
+        return [Leaf(path, value.double(), None) for path, value in outputs]
+
+
+def observed(outputs: Any, state: Any) -> Named:
+    """Return what is compared: the outputs, then every tensor of the state."""
+    found = numerics.as_leaves(outputs) if outputs is not None else []
+    if state is not None:
+        held = trees.state_tensors(state)
+        found += [(name, tensor.detach()) for name, tensor in sorted(held.items())]
+    return found
+
+
+def _promoted(values: tuple[Any, ...], probe: int | None) -> tuple[Any, ...]:
+    """Return a copy of `values`; for a probe in float64 and perturbed."""
+    if probe is None:
+        return trees.clone(values)  # type: ignore[no-any-return]
+    signs = _signs(probe)
+
+    def perturbed(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor.clone()
+        moved = tensor.detach().double().mul_(signs(tensor))
+        return moved.requires_grad_(tensor.requires_grad)
+
+    return trees.map_tensors(perturbed, values)  # type: ignore[no-any-return]
+
+
+def _perturb_in_place(tensors: dict[str, torch.Tensor], probe: int) -> None:
+    import torch
+
+    signs = _signs(probe + 1000)
+    with torch.no_grad():
+        for tensor in tensors.values():
+            if tensor.is_floating_point():
+                tensor.mul_(signs(tensor).to(tensor.dtype))
+
+
+def _signs(probe: int) -> Any:
+    import torch
+
+    generators: dict[Any, torch.Generator] = {}
+
+    def factors(like: torch.Tensor) -> torch.Tensor:
+        make = torch.Generator(device=like.device)
+        generator = generators.setdefault(like.device, make.manual_seed(probe))
+        signs = torch.randint(0, 2, like.shape, generator=generator, device=like.device)
+        return signs.double().mul_(2).sub_(1).mul_(numerics.STEP).add_(1)
+
+    return factors
+
+
+@dataclass
+class Checked:
+    """What checking found, in plain types.
+
+    Attributes:
+        fits: by side, the worst rms and the worst element in allowed deviations.
+        controls: each control in words.
+        exact: whether the exact integer probe ran, or why not.
+    """
+
+    fits: dict[str, list[float]] = field(default_factory=dict)
+    controls: list[str] = field(default_factory=list)
+    exact: str = ""
+
+
+def check_sides(
+    oracle: Oracle, sides: Sequence[tuple[Side, Precision | None]], rule: Rule
+) -> Checked:
+    """Check every side of `sides` against the oracle; the baseline comes first.
+
+    Raises:
+        Wrong: for a wrong result; SideError: for a side that breaks a rule of comparing;
+        TooLoose, CannotTell: when a control condemns the tolerance or the inputs.
+    """
+    result = Checked()
+    base_rms: dict[str, float] = {}
+    for number, (side, precision) in enumerate(sides):
+        fits = _check_side(oracle, side, precision, rule, number == 0)
+        result.fits[side_name(side)] = [max(f.rms for f in fits), max(f.worst for f in fits)]
+        if number == 0:
+            base_rms = {f.path: f.rms for f in fits}
+        elif precision is None and not rule.given and not rule.exact:
+            _check_ratio(oracle, side, fits, base_rms)
+    result.exact = _exact_probe(oracle, [side for side, _ in sides])
+    result.controls = [str(c) for c in _controls(oracle, sides, rule)]
+    return result
+
+
+def _check_ratio(oracle: Oracle, side: Side, fits: Sequence[Fit], base: dict[str, float]) -> None:
+    for fit in fits:
+        limit = max(numerics.BASELINE_FACTOR * base[fit.path], numerics.BASELINE_FLOOR)
+        if fit.rms > limit:
+            raise Wrong(
+                f"{side_name(side)} is less exact than its baseline at {oracle.bench.size}:"
+                f" {fit.path} has an rms error of {fit.rms:.3g} allowed deviations, limit"
+                f" {limit:.3g} (1.5 x the baseline's {base[fit.path]:.3g}, at least 0.5);"
+                " declare Variant(precision=...) where that is on purpose"
+            )
+
+
+def _check_side(
+    oracle: Oracle, side: Side, precision: Precision | None, rule: Rule, is_baseline: bool
+) -> list[Fit]:
+    bench, pair = oracle.bench, oracle.bench.pair
+    slot = trees.clone(bench.values[0])
+    _poison_free_memory(slot, bench.device)
+    subject = Subject(side, [slot], make_state(pair, bench.device, bench.size, bench.seed))
+    fits: list[Fit] = []
+    turns: list[int] = []
+    try:
+        for turn in (0, 1, *([0] * (STEPS - 2) if pair.state is not None else [])):
+            trees.copy_into(slot, bench.values[turn])
+            outputs = subject.run(0)
+            _synchronize(bench.device)
+            turns.append(turn)
+            _check_manners(subject, slot, bench.values[turn], outputs)
+            if pair.state is None or len(turns) in (1, STEPS):
+                found = observed(outputs, subject.state)
+                fits += judge(oracle, side, found, tuple(turns), precision, rule, is_baseline)
+    finally:
+        subject.close()
+    return fits
+
+
+def judge(
+    oracle: Oracle,
+    side: Side,
+    found: Named,
+    turns: tuple[int, ...],
+    precision: Precision | None,
+    rule: Rule,
+    is_baseline: bool = False,
+) -> list[Fit]:
+    """Compare what a side produced with the oracle; raise `Wrong` at the first mismatch."""
+    if is_baseline and not oracle.types:
+        oracle.types.update({path: tensor.dtype for path, tensor in _matched(oracle, found, turns)})
+    leaves = oracle.leaves(turns, precision)
+    if oracle.bench.pair.state is not None:
+        leaves, found = _shared(oracle, side, leaves, found)
+    _check_form(oracle, side, found, leaves)
+    fits = []
+    for (_, tensor), leaf in zip(found, leaves, strict=True):
+        fit = numerics.compare(tensor, leaf, rule)
+        if not fit.ok:
+            raise Wrong(numerics.explain(side_name(side), oracle.bench.size, fit, rule))
+        fits.append(fit)
+    return fits
+
+
+def _shared(
+    oracle: Oracle, side: Side, leaves: Sequence[Leaf], found: Named
+) -> tuple[list[Leaf], Named]:
+    """Pair what both have of outputs and state; only what an optimizer made lazily may be absent."""
+    by_name = dict(found)
+    for leaf in leaves:
+        if leaf.path not in by_name and (leaf.path in oracle.begins or leaf.path[:5] != "state"):
+            raise Wrong(f"{side_name(side)} has no {leaf.path}, which the reference has")
+    shared = [leaf for leaf in leaves if leaf.path in by_name]
+    return shared, [(leaf.path, by_name[leaf.path]) for leaf in shared]
+
+
+def _matched(oracle: Oracle, found: Named, turns: tuple[int, ...]) -> Iterator[Any]:
+    """Yield the baseline's outputs under the reference's paths."""
+    if oracle.bench.pair.state is not None:
+        yield from found
+        return
+    expected = oracle.leaves(turns, None)
+    if len(expected) == len(found):
+        yield from ((leaf.path, tensor) for leaf, (_, tensor) in zip(expected, found, strict=True))
+
+
+def _check_form(oracle: Oracle, side: Side, found: Named, leaves: Sequence[Leaf]) -> None:
+    name, size = side_name(side), oracle.bench.size
+    if len(found) != len(leaves):
+        raise Wrong(f"{name} returned {len(found)} tensors at {size}, the reference {len(leaves)}")
+    for (path, tensor), leaf in zip(found, leaves, strict=True):
+        if tensor.shape != leaf.value.shape:
+            raise Wrong(
+                f"{name} returned {path} of shape {tuple(tensor.shape)} at {size},"
+                f" the reference says {tuple(leaf.value.shape)}"
+            )
+        dtype = oracle.types.get(leaf.path)
+        if dtype is not None and tensor.dtype != dtype:
+            raise Wrong(
+                f"{name} returned {path} as {tensor.dtype} at {size}, the baseline as {dtype}"
+            )
+        if tensor.device.type != leaf.value.device.type:
+            raise Wrong(
+                f"{name} returned {path} on {tensor.device} at {size},"
+                f" the reference is on {leaf.value.device}"
+            )
+
+
+def _check_manners(subject: Subject, slot: Any, values: Any, outputs: Any) -> None:
+    """Refuse a side that returns nothing, changes its inputs or returns a view of them."""
+    import torch
+
+    if outputs is None and subject.state is None:
+        raise SideError(f"{subject.name} returned None; a side returns its outputs")
+    for (path, now), (_, before) in zip(trees.tensors(slot), trees.tensors(values), strict=True):
+        if not torch.equal(_bits(now), _bits(before)):
+            raise SideError(
+                f"{subject.name} changed its input {path}; what a side may change is declared"
+                " with state="
+            )
+    inputs = {t.untyped_storage().data_ptr() for _, t in trees.tensors(slot)}
+    for path, tensor in trees.tensors(outputs):
+        if tensor.untyped_storage().data_ptr() in inputs and tensor.numel():
+            raise SideError(f"{subject.name} returned {path} as a view of its input")
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes, so that NaN equals itself."""
+    import torch
+
+    flat = tensor.detach().contiguous().view(-1)
+    return flat if flat.dtype == torch.bool else flat.view(torch.uint8)
+
+
+def _poison_free_memory(like: Any, device: str) -> None:
+    """Leave NaN in the memory that the allocator will hand out next, so that `empty` holds no answer."""
+    import torch
+
+    held = [torch.empty_like(t) for _, t in trees.tensors(like) for _ in range(2) if t.numel()]
+    trees.poison(held)
+
+
+def _synchronize(device: str) -> None:
+    import torch
+
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def _exact_probe(oracle: Oracle, sides: Sequence[Side]) -> str:
+    """Run every side on small integers, where a linear operation has one right answer, bit for bit."""
+    import torch
+
+    bench, pair = oracle.bench, oracle.bench.pair
+    if pair.state is not None:
+        return "n/a: the page has a state"
+    integers = trees.map_tensors(_integers, bench.values[0])
+    expected = numerics.as_leaves(pair.reference(*trees.clone(integers)))
+    for _, value in expected:
+        scaled = value.double() * 16
+        if not bool((scaled == scaled.round()).all()) or float(scaled.abs().amax()) >= 2**24:
+            return "n/a: not exact on small integers"
+    for side in sides:
+        subject = Subject(side, [trees.clone(integers)])
+        try:
+            found = numerics.as_leaves(subject.run(0))
+            for (path, got), (_, want) in zip(found, expected, strict=True):
+                fit = numerics.compare(got, Leaf(path, want.double(), None), Rule(exact=True))
+                if not fit.ok:
+                    message = numerics.explain(side_name(side), bench.size, fit, Rule(exact=True))
+                    raise Wrong(f"{message}, on small integers, where every sum is exact")
+        finally:
+            subject.close()
+    return "bit for bit" if any(torch.is_floating_point(v) for _, v in expected) else "integers"
+
+
+def _integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return small integers in `tensor`'s type and strides: -2 to 2, three of four of them zero."""
+    import torch
+
+    if not tensor.is_floating_point():
+        return tensor.clone()
+    made = torch.empty_like(tensor, requires_grad=False)
+    generator = torch.Generator(device=tensor.device).manual_seed(11)
+    draws = torch.randint(-8, 9, tensor.shape, generator=generator, device=tensor.device)
+    made.copy_(torch.where(draws.abs() <= 2, draws, 0))
+    return made
+
+
+def _controls(
+    oracle: Oracle, sides: Sequence[tuple[Side, Precision | None]], rule: Rule
+) -> list[Control]:
+    """Apply the controls at the loosest precision any side declares."""
+    seen: list[Control] = []
+    for precision in dict.fromkeys(p for _, p in sides):
+        turns = (0, 1, 0)[:STEPS] if oracle.bench.pair.state is not None else (0,)
+        other = (1, 0, 1)[:STEPS] if oracle.bench.pair.state is not None else (1 % VALUE_SETS,)
+        expected = [
+            leaf for leaf in oracle.leaves(turns, precision) if leaf.path in oracle.types
+        ] or oracle.leaves(turns, precision)
+        stale_by_path = {leaf.path: leaf for leaf in oracle.leaves(other, precision)}
+        stale = [stale_by_path[leaf.path] for leaf in expected]
+        types = [oracle.types.get(leaf.path, leaf.value.dtype) for leaf in expected]
+        seen = run_controls(expected, stale, oracle.dropped(0, precision), types, rule)
+    return seen

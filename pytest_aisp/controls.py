@@ -1,0 +1,139 @@
+"""Negative controls: wrong answers that a page's own tolerance must refuse.
+
+Each is made from the reference. A control applies if it moves the reference beyond `APPLIES` times the
+derived bound; that is computed, never declared. One that applies and is accepted condemns the tolerance.
+A page where no noise, no structure or no freshness control applies has inputs that cannot tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .numerics import Leaf, Rule, compare
+
+if TYPE_CHECKING:
+    import torch
+
+APPLIES = 4.0
+KINDS = {"noise": "noise", "zeros": "structure", "rolled": "structure", "swapped": "structure"}
+KINDS |= {"reversed": "structure", "dropped": "structure", "stale": "freshness"}
+
+
+class TooLoose(AssertionError):
+    """A wrong answer passes the page's tolerance."""
+
+
+class CannotTell(AssertionError):
+    """The page's inputs give results among which right and wrong look alike."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """One control on one page: whether it applies, and whether the rule refused it."""
+
+    name: str
+    moves: float
+    applies: bool
+    refused: bool
+
+    def __str__(self) -> str:
+        if self.applies:
+            return f"{self.name} {'refused' if self.refused else 'ACCEPTED'}"
+        return f"{self.name} n/a: moves the reference by {self.moves:.2g} bounds"
+
+
+def run_controls(
+    expected: Sequence[Leaf],
+    stale: Sequence[Leaf],
+    dropped: Sequence[Leaf] | None,
+    types: Sequence[torch.dtype],
+    rule: Rule,
+) -> list[Control]:
+    """Apply every control and return what became of it.
+
+    Args:
+        expected: what the reference says for these inputs.
+        stale: what it says for other inputs.
+        dropped: what it says with a slice of one input zeroed, or None.
+        types: the types in which the sides return each output.
+        rule: the page's.
+
+    Raises:
+        TooLoose: when the rule accepts a control that applies.
+        CannotTell: when no control of a kind applies.
+    """
+    wrong = dict(_wrong_answers(expected))
+    wrong["stale"] = [leaf.value for leaf in stale]
+    if dropped is not None:
+        wrong["dropped"] = [leaf.value for leaf in dropped]
+    controls = [_judge(name, made, expected, types, rule) for name, made in wrong.items()]
+    for control in controls:
+        if control.applies and not control.refused:
+            raise TooLoose(
+                f"the tolerance ({rule}) accepts a wrong answer: {control.name} moves the result"
+                f" by {control.moves:.3g} derived bounds and passes"
+            )
+    for kind in ("noise", "structure", "freshness"):
+        mine = [c for c in controls if KINDS[c.name] == kind]
+        if not any(c.applies for c in mine):
+            raise CannotTell(
+                f"no {kind} control applies, so these inputs cannot tell right from wrong: "
+                + "; ".join(map(str, mine))
+            )
+    return controls
+
+
+def _wrong_answers(expected: Sequence[Leaf]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    import torch
+
+    def each(change: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        return [change(leaf.value) for leaf in expected]
+
+    yield "noise", [_noisy(leaf) for leaf in expected]
+    yield "zeros", each(torch.zeros_like)
+    yield "rolled", each(lambda v: v.roll(1, _longest(v)) if v.dim() else v)
+    yield "swapped", each(_swap_halves)
+    yield "reversed", each(lambda v: v.flip(_longest(v)) if v.dim() else v)
+
+
+def _noisy(leaf: Leaf) -> torch.Tensor:
+    import torch
+
+    if leaf.sigma is None:  # integers and decisions: one off
+        return ~leaf.value if leaf.value.dtype == torch.bool else leaf.value + 1
+    generator = torch.Generator(device=leaf.value.device).manual_seed(7)
+    noise = torch.empty_like(leaf.value).normal_(generator=generator)
+    return leaf.value + 3 * leaf.sigma * noise
+
+
+def _longest(value: torch.Tensor) -> int:
+    return max(range(value.dim()), key=lambda d: value.shape[d])
+
+
+def _swap_halves(value: torch.Tensor) -> torch.Tensor:
+    if not value.dim():
+        return value
+    longest = _longest(value)
+    return value.roll(value.shape[longest] // 2, longest)
+
+
+def _judge(
+    name: str,
+    made: Sequence[torch.Tensor],
+    expected: Sequence[Leaf],
+    types: Sequence[torch.dtype],
+    rule: Rule,
+) -> Control:
+    # Leaf by leaf: a tolerance that is too loose for one output must not hide behind another.
+    moves, applying, refusing = 0.0, 0, 0
+    least = 1.0 if name == "noise" else APPLIES  # noise is 2.4 bounds by construction
+    for value, leaf, dtype in zip(made, expected, types, strict=True):
+        candidate = value.to(dtype)
+        score = compare(candidate, leaf, Rule()).score
+        moves = max(moves, score)
+        if score > least:
+            applying += 1
+            refusing += not compare(candidate, leaf, rule).ok
+    return Control(name, moves, applying > 0, refusing == applying)

@@ -1,0 +1,85 @@
+"""The timer of a CPU: long windows by the host's clock, a disturbed block measured again."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from . import timing
+from .cuda import HostWindow
+from .sides import Subject
+from .timing import Budget, calls_for
+from .workbench import Workbench
+
+WINDOW = 10e-3
+"""Least seconds of a window."""
+STOLEN = 0.05
+"""A block is disturbed when the process waited this share of it for a core it was ready to use."""
+
+
+class HostBout:
+    """Two subjects on a CPU."""
+
+    clock = "cpu"
+
+    def __init__(self, bench: Workbench, subjects: tuple[Subject, Subject], budget: Budget) -> None:
+        self.bench, self.subjects = bench, subjects
+        self._warmup = timing.settle(
+            [self._caller(s) for s in subjects],
+            lambda: False,
+            least=budget.warmup,
+            seconds=1.0,
+            clock=time.perf_counter,
+        )
+        seconds = [min(self._caller(s)() for _ in range(3)) for s in subjects]
+        window = max(budget.window or WINDOW, *seconds)
+        slots = len(bench.slots)
+        counts = [calls_for(t, window, slots) for t in seconds]
+        if bench.pair.state is not None:
+            counts = [min(max(counts), timing.MOST_STEPS)] * 2
+        a, b = (HostWindow(s, n, _nothing) for s, n in zip(subjects, counts, strict=True))
+        self.windows = a, b
+        self._waited, self._since = _waiting(), time.perf_counter()
+
+    @staticmethod
+    def _caller(subject: Subject) -> Any:
+        def call() -> float:
+            subject.restore()
+            start = time.perf_counter()
+            subject.run(0)
+            return time.perf_counter() - start
+
+        return call
+
+    def refresh(self) -> None:
+        self.bench.rewrite(self.subjects)
+
+    def disturbance(self) -> str | None:
+        waited, now = _waiting(), time.perf_counter()
+        share = (waited - self._waited) / max(now - self._since, 1e-9)
+        self._waited, self._since = waited, now
+        return f"waited for a core {share:.0%} of the time" if share > STOLEN else None
+
+    def details(self) -> dict[str, Any]:
+        slots, calls = len(self.bench.slots), [w.calls for w in self.windows]
+        return {"warmup": self._warmup, "slots": slots, "calls": calls, "threads": _threads()}
+
+
+def _waiting() -> float:
+    """Return the seconds the calling thread has spent ready but not running (0 where unknown)."""
+    try:
+        with open("/proc/thread-self/schedstat") as stat:
+            return int(stat.read().split()[1]) * 1e-9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def _threads() -> int:
+    import torch
+
+    return min(torch.get_num_threads(), os.cpu_count() or 1)
+
+
+def _nothing() -> None:
+    """A CPU has nothing to wait for."""

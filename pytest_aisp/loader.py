@@ -1,0 +1,56 @@
+"""Import a page by path, under the name pytest gave it, in whatever process needs it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+from .pair import Pair
+
+MARK = "aisp_pair"
+"""Name of the mark with which `compare` attaches a pair to its test function."""
+
+
+def load_page(path: str, root: str, module: str) -> types.ModuleType:
+    """Import the page at `path` as `module`, its relative imports included.
+
+    Parent packages that have no file are made up, as pytest's importlib mode does.
+    """
+    if module in sys.modules:
+        return sys.modules[module]
+    if root not in sys.path:
+        sys.path.append(root)
+    _make_parents(module, Path(path).parent)
+    spec = importlib.util.spec_from_file_location(module, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    page = importlib.util.module_from_spec(spec)
+    sys.modules[module] = page
+    try:
+        spec.loader.exec_module(page)
+    except BaseException:
+        del sys.modules[module]
+        raise
+    return page
+
+
+def _make_parents(module: str, folder: Path) -> None:
+    names = module.split(".")[:-1]
+    while names:
+        name = ".".join(names)
+        if name not in sys.modules:
+            package = types.ModuleType(name)
+            package.__path__ = [str(folder)]
+            sys.modules[name] = package
+        names, folder = names[:-1], folder.parent
+
+
+def pair_of(function: Any) -> Pair | None:
+    """Return the pair that `compare` attached to a test function, or None."""
+    for mark in getattr(function, "pytestmark", ()):
+        if mark.name == MARK:
+            return mark.kwargs["pair"]  # type: ignore[no-any-return]
+    return None

@@ -1,0 +1,114 @@
+"""What the pytest process and a bench process say to each other: one JSON object a line.
+
+A `Task` goes to the bench process; `progress` lines and one final `Reply` come back. Only plain types
+cross, so that the two may run different interpreters, and a recorded reply can be replayed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["check", "time", "sample", "compile", "peaks", "facts", "stop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One request.
+
+    Attributes:
+        kind: what to do.
+        page: path of the page; `root` and `module` say under which name to import it.
+        function, variant, size, gpus: the case.
+        side: for `sample`, the name of the one side to time.
+        device: ``cuda`` or ``cpu``.
+        at: ``case`` checks the case's own size and a few fixed others, ``check`` the small ones only.
+        rule: keywords of `numerics.Rule`.
+        versus: ``baseline``, or ``self`` for an A/A trial.
+        budget: keywords of `timing.Budget`.
+        seed: from which values and the order of windows are drawn.
+        replicate: number of the process among those that measure this case.
+        reproducible: deterministic algorithms only.
+        timer: ``module:function`` of another timer with its options, or None for the device's own.
+        archs: for `compile`, what to assemble for.
+        search: whether strategies among the check sizes are searched.
+    """
+
+    kind: Kind
+    page: str = ""
+    root: str = ""
+    module: str = ""
+    function: str = ""
+    variant: str = ""
+    side: str = ""
+    size: Mapping[str, Any] = field(default_factory=dict)
+    gpus: int = 1
+    device: str = "cpu"
+    at: Literal["case", "check"] = "case"
+    rule: Mapping[str, Any] = field(default_factory=dict)
+    versus: Literal["baseline", "self"] = "baseline"
+    budget: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    replicate: int = 0
+    reproducible: bool = False
+    timer: Mapping[str, Any] | None = None
+    archs: tuple[str, ...] = ()
+    search: bool = False
+
+    def key(self) -> str:
+        """Return what identifies the request in a recording."""
+        what = asdict(self)
+        where = ("root", "page", "seed", "device", "budget", "timer", "reproducible")
+        return json.dumps({k: v for k, v in what.items() if k not in where}, sort_keys=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """One answer: a result, or an error with its kind.
+
+    Attributes:
+        error: ``wrong`` (a result is not what it should be), ``page`` (the page breaks a rule),
+            ``side`` (a side raised), ``memory``, ``disturbed``, ``died``, ``timeout``; or None.
+        message: the error in words, its last line what to do.
+        trace: the side's own lines.
+        result: plain types.
+    """
+
+    error: str | None = None
+    message: str = ""
+    trace: str = ""
+    result: Mapping[str, Any] = field(default_factory=dict)
+
+
+def encode(message: Task | Reply | Mapping[str, Any]) -> bytes:
+    """Return one line. Raises TypeError for anything but plain types, NaN included."""
+    plain = asdict(message) if isinstance(message, (Task, Reply)) else dict(message)
+    return json.dumps(_plain(plain), allow_nan=False).encode() + b"\n"
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """Return the object of one line."""
+    value = json.loads(line)
+    if not isinstance(value, dict):
+        raise ValueError(f"not a message: {line[:80]!r}")
+    return value
+
+
+def task_from(plain: Mapping[str, Any]) -> Task:
+    """Return the task that `encode` wrote."""
+    return Task(**{**plain, "archs": tuple(plain["archs"])})
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` with infinities as text and tuples as lists; refuse what is no plain type."""
+    if isinstance(value, float) and type(value) is float:
+        return value if value - value == 0 else str(value)
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    raise TypeError(f"{type(value).__name__} is not a plain type: {value!r:.80}")

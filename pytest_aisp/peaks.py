@@ -1,0 +1,385 @@
+"""Peaks: what this machine does at best, and the limit that sets for a page's work.
+
+Each direction has its own ceiling: an H200 reads at 4.3, copies at 4.2 and fills at 4.6 TB/s, so
+one "bandwidth" would call an honest fill a lie. A rate is that of the fastest of several kernels,
+by the median of its windows; data sheets are not asked.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from .cuda import WINDOW, GraphWindow, HostWindow, QueueWindow, host_window, no_gc
+from .device import Machine, Telemetry, cpu_machine
+from .pair import PRECISIONS, Work
+from .sides import Subject
+from .skus import product_of
+from .timing import Window, calls_for
+
+if TYPE_CHECKING:
+    import torch
+
+    Run = Callable[[], object]
+    Clock = Callable[[Run], float]
+
+SCHEMA = 1
+WINDOWS = 12
+TOLERANCE = 1.05
+"""A share of the limit above this is no measurement of the declared work."""
+PCIE = ("h2d", "d2h")
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32"}
+"""Types of the matrix products, the longest last: a hot chip lowers its clocks."""
+RATES = ("copy", "read", "write", *DTYPES, "fp8", *PCIE, "launch", "graph_node")
+ARITHMETIC = ("fp64", "fp32", *PRECISIONS)
+"""Legal keys of ``Work(flops=)``; a type without a measured rate has no limit."""
+
+
+class PeaksError(ValueError):
+    """Peaks or a work that cannot be used; the message says why and what is legal."""
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The best rates of one product; a rate that the machine does not have is absent.
+
+    Attributes:
+        product: as in `device.Machine`.
+        rates: ``copy`` (read plus written), ``read``, ``write``: bytes/s through DRAM; ``fp32``,
+            ``tf32``, ``bf16``, ``fp16``, ``fp8``: FLOP/s of matrix products; ``h2d``, ``d2h``:
+            bytes/s from and to pinned memory; ``launch``, ``graph_node``: seconds that a tiny
+            kernel costs the host, and takes inside a graph.
+        facts: which kernel was fastest, and GPU, versions, clocks and date.
+    """
+
+    product: str
+    rates: Mapping[str, float]
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key, rate in self.rates.items():
+            if key not in RATES:
+                raise PeaksError(f"unknown rate {key!r}; legal: {', '.join(RATES)}")
+            if not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
+                raise PeaksError(f"{key}={rate!r} must be a number > 0")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The least seconds that the declared work takes, and the rate that sets them."""
+
+    name: str
+    seconds: float
+
+
+def limit_of(work: Work, bound: str, peaks: Peaks) -> Limit | None:
+    """Return the limit of `work`, or None where nothing is declared or a rate is not measured.
+
+    It is the slowest of three resources that work at the same time. Memory: what is both read and
+    written at the copy rate, the surplus at its own, ``2 min(r, w) / copy + |r - w| / read`` or
+    ``/ write``. Arithmetic: the sum over types. The wire, where it is the bound: PCIe at its faster
+    direction, since `Work` does not say which. L2 and NVLink are not measured, so pages bound by
+    them have no limit; launches are no resource, so a ``launch`` page has a small share.
+
+    Raises:
+        PeaksError: when ``work.flops`` has a key that is no type of arithmetic.
+    """
+    for key in work.flops:
+        if key not in ARITHMETIC:
+            raise PeaksError(f"unknown type {key!r} in flops=; legal: {', '.join(ARITHMETIC)}")
+    resources = (_traffic(work, bound), work.flops, _wire(work, bound, peaks))
+    used = [{k: amount for k, amount in r.items() if amount} for r in resources]
+    if not any(used) or any(k not in peaks.rates for r in used for k in r):
+        return None
+    times = [{k: amount / peaks.rates[k] for k, amount in r.items()} for r in used]
+    slowest = max(times, key=lambda parts: sum(parts.values()))
+    return Limit(max(slowest, key=lambda k: slowest[k]), sum(slowest.values()))
+
+
+def share(limit: Limit, seconds: float) -> float:
+    """Return which part of the limit's speed was reached: 0.5 means twice the least time."""
+    return limit.seconds / seconds if seconds > 0 else math.inf
+
+
+def implausible(limit: Limit, seconds: float) -> bool:
+    """Say whether `seconds` is less than the declared work can take on this machine.
+
+    Only for cold buffers: what stays in a cache is faster than DRAM and no lie.
+    """
+    return share(limit, seconds) > TOLERANCE
+
+
+def _traffic(work: Work, bound: str) -> dict[str, float]:
+    if bound == "l2":
+        return {"l2": work.read + work.write}
+    both = min(work.read, work.write)
+    return {"copy": 2 * both, "read": work.read - both, "write": work.write - both}
+
+
+def _wire(work: Work, bound: str, peaks: Peaks) -> dict[str, float]:
+    fastest = max(PCIE, key=lambda k: peaks.rates.get(k, 0.0))
+    return {"pcie": {fastest: work.wire}, "nvlink": {"nvlink": work.wire}}.get(bound, {})
+
+
+def load(path: str | Path) -> Peaks:
+    """Return the peaks stored in `path`.
+
+    Raises:
+        FileNotFoundError: when there are none.
+        PeaksError: when the file is damaged or is something else.
+    """
+    try:
+        stored = json.loads(Path(path).read_bytes())
+        if stored["schema"] != SCHEMA:
+            raise PeaksError(f"schema {stored['schema']!r}")
+        return Peaks(str(stored["product"]), dict(stored["rates"]), dict(stored["facts"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise PeaksError(
+            f"{path} is no peaks file of schema {SCHEMA} ({type(error).__name__}: {error});"
+            f" restore it, or remove it to measure again:\n  git checkout -- {path}"
+        ) from error
+
+
+def save(path: str | Path, peaks: Peaks) -> None:
+    """Write `peaks` to `path` at once or not at all, one rate a line, four significant digits.
+
+    Raises:
+        PeaksError: when `path` holds anything but peaks of the same product; it stays as it is.
+    """
+    path = Path(path)
+    if path.exists() and (before := load(path).product) != peaks.product:
+        raise PeaksError(f"{path} holds the peaks of {before}, not of {peaks.product}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(_text(peaks))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _text(peaks: Peaks) -> str:
+    """Return JSON; `json.dumps` would write 4.24e12 with thirteen digits."""
+    facts = json.dumps(dict(peaks.facts), indent=2, sort_keys=True).replace("\n}", "\n }")
+    rates = ",\n".join(f'  "{key}": {peaks.rates[key]:.4g}' for key in sorted(peaks.rates))
+    parts = {"facts": facts, "product": json.dumps(peaks.product), "rates": f"{{\n{rates}\n }}"}
+    lines = [f' "{key}": {value}' for key, value in {**parts, "schema": SCHEMA}.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def measure(device: str) -> Peaks:
+    """Measure the peaks of `device` in a few seconds: ``cpu``, ``cuda`` or ``cuda:1``."""
+    import torch
+
+    with torch.no_grad(), no_gc():
+        if torch.device(device).type == "cpu":
+            return _measure_cpu()
+        with torch.cuda.device(device):
+            return _measure_gpu()
+
+
+def _measure_cpu() -> Peaks:
+    machine, source = cpu_machine(), _source(max(256 << 20, 8 * _last_level_cache()), "cpu")
+    survey = _Survey(_host_clock, _facts(machine.name, source))
+    survey.memory(source)
+    survey.product("fp32", 1024, "cpu")
+    return Peaks(machine.product, survey.rates, survey.facts)
+
+
+def _measure_gpu() -> Peaks:
+    import torch
+
+    gpu = torch.cuda.get_device_properties()
+    source = _source(max(1 << 30, 8 * gpu.L2_cache_size), "cuda")
+    _spin_up(source)
+    telemetry = Telemetry(torch.cuda.current_device())
+    telemetry.EVERY = 1  # asked twice in all
+    survey = _Survey(_graph_clock, _facts(gpu.name, source) | Machine.here().versions)
+    survey.memory(source)
+    survey.launches()
+    survey.transfers(source[: 64 << 20])
+    survey.products(8192)
+    survey.facts["throttled"] = telemetry.throttled() or "no"
+    for key, seen in telemetry.summary().items():
+        survey.facts[key] = "-".join(map(str, seen or ["?"]))
+    return Peaks(product_of(gpu.name), survey.rates, survey.facts)
+
+
+@dataclass
+class _Survey:
+    """Rates, and which kernel reached them, as they are taken."""
+
+    clock: Clock
+    facts: dict[str, str]
+    rates: dict[str, float] = field(default_factory=dict)
+
+    def take(self, key: str, amount: float, runs: Mapping[str, Run]) -> None:
+        """Keep the rate of the fastest of `runs`, at `amount` a run."""
+        seconds = {name: self.clock(run) for name, run in runs.items()}
+        self.facts[key] = min(seconds, key=lambda name: seconds[name])
+        self.rates[key] = amount / min(seconds.values())
+
+    def where_it_runs(self, name: str, make: Callable[[], Run]) -> dict[str, Run]:
+        """Return what `make` makes under `name`, or nothing, with the reason among the facts."""
+        import torch
+
+        try:
+            run = make()
+            run()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # no triton, no C compiler, no fp8: each has a class of its own
+            self.facts[f"no {name}"] = (str(error) or type(error).__name__).splitlines()[0]
+            return {}
+        return {name: run}
+
+    def memory(self, source: torch.Tensor) -> None:
+        import torch
+
+        target = torch.empty_like(source)
+        reads: dict[str, Run] = {
+            "sum": source.sum,
+            "sum of rows of 65536": partial(source.view(-1, 65536).sum, 1),
+            "amax": source.amax,
+            "amax of rows of 4096": partial(source.view(-1, 4096).amax, 1),
+        }
+        if source.is_cuda:
+            reads |= self.where_it_runs("triton read", partial(_triton_read, source))
+        copies = {"copy_": partial(target.copy_, source), "neg": partial(torch.neg, out=target)}
+        copies["neg"] = partial(copies["neg"], source)
+        self.take("read", source.nbytes, reads)
+        self.take("write", source.nbytes, {"fill_": partial(target.fill_, 1.0)})
+        self.take("copy", 2 * source.nbytes, copies)
+        for key in ("read", "write"):  # a copy does both: neither is slower than half of it
+            self.rates[key] = max(self.rates[key], self.rates["copy"] / 2)
+
+    def launches(self) -> None:
+        import torch
+
+        cell = torch.zeros(1, device="cuda")
+        for key, window in (("launch", host_window), ("graph_node", GraphWindow)):
+            self.rates[key] = _seconds(window, 0, partial(cell.add_, 1), calls=2000)
+
+    def transfers(self, device: torch.Tensor) -> None:
+        import torch
+
+        host = torch.empty(device.shape, dtype=device.dtype, pin_memory=True)
+        for key, to, source in (("d2h", host, device), ("h2d", device, host)):
+            copy = partial(to.copy_, source, non_blocking=True)
+            self.rates[key] = host.nbytes / _seconds(QueueWindow, WINDOW["queue"], copy)
+
+    def products(self, n: int) -> None:
+        import torch
+
+        if fp8 := self.where_it_runs("fp8", partial(_fp8_product, n)):
+            self.take("fp8", 2 * n**3, fp8)
+        matmul = torch.backends.cuda.matmul
+        before = matmul.fp32_precision
+        try:
+            for key in DTYPES:
+                matmul.fp32_precision = "tf32" if key == "tf32" else "ieee"
+                self.product(key, n, "cuda")
+        finally:
+            matmul.fp32_precision = before
+
+    def product(self, key: str, n: int, device: str) -> None:
+        import torch
+
+        dtype = getattr(torch, DTYPES[key])
+        a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+        runs = {"a @ b": partial(torch.mm, a, b), "a @ b.T": partial(torch.mm, a, b.T)}
+        self.take(key, 2 * n**3, runs)
+
+
+def _seconds(
+    make: Callable[[Subject, int], Window], least: float, run: Run, *, calls: int = 0
+) -> float:
+    """Return seconds per run, the median of windows of `calls` runs or of `least` seconds."""
+    subject = Subject(run, [()])
+    subject.run(0)  # compiles and loads what must not happen inside a capture
+    if not calls:
+        probe = make(subject, 1)
+        calls = calls_for(min(probe() for _ in range(3)), least, 1)
+    window = make(subject, calls)
+    window()
+    return median(window() for _ in range(WINDOWS))
+
+
+def _graph_clock(run: Run) -> float:
+    return _seconds(GraphWindow, WINDOW["graph"], run)
+
+
+def _host_clock(run: Run) -> float:
+    return _seconds(partial(HostWindow, synchronize=lambda: None), WINDOW["host"], run)
+
+
+def _source(nbytes: int, device: str) -> torch.Tensor:
+    import torch
+
+    return torch.randn(nbytes // 4 // 65536 * 65536, device=device)
+
+
+def _facts(name: str, source: torch.Tensor) -> dict[str, str]:
+    import torch
+
+    facts = {"name": name, "date": datetime.now(timezone.utc).date().isoformat()}
+    return {**facts, "buffer": f"{source.nbytes >> 20} MiB", "torch": torch.__version__}
+
+
+def _spin_up(source: torch.Tensor) -> None:
+    """Keep the GPU busy until its clocks have left idle (345 MHz on an H200)."""
+    end = time.perf_counter() + 0.3
+    while time.perf_counter() < end:
+        source.sum().item()
+
+
+def _last_level_cache() -> int:
+    """Return the bytes of all last-level caches, 0 where Linux does not say."""
+    sizes: dict[tuple[int, str], int] = {}
+    for index in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index*"):
+        level, cores, size = ((index / f).read_text() for f in ("level", "shared_cpu_list", "size"))
+        sizes[int(level), cores] = int(size.strip().rstrip("K")) << 10
+    last = max((level for level, _ in sizes), default=0)
+    return sum(size for (level, _), size in sizes.items() if level == last)
+
+
+def _fp8_product(n: int) -> Run:
+    import torch
+
+    a, b = (torch.randn(n, n, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    one, bf16 = torch.ones((), device="cuda"), torch.bfloat16
+    return lambda: torch._scaled_mm(a, b.T, one, one, out_dtype=bf16, use_fast_accum=True)
+
+
+def _triton_read(source: torch.Tensor, *, block: int = 4096, rounds: int = 4) -> Run:
+    import torch
+    import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    def read_kernel(source: Any, sums: Any, ROUNDS: tl.constexpr, BLOCK: tl.constexpr) -> None:
+        first = tl.program_id(0).to(tl.int64) * ROUNDS * BLOCK
+        total = tl.zeros((BLOCK,), tl.float32)
+        for turn in tl.static_range(ROUNDS):
+            total += tl.load(source + first + turn * BLOCK + tl.arange(0, BLOCK))
+        tl.store(sums + tl.program_id(0), tl.sum(total))
+
+    programs, kernel = source.numel() // (rounds * block), triton.jit(read_kernel)
+    sums = torch.empty(programs, device=source.device)
+
+    def run() -> torch.Tensor:
+        kernel[(programs,)](source, sums, rounds, block, num_warps=8)
+        return sums
+
+    return run

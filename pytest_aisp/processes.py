@@ -1,0 +1,126 @@
+"""Process sides: what a process decides once (environment, allocator, threads) takes a fresh one.
+
+Each sample is one fresh process that imports the page, makes the inputs, warms up, and times its own
+calls; the order of the processes is ABBA as everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from . import timing
+from .messages import Task
+from .timing import Budget, Samples
+
+BLOCKS = 5
+SAMPLE_SECONDS = 0.05
+PROCESS_SECONDS = 120.0
+
+
+class ProcessFailed(RuntimeError):
+    """A sample's process died or gave a wrong result."""
+
+
+class ProcessSide:
+    """A side each of whose samples is a fresh process.
+
+    Attributes:
+        side: the function.
+        environment: variables that its process starts with; None removes one.
+        warmup: calls before the clock starts; 0 times the first call.
+    """
+
+    def __init__(
+        self, side: Callable[..., Any], environment: Mapping[str, str | None], warmup: int
+    ) -> None:
+        functools.update_wrapper(self, side)
+        self.side, self.environment, self.warmup = side, dict(environment), warmup
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.side(*inputs)
+
+
+def fresh_process(
+    side: Callable[..., Any] | None = None,
+    *,
+    environment: Mapping[str, str | None] | None = None,
+    warmup: int = 3,
+) -> Any:
+    """Declare that each sample of a side is a fresh process, started with `environment`.
+
+    Used as a decorator, bare or with arguments. Both sides of a pair must be process sides, and
+    differ only in their environment or in what they do before the first call.
+
+    Args:
+        environment: variables to set; None as a value removes one.
+        warmup: calls before the clock starts; 0 times the first call of the process.
+    """
+
+    def wrap(function: Callable[..., Any]) -> ProcessSide:
+        return ProcessSide(function, environment or {}, warmup)
+
+    return wrap if side is None else wrap(side)
+
+
+def measure_processes(
+    task: Task, sides: Sequence[tuple[Any, Any]], budget: Budget, rng: random.Random
+) -> Samples:
+    """Run the blocks, one process a window."""
+    few = replace(budget, blocks=min(budget.blocks, BLOCKS), least=BLOCKS, laps=1, seconds=1e9)
+    return timing.measure(_ProcessBout(task, [side for side, _ in sides]), few, rng)
+
+
+class _ProcessBout:
+    clock = "process"
+
+    def __init__(self, task: Task, sides: Sequence[Any]) -> None:
+        a, b = (_ProcessWindow(task, side) for side in sides)
+        self.windows = a, b
+
+    def refresh(self) -> None:
+        """Every process has fresh memory."""
+
+    def disturbance(self) -> str | None:
+        return None
+
+    def details(self) -> dict[str, Any]:
+        return {"processes": [w.started for w in self.windows]}
+
+
+class _ProcessWindow:
+    calls = 1
+
+    def __init__(self, task: Task, side: Any) -> None:
+        self.task = replace(task, kind="sample", side=side.__name__)
+        self.environment, self.started = side.environment, 0
+
+    def __call__(self) -> float:
+        from .client import BenchProcess
+
+        self.started += 1
+        bench = BenchProcess(self.environment)
+        try:
+            reply = bench.ask(self.task, PROCESS_SECONDS, lambda text: None)
+        finally:
+            bench.close()
+        if reply.error is not None:
+            raise ProcessFailed(f"{self.task.side} in a fresh process: {reply.message}")
+        return float(reply.result["seconds"])
+
+
+def time_here(call: Callable[[], Any], warmup: int, synchronize: Callable[[], None]) -> float:
+    """Return the seconds per call in this process; of its very first one with `warmup=0`."""
+    for _ in range(warmup):
+        call()
+    synchronize()
+    count, start = 0, time.perf_counter()
+    while count == 0 or (warmup and time.perf_counter() - start < SAMPLE_SECONDS):
+        call()
+        synchronize()
+        count += 1
+    return (time.perf_counter() - start) / count

@@ -1,0 +1,147 @@
+"""A device that is only arithmetic: times with programmable noise, bias and faults.
+
+Tests and docs use it in place of a GPU. Each window's time is the side's true time, scaled by what
+both sides share (drift, warm-up ramp, clock steps) and by what each has of its own (session, process,
+capture, window noise), then rounded to the clock's resolution.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .timing import Budget, Samples, join, measure
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Noise of a simulated device, as fractions (0.01 is 1 %), one standard deviation each.
+
+    Attributes:
+        window: of one window's time.
+        heavy: whether window noise has a Student-t(4) tail.
+        capture, process, session: per-side bias that lasts as long as its name says.
+        drift: of both sides together, per second of device time.
+        ramp: extra time at the start, decaying with `ramp_seconds`.
+        step, step_chance: size of a clock step and its chance per window, both sides.
+        unlike: share of the common changes that the optimized side does not feel.
+        rogue: chance that a process is off by 1 %.
+        resolution: of the clock, in seconds.
+        throttle: chance that a block is throttled, which slows it by 20 %.
+    """
+
+    window: float = 0.003
+    heavy: bool = False
+    capture: float = 0.0012
+    process: float = 0.0005
+    session: float = 0.0
+    drift: float = 0.0
+    ramp: float = 0.0
+    ramp_seconds: float = 0.02
+    step: float = 0.0
+    step_chance: float = 0.0
+    unlike: float = 0.0
+    rogue: float = 0.0
+    resolution: float = 0.0
+    throttle: float = 0.0
+
+
+class Process:
+    """One process on the simulated device: its biases hold while it lives."""
+
+    def __init__(
+        self, seconds: tuple[float, float], noise: Noise, rng: random.Random, session: float = 0.0
+    ) -> None:
+        self.seconds, self.noise, self.rng = seconds, noise, rng
+        rogue = 0.01 if rng.random() < noise.rogue else 0.0
+        # All bias is put on the second side: only the ratio is judged.
+        self.bias = session + rogue + rng.gauss(0, noise.process)
+        self.now, self.clock_step = 0.0, 0.0
+
+    def common(self) -> float:
+        """Return ln of what slows both sides now."""
+        noise = self.noise
+        if noise.step_chance and self.rng.random() < noise.step_chance:
+            self.clock_step = self.rng.gauss(0, noise.step)
+        ramp = noise.ramp * math.exp(-self.now / noise.ramp_seconds) if noise.ramp else 0.0
+        return noise.drift * self.now + ramp + self.clock_step
+
+    def white(self) -> float:
+        """Return ln of one window's own noise."""
+        draw = self.rng.gauss(0, 1)
+        if self.noise.heavy:  # t(4) has variance 2: scaled to the same standard deviation
+            draw /= math.sqrt(self.rng.gammavariate(2, 2) / 4) * math.sqrt(2)
+        return self.noise.window * draw
+
+    def measure(self, budget: Budget) -> Samples:
+        """Measure one pair: a capture a lap, the blocks shared among the laps."""
+        parts = []
+        for _ in range(budget.laps):
+            bout = _SimulatedBout(self, self.rng.gauss(0, self.noise.capture))
+            parts.append(measure(bout, budget.lap(), self.rng))
+        return join(parts)
+
+
+class _Window:
+    def __init__(self, bout: _SimulatedBout, side: int, calls: int) -> None:
+        self.bout, self.side, self.calls = bout, side, calls
+
+    def __call__(self) -> float:
+        process, noise = self.bout.process, self.bout.process.noise
+        own = (process.bias + self.bout.capture) if self.side else 0.0
+        felt = 1.0 - noise.unlike if self.side else 1.0
+        scale = math.exp(own + felt * process.common() + process.white() + self.bout.slow)
+        seconds = process.seconds[self.side] * self.calls * scale
+        process.now += 2 * seconds  # the lead-in replay takes its time too
+        if noise.resolution:
+            phase = process.rng.random()
+            seconds = math.floor(seconds / noise.resolution + phase) * noise.resolution
+        return max(seconds, 1e-12) / self.calls
+
+
+class _SimulatedBout:
+    """A pair of windows on a simulated process, on the clock ``graph``."""
+
+    clock = "graph"
+
+    def __init__(self, process: Process, capture: float) -> None:
+        self.process, self.capture, self.slow = process, capture, 0.0
+        counts = [max(1, math.ceil(400e-6 / s)) for s in process.seconds]
+        self.windows = (_Window(self, 0, counts[0]), _Window(self, 1, counts[1]))
+        self._throttled = False
+        self._draw()
+
+    def _draw(self) -> None:
+        noise = self.process.noise
+        self._throttled = bool(noise.throttle) and self.process.rng.random() < noise.throttle
+        self.slow = 0.2 if self._throttled else 0.0
+
+    def refresh(self) -> None:
+        """Nothing to rewrite: there are no values."""
+
+    def disturbance(self) -> str | None:
+        was = self._throttled
+        self._draw()
+        return "thermal slowdown (simulated)" if was else None
+
+    def details(self) -> dict[str, Any]:
+        return {"calls": [w.calls for w in self.windows], "slots": 1}
+
+
+def simulate(
+    baseline: str, optimized: str, options: Mapping[str, Any], budget: Budget, seed: str
+) -> Samples:
+    """Measure one case in one simulated process; what a `Task`'s timer names.
+
+    Args:
+        options: ``seconds`` by side name, ``noise`` as keywords of `Noise`, ``session`` bias.
+        seed: makes this process different from every other.
+    """
+    seconds = options["seconds"]
+    rng = random.Random(f"{options.get('seed', 0)}{seed}")
+    times = float(seconds[baseline]), float(seconds[optimized])
+    process = Process(times, Noise(**options.get("noise", {})), rng, options.get("session", 0.0))
+    return process.measure(budget)

@@ -1,0 +1,96 @@
+"""What a side is made of: a digest of its source and of everything of ours that it uses."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import types
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+def digest(side: Any, root: str) -> str:
+    """Return 16 hex digits of the source of `side` and of what it reaches under `root`.
+
+    Followed are functions, Triton kernels, kernel files and modules by the names that the code
+    uses; libraries outside `root` are the environment's business, not the source's.
+    """
+    seen: dict[str, str] = {}
+    _visit(side, Path(root).resolve(), seen)
+    text = "\0".join(f"{name}\0{seen[name]}" for name in sorted(seen))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def kernel_files(sides: Iterable[Any], root: str) -> list[Any]:
+    """Return the `cuda_module`s that `sides` reach, in the order of their paths."""
+    found: dict[str, Any] = {}
+    for side in sides:
+        _visit(side, Path(root).resolve(), {}, found)
+    return [found[path] for path in sorted(found)]
+
+
+def _visit(
+    thing: Any, root: Path, seen: dict[str, str], kernels: dict[str, Any] | None = None
+) -> None:
+    thing = _unwrapped(thing)
+    file = getattr(thing, "path", None) or _file_of(thing)
+    if file is None or not Path(file).resolve().is_relative_to(root):
+        return
+    name = f"{Path(file).resolve().relative_to(root)}:{getattr(thing, '__qualname__', '')}"
+    if name in seen:
+        return
+    seen[name] = _text(thing, Path(file))
+    if kernels is not None and hasattr(thing, "assemble"):
+        kernels[str(file)] = thing
+    for used in _used(thing):
+        _visit(used, root, seen, kernels)
+
+
+def _unwrapped(thing: Any) -> Any:
+    """Return the function inside decorators: partials, Triton kernels, compiled functions."""
+    for attribute in ("side", "fn", "func", "_torchdynamo_orig_callable", "__wrapped__"):
+        inner = getattr(thing, attribute, None)
+        if callable(inner) and not isinstance(thing, type):
+            return _unwrapped(inner)
+    return thing
+
+
+def _file_of(thing: Any) -> str | None:
+    if isinstance(thing, types.ModuleType):
+        return getattr(thing, "__file__", None)
+    try:
+        return inspect.getsourcefile(thing)
+    except TypeError:
+        return None
+
+
+def _text(thing: Any, file: Path) -> str:
+    if hasattr(thing, "path") or isinstance(thing, types.ModuleType):
+        return file.read_text()
+    try:
+        return inspect.getsource(thing)
+    except (OSError, TypeError):
+        return file.read_text()
+
+
+def _used(thing: Any) -> Iterator[Any]:
+    code = getattr(thing, "__code__", None)
+    scope = getattr(thing, "__globals__", {})
+    if code is None:
+        return
+    for name in sorted(_names(code)):
+        value = scope.get(name)
+        if callable(value) or isinstance(value, types.ModuleType) or hasattr(value, "path"):
+            yield value
+    for cell in getattr(thing, "__closure__", None) or ():
+        if callable(cell.cell_contents):
+            yield cell.cell_contents
+
+
+def _names(code: types.CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names(constant)
+    return names
