@@ -86,7 +86,9 @@ class BenchProcess:
     def _line(self, deadline: float) -> bytes | None:
         """Return the next line; empty at the end of the pipe, None at the deadline."""
         while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._answers], [], [], max(0, deadline - time.monotonic()))
+            ready, _, _ = select.select(
+                [self._answers], [], [], max(0, deadline - time.monotonic())
+            )
             if not ready:
                 return None
             chunk = os.read(self._answers, 1 << 20)
@@ -110,7 +112,9 @@ class BenchProcess:
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         self.kill()
         return Reply(
-            error="died", message=f"the bench process ended {how} during: {doing}", trace=self.output()
+            error="died",
+            message=f"the bench process ended {how} during: {doing}",
+            trace=self.output(),
         )
 
     def output(self, lines: int = 20) -> str:

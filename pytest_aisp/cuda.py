@@ -7,6 +7,7 @@ the GPU never waits for Python. ``host``: K calls as called between device synch
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -267,3 +268,35 @@ def _growth() -> Callable[[], bool]:
         return now != before
 
     return grew
+
+
+def synchronize() -> None:
+    """Wait for the GPU, where there is one."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def time_callable(function: Callable[[], Any], *, window: float, windows: int) -> float:
+    """Return the median seconds per call of one warmed callable."""
+    import statistics
+
+    import torch
+
+    subject = Subject(function, [()])
+
+    def host(calls: int) -> Any:
+        return HostWindow(subject, calls, synchronize)
+
+    make: Callable[[int], Any] = host
+    if torch.cuda.is_available():
+        try:
+            GraphWindow(subject, 1)
+            make = functools.partial(GraphWindow, subject)
+        except Uncapturable:
+            make = host
+    calls = calls_for(make(1)(), window, 1)
+    timed = make(calls)
+    timed()
+    return statistics.median(timed() for _ in range(windows))

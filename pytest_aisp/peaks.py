@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .cuda import WINDOW, GraphWindow, HostWindow, QueueWindow, host_window, no_gc
 from .device import Machine, Telemetry, cpu_machine
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     Run = Callable[[], object]
-    Clock = Callable[[Run], float]
+    MakeWindow = Callable[[Subject, int], Window]
 
 SCHEMA = 1
 WINDOWS = 12
@@ -106,7 +107,7 @@ def limit_of(work: Work, bound: str, peaks: Peaks) -> Limit | None:
 
 
 def share(limit: Limit, seconds: float) -> float:
-    """Return which part of the limit's speed was reached: 0.5 means twice the least time."""
+    """Return the reached part of the limit's speed: 0.5 means twice the least time."""
     return limit.seconds / seconds if seconds > 0 else math.inf
 
 
@@ -171,12 +172,10 @@ def save(path: str | Path, peaks: Peaks) -> None:
 
 
 def _text(peaks: Peaks) -> str:
-    """Return JSON; `json.dumps` would write 4.24e12 with thirteen digits."""
-    facts = json.dumps(dict(peaks.facts), indent=2, sort_keys=True).replace("\n}", "\n }")
-    rates = ",\n".join(f'  "{key}": {peaks.rates[key]:.4g}' for key in sorted(peaks.rates))
-    parts = {"facts": facts, "product": json.dumps(peaks.product), "rates": f"{{\n{rates}\n }}"}
-    lines = [f' "{key}": {value}' for key, value in {**parts, "schema": SCHEMA}.items()]
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    stored = {"schema": SCHEMA, "product": peaks.product, "facts": dict(peaks.facts)}
+    stored["rates"] = {key: float(rate) for key, rate in peaks.rates.items()}
+    text = json.dumps(stored, indent=1, sort_keys=True) + "\n"
+    return re.sub(r"(?<=: )[\d.e+-]+(?=,?\n)", lambda number: f"{float(number[0]):.4g}", text)
 
 
 def measure(device: str) -> Peaks:
@@ -187,13 +186,15 @@ def measure(device: str) -> Peaks:
         if torch.device(device).type == "cpu":
             return _measure_cpu()
         with torch.cuda.device(device):
-            return _measure_gpu()
+            peaks = _measure_gpu()
+    torch.cuda.empty_cache()
+    return peaks
 
 
 def _measure_cpu() -> Peaks:
-    machine, source = cpu_machine(), _source(max(256 << 20, 8 * _last_level_cache()), "cpu")
-    survey = _Survey(_host_clock, _facts(machine.name, source))
-    survey.memory(source)
+    machine, caches = cpu_machine(), _last_level_caches()
+    survey = _Survey(machine.name, partial(HostWindow, synchronize=lambda: None), WINDOW["host"])
+    survey.memory(max(256 << 20, 8 * caches), "cpu")
     survey.product("fp32", 1024, "cpu")
     return Peaks(machine.product, survey.rates, survey.facts)
 
@@ -202,32 +203,39 @@ def _measure_gpu() -> Peaks:
     import torch
 
     gpu = torch.cuda.get_device_properties()
-    source = _source(max(1 << 30, 8 * gpu.L2_cache_size), "cuda")
-    _spin_up(source)
+    survey = _Survey(gpu.name, GraphWindow, WINDOW["graph"])
+    survey.facts.update(Machine.here().versions)
+    end, x = time.perf_counter() + 0.3, torch.randn(1 << 26, device="cuda")
+    while time.perf_counter() < end:  # the clocks leave idle (345 MHz on an H200) only under load
+        x.sum().item()
     telemetry = Telemetry(torch.cuda.current_device())
     telemetry.EVERY = 1  # asked twice in all
-    survey = _Survey(_graph_clock, _facts(gpu.name, source) | Machine.here().versions)
-    survey.memory(source)
-    survey.launches()
-    survey.transfers(source[: 64 << 20])
-    survey.products(8192)
+    survey.memory(max(1 << 30, 8 * gpu.L2_cache_size), "cuda")
+    survey.launches_and_transfers()
+    if fp8 := survey.where_it_runs("fp8", _fp8_product):
+        survey.take("fp8", 2 * 8192**3, fp8)
+    for key in DTYPES:
+        survey.product(key, 8192, "cuda")
     survey.facts["throttled"] = telemetry.throttled() or "no"
     for key, seen in telemetry.summary().items():
         survey.facts[key] = "-".join(map(str, seen or ["?"]))
     return Peaks(product_of(gpu.name), survey.rates, survey.facts)
 
 
-@dataclass
 class _Survey:
-    """Rates, and which kernel reached them, as they are taken."""
+    """Rates, and which kernels reached them, as they are taken."""
 
-    clock: Clock
-    facts: dict[str, str]
-    rates: dict[str, float] = field(default_factory=dict)
+    def __init__(self, name: str, window: MakeWindow, least: float) -> None:
+        import torch
+
+        self._clock = partial(_seconds, window, least)
+        self.rates: dict[str, float] = {}
+        self.facts = {"name": name, "torch": torch.__version__, "windows": f"median of {WINDOWS}"}
+        self.facts["date"] = datetime.now(timezone.utc).date().isoformat()
 
     def take(self, key: str, amount: float, runs: Mapping[str, Run]) -> None:
         """Keep the rate of the fastest of `runs`, at `amount` a run."""
-        seconds = {name: self.clock(run) for name, run in runs.items()}
+        seconds = {name: self._clock(run) for name, run in runs.items()}
         self.facts[key] = min(seconds, key=lambda name: seconds[name])
         self.rates[key] = amount / min(seconds.values())
 
@@ -245,67 +253,49 @@ class _Survey:
             return {}
         return {name: run}
 
-    def memory(self, source: torch.Tensor) -> None:
+    def memory(self, nbytes: int, device: str) -> None:
         import torch
 
-        target = torch.empty_like(source)
-        reads: dict[str, Run] = {
-            "sum": source.sum,
-            "sum of rows of 65536": partial(source.view(-1, 65536).sum, 1),
-            "amax": source.amax,
-            "amax of rows of 4096": partial(source.view(-1, 4096).amax, 1),
-        }
+        source, target = torch.randn(2, nbytes >> 18, 65536, device=device)
+        reads = {"sum": source.sum, "sum of rows": partial(source.sum, 1)}
+        reads |= {"amax": source.amax, "amax of rows": partial(source.view(-1, 4096).amax, 1)}
         if source.is_cuda:
-            reads |= self.where_it_runs("triton read", partial(_triton_read, source))
-        copies = {"copy_": partial(target.copy_, source), "neg": partial(torch.neg, out=target)}
-        copies["neg"] = partial(copies["neg"], source)
+            reads |= self.where_it_runs("triton", partial(_triton_read, source))
+        copies = {"copy_": partial(target.copy_, source)}
+        copies["neg"] = partial(torch.neg, source, out=target)
+        self.facts["buffer"] = f"{source.nbytes >> 20} MiB"
         self.take("read", source.nbytes, reads)
         self.take("write", source.nbytes, {"fill_": partial(target.fill_, 1.0)})
         self.take("copy", 2 * source.nbytes, copies)
         for key in ("read", "write"):  # a copy does both: neither is slower than half of it
             self.rates[key] = max(self.rates[key], self.rates["copy"] / 2)
 
-    def launches(self) -> None:
+    def launches_and_transfers(self) -> None:
         import torch
 
-        cell = torch.zeros(1, device="cuda")
-        for key, window in (("launch", host_window), ("graph_node", GraphWindow)):
-            self.rates[key] = _seconds(window, 0, partial(cell.add_, 1), calls=2000)
-
-    def transfers(self, device: torch.Tensor) -> None:
-        import torch
-
-        host = torch.empty(device.shape, dtype=device.dtype, pin_memory=True)
-        for key, to, source in (("d2h", host, device), ("h2d", device, host)):
+        tiny = partial(torch.zeros(1, device="cuda").add_, 1)
+        self.rates["launch"] = _seconds(host_window, 0, tiny, calls=2000)
+        self.rates["graph_node"] = _seconds(GraphWindow, 0, tiny, calls=2000)
+        gpu = torch.empty(64 << 20, device="cuda")
+        host = torch.empty(64 << 20, pin_memory=True)
+        for key, to, source in (("d2h", host, gpu), ("h2d", gpu, host)):
             copy = partial(to.copy_, source, non_blocking=True)
             self.rates[key] = host.nbytes / _seconds(QueueWindow, WINDOW["queue"], copy)
-
-    def products(self, n: int) -> None:
-        import torch
-
-        if fp8 := self.where_it_runs("fp8", partial(_fp8_product, n)):
-            self.take("fp8", 2 * n**3, fp8)
-        matmul = torch.backends.cuda.matmul
-        before = matmul.fp32_precision
-        try:
-            for key in DTYPES:
-                matmul.fp32_precision = "tf32" if key == "tf32" else "ieee"
-                self.product(key, n, "cuda")
-        finally:
-            matmul.fp32_precision = before
 
     def product(self, key: str, n: int, device: str) -> None:
         import torch
 
-        dtype = getattr(torch, DTYPES[key])
-        a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+        a, b = torch.randn(2, n, n, device=device, dtype=getattr(torch, DTYPES[key]))
         runs = {"a @ b": partial(torch.mm, a, b), "a @ b.T": partial(torch.mm, a, b.T)}
-        self.take(key, 2 * n**3, runs)
+        matmul = torch.backends.cuda.matmul
+        before, matmul.fp32_precision = matmul.fp32_precision, "tf32" if key == "tf32" else "ieee"
+        try:
+            self.take(key, 2 * n**3, runs)
+        finally:
+            matmul.fp32_precision = before
 
 
-def _seconds(
-    make: Callable[[Subject, int], Window], least: float, run: Run, *, calls: int = 0
-) -> float:
+def _seconds(make: MakeWindow, least: float, run: Run, *, calls: int = 0) -> float:
     """Return seconds per run, the median of windows of `calls` runs or of `least` seconds."""
     subject = Subject(run, [()])
     subject.run(0)  # compiles and loads what must not happen inside a capture
@@ -317,35 +307,7 @@ def _seconds(
     return median(window() for _ in range(WINDOWS))
 
 
-def _graph_clock(run: Run) -> float:
-    return _seconds(GraphWindow, WINDOW["graph"], run)
-
-
-def _host_clock(run: Run) -> float:
-    return _seconds(partial(HostWindow, synchronize=lambda: None), WINDOW["host"], run)
-
-
-def _source(nbytes: int, device: str) -> torch.Tensor:
-    import torch
-
-    return torch.randn(nbytes // 4 // 65536 * 65536, device=device)
-
-
-def _facts(name: str, source: torch.Tensor) -> dict[str, str]:
-    import torch
-
-    facts = {"name": name, "date": datetime.now(timezone.utc).date().isoformat()}
-    return {**facts, "buffer": f"{source.nbytes >> 20} MiB", "torch": torch.__version__}
-
-
-def _spin_up(source: torch.Tensor) -> None:
-    """Keep the GPU busy until its clocks have left idle (345 MHz on an H200)."""
-    end = time.perf_counter() + 0.3
-    while time.perf_counter() < end:
-        source.sum().item()
-
-
-def _last_level_cache() -> int:
+def _last_level_caches() -> int:
     """Return the bytes of all last-level caches, 0 where Linux does not say."""
     sizes: dict[tuple[int, str], int] = {}
     for index in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index*"):
@@ -355,31 +317,26 @@ def _last_level_cache() -> int:
     return sum(size for (level, _), size in sizes.items() if level == last)
 
 
-def _fp8_product(n: int) -> Run:
+def _fp8_product() -> Run:
     import torch
 
-    a, b = (torch.randn(n, n, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    a, b = torch.randn(2, 8192, 8192, device="cuda").to(torch.float8_e4m3fn)
     one, bf16 = torch.ones((), device="cuda"), torch.bfloat16
     return lambda: torch._scaled_mm(a, b.T, one, one, out_dtype=bf16, use_fast_accum=True)
 
 
-def _triton_read(source: torch.Tensor, *, block: int = 4096, rounds: int = 4) -> Run:
-    import torch
+def _triton_read(source: torch.Tensor) -> Run:
     import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-    def read_kernel(source: Any, sums: Any, ROUNDS: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    def read_kernel(source, sums, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         first = tl.program_id(0).to(tl.int64) * ROUNDS * BLOCK
         total = tl.zeros((BLOCK,), tl.float32)
         for turn in tl.static_range(ROUNDS):
             total += tl.load(source + first + turn * BLOCK + tl.arange(0, BLOCK))
         tl.store(sums + tl.program_id(0), tl.sum(total))
 
-    programs, kernel = source.numel() // (rounds * block), triton.jit(read_kernel)
-    sums = torch.empty(programs, device=source.device)
-
-    def run() -> torch.Tensor:
-        kernel[(programs,)](source, sums, rounds, block, num_warps=8)
-        return sums
-
-    return run
+    block, rounds = 4096, 4
+    sums = source.new_empty(source.numel() // (rounds * block))
+    launch = triton.jit(read_kernel)[(sums.numel(),)]
+    return partial(launch, source, sums, rounds, block, num_warps=8)

@@ -29,6 +29,7 @@ from .verdict import DEFAULT_SPREAD
 
 Environment: TypeAlias = Mapping[str, Any]
 Environments: TypeAlias = Mapping[str, Environment]
+Results: TypeAlias = "Mapping[str, Result]"
 
 SCHEMA = 1
 VERSIONS = ("driver", "cuda", "torch", "triton")
@@ -110,7 +111,7 @@ class Stored:
 
     product: str
     environments: Environments = field(default_factory=dict)
-    results: Mapping[str, Result] = field(default_factory=dict)
+    results: Results = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         facts = self.environments.items()
@@ -165,12 +166,7 @@ def dump(stored: Stored) -> str:
 
 
 def write(
-    path: Path,
-    product: str,
-    new: Mapping[str, Result],
-    environments: Environments,
-    *,
-    replace: bool,
+    path: Path, product: str, new: Results, environments: Environments, *, replace: bool
 ) -> list[Change]:
     """Merge `new` into the file as `merge` does and return the changed lines, sorted by key.
 
@@ -205,7 +201,7 @@ def prune(path: Path, keep: Collection[str]) -> list[str]:
 
 
 def merge(
-    stored: Stored, new: Mapping[str, Result], environments: Environments, *, replace: bool
+    stored: Stored, new: Results, environments: Environments, *, replace: bool
 ) -> tuple[Stored, list[Change]]:
     """Return `stored` with `new` merged in, and what changed. No entry is ever dropped.
 
@@ -269,7 +265,7 @@ def _with_session(old: Result, new: Result, table: Environments) -> Result:
     return replace(names[last], values=values, environments=(first, last))
 
 
-def _tidy(stored: Stored, table: Environments, results: dict[str, Result]) -> Stored:
+def _tidy(stored: Stored, table: Environments, results: Results) -> Stored:
     used = {name for result in results.values() for name in result.environments}
     return Stored(stored.product, {n: e for n, e in table.items() if n in used}, results)
 
@@ -404,8 +400,9 @@ def _writing(path: Path) -> Iterator[Path]:
         with _locked(target.with_name(f".{target.name}.lock")):
             yield target
     except OSError as error:
-        step = f"free space in {path.parent} or make it writable, and run the same command again"
-        raise _error(path, f"is unchanged, it could not be written: {error}", step) from error
+        fault = f"could not be written, and is as it was: {error}"
+        step = f"Free space in {path.parent} or make it writable, then run the same command again."
+        raise _error(path, fault, step) from error
 
 
 @contextmanager

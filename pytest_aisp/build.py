@@ -1,0 +1,496 @@
+"""CUDA C++ beside its page: compiled on first use by NVRTC, launched on torch's current stream.
+
+A kernel is ``extern "C" __global__ void name(...)``. Its signature is read from the source when the
+page is imported, and every launch is checked against it: what would be an illegal address on the
+GPU is a `LaunchError` that names the parameter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from .skus import arch_of
+
+INSTALL = 'cuda_module needs cuda.core and NVRTC: pip install "cuda-core[cu13]" nvidia-cuda-nvrtc'
+LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64)}
+
+# Torch's names of C's types; `_dtype` spells the integers from their bits.
+_DTYPES = {"float": "float32", "double": "float64", "bool": "bool", "size_t": "uint64"}
+_DTYPES |= {"half": "float16", "__half": "float16", "__nv_bfloat16": "bfloat16"}
+_DTYPES |= {"__nv_fp8_e4m3": "float8_e4m3fn", "__nv_fp8_e5m2": "float8_e5m2"}
+_BITS = {f"{u}int{bits}_t": bits for bits in (8, 16, 32, 64) for u in ("", "u")}
+_BITS |= {"char": 8, "short": 16, "long": 64, "int": 32, "unsigned": 32, "signed": 32}
+
+_COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
+_INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
+_KERNEL = re.compile(r'extern\s*"C"\s*__global__([^{;]*)[{;]')
+_ATTRIBUTE = re.compile(r"__\w+__\s*\((?:[^()]|\([^()]*\))*\)")
+_QUALIFIER = re.compile(r"\b(const|volatile|__restrict__|__restrict|__grid_constant__)\b|std::")
+
+
+class LaunchError(TypeError):
+    """A kernel cannot be launched this way; the message names the parameter and what it needs."""
+
+
+class CompileError(RuntimeError):
+    """A .cu file does not compile; the message has file, line and the compiler's words."""
+
+
+class NoCompiler(RuntimeError):
+    """This machine lacks cuda.core or NVRTC."""
+
+
+def cuda_module(
+    file: str | os.PathLike[str],
+    *,
+    options: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+    targets: Mapping[str, str] | None = None,
+) -> CudaModule:
+    """Return the kernels of `file`, a path relative to the calling page; nothing is compiled yet.
+
+    Args:
+        options: fields of `cuda.core.ProgramOptions`, as in ``{"use_fast_math": True}``.
+        targets: what to compile for where ``sm_90`` and so on will not do: wgmma and tcgen05 need
+            ``{"sm90": "sm_90a", "sm100": "sm_100a"}``.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        LaunchError: it has no kernel, or one with a parameter that cannot be passed.
+    """
+    __tracebackhide__ = True
+    page = Path(sys._getframe(1).f_code.co_filename)
+    path = (page.parent / file).resolve()
+    if not path.is_file():
+        there = ", ".join(sorted(p.name for p in path.parent.glob("*.cu"))) or "none"
+        raise FileNotFoundError(f"{page} asks for {path}, which does not exist; .cu there: {there}")
+    return CudaModule(path, dict(options), dict(targets or {}))
+
+
+class CudaModule:
+    """The kernels of one .cu file, each an attribute: ``kernels.naive[grid, block](x, out, n)``."""
+
+    def __init__(self, path: Path, options: dict[str, Any], targets: dict[str, str]) -> None:
+        self.path, self.options, self.targets = path, {"std": "c++17", **options}, targets
+        self.folders = [str(path.parent), *_listed(options.get("include_path"))]
+        self.sources = _sources(path, self.folders)
+        found = _signatures(path.name, self.sources.values())
+        self._kernels = {name: Kernel(self, name, params) for name, params in found}
+        self._loaded: dict[str, Any] = {}
+        if not self._kernels:
+            form = 'extern "C" __global__ void name(const float* x, int n)'
+            raise LaunchError(f"{path} has no kernel; one reads: {form}")
+        if taken := self._kernels.keys() & {*dir(CudaModule), *vars(self)}:
+            raise LaunchError(f"{path}: a kernel cannot be called {min(taken)!r}; rename it")
+
+    def __getattr__(self, name: str) -> Kernel:
+        kernels: dict[str, Kernel] = self.__dict__.get("_kernels", {})  # copy and pickle ask early
+        if name not in kernels:
+            path, has = self.__dict__.get("path"), ", ".join(kernels)
+            raise AttributeError(f"{path} has no kernel {name!r}; it has {has}")
+        return kernels[name]
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The names of the kernels."""
+        return tuple(self._kernels)
+
+    def assemble(self, arch: str) -> dict[str, dict[str, int]]:
+        """Compile for `arch`, with no GPU or driver, and return what each kernel uses.
+
+        That is ``registers`` per thread, static ``shared`` bytes and ``spilled`` bytes, or nothing
+        where the assembler does not say.
+        """
+        usage = compiled(self, self.target(arch)).usage
+        return {name: usage.get(name, {}) for name in self._kernels}
+
+    def target(self, arch: str) -> str:
+        """Return what is compiled for on `arch`: ``sm_90``, or what `targets` says."""
+        return self.targets.get(arch, arch.replace("sm", "sm_"))
+
+    def load(self, name: str, device: int) -> Any:
+        """Return the `cuda.core.Kernel` called `name` for the GPU of this index."""
+        import torch
+
+        target = self.target(arch_of(*torch.cuda.get_device_capability(device)))
+        if target not in self._loaded:
+            code = compiled(self, target).code
+            self._loaded[target] = _toolchain()[0].ObjectCode.from_cubin(code)
+        return self._loaded[target].get_kernel(name)
+
+
+def assemble(module: CudaModule, arch: str) -> dict[str, dict[str, int]]:
+    """Compile `module` for `arch` with no GPU or driver; see `CudaModule.assemble`."""
+    return module.assemble(arch)
+
+
+class Kernel:
+    """One kernel; index it with ``[grid, block]`` or ``[grid, block, shared_bytes]``, then call it.
+
+    Grid and block are an int or up to 3 ints, `shared_bytes` is the dynamic shared memory. A
+    cluster is declared in the source, ``__cluster_dims__(2, 1, 1)``, and the grid still in blocks.
+    """
+
+    def __init__(self, module: CudaModule, name: str, params: tuple[Param, ...]) -> None:
+        self.module, self.name, self.params = module, name, params
+        self._launches: dict[Any, Launch] = {}
+        self._allowed: dict[int, int] = {}
+
+    def __getitem__(self, where: Any) -> Launch:
+        __tracebackhide__ = True
+        with suppress(TypeError):  # a list cannot be looked up; `_geometry` refuses it in words
+            if launch := self._launches.get(where):
+                return launch
+        launch = self._launches[where] = Launch(self, *_geometry(self.name, where))
+        return launch
+
+    def allow_shared(self, handle: Any, shared: int, device: int) -> None:
+        """Raise the limit of dynamic shared memory, which is 48 KiB with the static by default."""
+        if shared <= self._allowed.get(device, 0):
+            return
+        driver = import_module("cuda.bindings.driver")
+        most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (status,) = driver.cuKernelSetAttribute(most, shared, handle.handle, device)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            limit = _toolchain()[0].Device(device).properties.max_shared_memory_per_block_optin
+            fault = f"{self.name}: {shared} bytes of dynamic shared memory: {status.name}"
+            raise LaunchError(f"{fault}; this GPU has {limit} a block, the static included")
+        self._allowed[device] = shared
+
+
+class Launch:
+    """A kernel with its geometry: ``kernels.naive[grid, block]``; call it with the arguments."""
+
+    def __init__(self, kernel: Kernel, grid: Any, block: Any, shared: int) -> None:
+        self.kernel, self.geometry = kernel, {"grid": grid, "block": block, "shmem_size": shared}
+        self._ready: dict[int, tuple[Any, Any, Any]] = {}
+
+    def __call__(self, *args: Any) -> None:
+        """Launch on the current stream of torch's current GPU; legal while it is captured.
+
+        Raises:
+            LaunchError: an argument is not what the kernel's signature asks for.
+        """
+        __tracebackhide__ = True
+        from torch import cuda
+
+        # Without a GPU nothing is initialized, and wrong arguments still deserve our error.
+        initialized: Callable[[], bool] = cuda.is_initialized
+        device = cuda.current_device() if initialized() else 0
+        values = check(self.kernel.name, self.kernel.params, args, device)
+        launch, config, handle = self._ready.get(device) or self._prepare(device)
+        if not _thread.has_context:
+            _make_current(device)
+        stream = cuda.current_stream(device).cuda_stream
+        launch(_streams.get(stream) or _wrap(stream), config, handle, *values)
+
+    def _prepare(self, device: int) -> tuple[Any, Any, Any]:
+        core = _toolchain()[0]
+        _make_current(device)
+        handle = self.kernel.module.load(self.kernel.name, device)
+        self.kernel.allow_shared(handle, self.geometry["shmem_size"], device)
+        self._ready[device] = core.launch, core.LaunchConfig(**self.geometry), handle
+        return self._ready[device]
+
+
+class _Thread(threading.local):
+    has_context = False
+
+
+_thread = _Thread()
+_streams: dict[int, Any] = {}
+
+
+def _make_current(device: int) -> None:
+    # A thread that has not called CUDA yet has no context; torch's is the device's primary one.
+    _toolchain()[0].Device(device).set_current()
+    _thread.has_context = True
+
+
+def _wrap(stream: int) -> Any:
+    return _streams.setdefault(stream, _toolchain()[0].Stream.from_handle(stream))
+
+
+def _geometry(name: str, where: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    if not isinstance(where, tuple) or len(where) not in (2, 3):
+        raise LaunchError(f"{name}[{where!r}]: needs [grid, block] or [grid, block, shared_bytes]")
+    grid, block = (dims if isinstance(dims, tuple) else (dims,) for dims in where[:2])
+    for what, dims in (("grid", grid), ("block", block)):
+        ints = 1 <= len(dims) <= 3 and all(isinstance(d, int) for d in dims)
+        if not ints or not all(1 <= d <= m for d, m in zip(dims, LIMITS[what], strict=False)):
+            needs = f"1 to 3 ints from 1 to at most {LIMITS[what]}"
+            raise LaunchError(f"{name}: {what} is {dims!r}; needs {needs}")
+    threads, shared = math.prod(block), (*where, 0)[2]
+    if threads > 1024:
+        raise LaunchError(f"{name}: block {block} has {threads} threads; needs at most 1024")
+    if not isinstance(shared, int) or shared < 0:
+        raise LaunchError(f"{name}: shared_bytes is {shared!r}; needs an int of at least 0")
+    return grid, block, shared
+
+
+@dataclass(frozen=True)
+class Param:
+    """One parameter of a kernel.
+
+    Attributes:
+        text: as declared: ``const float4* x``.
+        needs: what it takes, in words, with a ``{device}``.
+        fit: returns an argument as cuda.core takes it, or None; called with it and the device.
+    """
+
+    text: str
+    name: str
+    needs: str
+    fit: Callable[[Any, int], Any]
+
+
+def check(name: str, params: Sequence[Param], args: Sequence[Any], device: int) -> list[Any]:
+    """Return `args` as cuda.core takes them.
+
+    Raises:
+        LaunchError: one does not fit its parameter, or there are too few or too many.
+    """
+    __tracebackhide__ = True
+    if len(args) != len(params):
+        texts = ", ".join(p.text for p in params)
+        raise LaunchError(f"{name}({texts}) needs {len(params)} arguments; {len(args)} were given")
+    values = [param.fit(given, device) for param, given in zip(params, args, strict=True)]
+    for param, given, value in zip(params, args, values, strict=True):
+        if value is None:
+            fault = f"{name}: parameter {param.name!r} was given {_describe(given)}"
+            raise LaunchError(f"{fault}; `{param.text}` needs {param.needs.format(device=device)}")
+    return values
+
+
+def _describe(given: Any) -> str:
+    if not hasattr(given, "data_ptr"):
+        return f"{given!r} ({type(given).__name__})"
+    where = f"cuda:{given.get_device()}" if given.get_device() >= 0 else "the CPU"
+    faults = ", not contiguous" * (not given.is_contiguous())
+    faults += ", not 16-byte aligned" * (given.data_ptr() % 16 != 0)
+    return f"a {_torch_name(given.dtype)} tensor of shape {tuple(given.shape)} on {where}{faults}"
+
+
+@functools.cache
+def _torch_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _tensor(dtypes: frozenset[str], align: int, given: Any, device: int) -> int | None:
+    if not hasattr(given, "data_ptr") or (dtypes and _torch_name(given.dtype) not in dtypes):
+        return None
+    if given.get_device() != device or not given.is_contiguous():
+        return None
+    address: int = given.data_ptr()
+    return None if address % align else address
+
+
+def _integer(ctype: Any, given: Any, device: int) -> Any:
+    # A Python int would be taken for an address by cuda.core; what does not fit, ctypes wraps.
+    number = ctype(int(given)) if isinstance(given, (int, Integral)) else None
+    return number if number is not None and number.value == given else None
+
+
+def _real(ctype: Any, given: Any, device: int) -> Any:
+    if not isinstance(given, (float, Real)) or isinstance(given, bool):
+        return None
+    with suppress(OverflowError):
+        number = ctype(given)
+        return number if math.isinf(number.value) == math.isinf(given) else None
+
+
+def _tensor_map(given: Any, device: int) -> Any:
+    return given if type(given).__name__ == "TensorMapDescriptor" else None
+
+
+def _signatures(file: str, sources: Iterable[str]) -> Iterator[tuple[str, tuple[Param, ...]]]:
+    for source in sources:
+        for header in _KERNEL.findall(_COMMENT.sub(lambda m: m[1] or " ", source)):
+            words = " ".join(_ATTRIBUTE.sub("", header).split())
+            if not (found := re.fullmatch(r"void (\w+) ?\((.*)\)", words)):
+                raise LaunchError(f"{file}: cannot read the signature of `{words}`")
+            texts = [t.strip() for t in found[2].split(",") if t.strip() not in ("", "void")]
+            yield found[1], tuple(_param(f"{file}: {found[1]}", text) for text in texts)
+
+
+def _param(kernel: str, text: str) -> Param:
+    words = _QUALIFIER.sub(" ", text).replace("*", " * ").split()
+    name = words.pop() if len(words) > 1 and words[-1] != "*" else "unnamed"
+    c_type, stars = " ".join(w for w in words if w != "*"), words.count("*")
+    dtype, width = _element("uint64_t" if stars > 1 else c_type)
+    scalar = {"float32": "float", "float64": "double"}.get(dtype, dtype)
+    ctype = getattr(ctypes, f"c_{scalar}", None)
+    if stars and (dtype or c_type == "void"):
+        return Param(text, name, *_pointer(dtype, width))
+    if c_type == "CUtensorMap":
+        return Param(text, name, "a cuda.core TensorMapDescriptor", _tensor_map)
+    if not stars and width == 1 and ctype:
+        fit = _real if dtype.startswith("float") else _integer
+        return Param(text, name, f"a number that {dtype} holds", partial(fit, ctype))
+    raise LaunchError(
+        f"{kernel}: `{text}` cannot be passed; legal are pointers to integers, float, double,"
+        " __half, __nv_bfloat16, fp8, their vectors (float4) and void, integer, float, double and"
+        " bool scalars, and CUtensorMap"
+    )
+
+
+def _pointer(dtype: str, width: int) -> tuple[str, Callable[[Any, int], Any]]:
+    """Return what a pointer needs, in words, and the function that converts it."""
+    # Torch computes next to nothing in its wide unsigned dtypes; the signed ones hold the bits.
+    signed = dtype if dtype == "uint8" else dtype.removeprefix("u")
+    names = " or ".join(dict.fromkeys((dtype, signed)))
+    found = re.search(r"\d+", dtype)
+    align = min(16, int(found[0]) // 8 * (1 if width == 3 else width)) if found else 1
+    needs = f"a contiguous {names} tensor" if names else "a contiguous tensor"
+    needs += " on cuda:{device}" + f" at a multiple of {align} bytes" * (align > 8)
+    return needs, partial(_tensor, frozenset((dtype, signed)) - {""}, align)
+
+
+def _element(c_type: str) -> tuple[str, int]:
+    """Return the torch dtype and the width of a C type: float32 and 4 for float4."""
+    if dtype := _dtype(c_type):
+        return dtype, 1
+    found = re.fullmatch(r"(.+)([1-4])", c_type)
+    return (_dtype(found[1]), int(found[2])) if found else ("", 1)
+
+
+def _dtype(c_type: str) -> str:
+    plain = re.sub(r"^u(?=char|short|int$|long)", "unsigned ", c_type).replace("longlong", "long")
+    words = plain.split()
+    if not words or not set(words) <= _BITS.keys():
+        return _DTYPES.get(c_type, "")
+    bits = next(bits for word, bits in _BITS.items() if word in words)
+    return f"{'u' * bool(re.search(r'\bu', plain))}int{bits}"
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """Machine code, and what each kernel uses in the assembler's words."""
+
+    code: bytes
+    usage: dict[str, dict[str, int]]
+
+
+def compiled(module: CudaModule, target: str) -> Cubin:
+    """Return `module` compiled for `target`, from the cache on disk or by NVRTC.
+
+    Raises:
+        CompileError: with file, line and the compiler's words.
+        NoCompiler: cuda.core or NVRTC is not installed.
+    """
+    core, *version = _toolchain()
+    options = {**module.options, "name": module.path.name, "arch": target}
+    toolkit = _toolkit() if any(map(_INCLUDE.search, module.sources.values())) else []
+    options["include_path"] = [*module.folders, *toolkit]
+    options["ptxas_options"] = [*_listed(options.get("ptxas_options")), "-v"]
+    key = repr((version, sorted(options.items()), sorted(module.sources.items())))
+    entry = _cache() / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
+    cubin = _read(entry)
+    if cubin is None:
+        cubin = _nvrtc(core, module, options)
+        _write(entry, cubin)
+    return cubin
+
+
+def _nvrtc(core: Any, module: CudaModule, options: dict[str, Any]) -> Cubin:
+    source, log = module.sources[str(module.path)], io.StringIO()
+    where = f"{module.path} does not compile for {options['arch']} (NVRTC {_toolchain()[1]})"
+    try:
+        program = core.Program(source, "c++", core.ProgramOptions(**options))
+        code = bytes(program.compile("cubin", logs=log).code)
+    except Exception as error:  # cuda.core's error classes are private
+        raise CompileError(f"{where}:\n{str(error).rstrip()}") from None
+    # ELF section names: a kernel inside `#if` has a signature for us, yet no code for every target.
+    if absent := [k for k in module.kernels if f".text.{k}\0".encode() not in code]:
+        raise CompileError(f"{where}: no code for {', '.join(absent)}; is it inside an #if?")
+    return Cubin(code, _usage(log.getvalue()))
+
+
+def _usage(log: str) -> dict[str, dict[str, int]]:
+    usage = {}
+    for part in log.split("Compiling entry function '")[1:]:
+        registers = re.search(r"Used (\d+) registers", part)
+        shared, spilled = (re.search(rf"(\d+) bytes {w}", part) for w in ("smem", "spill stores"))
+        counts = {"registers": registers, "shared": shared, "spilled": spilled}
+        if registers:
+            usage[part.split("'")[0]] = {k: int(m[1]) if m else 0 for k, m in counts.items()}
+    return usage
+
+
+@functools.cache
+def _toolchain() -> tuple[Any, str, int]:
+    """Return `cuda.core`, NVRTC's version, and its size, which tells builds of a version apart."""
+    try:
+        core = import_module("cuda.core")
+        _, major, minor = import_module("cuda.bindings.nvrtc").nvrtcVersion()
+        library = import_module("cuda.pathfinder").load_nvidia_dynamic_lib("nvrtc").abs_path
+    except (ImportError, RuntimeError) as error:
+        raise NoCompiler(f"{INSTALL}\n({error})") from error
+    return core, f"{major}.{minor}", os.path.getsize(library) if library else 0
+
+
+@functools.cache
+def _toolkit() -> list[str]:
+    """Return the folders of CUDA's own headers, which NVRTC does not bring."""
+    find = import_module("cuda.pathfinder").find_nvidia_header_directory
+    return [folder for folder in map(find, ("cudart", "cccl")) if folder]
+
+
+def _sources(path: Path, folders: list[str]) -> dict[str, str]:
+    """Return the text of `path` and of every header of ours that it includes, by path."""
+    sources: dict[str, str] = {}
+    todo = [path]
+    while todo:
+        file = todo.pop()
+        if str(file) in sources:
+            continue
+        sources[str(file)] = file.read_text(encoding="utf-8")
+        for name in _INCLUDE.findall(sources[str(file)]):
+            found = [Path(f, name).resolve() for f in (str(file.parent), *folders)]
+            todo += [p for p in found if p.is_file()][:1]
+    return sources
+
+
+def _listed(value: Any) -> list[Any]:
+    return [value] if isinstance(value, str) else list(value or ())
+
+
+def _cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return Path(home, "pytest-aisp")
+
+
+def _read(entry: Path) -> Cubin | None:
+    with suppress(OSError):
+        stored = entry.read_bytes()
+        digest, body = stored[:32], stored[32:]
+        if hashlib.sha256(body).digest() == digest:
+            usage, _, code = body.partition(b"\n")
+            return Cubin(code, json.loads(usage))
+    return None
+
+
+def _write(entry: Path, cubin: Cubin) -> None:
+    body = json.dumps(cubin.usage).encode() + b"\n" + cubin.code
+    with suppress(OSError):  # without a cache every process compiles once more, and that is all
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=entry.parent, delete=False) as file:
+            file.write(hashlib.sha256(body).digest() + body)
+        os.replace(file.name, entry)

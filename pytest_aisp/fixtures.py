@@ -1,0 +1,222 @@
+"""The `pair` fixture and its neighbours: what a test body sees."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import plugin
+from .loader import pair_of
+from .pair import Case, Pair
+from .row import Row
+from .runner import CaseRun, EndOfBody, Failed, Interrupted
+
+CASE = pytest.StashKey[CaseRun]()
+
+
+class PairUnderTest:
+    """A case in its test body. Judge it: a body that judges nothing fails.
+
+    Attributes:
+        variant, size: the case.
+    """
+
+    def __init__(self, run: CaseRun) -> None:
+        self._run = run
+        self.judged = False
+        self.variant: str = run.case.variant_name
+        self.size: Mapping[str, Any] = dict(run.case.size)
+
+    def assert_equivalent(
+        self, *, exact: bool = False, rtol: float | None = None, atol: float | None = None
+    ) -> None:
+        """Prove that baseline and variant compute what the reference says.
+
+        Args:
+            exact: equal bit for bit.
+            rtol, atol: a tolerance of the page's own, instead of the derived bound; refused when a
+                negative control passes it.
+
+        Raises:
+            AssertionError: naming the output, the worst coordinate, both values and the bound.
+        """
+        __tracebackhide__ = True
+        self._red(lambda: self._run.check({"exact": exact, "rtol": rtol, "atol": atol}))
+
+    def assert_speedup(self) -> None:
+        """Time both sides and judge the claim and the stored result.
+
+        Where nothing is timed this ends the body: the case is `checked`.
+
+        Raises:
+            AssertionError: naming the number, the limit it missed and where that came from.
+        """
+        __tracebackhide__ = True
+        self.judged = True
+        self._red(self._run.measure)
+
+    @staticmethod
+    def _red(step: Callable[[], None]) -> None:
+        __tracebackhide__ = True
+        try:
+            return step()
+        except Failed as failure:
+            message = str(failure)
+        except Interrupted as over:
+            pytest.exit(str(over), returncode=pytest.ExitCode.INTERRUPTED)
+        raise AssertionError(message)
+
+    @property
+    def speedup(self) -> float:
+        """How many times faster the variant was."""
+        value = self._run.row.speedup
+        if value is None:
+            raise AssertionError("pair.speedup before assert_speedup(): nothing was timed yet")
+        return value
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 99 % interval of `speedup`."""
+        import math
+
+        row = self._run.row
+        if row.low is None or row.high is None:
+            raise AssertionError("pair.interval before assert_speedup(): nothing was timed yet")
+        return math.exp(row.low), math.exp(row.high)
+
+
+def parametrize(metafunc: pytest.Metafunc) -> None:
+    """Make one parameter a case, with the marks of what it needs."""
+    pair = pair_of(metafunc.function)
+    if pair is None:
+        return
+    if metafunc.cls is not None:
+        raise pytest.UsageError(f"{metafunc.function.__name__}: @compare goes on a function")
+    others = [m for m in metafunc.definition.iter_markers("parametrize")]
+    if others:
+        raise pytest.UsageError(
+            f"{metafunc.function.__name__}: @compare with @pytest.mark.parametrize has no stored"
+            " key; put the parameter into sizes"
+        )
+    params = [pytest.param(c, marks=_marks(pair, c), id=c.id) for c in pair.cases()]
+    metafunc.parametrize("pair", params, indirect=True)
+
+
+def _marks(pair: Pair, case: Case) -> list[Any]:
+    mark = pytest.mark
+    names = ("cpu",) if case.kind == "cpu" else pair.archs(case.variant)
+    marks = [getattr(mark, name) for name in names]
+    marks += [mark.gpus(n=case.gpus)] if case.gpus > 1 else []
+    # A retry would turn a red first verdict green; where pytest-rerunfailures is loaded it obeys.
+    return [*marks, mark.flaky(reruns=0), *case.variant.marks]
+
+
+def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
+    """Return what the `pair` fixture gives to a test body."""
+    item, config = request.node, request.config
+    case = getattr(request, "param", None)
+    if not isinstance(case, Case):
+        raise pytest.UsageError(f"{item.name}: the fixture `pair` needs @compare on the test")
+    run = config.stash.get(plugin.RUN, None)
+    if run is None:  # a page outside aisp_pages, in a session that gave no option of ours
+        from . import sessions
+
+        sessions.configure(config)
+        run = config.stash[plugin.RUN]
+    case_run = CaseRun(run, case, _where(item, config), _kernels(item, case, config))
+    item.stash[CASE] = case_run
+    return PairUnderTest(case_run)
+
+
+def _where(item: Any, config: pytest.Config) -> dict[str, str]:
+    path = Path(item.path)
+    settings = config.stash[plugin.SETTINGS]
+    bases = [p for p in settings.pages if path.is_relative_to(p)] or [config.rootpath]
+    folder = path.parent.relative_to(bases[0]) if path.is_relative_to(bases[0]) else path.parent
+    return {
+        "nodeid": item.nodeid,
+        "page": str(path),
+        "module": item.module.__name__,
+        "function": item.originalname,
+        "folder": ".".join(folder.parts) or bases[0].name,
+    }
+
+
+def _kernels(item: Any, case: Case, config: pytest.Config) -> bool:
+    """Return whether the case launches CUDA C++, which no CPU can check."""
+    from .sources import kernel_files
+
+    sides = [case.pair.baseline, case.variant.side]
+    return bool(kernel_files(sides, str(config.rootpath)))
+
+
+@contextlib.contextmanager
+def call_body(item: pytest.Function) -> Iterator[None]:
+    """Run a test body: where nothing is timed it ends early, and it must judge its pair."""
+    __tracebackhide__ = True
+    start = time.monotonic()
+    pair = item.funcargs.get("pair")
+    try:
+        with contextlib.suppress(EndOfBody):
+            yield
+            if isinstance(pair, PairUnderTest) and not pair.judged:
+                pair._run.row.verdict = "fail"
+                raise AssertionError(
+                    "this page never judged its pair\nEnd the body with pair.assert_speedup()"
+                )
+    finally:
+        if isinstance(pair, PairUnderTest):
+            pair._run.row.wall = time.monotonic() - start
+
+
+def attach(item: pytest.Item, report: pytest.TestReport) -> None:
+    """Put the case's row into its report, and its numbers into JUnit's properties."""
+    case_run = item.stash.get(CASE, None)
+    if case_run is None:
+        return
+    row: Row = case_run.row
+    if report.failed and not row.verdict:
+        row.verdict = "fail"
+    if hasattr(report, "wasxfail"):
+        row.recorded = {}
+    report.aisp = row.to_json()  # type: ignore[attr-defined]
+    report.user_properties += row.properties()
+
+
+def warm(function: Callable[[], Any]) -> int:
+    """Call `function` until its time is steady and return the number of calls."""
+    from .cuda import synchronize
+    from .timing import settle
+
+    def once() -> float:
+        start = time.perf_counter()
+        function()
+        synchronize()
+        return time.perf_counter() - start
+
+    return settle([once], lambda: False, least=3, seconds=2.0, clock=time.perf_counter)
+
+
+def time_one(function: Callable[[], Any], *, window: float = 1e-3, windows: int = 10) -> float:
+    """Return the median seconds of a call of `function`, a window of at least `window` seconds.
+
+    On a GPU by graph replay where `function` can be captured, else between synchronisations.
+    """
+    from .cuda import time_callable
+
+    warm(function)
+    return time_callable(function, window=window, windows=windows)
+
+
+def rates(config: pytest.Config) -> Mapping[str, float]:
+    """Return the stored peaks of this machine's product, or nothing."""
+    from .device import Machine
+    from .peaks import load
+
+    path = config.stash[plugin.SETTINGS].baselines / Machine.here().product / "peaks.json"
+    return load(path).rates if path.exists() else {}

@@ -1,0 +1,221 @@
+"""Every option and ini key, read once into one frozen `Settings`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+UPDATES = ("missing", "all")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line and the ini file say.
+
+    Attributes:
+        ours: whether this session collects pages: an ``--aisp-*`` option, or a path under `pages`.
+        pages: folders that hold pages (ini ``aisp_pages``).
+        baselines: folder of stored results (ini ``aisp_baselines``).
+        check, aa, replay, update: the mode; none of them is to measure.
+        artifacts: folder for the run's results and samples, or None.
+        warmup, blocks, window: the measuring budget, where the command line sets it.
+        processes: fresh processes a result is recorded from.
+        reproducible, cold_start, in_process: see ``pytest --help``.
+        timeout: seconds for one request to a bench process, already multiplied.
+        suite_timeout, confirm_budget: seconds, for the run and for its votes.
+        missing, inconclusive: ``pass`` or ``fail``: what those verdicts do to the run.
+        strict_env: whether a loss against a record of another environment is red.
+    """
+
+    ours: bool
+    root: Path
+    pages: tuple[Path, ...]
+    baselines: Path
+    check: bool
+    aa: bool
+    replay: Path | None
+    update: str | None
+    artifacts: Path | None
+    warmup: int | None
+    blocks: int | None
+    window: float | None
+    processes: int
+    reproducible: bool
+    cold_start: bool
+    in_process: bool
+    timeout: float
+    suite_timeout: float | None
+    confirm_budget: float
+    missing: str
+    inconclusive: str
+    strict_env: bool
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Register the options and the ini keys."""
+    group = parser.getgroup("aisp", "GPU performance pairs (pytest-aisp)")
+    add = group.addoption
+    add("--aisp-check", action="store_true", help="check only: prove results, time nothing")
+    add("--aisp-aa", action="store_true", help="time each side against a copy of itself")
+    add("--aisp-replay", metavar="FILE", help="judge the recorded samples in FILE again")
+    add(
+        "--aisp-update-expectations",
+        metavar="missing|all",
+        nargs="?",
+        const="missing",
+        help="record results for this product; `=all` also rewrites (the value only after `=`)",
+    )
+    add("--aisp-artifacts", metavar="DIR", help="write results and samples to DIR")
+    add("--aisp-warmup", metavar="CALLS", type=int, help="least warm-up calls of each side")
+    add(
+        "--aisp-iterations",
+        metavar="BLOCKS[xUS]",
+        help="blocks to time, and optionally the least window in microseconds: 20x400",
+    )
+    add("--aisp-processes", metavar="N", type=int, default=8, help="processes to record from (8)")
+    add("--aisp-reproducible", action="store_true", help="fixed seeds, deterministic algorithms")
+    add("--aisp-cold-start", action="store_true", help="fresh caches and context for each case")
+    add("--aisp-in-process", action="store_true", help="run sides inside pytest, for debuggers")
+    add("--aisp-strict-env", action="store_true", help="`stale` is red")
+    add("--aisp-timeout-multiplier", metavar="X", type=float, default=1.0, help="scale time limits")
+    add("--aisp-suite-timeout", metavar="SECONDS", type=float, help="stop the run after SECONDS")
+    add(
+        "--aisp-confirm-budget",
+        metavar="SECONDS",
+        type=float,
+        default=600.0,
+        help="most seconds spent on votes in a run (600)",
+    )
+    parser.addini("aisp_pages", "folders that hold pages", type="paths", default=[])
+    parser.addini("aisp_baselines", "folder of stored results", default="baselines")
+    parser.addini("aisp_timeout", "seconds for one request to a bench process", default="120")
+    parser.addini("aisp_missing", "what `new` does to the run: pass or fail", default="pass")
+    parser.addini("aisp_inconclusive", "what `inconclusive` does: pass or fail", default="pass")
+
+
+def keep_paths(args: list[str]) -> None:
+    """Give the bare update option its value, so that it cannot swallow the path after it."""
+    for index, arg in enumerate(args):
+        if arg == "--aisp-update-expectations":
+            args[index] = "--aisp-update-expectations=missing"
+
+
+def read_settings(config: pytest.Config) -> Settings:
+    """Return the settings of this session.
+
+    Raises:
+        pytest.UsageError: for an illegal value or combination.
+    """
+    get = config.getoption
+    blocks, window = _iterations(get("aisp_iterations"))
+    settings = Settings(
+        ours=_is_ours(config),
+        root=config.rootpath,
+        pages=tuple(config.getini("aisp_pages")),
+        baselines=config.rootpath / config.getini("aisp_baselines"),
+        check=get("aisp_check"),
+        aa=get("aisp_aa"),
+        replay=Path(get("aisp_replay")) if get("aisp_replay") else None,
+        update=get("aisp_update_expectations"),
+        artifacts=Path(get("aisp_artifacts")) if get("aisp_artifacts") else None,
+        warmup=_positive("--aisp-warmup", get("aisp_warmup")),
+        blocks=blocks,
+        window=window,
+        processes=get("aisp_processes"),
+        reproducible=get("aisp_reproducible"),
+        cold_start=get("aisp_cold_start"),
+        in_process=get("aisp_in_process") or bool(get("usepdb")) or bool(get("trace")),
+        timeout=_timeout(config),
+        suite_timeout=get("aisp_suite_timeout"),
+        confirm_budget=get("aisp_confirm_budget"),
+        missing=_word(config, "aisp_missing"),
+        inconclusive=_word(config, "aisp_inconclusive"),
+        strict_env=get("aisp_strict_env"),
+    )
+    _refuse(settings, config)
+    return settings
+
+
+def _is_ours(config: pytest.Config) -> bool:
+    given = vars(config.option)
+    defaults = {"aisp_processes": 8, "aisp_timeout_multiplier": 1.0, "aisp_confirm_budget": 600.0}
+    if any(v not in (None, False, defaults.get(k)) for k, v in given.items() if k[:5] == "aisp_"):
+        return True
+    pages = [Path(p).resolve() for p in config.getini("aisp_pages")]
+    collected = [_resolved(config, arg) for arg in config.args]
+    return any(c.is_relative_to(p) or p.is_relative_to(c) for c in collected for p in pages)
+
+
+def _resolved(config: pytest.Config, arg: str) -> Path:
+    return (config.invocation_params.dir / str(arg).split("::")[0]).resolve()
+
+
+def _iterations(text: str | None) -> tuple[int | None, float | None]:
+    if text is None:
+        return None, None
+    blocks, _, window = text.partition("x")
+    try:
+        return int(blocks), float(window) * 1e-6 if window else None
+    except ValueError:
+        raise pytest.UsageError(
+            f"--aisp-iterations={text}: give blocks, or blocks and microseconds, as in 20x400"
+        ) from None
+
+
+def _positive(name: str, value: int | None) -> int | None:
+    if value is not None and value < 1:
+        raise pytest.UsageError(f"{name}={value} must be at least 1")
+    return value
+
+
+def _timeout(config: pytest.Config) -> float:
+    text, multiplier = config.getini("aisp_timeout"), config.getoption("aisp_timeout_multiplier")
+    try:
+        return float(text) * multiplier  # type: ignore[no-any-return]
+    except ValueError:
+        raise pytest.UsageError(f"aisp_timeout = {text}: give seconds, as in 120") from None
+
+
+def _word(config: pytest.Config, key: str) -> str:
+    word = str(config.getini(key))
+    if word not in ("pass", "fail"):
+        raise pytest.UsageError(f"{key} = {word}: legal are pass and fail")
+    return word
+
+
+def _refuse(settings: Settings, config: pytest.Config) -> None:
+    """Refuse combinations that would lie or lose something."""
+    if settings.update is not None:
+        _refuse_update(settings, config)
+    modes = {"--aisp-check": settings.check, "--aisp-aa": settings.aa}
+    modes |= {"--aisp-replay": settings.replay, "--aisp-update-expectations": settings.update}
+    given = [name for name, value in modes.items() if value]
+    if len(given) > 1:
+        raise pytest.UsageError(f"{given[0]} cannot be combined with {given[1]}: choose one mode")
+    if config.getoption("dist", "no") == "each":
+        raise pytest.UsageError("--dist each reports every case twice; use --dist load")
+
+
+def _refuse_update(settings: Settings, config: pytest.Config) -> None:
+    if settings.update not in UPDATES:
+        raise pytest.UsageError(
+            f"--aisp-update-expectations={settings.update}: legal are {' and '.join(UPDATES)}"
+        )
+    if _workers(config):
+        raise pytest.UsageError(
+            "--aisp-update-expectations cannot be combined with xdist: results are recorded on a"
+            " quiet machine.\nRecord without -n:\n    pytest -n0 --aisp-update-expectations"
+        )
+    if os.environ.get("CI"):
+        raise pytest.UsageError(
+            "--aisp-update-expectations is refused where CI is set: a gate must not move its own"
+            " limits.\nRecord on the machine by hand and commit the file"
+        )
+
+
+def _workers(config: pytest.Config) -> bool:
+    return bool(config.getoption("numprocesses", 0)) or bool(config.getoption("tx", None))

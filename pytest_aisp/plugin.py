@@ -1,0 +1,223 @@
+"""The plugin: each hook a few lines that call what knows.
+
+Loading it imports pytest, the standard library and `options`; everything else when a page needs it.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from . import options
+
+if TYPE_CHECKING:
+    from .fixtures import PairUnderTest
+    from .recorder import Recorder
+
+SETTINGS = pytest.StashKey[options.Settings]()
+RUN = pytest.StashKey["Run"]()
+RECORDER = pytest.StashKey["Recorder"]()
+INVALID_RUN = 17
+"""Exit code of a run whose environment moved: no verdict of it counts."""
+
+MARKERS = {
+    "aisp_pair(pair)": "set by @compare",
+    "sm90": "runs on Hopper",
+    "sm100": "runs on Blackwell B200, GB200",
+    "sm103": "runs on Blackwell B300, GB300",
+    "sm121": "runs on GB10",
+    "cpu": "a size that a CPU times",
+    "gpus(n)": "needs n GPUs, as in -m 'gpus(n=2)'",
+    "aisp_timeout(seconds)": "time limit of one request to a bench process",
+}
+
+
+class Hooks:
+    """Hooks for conftest files."""
+
+    @pytest.hookspec(firstresult=True)
+    def pytest_aisp_timer(self, config: pytest.Config) -> Mapping[str, Any] | None:
+        """Return ``{"target": "module:function", "options": {...}}`` of another timer, or None."""
+
+    @pytest.hookspec
+    def pytest_aisp_result(self, config: pytest.Config, row: Mapping[str, Any]) -> None:
+        """See each case's row on the controller as it finishes."""
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    pluginmanager.add_hookspecs(Hooks)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    options.add_options(parser)
+
+
+def pytest_load_initial_conftests(args: list[str]) -> None:
+    options.keep_paths(args)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_parse(args: list[str]) -> None:
+    options.keep_paths(args)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for marker, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{marker}: {meaning}")
+    config.stash[SETTINGS] = settings = options.read_settings(config)
+    if settings.ours:
+        from . import sessions
+
+        sessions.configure(config)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if (run := config.stash.get(RUN, None)) is not None:
+        run.close()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "pair" in metafunc.fixturenames:
+        from .fixtures import parametrize
+
+        parametrize(metafunc)
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest) -> PairUnderTest:
+    """The case under test: `assert_equivalent()`, then `assert_speedup()`."""
+    from .fixtures import pair_under_test
+
+    return pair_under_test(request)
+
+
+@pytest.fixture
+def device() -> str:
+    """The device of this machine: ``cuda`` where there is a GPU, else ``cpu``."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def warmup() -> Any:
+    """Run a callable until it is steady: ``warmup(f)`` returns the number of calls it took."""
+    from .fixtures import warm
+
+    return warm
+
+
+@pytest.fixture
+def cuda_graph() -> Any:
+    """Capture a callable in a CUDA graph: ``cuda_graph(f)`` returns a callable that replays it."""
+    from .graphs import capture
+
+    return capture
+
+
+@pytest.fixture
+def timer() -> Any:
+    """Time one callable: ``timer(f)`` returns seconds per call, GPU time where there is a GPU."""
+    from .fixtures import time_one
+
+    return time_one
+
+
+@pytest.fixture
+def peaks(request: pytest.FixtureRequest) -> Any:
+    """The measured peaks of this machine's product: a mapping of rates, empty if never measured."""
+    from .fixtures import rates
+
+    return rates(request.config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    __tracebackhide__ = True
+    if "pair" not in pyfuncitem.fixturenames:
+        return (yield)
+    from .fixtures import call_body
+
+    with call_body(pyfuncitem):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    if item.get_closest_marker("aisp_pair") is None or item.config.stash.get(RUN, None) is None:
+        return (yield)
+    from .sessions import leased
+
+    with leased(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[Any]:
+    report = yield
+    if call.when == "call" and item.get_closest_marker("aisp_pair") is not None:
+        from .fixtures import attach
+
+        attach(item, report)
+    return report
+
+
+def pytest_report_teststatus(report: Any) -> Any:
+    row = getattr(report, "aisp", None)
+    if row is None or report.when != "call":
+        return None
+    from .report import status
+
+    return status(row, report.outcome)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str] | None:
+    if (run := config.stash.get(RUN, None)) is None:
+        return None
+    from .report import header
+
+    return header(run)
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    row = getattr(report, "aisp", None)
+    if row is not None and report.when == "call" and _RECORDERS:
+        _RECORDERS[-1].add(row)
+
+
+_RECORDERS: list[Recorder] = []  # innermost last: in-process pytester runs nest
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    recorder = session.config.stash.get(RECORDER, None)
+    if recorder is not None and recorder.environment_moved():
+        session.exitstatus = INVALID_RUN
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if (recorder := config.stash.get(RECORDER, None)) is not None:
+        from .report import summary
+
+        summary(terminalreporter, recorder)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    if not config.stash.get(SETTINGS, None) or not config.stash[SETTINGS].ours:
+        return None
+    from .device import Machine
+
+    return len(Machine.here().gpus) or None
+
+
+def interrupt_on_sigterm() -> None:
+    """Turn SIGTERM (Slurm sends it first) into the interrupt that pytest knows how to survive."""
+
+    def interrupt(signum: int, frame: Any) -> None:
+        raise KeyboardInterrupt("SIGTERM")
+
+    signal.signal(signal.SIGTERM, interrupt)

@@ -1,0 +1,88 @@
+"""The controller's memory: every row, written as it arrives, stored where asked."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from . import store
+from .options import Settings
+from .row import ratio
+
+MOVED_SHARE, MOVED_LEAST = 0.05, 5
+"""More suspects than this share, and this many, in one direction: the environment moved."""
+
+
+class Recorder:
+    """Gather rows on the controller; nothing else writes stored results or artifacts."""
+
+    def __init__(self, settings: Settings, hook: Any, config: Any) -> None:
+        self.settings, self._hook, self._config = settings, hook, config
+        self.rows: list[dict[str, Any]] = []
+        self.changes: list[str] = []
+        self.errors: list[str] = []
+        self._environment: str | None = None
+        if settings.artifacts is not None:
+            settings.artifacts.mkdir(parents=True, exist_ok=True)
+            (settings.artifacts / "results.jsonl").write_text("")
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Take one case's row: to the artifacts, to the stored results, to the hook."""
+        self.rows.append(row)
+        if self.settings.artifacts is not None:
+            with open(self.settings.artifacts / "results.jsonl", "a") as file:
+                file.write(json.dumps(row) + "\n")
+        if row["recorded"] and self.settings.update is not None:
+            self._store(row)
+        self._hook.pytest_aisp_result(config=self._config, row=row)
+
+    def _store(self, row: Mapping[str, Any]) -> None:
+        from .runner import as_result
+
+        environment = {
+            **row["environment"],
+            "date": datetime.date.today().isoformat(),
+            "commit": _commit(self.settings.root),
+        }
+        key = self._key(environment)
+        result = as_result(row["recorded"], key)
+        replace = bool(row["recorded"]["replace"])
+        path = Path(row["file"])
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            changes = store.write(
+                path, row["product"], {row["key"]: result}, {key: environment}, replace=replace
+            )
+        except (store.StoreError, OSError) as error:
+            self.errors.append(str(error))
+            return
+        for change in changes:
+            before = "new" if change.old is None else ratio(change.old.value)
+            self.changes.append(f"{change.key}: {before} -> {ratio(change.new.value)}")
+
+    def _key(self, environment: Mapping[str, Any]) -> str:
+        # One session, one key: two runs on one day are two sessions.
+        if self._environment is None:
+            now = datetime.datetime.now(datetime.timezone.utc)
+            self._environment = now.strftime("%Y-%m-%dT%H%M%SZ")
+        return self._environment
+
+    def environment_moved(self) -> bool:
+        """Return whether too many cases are suspect in one direction."""
+        timed = [r for r in self.rows if r["value"] is not None]
+        limit = max(MOVED_LEAST, MOVED_SHARE * len(timed))
+        return any(sum(r["suspect"] == d for r in timed) > limit for d in (1, -1))
+
+
+def _commit(root: Path) -> str | None:
+    import subprocess
+
+    git = ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
+    try:
+        done = subprocess.run(git, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,128 @@
+"""A row: everything that is said about one case, in plain types, from the bench to the report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .messages import encode
+
+LETTERS = {
+    "pass": (".", "PASSED"),
+    "new": ("n", "NEW"),
+    "improved": ("+", "IMPROVED"),
+    "stale": ("o", "STALE"),
+    "inconclusive": ("?", "INCONCLUSIVE"),
+    "checked": ("c", "CHECKED"),
+    "compiled": ("k", "COMPILED"),
+    "fail": ("F", "FAILED"),
+    "regressed": ("r", "REGRESSED"),
+    "wrong": ("W", "WRONG"),
+    "invalid": ("!", "INVALID"),
+}
+"""Letter and word of each verdict in pytest's own summary."""
+
+
+@dataclass
+class Row:
+    """One case's row; written by the process that ran the case, read by the controller.
+
+    Attributes:
+        file, key: where its stored result lives, and under which name.
+        page, function, variant, size, bound: the case.
+        product, arch: the machine; `need`: why it could not be timed here, or empty.
+        verdict: empty until the case is judged.
+        value, low, high: ln(speedup) with its 99 % interval; None where nothing was timed.
+        seconds: time of a call by side; clock: by which clock.
+        share, limit: share of the machine's limit that the optimized side reaches.
+        claim, stored: what it was held against.
+        spread, detectable: of one process's ln(speedup), and the smallest loss found in 99 %.
+        votes: ln(speedup) of every fresh process asked.
+        reasons: what was missed, by how much, and where the limit came from.
+        recorded: what to store, when recording.
+        check, time: the bench process's replies, for the artifacts.
+    """
+
+    nodeid: str
+    file: str
+    key: str
+    page: str
+    function: str
+    variant: str
+    size: Mapping[str, Any]
+    bound: str
+    product: str = ""
+    arch: str = ""
+    need: str = ""
+    verdict: str = ""
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    clock: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    share: float | None = None
+    limit: str = ""
+    claim: float | str | None = None
+    stored: float | None = None
+    spread: float | None = None
+    detectable: float | None = None
+    votes: list[float] = field(default_factory=list)
+    suspect: int = 0
+    reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    recorded: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    checks: list[dict[str, Any]] = field(default_factory=list)
+    timings: list[dict[str, Any]] = field(default_factory=list)
+    wall: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain types, tested to be nothing else."""
+        plain = asdict(self)
+        encode(plain)
+        return plain
+
+    @property
+    def speedup(self) -> float | None:
+        """Return how many times faster the optimized side is."""
+        return None if self.value is None else math.exp(self.value)
+
+    def headline(self) -> str:
+        """Return ``3.53x [3.51, 3.55] 92 % copy``, or where it was checked."""
+        if self.value is None or self.low is None or self.high is None:
+            return self.need
+        text = f"{ratio(self.value)} [{bare(self.low)}, {bare(self.high)}]"
+        return text + (f" {self.share:.0%} {self.limit}" if self.share is not None else "")
+
+    def properties(self) -> list[tuple[str, float | str]]:
+        """Return at most twelve flat numbers and words for JUnit."""
+        found: dict[str, Any] = {"verdict": self.verdict, "clock": self.clock, "bound": self.bound}
+        found |= {"product": self.product, "share": self.share, "limit": self.limit}
+        found |= {"speedup": self.speedup, "detectable": self.detectable}
+        found |= {f"seconds_{k}": v for k, v in zip(("baseline", "optimized"), self.pair_seconds())}
+        return [(f"aisp_{k}", v) for k, v in found.items() if v not in (None, "")]
+
+    def pair_seconds(self) -> tuple[float, ...]:
+        """Return the seconds of baseline and variant, or nothing."""
+        return tuple(self.seconds.values())
+
+
+def ratio(value: float) -> str:
+    """Return ``3.53x`` for ln(3.53)."""
+    return f"{bare(value)}x"
+
+
+def bare(value: float) -> str:
+    """Return a speedup with three or four digits."""
+    speedup = math.exp(value)
+    return f"{speedup:.3f}" if speedup < 9.9995 else f"{speedup:.1f}"
+
+
+def duration(seconds: float) -> str:
+    """Return ``128.2 us``: four digits and the unit that suits them."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.4g} {unit}"
+    return f"{seconds / 1e-9:.4g} ns"

@@ -1,0 +1,70 @@
+"""A pytest session of ours: what is set up once, and what each case holds while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from . import plugin
+from .device import Machine
+from .leases import lease
+from .recorder import Recorder
+from .runner import Run
+
+
+def configure(config: pytest.Config) -> None:
+    """Set up the run on every process, and the recorder where the results meet."""
+    settings = config.stash[plugin.SETTINGS]
+    worker = getattr(config, "workerinput", None)
+    if threading.current_thread() is threading.main_thread():
+        plugin.interrupt_on_sigterm()
+    timer = config.hook.pytest_aisp_timer(config=config)
+    machine = Machine.here()
+    if timer is not None:
+        machine = Machine(timer["arch"], timer["product"], timer["product"], ("simulated",))
+    config.stash[plugin.RUN] = run = Run(
+        settings,
+        machine,
+        timer=timer,
+        worker=int(worker["workerid"].removeprefix("gw")) if worker else 0,
+        times_cpu=_selects_cpu(config.option.markexpr),
+    )
+    if settings.replay is not None:
+        from .replay import Recording
+
+        run.replay = Recording(settings.replay)
+    if worker is None:
+        config.stash[plugin.RECORDER] = recorder = Recorder(settings, config.hook, config)
+        plugin._RECORDERS.append(recorder)
+        config.add_cleanup(lambda: plugin._RECORDERS.remove(recorder))
+
+
+def _selects_cpu(expression: str) -> bool:
+    return "cpu" in expression.replace("(", " ").split() and "not cpu" not in expression
+
+
+@contextlib.contextmanager
+def leased(item: pytest.Item) -> Iterator[None]:
+    """Hold the machine as the case needs it; waiting counts against no time limit.
+
+    Timing on the host's clock is alone on the machine; everything else shares the host, and is alone
+    on its GPU. The order is fixed, so that two sessions cannot wait for each other.
+    """
+    run = item.config.stash[plugin.RUN]
+    case = _case(item)
+    alone = case is not None and (case.pair.as_called or case.kind == "cpu")
+    measures = not run.settings.check and run.replay is None
+    with contextlib.ExitStack() as held:
+        held.enter_context(lease("host", shared=not (alone and measures)))
+        if run.timer is None and run.machine.gpus and case is not None and case.kind == "gpu":
+            held.enter_context(lease(run.gpu))
+        yield
+
+
+def _case(item: pytest.Item) -> Any:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("pair") if callspec else None

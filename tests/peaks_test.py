@@ -1,0 +1,224 @@
+"""Peaks: the limit they set for a page's work, how they are stored, and this CPU measured."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from pytest_aisp import peaks
+from pytest_aisp.pair import Work
+from pytest_aisp.peaks import Limit, Peaks, PeaksError, implausible, limit_of, share
+
+H200 = Peaks(
+    "nvidia-h200",
+    {
+        "copy": 4.24e12,
+        "read": 4.30e12,
+        "write": 4.64e12,
+        "fp32": 5e13,
+        "tf32": 4e14,
+        "bf16": 7.9e14,
+        "fp16": 7.9e14,
+        "h2d": 5.5e10,
+        "d2h": 5.7e10,
+        "launch": 4.1e-6,
+        "graph_node": 1.1e-6,
+    },
+    {"name": "NVIDIA H200", "date": "2026-11-21"},
+)
+GB = 1e9
+
+
+@pytest.mark.parametrize(
+    ("work", "name", "seconds"),
+    [
+        (Work(read=GB), "read", GB / 4.30e12),
+        (Work(write=GB), "write", GB / 4.64e12),
+        (Work(read=GB, write=GB), "copy", 2 * GB / 4.24e12),
+        (Work(read=4 * GB, write=GB), "read", 2 * GB / 4.24e12 + 3 * GB / 4.30e12),
+        (Work(read=GB, write=5 * GB), "write", 2 * GB / 4.24e12 + 4 * GB / 4.64e12),
+        (Work(flops={"bf16": 1e12}), "bf16", 1e12 / 7.9e14),
+        (Work(flops={"bf16": 1e12, "fp32": 1e12}), "fp32", 1e12 / 7.9e14 + 1e12 / 5e13),
+        (Work(read=GB, flops={"bf16": 1e12}), "bf16", 1e12 / 7.9e14),
+        (Work(read=9 * GB, flops={"bf16": 1e12}), "read", 9 * GB / 4.30e12),
+    ],
+)
+@pytest.mark.parametrize("bound", ["dram", "tensor", "launch", "host"])
+def test_the_slowest_resource_sets_the_limit(work, name, seconds, bound):
+    limit = limit_of(work, bound, H200)
+    assert limit.name == name
+    assert limit.seconds == pytest.approx(seconds)
+
+
+def test_pcie_is_taken_at_its_faster_direction():
+    work = Work(wire=GB, write=GB)
+    assert limit_of(work, "pcie", H200) == Limit("d2h", GB / 5.7e10)
+    one_way = Peaks("gb", {k: r for k, r in H200.rates.items() if k != "d2h"})
+    assert limit_of(work, "pcie", one_way) == Limit("h2d", GB / 5.5e10)
+
+
+def test_bytes_on_the_wire_count_only_where_they_are_the_bound():
+    assert limit_of(Work(wire=1e15, read=GB), "dram", H200).name == "read"
+
+
+@pytest.mark.parametrize(
+    ("work", "bound"),
+    [
+        (Work(), "launch"),
+        (Work(read=GB), "l2"),
+        (Work(wire=GB, read=GB), "nvlink"),
+        (Work(flops={"fp8": 1e12}, read=GB), "tensor"),
+        (Work(flops={"nvfp4": 1e12}), "tensor"),
+    ],
+)
+def test_nothing_declared_or_not_measured_is_no_limit(work, bound):
+    assert limit_of(work, bound, H200) is None
+
+
+def test_a_rate_that_is_not_needed_may_be_missing():
+    only_read = Peaks("odd", {"read": 1e12})
+    assert limit_of(Work(read=GB, flops={"fp8": 0}), "dram", only_read) == Limit("read", 1e-3)
+    assert limit_of(Work(read=GB, write=1), "dram", only_read) is None
+
+
+def test_an_unknown_type_is_an_error_that_names_the_legal_ones():
+    with pytest.raises(PeaksError, match=r"unknown type 'bfloat16'.*legal: fp64, fp32, tf32, bf16"):
+        limit_of(Work(flops={"bfloat16": 1}), "tensor", H200)
+
+
+@pytest.mark.parametrize("more", ["read", "write", "wire", "flops"])
+@pytest.mark.parametrize("bound", ["dram", "pcie"])
+def test_more_work_never_takes_less_time(more, bound):
+    amounts = [0, 1e8, 9.9e8, 1e9, 1.01e9, 2e9, 1e10]
+    works = [{"read": 1e9, "write": 1e9, "wire": 1e7} for _ in amounts]
+    for work, amount in zip(works, amounts, strict=True):
+        work[more] = {"bf16": 1000 * amount} if more == "flops" else amount
+    seconds = [limit_of(Work(**work), bound, H200).seconds for work in works]
+    assert seconds == sorted(seconds)
+
+
+def test_share_and_plausibility():
+    limit = Limit("copy", 1e-3)
+    assert share(limit, 2e-3) == 0.5
+    assert share(limit, 0.0) == math.inf
+    assert not implausible(limit, 1e-3 / 1.04)
+    assert implausible(limit, 1e-3 / 1.06)
+
+
+def test_a_fill_at_full_speed_is_no_lie():
+    """One number for bandwidth, the copy rate, would have put it at 109 %."""
+    assert not implausible(limit_of(Work(write=GB), "dram", H200), GB / 4.64e12)
+
+
+@pytest.mark.parametrize("rate", [0, -1.0, math.inf, math.nan, "fast", None])
+def test_a_rate_is_a_positive_number(rate):
+    with pytest.raises(PeaksError, match=r"copy=.* must be a number > 0"):
+        Peaks("cpu", {"copy": rate})
+
+
+def test_a_rate_that_nobody_knows_is_refused():
+    with pytest.raises(PeaksError, match="unknown rate 'dram'; legal: copy, read, write"):
+        Peaks("cpu", {"dram": 1.0})
+
+
+def test_saved_peaks_are_loaded_with_four_digits(tmp_path):
+    path = tmp_path / "nvidia-h200" / "peaks.json"
+    measured = dataclasses.replace(H200, rates={**H200.rates, "fp8": 1.23456789e15, "tf32": 4e14})
+    peaks.save(path, measured)
+    stored = peaks.load(path)
+    assert stored.rates == {**H200.rates, "fp8": 1.235e15}
+    assert (stored.product, stored.facts) == (H200.product, H200.facts)
+    before = path.read_bytes()
+    peaks.save(path, stored)
+    assert path.read_bytes() == before
+    assert [p.name for p in path.parent.iterdir()] == ["peaks.json"]
+
+
+def test_the_file_is_sorted_with_one_rate_a_line(tmp_path):
+    path = tmp_path / "peaks.json"
+    rates, facts = {"read": 4.3e12, "copy": 4.24e12, "launch": 4.1e-6}, {"torch": "2.11", "b": "3"}
+    peaks.save(path, Peaks("gpu", rates, facts))
+    assert path.read_text() == (
+        '{\n "facts": {\n  "b": "3",\n  "torch": "2.11"\n },\n "product": "gpu",\n "rates": {\n'
+        '  "copy": 4.24e+12,\n  "launch": 4.1e-06,\n  "read": 4.3e+12\n },\n "schema": 1\n}\n'
+    )
+
+
+FOREIGN = {
+    "cut": '{"schema": 1, "prod',
+    "binary": b"\xff\xfe\x00",
+    "list": "[1, 2]",
+    "results": '{"schema": 1, "results": {}}',
+    "newer": '{"schema": 2, "product": "p", "rates": {}, "facts": {}}',
+    "rate": '{"schema": 1, "product": "p", "rates": {"copy": "fast"}, "facts": {}}',
+    "nan": '{"schema": 1, "product": "p", "rates": {"copy": NaN}, "facts": {}}',
+}
+
+
+@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
+def test_a_damaged_or_foreign_file_is_an_error_and_is_never_overwritten(tmp_path, content):
+    path = tmp_path / "peaks.json"
+    before = content if isinstance(content, bytes) else content.encode()
+    path.write_bytes(before)
+    with pytest.raises(PeaksError, match=r"is no peaks file of schema 1(.|\n)*git checkout -- "):
+        peaks.load(path)
+    with pytest.raises(PeaksError, match="is no peaks file"):
+        peaks.save(path, H200)
+    assert path.read_bytes() == before
+
+
+def test_another_products_peaks_are_not_overwritten(tmp_path):
+    path = tmp_path / "peaks.json"
+    peaks.save(path, H200)
+    with pytest.raises(PeaksError, match="holds the peaks of nvidia-h200, not of nvidia-b200"):
+        peaks.save(path, dataclasses.replace(H200, product="nvidia-b200"))
+    assert peaks.load(path) == H200
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "peaks.json"
+    peaks.save(path, H200)
+
+    def full(_descriptor):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        peaks.save(path, dataclasses.replace(H200, rates={"copy": 1.0}))
+    assert peaks.load(path) == H200
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_no_file_is_no_peaks(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        peaks.load(tmp_path / "peaks.json")
+
+
+def test_the_cpu_can_be_measured(tmp_path):
+    import torch
+
+    before = torch.backends.cuda.matmul.fp32_precision
+    measured = peaks.measure("cpu")
+    assert torch.backends.cuda.matmul.fp32_precision == before
+    assert measured.product.startswith("cpu-")
+    assert set(measured.rates) == {"copy", "read", "write", "fp32"}
+    assert all(0 < rate < math.inf for rate in measured.rates.values())
+    assert min(measured.rates["read"], measured.rates["write"]) >= measured.rates["copy"] / 2
+    assert {"name", "date", "torch", "buffer", "copy", "read", "write"} <= set(measured.facts)
+    assert limit_of(Work(read=8, write=8, flops={"fp32": 1}), "dram", measured).name == "copy"
+    peaks.save(tmp_path / "peaks.json", measured)
+    assert json.loads((tmp_path / "peaks.json").read_text())["facts"] == measured.facts
+
+
+def test_the_triton_read_kernel_reads_everything():
+    """Only where Triton's interpreter was chosen before triton was imported, or on a GPU."""
+    triton = pytest.importorskip("triton")
+    import torch
+
+    if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
+        pytest.skip("needs a GPU or TRITON_INTERPRET=1; this machine has no GPU")
+    source = torch.randn(8 * 4096 * 4, device="cuda" if torch.cuda.is_available() else "cpu")
+    run = peaks._triton_read(source)
+    run()
+    torch.testing.assert_close(run.args[1].sum(), source.sum(), atol=1e-2, rtol=1e-4)

@@ -1,0 +1,774 @@
+"""Stored results survive round trips, merges, full disks, killed writers and hand edits."""
+
+import builtins
+import dataclasses
+import errno
+import fcntl
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import tempfile
+import threading
+from functools import partial
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_aisp import store
+from pytest_aisp.stats import trimmed_spread
+from pytest_aisp.store import Change, Result, Stored, StoreError, dump, load, merge, prune, write
+
+PRODUCT = "nvidia-h200"
+KEY = "transpose_test.py::test_transpose[tiled-n4096]"
+OTHER = "copy_test.py::test_copy[vectorized-n1024]"
+FACTS = {"driver": "580.65", "cuda": "13.0", "torch": "2.11.0", "triton": "3.6.0"}
+TABLE = {
+    "a": {**FACTS, "sm_clock_mhz": 1980, "power_limit_w": 700, "date": "2026-08-20"},
+    "b": {**FACTS, "sm_clock_mhz": 1980, "power_limit_w": 700, "date": "2026-08-21"},
+    "c": {**FACTS, "torch": "2.12.0", "date": "2026-08-22"},
+}
+
+
+def result(session="a", processes=(0.7, 0.701, 0.699), **fields):
+    sides = {"baseline": "0a1b", "optimized": "2c3d"}
+    given = {"baseline_us": 251.34, "optimized_us": 124.99, "share": 0.91234, "limit": "copy"}
+    given |= {"clock": "graph", "sources": sides, "samples": "ff00"}
+    return Result(**given | {"values": (processes,), "environments": (session,)} | fields)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "baselines" / PRODUCT / "ch01.json"
+
+
+def put(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def record(path, entries, *, replace=False):
+    return write(path, PRODUCT, entries, TABLE, replace=replace)
+
+
+def names(path):
+    return sorted(p.name for p in path.parent.iterdir())
+
+
+# A result
+
+
+def test_result_is_rounded_to_what_the_file_holds():
+    r = result(processes=(0.123456789, -0.000001))
+    assert (r.baseline_us, r.optimized_us, r.share) == (251.3, 125.0, 0.9123)
+    assert r.values == ((0.12346, 0.0),)
+    assert math.copysign(1, r.values[0][1]) == 1
+
+
+def test_result_summaries():
+    r = result(values=((0.5, 0.6, 0.7), (0.8, 0.9)), environments=("a", "b"))
+    assert (r.sessions, r.processes) == (2, 5)
+    assert r.value == pytest.approx((0.6 + 0.85) / 2)
+    assert r.speedup == pytest.approx(math.exp(0.725))
+
+
+def test_own_spread_is_about_each_sessions_own_centre():
+    near, far = (0.700, 0.702, 0.704), (0.900, 0.904, 0.908)
+    r = result(values=(near, far, (5.0, 6.0)), environments=("a", "b", "c"))
+    pooled = math.sqrt((trimmed_spread(near) ** 2 + trimmed_spread(far) ** 2) / 2)
+    assert r.own_spread == pytest.approx(pooled)
+
+
+def test_own_spread_is_unknown_below_three_processes_a_session():
+    r = result(values=((0.5, 0.6), (0.7, 0.8)), environments=("a", "b"))
+    assert r.own_spread is None
+
+
+BAD_FIELDS = {
+    "baseline_us": [0, -1, math.nan, math.inf, True, "251", None, 10**400],
+    "optimized_us": [0.0, [1.0]],
+    "share": [-0.1, math.nan, "0.9"],
+    "limit": ["", 3],
+    "clock": ["", "graf", None],
+    "values": [(), ((),), (0.5,), ((math.nan,),), ((math.inf,),), ((60.0,),), (("0.5",),), "0.5"],
+    "environments": [(), "a", ("",), (1,)],
+    "sources": [{}, {"baseline": "0a"}, {"baseline": "0a", "optimized": "xyz"}, "0a", None],
+    "choices": [[], {"x": math.nan}, {"x": {1, 2}}, None],
+    "samples": ["", "not hex", 5],
+}
+BAD = [(name, value) for name, values in BAD_FIELDS.items() for value in values]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD, ids=[f"{n}={str(v)[:20]}" for n, v in BAD])
+def test_result_refuses_what_the_file_could_not_hold(name, value):
+    with pytest.raises(ValueError, match=rf"(?s)^{name}=.* must be "):
+        result(**{name: value})
+
+
+@pytest.mark.parametrize("environments", [("a",), ("a", "a")])
+def test_every_session_has_an_environment_of_its_own(environments):
+    with pytest.raises(ValueError, match="one per session"):
+        result(values=((0.5,), (0.6,)), environments=environments)
+
+
+# The file
+
+EXPECTED = """\
+{
+"schema": 1,
+"product": "nvidia-h200",
+"environments": {
+"a": {"cuda": "13.0", "date": "2026-08-20", "driver": "580.65", "power_limit_w": 700, \
+"sm_clock_mhz": 1980, "torch": "2.11.0", "triton": "3.6.0"}
+},
+"results": {
+"copy_test.py::test_copy[vectorized-n1024]": {"speedup": 2.014, "baseline_us": 251.3, \
+"optimized_us": 125.0, "share": 0.9123, "limit": "copy", "clock": "graph", \
+"values": [[0.7, 0.701, 0.699]], "environments": ["a"], \
+"sources": {"baseline": "0a1b", "optimized": "2c3d"}, "choices": {"BLOCK": 128}, \
+"samples": "ff00"},
+"transpose_test.py::test_transpose[tiled-n4096]": {"speedup": 2.014, "baseline_us": 251.3, \
+"optimized_us": 125.0, "clock": "graph", "values": [[0.7, 0.701, 0.699]], \
+"environments": ["a"], "sources": {"baseline": "0a1b", "optimized": "2c3d"}}
+}
+}
+"""
+
+
+def test_file_has_one_result_a_line(path):
+    plain = result(share=None, limit=None, samples=None)
+    record(path, {KEY: plain, OTHER: result(choices={"BLOCK": 128})})
+    assert path.read_bytes().decode() == EXPECTED
+    assert names(path) == ["ch01.json"]
+
+
+def test_no_file_is_an_empty_store(path):
+    assert load(path) == Stored(PRODUCT, {}, {})
+
+
+def test_an_empty_store_can_be_read_back(path):
+    put(path, dump(Stored(PRODUCT)))
+    assert load(path) == Stored(PRODUCT)
+
+
+def test_line_ends_of_another_system_are_read(path):
+    put(path, "").write_bytes(EXPECTED.replace("\n", "\r\n").encode())
+    assert sorted(load(path).results) == [OTHER, KEY]
+
+
+TEXT = st.text(min_size=1, max_size=8)
+NAME = TEXT.filter(lambda t: "\n" not in t)
+HEX = st.text("0123456789abcdef", min_size=1, max_size=8)
+SCALARS = st.none() | st.booleans() | st.integers() | TEXT | st.floats(allow_nan=False)
+FINITE = SCALARS.filter(lambda v: not isinstance(v, float) or math.isfinite(v))
+FACT_TABLES = st.dictionaries(TEXT, FINITE | st.lists(FINITE, max_size=2), max_size=4)
+LN = st.floats(-50, 50)
+TIMES = st.floats(1e-6, 1e15)
+
+
+@st.composite
+def results(draw, environments):
+    own = draw(st.lists(st.sampled_from(sorted(environments)), unique=True, min_size=1))
+    sessions = st.lists(st.lists(LN, min_size=1, max_size=4), min_size=len(own), max_size=len(own))
+    return Result(
+        values=draw(sessions),
+        clock=draw(st.sampled_from(["graph", "queue", "host", "cpu", "process"])),
+        baseline_us=draw(TIMES),
+        optimized_us=draw(TIMES),
+        share=draw(st.none() | st.floats(0, 1e6)),
+        limit=draw(st.none() | NAME),
+        sources={"optimized": draw(HEX), "baseline": draw(HEX)},
+        environments=own,
+        choices=draw(FACT_TABLES),
+        samples=draw(st.none() | HEX),
+    )
+
+
+@st.composite
+def stores(draw):
+    table = draw(st.dictionaries(NAME, FACT_TABLES, min_size=1, max_size=3))
+    return Stored(PRODUCT, table, draw(st.dictionaries(TEXT, results(table), max_size=4)))
+
+
+def reread(text):
+    with tempfile.TemporaryDirectory() as folder:
+        return load(put(Path(folder) / PRODUCT / "ch01.json", text))
+
+
+@settings(deadline=None)
+@given(stores())
+def test_round_trip(stored):
+    text = dump(stored)
+    again = reread(text)
+    assert again == stored
+    assert dump(again) == text
+    head, entries = 6, len(stored.environments) + len(stored.results)
+    assert text.count("\n") == head + entries + 2
+
+
+def backwards(value):
+    if isinstance(value, dict):
+        return {key: backwards(value[key]) for key in reversed(value)}
+    return value
+
+
+@settings(deadline=None)
+@given(stores())
+def test_same_content_gives_the_same_bytes(stored):
+    turned = {
+        key: dataclasses.replace(r, sources=backwards(r.sources), choices=backwards(r.choices))
+        for key, r in reversed(stored.results.items())
+    }
+    assert dump(Stored(PRODUCT, backwards(stored.environments), turned)) == dump(stored)
+
+
+# Merging
+
+
+def test_missing_entries_are_added_and_existing_ones_left_alone(path):
+    old, new = result(), result("c", processes=(0.2, 0.3))
+    record(path, {KEY: old})
+    assert record(path, {KEY: new, OTHER: new}) == [Change(OTHER, None, new)]
+    assert load(path).results == {KEY: old, OTHER: new}
+
+
+def test_replace_rewrites_the_given_entries_only(path):
+    old, new = result(), result("c", processes=(0.2, 0.3))
+    record(path, {KEY: old, OTHER: old})
+    assert record(path, {KEY: new}, replace=True) == [Change(KEY, old, new)]
+    assert load(path).results == {KEY: new, OTHER: old}
+
+
+def test_a_second_session_is_appended(path):
+    first, second = result("a"), result("b", processes=(0.8, 0.81), baseline_us=300, samples="ee")
+    record(path, {KEY: first})
+    [change] = record(path, {KEY: second})
+    both = load(path).results[KEY]
+    assert change == Change(KEY, first, both)
+    assert both.values == ((0.7, 0.701, 0.699), (0.8, 0.81))
+    assert both.environments == ("a", "b")
+    assert (both.baseline_us, both.samples) == (300, "ee")
+    assert list(load(path).environments) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        result("a", processes=(0.8, 0.9)),
+        result("c"),
+        result("b", clock="queue"),
+        result("b", sources={"baseline": "0a1b", "optimized": "4e5f"}),
+        result("b", choices={"BLOCK": 64}),
+        result(values=((0.5,), (0.6,)), environments=("b", "c")),
+    ],
+    ids=["same session", "versions", "clock", "sources", "choices", "two sessions"],
+)
+def test_what_is_no_second_session_is_left_alone(path, second):
+    record(path, {KEY: result("a")})
+    before = path.read_bytes()
+    assert record(path, {KEY: second}) == []
+    assert path.read_bytes() == before
+
+
+def test_a_third_session_is_left_alone(path):
+    table = {**TABLE, "d": {**FACTS, "date": "2026-08-23"}}
+    for session in "abd":
+        write(path, PRODUCT, {KEY: result(session)}, table, replace=False)
+    assert load(path).results[KEY].environments == ("a", "b")
+
+
+def test_nothing_to_change_writes_nothing(path):
+    record(path, {})
+    assert not path.exists()
+    record(path, {KEY: result()})
+    inode = path.stat().st_ino
+    assert record(path, {KEY: result()}, replace=True) == []
+    assert path.stat().st_ino == inode
+
+
+def test_unused_environments_are_dropped(path):
+    record(path, {KEY: result("a")})
+    assert list(load(path).environments) == ["a"]
+    record(path, {KEY: result("b")}, replace=True)
+    assert list(load(path).environments) == ["b"]
+
+
+def test_a_result_of_an_unknown_environment_is_refused(path):
+    with pytest.raises(ValueError, match="its environment 'z' is not in the table"):
+        record(path, {KEY: result("z")})
+    assert not path.exists()
+
+
+def test_an_environment_key_means_one_thing(path):
+    record(path, {KEY: result("a")})
+    with pytest.raises(ValueError, match="the environment 'a' is stored as"):
+        write(path, PRODUCT, {OTHER: result("a")}, {"a": {"driver": "1"}}, replace=False)
+    assert list(load(path).results) == [KEY]
+
+
+def test_environment_key_follows_from_the_facts():
+    facts = {"driver": "580", "date": "2026-08-20"}
+    assert store.environment_key(facts) == store.environment_key(backwards(facts))
+    assert store.environment_key(facts) != store.environment_key({**facts, "date": "2026-08-21"})
+
+
+SESSIONS = st.sampled_from([result("a"), result("b"), result("a", share=0.5), result("b", (0.1,))])
+BATCHES = st.lists(
+    st.dictionaries(st.sampled_from("pqrst"), SESSIONS, max_size=3), min_size=1, max_size=3
+)
+
+
+def merged(batches, replace=False):
+    stored = Stored(PRODUCT)
+    for batch in batches:
+        stored, _ = merge(stored, batch, TABLE, replace=replace)
+    return stored
+
+
+@settings(deadline=None)
+@given(st.lists(st.dictionaries(TEXT, SESSIONS, max_size=3), min_size=1, max_size=3))
+def test_merging_different_entries_in_any_order_is_the_same(batches):
+    apart = [{f"{i}{key}": r for key, r in batch.items()} for i, batch in enumerate(batches)]
+    assert len({dump(merged(order)) for order in permutations(apart)}) == 1
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from("pqrst"), unique=True), st.lists(st.sampled_from("pqrst")))
+def test_merging_two_sessions_in_any_order_is_the_same(first, second):
+    batches = [dict.fromkeys(first, result("a")), dict.fromkeys(second, result("b"))]
+    assert dump(merged(batches)) == dump(merged(batches[::-1]))
+
+
+@settings(deadline=None)
+@given(BATCHES, st.lists(st.booleans(), min_size=3, max_size=3))
+def test_write_never_loses_an_entry(batches, replaces):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / PRODUCT / "ch01.json"
+        for batch, replace in zip(batches, replaces, strict=False):
+            before = load(path).results
+            changes = record(path, batch, replace=replace)
+            after = load(path).results
+            assert set(after) == set(before) | set(batch)
+            altered = {k for k in after if after[k] != before.get(k)}
+            assert [c.key for c in changes] == sorted(altered)
+            assert all((c.old, c.new) == (before.get(c.key), after[c.key]) for c in changes)
+            if not replace:
+                assert all(set(before[k].values) <= set(after[k].values) for k in before)
+
+
+def test_prune_removes_what_is_not_kept(path):
+    record(path, {KEY: result("a"), OTHER: result("c")})
+    assert prune(path, {OTHER, "gone"}) == [KEY]
+    assert list(load(path).results) == [OTHER]
+    assert list(load(path).environments) == ["c"]
+    assert names(path) == ["ch01.json"]
+
+
+def test_prune_with_nothing_to_remove_touches_nothing(path):
+    assert prune(path, {KEY}) == []
+    assert not path.parent.exists()
+    record(path, {KEY: result()})
+    inode = path.stat().st_ino
+    assert prune(path, {KEY}) == []
+    assert path.stat().st_ino == inode
+
+
+def test_spreads_are_pooled_by_clock():
+    two = result(values=((0.70, 0.71, 0.72), (0.80, 0.81, 0.82)), environments=("a", "b"))
+    stored = [result(), result(processes=(0.5,)), result(clock="cpu"), two]
+    assert store.pooled(stored, "graph") == [stored[0].own_spread, two.own_spread]
+    assert store.pooled(stored, "host") == []
+    assert store.session_sd(stored, "graph") == pytest.approx(0.0705, abs=0.001)
+    assert store.session_sd(stored, "cpu") is None
+
+
+# Files that cannot be read
+
+RESTORE = "git checkout -- {path}"
+
+
+def edited(**fields):
+    """Return the expected file with some fields of its last entry set, or removed by `...`."""
+    data = json.loads(EXPECTED)
+    row = data["results"][KEY] | fields
+    data["results"][KEY] = {k: v for k, v in row.items() if v is not ...}
+    return json.dumps(data)
+
+
+def whole(**fields):
+    data = json.loads(EXPECTED) | fields
+    return json.dumps({k: v for k, v in data.items() if v is not ...})
+
+
+OURS, THEIRS = EXPECTED, EXPECTED.replace("251.3", "260.1")
+CONFLICT = f"<<<<<<< HEAD\n{OURS}=======\n{THEIRS}>>>>>>> theirs\n"
+TWICE = EXPECTED.replace(OTHER, KEY)
+WRITTEN = "{path} was not written by pytest-aisp: "
+ENTRY = WRITTEN + f"results[{KEY!r}]: "
+LINE = EXPECTED.count("\n")
+BROKEN = {
+    "empty": ("", "{path} is truncated", RESTORE),
+    "truncated": (EXPECTED[:500], "{path} is truncated", RESTORE),
+    "cut after an entry": (EXPECTED[: EXPECTED.rindex("\n}\n}")], "{path} is truncated", RESTORE),
+    "not JSON": ("hello\n", "{path} is not JSON (Expecting value: line 1 column 1", RESTORE),
+    "comma": (EXPECTED.replace("}\n}\n}", "},\n}\n}"), "{path} is not JSON (", RESTORE),
+    "conflict": (
+        CONFLICT,
+        "{path} holds a merge conflict in line 1; ",
+        "git checkout --ours -- {path} && pytest --aisp-update-expectations=missing",
+    ),
+    "conflict left over": (
+        EXPECTED.replace('"copy_test', '=======\n"copy_test'),
+        "{path} holds a merge conflict in line 8; ",
+        "git checkout --ours -- {path} && pytest --aisp-update-expectations=missing",
+    ),
+    "newer": (
+        whole(schema=2, results=[]),
+        "{path} was written by a newer pytest-aisp (schema 2; this one reads 1)",
+        "pip install --upgrade pytest-aisp",
+    ),
+    "older": (whole(schema=0), WRITTEN + "schema=0; this one reads 1", RESTORE),
+    "true": (whole(schema=True), WRITTEN + "schema=True; this one reads 1", RESTORE),
+    "no schema": (whole(schema=...), WRITTEN + "schema=None; this one reads 1", RESTORE),
+    "a list": ("[]", WRITTEN + "schema=None; this one reads 1", RESTORE),
+    "deep": ("[" * 100_000, WRITTEN, RESTORE),
+    "other product": (
+        whole(product="nvidia-b200"),
+        "{path} is the place of nvidia-h200, but these are results of nvidia-b200; ",
+        "mv -n {path} {folder}/nvidia-b200/ch01.json",
+    ),
+    "no product": (whole(product=...), WRITTEN + "the field 'product' is missing", RESTORE),
+    "odd product": (whole(product=3), WRITTEN + "product=3 must be a str", RESTORE),
+    "results list": (whole(results=[]), WRITTEN + "results=[] must be a dict", RESTORE),
+    "foreign field": (whole(gpu="x"), WRITTEN + "unknown field 'gpu'; legal: environ", RESTORE),
+    "environment": (
+        whole(environments={"a": 3}),
+        WRITTEN + "environments['a']=3 must be a table of finite JSON values",
+        RESTORE,
+    ),
+    "environment NaN": (
+        whole(environments={"a": {"clock": math.nan}}),
+        WRITTEN + "environments['a']={{'clock': nan}} must be a table of finite JSON values",
+        RESTORE,
+    ),
+    "no environment": (whole(environments={}), WRITTEN + f"results[{OTHER!r}]: its env", RESTORE),
+    "entry twice": (TWICE, WRITTEN + f"it holds {KEY!r} twice; legal is once", RESTORE),
+    "field twice": (
+        EXPECTED.replace('"limit": "copy"', '"limit": "copy", "limit": "read"'),
+        WRITTEN + "it holds 'limit' twice; legal is once",
+        RESTORE,
+    ),
+    "entry": (whole(results={KEY: 3}), ENTRY + "it=3 must be a table of finite", RESTORE),
+    "no clock": (edited(clock=...), ENTRY + "the field 'clock' is missing", RESTORE),
+    "no values": (edited(values=...), ENTRY + "the field 'values' is missing", RESTORE),
+    "no speedup": (edited(speedup=...), ENTRY + "the field 'speedup' is missing", RESTORE),
+    "unknown": (edited(spread=0.1), ENTRY + "unknown field 'spread'; legal: baseline_", RESTORE),
+    "NaN": (edited(values=[[math.nan]]), ENTRY, RESTORE),
+    "inf": (edited(baseline_us=math.inf), ENTRY, RESTORE),
+    "1e999": (EXPECTED.replace("251.3", "1e999"), WRITTEN + f"results[{OTHER!r}]: ", RESTORE),
+    "text": (edited(baseline_us="9"), ENTRY + "baseline_us='9' must be a number from", RESTORE),
+    "null": (edited(values=None), ENTRY + "values=None must be a list of sessions", RESTORE),
+    "odd clock": (edited(clock="graf"), ENTRY + "clock='graf' must be one of graph", RESTORE),
+    "edited speedup": (edited(speedup=2.5), ENTRY + "speedup=2.5 must be 2.014, which", RESTORE),
+    "text speedup": (edited(speedup="2"), ENTRY + "speedup='2' must be a number", RESTORE),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_named_and_never_written_over(path, name):
+    text, fault, way_out = BROKEN[name]
+    before = put(path, text).read_bytes()
+    places = {"path": path, "folder": path.parent.parent}
+    for use in (
+        load,
+        partial(record, entries={KEY: result()}, replace=True),
+        partial(prune, keep=()),
+    ):
+        with pytest.raises(StoreError) as caught:
+            use(path)
+        message = str(caught.value)
+        assert message.startswith(fault.format(**places)), message
+        assert message.splitlines()[-1] == "    " + way_out.format(**places)
+        assert path.read_bytes() == before
+        assert names(path) == ["ch01.json"]
+
+
+def test_every_truncation_is_noticed(path):
+    for length in range(len(EXPECTED) - 1):
+        put(path, EXPECTED[:length])
+        with pytest.raises(StoreError, match="is truncated"):
+            load(path)
+
+
+def test_bytes_that_are_no_text(path):
+    put(path, "").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(StoreError, match="codec can't decode"):
+        load(path)
+
+
+def test_a_folder_in_the_files_place(path):
+    path.mkdir(parents=True)
+    with pytest.raises(StoreError, match=r"cannot be read: .*Is a directory"):
+        record(path, {KEY: result()})
+    assert list(path.iterdir()) == []
+
+
+def test_a_file_in_the_folders_place(path):
+    path.parent.parent.mkdir()
+    path.parent.write_text("")
+    with pytest.raises(StoreError, match=r"cannot be read: .*Not a directory"):
+        load(path)
+    with pytest.raises(StoreError, match=r"could not be written, .*File exists"):
+        record(path, {KEY: result()})
+
+
+def test_a_way_out_can_be_pasted(tmp_path):
+    path = put(tmp_path / "my $results" / PRODUCT / "ch01.json", "")
+    with pytest.raises(StoreError) as caught:
+        load(path)
+    assert str(caught.value).splitlines()[-1] == f"    git checkout -- '{path}'"
+
+
+def test_results_are_not_written_into_another_products_folder(path):
+    with pytest.raises(StoreError, match=r"the place of nvidia-h200, but .* of nvidia-b200"):
+        write(path, "nvidia-b200", {KEY: result()}, TABLE, replace=False)
+    assert not path.parent.exists()
+
+
+def test_errors_cross_process_borders(path):
+    put(path, "")
+    with pytest.raises(StoreError) as caught:
+        load(path)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+# Writes that fail
+
+
+class FullFile:
+    """A file on a full disk: `method` raises, the rest works."""
+
+    def __init__(self, file, method):
+        self.file, self.method = file, method
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.file.close()
+        if self.method == "close":
+            raise full()
+
+    def __getattr__(self, name):
+        return fail if name == self.method else getattr(self.file, name)
+
+
+def full():
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def fail(*args, **kwargs):
+    raise full()
+
+
+def open_failing(suffix, method=None):
+    def opened(path, *args, **kwargs):
+        if not str(path).endswith(suffix):
+            return builtins.open(path, *args, **kwargs)
+        return FullFile(builtins.open(path, *args, **kwargs), method) if method else fail()
+
+    return opened
+
+
+SYSCALLS = {
+    "open the lock": (store, "open", open_failing(".lock")),
+    "lock": (fcntl, "flock", fail),
+    "identify the lock": (os, "fstat", fail),
+    "open": (store, "open", open_failing(".tmp")),
+    "write": (store, "open", open_failing(".tmp", "write")),
+    "flush": (store, "open", open_failing(".tmp", "flush")),
+    "close": (store, "open", open_failing(".tmp", "close")),
+    "fsync": (os, "fsync", fail),
+    "replace": (os, "replace", fail),
+    "make the folder": (Path, "mkdir", fail),
+}
+ACTIONS = {
+    "write": lambda path: record(path, {KEY: result("b"), OTHER: result()}, replace=True),
+    "prune": lambda path: prune(path, ()),
+}
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("syscall", SYSCALLS)
+def test_a_full_disk_leaves_the_old_file(path, monkeypatch, syscall, action):
+    record(path, {KEY: result("a")})
+    before = path.read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(*SYSCALLS[syscall], raising=False)
+        with pytest.raises(StoreError) as caught:
+            ACTIONS[action](path)
+    first, last = str(caught.value).splitlines()
+    assert first == f"{path} could not be written, and is as it was: {full()}"
+    assert last.strip().startswith(f"Free space in {path.parent} or make it writable, then run")
+    assert path.read_bytes() == before
+    assert [n for n in names(path) if n != ".ch01.json.lock"] == ["ch01.json"]
+    ACTIONS[action](path)
+    assert path.read_bytes() != before
+    assert names(path) == ["ch01.json"]
+
+
+def test_a_full_disk_leaves_no_new_file(path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(StoreError):
+        record(path, {KEY: result()})
+    assert names(path) == []
+
+
+def test_a_real_limit_on_file_size(path):
+    record(path, {KEY: result()})
+    before = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, hard))
+    try:
+        with pytest.raises(StoreError, match="File too large"):
+            record(path, {OTHER: result("b")})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == before
+    assert names(path) == ["ch01.json"]
+
+
+def test_a_folder_that_cannot_be_written(path):
+    record(path, {KEY: result()})
+    before = path.read_bytes()
+    path.parent.chmod(0o555)
+    if os.access(path.parent, os.W_OK):
+        pytest.skip("needs a user whom modes bind; this one (root) writes anywhere")
+    try:
+        with pytest.raises(StoreError, match="Permission denied"):
+            record(path, {OTHER: result()})
+    finally:
+        path.parent.chmod(0o755)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("syscall", ["open", "fsync"])
+def test_a_folder_that_cannot_be_synced_has_the_whole_new_file(path, monkeypatch, syscall):
+    real = getattr(os, syscall)
+
+    def fail_on_folder(target, *args):
+        is_folder = os.path.isdir(target if syscall == "open" else f"/proc/self/fd/{target}")
+        return fail() if is_folder else real(target, *args)
+
+    monkeypatch.setattr(os, syscall, fail_on_folder)
+    assert record(path, {KEY: result()}) == [Change(KEY, None, result())]
+    assert load(path).results == {KEY: result()}
+    assert names(path) == ["ch01.json"]
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, MemoryError])
+def test_an_interrupt_leaves_nothing_behind(path, monkeypatch, interrupt):
+    record(path, {KEY: result()})
+    before = path.read_bytes()
+
+    def interrupted(*args):
+        raise interrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(interrupt):
+        record(path, {OTHER: result()})
+    assert path.read_bytes() == before
+    assert names(path) == ["ch01.json"]
+
+
+def test_the_file_follows_the_umask_and_links(path, tmp_path):
+    target = put(tmp_path / "elsewhere.json", dump(Stored(PRODUCT)))
+    path.parent.mkdir(parents=True)
+    path.symlink_to(target)
+    before = os.umask(0o022)
+    try:
+        record(path, {KEY: result()})
+    finally:
+        os.umask(before)
+    assert path.is_symlink()
+    assert target.stat().st_mode & 0o777 == 0o644
+    assert list(load(path).results) == [KEY]
+
+
+# Writers at once
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def test_writers_at_once_lose_nothing(path):
+    keys = [f"page_test.py::test_page[v-n{i}]" for i in range(40)]
+    tasks = [(path, PRODUCT, {key: result()}, TABLE) for key in keys]
+    with SPAWN.Pool(4) as pool:
+        changes = pool.starmap(partial(write, replace=False), tasks, chunksize=1)
+    assert [change.key for [change] in changes] == keys
+    assert sorted(load(path).results) == sorted(keys)
+    assert names(path) == ["ch01.json"]
+
+
+def die(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_writer_leaves_the_old_file_and_blocks_nobody(path):
+    record(path, {KEY: result()})
+    before = path.read_bytes()
+    child = os.fork()
+    if child == 0:
+        os.replace = die
+        record(path, {OTHER: result()})
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert path.read_bytes() == before
+    assert names(path) == [".ch01.json.lock", ".ch01.json.tmp", "ch01.json"]
+    record(path, {OTHER: result()})
+    assert sorted(load(path).results) == [OTHER, KEY]
+    assert names(path) == ["ch01.json"]
+
+
+# Long enough for a writer that does not wait to be done; one that waits costs the test this long.
+PATIENCE = 0.5
+
+
+def test_a_writer_waits_for_another(path, monkeypatch):
+    real, late = os.replace, threading.Thread(target=record, args=(path, {OTHER: result()}))
+
+    def replace_slowly(*args):
+        if late.ident is None:
+            late.start()
+            late.join(PATIENCE)
+        real(*args)
+
+    monkeypatch.setattr(os, "replace", replace_slowly)
+    record(path, {KEY: result()})
+    late.join()
+    assert sorted(load(path).results) == [OTHER, KEY]
+
+
+def test_a_writer_does_not_trust_a_lock_that_was_removed(path):
+    record(path, {KEY: result()})
+    lock = path.with_name(".ch01.json.lock")
+    with open(lock, "w") as removed, open(lock.with_suffix(".new"), "w") as current:
+        fcntl.flock(removed, fcntl.LOCK_EX)
+        fcntl.flock(current, fcntl.LOCK_EX)
+        late = threading.Thread(target=record, args=(path, {OTHER: result()}))
+        late.start()
+        late.join(PATIENCE)
+        os.replace(current.name, lock)
+        removed.close()
+        late.join(PATIENCE)
+        assert list(load(path).results) == [KEY]
+    late.join()
+    assert sorted(load(path).results) == [OTHER, KEY]
