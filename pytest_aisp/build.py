@@ -359,7 +359,7 @@ def _pointer(dtype: str, width: int) -> tuple[str, Callable[[Any, int], Any]]:
     found = re.search(r"\d+", dtype)
     align = min(16, int(found[0]) // 8 * (1 if width == 3 else width)) if found else 1
     needs = f"a contiguous {names} tensor" if names else "a contiguous tensor"
-    needs += " on cuda:{device}" + f" at a multiple of {align} bytes" * (align > 8)
+    needs += " on cuda:{device}" + f" at a multiple of {align} bytes" * (width > 1)
     return needs, partial(_tensor, frozenset((dtype, signed)) - {""}, align)
 
 
@@ -377,7 +377,8 @@ def _dtype(c_type: str) -> str:
     if not words or not set(words) <= _BITS.keys():
         return _DTYPES.get(c_type, "")
     bits = next(bits for word, bits in _BITS.items() if word in words)
-    return f"{'u' * bool(re.search(r'\bu', plain))}int{bits}"
+    unsigned = any(word.startswith("u") for word in words)
+    return f"{'u' * unsigned}int{bits}"
 
 
 @dataclass(frozen=True)
@@ -402,9 +403,11 @@ def compiled(module: CudaModule, target: str) -> Cubin:
     options["ptxas_options"] = [*_listed(options.get("ptxas_options")), "-v"]
     key = repr((version, sorted(options.items()), sorted(module.sources.items())))
     entry = _cache() / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
-    cubin = _read(entry)
-    if cubin is None:
-        cubin = _nvrtc(core, module, options)
+    if cached := _read(entry):
+        return cached
+    cubin = _nvrtc(core, module, options)
+    # NVRTC reads headers from disk: one edited since the import must not go under the old key.
+    if _sources(module.path, module.folders) == module.sources:
         _write(entry, cubin)
     return cubin
 
@@ -416,7 +419,7 @@ def _nvrtc(core: Any, module: CudaModule, options: dict[str, Any]) -> Cubin:
         program = core.Program(source, "c++", core.ProgramOptions(**options))
         code = bytes(program.compile("cubin", logs=log).code)
     except Exception as error:  # cuda.core's error classes are private
-        raise CompileError(f"{where}:\n{str(error).rstrip()}") from None
+        raise CompileError(f"{where}:\n{error}".rstrip(" \n\0")) from None
     # ELF section names: a kernel inside `#if` has a signature for us, yet no code for every target.
     if absent := [k for k in module.kernels if f".text.{k}\0".encode() not in code]:
         raise CompileError(f"{where}: no code for {', '.join(absent)}; is it inside an #if?")

@@ -104,8 +104,8 @@ def _noisy(leaf: Leaf) -> torch.Tensor:
     if leaf.sigma is None:  # integers and decisions: one off
         return ~leaf.value if leaf.value.dtype == torch.bool else leaf.value + 1
     generator = torch.Generator(device=leaf.value.device).manual_seed(7)
-    noise = torch.empty_like(leaf.value).normal_(generator=generator)
-    return leaf.value + 3 * leaf.sigma * noise
+    draws = torch.empty_like(leaf.value).uniform_(-1, 1, generator=generator)
+    return leaf.value + 3 * leaf.sigma * draws.sign()
 
 
 def _longest(value: torch.Tensor) -> int:

@@ -55,7 +55,15 @@ class Engine:
                 self._search(task, pair, rule)
         return {"sizes": found, "sources": self._sources(task, pair)}
 
-    def _check_at(self, task: Task, pair: Pair, size: Mapping[str, Any], rule: Rule) -> Checked:
+    def _check_at(
+        self,
+        task: Task,
+        pair: Pair,
+        size: Mapping[str, Any],
+        rule: Rule,
+        *,
+        controls: bool = True,
+    ) -> Checked:
         key = f"{task.page}{task.function}{task.variant}{task.device}{_words(size)}{rule}"
         if key not in self._checked:
             variant = pair.variant(task.variant)
@@ -64,7 +72,9 @@ class Engine:
                 (variant.side, variant.precision),
             ]
             oracle = self._oracle(task, pair, size, f"check{task.seed}")
-            self._checked[key] = check.check_sides(oracle, [(_inner(s), p) for s, p in sides], rule)
+            self._checked[key] = check.check_sides(
+                oracle, [(_inner(s), p) for s, p in sides], rule, controls=controls
+            )
         return self._checked[key]
 
     def _sizes(self, task: Task, pair: Pair) -> list[Mapping[str, Any]]:
@@ -83,7 +93,9 @@ class Engine:
             if is_searched(size):
                 self.progress("search " + ", ".join(size))
                 failure = smallest_failure(
-                    size, lambda found: self._check_at(task, pair, found, rule), task
+                    size,
+                    lambda found: self._check_at(task, pair, found, rule, controls=False),
+                    task,
                 )
                 if failure is not None:
                     raise failure

@@ -103,17 +103,19 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
             f"{metafunc.function.__name__}: @compare with @pytest.mark.parametrize has no stored"
             " key; put the parameter into sizes"
         )
-    params = [pytest.param(c, marks=_marks(pair, c), id=c.id) for c in pair.cases()]
+    reruns = metafunc.config.pluginmanager.hasplugin("rerunfailures")
+    params = [pytest.param(c, marks=_marks(pair, c, reruns), id=c.id) for c in pair.cases()]
     metafunc.parametrize("pair", params, indirect=True)
 
 
-def _marks(pair: Pair, case: Case) -> list[Any]:
+def _marks(pair: Pair, case: Case, reruns: bool) -> list[Any]:
     mark = pytest.mark
     names = ("cpu",) if case.kind == "cpu" else pair.archs(case.variant)
     marks = [getattr(mark, name) for name in names]
     marks += [mark.gpus(n=case.gpus)] if case.gpus > 1 else []
-    # A retry would turn a red first verdict green; where pytest-rerunfailures is loaded it obeys.
-    return [*marks, mark.flaky(reruns=0), *case.variant.marks]
+    # A retry would turn a red first verdict green; pytest-rerunfailures obeys this mark.
+    marks += [mark.flaky(reruns=0)] if reruns else []
+    return [*marks, *case.variant.marks]
 
 
 def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:

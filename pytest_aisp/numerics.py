@@ -81,6 +81,12 @@ class Fit:
     want: float
     bound: float
     ok: bool
+    count: int = 0
+
+    @property
+    def scatter(self) -> float:
+        """Relative scatter of `rms` by chance: three standard deviations at `count` elements."""
+        return 3 / math.sqrt(2 * self.count) if self.count else 0.0
 
     @property
     def score(self) -> float:
@@ -214,7 +220,9 @@ def _fit(got: torch.Tensor, leaf: Leaf, flat: int, rms: float, worst: float, ok:
         rest //= length
     at = tuple(reversed(index))
     sigma = float(leaf.sigma[at]) if leaf.sigma is not None else 0.0
-    return Fit(leaf.path, rms, worst, at, float(got[at]), float(leaf.value[at]), sigma, ok)
+    return Fit(
+        leaf.path, rms, worst, at, float(got[at]), float(leaf.value[at]), sigma, ok, got.numel()
+    )
 
 
 def explain(side: str, size: Any, fit: Fit, rule: Rule) -> str:

@@ -72,8 +72,7 @@ class Run:
     times_cpu: bool = False
     started: float = field(default_factory=time.monotonic)
     confirmed: float = 0.0
-    _benches: list[Bench] = field(default_factory=list)
-    _bench_device: str = ""
+    _benches: dict[tuple[str, int], Bench] = field(default_factory=dict)
     _stored: dict[Path, store.Stored] = field(default_factory=dict)
     _peaks: dict[str, peaks_module.Peaks | None] = field(default_factory=dict)
     _caches: list[str] = field(default_factory=list)
@@ -88,15 +87,14 @@ class Run:
         """Return bench process `number` for `device`, started if need be."""
         if self.replay is not None:
             return self.replay
-        if self._bench_device != device:
-            self.close()
-            self._bench_device = device
-        while len(self._benches) <= number:
-            self._benches.append(self.start(device))
-        if isinstance(current := self._benches[number], BenchProcess) and not current.alive:
+        key = device, number
+        current = self._benches.get(key)
+        if isinstance(current, BenchProcess) and not current.alive:
             current.close()
-            self._benches[number] = self.start(device)
-        return self._benches[number]
+            current = None
+        if current is None:
+            current = self._benches[key] = self.start(device)
+        return current
 
     def start(self, device: str) -> Bench:
         """Start one more bench process for `device`."""
@@ -149,7 +147,7 @@ class Run:
 
     def close(self) -> None:
         """End every bench process."""
-        for bench in self._benches:
+        for bench in self._benches.values():
             bench.close()
         self._benches.clear()
         for folder in self._caches:
