@@ -7,7 +7,6 @@ GPU is a `LaunchError` that names the parameter.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import io
@@ -18,36 +17,23 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+from .signature import LaunchError, Param, check, signatures
 from .skus import arch_of
 
-INSTALL = 'cuda_module needs cuda.core and NVRTC: pip install "cuda-core[cu13]" nvidia-cuda-nvrtc'
+INSTALL = (
+    "cuda_module needs cuda.core and NVRTC: pip install cuda-core cuda-bindings nvidia-cuda-nvrtc"
+)
+HEADERS = "CUDA's headers are not here: pip install nvidia-cuda-runtime nvidia-cuda-cccl"
 LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64)}
 
-# Torch's names of C's types; `_dtype` spells the integers from their bits.
-_DTYPES = {"float": "float32", "double": "float64", "bool": "bool", "size_t": "uint64"}
-_DTYPES |= {"half": "float16", "__half": "float16", "__nv_bfloat16": "bfloat16"}
-_DTYPES |= {"__nv_fp8_e4m3": "float8_e4m3fn", "__nv_fp8_e5m2": "float8_e5m2"}
-_BITS = {f"{u}int{bits}_t": bits for bits in (8, 16, 32, 64) for u in ("", "u")}
-_BITS |= {"char": 8, "short": 16, "long": 64, "int": 32, "unsigned": 32, "signed": 32}
-
-_COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
-_KERNEL = re.compile(r'extern\s*"C"\s*__global__([^{;]*)[{;]')
-_ATTRIBUTE = re.compile(r"__\w+__\s*\((?:[^()]|\([^()]*\))*\)")
-_QUALIFIER = re.compile(r"\b(const|volatile|__restrict__|__restrict|__grid_constant__)\b|std::")
-
-
-class LaunchError(TypeError):
-    """A kernel cannot be launched this way; the message names the parameter and what it needs."""
 
 
 class CompileError(RuntimeError):
@@ -91,7 +77,7 @@ class CudaModule:
         self.path, self.options, self.targets = path, {"std": "c++17", **options}, targets
         self.folders = [str(path.parent), *_listed(options.get("include_path"))]
         self.sources = _sources(path, self.folders)
-        found = _signatures(path.name, self.sources.values())
+        found = signatures(path.name, self.sources.values())
         self._kernels = {name: Kernel(self, name, params) for name, params in found}
         self._loaded: dict[str, Any] = {}
         if not self._kernels:
@@ -99,13 +85,12 @@ class CudaModule:
             raise LaunchError(f"{path} has no kernel; one reads: {form}")
         if taken := self._kernels.keys() & {*dir(CudaModule), *vars(self)}:
             raise LaunchError(f"{path}: a kernel cannot be called {min(taken)!r}; rename it")
+        vars(self).update(self._kernels)  # plain attributes: a launch looks its kernel up
 
     def __getattr__(self, name: str) -> Kernel:
-        kernels: dict[str, Kernel] = self.__dict__.get("_kernels", {})  # copy and pickle ask early
-        if name not in kernels:
-            path, has = self.__dict__.get("path"), ", ".join(kernels)
-            raise AttributeError(f"{path} has no kernel {name!r}; it has {has}")
-        return kernels[name]
+        path, kernels = (self.__dict__.get(key) for key in ("path", "_kernels"))
+        has = ", ".join(kernels or ())  # none yet while copy and pickle build one
+        raise AttributeError(f"{path} has no kernel {name!r}; it has {has}")
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -155,11 +140,12 @@ class Kernel:
 
     def __getitem__(self, where: Any) -> Launch:
         __tracebackhide__ = True
-        with suppress(TypeError):  # a list cannot be looked up; `_geometry` refuses it in words
-            if launch := self._launches.get(where):
-                return launch
-        launch = self._launches[where] = Launch(self, *_geometry(self.name, where))
-        return launch
+        try:
+            return self._launches[where]
+        except (KeyError, TypeError):  # a list cannot be looked up; `_geometry` refuses it
+            pass
+        self._launches[where] = Launch(self, *_geometry(self.name, where))
+        return self._launches[where]
 
     def allow_shared(self, handle: Any, shared: int, device: int) -> None:
         """Raise the limit of dynamic shared memory, which is 48 KiB with the static by default."""
@@ -246,142 +232,6 @@ def _geometry(name: str, where: Any) -> tuple[tuple[int, ...], tuple[int, ...], 
 
 
 @dataclass(frozen=True)
-class Param:
-    """One parameter of a kernel.
-
-    Attributes:
-        text: as declared: ``const float4* x``.
-        needs: what it takes, in words, with a ``{device}``.
-        fit: returns an argument as cuda.core takes it, or None; called with it and the device.
-    """
-
-    text: str
-    name: str
-    needs: str
-    fit: Callable[[Any, int], Any]
-
-
-def check(name: str, params: Sequence[Param], args: Sequence[Any], device: int) -> list[Any]:
-    """Return `args` as cuda.core takes them.
-
-    Raises:
-        LaunchError: one does not fit its parameter, or there are too few or too many.
-    """
-    __tracebackhide__ = True
-    if len(args) != len(params):
-        texts = ", ".join(p.text for p in params)
-        raise LaunchError(f"{name}({texts}) needs {len(params)} arguments; {len(args)} were given")
-    values = [param.fit(given, device) for param, given in zip(params, args, strict=True)]
-    for param, given, value in zip(params, args, values, strict=True):
-        if value is None:
-            fault = f"{name}: parameter {param.name!r} was given {_describe(given)}"
-            raise LaunchError(f"{fault}; `{param.text}` needs {param.needs.format(device=device)}")
-    return values
-
-
-def _describe(given: Any) -> str:
-    if not hasattr(given, "data_ptr"):
-        return f"{given!r} ({type(given).__name__})"
-    where = f"cuda:{given.get_device()}" if given.get_device() >= 0 else "the CPU"
-    faults = ", not contiguous" * (not given.is_contiguous())
-    faults += ", not 16-byte aligned" * (given.data_ptr() % 16 != 0)
-    return f"a {_torch_name(given.dtype)} tensor of shape {tuple(given.shape)} on {where}{faults}"
-
-
-@functools.cache
-def _torch_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _tensor(dtypes: frozenset[str], align: int, given: Any, device: int) -> int | None:
-    if not hasattr(given, "data_ptr") or (dtypes and _torch_name(given.dtype) not in dtypes):
-        return None
-    if given.get_device() != device or not given.is_contiguous():
-        return None
-    address: int = given.data_ptr()
-    return None if address % align else address
-
-
-def _integer(ctype: Any, given: Any, device: int) -> Any:
-    # A Python int would be taken for an address by cuda.core; what does not fit, ctypes wraps.
-    number = ctype(int(given)) if isinstance(given, (int, Integral)) else None
-    return number if number is not None and number.value == given else None
-
-
-def _real(ctype: Any, given: Any, device: int) -> Any:
-    if not isinstance(given, (float, Real)) or isinstance(given, bool):
-        return None
-    with suppress(OverflowError):
-        number = ctype(given)
-        return number if math.isinf(number.value) == math.isinf(given) else None
-
-
-def _tensor_map(given: Any, device: int) -> Any:
-    return given if type(given).__name__ == "TensorMapDescriptor" else None
-
-
-def _signatures(file: str, sources: Iterable[str]) -> Iterator[tuple[str, tuple[Param, ...]]]:
-    for source in sources:
-        for header in _KERNEL.findall(_COMMENT.sub(lambda m: m[1] or " ", source)):
-            words = " ".join(_ATTRIBUTE.sub("", header).split())
-            if not (found := re.fullmatch(r"void (\w+) ?\((.*)\)", words)):
-                raise LaunchError(f"{file}: cannot read the signature of `{words}`")
-            texts = [t.strip() for t in found[2].split(",") if t.strip() not in ("", "void")]
-            yield found[1], tuple(_param(f"{file}: {found[1]}", text) for text in texts)
-
-
-def _param(kernel: str, text: str) -> Param:
-    words = _QUALIFIER.sub(" ", text).replace("*", " * ").split()
-    name = words.pop() if len(words) > 1 and words[-1] != "*" else "unnamed"
-    c_type, stars = " ".join(w for w in words if w != "*"), words.count("*")
-    dtype, width = _element("uint64_t" if stars > 1 else c_type)
-    scalar = {"float32": "float", "float64": "double"}.get(dtype, dtype)
-    ctype = getattr(ctypes, f"c_{scalar}", None)
-    if stars and (dtype or c_type == "void"):
-        return Param(text, name, *_pointer(dtype, width))
-    if c_type == "CUtensorMap":
-        return Param(text, name, "a cuda.core TensorMapDescriptor", _tensor_map)
-    if not stars and width == 1 and ctype:
-        fit = _real if dtype.startswith("float") else _integer
-        return Param(text, name, f"a number that {dtype} holds", partial(fit, ctype))
-    raise LaunchError(
-        f"{kernel}: `{text}` cannot be passed; legal are pointers to integers, float, double,"
-        " __half, __nv_bfloat16, fp8, their vectors (float4) and void, integer, float, double and"
-        " bool scalars, and CUtensorMap"
-    )
-
-
-def _pointer(dtype: str, width: int) -> tuple[str, Callable[[Any, int], Any]]:
-    """Return what a pointer needs, in words, and the function that converts it."""
-    # Torch computes next to nothing in its wide unsigned dtypes; the signed ones hold the bits.
-    signed = dtype if dtype == "uint8" else dtype.removeprefix("u")
-    names = " or ".join(dict.fromkeys((dtype, signed)))
-    found = re.search(r"\d+", dtype)
-    align = min(16, int(found[0]) // 8 * (1 if width == 3 else width)) if found else 1
-    needs = f"a contiguous {names} tensor" if names else "a contiguous tensor"
-    needs += " on cuda:{device}" + f" at a multiple of {align} bytes" * (width > 1)
-    return needs, partial(_tensor, frozenset((dtype, signed)) - {""}, align)
-
-
-def _element(c_type: str) -> tuple[str, int]:
-    """Return the torch dtype and the width of a C type: float32 and 4 for float4."""
-    if dtype := _dtype(c_type):
-        return dtype, 1
-    found = re.fullmatch(r"(.+)([1-4])", c_type)
-    return (_dtype(found[1]), int(found[2])) if found else ("", 1)
-
-
-def _dtype(c_type: str) -> str:
-    plain = re.sub(r"^u(?=char|short|int$|long)", "unsigned ", c_type).replace("longlong", "long")
-    words = plain.split()
-    if not words or not set(words) <= _BITS.keys():
-        return _DTYPES.get(c_type, "")
-    bits = next(bits for word, bits in _BITS.items() if word in words)
-    unsigned = any(word.startswith("u") for word in words)
-    return f"{'u' * unsigned}int{bits}"
-
-
-@dataclass(frozen=True)
 class Cubin:
     """Machine code, and what each kernel uses in the assembler's words."""
 
@@ -419,7 +269,10 @@ def _nvrtc(core: Any, module: CudaModule, options: dict[str, Any]) -> Cubin:
         program = core.Program(source, "c++", core.ProgramOptions(**options))
         code = bytes(program.compile("cubin", logs=log).code)
     except Exception as error:  # cuda.core's error classes are private
-        raise CompileError(f"{where}:\n{error}".rstrip(" \n\0")) from None
+        words = str(error).rstrip(" \n\0")
+        if "cannot open source file" in words and not _toolkit():
+            words += f"\n{HEADERS}"
+        raise CompileError(f"{where}:\n{words}") from None
     # ELF section names: a kernel inside `#if` has a signature for us, yet no code for every target.
     if absent := [k for k in module.kernels if f".text.{k}\0".encode() not in code]:
         raise CompileError(f"{where}: no code for {', '.join(absent)}; is it inside an #if?")

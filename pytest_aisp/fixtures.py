@@ -187,6 +187,8 @@ def attach(item: pytest.Item, report: pytest.TestReport) -> None:
     if hasattr(report, "wasxfail"):
         row.recorded = {}
     report.aisp = row.to_json()  # type: ignore[attr-defined]
+    # JUnit reads the properties of the teardown report, which are the item's.
+    item.user_properties += row.properties()
     report.user_properties += row.properties()
 
 

@@ -195,7 +195,7 @@ class CaseRun:
             if run.machine.arch == "cpu" or run.times_cpu or run.timer is not None:
                 return Place("check" if checking else "time", "cpu", "--aisp-check" * checking)
             return Place("check", "cpu", "timed on a GPU machine only with -m cpu")
-        if run.timer is not None:
+        if run.timer is not None and run.machine.arch in archs:
             return Place("check" if checking else "time", "cpu", "--aisp-check" * checking)
         if run.machine.arch in archs and len(run.machine.gpus) >= case.gpus:
             return Place("check" if checking else "time", "cuda", "--aisp-check" * checking)
@@ -376,7 +376,7 @@ class CaseRun:
     def _judge(self, first: Mapping[str, Any]) -> None:
         row, settings = self.row, self.run.settings
         gates, same_environment, has_record = self._gates(first)
-        row.detectable = verdict.detectable(gates, row.spread or 0.0)
+        row.detectable = verdict.detectable(gates, row.spread or 0.0, self._session())
         decision = verdict.decide(first["value"], gates, self._vote)
         row.votes = list(decision.votes)
         row.suspect = self._direction(gates, first["value"]) if decision.suspect else 0
@@ -419,10 +419,13 @@ class CaseRun:
             row.notes.append(f"the stored result was timed on the {mine.clock} clock: not compared")
             return gates, True, False
         row.stored = mine.value
-        session = store.session_sd(list(stored_file.results.values()), row.clock)
-        margin = verdict.record_margin(spread, session, row.clock)
+        margin = verdict.record_margin(spread, self._session(), row.clock)
         gates += verdict.record_gates(mine.value, margin)
         return gates, self._same_environment(stored_file, mine, timed), True
+
+    def _session(self) -> float | None:
+        """Return this product's recorded session-to-session spread on this clock, or None."""
+        return store.session_sd(self.run.stored(self.path).results.values(), self.row.clock)
 
     def _same_environment(
         self, stored: store.Stored, mine: store.Result, timed: Mapping[str, Any]

@@ -34,9 +34,12 @@ def configure(config: pytest.Config) -> None:
         times_cpu=_selects_cpu(config.option.markexpr),
     )
     if settings.replay is not None:
-        from .replay import Recording
+        from .replay import Recording, RecordingError
 
-        run.replay = Recording(settings.replay)
+        try:
+            run.replay = Recording(settings.replay)
+        except RecordingError as error:
+            raise pytest.UsageError(str(error)) from None
     if worker is None:
         config.stash[plugin.RECORDER] = recorder = Recorder(settings, config.hook, config)
         plugin._RECORDERS.append(recorder)

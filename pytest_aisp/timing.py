@@ -21,6 +21,10 @@ MOST_STEPS = 16
 """Most steps in a window of a training step: the state after it is compared with the reference."""
 
 
+MOST_DROPPED = 20
+"""Disturbed blocks after which a measurement gives up."""
+
+
 class Window(Protocol):
     """Time one window of `calls` calls and return seconds per call."""
 
@@ -119,7 +123,7 @@ def join(parts: Sequence[Samples]) -> Samples:
 
 
 class Disturbed(RuntimeError):
-    """More blocks were disturbed by a named cause than were kept."""
+    """Too many blocks were disturbed by a named cause."""
 
 
 def measure(bout: Bout, budget: Budget, rng: random.Random) -> Samples:
@@ -129,7 +133,7 @@ def measure(bout: Bout, budget: Budget, rng: random.Random) -> Samples:
     that the bout names, and measured again.
 
     Raises:
-        Disturbed: when as many blocks were dropped as were asked for.
+        Disturbed: when `MOST_DROPPED` blocks were dropped.
     """
     first = _block(bout, "ABBA")
     bout.disturbance()
@@ -148,7 +152,7 @@ def measure(bout: Bout, budget: Budget, rng: random.Random) -> Samples:
         cause = bout.disturbance()
         if cause is not None:
             samples.dropped.append(cause)
-            if len(samples.dropped) >= count:
+            if len(samples.dropped) >= MOST_DROPPED:
                 raise Disturbed(f"{len(samples.dropped)} blocks were disturbed: {cause}")
             continue
         samples.blocks.append(block_value(baseline, optimized))

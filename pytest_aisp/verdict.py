@@ -22,6 +22,8 @@ DETECTABLE = 4.6
 """The loss that screen and vote find in 99 % of trials, in spreads."""
 RECORD_FLOOR = 0.02
 RECORD_SPREADS = 8.0
+SESSION_SHIFTS = 5.0
+"""Session spreads by which a detectable loss must clear the margin: all votes share the session."""
 UNKNOWN_SESSION = 0.005
 """Session-to-session spread assumed until two sessions are recorded."""
 
@@ -146,14 +148,17 @@ def verdict_of(decision: Decision, *, stored: bool, same_environment: bool) -> s
     return "pass" if stored else "new"
 
 
-def detectable(gates: Sequence[Gate], spread: float) -> float:
-    """Return the smallest loss found in 99 % of trials, from the loss gates among `gates`.
+def detectable(gates: Sequence[Gate], spread: float, session: float | None) -> float:
+    """Return the smallest loss of ln(speedup) found in 99 % of trials.
 
-    A vote is red beyond ``gate.red``; 1.8 spreads more make three of five votes red in 99 %.
-    A claim's own slack is no part of it: the figure is for a case that stands at its limit.
+    With a stored result the loss is against that, and what the session shifts counts too; with a
+    claim alone it is against the claim. 1.8 spreads past `Gate.red` make three of five votes red.
     """
-    losses = [g.red for g in gates if g.sign > 0]
-    return (max(losses) if losses else VOTE * spread) + (DETECTABLE - VOTE) * spread
+    record = next((g for g in gates if g.name == "record"), None)
+    if record is None:
+        return max(g.red for g in gates if g.sign > 0) + (DETECTABLE - VOTE) * spread
+    shift = UNKNOWN_SESSION if session is None else session
+    return record.red + (DETECTABLE - VOTE) * spread + SESSION_SHIFTS * shift
 
 
 def interval(value: float, spread: float, processes: int = 1) -> tuple[float, float]:

@@ -1,0 +1,170 @@
+"""False reds and misses of the whole decision, on the simulated device.
+
+    python benchmarks/error_rates.py            quick: 1,500 case-runs a noise model
+    python benchmarks/error_rates.py --full     15,000 and 2,000 planted losses, the table of docs/verdict.md
+
+A suite of 250 unlike cases is recorded as a product is (8 processes in each of two sessions), then run
+again and again in new sessions: screen, vote, claim gate and record gate, with the code that judges
+real runs. A run is unchanged, or every case has lost what its row calls detectable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import Pool
+
+from pytest_aisp import stats, verdict
+from pytest_aisp.simulated import Noise, Process
+from pytest_aisp.timing import Budget
+
+CASES, PROCESSES = 250, 8
+BUDGET = Budget()
+SESSION = 0.0010
+
+# Levels: docs/spread.md for windows, captures and processes; the rest is what each model adds.
+MEASURED = Noise(window=0.0020, capture=0.0015, process=0.0004)
+MODELS = {
+    "white": MEASURED,
+    "drift 1 %/s": replace(MEASURED, drift=0.01, unlike=0.2),
+    "ramp 2 %": replace(MEASURED, ramp=0.02, unlike=0.2),
+    "heavy tail t(4)": replace(MEASURED, heavy=True),
+    "clock steps 1 %": replace(MEASURED, step=0.01, step_chance=0.02, unlike=0.2),
+    "process bias 0.2 %": replace(MEASURED, process=0.0020),
+    "rogue processes 5 %": replace(MEASURED, rogue=0.05),
+    "session bias 0.3 %": replace(MEASURED, session=0.0030),
+    "throttling 2 %": replace(MEASURED, throttle=0.02),
+    "clock of 1 us": replace(MEASURED, resolution=1e-6),
+}
+
+
+@dataclass
+class Recorded:
+    """One case as a product's file would hold it."""
+
+    seconds: tuple[float, float]
+    noise: Noise
+    sessions: list[list[float]]
+
+    @property
+    def value(self) -> float:
+        return sum(sum(s) / len(s) for s in self.sessions) / len(self.sessions)
+
+    @property
+    def own(self) -> float:
+        return stats.rms(stats.trimmed_spread(s) for s in self.sessions)
+
+
+def measure(case: Recorded, session: float, rng: random.Random, loss: float = 0.0) -> float:
+    """Return ln(speedup) that one fresh process of this session measures."""
+    seconds = case.seconds[0], case.seconds[1] * math.exp(loss)
+    process = Process(seconds, case.noise, rng, session)
+    return process.measure(BUDGET).value
+
+
+def session_shift(noise: Noise, rng: random.Random) -> float:
+    """Return what one session shifts ln(speedup) by: Student-t(4), as shifts of boards are rare."""
+    chi = math.sqrt(rng.gammavariate(2, 2) / 4) * math.sqrt(2)
+    return (noise.session or SESSION) * rng.gauss(0, 1) / chi
+
+
+def record(noise: Noise, cases: int, rng: random.Random) -> list[Recorded]:
+    """Record a suite of unlike cases, noise levels scattered by a quarter."""
+    suite = []
+    for _ in range(cases):
+        scale = math.exp(rng.gauss(0, 0.25))
+        mine = replace(
+            noise,
+            window=noise.window * scale,
+            capture=noise.capture * scale,
+            process=noise.process * scale,
+        )
+        times = 10 ** rng.uniform(-5.7, -3), 10 ** rng.uniform(-5.7, -3)
+        case = Recorded(times, mine, [])
+        for _ in range(2):
+            shift = session_shift(noise, rng)
+            case.sessions.append([measure(case, -shift, rng) for _ in range(PROCESSES)])
+        suite.append(case)
+    return suite
+
+
+def judge(
+    case: Recorded, spread: float, session_sd: float, shift: float, planted: bool, rng: random.Random
+) -> str:
+    """Return the verdict of one case-run in a session shifted by `shift`."""
+    margin = verdict.record_margin(spread, session_sd, "graph")
+    gates = [
+        verdict.claim_gate(math.exp(case.value - 6 * spread - margin), spread),
+        *verdict.record_gates(case.value, margin),
+    ]
+    loss = verdict.detectable(gates, spread, session_sd) if planted else 0.0
+
+    def one() -> float:
+        return measure(case, -shift, rng, loss)
+
+    decision = verdict.decide(one(), gates, one)
+    return verdict.verdict_of(decision, stored=True, same_environment=True)
+
+
+def trial(args: tuple[str, int, int, int, int]) -> tuple[str, Counter[str], Counter[str]]:
+    """Record one suite of `name`'s noise and run it; return the verdicts, unchanged and planted."""
+    name, seed, cases, runs, losses = args
+    rng = random.Random(f"{name}{seed}")
+    suite = record(MODELS[name], cases, rng)
+    owns = [case.own for case in suite]
+    session_sd = stats.session_spread([case.sessions for case in suite]) or 0.0
+    spreads = [stats.pooled_spread(own, 2 * PROCESSES, owns) for own in owns]
+    found: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+    for planted, count in ((False, runs), (True, losses)):
+        for _ in range(count):
+            for case, spread in zip(suite, spreads, strict=True):
+                shift = session_shift(MODELS[name], rng)
+                verdict_found = judge(case, spread, session_sd, shift, planted, rng)
+                found[planted][verdict_found] += 1
+    return name, found[0], found[1]
+
+
+def table(suites: int, cases: int, runs: int, losses: int, jobs: int = 2) -> list[list[str]]:
+    """Return the rows of the table, one a noise model."""
+    work = [(name, seed, cases, runs, losses) for name in MODELS for seed in range(suites)]
+    unchanged = {name: Counter[str]() for name in MODELS}
+    planted = {name: Counter[str]() for name in MODELS}
+    with Pool(jobs) as pool:
+        for name, clean, lost in pool.imap_unordered(trial, work):
+            unchanged[name] += clean
+            planted[name] += lost
+    return [row(name, unchanged[name], planted[name]) for name in MODELS]
+
+
+def row(name: str, clean: Counter[str], lost: Counter[str]) -> list[str]:
+    """Return one row: runs, red, improved, red suites of 250, planted, missed."""
+    red = sum(clean[v] for v in verdict.RED)
+    suites = 1 - (1 - red / clean.total()) ** 250
+    missed = lost.total() - sum(lost[v] for v in verdict.RED)
+    return [
+        *(name, str(clean.total()), str(red), str(clean["improved"]), f"{suites:.1%}"),
+        *(str(lost.total()), str(missed), f"{missed / max(1, lost.total()):.2%}"),
+    ]
+
+
+def show(rows: Sequence[Sequence[str]]) -> None:
+    heads = ("noise", "unchanged", "red", "improved", "red suites of 250", "planted", "missed", "")
+    print("| " + " | ".join(heads) + " |")
+    print("|" + " --- |" * len(heads))
+    for cells in rows:
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--full", action="store_true")
+    full = parser.parse_args().full
+    show(table(6, CASES, 10, 2) if full else table(1, CASES, 6, 1))
+
+
+if __name__ == "__main__":
+    main()

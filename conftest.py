@@ -1,0 +1,3 @@
+"""Nothing but pytester: the plugin is installed, the pages need no conftest."""
+
+pytest_plugins = ["pytester"]

@@ -1,0 +1,603 @@
+"""CUDA C++ modules: signatures, argument checks, assembling for every arch, the cache on disk."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import importlib.util
+import multiprocessing
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from pytest_aisp import build
+from pytest_aisp.build import (
+    CompileError,
+    CudaModule,
+    LaunchError,
+    NoCompiler,
+    assemble,
+    check,
+    cuda_module,
+)
+from pytest_aisp.skus import GPU_ARCHS
+
+needs_nvrtc = pytest.mark.skipif(
+    importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None,
+    reason="needs NVRTC: pip install cuda-core cuda-bindings nvidia-cuda-nvrtc",
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "pytest-aisp"
+
+
+@pytest.fixture
+def module_of(tmp_path):
+    def module_of(source, **kwargs):
+        (tmp_path / "page.cu").write_text(source)
+        return cuda_module(tmp_path / "page.cu", **kwargs)
+
+    return module_of
+
+
+@pytest.fixture
+def params_of(module_of):
+    def params_of(declared):
+        return module_of(f'extern "C" __global__ void k({declared}) {{}}').k.params
+
+    return params_of
+
+
+@dataclass
+class OnGpu:
+    """What `check` reads of a CUDA tensor."""
+
+    dtype: torch.dtype = torch.float32
+    shape: tuple[int, ...] = (4, 4)
+    device: int = 0
+    contiguous: bool = True
+    address: int = 0x1000
+
+    def get_device(self):
+        return self.device
+
+    def is_contiguous(self):
+        return self.contiguous
+
+    def data_ptr(self):
+        return self.address
+
+
+# Declarations.
+
+
+def test_importing_and_declaring_load_no_framework():
+    code = (
+        "import sys; from pytest_aisp.build import cuda_module;"
+        f"cuda_module({str(Path(__file__).parent / 'data' / 'build.cu')!r});"
+        "assert not {'torch', 'triton', 'numpy', 'cuda.core', 'cuda.bindings'} & set(sys.modules)"
+    )
+    root = Path(__file__).parents[1]
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
+
+
+def test_the_path_is_relative_to_the_page():
+    module = cuda_module("data/build.cu")
+    assert isinstance(module, CudaModule)
+    assert module.path == Path(__file__).parent / "data" / "build.cu"
+    assert module.kernels == ("saxpy", "rows", "wide", "pair")
+    assert {Path(path).name for path in module.sources} == {"build.cu", "build_common.cuh"}
+
+
+def test_a_missing_file_names_itself_the_page_and_what_is_there():
+    with pytest.raises(FileNotFoundError) as error:
+        cuda_module("data/nothing.cu")
+    assert str(Path(__file__).parent / "data" / "nothing.cu") in str(error.value)
+    assert str(error.value).startswith(f"{__file__} asks for ")
+    assert "build.cu, build_blackwell.cu" in str(error.value)
+
+
+def test_an_unknown_kernel_lists_those_there_are():
+    with pytest.raises(AttributeError, match=r"no kernel 'sxapy'; it has saxpy, rows, wide, pair"):
+        cuda_module("data/build.cu").sxapy  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("__global__ void k(int n) {}", 'has no kernel; one reads: extern "C" __global__ void'),
+        ('extern "C" __global__ void NAME(k)(int n) {}', "cannot read the signature of `void NAME"),
+        ('extern "C" __global__ void path(int n) {}', "a kernel cannot be called 'path'; rename"),
+        ('extern "C" __global__ void k(Shape s) {}', "page.cu: k: `Shape s` cannot be passed"),
+        ('extern "C" __global__ void k(__half h) {}', "`__half h` cannot be passed"),
+        ('extern "C" __global__ void k(float4 v) {}', "`float4 v` cannot be passed"),
+        ('extern "C" __global__ void k(Shape* s) {}', "legal are pointers to integers, float"),
+        ('extern "C" __global__ void k(long double d) {}', "`long double d` cannot be passed"),
+    ],
+)
+def test_what_cannot_be_launched_is_an_error_at_the_declaration(module_of, source, words):
+    with pytest.raises(LaunchError) as error:
+        module_of(source)
+    assert words in str(error.value)
+
+
+def test_comments_strings_and_attributes_do_not_confuse_the_parser(module_of):
+    module = module_of(
+        """
+        // extern "C" __global__ void no(int n) {}
+        /* extern "C" __global__ void never(int n) {} */
+        __device__ const char* text = "/* // ";
+        extern "C" __global__ void forward(const float*, int);
+        extern "C" __global__ void __launch_bounds__(32 * (1 + 1), 2)
+        bounded(const float* __restrict__ x /* in */, // the input
+                float *out, unsigned n) { if (n) out[0] = x[0]; }
+        extern "C"
+        __global__ __cluster_dims__(2, 1, 1) void
+        nothing(void) {}
+        extern "C" __global__ void forward(const float* x, int n) {}
+        """
+    )
+    assert module.kernels == ("forward", "bounded", "nothing")
+    assert [p.name for p in module.forward.params] == ["x", "n"]
+    assert [p.text for p in module.bounded.params] == [
+        "const float* __restrict__ x",
+        "float *out",
+        "unsigned n",
+    ]
+    assert module.nothing.params == ()
+
+
+def test_a_module_can_be_copied():
+    assert copy.copy(cuda_module("data/build.cu")).kernels == ("saxpy", "rows", "wide", "pair")
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    ("c_type", "dtypes", "align"),
+    [
+        ("float", "float32", 4),
+        ("double", "float64", 8),
+        ("__half", "float16", 2),
+        ("half2", "float16", 4),
+        ("__nv_bfloat16", "bfloat16", 2),
+        ("__nv_bfloat162", "bfloat16", 4),
+        ("__nv_fp8_e4m3", "float8_e4m3fn", 1),
+        ("bool", "bool", 1),
+        ("char", "int8", 1),
+        ("unsigned char", "uint8", 1),
+        ("uint8_t", "uint8", 1),
+        ("uchar4", "uint8", 4),
+        ("short", "int16", 2),
+        ("unsigned short", "uint16 int16", 2),
+        ("int", "int32", 4),
+        ("std::int32_t", "int32", 4),
+        ("int4", "int32", 16),
+        ("unsigned", "uint32 int32", 4),
+        ("unsigned int", "uint32 int32", 4),
+        ("uint4", "uint32 int32", 16),
+        ("long", "int64", 8),
+        ("long long int", "int64", 8),
+        ("int64_t", "int64", 8),
+        ("longlong2", "int64", 16),
+        ("long unsigned", "uint64 int64", 8),
+        ("unsigned long long", "uint64 int64", 8),
+        ("ulonglong2", "uint64 int64", 16),
+        ("size_t", "uint64 int64", 8),
+        ("float2", "float32", 8),
+        ("float3", "float32", 4),
+        ("float4", "float32", 16),
+        ("double4", "float64", 16),
+        ("float*", "uint64 int64", 8),
+    ],
+)
+def test_pointers_take_tensors_of_their_element_type(params_of, c_type, dtypes, align):
+    (param,) = params_of(f"const {c_type}* __restrict__ x")
+    every = {str(d).removeprefix("torch."): d for d in vars(torch).values() if is_dtype(d)}
+    taken = {name for name, d in every.items() if param.fit(OnGpu(d), 0) is not None}
+    assert taken == set(dtypes.split())
+    good = every[dtypes.split()[0]]
+    steps = [n for n in (1, 2, 4, 8, 16) if param.fit(OnGpu(good, address=0x1000 + n), 0)]
+    assert steps[0] == align
+
+
+def is_dtype(value):
+    return isinstance(value, torch.dtype)
+
+
+def test_void_pointers_take_any_tensor(params_of):
+    (param,) = params_of("const void* x")
+    assert param.fit(OnGpu(torch.bfloat16, address=0x1001), 0) == 0x1001
+    assert param.fit(7, 0) is None
+    assert param.needs == "a contiguous tensor on cuda:{device}"
+
+
+def test_an_empty_tensor_is_a_null_pointer(params_of):
+    assert check("k", params_of("float* x"), [OnGpu(shape=(0,), address=0)], 0) == [0]
+
+
+@pytest.mark.parametrize(
+    ("c_type", "ctype", "good", "bad"),
+    [
+        ("bool", ctypes.c_bool, [True, False, 1], [2, -1, 0.0, "x"]),
+        ("char", ctypes.c_int8, [-128, 127], [128, -129]),
+        ("uint8_t", ctypes.c_uint8, [0, 255], [256, -1]),
+        ("int", ctypes.c_int32, [-(2**31), 2**31 - 1, np.int64(5)], [2**31, 3.0, None]),
+        ("unsigned", ctypes.c_uint32, [0, 2**32 - 1], [2**32, -1]),
+        ("long long", ctypes.c_int64, [-(2**63), 2**63 - 1], [2**63, np.float32(1)]),
+        ("size_t", ctypes.c_uint64, [0, 2**64 - 1], [2**64, -1]),
+        ("float", ctypes.c_float, [1, 0.5, np.float32(2), -3.4e38, np.inf], [1e39, 10**400, "1"]),
+        ("double", ctypes.c_double, [1, 1e308, np.float64(2), -np.inf], [10**400, 1j, True]),
+    ],
+)
+def test_scalars_become_the_c_type_of_the_signature(params_of, c_type, ctype, good, bad):
+    (param,) = params_of(f"{c_type} n")
+    for value in good:
+        (converted,) = check("k", [param], [value], 0)
+        assert type(converted) is ctype
+        assert converted.value == pytest.approx(value)
+    for value in bad:
+        with pytest.raises(LaunchError, match=f"`{c_type} n` needs a number that"):
+            check("k", [param], [value], 0)
+
+
+def test_tensor_maps_are_handed_through(params_of):
+    (param,) = params_of("const __grid_constant__ CUtensorMap map")
+    descriptor = type("TensorMapDescriptor", (), {})()
+    assert check("k", [param], [descriptor], 0) == [descriptor]
+    with pytest.raises(LaunchError, match=r"needs a cuda\.core TensorMapDescriptor"):
+        check("k", [param], [OnGpu()], 0)
+
+
+FAULTS = {
+    "CPU": (OnGpu(device=-1), "a float32 tensor of shape (4, 4) on the CPU"),
+    "other GPU": (OnGpu(device=1), "a float32 tensor of shape (4, 4) on cuda:1"),
+    "dtype": (OnGpu(torch.float64), "a float64 tensor of shape (4, 4) on cuda:0"),
+    "strides": (OnGpu(contiguous=False), "on cuda:0, not contiguous"),
+    "alignment": (OnGpu(address=0x1004), "on cuda:0, not 16-byte aligned"),
+    "number": (3, "3 (int)"),
+    "None": (None, "None (NoneType)"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_tensor_names_kernel_parameter_given_and_needed(fault):
+    wide, (given, words) = cuda_module("data/build.cu").wide, FAULTS[fault]
+    with pytest.raises(LaunchError) as error:
+        check(wide.name, wide.params, [OnGpu(), given, 4], 0)
+    start, end = str(error.value).split("; ")
+    assert start.startswith("wide: parameter 'out' was given ")
+    assert start.endswith(words)
+    needs = "a contiguous float32 tensor on cuda:0 at a multiple of 16 bytes"
+    assert end == f"`float4 *out` needs {needs}"
+
+
+def test_a_tensor_where_a_number_is_needed():
+    rows = cuda_module("data/build.cu").rows
+    with pytest.raises(LaunchError, match=r"'n' was given a int64 tensor of shape \(\) on the CPU"):
+        check(rows.name, rows.params, [OnGpu(), OnGpu(), torch.tensor(4)], 0)
+
+
+@pytest.mark.parametrize("count", [0, 2, 4])
+def test_a_wrong_count_shows_the_signature(count):
+    rows = cuda_module("data/build.cu").rows
+    words = rf"rows\(const float\* x, .*int n\) needs 3 arguments; {count} were given"
+    with pytest.raises(LaunchError, match=words):
+        check(rows.name, rows.params, [OnGpu()] * count, 0)
+
+
+def test_a_launch_checks_before_it_touches_a_gpu():
+    x = torch.ones(4)
+    with pytest.raises(LaunchError, match=r"'x' was given a float32 tensor .* on the CPU"):
+        cuda_module("data/build.cu").rows[1, 256](x, x, 4)
+
+
+# Geometry.
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        (4, "rows[4]: needs [grid, block] or [grid, block, shared_bytes]"),
+        ((1, 2, 3, 4), "needs [grid, block]"),
+        ((0, 32), "rows: grid is (0,); needs 1 to 3 ints from 1"),
+        ((1.5, 32), "grid is (1.5,)"),
+        (([1, 2], 32), "grid is ([1, 2],)"),
+        (((1, 2, 3, 4), 32), "grid is (1, 2, 3, 4)"),
+        (((1, 65536), 32), "at most (2147483647, 65535, 65535)"),
+        ((1, ()), "block is ()"),
+        ((1, 1025), "block is (1025,); needs 1 to 3 ints from 1 to at most (1024, 1024, 64)"),
+        ((1, (1, 1, 65)), "block is (1, 1, 65)"),
+        ((1, (64, 32)), "block (64, 32) has 2048 threads; needs at most 1024"),
+        ((1, 32, -1), "shared_bytes is -1; needs an int of at least 0"),
+        ((1, 32, 1e3), "shared_bytes is 1000.0"),
+    ],
+)
+def test_a_wrong_geometry_says_what_is_legal(where, words):
+    with pytest.raises(LaunchError) as error:
+        cuda_module("data/build.cu").rows[where]
+    assert words in str(error.value)
+
+
+def test_a_geometry_is_made_once():
+    rows = cuda_module("data/build.cu").rows
+    assert rows[(2, 3), 256, 1024] is rows[(2, 3), 256, 1024]
+    assert rows[(2, 3), 256, 1024].geometry == {
+        "grid": (2, 3),
+        "block": (256,),
+        "shmem_size": 1024,
+    }
+
+
+# Launches, on a simulated GPU.
+
+
+class Gpu:
+    """Stands in for `cuda.core`, its driver bindings and `torch.cuda`; records what happens."""
+
+    def __init__(self, monkeypatch):
+        self.launched, self.current, self.made, self.shared = [], [], [], []
+        self.stream, self.refuses = 7, False
+        core = SimpleNamespace(
+            launch=lambda *args: self.launched.append(args),
+            LaunchConfig=lambda **geometry: self.made.append("config") or geometry,
+            Stream=SimpleNamespace(from_handle=self.wrap),
+            Device=self.device,
+        )
+        monkeypatch.setattr(build, "_toolchain", lambda: (core, "13.0", 1))
+        monkeypatch.setattr(build, "_streams", {})
+        monkeypatch.setattr(build, "_thread", build._Thread())
+        monkeypatch.setattr(build, "import_module", {"cuda.bindings.driver": self.driver()}.get)
+        monkeypatch.setattr(CudaModule, "load", lambda _, name, __: SimpleNamespace(handle=name))
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(
+            torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=self.stream)
+        )
+
+    def wrap(self, handle):
+        self.made.append("stream")
+        return f"stream {handle}"
+
+    def device(self, index):
+        properties = SimpleNamespace(max_shared_memory_per_block_optin=232448)
+        return SimpleNamespace(
+            set_current=lambda: self.current.append(index), properties=properties
+        )
+
+    def driver(self):
+        attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="most")
+        results = SimpleNamespace(CUDA_SUCCESS=SimpleNamespace(name="CUDA_SUCCESS"))
+        refusal = SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE")
+
+        def set_attribute(_, value, *__):
+            self.shared.append(value)
+            return (refusal if self.refuses else results.CUDA_SUCCESS,)
+
+        return SimpleNamespace(
+            CUfunction_attribute=attribute, CUresult=results, cuKernelSetAttribute=set_attribute
+        )
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return Gpu(monkeypatch)
+
+
+def test_a_launch_goes_to_the_current_stream_with_c_values(gpu):
+    x, out = OnGpu(address=0x2000), OnGpu(address=0x3000)
+    launch = cuda_module("data/build.cu").saxpy[2, (16, 16)]
+    for gpu.stream in (7, 7, 8, 0):
+        launch(x, x, out, 2, 16)
+    streams = [args[0] for args in gpu.launched]
+    assert streams == ["stream 7", "stream 7", "stream 8", "stream 0"]
+    _, config, handle, *values, a, n = gpu.launched[0]
+    assert config == {"grid": (2,), "block": (16, 16), "shmem_size": 0}
+    assert handle.handle == "saxpy"
+    assert values == [0x2000, 0x2000, 0x3000]
+    assert (type(a), a.value) == (ctypes.c_float, 2.0)
+    assert (type(n), n.value) == (ctypes.c_int, 16)
+
+
+def test_what_a_launch_needs_is_made_once(gpu):
+    launch = cuda_module("data/build.cu").rows[1, 256]
+    for _ in range(3):
+        launch(OnGpu(), OnGpu(), 4)
+    assert gpu.made == ["config", "stream"]
+    assert gpu.current == [0]
+    assert gpu.shared == []
+
+
+def test_every_thread_gets_a_context(gpu):
+    launch = cuda_module("data/build.cu").rows[1, 256]
+    launch(OnGpu(), OnGpu(), 4)
+    thread = threading.Thread(target=launch, args=(OnGpu(), OnGpu(), 4))
+    thread.start()
+    thread.join()
+    assert gpu.current == [0, 0]
+
+
+def test_shared_memory_is_only_ever_raised(gpu):
+    wide = cuda_module("data/build.cu").wide
+    for shared in (60_000, 40_000, 200_000, 60_000):
+        wide[1, 256, shared](OnGpu(), OnGpu(), 4)
+    assert gpu.shared == [60_000, 200_000]
+
+
+def test_too_much_shared_memory_names_the_limit(gpu):
+    gpu.refuses = True
+    with pytest.raises(LaunchError, match=r"300000 bytes .*INVALID_VALUE; this GPU has 232448"):
+        cuda_module("data/build.cu").wide[1, 256, 300_000](OnGpu(), OnGpu(), 4)
+
+
+# Compiling.
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", GPU_ARCHS)
+def test_real_kernels_assemble_for_every_arch(arch):
+    used = assemble(cuda_module("data/build.cu"), arch)
+    assert list(used) == ["saxpy", "rows", "wide", "pair"]
+    assert all(0 < u["registers"] <= 64 and u["spilled"] == 0 for u in used.values())
+    assert [u["shared"] for u in used.values()] == [0, 1024, 0, 0]
+
+
+@needs_nvrtc
+def test_a_compile_error_shows_file_and_line():
+    with pytest.raises(CompileError) as error:
+        cuda_module("data/build_error.cu").assemble("sm90")
+    first, *rest = str(error.value).splitlines()
+    assert first.startswith(
+        f"{Path(__file__).parent}/data/build_error.cu does not compile for sm_90"
+    )
+    assert 'build_error.cu(4): error: identifier "undeclared" is undefined' in rest
+    assert "\0" not in str(error.value)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm90", "sm121"])
+def test_what_an_arch_lacks_is_refused_in_the_assemblers_words(arch):
+    module = cuda_module("data/build_blackwell.cu", targets={"sm100": "sm_100a"})
+    assert module.assemble("sm100")["tensor_memory"]["registers"] > 0
+    with pytest.raises(CompileError, match=r"tcgen05.wait' not supported on .target 'sm_"):
+        module.assemble(arch)
+
+
+@needs_nvrtc
+def test_an_arch_that_the_compiler_does_not_know_is_named():
+    with pytest.raises(CompileError, match=r"for sm_999 \(NVRTC [\d.]+\):\n.*\n*.*invalid value"):
+        cuda_module("data/build.cu").assemble("sm999")
+
+
+@needs_nvrtc
+def test_a_kernel_that_an_if_removes_does_not_count_as_assembled(module_of):
+    module = module_of(
+        '#if __CUDA_ARCH__ >= 1000\nextern "C" __global__ void late(int n) {}\n#endif\n'
+        'extern "C" __global__ void early(int n) {}\n'
+    )
+    assert list(module.assemble("sm100")) == ["late", "early"]
+    with pytest.raises(CompileError, match="no code for late; is it inside an #if"):
+        module.assemble("sm90")
+
+
+@needs_nvrtc
+def test_options_reach_the_compiler(module_of):
+    source = 'extern "C" __global__ void k(float* x) { x[0] = TILE; }'
+    assert module_of(source, options={"define_macro": ("TILE", "4")}).assemble("sm90")
+    with pytest.raises(CompileError, match='identifier "TILE" is undefined'):
+        module_of(source).assemble("sm90")
+    with pytest.raises(CompileError, match="unexpected keyword argument 'tile'"):
+        module_of(source, options={"tile": 4}).assemble("sm90")
+
+
+@needs_nvrtc
+def test_missing_cuda_headers_say_how_to_get_them(module_of, monkeypatch):
+    monkeypatch.setattr(build, "_toolkit", list)
+    with pytest.raises(CompileError, match=r"cuda_fp16.h(.|\n)*pip install nvidia-cuda-runtime"):
+        module_of('#include <cuda_fp16.h>\nextern "C" __global__ void k(int n) {}').assemble("sm90")
+
+
+@pytest.mark.parametrize("error", [ImportError("cannot import name 'bindings'"), RuntimeError()])
+def test_without_a_compiler_the_error_says_what_to_install(monkeypatch, error):
+    def missing(name):
+        raise error
+
+    monkeypatch.setattr(build, "import_module", missing)
+    build._toolchain.cache_clear()
+    with pytest.raises(NoCompiler, match="pip install cuda-core cuda-bindings nvidia-cuda-nvrtc"):
+        cuda_module("data/build.cu").assemble("sm90")
+
+
+# The cache.
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """Count what really is compiled."""
+    real, seen = build._nvrtc, []
+
+    def counted(core, module, options):
+        seen.append(options["arch"])
+        return real(core, module, options)
+
+    monkeypatch.setattr(build, "_nvrtc", counted)
+    return seen
+
+
+@needs_nvrtc
+def test_a_second_process_finds_what_the_first_compiled(cache, compilations):
+    first = build.compiled(cuda_module("data/build.cu"), "sm_90")
+    assert build.compiled(cuda_module("data/build.cu"), "sm_90") == first
+    build.compiled(cuda_module("data/build.cu"), "sm_100")
+    assert compilations == ["sm_90", "sm_100"]
+    assert len(list(cache.iterdir())) == 2
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
+def test_a_corrupt_entry_is_compiled_again(cache, compilations, damage):
+    module = cuda_module("data/build.cu")
+    good = build.compiled(module, "sm_90")
+    (entry,) = cache.iterdir()
+    stored = entry.read_bytes()
+    flipped = stored[:-9] + bytes([stored[-9] ^ 1]) + stored[-8:]
+    entry.write_bytes({"truncate": stored[:-1], "flip": flipped, "empty": b""}[damage])
+    assert build.compiled(module, "sm_90") == good
+    assert compilations == ["sm_90", "sm_90"]
+    assert entry.read_bytes()[:32] == stored[:32]
+
+
+@needs_nvrtc
+def test_source_header_options_and_compiler_are_in_the_key(
+    module_of, tmp_path, compilations, monkeypatch
+):
+    source = '#include "deep.cuh"\nextern "C" __global__ void k(int* x) { x[0] = N; }'
+    (tmp_path / "deep.cuh").write_text('#include "deeper.cuh"\n')
+    (tmp_path / "deeper.cuh").write_text("#define N 1\n")
+    cubins = [build.compiled(module_of(source), "sm_90")]
+    (tmp_path / "deeper.cuh").write_text("#define N 2\n")
+    cubins += [build.compiled(module_of(source), "sm_90")]
+    cubins += [build.compiled(module_of(source + " "), "sm_90")]
+    cubins += [build.compiled(module_of(source, options={"lineinfo": True}), "sm_90")]
+    toolchain = (build._toolchain()[0], "99.0", 1)
+    monkeypatch.setattr(build, "_toolchain", lambda: toolchain)
+    build.compiled(module_of(source), "sm_90")
+    assert len(compilations) == 5
+    assert cubins[0] != cubins[1]
+
+
+@needs_nvrtc
+def test_a_header_edited_after_the_import_is_not_cached(module_of, tmp_path, cache):
+    (tmp_path / "n.cuh").write_text("#define N 1\n")
+    module = module_of('#include "n.cuh"\nextern "C" __global__ void k(int* x) { x[0] = N; }')
+    (tmp_path / "n.cuh").write_text("#define N 2\n")
+    module.assemble("sm90")
+    assert not cache.exists()
+
+
+@needs_nvrtc
+def test_processes_that_compile_at_once_agree(cache):
+    module = cuda_module("data/build.cu")
+    with multiprocessing.get_context("spawn").Pool(4) as pool:
+        used = pool.starmap(assemble, [(module, "sm90")] * 8, chunksize=1)
+    assert all(u == used[0] for u in used)
+    assert [entry.suffix for entry in cache.iterdir()] == [".cubin"]
+    assert module.assemble("sm90") == used[0]
+
+
+@needs_nvrtc
+def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert cuda_module("data/build.cu").assemble("sm90")["saxpy"]

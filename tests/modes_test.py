@@ -1,0 +1,196 @@
+"""What each way to run does: verdicts, words, exit codes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+def test_measure_passes_with_a_record_and_is_new_without(page, gpu, pytester):
+    page(at_least="1.5")
+    gpu(added=2e-5, doubled=1e-5)
+    result = pytester.runpytest_subprocess("-v")
+    result.stdout.fnmatch_lines(["*test_doubling[[]doubled-n1001[]] NEW ?.???x [[]*"])
+    result.stdout.fnmatch_lines(["*pytest --aisp-update-expectations*"])
+    assert result.ret == 0
+    assert pytester.runpytest_subprocess("--aisp-update-expectations").ret == 0
+    again = pytester.runpytest_subprocess("-v")
+    again.stdout.fnmatch_lines(["*test_doubling[[]doubled-n1001[]] PASSED ?.???x*"])
+
+
+@pytest.mark.parametrize("workers", [[], ["-n0"], ["-n2"]])
+def test_a_missed_claim_is_red_and_says_what_missed_what(page, gpu, pytester, workers):
+    page(at_least="{'sm90': 3.0}")
+    gpu(added=2e-5, doubled=1e-5)
+    result = pytester.runpytest_subprocess(*workers)
+    result.stdout.fnmatch_lines(
+        [
+            "*pair.assert_speedup()",
+            "*?.???x against 3.000x (at_least on the page)*votes of fresh processes*-> red",
+            "*reproduce:",
+            "*    pytest 'ch99/doubling_test.py::test_doubling[[]doubled-n1001[]]'",
+        ]
+    )
+    assert result.ret == 1
+    assert "FAILED" in result.stdout.str()
+
+
+def test_a_loss_against_the_record_is_regressed_and_in_lf(page, gpu, pytester):
+    page()
+    gpu(added=2e-5, doubled=1e-5)
+    pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=3")
+    gpu(added=2e-5, doubled=1.2e-5)
+    result = pytester.runpytest_subprocess("--junitxml=junit.xml")
+    result.stdout.fnmatch_lines(
+        ["*stored in baselines/simulated-gpu/ch99.json*-> red", "*accept:", "*=all*doubled-n1001*"]
+    )
+    result.stdout.fnmatch_lines(["*REGRESSED*"])
+    assert result.ret == 1
+    junit = (pytester.path / "junit.xml").read_text()
+    assert "aisp_speedup" in junit
+    assert 'value="regressed"' in junit
+    last = pytester.runpytest_subprocess("--lf", "--collect-only", "-q")
+    last.stdout.fnmatch_lines(["ch99/doubling_test.py::test_doubling[[]doubled-n1001[]]"])
+
+
+def test_a_gain_against_the_record_is_improved_and_green(page, gpu, pytester):
+    page()
+    gpu(added=2e-5, doubled=1e-5)
+    pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=3")
+    gpu(added=2e-5, doubled=0.8e-5)
+    result = pytester.runpytest_subprocess("-v")
+    result.stdout.fnmatch_lines(["*IMPROVED 2.5*"])
+    assert result.ret == 0
+
+
+def test_a_loss_in_another_environment_is_stale_unless_strict(page, gpu, pytester):
+    page()
+    gpu(added=2e-5, doubled=1e-5)
+    pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=3")
+    file = pytester.path / "baselines" / "simulated-gpu" / "ch99.json"
+    file.write_text(file.read_text().replace('"torch": "simulated"', '"torch": "other"'))
+    gpu(added=2e-5, doubled=1.2e-5)
+    result = pytester.runpytest_subprocess("-v")
+    result.stdout.fnmatch_lines(["*STALE 1.6*"])
+    assert result.ret == 0
+    assert pytester.runpytest_subprocess("--aisp-strict-env").ret == 1
+
+
+def test_neutral_claims_hold_when_nothing_changes_and_fail_on_a_loss(page, gpu, pytester):
+    page(at_least="'neutral'")
+    gpu(added=1e-5, doubled=1e-5)
+    assert pytester.runpytest_subprocess().ret == 0
+    gpu(added=1e-5, doubled=1.1e-5)
+    result = pytester.runpytest_subprocess()
+    result.stdout.fnmatch_lines(["*against 1.000x (at_least='neutral' on the page)*-> red"])
+    assert result.ret == 1
+
+
+def test_check_mode_times_nothing(page, gpu, pytester):
+    page(at_least="1000")
+    gpu(added=1e-5, doubled=1e-5)
+    result = pytester.runpytest_subprocess("--aisp-check", "-v")
+    result.stdout.fnmatch_lines(["*CHECKED*", "*1 checked*"])
+    assert result.ret == 0
+
+
+def test_without_a_gpu_a_gpu_case_is_checked_and_says_need_and_fact(page, pytester):
+    page(more="needs='tcgen05',")
+    result = pytester.runpytest_subprocess("-v")
+    result.stdout.fnmatch_lines(["*CHECKED needs tcgen05 (sm100, sm103); there is none here*"])
+    assert result.ret == 0
+
+
+def test_need_names_the_gpu_at_hand(page, gpu, pytester):
+    page(more="needs='wgmma',")
+    gpu(added=1e-5, doubled=1e-5)
+    text = pytester.path.joinpath("conftest.py").read_text().replace("sm90", "sm100")
+    pytester.path.joinpath("conftest.py").write_text(text)
+    result = pytester.runpytest_subprocess("-m", "sm90", "-v")
+    result.stdout.fnmatch_lines(
+        ["*CHECKED needs wgmma (sm90); this GPU is sm100 (simulated-gpu)*"]
+    )
+
+
+def test_aa_compares_a_side_with_itself(page, gpu, pytester):
+    page(at_least="2.0")
+    gpu(added=2e-5, doubled=1e-5)
+    result = pytester.runpytest_subprocess("--aisp-aa", "-v")
+    result.stdout.fnmatch_lines(["*PASSED ?.???x*", "*doubled*"])
+    assert result.ret == 0
+
+
+def test_replay_judges_recorded_samples_again(page, gpu, pytester):
+    page(at_least="1.5")
+    gpu(added=2e-5, doubled=1e-5)
+    first = pytester.runpytest_subprocess("--aisp-artifacts=kept", "-v")
+    gpu(added=1e-5, doubled=1e-5)  # would miss the claim if it were measured
+    again = pytester.runpytest_subprocess("--aisp-replay=kept", "-v")
+
+    def row(result):
+        return next(ln for ln in result.outlines if ln.startswith("doubling "))
+
+    assert row(first) == row(again)
+    assert again.ret == 0
+    page(at_least="3.0")
+    assert pytester.runpytest_subprocess("--aisp-replay=kept/results.jsonl").ret == 1
+
+
+def test_replay_of_something_else_says_so(page, pytester):
+    page()
+    (pytester.path / "notes.txt").write_text("hello")
+    result = pytester.runpytest_subprocess("--aisp-replay=notes.txt")
+    result.stderr.fnmatch_lines(["*--aisp-replay=notes.txt: not the results.jsonl of a run*"])
+    assert result.ret == 4
+
+
+def test_a_missing_record_fails_where_the_ini_says_so(page, gpu, pytester):
+    page()
+    gpu(added=2e-5, doubled=1e-5)
+    result = pytester.runpytest_subprocess("-o", "aisp_missing=fail")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*pytest --aisp-update-expectations 'ch99*"])
+
+
+def test_too_many_suspects_in_one_direction_void_the_run(page, gpu, pytester):
+    for number in range(8):
+        page(name=f"doubling{number}_test.py")
+    gpu(added=2e-5, doubled=1e-5)
+    pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=3")
+    gpu(added=2e-5, doubled=1.2e-5)
+    result = pytester.runpytest_subprocess()
+    result.stdout.fnmatch_lines(["RUN INVALID (environment moved)*"])
+    assert result.ret == 17
+
+
+def test_the_marker_of_each_arch_selects(page, pytester):
+    page(more="cpu_sizes=[{'n': 99}], needs='wgmma',")
+    ids = {
+        "sm90": ["doubled-n1001"],
+        "cpu": ["doubled-cpu-n99"],
+        "sm100": [],
+    }
+    for marker, expected in ids.items():
+        result = pytester.runpytest_subprocess("--collect-only", "-q", "-m", marker)
+        found = [ln for ln in result.outlines if "::" in ln]
+        assert [ln.partition("[")[2].rstrip("]") for ln in found] == expected
+
+
+def test_artifacts_hold_the_rows_of_finished_cases(page, gpu, pytester):
+    page()
+    gpu(added=2e-5, doubled=1e-5)
+    pytester.runpytest_subprocess("--aisp-artifacts=kept")
+    rows = [json.loads(ln) for ln in (pytester.path / "kept/results.jsonl").read_text().splitlines()]
+    assert [r["verdict"] for r in rows] == ["new"]
+    assert len(rows[0]["timings"][0]["blocks"]) == 20
+
+
+def test_results_reach_a_hook_on_the_controller(page, gpu, pytester):
+    page()
+    gpu(added=2e-5, doubled=1e-5)
+    conftest = pytester.path / "conftest.py"
+    hook = "\n\ndef pytest_aisp_result(config, row):\n    print('seen', row['verdict'])\n"
+    conftest.write_text(conftest.read_text() + hook)
+    for workers in ("-n0", "-n2"):
+        assert "seen new" in pytester.runpytest_subprocess(workers, "-s").stdout.str()
