@@ -1,11 +1,12 @@
 """False reds and misses of the whole decision, on the simulated device.
 
     python benchmarks/error_rates.py            quick: 1,500 case-runs a noise model
-    python benchmarks/error_rates.py --full     15,000 and 2,000 planted losses, the table of docs/verdict.md
+    python benchmarks/error_rates.py --full     15,000 and 2,000 planted losses, the table of
+    docs/verdict.md
 
-A suite of 250 unlike cases is recorded as a product is (8 processes in each of two sessions), then run
-again and again in new sessions: screen, vote, claim gate and record gate, with the code that judges
-real runs. A run is unchanged, or every case has lost what its row calls detectable.
+A suite of 250 unlike cases is recorded as a product is (8 processes in each of two sessions), then
+run again and again in new sessions: screen, vote, claim gate and record gate, with the code that
+judges real runs. A run is unchanged, or every case has lost what its row calls detectable.
 """
 
 from __future__ import annotations
@@ -93,7 +94,12 @@ def record(noise: Noise, cases: int, rng: random.Random) -> list[Recorded]:
 
 
 def judge(
-    case: Recorded, spread: float, session_sd: float, shift: float, planted: bool, rng: random.Random
+    case: Recorded,
+    spread: float,
+    session_sd: float,
+    shift: float,
+    planted: bool,
+    rng: random.Random,
 ) -> str:
     """Return the verdict of one case-run in a session shifted by `shift`."""
     margin = verdict.record_margin(spread, session_sd, "graph")

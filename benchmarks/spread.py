@@ -4,7 +4,8 @@
     python benchmarks/spread.py table OUT1.json OUT2.json ...    the table of docs/spread.md
 
 Six unlike pairs and, for each, the optimized side against an independent copy of itself (A/A). In
-each process every pair is built 4 times (buffers freed, allocated and captured anew), 10 blocks each.
+each process every pair is built 4 times (buffers freed, allocated and captured anew), 10 blocks
+each.
 """
 
 from __future__ import annotations
@@ -157,7 +158,9 @@ def table(files: Sequence[Path]) -> None:
         {"session": s, **r} for s, f in enumerate(files) for r in json.loads(f.read_text())["rows"]
     ]
     keys = sorted({(r["kind"], r["pair"]) for r in rows})
-    print("| pair | kind | clock | times (us) | block | capture | process | session | one process |")
+    print(
+        "| pair | kind | clock | times (us) | block | capture | process | session | one process |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for kind, name in keys:
         mine = [r for r in rows if (r["kind"], r["pair"]) == (kind, name)]

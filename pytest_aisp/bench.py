@@ -2,7 +2,8 @@
 
     python -m pytest_aisp.bench READ_FD WRITE_FD
 
-It dies with its parent. Whatever a page prints goes to this process's own stdout, never into an answer.
+It dies with its parent. Whatever a page prints goes to this process's own stdout, never into an
+answer.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ class Server:
 
 
 def _error_reply(error: Exception, task: Task) -> Reply:
-    from . import check, controls, cuda, engine, numerics, sides, timing, trees, workbench
+    from . import controls, cuda, engine, numerics, sides, timing, trees, workbench
 
     kinds: tuple[tuple[str, tuple[type[Exception], ...]], ...] = (
-        ("wrong", (numerics.Wrong, check.Wrong)),
+        ("wrong", (numerics.Wrong,)),
         (
             "page",
             (

@@ -1,8 +1,8 @@
 """Prove that sides compute what the reference says, before and after they are timed.
 
-`Oracle` holds what is expected of one pair at one size; `check_sides` runs the sides under the rules
-(fresh memory, fresh values at the same addresses, inputs unchanged, nothing aliased) and applies the
-exact probe and the negative controls.
+`Oracle` holds what is expected of one pair at one size; `check_sides` runs the sides under the
+rules (fresh memory, fresh values at the same addresses, inputs unchanged, nothing aliased) and
+applies the exact probe and the negative controls.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ def check_sides(
 ) -> Checked:
     """Check every side of `sides` against the oracle; the baseline comes first.
 
-    Without `controls` the sides are checked, the tolerance is not: a size found by search may be too
-    small for any control to apply.
+    Without `controls` the sides are checked, the tolerance is not: a size found by search may be
+    too small for any control to apply.
 
     Raises:
         Wrong: for a wrong result; SideError: for a side that breaks a rule of comparing;
@@ -235,6 +235,9 @@ def judge(
     """Compare what a side produced with the oracle; raise `Wrong` at the first mismatch."""
     if is_baseline and not oracle.types:
         oracle.types.update({path: tensor.dtype for path, tensor in _matched(oracle, found, turns)})
+    if oracle.bench.pair.state is not None:  # what only this side's optimizer makes
+        for path, tensor in found:
+            oracle.types.setdefault(path, tensor.dtype)
     leaves = oracle.leaves(turns, precision)
     if oracle.bench.pair.state is not None:
         leaves, found = _shared(oracle, side, leaves, found)
@@ -251,7 +254,7 @@ def judge(
 def _shared(
     oracle: Oracle, side: Side, leaves: Sequence[Leaf], found: Named
 ) -> tuple[list[Leaf], Named]:
-    """Pair what both have of outputs and state; only what an optimizer made lazily may be absent."""
+    """Pair what both have; only what an optimizer made lazily may be absent."""
     by_name = dict(found)
     for leaf in leaves:
         if leaf.path not in by_name and (leaf.path in oracle.begins or leaf.path[:5] != "state"):
@@ -319,7 +322,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _poison_free_memory(like: Any, device: str) -> None:
-    """Leave NaN in the memory that the allocator will hand out next, so that `empty` holds no answer."""
+    """Leave NaN in the memory that the allocator hands out next: `empty` holds no answer."""
     import torch
 
     held = [torch.empty_like(t) for _, t in trees.tensors(like) for _ in range(2) if t.numel()]
@@ -334,7 +337,7 @@ def _synchronize(device: str) -> None:
 
 
 def _exact_probe(oracle: Oracle, sides: Sequence[Side]) -> str:
-    """Run every side on small integers, where a linear operation has one right answer, bit for bit."""
+    """Run every side on small integers, where a linear operation has one right answer."""
     import torch
 
     bench, pair = oracle.bench, oracle.bench.pair

@@ -1,8 +1,9 @@
 """Negative controls: wrong answers that a page's own tolerance must refuse.
 
-Each is made from the reference. A control applies if it moves the reference beyond `APPLIES` times the
-derived bound; that is computed, never declared. One that applies and is accepted condemns the tolerance.
-A page where no noise, no structure or no freshness control applies has inputs that cannot tell.
+Each is made from the reference. A control applies if it moves the reference beyond `APPLIES` times
+the derived bound; that is computed, never declared. One that applies and is accepted condemns the
+tolerance. A page where no noise, no structure or no freshness control applies has inputs that
+cannot tell.
 """
 
 from __future__ import annotations

@@ -61,6 +61,10 @@ class HostBout:
         self._waited, self._since = waited, now
         return f"waited for a core {share:.0%} of the time" if share > STOLEN else None
 
+    def other(self) -> dict[str, Any]:
+        """A CPU has one clock."""
+        return {}
+
     def details(self) -> dict[str, Any]:
         slots, calls = len(self.bench.slots), [w.calls for w in self.windows]
         return {"warmup": self._warmup, "slots": slots, "calls": calls, "threads": _threads()}

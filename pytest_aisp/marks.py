@@ -82,7 +82,7 @@ def compare(
         )
     except PairError as error:
         raise PairError(f"@compare: {error}") from None
-    return pytest.mark.aisp_pair(pair=pair)  # type: ignore[return-value]
+    return pytest.mark.aisp_pair(pair=pair)
 
 
 assert MARK == "aisp_pair"

@@ -1,7 +1,7 @@
 """What the pytest process and a bench process say to each other: one JSON object a line.
 
-A `Task` goes to the bench process; `progress` lines and one final `Reply` come back. Only plain types
-cross, so that the two may run different interpreters, and a recorded reply can be replayed.
+A `Task` goes to the bench process; `progress` lines and one final `Reply` come back. Only plain
+types cross, so that the two may run different interpreters, and a recorded reply can be replayed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Task:
         function, variant, size, gpus: the case.
         side: for `sample`, the name of the one side to time.
         device: ``cuda`` or ``cpu``.
-        at: ``case`` checks the case's own size and a few fixed others, ``check`` the small ones only.
-        rule: keywords of `numerics.Rule`.
+        at: ``case`` checks the case's own size and a few fixed others, ``check`` the small ones
+        only. rule: keywords of `numerics.Rule`.
         versus: ``baseline``, or ``self`` for an A/A trial.
         budget: keywords of `timing.Budget`.
         seed: from which values and the order of windows are drawn.

@@ -1,9 +1,9 @@
 """When is a result right: expected values, the error they allow, and the comparison.
 
-The reference is computed in float64 from the inputs as the sides get them. The allowed error of each
-element is a standard deviation derived from the types, the longest sum and the reference's own
-sensitivity to its operands; `docs/checking.md` derives it. Two tests must hold: the rms of the error
-over all elements, and the worst element.
+The reference is computed in float64 from the inputs as the sides get them. The allowed error of
+each element is a standard deviation derived from the types, the longest sum and the reference's own
+sensitivity to its operands; `docs/checking.md` derives it. Two tests must hold: the rms of the
+error over all elements, and the worst element.
 """
 
 from __future__ import annotations
@@ -123,8 +123,9 @@ def _zeros(value: torch.Tensor) -> torch.Tensor | None:
 
 
 def _floored(squares: torch.Tensor) -> torch.Tensor:
-    # A few probes scatter: no element's sensitivity is believed below half the output's rms one.
-    return squares.clamp_min_(0.25 * float(squares.mean())) if squares.numel() else squares
+    # Three probes scatter: no element's sensitivity is believed below 0.7 of the output's rms one,
+    # else the worst of 10^8 honest elements would pass the limit by an unlucky estimate.
+    return squares.clamp_min_(0.5 * float(squares.mean())) if squares.numel() else squares
 
 
 def _floating(tensor: torch.Tensor) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -191,7 +190,7 @@ def _refuse(settings: Settings, config: pytest.Config) -> None:
     """Refuse combinations that would lie or lose something."""
     if settings.update is not None:
         _refuse_update(settings, config)
-    modes = {"--aisp-check": settings.check, "--aisp-aa": settings.aa}
+    modes: dict[str, object] = {"--aisp-check": settings.check, "--aisp-aa": settings.aa}
     modes |= {"--aisp-replay": settings.replay, "--aisp-update-expectations": settings.update}
     given = [name for name, value in modes.items() if value]
     if len(given) > 1:

@@ -1,6 +1,7 @@
 """A pair: one baseline, its optimized variants, and everything a page says about them.
 
-Plain data, checked when it is built, so that every mistake in a declaration is an error at collection.
+Plain data, checked when it is built, so that every mistake in a declaration is an error at
+collection.
 """
 
 from __future__ import annotations

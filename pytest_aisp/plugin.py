@@ -6,7 +6,7 @@ Loading it imports pytest, the standard library and `options`; everything else w
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,10 +16,11 @@ from . import options
 if TYPE_CHECKING:
     from .fixtures import PairUnderTest
     from .recorder import Recorder
+    from .runner import Run
 
 SETTINGS = pytest.StashKey[options.Settings]()
-RUN = pytest.StashKey["Run"]()
-RECORDER = pytest.StashKey["Recorder"]()
+RUN: pytest.StashKey[Run] = pytest.StashKey()
+RECORDER: pytest.StashKey[Recorder] = pytest.StashKey()
 INVALID_RUN = 17
 """Exit code of a run whose environment moved: no verdict of it counts."""
 
@@ -156,7 +157,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[Any]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: Any
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if call.when == "call" and item.get_closest_marker("aisp_pair") is not None:
         from .fixtures import attach

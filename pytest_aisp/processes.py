@@ -1,7 +1,7 @@
 """Process sides: what a process decides once (environment, allocator, threads) takes a fresh one.
 
-Each sample is one fresh process that imports the page, makes the inputs, warms up, and times its own
-calls; the order of the processes is ABBA as everywhere.
+Each sample is one fresh process that imports the page, makes the inputs, warms up, and times its
+own calls; the order of the processes is ABBA as everywhere.
 """
 
 from __future__ import annotations
@@ -87,6 +87,9 @@ class _ProcessBout:
 
     def disturbance(self) -> str | None:
         return None
+
+    def other(self) -> dict[str, Any]:
+        return {}
 
     def details(self) -> dict[str, Any]:
         return {"processes": [w.started for w in self.windows]}

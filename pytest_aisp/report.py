@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from .recorder import Recorder
     from .runner import Run
 
-COLUMNS = ("page", "variant", "size", "baseline", "optimized", "speedup [99 %]", "limit")
+COLUMNS: tuple[str, ...] = (
+    "page",
+    "variant",
+    "size",
+    "baseline",
+    "optimized",
+    "speedup [99 %]",
+    "limit",
+)
 COLUMNS += ("bound", "claim", "stored", "detects", "verdict")
 
 
@@ -34,7 +42,11 @@ def status(row: Mapping[str, Any], outcome: str) -> tuple[str, str, Any] | None:
 def header(run: Run) -> list[str]:
     """Return the header: machine, mode, limits."""
     settings, machine = run.settings, run.machine
-    modes = {"check": settings.check, "aa": settings.aa, "replay": settings.replay}
+    modes: dict[str, object] = {
+        "check": settings.check,
+        "aa": settings.aa,
+        "replay": settings.replay,
+    }
     modes |= {"record": settings.update}
     mode = next((name for name, on in modes.items() if on), "measure")
     versions = ", ".join(f"{k} {v}" for k, v in machine.versions.items())

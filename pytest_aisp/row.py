@@ -101,7 +101,10 @@ class Row:
         found: dict[str, Any] = {"verdict": self.verdict, "clock": self.clock, "bound": self.bound}
         found |= {"product": self.product, "share": self.share, "limit": self.limit}
         found |= {"speedup": self.speedup, "detectable": self.detectable}
-        found |= {f"seconds_{k}": v for k, v in zip(("baseline", "optimized"), self.pair_seconds())}
+        found |= {
+            f"seconds_{k}": v
+            for k, v in zip(("baseline", "optimized"), self.pair_seconds(), strict=False)
+        }
         return [(f"aisp_{k}", v) for k, v in found.items() if v not in (None, "")]
 
     def pair_seconds(self) -> tuple[float, ...]:

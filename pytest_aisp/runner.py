@@ -1,7 +1,8 @@
 """One case from its declaration to its verdict.
 
-`Run` is what a whole pytest process has: machine, bench processes, stored results, peaks. `CaseRun` is
-one case on it: decide where it can be shown, check, time, judge. No pytest here: glue calls it.
+`Run` is what a whole pytest process has: machine, bench processes, stored results, peaks.
+`CaseRun` is one case on it: decide where it can be shown, check, time, judge. No pytest here: glue
+calls it.
 """
 
 from __future__ import annotations
@@ -136,8 +137,22 @@ class Run:
         """Return the stored peaks of `product`, or None where nobody has measured them."""
         if product not in self._peaks:
             path = self.settings.baselines / product / "peaks.json"
+            if not path.exists() and self.settings.update is not None and self.timer is None:
+                self._measure_peaks(path, product)
             self._peaks[product] = peaks_module.load(path) if path.exists() else None
         return self._peaks[product]
+
+    def _measure_peaks(self, path: Path, product: str) -> None:
+        """Measure the peaks of a machine that is being recorded for the first time."""
+        device = "cuda" if product == self.machine.product and self.machine.gpus else "cpu"
+        self.progress(f"measure the peaks of {product}")
+        task = Task(kind="peaks", device=device)
+        reply = self.bench(device).ask(task, self.settings.timeout, self.progress)
+        if reply.error is not None:
+            raise Failed(f"the peaks of {product} could not be measured: {reply.message}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        facts = dict(reply.result["facts"])
+        peaks_module.save(path, peaks_module.Peaks(product, reply.result["rates"], facts))
 
     def check_time(self) -> None:
         """Raise `Interrupted` when the suite's time is over."""
@@ -261,7 +276,7 @@ class CaseRun:
         return ["reproduce:", f"    pytest '{self.where['nodeid']}'"]
 
     def check(self, rule: dict[str, Any]) -> None:
-        """Prove both sides right under `rule`, or assemble their kernels where that is all we can."""
+        """Prove both sides right under `rule`, or assemble kernels where that is all we can."""
         self.rule = rule
         if self.place.kind == "compile":
             found = self.ask(self.task("compile"))
@@ -322,6 +337,7 @@ class CaseRun:
         }
         self._interval([timed["value"]])
         self._limit(timed)
+        self._other_clock(timed["details"])
         for name, seconds in timed.get("one_off", {}).items():
             if seconds:
                 row.notes.append(self._break_even(name, seconds))
@@ -330,6 +346,17 @@ class CaseRun:
         baseline = self.case.pair.baseline.__name__
         variant = self.case.variant_name
         return (f"{variant}, a copy", variant) if self.run.settings.aa else (baseline, variant)
+
+    def _other_clock(self, details: Mapping[str, Any]) -> None:
+        """Note the times on the clock that does not judge, and the goodput of host-bound sides."""
+        for key in ("as_called", "gpu_only"):
+            if key in details:
+                times = " / ".join(duration(t) for t in details[key])
+                self.row.notes.append(f"{key.replace('_', ' ')}: {times}")
+        if "gpu_only" in details:
+            busy = zip(details["gpu_only"], self.row.pair_seconds(), strict=True)
+            shares = " / ".join(f"{min(1.0, gpu / wall):.0%}" for gpu, wall in busy)
+            self.row.notes.append(f"goodput, GPU time over wall time: {shares}")
 
     def _break_even(self, name: str, seconds: float) -> str:
         slow, fast = self.row.pair_seconds()

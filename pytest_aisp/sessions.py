@@ -54,8 +54,8 @@ def _selects_cpu(expression: str) -> bool:
 def leased(item: pytest.Item) -> Iterator[None]:
     """Hold the machine as the case needs it; waiting counts against no time limit.
 
-    Timing on the host's clock is alone on the machine; everything else shares the host, and is alone
-    on its GPU. The order is fixed, so that two sessions cannot wait for each other.
+    Timing on the host's clock is alone on the machine; everything else shares the host, and is
+    alone on its GPU. The order is fixed, so that two sessions cannot wait for each other.
     """
     run = item.config.stash[plugin.RUN]
     case = _case(item)

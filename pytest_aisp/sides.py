@@ -1,8 +1,8 @@
 """Sides made ready to run: slots of inputs, prepared callables, states that can be restored.
 
 A `Subject` is one side on its slots. A side that is a function is called with each slot's inputs; a
-generator is *prepared*: it gets them once and yields the callable to run. Values of inputs change in
-place between windows, so a prepared side may compute ahead only what depends on `state`.
+generator is *prepared*: it gets them once and yields the callable to run. Values of inputs change
+in place between windows, so a prepared side may compute ahead only what depends on `state`.
 """
 
 from __future__ import annotations

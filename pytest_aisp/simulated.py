@@ -1,8 +1,8 @@
 """A device that is only arithmetic: times with programmable noise, bias and faults.
 
 Tests and docs use it in place of a GPU. Each window's time is the side's true time, scaled by what
-both sides share (drift, warm-up ramp, clock steps) and by what each has of its own (session, process,
-capture, window noise), then rounded to the clock's resolution.
+both sides share (drift, warm-up ramp, clock steps) and by what each has of its own (session,
+process, capture, window noise), then rounded to the clock's resolution.
 """
 
 from __future__ import annotations
@@ -126,6 +126,9 @@ class _SimulatedBout:
         was = self._throttled
         self._draw()
         return "thermal slowdown (simulated)" if was else None
+
+    def other(self) -> dict[str, Any]:
+        return {}
 
     def details(self) -> dict[str, Any]:
         return {"calls": [w.calls for w in self.windows], "slots": 1}

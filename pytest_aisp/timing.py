@@ -1,7 +1,7 @@
 """The schedule: windows into ABBA blocks, blocks into one process's samples.
 
-A `Bout` is two subjects ready on one clock: a pair of windows. This module only decides in which order the windows run, so that it is the same on a GPU, a CPU and the simulated
-device.
+A `Bout` is two subjects ready on one clock: a pair of windows. This module only decides in which
+order the windows run, so that it is the same on a GPU, a CPU and the simulated device.
 """
 
 from __future__ import annotations
@@ -37,13 +37,18 @@ class Bout(Protocol):
     """Two sides ready to be timed against each other on one clock."""
 
     clock: str
-    windows: tuple[Window, Window]
+
+    @property
+    def windows(self) -> tuple[Window, Window]: ...
 
     def refresh(self) -> None:
         """Rewrite the inputs' values in place and poison the outputs."""
 
     def disturbance(self) -> str | None:
         """Name what disturbed the windows since the last call, or None."""
+
+    def other(self) -> dict[str, Any]:
+        """Return the times on the clock that does not judge; may run the sides again."""
 
     def details(self) -> dict[str, Any]:
         """Return facts of JSON types for the row: slots, calls, clocks, allocations."""
@@ -118,7 +123,8 @@ def join(parts: Sequence[Samples]) -> Samples:
     joined: dict[str, Any] = {f.name: getattr(parts[-1], f.name) for f in fields(Samples)}
     for name in ("blocks", "baseline", "optimized", "orders", "dropped"):
         joined[name] = [value for part in parts for value in getattr(part, name)]
-    joined["details"] = {**parts[-1].details, "laps": len(parts)}
+    joined["details"] = {k: v for part in parts for k, v in part.details.items()}
+    joined["details"]["laps"] = len(parts)
     return Samples(**joined)
 
 

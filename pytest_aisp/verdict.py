@@ -27,7 +27,7 @@ SESSION_SHIFTS = 5.0
 UNKNOWN_SESSION = 0.005
 """Session-to-session spread assumed until two sessions are recorded."""
 
-DEFAULT_SPREAD = {"graph": 0.0025, "queue": 0.005, "host": 0.010, "cpu": 0.030, "process": 0.030}
+DEFAULT_SPREAD = {"graph": 0.0025, "queue": 0.005, "host": 0.030, "cpu": 0.030, "process": 0.030}
 """Spread of one process's value by clock, assumed until this product has recorded its own."""
 NEUTRAL_FLOOR = {"graph": 0.02, "queue": 0.03, "host": 0.05, "cpu": 0.10, "process": 0.10}
 """Least loss that counts on each clock, for claims of `neutral` and for stored results."""

@@ -1,4 +1,4 @@
-"""Everything one pair needs at one size on one device: values, slots, subjects, expected results."""
+"""Everything one pair needs at one size on one device: values, slots, subjects."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ Optimized  double_buffered: the copies on a stream of their own, into two buffer
            waits for its chunk, a copy for the product that read its buffer last.
 Bound      PCIe: 16 MiB take 0.31 ms at 55 GB/s, their product 0.34 ms at 50 TFLOP/s of fp32. In
            turn that is 16 x 0.65 ms; overlapped 0.31 + 16 x 0.34 ms, since nothing hides the
-           first copy: 1.8 times, where both in equal parts and without end would give 2.
+           first copy: 1.8 times. Equal parts and chunks without end would reach 2.
 """
 
 import torch

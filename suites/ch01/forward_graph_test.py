@@ -20,9 +20,7 @@ def inputs(device, width):
     def weight(fan_in, fan_out):
         return torch.randn(fan_in, fan_out, device=device) / fan_in**0.5
 
-    weights = [
-        (weight(width, WIDEN * width), weight(WIDEN * width, width)) for _ in range(BLOCKS)
-    ]
+    weights = [(weight(width, WIDEN * width), weight(WIDEN * width, width)) for _ in range(BLOCKS)]
     return torch.randn(ROWS, width, device=device), weights
 
 

@@ -6,8 +6,8 @@ Baseline   every_step: `.item()` after each batch. The host waits until the GPU 
            and the GPU then waits until the host has launched again.
 Optimized  every_sixteenth: losses stay on the GPU and are fetched 16 at a time.
            at_the_end: fetched once.
-Bound      Host: a batch is 3 launches, some 20 us of Python. Draining the queue, the copy of 4 bytes
-           and filling the queue again add 20 us: 2.0 times, and 1.9 where one batch in 16 pays.
+Bound      Host: a batch is 3 launches, some 20 us of Python. To drain the queue, copy 4 bytes and
+           fill the queue again takes 20 us more: 2.0 times, and 1.9 where one batch in 16 pays.
            Under kernels of milliseconds the same 20 us would not be seen.
 """
 

@@ -24,7 +24,13 @@ def inputs(device, width):
         return torch.randn(fan_out, width, device=device) / width**0.5
 
     labels = torch.randint(CLASSES, (ROWS,), device=device)
-    return torch.randn(ROWS, width, device=device), labels, weight(width), weight(width), weight(CLASSES)
+    return (
+        torch.randn(ROWS, width, device=device),
+        labels,
+        weight(width),
+        weight(width),
+        weight(CLASSES),
+    )
 
 
 def loss(x, y, first, second, last):

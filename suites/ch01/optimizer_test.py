@@ -19,41 +19,37 @@ LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 1e-2
 
 
 def state(device, count, n):
-    parameters = [torch.nn.Parameter(torch.randn(n, n, device=device)) for _ in range(count)]
-    bucket = torch.zeros(count * n * n, device=device)
-    for parameter, gradient in zip(parameters, bucket.view(count, n, n), strict=True):
+    weights = torch.randn(count, n, n, device=device) / n**0.5
+    bucket = torch.zeros_like(weights)
+    parameters = [torch.nn.Parameter(weight.clone()) for weight in weights]
+    for parameter, gradient in zip(parameters, bucket, strict=True):
         parameter.grad = gradient
 
     def adamw(**kind):
         return torch.optim.AdamW(parameters, LR, BETAS, EPS, DECAY, **kind)
 
+    looped, foreach, fused = adamw(foreach=False), adamw(foreach=True), adamw(fused=True)
+    foreach.state = fused.state = looped.state  # one set of moments, whoever makes the first step
     return SimpleNamespace(
-        parameters=parameters,
-        bucket=bucket,
-        looped=adamw(foreach=False),  # moments are made by the first step
-        foreach=adamw(foreach=True),
-        fused=adamw(fused=True),
+        parameters=parameters, bucket=bucket, looped=looped, foreach=foreach, fused=fused
     )
 
 
 def inputs(device, count, n):
-    return (torch.randn(count * n * n, device=device),)
+    return (torch.randn(count, n, n, device=device),)
 
 
 def reference(state, gradients):
     state.bucket.copy_(gradients)
-    moments = state.looped.state
-    state.foreach.state = state.fused.state = moments  # compared whichever optimizer made them
-    state.steps = getattr(state, "steps", 0) + 1
-    first, second = (1 - beta**state.steps for beta in BETAS)
-    gradients = gradients.double().view(len(state.parameters), *state.parameters[0].shape)
-    for i, (key, g) in enumerate(zip(state.looped.param_groups[0]["params"], gradients, strict=True)):
-        p = state.parameters[i].detach().double() * (1 - LR * DECAY)
-        was = moments[key] or {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        m = BETAS[0] * was["exp_avg"] + (1 - BETAS[0]) * g
-        v = BETAS[1] * was["exp_avg_sq"] + (1 - BETAS[1]) * g.square()
-        moments[key] = {"exp_avg": m, "exp_avg_sq": v}
-        state.parameters[i] = p - LR * (m / first) / ((v / second).sqrt() + EPS)
+    p = torch.stack(tuple(state.parameters)).detach().double()
+    g = gradients.double()
+    t, m, v = getattr(state, "moments", (0, torch.zeros_like(p), torch.zeros_like(p)))
+    t, m, v = t + 1, m.lerp(g, 1 - BETAS[0]), v.lerp(g.square(), 1 - BETAS[1])
+    m_hat, v_hat = m / (1 - BETAS[0] ** t), v / (1 - BETAS[1] ** t)
+    state.parameters = list(p * (1 - LR * DECAY) - LR * m_hat / (v_hat.sqrt() + EPS))
+    state.moments = t, m, v
+    for key, first, second in zip(state.looped.param_groups[0]["params"], m, v, strict=True):
+        state.looped.state[key] = {"exp_avg": first, "exp_avg_sq": second}
 
 
 def looped(state, gradients):
@@ -80,7 +76,9 @@ def fused(state, gradients):
     sizes=[{"count": 200, "n": 64}],
     check_sizes=[{"count": 3, "n": 33}],
     cpu_sizes=[{"count": 100, "n": 16}],
-    work=lambda count, n: Work(read=16 * count * n * n, write=12 * count * n * n, roundings=8),
+    # 8 roundings in a row in a step. A window is up to 16 steps over the same two gradients in turn:
+    # AdamW's update then repeats, and so does its rounding error, always in one direction.
+    work=lambda count, n: Work(read=16 * count * n * n, write=12 * count * n * n, roundings=8 * 16),
     bound="launch",
     at_least={"sm90": 5.0, "cpu": 1.2},
 )

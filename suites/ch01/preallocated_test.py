@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from pytest_aisp import Work, compare
 
-RATE = 0.25
+MEMORY = 4  # frames
+RATE = 1 / MEMORY
 
 
 def inputs(device, frames, n):
@@ -51,13 +52,13 @@ def preallocated(x):
     reference=reference,
     sizes=[{"frames": 64, "n": 1 << 21}],
     check_sizes=[{"frames": 5, "n": 33}, {"frames": st.integers(1, 9), "n": st.integers(1, 300)}],
-    cpu_sizes=[{"frames": 64, "n": 1 << 14}],
+    cpu_sizes=[{"frames": 64, "n": 1 << 15}],
     work=lambda frames, n: Work(
         read=4 * frames * n,
         write=4 * frames * n,
         flops={"fp32": 3 * frames * n},
-        terms=3,
-        roundings=1 + round(1 / RATE),
+        terms=MEMORY,
+        roundings=3 * MEMORY,  # difference, product and sum of every frame not yet forgotten
     ),
     bound="dram",
     at_least={"sm90": 1.2, "cpu": 1.2},
