@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import os
 import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -125,7 +126,8 @@ class Engine:
         sides: tuple[tuple[Side, Precision | None], tuple[Side, Precision | None]],
         budget: Budget,
     ) -> tuple[Samples, dict[str, Any]]:
-        seed = f"{task.page}{task.function}{task.variant}{task.size}{task.seed}{task.replicate}"
+        name = os.path.basename(task.page)
+        seed = f"{name}{task.function}{task.variant}{task.size}{task.seed}{task.replicate}"
         names = [s.__name__ for s, _ in sides]
         if task.timer is not None:
             module, function = task.timer["target"].split(":")

@@ -60,7 +60,7 @@ def test_a_gain_against_the_record_is_improved_and_green(page, gpu, pytester):
     pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=3")
     gpu(added=2e-5, doubled=0.8e-5)
     result = pytester.runpytest_subprocess("-v")
-    result.stdout.fnmatch_lines(["*IMPROVED 2.5*"])
+    result.stdout.fnmatch_lines(["*IMPROVED 2.???x*"])
     assert result.ret == 0
 
 
@@ -72,7 +72,7 @@ def test_a_loss_in_another_environment_is_stale_unless_strict(page, gpu, pyteste
     file.write_text(file.read_text().replace('"torch": "simulated"', '"torch": "other"'))
     gpu(added=2e-5, doubled=1.2e-5)
     result = pytester.runpytest_subprocess("-v")
-    result.stdout.fnmatch_lines(["*STALE 1.6*"])
+    result.stdout.fnmatch_lines(["*STALE 1.???x*"])
     assert result.ret == 0
     assert pytester.runpytest_subprocess("--aisp-strict-env").ret == 1
 

@@ -1,14 +1,14 @@
 """Gradient accumulation: one batch of 256 rows instead of 8 micro-batches of 32.
 
-Problem    Gradients of the mean loss over 256 rows of an MLP width -> width -> width -> 10, fp32. Both
-           sides compute the same gradients; nothing but the order of the sums differs.
-Baseline   accumulated: 8 backward passes, each on a loss divided by 8, added up in `.grad`. At width
-           4096 each pass reads 201 MB of weights and writes 134 MB of gradients, and 7 of them move
-           403 MB more to add those up: 5.5 GB, 1.3 ms at 4.2 TB/s. Some 180 launches.
-Optimized  fused: the same rows in one pass: 335 MB, 0.08 ms, and some 20 launches.
-Bound      Instruction issue: the 43 GFLOP of either side take 0.84 ms at 51 TFLOP/s of fp32. The
-           baseline's adding up (0.67 ms) cannot hide behind them: 1.5 / 0.84 = 1.8x. The 8 to 10x that
-           the traffic alone suggests needs tensor cores, or layers so narrow that launches count.
+Problem    Gradients of the mean loss over 256 rows of an MLP width -> width -> width -> 10, fp32.
+           Both sides compute the same gradients; nothing but the order of the sums differs.
+Baseline   accumulated: 8 backward passes, each on an eighth of its mean loss, added up in `.grad`.
+           At width 4096 each pass reads 201 MB of weights and writes 134 MB of gradients, and 7 of
+           them move 403 MB more to add those up: 5.5 GB, 1.3 ms at 4.2 TB/s, in 180 launches.
+Optimized  fused: the same rows in one pass: 335 MB, 0.08 ms, in 20 launches.
+Bound      Instruction issue: the 43 GFLOP of either side take 0.84 ms at 51 TFLOP/s of fp32. Only
+           the adding up (0.67 ms) comes on top in the baseline: 1.5 / 0.84 = 1.8x. The 8 to 16x of
+           launches and traffic need layers too narrow, or arithmetic too fast, to be the limit.
 """
 
 import torch

@@ -1,0 +1,28 @@
+# make bench   the first chapter on the machine at hand
+# make test    the project's own tests, then every page checked
+# Both set up .venv. PYTHON=... names the interpreter to make it with; VENV=... an environment to use.
+
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+
+.PHONY: bench test lint
+
+bench: $(VENV)/.ready
+	$(PY) -m pytest suites/ch01
+
+test: $(VENV)/.ready
+	$(PY) -m pytest -q -n 2 tests
+	$(PY) -m pytest -q --aisp-check suites
+
+lint: $(VENV)/.ready
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+# torch by itself and first: only the pinned version is sure to be the build meant here.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q torch==2.13.0
+	$(PY) -m pip install -q -c constraints.txt -e '.[test,lint]'
+	touch $@

@@ -1,0 +1,58 @@
+"""A chain of pointwise operations: one generated kernel instead of six.
+
+Problem    residual + scale * (silu(gate + bias) * (up + shift)), fp32: gated activation, layer scale
+           and residual of an MLP block, on (rows, 4096) with bias, shift and scale of one row each.
+Baseline   chain: eager, 6 kernels. Each reads its operands and writes a result: 14 passes over
+           (rows, 4096), 3.8 GB at 2^26 elements.
+Optimized  compiled: the same function through `torch.compile`, which keeps what lies between in
+           registers: 3 inputs read and 1 output written, 1.1 GB. Compiling is outside the time.
+Bound      DRAM bandwidth: 0.9 ms against 0.26 ms at 4.2 TB/s, 14 / 4 = 3.5x.
+"""
+
+import torch
+from torch.nn import functional as F
+
+from pytest_aisp import Work, compare
+
+WIDTH = 4096
+
+
+def inputs(device, rows):
+    gate, up, residual = (torch.randn(rows, WIDTH, device=device) for _ in range(3))
+    return gate, up, residual, *(torch.randn(WIDTH, device=device) for _ in range(3))
+
+
+def chain(gate, up, residual, bias, shift, scale):
+    return residual + scale * (F.silu(gate + bias) * (up + shift))
+
+
+def reference(*tensors):
+    return chain(*(tensor.double() for tensor in tensors))
+
+
+compiled_chain = torch.compile(chain, dynamic=False)  # each size its own kernel
+
+
+def compiled(gate, up, residual, bias, shift, scale):
+    return compiled_chain(gate, up, residual, bias, shift, scale)
+
+
+@compare(
+    baseline=chain,
+    optimized=[compiled],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"rows": 16384}],
+    check_sizes=[{"rows": 33}],
+    cpu_sizes=[{"rows": 64}],
+    work=lambda rows: Work(
+        read=4 * (3 * rows + 3) * WIDTH,
+        write=4 * rows * WIDTH,
+        roundings=6,
+    ),
+    bound="dram",
+    at_least={"sm90": 2.1, "cpu": 1.2},
+)
+def test_compiled(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
