@@ -108,9 +108,7 @@ def test_need_names_the_gpu_at_hand(page, gpu, pytester):
     text = pytester.path.joinpath("conftest.py").read_text().replace("sm90", "sm100")
     pytester.path.joinpath("conftest.py").write_text(text)
     result = pytester.runpytest_subprocess("-m", "sm90", "-v")
-    result.stdout.fnmatch_lines(
-        ["*CHECKED needs wgmma (sm90); this GPU is sm100 (simulated-gpu)*"]
-    )
+    result.stdout.fnmatch_lines(["*CHECKED needs wgmma (sm90); this GPU is sm100 (simulated-gpu)*"])
 
 
 def test_aa_compares_a_side_with_itself(page, gpu, pytester):
@@ -181,7 +179,9 @@ def test_artifacts_hold_the_rows_of_finished_cases(page, gpu, pytester):
     page()
     gpu(added=2e-5, doubled=1e-5)
     pytester.runpytest_subprocess("--aisp-artifacts=kept")
-    rows = [json.loads(ln) for ln in (pytester.path / "kept/results.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(ln) for ln in (pytester.path / "kept/results.jsonl").read_text().splitlines()
+    ]
     assert [r["verdict"] for r in rows] == ["new"]
     assert len(rows[0]["timings"][0]["blocks"]) == 20
 

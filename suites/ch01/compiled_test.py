@@ -1,11 +1,11 @@
 """A chain of pointwise operations: one generated kernel instead of six.
 
-Problem    residual + scale * (silu(gate + bias) * (up + shift)), fp32: gated activation, layer scale
-           and residual of an MLP block, on (rows, 4096) with bias, shift and scale of one row each.
+Problem    residual + scale * (silu(gate + bias) * (up + shift)), fp32: gated activation, layer
+           scale and residual of an MLP block, on (rows, 4096) with bias, shift and scale of one row each.
 Baseline   chain: eager, 6 kernels. Each reads its operands and writes a result: 14 passes over
            (rows, 4096), 3.8 GB at 2^26 elements.
 Optimized  compiled: the same function through `torch.compile`, which keeps what lies between in
-           registers: 3 inputs read and 1 output written, 1.1 GB. Compiling is outside the time.
+           registers: 3 inputs read and 1 output written, 1.1 GB. Compiling is paid once.
 Bound      DRAM bandwidth: 0.9 ms against 0.26 ms at 4.2 TB/s, 14 / 4 = 3.5x.
 """
 
@@ -30,11 +30,10 @@ def reference(*tensors):
     return chain(*(tensor.double() for tensor in tensors))
 
 
-compiled_chain = torch.compile(chain, dynamic=False)  # each size its own kernel
-
-
-def compiled(gate, up, residual, bias, shift, scale):
-    return compiled_chain(gate, up, residual, bias, shift, scale)
+def compiled(*tensors):
+    kernel = torch.compile(chain, dynamic=False)  # each size its own kernel
+    kernel(*tensors)  # compiles here: a one-off cost
+    yield lambda: kernel(*tensors)
 
 
 @compare(
@@ -44,7 +43,7 @@ def compiled(gate, up, residual, bias, shift, scale):
     reference=reference,
     sizes=[{"rows": 16384}],
     check_sizes=[{"rows": 33}],
-    cpu_sizes=[{"rows": 64}],
+    cpu_sizes=[{"rows": 256}],
     work=lambda rows: Work(
         read=4 * (3 * rows + 3) * WIDTH,
         write=4 * rows * WIDTH,

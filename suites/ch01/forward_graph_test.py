@@ -5,7 +5,7 @@ Problem    Forward of 12 residual MLP blocks (norm, up, GELU, down, add) on 16 r
 Baseline   eager: 5 launches a block, 60 in all, each of which costs the host some 5 us.
 Optimized  captured: the same kernels at the same addresses, replayed with one launch. New rows and
            new weights are written in place, under the graph. The capture is paid once.
-Bound      Launch: 60 x 5 us = 300 us of host time, against 60 kernels of 2 to 3 us back to back: 2x.
+Bound      Launch: 60 x 5 us = 300 us of host time, against 60 kernels of 2 to 3 us in a row: 2x.
 """
 
 import torch
