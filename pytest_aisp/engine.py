@@ -27,6 +27,8 @@ from .timing import Budget, Samples
 from .workbench import VALUE_SETS, Workbench
 
 Progress = Callable[[str], None]
+CPU_ORACLES = 4
+"""Most expected results kept on a CPU."""
 FIXED_SIZES = 3
 """Most of a page's listed check sizes that are checked before a case is timed."""
 
@@ -197,10 +199,10 @@ class Engine:
         return pair
 
     def _oracle(self, task: Task, pair: Pair, size: Mapping[str, Any], salt: str) -> Oracle:
-        key = f"{task.page}{task.function}{task.device}{_words(size)}{salt}"
+        page = f"{task.page}{task.function}{task.device}"
+        key = f"{page}{_words(size)}{salt}"
         if key not in self._oracles:
-            self._oracles.clear()
-            self._release(task.device)
+            self._make_room(page, task.device)
             seed = zlib.crc32(f"{task.function}{salt}".encode())
             self._oracles[key] = Oracle(Workbench(pair, dict(size), task.device, seed))
         return self._oracles[key]
@@ -231,11 +233,26 @@ class Engine:
             if was:
                 gc.enable()
 
+    def _make_room(self, page: str, device: str) -> None:
+        """Forget what other pages expected, and this page's too where memory is short."""
+        import torch
+
+        if not device.startswith("cuda"):
+            scarce = len(self._oracles) >= CPU_ORACLES
+        else:
+            free, total = torch.cuda.mem_get_info()
+            reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            scarce = free + reserved < 0.5 * total
+        for key in [k for k in self._oracles if scarce or not k.startswith(page)]:
+            del self._oracles[key]
+        self._release(device)
+
     @staticmethod
     def _release(device: str) -> None:
         import torch
 
         gc.collect()
+        gc.freeze()  # what is alive now stays: later collections do not walk through torch again
         if device.startswith("cuda"):
             torch.cuda.empty_cache()
 

@@ -95,6 +95,11 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     pair = pair_of(metafunc.function)
     if pair is None:
         return
+    if _touched_gpu():
+        raise pytest.UsageError(
+            f"{metafunc.module.__file__} touches the GPU when imported: a page is imported on every"
+            " machine\nMove what needs a device into inputs or a side"
+        )
     if metafunc.cls is not None:
         raise pytest.UsageError(f"{metafunc.function.__name__}: @compare goes on a function")
     others = [m for m in metafunc.definition.iter_markers("parametrize")]
@@ -106,6 +111,14 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     reruns = metafunc.config.pluginmanager.hasplugin("rerunfailures")
     params = [pytest.param(c, marks=_marks(pair, c, reruns), id=c.id) for c in pair.cases()]
     metafunc.parametrize("pair", params, indirect=True)
+
+
+def _touched_gpu() -> bool:
+    """Return whether an import initialised CUDA in this process, where nothing of ours does."""
+    import sys
+
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
 
 
 def _marks(pair: Pair, case: Case, reruns: bool) -> list[Any]:
@@ -130,6 +143,8 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
 
         sessions.configure(config)
         run = config.stash[plugin.RUN]
+    if run.settings.cold_start:
+        run.close()
     case_run = CaseRun(run, case, _where(item, config), _kernels(item, case, config))
     item.stash[CASE] = case_run
     return PairUnderTest(case_run)
@@ -173,6 +188,7 @@ def call_body(item: pytest.Function) -> Iterator[None]:
                 )
     finally:
         if isinstance(pair, PairUnderTest):
+            pair._run.run.progress("")
             pair._run.row.wall = time.monotonic() - start
 
 

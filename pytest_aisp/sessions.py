@@ -33,6 +33,8 @@ def configure(config: pytest.Config) -> None:
         worker=int(worker["workerid"].removeprefix("gw")) if worker else 0,
         times_cpu=_selects_cpu(config.option.markexpr),
     )
+    if worker is None:
+        config.pluginmanager.register(_Live(config, run), "aisp-live")
     if settings.replay is not None:
         from .replay import Recording, RecordingError
 
@@ -44,6 +46,22 @@ def configure(config: pytest.Config) -> None:
         config.stash[plugin.RECORDER] = recorder = Recorder(settings, config.hook, config)
         plugin._RECORDERS.append(recorder)
         config.add_cleanup(lambda: plugin._RECORDERS.remove(recorder))
+
+
+class _Live:
+    """With -v on a terminal: what is being measured, on the case's own line."""
+
+    def __init__(self, config: pytest.Config, run: Run) -> None:
+        self._terminal = config.pluginmanager.get_plugin("terminalreporter")
+        self._nodeid = ""
+        if self._terminal and self._terminal.isatty and config.get_verbosity() > 0:
+            run.progress = self._show
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._nodeid = nodeid
+
+    def _show(self, text: str) -> None:
+        self._terminal.rewrite(f"{self._nodeid} {text}", erase=True)
 
 
 def _selects_cpu(expression: str) -> bool:

@@ -5,7 +5,7 @@ Problem    One AdamW step of `count` parameters of (n, n), fp32. The gradients a
 Baseline   looped: `foreach=False`, 8 launches a parameter, 1600 for 200 parameters.
 Optimized  foreach: the same 8 operations, each on lists of tensors, in some 30 launches.
            fused: the whole update in one kernel over lists of tensors, in some 7 launches.
-Bound      Launch: 1600 x 5 us = 8 ms. The others are left with what the host spends on lists of 200:
+Bound      Launch: 1600 x 5 us = 8 ms. The others are left with the host's work on lists of 200:
            some 1.2 ms for foreach (7x), 0.5 ms for fused (16x). The 23 MB move in 6 us.
 """
 

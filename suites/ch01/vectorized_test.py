@@ -38,7 +38,7 @@ def cdist(q, p):
 
 @compare(
     baseline=looped,
-    optimized=[broadcast, Variant(cdist, at_least={"sm90": 50.0, "cpu": 20.0})],
+    optimized=[broadcast, Variant(cdist, at_least={"sm90": 50.0, "cpu": 8.0})],
     inputs=inputs,
     reference=reference,
     sizes=[{"queries": 256, "points": 256, "dims": 64}],
@@ -46,7 +46,7 @@ def cdist(q, p):
         {"queries": 5, "points": 33, "dims": 17},
         {"queries": st.integers(1, 9), "points": st.integers(1, 40), "dims": st.integers(8, 40)},
     ],
-    cpu_sizes=[{"queries": 128, "points": 64, "dims": 32}],
+    cpu_sizes=[{"queries": 128, "points": 16, "dims": 16}],
     work=lambda queries, points, dims: Work(
         read=4 * (queries + points) * dims,
         write=4 * queries * points,
@@ -55,7 +55,7 @@ def cdist(q, p):
         roundings=3,
     ),
     bound="host",
-    at_least={"sm90": 150.0, "cpu": 10.0},
+    at_least={"sm90": 150.0, "cpu": 20.0},
 )
 def test_vectorized(pair):
     pair.assert_equivalent()

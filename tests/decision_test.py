@@ -1,0 +1,131 @@
+"""Statistics and gates on the simulated device: the quick form of benchmarks/error_rates.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_aisp import stats, verdict
+from pytest_aisp.simulated import Noise, Process
+from pytest_aisp.timing import Budget, Disturbed
+
+spec = importlib.util.spec_from_file_location(
+    "error_rates", Path(__file__).parents[1] / "benchmarks" / "error_rates.py"
+)
+error_rates = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(error_rates)
+
+
+@pytest.mark.parametrize("model", error_rates.MODELS)
+def test_few_false_reds_and_few_misses(model):
+    _, clean, lost = error_rates.trial((model, 7, 50, 4, 2))
+    assert clean.total() == 200
+    assert sum(clean[v] for v in verdict.RED) <= 1
+    assert sum(lost[v] for v in verdict.RED) >= 98
+
+
+@pytest.mark.parametrize("speedup", [0.5, 1.0, 1.01, 3.7])
+@pytest.mark.parametrize("noise", [Noise(), Noise(drift=0.05), Noise(ramp=0.05), Noise(step=0.01)])
+def test_the_value_is_the_true_ratio(speedup, noise):
+    process = Process((speedup * 1e-5, 1e-5), noise, random.Random(3))
+    assert process.measure(Budget()).value == pytest.approx(math.log(speedup), abs=0.005)
+
+
+def test_equal_durations_and_balanced_orders():
+    process = Process((4e-5, 1e-5), Noise(), random.Random(3))
+    samples = process.measure(Budget())
+    slow, fast = samples.details["calls"]
+    assert fast == 4 * slow
+    assert samples.details["laps"] == 4
+    assert set(samples.orders) == {"ABBA", "BAAB"}
+    assert len(samples.blocks) == 20
+
+
+def test_a_throttled_block_is_measured_again_and_named():
+    process = Process((1e-5, 1e-5), Noise(throttle=0.2), random.Random(5))
+    samples = process.measure(Budget())
+    assert len(samples.blocks) == 20
+    assert set(samples.dropped) == {"thermal slowdown (simulated)"}
+    assert abs(samples.value) < 0.005
+
+
+def test_throttled_throughout_is_no_measurement():
+    with pytest.raises(Disturbed, match="thermal slowdown"):
+        Process((1e-5, 1e-5), Noise(throttle=1.0), random.Random(5)).measure(Budget())
+
+
+def test_a_coarse_clock_does_not_bias():
+    process = Process((3.3e-6, 2.2e-6), Noise(resolution=1e-6), random.Random(3))
+    assert process.measure(Budget()).value == pytest.approx(math.log(1.5), abs=0.005)
+
+
+@given(st.lists(st.floats(-1, 1), min_size=3, max_size=20), st.floats(-5, 5))
+def test_spread_ignores_where_the_centre_is(values, shift):
+    moved = [v + shift for v in values]
+    assert stats.trimmed_spread(moved) == pytest.approx(stats.trimmed_spread(values), abs=1e-9)
+
+
+@given(st.lists(st.floats(-1, 1), min_size=3, max_size=20))
+def test_one_rogue_process_cannot_inflate_the_spread(values):
+    calm = stats.trimmed_spread([*values, values[0]])
+    assert stats.trimmed_spread([*values, 1e6]) <= 20 * (calm + 1) * 3
+
+
+def test_spread_is_unbiased_in_its_square():
+    rng = random.Random(1)
+    for count in (3, 5, 8, 12):
+        draws = [[rng.gauss(0, 0.01) for _ in range(count)] for _ in range(4000)]
+        mean = sum(stats.trimmed_spread(d) ** 2 for d in draws) / 4000
+        assert math.sqrt(mean) == pytest.approx(0.01, rel=0.06)
+
+
+def test_a_lucky_case_is_shrunk_towards_its_product():
+    others = [0.002] * 10
+    assert stats.pooled_spread(0.0001, 8, others) > 0.0013
+    assert stats.pooled_spread(0.0001, 8, []) == stats.FLOOR
+
+
+@pytest.mark.parametrize(
+    ("value", "votes", "expected"),
+    [
+        (0.10, [], "clear"),
+        (-0.10, [-0.10] * 3, "red"),
+        (-0.001, [0.001, 0.002, 0.003], "green"),
+        (-0.001, [-0.001] * 5, "open"),
+        (-0.10, [-0.10, -0.10, 0.1, 0.1, 0.1], "green"),
+    ],
+)
+def test_the_claim_gate(value, votes, expected):
+    assert verdict.claim_gate(1.0, 0.002).decide(value, votes) == expected
+
+
+def test_votes_stop_as_soon_as_they_decide():
+    asked = []
+
+    def vote():
+        asked.append(-0.1)
+        return -0.1
+
+    decision = verdict.decide(-0.1, [verdict.claim_gate(1.0, 0.002)], vote)
+    assert decision.outcomes == {"claim": "red"}
+    assert len(asked) == 3
+
+
+def test_without_budget_for_votes_a_suspect_is_inconclusive():
+    decision = verdict.decide(-0.1, [verdict.claim_gate(1.0, 0.002)], lambda: None)
+    assert verdict.verdict_of(decision, stored=True, same_environment=True) == "inconclusive"
+
+
+@given(st.floats(-0.5, 0.5), st.floats(0, 0.5))
+def test_a_slower_value_is_never_judged_milder(value, loss):
+    order = ["clear", "green", "open", "red"]
+    gate = verdict.record_gates(0.1, 0.02)[0]
+    outcomes = [gate.decide(v, [v] * 3) for v in (value, value - loss)]
+    assert order.index(outcomes[0]) <= order.index(outcomes[1])

@@ -1,0 +1,151 @@
+"""The derived bound: honest arithmetic passes, the mutants of docs/checking.md do not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from pytest_aisp import numerics
+from pytest_aisp.controls import CannotTell, TooLoose, run_controls
+from pytest_aisp.numerics import Leaf, Rule
+from pytest_aisp.pair import Work
+
+
+def gemm_leaf(a, b, dtype="float32", precision=None, roundings=1):
+    """The expected product of `a` and `b`, with the bound that a page would get."""
+
+    def run(probe):
+        if probe is None:
+            return [("output", a.double() @ b.double())]
+        make = torch.Generator().manual_seed(probe)
+        signs = [torch.randint(0, 2, t.shape, generator=make) * 2 - 1 for t in (a, b)]
+        moved = [t.double() * (1 + numerics.STEP * s) for t, s in zip((a, b), signs, strict=True)]
+        return [("output", moved[0] @ moved[1])]
+
+    [(path, value, squares)] = numerics.sensitivity(run)
+    work = Work(terms=a.shape[1], roundings=roundings)
+    sigma = numerics.allowed(value, squares, dtype=dtype, precision=precision, work=work)
+    return Leaf(path, value, sigma)
+
+
+def operands(k, dtype=torch.float32, m=64, n=48):
+    torch.manual_seed(k)
+    return torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype)
+
+
+def tf32(x):
+    """`x` rounded to the 10 explicit mantissa bits of TF32."""
+    bits = x.view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.mark.parametrize("k", [64, 1024, 8192])
+def test_honest_fp32_passes(k):
+    a, b = operands(k)
+    assert numerics.compare(a @ b, gemm_leaf(a, b), Rule()).ok
+
+
+@pytest.mark.parametrize("k", [64, 1024, 8192])
+def test_tf32_inside_fp32_fails_unless_declared(k):
+    a, b = operands(k)
+    sneaky = tf32(a) @ tf32(b)
+    assert not numerics.compare(sneaky, gemm_leaf(a, b), Rule()).ok
+    assert numerics.compare(sneaky, gemm_leaf(a, b, precision="tf32"), Rule()).ok
+
+
+@pytest.mark.parametrize("k", [64, 1024, 8192])
+def test_bf16_output_passes_and_one_bit_fewer_fails(k):
+    a, b = operands(k, torch.bfloat16)
+    leaf = gemm_leaf(a, b, "bfloat16")
+    exact = (a.double() @ b.double()).to(torch.bfloat16)
+    assert numerics.compare(exact, leaf, Rule()).ok
+    coarse = (exact.view(torch.int16) & ~1).view(torch.bfloat16)
+    coarse = torch.where(torch.rand(coarse.shape) < 0.5, coarse, coarse * (1 + 2**-7))
+    assert not numerics.compare(coarse, leaf, Rule()).ok
+
+
+@pytest.mark.parametrize("k", [1024, 8192])
+def test_a_bf16_accumulator_fails(k):
+    a, b = operands(k, torch.bfloat16)
+    total = torch.zeros(64, 48, dtype=torch.bfloat16)
+    for start in range(0, k, 64):
+        total = total + (a[:, start : start + 64] @ b[start : start + 64])
+    assert not numerics.compare(total, gemm_leaf(a, b, "bfloat16"), Rule()).ok
+
+
+@pytest.mark.parametrize("spoil", ["tile", "element", "nan", "inf"])
+def test_local_damage_fails_and_is_named(spoil):
+    a, b = operands(256)
+    out = a @ b
+    if spoil == "tile":
+        out[32:40, 16:24] = 0
+    else:
+        out[7, 9] = {"element": float(out[7, 9]) + 0.01, "nan": math.nan, "inf": math.inf}[spoil]
+    fit = numerics.compare(out, gemm_leaf(a, b), Rule())
+    assert not fit.ok
+    if spoil != "tile":
+        assert fit.index == (7, 9)
+        assert "output[7, 9]" in numerics.explain("fast", {"n": 48}, fit, Rule())
+
+
+def test_nan_is_right_only_where_the_reference_has_it():
+    value = torch.tensor([1.0, math.nan, math.inf], dtype=torch.float64)
+    leaf = Leaf("output", value, torch.full((3,), 1e-7, dtype=torch.float64))
+    assert numerics.compare(torch.tensor([1.0, math.nan, math.inf]), leaf, Rule()).ok
+    for wrong in ([math.nan, math.nan, math.inf], [1.0, 2.0, math.inf], [1.0, math.nan, -math.inf]):
+        assert not numerics.compare(torch.tensor(wrong), leaf, Rule()).ok
+
+
+def test_exact_means_bit_for_bit():
+    value = torch.randn(33, dtype=torch.float32).double()
+    leaf = Leaf("output", value, torch.ones_like(value))
+    assert numerics.compare(value.float(), leaf, Rule(exact=True)).ok
+    assert not numerics.compare(value.float() * (1 + 2**-23), leaf, Rule(exact=True)).ok
+
+
+@pytest.mark.parametrize(
+    ("rtol", "atol", "ok"), [(1e-3, 0.0, True), (1e-6, 0.0, False), (None, 1e-2, True)]
+)
+def test_a_tolerance_of_the_pages_own_replaces_the_bound(rtol, atol, ok):
+    value = torch.linspace(1, 2, 33, dtype=torch.float64)
+    leaf = Leaf("output", value, torch.full_like(value, 1e-9))
+    got = (value * (1 + 1e-4)).float()
+    assert numerics.compare(got, leaf, Rule(rtol=rtol, atol=atol)).ok is ok
+
+
+def controls(leaf, stale, rule=Rule()):  # noqa: B008 - frozen
+    return run_controls([leaf], [stale], None, [torch.float32], rule)
+
+
+def test_every_control_is_refused_by_the_derived_bound():
+    a, b = operands(256)
+    c, d = operands(257)
+    names = {c.name for c in controls(gemm_leaf(a, b), gemm_leaf(c[:, :256], d[:256]))}
+    assert names == {"noise", "zeros", "rolled", "swapped", "reversed", "stale"}
+
+
+def test_a_tolerance_that_a_control_passes_is_condemned():
+    a, b = operands(256)
+    c, d = operands(257)
+    with pytest.raises(
+        TooLoose, match=r"\(rtol=0, atol=100\) accepts a wrong"
+    ):
+        controls(gemm_leaf(a, b), gemm_leaf(c[:, :256], d[:256]), Rule(atol=100.0))
+
+
+def test_inputs_that_cannot_tell_are_named():
+    flat = Leaf("output", torch.ones(33, dtype=torch.float64), torch.full((33,), 1.0).double())
+    with pytest.raises(CannotTell, match="no structure control applies"):
+        controls(flat, flat)
+
+
+def test_a_loose_output_cannot_hide_behind_a_strict_one():
+    value = torch.randn(33, dtype=torch.float64)
+    strict = Leaf("a", value, value.abs() * 1e-7 + 1e-9)
+    loose = Leaf("b", value * 1e-3, value.abs() * 1e-10 + 1e-12)
+    with pytest.raises(TooLoose):
+        run_controls(
+            [strict, loose], [strict, loose], None, [torch.float32] * 2, Rule(rtol=0, atol=1e-2)
+        )
