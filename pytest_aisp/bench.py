@@ -13,7 +13,8 @@ import os
 import signal
 import sys
 import traceback
-from typing import BinaryIO
+from collections.abc import Callable
+from typing import Any
 
 from . import messages
 from .messages import Reply, Task
@@ -23,7 +24,10 @@ def main(read_fd: int, write_fd: int) -> None:
     """Answer tasks until the pipe closes or a `stop` arrives."""
     _die_with_parent()
     with os.fdopen(read_fd, "rb") as tasks, os.fdopen(write_fd, "wb", buffering=0) as replies:
-        server = Server(replies)
+        server = Server(lambda text: replies.write(messages.encode({"progress": text})))
+        import torch  # noqa: F401 - slow: the time limit of the first request starts after it
+
+        server.tell(messages.READY)
         for line in tasks:
             task = messages.task_from(messages.decode(line))
             if task.kind == "stop":
@@ -32,28 +36,33 @@ def main(read_fd: int, write_fd: int) -> None:
 
 
 class Server:
-    """Answer tasks with an engine, errors included."""
+    """Answer tasks with an engine, errors included.
 
-    def __init__(self, replies: BinaryIO | None = None) -> None:
+    Attributes:
+        tell: is told what is being done now.
+    """
+
+    def __init__(self, tell: Callable[[str], Any]) -> None:
         from .engine import Engine
 
-        self._replies = replies
+        self.tell, self._doing = tell, ""
         self.engine = Engine(self._progress)
 
     def _progress(self, text: str) -> None:
-        if self._replies is not None:
-            self._replies.write(messages.encode({"progress": text}))
+        self._doing = text
+        self.tell(text)
 
     def answer(self, task: Task) -> Reply:
         """Return the reply to `task`; an exception becomes an error reply."""
+        self._doing = task.kind
         try:
             return Reply(result=getattr(self.engine, task.kind)(task))
         except Exception as error:
-            return _error_reply(error, task)
+            return _error_reply(error, self._doing)
 
 
-def _error_reply(error: Exception, task: Task) -> Reply:
-    from . import controls, cuda, engine, numerics, sides, timing, trees, workbench
+def _error_reply(error: Exception, doing: str) -> Reply:
+    from . import controls, cuda, engine, numerics, processes, sides, timing, trees, workbench
 
     kinds: tuple[tuple[str, tuple[type[Exception], ...]], ...] = (
         ("wrong", (numerics.Wrong,)),
@@ -71,25 +80,34 @@ def _error_reply(error: Exception, task: Task) -> Reply:
         ),
         ("disturbed", (timing.Disturbed,)),
     )
+    if isinstance(error, processes.ProcessFailed):
+        return Reply(error=error.reply.error, message=str(error), trace=error.reply.trace)
     for name, types in kinds:
         if isinstance(error, types):
             return Reply(error=name, message=str(error))
-    trace = _own_lines(error, task.root)
-    if "out of memory" in str(error).lower():
-        return Reply(error="memory", message=f"out of memory: {_first_line(error)}", trace=trace)
-    return Reply(error="side", message=f"{type(error).__name__}: {_first_line(error)}", trace=trace)
+    trace = _page_lines(error)
+    if _is_out_of_memory(error):
+        message = f"out of memory: {_first_line(error)}, during: {doing}"
+        return Reply(error="memory", message=message, trace=trace)
+    message = f"{type(error).__name__}: {_first_line(error)}, during: {doing}"
+    return Reply(error="side", message=message, trace=trace)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    text = str(error).lower()  # torch raises a plain RuntimeError on a CPU
+    return isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text
 
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else "no message"
 
 
-def _own_lines(error: Exception, root: str) -> str:
-    """Return the traceback from the page's first line on: ours are of no use to its author."""
+def _page_lines(error: Exception) -> str:
+    """Return the traceback without our own lines, which are of no use to the page's author."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = os.path.dirname(os.path.abspath(__file__))
-    first = next((i for i, f in enumerate(frames) if not f.filename.startswith(own)), 0)
-    return "".join(traceback.format_list(frames[first:]))
+    ours = (os.path.dirname(os.path.abspath(__file__)), "<string>")
+    kept = [f for f in frames if not f.filename.startswith(ours)]
+    return "".join(traceback.format_list(kept or frames))
 
 
 def _die_with_parent() -> None:

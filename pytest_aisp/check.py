@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from . import numerics, trees
 from .controls import Control, run_controls
 from .numerics import Fit, Leaf, Rule, Wrong
-from .pair import Precision, Side, side_name
+from .pair import Precision, Side, side_name, size_words
 from .sides import SideError, Subject, make_state
 from .workbench import VALUE_SETS, Workbench
 
@@ -188,13 +188,14 @@ def check_sides(
 
 
 def _check_ratio(oracle: Oracle, side: Side, fits: Sequence[Fit], base: Sequence[Fit]) -> None:
+    at = size_words(oracle.bench.size)
     for fit, other in zip(fits, base, strict=True):
         limit = max(numerics.BASELINE_FACTOR * other.rms, numerics.BASELINE_FLOOR)
         if fit.rms > limit * (1 + fit.scatter + other.scatter):
             raise Wrong(
-                f"{side_name(side)} is less exact than its baseline at {oracle.bench.size}:"
+                f"{side_name(side)} is less exact than its baseline at {at}:"
                 f" {fit.path} has an rms error of {fit.rms:.3g} allowed deviations, limit"
-                f" {limit:.3g} (1.5 x the baseline's {other.rms:.3g}, at least 0.5);"
+                f" {limit:.3g} (1.5 x the baseline's {other.rms:.3g}, at least 0.8);"
                 " declare Variant(precision=...) where that is on purpose"
             )
 
@@ -214,7 +215,7 @@ def _check_side(
             outputs = subject.run(0)
             _synchronize(bench.device)
             turns.append(turn)
-            _check_manners(subject, slot, bench.values[turn], outputs)
+            _check_manners(subject, slot, bench.values[turn], outputs, size_words(bench.size))
             if pair.state is None or len(turns) in (1, STEPS):
                 found = observed(outputs, subject.state)
                 fits += judge(oracle, side, found, tuple(turns), precision, rule, is_baseline)
@@ -274,7 +275,7 @@ def _matched(oracle: Oracle, found: Named, turns: tuple[int, ...]) -> Iterator[A
 
 
 def _check_form(oracle: Oracle, side: Side, found: Named, leaves: Sequence[Leaf]) -> None:
-    name, size = side_name(side), oracle.bench.size
+    name, size = side_name(side), size_words(oracle.bench.size)
     if len(found) != len(leaves):
         raise Wrong(f"{name} returned {len(found)} tensors at {size}, the reference {len(leaves)}")
     for (path, tensor), leaf in zip(found, leaves, strict=True):
@@ -295,22 +296,22 @@ def _check_form(oracle: Oracle, side: Side, found: Named, leaves: Sequence[Leaf]
             )
 
 
-def _check_manners(subject: Subject, slot: Any, values: Any, outputs: Any) -> None:
+def _check_manners(subject: Subject, slot: Any, values: Any, outputs: Any, size: str) -> None:
     """Refuse a side that returns nothing, changes its inputs or returns a view of them."""
     import torch
 
     if outputs is None and subject.state is None:
-        raise SideError(f"{subject.name} returned None; a side returns its outputs")
+        raise SideError(f"{subject.name} returned None at {size}; a side returns its outputs")
     for (path, now), (_, before) in zip(trees.tensors(slot), trees.tensors(values), strict=True):
         if not torch.equal(_bits(now), _bits(before)):
             raise SideError(
-                f"{subject.name} changed its input {path}; what a side may change is declared"
-                " with state="
+                f"{subject.name} changed its input {path} at {size}; what a side may change is"
+                " declared with state="
             )
     inputs = {t.untyped_storage().data_ptr() for _, t in trees.tensors(slot)}
     for path, tensor in trees.tensors(outputs):
         if tensor.untyped_storage().data_ptr() in inputs and tensor.numel():
-            raise SideError(f"{subject.name} returned {path} as a view of its input")
+            raise SideError(f"{subject.name} returned {path} as a view of its input at {size}")
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -369,7 +370,7 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
 
     if not tensor.is_floating_point():
         return tensor.clone()
-    made = torch.empty_like(tensor, requires_grad=False)
+    made: torch.Tensor = trees.clone(tensor.detach())
     generator = torch.Generator(device=tensor.device).manual_seed(11)
     draws = torch.randint(-8, 9, tensor.shape, generator=generator, device=tensor.device)
     made.copy_(torch.where(draws.abs() <= 2, draws, 0))

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -96,17 +96,19 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     if pair is None:
         return
     if _touched_gpu():
-        raise pytest.UsageError(
-            f"{metafunc.module.__file__} touches the GPU when imported: a page is imported on every"
-            " machine\nMove what needs a device into inputs or a side"
+        _refuse(
+            metafunc.definition,
+            "the page touches the GPU when imported: a page is imported on every machine\n"
+            "Move what needs a device into inputs or a side",
         )
     if metafunc.cls is not None:
-        raise pytest.UsageError(f"{metafunc.function.__name__}: @compare goes on a function")
+        _refuse(metafunc.definition, "@compare goes on a function of the page, not on a method")
     others = [m for m in metafunc.definition.iter_markers("parametrize")]
     if others:
-        raise pytest.UsageError(
-            f"{metafunc.function.__name__}: @compare with @pytest.mark.parametrize has no stored"
-            " key; put the parameter into sizes"
+        _refuse(
+            metafunc.definition,
+            "@compare with @pytest.mark.parametrize has no stored key\n"
+            "Put the parameter into sizes",
         )
     reruns = metafunc.config.pluginmanager.hasplugin("rerunfailures")
     params = [pytest.param(c, marks=_marks(pair, c, reruns), id=c.id) for c in pair.cases()]
@@ -119,6 +121,12 @@ def _touched_gpu() -> bool:
 
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_initialized())
+
+
+def _refuse(item: pytest.Item, message: str) -> NoReturn:
+    """Fail with one line that points at the test in its page, and no line of ours."""
+    path, line, _ = item.location
+    pytest.fail(f"{path}:{(line or 0) + 1}: {message}", pytrace=False)
 
 
 def _marks(pair: Pair, case: Case, reruns: bool) -> list[Any]:
@@ -136,7 +144,7 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
     item, config = request.node, request.config
     case = getattr(request, "param", None)
     if not isinstance(case, Case):
-        raise pytest.UsageError(f"{item.name}: the fixture `pair` needs @compare on the test")
+        _refuse(item, "the fixture `pair` needs @compare on the test")
     run = config.stash.get(plugin.RUN, None)
     if run is None:  # a page outside aisp_pages, in a session that gave no option of ours
         from . import sessions
@@ -183,8 +191,8 @@ def call_body(item: pytest.Function) -> Iterator[None]:
             yield
             if isinstance(pair, PairUnderTest) and not pair.judged:
                 pair._run.row.verdict = "fail"
-                raise AssertionError(
-                    "this page never judged its pair\nEnd the body with pair.assert_speedup()"
+                _refuse(
+                    item, "this page never judged its pair\nEnd the body with pair.assert_speedup()"
                 )
     finally:
         if isinstance(pair, PairUnderTest):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import time
+from contextlib import suppress
 from typing import Any
 
 from . import timing
@@ -52,8 +54,8 @@ class HostBout:
 
         return call
 
-    def refresh(self) -> None:
-        self.bench.rewrite(self.subjects)
+    def refresh(self, *, last: bool) -> None:
+        self.bench.rewrite(self.subjects, last=last)
 
     def disturbance(self) -> str | None:
         waited, now = _waiting(), time.perf_counter()
@@ -71,12 +73,12 @@ class HostBout:
 
 
 def _waiting() -> float:
-    """Return the seconds the calling thread has spent ready but not running (0 where unknown)."""
-    try:
-        with open("/proc/thread-self/schedstat") as stat:
-            return int(stat.read().split()[1]) * 1e-9
-    except (OSError, IndexError, ValueError):
-        return 0.0
+    """Return the seconds that this process's threads were ready but not running (0: unknown)."""
+    waited = 0
+    for stat in glob.glob("/proc/self/task/*/schedstat"):
+        with suppress(OSError, IndexError, ValueError), open(stat) as file:
+            waited += int(file.read().split()[1])
+    return waited * 1e-9
 
 
 def _threads() -> int:

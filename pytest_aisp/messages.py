@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+READY = "ready"
+"""The progress line of a process that has started; time limits of requests count from it."""
+
 Kind = Literal["check", "time", "sample", "compile", "peaks", "facts", "stop"]
 
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import trees
-from .pair import Work
+from .pair import Work, size_words
 
 if TYPE_CHECKING:
     import torch
 
 RMS, WORST = 1.25, 8.0
 """The derived rule: rms error and worst element, in allowed standard deviations."""
-BASELINE_FACTOR, BASELINE_FLOOR = 1.5, 0.5
+BASELINE_FACTOR, BASELINE_FLOOR = 1.5, 0.8
 """A variant's rms may be this many times the baseline's, and is never held below the floor."""
 PROBES = 3
 STEP = 2.0**-10
@@ -91,7 +91,7 @@ class Fit:
     @property
     def score(self) -> float:
         """Multiples of the derived bound: above 1 the derived rule fails."""
-        return max(self.rms / RMS, self.worst / WORST)
+        return max(self.rms / (RMS * (1 + self.scatter)), self.worst / WORST)
 
 
 def sensitivity(
@@ -195,7 +195,8 @@ def compare(got: torch.Tensor, leaf: Leaf, rule: Rule) -> Fit:
         bound = (rule.atol or 0.0) + (rule.rtol or 0.0) * want.abs()
         ok = bool((error <= torch.where(want.isfinite(), bound, 0.0)).all())
     else:
-        ok = rms <= RMS and worst <= WORST
+        fit = _fit(got, leaf, flat, rms, worst, False)
+        ok = fit.score <= 1
     return _fit(got, leaf, flat, rms, worst, ok)
 
 
@@ -229,17 +230,15 @@ def _fit(got: torch.Tensor, leaf: Leaf, flat: int, rms: float, worst: float, ok:
 def explain(side: str, size: Any, fit: Fit, rule: Rule) -> str:
     """Return the message of a mismatch: output, coordinate, both values, size, broken bound."""
     where = f"{fit.path}{list(fit.index)}" if fit.index else fit.path
-    text = f"{side} is wrong at {_size(size)}: {where} is {fit.got:.9g}, expected {fit.want:.9g}"
+    text = (
+        f"{side} is wrong at {size_words(size)}: {where} is {fit.got:.9g}, expected {fit.want:.9g}"
+    )
     if rule.exact or not math.isfinite(fit.worst):
         return f"{text}; the rule is {rule}"
     return (
         f"{text}; off by {abs(fit.got - fit.want):.3g} = {fit.worst:.3g} allowed deviations of"
         f" {fit.bound:.3g} (rms {fit.rms:.3g}); the rule is {rule}"
     )
-
-
-def _size(size: Any) -> str:
-    return ", ".join(f"{k}={v}" for k, v in size.items()) if size else "its only size"
 
 
 def as_leaves(outputs: Any) -> list[tuple[str, torch.Tensor]]:

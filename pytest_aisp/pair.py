@@ -173,6 +173,11 @@ def side_name(side: Side) -> str:
     return getattr(side, "__name__", type(side).__name__)
 
 
+def size_words(size: Mapping[str, Any]) -> str:
+    """Return ``n=4096, m=33``: a size as messages show it."""
+    return ", ".join(f"{k}={v}" for k, v in size.items()) or "its only size"
+
+
 def as_words(words: str | Sequence[str]) -> tuple[str, ...]:
     """Return `words` as a tuple, a single word as a tuple of one."""
     return (words,) if isinstance(words, str) else tuple(words)
@@ -202,6 +207,9 @@ def _check_words(pair: Pair) -> None:
 def _check_variants(pair: Pair) -> None:
     if not pair.variants:
         raise PairError("optimized=[] is empty: a pair needs at least one variant")
+    fresh = [hasattr(s, "environment") for s in (pair.baseline, *(v.side for v in pair.variants))]
+    if any(fresh) and not all(fresh):
+        raise PairError("fresh_process on some sides only: put it on every side or on none")
     names = [side_name(pair.baseline), *(v.name for v in pair.variants)]
     for name in names:
         if names.count(name) > 1:

@@ -199,6 +199,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     recorder = session.config.stash.get(RECORDER, None)
     if recorder is not None and recorder.environment_moved():
         session.exitstatus = INVALID_RUN
+    elif recorder is not None and recorder.errors and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

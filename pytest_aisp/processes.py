@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from . import timing
-from .messages import Task
+from .messages import Reply, Task
 from .timing import Budget, Samples
 
 BLOCKS = 5
@@ -23,7 +23,11 @@ PROCESS_SECONDS = 120.0
 
 
 class ProcessFailed(RuntimeError):
-    """A sample's process died or gave a wrong result."""
+    """A sample's process died or gave a wrong result; `reply` is what it said."""
+
+    def __init__(self, side: str, reply: Reply) -> None:
+        super().__init__(f"{side} in a fresh process: {reply.message}")
+        self.reply = reply
 
 
 class ProcessSide:
@@ -68,21 +72,25 @@ def fresh_process(
 
 
 def measure_processes(
-    task: Task, sides: Sequence[tuple[Any, Any]], budget: Budget, rng: random.Random
+    task: Task,
+    sides: Sequence[tuple[Any, Any]],
+    budget: Budget,
+    rng: random.Random,
+    progress: Callable[[str], None],
 ) -> Samples:
-    """Run the blocks, one process a window."""
+    """Run the blocks, one process a window; each reports itself, which renews the time limit."""
     few = replace(budget, blocks=min(budget.blocks, BLOCKS), least=BLOCKS, laps=1, seconds=1e9)
-    return timing.measure(_ProcessBout(task, [side for side, _ in sides]), few, rng)
+    return timing.measure(_ProcessBout(task, [side for side, _ in sides], progress), few, rng)
 
 
 class _ProcessBout:
     clock = "process"
 
-    def __init__(self, task: Task, sides: Sequence[Any]) -> None:
-        a, b = (_ProcessWindow(task, side) for side in sides)
+    def __init__(self, task: Task, sides: Sequence[Any], progress: Callable[[str], None]) -> None:
+        a, b = (_ProcessWindow(task, side, progress) for side in sides)
         self.windows = a, b
 
-    def refresh(self) -> None:
+    def refresh(self, *, last: bool) -> None:
         """Every process has fresh memory."""
 
     def disturbance(self) -> str | None:
@@ -98,7 +106,8 @@ class _ProcessBout:
 class _ProcessWindow:
     calls = 1
 
-    def __init__(self, task: Task, side: Any) -> None:
+    def __init__(self, task: Task, side: Any, progress: Callable[[str], None]) -> None:
+        self._progress = progress
         self.task = replace(task, kind="sample", side=side.__name__)
         self.environment, self.started = side.environment, 0
 
@@ -106,13 +115,14 @@ class _ProcessWindow:
         from .client import BenchProcess
 
         self.started += 1
+        self._progress(f"process {self.started} of {self.task.side}")
         bench = BenchProcess(self.environment)
         try:
             reply = bench.ask(self.task, PROCESS_SECONDS, lambda text: None)
         finally:
             bench.close()
         if reply.error is not None:
-            raise ProcessFailed(f"{self.task.side} in a fresh process: {reply.message}")
+            raise ProcessFailed(self.task.side, reply)
         return float(reply.result["seconds"])
 
 
@@ -120,7 +130,8 @@ def time_here(call: Callable[[], Any], warmup: int, synchronize: Callable[[], No
     """Return the seconds per call in this process; of its very first one with `warmup=0`."""
     for _ in range(warmup):
         call()
-    synchronize()
+    if warmup:  # else the context that the first call makes would be made here, untimed
+        synchronize()
     count, start = 0, time.perf_counter()
     while count == 0 or (warmup and time.perf_counter() - start < SAMPLE_SECONDS):
         call()

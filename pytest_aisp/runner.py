@@ -20,7 +20,7 @@ from typing import Any
 
 from . import peaks as peaks_module
 from . import stats, store, verdict
-from .client import Bench, BenchProcess, InProcess
+from .client import START_SECONDS, Bench, BenchProcess, InProcess
 from .device import Machine, cpu_machine
 from .messages import Reply, Task
 from .options import Settings
@@ -28,7 +28,6 @@ from .pair import Case, Work
 from .row import Row, bare, duration, ratio
 from .skus import missing
 
-START_SECONDS = 120.0
 CHECK_CLOCKS = ("host", "cpu", "process")
 
 
@@ -130,16 +129,22 @@ class Run:
     def stored(self, path: Path) -> store.Stored:
         """Return the stored results in `path`, read once."""
         if path not in self._stored:
-            self._stored[path] = store.load(path)
+            try:
+                self._stored[path] = store.load(path)
+            except store.StoreError as error:
+                raise Failed(str(error)) from None
         return self._stored[path]
 
     def peaks(self, product: str) -> peaks_module.Peaks | None:
         """Return the stored peaks of `product`, or None where nobody has measured them."""
         if product not in self._peaks:
             path = self.settings.baselines / product / "peaks.json"
-            if not path.exists() and self.settings.update is not None and self.timer is None:
-                self._measure_peaks(path, product)
-            self._peaks[product] = peaks_module.load(path) if path.exists() else None
+            try:
+                if not path.exists() and self.settings.update is not None and self.timer is None:
+                    self._measure_peaks(path, product)
+                self._peaks[product] = peaks_module.load(path) if path.exists() else None
+            except (peaks_module.PeaksError, OSError) as error:
+                raise Failed(str(error)) from None
         return self._peaks[product]
 
     def _measure_peaks(self, path: Path, product: str) -> None:
@@ -194,12 +199,17 @@ class CaseRun:
             product=product,
             arch=self.machine.arch,
             need=self.place.need,
-            claim=case.pair.claim(case.variant, self.machine.arch),
+            claim=self._claim(),
         )
 
     def _machine(self) -> Machine:
         on_gpu = self.place.kind == "time" and self.place.device == "cuda"
         return self.run.machine if on_gpu or self.run.timer is not None else cpu_machine()
+
+    def _claim(self) -> float | str | None:
+        """Return the claim that is judged here; none where nothing is timed."""
+        timed = self.place.kind == "time" and not self.run.settings.aa
+        return self.case.pair.claim(self.case.variant, self.machine.arch) if timed else None
 
     def _place(self, kernels: bool) -> Place:
         """Decide where the case can be shown, and say what is missing to time it."""
@@ -406,6 +416,12 @@ class CaseRun:
         row.detectable = verdict.detectable(gates, row.spread or 0.0, self._session())
         decision = verdict.decide(first["value"], gates, self._vote)
         row.votes = list(decision.votes)
+        if row.votes:
+            # The first value was singled out for being extreme; the votes were not.
+            self._interval(row.votes)
+            row.notes.append(
+                f"measured {1 + len(row.votes)} times; the first gave {ratio(first['value'])}"
+            )
         row.suspect = self._direction(gates, first["value"]) if decision.suspect else 0
         row.verdict = verdict.verdict_of(
             decision, stored=has_record or settings.aa, same_environment=same_environment

@@ -52,7 +52,7 @@ class _Live:
     """With -v on a terminal: what is being measured, on the case's own line."""
 
     def __init__(self, config: pytest.Config, run: Run) -> None:
-        self._terminal = config.pluginmanager.get_plugin("terminalreporter")
+        self._terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
         self._nodeid = ""
         if self._terminal and self._terminal.isatty and config.get_verbosity() > 0:
             run.progress = self._show

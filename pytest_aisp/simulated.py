@@ -119,7 +119,7 @@ class _SimulatedBout:
         self._throttled = bool(noise.throttle) and self.process.rng.random() < noise.throttle
         self.slow = 0.2 if self._throttled else 0.0
 
-    def refresh(self) -> None:
+    def refresh(self, *, last: bool) -> None:
         """Nothing to rewrite: there are no values."""
 
     def disturbance(self) -> str | None:

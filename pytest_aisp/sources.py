@@ -34,7 +34,7 @@ def _visit(
     thing: Any, root: Path, seen: dict[str, str], kernels: dict[str, Any] | None = None
 ) -> None:
     thing = _unwrapped(thing)
-    file = getattr(thing, "path", None) or _file_of(thing)
+    file = _kernel_file(thing) or _file_of(thing)
     if file is None or not Path(file).resolve().is_relative_to(root):
         return
     name = f"{Path(file).resolve().relative_to(root)}:{getattr(thing, '__qualname__', '')}"
@@ -56,6 +56,11 @@ def _unwrapped(thing: Any) -> Any:
     return thing
 
 
+def _kernel_file(thing: Any) -> Path | None:
+    path = getattr(thing, "path", None)  # `os` has one too, and it is a module
+    return path if isinstance(path, Path) else None
+
+
 def _file_of(thing: Any) -> str | None:
     if isinstance(thing, types.ModuleType):
         return getattr(thing, "__file__", None)
@@ -66,7 +71,7 @@ def _file_of(thing: Any) -> str | None:
 
 
 def _text(thing: Any, file: Path) -> str:
-    if hasattr(thing, "path") or isinstance(thing, types.ModuleType):
+    if _kernel_file(thing) or isinstance(thing, types.ModuleType):
         return file.read_text()
     try:
         return inspect.getsource(thing)
@@ -81,7 +86,7 @@ def _used(thing: Any) -> Iterator[Any]:
         return
     for name in sorted(_names(code)):
         value = scope.get(name)
-        if callable(value) or isinstance(value, types.ModuleType) or hasattr(value, "path"):
+        if callable(value) or isinstance(value, types.ModuleType) or _kernel_file(value):
             yield value
     for cell in getattr(thing, "__closure__", None) or ():
         if callable(cell.cell_contents):

@@ -41,7 +41,7 @@ class Bout(Protocol):
     @property
     def windows(self) -> tuple[Window, Window]: ...
 
-    def refresh(self) -> None:
+    def refresh(self, *, last: bool) -> None:
         """Rewrite the inputs' values in place and poison the outputs."""
 
     def disturbance(self) -> str | None:
@@ -152,7 +152,7 @@ def measure(bout: Bout, budget: Budget, rng: random.Random) -> Samples:
     samples = Samples(bout.clock, [], [], [], [], [], {})
     while len(samples.blocks) < count:
         if len(samples.blocks) in refreshed:
-            bout.refresh()
+            bout.refresh(last=len(samples.blocks) == count - 1)
         order = orders[len(samples.blocks)]
         baseline, optimized = _block(bout, order)
         cause = bout.disturbance()

@@ -13,6 +13,8 @@ from .pair import Pair, Side, Size
 from .sides import Subject, make_inputs, make_state
 
 VALUE_SETS = 2
+UNSEEN = VALUE_SETS
+"""The value set that is shown only before the last block."""
 COLD_FOOTPRINT = 5.0
 """Slots together cover this many L2 caches: cyclic reuse then hits in less than 1 % of accesses."""
 MOST_SLOTS = 512
@@ -27,7 +29,7 @@ class Workbench:
     """The values and slots of `pair` at `size` on `device`.
 
     Attributes:
-        values: `VALUE_SETS` sets of inputs, never given to a side.
+        values: `VALUE_SETS` sets of inputs and one `UNSEEN`, never given to a side.
         slots: copies of value sets, at addresses that stay the same.
         pattern: which value set each slot holds now.
     """
@@ -41,7 +43,7 @@ class Workbench:
     pattern: list[int] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        seeds = [self.seed + k for k in range(VALUE_SETS)]
+        seeds = [self.seed + k for k in range(VALUE_SETS + 1)]
         self.values = [make_inputs(self.pair, self.device, self.size, s) for s in seeds]
         self.rng = random.Random(self.seed)
 
@@ -50,11 +52,16 @@ class Workbench:
         self.pattern = [k % VALUE_SETS for k in range(count)]
         self.slots = [trees.clone(self.values[k]) for k in self.pattern]
 
-    def rewrite(self, subjects: Sequence[Subject]) -> None:
-        """Give each slot a value set at random, in place, and poison every output."""
-        self.pattern = [self.rng.randrange(VALUE_SETS) for _ in self.slots]
-        if len(self.pattern) > 1 and len(set(self.pattern)) == 1:
-            self.pattern[0] = 1 - self.pattern[0]
+    def rewrite(self, subjects: Sequence[Subject], *, last: bool = False) -> None:
+        """Give each slot other values than it holds, in place, and poison every output.
+
+        The last time, every second slot gets the value set that no side has ever seen: an answer
+        remembered by address at any time before is then wrong.
+        """
+        self.pattern = [self.rng.choice([k for k in (0, 1) if k != now]) for now in self.pattern]
+        if last:
+            offset = self.rng.randrange(2) if len(self.slots) > 1 else 0
+            self.pattern[offset::2] = [UNSEEN] * len(self.pattern[offset::2])
         for slot, k in zip(self.slots, self.pattern, strict=True):
             trees.copy_into(slot, self.values[k])
         for subject in subjects:

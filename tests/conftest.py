@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import textwrap
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch  # noqa: F401 - once, out here: pytester's in-process runs would load it twice and die
@@ -35,15 +37,18 @@ PAGE = '''
         return {optimized}
 
 
+    {defs}
+
+
     @compare(
         baseline=added,
-        optimized=[doubled],
+        optimized={variants},
         inputs=inputs,
         reference=reference,
         sizes=[{{"n": 1001}}],
-        check_sizes=[{{"n": 33}}],
-        work=lambda n: Work(read=4 * n, write=4 * n),
-        bound="dram",
+        check_sizes={check_sizes},
+        work={work},
+        bound={bound},
         at_least={at_least},
         {more}
     )
@@ -51,6 +56,16 @@ PAGE = '''
         {body}
 '''
 BODY = "pair.assert_equivalent()\npair.assert_speedup()"
+PARTS = {
+    "optimized": "2 * x",
+    "defs": "",
+    "variants": "[doubled]",
+    "check_sizes": '[{"n": 33}]',
+    "work": "lambda n: Work(read=4 * n, write=4 * n)",
+    "bound": '"dram"',
+    "at_least": "1.0",
+    "more": "",
+}
 INI = """
     [pytest]
     addopts = --import-mode=importlib -p no:randomly
@@ -70,7 +85,7 @@ def page(pytester: pytest.Pytester) -> Callable[..., Any]:
     """Write `doubling_test.py` in a folder of pages and return its path.
 
     Args: `optimized` is the expression that the variant returns, `body` the test's body, `more`
-    further keywords of `compare`.
+    further keywords of `compare`, `defs` functions that replace those above them (`PARTS`).
     """
     pytester.makeini(textwrap.dedent(INI))
 
@@ -78,15 +93,16 @@ def page(pytester: pytest.Pytester) -> Callable[..., Any]:
         optimized: str = "2 * x",
         *,
         body: str = BODY,
-        at_least: str = "1.0",
-        more: str = "",
         name: str = "doubling_test.py",
+        folder: str = "ch99",
         text: str = PAGE,
+        **parts: str,
     ) -> Any:
-        path = pytester.path / "ch99" / name
+        path = pytester.path / folder / name
         path.parent.mkdir(exist_ok=True)
-        parts = {"optimized": optimized, "at_least": at_least, "more": more}
-        path.write_text(textwrap.dedent(text).format(body=body.replace("\n", "\n    "), **parts))
+        slots = {**PARTS, **parts, "optimized": optimized, "body": body.replace("\n", "\n    ")}
+        slots["defs"] = textwrap.dedent(slots["defs"]).strip()
+        path.write_text(textwrap.dedent(text).format(**slots))
         return path
 
     return write
@@ -114,3 +130,35 @@ def gpu(pytester: pytest.Pytester) -> Callable[..., None]:
 def lines() -> Callable[[pytest.RunResult], str]:
     """Return a run's whole output as one text."""
     return lambda result: "\n".join(result.outlines + result.errlines)
+
+
+class Told(NamedTuple):
+    """What a run said of one page's case: its verdict, and the failure as the terminal shows it."""
+
+    verdict: str
+    failure: str
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[str, Any]:
+    """Keep what one run said for the other tests of the file: a run costs seconds."""
+    return {}
+
+
+@pytest.fixture
+def told() -> Callable[[Path], dict[str, Told]]:
+    """Read a JUnit file: by page, what the run said of its case."""
+
+    def read(junit: Path) -> dict[str, Told]:
+        return {
+            case.attrib["classname"].rpartition(".")[2].removesuffix("_test"): _told(case)
+            for case in ElementTree.parse(junit).iter("testcase")
+        }
+
+    return read
+
+
+def _told(case: Any) -> Told:
+    named = {p.attrib["name"]: p.attrib["value"] for p in case.iter("property")}
+    failures = [f.text or "" for kind in ("failure", "error") for f in case.iter(kind)]
+    return Told(named.get("aisp_verdict", ""), "\n".join(failures))

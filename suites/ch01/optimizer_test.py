@@ -79,8 +79,8 @@ def fused(state, gradients):
     sizes=[{"count": 200, "n": 64}],
     check_sizes=[{"count": 3, "n": 33}],
     cpu_sizes=[{"count": 100, "n": 16}],
-    # 8 roundings in a row in a step, and up to 16 steps in a window over two gradients in turn: the
-    # update then repeats, and its rounding errors point in one direction.
+    # 8 roundings in a row in a step. A window is up to 16 steps over two gradients in turn: the
+    # update repeats, and so its rounding errors point in one direction.
     work=lambda count, n: Work(read=16 * count * n * n, write=12 * count * n * n, roundings=8 * 16),
     bound="launch",
 )
