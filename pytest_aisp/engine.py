@@ -116,6 +116,9 @@ class Engine:
         budget = Budget(**task.budget)
         with self._prepared(task, pair):
             samples, extra = self._measure(task, pair, sides, budget)
+        if task.replicate:  # one of many processes on this GPU: leave the memory to the next
+            self._oracles.clear()
+            self._release(task.device)
         return {
             **asdict(samples),
             "value": samples.value,

@@ -1,54 +1,72 @@
-"""Sides that break the rules, and sides that keep them: every page is checked in one run."""
+"""Sides that break the rules of being compared, and sides that keep them.
+
+All pages are checked in one run, by one bench process; each test asks what was said of its page.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-NESTED = """
-    def reference(x):
-        return {"twice": 2 * x.double(), "parts": [x.double() + 1, {"thrice": 3 * x.double()}]}
-
-    def added(x):
-        return {"twice": x + x, "parts": [x + 1, {"thrice": x + x + x}]}
-
-    def doubled(x):
-        return {"twice": 2 * x, "parts": [1 + x, {"thrice": 3 * x}]}
-"""
-COUNTED = """
-    def inputs(device, n):
-        return (torch.randint(-9, 9, (n,), device=device),)
-
-    def reference(x):
-        return x.clamp_min(0).cumsum(0)
-
-    def added(x):
-        return x.clamp_min(0).cumsum(0)
-
-    def doubled(x):
-        return torch.relu(x).cumsum(0)
-"""
-SUMMED = """
+LINEAR = {"work": "lambda n: Work(read=4 * 64 * n, terms=64)"}
+SUMS = """
     def inputs(device, n):
         return (torch.randn(n, 64, device=device),)
+
 
     def reference(x):
         return x.double().sum(1)
 
+
     def added(x):
         return x.sum(1)
 
-    def doubled(x):
-        return {}
-"""
-TRAINED = """
-    from types import SimpleNamespace
 
+    def doubled(x):
+        return {side}
+"""
+COUNTS = """
+    def inputs(device, n):
+        return (torch.randint(-9, 9, (n,), device=device),)
+
+
+    def reference(x):
+        return x.clamp_min(0).cumsum(0)
+
+
+    def added(x):
+        return x.clamp_min(0).cumsum(0)
+
+
+    def doubled(x):
+        return {side}.cumsum(0)
+"""
+NESTED = """
+    def reference(x):
+        x = x.double()
+        return {{"twice": 2 * x, "more": [x + 1, {{"thrice": 3 * x}}]}}
+
+
+    def added(x):
+        return {{"twice": x + x, "more": [x + 1, {{"thrice": x + x + x}}]}}
+
+
+    def doubled(x):
+        return {{"twice": 2 * x, "more": [1 + x, {{"thrice": {side}}}]}}
+"""
+TRAINING = """
     def state(device, n):
         model = torch.nn.Linear(n, 3, device=device)
         return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
+
     def inputs(device, n):
         return torch.randn(8, n, device=device), torch.randn(8, 3, device=device)
+
+
+    def reference(state, x, y):
+        state[0].double()
+        return added(state, x.double(), y.double())
+
 
     def added(state, x, y):
         model, optimizer = state
@@ -58,62 +76,212 @@ TRAINED = """
         optimizer.step()
         return loss.detach()
 
-    def reference(state, x, y):
-        model, optimizer = state
-        model.double()
-        loss = added(state, x.double(), y.double())
-        return loss
+
+    def skip_momentum(model):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.05 * parameter.grad
+
 
     def doubled(state, x, y):
         model, optimizer = state
-        model.zero_grad(set_to_none=False)
+        model.zero_grad()
         loss = torch.nn.functional.mse_loss(model(x), y)
         loss.backward()
-        {}
+        {side}
         return loss.detach()
 """
+STEP = {"more": "state=state,", "work": "lambda n: Work(read=4 * n, terms=33, roundings=6)"}
+SEARCH = {
+    "defs": "from hypothesis import strategies as st",
+    "check_sizes": "[{'n': st.integers(1, 40)}]",
+}
+LOWER = {"variants": "[Variant(doubled, precision='bf16')]"}
+CHECK = "pair.assert_equivalent({})\npair.assert_speedup()"
+
+# By page: what differs from the page that doubles, and a line of the failure.
+REFUSED = {
+    "none": (
+        {"optimized": "None"},
+        "E       AssertionError: doubled returned None at n=33; a side returns its outputs",
+    ),
+    "mutating": (
+        {"optimized": "x.mul_(2)"},
+        "E       AssertionError: doubled changed its input [[]0] at n=33; what a side may change is"
+        " declared with state=",
+    ),
+    "view": (
+        {"optimized": "x[:]"},
+        "E       AssertionError: doubled returned output as a view of its input at n=33",
+    ),
+    "text": (
+        {"optimized": "'2 * x'"},
+        "E       AssertionError: output is a str, not a tensor or a number",
+    ),
+    "yielding": (
+        {"optimized": "(yield 5)"},
+        "E       AssertionError: doubled must yield the callable to time, not 5",
+    ),
+    "raising": (
+        {"optimized": "1 / 0"},
+        "E       AssertionError: doubled at n=1001: ZeroDivisionError: division by zero, during:"
+        " check n=33",
+    ),
+    "single": (
+        {"defs": "def inputs(device, n):\n        return torch.randn(n, device=device)"},
+        "E       AssertionError: inputs returned a Tensor; return a tuple of arguments, as in"
+        " `return (x,)`",
+    ),
+    "telling": (
+        {"defs": "def inputs(device, n):\n        return (torch.zeros(n, device=device),)"},
+        "E       AssertionError: no * control applies, so these inputs cannot tell right from"
+        " wrong: *",
+    ),
+    "loose": (
+        {"body": CHECK.format("atol=100")},
+        "E       AssertionError: the tolerance (rtol=0, atol=100) accepts a wrong answer: * passes",
+    ),
+    "object": (
+        {"defs": "def state(device, n):\n        return {'x': object()}", "more": "state=state,"},
+        "E       AssertionError: state['x'] is a object; a state may hold tensors, modules,"
+        " optimizers and containers of them",
+    ),
+    "early": (
+        {"body": "pair.assert_speedup()"},
+        "E       AssertionError: assert_speedup() before assert_equivalent(): nothing is timed"
+        " before it is proved right",
+    ),
+    "negative": (
+        {"work": "lambda n: Work(read=-n)"},
+        "E       AssertionError: doubled at n=1001: PairError: Work(read=-33) must be a number >= 0,"
+        " during: check n=33",
+    ),
+    "unjudged": (
+        {"body": "pair.assert_equivalent()"},
+        "ch99/unjudged_test.py:*: this page never judged its pair",
+    ),
+    "empty_body": (
+        {"body": "pass"},
+        "ch99/empty_body_test.py:*: this page never judged its pair",
+    ),
+}
+WRONG = {
+    "zeros": ({"optimized": "torch.zeros_like(x)"}, "at n=33: output[[]*] is 0, expected *"),
+    "garbage": ({"optimized": "torch.empty_like(x)"}, "at n=33: output[[]*] is *, expected *"),
+    "nan": ({"optimized": "x * float('nan')"}, "at n=33: output[[]0] is nan, expected *"),
+    "stale": (
+        {"optimized": "CALLS.append(2 * x) or CALLS[0]"},
+        "at n=33: output[[]*] is *, expected *",
+    ),
+    "cached": (
+        {
+            "defs": "KNOWN = {}",
+            "optimized": "globals().setdefault('KNOWN', {}).setdefault(x.data_ptr(), 2 * x)",
+        },
+        "at n=33: output[[]*] is *, expected *",
+    ),
+    "shape": (
+        {"optimized": "2 * x[1:]"},
+        "returned output of shape (32,) at n=33, the reference says (33,)",
+    ),
+    "dtype": (
+        {"optimized": "(2 * x).double()"},
+        "returned output as torch.float64 at n=33, the baseline as torch.float32",
+    ),
+    "count": (
+        {"optimized": "[2 * x, x + x]"},
+        "returned 2 tensors at n=33, the reference 1",
+    ),
+    "nested_wrong": (
+        {"defs": NESTED.format(side="2 * x")},
+        "at n=33: [[]'more'][[]1][[]'thrice'][[]*] is *, expected *",
+    ),
+    "inexact": (
+        {"optimized": "torch.nextafter(2 * x, x)", "body": CHECK.format("exact=True")},
+        "at n=33: output[[]0] is *, expected *; the rule is exact",
+    ),
+    "counts_wrong": ({"defs": COUNTS.format(side="x.abs()")}, "at n=33: output[[]*] is *"),
+    "dropping": (LINEAR | {"defs": SUMS.format(side="x[:, 1:].sum(1)")}, "at n=33: output[[]*] *"),
+    "undeclared": (
+        LINEAR | {"defs": SUMS.format(side="x.bfloat16().sum(1).float()")},
+        "at n=33: output[[]*] is *, expected *; off by * allowed deviations of *",
+    ),
+    "momentum": (STEP | {"defs": TRAINING.format(side="skip_momentum(model)")}, "at n=33: *"),
+    "searched": (
+        SEARCH | {"optimized": "2 * x if len(x) < 17 else 2 * x + 1"},
+        "at n=17: output[[]*] is *, expected *",
+    ),
+}
+RIGHT = {
+    "doubling": {},
+    "exact": {"body": CHECK.format("exact=True")},
+    "tight": {"body": CHECK.format("rtol=1e-6")},
+    "nested": {"defs": NESTED.format(side="3 * x")},
+    "counts": {"defs": COUNTS.format(side="torch.relu(x)")},
+    "sums": LINEAR | {"defs": SUMS.format(side="x @ torch.ones(64, device=x.device)")},
+    "declared": LINEAR | LOWER | {"defs": SUMS.format(side="x.bfloat16().sum(1).float()")},
+    "prepared": {"optimized": "(yield lambda: 2 * x)"},
+    "training": STEP | {"defs": TRAINING.format(side="optimizer.step()")},
+    "search": SEARCH,
+}
 
 
-def test_probe(page, pytester, told):
-    page("None", name="none_test.py")
-    page("x.mul_(2)", name="mutates_test.py")
-    page("x[:]", name="view_test.py")
-    page("torch.zeros_like(x)", name="zeros_test.py")
-    page("torch.empty_like(x)", name="empty_test.py")
-    page("CALLS.append(2 * x) or CALLS[0]", name="stale_test.py")
-    page("BY.setdefault(x.data_ptr(), 2 * x).clone()", defs="BY = {}", name="pointer_test.py")
-    page("2 * x[1:]", name="shape_test.py")
-    page("(2 * x).double()", name="dtype_test.py")
-    page("x * float('nan')", name="nan_test.py")
-    page("1 / 0", name="raises_test.py")
-    page("(yield 5)", name="noncallable_test.py")
-    page("[2 * x, x + x]", name="two_test.py")
-    page("'hello'", name="text_test.py")
-    page("(2 * x).bfloat16().float()", name="undeclared_test.py")
-    page("(2 * x).bfloat16().float()", variants="[Variant(doubled, precision='bf16')]", name="declared_test.py")
-    page(body="pair.assert_equivalent(atol=100)\npair.assert_speedup()", name="loose_test.py")
-    page(body="pair.assert_equivalent(exact=True)\npair.assert_speedup()", name="exact_test.py")
-    page("2.0000001 * x",body="pair.assert_equivalent(exact=True)\npair.assert_speedup()", name="inexact_test.py")
-    page(body="pair.assert_equivalent()", name="unjudged_test.py")
-    page(body="pair.assert_speedup()", name="early_test.py")
-    page(body="pass", name="pass_test.py")
-    page(defs="def inputs(device, n):\n    return (torch.zeros(n, device=device),)", name="allzero_test.py")
-    page(defs="def inputs(device, n):\n    return torch.randn(n, device=device)", name="notuple_test.py")
-    page("2 * x if len(x) < 17 else x", check_sizes="[{'n': st.integers(1, 40)}]", defs="from hypothesis import strategies as st", name="search_test.py")
-    page(check_sizes="[{'n': st.integers(1, 40)}]", defs="from hypothesis import strategies as st", name="searched_test.py")
-    page(defs=NESTED, name="nested_test.py")
-    page(defs=NESTED.replace("3 * x}]", "2 * x}]"), name="nestedwrong_test.py")
-    page(defs=COUNTED, name="counted_test.py")
-    page(defs=COUNTED.replace("torch.relu(x)", "x.abs()"), name="miscounted_test.py")
-    page(defs=SUMMED.replace("{}", "x @ torch.ones(64, device=x.device)"), work="lambda n: Work(read=4*n, terms=64)", name="summed_test.py")
-    page(defs=SUMMED.replace("{}", "x.bfloat16().sum(1).float()"), work="lambda n: Work(read=4*n, terms=64)", name="bf16_test.py")
-    page(defs=SUMMED.replace("{}", "x.bfloat16().sum(1).float()"), work="lambda n: Work(read=4*n, terms=64)",variants="[Variant(doubled, precision='bf16')]", name="declaredbf16_test.py")
-    page(defs=SUMMED.replace("{}", "x[:, :63].sum(1)"), work="lambda n: Work(read=4*n, terms=64)", name="dropped_test.py")
-    page(defs=TRAINED.replace("{}", "optimizer.step()"), more="state=state,", work="lambda n: Work(read=4*n, terms=64, roundings=6)", name="trained_test.py")
-    page(defs=TRAINED.replace("{}", "torch.no_grad()(lambda: [p.sub_(0.05 * p.grad) for p in model.parameters()])()"), more="state=state,", work="lambda n: Work(read=4*n, terms=64, roundings=6)", name="nomomentum_test.py")
-    page(defs="def state(device, n):\n    return {'x': object()}", more="state=state,", name="badstate_test.py")
-    page(work="lambda n: Work(read=-n)", name="negative_test.py")
-    result = pytester.runpytest_subprocess("--aisp-check", "--junitxml=j.xml")
-    for k, v in told(pytester.path / "j.xml").items():
-        print("=====", k, v.verdict)
-        print(v.failure)
+@pytest.fixture
+def said(page, pytester, told, kept):
+    """What the one run said, by page."""
+    if not kept:
+        for name, (parts, _) in {**REFUSED, **WRONG}.items():
+            page(name=f"{name}_test.py", **parts)
+        for name, parts in RIGHT.items():
+            page(name=f"{name}_test.py", **parts)
+        pytester.runpytest_subprocess("--aisp-check", "--junitxml=junit.xml")
+        kept.update(told(pytester.path / "junit.xml"))
+    return kept
+
+
+def matches(told, line):
+    pytest.LineMatcher(told.failure.splitlines()).fnmatch_lines([line])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_page_that_breaks_a_rule_is_refused(said, name):
+    matches(said[name], REFUSED[name][1])
+    assert said[name].verdict == "fail"
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_side_is_named_with_its_size(said, name):
+    matches(said[name], f"E       AssertionError: doubled {'is wrong ' * (WRONG[name][1][:2] == 'at')}{WRONG[name][1]}")
+    assert said[name].verdict == "wrong"
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_side_that_keeps_the_rules_is_checked(said, name):
+    assert said[name] == ("checked", "")
+
+
+def test_every_failure_shows_the_line_of_the_page_that_judged(said):
+    line = ">       pair.assert_equivalent()"
+    assert line in said["raising"].failure.splitlines()
+
+
+def test_a_side_that_raises_shows_its_own_line(said):
+    pytest.LineMatcher(said["raising"].failure.splitlines()).fnmatch_lines(
+        ['E         File "*ch99/raising_test.py", line *, in doubled', "E           return 1 / 0"]
+    )
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *WRONG])
+def test_no_line_of_the_plugin_is_shown(said, name):
+    failure = said[name].failure
+    assert "pytest_aisp/" not in failure
+    assert "site-packages" not in failure
+    assert "contextlib" not in failure
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *WRONG])
+def test_every_failure_of_the_bench_ends_with_how_to_reproduce_it(said, name):
+    if name in ("early", "unjudged", "empty_body"):
+        return
+    last = said[name].failure.split("reproduce:")[1].splitlines()[1]
+    assert last == f"E           pytest 'ch99/{name}_test.py::test_doubling[doubled-n1001]'"

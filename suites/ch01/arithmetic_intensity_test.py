@@ -11,6 +11,8 @@ Bound      DRAM on every rung: an H200 turns from memory to arithmetic at 14 FLO
            512 MiB between two passes fit no L2. Time follows bytes: fused 32 / 16 = 2.0x, at
            4.2 TB/s 0.51 ms after 1.02 ms. Where enough warps are resident coalesced 4-byte loads
            fill DRAM as well: unrolled and vectorized predict 1.0x, fused_vectorized fused's 2.0x.
+Seen       An H200 gains 1.34x from either, and 2.4x and 2.8x from fusing: one 4-byte load a thread
+           keeps too few bytes in flight for HBM3e (32 bytes in 1.34 ms are 3.2 of 4.2 TB/s).
 """
 
 import torch
@@ -62,8 +64,8 @@ def fused_vectorized(a, b, c):
 @compare(
     baseline=three_passes,
     optimized=[
-        Variant(unrolled, at_least="neutral"),
-        Variant(vectorized, at_least="neutral"),
+        Variant(unrolled, at_least={"sm90": 1.15}),
+        Variant(vectorized, at_least={"sm90": 1.15}),
         fused,
         fused_vectorized,
     ],
@@ -73,7 +75,7 @@ def fused_vectorized(a, b, c):
     check_sizes=[{"n": 1023}, {"n": 4097}, {"n": st.integers(33, 5000)}],
     work=lambda n: Work(read=12 * n, write=4 * n, flops={"fp32": 3 * n}, roundings=2),
     bound="dram",
-    at_least={"sm90": 1.2},
+    at_least={"sm90": 2.0},
 )
 def test_arithmetic_intensity(pair):
     pair.assert_equivalent()

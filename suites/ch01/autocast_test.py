@@ -64,8 +64,8 @@ def bf16(x, weights):
 @compare(
     baseline=fp32,
     optimized=[
-        Variant(tf32, precision="tf32", at_least={"sm90": 4.5}),
-        Variant(bf16, precision="bf16", at_least={"sm90": 7.0}),
+        Variant(tf32, precision="tf32", at_least={"sm90": 6.0}),
+        Variant(bf16, precision="bf16", at_least={"sm90": 9.5}),
     ],
     inputs=inputs,
     reference=reference,

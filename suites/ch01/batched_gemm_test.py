@@ -46,7 +46,7 @@ def batched(a, b):
         terms=n,
     ),
     bound="launch",
-    at_least={"sm90": 4.0, "cpu": 1.5},
+    at_least={"sm90": 10.0, "cpu": 1.5},
 )
 def test_batched_gemm(pair):
     pair.assert_equivalent()

@@ -73,7 +73,7 @@ eights = st.integers(1, 6).map(lambda count: 8 * count)  # rows of 16 bytes, as 
 
 @compare(
     baseline=looped,
-    optimized=[Variant(padded, at_least={"sm90": 3.0}), grouped],
+    optimized=[Variant(padded, at_least={"sm90": 4.5}), grouped],
     inputs=inputs,
     reference=reference,
     sizes=[{"groups": 64, "tokens": 2048, "k": 1024, "n": 512}],
@@ -84,7 +84,7 @@ eights = st.integers(1, 6).map(lambda count: 8 * count)  # rows of 16 bytes, as 
     ],
     work=work,
     bound="launch",
-    at_least={"sm90": 6.0},
+    at_least={"sm90": 15.0},
 )
 def test_grouped_gemm(pair):
     pair.assert_equivalent()

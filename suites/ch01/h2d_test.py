@@ -52,7 +52,7 @@ def asynchronous(pageable, pinned, device):
     check_sizes=[{"n": 1023}, {"n": st.integers(1, 5000)}],
     work=lambda n: Work(wire=4 * n),
     bound="pcie",
-    at_least={"sm90": 3.0},
+    at_least={"sm90": 4.0},
 )
 def test_h2d(pair):
     pair.assert_equivalent(exact=True)
