@@ -9,6 +9,7 @@ answer.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ from .messages import Reply, Task
 def main(read_fd: int, write_fd: int) -> None:
     """Answer tasks until the pipe closes or a `stop` arrives."""
     _die_with_parent()
+    faulthandler.enable()  # a side that crashes shows its line
     with os.fdopen(read_fd, "rb") as tasks, os.fdopen(write_fd, "wb", buffering=0) as replies:
         server = Server(lambda text: replies.write(messages.encode({"progress": text})))
         import torch  # noqa: F401 - slow: the time limit of the first request starts after it
@@ -32,7 +34,14 @@ def main(read_fd: int, write_fd: int) -> None:
             task = messages.task_from(messages.decode(line))
             if task.kind == "stop":
                 return
-            replies.write(messages.encode(server.answer(task)))
+            replies.write(_encoded(server.answer(task)))
+
+
+def _encoded(reply: Reply) -> bytes:
+    try:
+        return messages.encode(reply)
+    except (TypeError, ValueError) as error:
+        return messages.encode(Reply(error="side", message=f"an answer cannot be sent: {error}"))
 
 
 class Server:

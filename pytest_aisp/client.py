@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -18,6 +19,13 @@ from .messages import Reply, Task
 Progress = Callable[[str], None]
 START_SECONDS = 120.0
 """Time to start a bench process: importing torch from a cold disk takes a minute."""
+
+
+# faulthandler's lines of no use to a page's author: a traceback has a comma before "in".
+_OURS = re.compile(
+    rf'  File "({re.escape(os.path.dirname(os.path.abspath(__file__)))}/|<frozen runpy>)'
+    r'[^"]*", line \d+ in |Extension modules: '
+)
 
 
 class Bench(Protocol):
@@ -126,12 +134,12 @@ class BenchProcess:
         )
 
     def output(self, lines: int = 20) -> str:
-        """Return the last lines that the process printed."""
+        """Return the last lines that the process printed, a crash's stack without our frames."""
         if self._output.closed:
             return ""
         self._output.seek(0)
         text = self._output.read().decode(errors="replace")
-        return "\n".join(text.splitlines()[-lines:])
+        return "\n".join([ln for ln in text.splitlines() if not _OURS.match(ln)][-lines:])
 
     def kill(self) -> None:
         """Kill the process and everything in its process group."""

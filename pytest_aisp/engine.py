@@ -22,7 +22,7 @@ from .check import Checked, Oracle
 from .loader import load_page, pair_of
 from .messages import Task
 from .numerics import Rule
-from .pair import Pair, Precision, Side
+from .pair import Pair, Precision, Side, is_plain, size_words
 from .sides import SideError, Subject
 from .timing import Budget, Samples
 from .workbench import VALUE_SETS, Workbench
@@ -55,8 +55,8 @@ class Engine:
         found = {}
         with self._prepared(task, pair):
             for size in self._sizes(task, pair):
-                self.progress(f"check {_words(size)}")
-                found[_words(size)] = asdict(self._check_at(task, pair, size, rule))
+                self.progress(f"check {size_words(size)}")
+                found[size_words(size)] = asdict(self._check_at(task, pair, size, rule))
             if task.search:
                 self._search(task, pair, rule)
         return {"sizes": found, "sources": self._sources(task, pair)}
@@ -70,7 +70,7 @@ class Engine:
         *,
         controls: bool = True,
     ) -> Checked:
-        key = f"{task.page}{task.function}{task.variant}{task.device}{_words(size)}{rule}"
+        key = f"{task.page}{task.function}{task.variant}{task.device}{size_words(size)}{rule}"
         if key not in self._checked:
             variant = pair.variant(task.variant)
             sides: list[tuple[Side, Precision | None]] = [
@@ -79,12 +79,16 @@ class Engine:
             ]
             oracle = self._oracle(task, pair, size, f"check{task.seed}")
             self._checked[key] = check.check_sides(
-                oracle, [(_inner(s), p) for s, p in sides], rule, controls=controls
+                oracle,
+                [(_inner(s), p) for s, p in sides],
+                rule,
+                controls=controls,
+                tell=lambda name: self.progress(f"check {name} at {size_words(size)}"),
             )
         return self._checked[key]
 
     def _sizes(self, task: Task, pair: Pair) -> list[Mapping[str, Any]]:
-        listed = [s for s in pair.check_sizes if not is_searched(s)]
+        listed = [s for s in pair.check_sizes if is_plain(s)]
         if task.at == "check":
             if listed:
                 return listed
@@ -96,7 +100,7 @@ class Engine:
         from .search import smallest_failure
 
         for size in pair.check_sizes:
-            if is_searched(size):
+            if not is_plain(size):
                 self.progress("search " + ", ".join(size))
                 failure = smallest_failure(
                     size,
@@ -211,7 +215,7 @@ class Engine:
 
     def _oracle(self, task: Task, pair: Pair, size: Mapping[str, Any], salt: str) -> Oracle:
         page = f"{task.page}{task.function}{task.device}"
-        key = f"{page}{_words(size)}{salt}"
+        key = f"{page}{size_words(size)}{salt}"
         if key not in self._oracles:
             self._make_room(page, task.device)
             seed = zlib.crc32(f"{task.function}{salt}".encode())
@@ -424,18 +428,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def is_searched(size: Mapping[str, Any]) -> bool:
-    """Return whether a check size holds Hypothesis strategies instead of values."""
-    return any(not isinstance(v, (int, float, bool, str)) for v in size.values())
-
-
 def _inner(side: Side) -> Side:
     """Return the callable to check in this process: a process side's own function."""
     return getattr(side, "side", side)
 
 
-def _words(size: Mapping[str, Any]) -> str:
-    return ", ".join(f"{k}={v}" for k, v in size.items()) or "its only size"
-
-
-__all__ = ["Engine", "PageError", "SideError", "is_searched"]
+__all__ = ["Engine", "PageError", "SideError"]

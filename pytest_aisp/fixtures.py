@@ -154,6 +154,9 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
     if run.settings.cold_start:
         run.close()
     case_run = CaseRun(run, case, _where(item, config), _kernels(item, case, config))
+    if (marker := item.get_closest_marker("aisp_timeout")) is not None:
+        multiplier = config.getoption("aisp_timeout_multiplier")
+        case_run.timeout = float(marker.args[0]) * multiplier
     item.stash[CASE] = case_run
     return PairUnderTest(case_run)
 

@@ -65,7 +65,7 @@ def compare(
     try:
         pair = Pair(
             baseline=baseline,
-            variants=tuple(s if isinstance(s, Variant) else Variant(s) for s in optimized),
+            variants=_variants(optimized),
             inputs=inputs,
             reference=reference,
             sizes=tuple(sizes),
@@ -83,6 +83,12 @@ def compare(
     except PairError as error:
         raise PairError(f"@compare: {error}") from None
     return pytest.mark.aisp_pair(pair=pair)
+
+
+def _variants(optimized: Sequence[Side | Variant]) -> tuple[Variant, ...]:
+    if callable(optimized) or isinstance(optimized, Variant):
+        raise PairError("optimized= is a list of sides, as in optimized=[tiled]")
+    return tuple(s if isinstance(s, Variant) else Variant(s) for s in optimized)
 
 
 assert MARK == "aisp_pair"

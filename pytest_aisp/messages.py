@@ -108,7 +108,9 @@ def _plain(value: Any) -> Any:
     """Return `value` with infinities as text and tuples as lists; refuse what is no plain type."""
     if isinstance(value, float) and type(value) is float:
         return value if value - value == 0 else str(value)
-    if value is None or type(value) in (bool, int, str):
+    if isinstance(value, str):
+        return str(value)  # torch's version is a subclass
+    if value is None or type(value) in (bool, int):
         return value
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}

@@ -82,6 +82,7 @@ class Fit:
     bound: float
     ok: bool
     count: int = 0
+    step: int = 1
 
     @property
     def scatter(self) -> float:
@@ -153,7 +154,7 @@ def allowed(
     """
     u_out = UNIT[dtype]
     low = precision if precision and UNIT[precision] > u_out else None
-    operands = (2 * work.roundings if low else work.roundings - 1) + (steps - 1)
+    operands = 2 * work.roundings * steps if low else work.roundings * steps - 1
     u_in = UNIT[low] if low else u_out
     rounding = (u_out**2 * value.square() + operands * u_in**2 * squares) / 3
     return (rounding + steps * _accumulation(value, squares, dtype, precision, work.terms)).sqrt_()

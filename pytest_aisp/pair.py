@@ -223,24 +223,31 @@ def _check_variants(pair: Pair) -> None:
 def _check_sizes(pair: Pair) -> None:
     if not pair.sizes and not pair.cpu_sizes:
         raise PairError("sizes=[] and cpu_sizes=[] are both empty: nothing would run")
-    if not pair.check_sizes and not pair.cpu_sizes:
+    for which in ("sizes", "check_sizes", "cpu_sizes"):
+        for size in getattr(pair, which):
+            _check_size(pair, which, size)
+    if not pair.cpu_sizes and not any(map(is_plain, pair.check_sizes)):
         raise PairError(
             "check_sizes= is missing: give a small odd size that a laptop can check,"
             ' as in check_sizes=[{"n": 33}]'
         )
-    if pair.sizes and len({tuple(s) for s in (*pair.sizes, *pair.cpu_sizes)}) > 1:
+    if len({tuple(s) for s in (*pair.sizes, *pair.cpu_sizes)}) > 1:
         raise PairError("sizes and cpu_sizes must all have the same keys, in the same order")
-    for which in ("sizes", "check_sizes", "cpu_sizes"):
-        for size in getattr(pair, which):
-            _check_size(pair, which, size)
     cases = [case.id for case in pair.cases()]
     if len(set(cases)) < len(cases):
         raise PairError(f"two cases have the id {max(cases, key=cases.count)!r}")
 
 
+def is_plain(size: Mapping[str, Any]) -> bool:
+    """Return whether `size` holds values only, no Hypothesis strategy."""
+    return all(isinstance(value, (int, float, bool, str)) for value in size.values())
+
+
 def _check_size(pair: Pair, which: str, size: object) -> None:
     if not isinstance(size, Mapping):
         raise PairError(f"{which}: {size!r} is not a mapping such as {{'n': 4096}}")
+    if which != "check_sizes" and not is_plain(size):
+        raise PairError(f"{which}: {dict(size)!r} holds something else than numbers and words")
     callables = {"inputs": pair.inputs, "work": pair.work, "state": pair.state}
     whens = {f"when of {v.name!r}": v.when for v in pair.variants}
     for name, function in {**callables, **whens}.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,9 @@ class Recorder:
 def _commit(root: Path) -> str | None:
     import subprocess
 
+    for variable in ("GITHUB_SHA", "CI_COMMIT_SHA"):  # where the checkout came without its history
+        if os.environ.get(variable):
+            return os.environ[variable][:12]
     git = ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
     try:
         done = subprocess.run(git, capture_output=True, text=True, check=False)

@@ -31,9 +31,10 @@ def status(row: Mapping[str, Any], outcome: str) -> tuple[str, str, Any] | None:
     if outcome == "skipped" or verdict not in LETTERS:
         return None
     letter, word = LETTERS[verdict]
-    headline = Row(**row).headline()
+    red = outcome == "failed" or verdict in RED
+    headline = "" if red and row["value"] is None else Row(**row).headline()
     verbose = f"{word} {headline}" if headline else word
-    if outcome == "failed" or verdict in RED:
+    if red:
         return "failed", letter, (verbose, {"red": True})
     category = {"pass": "passed"}.get(verdict, verdict)
     return category, letter, (verbose, {"green": True})

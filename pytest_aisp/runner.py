@@ -181,6 +181,7 @@ class CaseRun:
     def __init__(self, run: Run, case: Case, where: Mapping[str, str], kernels: bool) -> None:
         self.run, self.case = run, case
         self.where = where
+        self.timeout = run.settings.timeout
         self.place = self._place(kernels)
         self.machine = self._machine()
         self.rule: dict[str, Any] | None = None
@@ -267,7 +268,7 @@ class CaseRun:
         """Return the result of `task`; raise `Failed` with the verdict set for an error."""
         self.run.check_time()
         bench = bench or self.run.bench(self.place.device)
-        reply = bench.ask(task, self.run.settings.timeout, self.run.progress)
+        reply = bench.ask(task, self.timeout, self.run.progress)
         if reply.error is not None:
             self._fail(reply)
         return dict(reply.result)
@@ -490,6 +491,8 @@ class CaseRun:
             reply = self.run.bench(self.place.device).ask(
                 self.task("facts"), START_SECONDS, self.run.progress
             )
+            if reply.error is not None:
+                self._fail(reply)
             self.run._facts = {  # type: ignore[attr-defined]
                 k: v for k, v in reply.result.items() if k in ("torch", "triton")
             }

@@ -1,0 +1,300 @@
+"""Every mistake in a declaration is an error at collection, in words, at the page's own line."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_aisp import Variant, Work, compare
+from pytest_aisp.pair import PairError
+
+
+def inputs(device, n):
+    return (n,)
+
+
+def reference(x):
+    return x
+
+
+def slow(x):
+    return x
+
+
+def fast(x):
+    return x
+
+
+def declared(**changes):
+    """Declare a pair that is right but for `changes`; None removes a keyword."""
+    right = {
+        "baseline": slow,
+        "optimized": [fast],
+        "inputs": inputs,
+        "reference": reference,
+        "sizes": [{"n": 4096}],
+        "check_sizes": [{"n": 33}],
+        "work": lambda n: Work(read=4 * n),
+        "bound": "dram",
+    }
+    wanted = {**right, **changes}
+    return compare(**{k: v for k, v in wanted.items() if v is not None})
+
+
+def message(**changes):
+    with pytest.raises(PairError) as refused:
+        declared(**changes)
+    return str(refused.value)
+
+
+def test_a_right_declaration_is_a_mark_with_its_cases():
+    pair = declared().kwargs["pair"]
+    assert [case.id for case in pair.cases()] == ["fast-n4096"]
+
+
+WORDS = {
+    "bound": ({"bound": "disk"}, "unknown bound 'disk'; legal: dram, l2, tensor, issue, "),
+    "l2": ({"l2": "tepid"}, "unknown l2 'tepid'; legal: cold, warm"),
+    "owns": ({"owns": ["clock"]}, "unknown owns 'clock'; legal: gc, affinity, "),
+    "feature": ({"needs": "tmem"}, "unknown feature in needs 'tmem'; legal: tma, clusters, "),
+    "variant": (
+        {"optimized": [Variant(fast, needs="tmem")]},
+        "unknown feature in needs 'tmem'; legal: tma, ",
+    ),
+    "precision": (
+        {"optimized": [Variant(fast, precision="fp12")]},
+        "unknown precision 'fp12'; legal: tf32, bf16, ",
+    ),
+    "arch": ({"at_least": {"sm91": 2.0}}, "unknown arch in at_least 'sm91'; legal: cpu, sm90, "),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_an_unknown_word_is_refused_with_the_legal_ones(name):
+    changes, says = WORDS[name]
+    assert message(**changes).startswith(f"@compare: {says}")
+
+
+CLAIMS = [
+    (0.9, "at_least=0.9 claims a slowdown; where nothing is gained say at_least='neutral'"),
+    ({"cpu": 0}, "at_least=0 claims a slowdown; where nothing is gained say at_least='neutral'"),
+    ("fast", "at_least='fast' is neither a number nor 'neutral'"),
+    (True, "at_least=True is neither a number nor 'neutral'"),
+    (float("nan"), "at_least=nan claims a slowdown; "),
+]
+
+
+@pytest.mark.parametrize(("claim", "says"), CLAIMS)
+def test_a_claim_that_claims_nothing_is_refused(claim, says):
+    assert message(at_least=claim).startswith(f"@compare: {says}")
+
+
+def test_a_variants_own_claim_is_checked_too():
+    assert "claims a slowdown" in message(optimized=[Variant(fast, at_least=0.5)])
+
+
+@pytest.mark.parametrize("claim", [1, 1.0, 2.5, "neutral", {"sm90": 2.0, "cpu": "neutral"}])
+def test_claims_of_one_and_more_are_legal(claim):
+    assert declared(at_least=claim)
+
+
+SIDES = {
+    "empty": ({"optimized": []}, "optimized=[] is empty: a pair needs at least one variant"),
+    "not a list": ({"optimized": fast}, "optimized= is a list of sides, as in optimized=[tiled]"),
+    "a bare variant": (
+        {"optimized": Variant(fast)},
+        "optimized= is a list of sides, as in optimized=[tiled]",
+    ),
+    "the baseline again": (
+        {"optimized": [slow]},
+        "two sides are called 'slow'; name each by its idea",
+    ),
+    "twice": (
+        {"optimized": [fast, Variant(fast)]},
+        "two sides are called 'fast'; name each by its idea",
+    ),
+    "no GPU": (
+        {"needs": "wgmma", "optimized": [Variant(fast, needs="tcgen05")]},
+        "'fast': no known GPU has all of wgmma, tcgen05",
+    ),
+    "no ranks": ({"gpus": 0}, "gpus=(0,) must be a count of GPUs or several counts"),
+}
+
+
+@pytest.mark.parametrize("name", SIDES)
+def test_variants_that_cannot_be_meant_are_refused(name):
+    changes, says = SIDES[name]
+    assert message(**changes) == f"@compare: {says}"
+
+
+def test_page_and_variant_features_that_one_gpu_has_are_legal():
+    pair = declared(needs="tma", optimized=[Variant(fast, needs="wgmma")]).kwargs["pair"]
+    assert pair.archs(pair.variants[0]) == ("sm90",)
+
+
+MISSING = (
+    "check_sizes= is missing: give a small odd size that a laptop can check, as in"
+    ' check_sizes=[{"n": 33}]'
+)
+SIZES = {
+    "nothing": (
+        {"sizes": [], "check_sizes": []},
+        "sizes=[] and cpu_sizes=[] are both empty: nothing would run",
+    ),
+    "nothing small": ({"check_sizes": []}, MISSING),
+    "only strategies": ({"check_sizes": [{"n": object()}]}, MISSING),
+    "no mapping": ({"sizes": [4096]}, "sizes: 4096 is not a mapping such as {'n': 4096}"),
+    "no value": (
+        {"sizes": [{"n": (1, 2)}]},
+        "sizes: {'n': (1, 2)} holds something else than numbers and words",
+    ),
+    "unknown key": (
+        {"sizes": [{"n": 4096, "m": 1}]},
+        "sizes has the key 'm', which inputs does not take (n)",
+    ),
+    "missing key": (
+        {"check_sizes": [{}]},
+        "check_sizes lacks the key 'n', which inputs needs",
+    ),
+    "unlike work": (
+        {"work": lambda m: Work()},
+        "sizes has the key 'n', which work does not take (m)",
+    ),
+    "unlike state": (
+        {"state": lambda device: None},
+        "sizes has the key 'n', which state does not take ()",
+    ),
+    "unlike when": (
+        {"optimized": [Variant(fast, when=lambda m: True)]},
+        "sizes has the key 'n', which when of 'fast' does not take (m)",
+    ),
+    "two kinds of keys": (
+        {
+            "inputs": lambda device, **size: (1,),
+            "work": lambda **size: Work(),
+            "cpu_sizes": [{"m": 1}],
+        },
+        "sizes and cpu_sizes must all have the same keys, in the same order",
+    ),
+    "the same twice": (
+        {"sizes": [{"n": 4096}, {"n": 4096}]},
+        "two cases have the id 'fast-n4096'",
+    ),
+    "the same to read": (
+        {"cpu_sizes": [{"n": 1}, {"n": "1"}]},
+        "two cases have the id 'fast-cpu-n1'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_that_cannot_run_are_refused(name):
+    changes, says = SIZES[name]
+    assert message(**changes) == f"@compare: {says}"
+
+
+def test_what_inputs_and_state_get_besides_the_size_is_no_key():
+    def spread(device, n, rank, world):
+        return (n,)
+
+    assert declared(inputs=spread, gpus=2)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "says"),
+    [
+        ({"read": -1}, "Work(read=-1) must be a number >= 0"),
+        ({"write": float("nan")}, "Work(write=nan) must be a number >= 0"),
+        ({"flops": {"bf16": -2}}, "Work(bf16=-2) must be a number >= 0"),
+        ({"terms": 0}, "Work(terms=, roundings=) must be at least 1"),
+        ({"roundings": 0}, "Work(terms=, roundings=) must be at least 1"),
+    ],
+)
+def test_work_that_nobody_can_do_is_refused(keywords, says):
+    with pytest.raises(PairError) as refused:
+        Work(**keywords)
+    assert str(refused.value) == says
+
+
+# By page: what is changed in a right page, and the error. Every one is raised by `@compare(`.
+AT_COMPARE = {
+    "word": (
+        ('bound="dram"', 'bound="disk"'),
+        "E   pytest_aisp.pair.PairError: @compare: unknown bound 'disk'; legal: dram, *",
+    ),
+    "list": (
+        ("optimized=[doubled]", "optimized=doubled"),
+        "E   pytest_aisp.pair.PairError: @compare: optimized= is a list of sides, as in *",
+    ),
+    "unknown": (
+        ('bound="dram"', 'bound="dram", colour="red"'),
+        "E   TypeError: compare() got an unexpected keyword argument 'colour'",
+    ),
+    "lacking": (
+        ("reference=reference,", ""),
+        "E   TypeError: compare() missing 1 required keyword-only argument: 'reference'",
+    ),
+}
+AT_TEST = {
+    "method": (
+        ("@compare(", "class TestDoubling:\n  @compare("),
+        ("def test_doubling(pair)", "  def test_doubling(self, pair)"),
+        "@compare goes on a function of the page, not on a method",
+    ),
+    "parameters": (
+        ("@compare(", "@pytest.mark.parametrize('k', [1])\n@compare("),
+        ("import torch", "import pytest, torch"),
+        "@compare with @pytest.mark.parametrize has no stored key",
+    ),
+    "bare": (
+        ("@compare(", "dict("),
+        ("def test_", "\n\n\ndef test_"),
+        "the fixture `pair` needs @compare on the test",
+    ),
+}
+
+
+@pytest.fixture
+def broken(page, pytester, kept):
+    """The output of one run of all broken pages, and each page's text."""
+    if not kept:
+        for name, (*changes, _) in {**AT_COMPARE, **AT_TEST}.items():
+            path = page(name=f"{name}_test.py")
+            for old, new in changes:
+                path.write_text(path.read_text().replace(old, new))
+            kept[name] = path.read_text().splitlines()
+        kept["run"] = pytester.runpytest_subprocess("--continue-on-collection-errors")
+    return kept
+
+
+def line_of(text, start):
+    return next(number for number, line in enumerate(text, 1) if line.strip().startswith(start))
+
+
+@pytest.mark.parametrize("name", AT_COMPARE)
+def test_an_error_shows_the_pages_own_line_and_nothing_else(broken, name):
+    line = line_of(broken[name], "@compare(")
+    section = [
+        f"_* ERROR collecting ch99/{name}_test.py _*",
+        f"ch99/{name}_test.py:{line}: in <module>",
+        "    @compare(",
+        AT_COMPARE[name][-1],
+    ]
+    broken["run"].stdout.fnmatch_lines(section, consecutive=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "title"),
+    [
+        ("method", "@compare(", "_* ERROR collecting ch99/method_test.py _*"),
+        ("parameters", "@pytest", "_* ERROR collecting ch99/parameters_test.py _*"),
+        ("bare", "def test_", "_* ERROR at setup of test_doubling _*"),
+    ],
+)
+def test_a_test_that_cannot_be_a_case_is_named_by_its_line(broken, name, start, title):
+    says = f"ch99/{name}_test.py:{line_of(broken[name], start)}: {AT_TEST[name][-1]}"
+    broken["run"].stdout.fnmatch_lines([title, says], consecutive=True)
+
+
+def test_no_line_of_the_plugin_is_shown_and_the_run_is_red(broken):
+    assert "pytest_aisp/" not in broken["run"].stdout.str()
+    assert broken["run"].ret == pytest.ExitCode.TESTS_FAILED
