@@ -26,8 +26,8 @@ class PairUnderTest:
         variant, size: the case.
     """
 
-    def __init__(self, run: CaseRun) -> None:
-        self._run = run
+    def __init__(self, run: CaseRun, session: pytest.Session) -> None:
+        self._run, self._session = run, session
         self.judged = False
         self.variant: str = run.case.variant_name
         self.size: Mapping[str, Any] = dict(run.case.size)
@@ -60,16 +60,22 @@ class PairUnderTest:
         self.judged = True
         self._red(self._run.measure)
 
-    @staticmethod
-    def _red(step: Callable[[], None]) -> None:
+    def _red(self, step: Callable[[], None]) -> None:
         __tracebackhide__ = True
         try:
             return step()
         except Failed as failure:
             message = str(failure)
         except Interrupted as over:
-            pytest.exit(str(over), returncode=pytest.ExitCode.INTERRUPTED)
+            self._stop(str(over))
         raise AssertionError(message)
+
+    def _stop(self, why: str) -> NoReturn:
+        __tracebackhide__ = True
+        if hasattr(self._session.config, "workerinput"):
+            self._session.shouldstop = why  # to xdist an exit would be a crash of this worker
+            pytest.skip(why)
+        pytest.exit(why, returncode=pytest.ExitCode.INTERRUPTED)
 
     @property
     def speedup(self) -> float:
@@ -158,7 +164,7 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
         multiplier = config.getoption("aisp_timeout_multiplier")
         case_run.timeout = float(marker.args[0]) * multiplier
     item.stash[CASE] = case_run
-    return PairUnderTest(case_run)
+    return PairUnderTest(case_run, request.session)
 
 
 def _where(item: Any, config: pytest.Config) -> dict[str, str]:
@@ -209,6 +215,8 @@ def attach(item: pytest.Item, report: pytest.TestReport) -> None:
     if case_run is None:
         return
     row: Row = case_run.row
+    if report.skipped and not row.verdict:
+        return
     if report.failed and not row.verdict:
         row.verdict = "fail"
     if hasattr(report, "wasxfail"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 UPDATES = ("missing", "all")
+RECORDED = 8
+"""Processes that a result is recorded from."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Settings:
         check, aa, replay, update: the mode; none of them is to measure.
         artifacts: folder for the run's results and samples, or None.
         warmup, blocks, window: the measuring budget, where the command line sets it.
-        processes: fresh processes a result is recorded from.
+        processes: processes a result is recorded from, or an A/A trial is repeated in.
         reproducible, cold_start, in_process: see ``pytest --help``.
         timeout: seconds for one request to a bench process, already multiplied.
         suite_timeout, confirm_budget: seconds, for the run and for its votes.
@@ -75,7 +78,12 @@ def add_options(parser: pytest.Parser) -> None:
         metavar="BLOCKS[xUS]",
         help="blocks to time, and optionally the least window in microseconds: 20x400",
     )
-    add("--aisp-processes", metavar="N", type=int, default=8, help="processes to record from (8)")
+    add(
+        "--aisp-processes",
+        metavar="N",
+        type=int,
+        help="processes to record from (8), or to repeat an A/A trial in (1)",
+    )
     add("--aisp-reproducible", action="store_true", help="fixed seeds, deterministic algorithms")
     add("--aisp-cold-start", action="store_true", help="fresh caches and context for each case")
     add("--aisp-in-process", action="store_true", help="run sides inside pytest, for debuggers")
@@ -124,7 +132,8 @@ def read_settings(config: pytest.Config) -> Settings:
         warmup=_positive("--aisp-warmup", get("aisp_warmup")),
         blocks=blocks,
         window=window,
-        processes=get("aisp_processes"),
+        processes=_positive("--aisp-processes", get("aisp_processes"))
+        or (RECORDED if get("aisp_update_expectations") else 1),
         reproducible=get("aisp_reproducible"),
         cold_start=get("aisp_cold_start"),
         in_process=get("aisp_in_process") or bool(get("usepdb")) or bool(get("trace")),
@@ -141,7 +150,7 @@ def read_settings(config: pytest.Config) -> Settings:
 
 def _is_ours(config: pytest.Config) -> bool:
     given = vars(config.option)
-    defaults = {"aisp_processes": 8, "aisp_timeout_multiplier": 1.0, "aisp_confirm_budget": 600.0}
+    defaults = {"aisp_timeout_multiplier": 1.0, "aisp_confirm_budget": 600.0}
     if any(v not in (None, False, defaults.get(k)) for k, v in given.items() if k[:5] == "aisp_"):
         return True
     pages = [Path(p).resolve() for p in config.getini("aisp_pages")]
@@ -156,13 +165,16 @@ def _resolved(config: pytest.Config, arg: str) -> Path:
 def _iterations(text: str | None) -> tuple[int | None, float | None]:
     if text is None:
         return None, None
-    blocks, _, window = text.partition("x")
+    blocks, cross, window = text.partition("x")
     try:
-        return int(blocks), float(window) * 1e-6 if window else None
+        count, seconds = int(blocks), float(window) * 1e-6 if cross else None
     except ValueError:
+        count, seconds = 0, None
+    if count < 1 or (seconds is not None and not 0 < seconds < math.inf):
         raise pytest.UsageError(
             f"--aisp-iterations={text}: give blocks, or blocks and microseconds, as in 20x400"
-        ) from None
+        )
+    return count, seconds
 
 
 def _positive(name: str, value: int | None) -> int | None:
@@ -172,11 +184,17 @@ def _positive(name: str, value: int | None) -> int | None:
 
 
 def _timeout(config: pytest.Config) -> float:
-    text, multiplier = config.getini("aisp_timeout"), config.getoption("aisp_timeout_multiplier")
+    text = config.getini("aisp_timeout")
+    multiplier: float = config.getoption("aisp_timeout_multiplier")
+    if not 0 < multiplier < math.inf:
+        raise pytest.UsageError(f"--aisp-timeout-multiplier={multiplier} must be above 0")
     try:
-        return float(text) * multiplier  # type: ignore[no-any-return]
+        seconds = float(text) * multiplier
     except ValueError:
-        raise pytest.UsageError(f"aisp_timeout = {text}: give seconds, as in 120") from None
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise pytest.UsageError(f"aisp_timeout = {text}: give seconds, as in 120")
+    return seconds
 
 
 def _word(config: pytest.Config, key: str) -> str:
@@ -195,7 +213,7 @@ def _refuse(settings: Settings, config: pytest.Config) -> None:
     given = [name for name, value in modes.items() if value]
     if len(given) > 1:
         raise pytest.UsageError(f"{given[0]} cannot be combined with {given[1]}: choose one mode")
-    if config.getoption("dist", "no") == "each":
+    if settings.ours and config.getoption("dist", "no") == "each":
         raise pytest.UsageError("--dist each reports every case twice; use --dist load")
 
 

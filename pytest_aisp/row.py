@@ -40,6 +40,7 @@ class Row:
         claim, stored: what it was held against.
         spread, detectable: of one process's ln(speedup), and the smallest loss found in 99 %.
         votes: ln(speedup) of every fresh process asked.
+        trials: ln(speedup) and verdict of each repeated A/A trial.
         reasons: what was missed, by how much, and where the limit came from.
         recorded: what to store, when recording.
         check, time: the bench process's replies, for the artifacts.
@@ -69,6 +70,7 @@ class Row:
     spread: float | None = None
     detectable: float | None = None
     votes: list[float] = field(default_factory=list)
+    trials: list[list[Any]] = field(default_factory=list)
     suspect: int = 0
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

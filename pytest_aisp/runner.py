@@ -318,6 +318,27 @@ class CaseRun:
         first = self._timed(0)
         self._fill(first)
         self._judge(first)
+        if self.run.settings.aa:
+            self._repeat(first)
+
+    def _repeat(self, first: Mapping[str, Any]) -> None:
+        """Repeat an A/A trial in more processes, each a trial of its own, judged alike."""
+        values = [float(first["value"])]
+        gates = verdict.same_gates(self.row.spread or 0.0)
+        verdicts = [self.row.verdict]
+        for number in range(1, self.run.settings.processes):
+            timed = self._timed(100 + number, self.run.bench(self.place.device, number))
+            values.append(float(timed["value"]))
+            decision = verdict.decide(values[-1], gates, self._vote)
+            self.row.votes += decision.votes
+            verdicts.append(verdict.verdict_of(decision, stored=True, same_environment=True))
+        self.row.trials = [[v, w] for v, w in zip(values, verdicts, strict=True)]
+        if len(values) > 1:
+            self._interval(values)
+        worst = next((v for v in ("regressed", "improved", "inconclusive") if v in verdicts), None)
+        self.row.verdict = worst or self.row.verdict
+        if worst == "regressed":
+            raise Failed("\n".join(["a side differs from a copy of itself", *self._commands()]))
 
     def _timed(self, replicate: int, bench: Bench | None = None) -> dict[str, Any]:
         versus = "self" if self.run.settings.aa else "baseline"

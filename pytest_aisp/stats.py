@@ -55,10 +55,10 @@ def rms(values: Iterable[float]) -> float:
 def pooled_spread(own: float, processes: int, others: Sequence[float]) -> float:
     """Shrink a case's `own` spread towards those of its product's `others`.
 
-    The pool counts as 8 degrees of freedom, so that a case that was lucky in its few processes
+    The pool, their median, counts as 8 degrees of freedom, so that a case that was lucky in its few processes
     does not become the suite's false alarm. Never below `FLOOR`.
     """
-    pool = rms(others) if others else own
+    pool = median(others) if others else own  # one noisy case must not widen every other
     mine = max(processes - 2, 0)
     return max(FLOOR, math.sqrt((8 * pool**2 + mine * own**2) / (8 + mine)))
 

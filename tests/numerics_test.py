@@ -129,9 +129,7 @@ def test_every_control_is_refused_by_the_derived_bound():
 def test_a_tolerance_that_a_control_passes_is_condemned():
     a, b = operands(256)
     c, d = operands(257)
-    with pytest.raises(
-        TooLoose, match=r"\(rtol=0, atol=100\) accepts a wrong"
-    ):
+    with pytest.raises(TooLoose, match=r"\(rtol=0, atol=100\) accepts a wrong"):
         controls(gemm_leaf(a, b), gemm_leaf(c[:, :256], d[:256]), Rule(atol=100.0))
 
 

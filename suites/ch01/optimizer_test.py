@@ -2,11 +2,11 @@
 
 Problem    One AdamW step of `count` parameters of (n, n), fp32. The gradients arrive in one bucket
            of which every `.grad` is a view, as from data-parallel training.
-Baseline   looped: `foreach=False`, 8 launches a parameter, 1600 for 200 parameters.
+Baseline   looped: `foreach=False`, 8 launches a parameter, 512 for 64 parameters.
 Optimized  foreach: the same 8 operations, each on lists of tensors, in some 30 launches.
            fused: the whole update in one kernel over lists of tensors, in some 7 launches.
-Bound      Launch: 1600 x 5 us = 8 ms. The others are left with the host's work on lists of 200:
-           some 1.2 ms for foreach (7x), 0.5 ms for fused (16x). The 23 MB move in 6 us.
+Bound      Launch: 512 x 5 us = 2.6 ms. The others are left with the host's work on lists of 64:
+           some 0.4 ms for foreach (7x), 0.2 ms for fused (16x). The 7 MB move in 2 us.
 """
 
 from types import SimpleNamespace
@@ -78,7 +78,7 @@ def fused(state, gradients):
     state=state,
     inputs=inputs,
     reference=reference,
-    sizes=[{"count": 200, "n": 64}],
+    sizes=[{"count": 64, "n": 64}],
     check_sizes=[{"count": 3, "n": 33}],
     cpu_sizes=[{"count": 100, "n": 16}],
     # 8 roundings in a row in a step. A window is up to 16 steps over two gradients in turn: the

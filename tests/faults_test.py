@@ -1,0 +1,157 @@
+"""What a side may do to its process, and a user to the run: the other cases keep their verdicts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+IMPORTS = "import ctypes, os, signal, sys, time"
+DIED = "E       AssertionError: doubled at n=1001: the bench process ended"
+# By page: what its optimized side does, and a line of the failure.
+FAULTS = {
+    "exits": ("os._exit(3)", f"{DIED} with exit code 3 during: check doubled at n=33"),
+    "leaves": ("sys.exit(4)", f"{DIED} with exit code 4 during: check doubled at n=33"),
+    "kills": (
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        f"{DIED} by SIGKILL during: check doubled at n=33",
+    ),
+    "crashes": ("ctypes.string_at(0)", f"{DIED} by SIGSEGV during: check doubled at n=33"),
+    "hangs": (
+        "time.sleep(1000)",
+        "E       AssertionError: doubled at n=1001: no answer within 8 s during: check doubled at"
+        " n=33",
+    ),
+    "fills": (
+        "torch.empty(1 << 50)",
+        "E       AssertionError: doubled at n=1001: out of memory: * during: check doubled at n=33",
+    ),
+}
+HEALTHY = ("first", "middle", "zenith")
+WORKERS = {"alone": [], "n2": ["-n2"]}
+
+
+def benches(folder: Path) -> list[int]:
+    """Return the bench processes that were started in `folder` and are alive."""
+    return [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _is_bench(entry, folder)]
+
+
+def _is_bench(entry: Path, folder: Path) -> bool:
+    try:
+        command = (entry / "cmdline").read_bytes()
+        return b"pytest_aisp.bench" in command and os.readlink(entry / "cwd") == str(folder)
+    except OSError:  # it has ended meanwhile
+        return False
+
+
+def wait_for(condition):
+    """Wait until `condition` holds; two minutes are for a machine that is busy."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture(params=WORKERS)
+def run(request, page, pytester, told, kept):
+    """A run of every faulty page and of healthy ones among them, with and without workers."""
+    if request.param not in kept:
+        for name, (optimized, _) in FAULTS.items():
+            page(optimized, defs=IMPORTS, name=f"{name}_test.py")
+        for name in HEALTHY:
+            page(name=f"{name}_test.py")
+        page(defs=f"{IMPORTS}\n\ndef added(x):\n    os._exit(5)", name="baseline_test.py")
+        options = ["--aisp-check", "-o", "aisp_timeout=8", "--junitxml=junit.xml"]
+        kept[request.param] = {
+            "result": pytester.runpytest_subprocess(*options, *WORKERS[request.param]),
+            "left": benches(pytester.path),
+            "told": told(pytester.path / "junit.xml"),
+        }
+    return kept[request.param]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_red_and_names_side_size_and_what_happened(run, name):
+    told = run["told"][name]
+    pytest.LineMatcher(told.failure.splitlines()).fnmatch_lines([FAULTS[name][1]])
+    assert told.verdict == "fail"
+
+
+def test_a_fault_of_the_baseline_names_the_baseline(run):
+    line = f"{DIED} with exit code 5 during: check added at n=33"
+    assert line in run["told"]["baseline"].failure.splitlines()
+
+
+def test_every_other_case_has_its_verdict(run):
+    assert [run["told"][name].verdict for name in HEALTHY] == ["checked"] * 3
+    run["result"].stdout.fnmatch_lines(["=* 7 failed, 3 checked in *"])
+    assert run["result"].ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_no_bench_process_is_left(run):
+    assert run["left"] == []
+
+
+def test_a_crash_shows_the_line_of_the_side_and_none_of_ours(run):
+    failure = run["told"]["crashes"].failure
+    lines = ["*Segmentation fault*", 'E         File "*ch99/crashes_test.py", line * in doubled']
+    pytest.LineMatcher(failure.splitlines()).fnmatch_lines(lines)
+    assert "pytest_aisp/" not in failure
+
+
+def test_out_of_memory_shows_the_line_that_asked_for_it(run):
+    assert "E           return torch.empty(1 << 50)" in run["told"]["fills"].failure.splitlines()
+
+
+def test_a_hang_says_how_to_give_it_longer(run):
+    line = "E       give it longer with --aisp-timeout-multiplier=2"
+    assert line in run["told"]["hangs"].failure.splitlines()
+
+
+def test_the_marker_sets_the_limit_of_a_case(page, pytester):
+    page("time.sleep(1000)", defs=f"{IMPORTS}\nimport pytest").write_text(
+        (pytester.path / "ch99/doubling_test.py")
+        .read_text()
+        .replace("@compare(", "@pytest.mark.aisp_timeout(1)\n@compare(")
+    )
+    result = pytester.runpytest_subprocess("--aisp-check", "--aisp-timeout-multiplier=2")
+    result.stdout.fnmatch_lines(["*no answer within 2 s during: check doubled at n=33"])
+
+
+@pytest.fixture(params=["-n0", "-n1"])
+def busy(request, page, pytester):
+    """A running pytest whose first case is finished, and whose second one never ends."""
+    page(name="first_test.py")
+    page("open('busy', 'w').close() or time.sleep(1000)", defs=IMPORTS, name="second_test.py")
+    command = [sys.executable, "-m", "pytest", request.param]
+    command += ["--aisp-check", "--aisp-artifacts=kept"]
+    with open(pytester.path / "log", "wb") as log:
+        process = pytester.popen(command, log, subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        wait_for((pytester.path / "busy").exists)
+        yield process
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupt_keeps_what_is_finished(busy, pytester, number):
+    busy.send_signal(number)
+    assert busy.wait(timeout=120) == pytest.ExitCode.INTERRUPTED
+    pytest.LineMatcher((pytester.path / "log").read_text().splitlines()).fnmatch_lines(
+        ["=* aisp =*", "first *doubled *checked", "!* KeyboardInterrupt* !*", "=* 1 checked in *"]
+    )
+    rows = (pytester.path / "kept" / "results.jsonl").read_text().splitlines()
+    assert [json.loads(row)["verdict"] for row in rows] == ["checked"]
+    assert benches(pytester.path) == []
+
+
+def test_a_bench_process_dies_with_the_run(busy, pytester):
+    assert len(benches(pytester.path)) == 1
+    busy.kill()
+    wait_for(lambda: benches(pytester.path) == [])

@@ -1,0 +1,349 @@
+"""A run as a whole: xdist, options, stored files that cannot be used, sessions of others."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+WORKERS = {"alone": [], "n0": ["-n0"], "n2": ["-n2"]}
+TIMES = {"added": 2e-5, "doubled": 1e-5}
+SEEN = """
+def pytest_aisp_result(config, row):
+    with open("seen", "a") as file:
+        file.write(f"{row['nodeid']} worker={hasattr(config, 'workerinput')}\\n")
+"""
+
+
+def append(pytester, text):
+    conftest = pytester.path / "conftest.py"
+    conftest.write_text((conftest.read_text() if conftest.exists() else "") + text)
+
+
+# The same run with and without workers
+
+
+@pytest.fixture(params=WORKERS)
+def run(request, page, gpu, pytester, kept):
+    """One run of a page of each kind: rows, lines of the hook, and the result."""
+    if request.param not in kept:
+        gpu(**TIMES)
+        append(pytester, SEEN)
+        page(name="new_test.py")
+        page("torch.zeros_like(x)", name="wrong_test.py")
+        page(name="checked_test.py", more="needs='tcgen05',")
+        result = pytester.runpytest_subprocess("--aisp-artifacts=kept", *WORKERS[request.param])
+        rows = (pytester.path / "kept" / "results.jsonl").read_text().splitlines()
+        seen = (pytester.path / "seen").read_text().splitlines()
+        kept[request.param] = result, [json.loads(row) for row in rows], seen
+    return kept[request.param]
+
+
+VERDICTS = ("checked", "new", "wrong")
+
+
+def test_node_ids_and_verdicts_are_the_same_with_and_without_workers(run):
+    _, rows, _ = run
+    found = {row["nodeid"]: row["verdict"] for row in rows}
+    case = "ch99/{}_test.py::test_doubling[doubled-n1001]"
+    assert found == {case.format(verdict): verdict for verdict in VERDICTS}
+
+
+def test_each_case_is_recorded_once_and_by_the_controller(run):
+    _, rows, seen = run
+    assert sorted(seen) == sorted(f"{row['nodeid']} worker=False" for row in rows)
+
+
+def test_the_closing_table_and_the_counts_are_the_same(run):
+    result, _, _ = run
+    table = [line for line in result.outlines if line.split()[1:3] == ["doubled", "n=1001"]]
+    assert sorted(line.split()[-1] for line in table) == sorted(VERDICTS)
+    result.stdout.fnmatch_lines(["=* 1 failed, 1 *, 1 * in *"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_without_xdist_nothing_is_missed(page, pytester):
+    page()
+    result = pytester.runpytest_subprocess("--aisp-check", "-p", "no:xdist")
+    result.stdout.fnmatch_lines(["=* 1 checked in *"])
+
+
+# Options
+
+
+UPDATE = "--aisp-update-expectations"
+REFUSED = [
+    (
+        ["--aisp-iterations=abc"],
+        "--aisp-iterations=abc: give blocks, or blocks and microseconds, *",
+    ),
+    (["--aisp-iterations=0"], "--aisp-iterations=0: give blocks, or blocks and microseconds, *"),
+    (
+        ["--aisp-iterations=20x"],
+        "--aisp-iterations=20x: give blocks, or blocks and microseconds, *",
+    ),
+    (
+        ["--aisp-iterations=9x0"],
+        "--aisp-iterations=9x0: give blocks, or blocks and microseconds, *",
+    ),
+    (["--aisp-warmup=0"], "--aisp-warmup=0 must be at least 1"),
+    (["--aisp-processes=0"], "--aisp-processes=0 must be at least 1"),
+    (["--aisp-timeout-multiplier=0"], "--aisp-timeout-multiplier=0.0 must be above 0"),
+    (["-o", "aisp_timeout=abc"], "aisp_timeout = abc: give seconds, as in 120"),
+    (["-o", "aisp_timeout=0"], "aisp_timeout = 0: give seconds, as in 120"),
+    (["-o", "aisp_missing=maybe"], "aisp_missing = maybe: legal are pass and fail"),
+    (["-o", "aisp_inconclusive=no"], "aisp_inconclusive = no: legal are pass and fail"),
+    ([f"{UPDATE}=some"], f"{UPDATE}=some: legal are missing and all"),
+    (["--aisp-check", "--aisp-aa"], "--aisp-check cannot be combined with --aisp-aa: *"),
+    (["--aisp-check", UPDATE], f"--aisp-check cannot be combined with {UPDATE}: *"),
+    (["--aisp-aa", UPDATE], f"--aisp-aa cannot be combined with {UPDATE}: *"),
+    (["--aisp-replay=kept", "--aisp-aa"], "--aisp-aa cannot be combined with --aisp-replay: *"),
+    (["--dist", "each", "--tx", "2*popen"], "--dist each reports every case twice; *"),
+    ([UPDATE, "-n2"], f"{UPDATE} cannot be combined with xdist: *"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), REFUSED, ids=lambda v: v[0] if len(v[0]) > 1 else "")
+def test_what_would_lie_or_lose_something_is_refused(page, pytester, options, says):
+    page()
+    result = pytester.runpytest_inprocess(*options)  # refused before anything is set up
+    result.stderr.fnmatch_lines([f"ERROR: {says}"])
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+
+
+def test_recording_is_refused_where_ci_is_set(page, pytester, monkeypatch):
+    monkeypatch.setenv("CI", "1")
+    page()
+    result = pytester.runpytest_inprocess(UPDATE)
+    result.stderr.fnmatch_lines(
+        [
+            f"ERROR: {UPDATE} is refused where CI is set: a gate must not move its own limits.",
+            "Record on the machine by hand and commit the file",
+        ]
+    )
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+
+
+def test_refused_recording_with_workers_names_the_command(page, pytester):
+    page()
+    result = pytester.runpytest_inprocess(UPDATE, "-n2")
+    result.stderr.fnmatch_lines(["    pytest -n0 --aisp-update-expectations"])
+
+
+def test_the_bare_update_option_does_not_swallow_the_path_after_it(page, gpu, pytester):
+    page(name="first_test.py")
+    page(name="second_test.py", folder="ch98")
+    gpu(**TIMES)
+    result = pytester.runpytest_subprocess(UPDATE, "ch99", "--aisp-processes=1")
+    result.stdout.fnmatch_lines(["stored: first_test.py::*: new -> ?.???x"])
+    files = sorted(p.name for p in (pytester.path / "baselines").rglob("*") if p.is_file())
+    assert files == ["ch99.json"]
+
+
+# Stored results that cannot be used
+
+
+@pytest.fixture
+def recorded(page, gpu, pytester):
+    """Record one page in each folder named; return the stored files by folder."""
+
+    def record(*folders):
+        gpu(**TIMES)
+        for folder in folders:
+            page(folder=folder)
+        assert pytester.runpytest_subprocess(UPDATE, "--aisp-processes=1").ret == 0
+        home = pytester.path / "baselines" / "simulated-gpu"
+        return {folder: home / f"{folder}.json" for folder in folders}
+
+    return record
+
+
+DAMAGE = {
+    "conflict": (
+        lambda text: f"<<<<<<< HEAD\n{text}=======\n{text}>>>>>>> other\n",
+        "holds a merge conflict in line 1; keep one side, record what it lacks:",
+    ),
+    "foreign": (
+        lambda text: text.replace('"schema": 1', '"schema": 99'),
+        "was written by a newer pytest-aisp (schema 99; this one reads 1)",
+    ),
+    "garbage": (lambda text: "hello", "is not JSON (*); restore the committed file:"),
+    "truncated": (lambda text: text[:-40], "is truncated; restore the committed file:"),
+}
+
+
+@pytest.mark.parametrize("options", [[], [f"{UPDATE}=all", "--aisp-processes=1"]])
+def test_a_damaged_file_is_said_and_left_as_it_is(recorded, pytester, options):
+    files = recorded(*DAMAGE)
+    for name, file in files.items():
+        file.write_text(DAMAGE[name][0](file.read_text()))
+    before = {name: file.read_bytes() for name, file in files.items()}
+    result = pytester.runpytest_subprocess(*options)
+    for name, (_, says) in DAMAGE.items():
+        says = f"E       AssertionError: */baselines/simulated-gpu/{name}.json {says}"
+        result.stdout.fnmatch_lines([f"{name}/doubling_test.py *"])
+        result.stdout.fnmatch_lines([">       pair.assert_speedup()", says])
+    result.stdout.fnmatch_lines(["=* 4 failed in *"])
+    assert "pytest_aisp/" not in result.stdout.str()
+    assert {name: file.read_bytes() for name, file in files.items()} == before
+
+
+def test_results_that_cannot_be_written_are_said_and_the_run_is_not_green(recorded, pytester):
+    file = recorded("ch99")["ch99"]
+    before = file.read_bytes()
+    (file.parent / ".ch99.json.lock").mkdir()
+    result = pytester.runpytest_subprocess(f"{UPDATE}=all", "--aisp-processes=1")
+    result.stdout.fnmatch_lines(["NOT STORED: * could not be written, and is as it was: *"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert file.read_bytes() == before
+
+
+def test_a_file_in_the_place_of_the_baselines_is_said(page, gpu, pytester):
+    page()
+    gpu(**TIMES)
+    (pytester.path / "baselines").write_text("hello")
+    result = pytester.runpytest_subprocess(UPDATE, "--aisp-processes=1")
+    result.stdout.fnmatch_lines(["E       AssertionError: * cannot be read: * Not a directory: *"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+# Sessions of others
+
+
+OTHERS = """
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def device():
+    return "mine"
+
+
+@pytest.fixture
+def timer():
+    return "mine"
+
+
+@pytest.fixture
+def pair():
+    return "mine"
+
+
+def test_fixtures(device, timer, pair):
+    assert (device, timer, pair) == ("mine",) * 3
+
+
+def test_nothing_of_the_plugin_is_loaded():
+    ours = {name for name in sys.modules if name.startswith("pytest_aisp")}
+    assert ours <= {"pytest_aisp", "pytest_aisp.options", "pytest_aisp.plugin"}
+    assert "torch" not in sys.modules
+
+
+def test_there_is_no_bench_process():
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    assert not [c for c in children if "aisp" in Path(f"/proc/{c}/cmdline").read_text()]
+"""
+
+
+@pytest.fixture
+def others(pytester):
+    """A session without pages."""
+    pytester.makeini("[pytest]\naddopts = -p no:randomly")
+    pytester.makepyfile(test_others=OTHERS)
+
+
+def test_a_session_without_pages_is_left_alone(others, pytester):
+    pytester.makepyfile(test_others=OTHERS.replace("def test_fixtures(", "def no_fixtures("))
+    result = pytester.runpytest_subprocess("-v")
+    result.stdout.no_fnmatch_line("*aisp: *")
+    result.stdout.no_fnmatch_line("=* aisp =*")
+    result.assert_outcomes(passed=2)
+
+
+def test_a_users_own_fixture_wins(others, pytester):
+    pytester.runpytest_subprocess("-k", "fixtures").assert_outcomes(passed=1, deselected=2)
+
+
+def test_a_session_without_pages_keeps_its_own_workers(others, pytester, monkeypatch):
+    monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "1")
+    result = pytester.runpytest_subprocess("-n", "auto", "-v", "-k", "fixtures")
+    result.stdout.fnmatch_lines(["created: 1/1 worker"])
+    result.assert_outcomes(passed=1)
+
+
+def test_a_session_without_pages_may_use_dist_each(others, pytester):
+    result = pytester.runpytest_subprocess("--dist=each", "--tx=2*popen", "-k", "fixtures")
+    result.assert_outcomes(passed=2)
+
+
+# How a run may be changed
+
+
+LATE = """
+def pytest_aisp_result(config, row):
+    from pytest_aisp.plugin import RUN
+
+    config.stash[RUN].started -= 1e6
+"""
+
+
+def test_the_suites_time_ends_the_run_and_keeps_what_is_finished(page, pytester):
+    page(name="first_test.py")
+    page(name="second_test.py")
+    append(pytester, LATE)
+    options = ["--aisp-check", "--aisp-artifacts=kept", "--aisp-suite-timeout=100000"]
+    result = pytester.runpytest_subprocess(*options)
+    result.stdout.fnmatch_lines(
+        [
+            "first *checked",
+            "!* _pytest.outcomes.Exit: --aisp-suite-timeout: 100000 s are over !*",
+            "=* 1 checked in *",
+        ]
+    )
+    assert len((pytester.path / "kept/results.jsonl").read_text().splitlines()) == 1
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_suite_without_time_stops_at_its_first_case(page, pytester, workers):
+    page()
+    result = pytester.runpytest_subprocess("--aisp-suite-timeout=0.001", *WORKERS[workers])
+    result.stdout.fnmatch_lines(["*--aisp-suite-timeout: 0.001 s are over*"])
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+
+
+def test_cold_start_gives_each_case_caches_of_its_own(page, pytester):
+    note = "open('caches', 'a').write(os.environ['TRITON_CACHE_DIR'] + '\\n') and 2 * x"
+    page(note, defs="import os", name="first_test.py")
+    page(note, defs="import os", name="second_test.py")
+    result = pytester.runpytest_subprocess("--aisp-cold-start", "--aisp-check")
+    result.stdout.fnmatch_lines(["=* 2 checked in *"])
+    caches = set((pytester.path / "caches").read_text().splitlines())
+    assert len(caches) == 2
+    assert not any(map(os.path.exists, map(os.path.dirname, caches)))
+
+
+def test_reproducible_fails_an_op_without_a_deterministic_form_by_name(page, pytester):
+    page("(2 * x).put_(torch.tensor([0], device=x.device), 2 * x[:1])")
+    page(name="plain_test.py")
+    result = pytester.runpytest_subprocess("--aisp-check", "--aisp-reproducible")
+    result.stdout.fnmatch_lines(
+        ["E       AssertionError: doubled at n=1001: RuntimeError: put_* does not have a deter*"]
+    )
+    result.stdout.fnmatch_lines(["=* 1 failed, 1 checked in *"])
+
+
+@pytest.mark.parametrize(
+    ("option", "program"), [(None, "bench.py"), ("--aisp-in-process", ""), ("--pdb", "")]
+)
+def test_debuggers_run_the_sides_inside_pytest(page, pytester, option, program):
+    page("open('program', 'w').write(sys.argv[0]) and 2 * x", defs="import sys")
+    result = pytester.runpytest_subprocess("--aisp-check", *([option] if option else []))
+    result.stdout.fnmatch_lines(["=* 1 checked in *"])
+    name = os.path.basename((pytester.path / "program").read_text())
+    assert name == (program or "__main__.py")
