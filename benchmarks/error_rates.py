@@ -107,7 +107,7 @@ def judge(
         verdict.claim_gate(math.exp(case.value - 6 * spread - margin), spread),
         *verdict.record_gates(case.value, margin),
     ]
-    loss = verdict.detectable(gates, spread, session_sd) if planted else 0.0
+    loss = verdict.detectable(gates, spread, session_sd, "graph") if planted else 0.0
 
     def one() -> float:
         return measure(case, -shift, rng, loss)

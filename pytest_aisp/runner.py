@@ -435,7 +435,7 @@ class CaseRun:
     def _judge(self, first: Mapping[str, Any]) -> None:
         row, settings = self.row, self.run.settings
         gates, same_environment, has_record = self._gates(first)
-        row.detectable = verdict.detectable(gates, row.spread or 0.0, self._session())
+        row.detectable = verdict.detectable(gates, row.spread or 0.0, self._session(), row.clock)
         decision = verdict.decide(first["value"], gates, self._vote)
         row.votes = list(decision.votes)
         if row.votes:

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from pytest_aisp.client import BenchProcess
+from pytest_aisp.messages import Task
+
 IMPORTS = "import ctypes, os, signal, sys, time"
 DIED = "E       AssertionError: doubled at n=1001: the bench process ended"
 # By page: what its optimized side does, and a line of the failure.
@@ -122,6 +125,31 @@ def test_the_marker_sets_the_limit_of_a_case(page, pytester):
     )
     result = pytester.runpytest_subprocess("--aisp-check", "--aisp-timeout-multiplier=2")
     result.stdout.fnmatch_lines(["*no answer within 2 s during: check doubled at n=33"])
+
+
+SLOW = """#!{python}
+import os, sys, time
+
+time.sleep(2)
+os.write(int(sys.argv[-1]), b'{{"progress": "ready"}}\\n')
+time.sleep({answers_after})
+os.write(int(sys.argv[-1]), b'{{"result": {{"found": 1}}}}\\n')
+"""
+
+
+@pytest.mark.parametrize(("answers_after", "error"), [(0, None), (1000, "timeout")])
+def test_the_limit_counts_from_when_the_process_is_ready(
+    monkeypatch, tmp_path, answers_after, error
+):
+    python = tmp_path / "python"
+    python.write_text(SLOW.format(python=sys.executable, answers_after=answers_after))
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    bench = BenchProcess()
+    try:
+        assert bench.ask(Task(kind="check"), 1.5, lambda text: None).error == error
+    finally:
+        bench.close()
 
 
 @pytest.fixture(params=["-n0", "-n1"])

@@ -126,7 +126,7 @@ REFUSED = {
     "raising": (
         {"optimized": "1 / 0"},
         "E       AssertionError: doubled at n=1001: ZeroDivisionError: division by zero, during:"
-        " check n=33",
+        " check doubled at n=33",
     ),
     "single": (
         {"defs": "def inputs(device, n):\n    return torch.randn(n, device=device)"},
@@ -155,7 +155,7 @@ REFUSED = {
     "negative": (
         {"work": "lambda n: Work(read=-n)"},
         "E       AssertionError: doubled at n=1001: PairError: Work(read=-33) must be a number >="
-        " 0, during: check n=33",
+        " 0, during: check added at n=33",
     ),
     "unjudged": (
         {"body": "pair.assert_equivalent()"},
@@ -232,7 +232,7 @@ def said(page, pytester, told, kept):
             page(name=f"{name}_test.py", **parts)
         for name, parts in RIGHT.items():
             page(name=f"{name}_test.py", **parts)
-        pytester.runpytest_subprocess("--aisp-check", "--junitxml=junit.xml")
+        kept["run"] = pytester.runpytest_subprocess("--aisp-check", "--junitxml=junit.xml")
         kept.update(told(pytester.path / "junit.xml"))
     return kept
 
@@ -275,6 +275,12 @@ def test_no_line_of_the_plugin_is_shown(said, name):
     assert "pytest_aisp/" not in failure
     assert "site-packages" not in failure
     assert "contextlib" not in failure
+
+
+def test_the_short_summary_has_the_verdict_and_the_id_of_a_red_case(said):
+    case = "ch99/{}_test.py::test_doubling[[]doubled-n1001[]]*"
+    lines = [f"FAILED {case.format('view')}", f"WRONG {case.format('zeros')}"]
+    said["run"].stdout.fnmatch_lines(lines)
 
 
 @pytest.mark.parametrize("name", ["raising", "zeros", "loose", "searched"])

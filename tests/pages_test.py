@@ -1,0 +1,122 @@
+"""Every page reads alike: four headings, its sides by name, its pair judged, nothing hidden."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pytest_aisp.loader import load_page, pair_of
+from pytest_aisp.pair import Pair
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "suites").rglob("*_test.py"))
+HEADINGS = ["Problem", "Baseline", "Optimized", "Bound"]
+every_page = pytest.mark.parametrize("path", PAGES, ids=lambda p: f"{p.parent.name}/{p.stem}")
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def imported(path: Path) -> types.ModuleType:
+    return load_page(str(path), str(ROOT), f"pages_of_{path.parent.name}.{path.stem}")
+
+
+def pairs(path: Path) -> list[Pair]:
+    """Return what the page declares."""
+    found = (pair_of(thing) for thing in vars(imported(path)).values() if callable(thing))
+    return [pair for pair in found if pair is not None]
+
+
+def sections(path: Path) -> dict[str, str]:
+    """Return the docstring's text by heading."""
+    parts = re.split(r"^(\w+) {2,}", ast.get_docstring(parsed(path)) or "", flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def calls(path: Path) -> Iterator[str]:
+    """Yield the last name of everything that the page calls."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func).rpartition(".")[2]
+
+
+def test_there_are_pages():
+    assert PAGES
+
+
+@every_page
+def test_the_docstring_says_problem_baseline_optimized_bound(path):
+    assert [heading for heading in sections(path) if heading in HEADINGS] == HEADINGS
+
+
+@every_page
+def test_the_docstring_opens_with_the_idea_in_one_line(path):
+    first, second = (ast.get_docstring(parsed(path)) or "").splitlines()[:2]
+    assert re.fullmatch(r".+: .+\.", first)
+    assert second == ""
+
+
+@every_page
+def test_the_baseline_is_named_under_baseline(path):
+    for pair in pairs(path):
+        assert sections(path)["Baseline"].startswith(f"{pair.baseline.__name__}: ")
+
+
+@every_page
+def test_each_variant_is_named_under_optimized(path):
+    named = re.findall(r"^ *(\w+): ", sections(path)["Optimized"], flags=re.MULTILINE)
+    for pair in pairs(path):
+        assert {variant.name for variant in pair.variants} <= set(named)
+
+
+@every_page
+def test_a_test_has_the_name_of_its_page(path):
+    assert hasattr(imported(path), f"test_{path.stem.removesuffix('_test')}")
+
+
+@every_page
+def test_the_page_declares_pairs_and_judges_each(path):
+    tests = [n for n in parsed(path).body if isinstance(n, ast.FunctionDef) and "test_" in n.name]
+    assert len(pairs(path)) == len(tests) > 0
+    for test in tests:
+        assert [ast.unparse(line) for line in test.body][-1] == "pair.assert_speedup()"
+
+
+@every_page
+def test_the_page_neither_prints_nor_sleeps_nor_seeds(path):
+    assert set(calls(path)) & {"print", "sleep", "_sleep", "manual_seed", "seed"} == set()
+
+
+@every_page
+def test_the_page_leaves_sys_path_alone(path):
+    assert not [n for n in ast.walk(parsed(path)) if ast.unparse(n) == "sys.path"]
+
+
+@every_page
+def test_the_page_can_be_checked_on_a_laptop(path):
+    assert all(pair.check_sizes or pair.cpu_sizes for pair in pairs(path))
+
+
+@every_page
+def test_the_work_of_every_case_is_something(path):
+    for case in (case for pair in pairs(path) for case in pair.cases()):
+        work = case.pair.work(**case.size)
+        assert work.read + work.write + work.wire + sum(work.flops.values()) > 0
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "suites").rglob("*.cu")), ids=lambda p: p.stem)
+def test_a_kernel_file_stands_beside_a_page_of_its_name(path):
+    assert path.with_name(f"{path.stem}_test.py") in PAGES
+
+
+def test_pages_need_no_conftest():
+    assert list((ROOT / "suites").rglob("conftest.py")) == []
