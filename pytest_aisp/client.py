@@ -91,7 +91,6 @@ class BenchProcess:
                 deadline = time.monotonic() + seconds  # the limit is on silence, not on long work
                 if doing == messages.READY:
                     self._ready, limit, doing = True, seconds, task.kind
-                    deadline = time.monotonic() + limit
                 progress(doing)
         except BrokenPipeError:
             return self._dead(doing)

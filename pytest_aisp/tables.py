@@ -13,7 +13,7 @@ from pathlib import Path
 
 from . import store
 from .row import bare, duration
-from .verdict import DEFAULT_SPREAD, interval
+from .verdict import DEFAULT_SPREAD, UNKNOWN_SESSION, interval
 
 START, END = "<!-- results -->", "<!-- end of results -->"
 HEADS = ("page", "case", "baseline", "optimized", "speedup [99 %]", "share of limit", "clock")
@@ -30,7 +30,7 @@ def table(chapter: str, baselines: Path) -> str:
         stored = store.load(file)
         parts.append(f"**{stored.product}**, {_taken(stored)}\n")
         rows = [HEADS, tuple("---" for _ in HEADS)]
-        rows += [_cells(key, stored.results[key]) for key in sorted(stored.results)]
+        rows += [_cells(key, stored) for key in sorted(stored.results)]
         parts.append("\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n")
     return "\n".join(parts) or "No results are stored yet.\n"
 
@@ -44,10 +44,18 @@ def _taken(stored: store.Stored) -> str:
     return f"{text}; recorded {', '.join(dates)}"
 
 
-def _cells(key: str, result: store.Result) -> tuple[str, ...]:
+def _cells(key: str, stored: store.Stored) -> tuple[str, ...]:
     page, _, case = key.partition("::")
+    result = stored.results[key]
     spread = result.own_spread or DEFAULT_SPREAD[result.clock]
-    low, high = interval(result.value, spread, result.processes)
+    session = store.session_sd(stored.results.values(), result.clock)
+    low, high = interval(
+        result.value,
+        spread,
+        result.processes,
+        session=UNKNOWN_SESSION[result.clock] if session is None else session,
+        sessions=result.sessions,
+    )
     share = "" if result.share is None else f"{result.share:.0%} {result.limit}"
     return (
         f"[{page.removesuffix('_test.py')}]({page})",

@@ -161,7 +161,13 @@ def detectable(gates: Sequence[Gate], spread: float, session: float | None, cloc
     return record.red + (DETECTABLE - VOTE) * spread + SESSION_SHIFTS * shift
 
 
-def interval(value: float, spread: float, processes: int = 1) -> tuple[float, float]:
-    """Return the printed 99 % interval of ln(speedup) around a mean of `processes` values."""
-    half = INTERVAL * spread / math.sqrt(processes)
+def interval(
+    value: float, spread: float, processes: int = 1, *, session: float = 0.0, sessions: int = 1
+) -> tuple[float, float]:
+    """Return the printed 99 % interval of ln(speedup) around a mean of `processes` values.
+
+    Of one session it says what that session's processes say; with `session`, the spread between
+    sessions, what the next one may.
+    """
+    half = INTERVAL * math.hypot(spread / math.sqrt(processes), session / math.sqrt(sessions))
     return value - half, value + half

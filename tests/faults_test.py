@@ -165,6 +165,8 @@ def busy(request, page, pytester):
         yield process
         process.kill()
         process.wait()
+    for left in benches(pytester.path):  # only where a test failed
+        os.kill(left, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -182,4 +184,5 @@ def test_an_interrupt_keeps_what_is_finished(busy, pytester, number):
 def test_a_bench_process_dies_with_the_run(busy, pytester):
     assert len(benches(pytester.path)) == 1
     busy.kill()
+    busy.wait()
     wait_for(lambda: benches(pytester.path) == [])
