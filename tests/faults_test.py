@@ -181,6 +181,7 @@ def test_an_interrupt_keeps_what_is_finished(busy, pytester, number):
     assert benches(pytester.path) == []
 
 
+@pytest.mark.parametrize("busy", ["-n0"], indirect=True)
 def test_a_bench_process_dies_with_the_run(busy, pytester):
     assert len(benches(pytester.path)) == 1
     busy.kill()
