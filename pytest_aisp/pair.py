@@ -253,6 +253,8 @@ def _check_size(pair: Pair, which: str, size: object) -> None:
     for name, function in {**callables, **whens}.items():
         if function is not None:
             given = {"device", "rank", "world"} if name in ("inputs", "state") else set()
+            if given and next(iter(inspect.signature(function).parameters), "") != "device":
+                raise PairError(f"{name} takes the device first, as in def {name}(device, n)")
             _check_keys(which, name, function, set(size), given)
 
 

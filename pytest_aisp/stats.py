@@ -55,8 +55,8 @@ def rms(values: Iterable[float]) -> float:
 def pooled_spread(own: float, processes: int, others: Sequence[float]) -> float:
     """Shrink a case's `own` spread towards those of its product's `others`.
 
-    The pool, their median, counts as 8 degrees of freedom, so that a case that was lucky in its few processes
-    does not become the suite's false alarm. Never below `FLOOR`.
+    The pool, their median, counts as 8 degrees of freedom, so that a case that was lucky in its
+    few processes does not become the suite's false alarm. Never below `FLOOR`.
     """
     pool = median(others) if others else own  # one noisy case must not widen every other
     mine = max(processes - 2, 0)

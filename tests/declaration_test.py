@@ -163,6 +163,10 @@ SIZES = {
         {"state": lambda device: None},
         "sizes has the key 'n', which state does not take ()",
     ),
+    "no device": (
+        {"inputs": lambda n: (n,)},
+        "inputs takes the device first, as in def inputs(device, n)",
+    ),
     "unlike when": (
         {"optimized": [Variant(fast, when=lambda m: True)]},
         "sizes has the key 'n', which when of 'fast' does not take (m)",
