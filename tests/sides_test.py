@@ -213,7 +213,7 @@ WRONG = {
 RIGHT = {
     "doubling": {},
     "exact": {"body": CHECK.format("exact=True")},
-    "tight": {"body": CHECK.format("rtol=1e-6")},
+    "tight": {"body": CHECK.format("rtol=1e-8")},
     "nested": {"defs": NESTED.format(side="3 * x")},
     "counts": {"defs": COUNTS.format(side="torch.relu(x)")},
     "sums": LINEAR | {"defs": SUMS.format(side="x @ torch.ones(64, device=x.device)")},
