@@ -21,7 +21,7 @@ INTERVAL = 2.6
 DETECTABLE = 4.6
 """The loss that screen and vote find in 99 % of trials, in spreads."""
 RECORD_FLOOR = 0.02
-RECORD_SPREADS = 8.0
+RECORD_SPREADS = 10.0
 SESSION_SHIFTS = 5.0
 """Session spreads by which a detectable loss must clear the margin: all votes share the session."""
 UNKNOWN_SESSION = {"graph": 0.010, "queue": 0.020, "host": 0.10, "cpu": 0.05, "process": 0.05}
@@ -101,7 +101,7 @@ def same_gates(spread: float) -> tuple[Gate, Gate]:
 
 
 def record_margin(spread: float, session: float | None, clock: str) -> float:
-    """Return the margin against a stored result: at least the clock's floor and 8 spreads."""
+    """Return the margin against a stored result: at least the clock's floor and 10 spreads."""
     both = math.hypot(spread, UNKNOWN_SESSION[clock] if session is None else session)
     return max(RECORD_FLOOR, NEUTRAL_FLOOR[clock], RECORD_SPREADS * both)
 
