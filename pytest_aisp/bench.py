@@ -70,6 +70,21 @@ class Server:
             return _error_reply(error, self._doing)
 
 
+class InProcess:
+    """The same engine inside this process, for debuggers."""
+
+    def __init__(self) -> None:
+        self._server = Server(lambda text: None)
+
+    def ask(self, task: Task, seconds: float, progress: Callable[[str], None]) -> Reply:
+        """Return the reply to `task`; no time limit holds here."""
+        self._server.tell = progress
+        return self._server.answer(task)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
 def _error_reply(error: Exception, doing: str) -> Reply:
     from . import controls, cuda, engine, numerics, processes, sides, timing, trees, workbench
 

@@ -160,23 +160,6 @@ class BenchProcess:
         self._output.close()
 
 
-class InProcess:
-    """The same engine inside this process, for debuggers."""
-
-    def __init__(self) -> None:
-        from .bench import Server
-
-        self._server = Server(lambda text: None)
-
-    def ask(self, task: Task, seconds: float, progress: Progress) -> Reply:
-        """Return the reply to `task`; no time limit holds here."""
-        self._server.tell = progress
-        return self._server.answer(task)
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-
 def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:
     path = os.pathsep.join(p for p in sys.path if p)
     merged = {**os.environ, "PYTHONPATH": path, **changes}

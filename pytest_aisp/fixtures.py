@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from . import plugin
 from .loader import pair_of
+from .options import RUN, SETTINGS
 from .pair import Case, Pair
 from .row import Row
 from .runner import CaseRun, EndOfBody, Failed, Interrupted
@@ -151,12 +151,12 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
     case = getattr(request, "param", None)
     if not isinstance(case, Case):
         _refuse(item, "the fixture `pair` needs @compare on the test")
-    run = config.stash.get(plugin.RUN, None)
+    run = config.stash.get(RUN, None)
     if run is None:  # a page outside aisp_pages, in a session that gave no option of ours
         from . import sessions
 
         sessions.configure(config)
-        run = config.stash[plugin.RUN]
+        run = config.stash[RUN]
     if run.settings.cold_start:
         run.close()
     case_run = CaseRun(run, case, _where(item, config), _kernels(item, case, config))
@@ -169,7 +169,7 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
 
 def _where(item: Any, config: pytest.Config) -> dict[str, str]:
     path = Path(item.path)
-    settings = config.stash[plugin.SETTINGS]
+    settings = config.stash[SETTINGS]
     bases = [p for p in settings.pages if path.is_relative_to(p)] or [config.rootpath]
     folder = path.parent.relative_to(bases[0]) if path.is_relative_to(bases[0]) else path.parent
     return {
@@ -257,5 +257,5 @@ def rates(config: pytest.Config) -> Mapping[str, float]:
     from .device import Machine
     from .peaks import load
 
-    path = config.stash[plugin.SETTINGS].baselines / Machine.here().product / "peaks.json"
+    path = config.stash[SETTINGS].baselines / Machine.here().product / "peaks.json"
     return load(path).rates if path.exists() else {}

@@ -5,22 +5,17 @@ Loading it imports pytest, the standard library and `options`; everything else w
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from . import options
+from .options import RECORDER, RUN, SETTINGS
 
 if TYPE_CHECKING:
     from .fixtures import PairUnderTest
-    from .recorder import Recorder
-    from .runner import Run
 
-SETTINGS = pytest.StashKey[options.Settings]()
-RUN: pytest.StashKey[Run] = pytest.StashKey()
-RECORDER: pytest.StashKey[Recorder] = pytest.StashKey()
 INVALID_RUN = 17
 """Exit code of a run whose environment moved: no verdict of it counts."""
 
@@ -185,15 +180,6 @@ def pytest_report_header(config: pytest.Config) -> list[str] | None:
     return header(run)
 
 
-def pytest_runtest_logreport(report: Any) -> None:
-    row = getattr(report, "aisp", None)
-    if row is not None and report.when == "call" and _RECORDERS:
-        _RECORDERS[-1].add(row)
-
-
-_RECORDERS: list[Recorder] = []  # innermost last: in-process pytester runs nest
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     recorder = session.config.stash.get(RECORDER, None)
@@ -217,12 +203,3 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     from .device import Machine
 
     return len(Machine.here().gpus) or None
-
-
-def interrupt_on_sigterm() -> None:
-    """Turn SIGTERM (Slurm sends it first) into the interrupt that pytest knows how to survive."""
-
-    def interrupt(signum: int, frame: Any) -> None:
-        raise KeyboardInterrupt("SIGTERM")
-
-    signal.signal(signal.SIGTERM, interrupt)

@@ -20,7 +20,8 @@ from typing import Any
 
 from . import peaks as peaks_module
 from . import stats, store, verdict
-from .client import START_SECONDS, Bench, BenchProcess, InProcess
+from .bench import InProcess
+from .client import START_SECONDS, Bench, BenchProcess
 from .device import Machine, cpu_machine
 from .messages import Reply, Task
 from .options import Settings

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from . import plugin
 from .device import Machine
 from .leases import lease
+from .options import RECORDER, RUN, SETTINGS
 from .recorder import Recorder
 from .runner import Run
 
 
 def configure(config: pytest.Config) -> None:
     """Set up the run on every process, and the recorder where the results meet."""
-    settings = config.stash[plugin.SETTINGS]
+    settings = config.stash[SETTINGS]
     worker = getattr(config, "workerinput", None)
     if threading.current_thread() is threading.main_thread():
-        plugin.interrupt_on_sigterm()
+        _interrupt_on_sigterm()
     timer = config.hook.pytest_aisp_timer(config=config)
     machine = Machine.here()
     if timer is not None:
         machine = Machine(timer["arch"], timer["product"], timer["product"], ("simulated",))
-    config.stash[plugin.RUN] = run = Run(
+    config.stash[RUN] = run = Run(
         settings,
         machine,
         timer=timer,
@@ -43,9 +44,20 @@ def configure(config: pytest.Config) -> None:
         except RecordingError as error:
             raise pytest.UsageError(str(error)) from None
     if worker is None:
-        config.stash[plugin.RECORDER] = recorder = Recorder(settings, config.hook, config)
-        plugin._RECORDERS.append(recorder)
-        config.add_cleanup(lambda: plugin._RECORDERS.remove(recorder))
+        config.stash[RECORDER] = recorder = Recorder(settings, config.hook, config)
+        config.pluginmanager.register(_Gather(recorder), "aisp-gather")
+
+
+class _Gather:
+    """On the controller: give every case's row to the recorder as its report arrives."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        row = getattr(report, "aisp", None)
+        if row is not None and report.when == "call":
+            self._recorder.add(row)
 
 
 class _Live:
@@ -64,6 +76,15 @@ class _Live:
         self._terminal.rewrite(f"{self._nodeid} {text}", erase=True)
 
 
+def _interrupt_on_sigterm() -> None:
+    """Turn SIGTERM (Slurm sends it first) into the interrupt that pytest knows how to survive."""
+
+    def interrupt(signum: int, frame: Any) -> None:
+        raise KeyboardInterrupt("SIGTERM")
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
 def _selects_cpu(expression: str) -> bool:
     return "cpu" in expression.replace("(", " ").split() and "not cpu" not in expression
 
@@ -75,7 +96,7 @@ def leased(item: pytest.Item) -> Iterator[None]:
     Timing on the host's clock is alone on the machine; everything else shares the host, and is
     alone on its GPU. The order is fixed, so that two sessions cannot wait for each other.
     """
-    run = item.config.stash[plugin.RUN]
+    run = item.config.stash[RUN]
     case = _case(item)
     alone = case is not None and (case.pair.as_called or case.kind == "cpu")
     measures = not run.settings.check and run.replay is None

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from pytest_aisp import plugin, tables
 
 ROOT = Path(__file__).parents[1]
