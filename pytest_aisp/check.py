@@ -15,7 +15,9 @@ from . import numerics, trees
 from .controls import Control, run_controls
 from .numerics import Fit, Leaf, Rule, Wrong
 from .pair import Precision, Side, side_name, size_words
-from .sides import SideError, Subject, make_state
+from .quiet import waiter
+from .sides import SideError, Subject
+from .stopwatch import Stopwatch
 from .workbench import VALUE_SETS, Workbench
 
 if TYPE_CHECKING:
@@ -37,12 +39,13 @@ class Oracle:
     """
 
     bench: Workbench
+    watch: Stopwatch = field(default_factory=Stopwatch)
     types: dict[str, torch.dtype] = field(default_factory=dict)
     begins: frozenset[str] = frozenset()
     _known: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        state = make_state(self.bench.pair, self.bench.device, self.bench.size, self.bench.seed)
+        state = self.bench.new_state()
         self.begins = frozenset(trees.state_tensors(state)) if state is not None else frozenset()
 
     def leaves(self, turns: tuple[int, ...], precision: str | None) -> list[Leaf]:
@@ -52,7 +55,8 @@ class Oracle:
         """
         turns = turns if self.bench.pair.state is not None else turns[-1:]
         if turns not in self._known:
-            self._known[turns] = numerics.sensitivity(lambda probe: self._run(turns, probe))
+            with self.watch.phase("reference"):
+                self._known[turns] = numerics.sensitivity(lambda probe: self._run(turns, probe))
         work = self.bench.pair.work(**self.bench.size)
         return [
             Leaf(path, value, self._sigma(path, value, squares, precision, work, len(turns)))
@@ -71,7 +75,7 @@ class Oracle:
 
     def _run(self, turns: tuple[int, ...], probe: int | None) -> Named:
         pair, bench = self.bench.pair, self.bench
-        state = make_state(pair, bench.device, bench.size, bench.seed)
+        state = bench.new_state()
         if state is not None and probe is not None:
             _perturb_in_place(trees.state_tensors(state), probe)
         outputs: Any = None
@@ -89,7 +93,8 @@ class Oracle:
         largest = max(floating, key=lambda t: t.numel()).detach()
         last = largest.shape[-1]
         largest[..., last - max(1, last // 16) :] = 0
-        outputs = observed(self.bench.pair.reference(*values), None)
+        with self.watch.phase("reference"):
+            outputs = observed(self.bench.pair.reference(*values), None)
         return [Leaf(path, value.double(), None) for path, value in outputs]
 
 
@@ -185,7 +190,8 @@ def check_sides(
             _check_ratio(oracle, side, fits, base)
     result.exact = _exact_probe(oracle, [side for side, _ in sides])
     if controls:
-        result.controls = [str(c) for c in _controls(oracle, sides, rule)]
+        with oracle.watch.phase("controls"):
+            result.controls = [str(c) for c in _controls(oracle, sides, rule)]
     return result
 
 
@@ -210,14 +216,15 @@ def _check_side(
     bench, pair = oracle.bench, oracle.bench.pair
     slot = trees.clone(bench.values[0])
     _poison_free_memory(slot, bench.device)
-    subject = Subject(side, [slot], make_state(pair, bench.device, bench.size, bench.seed))
+    subject = Subject(side, [slot], bench.new_state())
+    wait = waiter(bench.device)
     fits: list[Fit] = []
     turns: list[int] = []
     try:
         for turn in (0, 1, *([0] * (STEPS - VALUE_SETS) if pair.state is not None else [])):
             trees.copy_into(slot, bench.values[turn])
             outputs = subject.run(0)
-            _synchronize(bench.device)
+            wait()
             turns.append(turn)
             _check_manners(subject, slot, bench.values[turn], outputs, size_words(bench.size))
             found = observed(outputs, subject.state)
@@ -333,13 +340,6 @@ def _poison_free_memory(like: Any, device: str) -> None:
 
     held = [torch.empty_like(t) for _, t in trees.tensors(like) for _ in range(2) if t.numel()]
     trees.poison(held)
-
-
-def _synchronize(device: str) -> None:
-    import torch
-
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
 
 
 def _exact_probe(oracle: Oracle, sides: Sequence[Side]) -> str:

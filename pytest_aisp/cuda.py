@@ -8,14 +8,14 @@ that the GPU never waits for Python. ``host``: K calls as called between device 
 from __future__ import annotations
 
 import functools
-import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from . import timing
 from .device import Telemetry
+from .quiet import no_gc, waiter
 from .sides import Subject
 from .timing import Budget, calls_for
 from .workbench import Workbench
@@ -225,11 +225,9 @@ class CudaBout:
         }
 
 
-def host_window(subject: Subject, calls: int) -> HostWindow:
-    """Return a window on the host's clock that waits for the GPU at both ends."""
-    import torch
-
-    return HostWindow(subject, calls, torch.cuda.synchronize)
+def host_window(subject: Subject, calls: int, device: str = "cuda") -> HostWindow:
+    """Return a window on the host's clock, `device` idle at both ends."""
+    return HostWindow(subject, calls, waiter(device))
 
 
 def capture(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
@@ -286,18 +284,6 @@ def _abandon(graph: torch.cuda.CUDAGraph) -> None:
     empty.capture_end()
 
 
-@contextmanager
-def no_gc() -> Iterator[None]:
-    """Keep Python's garbage collector out of the block."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
 def evict(l2_bytes: int) -> None:
     """Read twice the L2, so that neither dirty lines nor the last window's data stay in it."""
     import torch
@@ -321,14 +307,6 @@ def _growth() -> Callable[[], bool]:
     return grew
 
 
-def synchronize() -> None:
-    """Wait for the GPU, where there is one."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def time_callable(function: Callable[[], Any], *, window: float, windows: int) -> float:
     """Return the median seconds per call of one warmed callable."""
     import statistics
@@ -337,11 +315,10 @@ def time_callable(function: Callable[[], Any], *, window: float, windows: int) -
 
     subject = Subject(function, [()])
 
-    def host(calls: int) -> Any:
-        return HostWindow(subject, calls, synchronize)
-
+    on_gpu = torch.cuda.is_available()
+    host = functools.partial(host_window, subject, device="cuda" if on_gpu else "cpu")
     make: Callable[[int], Any] = host
-    if torch.cuda.is_available():
+    if on_gpu:
         try:
             GraphWindow(subject, 1)
             make = functools.partial(GraphWindow, subject)

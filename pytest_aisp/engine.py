@@ -11,27 +11,26 @@ import gc
 import importlib
 import os
 import random
-import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from . import check, numerics, timing, trees
+from . import check, trees
 from .check import Checked, Oracle
 from .loader import load_page, pair_of
 from .messages import Task
 from .numerics import Rule
 from .pair import Pair, Precision, Side, is_plain, size_words
-from .sides import SideError, Subject
+from .quiet import no_gc, release, waiter
+from .sides import Subject
+from .stopwatch import Stopwatch
 from .timing import Budget, Samples
 from .workbench import VALUE_SETS, Workbench
 
 Progress = Callable[[str], None]
 CPU_ORACLES = 4
 """Most expected results kept on a CPU."""
-LONG_ROUND = 3e-3
-"""Seconds of a call above which two laps must do: its captures scatter least (docs/spread.md)."""
 FIXED_SIZES = 3
 """Most of a page's listed check sizes that are checked before a case is timed."""
 
@@ -45,6 +44,7 @@ class Engine:
     """Answer tasks in this process, one at a time."""
 
     progress: Progress = lambda text: None
+    watch: Stopwatch = field(default_factory=Stopwatch)
     _oracles: dict[str, Oracle] = field(default_factory=dict)
     _checked: dict[str, Checked] = field(default_factory=dict)
 
@@ -53,13 +53,14 @@ class Engine:
         pair = self._pair(task)
         rule = Rule(**task.rule)
         found = {}
-        with self._prepared(task, pair):
+        with self._prepared(task, pair), self.watch.phase("check"):
             for size in self._sizes(task, pair):
                 self.progress(f"check {size_words(size)}")
                 found[size_words(size)] = asdict(self._check_at(task, pair, size, rule))
             if task.search:
                 self._search(task, pair, rule)
-        return {"sizes": found, "sources": self._sources(task, pair)}
+        sources = self._sources(task, pair)
+        return {"sizes": found, "sources": sources, "spent": self.watch.read()}
 
     def _check_at(
         self,
@@ -77,7 +78,7 @@ class Engine:
                 (pair.baseline, None),
                 (variant.side, variant.precision),
             ]
-            oracle = self._oracle(task, pair, size, f"check{task.seed}")
+            oracle = self.oracle(task, pair, size)
             self._checked[key] = check.check_sides(
                 oracle,
                 [(_inner(s), p) for s, p in sides],
@@ -122,12 +123,13 @@ class Engine:
             samples, extra = self._measure(task, pair, sides, budget)
         if task.replicate:  # one of many processes on this GPU: leave the memory to the next
             self._oracles.clear()
-            self._release(task.device)
+            release(task.device)
         return {
             **asdict(samples),
             "value": samples.value,
             "sources": self._sources(task, pair),
             "work": asdict(pair.work(**task.size)),
+            "spent": self.watch.read(),
             **extra,
         }
 
@@ -139,7 +141,7 @@ class Engine:
         budget: Budget,
     ) -> tuple[Samples, dict[str, Any]]:
         name = os.path.basename(task.page)
-        seed = f"{name}{task.function}{task.variant}{task.size}{task.seed}{task.replicate}"
+        seed = f"{name}{task.function}{task.variant}{task.size}{task.replicate}"
         names = [s.__name__ for s, _ in sides]
         if task.timer is not None:
             module, function = task.timer["target"].split(":")
@@ -149,7 +151,11 @@ class Engine:
             from .processes import measure_processes
 
             return measure_processes(task, sides, budget, random.Random(seed), self.progress), {}
-        return _Trial(self, task, pair, sides, budget, random.Random(seed)).run()
+        from .trial import Trial
+
+        oracle = self.oracle(task, pair, task.size)
+        rng = random.Random(seed)
+        return Trial(task, oracle, sides, budget, rng, self.progress).run()
 
     def sample(self, task: Task) -> dict[str, Any]:
         """Time one process side in this process and check its output."""
@@ -158,12 +164,13 @@ class Engine:
         pair = self._pair(task)
         sides = [(pair.baseline, None), *((v.side, v.precision) for v in pair.variants)]
         side, precision = next((s, p) for s, p in sides if s.__name__ == task.side)
-        bench = Workbench(pair, dict(task.size), task.device, zlib.crc32(task.function.encode()))
+        seed = zlib.crc32(task.function.encode())
+        bench = Workbench(pair, dict(task.size), task.device, seed, task.seed)
         slot = trees.clone(bench.values[0])
         subject = Subject(side, [slot], None)
         with self._prepared(task, pair):
             warmup = getattr(side, "warmup", 3)
-            seconds = time_here(lambda: subject.run(0), warmup, _waiter(task.device))
+            seconds = time_here(lambda: subject.run(0), warmup, waiter(task.device))
         oracle, rule = Oracle(bench), Rule(**task.rule)
         for turn in range(VALUE_SETS):  # the timed output, then one that nobody can remember
             if turn:
@@ -213,13 +220,22 @@ class Engine:
             raise PageError(f"{task.page} has no test {task.function!r} with @compare")
         return pair
 
-    def _oracle(self, task: Task, pair: Pair, size: Mapping[str, Any], salt: str) -> Oracle:
+    def oracle(self, task: Task, pair: Pair, size: Mapping[str, Any]) -> Oracle:
+        """Return what is expected at `size`, made once for check and timing.
+
+        The timed size has fixed values, so that a stored result is measured again on the same
+        ones; its unseen set and every other size are drawn from the task's seed.
+        """
         page = f"{task.page}{task.function}{task.device}"
+        fixed = task.at == "case" and size == task.size
+        salt = "time" if fixed else f"check{task.seed}"
         key = f"{page}{size_words(size)}{salt}"
         if key not in self._oracles:
             self._make_room(page, task.device)
-            seed = zlib.crc32(f"{task.function}{salt}".encode())
-            self._oracles[key] = Oracle(Workbench(pair, dict(size), task.device, seed))
+            seed, unseen = (_seed(task, s) for s in (salt, f"unseen{task.seed}"))
+            with self.watch.phase("inputs"):
+                bench = Workbench(pair, dict(size), task.device, seed, unseen)
+                self._oracles[key] = Oracle(bench, self.watch)
         return self._oracles[key]
 
     def _sources(self, task: Task, pair: Pair) -> dict[str, str]:
@@ -238,15 +254,12 @@ class Engine:
 
         if task.reproducible:
             torch.use_deterministic_algorithms(True)
-        was = gc.isenabled()
-        if "gc" not in pair.owns:
-            gc.collect()
-            gc.disable()
-        try:
+        if "gc" in pair.owns:
             yield
-        finally:
-            if was:
-                gc.enable()
+            return
+        gc.collect()
+        with no_gc():
+            yield
 
     def _make_room(self, page: str, device: str) -> None:
         """Forget what other pages expected, and this page's too where memory is short."""
@@ -260,165 +273,11 @@ class Engine:
             scarce = free + reserved < 0.5 * total
         for key in [k for k in self._oracles if scarce or not k.startswith(page)]:
             del self._oracles[key]
-        self._release(device)
-
-    @staticmethod
-    def _release(device: str) -> None:
-        import torch
-
-        gc.collect()
-        gc.freeze()  # what is alive now stays: later collections do not walk through torch again
-        if device.startswith("cuda"):
-            torch.cuda.empty_cache()
+        release(device)
 
 
-class _Trial:
-    """One case being timed: laps of slots, subjects, bout, blocks, and a check of each output."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        task: Task,
-        pair: Pair,
-        sides: Sequence[tuple[Side, Precision | None]],
-        budget: Budget,
-        rng: random.Random,
-    ) -> None:
-        self.engine, self.task, self.pair = engine, task, pair
-        self.sides, self.budget, self.rng = sides, budget, rng
-        self.oracle = engine._oracle(task, pair, task.size, "time")
-        self.bench = self.oracle.bench
-        self.rule = Rule(**task.rule)
-        self.worst: dict[str, float] = {}
-        self.outputs = 0
-        self.one_off: dict[str, float] = {}
-
-    def run(self) -> tuple[Samples, dict[str, Any]]:
-        self._learn_types()
-        if self._rebuilds():
-            parts = [self._lap(self.budget.lap(), lap) for lap in range(self._laps())]
-        else:
-            parts = [self._lap(self.budget, self.rng.randrange(2))]
-        extra = {"one_off": self.one_off, "outputs_checked": self.outputs, "errors": self.worst}
-        return timing.join(parts), extra
-
-    def _laps(self) -> int:
-        """Return the laps: two where the baseline's one round alone takes long."""
-        return min(2, self.budget.laps) if self.round_seconds > LONG_ROUND else self.budget.laps
-
-    def _rebuilds(self) -> bool:
-        """Whether each lap may build both sides anew: only where that costs next to nothing."""
-        on_gpu = self.task.device.startswith("cuda")
-        return on_gpu and not (
-            self.bench.prepared or self.pair.as_called or self.pair.state is not None
-        )
-
-    def _learn_types(self) -> None:
-        """Run the baseline once: its outputs fix the types, and the bytes of a slot."""
-        bench = self.bench
-        slot = trees.clone(bench.values[0])
-        state = None if self.pair.state is None else self._state()
-        subject = Subject(self.pair.baseline, [slot], state)
-        outputs = subject.run(0)
-        wait = _waiter(self.task.device)
-        wait()
-        start = time.perf_counter()
-        subject.run(0)
-        wait()
-        self.round_seconds = time.perf_counter() - start
-        subject.restore()
-        outputs = subject.run(0)
-        self.output_bytes = trees.nbytes(outputs)
-        check.judge(
-            self.oracle, self.pair.baseline, check.observed(outputs, state), (0,), None,
-            self.rule, is_baseline=True,
-        )  # fmt: skip
-        subject.close()
-
-    def _state(self) -> Any:
-        from .sides import make_state
-
-        return make_state(self.pair, self.bench.device, self.bench.size, self.bench.seed)
-
-    def _lap(self, budget: Budget, lap: int) -> Samples:
-        """Lay slots, build both sides, time `budget`'s blocks, check every output of the last ones.
-
-        Odd laps build the second side first: who is built first is up to 0.2 % slower
-        (docs/spread.md).
-        """
-        bench = self.bench
-        bench.slots.clear()
-        self.engine._release(self.task.device)
-        bench.lay_slots(self._slot_count())
-        order = (1, 0) if lap % 2 else (0, 1)
-        built = {side: bench.subject(self.sides[side][0]) for side in order}
-        subjects = built[0], built[1]
-        try:
-            bout = self._bout(subjects, budget, order)
-            self.engine.progress(f"time on the {bout.clock} clock")
-            samples = timing.measure(bout, budget, self.rng)
-            for subject, (side, precision), window in zip(
-                subjects, self.sides, bout.windows, strict=True
-            ):
-                self._verify(subject, side, precision, window.calls)
-                self.one_off[subject.name] = subject.one_off
-            if lap == 0 or not self._rebuilds():
-                samples.details.update(bout.other())
-        finally:
-            for subject in subjects:
-                subject.close()
-        return samples
-
-    def _slot_count(self) -> int:
-        if self.bench.prepared and self.pair.as_called:
-            return 1  # what is prepared owns its inputs; their values still change in place
-        if not self.task.device.startswith("cuda"):
-            return VALUE_SETS
-        import torch
-
-        l2 = torch.cuda.get_device_properties().L2_cache_size
-        return self.bench.slots_for(self.output_bytes, l2, torch.cuda.mem_get_info()[0])
-
-    def _bout(
-        self, subjects: tuple[Subject, Subject], budget: Budget, order: tuple[int, int]
-    ) -> timing.Bout:
-        if self.task.device.startswith("cuda"):
-            from .cuda import CudaBout
-
-            return CudaBout(self.bench, subjects, budget, order)
-        from .host import HostBout
-
-        return HostBout(self.bench, subjects, budget)
-
-    def _verify(
-        self, subject: Subject, side: Side, precision: Precision | None, calls: int
-    ) -> None:
-        """Compare the outputs of the last timed calls, every slot's, with the reference."""
-        pattern, slots = self.bench.pattern, len(self.bench.slots)
-        if self.pair.state is not None:
-            turns = tuple(pattern[call % slots] for call in range(calls))
-            found = check.observed(subject.outputs[(calls - 1) % slots], subject.state)
-            self._compare(side, found, turns, precision)
-            return
-        for outputs, turn in zip(subject.outputs, pattern, strict=True):
-            self._compare(side, check.observed(outputs, None), (turn,), precision)
-
-    def _compare(
-        self, side: Side, found: check.Named, turns: tuple[int, ...], precision: Precision | None
-    ) -> None:
-        try:
-            fits = check.judge(self.oracle, side, found, turns, precision, self.rule)
-        except numerics.Wrong as error:
-            raise numerics.Wrong(f"{error}\nThis is the output of a timed call.") from None
-        self.outputs += 1
-        name = side.__name__
-        self.worst[name] = max(self.worst.get(name, 0.0), *(f.worst for f in fits))
-
-
-def _waiter(device: str) -> Callable[[], None]:
-    import torch
-
-    return torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+def _seed(task: Task, salt: str) -> int:
+    return zlib.crc32(f"{task.function}{salt}".encode())
 
 
 def _version(package: str) -> str | None:
@@ -431,6 +290,3 @@ def _version(package: str) -> str | None:
 def _inner(side: Side) -> Side:
     """Return the callable to check in this process: a process side's own function."""
     return getattr(side, "side", side)
-
-
-__all__ = ["Engine", "PageError", "SideError"]

@@ -229,13 +229,17 @@ def attach(item: pytest.Item, report: pytest.TestReport) -> None:
 
 def warm(function: Callable[[], Any]) -> int:
     """Call `function` until its time is steady and return the number of calls."""
-    from .cuda import synchronize
+    import torch
+
+    from .quiet import waiter
     from .timing import settle
+
+    wait = waiter("cuda" if torch.cuda.is_available() else "cpu")
 
     def once() -> float:
         start = time.perf_counter()
         function()
-        synchronize()
+        wait()
         return time.perf_counter() - start
 
     return settle([once], lambda: False, least=3, seconds=2.0, clock=time.perf_counter)

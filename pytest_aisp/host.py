@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from . import timing
-from .cuda import HostWindow
+from .cuda import host_window
 from .sides import Subject
 from .timing import Budget, calls_for
 from .workbench import Workbench
@@ -40,7 +40,7 @@ class HostBout:
         counts = [calls_for(t, window, slots) for t in seconds]
         if bench.pair.state is not None:
             counts = [min(max(counts), timing.MOST_STEPS)] * 2
-        a, b = (HostWindow(s, n, _nothing) for s, n in zip(subjects, counts, strict=True))
+        a, b = (host_window(s, n, "cpu") for s, n in zip(subjects, counts, strict=True))
         self.windows = a, b
         self._waited, self._since = _waiting(), time.perf_counter()
 
@@ -85,7 +85,3 @@ def _threads() -> int:
     import torch
 
     return min(torch.get_num_threads(), os.cpu_count() or 1)
-
-
-def _nothing() -> None:
-    """A CPU has nothing to wait for."""

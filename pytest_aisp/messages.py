@@ -31,7 +31,7 @@ class Task:
         only. rule: keywords of `numerics.Rule`.
         versus: ``baseline``, or ``self`` for an A/A trial.
         budget: keywords of `timing.Budget`.
-        seed: from which values and the order of windows are drawn.
+        seed: from which the values of check sizes and the unseen ones are drawn; a run keeps it secret.
         replicate: number of the process among those that measure this case.
         reproducible: deterministic algorithms only.
         timer: ``module:function`` of another timer with its options, or None for the device's own.

@@ -20,9 +20,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from .cuda import WINDOW, GraphWindow, HostWindow, QueueWindow, host_window, no_gc
+from .cuda import WINDOW, GraphWindow, QueueWindow, host_window
 from .device import Machine, Telemetry, cpu_machine
 from .pair import PRECISIONS, Work
+from .quiet import no_gc
 from .sides import Subject
 from .skus import product_of
 from .timing import Window, calls_for
@@ -193,7 +194,7 @@ def measure(device: str) -> Peaks:
 
 def _measure_cpu() -> Peaks:
     machine, caches = cpu_machine(), _last_level_caches()
-    survey = _Survey(machine.name, partial(HostWindow, synchronize=lambda: None), WINDOW["host"])
+    survey = _Survey(machine.name, partial(host_window, device="cpu"), WINDOW["host"])
     survey.memory(max(256 << 20, 8 * caches), "cpu")
     survey.product("fp32", 1024, "cpu")
     return Peaks(machine.product, survey.rates, survey.facts)

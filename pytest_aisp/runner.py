@@ -246,7 +246,6 @@ class CaseRun:
     def task(self, kind: Any, **changes: Any) -> Task:
         """Return a task of `kind` for this case."""
         where, settings = self.where, self.run.settings
-        seed = self.run.seed if kind == "check" else 0
         return Task(
             kind=kind,
             page=where["page"],
@@ -258,7 +257,7 @@ class CaseRun:
             gpus=self.case.gpus,
             device=self.place.device,
             rule=self.rule or {},
-            seed=seed,
+            seed=self.run.seed,
             reproducible=settings.reproducible,
             timer=self.run.timer,
             archs=self.place.archs,

@@ -29,7 +29,9 @@ class Workbench:
     """The values and slots of `pair` at `size` on `device`.
 
     Attributes:
-        values: `VALUE_SETS` sets of inputs and one `UNSEEN`, never given to a side.
+        seed: from which the value sets and the state are drawn.
+        unseen_seed: from which the `UNSEEN` set is drawn.
+        values: `VALUE_SETS` sets of inputs and one `UNSEEN`, shown only before the last block.
         slots: copies of value sets, at addresses that stay the same.
         pattern: which value set each slot holds now.
     """
@@ -38,12 +40,13 @@ class Workbench:
     size: Size
     device: str
     seed: int
+    unseen_seed: int
     values: list[tuple[Any, ...]] = field(init=False)
     slots: list[tuple[Any, ...]] = field(init=False, default_factory=list)
     pattern: list[int] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        seeds = [self.seed + k for k in range(VALUE_SETS + 1)]
+        seeds = [*(self.seed + k for k in range(VALUE_SETS)), self.unseen_seed]
         self.values = [make_inputs(self.pair, self.device, self.size, s) for s in seeds]
         self.rng = random.Random(self.seed)
 
@@ -67,10 +70,13 @@ class Workbench:
         for subject in subjects:
             trees.poison(subject.outputs)
 
+    def new_state(self) -> Any:
+        """Return a state as every side begins with it, or None for a page without one."""
+        return make_state(self.pair, self.device, self.size, self.seed)
+
     def subject(self, side: Side) -> Subject:
         """Return `side` built on the slots, with a state of its own."""
-        state = make_state(self.pair, self.device, self.size, self.seed)
-        return Subject(side, self.slots, state)
+        return Subject(side, self.slots, self.new_state())
 
     def slots_for(self, output_bytes: int, l2_bytes: int, free_bytes: int) -> int:
         """Return how many slots make the working set cold, or a few where it may be warm.

@@ -20,8 +20,8 @@ LAYERS = {
     },
     "machine": {
         *("bench", "build", "check", "client", "controls", "cuda", "device", "engine", "graphs"),
-        *("host", "leases", "loader", "numerics", "peaks", "processes", "replay", "search"),
-        *("sides", "signature", "sources", "trees", "workbench"),
+        *("host", "leases", "loader", "numerics", "peaks", "processes", "quiet", "replay"),
+        *("search", "sides", "signature", "sources", "stopwatch", "trees", "trial", "workbench"),
     },
     "glue": {
         *("__init__", "fixtures", "marks", "options", "plugin", "recorder", "report", "runner"),

@@ -1,0 +1,168 @@
+"""One case being timed in one process: build both sides, time them, check what was timed."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import check, numerics, timing, trees
+from .check import Oracle
+from .messages import Task
+from .numerics import Rule
+from .pair import Precision, Side
+from .quiet import release, waiter
+from .sides import Subject
+from .timing import Budget, Samples
+from .workbench import VALUE_SETS
+
+LONG_ROUND = 3e-3
+"""Seconds of a call above which two laps must do: its captures scatter least (docs/spread.md)."""
+
+
+@dataclass
+class Trial:
+    """One case being timed: laps of slots, subjects, bout, blocks, and a check of each output.
+
+    Attributes:
+        worst: by side, the worst element of its timed outputs in allowed deviations.
+        one_off: by side, the seconds that preparing it took.
+        outputs: how many outputs of timed calls were compared.
+    """
+
+    task: Task
+    oracle: Oracle
+    sides: Sequence[tuple[Side, Precision | None]]
+    budget: Budget
+    rng: random.Random
+    progress: Callable[[str], None]
+    worst: dict[str, float] = field(default_factory=dict)
+    one_off: dict[str, float] = field(default_factory=dict)
+    outputs: int = 0
+
+    def __post_init__(self) -> None:
+        self.bench, self.pair = self.oracle.bench, self.oracle.bench.pair
+        self.watch, self.rule = self.oracle.watch, Rule(**self.task.rule)
+
+    def run(self) -> tuple[Samples, dict[str, Any]]:
+        """Return the samples, and what else the row says of this measurement."""
+        self._learn_types()
+        if self._rebuilds():
+            parts = [self._lap(self.budget.lap(), lap) for lap in range(self._laps())]
+        else:
+            parts = [self._lap(self.budget, self.rng.randrange(2))]
+        extra = {"one_off": self.one_off, "outputs_checked": self.outputs, "errors": self.worst}
+        return timing.join(parts), extra
+
+    def _laps(self) -> int:
+        """Return the laps: two where the baseline's one round alone takes long."""
+        return min(2, self.budget.laps) if self.round_seconds > LONG_ROUND else self.budget.laps
+
+    def _rebuilds(self) -> bool:
+        """Whether each lap may build both sides anew: only where that costs next to nothing."""
+        on_gpu = self.task.device.startswith("cuda")
+        return on_gpu and not (
+            self.bench.prepared or self.pair.as_called or self.pair.state is not None
+        )
+
+    def _learn_types(self) -> None:
+        """Run the baseline once: its outputs fix the types, and the bytes of a slot."""
+        bench = self.bench
+        slot = trees.clone(bench.values[0])
+        state = bench.new_state()
+        subject = Subject(self.pair.baseline, [slot], state)
+        outputs = subject.run(0)
+        wait = waiter(self.task.device)
+        wait()
+        start = time.perf_counter()
+        subject.run(0)
+        wait()
+        self.round_seconds = time.perf_counter() - start
+        subject.restore()
+        outputs = subject.run(0)
+        self.output_bytes = trees.nbytes(outputs)
+        check.judge(
+            self.oracle, self.pair.baseline, check.observed(outputs, state), (0,), None,
+            self.rule, is_baseline=True,
+        )  # fmt: skip
+        subject.close()
+
+    def _lap(self, budget: Budget, lap: int) -> Samples:
+        """Lay slots, build both sides, time `budget`'s blocks, check every output of the last ones.
+
+        Odd laps build the second side first: who is built first is up to 0.2 % slower
+        (docs/spread.md).
+        """
+        bench = self.bench
+        bench.slots.clear()
+        release(self.task.device)
+        bench.lay_slots(self._slot_count())
+        order = (1, 0) if lap % 2 else (0, 1)
+        built: dict[int, Subject] = {}
+        try:
+            with self.watch.phase("build"):
+                for side in order:
+                    built[side] = bench.subject(self.sides[side][0])
+                subjects = built[0], built[1]
+                bout = self._bout(subjects, budget, order)
+            self.progress(f"time on the {bout.clock} clock")
+            with self.watch.phase("time"):
+                samples = timing.measure(bout, budget, self.rng)
+            with self.watch.phase("verify"):
+                for number, subject in enumerate(subjects):
+                    self._verify(subject, *self.sides[number], bout.windows[number].calls)
+                    self.one_off[subject.name] = subject.one_off
+            if lap == 0 or not self._rebuilds():
+                with self.watch.phase("other clock"):
+                    samples.details.update(bout.other())
+        finally:
+            for subject in built.values():
+                subject.close()
+        return samples
+
+    def _slot_count(self) -> int:
+        if self.bench.prepared and self.pair.as_called:
+            return 1  # what is prepared owns its inputs; their values still change in place
+        if not self.task.device.startswith("cuda"):
+            return VALUE_SETS
+        import torch
+
+        l2 = torch.cuda.get_device_properties().L2_cache_size
+        return self.bench.slots_for(self.output_bytes, l2, torch.cuda.mem_get_info()[0])
+
+    def _bout(
+        self, subjects: tuple[Subject, Subject], budget: Budget, order: tuple[int, int]
+    ) -> timing.Bout:
+        if self.task.device.startswith("cuda"):
+            from .cuda import CudaBout
+
+            return CudaBout(self.bench, subjects, budget, order)
+        from .host import HostBout
+
+        return HostBout(self.bench, subjects, budget)
+
+    def _verify(
+        self, subject: Subject, side: Side, precision: Precision | None, calls: int
+    ) -> None:
+        """Compare the outputs of the last timed calls, every slot's, with the reference."""
+        pattern, slots = self.bench.pattern, len(self.bench.slots)
+        if self.pair.state is not None:
+            turns = tuple(pattern[call % slots] for call in range(calls))
+            found = check.observed(subject.outputs[(calls - 1) % slots], subject.state)
+            self._compare(side, found, turns, precision)
+            return
+        for outputs, turn in zip(subject.outputs, pattern, strict=True):
+            self._compare(side, check.observed(outputs, None), (turn,), precision)
+
+    def _compare(
+        self, side: Side, found: check.Named, turns: tuple[int, ...], precision: Precision | None
+    ) -> None:
+        try:
+            fits = check.judge(self.oracle, side, found, turns, precision, self.rule)
+        except numerics.Wrong as error:
+            raise numerics.Wrong(f"{error}\nThis is the output of a timed call.") from None
+        self.outputs += 1
+        name = side.__name__
+        self.worst[name] = max(self.worst.get(name, 0.0), *(f.worst for f in fits))
