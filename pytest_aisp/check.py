@@ -7,13 +7,14 @@ applies the exact probe and the negative controls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from . import numerics, trees
 from .controls import Control, run_controls
-from .numerics import Fit, Leaf, Rule, Wrong
+from .fits import Fit, compare_all, explain
+from .numerics import Leaf, Rule, Wrong
 from .pair import Precision, Side, side_name, size_words
 from .quiet import waiter
 from .sides import SideError, Subject
@@ -34,15 +35,18 @@ class Oracle:
     """What the reference says of `bench`'s values, computed once and kept.
 
     Attributes:
+        exact: whether the page accepts equality alone; then nothing is perturbed.
         types: by output path, the type in which the baseline returned it.
         begins: names of the tensors with which a state begins.
     """
 
     bench: Workbench
     watch: Stopwatch = field(default_factory=Stopwatch)
+    exact: bool = False
     types: dict[str, torch.dtype] = field(default_factory=dict)
     begins: frozenset[str] = frozenset()
     _known: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
+    _leaves: dict[tuple[Any, ...], list[Leaf]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         state = self.bench.new_state()
@@ -53,15 +57,34 @@ class Oracle:
 
         Without a state only the last turn matters.
         """
+        known = self.known(turns)
+        key = (turns if self.bench.pair.state is not None else turns[-1:], precision)
+        if key not in self._leaves:
+            work = self.bench.pair.work(**self.bench.size)
+            with self.watch.phase("reference"):
+                self._leaves[key] = [
+                    Leaf(
+                        path, value, self._sigma(path, value, squares, precision, work, len(key[0]))
+                    )
+                    for path, value, squares in known
+                ]
+        return self._leaves[key]
+
+    def known(self, turns: tuple[int, ...]) -> list[Any]:
+        """Return path, value and squared sensitivity of each expected output after `turns`."""
         turns = turns if self.bench.pair.state is not None else turns[-1:]
         if turns not in self._known:
+            probes = 0 if self.exact else numerics.PROBES
             with self.watch.phase("reference"):
-                self._known[turns] = numerics.sensitivity(lambda probe: self._run(turns, probe))
-        work = self.bench.pair.work(**self.bench.size)
-        return [
-            Leaf(path, value, self._sigma(path, value, squares, precision, work, len(turns)))
-            for path, value, squares in self._known[turns]
-        ]
+                self._known[turns] = numerics.sensitivity(lambda p: self._run(turns, p), probes)
+        return self._known[turns]
+
+    def learn(self, types: Iterable[tuple[str, torch.dtype]]) -> None:
+        """Learn in which type the sides return what is not known yet."""
+        new = {path: dtype for path, dtype in types if path not in self.types}
+        if new:
+            self.types.update(new)
+            self._leaves.clear()
 
     def _sigma(
         self, path: str, value: Any, squares: Any, precision: str | None, work: Any, steps: int
@@ -111,12 +134,15 @@ def _promoted(values: tuple[Any, ...], probe: int | None) -> tuple[Any, ...]:
     """Return a copy of `values`; for a probe in float64 and perturbed."""
     if probe is None:
         return trees.clone(values)  # type: ignore[no-any-return]
-    signs = _signs(probe)
+    import torch
+
+    generator = _generators(probe)
 
     def perturbed(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return tensor.clone()
-        moved = tensor.detach().double().mul_(signs(tensor))
+        moved = tensor.detach().to(torch.float64, copy=True)
+        numerics.perturb(moved, generator(tensor))
         return moved.requires_grad_(tensor.requires_grad)
 
     return trees.map_tensors(perturbed, values)  # type: ignore[no-any-return]
@@ -125,25 +151,25 @@ def _promoted(values: tuple[Any, ...], probe: int | None) -> tuple[Any, ...]:
 def _perturb_in_place(tensors: dict[str, torch.Tensor], probe: int) -> None:
     import torch
 
-    signs = _signs(probe + 1000)
+    generator = _generators(probe + 1000)
     with torch.no_grad():
         for tensor in tensors.values():
             if tensor.is_floating_point():
-                tensor.mul_(signs(tensor).to(tensor.dtype))
+                numerics.perturb(tensor, generator(tensor))
 
 
-def _signs(probe: int) -> Any:
+def _generators(probe: int) -> Callable[[torch.Tensor], torch.Generator]:
+    """Return what gives each tensor's device its own generator, seeded by `probe`."""
     import torch
 
-    generators: dict[Any, torch.Generator] = {}
+    made: dict[Any, torch.Generator] = {}
 
-    def factors(like: torch.Tensor) -> torch.Tensor:
-        make = torch.Generator(device=like.device)
-        generator = generators.setdefault(like.device, make.manual_seed(probe))
-        signs = torch.randint(0, 2, like.shape, generator=generator, device=like.device)
-        return signs.double().mul_(2).sub_(1).mul_(numerics.STEP).add_(1)
+    def generator(like: torch.Tensor) -> torch.Generator:
+        if like.device not in made:
+            made[like.device] = torch.Generator(device=like.device).manual_seed(probe)
+        return made[like.device]
 
-    return factors
+    return generator
 
 
 @dataclass
@@ -246,20 +272,17 @@ def judge(
 ) -> list[Fit]:
     """Compare what a side produced with the oracle; raise `Wrong` at the first mismatch."""
     if is_baseline and not oracle.types:
-        oracle.types.update({path: tensor.dtype for path, tensor in _matched(oracle, found, turns)})
+        oracle.learn((path, tensor.dtype) for path, tensor in _matched(oracle, found, turns))
     if oracle.bench.pair.state is not None:  # what only this side's optimizer makes
-        for path, tensor in found:
-            oracle.types.setdefault(path, tensor.dtype)
+        oracle.learn((path, tensor.dtype) for path, tensor in found)
     leaves = oracle.leaves(turns, precision)
     if oracle.bench.pair.state is not None:
         leaves, found = _shared(oracle, side, leaves, found)
     _check_form(oracle, side, found, leaves)
-    fits = []
-    for (_, tensor), leaf in zip(found, leaves, strict=True):
-        fit = numerics.compare(tensor, leaf, rule)
+    fits = compare_all([tensor for _, tensor in found], leaves, rule)
+    for fit in fits:
         if not fit.ok:
-            raise Wrong(numerics.explain(side_name(side), oracle.bench.size, fit, rule))
-        fits.append(fit)
+            raise Wrong(explain(side_name(side), oracle.bench.size, fit, rule))
     return fits
 
 
@@ -281,9 +304,9 @@ def _matched(oracle: Oracle, found: Named, turns: tuple[int, ...]) -> Iterator[A
     if oracle.bench.pair.state is not None:
         yield from found
         return
-    expected = oracle.leaves(turns, None)
+    expected = oracle.known(turns)
     if len(expected) == len(found):
-        yield from ((leaf.path, tensor) for leaf, (_, tensor) in zip(expected, found, strict=True))
+        yield from ((path, got) for (path, _, _), (_, got) in zip(expected, found, strict=True))
 
 
 def _check_form(oracle: Oracle, side: Side, found: Named, leaves: Sequence[Leaf]) -> None:
@@ -359,10 +382,10 @@ def _exact_probe(oracle: Oracle, sides: Sequence[Side]) -> str:
         subject = Subject(side, [trees.clone(integers)])
         try:
             found = numerics.as_leaves(subject.run(0))
-            for (path, got), (_, want) in zip(found, expected, strict=True):
-                fit = numerics.compare(got, Leaf(path, want.double(), None), Rule(exact=True))
+            wanted = [Leaf(path, want.double(), None) for path, want in expected]
+            for fit in compare_all([got for _, got in found], wanted, Rule(exact=True)):
                 if not fit.ok:
-                    message = numerics.explain(side_name(side), bench.size, fit, Rule(exact=True))
+                    message = explain(side_name(side), bench.size, fit, Rule(exact=True))
                     raise Wrong(f"{message}, on small integers, where every sum is exact")
         finally:
             subject.close()

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .numerics import Leaf, Rule, compare
+from .fits import compare_all
+from .numerics import Leaf, Rule
 
 if TYPE_CHECKING:
     import torch
@@ -128,13 +129,10 @@ def _judge(
     rule: Rule,
 ) -> Control:
     # Leaf by leaf: a tolerance that is too loose for one output must not hide behind another.
-    moves, applying, refusing = 0.0, 0, 0
     least = 1.0 if name == "noise" else APPLIES  # noise is 2.4 bounds by construction
-    for value, leaf, dtype in zip(made, expected, types, strict=True):
-        candidate = value.to(dtype)
-        score = compare(candidate, leaf, Rule()).score
-        moves = max(moves, score)
-        if score > least:
-            applying += 1
-            refusing += not compare(candidate, leaf, rule).ok
-    return Control(name, moves, applying > 0, refusing == applying)
+    candidates = [value.to(dtype) for value, dtype in zip(made, types, strict=True)]
+    derived = compare_all(candidates, expected, Rule())
+    mine = compare_all(candidates, expected, rule) if rule.given or rule.exact else derived
+    applying = [fit for moved, fit in zip(derived, mine, strict=True) if moved.score > least]
+    moves = max(fit.score for fit in derived)
+    return Control(name, moves, bool(applying), not any(fit.ok for fit in applying))

@@ -29,6 +29,8 @@ LONG_CALL = 1e-3
 """Calls longer than this are estimated from one window."""
 SIZINGS = 3
 """Most times the number of calls in a window is corrected."""
+NEAR = 0.25
+"""A number of calls within this share of the wanted one is kept."""
 SPIN_CYCLES = 2_000_000
 """First length of the blocking kernel: about 1 ms."""
 
@@ -43,6 +45,8 @@ class Unblockable(RuntimeError):
 
 class GraphWindow:
     """K calls of one side in one CUDA graph."""
+
+    repeats = 2
 
     def __init__(self, subject: Subject, calls: int) -> None:
         import torch
@@ -68,6 +72,8 @@ class GraphWindow:
 
 class QueueWindow:
     """K calls of one side behind a blocking kernel, between two events."""
+
+    repeats = 1
 
     def __init__(self, subject: Subject, calls: int) -> None:
         import torch
@@ -97,6 +103,8 @@ class QueueWindow:
 class HostWindow:
     """K calls of one side as called, by the host's clock, the device idle at both ends."""
 
+    repeats = 1
+
     def __init__(self, subject: Subject, calls: int, synchronize: Callable[[], None]) -> None:
         self.subject, self.calls, self._synchronize = subject, calls, synchronize
 
@@ -112,7 +120,12 @@ class HostWindow:
 
 
 class CudaBout:
-    """Two subjects on one GPU, on the best clock that both can use."""
+    """Two subjects on one GPU, on the best clock that both can use.
+
+    Args:
+        order: who is built first.
+        known: clock and calls of an earlier bout of this pair; then neither is sought again.
+    """
 
     def __init__(
         self,
@@ -120,6 +133,7 @@ class CudaBout:
         subjects: tuple[Subject, Subject],
         budget: Budget,
         order: tuple[int, int] = (0, 1),
+        known: tuple[str, Sequence[int]] | None = None,
     ) -> None:
         import torch
 
@@ -127,10 +141,15 @@ class CudaBout:
         self.telemetry = Telemetry(torch.cuda.current_device())
         self._l2 = torch.cuda.get_device_properties().L2_cache_size
         self.notes: dict[str, Any] = {}
-        self.notes["warmup"] = self._warm()
-        self.clock, self.windows = self._choose()
+        self.notes["warmup"] = self._warm(1.0 if known is None else 0.0)
+        if known is None:
+            self.clock, self.windows = self._choose()
+        else:
+            self.clock = known[0]
+            a, b = self._build(WINDOWS[self.clock], known[1])
+            self.windows = a, b
 
-    def _warm(self) -> int:
+    def _warm(self, seconds: float) -> int:
         import torch
 
         def call(subject: Subject) -> Callable[[], float]:
@@ -150,7 +169,7 @@ class CudaBout:
             [call(s) for s in self.subjects],
             grew,
             least=self.budget.warmup,
-            seconds=1.0,
+            seconds=seconds,
             clock=time.perf_counter,
         )
         for subject in self.subjects:
@@ -159,15 +178,15 @@ class CudaBout:
 
     def _choose(self) -> tuple[str, tuple[Any, Any]]:
         if not self.bench.pair.as_called:
-            for clock, make in (("graph", GraphWindow), ("queue", QueueWindow)):
+            for clock in ("graph", "queue"):
                 try:
-                    return clock, self._sized(clock, make)
+                    return clock, self._sized(clock)
                 except (Uncapturable, Unblockable) as error:
                     self.notes[f"no {clock}"] = str(error).splitlines()[0]
-        return "host", self._sized("host", host_window)
+        return "host", self._sized("host")
 
-    def _sized(self, clock: str, make: Callable[[Subject, int], Any]) -> tuple[Any, Any]:
-        slots = len(self.bench.slots)
+    def _sized(self, clock: str) -> tuple[Any, Any]:
+        slots, make = len(self.bench.slots), WINDOWS[clock]
         probes = self._build(make, [slots, slots])
         seconds = [self._quick(probe) for probe in probes]
         least = self.budget.window or WINDOW[clock]
@@ -177,8 +196,8 @@ class CudaBout:
             window = max(least, *(t * slots for t in seconds))
             counts = [calls_for(t, window, slots) for t in seconds]
             if self.bench.pair.state is not None:
-                counts = [min(max(counts), timing.MOST_STEPS)] * 2
-            if counts == [w.calls for w in probes]:
+                counts = [min(count, timing.MOST_STEPS) for count in counts]
+            if all(abs(n - w.calls) <= NEAR * n for n, w in zip(counts, probes, strict=True)):
                 break
             probes = self._build(make, counts)
             seconds = [self._quick(probe) for probe in probes]
@@ -228,6 +247,13 @@ class CudaBout:
 def host_window(subject: Subject, calls: int, device: str = "cuda") -> HostWindow:
     """Return a window on the host's clock, `device` idle at both ends."""
     return HostWindow(subject, calls, waiter(device))
+
+
+WINDOWS: dict[str, Callable[[Subject, int], Any]] = {
+    "graph": GraphWindow,
+    "queue": QueueWindow,
+    "host": host_window,
+}
 
 
 def capture(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:

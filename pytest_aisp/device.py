@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from collections.abc import Mapping
@@ -90,6 +91,7 @@ def _gpu_machine() -> Machine | None:
     return Machine(arch, product_of(name), name, uuids, versions, facts)
 
 
+@functools.cache
 def _nvml() -> Any | None:
     try:
         import pynvml

@@ -229,13 +229,14 @@ class Engine:
         page = f"{task.page}{task.function}{task.device}"
         fixed = task.at == "case" and size == task.size
         salt = "time" if fixed else f"check{task.seed}"
-        key = f"{page}{size_words(size)}{salt}"
+        exact = Rule(**task.rule).exact
+        key = f"{page}{size_words(size)}{salt}{exact}"
         if key not in self._oracles:
             self._make_room(page, task.device)
             seed, unseen = (_seed(task, s) for s in (salt, f"unseen{task.seed}"))
             with self.watch.phase("inputs"):
                 bench = Workbench(pair, dict(size), task.device, seed, unseen)
-                self._oracles[key] = Oracle(bench, self.watch)
+                self._oracles[key] = Oracle(bench, self.watch, exact)
         return self._oracles[key]
 
     def _sources(self, task: Task, pair: Pair) -> dict[str, str]:

@@ -39,7 +39,7 @@ class HostBout:
         slots = len(bench.slots)
         counts = [calls_for(t, window, slots) for t in seconds]
         if bench.pair.state is not None:
-            counts = [min(max(counts), timing.MOST_STEPS)] * 2
+            counts = [min(count, timing.MOST_STEPS) for count in counts]
         a, b = (host_window(s, n, "cpu") for s, n in zip(subjects, counts, strict=True))
         self.windows = a, b
         self._waited, self._since = _waiting(), time.perf_counter()

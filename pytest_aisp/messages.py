@@ -28,10 +28,11 @@ class Task:
         side: for `sample`, the name of the one side to time.
         device: ``cuda`` or ``cpu``.
         at: ``case`` checks the case's own size and a few fixed others, ``check`` the small ones
-        only. rule: keywords of `numerics.Rule`.
+            only.
+        rule: keywords of `numerics.Rule`.
         versus: ``baseline``, or ``self`` for an A/A trial.
         budget: keywords of `timing.Budget`.
-        seed: from which the values of check sizes and the unseen ones are drawn; a run keeps it secret.
+        seed: from which the values of check sizes and the unseen ones are drawn; secret.
         replicate: number of the process among those that measure this case.
         reproducible: deterministic algorithms only.
         timer: ``module:function`` of another timer with its options, or None for the device's own.

@@ -1,4 +1,4 @@
-"""When is a result right: expected values, the error they allow, and the comparison.
+"""When is a result right: expected values and the error they allow (`fits` compares).
 
 The reference is computed in float64 from the inputs as the sides get them. The allowed error of
 each element is a standard deviation derived from the types, the longest sum and the reference's own
@@ -8,13 +8,13 @@ error over all elements, and the worst element.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import trees
-from .pair import Work, size_words
+from .pair import Work
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +26,8 @@ BASELINE_FACTOR, BASELINE_FLOOR = 1.5, 0.8
 PROBES = 3
 STEP = 2.0**-10
 """Relative perturbation of the operands that measures the reference's sensitivity."""
+SIGNS = 1048573
+"""Random signs that are drawn for one perturbed tensor: the largest prime below 2^20."""
 
 # Unit roundoff by name of type, and the depth of one tensor-core instruction (K elements).
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -62,59 +64,79 @@ class Rule:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One expected output: its value in float64 and the error it allows, element by element."""
+    """One expected output: its value in float64 and the error it allows, element by element.
+
+    Attributes:
+        sigma: allowed standard deviation of each element, or None where only equality will do.
+            Zeros in it are raised to 1e-300.
+    """
 
     path: str
     value: torch.Tensor
     sigma: torch.Tensor | None
 
+    def __post_init__(self) -> None:
+        if self.sigma is not None:
+            self.sigma.clamp_min_(1e-300)
 
-@dataclass(frozen=True)
-class Fit:
-    """How far one output lies from what was expected, in allowed standard deviations."""
+    @functools.cached_property
+    def finite(self) -> bool:
+        """Whether every element is expected to be finite."""
+        return bool(self.value.isfinite().all())
 
-    path: str
-    rms: float
-    worst: float
-    index: tuple[int, ...]
-    got: float
-    want: float
-    bound: float
-    ok: bool
-    count: int = 0
-    step: int = 1
+    @functools.cached_property
+    def total(self) -> float:
+        """Root of the sum of the squares of `sigma` where a finite value is expected."""
+        import torch
 
-    @property
-    def scatter(self) -> float:
-        """Relative scatter of `rms` by chance: three standard deviations at `count` elements."""
-        return 3 / math.sqrt(2 * self.count) if self.count else 0.0
-
-    @property
-    def score(self) -> float:
-        """Multiples of the derived bound: above 1 the derived rule fails."""
-        return max(self.rms / (RMS * (1 + self.scatter)), self.worst / WORST)
+        if self.sigma is None:
+            return 0.0
+        counted = self.sigma if self.finite else self.sigma.where(self.value.isfinite(), 0.0)
+        return float(torch.linalg.vector_norm(counted))
 
 
 def sensitivity(
-    run: Callable[[int | None], list[tuple[str, torch.Tensor]]],
+    run: Callable[[int | None], list[tuple[str, torch.Tensor]]], probes: int = PROBES
 ) -> list[tuple[str, torch.Tensor, torch.Tensor | None]]:
     """Return the reference's outputs and the squares of their sensitivities.
 
     Args:
         run: computes the reference's leaves; with a number, on operands perturbed by `STEP` with
             random signs seeded by it.
+        probes: how many perturbed runs; with 0 no sensitivity is known, and none returned.
     """
     base = run(None)
-    squares: list[torch.Tensor | None] = [_zeros(value) for _, value in base]
-    for probe in range(PROBES):
+    squares = [_zeros(value) if probes else None for _, value in base]
+    for probe in range(probes):
         for total, (_, moved), (_, value) in zip(squares, run(probe), base, strict=True):
             if total is not None:
                 difference = (moved.double() - value.double()).div_(STEP)
-                total += difference.square_().nan_to_num_(0.0, 0.0, 0.0) / PROBES
+                total += difference.square_().nan_to_num_(0.0, 0.0, 0.0).div_(probes)
     return [
         (path, v.double() if _floating(v) else v, _floored(s) if s is not None else None)
         for (path, v), s in zip(base, squares, strict=True)
     ]
+
+
+def perturb(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """Multiply each element of `tensor` by 1 + STEP or 1 - STEP, in place.
+
+    The signs repeat after a prime number of elements, so that they meet no dimension in step.
+    """
+    import torch
+
+    count = tensor.numel()
+    period = max(1, min(count, SIGNS))
+    signs = torch.randint(
+        0, 2, (period,), generator=generator, device=tensor.device, dtype=torch.int8
+    )
+    factors = signs.to(tensor.dtype).mul_(2).sub_(1).mul_(STEP).add_(1)
+    if tensor.is_contiguous():
+        flat, whole = tensor.view(-1), count - count % period
+        flat[:whole].view(-1, period).mul_(factors)
+        flat[whole:].mul_(factors[: count - whole])
+    else:
+        tensor.mul_(factors.repeat(-(-count // period))[:count].view(tensor.shape))
 
 
 def _zeros(value: torch.Tensor) -> torch.Tensor | None:
@@ -174,74 +196,6 @@ def _accumulation(
     return (UNIT["float32"] * length / 2) ** 2 * (squares + value.square())
 
 
-def compare(got: torch.Tensor, leaf: Leaf, rule: Rule) -> Fit:
-    """Compare one output with what was expected. Shapes must agree already."""
-    import torch
-
-    want = leaf.value
-    if rule.exact or leaf.sigma is None:
-        return _compare_exact(got, leaf)
-    result = got.detach().double()
-    error = result - want
-    agree = torch.where(want.isfinite(), result.isfinite(), _same(result, want))
-    error = torch.where(want.isfinite(), error, 0.0).abs_()
-    error = torch.where(agree, error, math.inf)
-    scaled = error / leaf.sigma.clamp_min(1e-300)
-    flat = int(scaled.argmax()) if scaled.numel() else 0
-    worst = float(scaled.view(-1)[flat]) if scaled.numel() else 0.0
-    total = float(leaf.sigma.square().sum())
-    spread = float(error.square().sum()) / max(total, 1e-300) if math.isfinite(worst) else math.inf
-    rms = math.sqrt(spread)
-    if rule.given:
-        bound = (rule.atol or 0.0) + (rule.rtol or 0.0) * want.abs()
-        ok = bool((error <= torch.where(want.isfinite(), bound, 0.0)).all())
-    else:
-        fit = _fit(got, leaf, flat, rms, worst, False)
-        ok = fit.score <= 1
-    return _fit(got, leaf, flat, rms, worst, ok)
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (a == b) | (a.isnan() & b.isnan())
-
-
-def _compare_exact(got: torch.Tensor, leaf: Leaf) -> Fit:
-    want = leaf.value.to(got.dtype)
-    different = ~_same(got, want) if got.is_floating_point() else got != want
-    flat = int(different.view(-1).int().argmax()) if different.numel() else 0
-    bad = bool(different.any())
-    far = math.inf if bad else 0.0
-    return _fit(got, leaf, flat, far, far, not bad)
-
-
-def _fit(got: torch.Tensor, leaf: Leaf, flat: int, rms: float, worst: float, ok: bool) -> Fit:
-    if not got.numel():
-        return Fit(leaf.path, rms, worst, (), 0.0, 0.0, 0.0, ok)
-    index, rest = [], flat
-    for length in reversed(got.shape):
-        index.append(rest % length)
-        rest //= length
-    at = tuple(reversed(index))
-    sigma = float(leaf.sigma[at]) if leaf.sigma is not None else 0.0
-    return Fit(
-        leaf.path, rms, worst, at, float(got[at]), float(leaf.value[at]), sigma, ok, got.numel()
-    )
-
-
-def explain(side: str, size: Any, fit: Fit, rule: Rule) -> str:
-    """Return the message of a mismatch: output, coordinate, both values, size, broken bound."""
-    where = f"{fit.path}{list(fit.index)}" if fit.index else fit.path
-    text = (
-        f"{side} is wrong at {size_words(size)}: {where} is {fit.got:.9g}, expected {fit.want:.9g}"
-    )
-    if rule.exact or not math.isfinite(fit.worst):
-        return f"{text}; the rule is {rule}"
-    return (
-        f"{text}; off by {abs(fit.got - fit.want):.3g} = {fit.worst:.3g} allowed deviations of"
-        f" {fit.bound:.3g} (rms {fit.rms:.3g}); the rule is {rule}"
-    )
-
-
 def as_leaves(outputs: Any) -> list[tuple[str, torch.Tensor]]:
     """Return the outputs as tensors; Python numbers become float32 or int64 scalars.
 
@@ -260,13 +214,3 @@ def as_leaves(outputs: Any) -> list[tuple[str, torch.Tensor]]:
             raise trees.TreeError(f"{path} is a {type(leaf).__name__}, not a tensor or a number")
         found.append((path, leaf.detach()))
     return found
-
-
-def type_name(tensor: torch.Tensor) -> str:
-    """Return ``float32`` for ``torch.float32``."""
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def rms_over(fits: Sequence[Fit]) -> float:
-    """Return the worst rms among outputs."""
-    return max((f.rms for f in fits), default=0.0)

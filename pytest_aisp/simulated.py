@@ -86,6 +86,8 @@ class Process:
 
 
 class _Window:
+    repeats = 2
+
     def __init__(self, bout: _SimulatedBout, side: int, calls: int) -> None:
         self.bout, self.side, self.calls = bout, side, calls
 
@@ -95,7 +97,7 @@ class _Window:
         felt = 1.0 - noise.unlike if self.side else 1.0
         scale = math.exp(own + felt * process.common() + process.white() + self.bout.slow)
         seconds = process.seconds[self.side] * self.calls * scale
-        process.now += 2 * seconds  # the lead-in replay takes its time too
+        process.now += self.repeats * seconds  # the lead-in replay takes its time too
         if noise.resolution:
             phase = process.rng.random()
             seconds = math.floor(seconds / noise.resolution + phase) * noise.resolution

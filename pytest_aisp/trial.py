@@ -30,6 +30,7 @@ class Trial:
         worst: by side, the worst element of its timed outputs in allowed deviations.
         one_off: by side, the seconds that preparing it took.
         outputs: how many outputs of timed calls were compared.
+        known: clock and calls of the first lap, with which the others are built.
     """
 
     task: Task
@@ -41,6 +42,7 @@ class Trial:
     worst: dict[str, float] = field(default_factory=dict)
     one_off: dict[str, float] = field(default_factory=dict)
     outputs: int = 0
+    known: tuple[str, list[int]] | None = None
 
     def __post_init__(self) -> None:
         self.bench, self.pair = self.oracle.bench, self.oracle.bench.pair
@@ -138,7 +140,9 @@ class Trial:
         if self.task.device.startswith("cuda"):
             from .cuda import CudaBout
 
-            return CudaBout(self.bench, subjects, budget, order)
+            bout = CudaBout(self.bench, subjects, budget, order, self.known)
+            self.known = bout.clock, [w.calls for w in bout.windows]
+            return bout
         from .host import HostBout
 
         return HostBout(self.bench, subjects, budget)

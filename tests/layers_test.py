@@ -19,8 +19,18 @@ LAYERS = {
         *("verdict",),
     },
     "machine": {
-        *("bench", "build", "check", "client", "controls", "cuda", "device", "engine", "graphs"),
-        *("host", "leases", "loader", "numerics", "peaks", "processes", "quiet", "replay"),
+        *("bench", "build", "check", "client", "controls", "cuda", "device", "engine", "fits"),
+        *(
+            "graphs",
+            "host",
+            "leases",
+            "loader",
+            "numerics",
+            "peaks",
+            "processes",
+            "quiet",
+            "replay",
+        ),
         *("search", "sides", "signature", "sources", "stopwatch", "trees", "trial", "workbench"),
     },
     "glue": {
