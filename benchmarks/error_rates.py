@@ -39,6 +39,7 @@ MODELS = {
     "rogue processes 5 %": replace(MEASURED, rogue=0.05),
     "session bias 0.3 %": replace(MEASURED, session=0.0030),
     "throttling 2 %": replace(MEASURED, throttle=0.02),
+    "dips of 10 %": replace(MEASURED, dip=0.5),
     "clock of 1 us": replace(MEASURED, resolution=1e-6),
 }
 

@@ -38,6 +38,7 @@ class Oracle:
         exact: whether the page accepts equality alone; then nothing is perturbed.
         types: by output path, the type in which the baseline returned it.
         begins: names of the tensors with which a state begins.
+        controls: what the negative controls said, by precision, rule and types.
     """
 
     bench: Workbench
@@ -45,6 +46,7 @@ class Oracle:
     exact: bool = False
     types: dict[str, torch.dtype] = field(default_factory=dict)
     begins: frozenset[str] = frozenset()
+    controls: dict[tuple[Any, ...], list[Control]] = field(default_factory=dict)
     _known: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
     _leaves: dict[tuple[Any, ...], list[Leaf]] = field(default_factory=dict)
 
@@ -408,16 +410,22 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
 def _controls(
     oracle: Oracle, sides: Sequence[tuple[Side, Precision | None]], rule: Rule
 ) -> list[Control]:
-    """Apply the controls at the loosest precision any side declares."""
+    """Apply the controls at each precision that a side declares; return those at the last."""
     seen: list[Control] = []
     for precision in dict.fromkeys(p for _, p in sides):
-        turns = (0, 1, 0)[:STEPS] if oracle.bench.pair.state is not None else (0,)
-        other = (1, 0, 1)[:STEPS] if oracle.bench.pair.state is not None else (1 % VALUE_SETS,)
-        expected = [
-            leaf for leaf in oracle.leaves(turns, precision) if leaf.path in oracle.types
-        ] or oracle.leaves(turns, precision)
-        stale_by_path = {leaf.path: leaf for leaf in oracle.leaves(other, precision)}
-        stale = [stale_by_path[leaf.path] for leaf in expected]
-        types = [oracle.types.get(leaf.path, leaf.value.dtype) for leaf in expected]
-        seen = run_controls(expected, stale, oracle.dropped(0, precision), types, rule)
+        key = (precision, rule, tuple(oracle.types.items()))
+        if key not in oracle.controls:
+            oracle.controls[key] = _controls_at(oracle, precision, rule)
+        seen = oracle.controls[key]
     return seen
+
+
+def _controls_at(oracle: Oracle, precision: str | None, rule: Rule) -> list[Control]:
+    turns = (0, 1, 0)[:STEPS] if oracle.bench.pair.state is not None else (0,)
+    other = (1, 0, 1)[:STEPS] if oracle.bench.pair.state is not None else (1 % VALUE_SETS,)
+    leaves = oracle.leaves(turns, precision)
+    expected = [leaf for leaf in leaves if leaf.path in oracle.types] or leaves
+    stale_by_path = {leaf.path: leaf for leaf in oracle.leaves(other, precision)}
+    stale = [stale_by_path[leaf.path] for leaf in expected]
+    types = [oracle.types.get(leaf.path, leaf.value.dtype) for leaf in expected]
+    return run_controls(expected, stale, oracle.dropped(0, precision), types, rule)

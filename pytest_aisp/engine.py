@@ -50,6 +50,7 @@ class Engine:
 
     def check(self, task: Task) -> dict[str, Any]:
         """Check the case's variant and its baseline; return what was found by size."""
+        self.watch.start()
         pair = self._pair(task)
         rule = Rule(**task.rule)
         found = {}
@@ -113,6 +114,7 @@ class Engine:
 
     def time(self, task: Task) -> dict[str, Any]:
         """Time the case's variant against its baseline; check the outputs of the timed calls."""
+        self.watch.start()
         pair = self._pair(task)
         variant = pair.variant(task.variant)
         first: tuple[Side, Precision | None] = (pair.baseline, None)

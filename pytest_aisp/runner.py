@@ -351,7 +351,7 @@ class CaseRun:
         settings = self.run.settings
         budget: dict[str, Any] = {}
         if settings.blocks is not None:
-            budget |= {"blocks": settings.blocks, "least": min(8, settings.blocks)}
+            budget |= {"blocks": settings.blocks, "least": min(6, settings.blocks)}
         if settings.window is not None:
             budget["window"] = settings.window
         if settings.warmup is not None:

@@ -16,6 +16,10 @@ from typing import Any
 from .timing import Budget, Samples, join, measure
 
 
+DIP_WITHIN, DIP_SECONDS = 0.06, 0.01
+"""A dip begins in the first 60 ms of device time and lasts for 5 to 15 ms."""
+
+
 @dataclass(frozen=True)
 class Noise:
     """Noise of a simulated device, as fractions (0.01 is 1 %), one standard deviation each.
@@ -31,6 +35,7 @@ class Noise:
         rogue: chance that a process is off by 1 %.
         resolution: of the clock, in seconds.
         throttle: chance that a block is throttled, which slows it by 20 %.
+        dip: chance that a process meets one dip: both sides 10 % slower for some 10 ms.
     """
 
     window: float = 0.003
@@ -47,6 +52,7 @@ class Noise:
     rogue: float = 0.0
     resolution: float = 0.0
     throttle: float = 0.0
+    dip: float = 0.0
 
 
 class Process:
@@ -60,6 +66,8 @@ class Process:
         # All bias is put on the second side: only the ratio is judged.
         self.bias = session + rogue + rng.gauss(0, noise.process)
         self.now, self.clock_step = 0.0, 0.0
+        begins = rng.uniform(0, DIP_WITHIN) if noise.dip and rng.random() < noise.dip else math.inf
+        self.dip = begins, begins + rng.uniform(0.5, 1.5) * DIP_SECONDS
 
     def common(self) -> float:
         """Return ln of what slows both sides now."""
@@ -67,7 +75,8 @@ class Process:
         if noise.step_chance and self.rng.random() < noise.step_chance:
             self.clock_step = self.rng.gauss(0, noise.step)
         ramp = noise.ramp * math.exp(-self.now / noise.ramp_seconds) if noise.ramp else 0.0
-        return noise.drift * self.now + ramp + self.clock_step
+        dip = 0.1 if self.dip[0] <= self.now < self.dip[1] else 0.0
+        return noise.drift * self.now + ramp + self.clock_step + dip
 
     def white(self) -> float:
         """Return ln of one window's own noise."""

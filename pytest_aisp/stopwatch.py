@@ -29,6 +29,10 @@ class Stopwatch:
         self._phase, self._since = name, now
         return before
 
+    def start(self) -> None:
+        """Forget what was counted: what follows is another request's."""
+        self._since, self.seconds = time.perf_counter(), {}
+
     def read(self) -> dict[str, float]:
         """Return the seconds by phase since the last reading, and begin anew."""
         self._turn(self._phase)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from .stats import block_value, process_value
 
 ROBUST_CLOCKS = ("host", "cpu", "process")
-"""Clocks whose process value is the median of the blocks: it halves the spread there."""
+"""Clocks whose process value is the median of the blocks, not the mean of their middle half."""
 
 
 MOST_STEPS = 16
@@ -78,21 +78,22 @@ class Budget:
     seconds: float = 0.2
     window: float | None = None
     warmup: int = 3
-    least: int = 8
+    least: int = 6
 
     def count(self, block_seconds: float) -> int:
         """Return the number of blocks: as many as fit, between `least` and `blocks`."""
         fit = int(self.seconds / max(block_seconds, 1e-9))
         return max(min(self.least, self.blocks), min(fit, self.blocks))
 
-    def lap(self) -> Budget:
-        """Return the budget of one lap."""
+    def lap(self, laps: int | None = None) -> Budget:
+        """Return the budget of one lap of `laps`."""
+        laps = laps or self.laps
         share = {"blocks": self.blocks, "least": self.least}
         return replace(
             self,
             laps=1,
-            seconds=self.seconds / self.laps,
-            **{name: max(1, -(-n // self.laps)) for name, n in share.items()},
+            seconds=self.seconds / laps,
+            **{name: max(1, -(-n // laps)) for name, n in share.items()},
         )
 
 
@@ -150,8 +151,7 @@ def measure(bout: Bout, budget: Budget, rng: random.Random) -> Samples:
     bout.disturbance()
     spent = (w.repeats * w.calls * sum(times) for w, times in zip(bout.windows, first, strict=True))
     count = budget.count(sum(spent))
-    orders = ["ABBA", "BAAB"] * (count // 2 + 1)
-    rng.shuffle(orders)
+    orders = _orders(count, rng)
     refreshed = {0, count - 1, *rng.sample(range(count), min(2, count))}
     samples = Samples(bout.clock, [], [], [], [], [], {})
     while len(samples.blocks) < count:
@@ -171,6 +171,14 @@ def measure(bout: Bout, budget: Budget, rng: random.Random) -> Samples:
         samples.orders.append(order)
     samples.details.update(bout.details())
     return samples
+
+
+def _orders(count: int, rng: random.Random) -> list[str]:
+    """Return `count` orders at random, each pair of neighbours one of either kind."""
+    orders: list[str] = []
+    while len(orders) < count:
+        orders += rng.sample(["ABBA", "BAAB"], 2)
+    return orders[:count]
 
 
 def _block(bout: Bout, order: str) -> tuple[list[float], list[float]]:

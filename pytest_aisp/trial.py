@@ -52,7 +52,8 @@ class Trial:
         """Return the samples, and what else the row says of this measurement."""
         self._learn_types()
         if self._rebuilds():
-            parts = [self._lap(self.budget.lap(), lap) for lap in range(self._laps())]
+            laps = self._laps()
+            parts = [self._lap(self.budget.lap(laps), lap) for lap in range(laps)]
         else:
             parts = [self._lap(self.budget, self.rng.randrange(2))]
         extra = {"one_off": self.one_off, "outputs_checked": self.outputs, "errors": self.worst}
