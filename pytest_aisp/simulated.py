@@ -15,7 +15,6 @@ from typing import Any
 
 from .timing import Budget, Samples, join, measure
 
-
 DIP_WITHIN, DIP_SECONDS = 0.06, 0.01
 """A dip begins in the first 60 ms of device time and lasts for 5 to 15 ms."""
 
