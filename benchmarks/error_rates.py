@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import Pool
+from typing import NamedTuple
 
 from pytest_aisp import stats, verdict
 from pytest_aisp.simulated import Noise, Process
@@ -40,8 +41,11 @@ MODELS = {
     "session bias 0.3 %": replace(MEASURED, session=0.0030),
     "throttling 2 %": replace(MEASURED, throttle=0.02),
     "dips of 10 %": replace(MEASURED, dip=0.5),
+    "captures that scatter 4 times as recorded": MEASURED,
     "clock of 1 us": replace(MEASURED, resolution=1e-6),
 }
+RESTLESS = {"captures that scatter 4 times as recorded": 4.0}
+"""By how much captures scatter more in later sessions than in those that were recorded."""
 
 
 @dataclass
@@ -61,17 +65,24 @@ class Recorded:
         return stats.rms(stats.trimmed_spread(s) for s in self.sessions)
 
 
-def measure(case: Recorded, session: float, rng: random.Random, loss: float = 0.0) -> float:
-    """Return ln(speedup) that one fresh process of this session measures."""
-    seconds = case.seconds[0], case.seconds[1] * math.exp(loss)
-    process = Process(seconds, case.noise, rng, session)
-    return process.measure(BUDGET).value
+def measure(case: Recorded, session: Session, rng: random.Random) -> verdict.Reading:
+    """Return what one fresh process of this session measures."""
+    noise = replace(case.noise, capture=case.noise.capture * session.restless)
+    samples = Process(case.seconds, noise, rng, -session.shift).measure(BUDGET)
+    return verdict.Reading(samples.value, samples.error)
 
 
-def session_shift(noise: Noise, rng: random.Random) -> float:
-    """Return what one session shifts ln(speedup) by: Student-t(4), as shifts of boards are rare."""
-    chi = math.sqrt(rng.gammavariate(2, 2) / 4) * math.sqrt(2)
-    return (noise.session or SESSION) * rng.gauss(0, 1) / chi
+class Session(NamedTuple):
+    """What one session does to a case: shift its ln(speedup), scatter its captures more."""
+
+    shift: float
+    restless: float = 1.0
+
+    @classmethod
+    def draw(cls, noise: Noise, restless: float, rng: random.Random) -> Session:
+        """Draw one: the shift Student-t(4), as shifts of boards are rare and large."""
+        chi = math.sqrt(rng.gammavariate(2, 2) / 4) * math.sqrt(2)
+        return cls((noise.session or SESSION) * rng.gauss(0, 1) / chi, restless)
 
 
 def record(noise: Noise, cases: int, rng: random.Random) -> list[Recorded]:
@@ -88,8 +99,8 @@ def record(noise: Noise, cases: int, rng: random.Random) -> list[Recorded]:
         times = 10 ** rng.uniform(-5.7, -3), 10 ** rng.uniform(-5.7, -3)
         case = Recorded(times, mine, [])
         for _ in range(2):
-            shift = session_shift(noise, rng)
-            case.sessions.append([measure(case, -shift, rng) for _ in range(PROCESSES)])
+            session = Session.draw(noise, 1.0, rng)
+            case.sessions.append([measure(case, session, rng).value for _ in range(PROCESSES)])
         suite.append(case)
     return suite
 
@@ -98,11 +109,13 @@ def judge(
     case: Recorded,
     spread: float,
     session_sd: float,
-    shift: float,
+    session: Session,
     planted: bool,
     rng: random.Random,
 ) -> str:
-    """Return the verdict of one case-run in a session shifted by `shift`."""
+    """Return the verdict of one case-run in `session`."""
+    first = measure(case, session, rng)
+    spread = verdict.believed(spread, first)
     margin = verdict.record_margin(spread, session_sd, "graph")
     gates = [
         verdict.claim_gate(math.exp(case.value - 6 * spread - margin), spread),
@@ -110,10 +123,10 @@ def judge(
     ]
     loss = verdict.detectable(gates, spread, session_sd, "graph") if planted else 0.0
 
-    def one() -> float:
-        return measure(case, -shift, rng, loss)
+    def less(reading: verdict.Reading) -> verdict.Reading:
+        return reading._replace(value=reading.value - loss)
 
-    decision = verdict.decide(one(), gates, one)
+    decision = verdict.decide(less(first), gates, lambda: less(measure(case, session, rng)))
     return verdict.verdict_of(decision, stored=True, same_environment=True)
 
 
@@ -129,8 +142,8 @@ def trial(args: tuple[str, int, int, int, int]) -> tuple[str, Counter[str], Coun
     for planted, count in ((False, runs), (True, losses)):
         for _ in range(count):
             for case, spread in zip(suite, spreads, strict=True):
-                shift = session_shift(MODELS[name], rng)
-                verdict_found = judge(case, spread, session_sd, shift, planted, rng)
+                session = Session.draw(MODELS[name], RESTLESS.get(name, 1.0), rng)
+                verdict_found = judge(case, spread, session_sd, session, planted, rng)
                 found[planted][verdict_found] += 1
     return name, found[0], found[1]
 

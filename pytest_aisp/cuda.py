@@ -23,7 +23,7 @@ from .workbench import Workbench
 if TYPE_CHECKING:
     import torch
 
-WINDOW = {"graph": 400e-6, "queue": 1e-3, "host": 5e-3}
+WINDOW = {"graph": 1e-3, "queue": 1e-3, "host": 5e-3}
 """Least seconds of a window, by clock."""
 LONG_CALL = 1e-3
 """Calls longer than this are estimated from one window."""

@@ -129,6 +129,7 @@ class Engine:
         return {
             **asdict(samples),
             "value": samples.value,
+            "error": samples.error,
             "sources": self._sources(task, pair),
             "work": asdict(pair.work(**task.size)),
             "spent": self.watch.read(),

@@ -324,13 +324,15 @@ class CaseRun:
     def _repeat(self, first: Mapping[str, Any]) -> None:
         """Repeat an A/A trial in more processes, each a trial of its own, judged alike."""
         values = [float(first["value"])]
-        gates = verdict.same_gates(self.row.spread or 0.0)
+        recorded = self._spread()
         verdicts = [self.row.verdict]
         for number in range(1, self.run.settings.processes):
             timed = self._timed(100 + number, self.run.bench(self.place.device, number))
-            values.append(float(timed["value"]))
-            decision = verdict.decide(values[-1], gates, self._vote)
-            self.row.votes += decision.votes
+            reading = _reading(timed)
+            values.append(reading.value)
+            gates = verdict.same_gates(verdict.believed(recorded, reading))
+            decision = verdict.decide(reading, gates, self._vote)
+            self.row.votes += [vote.value for vote in decision.votes]
             verdicts.append(verdict.verdict_of(decision, stored=True, same_environment=True))
         self.row.trials = [[v, w] for v, w in zip(values, verdicts, strict=True)]
         if len(values) > 1:
@@ -361,7 +363,7 @@ class CaseRun:
     def _fill(self, timed: Mapping[str, Any]) -> None:
         row = self.row
         row.clock = str(timed["clock"])
-        row.spread = self._spread()
+        row.spread = verdict.believed(self._spread(), _reading(timed))
         names = self._names()
         row.seconds = {
             names[0]: median(timed["baseline"]),
@@ -436,15 +438,15 @@ class CaseRun:
         row, settings = self.row, self.run.settings
         gates, same_environment, has_record = self._gates(first)
         row.detectable = verdict.detectable(gates, row.spread or 0.0, self._session(), row.clock)
-        decision = verdict.decide(first["value"], gates, self._vote)
-        row.votes = list(decision.votes)
+        decision = verdict.decide(_reading(first), gates, self._vote)
+        row.votes = [vote.value for vote in decision.votes]
         if row.votes:
             # The first value was singled out for being extreme; the votes were not.
             self._interval(row.votes)
             row.notes.append(
                 f"measured {1 + len(row.votes)} times; the first gave {ratio(first['value'])}"
             )
-        row.suspect = self._direction(gates, first["value"]) if decision.suspect else 0
+        row.suspect = self._direction(gates, _reading(first)) if decision.suspect else 0
         row.verdict = verdict.verdict_of(
             decision, stored=has_record or settings.aa, same_environment=same_environment
         )
@@ -460,8 +462,8 @@ class CaseRun:
             raise Failed("\n".join([*row.reasons, *self._commands(), *self._accept()]))
 
     @staticmethod
-    def _direction(gates: list[verdict.Gate], value: float) -> int:
-        losing = [g.sign for g in gates if g.name != "claim" and g.decide(value, []) != "clear"]
+    def _direction(gates: list[verdict.Gate], first: verdict.Reading) -> int:
+        losing = [g.sign for g in gates if g.name != "claim" and g.decide(first, []) != "clear"]
         return losing[0] if losing else 0
 
     def _gates(self, timed: Mapping[str, Any]) -> tuple[list[verdict.Gate], bool, bool]:
@@ -519,7 +521,7 @@ class CaseRun:
             }
         return self.run._facts  # type: ignore[attr-defined,no-any-return]
 
-    def _vote(self) -> float | None:
+    def _vote(self) -> verdict.Reading | None:
         """Measure the case in a fresh process; None when the run's budget for votes is spent."""
         run = self.run
         if run.confirmed > run.settings.confirm_budget:
@@ -530,7 +532,7 @@ class CaseRun:
         run.progress(f"vote {number} in a fresh process")
         bench = run.replay or run.start(self.place.device)
         try:
-            return float(self._timed(number, bench)["value"])
+            return _reading(self._timed(number, bench))
         finally:
             if run.replay is None:
                 bench.close()
@@ -577,7 +579,7 @@ class CaseRun:
             outcome = decision.outcomes[gate.name]
             if outcome in ("clear", "green"):
                 continue
-            votes = ", ".join(bare(v) for v in decision.votes)
+            votes = ", ".join(bare(v.value) for v in decision.votes)
             self.row.reasons.append(
                 f"{ratio(first['value'])} against {ratio(gate.limit)} ({origin[gate.name]}),"
                 f" margin {gate.red:.1%}; votes of fresh processes: {votes or 'none'}"
@@ -595,6 +597,10 @@ class CaseRun:
             return []
         how = "=all" if self.row.stored is not None else ""
         return ["accept:", f"    pytest --aisp-update-expectations{how} '{self.where['nodeid']}'"]
+
+
+def _reading(timed: Mapping[str, Any]) -> verdict.Reading:
+    return verdict.Reading(float(timed["value"]), float(timed.get("error", 0.0)))
 
 
 def as_result(recorded: Mapping[str, Any], environment: str) -> store.Result:

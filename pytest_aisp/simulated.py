@@ -119,7 +119,7 @@ class _SimulatedBout:
 
     def __init__(self, process: Process, capture: float) -> None:
         self.process, self.capture, self.slow = process, capture, 0.0
-        counts = [max(1, math.ceil(400e-6 / s)) for s in process.seconds]
+        counts = [max(1, math.ceil(1e-3 / s)) for s in process.seconds]
         self.windows = (_Window(self, 0, counts[0]), _Window(self, 1, counts[1]))
         self._throttled = False
         self._draw()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 
 FLOOR = 0.0010
 """No spread is believed below 0.10 %: a smaller one is luck."""
@@ -33,6 +33,11 @@ def process_value(blocks: Sequence[float], *, robust: bool) -> float:
         return median(blocks)
     cut = len(blocks) // 4
     return fmean(sorted(blocks)[cut : len(blocks) - cut])
+
+
+def lap_error(laps: Sequence[float]) -> float:
+    """Return the standard error of the mean of `laps`; 0 with fewer than three."""
+    return stdev(laps) / math.sqrt(len(laps)) if len(laps) >= 3 else 0.0
 
 
 def trimmed_spread(values: Sequence[float]) -> float:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
-from .stats import block_value, process_value
+from .stats import block_value, lap_error, process_value
 
 ROBUST_CLOCKS = ("host", "cpu", "process")
 """Clocks whose process value is the median of the blocks, not the mean of their middle half."""
@@ -108,6 +108,7 @@ class Samples:
         orders: ``ABBA`` or ``BAAB``, by block.
         dropped: causes of the blocks that were measured again.
         details: facts from the bout.
+        laps: ln(speedup) of each lap.
     """
 
     clock: str
@@ -117,20 +118,25 @@ class Samples:
     orders: list[str]
     dropped: list[str]
     details: dict[str, Any]
+    laps: list[float] = field(default_factory=list)
 
     @property
     def value(self) -> float:
         """ln(speedup) of this process."""
         return process_value(self.blocks, robust=self.clock in ROBUST_CLOCKS)
 
+    @property
+    def error(self) -> float:
+        """Standard error of `value` as the laps show it; 0 with fewer than three."""
+        return lap_error(self.laps)
+
 
 def join(parts: Sequence[Samples]) -> Samples:
     """Return the samples of several laps as those of one process."""
     joined: dict[str, Any] = {f.name: getattr(parts[-1], f.name) for f in fields(Samples)}
-    for name in ("blocks", "baseline", "optimized", "orders", "dropped"):
+    for name in ("blocks", "baseline", "optimized", "orders", "dropped", "laps"):
         joined[name] = [value for part in parts for value in getattr(part, name)]
     joined["details"] = {k: v for part in parts for k, v in part.details.items()}
-    joined["details"]["laps"] = len(parts)
     return Samples(**joined)
 
 
@@ -170,6 +176,7 @@ def measure(bout: Bout, budget: Budget, rng: random.Random) -> Samples:
         samples.optimized.extend(optimized)
         samples.orders.append(order)
     samples.details.update(bout.details())
+    samples.laps.append(samples.value)
     return samples
 
 
@@ -190,9 +197,12 @@ def _block(bout: Bout, order: str) -> tuple[list[float], list[float]]:
 
 
 def calls_for(seconds_per_call: float, window: float, slots: int) -> int:
-    """Return how many calls fill `window` seconds: a multiple of `slots`, at least one round."""
-    rounds = max(1, -(-window // max(seconds_per_call * slots, 1e-9)))
-    return int(min(rounds, 100_000)) * slots
+    """Return how many calls fill `window` seconds best: a multiple of `slots`, at least one round.
+
+    The nearest, so that both sides' windows last alike: what starting one costs is then the same.
+    """
+    rounds = max(1, round(window / max(seconds_per_call * slots, 1e-9)))
+    return min(rounds, 100_000) * slots
 
 
 def settle(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 VOTES = 3
 ATTEMPTS = 5
@@ -18,6 +18,8 @@ SCREEN, VOTE = 2.2, 2.8
 """Where a same-process comparison becomes a suspect, and where a vote is red, in spreads."""
 INTERVAL = 2.6
 """Half width of the printed 99 % interval, in spreads."""
+BELIEVED = 2.0
+"""A process whose laps say its value is this many times less certain than recorded is believed."""
 DETECTABLE = 4.6
 """The loss that screen and vote find in 99 % of trials, in spreads."""
 RECORD_FLOOR = 0.02
@@ -40,6 +42,22 @@ VERDICTS = (
 )
 
 
+class Reading(NamedTuple):
+    """What one process says: ln(speedup), and its standard error as its own laps show it."""
+
+    value: float
+    error: float = 0.0
+
+
+def believed(spread: float, reading: Reading) -> float:
+    """Return the spread to judge `reading` with: the recorded one, unless its laps deny that.
+
+    Some sessions scatter more than those that were recorded (docs/spread.md). Only a standard error
+    of `BELIEVED` times the spread counts: that of three laps is within twice by chance alone.
+    """
+    return reading.error if reading.error > BELIEVED * spread else spread
+
+
 @dataclass(frozen=True)
 class Gate:
     """One limit for ln(speedup). `sign` is -1 for the gate that looks for gains.
@@ -49,6 +67,8 @@ class Gate:
         limit: ln(speedup) that the case is held against.
         screen: a case is a suspect when its deficit is above this.
         red, green: a vote is red above `red`, green at or below `green`.
+        spread: of one process, where `red` follows from it alone; a vote that is less certain
+            than that has to lie further out.
     """
 
     name: str
@@ -57,25 +77,40 @@ class Gate:
     red: float
     green: float
     sign: int = 1
+    spread: float = math.inf
 
     def deficit(self, value: float) -> float:
         """Return by how much `value` falls short of the limit (exceeds it, for gains)."""
         return self.sign * (self.limit - value)
 
-    def decide(self, value: float, votes: Sequence[float]) -> Outcome:
+    def decide(self, first: Reading, votes: Sequence[Reading]) -> Outcome:
         """Return the outcome so far: `open` while neither three red nor three green votes."""
-        if self.deficit(value) <= self.screen:
+        if self.deficit(first.value) <= self.screen:
             return "clear"
-        if sum(self.deficit(v) > self.red for v in votes) >= VOTES:
+        if sum(self._is_red(v) for v in votes) >= VOTES:
             return "red"
-        if sum(self.deficit(v) <= self.green for v in votes) >= VOTES:
+        if sum(self._is_green(v) for v in votes) >= VOTES:
             return "green"
         return "open"
+
+    def _is_red(self, vote: Reading) -> bool:
+        return self.deficit(vote.value) > self.red + self._excess(vote)
+
+    def _is_green(self, vote: Reading) -> bool:
+        if self.green == self.red:
+            return not self._is_red(vote)
+        return self.deficit(vote.value) <= self.green
+
+    def _excess(self, vote: Reading) -> float:
+        if math.isinf(self.spread):
+            return 0.0
+        return VOTE * (believed(self.spread, vote) - self.spread)
 
 
 def claim_gate(speedup: float, spread: float) -> Gate:
     """Return the gate of ``at_least=speedup``: red below it by 2.8 spreads, clear 2.2 above."""
-    return Gate("claim", math.log(speedup), -SCREEN * spread, VOTE * spread, 0.0)
+    screen, vote = -SCREEN * spread, VOTE * spread
+    return Gate("claim", math.log(speedup), screen, vote, 0.0, spread=spread)
 
 
 def neutral_gate(margin: float) -> Gate:
@@ -95,8 +130,8 @@ def same_gates(spread: float) -> tuple[Gate, Gate]:
     """Return the gates of a side against itself in one process: an A/A trial, a changed side."""
     screen, vote = SCREEN * spread, VOTE * spread
     return (
-        Gate("same-slower", 0.0, screen, vote, vote),
-        Gate("same-faster", 0.0, screen, vote, vote, sign=-1),
+        Gate("same-slower", 0.0, screen, vote, vote, spread=spread),
+        Gate("same-faster", 0.0, screen, vote, vote, sign=-1, spread=spread),
     )
 
 
@@ -111,27 +146,29 @@ class Decision:
     """What the gates said of one value and the votes on it."""
 
     outcomes: dict[str, Outcome]
-    votes: tuple[float, ...]
+    votes: tuple[Reading, ...]
 
     @property
     def suspect(self) -> bool:
         return any(outcome != "clear" for outcome in self.outcomes.values())
 
 
-def decide(value: float, gates: Sequence[Gate], remeasure: Callable[[], float | None]) -> Decision:
-    """Screen `value`, then vote with `remeasure` until every gate is decided.
+def decide(
+    first: Reading, gates: Sequence[Gate], remeasure: Callable[[], Reading | None]
+) -> Decision:
+    """Screen `first`, then vote with `remeasure` until every gate is decided.
 
     Args:
-        value: ln(speedup) of the first process.
-        remeasure: returns ln(speedup) of one more fresh process, or None when no budget is left.
+        first: what the first process measured.
+        remeasure: returns what one more fresh process does, or None when no budget is left.
     """
-    votes: list[float] = []
-    while len(votes) < ATTEMPTS and any(g.decide(value, votes) == "open" for g in gates):
+    votes: list[Reading] = []
+    while len(votes) < ATTEMPTS and any(g.decide(first, votes) == "open" for g in gates):
         vote = remeasure()
         if vote is None:
             break
         votes.append(vote)
-    return Decision({g.name: g.decide(value, votes) for g in gates}, tuple(votes))
+    return Decision({g.name: g.decide(first, votes) for g in gates}, tuple(votes))
 
 
 def verdict_of(decision: Decision, *, stored: bool, same_environment: bool) -> str:

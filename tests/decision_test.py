@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pytest_aisp import stats, verdict
 from pytest_aisp.simulated import Noise, Process
 from pytest_aisp.timing import Budget, Disturbed
+from pytest_aisp.verdict import Reading
 
 spec = importlib.util.spec_from_file_location(
     "error_rates", Path(__file__).parents[1] / "benchmarks" / "error_rates.py"
@@ -43,7 +44,7 @@ def test_equal_durations_and_balanced_orders():
     samples = process.measure(Budget())
     slow, fast = samples.details["calls"]
     assert fast == 4 * slow
-    assert samples.details["laps"] == 4
+    assert len(samples.laps) == 4
     assert set(samples.orders) == {"ABBA", "BAAB"}
     assert len(samples.blocks) == 20
 
@@ -103,7 +104,18 @@ def test_a_lucky_case_is_shrunk_towards_its_product():
     ],
 )
 def test_the_claim_gate(value, votes, expected):
-    assert verdict.claim_gate(1.0, 0.002).decide(value, votes) == expected
+    gate = verdict.claim_gate(1.0, 0.002)
+    assert gate.decide(Reading(value), [Reading(v) for v in votes]) == expected
+
+
+def test_a_process_whose_laps_scatter_is_judged_by_them():
+    assert verdict.believed(0.001, Reading(0.0, 0.0019)) == 0.001
+    assert verdict.believed(0.001, Reading(0.0, 0.0030)) == 0.0030
+    slower = verdict.same_gates(0.001)[0]
+    sure, unsure = Reading(-0.006, 0.001), Reading(-0.006, 0.0030)
+    assert slower.decide(sure, [sure] * 3) == "red"
+    assert slower.decide(sure, [unsure] * 3) == "green"
+    assert slower.decide(sure, [Reading(-0.009, 0.0030)] * 3) == "red"
 
 
 def test_votes_stop_as_soon_as_they_decide():
@@ -111,15 +123,15 @@ def test_votes_stop_as_soon_as_they_decide():
 
     def vote():
         asked.append(-0.1)
-        return -0.1
+        return Reading(-0.1)
 
-    decision = verdict.decide(-0.1, [verdict.claim_gate(1.0, 0.002)], vote)
+    decision = verdict.decide(Reading(-0.1), [verdict.claim_gate(1.0, 0.002)], vote)
     assert decision.outcomes == {"claim": "red"}
     assert len(asked) == 3
 
 
 def test_without_budget_for_votes_a_suspect_is_inconclusive():
-    decision = verdict.decide(-0.1, [verdict.claim_gate(1.0, 0.002)], lambda: None)
+    decision = verdict.decide(Reading(-0.1), [verdict.claim_gate(1.0, 0.002)], lambda: None)
     assert verdict.verdict_of(decision, stored=True, same_environment=True) == "inconclusive"
 
 
@@ -127,5 +139,5 @@ def test_without_budget_for_votes_a_suspect_is_inconclusive():
 def test_a_slower_value_is_never_judged_milder(value, loss):
     order = ["clear", "green", "open", "red"]
     gate = verdict.record_gates(0.1, 0.02)[0]
-    outcomes = [gate.decide(v, [v] * 3) for v in (value, value - loss)]
+    outcomes = [gate.decide(Reading(v), [Reading(v)] * 3) for v in (value, value - loss)]
     assert order.index(outcomes[0]) <= order.index(outcomes[1])
