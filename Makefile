@@ -1,5 +1,5 @@
 # make bench   the first chapter on the machine at hand
-# make test    the project's own tests, then every page checked
+# make test    every page checked, then the project's own tests
 # Both set up .venv. PYTHON=... names the interpreter to make it with; VENV=... an environment to use.
 
 PYTHON ?= python3
@@ -12,8 +12,8 @@ bench: $(VENV)/.ready
 	$(PY) -m pytest suites/ch01
 
 test: $(VENV)/.ready
-	$(PY) -m pytest -q -n 2 tests
 	$(PY) -m pytest -q --aisp-check suites
+	$(PY) -m pytest -q -n 2 tests
 
 lint: $(VENV)/.ready
 	$(PY) -m ruff check .

@@ -259,7 +259,10 @@ def time_one(function: Callable[[], Any], *, window: float = 1e-3, windows: int 
 def rates(config: pytest.Config) -> Mapping[str, float]:
     """Return the stored peaks of this machine's product, or nothing."""
     from .device import Machine
-    from .peaks import load
+    from .peaks import PeaksError, load
 
     path = config.stash[SETTINGS].baselines / Machine.here().product / "peaks.json"
-    return load(path).rates if path.exists() else {}
+    try:
+        return load(path).rates if path.exists() else {}
+    except PeaksError as error:
+        pytest.fail(str(error), pytrace=False)

@@ -9,7 +9,7 @@ import contextlib
 import fcntl
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -21,10 +21,21 @@ def folder() -> Path:
 
 
 @contextlib.contextmanager
-def lease(name: str, *, shared: bool = False) -> Iterator[None]:
-    """Hold the lease `name`, alone or together with other `shared` holders; wait for it."""
+def lease(
+    name: str, *, shared: bool = False, waiting: Callable[[str], None] = lambda text: None
+) -> Iterator[None]:
+    """Hold the lease `name`, alone or together with other `shared` holders; wait for it.
+
+    Args:
+        waiting: is told in words that the lease is not free, before waiting for it.
+    """
     with open(folder() / f"{name}.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        try:
+            fcntl.flock(file, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting(f"wait for {name}, which another run holds")
+            fcntl.flock(file, how)
         try:
             yield
         finally:

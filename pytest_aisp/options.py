@@ -149,8 +149,8 @@ def read_settings(config: pytest.Config) -> Settings:
         cold_start=get("aisp_cold_start"),
         in_process=get("aisp_in_process") or bool(get("usepdb")) or bool(get("trace")),
         timeout=_timeout(config),
-        suite_timeout=get("aisp_suite_timeout"),
-        confirm_budget=get("aisp_confirm_budget"),
+        suite_timeout=_seconds("--aisp-suite-timeout", get("aisp_suite_timeout"), above=0),
+        confirm_budget=_seconds("--aisp-confirm-budget", get("aisp_confirm_budget")) or 0.0,
         missing=_word(config, "aisp_missing"),
         inconclusive=_word(config, "aisp_inconclusive"),
         strict_env=get("aisp_strict_env"),
@@ -191,6 +191,13 @@ def _iterations(text: str | None) -> tuple[int | None, float | None]:
 def _positive(name: str, value: int | None) -> int | None:
     if value is not None and value < 1:
         raise pytest.UsageError(f"{name}={value} must be at least 1")
+    return value
+
+
+def _seconds(name: str, value: float | None, above: float | None = None) -> float | None:
+    if value is not None and not (0 <= value < math.inf and value != above):
+        least = "above 0" if above is not None else "0 or more"
+        raise pytest.UsageError(f"{name}={value:g} must be {least} and finite")
     return value
 
 

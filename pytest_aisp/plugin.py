@@ -183,6 +183,8 @@ def pytest_report_header(config: pytest.Config) -> list[str] | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     recorder = session.config.stash.get(RECORDER, None)
+    if session.exitstatus == pytest.ExitCode.INTERRUPTED:
+        return  # a part of the suite says nothing of the whole
     if recorder is not None and recorder.environment_moved():
         session.exitstatus = INVALID_RUN
     elif recorder is not None and recorder.errors and session.exitstatus == pytest.ExitCode.OK:

@@ -64,16 +64,28 @@ class _Live:
     """With -v on a terminal: what is being measured, on the case's own line."""
 
     def __init__(self, config: pytest.Config, run: Run) -> None:
-        self._terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
-        self._nodeid = ""
-        if self._terminal and self._terminal.isatty and config.get_verbosity() > 0:
-            run.progress = self._show
+        self._config, self._run, self._nodeid = config, run, ""
+        self._terminal: Any = None
+
+    def pytest_sessionstart(self) -> None:
+        # Not before: pytest registers its reporter after plugins were configured.
+        self._terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if self._terminal and self._terminal.isatty and self._config.get_verbosity() > 0:
+            self._run.progress = self._show
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._nodeid = nodeid
 
     def _show(self, text: str) -> None:
-        self._terminal.rewrite(f"{self._nodeid} {text}", erase=True)
+        capture = self._config.pluginmanager.get_plugin("capturemanager")
+        width = self._terminal._tw.fullwidth - 1
+        with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
+            self._terminal.rewrite(f"{self._nodeid} {text}"[:width], erase=True)
+            if not text:  # the verdict is written next, right behind the name
+                self._terminal.rewrite(f"{self._nodeid} ")
+                # What was rewritten takes no room: pytest sets its percentage by this.
+                self._terminal._tw._current_line = f"{self._nodeid} "
+            self._terminal.flush()
 
 
 def _interrupt_on_sigterm() -> None:
@@ -101,9 +113,10 @@ def leased(item: pytest.Item) -> Iterator[None]:
     alone = case is not None and (case.pair.as_called or case.kind == "cpu")
     measures = not run.settings.check and run.replay is None
     with contextlib.ExitStack() as held:
-        held.enter_context(lease("host", shared=not (alone and measures)))
+        shared = not (alone and measures)
+        held.enter_context(lease("host", shared=shared, waiting=run.progress))
         if run.timer is None and run.machine.gpus and case is not None and case.kind == "gpu":
-            held.enter_context(lease(run.gpu))
+            held.enter_context(lease(run.gpu, waiting=run.progress))
         yield
 
 

@@ -162,6 +162,25 @@ def test_too_many_suspects_in_one_direction_void_the_run(page, gpu, pytester):
     assert result.ret == 17
 
 
+LAST = """
+
+def pytest_aisp_result(config, row):
+    if "doubling7" in row["nodeid"]:
+        raise KeyboardInterrupt
+"""
+
+
+def test_an_interrupted_run_stays_interrupted_whatever_its_cases_said(page, gpu, pytester):
+    for number in range(8):
+        page(name=f"doubling{number}_test.py")
+    gpu(added=2e-5, doubled=1e-5)
+    pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=3")
+    gpu(added=2e-5, doubled=1.2e-5)
+    conftest = pytester.path / "conftest.py"
+    conftest.write_text(conftest.read_text() + LAST)
+    assert pytester.runpytest_subprocess().ret == pytest.ExitCode.INTERRUPTED
+
+
 def test_the_marker_of_each_arch_selects(page, pytester):
     page(more="cpu_sizes=[{'n': 99}], needs='wgmma',")
     ids = {

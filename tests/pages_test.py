@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 import re
 import types
 from collections.abc import Iterator
@@ -11,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from pytest_aisp import store
 from pytest_aisp.loader import load_page, pair_of
 from pytest_aisp.pair import Pair
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "suites").rglob("*_test.py"))
+ARCH_OF = {"nvidia-h200": "sm90"}
 HEADINGS = ["Problem", "Baseline", "Optimized", "Bound"]
 every_page = pytest.mark.parametrize("path", PAGES, ids=lambda p: f"{p.parent.name}/{p.stem}")
 
@@ -120,3 +123,19 @@ def test_a_kernel_file_stands_beside_a_page_of_its_name(path):
 
 def test_pages_need_no_conftest():
     assert list((ROOT / "suites").rglob("conftest.py")) == []
+
+
+@every_page
+def test_a_claim_stands_clear_of_what_was_recorded(path):
+    """A claim within five spreads of its own record would be voted on in every run."""
+    for file in sorted((ROOT / "baselines").glob(f"*/{path.parent.name}.json")):
+        if file.name == "peaks.json":
+            continue
+        results = store.load(file).results
+        arch = ARCH_OF[file.parent.name]
+        for case in (case for pair in pairs(path) for case in pair.cases()):
+            key = f"{path.name}::test_{path.stem.removesuffix('_test')}[{case.id}]"
+            claim = case.pair.claim(case.variant, arch)
+            if key in results and claim != "neutral":
+                spread = results[key].own_spread or 0.0
+                assert math.log(claim) < results[key].value - 5 * spread, key

@@ -6,6 +6,8 @@ Baseline   eager: 5 launches a block, 60 in all, each of which costs the host so
 Optimized  captured: the same kernels at the same addresses, replayed with one launch. New rows and
            new weights are written in place, under the graph. The capture is paid once.
 Bound      Launch: 60 x 5 us = 300 us of host time, against 60 kernels of 2 to 3 us in a row: 2x.
+Seen       Processes on an H200 saw 2.4x to 4.9x, in two clusters: what a launch costs is decided
+           when a process starts. A claim stands five such spreads below the record: 1.1x.
 """
 
 import torch
@@ -57,7 +59,7 @@ def captured(x, weights):
         roundings=5 * BLOCKS,
     ),
     bound="launch",
-    at_least={"sm90": 2.0},
+    at_least={"sm90": 1.1},
 )
 def test_forward_graph(pair):
     pair.assert_equivalent()

@@ -64,7 +64,7 @@ def captured(state, x, y):
         flops={"fp32": 6 * BATCH * width * (2 * width + CLASSES)}, terms=width, roundings=8
     ),
     bound="launch",
-    at_least={"sm90": 5.0},
+    at_least={"sm90": 4.5},
 )
 def test_train_step_graph(pair):
     pair.assert_equivalent()

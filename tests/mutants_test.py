@@ -1,0 +1,150 @@
+"""No page accepts a lie: zeros, an answer remembered, inputs returned, half of the work.
+
+Each page's own inputs, reference and tolerance, at its own small size; the optimized side is
+replaced. Pages whose sides are CUDA C++ need a GPU for that.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from pytest_aisp import check, trees
+from pytest_aisp.check import Oracle
+from pytest_aisp.controls import CannotTell, TooLoose
+from pytest_aisp.loader import load_page, pair_of
+from pytest_aisp.numerics import Rule, Wrong
+from pytest_aisp.pair import is_plain
+from pytest_aisp.sides import SideError
+from pytest_aisp.sources import kernel_files
+from pytest_aisp.workbench import Workbench
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "suites").rglob("*_test.py"))
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CAUGHT = (Wrong, SideError, TooLoose, CannotTell)
+
+
+@functools.cache
+def page_of(path):
+    page = load_page(str(path), str(ROOT), f"mutants_of_{path.parent.name}.{path.stem}")
+    [pair] = [p for p in map(pair_of, vars(page).values()) if p is not None]
+    return pair, Rule(**keywords(path))
+
+
+def keywords(path):
+    """The keywords that the page gives to `assert_equivalent`."""
+    calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+    [call] = [c for c in calls if ast.unparse(c.func) == "pair.assert_equivalent"]
+    return {k.arg: ast.literal_eval(k.value) for k in call.keywords}
+
+
+def runs_here(path):
+    pair, _ = page_of(path)
+    sides = [pair.baseline, *(v.side for v in pair.variants)]
+    return DEVICE == "cuda" or not kernel_files(sides, str(ROOT))
+
+
+def oracle_of(pair, rule):
+    sizes = [s for s in pair.check_sizes if is_plain(s)] or [*pair.cpu_sizes, *pair.sizes]
+    return Oracle(Workbench(pair, dict(sizes[0]), DEVICE, 1, 2), exact=rule.exact)
+
+
+def plain(side):
+    return getattr(side, "side", side)
+
+
+def zeros(honest):
+    """Do nothing; return zeros in the right shape."""
+
+    def lazy(*inputs):
+        # What a state page changes is copied first: only the shape of its outputs is needed.
+        return trees.map_tensors(torch.zeros_like, honest(*_copied(inputs)))
+
+    return lazy
+
+
+def remembered(honest):
+    """Compute once; return that forever."""
+    kept = []
+
+    def lazy(*inputs):
+        if not kept:
+            kept.append(honest(*inputs))
+        return kept[0]
+
+    return lazy
+
+
+def by_address(honest):
+    """Compute once an address; return that for every later value there."""
+    kept = {}
+
+    def lazy(*inputs):
+        key = tuple(t.data_ptr() for _, t in trees.tensors(inputs))
+        if key not in kept:
+            kept[key] = honest(*inputs)
+        return kept[key]
+
+    return lazy
+
+
+def nearly(honest):
+    """Return the right answer, 0.1 % off, or by two units where its type is coarser than that."""
+
+    def lazy(*inputs):
+        def off(t):
+            if not t.is_floating_point():
+                return t + 1
+            return t * (1 + max(1e-3, 2 * torch.finfo(t.dtype).eps))
+
+        return trees.map_tensors(off, honest(*inputs))
+
+    return lazy
+
+
+def _copied(inputs):
+    import copy
+
+    return copy.deepcopy(inputs)
+
+
+LIES = [zeros, remembered, by_address, nearly]
+HERE = [path for path in PAGES if runs_here(path)]
+
+
+def test_every_page_is_here_but_those_of_cuda():
+    """One page of CUDA C++ needs a GPU; its kernels are assembled by `--aisp-check`."""
+    missing = [path.stem for path in PAGES if path not in HERE]
+    assert missing == ([] if DEVICE == "cuda" else ["arithmetic_intensity_test"])
+
+
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
+@pytest.mark.parametrize("path", HERE, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_a_lie_is_caught(path, lie):
+    pair, rule = page_of(path)
+    if lie is nearly and pair.state is not None and returns_nothing(pair):
+        lie = zeros  # nothing is returned that could be nearly right
+    oracle = oracle_of(pair, rule)
+    honest = plain(pair.baseline)
+    side = lie(honest)
+    side.__name__ = f"lying_{lie.__name__}"
+    with pytest.raises(CAUGHT):
+        check.check_sides(oracle, [(honest, None), (side, None)], rule, controls=False)
+
+
+def returns_nothing(pair):
+    oracle = oracle_of(pair, Rule())
+    return plain(pair.baseline)(oracle.bench.new_state(), *oracle.bench.values[0]) is None
+
+
+@pytest.mark.parametrize("path", HERE, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_the_page_itself_is_not(path):
+    pair, rule = page_of(path)
+    honest = plain(pair.baseline)
+    found = check.check_sides(oracle_of(pair, rule), [(honest, None), (honest, None)], rule)
+    assert found.controls

@@ -1,0 +1,92 @@
+"""What a person sees: a case's own line while it is measured, and why it waits."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from pytest_aisp.leases import lease
+
+
+@pytest.fixture
+def on_a_terminal(pytester):
+    """Run pytest on a pseudo-terminal and return what it wrote there."""
+
+    def run(*args):
+        ours, theirs = pty.openpty()
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *args]
+        environment = {**os.environ, "COLUMNS": "120", "TERM": "xterm"}
+        with subprocess.Popen(
+            command, cwd=pytester.path, stdout=theirs, stderr=theirs, env=environment
+        ) as process:
+            os.close(theirs)
+            written = b""
+            while chunk := _read(ours):
+                written += chunk
+        os.close(ours)
+        return process.returncode, written.decode(errors="replace")
+
+    return run
+
+
+def _read(fd):
+    try:
+        return os.read(fd, 4096)
+    except OSError:  # the other end is closed
+        return b""
+
+
+def test_verbose_shows_what_is_done_on_the_case_s_own_line(page, gpu, on_a_terminal):
+    gpu(added=2e-5, doubled=1e-5)
+    page()
+    code, written = on_a_terminal("-v")
+    assert code == 0
+    case = "ch99/doubling_test.py::test_doubling[doubled-n1001]"
+    shown = [part.rstrip() for part in written.split("\r") if part.startswith(case)]
+    assert f"{case} check n=33" in shown
+    assert re.fullmatch(rf"{re.escape(case)} \S*NEW 2.0.*", shown[-1])
+    assert len(re.sub(r"\x1b\[\d*m", "", shown[-1])) == 119  # the percentage ends the line
+
+
+def test_without_v_nothing_is_rewritten(page, gpu, on_a_terminal):
+    gpu(added=2e-5, doubled=1e-5)
+    page()
+    code, written = on_a_terminal()
+    assert code == 0
+    assert "check n=33" not in written
+
+
+def test_a_lease_that_is_taken_says_so_before_it_waits(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    said, done = [], threading.Event()
+
+    def wait_for_it():
+        with lease("GPU-1", waiting=said.append):
+            done.set()
+
+    with lease("GPU-1"):
+        other = threading.Thread(target=wait_for_it)
+        other.start()
+        while not said:
+            pass
+        assert not done.is_set()
+    other.join(10)
+    assert done.is_set()
+    assert said == ["wait for GPU-1, which another run holds"]
+
+
+def test_a_free_lease_says_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    said = []
+    with (
+        lease("host", shared=True, waiting=said.append),
+        lease("host", shared=True, waiting=said.append),
+    ):
+        pass
+    assert said == []
