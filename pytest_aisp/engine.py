@@ -17,10 +17,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from . import check, trees
-from .check import Checked, Oracle
+from .check import Checked
 from .loader import load_page, pair_of
 from .messages import Task
 from .numerics import Rule
+from .oracle import Oracle, observed
 from .pair import Pair, Precision, Side, is_plain, size_words
 from .quiet import no_gc, release, waiter
 from .sides import Subject
@@ -179,7 +180,7 @@ class Engine:
             if turn:
                 trees.copy_into(slot, bench.values[turn])
                 subject.run(0)
-            found = check.observed(subject.outputs[0], None)
+            found = observed(subject.outputs[0], None)
             check.judge(oracle, side, found, (turn,), precision, rule, is_baseline=True)
         return {"seconds": seconds}
 

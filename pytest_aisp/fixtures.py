@@ -11,10 +11,11 @@ from typing import Any, NoReturn
 import pytest
 
 from .loader import pair_of
-from .options import RUN, SETTINGS
 from .pair import Case, Pair
 from .row import Row
-from .runner import CaseRun, EndOfBody, Failed, Interrupted
+from .run import Failed, Interrupted
+from .runner import CaseRun, EndOfBody
+from .stash import RUN, SETTINGS
 
 CASE = pytest.StashKey[CaseRun]()
 

@@ -6,23 +6,12 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from .recorder import Recorder
-    from .runner import Run
 
 UPDATES = ("missing", "all")
 RECORDED = 8
 """Processes that a result is recorded from."""
-
-
-# What a session of ours keeps in `config.stash`: these, and nothing in module globals.
-SETTINGS: pytest.StashKey[Settings] = pytest.StashKey()
-RUN: pytest.StashKey[Run] = pytest.StashKey()
-RECORDER: pytest.StashKey[Recorder] = pytest.StashKey()
 
 
 @dataclass(frozen=True)

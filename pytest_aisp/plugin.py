@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from . import options
-from .options import RECORDER, RUN, SETTINGS
+from .stash import RECORDER, RUN, SETTINGS
 
 if TYPE_CHECKING:
     from .fixtures import PairUnderTest

@@ -41,15 +41,13 @@ class Recorder:
         self._hook.pytest_aisp_result(config=self._config, row=row)
 
     def _store(self, row: Mapping[str, Any]) -> None:
-        from .runner import as_result
-
         environment = {
             **row["environment"],
             "date": datetime.date.today().isoformat(),
             "commit": _commit(self.settings.root),
         }
         key = self._key(environment)
-        result = as_result(row["recorded"], key)
+        result = _as_result(row["recorded"], key)
         replace = bool(row["recorded"]["replace"])
         path = Path(row["file"])
         try:
@@ -90,3 +88,19 @@ def _commit(root: Path) -> str | None:
     except OSError:
         return None
     return done.stdout.strip() or None
+
+
+def _as_result(recorded: Mapping[str, Any], environment: str) -> store.Result:
+    """Return the stored result of a row's `recorded` values."""
+    return store.Result(
+        values=tuple(tuple(v) for v in recorded["values"]),
+        clock=recorded["clock"],
+        baseline_us=recorded["baseline_us"],
+        optimized_us=recorded["optimized_us"],
+        share=recorded["share"],
+        limit=recorded["limit"],
+        sources=dict(recorded["sources"]),
+        environments=(environment,) * len(recorded["values"]),
+        choices={},
+        samples=None,
+    )

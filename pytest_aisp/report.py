@@ -11,7 +11,7 @@ from .verdict import RED
 
 if TYPE_CHECKING:
     from .recorder import Recorder
-    from .runner import Run
+    from .run import Run
 
 COLUMNS: tuple[str, ...] = (
     "page",

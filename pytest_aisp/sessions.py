@@ -12,9 +12,9 @@ import pytest
 
 from .device import Machine
 from .leases import lease
-from .options import RECORDER, RUN, SETTINGS
 from .recorder import Recorder
-from .runner import Run
+from .run import Run
+from .stash import RECORDER, RUN, SETTINGS
 
 
 def configure(config: pytest.Config) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import check, numerics, timing, trees
-from .check import Oracle
 from .messages import Task
 from .numerics import Rule
+from .oracle import Named, Oracle, observed
 from .pair import Precision, Side
 from .quiet import release, waiter
 from .sides import Subject
@@ -87,7 +87,7 @@ class Trial:
         outputs = subject.run(0)
         self.output_bytes = trees.nbytes(outputs)
         check.judge(
-            self.oracle, self.pair.baseline, check.observed(outputs, state), (0,), None,
+            self.oracle, self.pair.baseline, observed(outputs, state), (0,), None,
             self.rule, is_baseline=True,
         )  # fmt: skip
         subject.close()
@@ -155,14 +155,14 @@ class Trial:
         pattern, slots = self.bench.pattern, len(self.bench.slots)
         if self.pair.state is not None:
             turns = tuple(pattern[call % slots] for call in range(calls))
-            found = check.observed(subject.outputs[(calls - 1) % slots], subject.state)
+            found = observed(subject.outputs[(calls - 1) % slots], subject.state)
             self._compare(side, found, turns, precision)
             return
         for outputs, turn in zip(subject.outputs, pattern, strict=True):
-            self._compare(side, check.observed(outputs, None), (turn,), precision)
+            self._compare(side, observed(outputs, None), (turn,), precision)
 
     def _compare(
-        self, side: Side, found: check.Named, turns: tuple[int, ...], precision: Precision | None
+        self, side: Side, found: Named, turns: tuple[int, ...], precision: Precision | None
     ) -> None:
         try:
             fits = check.judge(self.oracle, side, found, turns, precision, self.rule)

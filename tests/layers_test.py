@@ -13,34 +13,28 @@ from typing import NamedTuple
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "pytest_aisp"
+
+
+def words(text: str) -> set[str]:
+    return set(text.split())
+
+
 LAYERS = {
-    "data": {
-        *("messages", "pair", "row", "simulated", "skus", "stats", "store", "tables", "timing"),
-        *("verdict",),
-    },
-    "machine": {
-        *("bench", "build", "check", "client", "controls", "cuda", "device", "engine", "fits"),
-        *(
-            "graphs",
-            "host",
-            "leases",
-            "loader",
-            "numerics",
-            "peaks",
-            "processes",
-            "quiet",
-            "replay",
-        ),
-        *("search", "sides", "signature", "sources", "stopwatch", "trees", "trial", "workbench"),
-    },
-    "glue": {
-        *("__init__", "fixtures", "marks", "options", "plugin", "recorder", "report", "runner"),
-        *("sessions",),
-    },
+    "data": words("messages pair row simulated skus stats store tables timing verdict signature"),
+    "machine": words(
+        "bench build check client controls cuda device engine fits graphs host leases loader"
+        " numerics oracle peaks processes quiet replay search sides sources stopwatch trees trial"
+        " workbench"
+    ),
+    "glue": words(
+        "__init__ case_client fixtures judge marks options place plugin recorder report run runner"
+        " sessions stash"
+    ),
 }
 ORDER = list(LAYERS)
 LAYER_OF = {module: layer for layer, modules in LAYERS.items() for module in modules}
-NO_PYTEST = sorted({*LAYERS["data"], *LAYERS["machine"], "recorder", "report", "runner"})
+LEADING = {"case_client", "judge", "place", "recorder", "report", "run", "runner"}
+NO_PYTEST = sorted({*LAYERS["data"], *LAYERS["machine"], *LEADING})
 FRAMEWORKS = {"torch", "triton", "numpy", "cuda", "pynvml", "hypothesis"}
 
 
@@ -133,7 +127,7 @@ def loaded(statement: str) -> set[str]:
 def test_loading_the_plugin_loads_nothing_else():
     modules = loaded("import pytest_aisp.plugin")
     assert {m for m in modules if m.startswith("pytest_aisp")} == {
-        *("pytest_aisp", "pytest_aisp.options", "pytest_aisp.plugin")
+        *("pytest_aisp", "pytest_aisp.options", "pytest_aisp.plugin", "pytest_aisp.stash")
     }
     assert modules & FRAMEWORKS == set()
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from pytest_aisp import check, trees
-from pytest_aisp.check import Oracle
 from pytest_aisp.controls import CannotTell, TooLoose
 from pytest_aisp.loader import load_page, pair_of
 from pytest_aisp.numerics import Rule, Wrong
+from pytest_aisp.oracle import Oracle
 from pytest_aisp.pair import is_plain
 from pytest_aisp.sides import SideError
 from pytest_aisp.sources import kernel_files

@@ -1,0 +1,164 @@
+"""One case as a client of bench processes: its tasks, their answers, and its row."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .client import START_SECONDS, Bench
+from .device import Machine, cpu_machine
+from .messages import Reply, Task
+from .pair import Case
+from .place import place_of
+from .row import Row
+from .run import Failed, Run
+from .verdict import Reading
+
+
+class CaseClient:
+    """One case on one machine.
+
+    Attributes:
+        place: where it can be shown.
+        path: the file of its stored result.
+        row: what became of it.
+    """
+
+    def __init__(self, run: Run, case: Case, where: Mapping[str, str], kernels: bool) -> None:
+        self.run, self.case = run, case
+        self.where = where
+        self.timeout = run.settings.timeout
+        self.place = place_of(run, case, kernels)
+        self.machine = self._machine()
+        self.rule: dict[str, Any] | None = None
+        folder = where["folder"]
+        product = self.machine.with_count(case.gpus)
+        self.path = run.settings.baselines / product / f"{folder}.json"
+        self.row = Row(
+            nodeid=where["nodeid"],
+            file=str(self.path),
+            key=f"{Path(where['page']).name}::{where['function']}[{case.id}]",
+            page=where["page"],
+            function=where["function"],
+            variant=case.variant_name,
+            size=dict(case.size),
+            bound=case.pair.bound,
+            product=product,
+            arch=self.machine.arch,
+            need=self.place.need,
+            claim=self._claim(),
+        )
+
+    def _machine(self) -> Machine:
+        on_gpu = self.place.kind == "time" and self.place.device == "cuda"
+        return self.run.machine if on_gpu or self.run.timer is not None else cpu_machine()
+
+    def _claim(self) -> float | str | None:
+        """Return the claim that is judged here; none where nothing is timed."""
+        timed = self.place.kind == "time" and not self.run.settings.aa
+        return self.case.pair.claim(self.case.variant, self.machine.arch) if timed else None
+
+    def task(self, kind: Any, **changes: Any) -> Task:
+        """Return a task of `kind` for this case."""
+        where, settings = self.where, self.run.settings
+        return Task(
+            kind=kind,
+            page=where["page"],
+            root=str(settings.root),
+            module=where["module"],
+            function=where["function"],
+            variant=self.case.variant_name,
+            size=dict(self.case.size),
+            gpus=self.case.gpus,
+            device=self.place.device,
+            rule=self.rule or {},
+            seed=self.run.seed,
+            reproducible=settings.reproducible,
+            timer=self.run.timer,
+            archs=self.place.archs,
+            **changes,
+        )
+
+    def ask(self, task: Task, bench: Bench | None = None) -> dict[str, Any]:
+        """Return the result of `task`; raise `Failed` with the verdict set for an error."""
+        self.run.check_time()
+        bench = bench or self.run.bench(self.place.device)
+        reply = bench.ask(task, self.timeout, self.run.progress)
+        if reply.error is not None:
+            self._fail(reply)
+        return dict(reply.result)
+
+    def _fail(self, reply: Reply) -> None:
+        verdicts = {"wrong": "wrong", "disturbed": "invalid"}
+        self.row.verdict = verdicts.get(reply.error or "", "fail")
+        size = ", ".join(f"{k}={v}" for k, v in self.case.size.items())
+        where = f"{self.case.variant_name} at {size}" if size else self.case.variant_name
+        parts = [reply.message if reply.error in ("wrong", "page") else f"{where}: {reply.message}"]
+        self.row.reasons.append(parts[0].splitlines()[0])
+        parts += [reply.trace.rstrip()] if reply.trace else []
+        raise Failed("\n".join([*parts, *self.commands()]))
+
+    def commands(self) -> list[str]:
+        """Return the lines that say how to run this case again."""
+        return ["reproduce:", f"    pytest '{self.where['nodeid']}'"]
+
+    def timed(self, replicate: int, bench: Bench | None = None) -> dict[str, Any]:
+        """Return what process number `replicate` measured, and keep it in the row."""
+        versus = "self" if self.run.settings.aa else "baseline"
+        task = self.task("time", versus=versus, replicate=replicate, budget=self._budget())
+        result = self.ask(task, bench)
+        self.row.timings.append(result)
+        return result
+
+    def _budget(self) -> dict[str, Any]:
+        settings = self.run.settings
+        budget: dict[str, Any] = {}
+        if settings.blocks is not None:
+            budget |= {"blocks": settings.blocks, "least": min(6, settings.blocks)}
+        if settings.window is not None:
+            budget["window"] = settings.window
+        if settings.warmup is not None:
+            budget["warmup"] = settings.warmup
+        return budget
+
+    def vote(self) -> Reading | None:
+        """Measure the case in a fresh process; None when the run's budget for votes is spent."""
+        run = self.run
+        if run.confirmed > run.settings.confirm_budget:
+            self.row.notes.append("--aisp-confirm-budget is spent: no more votes in this run")
+            return None
+        start = time.monotonic()
+        number = len(self.row.timings)
+        run.progress(f"vote {number} in a fresh process")
+        bench = run.replay or run.start(self.place.device)
+        try:
+            return reading(self.timed(number, bench))
+        finally:
+            if run.replay is None:
+                bench.close()
+            run.confirmed += time.monotonic() - start
+
+    def environment(self) -> dict[str, Any]:
+        """Return what a stored result depends on besides its sources."""
+        return {**self.machine.versions, **self.machine.facts, **self._facts()}
+
+    def _facts(self) -> dict[str, Any]:
+        if self.run.timer is not None:
+            return {"torch": "simulated"}
+        if not hasattr(self.run, "_facts"):
+            reply = self.run.bench(self.place.device).ask(
+                self.task("facts"), START_SECONDS, self.run.progress
+            )
+            if reply.error is not None:
+                self._fail(reply)
+            self.run._facts = {  # type: ignore[attr-defined]
+                k: v for k, v in reply.result.items() if k in ("torch", "triton")
+            }
+        return self.run._facts  # type: ignore[attr-defined,no-any-return]
+
+
+def reading(timed: Mapping[str, Any]) -> Reading:
+    """Return what a process's answer says of the pair."""
+    return Reading(float(timed["value"]), float(timed.get("error", 0.0)))

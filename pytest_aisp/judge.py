@@ -1,0 +1,169 @@
+"""Hold a case's numbers against its gates: spread, limits, screen, vote, verdict, words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import fmean
+from typing import Any
+
+from . import peaks as peaks_module
+from . import stats, store, verdict
+from .case_client import CaseClient, reading
+from .pair import Work
+from .row import bare, duration, ratio
+from .run import Failed
+
+
+class Judge:
+    """The judge of one case."""
+
+    def __init__(self, client: CaseClient) -> None:
+        self.client, self.run, self.case, self.row = client, client.run, client.case, client.row
+
+    def judge(self, first: Mapping[str, Any]) -> None:
+        """Screen and vote on what the first process measured, and give the row its verdict."""
+        row, settings = self.row, self.run.settings
+        gates, same_environment, has_record = self._gates(first)
+        row.detectable = verdict.detectable(gates, row.spread or 0.0, self._session(), row.clock)
+        decision = verdict.decide(reading(first), gates, self.client.vote)
+        row.votes = [vote.value for vote in decision.votes]
+        if row.votes:
+            # The first value was singled out for being extreme; the votes were not.
+            self.interval(row.votes)
+            row.notes.append(
+                f"measured {1 + len(row.votes)} times; the first gave {ratio(first['value'])}"
+            )
+        row.suspect = self._direction(gates, reading(first)) if decision.suspect else 0
+        row.verdict = verdict.verdict_of(
+            decision, stored=has_record or settings.aa, same_environment=same_environment
+        )
+        self._explain(gates, decision, first)
+        if row.verdict == "stale" and settings.strict_env and settings.update is None:
+            row.verdict = "regressed"
+        red = row.verdict in verdict.RED
+        red |= row.verdict == "new" and settings.missing == "fail" and settings.update is None
+        red |= row.verdict == "inconclusive" and settings.inconclusive == "fail"
+        if red:
+            raise Failed("\n".join([*row.reasons, *self.client.commands(), *self._accept()]))
+
+    @staticmethod
+    def _direction(gates: list[verdict.Gate], first: verdict.Reading) -> int:
+        losing = [g.sign for g in gates if g.name != "claim" and g.decide(first, []) != "clear"]
+        return losing[0] if losing else 0
+
+    def _gates(self, timed: Mapping[str, Any]) -> tuple[list[verdict.Gate], bool, bool]:
+        """Return the gates, whether the record's environment is this one, whether there is one."""
+        row = self.row
+        spread = row.spread or 0.0
+        if self.run.settings.aa:
+            return list(verdict.same_gates(spread)), True, True
+        gates: list[verdict.Gate] = []
+        if row.claim == "neutral":
+            margin = max(verdict.NEUTRAL_FLOOR[row.clock], verdict.DETECTABLE * spread)
+            gates.append(verdict.neutral_gate(margin))
+        else:
+            gates.append(verdict.claim_gate(float(row.claim or 1.0), spread))
+        stored_file = self.run.stored(self.client.path)
+        mine = stored_file.results.get(row.key)
+        if mine is None:
+            return gates, True, False
+        if mine.clock != row.clock:
+            row.notes.append(f"the stored result was timed on the {mine.clock} clock: not compared")
+            return gates, True, False
+        row.stored = mine.value
+        margin = verdict.record_margin(spread, self._session(), row.clock)
+        gates += verdict.record_gates(mine.value, margin)
+        return gates, self._same_environment(stored_file, mine, timed), True
+
+    def _session(self) -> float | None:
+        """Return this product's recorded session-to-session spread on this clock, or None."""
+        return store.session_sd(self.run.stored(self.client.path).results.values(), self.row.clock)
+
+    def _same_environment(
+        self, stored: store.Stored, mine: store.Result, timed: Mapping[str, Any]
+    ) -> bool:
+        then = stored.environments.get(mine.environments[-1], {})
+        now = self.client.environment()
+        keys = ("driver", "cuda", "torch", "triton")
+        same = all(then.get(k) == now.get(k) for k in keys)
+        return same and mine.sources.get("baseline") == timed["sources"]["baseline"]
+
+    def limit(self, timed: Mapping[str, Any]) -> None:
+        """Put the share of the machine's limit in the row.
+
+        Raises:
+            Failed: for a side that is faster than the machine can be.
+        """
+        peaks = self.run.peaks(self.client.machine.product)
+        if peaks is None or self.run.settings.aa:
+            return
+        limit = peaks_module.limit_of(Work(**timed["work"]), self.row.bound, peaks)
+        if limit is None:
+            return
+        seconds = min(self.row.pair_seconds())
+        self.row.share = peaks_module.share(limit, self.row.pair_seconds()[1])
+        self.row.limit = limit.name
+        cold = self.case.pair.l2 == "cold" and self.row.clock == "graph"
+        if cold and peaks_module.implausible(limit, seconds):
+            self.row.verdict = "invalid"
+            raise Failed(
+                f"{duration(seconds)} is less than the {duration(limit.seconds)} that this"
+                f" machine's measured {limit.name} rate allows for the declared work:\n"
+                "the work is overstated, or a side does less of it"
+            )
+
+    def spread(self) -> float:
+        """Return the spread of one process's value: recorded, pooled, or this clock's default."""
+        clock = self.row.clock
+        results = list(self.run.stored(self.client.path).results.values())
+        others = store.pooled(results, clock)
+        mine = self.run.stored(self.client.path).results.get(self.row.key)
+        own = mine.own_spread if mine is not None and mine.clock == clock else None
+        if own is not None and mine is not None:
+            return stats.pooled_spread(own, mine.processes, others)
+        return stats.rms(others) if len(others) >= 3 else verdict.DEFAULT_SPREAD[clock]
+
+    def interval(self, values: list[float]) -> None:
+        """Put the mean of `values` and its 99 % interval in the row."""
+        row = self.row
+        row.value = fmean(values)
+        spread = row.spread or 0.0
+        row.low, row.high = verdict.interval(row.value, spread, len(values))
+
+    def _explain(
+        self, gates: list[verdict.Gate], decision: verdict.Decision, first: Mapping[str, Any]
+    ) -> None:
+        """Say for each missed gate which number missed which limit, and where that came from."""
+        origin = {
+            "claim": "at_least on the page",
+            "neutral": "at_least='neutral' on the page",
+            "record": f"stored in {self._relative()}",
+            "improvement": f"stored in {self._relative()}",
+            "same-slower": "the same side, built again",
+            "same-faster": "the same side, built again",
+        }
+        for gate in gates:
+            outcome = decision.outcomes[gate.name]
+            if outcome in ("clear", "green"):
+                continue
+            votes = ", ".join(bare(v.value) for v in decision.votes)
+            self.row.reasons.append(
+                f"{ratio(first['value'])} against {ratio(gate.limit)} ({origin[gate.name]}),"
+                f" margin {gate.red:.1%}; votes of fresh processes: {votes or 'none'}"
+                f" -> {outcome}"
+            )
+
+    def _relative(self) -> str:
+        try:
+            return str(self.client.path.relative_to(self.run.settings.root))
+        except ValueError:
+            return str(self.client.path)
+
+    def _accept(self) -> list[str]:
+        if self.row.stored is None and self.row.verdict != "new":
+            return []
+        how = "=all" if self.row.stored is not None else ""
+        return [
+            "accept:",
+            f"    pytest --aisp-update-expectations{how} '{self.client.where['nodeid']}'",
+        ]

@@ -1,0 +1,151 @@
+"""What the cases of one pytest process share: machine, bench processes, stored results, peaks."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import peaks as peaks_module
+from . import store
+from .bench import InProcess
+from .client import Bench, BenchProcess
+from .device import Machine
+from .messages import Task
+from .options import Settings
+
+
+class Failed(Exception):
+    """A case that is red; the message says why and what to do."""
+
+
+class Interrupted(Exception):
+    """The run's own time is over."""
+
+
+@dataclass
+class Run:
+    """What the cases of one pytest process share.
+
+    Attributes:
+        make_bench: starts one more bench process with changed environment variables.
+        timer: another timer than the device's own, from the hook, or None.
+        worker: number of this xdist worker; chooses its GPU.
+    """
+
+    settings: Settings
+    machine: Machine
+    timer: Mapping[str, Any] | None = None
+    worker: int = 0
+    replay: Bench | None = None
+    progress: Callable[[str], None] = lambda text: None
+    times_cpu: bool = False
+    started: float = field(default_factory=time.monotonic)
+    confirmed: float = 0.0
+    _benches: dict[tuple[str, int], Bench] = field(default_factory=dict)
+    _stored: dict[Path, store.Stored] = field(default_factory=dict)
+    _peaks: dict[str, peaks_module.Peaks | None] = field(default_factory=dict)
+    _caches: list[str] = field(default_factory=list)
+    secret: int = field(default_factory=lambda: random.SystemRandom().randrange(2**31))
+
+    @property
+    def seed(self) -> int:
+        """Seed of checked values: secret, unless the run must be reproducible."""
+        return 0 if self.settings.reproducible else self.secret
+
+    def bench(self, device: str, number: int = 0) -> Bench:
+        """Return bench process `number` for `device`, started if need be."""
+        if self.replay is not None:
+            return self.replay
+        key = device, number
+        current = self._benches.get(key)
+        if isinstance(current, BenchProcess) and not current.alive:
+            current.close()
+            current = None
+        if current is None:
+            current = self._benches[key] = self.start(device)
+        return current
+
+    def start(self, device: str) -> Bench:
+        """Start one more bench process for `device`."""
+        if self.settings.in_process:
+            return InProcess()
+        return BenchProcess(self._environment(device))
+
+    def _environment(self, device: str) -> dict[str, str | None]:
+        changes: dict[str, str | None] = {}
+        if device == "cuda" and self.machine.gpus:
+            changes["CUDA_VISIBLE_DEVICES"] = self.gpu
+        if device == "cpu":
+            changes["CUDA_VISIBLE_DEVICES"] = ""
+            changes["TRITON_INTERPRET"] = "1"
+        if self.settings.reproducible:
+            changes["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        if self.settings.cold_start:
+            changes |= self._fresh_caches()
+        return changes
+
+    def _fresh_caches(self) -> dict[str, str | None]:
+        folder = tempfile.mkdtemp(prefix="aisp-cold-")
+        self._caches.append(folder)
+        names = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
+        return {name: os.path.join(folder, name.lower()) for name in names}
+
+    @property
+    def gpu(self) -> str:
+        """UUID of the GPU that this process uses."""
+        return self.machine.gpus[self.worker % len(self.machine.gpus)]
+
+    def stored(self, path: Path) -> store.Stored:
+        """Return the stored results in `path`, read once."""
+        if path not in self._stored:
+            try:
+                self._stored[path] = store.load(path)
+            except store.StoreError as error:
+                raise Failed(str(error)) from None
+        return self._stored[path]
+
+    def peaks(self, product: str) -> peaks_module.Peaks | None:
+        """Return the stored peaks of `product`, or None where nobody has measured them."""
+        if product not in self._peaks:
+            path = self.settings.baselines / product / "peaks.json"
+            try:
+                if not path.exists() and self.settings.update is not None and self.timer is None:
+                    self._measure_peaks(path, product)
+                self._peaks[product] = peaks_module.load(path) if path.exists() else None
+            except (peaks_module.PeaksError, OSError) as error:
+                raise Failed(str(error)) from None
+        return self._peaks[product]
+
+    def _measure_peaks(self, path: Path, product: str) -> None:
+        """Measure the peaks of a machine that is being recorded for the first time."""
+        device = "cuda" if product == self.machine.product and self.machine.gpus else "cpu"
+        self.progress(f"measure the peaks of {product}")
+        task = Task(kind="peaks", device=device)
+        reply = self.bench(device).ask(task, self.settings.timeout, self.progress)
+        if reply.error is not None:
+            raise Failed(f"the peaks of {product} could not be measured: {reply.message}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        facts = dict(reply.result["facts"])
+        peaks_module.save(path, peaks_module.Peaks(product, reply.result["rates"], facts))
+
+    def check_time(self) -> None:
+        """Raise `Interrupted` when the suite's time is over."""
+        limit = self.settings.suite_timeout
+        if limit is not None and time.monotonic() - self.started > limit:
+            raise Interrupted(f"--aisp-suite-timeout: {limit:g} s are over")
+
+    def close(self) -> None:
+        """End every bench process."""
+        for bench in self._benches.values():
+            bench.close()
+        self._benches.clear()
+        for folder in self._caches:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._caches.clear()

@@ -1,0 +1,16 @@
+"""What a session of ours keeps in `config.stash`: these, and nothing in module globals."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from .options import Settings
+    from .recorder import Recorder
+    from .run import Run
+
+SETTINGS: pytest.StashKey[Settings] = pytest.StashKey()
+RUN: pytest.StashKey[Run] = pytest.StashKey()
+RECORDER: pytest.StashKey[Recorder] = pytest.StashKey()
