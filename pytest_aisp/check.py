@@ -15,9 +15,11 @@ from .controls import Control, run_controls
 from .fits import Fit, compare_all, explain
 from .numerics import Leaf, Rule, Wrong
 from .oracle import Named, Oracle, observed
-from .pair import Precision, Side, side_name, size_words
+from .pair import Pair, Precision, Side, side_name, size_words
+from .protections import on
 from .quiet import waiter
 from .sides import SideError, Subject
+from .witness import watching
 from .workbench import VALUE_SETS
 
 if TYPE_CHECKING:
@@ -67,10 +69,11 @@ def check_sides(
         result.fits[side_name(side)] = [max(f.rms for f in fits), max(f.worst for f in fits)]
         if number == 0:
             base = fits
-        elif precision is None and not rule.given and not rule.exact:
+        elif precision is None and not rule.given and not rule.exact and on("ratio"):
             _check_ratio(oracle, side, fits, base)
-    result.exact = _exact_probe(oracle, [side for side, _ in sides])
-    if controls:
+    if on("exact-probe"):
+        result.exact = _exact_probe(oracle, [side for side, _ in sides])
+    if controls and on("controls"):
         with oracle.watch.phase("controls"):
             result.controls = [str(c) for c in _controls(oracle, sides, rule)]
     return result
@@ -96,15 +99,17 @@ def _check_side(
 ) -> list[Fit]:
     bench, pair = oracle.bench, oracle.bench.pair
     slot = trees.clone(bench.values[0])
-    _poison_free_memory(slot, bench.device)
+    if on("fresh-memory"):
+        _poison_free_memory(slot, bench.device)
     subject = Subject(side, [slot], bench.new_state())
     wait = waiter(bench.device)
     fits: list[Fit] = []
     turns: list[int] = []
     try:
-        for turn in (0, 1, *([0] * (STEPS - VALUE_SETS) if pair.state is not None else [])):
+        for turn in _turns(pair):
             trees.copy_into(slot, bench.values[turn])
-            outputs = subject.run(0)
+            with watching(subject.name, pair.owns):
+                outputs = subject.run(0)
             wait()
             turns.append(turn)
             _check_manners(subject, slot, bench.values[turn], outputs, size_words(bench.size))
@@ -114,6 +119,13 @@ def _check_side(
     finally:
         subject.close()
     return fits
+
+
+def _turns(pair: Pair) -> list[int]:
+    """Return which value sets a side is checked on, one after the other at one address."""
+    if pair.state is not None:
+        return [k % VALUE_SETS for k in range(STEPS if on("steps") else 1)]
+    return [0, 1] if on("fresh-values") else [0]
 
 
 def judge(
@@ -136,7 +148,7 @@ def judge(
     _check_form(oracle, side, found, leaves)
     fits = compare_all([tensor for _, tensor in found], leaves, rule)
     for fit in fits:
-        if not fit.ok:
+        if not fit.ok and on("bound"):
             raise Wrong(explain(side_name(side), oracle.bench.size, fit, rule))
     return fits
 
@@ -165,6 +177,8 @@ def _matched(oracle: Oracle, found: Named, turns: tuple[int, ...]) -> Iterator[A
 
 
 def _check_form(oracle: Oracle, side: Side, found: Named, leaves: Sequence[Leaf]) -> None:
+    if not on("form"):
+        return
     name, size = side_name(side), size_words(oracle.bench.size)
     if len(found) != len(leaves):
         raise Wrong(f"{name} returned {len(found)} tensors at {size}, the reference {len(leaves)}")
@@ -190,18 +204,34 @@ def _check_manners(subject: Subject, slot: Any, values: Any, outputs: Any, size:
     """Refuse a side that returns nothing, changes its inputs or returns a view of them."""
     import torch
 
-    if outputs is None and subject.state is None:
+    if outputs is None and subject.state is None and on("returned"):
         raise SideError(f"{subject.name} returned None at {size}; a side returns its outputs")
+    check_unchanged(subject.name, slot, values, size)
+    inputs = {t.untyped_storage().data_ptr() for _, t in trees.tensors(slot)}
+    for path, tensor in trees.tensors(outputs):
+        if on("plain-tensors") and type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            raise SideError(
+                f"{subject.name} returned {path} as a {type(tensor).__name__} at {size}; an output"
+                " is a plain tensor, whose values are there"
+            )
+        if not on("no-alias"):
+            continue
+        if tensor.untyped_storage().data_ptr() in inputs and tensor.numel():
+            raise SideError(f"{subject.name} returned {path} as a view of its input at {size}")
+
+
+def check_unchanged(name: str, slot: Any, values: Any, size: str) -> None:
+    """Refuse a side that changed an input, by a single bit."""
+    import torch
+
+    if not on("inputs-unchanged"):
+        return
     for (path, now), (_, before) in zip(trees.tensors(slot), trees.tensors(values), strict=True):
         if not torch.equal(_bits(now), _bits(before)):
             raise SideError(
-                f"{subject.name} changed its input {path} at {size}; what a side may change is"
+                f"{name} changed its input {path} at {size}; what a side may change is"
                 " declared with state="
             )
-    inputs = {t.untyped_storage().data_ptr() for _, t in trees.tensors(slot)}
-    for path, tensor in trees.tensors(outputs):
-        if tensor.untyped_storage().data_ptr() in inputs and tensor.numel():
-            raise SideError(f"{subject.name} returned {path} as a view of its input at {size}")
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

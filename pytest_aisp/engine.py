@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from . import check, trees
+from . import check, trees, witness
 from .check import Checked
 from .loader import load_page, pair_of
 from .messages import Task
 from .numerics import Rule
 from .oracle import Oracle, observed
 from .pair import Pair, Precision, Side, is_plain, size_words
+from .protections import without
 from .quiet import no_gc, release, waiter
 from .sides import Subject
 from .stopwatch import Stopwatch
@@ -48,6 +49,9 @@ class Engine:
     watch: Stopwatch = field(default_factory=Stopwatch)
     _oracles: dict[str, Oracle] = field(default_factory=dict)
     _checked: dict[str, Checked] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        witness.remember()  # before any page is imported
 
     def check(self, task: Task) -> dict[str, Any]:
         """Check the case's variant and its baseline; return what was found by size."""
@@ -259,12 +263,13 @@ class Engine:
 
         if task.reproducible:
             torch.use_deterministic_algorithms(True)
-        if "gc" in pair.owns:
-            yield
-            return
-        gc.collect()
-        with no_gc():
-            yield
+        with without(task.without):
+            if "gc" in pair.owns:
+                yield
+                return
+            gc.collect()
+            with no_gc():
+                yield
 
     def _make_room(self, page: str, device: str) -> None:
         """Forget what other pages expected, and this page's too where memory is short."""

@@ -38,6 +38,7 @@ class Task:
         timer: ``module:function`` of another timer with its options, or None for the device's own.
         archs: for `compile`, what to assemble for.
         search: whether strategies among the check sizes are searched.
+        without: protections switched off; the exploits' tests prove each that way, nothing else.
     """
 
     kind: Kind
@@ -60,6 +61,7 @@ class Task:
     timer: Mapping[str, Any] | None = None
     archs: tuple[str, ...] = ()
     search: bool = False
+    without: tuple[str, ...] = ()
 
     def key(self) -> str:
         """Return what identifies the request in a recording."""
@@ -102,7 +104,7 @@ def decode(line: bytes) -> dict[str, Any]:
 
 def task_from(plain: Mapping[str, Any]) -> Task:
     """Return the task that `encode` wrote."""
-    return Task(**{**plain, "archs": tuple(plain["archs"])})
+    return Task(**{**plain, "archs": tuple(plain["archs"]), "without": tuple(plain["without"])})
 
 
 def _plain(value: Any) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from . import timing
 from .messages import Reply, Task
 from .timing import Budget, Samples
+from .witness import now
 
 BLOCKS = 5
 SAMPLE_SECONDS = 0.05
@@ -132,9 +132,9 @@ def time_here(call: Callable[[], Any], warmup: int, synchronize: Callable[[], No
         call()
     if warmup:  # else the context that the first call makes would be made here, untimed
         synchronize()
-    count, start = 0, time.perf_counter()
-    while count == 0 or (warmup and time.perf_counter() - start < SAMPLE_SECONDS):
+    count, start = 0, now()
+    while count == 0 or (warmup and now() - start < SAMPLE_SECONDS):
         call()
         synchronize()
         count += 1
-    return (time.perf_counter() - start) / count
+    return (now() - start) / count

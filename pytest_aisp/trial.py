@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +12,12 @@ from . import check, numerics, timing, trees
 from .messages import Task
 from .numerics import Rule
 from .oracle import Named, Oracle, observed
-from .pair import Precision, Side
+from .pair import Precision, Side, size_words
+from .protections import on
 from .quiet import release, waiter
 from .sides import Subject
 from .timing import Budget, Samples
+from .witness import watching
 from .workbench import VALUE_SETS
 
 LONG_ROUND = 3e-3
@@ -104,19 +106,18 @@ class Trial:
         bench.lay_slots(self._slot_count())
         order = (1, 0) if lap % 2 else (0, 1)
         built: dict[int, Subject] = {}
+        names = " or ".join(dict.fromkeys(side.__name__ for side, _ in self.sides))
         try:
-            with self.watch.phase("build"):
-                for side in order:
-                    built[side] = bench.subject(self.sides[side][0])
-                subjects = built[0], built[1]
-                bout = self._bout(subjects, budget, order)
-            self.progress(f"time on the {bout.clock} clock")
-            with self.watch.phase("time"):
-                samples = timing.measure(bout, budget, self.rng)
+            with watching(names, self.pair.owns):
+                with self.watch.phase("build"):
+                    for side in order:
+                        built[side] = bench.subject(self.sides[side][0])
+                    bout = self._bout((built[0], built[1]), budget, order)
+                self.progress(f"time on the {bout.clock} clock")
+                with self.watch.phase("time"):
+                    samples = timing.measure(bout, budget, self.rng)
             with self.watch.phase("verify"):
-                for number, subject in enumerate(subjects):
-                    self._verify(subject, *self.sides[number], bout.windows[number].calls)
-                    self.one_off[subject.name] = subject.one_off
+                self._verify_all(built, bout, names)
             if lap == 0 or not self._rebuilds():
                 with self.watch.phase("other clock"):
                     samples.details.update(bout.other())
@@ -124,6 +125,15 @@ class Trial:
             for subject in built.values():
                 subject.close()
         return samples
+
+    def _verify_all(self, built: Mapping[int, Subject], bout: timing.Bout, names: str) -> None:
+        """Compare what the last timed calls left: inputs, outputs and states of both sides."""
+        size = size_words(self.bench.size)
+        for slot, turn in zip(self.bench.slots, self.bench.pattern, strict=True):
+            check.check_unchanged(names, slot, self.bench.values[turn], size)
+        for number, (side, precision) in enumerate(self.sides):
+            self._verify(built[number], side, precision, bout.windows[number].calls)
+            self.one_off[built[number].name] = built[number].one_off
 
     def _slot_count(self) -> int:
         if self.bench.prepared and self.pair.as_called:
@@ -152,6 +162,8 @@ class Trial:
         self, subject: Subject, side: Side, precision: Precision | None, calls: int
     ) -> None:
         """Compare the outputs of the last timed calls, every slot's, with the reference."""
+        if not on("timed-outputs"):
+            return
         pattern, slots = self.bench.pattern, len(self.bench.slots)
         if self.pair.state is not None:
             turns = tuple(pattern[call % slots] for call in range(calls))

@@ -10,6 +10,7 @@ from typing import Any
 
 from . import trees
 from .pair import Pair, Side, Size
+from .protections import on
 from .sides import Subject, make_inputs, make_state
 
 VALUE_SETS = 2
@@ -62,12 +63,12 @@ class Workbench:
         remembered by address at any time before is then wrong.
         """
         self.pattern = [self.rng.choice([k for k in (0, 1) if k != now]) for now in self.pattern]
-        if last:
+        if last and on("unseen-values"):
             offset = self.rng.randrange(2) if len(self.slots) > 1 else 0
             self.pattern[offset::2] = [UNSEEN] * len(self.pattern[offset::2])
         for slot, k in zip(self.slots, self.pattern, strict=True):
             trees.copy_into(slot, self.values[k])
-        for subject in subjects:
+        for subject in subjects if on("poisoned-outputs") else ():
             trees.poison(subject.outputs)
 
     def new_state(self) -> Any:

@@ -1,0 +1,57 @@
+"""Every protection by name: what it refuses, and the switch with which the tests prove it.
+
+A protection that cannot fail is worth nothing, so each is shown twice in `tests/exploits`: a lie is
+caught by it, and the same lie passes with it switched off. Nothing but those tests switches one
+off: neither option nor page can reach `Task.without`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+PROTECTIONS = {
+    "returned": "a side returns its outputs",
+    "inputs-unchanged": "a side changes nothing but its declared state, bit for bit",
+    "no-alias": "an output is no view of an input",
+    "plain-tensors": "an output is a plain tensor, not a lazy subclass of one",
+    "form": "number, shape, type and device of outputs are the reference's and the baseline's",
+    "bound": "every element of every output lies within the derived error bound",
+    "finite": "NaN and infinity are where the reference has them, and nowhere else",
+    "ratio": "an undeclared variant is as exact as its baseline",
+    "exact-probe": "small integers, where every sum is exact, give the exact result",
+    "controls": "the page's tolerance refuses zeros, noise, permuted and stale answers",
+    "fresh-values": "other values at the same address give another answer",
+    "fresh-memory": "memory handed out by `empty` holds NaN, not an earlier answer",
+    "steps": "a training step's state is compared after one, two and three steps",
+    "timed-outputs": "the outputs of the last timed calls are compared, every slot's",
+    "unseen-values": "before the last block the inputs take values that no side has seen",
+    "poisoned-outputs": "outputs are overwritten with NaN between windows",
+    "global-flags": "a side leaves torch's global switches as they were",
+    "threads": "no thread of a side is at work after its call",
+    "own-clock": "timers, waits and comparisons are those that were there before the page",
+    "untraced": "no tracer, profiler or debugger runs along with what is timed",
+}
+
+_off: frozenset[str] = frozenset()
+
+
+def on(name: str) -> bool:
+    """Return whether the protection `name` holds. Raises KeyError for a name without a meaning."""
+    PROTECTIONS[name]
+    return name not in _off
+
+
+@contextmanager
+def without(names: Iterable[str]) -> Iterator[None]:
+    """Switch protections off inside the block, to see what passes then."""
+    global _off
+    before, _off = _off, frozenset(names)
+    unknown = _off - PROTECTIONS.keys()
+    if unknown:
+        _off = before
+        raise KeyError(f"unknown protection: {', '.join(sorted(unknown))}")
+    try:
+        yield
+    finally:
+        _off = before
