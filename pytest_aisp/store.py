@@ -1,7 +1,8 @@
 """Stored results: `baselines/<product>/<chapter>.json` read, merged and written.
 
-One result and one environment per line, sorted, so that a review shows what changed. A file is
-replaced as a whole or not at all, and one that cannot be read is never written over.
+One result and one environment per line, sorted, so that a review shows what changed. Each line ends
+with a seal over all that it says; it keeps out edits, not forgers. A file is replaced as a whole or
+not at all, and one that cannot be read is never written over.
 
 Writers take turns by `flock` on `.<chapter>.json.lock`, a hidden file beside the results: there,
 because a lock in /tmp would not hold off another node on a shared disk. Whoever holds it removes
@@ -161,7 +162,7 @@ def dump(stored: Stored) -> str:
     """Return the text of the file that holds `stored`: the same text for the same content."""
     lines = ["{", f'"schema": {SCHEMA},', f'"product": {json.dumps(stored.product)},']
     lines += ['"environments": {', *_lines(stored.environments), "},"]
-    lines += ['"results": {', *_lines({k: _row(r) for k, r in stored.results.items()}), "}"]
+    lines += ['"results": {', *_lines({k: _sealed(k, r) for k, r in stored.results.items()}), "}"]
     return "\n".join([*lines, "}", ""])
 
 
@@ -350,6 +351,16 @@ def _row(result: Result) -> dict[str, Any]:
     return {"speedup": float(f"{result.speedup:.4g}"), **kept}
 
 
+def _sealed(key: str, result: Result) -> dict[str, Any]:
+    row = _row(result)
+    return {**row, "seal": _seal(key, row)}
+
+
+def _seal(key: str, row: Mapping[str, Any]) -> str:
+    """Return 12 hex digits of what a line says: no number in it changes by hand unseen."""
+    return hashlib.sha256(json.dumps([key, row], sort_keys=True).encode()).hexdigest()[:12]
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for key, value in pairs:
@@ -371,11 +382,13 @@ def _stored(data: dict[str, Any]) -> Stored:
 def _result(key: str, row: Any) -> Result:
     needed = {f.name for f in fields(Result) if f.default is f.default_factory is MISSING}
     try:
-        _check_names(_converted("it", row, *_TABLE), {"speedup", *needed}, set(_FORMS))
-        result = Result(**{name: value for name, value in row.items() if name != "speedup"})
+        _check_names(_converted("it", row, *_TABLE), {"speedup", "seal", *needed}, set(_FORMS))
+        result = Result(**{k: v for k, v in row.items() if k not in ("speedup", "seal")})
         speedup = _converted("speedup", row["speedup"], *_RATIO)
         if not math.isclose(speedup, result.speedup, rel_tol=1e-3):
             raise ValueError(f"{speedup=} must be {result.speedup:.4g}, which its values give")
+        if row["seal"] != _seal(key, _row(result)):
+            raise ValueError("its seal is broken: it is not what a run has recorded")
     except ValueError as error:
         raise ValueError(f"results[{key!r}]: {error}") from None
     return result

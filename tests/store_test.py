@@ -133,10 +133,11 @@ EXPECTED = """\
 "optimized_us": 125.0, "share": 0.9123, "limit": "copy", "clock": "graph", \
 "values": [[0.7, 0.701, 0.699]], "environments": ["a"], \
 "sources": {"baseline": "0a1b", "optimized": "2c3d"}, "choices": {"BLOCK": 128}, \
-"samples": "ff00"},
+"samples": "ff00", "seal": "1dfb6b83137e"},
 "transpose_test.py::test_transpose[tiled-n4096]": {"speedup": 2.014, "baseline_us": 251.3, \
 "optimized_us": 125.0, "clock": "graph", "values": [[0.7, 0.701, 0.699]], \
-"environments": ["a"], "sources": {"baseline": "0a1b", "optimized": "2c3d"}}
+"environments": ["a"], "sources": {"baseline": "0a1b", "optimized": "2c3d"}, \
+"seal": "619f3a062daf"}
 }
 }
 """
@@ -772,3 +773,16 @@ def test_a_writer_does_not_trust_a_lock_that_was_removed(path):
         assert list(load(path).results) == [KEY]
     late.join()
     assert sorted(load(path).results) == [OTHER, KEY]
+
+
+EDITS = [('"share": 0.9123', '"share": 0.9124'), ("251.3", "251.4"), ("0.701", "0.700")]
+EDITS += [('"clock": "graph"', '"clock": "host"'), ("0a1b", "0a1c"), ("copy_test.py", "cope_test.py")]
+
+
+@pytest.mark.parametrize(("was", "becomes"), EDITS, ids=lambda text: str(text)[:12])
+def test_what_was_edited_by_hand_breaks_its_seal(path, was, becomes):
+    path.parent.mkdir(parents=True)
+    path.write_text(EXPECTED.replace(was, becomes, 1))
+    with pytest.raises(store.StoreError, match="its seal is broken: it is not what a run has rec"):
+        store.load(path)
+    assert path.read_text() == EXPECTED.replace(was, becomes, 1)
