@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,37 @@ class CaseClient:
         self.row.timings.append(result)
         return result
 
+    def changed(self) -> list[str]:
+        """Return which sides differ from the commit of ``--aisp-against``: of those both had."""
+        if not self._past():
+            return []
+        found = self.ask(self.task("changed", past=self._past()))
+        if found["why"]:
+            self.row.notes.append(f"the old page cannot be imported: {found['why']}")
+        return [role for role in ("baseline", "optimized") if found[role]]
+
+    def timed_against(self, role: str, replicate: int, bench: Bench | None = None) -> Reading:
+        """Return what one process says of the side `role` against itself as it was."""
+        task = self.task(
+            "time",
+            versus="old",
+            side=role,
+            past=self._past(),
+            replicate=replicate,
+            budget=self._budget(),
+        )
+        result = self.ask(task, bench)
+        self.row.against.append({"side": role, **result})
+        return reading(result)
+
+    def _past(self) -> dict[str, str]:
+        past = self.run.past
+        page = past and past.page(Path(self.where["page"]))
+        if past is None or page is None:
+            return {}
+        module = f"aisp_past_{past.sha[:12]}.{self.where['module']}"
+        return {"root": past.folder.name, "page": str(page), "module": module}
+
     def _budget(self) -> dict[str, Any]:
         settings = self.run.settings
         budget: dict[str, Any] = {}
@@ -125,16 +156,20 @@ class CaseClient:
 
     def vote(self) -> Reading | None:
         """Measure the case in a fresh process; None when the run's budget for votes is spent."""
+        return self.fresh(lambda number, bench: reading(self.timed(number, bench)))
+
+    def fresh(self, measure: Callable[[int, Bench], Reading]) -> Reading | None:
+        """Return what `measure` finds in a fresh process; None when the budget is spent."""
         run = self.run
         if run.confirmed > run.settings.confirm_budget:
             self.row.notes.append("--aisp-confirm-budget is spent: no more votes in this run")
             return None
         start = time.monotonic()
-        number = len(self.row.timings)
+        number = len(self.row.timings) + len(self.row.against)
         run.progress(f"vote {number} in a fresh process")
         bench = run.replay or run.start(self.place.device)
         try:
-            return reading(self.timed(number, bench))
+            return measure(number, bench)
         finally:
             if run.replay is None:
                 bench.close()

@@ -18,7 +18,7 @@ from typing import Any
 
 from . import check, trees, witness
 from .check import Checked
-from .loader import load_page, pair_of
+from .loader import load_page, load_past, pair_of
 from .messages import Task
 from .numerics import Rule
 from .oracle import Oracle, observed
@@ -117,6 +117,38 @@ class Engine:
                 if failure is not None:
                     raise failure
 
+    def changed(self, task: Task) -> dict[str, Any]:
+        """Return which sides of the case are not as they were at the commit of `task.past`.
+
+        An old page that cannot be imported today has no sides to compare with: `why` says so.
+        """
+        from .sources import digest
+
+        pair = self._pair(task)
+        found: dict[str, Any] = {"baseline": False, "optimized": False, "why": ""}
+        try:
+            old = self._past_pair(task)
+        except Exception as error:
+            return {**found, "why": f"{type(error).__name__}: {error}"}
+        if old is not None:
+            for role, now, then in self._roles(task, pair, old):
+                before = digest(then, task.past["root"])
+                found[role] = digest(now, task.root) != before
+        return found
+
+    def _past_pair(self, task: Task) -> Pair | None:
+        past = task.past
+        page = load_past(past["page"], past["root"], past["module"], task.root)
+        return pair_of(getattr(page, task.function, None))
+
+    @staticmethod
+    def _roles(task: Task, pair: Pair, old: Pair) -> Iterator[tuple[str, Side, Side]]:
+        """Yield role, side now and side then, where there were such sides."""
+        yield "baseline", pair.baseline, old.baseline
+        names = [variant.name for variant in old.variants]
+        if task.variant in names:
+            yield "optimized", pair.variant(task.variant).side, old.variant(task.variant).side
+
     def time(self, task: Task) -> dict[str, Any]:
         """Time the case's variant against its baseline; check the outputs of the timed calls."""
         self.watch.start()
@@ -125,6 +157,9 @@ class Engine:
         first: tuple[Side, Precision | None] = (pair.baseline, None)
         second: tuple[Side, Precision | None] = (variant.side, variant.precision)
         sides = (second, second) if task.versus == "self" else (first, second)
+        if task.versus == "old":
+            now = first if task.side == "baseline" else second
+            sides = (self._as_it_was(task, pair), now[1]), now
         budget = Budget(**task.budget)
         with self._prepared(task, pair):
             samples, extra = self._measure(task, pair, sides, budget)
@@ -141,6 +176,12 @@ class Engine:
             **extra,
         }
 
+    def _as_it_was(self, task: Task, pair: Pair) -> Side:
+        old = self._past_pair(task)
+        if old is None:
+            raise PageError(f"{task.function} has no pair in the old page")
+        return next(then for role, _, then in self._roles(task, pair, old) if role == task.side)
+
     def _measure(
         self,
         task: Task,
@@ -151,6 +192,8 @@ class Engine:
         name = os.path.basename(task.page)
         seed = f"{name}{task.function}{task.variant}{task.size}{task.replicate}"
         names = [s.__name__ for s, _ in sides]
+        if task.versus == "old":
+            names[0] += "@old"
         if task.timer is not None:
             module, function = task.timer["target"].split(":")
             simulate = getattr(importlib.import_module(module), function)

@@ -46,6 +46,42 @@ class Judge:
         if red:
             raise Failed("\n".join([*row.reasons, *self.client.commands(), *self._accept()]))
 
+    def judge_against(self, role: str) -> None:
+        """Judge a changed side against itself as it was: red for a loss that the vote confirms.
+
+        Raises:
+            Failed: for a loss; the message names the commits.
+        """
+        client, row, past = self.client, self.row, self.run.past
+        name = self.case.pair.baseline.__name__ if role == "baseline" else row.variant
+        before, reasons = row.verdict, list(row.reasons)
+        try:
+            first = client.timed_against(role, 0)
+        except Failed:
+            why = row.reasons[-1]
+            row.verdict, row.reasons = before, reasons
+            row.notes.append(f"{name} is not compared with itself as it was: {why}")
+            return
+        gate = verdict.code_gate(verdict.believed(self.spread(), first))
+        decision = verdict.decide(
+            first,
+            [gate],
+            lambda: client.fresh(lambda number, bench: client.timed_against(role, number, bench)),
+        )
+        votes = [vote.value for vote in decision.votes]
+        value = fmean(votes) if votes else first.value
+        range_ = past.label if past is not None else ""
+        row.notes.append(f"{name} against itself at {range_}: {ratio(value)}")
+        if decision.outcomes["code"] == "red":
+            row.verdict = "regressed"
+            row.reasons.append(
+                f"{name} is {ratio(value)} of itself as it was, {range_}: margin {gate.red:.2%};"
+                f" votes of fresh processes: {', '.join(map(bare, votes))} -> red"
+            )
+            raise Failed("\n".join([*row.reasons, *client.commands()]))
+        if decision.outcomes["code"] == "open":
+            row.verdict = "inconclusive"
+
     @staticmethod
     def _direction(gates: list[verdict.Gate], first: verdict.Reading) -> int:
         losing = [g.sign for g in gates if g.name != "claim" and g.decide(first, []) != "clear"]

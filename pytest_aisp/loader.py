@@ -37,6 +37,36 @@ def load_page(path: str, root: str, module: str) -> types.ModuleType:
     return page
 
 
+def load_past(path: str, root: str, module: str, today: str) -> types.ModuleType:
+    """Import the page at `path` of an old tree `root`, with that tree's helpers.
+
+    Modules of today's tree `today` are out of the way meanwhile, all but this package, which is
+    the same for both.
+    """
+    if module in sys.modules:
+        return sys.modules[module]
+    ours = __name__.partition(".")[0]
+    hidden = {
+        name: found
+        for name, found in list(sys.modules.items())
+        if (getattr(found, "__file__", None) or "").startswith(today.rstrip("/") + "/")
+        and name.partition(".")[0] != ours
+        and ".venv" not in str(found.__file__)
+    }
+    before = list(sys.path)
+    for name in hidden:
+        del sys.modules[name]
+    sys.path[:] = [root, *(entry for entry in before if entry != today)]
+    try:
+        return load_page(path, root, module)
+    finally:
+        for name, found in list(sys.modules.items()):
+            if (getattr(found, "__file__", None) or "").startswith(root) and name != module:
+                del sys.modules[name]
+        sys.modules.update(hidden)
+        sys.path[:] = before
+
+
 def _make_parents(module: str, folder: Path) -> None:
     names = module.split(".")[:-1]
     while names:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 READY = "ready"
 """The progress line of a process that has started; time limits of requests count from it."""
 
-Kind = Literal["check", "time", "sample", "compile", "peaks", "facts", "stop"]
+Kind = Literal["check", "time", "changed", "sample", "compile", "peaks", "facts", "stop"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +25,14 @@ class Task:
         kind: what to do.
         page: path of the page; `root` and `module` say under which name to import it.
         function, variant, size, gpus: the case.
-        side: for `sample`, the name of the one side to time.
+        side: for `sample`, the name of the one side to time; with `versus="old"` ``baseline`` or
+            ``optimized``.
         device: ``cuda`` or ``cpu``.
         at: ``case`` checks the case's own size and a few fixed others, ``check`` the small ones
             only.
         rule: keywords of `numerics.Rule`.
-        versus: ``baseline``, or ``self`` for an A/A trial.
+        versus: ``baseline``, ``self`` for an A/A trial, ``old`` for the side as it was at a commit.
+        past: for `changed` and ``old``: `root`, `page` and `module` of the page as it was.
         budget: keywords of `timing.Budget`.
         seed: from which the values of check sizes and the unseen ones are drawn; secret.
         replicate: number of the process among those that measure this case.
@@ -53,7 +55,8 @@ class Task:
     device: str = "cpu"
     at: Literal["case", "check"] = "case"
     rule: Mapping[str, Any] = field(default_factory=dict)
-    versus: Literal["baseline", "self"] = "baseline"
+    versus: Literal["baseline", "self", "old"] = "baseline"
+    past: Mapping[str, str] = field(default_factory=dict)
     budget: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     replicate: int = 0
@@ -66,7 +69,7 @@ class Task:
     def key(self) -> str:
         """Return what identifies the request in a recording."""
         what = asdict(self)
-        where = ("root", "page", "seed", "device", "budget", "timer", "reproducible")
+        where = ("root", "page", "seed", "device", "budget", "timer", "reproducible", "past")
         return json.dumps({k: v for k, v in what.items() if k not in where}, sort_keys=True)
 
 

@@ -23,6 +23,7 @@ class Settings:
         pages: folders that hold pages (ini ``aisp_pages``).
         baselines: folder of stored results (ini ``aisp_baselines``).
         check, aa, replay, update: the mode; none of them is to measure.
+        against: commit with whose sides changed ones are compared besides, or None.
         artifacts: folder for the run's results and samples, or None.
         warmup, blocks, window: the measuring budget, where the command line sets it.
         processes: processes a result is recorded from, or an A/A trial is repeated in.
@@ -39,6 +40,7 @@ class Settings:
     baselines: Path
     check: bool
     aa: bool
+    against: str | None
     replay: Path | None
     update: str | None
     artifacts: Path | None
@@ -62,6 +64,11 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("aisp", "GPU performance pairs (pytest-aisp)")
     add = group.addoption
     add("--aisp-check", action="store_true", help="check only: prove results, time nothing")
+    add(
+        "--aisp-against",
+        metavar="REF",
+        help="besides, judge each changed side against itself as it was at REF",
+    )
     add("--aisp-aa", action="store_true", help="time each side against a copy of itself")
     add("--aisp-replay", metavar="FILE", help="judge the recorded samples in FILE again")
     add(
@@ -126,6 +133,7 @@ def read_settings(config: pytest.Config) -> Settings:
         baselines=config.rootpath / config.getini("aisp_baselines"),
         check=get("aisp_check"),
         aa=get("aisp_aa"),
+        against=get("aisp_against"),
         replay=Path(get("aisp_replay")) if get("aisp_replay") else None,
         update=get("aisp_update_expectations"),
         artifacts=Path(get("aisp_artifacts")) if get("aisp_artifacts") else None,
@@ -215,6 +223,9 @@ def _refuse(settings: Settings, config: pytest.Config) -> None:
     """Refuse combinations that would lie or lose something."""
     if settings.update is not None:
         _refuse_update(settings, config)
+    if settings.against is not None and (settings.replay or settings.aa):
+        other = "--aisp-replay" if settings.replay else "--aisp-aa"
+        raise pytest.UsageError(f"--aisp-against cannot be combined with {other}: it times sides")
     modes: dict[str, object] = {"--aisp-check": settings.check, "--aisp-aa": settings.aa}
     modes |= {"--aisp-replay": settings.replay, "--aisp-update-expectations": settings.update}
     given = [name for name, value in modes.items() if value]

@@ -78,6 +78,7 @@ class Row:
     environment: dict[str, Any] = field(default_factory=dict)
     checks: list[dict[str, Any]] = field(default_factory=list)
     timings: list[dict[str, Any]] = field(default_factory=list)
+    against: list[dict[str, Any]] = field(default_factory=list)
     wall: float = 0.0
 
     def to_json(self) -> dict[str, Any]:

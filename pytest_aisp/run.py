@@ -17,6 +17,7 @@ from . import store
 from .bench import InProcess
 from .client import Bench, BenchProcess
 from .device import Machine
+from .history import Past
 from .messages import Task
 from .options import Settings
 
@@ -44,6 +45,7 @@ class Run:
     timer: Mapping[str, Any] | None = None
     worker: int = 0
     replay: Bench | None = None
+    past: Past | None = None
     progress: Callable[[str], None] = lambda text: None
     times_cpu: bool = False
     started: float = field(default_factory=time.monotonic)
@@ -146,6 +148,8 @@ class Run:
         for bench in self._benches.values():
             bench.close()
         self._benches.clear()
+        if self.past is not None:
+            self.past.folder.cleanup()
         for folder in self._caches:
             shutil.rmtree(folder, ignore_errors=True)
         self._caches.clear()

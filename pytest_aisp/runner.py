@@ -57,6 +57,8 @@ class CaseRun(CaseClient):
         first = self.timed(0)
         self._fill(first)
         self.judge.judge(first)
+        for role in self.changed():
+            self.judge.judge_against(role)
         if self.run.settings.update is not None:
             self._record(first)
         if self.run.settings.aa:

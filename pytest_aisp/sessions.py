@@ -34,6 +34,13 @@ def configure(config: pytest.Config) -> None:
         worker=int(worker["workerid"].removeprefix("gw")) if worker else 0,
         times_cpu=_selects_cpu(config.option.markexpr),
     )
+    if settings.against is not None:
+        from .history import HistoryError, Past
+
+        try:
+            run.past = Past.at(settings.root, settings.against)
+        except HistoryError as error:
+            raise pytest.UsageError(str(error)) from None
     if worker is None:
         config.pluginmanager.register(_Live(config, run), "aisp-live")
     if settings.replay is not None:

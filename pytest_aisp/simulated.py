@@ -150,11 +150,13 @@ def simulate(
     """Measure one case in one simulated process; what a `Task`'s timer names.
 
     Args:
-        options: ``seconds`` by side name, ``noise`` as keywords of `Noise`, ``session`` bias.
+        options: ``seconds`` by side name (``name@old``: as it was at a commit), ``noise`` as
+            keywords of `Noise`, ``session`` bias.
         seed: makes this process different from every other.
     """
     seconds = options["seconds"]
     rng = random.Random(f"{options.get('seed', 0)}{seed}")
-    times = float(seconds[baseline]), float(seconds[optimized])
+    now = optimized if baseline.endswith("@old") else baseline
+    times = float(seconds.get(baseline, seconds[now])), float(seconds[optimized])
     process = Process(times, Noise(**options.get("noise", {})), rng, options.get("session", 0.0))
     return process.measure(budget)

@@ -63,7 +63,8 @@ class Gate:
     """One limit for ln(speedup). `sign` is -1 for the gate that looks for gains.
 
     Attributes:
-        name: ``claim``, ``neutral``, ``record``, ``improvement``, ``same-slower``, ``same-faster``.
+        name: ``claim``, ``neutral``, ``record``, ``improvement``, ``code``, ``same-slower``,
+            ``same-faster``.
         limit: ln(speedup) that the case is held against.
         screen: a case is a suspect when its deficit is above this.
         red, green: a vote is red above `red`, green at or below `green`.
@@ -124,6 +125,12 @@ def record_gates(stored: float, margin: float) -> tuple[Gate, Gate]:
         Gate("record", stored, 0.8 * margin, margin, margin),
         Gate("improvement", stored, 0.8 * margin, margin, margin, sign=-1),
     )
+
+
+def code_gate(spread: float) -> Gate:
+    """Return the gate of a changed side against itself as it was: red for a loss alone."""
+    screen, vote = SCREEN * spread, VOTE * spread
+    return Gate("code", 0.0, screen, vote, vote, spread=spread)
 
 
 def same_gates(spread: float) -> tuple[Gate, Gate]:

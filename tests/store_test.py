@@ -776,7 +776,11 @@ def test_a_writer_does_not_trust_a_lock_that_was_removed(path):
 
 
 EDITS = [('"share": 0.9123', '"share": 0.9124'), ("251.3", "251.4"), ("0.701", "0.700")]
-EDITS += [('"clock": "graph"', '"clock": "host"'), ("0a1b", "0a1c"), ("copy_test.py", "cope_test.py")]
+EDITS += [
+    ('"clock": "graph"', '"clock": "host"'),
+    ("0a1b", "0a1c"),
+    ("copy_test.py", "cope_test.py"),
+]
 
 
 @pytest.mark.parametrize(("was", "becomes"), EDITS, ids=lambda text: str(text)[:12])

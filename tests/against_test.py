@@ -1,0 +1,162 @@
+"""`--aisp-against=REF`: a changed side is judged against itself as it was, and nothing else is."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+GIT = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
+SLOWER = {"added": 2e-5, "doubled": 1e-5, "doubled@old": 0.98e-5, "added@old": 2e-5}
+
+
+@pytest.fixture
+def git(pytester):
+    """Run git in the session's folder; the first call makes a repository."""
+
+    def run(*args):
+        if not (pytester.path / ".git").exists():
+            subprocess.run([*GIT, "init", "-q", "-b", "main"], cwd=pytester.path, check=True)
+            (pytester.path / ".gitignore").write_text("kept\n__pycache__\n")
+        command = [*GIT, *args]
+        done = subprocess.run(
+            command, cwd=pytester.path, check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    return run
+
+
+@pytest.fixture
+def committed(page, gpu, git):
+    """A page on a simulated GPU, committed; `doubled` has become 2 % slower since."""
+    gpu(**SLOWER)
+    path = page()
+    git("add", "-A")
+    git("commit", "-qm", "before")
+    return path
+
+
+OLD, NEW = "def doubled(x):\n    return 2 * x", "def doubled(x):\n    return x * 2"
+
+
+def change(path, was=OLD, becomes=NEW):
+    text = path.read_text()
+    assert was in text
+    path.write_text(text.replace(was, becomes))
+
+
+def test_a_side_that_became_slower_is_red_and_the_commits_are_named(committed, git, pytester):
+    sha = git("rev-parse", "--short=8", "HEAD")
+    change(committed)
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(
+        [f"E  *doubled is 0.98*x of itself as it was, {sha}..{sha} + uncommitted changes: margin *"]
+    )
+    result.stdout.fnmatch_lines(["*REGRESSED*"])
+
+
+def test_unchanged_sides_are_not_timed_again(committed, pytester):
+    (committed.parent / "other.txt").write_text("not a page")
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD", "--aisp-artifacts=kept")
+    assert result.ret == 0
+    assert '"against": []' in (pytester.path / "kept/results.jsonl").read_text()
+
+
+def test_a_change_of_the_baseline_alone_gates_the_baseline_alone(committed, pytester):
+    change(committed, "return x + x", "return x.add(x)")
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD", "-vv")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["*added against itself at *: 1.0*x"])
+    result.stdout.no_fnmatch_line("*doubled against itself*")
+
+
+def test_a_changed_helper_counts_as_a_change(page, gpu, git, pytester):
+    gpu(**SLOWER)
+    path = page("twice(x)", defs="from .helper import twice")
+    helper = path.with_name("helper.py")
+    helper.write_text("def twice(x):\n    return 2 * x\n")
+    git("add", "-A")
+    git("commit", "-qm", "before")
+    helper.write_text("def twice(x):\n    return x * 2\n")
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["E  *doubled is 0.98*x of itself as it was, *"])
+
+
+def test_a_renamed_page_is_compared_under_its_old_name(committed, git, pytester):
+    moved = committed.with_name("twice_test.py")
+    git("mv", str(committed), str(moved))
+    change(moved)
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["E  *doubled is 0.98*x of itself as it was, *"])
+
+
+def test_a_new_page_is_not_gated(committed, page, pytester):
+    page("x * 2", name="new_test.py")
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
+    assert result.ret == 0
+
+
+def test_an_old_page_that_cannot_be_imported_is_no_verdict(committed, git, pytester):
+    change(committed, "import torch", "import torch, a_library_that_was_dropped")
+    git("commit", "-qam", "broken")
+    change(committed, "import torch, a_library_that_was_dropped", "import torch")
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD", "-vv")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["*the old page cannot be imported: ModuleNotFoundError: *"])
+
+
+def test_an_old_side_that_cannot_run_is_no_verdict(page, git, pytester):
+    path = page("x + x", more="cpu_sizes=[{'n': 99999}],", at_least="{'cpu': 'neutral'}")
+    broken = "def doubled(x):\n    raise RuntimeError('old')"
+    change(path, "def doubled(x):\n    return x + x", broken)
+    git("add", "-A")
+    git("commit", "-qm", "before")
+    change(path, broken, "def doubled(x):\n    return x + x")
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD", "-vv", "-k", "cpu")
+    result.stdout.fnmatch_lines(["*doubled is not compared with itself as it was: *old*"])
+    result.stdout.no_fnmatch_line("*REGRESSED*")
+
+
+def test_a_commit_that_is_not_here_says_what_to_fetch(committed, pytester):
+    result = pytester.runpytest_subprocess("--aisp-against=origin/nowhere")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        [
+            "ERROR: --aisp-against=origin/nowhere: there is no such commit in this clone",
+            "A shallow clone lacks it; fetch it first:",
+            "    git fetch --depth=1 origin nowhere",
+        ]
+    )
+
+
+def test_a_shallow_clone_with_the_commit_is_enough(committed, git, pytester, tmp_path):
+    change(committed)
+    git("commit", "-qam", "after")
+    clone = tmp_path / "clone"
+    source = f"file://{pytester.path}"
+    subprocess.run(["git", "clone", "-q", "--depth=2", source, str(clone)], check=True)
+    result = pytester.runpytest_subprocess(
+        f"--rootdir={clone}", str(clone), "--aisp-against=HEAD~1"
+    )
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["E  *doubled is 0.98*x of itself as it was, *"])
+
+
+def test_outside_of_a_repository_it_is_refused(page, pytester, monkeypatch):
+    page()
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(pytester.path.parent))
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --aisp-against=HEAD: * is in no git repository"])
+
+
+@pytest.mark.parametrize("other", ["--aisp-aa", "--aisp-replay=kept"])
+def test_what_times_nothing_of_the_kind_is_refused(committed, pytester, other):
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD", other)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    name = other.partition("=")[0]
+    result.stderr.fnmatch_lines([f"ERROR: --aisp-against cannot be combined with {name}: *"])
