@@ -1,6 +1,7 @@
 """False reds and misses of the whole decision, on the simulated device.
 
     python benchmarks/error_rates.py            quick: 1,500 case-runs a noise model
+    python benchmarks/error_rates.py --code     the code gate (`--aisp-against`) instead
     python benchmarks/error_rates.py --full     15,000 and 2,000 planted losses, the table of
     docs/verdict.md
 
@@ -130,9 +131,26 @@ def judge(
     return verdict.verdict_of(decision, stored=True, same_environment=True)
 
 
-def trial(args: tuple[str, int, int, int, int]) -> tuple[str, Counter[str], Counter[str]]:
+def judge_code(
+    case: Recorded, spread: float, session: Session, planted: bool, rng: random.Random
+) -> str:
+    """Return the verdict on a changed side against itself as it was, in one process."""
+    same = replace(case, seconds=(case.seconds[0], case.seconds[0]))
+    session = session._replace(shift=0.0)  # both are built in one process: no session comes between
+    first = measure(same, session, rng)
+    gate = verdict.code_gate(verdict.believed(spread, first))
+    loss = verdict.DETECTABLE_CODE * verdict.believed(spread, first) if planted else 0.0
+
+    def less(reading: verdict.Reading) -> verdict.Reading:
+        return reading._replace(value=reading.value - loss)
+
+    decision = verdict.decide(less(first), [gate], lambda: less(measure(same, session, rng)))
+    return "regressed" if decision.outcomes["code"] == "red" else "pass"
+
+
+def trial(args: tuple[str, int, int, int, int, bool]) -> tuple[str, Counter[str], Counter[str]]:
     """Record one suite of `name`'s noise and run it; return the verdicts, unchanged and planted."""
-    name, seed, cases, runs, losses = args
+    name, seed, cases, runs, losses, code = args
     rng = random.Random(f"{name}{seed}")
     suite = record(MODELS[name], cases, rng)
     owns = [case.own for case in suite]
@@ -143,14 +161,19 @@ def trial(args: tuple[str, int, int, int, int]) -> tuple[str, Counter[str], Coun
         for _ in range(count):
             for case, spread in zip(suite, spreads, strict=True):
                 session = Session.draw(MODELS[name], RESTLESS.get(name, 1.0), rng)
-                verdict_found = judge(case, spread, session_sd, session, planted, rng)
+                if code:
+                    verdict_found = judge_code(case, spread, session, planted, rng)
+                else:
+                    verdict_found = judge(case, spread, session_sd, session, planted, rng)
                 found[planted][verdict_found] += 1
     return name, found[0], found[1]
 
 
-def table(suites: int, cases: int, runs: int, losses: int, jobs: int = 2) -> list[list[str]]:
+def table(
+    suites: int, cases: int, runs: int, losses: int, jobs: int = 2, *, code: bool = False
+) -> list[list[str]]:
     """Return the rows of the table, one a noise model."""
-    work = [(name, seed, cases, runs, losses) for name in MODELS for seed in range(suites)]
+    work = [(n, seed, cases, runs, losses, code) for n in MODELS for seed in range(suites)]
     unchanged = {name: Counter[str]() for name in MODELS}
     planted = {name: Counter[str]() for name in MODELS}
     with Pool(jobs) as pool:
@@ -182,8 +205,10 @@ def show(rows: Sequence[Sequence[str]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--full", action="store_true")
-    full = parser.parse_args().full
-    show(table(6, CASES, 10, 2) if full else table(1, CASES, 6, 1))
+    parser.add_argument("--code", action="store_true", help="the gate against a commit instead")
+    options = parser.parse_args()
+    sizes = (6, CASES, 10, 2) if options.full else (1, CASES, 6, 1)
+    show(table(*sizes, code=options.code))
 
 
 if __name__ == "__main__":

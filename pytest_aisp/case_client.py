@@ -137,7 +137,7 @@ class CaseClient:
 
     def _past(self) -> dict[str, str]:
         past = self.run.past
-        page = past and past.page(Path(self.where["page"]))
+        page = past.page(Path(self.where["page"])) if past is not None and past.moved else None
         if past is None or page is None:
             return {}
         module = f"aisp_past_{past.sha[:12]}.{self.where['module']}"

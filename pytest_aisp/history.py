@@ -23,12 +23,14 @@ class Past:
         sha: the commit.
         label: the commit range that a verdict names: ``1a2b3c4d..HEAD + uncommitted changes``.
         folder: where the old tree lies; it goes with this object.
+        moved: whether any tracked file under `root` differs from the commit.
     """
 
     root: Path
     sha: str
     label: str
     folder: tempfile.TemporaryDirectory[str]
+    moved: bool
     _renames: dict[str, str]
 
     @classmethod
@@ -50,7 +52,8 @@ class Past:
             raise HistoryError(_fetch(ref, "its files are not in this clone")) from None
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
             tar.extractall(folder.name, filter="data")
-        return cls(root, sha, label, folder, _renamed(root, sha))
+        moved = bool(_git(root, "diff", "--name-only", "--relative", sha).strip())
+        return cls(root, sha, label, folder, moved, _renamed(root, sha))
 
     def page(self, path: Path) -> Path | None:
         """Return where the page at `path` lies in the old tree, under its old name; or None."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
@@ -71,7 +72,10 @@ class Judge:
         votes = [vote.value for vote in decision.votes]
         value = fmean(votes) if votes else first.value
         range_ = past.label if past is not None else ""
-        row.notes.append(f"{name} against itself at {range_}: {ratio(value)}")
+        smallest = 1 - math.exp(-verdict.DETECTABLE_CODE * gate.spread)
+        row.notes.append(
+            f"{name} against itself at {range_}: {ratio(value)}; detects {smallest:.1%}"
+        )
         if decision.outcomes["code"] == "red":
             row.verdict = "regressed"
             row.reasons.append(

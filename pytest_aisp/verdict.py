@@ -22,6 +22,8 @@ BELIEVED = 2.0
 """A process whose laps say its value is this many times less certain than recorded is believed."""
 DETECTABLE = 4.6
 """The loss that screen and vote find in 99 % of trials, in spreads."""
+DETECTABLE_CODE = 6.0
+"""The loss of a changed side that all but one in 500 trials find, in spreads."""
 RECORD_FLOOR = 0.02
 RECORD_SPREADS = 10.0
 SESSION_SHIFTS = 5.0

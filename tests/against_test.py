@@ -68,7 +68,7 @@ def test_a_change_of_the_baseline_alone_gates_the_baseline_alone(committed, pyte
     change(committed, "return x + x", "return x.add(x)")
     result = pytester.runpytest_subprocess("--aisp-against=HEAD", "-vv")
     assert result.ret == 0
-    result.stdout.fnmatch_lines(["*added against itself at *: 1.0*x"])
+    result.stdout.fnmatch_lines(["*added against itself at *: 1.0*x; detects 1.5%"])
     result.stdout.no_fnmatch_line("*doubled against itself*")
 
 
