@@ -5,6 +5,8 @@ The references to clocks and waits are taken when this module is imported, befor
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 import sysconfig
 import threading
@@ -21,7 +23,14 @@ now_ns = time.perf_counter_ns
 now = time.perf_counter
 """The clocks that are read; a page may replace those in `time`, not these."""
 
-_LIBRARIES = tuple(sysconfig.get_paths()[k] for k in ("stdlib", "platlib", "purelib"))
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    """Return where Python's and torch's own code lies; everything else is somebody's page."""
+    import torch
+
+    standard = [sysconfig.get_paths()[k] for k in ("stdlib", "platlib", "purelib")]
+    return (*standard, os.path.dirname(os.path.dirname(torch.__file__)))
 
 
 def _clocks() -> dict[str, Any]:
@@ -150,7 +159,7 @@ def _at_work(frame: types.FrameType | None) -> bool:
     """Return whether a page's code is on this stack; idle pools have torch's and Python's alone."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES) and not file.startswith("<"):
+        if not file.startswith(_libraries()) and not file.startswith("<"):
             return True
         frame = frame.f_back
     return False
