@@ -26,10 +26,18 @@ spec.loader.exec_module(error_rates)
 
 @pytest.mark.parametrize("model", error_rates.MODELS)
 def test_few_false_reds_and_few_misses(model):
-    _, clean, lost = error_rates.trial((model, 7, 50, 4, 2))
+    _, clean, lost = error_rates.trial((model, 7, 50, 4, 2, False))
     assert clean.total() == 200
     assert sum(clean[v] for v in verdict.RED) <= 1
     assert sum(lost[v] for v in verdict.RED) >= 98
+
+
+@pytest.mark.parametrize("model", sorted(set(error_rates.MODELS) - set(error_rates.RESTLESS)))
+def test_the_code_gate_has_few_false_reds_and_few_misses(model):
+    _, clean, lost = error_rates.trial((model, 7, 50, 4, 2, True))
+    assert clean.total() == 200
+    assert clean["regressed"] <= 1
+    assert lost["regressed"] >= 97
 
 
 @pytest.mark.parametrize("speedup", [0.5, 1.0, 1.01, 3.7])
