@@ -22,6 +22,8 @@ from .sides import SideError
 now_ns = time.perf_counter_ns
 now = time.perf_counter
 """The clocks that are read; a page may replace those in `time`, not these."""
+TF32 = ("float32 matmul precision", "cudnn.allow_tf32")
+"""The switches that a page with ``owns=["tf32"]`` may leave as it likes."""
 
 
 @functools.cache
@@ -94,7 +96,7 @@ def watching(name: str, owns: Sequence[str] = ()) -> Iterator[None]:
     """Refuse a side `name` that leaves switches, threads or clocks other than it found them.
 
     Args:
-        owns: what the page declares as its own: ``threads``.
+        owns: what the page declares as its own: ``threads``, ``tf32``.
 
     Raises:
         SideError: naming what was changed.
@@ -104,7 +106,7 @@ def watching(name: str, owns: Sequence[str] = ()) -> Iterator[None]:
     try:
         check_clocks(name)
         if on("global-flags"):
-            _check_flags(name, before)
+            _check_flags(name, before, TF32 if "tf32" in owns else ())
         if on("threads") and "threads" not in owns:
             _check_threads(name, threads)
     finally:
@@ -135,10 +137,10 @@ def tracing() -> str | None:
     return found
 
 
-def _check_flags(name: str, before: dict[str, Any]) -> None:
+def _check_flags(name: str, before: dict[str, Any], owned: Sequence[str]) -> None:
     after = flags()
     for what, value in before.items():
-        if after[what] != value:
+        if after[what] != value and what not in owned:
             raise SideError(
                 f"{name} leaves torch's {what} at {after[what]}, it found {value}; a side that"
                 " needs it otherwise sets it and puts it back"
