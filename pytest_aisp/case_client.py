@@ -114,9 +114,10 @@ class CaseClient:
 
     def changed(self) -> list[str]:
         """Return which sides differ from the commit of ``--aisp-against``: of those both had."""
-        if not self._past():
+        past = self._past()
+        if not past:
             return []
-        found = self.ask(self.task("changed", past=self._past()))
+        found = self.ask(self.task("changed", past=past))
         if found["why"]:
             self.row.notes.append(f"the old page cannot be imported: {found['why']}")
         return [role for role in ("baseline", "optimized") if found[role]]
@@ -180,18 +181,16 @@ class CaseClient:
         return {**self.machine.versions, **self.machine.facts, **self._facts()}
 
     def _facts(self) -> dict[str, Any]:
-        if self.run.timer is not None:
+        run = self.run
+        if run.timer is not None:
             return {"torch": "simulated"}
-        if not hasattr(self.run, "_facts"):
-            reply = self.run.bench(self.place.device).ask(
-                self.task("facts"), START_SECONDS, self.run.progress
-            )
+        if run.versions is None:
+            bench = run.bench(self.place.device)
+            reply = bench.ask(self.task("facts"), START_SECONDS, run.progress)
             if reply.error is not None:
                 self._fail(reply)
-            self.run._facts = {  # type: ignore[attr-defined]
-                k: v for k, v in reply.result.items() if k in ("torch", "triton")
-            }
-        return self.run._facts  # type: ignore[attr-defined,no-any-return]
+            run.versions = {k: v for k, v in reply.result.items() if k in ("torch", "triton")}
+        return run.versions
 
 
 def reading(timed: Mapping[str, Any]) -> Reading:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .pair import Pair
+from .sources import libraries
 
 MARK = "aisp_pair"
 """Name of the mark with which `compare` attaches a pair to its test function."""
@@ -40,19 +41,12 @@ def load_page(path: str, root: str, module: str) -> types.ModuleType:
 def load_past(path: str, root: str, module: str, today: str) -> types.ModuleType:
     """Import the page at `path` of an old tree `root`, with that tree's helpers.
 
-    Modules of today's tree `today` are out of the way meanwhile, all but this package, which is
-    the same for both.
+    Modules of today's tree `today` are out of the way meanwhile, all but libraries, which are the
+    same for both.
     """
     if module in sys.modules:
         return sys.modules[module]
-    ours = __name__.partition(".")[0]
-    hidden = {
-        name: found
-        for name, found in list(sys.modules.items())
-        if (getattr(found, "__file__", None) or "").startswith(today.rstrip("/") + "/")
-        and name.partition(".")[0] != ours
-        and ".venv" not in str(found.__file__)
-    }
+    hidden = _modules_under(today)
     before = list(sys.path)
     for name in hidden:
         del sys.modules[name]
@@ -60,11 +54,20 @@ def load_past(path: str, root: str, module: str, today: str) -> types.ModuleType
     try:
         return load_page(path, root, module)
     finally:
-        for name, found in list(sys.modules.items()):
-            if (getattr(found, "__file__", None) or "").startswith(root) and name != module:
-                del sys.modules[name]
+        for name in _modules_under(root).keys() - {module}:
+            del sys.modules[name]
         sys.modules.update(hidden)
         sys.path[:] = before
+
+
+def _modules_under(root: str) -> dict[str, types.ModuleType]:
+    """Return by name the imported modules whose files lie under `root`, libraries left out."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        if file.startswith(root.rstrip("/") + "/") and not file.startswith(libraries()):
+            found[name] = module
+    return found
 
 
 def _make_parents(module: str, folder: Path) -> None:

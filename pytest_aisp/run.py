@@ -38,6 +38,7 @@ class Run:
         make_bench: starts one more bench process with changed environment variables.
         timer: another timer than the device's own, from the hook, or None.
         worker: number of this xdist worker; chooses its GPU.
+        versions: of torch and triton as a bench process has them, once one was asked.
     """
 
     settings: Settings
@@ -48,6 +49,7 @@ class Run:
     past: Past | None = None
     progress: Callable[[str], None] = lambda text: None
     times_cpu: bool = False
+    versions: dict[str, Any] | None = None
     started: float = field(default_factory=time.monotonic)
     confirmed: float = 0.0
     _benches: dict[tuple[str, int], Bench] = field(default_factory=dict)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.util
 import inspect
+import os
+import sysconfig
 import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,6 +26,18 @@ def digest(side: Any, root: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+@functools.cache
+def libraries() -> tuple[str, ...]:
+    """Return the folders of what is no page's code: Python, what is installed, this package.
+
+    They may lie under the root of the pages, as a virtual environment often does.
+    """
+    folders = {sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")}
+    torch = importlib.util.find_spec("torch")  # a distribution may keep it elsewhere
+    folders |= {str(Path(torch.origin).parents[1])} if torch and torch.origin else set()
+    return tuple(f"{folder}{os.sep}" for folder in sorted(folders | {str(Path(__file__).parent)}))
+
+
 def kernel_files(sides: Iterable[Any], root: str) -> list[Any]:
     """Return the `cuda_module`s that `sides` reach, in the order of their paths."""
     found: dict[str, Any] = {}
@@ -35,7 +51,9 @@ def _visit(
 ) -> None:
     thing = _unwrapped(thing)
     file = _kernel_file(thing) or _file_of(thing)
-    if file is None or not Path(file).resolve().is_relative_to(root):
+    if file is None or str(file).startswith(libraries()):
+        return
+    if not Path(file).resolve().is_relative_to(root):
         return
     name = f"{Path(file).resolve().relative_to(root)}:{getattr(thing, '__qualname__', '')}"
     if name in seen:

@@ -5,10 +5,7 @@ The references to clocks and waits are taken when this module is imported, befor
 
 from __future__ import annotations
 
-import functools
-import os
 import sys
-import sysconfig
 import threading
 import time
 import types
@@ -18,21 +15,13 @@ from typing import Any
 
 from .protections import on
 from .sides import SideError
+from .sources import libraries
 
 now_ns = time.perf_counter_ns
 now = time.perf_counter
 """The clocks that are read; a page may replace those in `time`, not these."""
 TF32 = ("float32 matmul precision", "cudnn.allow_tf32")
 """The switches that a page with ``owns=["tf32"]`` may leave as it likes."""
-
-
-@functools.cache
-def _libraries() -> tuple[str, ...]:
-    """Return where Python's and torch's own code lies; everything else is somebody's page."""
-    import torch
-
-    standard = [sysconfig.get_paths()[k] for k in ("stdlib", "platlib", "purelib")]
-    return (*standard, os.path.dirname(os.path.dirname(torch.__file__)))
 
 
 def _clocks() -> dict[str, Any]:
@@ -65,30 +54,69 @@ def remember() -> None:
         _genuine.update(_clocks())
 
 
-def flags() -> dict[str, Any]:
-    """Return torch's global switches that change results or times."""
+Switch = tuple[Callable[[], Any], Callable[[Any], None]]
+
+
+def _switches() -> dict[str, Switch]:
+    """Return how torch's global switches that change results or times are read and set."""
     import torch
 
-    matmul = torch.backends.cuda.matmul
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     return {
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
-        "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
-        "cudnn.benchmark": torch.backends.cudnn.benchmark,
-        "reduced-precision bf16 sums": matmul.allow_bf16_reduced_precision_reduction,
-        "reduced-precision fp16 sums": matmul.allow_fp16_reduced_precision_reduction,
-        "default dtype": str(torch.get_default_dtype()),
-        "grad mode": torch.is_grad_enabled(),
-        "autocast": (torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "flush denormals": _flushes_denormals(),
-        "threads": torch.get_num_threads(),
+        "float32 matmul precision": (
+            torch.get_float32_matmul_precision,
+            torch.set_float32_matmul_precision,
+        ),
+        "cudnn.allow_tf32": _attribute(cudnn, "allow_tf32"),
+        "cudnn.benchmark": _attribute(cudnn, "benchmark"),
+        "reduced-precision bf16 sums": _attribute(matmul, "allow_bf16_reduced_precision_reduction"),
+        "reduced-precision fp16 sums": _attribute(matmul, "allow_fp16_reduced_precision_reduction"),
+        "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+        "grad mode": (torch.is_grad_enabled, lambda on: _none(torch.set_grad_enabled(on))),
+        "autocast on cuda": _autocast("cuda"),
+        "autocast on cpu": _autocast("cpu"),
+        "deterministic algorithms": (
+            torch.are_deterministic_algorithms_enabled,
+            torch.use_deterministic_algorithms,
+        ),
+        "flush denormals": (_flushes_denormals, lambda on: _none(torch.set_flush_denormal(on))),
+        "threads": (torch.get_num_threads, torch.set_num_threads),
     }
+
+
+def _attribute(owner: Any, name: str) -> Switch:
+    return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
+
+
+def _autocast(device: str) -> Switch:
+    import torch
+
+    return (
+        lambda: torch.is_autocast_enabled(device),
+        lambda on: torch.set_autocast_enabled(device, on),
+    )
+
+
+def _none(_: object) -> None:
+    """Drop what a setter returns."""
 
 
 def _flushes_denormals() -> bool:
     import torch
 
     return float(torch.tensor(1e-310, dtype=torch.float64) * 1.0) == 0.0
+
+
+def flags() -> dict[str, Any]:
+    """Return torch's global switches as they are."""
+    return {what: read() for what, (read, _) in _switches().items()}
+
+
+def restore(before: dict[str, Any]) -> None:
+    """Put every switch that has moved back to where `flags` found it."""
+    for what, (read, write) in _switches().items():
+        if read() != before[what]:
+            write(before[what])
 
 
 @contextmanager
@@ -102,8 +130,8 @@ def watching(name: str, owns: Sequence[str] = ()) -> Iterator[None]:
         SideError: naming what was changed.
     """
     before, threads = flags(), set(threading.enumerate())
-    yield
     try:
+        yield
         check_clocks(name)
         if on("global-flags"):
             _check_flags(name, before, TF32 if "tf32" in owns else ())
@@ -161,7 +189,7 @@ def _at_work(frame: types.FrameType | None) -> bool:
     """Return whether a page's code is on this stack; idle pools have torch's and Python's alone."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_libraries()) and not file.startswith("<"):
+        if not file.startswith(libraries()) and not file.startswith("<"):
             return True
         frame = frame.f_back
     return False
@@ -176,13 +204,3 @@ def put_back() -> None:
             owner = getattr(owner, step)
         if getattr(owner, name) is not genuine:
             setattr(owner, name, genuine)
-
-
-def restore(before: dict[str, Any]) -> None:
-    """Put torch's global switches back as `flags` found them, those that results depend on."""
-    import torch
-
-    torch.set_float32_matmul_precision(before["float32 matmul precision"])
-    torch.set_grad_enabled(before["grad mode"])
-    torch.set_num_threads(before["threads"])
-    torch.set_default_dtype(getattr(torch, before["default dtype"].removeprefix("torch.")))

@@ -1,0 +1,81 @@
+"""What a side is made of: its own source and what it uses of ours, libraries left out."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from pytest_aisp import sources
+from pytest_aisp.loader import load_page
+
+SIDE = """
+import json
+
+from {package} import twice
+
+FACTOR = 2
+
+
+def side(x):
+    return twice(json.loads(x))
+
+
+def other(x):
+    return x
+"""
+
+
+@pytest.fixture
+def digest_of(tmp_path, monkeypatch):
+    """Return the digest of `side` with `twice` as written, in `ours` or in an installed library."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # two versions within one second
+
+    def digest(twice="return 2 * x", package="ours", page=SIDE):
+        for name in (package, "sources_test_page"):
+            sys.modules.pop(name, None)
+        (tmp_path / f"{package}.py").write_text(f"def twice(x):\n    {twice}\n")
+        path = tmp_path / "page.py"
+        path.write_text(page.format(package=package))
+        importlib.invalidate_caches()
+        module = load_page(str(path), str(tmp_path), "sources_test_page")
+        return sources.digest(module.side, str(tmp_path))
+
+    return digest
+
+
+def test_the_same_source_has_the_same_digest(digest_of):
+    assert digest_of() == digest_of()
+
+
+def test_a_changed_helper_counts(digest_of):
+    assert digest_of() != digest_of("return x + x")
+
+
+def test_what_the_side_does_not_use_does_not_count(digest_of):
+    assert digest_of() == digest_of(page=SIDE.replace("return x\n", "return -x\n"))
+
+
+def test_a_library_under_the_root_does_not_count(digest_of, tmp_path, monkeypatch):
+    installed = (f"{tmp_path / 'installed'}", *sources.libraries())
+    monkeypatch.setattr(sources, "libraries", lambda: installed)
+    before = digest_of(package="installed")
+    assert before == digest_of("return x + x", package="installed")
+    assert digest_of() != digest_of("return x + x")
+
+
+@pytest.mark.parametrize("of", ["stdlib", "purelib", "torch", "pytest_aisp"])
+def test_python_what_is_installed_and_this_package_are_libraries(of):
+    import pytest_aisp
+
+    files = {
+        "stdlib": sysconfig.__file__,
+        "purelib": pytest.__file__,
+        "torch": sys.modules["torch"].__file__,
+        "pytest_aisp": pytest_aisp.__file__,
+    }
+    assert str(Path(files[of])).startswith(sources.libraries())
