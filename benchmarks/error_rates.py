@@ -2,6 +2,7 @@
 
     python benchmarks/error_rates.py            quick: 1,500 case-runs a noise model
     python benchmarks/error_rates.py --code     the code gate (`--aisp-against`) instead
+    python benchmarks/error_rates.py --canary   how often a run's canary misbehaves by chance
     python benchmarks/error_rates.py --full     15,000 and 2,000 planted losses, the table of
     docs/verdict.md
 
@@ -21,7 +22,7 @@ from dataclasses import dataclass, replace
 from multiprocessing import Pool
 from typing import NamedTuple
 
-from pytest_aisp import stats, verdict
+from pytest_aisp import canary, stats, verdict
 from pytest_aisp.simulated import Noise, Process
 from pytest_aisp.timing import Budget
 
@@ -148,9 +149,25 @@ def judge_code(
     return "regressed" if decision.outcomes["code"] == "red" else "pass"
 
 
-def trial(args: tuple[str, int, int, int, int, bool]) -> tuple[str, Counter[str], Counter[str]]:
+def judge_canary(case: Recorded, spread: float, session: Session, rng: random.Random) -> str:
+    """Return what a run's canary on this case says that misbehaved, or ``pass``."""
+    noise = replace(case.noise, capture=case.noise.capture * session.restless)
+    times = case.seconds[1], case.seconds[1]
+
+    def itself(planted: float, fresh: bool) -> tuple[verdict.Reading, float]:
+        samples = Process(times, noise, rng, planted=planted).measure(BUDGET)
+        counted, calls = samples.details["counted"][1], samples.details["calls"][1]
+        return verdict.Reading(samples.value, samples.error), calls / counted - 1
+
+    found = canary.Canary("case", "graph")
+    measured = measure(case, session, rng)
+    canary.judge(found, verdict.believed(spread, measured), itself)
+    return " ".join(found.wrong.split()[:2]) or "pass"
+
+
+def trial(args: tuple[str, int, int, int, int, str]) -> tuple[str, Counter[str], Counter[str]]:
     """Record one suite of `name`'s noise and run it; return the verdicts, unchanged and planted."""
-    name, seed, cases, runs, losses, code = args
+    name, seed, cases, runs, losses, gate = args
     rng = random.Random(f"{name}{seed}")
     suite = record(MODELS[name], cases, rng)
     owns = [case.own for case in suite]
@@ -161,7 +178,9 @@ def trial(args: tuple[str, int, int, int, int, bool]) -> tuple[str, Counter[str]
         for _ in range(count):
             for case, spread in zip(suite, spreads, strict=True):
                 session = Session.draw(MODELS[name], RESTLESS.get(name, 1.0), rng)
-                if code:
+                if gate == "canary":
+                    verdict_found = judge_canary(case, spread, session, rng)
+                elif gate == "code":
                     verdict_found = judge_code(case, spread, session, planted, rng)
                 else:
                     verdict_found = judge(case, spread, session_sd, session, planted, rng)
@@ -170,17 +189,31 @@ def trial(args: tuple[str, int, int, int, int, bool]) -> tuple[str, Counter[str]
 
 
 def table(
-    suites: int, cases: int, runs: int, losses: int, jobs: int = 2, *, code: bool = False
+    suites: int, cases: int, runs: int, losses: int, jobs: int = 2, *, gate: str = ""
 ) -> list[list[str]]:
     """Return the rows of the table, one a noise model."""
-    work = [(n, seed, cases, runs, losses, code) for n in MODELS for seed in range(suites)]
+    work = [(n, seed, cases, runs, losses, gate) for n in MODELS for seed in range(suites)]
     unchanged = {name: Counter[str]() for name in MODELS}
     planted = {name: Counter[str]() for name in MODELS}
     with Pool(jobs) as pool:
         for name, clean, lost in pool.imap_unordered(trial, work):
             unchanged[name] += clean
             planted[name] += lost
+    if gate == "canary":
+        return [canary_row(name, unchanged[name]) for name in MODELS]
     return [row(name, unchanged[name], planted[name]) for name in MODELS]
+
+
+def canary_row(name: str, found: Counter[str]) -> list[str]:
+    """Return one row: runs, those whose canary differed from itself, saw nothing, their share."""
+    differs, blind = found["a side"], found["a planted"]
+    return [
+        name,
+        str(found.total()),
+        str(differs),
+        str(blind),
+        f"{(differs + blind) / found.total():.3%}",
+    ]
 
 
 def row(name: str, clean: Counter[str], lost: Counter[str]) -> list[str]:
@@ -194,8 +227,11 @@ def row(name: str, clean: Counter[str], lost: Counter[str]) -> list[str]:
     ]
 
 
-def show(rows: Sequence[Sequence[str]]) -> None:
-    heads = ("noise", "unchanged", "red", "improved", "red suites of 250", "planted", "missed", "")
+HEADS = ("noise", "unchanged", "red", "improved", "red suites of 250", "planted", "missed", "")
+CANARY_HEADS = ("noise", "runs", "differs from itself", "planted not seen", "invalid")
+
+
+def show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     print("| " + " | ".join(heads) + " |")
     print("|" + " --- |" * len(heads))
     for cells in rows:
@@ -206,9 +242,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--code", action="store_true", help="the gate against a commit instead")
+    parser.add_argument("--canary", action="store_true", help="each run's canary instead")
     options = parser.parse_args()
     sizes = (6, CASES, 10, 2) if options.full else (1, CASES, 6, 1)
-    show(table(*sizes, code=options.code))
+    gate = "canary" if options.canary else "code" if options.code else ""
+    if gate == "canary":
+        sizes = (*sizes[:3], 0)
+    show(CANARY_HEADS if gate == "canary" else HEADS, table(*sizes, gate=gate))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,9 @@ from .row import Row
 from .run import Failed, Run
 from .verdict import Reading
 
+CANARY = 1000
+"""First number of the processes of a run's canary, beyond those that measure and record."""
+
 
 class CaseClient:
     """One case on one machine.
@@ -135,6 +138,24 @@ class CaseClient:
         result = self.ask(task, bench)
         self.row.against.append({"side": role, **result})
         return reading(result)
+
+    def timed_itself(
+        self, planted: float, number: int, bench: Bench | None = None
+    ) -> tuple[Reading, float]:
+        """Return what one process says of the optimized side against itself, slowed by `planted`.
+
+        Also returns the share of calls that was planted indeed, which is a whole number of calls.
+        """
+        task = self.task(
+            "time",
+            versus="self",
+            planted=planted,
+            replicate=CANARY + number,
+            budget=self._budget(),
+        )
+        result = self.ask(task, bench)
+        details = result["details"]
+        return reading(result), details["calls"][1] / details["counted"][1] - 1
 
     def _past(self) -> dict[str, str]:
         past = self.run.past

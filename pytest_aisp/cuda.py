@@ -45,14 +45,14 @@ class Unblockable(RuntimeError):
 
 
 class GraphWindow:
-    """K calls of one side in one CUDA graph."""
+    """K calls of one side in one CUDA graph, and `extra` ones that are not counted."""
 
     repeats = 2
 
-    def __init__(self, subject: Subject, calls: int) -> None:
+    def __init__(self, subject: Subject, counted: int, extra: int = 0) -> None:
         import torch
 
-        self.subject, self.calls = subject, calls
+        self.subject, self.counted, self.calls = subject, counted, counted + extra
         self._graph = capture(lambda: self._round())
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
@@ -68,7 +68,7 @@ class GraphWindow:
         self._graph.replay()
         self._end.record()
         self._end.synchronize()
-        return float(self._start.elapsed_time(self._end)) * 1e-3 / self.calls
+        return float(self._start.elapsed_time(self._end)) * 1e-3 / self.counted
 
 
 class QueueWindow:
@@ -76,10 +76,11 @@ class QueueWindow:
 
     repeats = 1
 
-    def __init__(self, subject: Subject, calls: int) -> None:
+    def __init__(self, subject: Subject, counted: int, extra: int = 0) -> None:
         import torch
 
-        self.subject, self.calls, self._cycles = subject, calls, SPIN_CYCLES
+        self.subject, self.counted, self.calls = subject, counted, counted + extra
+        self._cycles = SPIN_CYCLES
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def __call__(self) -> float:
@@ -96,7 +97,7 @@ class QueueWindow:
             late = self._start.query()
             self._end.synchronize()
             if not late:
-                return float(self._start.elapsed_time(self._end)) * 1e-3 / self.calls
+                return float(self._start.elapsed_time(self._end)) * 1e-3 / self.counted
             self._cycles *= 2
         raise Unblockable(f"{self.subject.name} waits for the GPU or launches too much to queue")
 
@@ -106,8 +107,11 @@ class HostWindow:
 
     repeats = 1
 
-    def __init__(self, subject: Subject, calls: int, synchronize: Callable[[], None]) -> None:
-        self.subject, self.calls, self._synchronize = subject, calls, synchronize
+    def __init__(
+        self, subject: Subject, counted: int, extra: int, synchronize: Callable[[], None]
+    ) -> None:
+        self.subject, self.counted, self.calls = subject, counted, counted + extra
+        self._synchronize = synchronize
 
     def __call__(self) -> float:
         run, slots = self.subject.run, len(self.subject.calls)
@@ -117,7 +121,7 @@ class HostWindow:
         for call in range(self.calls):
             run(call % slots)
         self._synchronize()
-        return (now_ns() - start) * 1e-9 / self.calls
+        return (now_ns() - start) * 1e-9 / self.counted
 
 
 class CudaBout:
@@ -125,7 +129,9 @@ class CudaBout:
 
     Args:
         order: who is built first.
-        known: clock and calls of an earlier bout of this pair; then neither is sought again.
+        known: clock and counted calls of an earlier bout of this pair; then neither is sought
+            again.
+        planted: slowdown planted in the second side.
     """
 
     def __init__(
@@ -135,10 +141,12 @@ class CudaBout:
         budget: Budget,
         order: tuple[int, int] = (0, 1),
         known: tuple[str, Sequence[int]] | None = None,
+        planted: float = 0.0,
     ) -> None:
         import torch
 
         self.bench, self.subjects, self.budget, self._order = bench, subjects, budget, order
+        self._planted = 0.0, planted
         self.telemetry = Telemetry(torch.cuda.current_device())
         self._l2 = torch.cuda.get_device_properties().L2_cache_size
         self.notes: dict[str, Any] = {}
@@ -198,14 +206,15 @@ class CudaBout:
             counts = [calls_for(t, window, slots) for t in seconds]
             if self.bench.pair.state is not None:
                 counts = [min(count, timing.MOST_STEPS) for count in counts]
-            if all(abs(n - w.calls) <= NEAR * n for n, w in zip(counts, probes, strict=True)):
+            if all(abs(n - w.counted) <= NEAR * n for n, w in zip(counts, probes, strict=True)):
                 break
             probes = self._build(make, counts)
             seconds = [self._quick(probe) for probe in probes]
         return probes[0], probes[1]
 
-    def _build(self, make: Callable[[Subject, int], Any], counts: Sequence[int]) -> list[Any]:
-        made = {side: make(self.subjects[side], counts[side]) for side in self._order}
+    def _build(self, make: Callable[[Subject, int, int], Any], counts: Sequence[int]) -> list[Any]:
+        extra = [timing.extra_calls(n, p) for n, p in zip(counts, self._planted, strict=True)]
+        made = {side: make(self.subjects[side], counts[side], extra[side]) for side in self._order}
         return [made[0], made[1]]
 
     @staticmethod
@@ -241,16 +250,17 @@ class CudaBout:
             **self.notes,
             "slots": len(self.bench.slots),
             "calls": [w.calls for w in self.windows],
+            "counted": [w.counted for w in self.windows],
             **self.telemetry.summary(),
         }
 
 
-def host_window(subject: Subject, calls: int, device: str = "cuda") -> HostWindow:
+def host_window(subject: Subject, counted: int, extra: int = 0, device: str = "cuda") -> HostWindow:
     """Return a window on the host's clock, `device` idle at both ends."""
-    return HostWindow(subject, calls, waiter(device))
+    return HostWindow(subject, counted, extra, waiter(device))
 
 
-WINDOWS: dict[str, Callable[[Subject, int], Any]] = {
+WINDOWS: dict[str, Callable[[Subject, int, int], Any]] = {
     "graph": GraphWindow,
     "queue": QueueWindow,
     "host": host_window,

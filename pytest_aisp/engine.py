@@ -197,7 +197,8 @@ class Engine:
         if task.timer is not None:
             module, function = task.timer["target"].split(":")
             simulate = getattr(importlib.import_module(module), function)
-            return simulate(names[0], names[1], task.timer.get("options", {}), budget, seed), {}
+            options = {**task.timer.get("options", {}), "planted": task.planted}
+            return simulate(names[0], names[1], options, budget, seed), {}
         if hasattr(sides[0][0], "environment"):
             from .processes import measure_processes
 

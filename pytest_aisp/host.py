@@ -11,7 +11,7 @@ from typing import Any
 from . import timing
 from .cuda import host_window
 from .sides import Subject
-from .timing import Budget, calls_for
+from .timing import Budget, calls_for, extra_calls
 from .workbench import Workbench
 
 WINDOW = 10e-3
@@ -25,7 +25,13 @@ class HostBout:
 
     clock = "cpu"
 
-    def __init__(self, bench: Workbench, subjects: tuple[Subject, Subject], budget: Budget) -> None:
+    def __init__(
+        self,
+        bench: Workbench,
+        subjects: tuple[Subject, Subject],
+        budget: Budget,
+        planted: float = 0.0,
+    ) -> None:
         self.bench, self.subjects = bench, subjects
         self._warmup = timing.settle(
             [self._caller(s) for s in subjects],
@@ -40,7 +46,10 @@ class HostBout:
         counts = [calls_for(t, window, slots) for t in seconds]
         if bench.pair.state is not None:
             counts = [min(count, timing.MOST_STEPS) for count in counts]
-        a, b = (host_window(s, n, "cpu") for s, n in zip(subjects, counts, strict=True))
+        extra = 0, extra_calls(counts[1], planted)
+        a, b = (
+            host_window(s, n, x, "cpu") for s, n, x in zip(subjects, counts, extra, strict=True)
+        )
         self.windows = a, b
         self._waited, self._since = _waiting(), time.perf_counter()
 
@@ -69,7 +78,14 @@ class HostBout:
 
     def details(self) -> dict[str, Any]:
         slots, calls = len(self.bench.slots), [w.calls for w in self.windows]
-        return {"warmup": self._warmup, "slots": slots, "calls": calls, "threads": _threads()}
+        counted = [w.counted for w in self.windows]
+        return {
+            "warmup": self._warmup,
+            "slots": slots,
+            "calls": calls,
+            "counted": counted,
+            "threads": _threads(),
+        }
 
 
 def _waiting() -> float:

@@ -36,6 +36,7 @@ class Task:
         budget: keywords of `timing.Budget`.
         seed: from which the values of check sizes and the unseen ones are drawn; secret.
         replicate: number of the process among those that measure this case.
+        planted: slowdown planted in the second side: this share of extra calls is not counted.
         reproducible: deterministic algorithms only.
         timer: ``module:function`` of another timer with its options, or None for the device's own.
         archs: for `compile`, what to assemble for.
@@ -60,6 +61,7 @@ class Task:
     budget: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     replicate: int = 0
+    planted: float = 0.0
     reproducible: bool = False
     timer: Mapping[str, Any] | None = None
     archs: tuple[str, ...] = ()

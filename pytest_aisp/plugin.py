@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .fixtures import PairUnderTest
 
 INVALID_RUN = 17
-"""Exit code of a run whose environment moved: no verdict of it counts."""
+"""Exit code of a run of which no verdict counts: its environment moved, or its canary failed."""
 
 MARKERS = {
     "aisp_pair(pair)": "set by @compare",
@@ -182,10 +182,14 @@ def pytest_report_header(config: pytest.Config) -> list[str] | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    recorder = session.config.stash.get(RECORDER, None)
     if session.exitstatus == pytest.ExitCode.INTERRUPTED:
         return  # a part of the suite says nothing of the whole
-    if recorder is not None and recorder.environment_moved():
+    if session.config.stash.get(RUN, None) is not None:
+        from .sessions import canary
+
+        canary(session.config)
+    recorder = session.config.stash.get(RECORDER, None)
+    if recorder is not None and recorder.why_invalid():
         session.exitstatus = INVALID_RUN
     elif recorder is not None and recorder.errors and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -104,7 +104,7 @@ class _ProcessBout:
 
 
 class _ProcessWindow:
-    calls = repeats = 1
+    calls = counted = repeats = 1
 
     def __init__(self, task: Task, side: Any, progress: Callable[[str], None]) -> None:
         self._progress = progress

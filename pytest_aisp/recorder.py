@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import store
+from .canary import Canary
 from .options import Settings
 from .row import ratio
 
@@ -25,6 +26,7 @@ class Recorder:
         self.rows: list[dict[str, Any]] = []
         self.changes: list[str] = []
         self.errors: list[str] = []
+        self.canaries: list[dict[str, Any]] = []
         self._environment: str | None = None
         if settings.artifacts is not None:
             settings.artifacts.mkdir(parents=True, exist_ok=True)
@@ -39,6 +41,13 @@ class Recorder:
         if row["recorded"] and self.settings.update is not None:
             self._store(row)
         self._hook.pytest_aisp_result(config=self._config, row=row)
+
+    def add_canary(self, found: dict[str, Any]) -> None:
+        """Take what became of one process's canary."""
+        self.canaries.append(found)
+        if self.settings.artifacts is not None:
+            with open(self.settings.artifacts / "canaries.jsonl", "a") as file:
+                file.write(json.dumps(found) + "\n")
 
     def _store(self, row: Mapping[str, Any]) -> None:
         environment = {
@@ -69,7 +78,16 @@ class Recorder:
             self._environment = now.strftime("%Y-%m-%dT%H%M%SZ")
         return self._environment
 
-    def environment_moved(self) -> bool:
+    def why_invalid(self) -> list[str]:
+        """Return why no verdict of this run counts; nothing for a valid run."""
+        why = [f"canary): {Canary(**found)}" for found in self.canaries if found["wrong"]]
+        if self._environment_moved():
+            why.append(
+                "environment moved): too many cases are off in one direction to be the code's doing"
+            )
+        return [f"RUN INVALID ({reason}; no verdict of this run counts" for reason in why]
+
+    def _environment_moved(self) -> bool:
         """Return whether too many cases are suspect in one direction."""
         timed = [r for r in self.rows if r["value"] is not None]
         limit = max(MOVED_LEAST, MOVED_SHARE * len(timed))

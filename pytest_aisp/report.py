@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .canary import Canary
 from .row import LETTERS, Row, bare, duration
 from .verdict import RED
 
@@ -87,11 +88,8 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row.verdict in ("inconclusive", "stale"):
             lines += [f"{row.verdict}: {row.key}: {reason}" for reason in row.reasons]
-    if recorder.environment_moved():
-        lines.append(
-            "RUN INVALID (environment moved): too many cases are off in one direction to be the"
-            " code's doing; no verdict of this run counts (exit code 17)"
-        )
+    lines += [f"canary: {Canary(**found)}" for found in recorder.canaries if not found["wrong"]]
+    lines += [f"{why} (exit code 17)" for why in recorder.why_invalid()]
     return lines
 
 

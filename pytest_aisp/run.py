@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import peaks as peaks_module
 from . import store
@@ -20,6 +20,9 @@ from .device import Machine
 from .history import Past
 from .messages import Task
 from .options import Settings
+
+if TYPE_CHECKING:
+    from .case_client import CaseClient
 
 
 class Failed(Exception):
@@ -38,6 +41,7 @@ class Run:
         make_bench: starts one more bench process with changed environment variables.
         timer: another timer than the device's own, from the hook, or None.
         worker: number of this xdist worker; chooses its GPU.
+        finest: the case that this process's canary will use: its clock and call the finest.
         versions: of torch and triton as a bench process has them, once one was asked.
     """
 
@@ -50,6 +54,7 @@ class Run:
     progress: Callable[[str], None] = lambda text: None
     times_cpu: bool = False
     versions: dict[str, Any] | None = None
+    finest: CaseClient | None = None
     started: float = field(default_factory=time.monotonic)
     confirmed: float = 0.0
     _benches: dict[tuple[str, int], Bench] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from . import verdict
+from .canary import consider
 from .case_client import CaseClient, reading
 from .judge import Judge
 from .pair import Case
@@ -56,6 +57,7 @@ class CaseRun(CaseClient):
             raise EndOfBody
         first = self.timed(0)
         self._fill(first)
+        consider(self.run, self)
         self.judge.judge(first)
         for role in self.changed():
             self.judge.judge_against(role)

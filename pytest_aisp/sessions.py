@@ -12,6 +12,7 @@ import pytest
 
 from .device import Machine
 from .leases import lease
+from .pair import Case
 from .recorder import Recorder
 from .run import Run
 from .stash import RECORDER, RUN, SETTINGS
@@ -66,6 +67,12 @@ class _Gather:
         if row is not None and report.when == "call":
             self._recorder.add(row)
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        found = getattr(node, "workeroutput", {}).get("aisp_canary")
+        if found is not None:
+            self._recorder.add_canary(found)
+
 
 class _Live:
     """With -v on a terminal: what is being measured, on the case's own line."""
@@ -108,6 +115,22 @@ def _selects_cpu(expression: str) -> bool:
     return "cpu" in expression.replace("(", " ").split() and "not cpu" not in expression
 
 
+def canary(config: pytest.Config) -> None:
+    """Run this process's canary, and give what it found to the controller."""
+    run = config.stash.get(RUN, None)
+    if run is None or run.finest is None or run.settings.aa or run.replay is not None:
+        return
+    from .canary import sing
+
+    with _held(run, run.finest.case):
+        found = sing(run.finest)
+    recorder = config.stash.get(RECORDER, None)
+    if recorder is not None:
+        recorder.add_canary(found)
+    else:
+        config.workeroutput["aisp_canary"] = found  # type: ignore[attr-defined]
+
+
 @contextlib.contextmanager
 def leased(item: pytest.Item) -> Iterator[None]:
     """Hold the machine as the case needs it; waiting counts against no time limit.
@@ -115,8 +138,12 @@ def leased(item: pytest.Item) -> Iterator[None]:
     Timing on the host's clock is alone on the machine; everything else shares the host, and is
     alone on its GPU. The order is fixed, so that two sessions cannot wait for each other.
     """
-    run = item.config.stash[RUN]
-    case = _case(item)
+    with _held(item.config.stash[RUN], _case(item)):
+        yield
+
+
+@contextlib.contextmanager
+def _held(run: Run, case: Case | None) -> Iterator[None]:
     alone = case is not None and (case.pair.as_called or case.kind == "cpu")
     measures = not run.settings.check and run.replay is None
     with contextlib.ExitStack() as held:
@@ -127,6 +154,6 @@ def leased(item: pytest.Item) -> Iterator[None]:
         yield
 
 
-def _case(item: pytest.Item) -> Any:
+def _case(item: pytest.Item) -> Case | None:
     callspec = getattr(item, "callspec", None)
     return callspec.params.get("pair") if callspec else None

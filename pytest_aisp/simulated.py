@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .timing import Budget, Samples, join, measure
+from .timing import Budget, Samples, extra_calls, join, measure
 
 DIP_WITHIN, DIP_SECONDS = 0.06, 0.01
 """A dip begins in the first 60 ms of device time and lasts for 5 to 15 ms."""
@@ -58,9 +58,14 @@ class Process:
     """One process on the simulated device: its biases hold while it lives."""
 
     def __init__(
-        self, seconds: tuple[float, float], noise: Noise, rng: random.Random, session: float = 0.0
+        self,
+        seconds: tuple[float, float],
+        noise: Noise,
+        rng: random.Random,
+        session: float = 0.0,
+        planted: float = 0.0,
     ) -> None:
-        self.seconds, self.noise, self.rng = seconds, noise, rng
+        self.seconds, self.noise, self.rng, self.planted = seconds, noise, rng, planted
         rogue = 0.01 if rng.random() < noise.rogue else 0.0
         # All bias is put on the second side: only the ratio is judged.
         self.bias = session + rogue + rng.gauss(0, noise.process)
@@ -96,8 +101,8 @@ class Process:
 class _Window:
     repeats = 2
 
-    def __init__(self, bout: _SimulatedBout, side: int, calls: int) -> None:
-        self.bout, self.side, self.calls = bout, side, calls
+    def __init__(self, bout: _SimulatedBout, side: int, counted: int, extra: int) -> None:
+        self.bout, self.side, self.counted, self.calls = bout, side, counted, counted + extra
 
     def __call__(self) -> float:
         process, noise = self.bout.process, self.bout.process.noise
@@ -109,7 +114,7 @@ class _Window:
         if noise.resolution:
             phase = process.rng.random()
             seconds = math.floor(seconds / noise.resolution + phase) * noise.resolution
-        return max(seconds, 1e-12) / self.calls
+        return max(seconds, 1e-12) / self.counted
 
 
 class _SimulatedBout:
@@ -120,7 +125,8 @@ class _SimulatedBout:
     def __init__(self, process: Process, capture: float) -> None:
         self.process, self.capture, self.slow = process, capture, 0.0
         counts = [max(1, math.ceil(1e-3 / s)) for s in process.seconds]
-        self.windows = (_Window(self, 0, counts[0]), _Window(self, 1, counts[1]))
+        extra = extra_calls(counts[1], process.planted)
+        self.windows = (_Window(self, 0, counts[0], 0), _Window(self, 1, counts[1], extra))
         self._throttled = False
         self._draw()
 
@@ -141,7 +147,8 @@ class _SimulatedBout:
         return {}
 
     def details(self) -> dict[str, Any]:
-        return {"calls": [w.calls for w in self.windows], "slots": 1}
+        counted = [w.counted for w in self.windows]
+        return {"calls": [w.calls for w in self.windows], "counted": counted, "slots": 1}
 
 
 def simulate(
@@ -151,12 +158,13 @@ def simulate(
 
     Args:
         options: ``seconds`` by side name (``name@old``: as it was at a commit), ``noise`` as
-            keywords of `Noise`, ``session`` bias.
+            keywords of `Noise`, ``session`` bias, ``planted`` slowdown of the second side.
         seed: makes this process different from every other.
     """
     seconds = options["seconds"]
     rng = random.Random(f"{options.get('seed', 0)}{seed}")
     now = optimized if baseline.endswith("@old") else baseline
     times = float(seconds.get(baseline, seconds[now])), float(seconds[optimized])
-    process = Process(times, Noise(**options.get("noise", {})), rng, options.get("session", 0.0))
+    noise, session = Noise(**options.get("noise", {})), options.get("session", 0.0)
+    process = Process(times, noise, rng, session, options.get("planted", 0.0))
     return process.measure(budget)

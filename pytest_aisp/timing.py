@@ -6,6 +6,7 @@ order the windows run, so that it is the same on a GPU, a CPU and the simulated 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -26,13 +27,15 @@ MOST_DROPPED = 20
 
 
 class Window(Protocol):
-    """Time one window of `calls` calls and return seconds per call.
+    """Time one window of `calls` calls and return seconds per counted call.
 
     Attributes:
+        counted: the calls that the time is divided by: all, unless a slowdown is planted.
         repeats: how often the calls run for one timing; a timed replay follows an untimed one.
     """
 
     calls: int
+    counted: int
     repeats: int
 
     def __call__(self) -> float: ...
@@ -155,7 +158,9 @@ def measure(bout: Bout, budget: Budget, rng: random.Random) -> Samples:
     """
     first = _block(bout, "ABBA")
     bout.disturbance()
-    spent = (w.repeats * w.calls * sum(times) for w, times in zip(bout.windows, first, strict=True))
+    spent = (
+        w.repeats * w.counted * sum(times) for w, times in zip(bout.windows, first, strict=True)
+    )
     count = budget.count(sum(spent))
     orders = _orders(count, rng)
     refreshed = {0, count - 1, *rng.sample(range(count), min(2, count))}
@@ -203,6 +208,11 @@ def calls_for(seconds_per_call: float, window: float, slots: int) -> int:
     """
     rounds = max(1, round(window / max(seconds_per_call * slots, 1e-9)))
     return min(rounds, 100_000) * slots
+
+
+def extra_calls(counted: int, planted: float) -> int:
+    """Return how many calls beside `counted` plant a slowdown of at least the share `planted`."""
+    return math.ceil(counted * planted - 1e-9)
 
 
 def settle(

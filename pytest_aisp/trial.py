@@ -32,7 +32,7 @@ class Trial:
         worst: by side, the worst element of its timed outputs in allowed deviations.
         one_off: by side, the seconds that preparing it took.
         outputs: how many outputs of timed calls were compared.
-        known: clock and calls of the first lap, with which the others are built.
+        known: clock and counted calls of the first lap, with which the others are built.
     """
 
     task: Task
@@ -151,12 +151,13 @@ class Trial:
         if self.task.device.startswith("cuda"):
             from .cuda import CudaBout
 
-            bout = CudaBout(self.bench, subjects, budget, order, self.known)
-            self.known = bout.clock, [w.calls for w in bout.windows]
+            planted = self.task.planted
+            bout = CudaBout(self.bench, subjects, budget, order, self.known, planted)
+            self.known = bout.clock, [w.counted for w in bout.windows]
             return bout
         from .host import HostBout
 
-        return HostBout(self.bench, subjects, budget)
+        return HostBout(self.bench, subjects, budget, self.task.planted)
 
     def _verify(
         self, subject: Subject, side: Side, precision: Precision | None, calls: int

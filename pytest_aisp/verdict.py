@@ -24,6 +24,8 @@ DETECTABLE = 4.6
 """The loss that screen and vote find in 99 % of trials, in spreads."""
 DETECTABLE_CODE = 6.0
 """The loss of a changed side that all but one in 500 trials find, in spreads."""
+PLANTED = 0.01
+"""Least slowdown that a run's canary plants."""
 RECORD_FLOOR = 0.02
 RECORD_SPREADS = 10.0
 SESSION_SHIFTS = 5.0
@@ -133,6 +135,16 @@ def code_gate(spread: float) -> Gate:
     """Return the gate of a changed side against itself as it was: red for a loss alone."""
     screen, vote = SCREEN * spread, VOTE * spread
     return Gate("code", 0.0, screen, vote, vote, spread=spread)
+
+
+def planted_share(spread: float) -> float:
+    """Return the slowdown that a run's canary plants: 1 %, or what the code gate can detect."""
+    return max(PLANTED, math.expm1(DETECTABLE_CODE * spread))
+
+
+def sees(reading: Reading, spread: float) -> bool:
+    """Return whether a side that `reading` says is slower than itself becomes a suspect."""
+    return code_gate(believed(spread, reading)).decide(reading, []) != "clear"
 
 
 def same_gates(spread: float) -> tuple[Gate, Gate]:

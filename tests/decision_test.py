@@ -26,7 +26,7 @@ spec.loader.exec_module(error_rates)
 
 @pytest.mark.parametrize("model", error_rates.MODELS)
 def test_few_false_reds_and_few_misses(model):
-    _, clean, lost = error_rates.trial((model, 7, 50, 4, 2, False))
+    _, clean, lost = error_rates.trial((model, 7, 50, 4, 2, ""))
     assert clean.total() == 200
     assert sum(clean[v] for v in verdict.RED) <= 1
     assert sum(lost[v] for v in verdict.RED) >= 98
@@ -34,7 +34,7 @@ def test_few_false_reds_and_few_misses(model):
 
 @pytest.mark.parametrize("model", sorted(set(error_rates.MODELS) - set(error_rates.RESTLESS)))
 def test_the_code_gate_has_few_false_reds_and_few_misses(model):
-    _, clean, lost = error_rates.trial((model, 7, 50, 4, 2, True))
+    _, clean, lost = error_rates.trial((model, 7, 50, 4, 2, "code"))
     assert clean.total() == 200
     assert clean["regressed"] <= 1
     assert lost["regressed"] >= 97

@@ -27,13 +27,13 @@ LAYERS = {
         " trees trial witness workbench"
     ),
     "glue": words(
-        "__init__ case_client fixtures history judge marks options place plugin recorder report"
-        " run runner sessions stash"
+        "__init__ canary case_client fixtures history judge marks options place plugin recorder"
+        " report run runner sessions stash"
     ),
 }
 ORDER = list(LAYERS)
 LAYER_OF = {module: layer for layer, modules in LAYERS.items() for module in modules}
-LEADING = {"case_client", "history", "judge", "place", "recorder", "report", "run", "runner"}
+LEADING = words("canary case_client history judge place recorder report run runner")
 NO_PYTEST = sorted({*LAYERS["data"], *LAYERS["machine"], *LEADING})
 FRAMEWORKS = {"torch", "triton", "numpy", "cuda", "pynvml", "hypothesis"}
 

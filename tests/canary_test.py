@@ -1,0 +1,168 @@
+"""Each run's canary: a side against itself, alike and slowed down; if it misbehaves, exit 17."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from pytest_aisp import verdict
+from pytest_aisp.canary import Canary, judge
+from pytest_aisp.simulated import Noise, Process
+from pytest_aisp.timing import Budget
+from pytest_aisp.verdict import Reading
+
+SPEEDS = {"added": 2e-5, "doubled": 1e-5}
+INVALID = 17
+DEAF = """
+from pytest_aisp import simulated
+
+def simulate(baseline, optimized, options, budget, seed):
+    return simulated.simulate(baseline, optimized, {**options, "planted": 0.0}, budget, seed)
+"""
+BROKEN = """
+from pytest_aisp import simulated
+
+def simulate(baseline, optimized, *rest):
+    if baseline == optimized:
+        raise RuntimeError("the context is lost")
+    return simulated.simulate(baseline, optimized, *rest)
+"""
+
+
+@pytest.fixture
+def timer(gpu, pytester):
+    """Put a timer of the test's own in place of the simulated one."""
+
+    def install(text):
+        gpu(**SPEEDS)
+        pytester.makepyfile(own=text)
+        conftest = pytester.path / "conftest.py"
+        text = conftest.read_text().replace("pytest_aisp.simulated:simulate", "own:simulate")
+        conftest.write_text(text)
+
+    return install
+
+
+def test_a_run_shows_its_canary_and_keeps_it(page, gpu, pytester):
+    gpu(**SPEEDS)
+    page()
+    result = pytester.runpytest_subprocess("--aisp-artifacts=kept")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(
+        [
+            "canary: test_doubling[[]doubled-n1001[]] on the graph clock: against itself *x,"
+            " with 2.0% planted 0.98*x"
+        ]
+    )
+    [line] = (pytester.path / "kept" / "canaries.jsonl").read_text().splitlines()
+    assert json.loads(line)["wrong"] == ""
+
+
+def test_a_side_that_differs_from_itself_voids_the_run(page, gpu, pytester):
+    gpu(**SPEEDS, session=0.03)
+    page()
+    result = pytester.runpytest_subprocess()
+    assert result.ret == INVALID
+    result.stdout.fnmatch_lines(
+        [
+            "RUN INVALID (canary): test_doubling[[]doubled-n1001[]] on the graph clock: a side"
+            " differs from itself: 0.97*x, 0.97*x, 0.97*x; no verdict of this run counts"
+            " (exit code 17)"
+        ]
+    )
+
+
+def test_a_clock_that_does_not_see_a_planted_slowdown_voids_the_run(page, timer, pytester):
+    timer(DEAF)
+    page()
+    result = pytester.runpytest_subprocess()
+    assert result.ret == INVALID
+    result.stdout.fnmatch_lines(
+        [
+            "RUN INVALID (canary): *: a planted slowdown of 0.0% is not seen: 1.00*x, 1.00*x,"
+            " 1.00*x; no verdict of this run counts (exit code 17)"
+        ]
+    )
+
+
+def test_a_canary_that_cannot_be_timed_voids_the_run(page, timer, pytester):
+    timer(BROKEN)
+    page()
+    result = pytester.runpytest_subprocess()
+    assert result.ret == INVALID
+    result.stdout.fnmatch_lines(["RUN INVALID (canary): *cannot be timed again: *context is lost*"])
+
+
+def test_each_worker_has_its_own_and_one_is_enough_to_void_the_run(page, gpu, pytester):
+    gpu(**SPEEDS, session=0.03)
+    for name in "abcd":
+        page(name=f"{name}_test.py")
+    result = pytester.runpytest_subprocess("-n2")
+    assert result.ret == INVALID
+    lines = [line for line in result.outlines if line.startswith("RUN INVALID (canary)")]
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize("mode", ["--aisp-check", "--aisp-aa"])
+def test_where_nothing_is_judged_there_is_none(page, gpu, pytester, mode):
+    gpu(**SPEEDS)
+    page()
+    result = pytester.runpytest_subprocess(mode)
+    assert result.ret == 0
+    result.stdout.no_fnmatch_line("canary:*")
+
+
+def test_the_finest_case_is_used(page, gpu, pytester):
+    gpu(**SPEEDS, quick=1e-6)
+    page(name="slow_test.py")
+    quick = page(name="quick_test.py")
+    quick.write_text(quick.read_text().replace("doubled", "quick"))
+    result = pytester.runpytest_subprocess()
+    result.stdout.fnmatch_lines(["canary: test_doubling[[]quick-n1001[]] *"])
+
+
+NOISES = {
+    "white": Noise(window=0.0020, capture=0.0015, process=0.0004),
+    "heavy tail": Noise(window=0.0020, capture=0.0015, process=0.0004, heavy=True),
+    "dips": Noise(window=0.0020, capture=0.0015, process=0.0004, dip=0.5),
+    "rogue processes": Noise(window=0.0020, capture=0.0015, process=0.0004, rogue=0.05),
+}
+
+
+def simulated(noise, rng, seconds=1e-5):
+    """Return an `Itself` on a simulated device: a process of its own wherever one is asked for."""
+
+    def itself(planted, fresh):
+        process = Process((seconds, seconds), noise, rng, planted=planted)
+        samples = process.measure(Budget())
+        counted, calls = samples.details["counted"][1], samples.details["calls"][1]
+        return Reading(samples.value, samples.error), calls / counted - 1
+
+    return itself
+
+
+@pytest.mark.parametrize("name", NOISES)
+def test_by_chance_it_does_not_misbehave(name):
+    rng = random.Random(name)
+    spread = 0.0010
+    for _ in range(150):
+        found = Canary("case", "graph")
+        judge(found, spread, simulated(NOISES[name], rng))
+        assert found.wrong == ""
+
+
+def test_what_is_planted_is_a_whole_number_of_calls_and_at_least_the_share():
+    quiet = replace(NOISES["white"], window=0, capture=0, process=0)
+    for seconds in (1e-6, 1e-5, 3e-4):
+        reading, planted = simulated(quiet, random.Random(1), seconds)(0.01, False)
+        assert planted >= 0.01
+        assert reading.value == pytest.approx(-math.log1p(planted), abs=1e-6)
+
+
+def test_the_share_is_one_percent_or_what_can_be_detected():
+    assert verdict.planted_share(0.0001) == 0.01
+    assert verdict.planted_share(0.01) == pytest.approx(0.0618, abs=1e-4)
