@@ -23,8 +23,9 @@ from .messages import Task
 from .numerics import Rule
 from .oracle import Oracle, observed
 from .pair import Pair, Precision, Side, is_plain, size_words
-from .protections import without
+from .protections import on, without
 from .quiet import no_gc, release, waiter
+from .repeats import check_repeats
 from .sides import Subject
 from .stopwatch import Stopwatch
 from .timing import Budget, Samples
@@ -230,6 +231,9 @@ class Engine:
                 subject.run(0)
             found = observed(subject.outputs[0], None)
             check.judge(oracle, side, found, (turn,), precision, rule, is_baseline=True)
+        if warmup and on("repeats"):
+            bench.slots = [slot]
+            check_repeats(bench, [subject], waiter(task.device), task.seed + 1)
         return {"seconds": seconds}
 
     def facts(self, task: Task) -> dict[str, Any]:

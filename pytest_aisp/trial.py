@@ -15,11 +15,14 @@ from .oracle import Named, Oracle, observed
 from .pair import Precision, Side, size_words
 from .protections import on
 from .quiet import release, waiter
+from .repeats import check_repeats
 from .sides import Subject
 from .timing import Budget, Samples
 from .witness import watching
 from .workbench import VALUE_SETS
 
+PYTHON_RUNS = ("host", "cpu")
+"""Clocks on which a side's Python runs at every timed call."""
 LONG_ROUND = 3e-3
 """Seconds of a call above which two laps must do: its captures scatter least (docs/spread.md)."""
 
@@ -118,6 +121,9 @@ class Trial:
                     samples = timing.measure(bout, budget, self.rng)
             with self.watch.phase("verify"):
                 self._verify_all(built, bout, names)
+            if bout.clock in PYTHON_RUNS and on("repeats"):
+                with self.watch.phase("repeats"):
+                    self._check_repeats((built[0], built[1]))
             if lap == 0 or not self._rebuilds():
                 with self.watch.phase("other clock"):
                     samples.details.update(bout.other())
@@ -125,6 +131,10 @@ class Trial:
             for subject in built.values():
                 subject.close()
         return samples
+
+    def _check_repeats(self, subjects: tuple[Subject, Subject]) -> None:
+        seed = self.bench.unseen_seed + 1  # as secret as the values that no side has seen
+        check_repeats(self.bench, subjects, waiter(self.task.device), seed)
 
     def _verify_all(self, built: Mapping[int, Subject], bout: timing.Bout, names: str) -> None:
         """Compare what the last timed calls left: inputs, outputs and states of both sides."""

@@ -23,8 +23,8 @@ LAYERS = {
     "data": words("messages pair row simulated skus stats store tables timing verdict signature"),
     "machine": words(
         "bench build check client controls cuda device engine fits graphs host leases loader"
-        " numerics oracle peaks processes protections quiet replay search sides sources stopwatch"
-        " trees trial witness workbench"
+        " numerics oracle peaks processes protections quiet repeats replay search sides sources"
+        " stopwatch trees trial witness workbench"
     ),
     "glue": words(
         "__init__ canary case_client fixtures history judge marks options place plugin recorder"
