@@ -66,23 +66,23 @@ class CaseClient:
     def task(self, kind: Any, **changes: Any) -> Task:
         """Return a task of `kind` for this case."""
         where, settings = self.where, self.run.settings
-        return Task(
-            kind=kind,
-            page=where["page"],
-            root=str(settings.root),
-            module=where["module"],
-            function=where["function"],
-            variant=self.case.variant_name,
-            size=dict(self.case.size),
-            gpus=self.case.gpus,
-            device=self.place.device,
-            rule=self.rule or {},
-            seed=self.run.seed,
-            reproducible=settings.reproducible,
-            timer=self.run.timer,
-            archs=self.place.archs,
-            **changes,
-        )
+        given: dict[str, Any] = {
+            "kind": kind,
+            "page": where["page"],
+            "root": str(settings.root),
+            "module": where["module"],
+            "function": where["function"],
+            "variant": self.case.variant_name,
+            "size": dict(self.case.size),
+            "gpus": self.case.gpus,
+            "device": self.place.device,
+            "rule": self.rule or {},
+            "seed": self.run.seed,
+            "reproducible": settings.reproducible,
+            "timer": self.run.timer,
+            "archs": self.place.archs,
+        }
+        return Task(**{**given, **changes})
 
     def ask(self, task: Task, bench: Bench | None = None) -> dict[str, Any]:
         """Return the result of `task`; raise `Failed` with the verdict set for an error."""

@@ -14,9 +14,10 @@ import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from . import check, trees, witness
+from . import apart, check, trees, witness
 from .check import Checked
 from .loader import load_page, load_past, pair_of
 from .messages import Task
@@ -50,6 +51,7 @@ class Engine:
     watch: Stopwatch = field(default_factory=Stopwatch)
     _oracles: dict[str, Oracle] = field(default_factory=dict)
     _checked: dict[str, Checked] = field(default_factory=dict)
+    _performer: apart.Performer | None = None
 
     def __post_init__(self) -> None:
         witness.remember()  # before any page is imported
@@ -235,6 +237,52 @@ class Engine:
             bench.slots = [slot]
             check_repeats(bench, [subject], waiter(task.device), task.seed + 1)
         return {"seconds": seconds}
+
+    def draw(self, task: Task) -> dict[str, Any]:
+        """Write the values that a performer will be shown, and keep what is expected of them."""
+        pair = self._pair(task)
+        size = dict(self._sizes(task, pair)[-1])
+        bench = Workbench(pair, size, task.device, _seed(task, "apart"), task.seed)
+        self._oracles["apart"] = Oracle(bench, self.watch, Rule(**task.rule).exact)
+        apart.draw(self._oracles["apart"], Path(task.apart["values"]))
+        return {}
+
+    def perform(self, task: Task) -> dict[str, Any]:
+        """Run one side: make it ready, do units of work, or show outputs for given values."""
+        pair, act = self._pair(task), task.apart
+        if "clock" in act:
+            side, size = self._side(task, pair)[0], dict(self._sizes(task, pair)[-1])
+            seed = _seed(task, "apart")
+            self._performer = apart.Performer(pair, side, size, task.device, seed, **act)
+            return {"unit": self._performer.unit}
+        if self._performer is None:
+            raise PageError("a performer was asked to work before it was made ready")
+        if "units" in act:
+            self._performer.work(act["units"])
+            return {}
+        values, outputs = Path(act["values"]), Path(act["outputs"])
+        self._performer.show(values, outputs, act["kept"])
+        return {}
+
+    def compare(self, task: Task) -> dict[str, Any]:
+        """Compare what a performer of the side `task.side` has written with what is expected."""
+        side, precision = self._side(task, self._pair(task))
+        outputs, steps = Path(task.apart["outputs"]), int(task.apart["steps"])
+        rule, is_baseline = Rule(**task.rule), task.side == "baseline"
+        oracle = self._oracles["apart"]
+        return {
+            "compared": apart.compare(
+                oracle, side, precision, outputs, steps, rule, is_baseline=is_baseline
+            )
+        }
+
+    @staticmethod
+    def _side(task: Task, pair: Pair) -> tuple[Side, Precision | None]:
+        """Return the side that `task.side` names by its role."""
+        if task.side == "baseline":
+            return pair.baseline, None
+        variant = pair.variant(task.variant)
+        return variant.side, variant.precision
 
     def facts(self, task: Task) -> dict[str, Any]:
         """Return versions and the device as this process sees them."""

@@ -14,7 +14,10 @@ from typing import Any, Literal
 READY = "ready"
 """The progress line of a process that has started; time limits of requests count from it."""
 
-Kind = Literal["check", "time", "changed", "sample", "compile", "peaks", "facts", "stop"]
+Timing = Literal["check", "time", "changed", "sample"]
+Apart = Literal["draw", "perform", "compare"]
+Other = Literal["compile", "peaks", "facts", "stop"]
+Kind = Timing | Apart | Other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,7 @@ class Task:
         at: ``case`` checks the case's own size and a few fixed others, ``check`` the small ones
             only.
         rule: keywords of `numerics.Rule`.
+        apart: for `draw`, `perform` and `compare`: files, clock, slots and units (`apart.py`).
         versus: ``baseline``, ``self`` for an A/A trial, ``old`` for the side as it was at a commit.
         past: for `changed` and ``old``: `root`, `page` and `module` of the page as it was.
         budget: keywords of `timing.Budget`.
@@ -56,6 +60,7 @@ class Task:
     device: str = "cpu"
     at: Literal["case", "check"] = "case"
     rule: Mapping[str, Any] = field(default_factory=dict)
+    apart: Mapping[str, Any] = field(default_factory=dict)
     versus: Literal["baseline", "self", "old"] = "baseline"
     past: Mapping[str, str] = field(default_factory=dict)
     budget: Mapping[str, Any] = field(default_factory=dict)

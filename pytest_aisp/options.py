@@ -27,7 +27,7 @@ class Settings:
         artifacts: folder for the run's results and samples, or None.
         warmup, blocks, window: the measuring budget, where the command line sets it.
         processes: processes a result is recorded from, or an A/A trial is repeated in.
-        reproducible, cold_start, in_process: see ``pytest --help``.
+        reproducible, cold_start, in_process, untrusted: see ``pytest --help``.
         timeout: seconds for one request to a bench process, already multiplied.
         suite_timeout, confirm_budget: seconds, for the run and for its votes.
         missing, inconclusive: ``pass`` or ``fail``: what those verdicts do to the run.
@@ -51,6 +51,7 @@ class Settings:
     reproducible: bool
     cold_start: bool
     in_process: bool
+    untrusted: bool
     timeout: float
     suite_timeout: float | None
     confirm_budget: float
@@ -94,6 +95,11 @@ def add_options(parser: pytest.Parser) -> None:
     add("--aisp-reproducible", action="store_true", help="fixed seeds, deterministic algorithms")
     add("--aisp-cold-start", action="store_true", help="fresh caches and context for each case")
     add("--aisp-in-process", action="store_true", help="run sides inside pytest, for debuggers")
+    add(
+        "--aisp-untrusted",
+        action="store_true",
+        help="run the sides once more where they reach neither clock nor expected values",
+    )
     add("--aisp-strict-env", action="store_true", help="`stale` is red")
     add("--aisp-timeout-multiplier", metavar="X", type=float, default=1.0, help="scale time limits")
     add("--aisp-suite-timeout", metavar="SECONDS", type=float, help="stop the run after SECONDS")
@@ -145,6 +151,7 @@ def read_settings(config: pytest.Config) -> Settings:
         reproducible=get("aisp_reproducible"),
         cold_start=get("aisp_cold_start"),
         in_process=get("aisp_in_process") or bool(get("usepdb")) or bool(get("trace")),
+        untrusted=get("aisp_untrusted"),
         timeout=_timeout(config),
         suite_timeout=_seconds("--aisp-suite-timeout", get("aisp_suite_timeout"), above=0),
         confirm_budget=_seconds("--aisp-confirm-budget", get("aisp_confirm_budget")) or 0.0,
@@ -226,6 +233,11 @@ def _refuse(settings: Settings, config: pytest.Config) -> None:
     if settings.against is not None and (settings.replay or settings.aa):
         other = "--aisp-replay" if settings.replay else "--aisp-aa"
         raise pytest.UsageError(f"--aisp-against cannot be combined with {other}: it times sides")
+    if settings.untrusted and (settings.in_process or settings.replay):
+        other = "--aisp-replay" if settings.replay else "a run inside pytest (--pdb, --trace)"
+        raise pytest.UsageError(
+            f"--aisp-untrusted cannot be combined with {other}: it needs processes of its own"
+        )
     modes: dict[str, object] = {"--aisp-check": settings.check, "--aisp-aa": settings.aa}
     modes |= {"--aisp-replay": settings.replay, "--aisp-update-expectations": settings.update}
     given = [name for name, value in modes.items() if value]

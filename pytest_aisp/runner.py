@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from . import verdict
+from .audit import audit
 from .canary import consider
 from .case_client import CaseClient, reading
 from .judge import Judge
@@ -39,6 +40,8 @@ class CaseRun(CaseClient):
         found = self.ask(self.task("check", at=at, search=self.run.settings.check))
         self.row.checks.append(found)
         self.row.notes.append("checked at " + "; ".join(found["sizes"]))
+        if self.run.settings.untrusted and not timed:
+            audit(self, None)
 
     def measure(self) -> None:
         """Time the sides, screen, vote, judge. Where nothing is timed the case is `checked`.
@@ -61,6 +64,8 @@ class CaseRun(CaseClient):
         self.judge.judge(first)
         for role in self.changed():
             self.judge.judge_against(role)
+        if self.run.settings.untrusted:
+            audit(self, first)
         if self.run.settings.update is not None:
             self._record(first)
         if self.run.settings.aa:

@@ -22,18 +22,18 @@ def words(text: str) -> set[str]:
 LAYERS = {
     "data": words("messages pair row simulated skus stats store tables timing verdict signature"),
     "machine": words(
-        "bench build check client controls cuda device engine fits graphs host leases loader"
+        "apart bench build check client controls cuda device engine fits graphs host leases loader"
         " numerics oracle peaks processes protections quiet repeats replay search sides sources"
         " stopwatch trees trial witness workbench"
     ),
     "glue": words(
-        "__init__ canary case_client fixtures history judge marks options place plugin recorder"
-        " report run runner sessions stash"
+        "__init__ audit canary case_client fixtures history judge marks options place plugin"
+        " recorder report run runner sessions stash"
     ),
 }
 ORDER = list(LAYERS)
 LAYER_OF = {module: layer for layer, modules in LAYERS.items() for module in modules}
-LEADING = words("canary case_client history judge place recorder report run runner")
+LEADING = words("audit canary case_client history judge place recorder report run runner")
 NO_PYTEST = sorted({*LAYERS["data"], *LAYERS["machine"], *LEADING})
 FRAMEWORKS = {"torch", "triton", "numpy", "cuda", "pynvml", "hypothesis"}
 

@@ -1,0 +1,179 @@
+"""`--aisp-untrusted`: lies that sit in the judging process are found by those that do not."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+from pytest_aisp import apart, audit, cuda, host
+from pytest_aisp.engine import Engine
+from pytest_aisp.messages import Task
+from pytest_aisp.numerics import Wrong
+
+SPEEDS = {"added": 2e-5, "doubled": 1e-5}
+# Each side gives a wrong answer and is believed, because it sits where it is judged.
+HOSTILE = {
+    "replaces the comparison": """
+    def doubled(x):
+        from pytest_aisp import check, fits
+
+        def kind(found, leaves, rule):
+            right = [leaf.value.to(got.dtype) for got, leaf in zip(found, leaves)]
+            return fits.compare_all(right, leaves, rule)
+
+        check.compare_all = kind
+        return torch.zeros_like(x)
+    """,
+    "switches the protections off": """
+    def doubled(x):
+        from pytest_aisp import protections
+
+        protections._off = frozenset(protections.PROTECTIONS)
+        return torch.zeros_like(x)
+    """,
+    "computes with the reference that it finds": """
+    import gc
+
+    def doubled(x):
+        from pytest_aisp.oracle import Oracle
+
+        for thing in gc.get_objects():
+            if isinstance(thing, Oracle):
+                return thing.bench.pair.reference(x).float()
+        return torch.zeros_like(x)
+    """,
+}
+
+
+def test_sides_that_attack_their_judge_are_believed_there_and_wrong_apart(
+    page, gpu, pytester, told
+):
+    gpu(**SPEEDS)
+    for number, defs in enumerate(HOSTILE.values()):
+        page(defs=defs, name=f"hostile{number}_test.py")
+    trusting = pytester.runpytest_subprocess()
+    assert trusting.ret == 0
+    result = pytester.runpytest_subprocess("--aisp-untrusted", "--junitxml=junit.xml")
+    assert result.ret == 1
+    said = told(pytester.path / "junit.xml")
+    assert [case.verdict for case in said.values()] == ["wrong"] * len(HOSTILE)
+    for case in said.values():
+        assert "doubled is wrong at n=1001: output[" in case.failure
+
+
+@pytest.mark.parametrize("mode", [[], ["--aisp-check"]], ids=["measure", "check"])
+def test_an_honest_pair_passes_and_says_that_it_was_run_apart(page, gpu, pytester, mode):
+    gpu(**SPEEDS)
+    page()
+    result = pytester.runpytest_subprocess("--aisp-untrusted", "-vv", *mode)
+    assert result.ret == 0
+    for role in ("baseline", "optimized"):
+        result.stdout.fnmatch_lines([f"*: {role} run apart: its outputs are right"])
+
+
+STATE = """
+import torch
+
+from pytest_aisp import Work, compare
+
+def inputs(device, n):
+    return (torch.randn(n, device=device),)
+
+def state(device, n):
+    return {"total": torch.randn(n, device=device)}
+
+def reference(state, x):
+    state["total"].add_(x)
+    return 2 * state["total"]
+
+def added(state, x):
+    state["total"].add_(x)
+    return state["total"] + state["total"]
+
+def doubled(state, x):
+    state["total"] += x
+    return 2 * state["total"]
+
+@compare(
+    baseline=added, optimized=[doubled], inputs=inputs, state=state, reference=reference,
+    sizes=[{"n": 1001}], check_sizes=[{"n": 33}], bound="dram",
+    work=lambda n: Work(read=8 * n, write=8 * n),
+)
+def test_doubling(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+"""
+
+
+def test_a_state_is_compared_too(page, pytester):
+    page().write_text(STATE)
+    result = pytester.runpytest_subprocess("--aisp-untrusted", "--aisp-check", "-vv")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["*: optimized run apart: its outputs are right"])
+
+
+@pytest.mark.parametrize("option", ["--aisp-in-process", "--aisp-replay=x"])
+def test_it_needs_processes_of_its_own(page, pytester, option):
+    page()
+    result = pytester.runpytest_subprocess("--aisp-untrusted", option)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--aisp-untrusted cannot be combined with *"])
+
+
+CLOCK = """
+def doubled(x):
+    import time
+
+    from pytest_aisp import cuda
+
+    cuda.now_ns = lambda: time.perf_counter_ns() // 100
+    return 2 * x
+"""
+
+
+def test_the_clock_that_is_read_can_be_replaced_from_inside_and_is_not_believed_apart(
+    page, monkeypatch
+):
+    monkeypatch.setattr(host, "STOLEN", math.inf)
+    monkeypatch.setattr(cuda, "now_ns", cuda.now_ns)  # put back after the lie
+    path = page(defs=CLOCK)
+    engine, module = Engine(), "untrusted_clock"
+    common = {"page": str(path), "root": str(path.parent), "module": module, "variant": "doubled"}
+    common |= {"function": "test_doubling", "size": {"n": 1001}, "side": "optimized"}
+    short = {"blocks": 4, "least": 2, "seconds": 0.01, "window": 2e-4, "warmup": 3}
+    told = engine.time(Task(kind="time", budget=short, **common))
+    how = {"clock": "cpu", "counted": 1, "slots": 2}
+    unit = engine.perform(Task(kind="perform", apart=how, **common))["unit"]
+
+    def work(units):
+        start = time.perf_counter()
+        engine.perform(Task(kind="perform", apart={"units": units}, **common))
+        return time.perf_counter() - start
+
+    seconds = apart.seconds_apart(work, unit, least=0.01, times=3)
+    assert audit.untrue(seconds, min(told["optimized"]), "cpu")
+    assert not audit.untrue(seconds, seconds, "cpu")
+
+
+def test_seconds_apart_asks_for_more_until_asking_does_not_count():
+    asked = []
+
+    def work(units):
+        asked.append(units)
+        return 0.001 + 0.0001 * units
+
+    assert apart.seconds_apart(work, 10, least=0.1, times=2) == pytest.approx(1.0e-5, rel=0.02)
+    assert asked[:3] == [1, 10, 100]
+    assert len(asked[asked.index(asked[-1]) :]) == 3
+
+
+def test_what_a_performer_leaves_is_read_and_never_run(tmp_path):
+    (tmp_path / "outputs.pt").write_bytes(b"os.system")
+
+    def doubled(x):
+        return 2 * x
+
+    with pytest.raises(Wrong, match="doubled left no outputs that can be read"):
+        apart._read(tmp_path / "outputs.pt", doubled)
