@@ -8,15 +8,17 @@ that the GPU never waits for Python. ``host``: K calls as called between device 
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from . import timing
+from .clocks import STRETCH, Clocks, contradiction, read_clocks
 from .device import Telemetry
 from .quiet import no_gc, waiter
-from .sides import Subject
+from .sides import SideError, Subject
 from .timing import Budget, calls_for
 from .witness import now_ns
 from .workbench import Workbench
@@ -70,6 +72,16 @@ class GraphWindow:
         self._end.synchronize()
         return float(self._start.elapsed_time(self._end)) * 1e-3 / self.counted
 
+    def clocks(self, seconds: float) -> Clocks:
+        """Return what the clocks say of replays that together last `seconds` or more."""
+        replays = math.ceil(seconds / max(self(), 1e-9) / self.counted)
+
+        def work() -> None:
+            for _ in range(replays):
+                self._graph.replay()
+
+        return read_clocks(work, self._start, self._end)
+
 
 class QueueWindow:
     """K calls of one side behind a blocking kernel, between two events."""
@@ -100,6 +112,20 @@ class QueueWindow:
                 return float(self._start.elapsed_time(self._end)) * 1e-3 / self.counted
             self._cycles *= 2
         raise Unblockable(f"{self.subject.name} waits for the GPU or launches too much to queue")
+
+    def clocks(self, seconds: float) -> Clocks:
+        """Return what the clocks say of one window; it is not made longer, as it must be queued."""
+        import torch
+
+        del seconds
+        self.subject.restore()
+        slots = len(self.subject.calls)
+
+        def work() -> None:
+            for call in range(self.calls):
+                self.subject.run(call % slots)
+
+        return read_clocks(work, self._start, self._end, lambda: torch.cuda._sleep(self._cycles))
 
 
 class HostWindow:
@@ -222,6 +248,19 @@ class CudaBout:
         first = window()  # the replays of a long window need no repetition
         return window() if first > LONG_CALL else min(window() for _ in range(3))
 
+    def check_times(self) -> None:
+        """Refuse a side of which the clocks tell different times. Runs the sides again.
+
+        The host's clock needs no second opinion: it waits for the whole device as it is.
+
+        Raises:
+            SideError: with the times.
+        """
+        for window in self.windows if self.clock != "host" else ():
+            found = contradiction(functools.partial(window.clocks, STRETCH))
+            if found:
+                raise SideError(f"{window.subject.name}: {found}")
+
     def other(self) -> dict[str, Any]:
         """Return seconds per call on the clock that does not judge, or why there are none.
 
@@ -243,7 +282,7 @@ class CudaBout:
         torch.cuda.synchronize()
 
     def disturbance(self) -> str | None:
-        return self.telemetry.throttled()
+        return self.telemetry.disturbance()
 
     def details(self) -> dict[str, Any]:
         return {
@@ -289,6 +328,7 @@ def capture(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         try:
             graph.capture_end()
         except RuntimeError as error:
+            _abandon(graph)
             raise Uncapturable(str(error)) from error
     torch.cuda.current_stream().wait_stream(stream)
     return graph

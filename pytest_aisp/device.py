@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -122,6 +123,15 @@ def _asked(question: Any, *args: Any) -> Any:
         return None
 
 
+def _is_bench(pid: int) -> bool:
+    """Return whether `pid` is a bench process: they take turns by lease."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"pytest_aisp.bench" in file.read()
+    except OSError:  # it has ended, or is not ours to see
+        return False
+
+
 class Telemetry:
     """Clocks, power, temperature and throttling of one GPU while it is measured.
 
@@ -138,6 +148,7 @@ class Telemetry:
         uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
         self._handle = self._nvml and _asked(self._nvml.nvmlDeviceGetHandleByUUID, uuid)
         self._blocks, self._bad = 0, False
+        self._began = time.time_ns() // 1000
         self._seen: list[dict[str, Any]] = [self._read()]
 
     def _read(self) -> dict[str, Any]:
@@ -151,16 +162,36 @@ class Telemetry:
             "reasons": _asked(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle),
         }
 
-    def throttled(self) -> str | None:
-        """Return why the GPU is slowed down now, or None."""
+    def disturbance(self) -> str | None:
+        """Return why the GPU is slower than it should be, or None; looks at some blocks only."""
         self._blocks += 1
-        if not self._bad and self._blocks % self.EVERY:
-            return None
+        return self.look() if self._bad or self._blocks % self.EVERY == 0 else None
+
+    def look(self) -> str | None:
+        """Return why the GPU is slower now than it should be, or None."""
         self._seen.append(self._read())
         reasons = self._seen[-1].get("reasons") or 0
         names = [name for bit, name in THROTTLED.items() if reasons & bit]
+        names += [f"process {pid} computes on this GPU too" for pid in self._strangers()]
         self._bad = bool(names)
         return ", ".join(names) or None
+
+    def _strangers(self) -> list[int]:
+        """Return the processes that have computed here since the last question and are not ours.
+
+        Where a container hides process ids, ours is not among those that NVML knows: then nobody
+        can be told from ourselves, and nobody is accused.
+        """
+        nvml, handle, since = self._nvml, self._handle, self._began
+        self._began = time.time_ns() // 1000
+        if nvml is None or handle is None:
+            return []
+        known = _asked(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
+        if os.getpid() not in {process.pid for process in known}:
+            return []
+        samples = _asked(nvml.nvmlDeviceGetProcessUtilization, handle, since) or []
+        busy = {int(s.pid) for s in samples if s.smUtil > 0 and s.timeStamp > since}
+        return sorted(pid for pid in busy if not _is_bench(pid))
 
     def summary(self) -> dict[str, Any]:
         """Return the range of what was seen."""

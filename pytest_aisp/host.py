@@ -72,6 +72,9 @@ class HostBout:
         self._waited, self._since = waited, now
         return f"waited for a core {share:.0%} of the time" if share > STOLEN else None
 
+    def check_times(self) -> None:
+        """A CPU has one clock."""
+
     def other(self) -> dict[str, Any]:
         """A CPU has one clock."""
         return {}

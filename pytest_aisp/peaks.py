@@ -217,7 +217,7 @@ def _measure_gpu() -> Peaks:
         survey.take("fp8", 2 * 8192**3, fp8)
     for key in DTYPES:
         survey.product(key, 8192, "cuda")
-    survey.facts["throttled"] = telemetry.throttled() or "no"
+    survey.facts["throttled"] = telemetry.look() or "no"
     for key, seen in telemetry.summary().items():
         survey.facts[key] = "-".join(map(str, seen or ["?"]))
     return Peaks(product_of(gpu.name), survey.rates, survey.facts)

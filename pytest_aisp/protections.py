@@ -27,6 +27,8 @@ PROTECTIONS = {
     "timed-outputs": "the outputs of the last timed calls are compared, every slot's",
     "unseen-values": "before the last block the inputs take values that no side has seen",
     "poisoned-outputs": "outputs are overwritten with NaN between windows",
+    "clocks-agree": "events, the host between full waits and the GPU's own counter tell one time",
+    "no-late-work": "when the last call ends nothing is under way on another stream",
     "repeats": "a side is as fast on values that it has never seen as when they come again",
     "global-flags": "a side leaves torch's global switches as they were",
     "threads": "no thread of a side is at work after its call",

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from . import check, numerics, timing, trees
 from .messages import Task
@@ -25,6 +25,13 @@ PYTHON_RUNS = ("host", "cpu")
 """Clocks on which a side's Python runs at every timed call."""
 LONG_ROUND = 3e-3
 """Seconds of a call above which two laps must do: its captures scatter least (docs/spread.md)."""
+
+
+class WatchedBout(timing.Bout, Protocol):
+    """A bout whose clock can be held against others."""
+
+    def check_times(self) -> None:
+        """Refuse a side of which several clocks tell different times; may run the sides again."""
 
 
 @dataclass
@@ -121,6 +128,9 @@ class Trial:
                     samples = timing.measure(bout, budget, self.rng)
             with self.watch.phase("verify"):
                 self._verify_all(built, bout, names)
+            if lap == 0:
+                with self.watch.phase("clocks"):
+                    bout.check_times()
             if bout.clock in PYTHON_RUNS and on("repeats"):
                 with self.watch.phase("repeats"):
                     self._check_repeats((built[0], built[1]))
@@ -157,7 +167,7 @@ class Trial:
 
     def _bout(
         self, subjects: tuple[Subject, Subject], budget: Budget, order: tuple[int, int]
-    ) -> timing.Bout:
+    ) -> WatchedBout:
         if self.task.device.startswith("cuda"):
             from .cuda import CudaBout
 

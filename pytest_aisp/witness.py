@@ -21,7 +21,9 @@ now_ns = time.perf_counter_ns
 now = time.perf_counter
 """The clocks that are read; a page may replace those in `time`, not these."""
 TF32 = ("float32 matmul precision", "cudnn.allow_tf32")
-"""The switches that a page with ``owns=["tf32"]`` may leave as it likes."""
+PERSISTING_L2 = "bytes of persisting L2"
+OWNED = {"tf32": TF32, "threads": ("threads",), "l2_persistence": (PERSISTING_L2,)}
+"""By what a page owns: the switches that it may leave as it likes."""
 
 
 def _clocks() -> dict[str, Any]:
@@ -33,7 +35,11 @@ def _clocks() -> dict[str, Any]:
         "time.monotonic": time.monotonic,
         "torch.cuda.synchronize": torch.cuda.synchronize,
         "torch.cuda.Event": torch.cuda.Event,
+        "torch.cuda.Event.elapsed_time": torch.cuda.Event.elapsed_time,
+        "torch.cuda.Event.record": torch.cuda.Event.record,
+        "torch.cuda.Event.synchronize": torch.cuda.Event.synchronize,
         "torch.cuda.CUDAGraph": torch.cuda.CUDAGraph,
+        "torch.cuda.CUDAGraph.replay": torch.cuda.CUDAGraph.replay,
         "torch.equal": torch.equal,
         "torch.linalg.vector_norm": torch.linalg.vector_norm,
         "torch.Tensor.isfinite": torch.Tensor.isfinite,
@@ -81,7 +87,29 @@ def _switches() -> dict[str, Switch]:
         ),
         "flush denormals": (_flushes_denormals, lambda on: _none(torch.set_flush_denormal(on))),
         "threads": (torch.get_num_threads, torch.set_num_threads),
+        **_l2_switches(),
     }
+
+
+def _l2_switches() -> dict[str, Switch]:
+    """Return the share of the L2 that is set aside for persisting data, where there is a GPU."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return {}
+    from cuda.bindings import runtime
+
+    limit = runtime.cudaLimit.cudaLimitPersistingL2CacheSize
+
+    def read() -> int:
+        status, value = runtime.cudaDeviceGetLimit(limit)
+        return int(value) if status == runtime.cudaError_t.cudaSuccess else 0
+
+    def write(value: int) -> None:
+        runtime.cudaDeviceSetLimit(limit, value)
+        runtime.cudaCtxResetPersistingL2Cache()
+
+    return {PERSISTING_L2: (read, write)}
 
 
 def _attribute(owner: Any, name: str) -> Switch:
@@ -114,9 +142,11 @@ def flags() -> dict[str, Any]:
 
 def restore(before: dict[str, Any]) -> None:
     """Put every switch that has moved back to where `flags` found it."""
-    for what, (read, write) in _switches().items():
-        if read() != before[what]:
-            write(before[what])
+    switches = _switches()
+    for what, value in before.items():
+        read, write = switches[what]
+        if read() != value:
+            write(value)
 
 
 @contextmanager
@@ -134,7 +164,7 @@ def watching(name: str, owns: Sequence[str] = ()) -> Iterator[None]:
         yield
         check_clocks(name)
         if on("global-flags"):
-            _check_flags(name, before, TF32 if "tf32" in owns else ())
+            _check_flags(name, before, [s for o in owns for s in OWNED.get(o, ())])
         if on("threads") and "threads" not in owns:
             _check_threads(name, threads)
     finally:

@@ -1,0 +1,64 @@
+"""Several clocks for the same work: which differences are told, and which are only noise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pytest_aisp.clocks import ATTEMPTS, Clocks, contradiction
+from pytest_aisp.protections import without
+
+HONEST = Clocks(events=5e-3, host=5.06e-3, counter=5.004e-3, late=8e-6)
+LIES = {
+    "a side stream": (
+        {"late": 4e-3},
+        "work goes on for 4e+03 us after the last call of 5000 us: a stream of its own is not"
+        " waited for",
+        "no-late-work",
+    ),
+    "replaced events": (
+        {"events": 5e-5},
+        "events say 50 us, the host between full waits 5060 us",
+        "clocks-agree",
+    ),
+    "a replaced clock of the host": (
+        {"host": 5e-5},
+        "events say 5000 us, the host between full waits 50 us",
+        "clocks-agree",
+    ),
+    "replaced events and clock": (
+        {"events": 5e-5, "host": 5.1e-5},
+        "events say 50 us, the GPU's own counter 5004 us",
+        "clocks-agree",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_lie_is_told_by_the_clock_that_it_forgot(name):
+    changed, says, protection = LIES[name]
+    clocks = replace(HONEST, **changed)
+    assert clocks.contradiction() == says
+    with without([protection]):
+        assert clocks.contradiction() == ""
+
+
+@pytest.mark.parametrize(
+    "clocks",
+    [
+        HONEST,
+        replace(HONEST, host=None),  # queued behind a blocking kernel
+        replace(HONEST, counter=None),  # nothing here compiles a stamp
+        replace(HONEST, events=2e-6, host=1.2e-4, counter=1.5e-5),  # launching takes its time
+    ],
+)
+def test_noise_accuses_nobody(clocks):
+    assert clocks.contradiction() == ""
+
+
+def test_one_clean_reading_is_enough():
+    busy = replace(HONEST, host=9e-3)
+    readings = iter([busy] * (ATTEMPTS - 1) + [HONEST])
+    assert contradiction(lambda: next(readings)) == ""
+    assert "host between full waits 9000 us" in contradiction(lambda: busy)
