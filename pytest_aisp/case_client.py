@@ -110,7 +110,13 @@ class CaseClient:
     def timed(self, replicate: int, bench: Bench | None = None) -> dict[str, Any]:
         """Return what process number `replicate` measured, and keep it in the row."""
         versus = "self" if self.run.settings.aa else "baseline"
-        task = self.task("time", versus=versus, replicate=replicate, budget=self._budget())
+        task = self.task(
+            "time",
+            versus=versus,
+            replicate=replicate,
+            budget=self._budget(),
+            profile=self.run.settings.profile and replicate == 0,
+        )
         result = self.ask(task, bench)
         self.row.timings.append(result)
         return result

@@ -12,11 +12,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from . import timing
 from .clocks import STRETCH, Clocks, contradiction, read_clocks
 from .device import Telemetry
+from .kernels import launched
 from .quiet import no_gc, waiter
 from .sides import SideError, Subject
 from .timing import Budget, calls_for
@@ -260,6 +262,26 @@ class CudaBout:
             found = contradiction(functools.partial(window.clocks, STRETCH))
             if found:
                 raise SideError(f"{window.subject.name}: {found}")
+
+    def profile(self, seconds: Sequence[float]) -> dict[str, Any]:
+        """Return by side what it launches. Runs the sides again.
+
+        Args:
+            seconds: per call of each side, as the windows say; on the host's clock no contradiction
+                is possible, as the host waits for everything.
+
+        Raises:
+            SideError: where kernels are at work for longer.
+        """
+        found = {}
+        for subject, told in zip(self.subjects, seconds, strict=True):
+            kernels = launched(subject.round, len(subject.calls))
+            subject.restore()
+            wrong = kernels.contradiction(told)
+            if wrong and self.clock != "host":
+                raise SideError(f"{subject.name}: {wrong}")
+            found[subject.name] = asdict(kernels)
+        return found
 
     def other(self) -> dict[str, Any]:
         """Return seconds per call on the clock that does not judge, or why there are none.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -74,6 +75,10 @@ class HostBout:
 
     def check_times(self) -> None:
         """A CPU has one clock."""
+
+    def profile(self, seconds: Sequence[float]) -> dict[str, Any]:
+        """A CPU launches no kernels."""
+        return {}
 
     def other(self) -> dict[str, Any]:
         """A CPU has one clock."""

@@ -41,6 +41,7 @@ class Task:
         seed: from which the values of check sizes and the unseen ones are drawn; secret.
         replicate: number of the process among those that measure this case.
         planted: slowdown planted in the second side: this share of extra calls is not counted.
+        profile: whether the kernels of both sides are looked at, after the windows.
         reproducible: deterministic algorithms only.
         timer: ``module:function`` of another timer with its options, or None for the device's own.
         archs: for `compile`, what to assemble for.
@@ -67,6 +68,7 @@ class Task:
     seed: int = 0
     replicate: int = 0
     planted: float = 0.0
+    profile: bool = False
     reproducible: bool = False
     timer: Mapping[str, Any] | None = None
     archs: tuple[str, ...] = ()

@@ -27,6 +27,7 @@ class Settings:
         artifacts: folder for the run's results and samples, or None.
         warmup, blocks, window: the measuring budget, where the command line sets it.
         processes: processes a result is recorded from, or an A/A trial is repeated in.
+        profile: whether the kernels of both sides are looked at.
         reproducible, cold_start, in_process, untrusted: see ``pytest --help``.
         timeout: seconds for one request to a bench process, already multiplied.
         suite_timeout, confirm_budget: seconds, for the run and for its votes.
@@ -52,6 +53,7 @@ class Settings:
     cold_start: bool
     in_process: bool
     untrusted: bool
+    profile: bool
     timeout: float
     suite_timeout: float | None
     confirm_budget: float
@@ -95,6 +97,7 @@ def add_options(parser: pytest.Parser) -> None:
     add("--aisp-reproducible", action="store_true", help="fixed seeds, deterministic algorithms")
     add("--aisp-cold-start", action="store_true", help="fresh caches and context for each case")
     add("--aisp-in-process", action="store_true", help="run sides inside pytest, for debuggers")
+    add("--aisp-audit", action="store_true", help="look at the kernels of both sides too")
     add(
         "--aisp-untrusted",
         action="store_true",
@@ -152,6 +155,7 @@ def read_settings(config: pytest.Config) -> Settings:
         cold_start=get("aisp_cold_start"),
         in_process=get("aisp_in_process") or bool(get("usepdb")) or bool(get("trace")),
         untrusted=get("aisp_untrusted"),
+        profile=get("aisp_audit") or get("aisp_update_expectations") is not None,
         timeout=_timeout(config),
         suite_timeout=_seconds("--aisp-suite-timeout", get("aisp_suite_timeout"), above=0),
         confirm_budget=_seconds("--aisp-confirm-budget", get("aisp_confirm_budget")) or 0.0,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from . import verdict
+from . import kernels, verdict
 from .audit import audit
 from .canary import consider
 from .case_client import CaseClient, reading
@@ -104,6 +104,7 @@ class CaseRun(CaseClient):
         self.judge.interval([timed["value"]])
         self.judge.limit(timed)
         self._other_clock(timed["details"])
+        row.notes += kernels.words(timed.get("kernels", {}))
         for name, seconds in timed.get("one_off", {}).items():
             if seconds:
                 row.notes.append(self._break_even(name, seconds))

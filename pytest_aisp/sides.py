@@ -129,6 +129,11 @@ class Subject:
         self.outputs[slot] = out = self.calls[slot]()
         return out
 
+    def round(self) -> None:
+        """Run the side once on every slot."""
+        for slot in range(len(self.calls)):
+            self.run(slot)
+
     def restore(self) -> None:
         """Put the state back to where it began."""
         if self._snapshot is not None:

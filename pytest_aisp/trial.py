@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, Protocol
 
 from . import check, numerics, timing, trees
@@ -33,6 +34,9 @@ class WatchedBout(timing.Bout, Protocol):
     def check_times(self) -> None:
         """Refuse a side of which several clocks tell different times; may run the sides again."""
 
+    def profile(self, seconds: Sequence[float]) -> dict[str, Any]:
+        """Return by side what it launches; refuse one that is at work for longer than told."""
+
 
 @dataclass
 class Trial:
@@ -42,6 +46,7 @@ class Trial:
         worst: by side, the worst element of its timed outputs in allowed deviations.
         one_off: by side, the seconds that preparing it took.
         outputs: how many outputs of timed calls were compared.
+        kernels: by side, what it launches, where that was asked for.
         known: clock and counted calls of the first lap, with which the others are built.
     """
 
@@ -54,6 +59,7 @@ class Trial:
     worst: dict[str, float] = field(default_factory=dict)
     one_off: dict[str, float] = field(default_factory=dict)
     outputs: int = 0
+    kernels: dict[str, Any] = field(default_factory=dict)
     known: tuple[str, list[int]] | None = None
 
     def __post_init__(self) -> None:
@@ -69,6 +75,7 @@ class Trial:
         else:
             parts = [self._lap(self.budget, self.rng.randrange(2))]
         extra = {"one_off": self.one_off, "outputs_checked": self.outputs, "errors": self.worst}
+        extra |= {"kernels": self.kernels} if self.kernels else {}
         return timing.join(parts), extra
 
     def _laps(self) -> int:
@@ -131,6 +138,10 @@ class Trial:
             if lap == 0:
                 with self.watch.phase("clocks"):
                     bout.check_times()
+                if self.task.profile:
+                    with self.watch.phase("profile"):
+                        told = [median(samples.baseline), median(samples.optimized)]
+                        self.kernels = bout.profile(told)
             if bout.clock in PYTHON_RUNS and on("repeats"):
                 with self.watch.phase("repeats"):
                     self._check_repeats((built[0], built[1]))
