@@ -139,7 +139,7 @@ def stamper() -> _Stamper | None:
     from .build import NoCompiler, cuda_module
 
     try:
-        made = _Stamper(cuda_module("clocks.cu").stamp)
+        made = _Stamper(cuda_module("probes.cu").stamp)
         made(0)  # compiles
     except NoCompiler:
         return None

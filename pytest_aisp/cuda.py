@@ -15,10 +15,11 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from . import timing
+from . import cold, timing
 from .clocks import STRETCH, Clocks, contradiction, read_clocks
 from .device import Telemetry
 from .kernels import launched
+from .protections import on
 from .quiet import no_gc, waiter
 from .sides import SideError, Subject
 from .timing import Budget, calls_for
@@ -250,18 +251,41 @@ class CudaBout:
         first = window()  # the replays of a long window need no repetition
         return window() if first > LONG_CALL else min(window() for _ in range(3))
 
-    def check_times(self) -> None:
-        """Refuse a side of which the clocks tell different times. Runs the sides again.
+    def check_times(self) -> dict[str, Any]:
+        """Refuse a side of which the clocks tell different times, or an L2 that is not cold.
 
-        The host's clock needs no second opinion: it waits for the whole device as it is.
+        Runs the sides again. The host's clock needs no second opinion: it waits for the whole
+        device as it is.
 
         Raises:
             SideError: with the times.
         """
+        found = self._check_cold()
         for window in self.windows if self.clock != "host" else ():
-            found = contradiction(functools.partial(window.clocks, STRETCH))
-            if found:
-                raise SideError(f"{window.subject.name}: {found}")
+            wrong = contradiction(functools.partial(window.clocks, STRETCH))
+            if wrong:
+                raise SideError(f"{window.subject.name}: {wrong}")
+        return found
+
+    def _check_cold(self) -> dict[str, Any]:
+        """Refuse a pair whose calls leave in the L2 what was there before them."""
+        rotates = self.bench.pair.l2 == "cold" and self.bench.pair.state is None
+        if self.clock != "graph" or not rotates or not on("cold-l2"):
+            return {}
+        read = cold.reader()
+        if read is None:
+            return {"l2_cycles": None}
+        found = {}
+        for window in self.windows:
+            name, latency = window.subject.name, cold.measure(window, read)
+            found[name] = list(latency)
+            if not latency.cold:
+                raise SideError(
+                    f"{name}: the L2 is not cold: a load takes {latency.warm:.0f} cycles when its"
+                    f" line was just read, and {latency.after:.0f} after a round of calls;"
+                    " declare l2='warm' or a larger size"
+                )
+        return {"l2_cycles": found}
 
     def profile(self, seconds: Sequence[float]) -> dict[str, Any]:
         """Return by side what it launches. Runs the sides again.

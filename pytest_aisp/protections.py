@@ -29,6 +29,8 @@ PROTECTIONS = {
     "poisoned-outputs": "outputs are overwritten with NaN between windows",
     "clocks-agree": "events, the host between full waits and the GPU's own counter tell one time",
     "no-late-work": "when the last call ends nothing is under way on another stream",
+    "cold-l2": "after one round of calls the L2 holds nothing of what it held before",
+    "slots": "each call in a round has inputs and outputs at addresses of its own",
     "repeats": "a side is as fast on values that it has never seen as when they come again",
     "global-flags": "a side leaves torch's global switches as they were",
     "threads": "no thread of a side is at work after its call",

@@ -31,8 +31,11 @@ LONG_ROUND = 3e-3
 class WatchedBout(timing.Bout, Protocol):
     """A bout whose clock can be held against others."""
 
-    def check_times(self) -> None:
-        """Refuse a side of which several clocks tell different times; may run the sides again."""
+    def check_times(self) -> dict[str, Any]:
+        """Refuse a side of which several clocks tell different times, or an L2 that is not cold.
+
+        Returns what was found, of JSON types; may run the sides again.
+        """
 
     def profile(self, seconds: Sequence[float]) -> dict[str, Any]:
         """Return by side what it launches; refuse one that is at work for longer than told."""
@@ -137,7 +140,7 @@ class Trial:
                 self._verify_all(built, bout, names)
             if lap == 0:
                 with self.watch.phase("clocks"):
-                    bout.check_times()
+                    samples.details.update(bout.check_times())
                 if self.task.profile:
                     with self.watch.phase("profile"):
                         told = [median(samples.baseline), median(samples.optimized)]

@@ -21,6 +21,16 @@ COLD_FOOTPRINT = 5.0
 MOST_SLOTS = 512
 
 
+def _check_apart(slots: Sequence[Any]) -> None:
+    """Refuse slots that share memory: a round over them would find it in the cache."""
+    owners: dict[int, int] = {}
+    for number, slot in enumerate(slots):
+        for path, tensor in trees.tensors(slot):
+            where = tensor.untyped_storage().data_ptr()
+            if tensor.numel() and owners.setdefault(where, number) != number:
+                raise NotCold(f"slots {owners[where]} and {number} share the memory of {path}")
+
+
 class NotCold(RuntimeError):
     """The working set is too small to be cold by rotation."""
 
@@ -55,6 +65,8 @@ class Workbench:
         """Make `count` slots, each a copy of one value set."""
         self.pattern = [k % VALUE_SETS for k in range(count)]
         self.slots = [trees.clone(self.values[k]) for k in self.pattern]
+        if on("slots"):
+            _check_apart(self.slots)
 
     def rewrite(self, subjects: Sequence[Subject], *, last: bool = False) -> None:
         """Give each slot other values than it holds, in place, and poison every output.

@@ -22,9 +22,9 @@ def words(text: str) -> set[str]:
 LAYERS = {
     "data": words("messages pair row simulated skus stats store tables timing verdict signature"),
     "machine": words(
-        "apart bench build check client clocks controls cuda device engine fits graphs host"
-        " kernels leases loader numerics oracle peaks processes protections quiet repeats replay"
-        " search sides sources stopwatch trees trial witness workbench"
+        "apart bench build check client clocks cold controls cuda device engine fits graphs"
+        " host kernels leases loader numerics oracle peaks processes protections quiet repeats"
+        " replay search sides sources stopwatch trees trial witness workbench"
     ),
     "glue": words(
         "__init__ audit canary case_client fixtures history judge marks options place plugin"

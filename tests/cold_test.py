@@ -1,0 +1,55 @@
+"""The proof that an L2 is cold, on caches that are only told of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pytest_aisp.cold import ATTEMPTS, LINE, Latency, measure, path
+from pytest_aisp.workbench import NotCold, _check_apart
+
+
+class Cache:
+    """A cache that holds the lines until a round of `work` has driven them out, or never."""
+
+    def __init__(self, *, evicts, hit=270.0, miss=620.0):
+        self.evicts, self.hit, self.miss = evicts, hit, miss
+        self.held, self.rounds = False, 0
+
+    def read(self):
+        seen, self.held = (self.hit if self.held else self.miss), True
+        return seen
+
+    def work(self):
+        self.rounds += 1
+        self.held = not self.evicts
+
+
+def test_lines_that_are_gone_after_a_round_prove_it_cold():
+    cache = Cache(evicts=True)
+    assert measure(cache.work, cache.read) == Latency(270, 620)
+    assert cache.rounds == 1
+    assert Latency(270, 620).cold
+
+
+def test_lines_that_stay_are_looked_for_again_before_anybody_is_accused():
+    cache = Cache(evicts=False)
+    assert not measure(cache.work, cache.read).cold
+    assert cache.rounds == ATTEMPTS
+
+
+@pytest.mark.parametrize("lines", [1, 2, 100])
+def test_the_path_visits_every_line_once(lines):
+    following, at, seen = path(lines), 0, set()
+    for _ in range(lines):
+        assert at % LINE == 0
+        seen.add(at // LINE)
+        at = following[at // LINE]
+    assert (at, len(seen)) == (0, lines)
+
+
+def test_slots_have_memory_of_their_own():
+    x = torch.zeros(4)
+    _check_apart([(x,), (x.clone(), x[:0])])
+    with pytest.raises(NotCold, match=r"slots 0 and 1 share the memory of \[1\]"):
+        _check_apart([(x,), (x.clone(), x[1:])])
