@@ -25,6 +25,7 @@ class Recorder:
         self.rows: list[dict[str, Any]] = []
         self.changes: list[str] = []
         self.errors: list[str] = []
+        self.crashes: list[str] = []
         self._environment: str | None = None
         if settings.artifacts is not None:
             settings.artifacts.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,12 +28,14 @@ def configure(config: pytest.Config) -> None:
     machine = Machine.here()
     if timer is not None:
         machine = Machine(timer["arch"], timer["product"], timer["product"], ("simulated",))
+    elapsed = float((worker or {}).get("aisp_elapsed", 0.0))
     config.stash[RUN] = run = Run(
         settings,
         machine,
         timer=timer,
         worker=int(worker["workerid"].removeprefix("gw")) if worker else 0,
         times_cpu=_selects_cpu(config.option.markexpr),
+        started=time.monotonic() - elapsed,
     )
     if settings.against is not None:
         from .history import HistoryError, Past
@@ -52,19 +55,29 @@ def configure(config: pytest.Config) -> None:
             raise pytest.UsageError(str(error)) from None
     if worker is None:
         config.stash[RECORDER] = recorder = Recorder(settings, config.hook, config)
-        config.pluginmanager.register(_Gather(recorder), "aisp-gather")
+        config.pluginmanager.register(_Gather(recorder, run), "aisp-gather")
 
 
 class _Gather:
     """On the controller: give every case's row to the recorder as its report arrives."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, run: Run) -> None:
+        self._recorder, self._run = recorder, run
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """A worker, be it in the place of one that died, has no more time than the run has."""
+        node.workerinput["aisp_elapsed"] = time.monotonic() - self._run.started
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         row = getattr(report, "aisp", None)
         if row is not None and report.when == "call":
             self._recorder.add(row)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, report: pytest.TestReport) -> None:
+        """A worker of xdist is gone with the case that it was running: there is no row."""
+        self._recorder.crashes.append(str(report.longrepr))
 
 
 class _Live:
