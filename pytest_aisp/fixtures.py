@@ -15,7 +15,7 @@ from .pair import Case, Pair
 from .row import Row
 from .run import Failed, Interrupted
 from .runner import CaseRun, EndOfBody
-from .stash import RUN, SETTINGS
+from .stash import NO_LEASE, RUN, SETTINGS
 
 CASE = pytest.StashKey[CaseRun]()
 
@@ -152,6 +152,8 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
     case = getattr(request, "param", None)
     if not isinstance(case, Case):
         _refuse(item, "the fixture `pair` needs @compare on the test")
+    if (why := item.stash.get(NO_LEASE, None)) is not None:
+        _refuse(item, why)
     run = config.stash.get(RUN, None)
     if run is None:  # a page outside aisp_pages, in a session that gave no option of ours
         from . import sessions

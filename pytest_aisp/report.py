@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .replay import Recording
 from .row import LETTERS, Row, bare, duration
 from .verdict import RED
 
@@ -56,6 +57,8 @@ def header(run: Run) -> list[str]:
     peaks = settings.baselines / machine.product / "peaks.json"
     if mode == "measure" and not peaks.exists() and run.timer is None:
         lines.append(f"aisp: no peaks stored for {machine.product}: shares of the limit are blank")
+    if isinstance(run.replay, Recording) and run.replay.dropped:
+        lines.append(f"aisp: --aisp-replay={settings.replay}: {run.replay.dropped}")
     return [line.rstrip() for line in lines]
 
 

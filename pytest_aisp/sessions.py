@@ -15,7 +15,7 @@ from .device import Machine
 from .leases import lease
 from .recorder import Recorder
 from .run import Run
-from .stash import RECORDER, RUN, SETTINGS
+from .stash import NO_LEASE, RECORDER, RUN, SETTINGS
 
 
 def configure(config: pytest.Config) -> None:
@@ -54,7 +54,13 @@ def configure(config: pytest.Config) -> None:
         except RecordingError as error:
             raise pytest.UsageError(str(error)) from None
     if worker is None:
-        config.stash[RECORDER] = recorder = Recorder(settings, config.hook, config)
+        try:
+            config.stash[RECORDER] = recorder = Recorder(settings, config.hook, config)
+        except OSError as error:
+            raise pytest.UsageError(
+                f"--aisp-artifacts={settings.artifacts}: cannot be written: {error}\n"
+                "Give a folder that can be written"
+            ) from None
         config.pluginmanager.register(_Gather(recorder, run), "aisp-gather")
 
 
@@ -134,9 +140,15 @@ def leased(item: pytest.Item) -> Iterator[None]:
     measures = not run.settings.check and run.replay is None
     with contextlib.ExitStack() as held:
         shared = not (alone and measures)
-        held.enter_context(lease("host", shared=shared, waiting=run.progress))
-        if run.timer is None and run.machine.gpus and case is not None and case.kind == "gpu":
-            held.enter_context(lease(run.gpu, waiting=run.progress))
+        try:
+            held.enter_context(lease("host", shared=shared, waiting=run.progress))
+            if run.timer is None and run.machine.gpus and case is not None and case.kind == "gpu":
+                held.enter_context(lease(run.gpu, waiting=run.progress))
+        except OSError as error:  # raised here it would end the whole run
+            item.stash[NO_LEASE] = (
+                f"the machine cannot be leased: {error}\n"
+                "Point TMPDIR at a folder that can be written"
+            )
         yield
 
 

@@ -20,7 +20,9 @@ def words(text: str) -> set[str]:
 
 
 LAYERS = {
-    "data": words("messages pair row simulated skus stats store tables timing verdict signature"),
+    "data": words(
+        "artifacts messages pair row signature simulated skus stats store tables timing verdict"
+    ),
     "machine": words(
         "bench build check client controls cuda device engine fits graphs host leases loader"
         " numerics oracle peaks processes protections quiet replay search sides sources stopwatch"
