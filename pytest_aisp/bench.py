@@ -86,7 +86,18 @@ class InProcess:
 
 
 def _error_reply(error: Exception, doing: str) -> Reply:
-    from . import controls, cuda, engine, numerics, processes, sides, timing, trees, workbench
+    from . import (
+        controls,
+        cuda,
+        engine,
+        numerics,
+        processes,
+        sides,
+        timing,
+        trees,
+        witness,
+        workbench,
+    )
 
     kinds: tuple[tuple[str, tuple[type[Exception], ...]], ...] = (
         ("wrong", (numerics.Wrong,)),
@@ -102,7 +113,7 @@ def _error_reply(error: Exception, doing: str) -> Reply:
                 cuda.Unblockable,
             ),
         ),
-        ("disturbed", (timing.Disturbed,)),
+        ("disturbed", (timing.Disturbed, witness.Traced)),
     )
     if isinstance(error, processes.ProcessFailed):
         return Reply(error=error.reply.error, message=str(error), trace=error.reply.trace)
