@@ -15,6 +15,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from . import messages
@@ -67,7 +68,8 @@ class Server:
         try:
             return Reply(result=getattr(self.engine, task.kind)(task))
         except Exception as error:
-            return _error_reply(error, self._doing)
+            reply = _error_reply(error, self._doing)
+            return replace(reply, error="fault") if _has_lost_gpu() else reply
 
 
 class InProcess:
@@ -126,6 +128,19 @@ def _error_reply(error: Exception, doing: str) -> Reply:
         return Reply(error="memory", message=message, trace=trace)
     message = f"{type(error).__name__}: {_first_line(error)}, during: {doing}"
     return Reply(error="side", message=message, trace=trace)
+
+
+def _has_lost_gpu() -> bool:
+    """Return whether CUDA is of no more use here: after an illegal access every call fails."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return True
+    return False
 
 
 def _is_out_of_memory(error: Exception) -> bool:
