@@ -15,6 +15,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from . import messages
@@ -67,7 +68,8 @@ class Server:
         try:
             return Reply(result=getattr(self.engine, task.kind)(task))
         except Exception as error:
-            return _error_reply(error, self._doing)
+            reply = _error_reply(error, self._doing)
+            return replace(reply, error="fault") if _has_lost_gpu() else reply
 
 
 class InProcess:
@@ -86,7 +88,18 @@ class InProcess:
 
 
 def _error_reply(error: Exception, doing: str) -> Reply:
-    from . import controls, cuda, engine, numerics, processes, sides, timing, trees, workbench
+    from . import (
+        controls,
+        cuda,
+        engine,
+        numerics,
+        processes,
+        sides,
+        timing,
+        trees,
+        witness,
+        workbench,
+    )
 
     kinds: tuple[tuple[str, tuple[type[Exception], ...]], ...] = (
         ("wrong", (numerics.Wrong,)),
@@ -102,7 +115,7 @@ def _error_reply(error: Exception, doing: str) -> Reply:
                 cuda.Unblockable,
             ),
         ),
-        ("disturbed", (timing.Disturbed,)),
+        ("disturbed", (timing.Disturbed, witness.Traced)),
     )
     if isinstance(error, processes.ProcessFailed):
         return Reply(error=error.reply.error, message=str(error), trace=error.reply.trace)
@@ -115,6 +128,19 @@ def _error_reply(error: Exception, doing: str) -> Reply:
         return Reply(error="memory", message=message, trace=trace)
     message = f"{type(error).__name__}: {_first_line(error)}, during: {doing}"
     return Reply(error="side", message=message, trace=trace)
+
+
+def _has_lost_gpu() -> bool:
+    """Return whether CUDA is of no more use here: after an illegal access every call fails."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return True
+    return False
 
 
 def _is_out_of_memory(error: Exception) -> bool:

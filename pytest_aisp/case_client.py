@@ -12,7 +12,7 @@ from .device import Machine, cpu_machine
 from .messages import Reply, Task
 from .pair import Case
 from .place import place_of
-from .row import Row
+from .row import Row, ratio
 from .run import Failed, Run
 from .verdict import Reading
 
@@ -197,11 +197,20 @@ class CaseClient:
         run.progress(f"vote {number} in a fresh process")
         bench = run.replay or run.start(self.place.device)
         try:
-            return measure(number, bench)
+            found = measure(number, bench)
+            clock = (self.row.against or self.row.timings)[-1]["clock"]
+            self._note_vote(number, f"{ratio(found.value)}, error {found.error:.2%}, {clock} clock")
+            return found
+        except Failed as failure:
+            self._note_vote(number, str(failure).splitlines()[0])
+            raise
         finally:
             if run.replay is None:
                 bench.close()
             run.confirmed += time.monotonic() - start
+
+    def _note_vote(self, number: int, what: str) -> None:
+        self.row.notes.append(f"vote of fresh process {number}: {what}")
 
     def environment(self) -> dict[str, Any]:
         """Return what a stored result depends on besides its sources."""

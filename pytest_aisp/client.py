@@ -86,7 +86,7 @@ class BenchProcess:
                     return self._dead(doing)
                 plain = messages.decode(line)
                 if "progress" not in plain:
-                    return Reply(**plain)
+                    return self._answered(Reply(**plain))
                 doing = plain["progress"]
                 deadline = time.monotonic() + seconds  # the limit is on silence, not on long work
                 if doing == messages.READY:
@@ -112,6 +112,11 @@ class BenchProcess:
             self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line + b"\n"
+
+    def _answered(self, reply: Reply) -> Reply:
+        if reply.error == "fault":  # the next case gets a process that can still use its GPU
+            self.kill()
+        return reply
 
     def _late(self, seconds: float, doing: str) -> Reply:
         self.kill()

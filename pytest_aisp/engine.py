@@ -165,6 +165,7 @@ class Engine:
             sides = (self._as_it_was(task, pair), now[1]), now
         budget = Budget(**task.budget)
         with self._prepared(task, pair):
+            witness.refuse_tracers()
             samples, extra = self._measure(task, pair, sides, budget)
         if task.replicate:  # one of many processes on this GPU: leave the memory to the next
             self._oracles.clear()
@@ -224,6 +225,7 @@ class Engine:
         slot = trees.clone(bench.values[0])
         subject = Subject(side, [slot], None)
         with self._prepared(task, pair):
+            witness.refuse_tracers()
             warmup = getattr(side, "warmup", 3)
             seconds = time_here(lambda: subject.run(0), warmup, waiter(task.device))
         oracle, rule = Oracle(bench), Rule(**task.rule)

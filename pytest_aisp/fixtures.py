@@ -15,7 +15,7 @@ from .pair import Case, Pair
 from .row import Row
 from .run import Failed, Interrupted
 from .runner import CaseRun, EndOfBody
-from .stash import RUN, SETTINGS
+from .stash import NO_LEASE, RUN, SETTINGS
 
 CASE = pytest.StashKey[CaseRun]()
 
@@ -117,8 +117,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
             "@compare with @pytest.mark.parametrize has no stored key\n"
             "Put the parameter into sizes",
         )
-    reruns = metafunc.config.pluginmanager.hasplugin("rerunfailures")
-    params = [pytest.param(c, marks=_marks(pair, c, reruns), id=c.id) for c in pair.cases()]
+    params = [pytest.param(c, marks=_marks(pair, c), id=c.id) for c in pair.cases()]
     metafunc.parametrize("pair", params, indirect=True)
 
 
@@ -136,13 +135,11 @@ def _refuse(item: pytest.Item, message: str) -> NoReturn:
     pytest.fail(f"{path}:{(line or 0) + 1}: {message}", pytrace=False)
 
 
-def _marks(pair: Pair, case: Case, reruns: bool) -> list[Any]:
+def _marks(pair: Pair, case: Case) -> list[Any]:
     mark = pytest.mark
     names = ("cpu",) if case.kind == "cpu" else pair.archs(case.variant)
     marks = [getattr(mark, name) for name in names]
     marks += [mark.gpus(n=case.gpus)] if case.gpus > 1 else []
-    # A retry would turn a red first verdict green; pytest-rerunfailures obeys this mark.
-    marks += [mark.flaky(reruns=0)] if reruns else []
     return [*marks, *case.variant.marks]
 
 
@@ -152,6 +149,14 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
     case = getattr(request, "param", None)
     if not isinstance(case, Case):
         _refuse(item, "the fixture `pair` needs @compare on the test")
+    if (why := item.stash.get(NO_LEASE, None)) is not None:
+        _refuse(item, why)
+    if CASE in item.stash:
+        _refuse(
+            item,
+            "this case was judged in this run before: a rerun turns no red verdict green\n"
+            "Leave cases out of what reruns tests",
+        )
     run = config.stash.get(RUN, None)
     if run is None:  # a page outside aisp_pages, in a session that gave no option of ours
         from . import sessions
@@ -164,6 +169,8 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
     if (marker := item.get_closest_marker("aisp_timeout")) is not None:
         multiplier = config.getoption("aisp_timeout_multiplier")
         case_run.timeout = float(marker.args[0]) * multiplier
+    if reruns := config.getoption("reruns", None):
+        case_run.row.notes.append(f"--reruns={reruns} leaves cases alone: the first verdict stands")
     item.stash[CASE] = case_run
     return PairUnderTest(case_run, request.session)
 

@@ -47,6 +47,17 @@ class Judge:
         if red:
             raise Failed("\n".join([*row.reasons, *self.client.commands(), *self._accept()]))
 
+    def abstain(self) -> None:
+        """Give no verdict on what was timed inside pytest, where no vote is a fresh process."""
+        row, settings = self.row, self.run.settings
+        row.verdict = "inconclusive"
+        row.reasons.append(
+            f"timed inside pytest ({settings.in_process}), not in a process of its own: nothing is"
+            " decided on that"
+        )
+        if settings.inconclusive == "fail":
+            raise Failed("\n".join([*row.reasons, *self.client.commands()]))
+
     def judge_against(self, role: str) -> None:
         """Judge a changed side against itself as it was: red for a loss that the vote confirms.
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 UPDATES = ("missing", "all")
+IN_PROCESS = {"--aisp-in-process": "aisp_in_process", "--pdb": "usepdb", "--trace": "trace"}
+"""The options for which sides run inside pytest."""
 RECORDED = 8
 """Processes that a result is recorded from."""
 
@@ -28,7 +30,8 @@ class Settings:
         warmup, blocks, window: the measuring budget, where the command line sets it.
         processes: processes a result is recorded from, or an A/A trial is repeated in.
         profile: whether the kernels of both sides are looked at.
-        reproducible, cold_start, in_process, untrusted: see ``pytest --help``.
+        reproducible, cold_start, untrusted: see ``pytest --help``.
+        in_process: the option for which sides run inside pytest, or empty.
         timeout: seconds for one request to a bench process, already multiplied.
         suite_timeout, confirm_budget: seconds, for the run and for its votes.
         missing, inconclusive: ``pass`` or ``fail``: what those verdicts do to the run.
@@ -51,7 +54,7 @@ class Settings:
     processes: int
     reproducible: bool
     cold_start: bool
-    in_process: bool
+    in_process: str
     untrusted: bool
     profile: bool
     timeout: float
@@ -153,7 +156,7 @@ def read_settings(config: pytest.Config) -> Settings:
         or (RECORDED if get("aisp_update_expectations") else 1),
         reproducible=get("aisp_reproducible"),
         cold_start=get("aisp_cold_start"),
-        in_process=get("aisp_in_process") or bool(get("usepdb")) or bool(get("trace")),
+        in_process=next((option for option, name in IN_PROCESS.items() if get(name)), ""),
         untrusted=get("aisp_untrusted"),
         profile=get("aisp_audit") or get("aisp_update_expectations") is not None,
         timeout=_timeout(config),
@@ -247,14 +250,34 @@ def _refuse(settings: Settings, config: pytest.Config) -> None:
     given = [name for name, value in modes.items() if value]
     if len(given) > 1:
         raise pytest.UsageError(f"{given[0]} cannot be combined with {given[1]}: choose one mode")
+    if settings.ours:
+        _refuse_reruns(config)
     if settings.ours and config.getoption("dist", "no") == "each":
         raise pytest.UsageError("--dist each reports every case twice; use --dist load")
+
+
+def _refuse_reruns(config: pytest.Config) -> None:
+    """Refuse what makes pytest-rerunfailures overrule that cases are never rerun."""
+    for option, given in (
+        ("--force-reruns", config.getoption("force_reruns", None)),
+        ("--reruns-mode=append", config.getoption("reruns_mode", None) == "append"),
+    ):
+        if given:
+            raise pytest.UsageError(
+                f"{option} reruns cases too, and a rerun would turn a red verdict green\n"
+                "Use --reruns, which leaves cases alone"
+            )
 
 
 def _refuse_update(settings: Settings, config: pytest.Config) -> None:
     if settings.update not in UPDATES:
         raise pytest.UsageError(
             f"--aisp-update-expectations={settings.update}: legal are {' and '.join(UPDATES)}"
+        )
+    if settings.in_process:
+        raise pytest.UsageError(
+            f"--aisp-update-expectations cannot be combined with {settings.in_process}: what is"
+            " stored comes from processes of its own"
         )
     if _workers(config):
         raise pytest.UsageError(

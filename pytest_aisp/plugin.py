@@ -143,7 +143,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    if item.get_closest_marker("aisp_pair") is None or item.config.stash.get(RUN, None) is None:
+    if item.get_closest_marker("aisp_pair") is None:
+        return (yield)
+    if item.config.pluginmanager.hasplugin("rerunfailures"):
+        # A rerun would turn a red verdict green; this mark is the first that is asked.
+        item.add_marker(pytest.mark.flaky(reruns=0), append=False)
+    if item.config.stash.get(RUN, None) is None:
         return (yield)
     from .sessions import leased
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
-import json
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from . import store
+from .artifacts import Artifacts
 from .canary import Canary
 from .options import Settings
 from .row import ratio
@@ -25,19 +26,16 @@ class Recorder:
         self.settings, self._hook, self._config = settings, hook, config
         self.rows: list[dict[str, Any]] = []
         self.changes: list[str] = []
-        self.errors: list[str] = []
+        self._refused: dict[str, list[str]] = {}
         self.canaries: list[dict[str, Any]] = []
-        self._environment: str | None = None
-        if settings.artifacts is not None:
-            settings.artifacts.mkdir(parents=True, exist_ok=True)
-            (settings.artifacts / "results.jsonl").write_text("")
+        self.crashes: list[str] = []
+        self.artifacts = None if settings.artifacts is None else Artifacts(settings.artifacts)
 
     def add(self, row: dict[str, Any]) -> None:
         """Take one case's row: to the artifacts, to the stored results, to the hook."""
         self.rows.append(row)
-        if self.settings.artifacts is not None:
-            with open(self.settings.artifacts / "results.jsonl", "a") as file:
-                file.write(json.dumps(row) + "\n")
+        if self.artifacts is not None:
+            self.artifacts.add(row)
         if row["recorded"] and self.settings.update is not None:
             self._store(row)
         self._hook.pytest_aisp_result(config=self._config, row=row)
@@ -45,38 +43,41 @@ class Recorder:
     def add_canary(self, found: dict[str, Any]) -> None:
         """Take what became of one process's canary."""
         self.canaries.append(found)
-        if self.settings.artifacts is not None:
-            with open(self.settings.artifacts / "canaries.jsonl", "a") as file:
-                file.write(json.dumps(found) + "\n")
+        if self.artifacts is not None:
+            self.artifacts.add_canary(found)
 
     def _store(self, row: Mapping[str, Any]) -> None:
-        environment = {
-            **row["environment"],
-            "date": datetime.date.today().isoformat(),
-            "commit": _commit(self.settings.root),
-        }
-        key = self._key(environment)
-        result = _as_result(row["recorded"], key)
+        key, facts = self._session
+        environment = {**row["environment"], **facts}
         replace = bool(row["recorded"]["replace"])
         path = Path(row["file"])
         try:
+            result = _as_result(row["recorded"], key)
             path.parent.mkdir(parents=True, exist_ok=True)
             changes = store.write(
                 path, row["product"], {row["key"]: result}, {key: environment}, replace=replace
             )
-        except (store.StoreError, OSError) as error:
-            self.errors.append(str(error))
+        except (store.StoreError, OSError, ValueError) as error:
+            self._refused.setdefault(str(error), []).append(row["key"])
             return
         for change in changes:
             before = "new" if change.old is None else ratio(change.old.value)
             self.changes.append(f"{change.key}: {before} -> {ratio(change.new.value)}")
 
-    def _key(self, environment: Mapping[str, Any]) -> str:
-        # One session, one key: two runs on one day are two sessions.
-        if self._environment is None:
-            now = datetime.datetime.now(datetime.timezone.utc)
-            self._environment = now.strftime("%Y-%m-%dT%H%M%SZ")
-        return self._environment
+    @property
+    def errors(self) -> list[str]:
+        """What could not be written: each fault once, with all that it kept out."""
+        refused = [f"{', '.join(keys)}: {fault}" for fault, keys in self._refused.items()]
+        lacking = self.artifacts.error if self.artifacts is not None else None
+        return [*refused, *([lacking] if lacking else [])]
+
+    @functools.cached_property
+    def _session(self) -> tuple[str, dict[str, Any]]:
+        # One session, one key, one meaning, even past midnight or a commit: two runs on one day
+        # are two sessions.
+        now = datetime.datetime.now(datetime.timezone.utc)
+        facts = {"date": datetime.date.today().isoformat(), "commit": _commit(self.settings.root)}
+        return now.strftime("%Y-%m-%dT%H%M%SZ"), facts
 
     def why_invalid(self) -> list[str]:
         """Return why no verdict of this run counts; nothing for a valid run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ class Recording:
     Args:
         path: `results.jsonl` of an artifacts folder, or the folder.
 
+    Attributes:
+        dropped: what was left out because its writer died before its line was whole, or empty.
+
     Raises:
         RecordingError: for a file that cannot be read as one.
     """
@@ -27,7 +31,7 @@ class Recording:
     def __init__(self, path: Path) -> None:
         file = path / "results.jsonl" if path.is_dir() else path
         try:
-            rows = [json.loads(line) for line in file.read_text().splitlines()]
+            rows, self.dropped = _rows(file.read_text())
             self.rows: dict[str, Any] = {row["key"]: row for row in rows}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RecordingError(
@@ -44,7 +48,8 @@ class Recording:
         row = next((r for r in self.rows.values() if self._is(r, task)), None)
         if row is None:
             name = f"{task.function}[{task.variant}] at {dict(task.size)}"
-            return Reply(error="page", message=f"the recording holds no {name}")
+            why = f"; {self.dropped}" if self.dropped else ""
+            return Reply(error="page", message=f"the recording holds no {name}{why}")
         kind = "checks" if task.kind == "check" else "timings"
         number = self._asked.get(f"{row['key']}{kind}", 0)
         self._asked[f"{row['key']}{kind}"] = number + 1
@@ -66,3 +71,17 @@ class Recording:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def _rows(text: str) -> tuple[list[Any], str]:
+    """Return the rows, and which one is left out: a last line that nobody finished."""
+    *lines, last = text.split("\n")
+    rows = [json.loads(line) for line in lines]
+    try:
+        return rows + ([json.loads(last)] if last else []), ""
+    except ValueError:
+        if not rows:
+            raise
+    case = re.search(r'"nodeid": "([^"]*)"', last)
+    of = f", of {case[1]}," if case else ""
+    return rows, f"its last line{of} is half written and was left out"

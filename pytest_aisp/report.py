@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .canary import Canary
+from .replay import Recording
 from .row import LETTERS, Row, bare, duration
 from .verdict import RED
 
@@ -57,27 +58,31 @@ def header(run: Run) -> list[str]:
     peaks = settings.baselines / machine.product / "peaks.json"
     if mode == "measure" and not peaks.exists() and run.timer is None:
         lines.append(f"aisp: no peaks stored for {machine.product}: shares of the limit are blank")
+    if isinstance(run.replay, Recording) and run.replay.dropped:
+        lines.append(f"aisp: --aisp-replay={settings.replay}: {run.replay.dropped}")
     return [line.rstrip() for line in lines]
 
 
 def summary(terminal: Any, recorder: Recorder) -> None:
     """Write the closing table and what the run changed."""
     rows = [Row(**row) for row in recorder.rows]
-    if not rows:
+    closing = _closing(recorder, rows)
+    if not rows and not closing:
         return
     terminal.section("aisp")
-    for line in table([COLUMNS, *(cells(row) for row in rows)]):
+    for line in table([COLUMNS, *(cells(row) for row in rows)]) if rows else []:
         terminal.write_line(line)
     for row in rows:
         for note in row.notes if terminal.config.get_verbosity() > 1 else []:
             terminal.write_line(f"{row.function}[{row.variant}]: {note}")
-    for line in _closing(recorder, rows):
+    for line in closing:
         terminal.write_line(line)
 
 
 def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
     lines = [f"stored: {change}" for change in recorder.changes]
     lines += [f"NOT STORED: {error}" for error in recorder.errors]
+    lines += [f"NO VERDICT: {crash}" for crash in recorder.crashes]
     needs = sorted(
         {row.need for row in rows if row.need and row.verdict in ("checked", "compiled")}
     )

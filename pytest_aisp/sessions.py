@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from .leases import lease
 from .pair import Case
 from .recorder import Recorder
 from .run import Run
-from .stash import RECORDER, RUN, SETTINGS
+from .stash import NO_LEASE, RECORDER, RUN, SETTINGS
 
 
 def configure(config: pytest.Config) -> None:
@@ -28,12 +29,14 @@ def configure(config: pytest.Config) -> None:
     machine = Machine.here()
     if timer is not None:
         machine = Machine(timer["arch"], timer["product"], timer["product"], ("simulated",))
+    elapsed = float((worker or {}).get("aisp_elapsed", 0.0))
     config.stash[RUN] = run = Run(
         settings,
         machine,
         timer=timer,
         worker=int(worker["workerid"].removeprefix("gw")) if worker else 0,
         times_cpu=_selects_cpu(config.option.markexpr),
+        started=time.monotonic() - elapsed,
     )
     if settings.against is not None:
         from .history import HistoryError, Past
@@ -52,15 +55,26 @@ def configure(config: pytest.Config) -> None:
         except RecordingError as error:
             raise pytest.UsageError(str(error)) from None
     if worker is None:
-        config.stash[RECORDER] = recorder = Recorder(settings, config.hook, config)
-        config.pluginmanager.register(_Gather(recorder), "aisp-gather")
+        try:
+            config.stash[RECORDER] = recorder = Recorder(settings, config.hook, config)
+        except OSError as error:
+            raise pytest.UsageError(
+                f"--aisp-artifacts={settings.artifacts}: cannot be written: {error}\n"
+                "Give a folder that can be written"
+            ) from None
+        config.pluginmanager.register(_Gather(recorder, run), "aisp-gather")
 
 
 class _Gather:
     """On the controller: give every case's row to the recorder as its report arrives."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, run: Run) -> None:
+        self._recorder, self._run = recorder, run
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """A worker, be it in the place of one that died, has no more time than the run has."""
+        node.workerinput["aisp_elapsed"] = time.monotonic() - self._run.started
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         row = getattr(report, "aisp", None)
@@ -72,6 +86,11 @@ class _Gather:
         found = getattr(node, "workeroutput", {}).get("aisp_canary")
         if found is not None:
             self._recorder.add_canary(found)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, report: pytest.TestReport) -> None:
+        """A worker of xdist is gone with the case that it was running: there is no row."""
+        self._recorder.crashes.append(str(report.longrepr))
 
 
 class _Live:
@@ -122,7 +141,8 @@ def canary(config: pytest.Config) -> None:
         return
     from .canary import sing
 
-    with _held(run, run.finest.case):
+    with contextlib.ExitStack() as held:
+        _hold(held, run, run.finest.case)  # as it was leased for the case itself
         found = sing(run.finest)
     recorder = config.stash.get(RECORDER, None)
     if recorder is not None:
@@ -138,20 +158,23 @@ def leased(item: pytest.Item) -> Iterator[None]:
     Timing on the host's clock is alone on the machine; everything else shares the host, and is
     alone on its GPU. The order is fixed, so that two sessions cannot wait for each other.
     """
-    with _held(item.config.stash[RUN], _case(item)):
+    with contextlib.ExitStack() as held:
+        try:
+            _hold(held, item.config.stash[RUN], _case(item))
+        except OSError as error:  # raised here it would end the whole run
+            item.stash[NO_LEASE] = (
+                f"the machine cannot be leased: {error}\n"
+                "Point TMPDIR at a folder that can be written"
+            )
         yield
 
 
-@contextlib.contextmanager
-def _held(run: Run, case: Case | None) -> Iterator[None]:
+def _hold(held: contextlib.ExitStack, run: Run, case: Case | None) -> None:
     alone = case is not None and (case.pair.as_called or case.kind == "cpu")
     measures = not run.settings.check and run.replay is None
-    with contextlib.ExitStack() as held:
-        shared = not (alone and measures)
-        held.enter_context(lease("host", shared=shared, waiting=run.progress))
-        if run.timer is None and run.machine.gpus and case is not None and case.kind == "gpu":
-            held.enter_context(lease(run.gpu, waiting=run.progress))
-        yield
+    held.enter_context(lease("host", shared=not (alone and measures), waiting=run.progress))
+    if run.timer is None and run.machine.gpus and case is not None and case.kind == "gpu":
+        held.enter_context(lease(run.gpu, waiting=run.progress))
 
 
 def _case(item: pytest.Item) -> Case | None:

@@ -14,3 +14,5 @@ if TYPE_CHECKING:
 SETTINGS: pytest.StashKey[Settings] = pytest.StashKey()
 RUN: pytest.StashKey[Run] = pytest.StashKey()
 RECORDER: pytest.StashKey[Recorder] = pytest.StashKey()
+NO_LEASE: pytest.StashKey[str] = pytest.StashKey()
+"""On an item: why the machine could not be leased for it."""

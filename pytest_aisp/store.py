@@ -407,12 +407,16 @@ def _check_names(row: Mapping[str, Any], needed: set[str], known: set[str]) -> N
 @contextmanager
 def _writing(path: Path) -> Iterator[Path]:
     """Hold the lock of `path`, links resolved; what the disk refuses becomes a StoreError."""
+    done = False
     try:
         target = path.resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.with_name(f".{target.name}.lock")):
             yield target
+            done = True
     except OSError as error:
+        if done:  # the file is replaced; only its lock would not close
+            return
         fault = f"could not be written, and is as it was: {error}"
         step = f"Free space in {path.parent} or make it writable, then run the same command again."
         raise _error(path, fault, step) from error

@@ -5,6 +5,7 @@ The references to clocks and waits are taken when this module is imported, befor
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -20,10 +21,16 @@ from .sources import libraries
 now_ns = time.perf_counter_ns
 now = time.perf_counter
 """The clocks that are read; a page may replace those in `time`, not these."""
+STARTS_COVERAGE = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE")
+"""The variables with which coverage and pytest-cov start in every process of a user's."""
 TF32 = ("float32 matmul precision", "cudnn.allow_tf32")
 PERSISTING_L2 = "bytes of persisting L2"
 OWNED = {"tf32": TF32, "threads": ("threads",), "l2_persistence": (PERSISTING_L2,)}
 """By what a page owns: the switches that it may leave as it likes."""
+
+
+class Traced(RuntimeError):
+    """A tracer runs along with what was to be timed."""
 
 
 def _clocks() -> dict[str, Any]:
@@ -159,10 +166,12 @@ def watching(name: str, owns: Sequence[str] = ()) -> Iterator[None]:
     Raises:
         SideError: naming what was changed.
     """
-    before, threads = flags(), set(threading.enumerate())
+    before, threads, tracer = flags(), set(threading.enumerate()), tracing()
     try:
         yield
         check_clocks(name)
+        if on("untraced") and (now_on := tracing()) and now_on != tracer:
+            raise SideError(f"{now_on} was switched on while {name} ran\nMeasure without it")
         if on("global-flags"):
             _check_flags(name, before, [s for o in owns for s in OWNED.get(o, ())])
         if on("threads") and "threads" not in owns:
@@ -172,27 +181,43 @@ def watching(name: str, owns: Sequence[str] = ()) -> Iterator[None]:
 
 
 def check_clocks(name: str) -> None:
-    """Refuse replaced clocks, waits and comparisons, and a tracer beside what is timed."""
+    """Refuse replaced clocks, waits and comparisons."""
     if on("own-clock"):
         for what, found in _clocks().items():
             if _genuine.get(what, found) is not found:
                 raise SideError(f"{name} replaced {what}: its times and results are worth nothing")
+
+
+def refuse_tracers() -> None:
+    """Refuse to time anything where a debugger, coverage or a profiler runs along.
+
+    Raises:
+        Traced: naming who, and what to do.
+    """
     if on("untraced") and (tracer := tracing()):
-        raise SideError(f"{tracer} is on: it slows Python down many times\nMeasure without it")
+        started = next((name for name in STARTS_COVERAGE if name in os.environ), None)
+        raise Traced(
+            f"{tracer} traces the process that measures: it slows Python down many times\n"
+            "Measure without it" + (f": unset {started}" if started else "")
+        )
 
 
 def tracing() -> str | None:
     """Return who traces this process's Python: a debugger, coverage, a profiler; or None."""
-    hooks: dict[str, Callable[[], Any]] = {
-        "a tracer (sys.settrace)": sys.gettrace,
-        "a profiler (sys.setprofile)": sys.getprofile,
-    }
-    found = next((what for what, hook in hooks.items() if hook() is not None), None)
+    hooks = {"settrace": sys.gettrace(), "setprofile": sys.getprofile()}
+    names = (f"{_owner(hook)} (sys.{by})" for by, hook in hooks.items() if hook is not None)
+    found = next(names, None)
     monitoring = getattr(sys, "monitoring", None)
     if found is None and monitoring is not None:
         tools = filter(None, map(monitoring.get_tool, range(6)))
         found = next((f"{tool} (sys.monitoring)" for tool in tools), None)
     return found
+
+
+def _owner(hook: Any) -> str:
+    """Return the module that a hook is from: ``pdb``, ``coverage.tracer``."""
+    owner = getattr(hook, "__self__", hook)
+    return str(getattr(owner, "__module__", None) or type(owner).__module__)
 
 
 def _check_flags(name: str, before: dict[str, Any], owned: Sequence[str]) -> None:

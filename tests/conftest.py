@@ -8,8 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import hypothesis
 import pytest
 import torch  # noqa: F401 - once, out here: pytester's in-process runs would load it twice and die
+
+hypothesis.settings.register_profile("busy", deadline=None)  # no test is about its own speed
+hypothesis.settings.load_profile("busy")
 
 PAGE = '''
     """Doubling."""

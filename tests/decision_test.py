@@ -149,3 +149,128 @@ def test_a_slower_value_is_never_judged_milder(value, loss):
     gate = verdict.record_gates(0.1, 0.02)[0]
     outcomes = [gate.decide(Reading(v), [Reading(v)] * 3) for v in (value, value - loss)]
     assert order.index(outcomes[0]) <= order.index(outcomes[1])
+
+
+# What must hold for any numbers. A case: its first value, the votes on it, what it is held against.
+
+LN = st.floats(-0.5, 0.5)
+SPREADS = st.floats(0.001, 0.05)
+VOTES_OF_FIVE = st.lists(LN, min_size=5, max_size=5)
+MILDER = ("improved", "pass", "inconclusive", "regressed", "fail")
+
+
+def gates_of(claim, stored, spread, clock="graph"):
+    margin = verdict.record_margin(spread, 0.001, clock)
+    return [verdict.claim_gate(claim, spread), *verdict.record_gates(stored, margin)]
+
+
+def judged(value, votes, gates):
+    left = iter(votes)
+    decision = verdict.decide(Reading(value), gates, lambda: Reading(next(left)))
+    return verdict.verdict_of(decision, stored=True, same_environment=True)
+
+
+def alike(value, gates):
+    """Return the verdict where every vote repeats the first value."""
+    return judged(value, [value] * verdict.ATTEMPTS, gates)
+
+
+@given(LN, st.floats(0, 0.5), st.floats(0.8, 1.2), LN, SPREADS)
+def test_a_larger_loss_is_never_judged_better(value, loss, claim, stored, spread):
+    gates = gates_of(claim, stored, spread)
+    verdicts = [alike(v, gates) for v in (value, value - loss)]
+    assert MILDER.index(verdicts[0]) <= MILDER.index(verdicts[1])
+
+
+@given(LN, VOTES_OF_FIVE, st.floats(0, 0.5), st.floats(0.8, 1.2), SPREADS)
+def test_votes_that_lose_more_never_make_a_claim_better(value, votes, loss, claim, spread):
+    order = ("green", "open", "red")
+    gate = verdict.claim_gate(claim, spread)
+    both = votes, [vote - loss for vote in votes]
+    before, after = (gate.decide(Reading(value), [Reading(v) for v in vs]) for vs in both)
+    if before != "clear":
+        assert order.index(before) <= order.index(after)
+
+
+@given(LN, st.floats(0.5, 2.0), st.floats(1, 2), VOTES_OF_FIVE, SPREADS)
+def test_a_higher_claim_never_turns_fail_into_pass(value, claim, more, votes, spread):
+    lower, higher = (verdict.claim_gate(at, spread) for at in (claim, claim * more))
+    if judged(value, votes, [lower]) == "fail":
+        assert judged(value, votes, [higher]) == "fail"
+
+
+@given(LN, st.floats(0.8, 1.2), LN, SPREADS, st.floats(1, 20))
+def test_a_larger_spread_never_makes_a_clear_case_red(value, claim, stored, spread, more):
+    narrow, wide = (gates_of(claim, stored, s) for s in (spread, spread * more))
+    clear = [g.decide(Reading(value), []) == "clear" for g in narrow]
+    decision = verdict.decide(Reading(value), wide, lambda: Reading(value))
+    for was_clear, gate in zip(clear, wide, strict=True):
+        assert not (was_clear and decision.outcomes[gate.name] == "red")
+
+
+@given(LN, VOTES_OF_FIVE, LN, SPREADS, st.floats(1, 20))
+def test_a_larger_margin_never_makes_a_red_loss_of_a_green_one(value, votes, stored, spread, more):
+    narrow, wide = (
+        verdict.record_gates(stored, verdict.record_margin(s, 0.001, "graph"))[0]
+        for s in (spread, spread * more)
+    )
+    readings = [Reading(vote) for vote in votes]
+    if wide.decide(Reading(value), readings) == "red":
+        assert narrow.decide(Reading(value), readings) == "red"
+
+
+@given(LN, VOTES_OF_FIVE, st.randoms(), st.floats(0.8, 1.2), LN, SPREADS)
+def test_the_order_of_votes_decides_nothing(value, votes, rng, claim, stored, spread):
+    gates = gates_of(claim, stored, spread)
+    shuffled = rng.sample(votes, len(votes))
+    assert judged(value, votes, gates) == judged(value, shuffled, gates)
+
+
+BLOCKS = st.lists(st.floats(-1, 1), min_size=3, max_size=20)
+
+
+@given(BLOCKS, st.randoms())
+def test_the_order_of_blocks_processes_and_cases_is_nothing_to_the_statistics(values, rng):
+    shuffled = rng.sample(values, len(values))
+    for robust in (False, True):
+        assert stats.process_value(values, robust=robust) == stats.process_value(
+            shuffled, robust=robust
+        )
+    assert stats.lap_error(values) == stats.lap_error(shuffled)
+    assert stats.trimmed_spread(values) == stats.trimmed_spread(shuffled)
+    assert stats.rms(values) == stats.rms(shuffled)
+    assert stats.pooled_spread(0.01, 8, values) == stats.pooled_spread(0.01, 8, shuffled)
+
+
+@given(st.lists(st.lists(BLOCKS, min_size=1, max_size=3), min_size=1, max_size=4), st.randoms())
+def test_the_order_of_sessions_and_cases_is_nothing_to_their_spread(cases, rng):
+    shuffled = [
+        [rng.sample(v, len(v)) for v in rng.sample(c, len(c))]
+        for c in rng.sample(cases, len(cases))
+    ]
+    before, after = stats.session_spread(cases), stats.session_spread(shuffled)
+    assert (before is None) == (after is None)
+    assert before is None or after**2 == pytest.approx(before**2, abs=1e-12)
+
+
+@given(BLOCKS, st.integers(0, 19), st.floats(0, 1))
+def test_a_slower_block_never_makes_a_process_faster(values, which, loss):
+    slower = list(values)
+    slower[which % len(values)] -= loss
+    for robust in (False, True):
+        before, after = (stats.process_value(v, robust=robust) for v in (values, slower))
+        assert after <= before + 1e-12
+
+
+@given(
+    SPREADS, st.floats(1, 10), st.floats(0, 0.05), st.sampled_from(sorted(verdict.NEUTRAL_FLOOR))
+)
+def test_a_noisier_case_promises_no_finer_detection(spread, more, session, clock):
+    def promised(spread, session):
+        margin = verdict.record_margin(spread, session, clock)
+        gates = [verdict.claim_gate(1.0, spread), *verdict.record_gates(0.0, margin)]
+        return margin, verdict.detectable(gates, spread, session, clock)
+
+    calm = promised(spread, session)
+    assert all(a <= b for a, b in zip(calm, promised(spread * more, session), strict=True))
+    assert all(a <= b for a, b in zip(calm, promised(spread, session * more), strict=True))

@@ -7,10 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
+from benches import benches, wait_for
 
 from pytest_aisp.client import BenchProcess
 from pytest_aisp.messages import Task
@@ -38,27 +37,6 @@ FAULTS = {
 }
 HEALTHY = ("first", "middle", "zenith")
 WORKERS = {"alone": [], "n2": ["-n2"]}
-
-
-def benches(folder: Path) -> list[int]:
-    """Return the bench processes that were started in `folder` and are alive."""
-    return [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _is_bench(entry, folder)]
-
-
-def _is_bench(entry: Path, folder: Path) -> bool:
-    try:
-        command = (entry / "cmdline").read_bytes()
-        return b"pytest_aisp.bench" in command and os.readlink(entry / "cwd") == str(folder)
-    except OSError:  # it has ended meanwhile
-        return False
-
-
-def wait_for(condition):
-    """Wait until `condition` holds; two minutes are for a machine that is busy."""
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.fixture(params=WORKERS)
@@ -117,13 +95,15 @@ def test_a_hang_says_how_to_give_it_longer(run):
     assert line in run["told"]["hangs"].failure.splitlines()
 
 
-def test_the_marker_sets_the_limit_of_a_case(page, pytester):
+@pytest.mark.parametrize("workers", ["-n0", "-n1"])
+def test_the_marker_sets_the_limit_of_a_case(page, pytester, workers):
     page("time.sleep(1000)", defs=f"{IMPORTS}\nimport pytest").write_text(
         (pytester.path / "ch99/doubling_test.py")
         .read_text()
         .replace("@compare(", "@pytest.mark.aisp_timeout(1)\n@compare(")
     )
-    result = pytester.runpytest_subprocess("--aisp-check", "--aisp-timeout-multiplier=2")
+    options = ["--aisp-check", "--aisp-timeout-multiplier=2", workers]
+    result = pytester.runpytest_subprocess(*options)
     result.stdout.fnmatch_lines(["*no answer within 2 s during: check doubled at n=33"])
 
 
@@ -152,15 +132,26 @@ def test_the_limit_counts_from_when_the_process_is_ready(
         bench.close()
 
 
-@pytest.fixture(params=["-n0", "-n1"])
+ENDLESS = """
+def endless(x):
+    while not os.path.getsize("kept/results.jsonl"):  # the other case may be another worker's
+        time.sleep(0.05)
+    open("busy", "w").close()
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture
 def busy(request, page, pytester):
     """A running pytest whose first case is finished, and whose second one never ends."""
     page(name="first_test.py")
-    page("open('busy', 'w').close() or time.sleep(1000)", defs=IMPORTS, name="second_test.py")
+    page("endless(x)", defs=f"{IMPORTS}\n{ENDLESS}", name="second_test.py")
     command = [sys.executable, "-m", "pytest", request.param]
     command += ["--aisp-check", "--aisp-artifacts=kept"]
     with open(pytester.path / "log", "wb") as log:
-        process = pytester.popen(command, log, subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        process = pytester.popen(
+            command, log, subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+        )
         wait_for((pytester.path / "busy").exists)
         yield process
         process.kill()
@@ -170,15 +161,21 @@ def busy(request, page, pytester):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_interrupt_keeps_what_is_finished(busy, pytester, number):
-    busy.send_signal(number)
+@pytest.mark.parametrize(
+    ("busy", "send"),
+    [("-n0", os.kill), ("-n2", os.kill), ("-n2", os.killpg)],
+    ids=["n0", "n2", "n2-group"],
+    indirect=["busy"],
+)
+def test_an_interrupt_keeps_what_is_finished(busy, pytester, number, send):
+    send(busy.pid, number)  # a process started in a session of its own leads its group
     assert busy.wait(timeout=120) == pytest.ExitCode.INTERRUPTED
     pytest.LineMatcher((pytester.path / "log").read_text().splitlines()).fnmatch_lines(
         ["=* aisp =*", "first *doubled *checked", "!* KeyboardInterrupt* !*", "=* 1 checked in *"]
     )
     rows = (pytester.path / "kept" / "results.jsonl").read_text().splitlines()
     assert [json.loads(row)["verdict"] for row in rows] == ["checked"]
-    assert benches(pytester.path) == []
+    wait_for(lambda: benches(pytester.path) == [])  # a worker's goes when the kernel ends it
 
 
 @pytest.mark.parametrize("busy", ["-n0"], indirect=True)

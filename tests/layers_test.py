@@ -20,7 +20,9 @@ def words(text: str) -> set[str]:
 
 
 LAYERS = {
-    "data": words("messages pair row simulated skus stats store tables timing verdict signature"),
+    "data": words(
+        "artifacts messages pair row signature simulated skus stats store tables timing verdict"
+    ),
     "machine": words(
         "apart bench build check client clocks cold controls cuda device engine fits graphs"
         " host kernels leases loader numerics oracle peaks processes protections quiet repeats"

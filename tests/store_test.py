@@ -625,6 +625,101 @@ def test_a_full_disk_leaves_the_old_file(path, monkeypatch, syscall, action):
     assert names(path) == ["ch01.json"]
 
 
+class Steps:
+    """Count the calls that a write makes to the system, and `act` in the place of number `at`."""
+
+    OWNERS = (
+        (fcntl, "flock"),
+        *((os, n) for n in ["fstat", "stat", "fsync", "replace", "unlink", "open"]),
+    )
+
+    def __init__(self, act, at):
+        self.act, self.at, self.taken = act, at, 0
+
+    def take(self, call, *args, **kwargs):
+        self.taken += 1
+        return self.act() if self.taken == self.at else call(*args, **kwargs)
+
+    def install(self, setattr):
+        for owner, name in self.OWNERS:
+            setattr(owner, name, partial(self.take, getattr(owner, name)))
+        setattr(store, "open", self.open)
+
+    def open(self, *args, **kwargs):
+        return WatchedFile(self.take(builtins.open, *args, **kwargs), self.take)
+
+
+class WatchedFile:
+    def __init__(self, file, take):
+        self.file, self.take = file, take
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.take(self.file.close)
+
+    def __getattr__(self, name):
+        return partial(self.take, getattr(self.file, name))
+
+
+NEXT = {KEY: result("b", processes=(0.9, 0.91)), OTHER: result()}
+
+
+def every_step(path, interrupted):
+    """Interrupt a write at each of its steps in turn; yield whether its result is the new file."""
+    for at in range(1, 99):
+        record(path, {KEY: result()}, replace=True)
+        prune(path, {KEY})
+        old = load(path)
+        done = interrupted(at)
+        after = load(path)
+        assert after == old or after.results == NEXT, at
+        yield after != old
+        record(path, {KEY: result(processes=(0.1, 0.2))}, replace=True)
+        assert load(path).results[KEY].values == ((0.1, 0.2),)
+        assert names(path) == ["ch01.json"]
+        if done:
+            return
+    raise AssertionError("a write has no end of steps")
+
+
+def test_an_error_at_any_step_leaves_the_old_file_or_the_new_one(path, monkeypatch):
+    def interrupted(at):
+        with monkeypatch.context() as patched:
+            steps = Steps(fail, at)
+            steps.install(partial(patched.setattr, raising=False))
+            try:
+                record(path, NEXT, replace=True)
+            except StoreError as error:
+                said.append(str(error))
+            else:
+                said.append("")
+        return steps.taken < at
+
+    said = []
+    for written in every_step(path, interrupted):
+        assert written == (not said[-1])
+    assert sum(map(bool, said)) > 8
+    assert all("could not be written, and is as it was: " in error for error in said if error)
+
+
+def test_a_writer_killed_at_any_step_leaves_the_old_file_or_the_new_one(path):
+    def interrupted(at):
+        child = os.fork()
+        if child == 0:
+            steps = Steps(die, at)
+            steps.install(setattr)
+            record(path, NEXT, replace=True)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        return status == 0
+
+    outcomes = list(every_step(path, interrupted))
+    assert outcomes == sorted(outcomes)
+    assert outcomes.count(False) > 8
+
+
 def test_a_full_disk_leaves_no_new_file(path, monkeypatch):
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(StoreError):
@@ -718,6 +813,17 @@ def test_writers_at_once_lose_nothing(path):
     assert names(path) == ["ch01.json"]
 
 
+@pytest.mark.parametrize("replace", [False, True])
+def test_writers_of_one_case_at_once_leave_whole_results(path, replace):
+    sessions = [result("a"), result("b", processes=(0.8, 0.81))] * 4
+    tasks = [(path, PRODUCT, {KEY: session}, TABLE) for session in sessions]
+    with SPAWN.Pool(4) as pool:
+        pool.starmap(partial(write, replace=replace), tasks, chunksize=1)
+    after = load(path).results[KEY]
+    assert after in sessions if replace else after.values == ((0.7, 0.701, 0.699), (0.8, 0.81))
+    assert names(path) == ["ch01.json"]
+
+
 def die(*args):
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -790,3 +896,9 @@ def test_what_was_edited_by_hand_breaks_its_seal(path, was, becomes):
     with pytest.raises(store.StoreError, match="its seal is broken: it is not what a run has rec"):
         store.load(path)
     assert path.read_text() == EXPECTED.replace(was, becomes, 1)
+
+
+def test_a_line_may_be_removed_by_hand(path):
+    text = "\n".join(line for line in EXPECTED.splitlines() if not line.startswith('"copy_test'))
+    put(path, text)
+    assert list(load(path).results) == [KEY]

@@ -1,0 +1,260 @@
+"""Every attempt is logged, none replaces a verdict, and what is traced has no ordinary one."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from pytest_aisp import witness
+
+CASE = "ch99/doubling_test.py::test_doubling[[]doubled-n1001[]]"
+TIMES = {"added": 2e-5, "doubled": 1e-5}
+
+
+def append(pytester, text):
+    with open(pytester.path / "conftest.py", "a") as conftest:
+        conftest.write(text)
+
+
+def rows(pytester):
+    lines = (pytester.path / "kept" / "results.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+# Votes
+
+
+def test_every_vote_is_in_the_artifacts_and_in_the_closing_notes(page, gpu, pytester):
+    page(at_least="{'sm90': 3.0}")
+    gpu(**TIMES)
+    result = pytester.runpytest_subprocess("-vv", "--aisp-artifacts=kept")
+    vote = (
+        "test_doubling[[]doubled[]]: vote of fresh process {}: [12].???x, error 0.??%, graph clock"
+    )
+    result.stdout.fnmatch_lines([vote.format(number) for number in (1, 2, 3)])
+    [row] = rows(pytester)
+    assert [timing["value"] for timing in row["timings"][1:]] == row["votes"]
+    assert len(row["votes"]) == 3
+    assert all(timing["error"] > 0 and timing["clock"] == "graph" for timing in row["timings"])
+
+
+DIES = """
+import os
+
+from pytest_aisp import simulated
+
+def simulate(*args):
+    if "voting" in os.listdir():
+        os._exit(3)
+    open("voting", "w").close()
+    return simulated.simulate(*args)
+"""
+
+
+def test_a_vote_that_dies_is_logged_too(page, gpu, pytester):
+    page(at_least="{'sm90': 3.0}")
+    gpu(**TIMES)
+    pytester.makepyfile(dies=DIES)
+    conftest = pytester.path / "conftest.py"
+    conftest.write_text(conftest.read_text().replace("pytest_aisp.simulated", "dies"))
+    result = pytester.runpytest_subprocess("-vv")
+    died = "doubled at n=1001: the bench process ended with exit code 3 during: time"
+    result.stdout.fnmatch_lines(
+        [f"E *{died}", f"test_doubling[[]doubled[]]: vote of fresh process 1: {died}"]
+    )
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+# Reruns
+
+COUNTED = "open('attempts', 'a').write('x') and torch.zeros_like(x)"
+OTHER = """
+def test_other():
+    with open("others", "a") as file:
+        file.write("x")
+    assert False
+"""
+
+
+def attempts(pytester, name="attempts"):
+    file = pytester.path / name
+    return len(file.read_text()) if file.exists() else 0
+
+
+@pytest.mark.parametrize("workers", ["-n0", "-n1"])
+def test_reruns_leave_cases_alone_and_repeat_the_others(page, pytester, workers):
+    path = page(COUNTED)
+    eager = "import pytest\n\n\n@pytest.mark.flaky(reruns=2)\n@compare("
+    path.write_text(path.read_text().replace("@compare(", eager))
+    pytester.makepyfile(other_test=OTHER)
+    options = ["--aisp-check", "--reruns=3", "-vv", workers]
+    result = pytester.runpytest_subprocess(*options)
+    result.stdout.fnmatch_lines(
+        ["*: --reruns=3 leaves cases alone: the first verdict stands", "=* 2 failed, 3 rerun in *"]
+    )
+    assert (attempts(pytester), attempts(pytester, "others")) == (1, 4)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.mark.parametrize("option", ["--force-reruns=2", "--reruns-mode=append"])
+def test_what_overrules_that_is_refused(page, pytester, option):
+    page()
+    result = pytester.runpytest_inprocess("--aisp-check", option)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        [
+            f"ERROR: {option.removesuffix('=2')} reruns cases too, and a rerun would turn a red *",
+            "Use --reruns, which leaves cases alone",
+        ]
+    )
+
+
+AGAIN = """
+from _pytest.runner import runtestprotocol
+
+
+def pytest_runtest_protocol(item, nextitem):
+    for attempt in (1, 2):
+        for report in runtestprotocol(item, nextitem=nextitem, log=False):
+            if report.failed and attempt == 1:
+                report.outcome = "rerun"
+            item.ihook.pytest_runtest_logreport(report=report)
+    return True
+"""
+
+
+def test_a_second_attempt_by_whatever_means_is_an_error(page, pytester):
+    page("x if open('attempts', 'a').write('x') and len(open('attempts').read()) == 1 else 2 * x")
+    append(pytester, AGAIN)
+    result = pytester.runpytest_subprocess("--aisp-check")
+    result.stdout.fnmatch_lines(
+        [
+            "ch99/doubling_test.py:*: this case was judged in this run before: a rerun turns no *",
+            "Leave cases out of what reruns tests",
+        ]
+    )
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+# Tracers, debuggers, coverage
+
+TRACES = """
+
+import sys
+
+
+def trace(*args):
+    return None
+
+
+def pytest_runtest_call(item):
+    sys.settrace(trace)
+"""
+TRACED = "{} (sys.settrace) traces the process that measures: it slows Python down many times"
+
+
+def test_a_case_that_is_traced_is_invalid_and_names_the_tracer(page, gpu, pytester):
+    page()
+    gpu(**TIMES)
+    append(pytester, TRACES)
+    result = pytester.runpytest_subprocess("--aisp-in-process", "-v")
+    result.stdout.fnmatch_lines(
+        [
+            f"*{CASE} INVALID*",
+            f"E  *AssertionError: doubled at n=1001: {TRACED.format('conftest')}",
+            "doubling *doubled *invalid",
+        ]
+    )
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_under_a_tracer_results_are_still_proved(page, pytester):
+    page()
+    append(pytester, TRACES)
+    result = pytester.runpytest_subprocess("--aisp-in-process", "--aisp-check")
+    result.stdout.fnmatch_lines(["=* 1 checked in *"])
+
+
+# As coverage's own .pth file starts it in every process of a user's.
+EVERYWHERE = """
+import os, sys
+
+if "COVERAGE_PROCESS_START" in os.environ:
+    import coverage_of_a_kind
+
+    sys.settrace(coverage_of_a_kind.trace)
+"""
+
+
+def test_coverage_of_the_processes_that_measure_is_named(page, gpu, pytester, monkeypatch):
+    page()
+    gpu(**TIMES)
+    path = pytester.mkdir("site")
+    (path / "sitecustomize.py").write_text(EVERYWHERE)
+    (path / "coverage_of_a_kind.py").write_text("def trace(*args):\n    return None\n")
+    before = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", f"{path}{os.pathsep}{before}")
+    monkeypatch.setenv("COVERAGE_PROCESS_START", ".coveragerc")
+    result = pytester.runpytest_subprocess()
+    result.stdout.fnmatch_lines(
+        [
+            f"E  *doubled at n=1001: {TRACED.format('coverage_of_a_kind')}",
+            "E  *Measure without it: unset COVERAGE_PROCESS_START",
+            "doubling *doubled *invalid",
+        ]
+    )
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_a_monitoring_tool_is_named(monkeypatch):
+    tools = SimpleNamespace(get_tool=["", "coverage", None, None, None, None].__getitem__)
+    monkeypatch.setattr(sys, "monitoring", tools, raising=False)
+    monkeypatch.setattr(sys, "gettrace", lambda: None)
+    assert witness.tracing() == "coverage (sys.monitoring)"
+
+
+def test_a_profiler_is_named_by_its_module(monkeypatch):
+    class Profiler:
+        __module__ = "yappi"
+
+        def hook(self, *args):
+            """Called for every call."""
+
+    monkeypatch.setattr(sys, "gettrace", lambda: None)
+    monkeypatch.setattr(sys, "getprofile", lambda: Profiler().hook)
+    assert witness.tracing() == "yappi (sys.setprofile)"
+
+
+@pytest.mark.parametrize(
+    ("ini", "ends"), [("pass", "1 inconclusive"), ("fail", "1 failed")], ids=["pass", "fail"]
+)
+def test_what_is_timed_beside_a_debugger_decides_nothing(page, gpu, pytester, ini, ends):
+    page(at_least="9")
+    gpu(**TIMES)
+    command = [sys.executable, "-m", "pytest", "--pdb", "-o", f"aisp_inconclusive={ini}"]
+    result = pytester.run(*command, stdin=b"c\n")
+    says = "timed inside pytest (--pdb), not in a process of its own: nothing is decided on that"
+    result.stdout.fnmatch_lines([f"*{says}", f"=* {ends} in *"])
+
+
+def test_what_is_stepped_through_is_invalid(page, gpu, pytester):
+    page()
+    gpu(**TIMES)
+    steps = b"n\n" * 9 + b"c\n"
+    result = pytester.run(sys.executable, "-m", "pytest", "--trace", stdin=steps)
+    result.stdout.fnmatch_lines(
+        [f"E  *{TRACED.format('_pytest.debugging')}", "doubling *doubled *invalid"]
+    )
+
+
+def test_what_was_timed_inside_pytest_is_not_stored(page, pytester):
+    page()
+    result = pytester.runpytest_inprocess("--aisp-update-expectations", "--pdb")
+    result.stderr.fnmatch_lines(
+        ["ERROR: --aisp-update-expectations cannot be combined with --pdb: what is stored comes *"]
+    )
+    assert result.ret == pytest.ExitCode.USAGE_ERROR

@@ -1,0 +1,116 @@
+"""Recording: from one run, from two at once, and what becomes of a page that is gone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from pytest_aisp import recorder, store
+from pytest_aisp.recorder import Recorder
+
+UPDATE = ["--aisp-update-expectations", "--aisp-processes=1"]
+FACTS = {"driver": "580.65", "cuda": "13.0", "torch": "2.11.0", "triton": "3.6.0"}
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Return a recorder as the controller of a recording run has one."""
+
+    def make():
+        hook = SimpleNamespace(pytest_aisp_result=lambda config, row: None)
+        settings = SimpleNamespace(artifacts=None, update="missing", root=tmp_path)
+        return Recorder(settings, hook, None)
+
+    return make
+
+
+@pytest.fixture
+def row(tmp_path):
+    """Return the row of a recorded case."""
+
+    def row(name="first", **fields):
+        recorded = {"values": [[0.7]], "clock": "graph", "baseline_us": 2.0, "optimized_us": 1.0}
+        recorded |= {"share": None, "limit": None, "replace": False}
+        recorded |= {"sources": {"baseline": "0a", "optimized": "1b"}, **fields}
+        path = tmp_path / "baselines" / "gpu" / "ch01.json"
+        key = f"{name}_test.py::test_it[{name}-n1]"
+        return {"file": str(path), "key": key, "product": "gpu", "environment": FACTS} | {
+            "recorded": recorded
+        }
+
+    return row
+
+
+def stored(row):
+    return store.load(recorder.Path(row()["file"]))
+
+
+def test_a_commit_in_the_middle_of_a_run_loses_nothing(make, row, monkeypatch):
+    commits = iter(["c0ffee", "facade"])
+    monkeypatch.setattr(recorder, "_commit", lambda root: next(commits))
+    controller = make()
+    controller.add(row("first"))
+    controller.add(row("second"))
+    assert controller.errors == []
+    assert len(stored(row).results) == 2
+    assert [facts["commit"] for facts in stored(row).environments.values()] == ["c0ffee"]
+
+
+def test_what_the_file_cannot_hold_is_said_and_the_next_result_is_stored(make, row):
+    controller = make()
+    controller.add(row("first", baseline_us=0.0))
+    controller.add(row("second"))
+    assert controller.errors == [
+        "first_test.py::test_it[first-n1]: baseline_us=0.0 must be a number from 1e-6 to 1e15"
+    ]
+    assert list(stored(row).results) == ["second_test.py::test_it[second-n1]"]
+
+
+def test_one_key_of_two_meanings_is_said(make, row, monkeypatch):
+    first, second = make(), make()
+    for controller, commit in ((first, "c0ffee"), (second, "facade")):
+        controller._session = "2026-08-20T101112Z", {"date": "2026-08-20", "commit": commit}
+    first.add(row("first"))
+    second.add(row("second"))
+    [error] = second.errors
+    assert error.startswith("second_test.py::test_it[second-n1]: the environment '2026-08-20T1011")
+    assert list(stored(row).results) == ["first_test.py::test_it[first-n1]"]
+
+
+def test_two_runs_that_record_at_once_lose_nothing(page, gpu, pytester):
+    gpu(added=2e-5, doubled=1e-5)
+    for name in ("first", "second", "shared"):
+        page(name=f"{name}_test.py")
+    command = [sys.executable, "-m", "pytest", *UPDATE]
+    runs = [
+        pytester.popen(
+            [*command, f"ch99/{name}_test.py", "ch99/shared_test.py"],
+            subprocess.DEVNULL,
+            subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
+        )
+        for name in ("first", "second")
+    ]
+    assert [run.wait() for run in runs] == [0, 0]
+    folder = pytester.path / "baselines" / "simulated-gpu"
+    found = store.load(folder / "ch99.json")
+    keys = [f"{name}_test.py::test_doubling[doubled-n1001]" for name in ("first", "second")]
+    assert set(found.results) == {*keys, "shared_test.py::test_doubling[doubled-n1001]"}
+    assert [file.name for file in folder.iterdir()] == ["ch99.json"]
+
+
+def test_the_entry_of_a_page_that_is_gone_stays(page, gpu, pytester):
+    gpu(added=2e-5, doubled=1e-5)
+    page(name="gone_test.py")
+    page(name="here_test.py")
+    assert pytester.runpytest_subprocess(*UPDATE).ret == 0
+    file = pytester.path / "baselines" / "simulated-gpu" / "ch99.json"
+    [before] = [line for line in file.read_text().splitlines() if line.startswith('"gone_test')]
+    (pytester.path / "ch99" / "gone_test.py").unlink()
+    update = ["--aisp-update-expectations=all", "--aisp-processes=1"]
+    result = pytester.runpytest_subprocess(*update)
+    result.stdout.fnmatch_lines(["stored: here_test.py::*: ?.???x -> *", "=* 1 passed in *"])
+    assert before in file.read_text().splitlines()

@@ -1,0 +1,119 @@
+"""A worker of xdist that is killed costs the case it was running, and nothing else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from benches import benches, wait_for
+
+IMPORTS = "import os, signal, time"
+# The parent of a side's process is the worker; with it goes the side's own process.
+KILL = "(os.kill(os.getppid(), signal.SIGKILL), time.sleep(1000))"
+HEALTHY = ("first", "middle", "zenith")
+CULPRIT = "ch99/kills_test.py::test_doubling[doubled-n1001]"
+
+
+@pytest.fixture
+def run(page, gpu, pytester, kept):
+    """A run of recorded pages among which one kills its worker."""
+    if not kept:
+        gpu(added=2e-5, doubled=1e-5)
+        for name in HEALTHY:
+            page(name=f"{name}_test.py")
+        update = ["--aisp-update-expectations", "--aisp-processes=1"]
+        assert pytester.runpytest_subprocess(*update).ret == 0
+        stored = pytester.path / "baselines" / "simulated-gpu" / "ch99.json"
+        before = stored.read_bytes()
+        page(KILL, defs=IMPORTS, name="kills_test.py")
+        kept["result"] = pytester.runpytest_subprocess("-n2", "--aisp-artifacts=kept")
+        wait_for(lambda: not benches(pytester.path))
+        kept["stored as before"] = stored.read_bytes() == before
+        rows = (pytester.path / "kept" / "results.jsonl").read_text().splitlines()
+        kept["rows"] = [json.loads(row) for row in rows]
+    return kept
+
+
+def test_the_case_that_was_running_is_named(run):
+    run["result"].stdout.fnmatch_lines(
+        [
+            f"worker 'gw?' crashed while running '{CULPRIT.replace('[', '[[]')}'",
+            "=* aisp =*",
+            f"NO VERDICT: worker 'gw?' crashed while running '{CULPRIT.replace('[', '[[]')}'",
+        ]
+    )
+
+
+def test_every_other_case_has_its_verdict_and_the_run_is_red(run):
+    verdicts = {row["page"].rpartition("/")[2]: row["verdict"] for row in run["rows"]}
+    assert verdicts == {f"{name}_test.py": "pass" for name in HEALTHY}
+    run["result"].stdout.fnmatch_lines(["=* 1 failed, 3 passed in *"])
+    assert run["result"].ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_what_was_stored_is_as_it_was(run):
+    assert run["stored as before"]
+
+
+# While the worker of the first page holds the machine, that of the second asks for it.
+TURNS = """
+import os
+import time
+
+import pytest
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    from pytest_aisp.stash import RUN
+
+    if "second" in item.nodeid:
+        while not os.path.exists("held"):
+            time.sleep(0.05)
+        item.config.stash[RUN].progress = lambda text: open("said", "a").write(text)
+    return (yield)
+"""
+HOLD = """
+def hold(x):
+    open("held", "w").close()
+    while not os.path.exists("said"):
+        time.sleep(0.05)
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)
+"""
+
+
+def test_a_killed_worker_leaves_the_machine_to_the_one_that_waits(page, gpu, pytester):
+    gpu(added=2e-5, doubled=1e-5)
+    with open(pytester.path / "conftest.py", "a") as conftest:
+        conftest.write(TURNS)
+    page("hold(x)", defs=f"{IMPORTS}\n{HOLD}", name="first_test.py", bound='"host"')
+    page(name="second_test.py", bound='"host"')
+    result = pytester.runpytest_subprocess("-n2")
+    said = (pytester.path / "said").read_text()
+    assert said.startswith("wait for host, which another run holds")
+    result.stdout.fnmatch_lines(["worker 'gw?' crashed while running 'ch99/first_test.py::*'"])
+    result.stdout.fnmatch_lines(["second *doubled *new", "=* 1 failed, 1 new in *"])
+    wait_for(lambda: not benches(pytester.path))
+
+
+LATE = """
+
+
+def pytest_handlecrashitem(crashitem, report, sched):
+    from pytest_aisp.stash import RUN
+
+    sched.config.stash[RUN].started -= 1e6
+"""
+
+
+def test_a_worker_in_the_place_of_another_has_no_more_time_than_the_run(page, gpu, pytester):
+    gpu(added=2e-5, doubled=1e-5)
+    with open(pytester.path / "conftest.py", "a") as conftest:
+        conftest.write(LATE)
+    page(KILL, defs=IMPORTS, name="first_test.py")
+    page(name="second_test.py")
+    result = pytester.runpytest_subprocess("-n1", "--aisp-suite-timeout=100000")
+    result.stdout.fnmatch_lines(["=* aisp =*", "NO VERDICT: worker 'gw0' crashed while running *"])
+    result.stdout.fnmatch_lines(["!* --aisp-suite-timeout: 100000 s are over !*"])
+    assert result.ret == pytest.ExitCode.INTERRUPTED
