@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from pytest_aisp import store
 from pytest_aisp.artifacts import Artifacts
 
 HEALTHY = ("first", "middle", "zenith")
@@ -29,53 +30,44 @@ def pytest_aisp_result(config, row):
 """
 
 
-@pytest.fixture(params=WORKERS)
-def full(request, page, gpu, pytester, kept):
-    """A run whose disk is full after its first result; without workers it records."""
-    if request.param not in kept:
-        gpu(added=2e-5, doubled=1e-5)
-        with open(pytester.path / "conftest.py", "a") as conftest:
-            conftest.write(FULL)
-        for name in HEALTHY:
-            page(name=f"{name}_test.py")
-        update = ["--aisp-update-expectations", "--aisp-processes=1"]
-        options = ["--aisp-artifacts=kept", *(WORKERS[request.param] or update)]
-        result = pytester.runpytest_subprocess(*options)
-        rows = (pytester.path / "kept" / "results.jsonl").read_text()
-        stored = pytester.path / "baselines" / "simulated-gpu" / "ch99.json"
-        kept[request.param] = result, rows, stored.read_text() if stored.exists() else None
-    return kept[request.param]
-
-
-def test_a_full_disk_ends_no_run_and_no_run_green(full):
-    result, _, _ = full
-    result.stdout.fnmatch_lines(["=* aisp =*", "*", "=* 3 new in *"])
-    assert "Traceback" not in result.stdout.str() + result.stderr.str()
-    assert result.ret == pytest.ExitCode.TESTS_FAILED
-
-
-def test_what_the_artifacts_lack_is_said_once(full):
-    result, rows, _ = full
-    says = "kept/results.jsonl lacks 2 of 3 results: [[]Errno 27] File too large"
-    after = "    Free space in kept, then run the same command again."
-    result.stdout.fnmatch_lines([f"NOT STORED: {says}", after])
-    assert result.stdout.str().count("results.jsonl") == 1
-    assert rows.endswith("}\n")
-    assert [json.loads(row)["verdict"] for row in rows.splitlines()] == ["new"]
-
-
-@pytest.mark.parametrize("full", ["alone"], indirect=True)
-def test_results_that_are_not_stored_are_said_once_and_what_was_stored_stays(full):
-    result, _, stored = full
-    keys = [f"{name}_test.py::test_doubling[[]doubled-n1001]" for name in HEALTHY[1:]]
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_full_disk_ends_no_run_and_what_is_lacking_is_said_once(page, gpu, pytester, workers):
+    gpu(added=2e-5, doubled=1e-5)
+    with open(pytester.path / "conftest.py", "a") as conftest:
+        conftest.write(FULL)
+    for name in HEALTHY:
+        page(name=f"{name}_test.py")
+    update = ["--aisp-update-expectations", "--aisp-processes=1"]
+    options = WORKERS[workers] or update  # with workers nothing is recorded
+    result = pytester.runpytest_subprocess("--aisp-artifacts=kept", *options)
     result.stdout.fnmatch_lines(
         [
-            f"NOT STORED: {', '.join(keys)}: */ch99.json could not be written, and is as it was:"
-            " [[]Errno 28] No space left on device",
-            "    Free space in */baselines/simulated-gpu or make it writable, then run *",
+            "=* aisp =*",
+            *(_refused() if options is update else []),
+            "NOT STORED: kept/results.jsonl lacks 2 of 3 results: [[]Errno 27] File too large",
+            "    Free space in kept, then run the same command again.",
+            "=* 3 new in *",
         ]
     )
-    assert list(json.loads(stored)["results"]) == ["first_test.py::test_doubling[doubled-n1001]"]
+    written = result.stdout.str()
+    assert "Traceback" not in written + result.stderr.str()
+    assert written.count("NOT STORED") == (2 if options is update else 1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    rows = (pytester.path / "kept" / "results.jsonl").read_text()
+    assert rows.endswith("}\n")
+    assert [json.loads(row)["verdict"] for row in rows.splitlines()] == ["new"]
+    if options is update:
+        stored = store.load(pytester.path / "baselines" / "simulated-gpu" / "ch99.json")
+        assert list(stored.results) == ["first_test.py::test_doubling[doubled-n1001]"]
+
+
+def _refused():
+    keys = [f"{name}_test.py::test_doubling[[]doubled-n1001]" for name in HEALTHY[1:]]
+    fault = "could not be written, and is as it was: [[]Errno 28] No space left on device"
+    return (
+        f"NOT STORED: {', '.join(keys)}: */ch99.json {fault}",
+        "    Free space in */baselines/simulated-gpu or make it writable, then run *",
+    )
 
 
 def test_a_line_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -131,19 +123,13 @@ def test_a_lease_that_cannot_be_taken_is_no_crash_of_the_run(page, pytester, mon
 # Half a line, as a run leaves it that was killed while it wrote one
 
 
-@pytest.fixture
-def torn(page, gpu, pytester, kept):
-    """A recording of two cases whose second line is cut off."""
+def test_the_other_lines_are_replayed_and_the_torn_one_is_said(page, gpu, pytester):
     gpu(added=2e-5, doubled=1e-5)
     for name in ("first", "second"):
         page(name=f"{name}_test.py")
-    if "rows" not in kept:
-        pytester.runpytest_subprocess("--aisp-artifacts=kept")
-        kept["rows"] = (pytester.path / "kept" / "results.jsonl").read_text()
-    (pytester.path / "torn.jsonl").write_text(kept["rows"][:-99])
-
-
-def test_the_other_lines_are_replayed_and_the_torn_one_is_said(torn, pytester):
+    pytester.runpytest_subprocess("--aisp-artifacts=kept")
+    rows = (pytester.path / "kept" / "results.jsonl").read_text()
+    (pytester.path / "torn.jsonl").write_text(rows[:-99])
     result = pytester.runpytest_subprocess("--aisp-replay=torn.jsonl")
     case = CASE.format("second").replace("[", "[[]")
     says = f"its last line, of {case}, is half written and was left out"
@@ -153,11 +139,10 @@ def test_the_other_lines_are_replayed_and_the_torn_one_is_said(torn, pytester):
     result.stdout.fnmatch_lines(["first *new", "second *fail", "=* 1 failed, 1 new in *"])
 
 
-def test_a_broken_line_before_the_last_is_refused(torn, pytester):
-    file = pytester.path / "torn.jsonl"
-    file.write_text(f"{file.read_text()}\n{{}}\n")
+@pytest.mark.parametrize("text", ['{"key": "a"}\n{"ke\n{"key": "b"}\n', '{"ke'])
+def test_a_broken_line_before_the_last_or_nothing_else_is_refused(page, pytester, text):
+    page()
+    (pytester.path / "torn.jsonl").write_text(text)
     result = pytester.runpytest_inprocess("--aisp-replay=torn.jsonl")
-    result.stderr.fnmatch_lines(
-        ["ERROR: --aisp-replay=torn.jsonl: not the results.jsonl of a run*"]
-    )
+    result.stderr.fnmatch_lines(["ERROR: --aisp-replay=torn.jsonl: not the results.jsonl of a *"])
     assert result.ret == pytest.ExitCode.USAGE_ERROR

@@ -113,8 +113,14 @@ def page(pytester: pytest.Pytester) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def gpu(pytester: pytest.Pytester) -> Callable[..., None]:
+def gpu(
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., None]:
     """Put a simulated GPU into this session: `gpu(added=2e-5, doubled=1e-5, noise={...})`."""
+    # It needs no lease of the real machine, so it need not wait for who holds one.
+    monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("leases")))
 
     def install(
         *, noise: dict[str, float] | None = None, session: float = 0.0, **seconds: float

@@ -14,45 +14,31 @@ HEALTHY = ("first", "middle", "zenith")
 CULPRIT = "ch99/kills_test.py::test_doubling[doubled-n1001]"
 
 
-@pytest.fixture
-def run(page, gpu, pytester, kept):
-    """A run of recorded pages among which one kills its worker."""
-    if not kept:
-        gpu(added=2e-5, doubled=1e-5)
-        for name in HEALTHY:
-            page(name=f"{name}_test.py")
-        update = ["--aisp-update-expectations", "--aisp-processes=1"]
-        assert pytester.runpytest_subprocess(*update).ret == 0
-        stored = pytester.path / "baselines" / "simulated-gpu" / "ch99.json"
-        before = stored.read_bytes()
-        page(KILL, defs=IMPORTS, name="kills_test.py")
-        kept["result"] = pytester.runpytest_subprocess("-n2", "--aisp-artifacts=kept")
-        wait_for(lambda: not benches(pytester.path))
-        kept["stored as before"] = stored.read_bytes() == before
-        rows = (pytester.path / "kept" / "results.jsonl").read_text().splitlines()
-        kept["rows"] = [json.loads(row) for row in rows]
-    return kept
-
-
-def test_the_case_that_was_running_is_named(run):
-    run["result"].stdout.fnmatch_lines(
+def test_a_killed_worker_costs_the_case_that_it_was_running(page, gpu, pytester):
+    gpu(added=2e-5, doubled=1e-5)
+    for name in HEALTHY:
+        page(name=f"{name}_test.py")
+    update = ["--aisp-update-expectations", "--aisp-processes=1", "ch99/first_test.py"]
+    assert pytester.runpytest_subprocess(*update).ret == 0
+    stored = pytester.path / "baselines" / "simulated-gpu" / "ch99.json"
+    before = stored.read_bytes()
+    page(KILL, defs=IMPORTS, name="kills_test.py")
+    result = pytester.runpytest_subprocess("-n2", "--aisp-artifacts=kept")
+    culprit = CULPRIT.replace("[", "[[]")
+    result.stdout.fnmatch_lines(
         [
-            f"worker 'gw?' crashed while running '{CULPRIT.replace('[', '[[]')}'",
+            f"worker 'gw?' crashed while running '{culprit}'",
             "=* aisp =*",
-            f"NO VERDICT: worker 'gw?' crashed while running '{CULPRIT.replace('[', '[[]')}'",
+            f"NO VERDICT: worker 'gw?' crashed while running '{culprit}'",
+            "=* 1 failed, 1 passed, 2 new in *",
         ]
     )
-
-
-def test_every_other_case_has_its_verdict_and_the_run_is_red(run):
-    verdicts = {row["page"].rpartition("/")[2]: row["verdict"] for row in run["rows"]}
-    assert verdicts == {f"{name}_test.py": "pass" for name in HEALTHY}
-    run["result"].stdout.fnmatch_lines(["=* 1 failed, 3 passed in *"])
-    assert run["result"].ret == pytest.ExitCode.TESTS_FAILED
-
-
-def test_what_was_stored_is_as_it_was(run):
-    assert run["stored as before"]
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    rows = map(json.loads, (pytester.path / "kept" / "results.jsonl").read_text().splitlines())
+    verdicts = {row["page"].rpartition("/")[2]: row["verdict"] for row in rows}
+    assert verdicts == {"first_test.py": "pass", "middle_test.py": "new", "zenith_test.py": "new"}
+    assert stored.read_bytes() == before
+    wait_for(lambda: not benches(pytester.path))
 
 
 # While the worker of the first page holds the machine, that of the second asks for it.
