@@ -163,7 +163,7 @@ class Engine:
         budget = Budget(**task.budget)
         with self._prepared(task, pair):
             samples, extra = self._measure(task, pair, sides, budget)
-        if task.replicate:  # one of many processes on this GPU: leave the memory to the next
+        if task.replicate and not task.keep:  # one of many processes: leave the memory to the next
             self._oracles.clear()
             release(task.device)
         return {
