@@ -32,12 +32,12 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE / "code_gate_kernels.py"
 SILENCE = 90.0
 """Seconds after which a bench process that says nothing is given up."""
-ROUND = (0.0, 0.0, 1.0)
-"""A kernel's trials in one round: two unchanged, one planted."""
+ROUND = (False, False, True)
+"""Whether a slowdown is planted, for a kernel's trials in one round."""
 MOST_ERRORS = 3
 """Errors in a row after which a kernel is left out."""
 PILOT = 5
-"""Unchanged trials of a kernel before its own spread says what is planted."""
+"""Unchanged trials of a kernel before anything is planted in it: its own spread says how much."""
 HEADROOM = 1.2
 """What is planted beyond what the spread so far can detect; the whole record may say more."""
 NOISE = {"window": 0.002, "capture": 0.0015, "process": 0.0004}
@@ -171,14 +171,14 @@ class Recorder:
         share = (self.process + 1) / self.plan.processes
         return self.started + 60 * self.plan.minutes * share - self.reserve
 
-    def _kinds(self, kernel: str) -> list[float]:
-        """Return the slowdowns of one round; the first that is ever planted knows its window."""
-        known = kernel in self.seconds
-        return self.rng.sample(ROUND, len(ROUND)) if known else sorted(ROUND)
+    def _kinds(self, kernel: str) -> list[bool]:
+        """Return for each trial of one round whether a slowdown is planted."""
+        known = len(self.values[kernel]) >= PILOT
+        return self.rng.sample(ROUND, len(ROUND)) if known else [False] * len(ROUND)
 
-    def _trial(self, kernel: str, planted: float) -> None:
+    def _trial(self, kernel: str, planted: bool) -> None:
         asked = self.share(kernel) if planted else 0.0
-        budget = {"window": max(1e-3, CALLS * self.seconds.get(kernel, 0.0))} if planted else {}
+        budget = {"window": max(1e-3, CALLS * self.seconds[kernel])} if planted else {}
         self.number += 1
         timer = self._timer(kernel) if self.plan.simulated else None
         result = self.ask(self.task(kernel, planted=asked, budget=budget, keep=True, timer=timer))

@@ -67,8 +67,9 @@ def test_the_kernels_are_those_of_the_page():
 
 def test_few_false_reds_and_few_misses(recorded):
     count = judged(recorded).count()
-    assert count["unchanged"] == 2 * PLAN.processes * PLAN.rounds * len(KERNELS)
-    assert count["planted"] + count["below"] == count["unchanged"] / 2
+    rounds = PLAN.processes * PLAN.rounds - 2  # the first two are the pilot
+    assert count["unchanged"] == (2 * rounds + 2 * 3) * len(KERNELS)
+    assert count["planted"] + count["below"] == rounds * len(KERNELS)
     assert count["unchanged red"] == 0
     assert count["planted red"] >= count["planted"] - 1
     assert count["below"] <= 2
@@ -89,7 +90,7 @@ def test_little_that_is_planted_is_counted_apart(recorded, tmp_path):
 
     count = judged(rewritten(recorded, tmp_path / "less.jsonl", less)).count()
     assert count["planted"] == 0
-    assert count["below"] == count["unchanged"] / 2
+    assert count["below"] == (PLAN.processes * PLAN.rounds - 2) * len(KERNELS)
 
 
 def test_a_recording_that_was_stopped_is_a_shorter_one(recorded, tmp_path):
@@ -242,7 +243,7 @@ def test_record_and_judge_through_bench_processes(tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     record = ["record", str(out), "--simulated", "--processes", "1", "--rounds", "1"]
     assert code_gate.main([*record, "--others", "1"]) == 0
-    assert "process 1 of 1: 16 unchanged, 8 planted, 0 failed" in capsys.readouterr().out
+    assert "process 1 of 1: 24 unchanged, 0 planted, 0 failed" in capsys.readouterr().out
     assert code_gate.main(["judge", str(out), "--suites", "20"]) == 0
     with pytest.raises(SystemExit):
         code_gate.main(record[:3])
