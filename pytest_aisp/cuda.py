@@ -22,7 +22,7 @@ from .kernels import launched
 from .protections import on
 from .quiet import no_gc, waiter
 from .sides import SideError, Subject
-from .timing import Budget, calls_for
+from .timing import Budget, calls_for, calls_to_plant
 from .witness import now_ns
 from .workbench import Workbench
 
@@ -232,7 +232,10 @@ class CudaBout:
             # A few calls overstate a short one by the launch of their graph: size, time, size
             # again.
             window = max(least, *(t * slots for t in seconds))
-            counts = [calls_for(t, window, slots) for t in seconds]
+            counts = [
+                calls_to_plant(calls_for(t, window, slots), slots, max(self._planted))
+                for t in seconds
+            ]
             if self.bench.pair.state is not None:
                 counts = [min(count, timing.MOST_STEPS) for count in counts]
             if all(abs(n - w.counted) <= NEAR * n for n, w in zip(counts, probes, strict=True)):

@@ -167,7 +167,7 @@ class Engine:
         with self._prepared(task, pair):
             witness.refuse_tracers()
             samples, extra = self._measure(task, pair, sides, budget)
-        if task.replicate:  # one of many processes on this GPU: leave the memory to the next
+        if task.replicate and not task.keep:  # one of many processes: leave the memory to the next
             self._oracles.clear()
             release(task.device)
         return {

@@ -12,7 +12,7 @@ from typing import Any
 from . import timing
 from .cuda import host_window
 from .sides import Subject
-from .timing import Budget, calls_for, extra_calls
+from .timing import Budget, calls_for, calls_to_plant, extra_calls
 from .workbench import Workbench
 
 WINDOW = 10e-3
@@ -44,7 +44,7 @@ class HostBout:
         seconds = [min(self._caller(s)() for _ in range(3)) for s in subjects]
         window = max(budget.window or WINDOW, *seconds)
         slots = len(bench.slots)
-        counts = [calls_for(t, window, slots) for t in seconds]
+        counts = [calls_to_plant(calls_for(t, window, slots), slots, planted) for t in seconds]
         if bench.pair.state is not None:
             counts = [min(count, timing.MOST_STEPS) for count in counts]
         extra = 0, extra_calls(counts[1], planted)

@@ -40,6 +40,7 @@ class Task:
         budget: keywords of `timing.Budget`.
         seed: from which the values of check sizes and the unseen ones are drawn; secret.
         replicate: number of the process among those that measure this case.
+        keep: whether the expected results of a `replicate` are kept for the next task.
         planted: slowdown planted in the second side: this share of extra calls is not counted.
         profile: whether the kernels of both sides are looked at, after the windows.
         reproducible: deterministic algorithms only.
@@ -67,6 +68,7 @@ class Task:
     budget: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     replicate: int = 0
+    keep: bool = False
     planted: float = 0.0
     profile: bool = False
     reproducible: bool = False
@@ -78,7 +80,17 @@ class Task:
     def key(self) -> str:
         """Return what identifies the request in a recording."""
         what = asdict(self)
-        where = ("root", "page", "seed", "device", "budget", "timer", "reproducible", "past")
+        where = {
+            "root",
+            "page",
+            "seed",
+            "device",
+            "budget",
+            "timer",
+            "reproducible",
+            "past",
+            "keep",
+        }
         return json.dumps({k: v for k, v in what.items() if k not in where}, sort_keys=True)
 
 

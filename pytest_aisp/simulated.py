@@ -13,8 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .timing import Budget, Samples, extra_calls, join, measure
+from .timing import Budget, Samples, calls_to_plant, extra_calls, join, measure
 
+WINDOW = 1e-3
+"""Least seconds of a window."""
 DIP_WITHIN, DIP_SECONDS = 0.06, 0.01
 """A dip begins in the first 60 ms of device time and lasts for 5 to 15 ms."""
 
@@ -93,7 +95,8 @@ class Process:
         """Measure one pair: a capture a lap, the blocks shared among the laps."""
         parts = []
         for _ in range(budget.laps):
-            bout = _SimulatedBout(self, self.rng.gauss(0, self.noise.capture))
+            capture = self.rng.gauss(0, self.noise.capture)
+            bout = _SimulatedBout(self, capture, budget.window or WINDOW)
             parts.append(measure(bout, budget.lap(), self.rng))
         return join(parts)
 
@@ -122,9 +125,10 @@ class _SimulatedBout:
 
     clock = "graph"
 
-    def __init__(self, process: Process, capture: float) -> None:
+    def __init__(self, process: Process, capture: float, window: float) -> None:
         self.process, self.capture, self.slow = process, capture, 0.0
-        counts = [max(1, math.ceil(1e-3 / s)) for s in process.seconds]
+        counts = [max(1, math.ceil(window / s)) for s in process.seconds]
+        counts = [calls_to_plant(count, 1, process.planted) for count in counts]
         extra = extra_calls(counts[1], process.planted)
         self.windows = (_Window(self, 0, counts[0], 0), _Window(self, 1, counts[1], extra))
         self._throttled = False

@@ -22,6 +22,10 @@ MOST_STEPS = 16
 """Most steps in a window of a training step: the state after it is compared with the reference."""
 
 
+PLANTABLE = 0.85, 1.35
+"""A window may hold this many times the wanted calls to plant a slowdown exactly."""
+
+
 MOST_DROPPED = 20
 """Disturbed blocks after which a measurement gives up."""
 
@@ -213,6 +217,18 @@ def calls_for(seconds_per_call: float, window: float, slots: int) -> int:
 def extra_calls(counted: int, planted: float) -> int:
     """Return how many calls beside `counted` plant a slowdown of at least the share `planted`."""
     return math.ceil(counted * planted - 1e-9)
+
+
+def calls_to_plant(calls: int, slots: int, planted: float) -> int:
+    """Return how many calls, near `calls`, let whole extra calls plant `planted` most exactly.
+
+    A multiple of `slots`; 100 calls plant 1 %, 101 would plant 2 %.
+    """
+    if not planted:
+        return calls
+    first = math.ceil(PLANTABLE[0] * calls / slots) * slots
+    near = range(first, max(first, math.floor(PLANTABLE[1] * calls)) + 1, slots)
+    return min(near, key=lambda n: (extra_calls(n, planted) / n, abs(n - calls)))
 
 
 def settle(

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_aisp import verdict
+from pytest_aisp import timing, verdict
 from pytest_aisp.canary import Canary, judge
 from pytest_aisp.simulated import Noise, Process
 from pytest_aisp.timing import Budget
@@ -55,7 +55,7 @@ def test_a_run_shows_its_canary_and_keeps_it(page, gpu, pytester):
     result.stdout.fnmatch_lines(
         [
             "canary: test_doubling[[]doubled-n1001[]] on the graph clock: against itself *x,"
-            " with 2.0% planted 0.98*x"
+            " with 1.5% planted 0.98*x"
         ]
     )
     [line] = (pytester.path / "kept" / "canaries.jsonl").read_text().splitlines()
@@ -161,6 +161,14 @@ def test_what_is_planted_is_a_whole_number_of_calls_and_at_least_the_share():
         reading, planted = simulated(quiet, random.Random(1), seconds)(0.01, False)
         assert planted >= 0.01
         assert reading.value == pytest.approx(-math.log1p(planted), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("calls", "slots", "planted", "kept"),
+    [(500, 2, 0.0, 500), (104, 4, 0.01, 100), (96, 19, 0.01, 95), (1, 1, 0.01, 1)],
+)
+def test_a_window_holds_as_many_calls_as_can_plant_it(calls, slots, planted, kept):
+    assert timing.calls_to_plant(calls, slots, planted) == kept
 
 
 def test_the_share_is_one_percent_or_what_can_be_detected():

@@ -1,0 +1,81 @@
+"""Error rates of the code gate (`--aisp-against`) on a GPU, beside those of other ways to judge.
+
+    python benchmarks/code_gate.py record OUT.jsonl --minutes 9.5    on a GPU, one command
+    python benchmarks/code_gate.py judge FILE.jsonl ...              anywhere, no torch
+    python benchmarks/code_gate.py judge FILE.jsonl ... --check TABLE.md
+
+`record` times eight unlike kernels against themselves, unchanged and with a planted slowdown, in
+fresh bench processes, as the plugin times a changed side against itself as it was; besides, as
+`triton.testing.do_bench` and pytest-benchmark would. `judge` prints the tables of
+docs/code-gate.md; with `--check` it exits 1 where they differ from a stored one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from pathlib import Path
+
+import code_gate_judge
+
+
+def record(options: argparse.Namespace) -> int:
+    """Record; return 1 if no trial came of it."""
+    from code_gate_record import Plan, Recorder
+
+    names = ("processes", "rounds", "minutes", "others", "simulated", "in_process", "seed")
+    recorder = Recorder(Plan(**{name: getattr(options, name) for name in names}), options.out)
+    recorder.run()
+    return 0 if any(recorder.values.values()) else 1
+
+
+def judge(options: argparse.Namespace) -> int:
+    """Print the tables; return 1 if they are not those of ``--check``."""
+    recording = code_gate_judge.read(options.files)
+    if not recording.kernels:
+        print("no unchanged trial was recorded", file=sys.stderr)
+        return 1
+    text = code_gate_judge.report(code_gate_judge.judge(recording), options.suites)
+    print(text, end="")
+    if options.check is None or options.check.read_text() == text:
+        return 0
+    old, new = (t.splitlines() for t in (options.check.read_text(), text))
+    print(*difflib.unified_diff(old, new, "stored", "now", lineterm=""), sep="\n", file=sys.stderr)
+    return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    main = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = main.add_subparsers(dest="command", required=True)
+    recorder = commands.add_parser("record")
+    recorder.add_argument("out", type=Path)
+    recorder.add_argument("--processes", type=int, default=21)
+    recorder.add_argument("--rounds", type=int, help="most rounds over all kernels in a process")
+    recorder.add_argument("--minutes", type=float, help="of wall-clock time for everything")
+    recorder.add_argument("--others", type=int, default=2, help="kernels timed as others do")
+    recorder.add_argument("--simulated", action="store_true", help="no GPU: arithmetic instead")
+    recorder.add_argument("--in-process", action="store_true", help="no bench process; for tests")
+    recorder.add_argument("--seed", type=int, default=0)
+    recorder.set_defaults(run=record)
+    judger = commands.add_parser("judge")
+    judger.add_argument("files", type=Path, nargs="+")
+    judger.add_argument("--suites", type=int, default=20_000)
+    judger.add_argument("--check", type=Path, help="a stored table")
+    judger.set_defaults(run=judge)
+    return main
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    options = parser().parse_args(arguments)
+    if options.command == "record" and options.rounds is None and options.minutes is None:
+        parser().error("record needs an end: --minutes 9.5, or --rounds 4")
+    return int(options.run(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,460 @@
+"""Judge a recording of `code_gate.py` with the code that judges real runs. Needs no GPU, no torch.
+
+Each recorded trial is the first value of one case-run. Its votes are trials of the same kernel and
+kind of other processes, each from another one, drawn by a generator that the trial itself seeds: a
+recording has the same verdicts anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pytest_aisp import stats, verdict
+from pytest_aisp.timing import ROBUST_CLOCKS
+from pytest_aisp.verdict import Reading
+
+CASES = 250
+"""Cases of a suite."""
+SURE = 0.05
+"""Chance that a printed limit is wrong."""
+ROUNDED = 2e-6
+"""Rounding of recorded shares."""
+
+Process = tuple[int, int]
+"""Number of the file, number of the process in it."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One recorded trial: `planted` is the share of calls that was not counted, 0 if unchanged."""
+
+    kernel: str
+    process: Process
+    number: int
+    planted: float
+    reading: Reading
+    seconds: float
+    clock: str
+
+
+@dataclass
+class Recording:
+    """What one or several files hold."""
+
+    environments: list[dict[str, Any]] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
+    others: list[dict[str, Any]] = field(default_factory=list)
+    errors: int = 0
+
+    @property
+    def kernels(self) -> list[str]:
+        """Kernels with an unchanged trial, the quickest first."""
+        times = defaultdict(list)
+        for trial in self.trials:
+            if not trial.planted:
+                times[trial.kernel].append(trial.seconds)
+        return sorted(times, key=lambda kernel: median(times[kernel]))
+
+
+def read(paths: Sequence[Path]) -> Recording:
+    """Return what the files hold. The last line of a stopped recording may be cut off."""
+    found = Recording()
+    for number, path in enumerate(paths):
+        for row in _rows(path):
+            process = number, row["process"]
+            if row["kind"] == "trial":
+                found.trials.append(trial_of(row, process))
+            elif row["kind"] == "other":
+                found.others.append({**row, "process": process})
+            elif row["kind"] == "environment":
+                found.environments.append(row)
+            else:
+                found.errors += 1
+    return found
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            if number < len(lines):
+                raise ValueError(f"{path}:{number} is not a line of a recording") from None
+
+
+def trial_of(row: Mapping[str, Any], process: Process) -> Trial:
+    """Return a trial, its value computed anew from the raw blocks and laps."""
+    value = stats.process_value(row["blocks"], robust=row["clock"] in ROBUST_CLOCKS)
+    reading = Reading(value, stats.lap_error(row["laps"]))
+    planted = row["planted"] if row["asked"] else 0.0
+    return Trial(
+        row["kernel"], process, row["number"], planted, reading, row["seconds"], row["clock"]
+    )
+
+
+def spreads(trials: Iterable[Trial]) -> dict[str, float]:
+    """Return by kernel what its product's file would say: one value a process, a file a session."""
+    values: dict[str, dict[Process, float]] = defaultdict(dict)
+    clocks: dict[str, str] = {}
+    for trial in trials:
+        if not trial.planted:
+            values[trial.kernel].setdefault(trial.process, trial.reading.value)
+            clocks[trial.kernel] = trial.clock
+    owns = {kernel: _own_spread(found) for kernel, found in values.items()}
+    pool = {k: own for k, own in owns.items() if own is not None}
+    spread = {}
+    for kernel, found in values.items():
+        clock, own = clocks[kernel], owns[kernel]
+        others = [other for name, other in pool.items() if clocks[name] == clock]
+        spread[kernel] = verdict.DEFAULT_SPREAD[clock]
+        if own is not None:
+            spread[kernel] = stats.pooled_spread(own, len(found), others)
+    return spread
+
+
+def _own_spread(values: Mapping[Process, float]) -> float | None:
+    sessions: dict[int, list[float]] = defaultdict(list)
+    for (session, _), value in values.items():
+        sessions[session].append(value)
+    found = [stats.trimmed_spread(v) for v in sessions.values() if len(v) >= 3]
+    return stats.rms(found) if found else None
+
+
+class Bench:
+    """The trials of other processes, from which votes are drawn."""
+
+    def __init__(self, trials: Iterable[Trial]) -> None:
+        self._kinds: dict[tuple[str, bool], dict[Process, list[Reading]]] = {}
+        for trial in trials:
+            kind = self._kinds.setdefault((trial.kernel, trial.planted > 0), {})
+            kind.setdefault(trial.process, []).append(trial.reading)
+
+    def votes(self, trial: Trial, rng: random.Random) -> Iterator[Reading]:
+        """Yield one trial from each of the other processes, both drawn at random."""
+        kind = self._kinds[trial.kernel, trial.planted > 0]
+        left = [process for process in kind if process != trial.process]
+        while left:
+            process = left.pop(_below(len(left), rng))
+            yield kind[process][_below(len(kind[process]), rng)]
+
+    def outcome(self, trial: Trial, spread: float, rng: random.Random) -> verdict.Outcome:
+        """Return what the code gate says, as `judge.Judge.judge_against` asks it."""
+        gate = verdict.code_gate(verdict.believed(spread, trial.reading))
+        votes = self.votes(trial, rng)
+        decision = verdict.decide(trial.reading, [gate], lambda: next(votes, None))
+        return decision.outcomes["code"]
+
+
+def _below(count: int, rng: random.Random) -> int:
+    return int(rng.random() * count)  # the one draw that every Python makes alike
+
+
+@dataclass
+class Judged:
+    """One recording and what became of its trials.
+
+    Attributes:
+        outcomes: in the order of the trials.
+        enough: by trial, whether at least what its row detects was planted.
+    """
+
+    recording: Recording
+    spread: dict[str, float]
+    outcomes: list[verdict.Outcome]
+    enough: list[bool]
+
+    def count(self, kernel: str | None = None) -> Counter[str]:
+        """Return how many trials were what, of one kernel or of all."""
+        found: Counter[str] = Counter()
+        rows = zip(self.recording.trials, self.outcomes, self.enough, strict=True)
+        for trial, outcome, enough in rows:
+            if kernel in (None, trial.kernel):
+                kind = "unchanged" if not trial.planted else "planted" if enough else "below"
+                found[kind] += 1
+                found[f"{kind} voted"] += outcome != "clear"
+                found[f"{kind} red"] += outcome == "red"
+        return found
+
+
+def judge(recording: Recording) -> Judged:
+    """Judge every trial once. Planted votes are of trials that count themselves."""
+    spread = spreads(recording.trials)
+    enough = [not t.planted or detectable(t, spread[t.kernel]) for t in recording.trials]
+    counted = [t for t, yes in zip(recording.trials, enough, strict=True) if yes]
+    all_, only = Bench(recording.trials), Bench(counted)
+    outcomes = [
+        (only if yes else all_).outcome(t, spread[t.kernel], _rng(t))
+        for t, yes in zip(recording.trials, enough, strict=True)
+    ]
+    return Judged(recording, spread, outcomes, enough)
+
+
+def detectable(trial: Trial, spread: float) -> bool:
+    """Return whether at least 1 % and what the row says it detects was planted."""
+    least = max(math.log1p(verdict.PLANTED), verdict.DETECTABLE_CODE * spread)
+    return math.log1p(trial.planted) >= least - ROUNDED
+
+
+def _rng(trial: Trial) -> random.Random:
+    return random.Random(f"{trial.kernel} {trial.process} {trial.number}")
+
+
+class Suites:
+    """Suites of `CASES` cases resampled from the unchanged trials.
+
+    A suite's first values come from one process, its cases' kernels are drawn evenly.
+    """
+
+    def __init__(self, judged: Judged) -> None:
+        self._spread = judged.spread
+        unchanged = [t for t in judged.recording.trials if not t.planted]
+        self._bench = Bench(unchanged)
+        self._by_process: dict[Process, list[Trial]] = defaultdict(list)
+        for trial in unchanged:
+            self._by_process[trial.process].append(trial)
+        self.processes = list(self._by_process)
+        self._weights = {p: self._even(trials) for p, trials in self._by_process.items()}
+        self._suspects = {p: list(map(self._suspect, v)) for p, v in self._by_process.items()}
+
+    def _suspect(self, trial: Trial) -> Trial | None:
+        """Return `trial` if its case would be voted on."""
+        spread = verdict.believed(self._spread[trial.kernel], trial.reading)
+        clear = verdict.code_gate(spread).decide(trial.reading, []) == "clear"
+        return None if clear else trial
+
+    @staticmethod
+    def _even(trials: Sequence[Trial]) -> list[float]:
+        counts = Counter(trial.kernel for trial in trials)
+        return [1 / counts[trial.kernel] for trial in trials]
+
+    def red(self, process: Process, rng: random.Random) -> bool:
+        """Return whether one suite, measured in `process`, has a red case."""
+        drawn = rng.choices(self._suspects[process], self._weights[process], k=CASES)
+        suspects = (trial for trial in drawn if trial is not None)
+        return any(self._bench.outcome(t, self._spread[t.kernel], rng) == "red" for t in suspects)
+
+    def share(self, count: int, processes: Sequence[Process], rng: random.Random) -> float:
+        """Return the share of `count` suites that are red."""
+        picked = (processes[_below(len(processes), rng)] for _ in range(count))
+        return sum(self.red(process, rng) for process in picked) / count
+
+    def limit(self, count: int, records: int, rng: random.Random) -> float:
+        """Return what 95 of 100 records of as many processes, drawn anew, stay at or below."""
+        shares = []
+        for _ in range(records):
+            again = [self.processes[_below(len(self.processes), rng)] for _ in self.processes]
+            shares.append(self.share(max(1, count // records), again, rng))
+        return sorted(shares)[math.ceil((1 - SURE) * records) - 1]
+
+
+def at_most(found: int, count: int) -> float:
+    """Return the 95 % upper limit (Clopper and Pearson) of a share of which `found` were seen."""
+    low, high = found / count, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        chance = sum(_chance(k, count, middle) for k in range(found + 1))
+        low, high = (middle, high) if chance > SURE else (low, middle)
+    return high
+
+
+def _chance(found: int, count: int, share: float) -> float:
+    if not 0 < share < 1:
+        return float(found == count * round(share))
+    ways = math.lgamma(count + 1) - math.lgamma(found + 1) - math.lgamma(count - found + 1)
+    return math.exp(ways + found * math.log(share) + (count - found) * math.log1p(-share))
+
+
+def digest(judged: Judged) -> str:
+    """Return 12 hex digits of every verdict in order: equal only if all are."""
+    return hashlib.sha256(" ".join(judged.outcomes).encode()).hexdigest()[:12]
+
+
+# The other ways ---------------------------------------------------------------------------------
+
+WAYS = [("do_bench", field, limit) for field in ("mean", "median") for limit in (1, 2, 5)]
+STORED_WAYS = [
+    *WAYS,
+    *(("pytest-benchmark", field, limit) for field in ("min", "mean") for limit in (1, 5)),
+]
+"""Tool, statistic, threshold in per cent."""
+
+
+def fails(new: Mapping[str, Any], old: Mapping[str, Any], field: str, limit: float) -> bool:
+    """Return whether `field` grew by more than `limit` per cent.
+
+    The rule of ``--benchmark-compare-fail=field:limit%``:
+    https://pytest-benchmark.readthedocs.io/en/latest/comparing.html
+    """
+    return bool(new[field] / old[field] * 100 - 100 > limit)
+
+
+Comparison = tuple[dict[str, Any], dict[str, Any], bool]
+"""A row before, a row after, and whether a slowdown was planted between them."""
+
+
+def in_one_process(rows: Iterable[Mapping[str, Any]]) -> list[Comparison]:
+    """Return what `do_bench` measured one right after the other; either copy may be the old one."""
+    found: dict[Any, dict[str, Any]] = defaultdict(dict)
+    for row in rows:
+        if row["way"] == "do_bench":
+            found[row["kernel"], row["process"]][row["graph"]] = row
+    return [
+        (graphs[old], graphs[new], new == "slow")
+        for graphs in found.values()
+        for old, new in (("old", "same"), ("same", "old"), ("old", "slow"), ("same", "slow"))
+        if old in graphs and new in graphs
+    ]
+
+
+def against_stored(rows: Iterable[Mapping[str, Any]], way: str) -> list[Comparison]:
+    """Return each process's rows against those that each other process would have stored."""
+    found: dict[str, dict[Process, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        if row["way"] == way:
+            found[row["kernel"]][row["process"]][row["graph"]] = row
+    pairs = []
+    for processes in found.values():
+        known = [graphs for graphs in processes.values() if {"old", "slow"} <= graphs.keys()]
+        for before, after in itertools.permutations(known, 2):
+            pairs += [(before["old"], after[name], name == "slow") for name in ("old", "slow")]
+    return pairs
+
+
+def tally(comparisons: Sequence[Comparison], field: str, limit: float) -> tuple[int, int, int, int]:
+    """Return unchanged comparisons, false alarms, planted ones, misses."""
+    red = [(planted, fails(new, old, field, limit)) for old, new, planted in comparisons]
+    planted = [failed for slow, failed in red if slow]
+    unchanged = [failed for slow, failed in red if not slow]
+    return len(unchanged), sum(unchanged), len(planted), len(planted) - sum(planted)
+
+
+# The tables -------------------------------------------------------------------------------------
+
+HEADS = (
+    *("kernel", "us", "clock", "spread", "detects", "unchanged", "voted on", "red"),
+    *("planted", "share planted", "missed"),
+)
+OTHER_HEADS = ("judged by", "unchanged", "false alarms", "", "planted", "missed", "")
+
+
+def report(judged: Judged, suites: int) -> str:
+    """Return everything that is known of a recording, as Markdown."""
+    parts = [where(judged.recording), table(HEADS, kernel_rows(judged)), totals(judged)]
+    parts.append(suite_words(Suites(judged), suites))
+    parts.append(table(OTHER_HEADS, comparison_rows(judged)))
+    return "\n\n".join(parts) + "\n"
+
+
+def where(recording: Recording) -> str:
+    """Return what the machines were, one line a file."""
+    lines = []
+    for facts in recording.environments:
+        versions = {**facts["versions"], "torch": facts["torch"], "triton": facts["triton"]}
+        words = ", ".join(f"{name} {value}" for name, value in versions.items() if value)
+        lines.append(f"{facts['device'] or facts['product']}, {words}, {facts['date']}")
+    return "\n".join(lines) or "The recording says nothing of its machine."
+
+
+def kernel_rows(judged: Judged) -> list[list[str]]:
+    """Return one row a kernel, the quickest first, and their sums."""
+    rows = [_kernel_row(judged, kernel) for kernel in judged.recording.kernels]
+    count = judged.count()
+    sums = [str(count[k]) for k in ("unchanged", "unchanged voted", "unchanged red")]
+    missed = count["planted"] - count["planted red"]
+    return [*rows, ["all", "", "", "", "", *sums, str(count["planted"]), "", str(missed)]]
+
+
+def _kernel_row(judged: Judged, kernel: str) -> list[str]:
+    trials = [t for t in judged.recording.trials if t.kernel == kernel]
+    rows = zip(judged.recording.trials, judged.enough, strict=True)
+    shares = [t.planted for t, enough in rows if t.kernel == kernel and t.planted and enough]
+    spread, count = judged.spread[kernel], judged.count(kernel)
+    return [
+        kernel,
+        f"{1e6 * median(t.seconds for t in trials):.3g}",
+        "/".join(sorted({t.clock for t in trials})),
+        f"{spread:.2%}",
+        f"{-math.expm1(-verdict.DETECTABLE_CODE * spread):.2%}",
+        *(str(count[k]) for k in ("unchanged", "unchanged voted", "unchanged red")),
+        str(count["planted"]),
+        f"{min(shares):.2%} to {max(shares):.2%}" if shares else "",
+        str(count["planted"] - count["planted red"]),
+    ]
+
+
+def totals(judged: Judged) -> str:
+    """Return the sums in words, with their limits."""
+    count, processes = judged.count(), {t.process for t in judged.recording.trials}
+    unchanged, red = count["unchanged"], count["unchanged red"]
+    planted, missed = count["planted"], count["planted"] - count["planted red"]
+    lines = [
+        f"{unchanged} unchanged case-runs in {len(processes)} processes: {red} red"
+        f" (95 %: at most {at_most(red, max(1, unchanged)):.2%}).",
+        f"{planted} planted: {missed} missed"
+        f" (95 %: at most {at_most(missed, max(1, planted)):.2%}).",
+        f"{count['below']} more were planted below what their row detects:"
+        f" {count['below'] - count['below red']} of these missed."
+        f" {judged.recording.errors} trials failed.",
+        f"Every verdict in order: {digest(judged)}.",
+    ]
+    return "\n".join(lines)
+
+
+def suite_words(suites: Suites, count: int) -> str:
+    """Return how many resampled suites are red; the generator is seeded by their number."""
+    rng = random.Random(count)
+    share = suites.share(count, suites.processes, rng)
+    limit = suites.limit(2 * count, 200, rng)
+    return (
+        f"{count} suites of {CASES} unchanged cases, resampled: {share:.2%} red;"
+        f" {limit:.2%} or less in 95 of 100 records whose processes are drawn anew."
+    )
+
+
+def comparison_rows(judged: Judged) -> list[list[str]]:
+    """Return our row and one for each other way to judge."""
+    count, others = judged.count(), judged.recording.others
+    ours = (
+        count["unchanged"],
+        count["unchanged red"],
+        count["planted"],
+        count["planted"] - count["planted red"],
+    )
+    rows = [_comparison_row("the code gate", ours)]
+    for way, name, limit in WAYS:
+        found = tally(in_one_process(others), name, limit)
+        rows.append(_comparison_row(f"`{way}` {name}, one process, {limit} %", found))
+    for way, name, limit in STORED_WAYS:
+        found = tally(against_stored(others, way), name, limit)
+        label = f"{way} `{name}:{limit}%`" if way != "do_bench" else f"`{way}` {name}, stored,"
+        rows.append(_comparison_row(label + f" {limit} %" * (way == "do_bench"), found))
+    return rows
+
+
+def _comparison_row(name: str, found: tuple[int, int, int, int]) -> list[str]:
+    unchanged, alarms, planted, missed = found
+    return [
+        *(name, str(unchanged), str(alarms), _share(alarms, unchanged)),
+        *(str(planted), str(missed), _share(missed, planted)),
+    ]
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else ""
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    return "\n".join([*lines, *("| " + " | ".join(cells) + " |" for cells in rows)])

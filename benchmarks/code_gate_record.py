@@ -1,0 +1,334 @@
+"""Record the trials of `code_gate.py`: each kernel against itself, unchanged and slowed down.
+
+Every trial is asked of a bench process as the plugin asks it, and written at once: one JSON object
+a line, so that a recording that was stopped is a shorter recording.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import random
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from code_gate_others import CALLS
+
+from pytest_aisp import stats, verdict
+from pytest_aisp.bench import InProcess
+from pytest_aisp.client import Bench, BenchProcess
+from pytest_aisp.device import Machine
+from pytest_aisp.messages import Reply, Task
+from pytest_aisp.timing import Budget
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE / "code_gate_kernels.py"
+SILENCE = 90.0
+"""Seconds after which a bench process that says nothing is given up."""
+ROUND = (False, False, True)
+"""Whether a slowdown is planted, for a kernel's trials in one round."""
+MOST_ERRORS = 3
+"""Errors in a row after which a kernel is left out."""
+PILOT = 5
+"""Unchanged trials of a kernel before anything is planted in it: its own spread says how much."""
+HEADROOM = 1.2
+"""What is planted beyond what the spread so far can detect; the whole record may say more."""
+NOISE = {"window": 0.002, "capture": 0.0015, "process": 0.0004}
+"""Noise of the simulated device: about what docs/spread.md measured."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One pair of the page: its size, its rule, and the seconds of a call when simulated."""
+
+    size: Mapping[str, int]
+    seconds: float
+    exact: bool = False
+
+
+KERNELS = {
+    "scaled": Kernel({"n": 2**19}, 2e-6),
+    "transposed": Kernel({"rows": 2048, "columns": 1024}, 5e-6, exact=True),
+    "projected": Kernel({"m": 2048, "n": 1024, "k": 1024}, 1e-5),
+    "gathered": Kernel({"n": 2**23, "count": 2**20}, 1.5e-5, exact=True),
+    "softmaxed": Kernel({"rows": 2048, "columns": 4096}, 1e-5),
+    "lgammaed": Kernel({"n": 2**22}, 2e-5),
+    "added": Kernel({"n": 2**24}, 4.8e-5),
+    "multiplied": Kernel({"m": 4096, "n": 2048, "k": 2048}, 5.3e-5),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to record.
+
+    Attributes:
+        processes: fresh bench processes, one after the other.
+        rounds: most rounds over all kernels in each (None: as many as its share of the time).
+        minutes: of wall-clock time for everything, shared evenly by the processes (None: no limit).
+        others: kernels that each process also times as others do.
+        simulated: time on the simulated device instead of a GPU.
+        in_process: no bench process at all; for tests.
+        seed: of every random order.
+    """
+
+    processes: int = 21
+    rounds: int | None = None
+    minutes: float | None = None
+    others: int = 2
+    simulated: bool = False
+    in_process: bool = False
+    seed: int = 0
+
+
+class Lost(Exception):
+    """A bench process that can no longer be asked."""
+
+
+@dataclass
+class Recorder:
+    """Fill the file `out` as `plan` says.
+
+    Attributes:
+        values: by kernel, ln(speedup) of each unchanged trial so far.
+        seconds: by kernel, seconds of a call; errors: by kernel, trials in a row that failed.
+        reserve: seconds that timing as others do took last.
+    """
+
+    plan: Plan
+    out: Path
+    values: dict[str, list[float]] = field(default_factory=lambda: {k: [] for k in KERNELS})
+    seconds: dict[str, float] = field(default_factory=dict)
+    errors: Counter[str] = field(default_factory=Counter)
+    described: bool = False
+    reserve: float = 0.0
+    planted: int = 0
+    failed: int = 0
+
+    def run(self) -> None:
+        """Record every process; raise FileExistsError rather than overwrite."""
+        self.machine = None if self.plan.simulated else Machine.here()
+        self.started = time.monotonic()
+        with self.out.open("x") as self.file:
+            self.spare: Bench | None = self.start()
+            try:
+                for process in range(self.plan.processes):
+                    self._process(process)
+                    self._tell(process)
+            finally:
+                if self.spare is not None:
+                    self.spare.close()
+
+    def start(self) -> Bench:
+        """Start a bench process as the plugin does: pinned to the first GPU."""
+        if self.plan.in_process:
+            return InProcess()
+        if self.machine is None:
+            return BenchProcess({"CUDA_VISIBLE_DEVICES": ""})
+        gpus = self.machine.gpus
+        return BenchProcess({"CUDA_VISIBLE_DEVICES": gpus[0]} if gpus else {})
+
+    def _process(self, process: int) -> None:
+        self.bench, self.spare = self.spare or self.start(), None
+        self.number, self.process = 0, process
+        self.rng = random.Random(f"{self.plan.seed} {process}")
+        try:
+            self._describe()
+            for kernel in self._kernels():
+                for planted in self._kinds(kernel):
+                    self._trial(kernel, planted)
+                if self.spare is None and process + 1 < self.plan.processes:
+                    self.spare = self.start()  # it imports torch while this one measures
+            self._others()
+        except Lost:
+            self.failed += 1
+        finally:
+            self.bench.close()
+
+    def _kernels(self) -> Iterator[str]:
+        """Yield kernels, round by round in random order, until this process's time is over."""
+        rounds = 0
+        while self.plan.rounds is None or rounds < self.plan.rounds:
+            left = [kernel for kernel in KERNELS if self.errors[kernel] < MOST_ERRORS]
+            for kernel in self.rng.sample(left, len(left)):
+                if time.monotonic() > self._until():
+                    return
+                yield kernel
+            if not left:
+                return
+            rounds += 1
+
+    def _until(self) -> float:
+        if self.plan.minutes is None:
+            return math.inf
+        share = (self.process + 1) / self.plan.processes
+        return self.started + 60 * self.plan.minutes * share - self.reserve
+
+    def _kinds(self, kernel: str) -> list[bool]:
+        """Return for each trial of one round whether a slowdown is planted."""
+        known = len(self.values[kernel]) >= PILOT
+        return self.rng.sample(ROUND, len(ROUND)) if known else [False] * len(ROUND)
+
+    def _trial(self, kernel: str, planted: bool) -> None:
+        asked = self.share(kernel) if planted else 0.0
+        budget = {"window": max(1e-3, CALLS * self.seconds[kernel])} if planted else {}
+        self.number += 1
+        timer = self._timer(kernel) if self.plan.simulated else None
+        result = self.ask(self.task(kernel, planted=asked, budget=budget, keep=True, timer=timer))
+        if result is not None:
+            self._keep(kernel, asked, trial_row(result))
+
+    def _keep(self, kernel: str, asked: float, row: dict[str, Any]) -> None:
+        self.errors[kernel] = 0
+        self.seconds.setdefault(kernel, row["seconds"])
+        if asked:
+            self.planted += 1
+        else:
+            self.values[kernel].append(row["value"])
+        self.write("trial", kernel=kernel, asked=round(asked, 5), **row)
+
+    def share(self, kernel: str) -> float:
+        """Return what to plant: 1 %, or a little more than the spread so far can detect."""
+        values = self.values[kernel]
+        if len(values) < PILOT:
+            return verdict.planted_share(verdict.DEFAULT_SPREAD["graph"])
+        owns = [stats.trimmed_spread(v) for v in self.values.values() if len(v) >= PILOT]
+        spread = stats.pooled_spread(stats.trimmed_spread(values), len(values), owns)
+        share = verdict.planted_share(spread)
+        return share if share == verdict.PLANTED else verdict.planted_share(HEADROOM * spread)
+
+    def task(self, kernel: str, **changes: Any) -> Task:
+        """Return a task to time `kernel` against itself."""
+        spec = KERNELS[kernel]
+        return Task(
+            kind="time",
+            page=str(PAGE),
+            root=str(HERE.parent),
+            module=PAGE.stem,
+            function=f"test_{kernel}",
+            variant=kernel,
+            size=dict(spec.size),
+            device="cpu" if self.plan.simulated else "cuda",
+            rule={"exact": True} if spec.exact else {},
+            versus="self",
+            seed=self.plan.seed,
+            replicate=1 + 1000 * self.process + self.number,
+            **changes,
+        )
+
+    def _timer(self, kernel: str) -> dict[str, Any]:
+        bias = random.Random(f"{self.plan.seed} {self.process} {kernel}").gauss(0, 0.0003)
+        options = {"seconds": {kernel: KERNELS[kernel].seconds}, "noise": NOISE, "session": bias}
+        options["seed"] = f"{self.plan.seed} {self.process} {self.number}"
+        return {"target": "pytest_aisp.simulated:simulate", "options": options}
+
+    def _others(self) -> None:
+        """Time some kernels as others do; the next process takes the next ones."""
+        began, names = time.monotonic(), list(KERNELS)
+        for turn in range(self.plan.others):
+            kernel = names[(self.process * self.plan.others + turn) % len(names)]
+            self.number += 1
+            timer = {"target": "code_gate_others:measure", "options": self._where(kernel)}
+            result = self.ask(self.task(kernel, planted=self.share(kernel), timer=timer))
+            if result is not None:
+                details = result["details"]
+                for row in details["found"]:
+                    self.write("other", kernel=kernel, planted=details["planted"], **row)
+        self.reserve = time.monotonic() - began
+
+    def _where(self, kernel: str) -> dict[str, Any]:
+        spec, seed = KERNELS[kernel], f"{self.plan.seed} {self.process}"
+        if self.plan.simulated:
+            return {"seconds": {kernel: spec.seconds}, "seed": seed}
+        names = ("page", "root", "module", "function", "size")
+        return {name: getattr(self.task(kernel), name) for name in names}
+
+    def ask(self, task: Task) -> dict[str, Any] | None:
+        """Return the answer, or None for an error, which is written and counted."""
+        reply: Reply = self.bench.ask(task, SILENCE, lambda doing: None)
+        if reply.error is None:
+            return dict(reply.result)
+        self.failed += 1
+        self.errors[task.variant] += 1
+        message = reply.message.splitlines()[:3]
+        self.write("error", kernel=task.variant, error=reply.error, message=message)
+        print(f"{task.variant}: {reply.error}: {' '.join(message)}", flush=True)
+        if reply.error in ("died", "timeout"):
+            raise Lost
+        return None
+
+    def write(self, kind: str, **row: Any) -> None:
+        """Append one line, at once."""
+        after = round(time.monotonic() - self.started, 2)
+        line = {"kind": kind, "process": self.process, "number": self.number, "after": after, **row}
+        self.file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self.file.flush()
+
+    def _describe(self) -> None:
+        """Write once what this machine is."""
+        if self.described:
+            return
+        facts = self.ask(Task(kind="facts", device="cpu" if self.plan.simulated else "cuda"))
+        self.described = True
+        self.write("environment", **self._environment(facts or {}))
+
+    def _environment(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        machine = self.machine
+        return {
+            "product": "simulated" if machine is None else machine.product,
+            "versions": {} if machine is None else dict(machine.versions),
+            "facts": {} if machine is None else dict(machine.facts),
+            **{key: facts.get(key) for key in ("torch", "triton", "device")},
+            "python": platform.python_version(),
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "commit": _commit(),
+            "budget": asdict(Budget()),
+            "plan": asdict(self.plan),
+        }
+
+    def _tell(self, process: int) -> None:
+        unchanged = sum(map(len, self.values.values()))
+        print(
+            f"process {process + 1} of {self.plan.processes}: {unchanged} unchanged,"
+            f" {self.planted} planted, {self.failed} failed,"
+            f" {time.monotonic() - self.started:.0f} s",
+            flush=True,
+        )
+
+
+def trial_row(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is kept of one timing: its raw blocks and laps, compact."""
+    details = result["details"]
+    calls, counted = details["calls"][1], details["counted"][1]
+    row = {
+        "clock": result["clock"],
+        "seconds": _rounded(median(result["baseline"]), 10),
+        "counted": counted,
+        "planted": _rounded(calls / counted - 1, 6),
+        "value": _rounded(result["value"], 7),
+        "error": _rounded(result["error"], 7),
+        "blocks": [_rounded(value, 7) for value in result["blocks"]],
+        "laps": [_rounded(value, 7) for value in result["laps"]],
+        "dropped": result["dropped"],
+        "slots": details["slots"],
+    }
+    return row | {name: details.get(name) for name in ("sm_mhz", "watts", "celsius")}
+
+
+def _rounded(value: Any, digits: int) -> float:
+    return round(float(value), digits)  # infinities cross the pipe as text
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(HERE), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,259 @@
+"""The trials of the code gate: recorded on the simulated device, judged, replayed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import types
+from pathlib import Path
+
+import code_gate
+import code_gate_judge
+import code_gate_others
+import code_gate_record
+import pytest
+import torch
+import triton.testing
+from code_gate_record import KERNELS, Plan, Recorder
+
+from pytest_aisp import cuda, timing, workbench
+from pytest_aisp.loader import pair_of
+from pytest_aisp.messages import Reply
+
+DATA = Path(code_gate.__file__).parent / "data"
+RECORDINGS = sorted(DATA.glob("code_gate_*.jsonl"))
+PLAN = Plan(processes=6, rounds=2, others=4, simulated=True, in_process=True)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    out = tmp_path_factory.mktemp("code_gate") / "recording.jsonl"
+    Recorder(PLAN, out).run()
+    return out
+
+
+def judged(path):
+    return code_gate_judge.judge(code_gate_judge.read([path]))
+
+
+def rewritten(path, out, change):
+    """Write to `out` the rows of `path`, each trial through `change`."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        if row["kind"] == "trial":
+            change(row)
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return out
+
+
+@pytest.mark.parametrize("recording", RECORDINGS, ids=lambda path: path.stem)
+def test_what_was_recorded_has_the_same_verdicts_anywhere(recording, capsys):
+    table = recording.with_suffix(".md")
+    same = code_gate.main(["judge", str(recording), "--check", str(table)]) == 0
+    assert same, capsys.readouterr().err
+
+
+def test_the_kernels_are_those_of_the_page():
+    import code_gate_kernels
+
+    found = {name: pair_of(test) for name, test in vars(code_gate_kernels).items()}
+    pairs = {name: pair for name, pair in found.items() if pair is not None}
+    assert pairs.keys() == {f"test_{name}" for name in KERNELS}
+    for name, kernel in KERNELS.items():
+        pair = pairs[f"test_{name}"]
+        assert [variant.name for variant in pair.variants] == [name]
+        assert list(pair.sizes) == [dict(kernel.size)]
+
+
+def test_few_false_reds_and_few_misses(recorded):
+    count = judged(recorded).count()
+    rounds = PLAN.processes * PLAN.rounds - 2  # the first two are the pilot
+    assert count["unchanged"] == (2 * rounds + 2 * 3) * len(KERNELS)
+    assert count["planted"] + count["below"] == rounds * len(KERNELS)
+    assert count["unchanged red"] == 0
+    assert count["planted red"] >= count["planted"] - 1
+    assert count["below"] <= 2
+
+
+def test_a_side_that_is_slower_is_red(recorded, tmp_path):
+    def slower(row):
+        for name in ("blocks", "laps"):
+            row[name] = [value - 0.01 for value in row[name]]
+
+    count = judged(rewritten(recorded, tmp_path / "slower.jsonl", slower)).count()
+    assert count["unchanged red"] == count["unchanged"]
+
+
+def test_little_that_is_planted_is_counted_apart(recorded, tmp_path):
+    def less(row):
+        row["planted"] /= 2
+
+    count = judged(rewritten(recorded, tmp_path / "less.jsonl", less)).count()
+    assert count["planted"] == 0
+    assert count["below"] == (PLAN.processes * PLAN.rounds - 2) * len(KERNELS)
+
+
+def test_a_recording_that_was_stopped_is_a_shorter_one(recorded, tmp_path):
+    lines = recorded.read_text().splitlines(keepends=True)
+    stopped = tmp_path / "stopped.jsonl"
+    stopped.write_text("".join(lines[:60]) + lines[60][:40])
+    assert len(code_gate_judge.read([stopped]).trials) < 60
+    stopped.write_text(lines[0] + lines[1][:40] + "\n" + lines[2])
+    with pytest.raises(ValueError, match=r"stopped\.jsonl:2 is not a line of a recording"):
+        code_gate_judge.read([stopped])
+
+
+def test_several_recordings_are_judged_together(recorded):
+    both = code_gate_judge.read([recorded, recorded])
+    assert len({trial.process for trial in both.trials}) == 2 * PLAN.processes
+    assert len(code_gate_judge.where(both).splitlines()) == 2
+
+
+def test_votes_are_of_other_processes_each_once(recorded):
+    trials = code_gate_judge.read([recorded]).trials
+    whose = {trial.reading: trial.process for trial in trials}
+    bench = code_gate_judge.Bench(trials)
+    for trial in trials[:20]:
+        votes = [whose[v] for v in bench.votes(trial, code_gate_judge._rng(trial))]
+        assert sorted(votes) == sorted({t.process for t in trials} - {trial.process})
+
+
+def test_the_table_can_be_checked(recorded, tmp_path, capsys):
+    arguments = ["judge", str(recorded), "--suites", "200"]
+    assert code_gate.main(arguments) == 0
+    table = tmp_path / "table.md"
+    table.write_text(capsys.readouterr().out)
+    assert code_gate.main([*arguments, "--check", str(table)]) == 0
+    table.write_text(table.read_text().replace("| scaled |", "| other |"))
+    assert code_gate.main([*arguments, "--check", str(table)]) == 1
+    assert "-| other |" in capsys.readouterr().err
+
+
+def test_every_way_to_judge_has_its_row(recorded):
+    rows = code_gate_judge.comparison_rows(judged(recorded))
+    assert rows[0][0] == "the code gate"
+    assert len(rows) == 1 + len(code_gate_judge.WAYS) + len(code_gate_judge.STORED_WAYS)
+    assert all(int(row[1]) and row[1] == row[4] for row in rows[1:])
+
+
+def test_the_limit_of_a_share():
+    assert code_gate_judge.at_most(0, 1000) == pytest.approx(0.00299, abs=1e-5)
+    assert code_gate_judge.at_most(1, 473) == pytest.approx(0.0100, abs=1e-4)
+    assert code_gate_judge.at_most(700, 1000) == pytest.approx(0.7239, abs=1e-3)
+    assert code_gate_judge.at_most(3, 3) == 1
+
+
+@pytest.mark.parametrize(
+    ("new", "limit", "expected"), [(1.011, 1, True), (1.009, 1, False), (1.06, 5, True)]
+)
+def test_the_rule_of_pytest_benchmark(new, limit, expected):
+    assert code_gate_judge.fails({"min": new}, {"min": 1.0}, "min", limit) == expected
+    utils = pytest.importorskip("pytest_benchmark.utils")
+    check = utils.parse_compare_fail(f"min:{limit}%")
+    assert bool(check.fails({"min": new}, {"min": 1.0})) == expected
+
+
+def test_the_rounds_of_pytest_benchmark():
+    ticks = itertools.count(step=0.01)
+    rounds = code_gate_others.fixture_rounds(lambda: None, lambda: next(ticks))
+    assert len(rounds) == 15  # of 10 ms in 0.15 s
+    assert rounds == pytest.approx([0.01] * 15)
+    slow = itertools.count(step=1)
+    assert len(code_gate_others.fixture_rounds(lambda: None, lambda: next(slow))) == 5
+
+
+def test_others_time_graphs_of_the_same_calls(monkeypatch):
+    """The GPU's part of it, with Python in the place of CUDA."""
+    calls = []
+
+    def do_bench(function, warmup, rep, return_mode):
+        assert (warmup, rep, return_mode) == (25, 100, "all")
+        calls.clear()
+        function()
+        return [float(len(calls))]
+
+    class Bench(workbench.Workbench):
+        def __init__(self, pair, size, device, *seeds):
+            super().__init__(pair, size, "cpu", *seeds)
+
+        def subject(self, side):
+            return super().subject(lambda *inputs: calls.append(inputs))
+
+    properties = types.SimpleNamespace(L2_cache_size=1 << 16)
+    graph = types.SimpleNamespace
+    monkeypatch.setattr(cuda, "capture", lambda run: graph(replay=run))
+    monkeypatch.setattr(triton.testing, "do_bench", do_bench)
+    monkeypatch.setattr(workbench, "Workbench", Bench)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 30))
+    where = Recorder(Plan(), Path())
+    where.process = where.number = 0
+    options = {**where._where("added"), "size": {"n": 4096}, "planted": 0.012}
+    found = code_gate_others.measure("added", "added", options, timing.Budget(), "").details
+    assert found["planted"] == 0.02
+    times = {row["graph"]: row["mean"] for row in found["found"] if row["way"] == "do_bench"}
+    assert times == pytest.approx({"old": 1e-3, "same": 1e-3, "slow": 1.02e-3})
+    assert [r["graph"] for r in found["found"] if r["way"] == "pytest-benchmark"] == ["old", "slow"]
+
+
+class Broken:
+    """A bench whose every answer is an error."""
+
+    def __init__(self, error):
+        self.error, self.asked = error, 0
+
+    def ask(self, task, seconds, progress):
+        self.asked += 1
+        return Reply(error=self.error, message="the context is lost")
+
+    def close(self):
+        """Nothing to release."""
+
+
+@pytest.mark.parametrize(("error", "asked"), [("died", 1), ("side", 3 * len(KERNELS) + 1)])
+def test_what_fails_is_written_and_does_not_go_on_for_ever(tmp_path, monkeypatch, error, asked):
+    bench = Broken(error)
+    monkeypatch.setattr(Recorder, "start", lambda self: bench)
+    out = tmp_path / "broken.jsonl"
+    recorder = Recorder(Plan(processes=1, minutes=10.0, others=0, simulated=True), out)
+    recorder.run()
+    assert bench.asked == asked
+    errors = [
+        row for row in map(json.loads, out.read_text().splitlines()) if row["kind"] == "error"
+    ]
+    assert len(errors) == asked
+    assert errors[0]["message"] == ["the context is lost"]
+    assert code_gate.main(["judge", str(out)]) == 1
+
+
+def test_the_time_is_shared_evenly(monkeypatch):
+    recorder = Recorder(Plan(processes=20, minutes=10.0), Path())
+    recorder.started, recorder.reserve = 100.0, 2.0
+    recorder.process = 4
+    assert recorder._until() == pytest.approx(100 + 150 - 2)
+
+
+def test_a_recording_is_not_overwritten(recorded):
+    with pytest.raises(FileExistsError):
+        Recorder(PLAN, recorded).run()
+
+
+def test_record_and_judge_through_bench_processes(tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    record = ["record", str(out), "--simulated", "--processes", "1", "--rounds", "1"]
+    assert code_gate.main([*record, "--others", "1"]) == 0
+    assert "process 1 of 1: 24 unchanged, 0 planted, 0 failed" in capsys.readouterr().out
+    assert code_gate.main(["judge", str(out), "--suites", "20"]) == 0
+    with pytest.raises(SystemExit):
+        code_gate.main(record[:3])
+
+
+def test_planted_shares_follow_the_spread():
+    recorder = Recorder(Plan(), Path())
+    assert recorder.share("added") == pytest.approx(0.0151, abs=1e-4)
+    recorder.values["added"] = [0.0005, -0.0005, 0.0004, -0.0004, 0.0]
+    assert recorder.share("added") == 0.01
+    recorder.values["added"] = [value * 8 for value in recorder.values["added"]]
+    spread = code_gate_record.stats.trimmed_spread(recorder.values["added"])
+    assert recorder.share("added") > 6 * spread
