@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from . import check, trees, witness
+from . import check, originals, trees
 from .check import Checked
 from .loader import load_page, load_past, pair_of
 from .messages import Task
@@ -51,7 +51,7 @@ class Engine:
     _checked: dict[str, Checked] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        witness.remember()  # before any page is imported
+        originals.remember()  # before any page is imported
 
     def check(self, task: Task) -> dict[str, Any]:
         """Check the case's variant and its baseline; return what was found by size."""

@@ -1,122 +1,25 @@
-"""What a side must leave alone: torch's global switches, threads, and the clocks that time it.
+"""What a side must leave alone: global switches, threads, and the clocks that time it.
 
-The references to clocks and waits are taken when this module is imported, before any page is.
+The references to clocks are taken when this module is imported, before any page is.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 import time
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from . import originals
+from .leftovers import Running
 from .protections import on
 from .sides import SideError
-from .sources import libraries
+from .switches import ENVIRONMENT, OWNED, flags, restore
 
 now_ns = time.perf_counter_ns
 now = time.perf_counter
 """The clocks that are read; a page may replace those in `time`, not these."""
-TF32 = ("float32 matmul precision", "cudnn.allow_tf32")
-"""The switches that a page with ``owns=["tf32"]`` may leave as it likes."""
-
-
-def _clocks() -> dict[str, Any]:
-    import torch
-
-    watched = {
-        "time.perf_counter": time.perf_counter,
-        "time.perf_counter_ns": time.perf_counter_ns,
-        "time.monotonic": time.monotonic,
-        "torch.cuda.synchronize": torch.cuda.synchronize,
-        "torch.cuda.Event": torch.cuda.Event,
-        "torch.cuda.CUDAGraph": torch.cuda.CUDAGraph,
-        "torch.equal": torch.equal,
-        "torch.linalg.vector_norm": torch.linalg.vector_norm,
-        "torch.Tensor.isfinite": torch.Tensor.isfinite,
-        "torch.Tensor.sub_": torch.Tensor.sub_,
-        "torch.Tensor.copy_": torch.Tensor.copy_,
-        "torch.Tensor.double": torch.Tensor.double,
-        "torch.Tensor.to": torch.Tensor.to,
-    }
-    return watched
-
-
-_genuine: dict[str, Any] = {}
-
-
-def remember() -> None:
-    """Take the clocks, waits and comparisons as they are now. Called once, before a page loads."""
-    if not _genuine:
-        _genuine.update(_clocks())
-
-
-Switch = tuple[Callable[[], Any], Callable[[Any], None]]
-
-
-def _switches() -> dict[str, Switch]:
-    """Return how torch's global switches that change results or times are read and set."""
-    import torch
-
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    return {
-        "float32 matmul precision": (
-            torch.get_float32_matmul_precision,
-            torch.set_float32_matmul_precision,
-        ),
-        "cudnn.allow_tf32": _attribute(cudnn, "allow_tf32"),
-        "cudnn.benchmark": _attribute(cudnn, "benchmark"),
-        "reduced-precision bf16 sums": _attribute(matmul, "allow_bf16_reduced_precision_reduction"),
-        "reduced-precision fp16 sums": _attribute(matmul, "allow_fp16_reduced_precision_reduction"),
-        "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-        "grad mode": (torch.is_grad_enabled, lambda on: _none(torch.set_grad_enabled(on))),
-        "autocast on cuda": _autocast("cuda"),
-        "autocast on cpu": _autocast("cpu"),
-        "deterministic algorithms": (
-            torch.are_deterministic_algorithms_enabled,
-            torch.use_deterministic_algorithms,
-        ),
-        "flush denormals": (_flushes_denormals, lambda on: _none(torch.set_flush_denormal(on))),
-        "threads": (torch.get_num_threads, torch.set_num_threads),
-    }
-
-
-def _attribute(owner: Any, name: str) -> Switch:
-    return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
-
-
-def _autocast(device: str) -> Switch:
-    import torch
-
-    return (
-        lambda: torch.is_autocast_enabled(device),
-        lambda on: torch.set_autocast_enabled(device, on),
-    )
-
-
-def _none(_: object) -> None:
-    """Drop what a setter returns."""
-
-
-def _flushes_denormals() -> bool:
-    import torch
-
-    return float(torch.tensor(1e-310, dtype=torch.float64) * 1.0) == 0.0
-
-
-def flags() -> dict[str, Any]:
-    """Return torch's global switches as they are."""
-    return {what: read() for what, (read, _) in _switches().items()}
-
-
-def restore(before: dict[str, Any]) -> None:
-    """Put every switch that has moved back to where `flags` found it."""
-    for what, (read, write) in _switches().items():
-        if read() != before[what]:
-            write(before[what])
 
 
 @contextmanager
@@ -124,35 +27,34 @@ def watching(name: str, owns: Sequence[str] = ()) -> Iterator[None]:
     """Refuse a side `name` that leaves switches, threads or clocks other than it found them.
 
     Args:
-        owns: what the page declares as its own: ``threads``, ``tf32``.
+        owns: what the page declares as its own: ``threads`` (processes too), ``tf32``, ``gc``,
+            ``affinity``.
 
     Raises:
         SideError: naming what was changed.
     """
-    before, threads = flags(), set(threading.enumerate())
+    before, running = flags(), Running.now()
     try:
         yield
         check_clocks(name)
         if on("global-flags"):
-            _check_flags(name, before, TF32 if "tf32" in owns else ())
-        if on("threads") and "threads" not in owns:
-            _check_threads(name, threads)
+            _check_flags(name, before, [what for own in owns for what in OWNED.get(own, ())])
+        if on("threads") and "threads" not in owns and (left := running.left()):
+            raise SideError(f"{name} leaves {left}; what it does is not timed")
     finally:
         restore(before)
 
 
 def check_clocks(name: str) -> None:
     """Refuse replaced clocks, waits and comparisons, and a tracer beside what is timed."""
-    if on("own-clock"):
-        for what, found in _clocks().items():
-            if _genuine.get(what, found) is not found:
-                raise SideError(f"{name} replaced {what}: its times and results are worth nothing")
+    if on("own-clock") and (what := originals.replaced()):
+        raise SideError(f"{name} replaced {what}: its times and results are worth nothing")
     if on("untraced") and (tracer := tracing()):
         raise SideError(f"{tracer} is on: it slows Python down many times\nMeasure without it")
 
 
 def tracing() -> str | None:
-    """Return who traces this process's Python: a debugger, coverage, a profiler; or None."""
+    """Return who traces this process: a debugger, coverage, a profiler; or None."""
     hooks: dict[str, Callable[[], Any]] = {
         "a tracer (sys.settrace)": sys.gettrace,
         "a profiler (sys.setprofile)": sys.getprofile,
@@ -162,45 +64,23 @@ def tracing() -> str | None:
     if found is None and monitoring is not None:
         tools = filter(None, map(monitoring.get_tool, range(6)))
         found = next((f"{tool} (sys.monitoring)" for tool in tools), None)
-    return found
+    return found or ("torch's profiler" if _torch_profiles() else None)
 
 
-def _check_flags(name: str, before: dict[str, Any], owned: Sequence[str]) -> None:
+def _torch_profiles() -> bool:
+    import torch
+
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+def _check_flags(name: str, before: Mapping[str, Any], owned: Sequence[str]) -> None:
     after = flags()
-    for what, value in before.items():
-        if after[what] != value and what not in owned:
-            raise SideError(
-                f"{name} leaves torch's {what} at {after[what]}, it found {value}; a side that"
-                " needs it otherwise sets it and puts it back"
-            )
-
-
-def _check_threads(name: str, before: set[threading.Thread]) -> None:
-    frames = sys._current_frames()
-    for thread in threading.enumerate():
-        if thread not in before and _at_work(frames.get(thread.ident or 0)):
-            raise SideError(
-                f"{name} leaves a thread at work after its call: {thread.name}; what it does is"
-                " not timed"
-            )
-
-
-def _at_work(frame: types.FrameType | None) -> bool:
-    """Return whether a page's code is on this stack; idle pools have torch's and Python's alone."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(libraries()) and not file.startswith("<"):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def put_back() -> None:
-    """Put the remembered clocks, waits and comparisons back where they were."""
-    for what, genuine in _genuine.items():
-        *path, name = what.split(".")
-        owner: Any = sys.modules[path[0]]
-        for step in path[1:]:
-            owner = getattr(owner, step)
-        if getattr(owner, name) is not genuine:
-            setattr(owner, name, genuine)
+    for what, was in before.items():
+        if after[what] == was or what in owned:
+            continue
+        how = f"at {after[what]}, it found {was}"
+        if what == ENVIRONMENT:  # by name only: values may be secret
+            how = "changed: " + ", ".join(sorted(dict(after[what].items() ^ was.items())))
+        raise SideError(
+            f"{name} leaves {what} {how}; a side that needs it otherwise sets it and puts it back"
+        )

@@ -22,9 +22,9 @@ def words(text: str) -> set[str]:
 LAYERS = {
     "data": words("messages pair row simulated skus stats store tables timing verdict signature"),
     "machine": words(
-        "bench build check client controls cuda device engine fits graphs host leases loader"
-        " numerics oracle peaks processes protections quiet replay search sides sources stopwatch"
-        " trees trial witness workbench"
+        "bench build check client controls cuda device engine fits graphs host leases leftovers"
+        " loader manners numerics oracle originals peaks processes protections quiet replay search"
+        " sides sources stopwatch switches trees trial witness workbench"
     ),
     "glue": words(
         "__init__ case_client fixtures history judge marks options place plugin recorder report"
