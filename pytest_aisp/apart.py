@@ -103,7 +103,7 @@ def draw(oracle: Oracle, values: Path) -> None:
     """Write the value set that no side has seen."""
     import torch
 
-    torch.save(trees.map_tensors(_bare, oracle.bench.values[UNSEEN]), values)
+    torch.save(trees.map_tensors(_bare, oracle.bench.value_set(UNSEEN)), values)
 
 
 def _bare(tensor: Any) -> Any:

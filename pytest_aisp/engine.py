@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import apart, check, trees, witness
+from . import apart, check, originals, trees, witness
 from .check import Checked
 from .loader import load_page, load_past, pair_of
 from .messages import Task
@@ -54,7 +54,7 @@ class Engine:
     _performer: apart.Performer | None = None
 
     def __post_init__(self) -> None:
-        witness.remember()  # before any page is imported
+        originals.remember()  # before any page is imported
 
     def check(self, task: Task) -> dict[str, Any]:
         """Check the case's variant and its baseline; return what was found by size."""

@@ -93,13 +93,13 @@ class Oracle:
             _perturb_in_place(trees.state_tensors(state), probe)
         outputs: Any = None
         for turn in turns:
-            values = _promoted(bench.values[turn], probe)
+            values = _promoted(bench.value_set(turn), probe)
             outputs = pair.reference(*(values if state is None else (state, *values)))
         return observed(outputs, state)
 
     def dropped(self, turn: int, precision: str | None) -> list[Leaf] | None:
         """Return what the reference says with a slice of the largest input zeroed, or None."""
-        values = trees.clone(self.bench.values[turn])
+        values = trees.clone(self.bench.value_set(turn))
         floating = [t for _, t in trees.tensors(values) if t.is_floating_point() and t.dim()]
         if not floating or self.bench.pair.state is not None:
             return None

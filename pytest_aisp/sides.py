@@ -55,7 +55,20 @@ def make_inputs(pair: Pair, device: str, size: Size, seed: int) -> tuple[Any, ..
             f"inputs returned a {type(made).__name__}; return a tuple of arguments,"
             " as in `return (x,)`"
         )
+    _check_inputs(made)
     return made
+
+
+def _check_inputs(made: tuple[Any, ...]) -> None:
+    import numpy as np
+    import torch
+
+    for path, leaf in trees.leaves(made):
+        if isinstance(leaf, (np.ndarray, torch.nn.Module)):
+            raise SideError(
+                f"inputs holds a {type(leaf).__name__} at {path}, whose values cannot be watched;"
+                " return tensors, and declare what a side may change with state="
+            )
 
 
 def make_state(pair: Pair, device: str, size: Size, seed: int) -> Any:

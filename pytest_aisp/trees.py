@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
@@ -48,6 +49,11 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
         return type(tree)(map_tensors(function, child) for child in tree)
     if isinstance(tree, Mapping):
         return {key: map_tensors(function, child) for key, child in tree.items()}
+    if _is_record(tree):
+        made = copy.copy(tree)
+        for name, child in _fields(tree):
+            object.__setattr__(made, name, map_tensors(function, child))  # frozen ones too
+        return made
     return tree
 
 
@@ -145,8 +151,18 @@ def _children(tree: Any) -> list[Leaf] | None:
         return [(f"[{i}]", child) for i, child in enumerate(tree)]
     if isinstance(tree, Mapping):
         return [(f"[{key!r}]", child) for key, child in tree.items()]
-    if isinstance(tree, SimpleNamespace):
-        return [(f".{key}", child) for key, child in vars(tree).items()]
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return [(f".{f.name}", getattr(tree, f.name)) for f in dataclasses.fields(tree)]
+    if _is_record(tree):
+        return [(f".{name}", child) for name, child in _fields(tree)]
     return None
+
+
+def _is_record(tree: Any) -> bool:
+    if isinstance(tree, SimpleNamespace):
+        return True
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
+
+
+def _fields(tree: Any) -> list[tuple[str, Any]]:
+    if isinstance(tree, SimpleNamespace):
+        return list(vars(tree).items())
+    return [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
-from . import check, numerics, timing, trees
+from . import check, manners, numerics, timing, trees
 from .messages import Task
 from .numerics import Rule
 from .oracle import Named, Oracle, observed
@@ -26,6 +26,8 @@ PYTHON_RUNS = ("host", "cpu")
 """Clocks on which a side's Python runs at every timed call."""
 LONG_ROUND = 3e-3
 """Seconds of a call above which two laps must do: its captures scatter least (docs/spread.md)."""
+FURTHER_CALLS = 4
+"""Calls after the last window that are compared one by one."""
 
 
 class WatchedBout(timing.Bout, Protocol):
@@ -149,6 +151,8 @@ class Trial:
                 with self.watch.phase("repeats"):
                     self._check_repeats((built[0], built[1]))
             if lap == 0 or not self._rebuilds():
+                with self.watch.phase("verify"):
+                    self._verify_each_call(built[1])
                 with self.watch.phase("other clock"):
                     samples.details.update(bout.other())
         finally:
@@ -164,8 +168,9 @@ class Trial:
         """Compare what the last timed calls left: inputs, outputs and states of both sides."""
         size = size_words(self.bench.size)
         for slot, turn in zip(self.bench.slots, self.bench.pattern, strict=True):
-            check.check_unchanged(names, slot, self.bench.values[turn], size)
+            manners.check_unchanged(names, slot, self.bench.value_set(turn), size)
         for number, (side, precision) in enumerate(self.sides):
+            manners.check_outputs(side.__name__, built[number].outputs, self.bench.slots, size)
             self._verify(built[number], side, precision, bout.windows[number].calls)
             self.one_off[built[number].name] = built[number].one_off
 
@@ -207,6 +212,23 @@ class Trial:
             return
         for outputs, turn in zip(subject.outputs, pattern, strict=True):
             self._compare(side, observed(outputs, None), (turn,), precision)
+
+    def _verify_each_call(self, subject: Subject) -> None:
+        """Call the second side a few times more, on other values each time, and compare each call.
+
+        Inside a window values stay the same: who works at every second call only is right by the
+        end of it.
+        """
+        if self.pair.state is not None or not on("every-call"):
+            return
+        side, precision = self.sides[1]
+        wait = waiter(self.task.device)
+        for call in range(FURTHER_CALLS):
+            turn = call % VALUE_SETS
+            trees.copy_into(self.bench.slots[0], self.bench.value_set(turn))
+            found = observed(subject.run(0), None)
+            wait()
+            self._compare(side, found, (turn,), precision)
 
     def _compare(
         self, side: Side, found: Named, turns: tuple[int, ...], precision: Precision | None

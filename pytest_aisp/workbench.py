@@ -21,16 +21,6 @@ COLD_FOOTPRINT = 5.0
 MOST_SLOTS = 512
 
 
-def _check_apart(slots: Sequence[Any]) -> None:
-    """Refuse slots that share memory: a round over them would find it in the cache."""
-    owners: dict[int, int] = {}
-    for number, slot in enumerate(slots):
-        for path, tensor in trees.tensors(slot):
-            where = tensor.untyped_storage().data_ptr()
-            if tensor.numel() and owners.setdefault(where, number) != number:
-                raise NotCold(f"slots {owners[where]} and {number} share the memory of {path}")
-
-
 class NotCold(RuntimeError):
     """The working set is too small to be cold by rotation."""
 
@@ -42,7 +32,7 @@ class Workbench:
     Attributes:
         seed: from which the value sets and the state are drawn.
         unseen_seed: from which the `UNSEEN` set is drawn.
-        values: `VALUE_SETS` sets of inputs and one `UNSEEN`, shown only before the last block.
+        values: `VALUE_SETS` sets of inputs, and after them the `UNSEEN` one once it was asked for.
         slots: copies of value sets, at addresses that stay the same.
         pattern: which value set each slot holds now.
     """
@@ -57,16 +47,22 @@ class Workbench:
     pattern: list[int] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        seeds = [*(self.seed + k for k in range(VALUE_SETS)), self.unseen_seed]
-        self.values = [make_inputs(self.pair, self.device, self.size, s) for s in seeds]
+        self.values = [self._draw(self.seed + k) for k in range(VALUE_SETS)]
         self.rng = random.Random(self.seed)
+
+    def value_set(self, k: int) -> tuple[Any, ...]:
+        """Return value set `k`. The unseen one is drawn when first asked for: nobody finds it."""
+        if k == UNSEEN == len(self.values):
+            self.values.append(self._draw(self.unseen_seed))
+        return self.values[k]
+
+    def _draw(self, seed: int) -> tuple[Any, ...]:
+        return make_inputs(self.pair, self.device, self.size, seed)
 
     def lay_slots(self, count: int) -> None:
         """Make `count` slots, each a copy of one value set."""
         self.pattern = [k % VALUE_SETS for k in range(count)]
         self.slots = [trees.clone(self.values[k]) for k in self.pattern]
-        if on("slots"):
-            _check_apart(self.slots)
 
     def rewrite(self, subjects: Sequence[Subject], *, last: bool = False) -> None:
         """Give each slot other values than it holds, in place, and poison every output.
@@ -79,7 +75,7 @@ class Workbench:
             offset = self.rng.randrange(2) if len(self.slots) > 1 else 0
             self.pattern[offset::2] = [UNSEEN] * len(self.pattern[offset::2])
         for slot, k in zip(self.slots, self.pattern, strict=True):
-            trees.copy_into(slot, self.values[k])
+            trees.copy_into(slot, self.value_set(k))
         for subject in subjects if on("poisoned-outputs") else ():
             trees.poison(subject.outputs)
 

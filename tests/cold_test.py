@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from pytest_aisp.cold import ATTEMPTS, LINE, Latency, measure, path
-from pytest_aisp.workbench import NotCold, _check_apart
 
 
 class Cache:
@@ -46,10 +44,3 @@ def test_the_path_visits_every_line_once(lines):
         seen.add(at // LINE)
         at = following[at // LINE]
     assert (at, len(seen)) == (0, lines)
-
-
-def test_slots_have_memory_of_their_own():
-    x = torch.zeros(4)
-    _check_apart([(x,), (x.clone(), x[:0])])
-    with pytest.raises(NotCold, match=r"slots 0 and 1 share the memory of \[1\]"):
-        _check_apart([(x,), (x.clone(), x[1:])])

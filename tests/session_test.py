@@ -115,6 +115,12 @@ def test_what_would_lie_or_lose_something_is_refused(page, pytester, options, sa
     assert result.ret == pytest.ExitCode.USAGE_ERROR
 
 
+def test_a_red_case_is_not_run_again_until_it_is_green(page, pytester):
+    page("torch.zeros_like(x)")
+    result = pytester.runpytest_subprocess("--aisp-check", "--reruns=2")
+    result.stdout.fnmatch_lines(["=* 1 failed in *"])
+
+
 def test_recording_is_refused_where_ci_is_set(page, pytester, monkeypatch):
     monkeypatch.setenv("CI", "1")
     page()

@@ -133,6 +133,14 @@ REFUSED = {
         "E       AssertionError: inputs returned a Tensor; return a tuple of arguments, as in"
         " `return (x,)`",
     ),
+    "numpy": (
+        {"defs": "def inputs(device, n):\n    return torch.randn(n, device=device).numpy(), 2"},
+        "E       AssertionError: inputs holds a ndarray at [[]0], whose values cannot be watched;*",
+    ),
+    "module": (
+        {"defs": "def inputs(device, n):\n    return (torch.nn.Linear(n, n), 2)"},
+        "E       AssertionError: inputs holds a Linear at [[]0], whose values cannot be watched;*",
+    ),
     "telling": (
         {"defs": "def inputs(device, n):\n    return (torch.zeros(n, device=device),)"},
         "E       AssertionError: no * control applies, so these inputs cannot tell right from"
@@ -167,6 +175,10 @@ REFUSED = {
     ),
 }
 WRONG = {
+    "printing": (
+        {"optimized": "print('{{\"error\": null}}', flush=True) or 0 * x"},
+        "is wrong at n=33: output[[]*] is *0, *",
+    ),
     "zeros": ({"optimized": "torch.zeros_like(x)"}, "is wrong at n=33: output[[]*] is 0, *"),
     "garbage": ({"optimized": "torch.empty_like(x)"}, f"{OUTPUT} *"),
     "nan": ({"optimized": "x * float('nan')"}, "is wrong at n=33: output[[]0] is nan, *"),

@@ -6,10 +6,14 @@ python tests/validity.py          writes docs/validity.md
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import ledger
+from ledger import Item
 
 from pytest_aisp.protections import PROTECTIONS
 
@@ -20,13 +24,33 @@ INTRODUCTION = """
 Each protection has a name, and for each there are lies: small pages in `tests/exploits` whose
 optimized side cheats. `tests/exploits_test.py` shows of every lie that each of the protections it
 names catches it with the others switched off, and that it is believed with all of them off.
-{lies} lies, {protections} protections, all on a CPU: lies that need a GPU (streams, graphs, a warm
-L2, throttling) are not here yet.
+{lies} lies, {protections} protections; {gpu} of the lies need a GPU, and are skipped where there
+is none.
 
 A process that times a page's code is no proof against an author who attacks the harness itself;
-these are the mistakes and the shortcuts. This page is written by `python tests/validity.py`, and a
-test holds it to the files.
+these are the mistakes and the shortcuts. What else there is say two lists that others have drawn
+up, at the end: [40 lies of public benchmarks](#40-lies-of-public-benchmarks) and
+[95 validity issues](#95-validity-issues).
+
+This page is written by `python tests/validity.py`, and tests hold it to the files.
 """
+LEDGER = """
+What catches each of them here, and where that is shown. Nothing in these tables is ticked by hand:
+
+- **caught**: the exploits and tests in the last column show it, and nothing is known to be missing;
+- **in part**: they show some of it; what is missing stands behind *Open*;
+- **by design**: there is nothing to catch, for the reason given;
+- **open**: not shown, or not done.
+"""
+WHEN = {"check": "checked", "time": "timed"}
+WHEN_OF = {  # by test file: what its tests are about; the exploits say it themselves
+    **dict.fromkeys(("mutants_test", "numerics_test", "sides_test"), "checked"),
+    **dict.fromkeys(("exploits_test", "workbench_test", "clocks_test"), "timed"),
+    **dict.fromkeys(("cold_test", "device_test", "kernels_test", "untrusted_test"), "timed"),
+    **dict.fromkeys(("canary_test", "decision_test", "modes_test", "peaks_test"), "judged"),
+    **dict.fromkeys(("faults_test", "session_test", "terminal_test"), "run"),
+    "store_test": "stored",
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +63,7 @@ class Exploit:
         stage: ``check`` or ``time``: where it is caught.
         rule: the page's own tolerance, as keywords of `numerics.Rule`.
         breaks: whether without its protections the comparison ends in an error, not in belief.
+        device: ``cpu``, or ``cuda`` for what only a GPU can show.
     """
 
     path: Path
@@ -47,6 +72,7 @@ class Exploit:
     stage: str
     rule: Mapping[str, Any]
     breaks: bool
+    device: str
 
     @property
     def name(self) -> str:
@@ -55,7 +81,7 @@ class Exploit:
 
 def exploits() -> list[Exploit]:
     """Return every exploit of `tests/exploits`, by name."""
-    paths = sorted(EXPLOITS.glob("*.py"))
+    paths = [*sorted(EXPLOITS.glob("*.py")), *sorted(EXPLOITS.glob("gpu/*.py"))]
     return [_read(path) for path in paths if path.stem != "honest"]
 
 
@@ -69,28 +95,84 @@ def _read(path: Path) -> Exploit:
     rule = ast.literal_eval(rules[0].value) if rules else {}
     protections = tuple(name.strip() for name in said["Protection"].split(","))
     return Exploit(
-        path, " ".join(title.split()), protections, said["Stage"], rule, "Without it" in said
+        path=path,
+        title=" ".join(title.split()),
+        protections=protections,
+        stage=said["Stage"],
+        rule=rule,
+        breaks="Without it" in said,
+        device="cuda" if path.parent.name == "gpu" else "cpu",
     )
 
 
 def document() -> str:
     """Return docs/validity.md."""
     lies = exploits()
-    intro = INTRODUCTION.format(lies=len(lies), protections=len(PROTECTIONS))
+    on_gpu = sum(lie.device == "cuda" for lie in lies)
+    intro = INTRODUCTION.format(lies=len(lies), protections=len(PROTECTIONS), gpu=on_gpu)
     lines = ["# What is refused, and how that is known", "", *intro.strip().splitlines(), ""]
     for name, meaning in PROTECTIONS.items():
         mine = [lie for lie in lies if name in lie.protections]
         lines += [f"## {name}", "", f"{meaning[0].upper()}{meaning[1:]}.", ""]
-        if not mine:
-            lines += ["No lie of its own yet.", ""]
-            continue
-        lines += ["| lie | caught when |", "| --- | --- |"]
-        for lie in mine:
-            link = f"[{lie.name}](../tests/exploits/{lie.name}.py)"
-            when = {"check": "checked", "time": "timed"}[lie.stage]
-            lines.append(f"| {link}: {lie.title} | {when} |")
-        lines.append("")
+        lines += [*_lies_table(mine), ""] if mine else [ledger.SECOND_LINES[name], ""]
+    lines += ["## 40 lies of public benchmarks", "", *LEDGER.strip().splitlines(), ""]
+    lines += [*_ledger(ledger.PEERS), ""]
+    issues = [item for items in ledger.VALIDITY.values() for item in items]
+    names = [name for name, items in ledger.VALIDITY.items() for _ in items]
+    lines += ["## 95 validity issues", "", *_ledger(issues, names)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _lies_table(lies: Sequence[Exploit]) -> Iterator[str]:
+    yield "| lie | caught when |"
+    yield "| --- | --- |"
+    for lie in lies:
+        on_gpu = " on a GPU" if lie.device == "cuda" else ""
+        yield f"| {_link(lie)}: {lie.title} | {WHEN[lie.stage]}{on_gpu} |"
+
+
+def _ledger(items: Sequence[Item], names: Sequence[str] = ()) -> Iterator[str]:
+    states = Counter(item.state for item in items)
+    counts = (f"{states[state]} {state}" for state in ("caught", "in part", "by design", "open"))
+    yield f"Of {len(items)}: {', '.join(counts)}."
+    yield ""
+    first = "category" if names else "number"
+    yield f"| {first} | lie | state | what catches it | when | shown by |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    known = {lie.name: lie for lie in exploits()}
+    for number, item in enumerate(items):
+        name = names[number] if names else number + 1
+        mine = [known[e] for e in item.exploits.split()]
+        when = {WHEN[lie.stage] for lie in mine}
+        when |= {WHEN_OF[test.partition(".")[0]] for test in item.tests.split()}
+        shown = [_link(lie) for lie in mine] + [_test(t) for t in item.tests.split()]
+        cells = (
+            name,
+            item.lie,
+            item.state,
+            _what(item, mine),
+            ", ".join(sorted(when)),
+            ", ".join(shown),
+        )
+        yield f"| {' | '.join(map(str, cells))} |"
+
+
+def _what(item: Item, lies: Sequence[Exploit]) -> str:
+    """Return the protections that catch the exploits, what else does, and what is open."""
+    named = {name for lie in lies for name in lie.protections}
+    parts = [", ".join(f"`{p}`" for p in PROTECTIONS if p in named), item.why]
+    parts += [f"*Open:* {item.open}"] if item.open else []
+    return ". ".join(part[0].upper() + part[1:] for part in parts if part)
+
+
+def _link(exploit: Exploit) -> str:
+    return f"[{exploit.name}](../{exploit.path.relative_to(ROOT).as_posix()})"
+
+
+def _test(name: str) -> str:
+    file, _, function = name.partition("::")
+    words = function.removeprefix("test_").replace("_", " ")
+    return f"[{words}](../tests/{file})"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,160 @@
+"""What both sides are given: slots, values, one GPU, quiet; and how long a window is."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pytest_aisp import Work, check, compare, host, trees
+from pytest_aisp.device import Machine
+from pytest_aisp.loader import pair_of
+from pytest_aisp.run import Run
+from pytest_aisp.timing import calls_for, settle
+from pytest_aisp.workbench import COLD_FOOTPRINT, UNSEEN, NotCold, Workbench
+
+MIB = 1 << 20
+
+
+def doubled(x):
+    return 2 * x
+
+
+def added(x):
+    return x + x
+
+
+def bench_of(*, n=1000, seed=1, unseen=2, l2="cold"):
+    @compare(
+        baseline=added,
+        optimized=[doubled],
+        inputs=lambda device, n: (torch.randn(n, device=device),),
+        reference=lambda x: 2 * x.double(),
+        sizes=[{"n": n}],
+        check_sizes=[{"n": 33}],
+        work=lambda n: Work(read=4 * n, write=4 * n),
+        bound="dram",
+        l2=l2,
+    )
+    def test_doubling(pair):
+        pair.assert_speedup()
+
+    return Workbench(pair_of(test_doubling), {"n": n}, "cpu", seed, unseen)
+
+
+def test_slots_outgrow_the_cache_five_times_and_lie_apart():
+    bench = bench_of(n=MIB)
+    count = bench.slots_for(4 * MIB, l2_bytes=50 * MIB, free_bytes=1 << 40)
+    assert count * 8 * MIB >= COLD_FOOTPRINT * 50 * MIB
+    bench.lay_slots(7)
+    assert len({x.data_ptr() for (x,) in bench.slots}) == 7
+
+
+def test_what_cannot_be_cold_is_refused_unless_the_page_says_warm():
+    with pytest.raises(NotCold, match="declare l2='warm' or a larger size"):
+        bench_of(n=64).slots_for(256, l2_bytes=50 * MIB, free_bytes=1 << 40)
+    assert bench_of(n=64, l2="warm").slots_for(256, 50 * MIB, 1 << 40) == 2
+
+
+@pytest.mark.parametrize("slots", [1, 2, 7])
+@pytest.mark.parametrize("seconds", [1e-6, 3.3e-5, 1.0])
+def test_every_window_runs_through_all_slots(slots, seconds):
+    assert calls_for(seconds, 1e-3, slots) % slots == 0
+
+
+def test_values_are_those_of_their_seed_whatever_a_side_did_to_the_random_numbers():
+    before = bench_of()
+    torch.manual_seed(99)
+    again, other = bench_of(), bench_of(seed=5, unseen=6)
+    for k in (0, 1, UNSEEN):
+        assert torch.equal(before.value_set(k)[0], again.value_set(k)[0])
+        assert not torch.equal(before.value_set(k)[0], other.value_set(k)[0])
+
+
+def test_the_unseen_values_do_not_exist_before_the_last_rewrite():
+    bench = bench_of()
+    bench.lay_slots(2)
+    bench.rewrite([])
+    assert len(bench.values) == 2
+    bench.rewrite([], last=True)
+    assert UNSEEN in bench.pattern
+    assert len(bench.values) == 3
+
+
+def test_free_memory_is_left_full_of_nan(monkeypatch):
+    poisoned = []
+    monkeypatch.setattr(trees, "poison", lambda tree, real=trees.poison: poisoned.append(tree))
+    check._poison_free_memory((torch.zeros(3), torch.zeros(2, dtype=torch.int64)), "cpu")
+    monkeypatch.undo()
+    trees.poison(poisoned)
+    floats, integers = poisoned[0][:2], poisoned[0][2:]
+    assert all(t.isnan().all() for t in floats)
+    assert all((t == -1).all() for t in integers)
+
+
+def test_the_values_that_checks_draw_are_the_runs_secret():
+    settings = SimpleNamespace(reproducible=False)
+    seeds = {Run(settings, Machine("cpu", "cpu", "cpu")).seed for _ in range(8)}
+    assert len(seeds) == 8
+
+
+def test_a_bench_process_sees_one_gpu():
+    settings = SimpleNamespace(reproducible=False, cold_start=False)
+    machine = Machine("sm90", "nvidia-h200", "NVIDIA H200", ("GPU-a", "GPU-b"))
+    for worker, gpu in ((0, "GPU-a"), (1, "GPU-b"), (2, "GPU-a")):
+        run = Run(settings, machine, worker=worker)
+        assert run._environment("cuda")["CUDA_VISIBLE_DEVICES"] == gpu
+        assert run._environment("cpu")["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_warming_goes_on_while_memory_grows_or_times_fall():
+    growing = iter([True] * 9)
+    rounds = settle(
+        [lambda: 1.0],
+        lambda: next(growing, False),
+        least=3,
+        seconds=1e9,
+        clock=lambda: 0.0,
+    )
+    assert rounds == 10
+    falling = iter([2.0**-k for k in range(8)])
+    rounds = settle(
+        [lambda: next(falling, 2.0**-8)], lambda: False, least=3, seconds=1e9, clock=lambda: 0.0
+    )
+    assert rounds > 8
+
+
+def test_a_block_that_waited_for_a_core_is_measured_again(monkeypatch):
+    waited, clock = iter([0.0, 0.5, 0.501]), iter([0.0, 1.0, 2.0])
+    monkeypatch.setattr(host, "_waiting", lambda: next(waited))
+    monkeypatch.setattr(host.time, "perf_counter", lambda: next(clock))
+    bout = host.HostBout.__new__(host.HostBout)
+    bout._waited, bout._since = host._waiting(), host.time.perf_counter()
+    assert bout.disturbance() == "waited for a core 50% of the time"
+    assert bout.disturbance() is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    x: torch.Tensor
+    name: str = "x"
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        Record(torch.zeros(3)),
+        SimpleNamespace(x=torch.zeros(3)),
+        {"x": [torch.zeros(3)]},
+        (torch.zeros(3), 1, "x"),
+    ],
+    ids=["dataclass", "namespace", "mapping", "tuple"],
+)
+def test_a_copy_of_inputs_shares_no_memory_with_them(tree):
+    [(path, before)] = trees.tensors(tree)
+    [(same, after)] = trees.tensors(trees.clone(tree))
+    assert same == path
+    assert after.data_ptr() != before.data_ptr()
+    assert type(trees.clone(tree)) is type(tree)
