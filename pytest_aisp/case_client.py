@@ -157,6 +157,7 @@ class CaseClient:
             versus="self",
             planted=planted,
             replicate=CANARY + number,
+            keep=True,
             budget=self._budget(),
         )
         result = self.ask(task, bench)
