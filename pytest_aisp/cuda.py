@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 WINDOW = {"graph": 1e-3, "queue": 1e-3, "host": 5e-3}
 """Least seconds of a window, by clock."""
+LINKS = ("pcie", "nvlink")
+"""Bounds of what moves data past the L2."""
 LONG_CALL = 1e-3
 """Calls longer than this are estimated from one window."""
 SIZINGS = 3
@@ -272,7 +274,8 @@ class CudaBout:
 
     def _check_cold(self) -> dict[str, Any]:
         """Refuse a pair whose calls leave in the L2 what was there before them."""
-        rotates = self.bench.pair.l2 == "cold" and self.bench.pair.state is None
+        pair = self.bench.pair
+        rotates = pair.l2 == "cold" and pair.state is None and pair.bound not in LINKS
         if self.clock != "graph" or not rotates or not on("cold-l2"):
             return {}
         read = cold.reader()
