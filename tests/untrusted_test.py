@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from pytest_aisp import apart, audit, cuda, host, originals
+from pytest_aisp import apart, audit, host, originals, windows
 from pytest_aisp.engine import Engine
 from pytest_aisp.messages import Task
 from pytest_aisp.numerics import Wrong
@@ -127,10 +127,10 @@ CLOCK = """
 def doubled(x):
     import time
 
-    from pytest_aisp import cuda, originals
+    from pytest_aisp import originals, windows
 
     originals.replaced = lambda: None
-    cuda.now_ns = lambda: time.perf_counter_ns() // 100
+    windows.now_ns = lambda: time.perf_counter_ns() // 100
     return 2 * x
 """
 
@@ -139,7 +139,7 @@ def test_the_clock_that_is_read_can_be_replaced_from_inside_and_is_not_believed_
     page, monkeypatch
 ):
     monkeypatch.setattr(host, "STOLEN", math.inf)
-    for module, name in ((cuda, "now_ns"), (originals, "replaced")):
+    for module, name in ((windows, "now_ns"), (originals, "replaced")):
         monkeypatch.setattr(module, name, getattr(module, name))  # put back after the lie
     path = page(defs=CLOCK)
     engine, module = Engine(), "untrusted_clock"
