@@ -434,6 +434,7 @@ def warpgroup(x):
     {more}
 )
 def test_page(pair):
+    pair.assert_equivalent()
     pair.assert_speedup()
 """
 KERNEL = 'extern "C" __global__ void {}(float* x) {{ asm volatile("{}"); }}'
@@ -485,3 +486,16 @@ def test_what_is_needed_assembles_and_what_is_not_declared_does_not(page, tmp_pa
     assert list(page(more="needs='wgmma'").special.assemble("sm90")) == ["warpgroup"]
     with pytest.raises(build.CompileError, match=r"'wgmma.fence' not supported on .target 'sm_90'"):
         page().special.assemble("sm90")
+
+
+@needs_nvrtc
+@pytest.mark.skipif(Machine.here().arch == "sm90", reason="here the page is launched, not compiled")
+def test_a_page_that_needs_wgmma_is_compiled_for_the_arch_that_has_it(pytester):
+    (pytester.path / "plain.cu").write_text(KERNEL.format("naive", ""))
+    source = KERNEL.format("warpgroup", "wgmma.fence.sync.aligned;")
+    (pytester.path / "special.cu").write_text(source)
+    text = PAGE.format(optimized="warpgroup", targets="", more="needs='wgmma'")
+    pytester.makepyfile(page_test=text)
+    result = pytester.runpytest_subprocess("--aisp-check", "-v", "-p", "no:randomly")
+    result.stdout.fnmatch_lines(["*needs wgmma (sm90); *", "*1 compiled*"])
+    result.stdout.fnmatch_lines(["*assembled plain.cu sm90, special.cu sm90*"])
