@@ -497,5 +497,5 @@ def test_a_page_that_needs_wgmma_is_compiled_for_the_arch_that_has_it(pytester):
     text = PAGE.format(optimized="warpgroup", targets="", more="needs='wgmma'")
     pytester.makepyfile(page_test=text)
     result = pytester.runpytest_subprocess("--aisp-check", "-v", "-p", "no:randomly")
-    result.stdout.fnmatch_lines(["*needs wgmma (sm90); *", "*1 compiled*"])
-    result.stdout.fnmatch_lines(["*assembled plain.cu sm90, special.cu sm90*"])
+    result.stdout.fnmatch_lines(["*not timed: needs wgmma (sm90); *", "*1 compiled in *"])
+    assert result.ret == 0
