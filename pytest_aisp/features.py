@@ -209,7 +209,7 @@ def _seen(feature: str, here: str, launched: Mapping[str, str]) -> str:
     if feature in launched:
         return f"no: {launched[feature]}" if launched[feature] else "yes"
     if here in ASSEMBLED.get(feature, ()):
-        return f"not launched: {NOT_LAUNCHED.get(feature, 'no reason known')}"
+        return f"not launched: {NOT_LAUNCHED[feature]}"
     return ""
 
 
