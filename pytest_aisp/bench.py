@@ -90,13 +90,13 @@ class InProcess:
 def _error_reply(error: Exception, doing: str) -> Reply:
     from . import (
         controls,
-        cuda,
         engine,
         numerics,
         processes,
         sides,
         timing,
         trees,
+        windows,
         witness,
         workbench,
     )
@@ -112,7 +112,7 @@ def _error_reply(error: Exception, doing: str) -> Reply:
                 controls.TooLoose,
                 controls.CannotTell,
                 workbench.NotCold,
-                cuda.Unblockable,
+                windows.Unblockable,
             ),
         ),
         ("disturbed", (timing.Disturbed, witness.Traced)),

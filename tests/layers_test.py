@@ -28,7 +28,7 @@ LAYERS = {
         " graphs"
         " host kernels leases leftovers loader manners numerics oracle originals peaks processes"
         " protections quiet repeats replay search sides sources stopwatch switches trees trial"
-        " witness workbench"
+        " windows witness workbench"
     ),
     "glue": words(
         "__init__ audit canary case_client fixtures history judge marks options place plugin"
