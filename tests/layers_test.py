@@ -24,7 +24,8 @@ LAYERS = {
         "artifacts messages pair row signature simulated skus stats store tables timing verdict"
     ),
     "machine": words(
-        "apart bench build check client clocks cold controls cuda device engine fits graphs"
+        "apart bench build check client clocks cold controls cuda device engine features fits"
+        " graphs"
         " host kernels leases leftovers loader manners numerics oracle originals peaks processes"
         " protections quiet repeats replay search sides sources stopwatch switches trees trial"
         " windows witness workbench"
