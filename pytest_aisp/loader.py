@@ -10,6 +10,7 @@ from typing import Any
 
 from .pair import Pair
 from .sources import libraries
+from .standin import drive_interpreter
 
 MARK = "aisp_pair"
 """Name of the mark with which `compare` attaches a pair to its test function."""
@@ -35,6 +36,7 @@ def load_page(path: str, root: str, module: str) -> types.ModuleType:
     except BaseException:
         del sys.modules[module]
         raise
+    drive_interpreter()
     return page
 
 

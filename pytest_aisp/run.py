@@ -88,7 +88,7 @@ class Run:
         return BenchProcess(self._environment(device))
 
     def _environment(self, device: str) -> dict[str, str | None]:
-        changes: dict[str, str | None] = {}
+        changes: dict[str, str | None] = {"TRITON_INTERPRET": None}
         if device == "cuda" and self.machine.gpus:
             changes["CUDA_VISIBLE_DEVICES"] = self.gpu
         if device == "cpu":

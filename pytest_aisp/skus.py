@@ -7,6 +7,7 @@ belongs to. Products are mapped by compute capability, never guessed from a name
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 GPU_ARCHS = ("sm90", "sm100", "sm103", "sm121")
 ARCHS = ("cpu", *GPU_ARCHS)
@@ -30,6 +31,49 @@ FEATURES: dict[str, frozenset[str]] = {
     "nvlink": frozenset({"sm90", "sm100", "sm103"}),
     "nvshmem": frozenset({"sm90", "sm100", "sm103"}),
 }
+
+# What a feature is in machine code, by disassembling probes and pages of each arch with nvdisasm
+# 13.0 and 13.5: at least one of these begins an instruction. A feature without a line here is no
+# instruction of its own (a launch attribute, a library).
+INSTRUCTIONS: dict[str, tuple[str, ...]] = {
+    "tma": ("UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP"),
+    "wgmma": ("HGMMA", "IGMMA", "QGMMA", "BGMMA"),
+    "tcgen05": ("UTCHMMA", "UTCIMMA", "UTCQMMA", "UTCOMMA", "UTCMXQMMA"),
+    "mma_block_scale": ("OMMA", "QMMA.SF"),
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a block may use on an arch, and how many processors its largest product has.
+
+    Attributes:
+        shared: bytes of shared memory of a block, dynamic and static together.
+        registers: of a block; threads: of a block; per_thread: registers of a thread.
+        processors: for the grids of kernels that stay on their processor.
+    """
+
+    shared: int
+    processors: int
+    registers: int = 65536
+    threads: int = 1024
+    per_thread: int = 255
+
+
+# CUDA C++ Programming Guide 13, "Technical Specifications per Compute Capability"; processors: H200
+# 132, B200 148, B300 160, GB10 48.
+LIMITS = {
+    "sm90": Limits(shared=227 * 1024, processors=132),
+    "sm100": Limits(shared=227 * 1024, processors=148),
+    "sm103": Limits(shared=227 * 1024, processors=160),
+    "sm121": Limits(shared=99 * 1024, processors=48),
+}
+
+
+def capability_of(arch: str) -> tuple[int, int]:
+    """Return the compute capability of an arch: (9, 0) for ``sm90``, (12, 1) for ``sm121``."""
+    number = int(arch.removeprefix("sm"))
+    return number // 10, number % 10
 
 
 def arch_of(major: int, minor: int) -> str:

@@ -26,8 +26,8 @@ LAYERS = {
     "machine": words(
         "apart bench build check client clocks cold controls cuda device engine fits graphs"
         " host kernels leases leftovers loader manners numerics oracle originals peaks processes"
-        " protections quiet repeats replay search sides sources stopwatch switches trees trial"
-        " witness workbench"
+        " protections quiet repeats replay search sides sources standin stopwatch switches trees"
+        " trial witness workbench"
     ),
     "glue": words(
         "__init__ audit canary case_client fixtures history judge marks options place plugin"
