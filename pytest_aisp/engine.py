@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import random
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -304,20 +305,19 @@ class Engine:
         return {"rates": dict(measured.rates), "facts": dict(measured.facts)}
 
     def compile(self, task: Task) -> dict[str, Any]:
-        """Assemble the kernel files that the case's sides use, for each arch of `task`."""
-        from .sources import kernel_files
+        """Assemble every kernel that the case's sides launch, for each arch of `task`."""
+        from .assembly import Assembly
 
         pair = self._pair(task)
-        variant = pair.variant(task.variant)
-        modules = kernel_files([pair.baseline, variant.side], task.root)
-        if not modules:
-            raise PageError(f"{task.variant} launches no kernel file, so nothing was assembled")
-        made = {}
-        for module in modules:
-            for arch in task.archs:
-                self.progress(f"assemble {module.path.name} for {arch}")
-                made[f"{module.path.name} {arch}"] = module.assemble(arch)
-        return {"assembled": made, "sources": self._sources(task, pair)}
+        pairs = [p for p in map(pair_of, vars(sys.modules[task.module]).values()) if p is not None]
+        case = pair, pair.variant(task.variant), task.size
+        assembly = Assembly(pairs, *case, root=task.root, tell=self.progress)
+        assembly.run(task.archs)
+        return {
+            "assembled": [built.plain() for built in assembly.built],
+            "words": [*assembly.notes, *map(str, assembly.built)],
+            "sources": self._sources(task, pair),
+        }
 
     def _pair(self, task: Task) -> Pair:
         page = load_page(task.page, task.root, task.module)

@@ -91,8 +91,9 @@ class Run:
         changes: dict[str, str | None] = {"TRITON_INTERPRET": None}
         if device == "cuda" and self.machine.gpus:
             changes["CUDA_VISIBLE_DEVICES"] = self.gpu
-        if device == "cpu":
+        if device != "cuda":
             changes["CUDA_VISIBLE_DEVICES"] = ""
+        if device == "cpu":
             changes["TRITON_INTERPRET"] = "1"
         if self.settings.reproducible:
             changes["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"

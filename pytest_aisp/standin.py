@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.overrides import TorchFunctionMode
 
 ADDRESS = 1 << 32
-"""Where every tensor of a GPU that is stood in for begins: aligned, as torch's allocator does it."""
+"""Where every tensor of a pretended GPU begins: aligned, as torch's allocator does it."""
 
 
 class Driver:
@@ -127,14 +127,15 @@ def _without_values() -> TorchFunctionMode:
     from torch.overrides import TorchFunctionMode
 
     cuda = torch.device("cuda", 0)
+    tensor: Any = torch.Tensor
     said: dict[Any, Callable[[Any], Any]] = {
-        torch.Tensor.device.__get__: lambda t: cuda,  # type: ignore[attr-defined]
-        torch.Tensor.is_cuda.__get__: lambda t: True,  # type: ignore[attr-defined]
-        torch.Tensor.is_meta.__get__: lambda t: False,  # type: ignore[attr-defined]
-        torch.Tensor.get_device: lambda t: 0,
-        torch.Tensor.data_ptr: lambda t: ADDRESS + t.storage_offset() * t.element_size(),
-        torch.Tensor.cuda: lambda t: t.to("meta"),
-        torch.Tensor.pin_memory: lambda t: t,
+        tensor.device.__get__: lambda t: cuda,
+        tensor.is_cuda.__get__: lambda t: True,
+        tensor.is_meta.__get__: lambda t: False,
+        tensor.get_device: lambda t: 0,
+        tensor.data_ptr: lambda t: ADDRESS + t.storage_offset() * t.element_size(),
+        tensor.cuda: lambda t: t.to("meta"),
+        tensor.pin_memory: lambda t: t,
     }
 
     def moved(value: Any) -> Any:
@@ -145,6 +146,8 @@ def _without_values() -> TorchFunctionMode:
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
+            if func is torch.device:
+                return func(*args, **(kwargs or {}))
             kwargs = {name: moved(value) for name, value in (kwargs or {}).items()}
             if func in said and (func is torch.Tensor.cuda or self._is_meta(args[0])):
                 return said[func](args[0])

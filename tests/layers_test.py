@@ -25,8 +25,8 @@ LAYERS = {
     ),
     "machine": words(
         "apart bench build check client clocks cold controls cuda device engine fits graphs"
-        " host kernels leases leftovers loader manners numerics oracle originals peaks processes"
-        " protections quiet repeats replay search sides sources standin stopwatch switches trees"
+        " host kernels launches leases leftovers loader manners numerics oracle originals peaks processes"
+        " protections quiet repeats replay sass search sides sources standin stopwatch switches trees"
         " trial witness workbench"
     ),
     "glue": words(

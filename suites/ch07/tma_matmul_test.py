@@ -7,9 +7,9 @@ Optimized  descriptors: the same tiles by `tl.make_tensor_descriptor`: one threa
            memory accelerator (TMA) for a tile, which masks the edges itself.
            library: `torch.matmul`.
 Bound      Tensor cores: 2 m n k operations, the same on every side. TMA frees registers and issue
-           slots, which is worth something only where the others are short of them: 1.0 to 1.1 times.
-           Both sides are tuned over the same tiles. Nothing is claimed but that no side is slower:
-           no GPU has measured this page yet.
+           slots, which is worth something only where the others are short of them: 1.0 to 1.1
+           times. Both sides are tuned over the same tiles. Nothing is claimed but that no side is
+           slower: no GPU has measured this page yet.
 """
 
 import torch
