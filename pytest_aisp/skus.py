@@ -21,7 +21,7 @@ FEATURES: dict[str, frozenset[str]] = {
     "tma": _ALL,
     "clusters": _ALL,
     "dsmem": _ALL,
-    "multicast": _ALL,
+    "multicast": _HOPPER | _DATACENTER,  # sm121 assembles it to a call into the driver
     "wgmma": _HOPPER,
     "tcgen05": _DATACENTER,
     "mma_block_scale": frozenset({"sm121"}),
@@ -32,14 +32,16 @@ FEATURES: dict[str, frozenset[str]] = {
     "nvshmem": frozenset({"sm90", "sm100", "sm103"}),
 }
 
-# What a feature is in machine code, by disassembling probes and pages of each arch with nvdisasm
-# 13.0 and 13.5: at least one of these begins an instruction. A feature without a line here is no
-# instruction of its own (a launch attribute, a library).
+# What a feature is in machine code: at least one of these instructions, with these modifiers. Found
+# by disassembling probes of NVRTC 13.5 and Triton 3.9 (tests/sass_test.py). A feature without a
+# line has no instruction of its own: clusters are a launch attribute, remote shared memory is read
+# by an ordinary load.
 INSTRUCTIONS: dict[str, tuple[str, ...]] = {
-    "tma": ("UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP"),
-    "wgmma": ("HGMMA", "IGMMA", "QGMMA", "BGMMA"),
-    "tcgen05": ("UTCHMMA", "UTCIMMA", "UTCQMMA", "UTCOMMA", "UTCMXQMMA"),
-    "mma_block_scale": ("OMMA", "QMMA.SF"),
+    "tma": ("UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP", "UBLKRED"),
+    "multicast": ("UTMALDG.MULTICAST", "UBLKCP.MULTICAST"),
+    "wgmma": ("HGMMA", "QGMMA", "IGMMA"),
+    "tcgen05": ("UTCHMMA", "UTCQMMA", "UTCIMMA", "UTCOMMA"),
+    "mma_block_scale": ("OMMA.SF", "QMMA.SF"),
 }
 
 
