@@ -272,7 +272,7 @@ def _refuse(settings: Settings, config: pytest.Config) -> None:
     for option, wanted in {**runs, "--aisp-audit": config.getoption("aisp_audit")}.items():
         if wanted and settings.compile:
             raise pytest.UsageError(
-                f"{option} cannot be combined with --aisp-compile: it runs sides, and nothing runs"
+                f"{option} cannot be combined with --aisp-compile: it runs sides"
             )
     if settings.against is not None and (settings.replay or settings.aa):
         other = "--aisp-replay" if settings.replay else "--aisp-aa"
