@@ -185,9 +185,9 @@ class Assembly:
 
 
 def _ended(launches: Launches) -> str:
-    error = launches.error
-    words = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    return f"it cannot be run without values: {type(error).__name__}: {words}".rstrip(": ")
+    error, where = launches.error, "where tensors have no values"
+    words = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+    return f"{where} it raised {type(error).__name__}: {words}"
 
 
 def _built(arch: str, side: str, launch: Launch) -> Built:
@@ -218,7 +218,10 @@ def _misfits(built: Built) -> Iterator[str]:
     """Say why `built` could not be launched on its arch."""
     limits, launch = LIMITS[built.arch], built.launch
     if built.shared > limits.shared:
-        yield f"needs {built.shared} bytes of shared memory; a block has {limits.shared} there"
+        yield (
+            f"needs {built.shared} bytes of shared memory; a block has {limits.shared} there: take"
+            " smaller tiles or fewer stages, or prune the configuration there"
+        )
     registers = -(-built.registers // GRAIN) * GRAIN * launch.threads
     if registers > limits.registers:
         yield (

@@ -29,6 +29,7 @@ from .protections import on, without
 from .quiet import no_gc, release, waiter
 from .repeats import check_repeats
 from .sides import Subject
+from .standin import interpreting
 from .stopwatch import Stopwatch
 from .timing import Budget, Samples
 from .workbench import VALUE_SETS, Workbench
@@ -61,6 +62,7 @@ class Engine:
         """Check the case's variant and its baseline; return what was found by size."""
         self.watch.start()
         pair = self._pair(task)
+        _need_interpreter(task, pair)
         rule = Rule(**task.rule)
         found = {}
         with self._prepared(task, pair), self.watch.phase("check"):
@@ -382,6 +384,19 @@ class Engine:
         for key in [k for k in self._oracles if scarce or not k.startswith(page)]:
             del self._oracles[key]
         release(device)
+
+
+def _need_interpreter(task: Task, pair: Pair) -> None:
+    """Refuse Triton kernels on a CPU without its interpreter; bench processes are given it."""
+    from .sources import triton_kernels
+
+    sides = [pair.baseline, pair.variant(task.variant).side]
+    if task.device == "cpu" and not interpreting() and triton_kernels(sides, task.root):
+        raise PageError(
+            f"{task.variant} launches Triton kernels, which without a GPU run in Triton's"
+            " interpreter; it must be chosen before pytest starts when sides run inside pytest\n"
+            "    TRITON_INTERPRET=1 pytest --pdb ..."
+        )
 
 
 def _seed(task: Task, salt: str) -> int:

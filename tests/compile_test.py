@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import textwrap
+from unittest import mock
 
 import pytest
+import torch
 
-from pytest_aisp import assembly, sass
+from pytest_aisp import assembly, build, capture, sass
 from pytest_aisp.assembly import Assembly, AssemblyError, Built
-from pytest_aisp.launches import Launch
+from pytest_aisp.build import LaunchError
+from pytest_aisp.launches import Launch, recorded
 from pytest_aisp.pair import Pair, Variant, Work
 from pytest_aisp.skus import GPU_ARCHS, LIMITS
 
@@ -92,6 +95,18 @@ def tuned_kernel(x, out, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + at, tl.load(x + at, mask=at < n) * 2, mask=at < n)
 """
+PRUNED = """
+def fits(configs, named, **kwargs):
+    arch = triton.runtime.driver.active.get_current_target().arch
+    return [c for c in configs if arch != 121 or c.kwargs["M"] < 128]
+
+
+@triton.autotune(
+    [triton.Config({"M": 128}), triton.Config({"M": 64})],
+    key=[],
+    prune_configs_by={"early_config_prune": fits},
+)
+"""
 BIG = """
 @triton.jit
 def big_kernel(a, c, M: tl.constexpr):
@@ -135,6 +150,7 @@ def test_every_kernel_of_both_kinds_is_assembled_at_its_real_meta_parameters(wri
     grid = "lambda meta: (triton.cdiv(x.numel(), meta['BLOCK']),)"
     write("tuned", defs=TUNED, **also(f"tuned_kernel[{grid}](x, out, x.numel())"))
     write("both", CUDA, **also(CUDA_LAUNCH))
+    write("pruned", defs=PRUNED + BIG.strip(), **also("big_kernel[(1,)](x, out)"))
     result = compiled(pytester, "--aisp-compile=sm90,sm121", "--aisp-artifacts=kept", "-vv", "-rs")
     output = result.stdout.str()
     for line in (
@@ -143,9 +159,12 @@ def test_every_kernel_of_both_kinds_is_assembled_at_its_real_meta_parameters(wri
         "sm121 doubling_kernel (BLOCK=1024): ",
         "sm90 tuned_kernel (BLOCK=512",
         "sm121 tuned_kernel (BLOCK=2048, num_warps=8",
-        "3 compiled",
+        "sm90 big_kernel (M=128",
+        "sm121 big_kernel (M=64",
+        "4 compiled",
     ):
         assert line in output
+    assert "sm121 big_kernel (M=128" not in output
     assert result.ret == 0
     rows = [
         json.loads(ln) for ln in (pytester.path / "kept/results.jsonl").read_text().splitlines()
@@ -156,7 +175,7 @@ def test_every_kernel_of_both_kinds_is_assembled_at_its_real_meta_parameters(wri
     launched = {(b["kernel"], *b["grid"]) for b in built}
     assert launched == {
         *(("doubling", 4096), ("doubling_kernel", 1024)),
-        *(("tuned_kernel", 2048), ("tuned_kernel", 512)),
+        *(("tuned_kernel", 2048), ("tuned_kernel", 512), ("big_kernel", 1)),
     }
     assert all(b["registers"] > 0 for b in built)
 
@@ -173,8 +192,8 @@ RED = {
     "needs_values": (
         also(LAUNCH, "out += x.sum().item()"),
         [
-            "doubled on sm90 at n=1048576: it cannot be run without values: RuntimeError: ",
-            "doubling_kernel was not reached: no side of the page launches it (doubled: it cannot",
+            "doubled on sm90 at n=1048576: where tensors have no values it raised RuntimeError: ",
+            "doubling_kernel was not reached: no side of the page launches it (doubled: where",
         ],
     ),
     "no_such_name": (
@@ -331,6 +350,9 @@ def test_a_page_whose_sides_launch_nothing_is_no_pass(monkeypatch):
         made().run([])
 
 
+kernels = build.cuda_module("data/build.cu")
+
+
 def side(x):
     return x
 
@@ -339,11 +361,70 @@ def other(x):
     return x
 
 
+def rows(x):
+    out = torch.empty(x.shape[0], device=x.device)
+    kernels.rows[x.shape[0], 256, 4 * x.shape[1]](x, out, x.shape[1])
+    return out
+
+
+def prepared(x):
+    yield capture(lambda: rows(x))
+
+
+def yields_nothing(x):
+    yield rows(x)
+
+
+def misaligned(x):
+    kernels.wide[1, 256](x.flatten()[1:], torch.empty_like(x), 4)
+
+
+def asks(x):
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert (x.device, x.is_cuda, x.get_device()) == (torch.device("cuda", 0), True, 0)
+        assert torch.ones(2).to("cuda").cuda().pin_memory().device == x.device
+        assert torch.ones(2).device.type == "cpu"
+        assert not torch.cuda.is_available()
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+    kernels.rows[processors, torch.cuda.get_device_capability()[0]](x, torch.empty_like(x), 4)
+
+
+def launched(side, arch="sm90"):
+    found = recorded(made().pair, side, {"n": 7}, arch, assemble=False)
+    if found.error is not None:
+        raise found.error
+    return [(launch.name, launch.how, launch.grid) for launch in found.made.values()]
+
+
+def test_a_side_and_a_prepared_one_are_run_without_values():
+    expected = [("rows", "block 256, 28 B dynamic", (5,))]
+    assert launched(rows) == launched(prepared) == expected
+    assert launched(side) == []
+
+
+@pytest.mark.parametrize(("arch", "grid", "block"), [("sm90", 132, 9), ("sm121", 48, 12)])
+def test_the_gpu_that_is_not_there_answers_for_its_arch(arch, grid, block):
+    assert launched(asks, arch) == [("rows", f"block {block}", (grid,))]
+    assert torch.ones(2).device.type == "cpu"
+    assert not isinstance(torch.cuda.Stream, mock.MagicMock)
+
+
+def test_arguments_are_held_against_the_signature():
+    with pytest.raises(LaunchError, match=r"'x' was given a float32 tensor .* not 16-byte aligned"):
+        launched(misaligned)
+
+
+def test_a_prepared_side_that_yields_no_callable_is_named():
+    with pytest.raises(TypeError, match="yields_nothing must yield the callable to time, not"):
+        launched(yields_nothing)
+
+
 def made(**variant):
     pair = Pair(
         baseline=side,
         variants=(Variant(other, **variant),),
-        inputs=lambda device, n: (),
+        inputs=lambda device, n: (torch.randn(5, n, device=device),),
         reference=side,
         sizes=({"n": 1},),
         check_sizes=({"n": 1},),
