@@ -98,7 +98,7 @@ def _unwrapped(thing: Any) -> Any:
     """Return the function inside decorators: partials, Triton kernels, compiled functions."""
     for attribute in ("side", "fn", "func", "_torchdynamo_orig_callable", "__wrapped__"):
         inner = getattr(thing, attribute, None)
-        if callable(inner) and not isinstance(thing, type):
+        if (callable(inner) or _is_triton(inner)) and not isinstance(thing, type):
             return _unwrapped(inner)
     return thing
 
