@@ -1,5 +1,5 @@
 # make bench   the first chapter on the machine at hand
-# make test    every page checked, then the project's own tests
+# make test    every page checked, its kernels assembled for every GPU, then the project's own tests
 # Both set up .venv. PYTHON=... names the interpreter to make it with; VENV=... an environment to use.
 
 PYTHON ?= python3
@@ -13,6 +13,7 @@ bench: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	$(PY) -m pytest -q --aisp-check suites
+	$(PY) -m pytest -q --aisp-compile suites
 	$(PY) -m pytest -q -n 2 tests
 
 lint: $(VENV)/.ready

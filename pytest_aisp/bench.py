@@ -89,6 +89,7 @@ class InProcess:
 
 def _error_reply(error: Exception, doing: str) -> Reply:
     from . import (
+        assembly,
         controls,
         engine,
         numerics,
@@ -107,6 +108,7 @@ def _error_reply(error: Exception, doing: str) -> Reply:
             "page",
             (
                 engine.PageError,
+                assembly.AssemblyError,
                 sides.SideError,
                 trees.TreeError,
                 controls.TooLoose,

@@ -11,7 +11,7 @@ from .client import START_SECONDS, Bench
 from .device import Machine, cpu_machine
 from .messages import Reply, Task
 from .pair import Case
-from .place import place_of
+from .place import Kernels, place_of
 from .row import Row, ratio
 from .run import Failed, Run
 from .verdict import Reading
@@ -29,7 +29,7 @@ class CaseClient:
         row: what became of it.
     """
 
-    def __init__(self, run: Run, case: Case, where: Mapping[str, str], kernels: bool) -> None:
+    def __init__(self, run: Run, case: Case, where: Mapping[str, str], kernels: Kernels) -> None:
         self.run, self.case = run, case
         self.where = where
         self.timeout = run.settings.timeout

@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import random
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -28,6 +29,7 @@ from .protections import on, without
 from .quiet import no_gc, release, waiter
 from .repeats import check_repeats
 from .sides import Subject
+from .standin import interpreting
 from .stopwatch import Stopwatch
 from .timing import Budget, Samples
 from .workbench import VALUE_SETS, Workbench
@@ -60,6 +62,7 @@ class Engine:
         """Check the case's variant and its baseline; return what was found by size."""
         self.watch.start()
         pair = self._pair(task)
+        _need_interpreter(task, pair)
         rule = Rule(**task.rule)
         found = {}
         with self._prepared(task, pair), self.watch.phase("check"):
@@ -304,20 +307,19 @@ class Engine:
         return {"rates": dict(measured.rates), "facts": dict(measured.facts)}
 
     def compile(self, task: Task) -> dict[str, Any]:
-        """Assemble the kernel files that the case's sides use, for each arch of `task`."""
-        from .sources import kernel_files
+        """Assemble every kernel that the case's sides launch, for each arch of `task`."""
+        from .assembly import Assembly
 
         pair = self._pair(task)
-        variant = pair.variant(task.variant)
-        modules = kernel_files([pair.baseline, variant.side], task.root)
-        if not modules:
-            raise PageError(f"{task.variant} launches no kernel file, so nothing was assembled")
-        made = {}
-        for module in modules:
-            for arch in task.archs:
-                self.progress(f"assemble {module.path.name} for {arch}")
-                made[f"{module.path.name} {arch}"] = module.assemble(arch)
-        return {"assembled": made, "sources": self._sources(task, pair)}
+        pairs = [p for p in map(pair_of, vars(sys.modules[task.module]).values()) if p is not None]
+        case = pair, pair.variant(task.variant), task.size
+        assembly = Assembly(pairs, *case, root=task.root, tell=self.progress)
+        assembly.run(task.archs)
+        return {
+            "assembled": [built.plain() for built in assembly.built],
+            "words": [*assembly.notes, *map(str, assembly.built)],
+            "sources": self._sources(task, pair),
+        }
 
     def _pair(self, task: Task) -> Pair:
         page = load_page(task.page, task.root, task.module)
@@ -382,6 +384,19 @@ class Engine:
         for key in [k for k in self._oracles if scarce or not k.startswith(page)]:
             del self._oracles[key]
         release(device)
+
+
+def _need_interpreter(task: Task, pair: Pair) -> None:
+    """Refuse Triton kernels on a CPU without its interpreter; bench processes are given it."""
+    from .sources import triton_kernels
+
+    sides = [pair.baseline, pair.variant(task.variant).side]
+    if task.device == "cpu" and not interpreting() and triton_kernels(sides, task.root):
+        raise PageError(
+            f"{task.variant} launches Triton kernels, which without a GPU run in Triton's"
+            " interpreter; it must be chosen before pytest starts when sides run inside pytest\n"
+            "    TRITON_INTERPRET=1 pytest --pdb ..."
+        )
 
 
 def _seed(task: Task, salt: str) -> int:

@@ -12,6 +12,7 @@ import pytest
 
 from .loader import pair_of
 from .pair import Case, Pair
+from .place import Kernels
 from .row import Row
 from .run import Failed, Interrupted
 from .runner import CaseRun, EndOfBody
@@ -165,7 +166,9 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
         run = config.stash[RUN]
     if run.settings.cold_start:
         run.close()
-    case_run = CaseRun(run, case, _where(item, config), _kernels(item, case, config))
+    case_run = CaseRun(run, case, _where(item, config), _kernels(case, config))
+    if case_run.place.kind == "skip":
+        pytest.skip(case_run.place.need)
     if (marker := item.get_closest_marker("aisp_timeout")) is not None:
         multiplier = config.getoption("aisp_timeout_multiplier")
         case_run.timeout = float(marker.args[0]) * multiplier
@@ -189,12 +192,12 @@ def _where(item: Any, config: pytest.Config) -> dict[str, str]:
     }
 
 
-def _kernels(item: Any, case: Case, config: pytest.Config) -> bool:
-    """Return whether the case launches CUDA C++, which no CPU can check."""
-    from .sources import kernel_files
+def _kernels(case: Case, config: pytest.Config) -> Kernels:
+    """Return which kinds of kernels of its own the case launches."""
+    from .sources import kernel_files, triton_kernels
 
-    sides = [case.pair.baseline, case.variant.side]
-    return bool(kernel_files(sides, str(config.rootpath)))
+    sides, root = [case.pair.baseline, case.variant.side], str(config.rootpath)
+    return Kernels(bool(kernel_files(sides, root)), bool(triton_kernels(sides, root)))
 
 
 @contextlib.contextmanager

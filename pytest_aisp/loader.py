@@ -10,6 +10,7 @@ from typing import Any
 
 from .pair import Pair
 from .sources import libraries
+from .standin import drive_interpreter
 
 MARK = "aisp_pair"
 """Name of the mark with which `compare` attaches a pair to its test function."""
@@ -18,10 +19,16 @@ MARK = "aisp_pair"
 def load_page(path: str, root: str, module: str) -> types.ModuleType:
     """Import the page at `path` as `module`, its relative imports included.
 
-    Parent packages that have no file are made up, as pytest's importlib mode does.
+    Parent packages that have no file are made up, as pytest's importlib mode does. Where the page
+    launches Triton kernels and no GPU is, it finds Triton's interpreter ready.
     """
-    if module in sys.modules:
-        return sys.modules[module]
+    if module not in sys.modules:
+        _import(path, root, module)
+    drive_interpreter()
+    return sys.modules[module]
+
+
+def _import(path: str, root: str, module: str) -> None:
     if root not in sys.path:
         sys.path.append(root)
     _make_parents(module, Path(path).parent)
@@ -35,7 +42,6 @@ def load_page(path: str, root: str, module: str) -> types.ModuleType:
     except BaseException:
         del sys.modules[module]
         raise
-    return page
 
 
 def load_past(path: str, root: str, module: str, today: str) -> types.ModuleType:

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 UPDATES = ("missing", "all")
+EVERY_ARCH = "all"
+BARE = {"--aisp-update-expectations": "missing", "--aisp-compile": EVERY_ARCH}
+"""Options with an optional value, and the value that they have without one."""
 IN_PROCESS = {"--aisp-in-process": "aisp_in_process", "--pdb": "usepdb", "--trace": "trace"}
 """The options for which sides run inside pytest."""
 RECORDED = 8
@@ -24,7 +27,8 @@ class Settings:
         ours: whether this session collects pages: an ``--aisp-*`` option, or a path under `pages`.
         pages: folders that hold pages (ini ``aisp_pages``).
         baselines: folder of stored results (ini ``aisp_baselines``).
-        check, aa, replay, update: the mode; none of them is to measure.
+        check, aa, replay, update, compile: the mode; none of them is to measure.
+            `compile` holds the archs to assemble for.
         against: commit with whose sides changed ones are compared besides, or None.
         artifacts: folder for the run's results and samples, or None.
         warmup, blocks, window: the measuring budget, where the command line sets it.
@@ -43,6 +47,7 @@ class Settings:
     pages: tuple[Path, ...]
     baselines: Path
     check: bool
+    compile: tuple[str, ...]
     aa: bool
     against: str | None
     replay: Path | None
@@ -70,6 +75,13 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("aisp", "GPU performance pairs (pytest-aisp)")
     add = group.addoption
     add("--aisp-check", action="store_true", help="check only: prove results, time nothing")
+    add(
+        "--aisp-compile",
+        metavar="ARCHS",
+        nargs="?",
+        const=EVERY_ARCH,
+        help="assemble the kernels that pages launch, for sm90,sm100 (only after `=`; else all)",
+    )
     add(
         "--aisp-against",
         metavar="REF",
@@ -124,10 +136,10 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def keep_paths(args: list[str]) -> None:
-    """Give the bare update option its value, so that it cannot swallow the path after it."""
+    """Give bare options their value, so that they cannot swallow the path after them."""
     for index, arg in enumerate(args):
-        if arg == "--aisp-update-expectations":
-            args[index] = "--aisp-update-expectations=missing"
+        if arg in BARE:
+            args[index] = f"{arg}={BARE[arg]}"
 
 
 def read_settings(config: pytest.Config) -> Settings:
@@ -144,6 +156,7 @@ def read_settings(config: pytest.Config) -> Settings:
         pages=tuple(config.getini("aisp_pages")),
         baselines=config.rootpath / config.getini("aisp_baselines"),
         check=get("aisp_check"),
+        compile=_archs(get("aisp_compile")),
         aa=get("aisp_aa"),
         against=get("aisp_against"),
         replay=Path(get("aisp_replay")) if get("aisp_replay") else None,
@@ -199,6 +212,24 @@ def _iterations(text: str | None) -> tuple[int | None, float | None]:
     return count, seconds
 
 
+def _archs(text: str | None) -> tuple[str, ...]:
+    if text is None:
+        return ()
+    from .skus import GPU_ARCHS
+
+    if text == EVERY_ARCH:
+        return GPU_ARCHS
+    words = tuple(dict.fromkeys(text.split(",")))
+    for word in words:
+        if word not in GPU_ARCHS:
+            legal = ", ".join(GPU_ARCHS)
+            raise pytest.UsageError(
+                f"--aisp-compile={text}: unknown arch {word!r}; legal: {legal}, or {EVERY_ARCH}\n"
+                f"    pytest --aisp-compile={','.join(GPU_ARCHS[:2])}"
+            )
+    return words
+
+
 def _positive(name: str, value: int | None) -> int | None:
     if value is not None and value < 1:
         raise pytest.UsageError(f"{name}={value} must be at least 1")
@@ -237,6 +268,12 @@ def _refuse(settings: Settings, config: pytest.Config) -> None:
     """Refuse combinations that would lie or lose something."""
     if settings.update is not None:
         _refuse_update(settings, config)
+    runs = {"--aisp-against": settings.against, "--aisp-untrusted": settings.untrusted}
+    for option, wanted in {**runs, "--aisp-audit": config.getoption("aisp_audit")}.items():
+        if wanted and settings.compile:
+            raise pytest.UsageError(
+                f"{option} cannot be combined with --aisp-compile: it runs sides"
+            )
     if settings.against is not None and (settings.replay or settings.aa):
         other = "--aisp-replay" if settings.replay else "--aisp-aa"
         raise pytest.UsageError(f"--aisp-against cannot be combined with {other}: it times sides")
@@ -246,6 +283,7 @@ def _refuse(settings: Settings, config: pytest.Config) -> None:
             f"--aisp-untrusted cannot be combined with {other}: it needs processes of its own"
         )
     modes: dict[str, object] = {"--aisp-check": settings.check, "--aisp-aa": settings.aa}
+    modes["--aisp-compile"] = settings.compile
     modes |= {"--aisp-replay": settings.replay, "--aisp-update-expectations": settings.update}
     given = [name for name, value in modes.items() if value]
     if len(given) > 1:

@@ -71,6 +71,8 @@ class Variant:
         when: sizes it exists for; called with the size's keys.
         at_least: its claim, where it is not the page's.
         precision: the lower arithmetic it uses on purpose; it widens the derived tolerance.
+        sass: instructions that its machine code must hold besides those of `needs`, as in
+            ``sass="LDG.128"``; looked for where its kernels are assembled.
         marks: pytest marks for its cases, as in ``pytest.param(marks=...)``.
     """
 
@@ -80,6 +82,7 @@ class Variant:
     when: Callable[..., bool] | None = None
     at_least: Claims | None = None
     precision: Precision | None = None
+    sass: str | Sequence[str] = ()
     marks: Sequence[Any] = ()
 
     @property

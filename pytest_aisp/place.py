@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .device import Machine
 from .pair import Case
 from .run import Run
 from .skus import missing
 
+COMPILER = "compiler"
+"""The device of a bench process that compiles: Triton's interpreter is off there."""
+
+
+class Kernels(NamedTuple):
+    """Which kernels of its own a case launches: of CUDA C++, which no CPU can check; of Triton."""
+
+    cuda: bool = False
+    triton: bool = False
+
 
 @dataclass(frozen=True)
 class Place:
-    """Where a case can be shown: timed, checked, compiled, or (with a reason) not at all."""
+    """Where a case can be shown: timed, checked, compiled, or (with a reason) not at all.
+
+    Attributes:
+        kind: ``time``, ``check``, ``compile`` or ``skip``.
+        device: ``cuda``, ``cpu``, or the process that compiles.
+        need: what it lacks to be timed, or why it is skipped.
+        archs: what is compiled for.
+    """
 
     kind: str
     device: str
@@ -20,9 +38,11 @@ class Place:
     archs: tuple[str, ...] = ()
 
 
-def place_of(run: Run, case: Case, kernels: bool) -> Place:
-    """Decide where `case` can be shown; `kernels` says that it launches CUDA C++."""
+def place_of(run: Run, case: Case, kernels: Kernels) -> Place:
+    """Decide where `case` can be shown, by the `kernels` of its own that it launches."""
     archs = case.pair.archs(case.variant)
+    if run.settings.compile:
+        return _assembled(run.settings.compile, case, archs, kernels)
     checking = run.settings.check
     if case.kind == "cpu":
         if run.machine.arch == "cpu" or run.times_cpu or run.timer is not None:
@@ -33,9 +53,25 @@ def place_of(run: Run, case: Case, kernels: bool) -> Place:
     if run.machine.arch in archs and len(run.machine.gpus) >= case.gpus:
         return Place("check" if checking else "time", "cuda", "--aisp-check" * checking)
     need = _need(case, run.machine)
-    if kernels:
-        return Place("compile", "cpu", need, archs)
+    if kernels.cuda:
+        return Place("compile", COMPILER, need, archs)
     return Place("check", "cpu", need)
+
+
+def _assembled(
+    asked: tuple[str, ...], case: Case, archs: tuple[str, ...], kernels: Kernels
+) -> Place:
+    """Return where a case is assembled, and for what."""
+    mine = tuple(arch for arch in asked if arch in archs)
+    if case.kind == "cpu":
+        return Place("skip", COMPILER, "a size for CPUs: no kernel is launched")
+    if not any(kernels):
+        return Place("skip", COMPILER, "launches no kernel of its own: nothing to assemble")
+    if not mine:
+        features = ", ".join(case.pair.features(case.variant))
+        why = f"needs {features} ({', '.join(archs)}); asked for {', '.join(asked)}"
+        return Place("skip", COMPILER, why)
+    return Place("compile", COMPILER, f"--aisp-compile={','.join(mine)}", mine)
 
 
 def _need(case: Case, machine: Machine) -> str:

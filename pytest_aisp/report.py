@@ -47,6 +47,7 @@ def header(run: Run) -> list[str]:
     settings, machine = run.settings, run.machine
     modes: dict[str, object] = {
         "check": settings.check,
+        "compile": settings.compile,
         "aa": settings.aa,
         "replay": settings.replay,
     }

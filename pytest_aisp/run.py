@@ -102,11 +102,12 @@ class Run:
         return BenchProcess(self._environment(device))
 
     def _environment(self, device: str) -> dict[str, str | None]:
-        changes: dict[str, str | None] = {}
+        changes: dict[str, str | None] = {"TRITON_INTERPRET": None}
         if device == "cuda" and self.machine.gpus:
             changes["CUDA_VISIBLE_DEVICES"] = self.gpu
-        if device == "cpu":
+        if device != "cuda":
             changes["CUDA_VISIBLE_DEVICES"] = ""
+        if device == "cpu":
             changes["TRITON_INTERPRET"] = "1"
         if self.settings.reproducible:
             changes["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"

@@ -12,6 +12,7 @@ from .canary import consider
 from .case_client import CaseClient, reading
 from .judge import Judge
 from .pair import Case
+from .place import Kernels
 from .row import duration
 from .run import Failed, Run
 
@@ -23,7 +24,7 @@ class EndOfBody(Exception):
 class CaseRun(CaseClient):
     """One case: `check`, then `measure`; `row` is what became of it."""
 
-    def __init__(self, run: Run, case: Case, where: Mapping[str, str], kernels: bool) -> None:
+    def __init__(self, run: Run, case: Case, where: Mapping[str, str], kernels: Kernels) -> None:
         super().__init__(run, case, where, kernels)
         self.judge = Judge(self)
 
@@ -33,7 +34,8 @@ class CaseRun(CaseClient):
         if self.place.kind == "compile":
             found = self.ask(self.task("compile"))
             self.row.verdict = "compiled"
-            self.row.notes.append("assembled " + ", ".join(sorted(found["assembled"])))
+            self.row.checks.append(found)
+            self.row.notes += found["words"]
             raise EndOfBody
         timed = self.place.kind == "time"
         at = "case" if timed else "check"

@@ -171,9 +171,10 @@ def leased(item: pytest.Item) -> Iterator[None]:
 
 def _hold(held: contextlib.ExitStack, run: Run, case: Case | None) -> None:
     alone = case is not None and (case.pair.as_called or case.kind == "cpu")
-    measures = not run.settings.check and run.replay is None
+    measures = not (run.settings.check or run.settings.compile) and run.replay is None
     held.enter_context(lease("host", shared=not (alone and measures), waiting=run.progress))
-    if run.timer is None and run.machine.gpus and case is not None and case.kind == "gpu":
+    touches = not run.settings.compile and case is not None and case.kind == "gpu"
+    if run.timer is None and run.machine.gpus and touches:
         held.enter_context(lease(run.gpu, waiting=run.progress))
 
 

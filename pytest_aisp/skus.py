@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 GPU_ARCHS = ("sm90", "sm100", "sm103", "sm121")
 ARCHS = ("cpu", *GPU_ARCHS)
@@ -76,8 +77,59 @@ OTHERS: dict[str, dict[str, str]] = {
 }
 """Features that no assembler knows of: libraries, and wires between GPUs."""
 
-FEATURES = ASSEMBLED | OTHERS
+EMULATED = {"multicast": ("sm121",)}
+"""What an arch assembles to a call of the assembler's own, not to an instruction (`sass_test`)."""
+
+FEATURES = {
+    feature: {a: s for a, s in archs.items() if a not in EMULATED.get(feature, ())}
+    for feature, archs in (ASSEMBLED | OTHERS).items()
+}
 """Which archs have a feature."""
+
+# What a feature is in machine code: at least one of these instructions, with these modifiers. Found
+# by disassembling probes of NVRTC 13.5 and Triton 3.9 (tests/sass_test.py). A feature without a
+# line has no instruction of its own: clusters are a launch attribute, remote shared memory is read
+# by an ordinary load.
+INSTRUCTIONS: dict[str, tuple[str, ...]] = {
+    "tma": ("UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP", "UBLKRED"),
+    "multicast": ("UTMALDG.MULTICAST", "UBLKCP.MULTICAST"),
+    "wgmma": ("HGMMA", "QGMMA", "IGMMA"),
+    "tcgen05": ("UTCHMMA", "UTCQMMA", "UTCIMMA", "UTCOMMA"),
+    "mma_block_scale": ("OMMA.SF", "QMMA.SF"),
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a block may use on an arch, and how many processors its largest product has.
+
+    Attributes:
+        shared: bytes of shared memory of a block, dynamic and static together.
+        registers: of a block; threads: of a block; per_thread: registers of a thread.
+        processors: for the grids of kernels that stay on their processor.
+    """
+
+    shared: int
+    processors: int
+    registers: int = 65536
+    threads: int = 1024
+    per_thread: int = 255
+
+
+# CUDA C++ Programming Guide 13, "Technical Specifications per Compute Capability"; processors: H200
+# 132, B200 148, B300 160, GB10 48.
+LIMITS = {
+    "sm90": Limits(shared=227 * 1024, processors=132),
+    "sm100": Limits(shared=227 * 1024, processors=148),
+    "sm103": Limits(shared=227 * 1024, processors=160),
+    "sm121": Limits(shared=99 * 1024, processors=48),
+}
+
+
+def capability_of(arch: str) -> tuple[int, int]:
+    """Return the compute capability of an arch: (9, 0) for ``sm90``, (12, 1) for ``sm121``."""
+    number = int(arch.removeprefix("sm"))
+    return number // 10, number % 10
 
 
 def arch_of(major: int, minor: int) -> str:

@@ -40,36 +40,65 @@ def libraries() -> tuple[str, ...]:
 
 def kernel_files(sides: Iterable[Any], root: str) -> list[Any]:
     """Return the `cuda_module`s that `sides` reach, in the order of their paths."""
+    return [thing for thing in _kernels(sides, root) if hasattr(thing, "assemble")]
+
+
+def triton_kernels(sides: Iterable[Any], root: str) -> list[Any]:
+    """Return the Triton kernels that `sides` name themselves, not those called by kernels only.
+
+    They are returned as the Python functions inside the decorators.
+    """
+    return [thing for thing in _kernels(sides, root) if not hasattr(thing, "assemble")]
+
+
+def _kernels(sides: Iterable[Any], root: str) -> list[Any]:
     found: dict[str, Any] = {}
     for side in sides:
         _visit(side, Path(root).resolve(), {}, found)
-    return [found[path] for path in sorted(found)]
+    return [found[name] for name in sorted(found)]
 
 
 def _visit(
-    thing: Any, root: Path, seen: dict[str, str], kernels: dict[str, Any] | None = None
+    thing: Any,
+    root: Path,
+    seen: dict[str, str],
+    kernels: dict[str, Any] | None = None,
+    *,
+    from_kernel: bool = False,
 ) -> None:
-    thing = _unwrapped(thing)
+    is_kernel, tuned, thing = _is_triton(thing), _tuned(thing), _unwrapped(thing)
     file = _kernel_file(thing) or _file_of(thing)
     if file is None or str(file).startswith(libraries()):
         return
     if not Path(file).resolve().is_relative_to(root):
         return
     name = f"{Path(file).resolve().relative_to(root)}:{getattr(thing, '__qualname__', '')}"
+    if kernels is not None and (hasattr(thing, "assemble") or (is_kernel and not from_kernel)):
+        kernels[name] = thing
     if name in seen:
         return
-    seen[name] = _text(thing, Path(file))
-    if kernels is not None and hasattr(thing, "assemble"):
-        kernels[str(file)] = thing
+    seen[name] = _text(thing, Path(file)) + tuned
     for used in _used(thing):
-        _visit(used, root, seen, kernels)
+        _visit(used, root, seen, kernels, from_kernel=is_kernel)
+
+
+def _is_triton(thing: Any) -> bool:
+    """Return whether `thing` is a Triton function, tuned or interpreted ones included."""
+    return type(thing).__module__.startswith("triton.") and hasattr(thing, "fn")
+
+
+def _tuned(thing: Any) -> str:
+    """Return what a Triton kernel is tuned over, which may stand far from its source."""
+    if not _is_triton(thing):
+        return ""
+    return "".join(f"\n{config}" for config in getattr(thing, "configs", ())) + _tuned(thing.fn)
 
 
 def _unwrapped(thing: Any) -> Any:
     """Return the function inside decorators: partials, Triton kernels, compiled functions."""
     for attribute in ("side", "fn", "func", "_torchdynamo_orig_callable", "__wrapped__"):
         inner = getattr(thing, attribute, None)
-        if callable(inner) and not isinstance(thing, type):
+        if (callable(inner) or _is_triton(inner)) and not isinstance(thing, type):
             return _unwrapped(inner)
     return thing
 
@@ -102,13 +131,20 @@ def _used(thing: Any) -> Iterator[Any]:
     scope = getattr(thing, "__globals__", {})
     if code is None:
         return
-    for name in sorted(_names(code)):
-        value = scope.get(name)
-        if callable(value) or isinstance(value, types.ModuleType) or _kernel_file(value):
+    names = sorted(_names(code))
+    for value in map(scope.get, names):
+        if callable(value) or isinstance(value, types.ModuleType) or _launches(value):
             yield value
+        if isinstance(value, types.ModuleType):
+            yield from filter(_launches, map(vars(value).get, names))
     for cell in getattr(thing, "__closure__", None) or ():
-        if callable(cell.cell_contents):
+        if callable(cell.cell_contents) or _launches(cell.cell_contents):
             yield cell.cell_contents
+
+
+def _launches(value: Any) -> bool:
+    """Return whether `value` is launched by index: a tuned kernel cannot even be called."""
+    return _kernel_file(value) is not None or _is_triton(value)
 
 
 def _names(code: types.CodeType) -> set[str]:

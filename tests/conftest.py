@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
@@ -10,8 +11,10 @@ from typing import Any, NamedTuple
 
 import hypothesis
 import pytest
-import torch  # noqa: F401 - once, out here: pytester's in-process runs would load it twice and die
+import torch  # once, out here: pytester's in-process runs would load it twice and die
 
+if not torch.cuda.is_available():  # read when triton is imported: pages with kernels run here too
+    os.environ["TRITON_INTERPRET"] = "1"
 hypothesis.settings.register_profile("busy", deadline=None)  # no test is about its own speed
 hypothesis.settings.load_profile("busy")
 

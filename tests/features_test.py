@@ -404,6 +404,8 @@ def test_the_target_is_the_least_that_has_what_is_needed(arch, needs, target):
 
 
 PAGE = """
+import torch
+
 from pytest_aisp import Variant, Work, compare, cuda_module
 
 plain = cuda_module("plain.cu")
@@ -425,7 +427,7 @@ def warpgroup(x):
 @compare(
     baseline=naive,
     optimized=[{optimized}],
-    inputs=lambda device, n: (),
+    inputs=lambda device, n: (torch.zeros(n, device=device),),
     reference=lambda x: x,
     sizes=[{{"n": 4}}],
     check_sizes=[{{"n": 3}}],
@@ -436,6 +438,20 @@ def warpgroup(x):
 def test_page(pair):
     pair.assert_equivalent()
     pair.assert_speedup()
+"""
+WGMMA = """
+extern "C" __global__ void warpgroup(float* x) {
+  float d[4] = {};
+  const unsigned long long tile = 8ull << 16 | 16ull << 32;
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %4, 1, 1, 1, 0, 0;"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "l"(tile)
+      : "memory");
+  asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  x[threadIdx.x] = d[0];
+}
 """
 KERNEL = 'extern "C" __global__ void {}(float* x) {{ asm volatile("{}"); }}'
 
@@ -492,9 +508,8 @@ def test_what_is_needed_assembles_and_what_is_not_declared_does_not(page, tmp_pa
 @pytest.mark.skipif(Machine.here().arch == "sm90", reason="here the page is launched, not compiled")
 def test_a_page_that_needs_wgmma_is_compiled_for_the_arch_that_has_it(pytester):
     (pytester.path / "plain.cu").write_text(KERNEL.format("naive", ""))
-    source = KERNEL.format("warpgroup", "wgmma.fence.sync.aligned;")
-    (pytester.path / "special.cu").write_text(source)
-    text = PAGE.format(optimized="warpgroup", targets="", more="needs='wgmma'")
+    (pytester.path / "special.cu").write_text(WGMMA)
+    text = PAGE.format(optimized="Variant(warpgroup, needs=['wgmma'])", targets="", more="")
     pytester.makepyfile(page_test=text)
     result = pytester.runpytest_subprocess("--aisp-check", "-v", "-p", "no:randomly")
     result.stdout.fnmatch_lines(["*not timed: needs wgmma (sm90); *", "*1 compiled in *"])

@@ -24,11 +24,10 @@ LAYERS = {
         "artifacts messages pair row signature simulated skus stats store tables timing verdict"
     ),
     "machine": words(
-        "apart bench build check client clocks cold controls cuda device engine features fits"
-        " graphs"
-        " host kernels leases leftovers loader manners numerics oracle originals peaks processes"
-        " protections quiet repeats replay search sides sources stopwatch switches trees trial"
-        " windows witness workbench"
+        "apart assembly bench build check client clocks cold controls cuda device engine"
+        " features fits graphs host kernels launches leases leftovers loader manners numerics"
+        " oracle originals peaks processes protections quiet repeats replay sass search sides"
+        " sources standin stopwatch switches trees trial windows witness workbench"
     ),
     "glue": words(
         "__init__ audit canary case_client fixtures history judge marks options place plugin"

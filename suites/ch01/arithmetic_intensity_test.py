@@ -65,9 +65,9 @@ def fused_vectorized(a, b, c):
     baseline=three_passes,
     optimized=[
         Variant(unrolled, at_least={"sm90": 1.15}),
-        Variant(vectorized, at_least={"sm90": 1.15}),
+        Variant(vectorized, at_least={"sm90": 1.15}, sass=("LDG.128", "STG.128")),
         fused,
-        fused_vectorized,
+        Variant(fused_vectorized, sass=("LDG.128", "STG.128")),
     ],
     inputs=inputs,
     reference=reference,

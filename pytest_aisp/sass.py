@@ -1,0 +1,113 @@
+"""What machine code says of itself: registers and stack from its ELF notes, its instructions.
+
+Instructions are found by ``nvdisasm``, which comes with Triton, with CUDA, and as a package.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+REGISTERS, FRAME = 0x2F, 0x11
+"""Attributes of ``.nv.info``: EIATTR_REGCOUNT and EIATTR_FRAME_SIZE, as nvdisasm names them."""
+INSTALL = "pip install nvidia-cuda-nvdisasm"
+
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
+_KERNEL = re.compile(r"^\.text\.(\w+):$", re.MULTILINE)
+
+
+def usage(cubin: bytes) -> dict[str, dict[str, int]]:
+    """Return by kernel its ``registers`` a thread and the bytes of its ``stack`` a thread.
+
+    The stack holds what was spilled and arrays that fit no registers: local memory, which is what
+    Triton calls spills.
+    """
+    sections = dict(_sections(cubin))
+    names = list(_symbols(sections[".symtab"], sections[".strtab"]))
+    found: dict[str, dict[str, int]] = {}
+    for attribute, symbol, value in _attributes(sections[".nv.info"]):
+        word = {REGISTERS: "registers", FRAME: "stack"}.get(attribute)
+        if word and f".text.{names[symbol]}" in sections:
+            found.setdefault(names[symbol], {})[word] = value
+    return found
+
+
+def _sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield name and content of each section of a 64-bit little-endian ELF file."""
+    (start,) = struct.unpack_from("<Q", cubin, 0x28)
+    length, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [struct.unpack_from("<II4Q", cubin, start + i * length) for i in range(count)]
+    text = headers[names][4]
+    for name, _, _, _, offset, size in headers:
+        end = cubin.index(b"\0", text + name)
+        yield cubin[text + name : end].decode(), cubin[offset : offset + size]
+
+
+def _symbols(table: bytes, names: bytes) -> Iterator[str]:
+    for entry in range(0, len(table), 24):
+        (name,) = struct.unpack_from("<I", table, entry)
+        yield names[name : names.index(b"\0", name)].decode()
+
+
+def _attributes(info: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield attribute, symbol and value of those that have both."""
+    at = 0
+    while at < len(info):
+        kind, attribute, size = struct.unpack_from("<BBH", info, at)
+        sized = kind == 4  # EIFMT_SVAL: only here the third field is a length
+        if sized and size == 8:
+            yield (attribute, *struct.unpack_from("<II", info, at + 4))
+        at += 4 + size * sized
+
+
+@functools.cache
+def disassembler() -> str | None:
+    """Return the path of nvdisasm, or None where there is none."""
+    if found := shutil.which("nvdisasm"):
+        return found
+    for package, folder in (("triton", "backends/nvidia/bin"), ("nvidia", "")):
+        spec = importlib.util.find_spec(package)
+        for place in (spec.submodule_search_locations or ()) if spec else ():
+            inside = Path(place, folder)
+            tools = [inside / "nvdisasm", *sorted(inside.glob("*/bin/nvdisasm"))]
+            if here := next((tool for tool in tools if tool.is_file()), None):
+                return str(here)
+    return None
+
+
+@functools.cache
+def instructions(cubin: bytes) -> dict[str, frozenset[str]]:
+    """Return by kernel the instructions that it holds, modifiers included: ``LDG.E.128``.
+
+    Raises:
+        RuntimeError: there is no disassembler, or it refuses this machine code.
+    """
+    tool = disassembler()
+    if tool is None:
+        raise RuntimeError(f"there is no nvdisasm here: {INSTALL}")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([tool, "-c", file.name], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{tool} cannot read it: {done.stderr.strip()}")
+    _, *parts = _KERNEL.split(done.stdout)
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return {name: frozenset(_INSTRUCTION.findall(text)) for name, text in pairs}
+
+
+def holds(found: Iterable[str], promised: str) -> bool:
+    """Return whether one of `found` is `promised`, with at least its modifiers.
+
+    ``LDG.128`` is also LDG.E.128.CONSTANT, and ``UTMALDG`` also UTMALDG.2D.
+    """
+    name, *modifiers = promised.split(".")
+    parts = (instruction.split(".") for instruction in found)
+    return any(base == name and set(modifiers) <= set(have) for base, *have in parts)

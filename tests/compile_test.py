@@ -1,0 +1,469 @@
+"""`--aisp-compile`: what assembles, what does not, and what cannot pass for assembled."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from unittest import mock
+
+import pytest
+import torch
+
+from pytest_aisp import assembly, build, capture, sass
+from pytest_aisp.assembly import Assembly, AssemblyError, Built
+from pytest_aisp.build import LaunchError
+from pytest_aisp.launches import Launch, recorded
+from pytest_aisp.pair import Pair, Variant, Work
+from pytest_aisp.skus import GPU_ARCHS, LIMITS
+
+pytest.importorskip("triton")
+pytest.importorskip("cuda.bindings", reason="needs NVRTC: pip install cuda-core cuda-bindings")
+
+PAGE = '''\
+"""Doubling."""
+
+import torch
+import triton
+import triton.language as tl
+
+from pytest_aisp import Variant, Work, compare, cuda_module
+
+
+@triton.jit
+def twice(x):
+    return 2 * x
+
+
+@triton.jit
+def doubling_kernel(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    {kernel}
+    tl.store(out + at, twice(tl.load(x + at, mask=at < n)), mask=at < n)
+
+
+{defs}
+
+
+def inputs(device, n):
+    return (torch.randn(n, device=device),)
+
+
+def reference(x):
+    return 2 * x.double()
+
+
+def added(x):
+    return x + x
+
+
+def doubled(x):
+    out = torch.empty_like(x)
+    {side}
+    return out
+
+
+@compare(
+    baseline=added,
+    optimized=[{variant}],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{{"n": 1 << 20}}],
+    check_sizes=[{{"n": 33}}],
+    work=lambda n: Work(read=4 * n, write=4 * n),
+    bound="dram",
+    {more}
+)
+def test_doubling(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+'''
+LAUNCH = "doubling_kernel[(triton.cdiv(x.numel(), 1024),)](x, out, x.numel(), BLOCK=1024)"
+PARTS = {"kernel": "", "defs": "", "side": LAUNCH, "variant": "doubled", "more": ""}
+CUDA = """
+extern "C" __global__ void doubling(const float* x, float* out, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) out[i] = 2 * x[i];
+}
+"""
+CUDA_LAUNCH = "kernels.doubling[4096, 256](x, out, x.numel())"
+TUNED = """
+@triton.autotune(
+    [triton.Config({"BLOCK": 512}), triton.Config({"BLOCK": 2048}, num_warps=8)], key=["n"]
+)
+@triton.jit
+def tuned_kernel(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, mask=at < n) * 2, mask=at < n)
+"""
+PRUNED = """
+def fits(configs, named, **kwargs):
+    arch = triton.runtime.driver.active.get_current_target().arch
+    return [c for c in configs if arch != 121 or c.kwargs["M"] < 128]
+
+
+@triton.autotune(
+    [triton.Config({"M": 128}), triton.Config({"M": 64})],
+    key=[],
+    prune_configs_by={"early_config_prune": fits},
+)
+"""
+BIG = """
+@triton.jit
+def big_kernel(a, c, M: tl.constexpr):
+    i, k = tl.arange(0, M), tl.arange(0, 128)
+    total = tl.zeros((M, M), tl.float32)
+    for step in range(0, 1 << 20, 128):
+        x = tl.load(a + i[:, None] * 128 + k[None, :] + step).to(tl.float16)
+        total = tl.dot(x, tl.trans(x), total)
+    tl.store(c + i[:, None] * M + i[None, :], total)
+"""
+
+
+@pytest.fixture
+def write(page, pytester):
+    """Write a page called `name` and, beside it, what it launches of CUDA C++."""
+
+    def write(name, cuda="", **parts):
+        path = page(name=f"{name}_test.py")  # for the folder and the ini file
+        if cuda:
+            path.with_name(f"{name}.cu").write_text(cuda)
+            parts["defs"] = f'kernels = cuda_module("{name}.cu")'
+        filled = {**PARTS, **parts}
+        for inside in ("side", "kernel"):
+            filled[inside] = textwrap.indent(filled[inside], "    ").strip()
+        path.write_text(PAGE.format(**filled))
+
+    return write
+
+
+def also(line, launch=LAUNCH):
+    """Return the lines of a side that launches the page's kernel and does something else."""
+    return {"side": f"{launch}\n{line}"}
+
+
+def compiled(pytester, *options):
+    return pytester.runpytest_subprocess(*options, "--junitxml=junit.xml")
+
+
+def test_every_kernel_of_both_kinds_is_assembled_at_its_real_meta_parameters(write, pytester):
+    write("triton", more="at_least=1.5,")
+    grid = "lambda meta: (triton.cdiv(x.numel(), meta['BLOCK']),)"
+    write("tuned", defs=TUNED, **also(f"tuned_kernel[{grid}](x, out, x.numel())"))
+    write("both", CUDA, **also(CUDA_LAUNCH))
+    write("pruned", defs=PRUNED + BIG.strip(), **also("big_kernel[(1,)](x, out)"))
+    result = compiled(pytester, "--aisp-compile=sm90,sm121", "--aisp-artifacts=kept", "-vv", "-rs")
+    output = result.stdout.str()
+    for line in (
+        "COMPILED --aisp-compile=sm90,sm121",
+        "sm90 doubling (block 256): ",
+        "sm121 doubling_kernel (BLOCK=1024): ",
+        "sm90 tuned_kernel (BLOCK=512",
+        "sm121 tuned_kernel (BLOCK=2048, num_warps=8",
+        "sm90 big_kernel (M=128",
+        "sm121 big_kernel (M=64",
+        "4 compiled",
+    ):
+        assert line in output
+    assert "sm121 big_kernel (M=128" not in output
+    assert result.ret == 0
+    rows = [
+        json.loads(ln) for ln in (pytester.path / "kept/results.jsonl").read_text().splitlines()
+    ]
+    built = [b for row in rows for check in row["checks"] for b in check["assembled"]]
+    assert {row["verdict"] for row in rows} == {"compiled"}
+    assert {b["arch"] for b in built} == {"sm90", "sm121"}
+    launched = {(b["kernel"], *b["grid"]) for b in built}
+    assert launched == {
+        *(("doubling", 4096), ("doubling_kernel", 1024)),
+        *(("tuned_kernel", 2048), ("tuned_kernel", 512), ("big_kernel", 1)),
+    }
+    assert all(b["registers"] > 0 for b in built)
+
+
+RED = {
+    "unreached": (
+        {"defs": TUNED, **also("if x.numel() < 9:\n    tuned_kernel[(1,)](x, out, 1)")},
+        ["tuned_kernel was not reached: no side of the page launches it"],
+    ),
+    "unreached_cuda": (
+        {"cuda": CUDA + CUDA.replace("doubling", "spare"), **also(CUDA_LAUNCH)},
+        ["unreached_cuda.cu: spare was not reached: no side of the page launches it"],
+    ),
+    "needs_values": (
+        also(LAUNCH, "out += x.sum().item()"),
+        [
+            "doubled on sm90 at n=1048576: where tensors have no values it raised RuntimeError: ",
+            "doubling_kernel was not reached: no side of the page launches it (doubled: where",
+        ],
+    ),
+    "no_such_name": (
+        {"kernel": "at = at + nothing"},
+        [
+            "doubling_kernel (BLOCK=1024) on sm90 does not assemble: ",
+            "NameError('nothing is not defined')",
+        ],
+    ),
+    "does_not_compile": (
+        {"cuda": CUDA.replace("2 * x[i]", "undeclared"), **also(CUDA_LAUNCH)},
+        [
+            "doubling (block 256) on sm90 does not assemble: ",
+            'does_not_compile.cu(4): error: identifier "undeclared" is undefined',
+        ],
+    ),
+    "too_much_shared": (
+        {"cuda": CUDA, **also(CUDA_LAUNCH.replace("256", "256, 300000"))},
+        [
+            "doubling (block 256, 300000 B dynamic) on sm90 needs 300000 bytes of shared memory;"
+            " a block has 232448 there"
+        ],
+    ),
+    "tile_too_large": (
+        {"defs": BIG, **also("big_kernel[(1,)](x, out, M=128, num_stages=3)")},
+        ["bytes of shared memory; a block has 101376 there"],
+    ),
+    "no_tma": (
+        {"variant": "Variant(doubled, needs='tma')"},
+        [
+            "doubled promises tma, but on sm90 no kernel holds UTMALDG or UTMASTG or UTMAREDG or"
+            " UBLKCP or UBLKRED in every configuration; it launches doubling_kernel"
+        ],
+    ),
+    "not_promised": (
+        {"cuda": CUDA, **also(CUDA_LAUNCH), "variant": "Variant(doubled, sass='ATOMG')"},
+        ["doubled promises ATOMG, but on sm90 no kernel holds ATOMG in every configuration"],
+    ),
+    "nothing": (
+        {"side": f"if x.numel() < 0:\n    {LAUNCH}"},
+        ["doubling_kernel was not reached: no side of the page launches it"],
+    ),
+    "bad_grid": (
+        {"side": "doubling_kernel[(1, 1 << 17)](x, out, x.numel(), BLOCK=1024)"},
+        ["doubling_kernel (BLOCK=1024) on sm90 has a grid of (1, 131072); legal are 1 to"],
+    ),
+    "bad_argument": (
+        {"cuda": CUDA, **also(CUDA_LAUNCH.replace("(x,", "(x.double(),"))},
+        ["LaunchError: doubling: parameter 'x' was given a float64 tensor of shape"],
+    ),
+}
+
+
+@pytest.fixture
+def red(write, pytester, told, kept):
+    """What one run said of every page that must be red."""
+    if not kept:
+        for name, (parts, _) in RED.items():
+            write(name, **parts)
+        kept["result"] = compiled(pytester, "--aisp-compile=sm90,sm121")
+        kept["told"] = told(pytester.path / "junit.xml")
+    return kept["told"]
+
+
+@pytest.mark.parametrize("name", RED)
+def test_what_is_not_assembled_as_promised_is_red_and_says_why(red, name):
+    assert red[name].verdict == "fail"
+    for words in RED[name][1]:
+        assert words in red[name].failure
+
+
+def test_nothing_else_is_said_of_the_arch_where_it_fits(red):
+    assert "on sm90 needs" not in red["tile_too_large"].failure
+
+
+def test_what_cannot_be_assembled_is_skipped_with_its_reason(page, write, pytester):
+    page(more="cpu_sizes=[{'n': 99}],")
+    write("hopper", more="needs='wgmma', cpu_sizes=[{'n': 99}],")
+    result = compiled(pytester, "-rs", "--aisp-compile=sm100", "ch99")
+    for why in (
+        "launches no kernel of its own: nothing to assemble",
+        "a size for CPUs: no kernel is launched",
+        "needs wgmma (sm90); asked for sm100",
+    ):
+        assert why in result.stdout.str()
+    assert "4 skipped" in result.stdout.str()
+
+
+def test_the_bare_option_is_every_arch_and_swallows_no_path(write, pytester):
+    write("triton")
+    result = compiled(pytester, "-n0", "--aisp-compile", "ch99/triton_test.py")
+    result.stdout.fnmatch_lines(
+        ["not timed: --aisp-compile=sm90,sm100,sm103,sm121", "*1 compiled*"]
+    )
+    assert compiled(pytester, "-n2", "--aisp-compile", "ch99").ret == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            ["--aisp-compile=sm90,sm99"],
+            "=sm90,sm99: unknown arch 'sm99'; legal: sm90, sm100, sm103, sm121, or all",
+        ),
+        (["--aisp-compile=h200"], "    pytest --aisp-compile=sm90,sm100"),
+        (
+            ["--aisp-compile", "--aisp-check"],
+            "--aisp-check cannot be combined with --aisp-compile: choose one mode",
+        ),
+        (
+            ["--aisp-compile", "--aisp-untrusted"],
+            "--aisp-untrusted cannot be combined with --aisp-compile: it runs sides",
+        ),
+        (
+            ["--aisp-compile", "--aisp-audit"],
+            "--aisp-audit cannot be combined with --aisp-compile: it runs sides",
+        ),
+        (
+            ["--aisp-compile", "--aisp-against=HEAD"],
+            "--aisp-against cannot be combined with --aisp-compile: it runs sides",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_a_usage_error(page, pytester, lines, options, words):
+    page()
+    result = pytester.runpytest_subprocess(*options)
+    assert words in lines(result)
+    assert result.ret == 4
+
+
+# Units.
+
+
+def test_nothing_is_assembled_under_the_interpreter(monkeypatch):
+    monkeypatch.setattr(assembly, "interpreting", lambda: True)
+    with pytest.raises(AssemblyError, match=r"nothing is assembled\nUnset TRITON_INTERPRET"):
+        made().run(["sm90"])
+
+
+def test_without_a_disassembler_the_row_says_that_nothing_was_looked_for(monkeypatch):
+    monkeypatch.setattr(sass, "disassembler", lambda: None)
+    looked = made(needs="tma")
+    looked._keep_promises("sm90")
+    looked._keep_promises("sm100")
+    assert looked.notes == [
+        "NOT LOOKED FOR: tma: there is no nvdisasm here: pip install nvidia-cuda-nvdisasm"
+    ]
+    assert not looked.faults
+
+
+def test_a_page_whose_sides_launch_nothing_is_no_pass(monkeypatch):
+    monkeypatch.setattr(assembly, "interpreting", lambda: False)
+    with pytest.raises(AssemblyError, match="no kernel was launched, so nothing was assembled"):
+        made().run([])
+
+
+kernels = build.cuda_module("data/build.cu")
+
+
+def side(x):
+    return x
+
+
+def other(x):
+    return x
+
+
+def rows(x):
+    out = torch.empty(x.shape[0], device=x.device)
+    kernels.rows[x.shape[0], 256, 4 * x.shape[1]](x, out, x.shape[1])
+    return out
+
+
+def prepared(x):
+    yield capture(lambda: rows(x))
+
+
+def yields_nothing(x):
+    yield rows(x)
+
+
+def misaligned(x):
+    kernels.wide[1, 256](x.flatten()[1:], torch.empty_like(x), 4)
+
+
+def asks(x):
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert (x.device, x.is_cuda, x.get_device()) == (torch.device("cuda", 0), True, 0)
+        assert torch.ones(2).to("cuda").cuda().pin_memory().device == x.device
+        assert torch.ones(2).device.type == "cpu"
+        assert not torch.cuda.is_available()
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+    kernels.rows[processors, torch.cuda.get_device_capability()[0]](x, torch.empty_like(x), 4)
+
+
+def launched(side, arch="sm90"):
+    found = recorded(made().pair, side, {"n": 7}, arch, assemble=False)
+    if found.error is not None:
+        raise found.error
+    return [(launch.name, launch.how, launch.grid) for launch in found.made.values()]
+
+
+def test_a_side_and_a_prepared_one_are_run_without_values():
+    expected = [("rows", "block 256, 28 B dynamic", (5,))]
+    assert launched(rows) == launched(prepared) == expected
+    assert launched(side) == []
+
+
+@pytest.mark.parametrize(("arch", "grid", "block"), [("sm90", 132, 9), ("sm121", 48, 12)])
+def test_the_gpu_that_is_not_there_answers_for_its_arch(arch, grid, block):
+    assert launched(asks, arch) == [("rows", f"block {block}", (grid,))]
+    assert torch.ones(2).device.type == "cpu"
+    assert not isinstance(torch.cuda.Stream, mock.MagicMock)
+
+
+def test_arguments_are_held_against_the_signature():
+    with pytest.raises(LaunchError, match=r"'x' was given a float32 tensor .* not 16-byte aligned"):
+        launched(misaligned)
+
+
+def test_a_prepared_side_that_yields_no_callable_is_named():
+    with pytest.raises(TypeError, match="yields_nothing must yield the callable to time, not"):
+        launched(yields_nothing)
+
+
+def made(**variant):
+    pair = Pair(
+        baseline=side,
+        variants=(Variant(other, **variant),),
+        inputs=lambda device, n: (torch.randn(5, n, device=device),),
+        reference=side,
+        sizes=({"n": 1},),
+        check_sizes=({"n": 1},),
+        cpu_sizes=(),
+        work=lambda n: Work(read=1),
+        bound="dram",
+        state=None,
+        at_least=1.0,
+        needs=(),
+        gpus=(1,),
+        l2="cold",
+        owns=(),
+    )
+    return Assembly([pair], pair, pair.variants[0], {"n": 1}, root=__file__)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"shared": 227 * 1024}, []),
+        ({"shared": 227 * 1024 + 1}, ["needs 232449 bytes of shared memory; a block has 232448"]),
+        ({"registers": 64, "threads": 1024}, []),
+        (
+            {"registers": 65, "threads": 1024},
+            ["needs 73728 registers, 65 for each of 1024 threads; a block has 65536 there"],
+        ),
+        ({"threads": 2048, "registers": 8}, ["has 2048 threads; a block has at most 1024 there"]),
+        ({"grid": (1, 65536)}, ["has a grid of (1, 65536); legal are 1 to (2147483647, 65535"]),
+        ({"grid": (0,)}, ["has a grid of (0,)"]),
+    ],
+)
+def test_what_is_beyond_the_arch_cannot_be_launched_there(changes, words):
+    built = {"registers": 16, "shared": 0, "grid": (1,), "threads": 128, **changes}
+    launch = Launch("k", "k", "", built["grid"], built["threads"])
+    used = Built("sm90", "s", launch, built["registers"], 0, 0, built["shared"], b"")
+    found = list(assembly._misfits(used))
+    assert len(found) == len(words)
+    assert all(word in fault for word, fault in zip(words, found, strict=True))
+
+
+def test_every_arch_has_limits():
+    assert list(LIMITS) == list(GPU_ARCHS)

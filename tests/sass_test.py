@@ -1,0 +1,167 @@
+"""Machine code: its registers without any tool, its instructions, and what each feature is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_aisp import build, sass
+from pytest_aisp.skus import FEATURES, GPU_ARCHS, INSTRUCTIONS
+
+pytest.importorskip("cuda.bindings", reason="needs NVRTC: pip install cuda-core cuda-bindings")
+
+KERNEL = """
+extern "C" __global__ void __cluster_dims__(2, 1, 1) k(float* x) {
+  __shared__ alignas(128) float b[512];
+  const unsigned s = static_cast<unsigned>(__cvta_generic_to_shared(b));
+  PROBE
+  x[0] = b[threadIdx.x] + s;
+}
+"""
+LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+PROBES = {
+    "load": (f"{LOAD} [%0], [%1, {{%2, %2}}], [%3];", "UTMALDG"),
+    "store": (
+        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%1, {%2, %2}], [%0];",
+        "UTMASTG",
+    ),
+    "reduce": (
+        "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%1, {%2, %2}], [%0];",
+        "UTMAREDG",
+    ),
+    "bulk": (f"{BULK} [%0], [%1], 128, [%3];", "UBLKCP"),
+    "bulk_reduce": (
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%1], [%0], 128;",
+        "UBLKRED",
+    ),
+}
+MULTICAST = {
+    "load": (f"{LOAD}.multicast::cluster [%0], [%1, {{%2, %2}}], [%3], %4;", "UTMALDG.MULTICAST"),
+    "bulk": (f"{BULK}.multicast::cluster [%0], [%1], 128, [%3], %4;", "UBLKCP.MULTICAST"),
+}
+DOTS = Path(__file__).parent / "data" / "dots.py"
+
+
+@pytest.fixture
+def found(tmp_path):
+    """Return the instructions of a kernel with an assembler statement, or of none."""
+
+    def found(arch, statement=""):
+        operands = '"r"(s), "l"(x), "r"(0), "r"(s + 1024), "h"(static_cast<short>(3))'
+        probe = f'asm volatile("{statement}" ::{operands} : "memory");' if statement else ""
+        (tmp_path / "probe.cu").write_text(KERNEL.replace("PROBE", probe))
+        module = build.cuda_module(tmp_path / "probe.cu")
+        return sass.instructions(build.compiled(module, module.target(arch)).code)["k"]
+
+    return found
+
+
+@pytest.mark.parametrize("arch", GPU_ARCHS)
+@pytest.mark.parametrize("probe", PROBES)
+def test_tma_is_these_instructions(found, arch, probe):
+    statement, instruction = PROBES[probe]
+    assert instruction in INSTRUCTIONS["tma"]
+    assert sass.holds(found(arch, statement), instruction)
+    assert not any(sass.holds(found(arch), tma) for tma in INSTRUCTIONS["tma"])
+
+
+@pytest.mark.parametrize("arch", GPU_ARCHS)
+@pytest.mark.parametrize("probe", MULTICAST)
+def test_multicast_is_an_instruction_where_the_table_says_so(found, arch, probe):
+    statement, instruction = MULTICAST[probe]
+    assert instruction in INSTRUCTIONS["multicast"]
+    held = found(arch, statement)
+    assert sass.holds(held, instruction) is (arch in FEATURES["multicast"])
+    assert sass.holds(held, "CALL") is (arch not in FEATURES["multicast"])
+
+
+@pytest.fixture(scope="module")
+def dots():
+    """The instructions of a few matrix products by Triton, by feature or none, and arch."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, str(DOTS)],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("feature", ["wgmma", "tcgen05", "mma_block_scale"])
+def test_a_matrix_product_holds_the_instruction_of_its_arch(dots, feature):
+    for arch in GPU_ARCHS:
+        held = dots[feature][arch]
+        has = any(sass.holds(held, instruction) for instruction in INSTRUCTIONS[feature])
+        assert has is (arch in FEATURES[feature]), (arch, held)
+
+
+def test_every_feature_in_the_table_is_one():
+    assert set(INSTRUCTIONS) <= set(FEATURES)
+
+
+@pytest.mark.parametrize("arch", GPU_ARCHS)
+def test_registers_are_what_the_assembler_said(arch):
+    module = build.cuda_module("data/build.cu")
+    cubin = build.compiled(module, module.target(arch))
+    read = sass.usage(cubin.code)
+    assert {k: u["registers"] for k, u in read.items()} == {
+        k: u["registers"] for k, u in cubin.usage.items()
+    }
+    assert {u["stack"] for u in read.values()} == {0}
+
+
+def test_arrays_that_fit_no_registers_are_on_the_stack(tmp_path):
+    (tmp_path / "k.cu").write_text(
+        'extern "C" __global__ void k(int* x, int n) { int a[100];'
+        " for (int i = 0; i < 100; ++i) a[i] = x[i]; x[0] = a[n]; }"
+    )
+    module = build.cuda_module(tmp_path / "k.cu")
+    assert sass.usage(build.compiled(module, "sm_90").code)["k"]["stack"] == 400
+
+
+@pytest.mark.parametrize(
+    ("instruction", "promised", "is_it"),
+    [
+        ("LDG.E.128.CONSTANT", "LDG.128", True),
+        ("LDG.E.64", "LDG.128", False),
+        ("LDGSTS.E.128", "LDG.128", False),
+        ("UTMALDG.2D", "UTMALDG", True),
+        ("UTMALDG.2D", "UTMALDG.MULTICAST", False),
+        ("HGMMA.64x128x16.F32", "HGMMA", True),
+    ],
+)
+def test_an_instruction_is_promised_by_its_name_and_modifiers(instruction, promised, is_it):
+    assert sass.holds([instruction], promised) is is_it
+
+
+def test_what_is_no_machine_code_is_refused_in_the_disassemblers_words():
+    with pytest.raises(RuntimeError, match="nvdisasm cannot read it: nvdisasm"):
+        sass.instructions(b"no machine code")
+
+
+def test_without_a_disassembler_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(sass, "disassembler", lambda: None)
+    with pytest.raises(RuntimeError, match="no nvdisasm here: pip install nvidia-cuda-nvdisasm"):
+        sass.instructions(b"whatever")
+
+
+def test_a_disassembler_is_found_on_the_path_first_then_in_packages(tmp_path, monkeypatch):
+    tool = tmp_path / "nvdisasm"
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    find = sass.disassembler.__wrapped__
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find() == str(tool)
+    monkeypatch.setenv("PATH", "")
+    packaged = find()
+    assert packaged is None or packaged.endswith("/bin/nvdisasm")
+    monkeypatch.setattr(sass.importlib.util, "find_spec", lambda name: None)
+    assert find() is None
