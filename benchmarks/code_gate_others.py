@@ -97,7 +97,7 @@ class Graphs:
 
     def _capture(self, extra: int) -> tuple[Any, Any]:
         """Return a graph of `CALLS` + `extra` calls, and the subject whose buffers it uses."""
-        from pytest_aisp.cuda import capture
+        from pytest_aisp.windows import capture
 
         subject, slots = self._bench.subject(self._side), len(self._bench.slots)
 

@@ -54,7 +54,7 @@ class Performer:
         for slot in range(slots):
             self._subject.run(slot)
         if clock == "graph":
-            from .cuda import capture
+            from .windows import capture
 
             self.unit = counted
             self._graph = capture(lambda: self._calls(counted))

@@ -26,8 +26,8 @@ class Artifacts:
 
     def __init__(self, folder: Path) -> None:
         self.path, self.canaries = folder / "results.jsonl", folder / "canaries.jsonl"
-        self._rows = self._lost = 0
-        self._why = ""
+        self._given: dict[Path, int] = {}
+        self._lost: dict[Path, list[str]] = {}
         folder.mkdir(parents=True, exist_ok=True)
         self.path.write_text("")
         self.canaries.unlink(missing_ok=True)
@@ -41,22 +41,23 @@ class Artifacts:
         self._write(self.canaries, found)
 
     def _write(self, path: Path, plain: Mapping[str, Any]) -> None:
-        self._rows += 1
+        self._given[path] = self._given.get(path, 0) + 1
         try:
             _append(path, json.dumps(plain).encode() + b"\n")
         except OSError as error:
-            self._lost += 1
-            self._why = self._why or str(error)
+            self._lost.setdefault(path, []).append(str(error))
 
     @property
     def error(self) -> str | None:
-        """What the file lacks, why, and what to do; or None."""
+        """What the files lack, why, and what to do; or None."""
         if not self._lost:
             return None
-        return (
-            f"{self.path} lacks {self._lost} of {self._rows} results: {self._why}\n"
-            f"    Free space in {self.path.parent}, then run the same command again."
-        )
+        lacking = [
+            f"{path} lacks {len(why)} of {self._given[path]} results: {why[0]}"
+            for path, why in self._lost.items()
+        ]
+        free = f"    Free space in {self.path.parent}, then run the same command again."
+        return "\n".join([*lacking, free])
 
 
 def _append(path: Path, line: bytes) -> None:

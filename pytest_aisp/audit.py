@@ -58,7 +58,7 @@ class _Audit:
         self.secret = random.SystemRandom().randrange(2**31)
 
     def run(self) -> None:
-        referee = self.client.run.start(self.client.place.device)
+        referee = self.client.fresh_bench()
         try:
             values = str(self.folder / "values.pt")
             self._ask(referee, "draw", seed=self.secret, apart={"values": values})
@@ -68,7 +68,7 @@ class _Audit:
             referee.close()
 
     def _side(self, referee: Bench, role: str, number: int, values: str) -> None:
-        performer = self.client.run.start(self.client.place.device)
+        performer = self.client.fresh_bench()
         try:
             how = {"clock": self.clock, "counted": self.counted[number], "slots": self.slots}
             unit = int(self._ask(performer, "perform", side=role, apart=how)["unit"])

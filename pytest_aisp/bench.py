@@ -91,13 +91,13 @@ def _error_reply(error: Exception, doing: str) -> Reply:
     from . import (
         assembly,
         controls,
-        cuda,
         engine,
         numerics,
         processes,
         sides,
         timing,
         trees,
+        windows,
         witness,
         workbench,
     )
@@ -114,7 +114,7 @@ def _error_reply(error: Exception, doing: str) -> Reply:
                 controls.TooLoose,
                 controls.CannotTell,
                 workbench.NotCold,
-                cuda.Unblockable,
+                windows.Unblockable,
             ),
         ),
         ("disturbed", (timing.Disturbed, witness.Traced)),

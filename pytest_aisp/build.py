@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from .signature import LaunchError, Param, check, signatures
-from .skus import arch_of
+from .skus import arch_of, target_of
 
 INSTALL = (
     "cuda_module needs cuda.core and NVRTC: pip install cuda-core cuda-bindings nvidia-cuda-nvrtc"
@@ -54,8 +54,8 @@ def cuda_module(
 
     Args:
         options: fields of `cuda.core.ProgramOptions`, as in ``{"use_fast_math": True}``.
-        targets: what to compile for where ``sm_90`` and so on will not do: wgmma and tcgen05 need
-            ``{"sm90": "sm_90a", "sm100": "sm_100a"}``.
+        targets: what to compile for by arch, as in ``{"sm90": "sm_90a"}``; without it that is
+            what the `needs` of the sides that use the file ask for, else ``sm_90`` and so on.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -75,6 +75,7 @@ class CudaModule:
 
     def __init__(self, path: Path, options: dict[str, Any], targets: dict[str, str]) -> None:
         self.path, self.options, self.targets = path, {"std": "c++17", **options}, targets
+        self.needs: set[str] = set()
         self.folders = [str(path.parent), *_listed(options.get("include_path"))]
         self.sources = _sources(path, self.folders)
         found = signatures(path.name, self.sources.values())
@@ -107,8 +108,8 @@ class CudaModule:
         return {name: usage.get(name, {}) for name in self._kernels}
 
     def target(self, arch: str) -> str:
-        """Return what is compiled for on `arch`: ``sm_90``, or what `targets` says."""
-        return self.targets.get(arch, arch.replace("sm", "sm_"))
+        """Return what is compiled for on `arch`: ``sm_90``, or what `targets` or `needs` say."""
+        return self.targets.get(arch) or target_of(arch, self.needs)
 
     def load(self, name: str, device: int) -> Any:
         """Return the `cuda.core.Kernel` called `name` for the GPU of this index."""
@@ -263,20 +264,28 @@ def compiled(module: CudaModule, target: str) -> Cubin:
 
 
 def _nvrtc(core: Any, module: CudaModule, options: dict[str, Any]) -> Cubin:
-    source, log = module.sources[str(module.path)], io.StringIO()
     where = f"{module.path} does not compile for {options['arch']} (NVRTC {_toolchain()[1]})"
     try:
-        program = core.Program(source, "c++", core.ProgramOptions(**options))
-        code = bytes(program.compile("cubin", logs=log).code)
-    except Exception as error:  # cuda.core's error classes are private
-        words = str(error).rstrip(" \n\0")
+        code, log = assembled(core, module.sources[str(module.path)], options)
+    except CompileError as error:
+        words = str(error)
         if "cannot open source file" in words and not _toolkit():
             words += f"\n{HEADERS}"
         raise CompileError(f"{where}:\n{words}") from None
     # ELF section names: a kernel inside `#if` has a signature for us, yet no code for every target.
     if absent := [k for k in module.kernels if f".text.{k}\0".encode() not in code]:
         raise CompileError(f"{where}: no code for {', '.join(absent)}; is it inside an #if?")
-    return Cubin(code, _usage(log.getvalue()))
+    return Cubin(code, _usage(log))
+
+
+def assembled(core: Any, source: str, options: Mapping[str, Any]) -> tuple[bytes, str]:
+    """Return the machine code of CUDA C++ and the compiler's log, or raise its words."""
+    log = io.StringIO()
+    try:
+        program = core.Program(source, "c++", core.ProgramOptions(**options))
+        return bytes(program.compile("cubin", logs=log).code), log.getvalue()
+    except Exception as error:  # cuda.core's error classes are private
+        raise CompileError(str(error).rstrip(" \n\0")) from None
 
 
 def _usage(log: str) -> dict[str, dict[str, int]]:
@@ -300,6 +309,11 @@ def _toolchain() -> tuple[Any, str, int]:
     except (ImportError, RuntimeError) as error:
         raise NoCompiler(f"{INSTALL}\n({error})") from error
     return core, f"{major}.{minor}", os.path.getsize(library) if library else 0
+
+
+def compiler() -> tuple[Any, str]:
+    """Return `cuda.core` and NVRTC's version, or raise `NoCompiler`."""
+    return _toolchain()[:2]
 
 
 @functools.cache

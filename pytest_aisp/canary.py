@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from . import verdict
-from .case_client import CaseClient
 from .row import ratio
-from .run import Failed, Run
+from .run import Failed, Run, Timed
 from .verdict import Reading
 
 ATTEMPTS = 3
@@ -54,7 +53,7 @@ class Canary:
         )
 
 
-def consider(run: Run, client: CaseClient) -> None:
+def consider(run: Run, client: Timed) -> None:
     """Keep `client` for this process's canary if it is the finest scale so far."""
     if client.row.clock in CLOCKS:
         best = run.finest
@@ -62,12 +61,12 @@ def consider(run: Run, client: CaseClient) -> None:
             run.finest = client
 
 
-def _coarseness(client: CaseClient) -> tuple[int, float]:
+def _coarseness(client: Timed) -> tuple[int, float]:
     # A short call fills a window many times, so that one in a hundred can be planted.
     return CLOCKS.index(client.row.clock), client.row.pair_seconds()[1]
 
 
-def sing(client: CaseClient) -> dict[str, Any]:
+def sing(client: Timed) -> dict[str, Any]:
     """Time the optimized side of `client`, which this process has measured, against itself."""
     row, numbers = client.row, iter(range(100))
     found = Canary(row.nodeid.rpartition("::")[2], row.clock)
@@ -75,7 +74,7 @@ def sing(client: CaseClient) -> dict[str, Any]:
     def itself(planted: float, fresh: bool) -> tuple[Reading, float]:
         if not fresh:
             return client.timed_itself(planted, next(numbers))
-        bench = client.run.start(client.place.device)
+        bench = client.fresh_bench()
         try:
             return client.timed_itself(planted, next(numbers), bench)
         finally:

@@ -157,11 +157,16 @@ class CaseClient:
             versus="self",
             planted=planted,
             replicate=CANARY + number,
+            keep=True,
             budget=self._budget(),
         )
         result = self.ask(task, bench)
         details = result["details"]
         return reading(result), details["calls"][1] / details["counted"][1] - 1
+
+    def fresh_bench(self) -> Bench:
+        """Start one more bench process for this case's device."""
+        return self.run.start(self.place.device)
 
     def _past(self) -> dict[str, str]:
         past = self.run.past
@@ -195,7 +200,7 @@ class CaseClient:
         start = time.monotonic()
         number = len(self.row.timings) + len(self.row.against)
         run.progress(f"vote {number} in a fresh process")
-        bench = run.replay or run.start(self.place.device)
+        bench = run.replay or self.fresh_bench()
         try:
             found = measure(number, bench)
             clock = (self.row.against or self.row.timings)[-1]["clock"]

@@ -1,156 +1,37 @@
-"""The timer of a CUDA GPU: graph replay, a blocked queue, or the host's clock.
+"""The timer of a CUDA GPU: two sides on the best clock that both can use, and what proves it.
 
-One mode for the pair, never per side. ``graph``: K calls captured in one CUDA graph, each timed
-replay preceded on the stream by an untimed one. ``queue``: K calls behind a blocking kernel, so
-that the GPU never waits for Python. ``host``: K calls as called between device synchronisations.
+One clock for the pair, never per side: graph replay, a blocked queue, or the host's (`windows`).
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from . import cold, timing
-from .clocks import STRETCH, Clocks, contradiction, read_clocks
+from .clocks import STRETCH, contradiction
 from .device import Telemetry
 from .kernels import launched
 from .protections import on
-from .quiet import no_gc, waiter
 from .sides import SideError, Subject
 from .timing import Budget, calls_for, calls_to_plant
-from .witness import now_ns
+from .windows import WINDOW, WINDOWS, GraphWindow, Unblockable, Uncapturable, host_window
 from .workbench import Workbench
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
-WINDOW = {"graph": 1e-3, "queue": 1e-3, "host": 5e-3}
-"""Least seconds of a window, by clock."""
+LINKS = ("pcie", "nvlink")
+"""Bounds of what moves data past the L2."""
 LONG_CALL = 1e-3
 """Calls longer than this are estimated from one window."""
 SIZINGS = 3
 """Most times the number of calls in a window is corrected."""
 NEAR = 0.25
 """A number of calls within this share of the wanted one is kept."""
-SPIN_CYCLES = 2_000_000
-"""First length of the blocking kernel: about 1 ms."""
-
-
-class Uncapturable(RuntimeError):
-    """A side cannot be captured in a CUDA graph; the message is CUDA's."""
-
-
-class Unblockable(RuntimeError):
-    """A side waits for the GPU, so its calls cannot be queued behind a blocking kernel."""
-
-
-class GraphWindow:
-    """K calls of one side in one CUDA graph, and `extra` ones that are not counted."""
-
-    repeats = 2
-
-    def __init__(self, subject: Subject, counted: int, extra: int = 0) -> None:
-        import torch
-
-        self.subject, self.counted, self.calls = subject, counted, counted + extra
-        self._graph = capture(lambda: self._round())
-        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def _round(self) -> None:
-        slots = len(self.subject.calls)
-        for call in range(self.calls):
-            self.subject.run(call % slots)
-
-    def __call__(self) -> float:
-        self._graph.replay()
-        self.subject.restore()
-        self._start.record()
-        self._graph.replay()
-        self._end.record()
-        self._end.synchronize()
-        return float(self._start.elapsed_time(self._end)) * 1e-3 / self.counted
-
-    def clocks(self, seconds: float) -> Clocks:
-        """Return what the clocks say of replays that together last `seconds` or more."""
-        replays = math.ceil(seconds / max(self(), 1e-9) / self.counted)
-
-        def work() -> None:
-            for _ in range(replays):
-                self._graph.replay()
-
-        return read_clocks(work, self._start, self._end)
-
-
-class QueueWindow:
-    """K calls of one side behind a blocking kernel, between two events."""
-
-    repeats = 1
-
-    def __init__(self, subject: Subject, counted: int, extra: int = 0) -> None:
-        import torch
-
-        self.subject, self.counted, self.calls = subject, counted, counted + extra
-        self._cycles = SPIN_CYCLES
-        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def __call__(self) -> float:
-        import torch
-
-        for _ in range(6):
-            self.subject.restore()
-            torch.cuda._sleep(self._cycles)
-            self._start.record()
-            slots = len(self.subject.calls)
-            for call in range(self.calls):
-                self.subject.run(call % slots)
-            self._end.record()
-            late = self._start.query()
-            self._end.synchronize()
-            if not late:
-                return float(self._start.elapsed_time(self._end)) * 1e-3 / self.counted
-            self._cycles *= 2
-        raise Unblockable(f"{self.subject.name} waits for the GPU or launches too much to queue")
-
-    def clocks(self, seconds: float) -> Clocks:
-        """Return what the clocks say of one window; it is not made longer, as it must be queued."""
-        import torch
-
-        del seconds
-        self.subject.restore()
-        slots = len(self.subject.calls)
-
-        def work() -> None:
-            for call in range(self.calls):
-                self.subject.run(call % slots)
-
-        return read_clocks(work, self._start, self._end, lambda: torch.cuda._sleep(self._cycles))
-
-
-class HostWindow:
-    """K calls of one side as called, by the host's clock, the device idle at both ends."""
-
-    repeats = 1
-
-    def __init__(
-        self, subject: Subject, counted: int, extra: int, synchronize: Callable[[], None]
-    ) -> None:
-        self.subject, self.counted, self.calls = subject, counted, counted + extra
-        self._synchronize = synchronize
-
-    def __call__(self) -> float:
-        run, slots = self.subject.run, len(self.subject.calls)
-        self.subject.restore()
-        self._synchronize()
-        start = now_ns()
-        for call in range(self.calls):
-            run(call % slots)
-        self._synchronize()
-        return (now_ns() - start) * 1e-9 / self.counted
 
 
 class CudaBout:
@@ -272,7 +153,8 @@ class CudaBout:
 
     def _check_cold(self) -> dict[str, Any]:
         """Refuse a pair whose calls leave in the L2 what was there before them."""
-        rotates = self.bench.pair.l2 == "cold" and self.bench.pair.state is None
+        pair = self.bench.pair
+        rotates = pair.l2 == "cold" and pair.state is None and pair.bound not in LINKS
         if self.clock != "graph" or not rotates or not on("cold-l2"):
             return {}
         read = cold.reader()
@@ -341,73 +223,6 @@ class CudaBout:
             "counted": [w.counted for w in self.windows],
             **self.telemetry.summary(),
         }
-
-
-def host_window(subject: Subject, counted: int, extra: int = 0, device: str = "cuda") -> HostWindow:
-    """Return a window on the host's clock, `device` idle at both ends."""
-    return HostWindow(subject, counted, extra, waiter(device))
-
-
-WINDOWS: dict[str, Callable[[Subject, int, int], Any]] = {
-    "graph": GraphWindow,
-    "queue": QueueWindow,
-    "host": host_window,
-}
-
-
-def capture(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """Capture what `run` launches on a side stream and return the graph.
-
-    Raises:
-        Uncapturable: when CUDA refuses, with its first line.
-    """
-    import torch
-
-    _refuse_waiting(run)
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), no_gc():
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            run()
-        except Exception as error:
-            _abandon(graph)
-            raise Uncapturable(str(error) or type(error).__name__) from error
-        try:
-            graph.capture_end()
-        except RuntimeError as error:
-            _abandon(graph)
-            raise Uncapturable(str(error)) from error
-    torch.cuda.current_stream().wait_stream(stream)
-    return graph
-
-
-def _refuse_waiting(run: Callable[[], Any]) -> None:
-    """Run once with every wait for the GPU an error: a failed capture is harder to clean up."""
-    import torch
-
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run()
-    except RuntimeError as error:
-        raise Uncapturable(str(error)) from error
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-
-
-def _abandon(graph: torch.cuda.CUDAGraph) -> None:
-    import torch
-
-    with suppress(RuntimeError):  # the capture was invalidated: ending it is all there is to do
-        graph.capture_end()
-    torch.cuda.synchronize()
-    # PyTorch leaves its random generator in capture mode; a capture that ends well resets it.
-    empty = torch.cuda.CUDAGraph()
-    empty.capture_begin(capture_error_mode="thread_local")
-    torch.zeros(1, device="cuda")
-    empty.capture_end()
 
 
 def evict(l2_bytes: int) -> None:

@@ -10,9 +10,9 @@ from contextlib import suppress
 from typing import Any
 
 from . import timing
-from .cuda import host_window
 from .sides import Subject
 from .timing import Budget, calls_for, calls_to_plant, extra_calls
+from .windows import host_window
 from .workbench import Workbench
 
 WINDOW = 10e-3

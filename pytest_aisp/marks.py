@@ -9,6 +9,8 @@ import pytest
 
 from .loader import MARK
 from .pair import Bound, Claims, Owned, Pair, PairError, Side, Size, Variant, Work, as_words
+from .skus import FEATURES
+from .sources import kernel_files
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -82,6 +84,7 @@ def compare(
         )
     except PairError as error:
         raise PairError(f"@compare: {error}") from None
+    _tell_kernel_files(pair)
     return pytest.mark.aisp_pair(pair=pair)
 
 
@@ -89,6 +92,15 @@ def _variants(optimized: Sequence[Side | Variant]) -> tuple[Variant, ...]:
     if callable(optimized) or isinstance(optimized, Variant):
         raise PairError("optimized= is a list of sides, as in optimized=[tiled]")
     return tuple(s if isinstance(s, Variant) else Variant(s) for s in optimized)
+
+
+def _tell_kernel_files(pair: Pair) -> None:
+    """Tell the kernel files of each side what it needs: some features have targets of their own."""
+    needs = [(pair.baseline, pair.needs), *((v.side, pair.features(v)) for v in pair.variants)]
+    for side, features in needs:
+        if any(any(FEATURES[feature].values()) for feature in features):
+            for module in kernel_files([side], "/"):
+                module.needs.update(features)
 
 
 assert MARK == "aisp_pair"

@@ -18,7 +18,7 @@ from typing import Any
 OURS = (
     *("check", "clocks", "cold", "controls", "cuda", "engine", "fits", "host", "kernels"),
     *("leftovers", "manners", "numerics", "oracle", "processes", "repeats", "stats", "switches"),
-    *("timing", "trees", "trial", "witness", "workbench"),
+    *("timing", "trees", "trial", "windows", "witness", "workbench"),
 )
 """Our modules whose functions and methods are watched."""
 TORCH = (

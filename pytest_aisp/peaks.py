@@ -20,13 +20,13 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from .cuda import WINDOW, GraphWindow, QueueWindow, host_window
 from .device import Machine, Telemetry, cpu_machine
 from .pair import PRECISIONS, Work
 from .quiet import no_gc
 from .sides import Subject
 from .skus import product_of
 from .timing import Window, calls_for
+from .windows import WINDOW, GraphWindow, QueueWindow, host_window
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from . import peaks as peaks_module
 from . import store
@@ -20,9 +20,9 @@ from .device import Machine
 from .history import Past
 from .messages import Task
 from .options import Settings
-
-if TYPE_CHECKING:
-    from .case_client import CaseClient
+from .pair import Case
+from .row import Row
+from .verdict import Reading
 
 
 class Failed(Exception):
@@ -31,6 +31,20 @@ class Failed(Exception):
 
 class Interrupted(Exception):
     """The run's own time is over."""
+
+
+class Timed(Protocol):
+    """A case that was timed, and can be timed against itself."""
+
+    run: Run
+    case: Case
+    row: Row
+
+    def timed_itself(
+        self, planted: float, number: int, bench: Bench | None = None
+    ) -> tuple[Reading, float]: ...
+
+    def fresh_bench(self) -> Bench: ...
 
 
 @dataclass
@@ -54,7 +68,7 @@ class Run:
     progress: Callable[[str], None] = lambda text: None
     times_cpu: bool = False
     versions: dict[str, Any] | None = None
-    finest: CaseClient | None = None
+    finest: Timed | None = None
     started: float = field(default_factory=time.monotonic)
     confirmed: float = 0.0
     _benches: dict[tuple[str, int], Bench] = field(default_factory=dict)

@@ -7,40 +7,93 @@ belongs to. Products are mapped by compute capability, never guessed from a name
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 GPU_ARCHS = ("sm90", "sm100", "sm103", "sm121")
 ARCHS = ("cpu", *GPU_ARCHS)
 
-_ALL = frozenset(GPU_ARCHS)
-_DATACENTER = frozenset({"sm100", "sm103"})
-_HOPPER = frozenset({"sm90"})
-
-# Which archs have a feature, by what assembles for them with CUDA 13 (NVRTC 13.0 and newer).
-FEATURES: dict[str, frozenset[str]] = {
-    "tma": _ALL,
-    "clusters": _ALL,
-    "dsmem": _ALL,
-    "multicast": _HOPPER | _DATACENTER,  # sm121 assembles it to a call into the driver
-    "wgmma": _HOPPER,
-    "tcgen05": _DATACENTER,
-    "mma_block_scale": frozenset({"sm121"}),
-    "fp8": _ALL,
-    "te": _ALL,
-    "te_mxfp8": _DATACENTER,
-    "nvlink": frozenset({"sm90", "sm100", "sm103"}),
-    "nvshmem": frozenset({"sm90", "sm100", "sm103"}),
+GPUS = {
+    "sm90": "H100, H200, GH200",
+    "sm100": "B200, GB200",
+    "sm103": "B300, GB300",
+    "sm121": "GB10",
 }
+"""Which products have an arch, in words."""
+
+_ASSEMBLED = """
+                     sm90  sm100 sm103 sm121
+cp_async             +     +     +     +
+ldmatrix             +     +     +     +
+stmatrix             +     +     +     +
+mbarrier             +     +     +     +
+elect                +     +     +     +
+griddepcontrol       +     +     +     +
+setmaxnreg           a     f     f     f
+redux_f32            -     f     f     -
+f32x2                -     +     +     +
+wide_loads           -     +     +     +
+bulk_copy            +     +     +     +
+tma                  +     +     +     +
+tma_gather           -     +     +     +
+tensormap_replace    a     f     f     f
+clusters             +     +     +     +
+dsmem                +     +     +     +
+st_async             +     +     +     +
+multicast            +     +     +     +
+clc                  -     +     +     +
+clc_multicast        -     f     f     f
+multimem             +     +     +     +
+fp8                  +     +     +     +
+fp4                  -     f     f     f
+mma_block_scale      -     -     -     f
+wgmma                a     -     -     -
+tmem                 -     f     f     -
+tcgen05              -     f     f     -
+tcgen05_int8         -     a     -     -
+tcgen05_block_scale  -     f     f     -
+two_cta              -     f     f     -
+"""
+# What the assembler says of `features.cu`, for the least of three targets that takes it: + is
+# the plain ``sm_100``, f the family's ``sm_100f``, a the arch's own ``sm_100a``, - none of them.
+# `python -m pytest_aisp.features` derives it, and a test.
+
+
+def _read(table: str) -> dict[str, dict[str, str]]:
+    """Return by feature which archs have it, each with the suffix that its target needs."""
+    archs, *rows = (line.split() for line in table.split("\n") if line)
+    cells = {feature: zip(archs, found, strict=True) for feature, *found in rows}
+    return {f: {a: s.strip("+") for a, s in row if s != "-"} for f, row in cells.items()}
+
+
+ASSEMBLED = _read(_ASSEMBLED)
+"""Features that are instructions."""
+
+OTHERS: dict[str, dict[str, str]] = {
+    "te": dict.fromkeys(GPU_ARCHS, ""),
+    "te_mxfp8": dict.fromkeys(("sm100", "sm103"), ""),
+    "nvlink": dict.fromkeys(("sm90", "sm100", "sm103"), ""),
+    "nvshmem": dict.fromkeys(("sm90", "sm100", "sm103"), ""),
+}
+"""Features that no assembler knows of: libraries, and wires between GPUs."""
+
+FEATURES = ASSEMBLED | OTHERS
+"""Which archs have a feature."""
+
 
 # What a feature is in machine code: at least one of these instructions, with these modifiers. Found
 # by disassembling probes of NVRTC 13.5 and Triton 3.9 (tests/sass_test.py). A feature without a
-# line has no instruction of its own: clusters are a launch attribute, remote shared memory is read
-# by an ordinary load.
+# line has no instruction of its own, or none that was looked for: clusters are a launch attribute,
+# remote shared memory is read by an ordinary load. For sm121 multicast assembles to a call into the
+# driver: a page that promises it is red there.
 INSTRUCTIONS: dict[str, tuple[str, ...]] = {
-    "tma": ("UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP", "UBLKRED"),
+    "tma": ("UTMALDG", "UTMASTG", "UTMAREDG"),
+    "bulk_copy": ("UBLKCP", "UBLKRED"),
     "multicast": ("UTMALDG.MULTICAST", "UBLKCP.MULTICAST"),
+    "st_async": ("STAS",),
     "wgmma": ("HGMMA", "QGMMA", "IGMMA"),
     "tcgen05": ("UTCHMMA", "UTCQMMA", "UTCIMMA", "UTCOMMA"),
+    "tcgen05_int8": ("UTCIMMA",),
     "mma_block_scale": ("OMMA.SF", "QMMA.SF"),
 }
 
@@ -94,3 +147,10 @@ def missing(features: tuple[str, ...], arch: str) -> str | None:
         if arch not in FEATURES[feature]:
             return f"{feature} ({', '.join(a for a in GPU_ARCHS if a in FEATURES[feature])})"
     return None
+
+
+def target_of(arch: str, features: Iterable[str] = ()) -> str:
+    """Return what to compile for on `arch`: ``sm_90a`` where one of `features` needs it."""
+    suffixes = [FEATURES[feature].get(arch) for feature in features]
+    # What a family's target takes the arch's own does too, and it is this arch that will run it.
+    return arch.replace("sm", "sm_") + "a" * any(suffixes)

@@ -47,11 +47,11 @@ import os
 
 from pytest_aisp import simulated
 
-def simulate(*args):
-    if "voting" in os.listdir():
+def simulate(baseline, optimized, *args):
+    if "voting" in os.listdir() and baseline != optimized:  # the canary lives
         os._exit(3)
     open("voting", "w").close()
-    return simulated.simulate(*args)
+    return simulated.simulate(baseline, optimized, *args)
 """
 
 

@@ -16,7 +16,7 @@ import torch
 import triton.testing
 from code_gate_record import KERNELS, Plan, Recorder
 
-from pytest_aisp import cuda, timing, workbench
+from pytest_aisp import timing, windows, workbench
 from pytest_aisp.loader import pair_of
 from pytest_aisp.messages import Reply
 
@@ -181,7 +181,7 @@ def test_others_time_graphs_of_the_same_calls(monkeypatch):
 
     properties = types.SimpleNamespace(L2_cache_size=1 << 16)
     graph = types.SimpleNamespace
-    monkeypatch.setattr(cuda, "capture", lambda run: graph(replay=run))
+    monkeypatch.setattr(windows, "capture", lambda run: graph(replay=run))
     monkeypatch.setattr(triton.testing, "do_bench", do_bench)
     monkeypatch.setattr(workbench, "Workbench", Bench)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

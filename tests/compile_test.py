@@ -226,8 +226,8 @@ RED = {
     "no_tma": (
         {"variant": "Variant(doubled, needs='tma')"},
         [
-            "doubled promises tma, but on sm90 no kernel holds UTMALDG or UTMASTG or UTMAREDG or"
-            " UBLKCP or UBLKRED in every configuration; it launches doubling_kernel"
+            "doubled promises tma, but on sm90 no kernel holds UTMALDG or UTMASTG or UTMAREDG in"
+            " every configuration; it launches doubling_kernel"
         ],
     ),
     "not_promised": (

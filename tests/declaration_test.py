@@ -55,10 +55,10 @@ WORDS = {
     "bound": ({"bound": "disk"}, "unknown bound 'disk'; legal: dram, l2, tensor, issue, "),
     "l2": ({"l2": "tepid"}, "unknown l2 'tepid'; legal: cold, warm"),
     "owns": ({"owns": ["clock"]}, "unknown owns 'clock'; legal: gc, affinity, "),
-    "feature": ({"needs": "tmem"}, "unknown feature in needs 'tmem'; legal: tma, clusters, "),
+    "feature": ({"needs": "tensors"}, "unknown feature in needs 'tensors'; legal: cp_async, "),
     "variant": (
-        {"optimized": [Variant(fast, needs="tmem")]},
-        "unknown feature in needs 'tmem'; legal: tma, ",
+        {"optimized": [Variant(fast, needs="tensors")]},
+        "unknown feature in needs 'tensors'; legal: cp_async, ",
     ),
     "precision": (
         {"optimized": [Variant(fast, precision="fp12")]},

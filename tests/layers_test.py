@@ -25,9 +25,10 @@ LAYERS = {
     ),
     "machine": words(
         "apart assembly bench build check client clocks cold controls cuda device engine"
-        " fits graphs host kernels launches leases leftovers loader manners numerics oracle"
-        " originals peaks processes protections quiet repeats replay sass search sides"
-        " sources standin stopwatch switches trees trial witness workbench"
+        " features fits graphs host kernels launches leases leftovers loader manners"
+        " numerics oracle originals peaks processes protections quiet repeats replay sass"
+        " search sides sources standin stopwatch switches trees trial windows witness"
+        " workbench"
     ),
     "glue": words(
         "__init__ audit canary case_client fixtures history judge marks options place plugin"

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from pytest_aisp import apart, audit, cuda, host
+from pytest_aisp import apart, audit, host, originals, windows
 from pytest_aisp.engine import Engine
 from pytest_aisp.messages import Task
 from pytest_aisp.numerics import Wrong
@@ -17,13 +17,14 @@ SPEEDS = {"added": 2e-5, "doubled": 1e-5}
 HOSTILE = {
     "replaces the comparison": """
     def doubled(x):
-        from pytest_aisp import check, fits
+        from pytest_aisp import check, fits, originals
 
         def kind(found, leaves, rule):
             right = [leaf.value.to(got.dtype) for got, leaf in zip(found, leaves)]
             return fits.compare_all(right, leaves, rule)
 
         check.compare_all = kind
+        originals.replaced = lambda: None  # and who would see it
         return torch.zeros_like(x)
     """,
     "switches the protections off": """
@@ -126,9 +127,10 @@ CLOCK = """
 def doubled(x):
     import time
 
-    from pytest_aisp import cuda
+    from pytest_aisp import originals, windows
 
-    cuda.now_ns = lambda: time.perf_counter_ns() // 100
+    originals.replaced = lambda: None
+    windows.now_ns = lambda: time.perf_counter_ns() // 100
     return 2 * x
 """
 
@@ -137,7 +139,8 @@ def test_the_clock_that_is_read_can_be_replaced_from_inside_and_is_not_believed_
     page, monkeypatch
 ):
     monkeypatch.setattr(host, "STOLEN", math.inf)
-    monkeypatch.setattr(cuda, "now_ns", cuda.now_ns)  # put back after the lie
+    for module, name in ((windows, "now_ns"), (originals, "replaced")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # put back after the lie
     path = page(defs=CLOCK)
     engine, module = Engine(), "untrusted_clock"
     common = {"page": str(path), "root": str(path.parent), "module": module, "variant": "doubled"}

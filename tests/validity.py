@@ -27,9 +27,10 @@ names catches it with the others switched off, and that it is believed with all 
 {lies} lies, {protections} protections; {gpu} of the lies need a GPU, and are skipped where there
 is none.
 
-A process that times a page's code is no proof against an author who attacks the harness itself;
-these are the mistakes and the shortcuts. What else there is say two lists that others have drawn
-up, at the end: [40 lies of public benchmarks](#40-lies-of-public-benchmarks) and
+A process that times a page's code is no proof against a side that attacks the harness itself: these
+are the mistakes and the shortcuts, and `--aisp-untrusted` is for the attacks
+([checking](checking.md)). What else there is say two lists that others have drawn up, at the end:
+[40 lies of public benchmarks](#40-lies-of-public-benchmarks) and
 [95 validity issues](#95-validity-issues).
 
 This page is written by `python tests/validity.py`, and tests hold it to the files.

@@ -1,0 +1,49 @@
+"""Where the seconds of cases go, from the artifacts of a run.
+
+    pytest suites/ch01 --aisp-artifacts=DIR
+    python benchmarks/check_cost.py DIR/results.jsonl
+
+Prints the median seconds and share of each phase, and the share of what only guards against
+mistakes and lies: the phases that a measurement would have without them are left out of it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+GUARDS = ("verify", "repeats", "clocks", "controls")
+"""Phases that find lies; `check` and `reference` prove results, `time` and `build` measure."""
+
+
+def phases(row: dict[str, Any]) -> dict[str, float]:
+    """Return the seconds by phase of a row's first check and first timing."""
+    total: dict[str, float] = defaultdict(float)
+    for reply in (row["checks"][:1], row["timings"][:1]):
+        for answer in reply:
+            for phase, seconds in answer.get("spent", {}).items():
+                total[phase] += seconds
+    return dict(total)
+
+
+def main(path: Path) -> None:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    cases = [phases(row) for row in rows if row["timings"]]
+    if not cases:
+        sys.exit(f"{path}: no case of it was timed")
+    names = sorted({name for case in cases for name in case})
+    print(f"{len(cases)} cases, median {median(sum(c.values()) for c in cases):.3f} s in the bench")
+    for name in names:
+        seconds = median(case.get(name, 0.0) for case in cases)
+        share = median(case.get(name, 0.0) / sum(case.values()) for case in cases)
+        print(f"{name:12} {seconds:7.3f} s {share:6.1%}")
+    guards = median(sum(case.get(g, 0.0) for g in GUARDS) / sum(case.values()) for case in cases)
+    print(f"guards ({', '.join(GUARDS)}): {guards:.1%}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

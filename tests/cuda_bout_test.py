@@ -1,0 +1,190 @@
+"""The timer of a GPU on one that is only told of: which windows are built, sized, cross-checked.
+
+Its events read the host's clock, its graphs call what they captured again; no speed is tested.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pytest_aisp import Work, clocks, cold, compare, cuda, device, timing, windows
+from pytest_aisp.loader import pair_of
+from pytest_aisp.protections import without
+from pytest_aisp.sides import SideError
+from pytest_aisp.timing import Budget
+from pytest_aisp.workbench import Workbench
+
+BUDGET = Budget(blocks=4, least=2, seconds=0.01, window=2e-4, warmup=2)
+
+
+class Event:
+    """An event that happens when it is recorded."""
+
+    def __init__(self, enable_timing=False):
+        self.at = 0.0
+
+    def record(self):
+        self.at = time.perf_counter()
+
+    def synchronize(self):
+        """It has happened."""
+
+    def query(self):
+        return False
+
+    def elapsed_time(self, end):
+        return (end.at - self.at) * 1e3
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Stand in for torch's CUDA; `gpu.captures` says whether sides can be captured."""
+    state = SimpleNamespace(captures=True, latency=[270.0, 270.0, 620.0] * 99)
+
+    def capture(run):
+        if not state.captures:
+            raise windows.Uncapturable("a wait for the GPU")
+        run()
+        return SimpleNamespace(replay=run)
+
+    properties = SimpleNamespace(L2_cache_size=1 << 20, uuid="0")
+    for name, value in {
+        "Event": Event,
+        "synchronize": lambda: None,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda *index: properties,
+        "memory_stats": dict,
+        "_sleep": lambda cycles: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(windows, "capture", capture)
+    monkeypatch.setattr(cuda, "evict", lambda l2: None)
+    monkeypatch.setattr(device, "_nvml", lambda: None)
+    monkeypatch.setattr(clocks, "stamper", lambda: None)
+    monkeypatch.setattr(cold, "reader", lambda: lambda: state.latency.pop(0))
+    # Sides run on the CPU while they are called, so nothing is under way when they return; but the
+    # host, which Python slows down, is no witness of so short a time.
+    monkeypatch.setattr(clocks, "HOST", 1.0)
+    return state
+
+
+def added(x):
+    return x + x
+
+
+def doubled(x):
+    return 2 * x
+
+
+def bench_of(**changes):
+    @compare(
+        baseline=added,
+        optimized=[doubled],
+        inputs=lambda device, n: (torch.randn(n, device=device),),
+        reference=lambda x: 2 * x.double(),
+        sizes=[{"n": 4096}],
+        check_sizes=[{"n": 33}],
+        work=lambda n: Work(read=4 * n, write=4 * n),
+        **{"bound": "dram", **changes},
+    )
+    def test_it(pair):
+        """Nothing: only its declaration is used."""
+
+    bench = Workbench(pair_of(test_it), {"n": 4096}, "cpu", 1, 2)
+    bench.lay_slots(4)
+    return bench
+
+
+def bout_of(bench, **options):
+    subjects = bench.subject(added), bench.subject(doubled)
+    return cuda.CudaBout(bench, subjects, BUDGET, **options)
+
+
+@pytest.mark.parametrize(
+    ("captures", "bound", "clock"),
+    [(True, "dram", "graph"), (False, "dram", "queue"), (True, "launch", "host")],
+)
+def test_the_best_clock_that_both_sides_can_use(gpu, captures, bound, clock):
+    gpu.captures = captures
+    bout = bout_of(bench_of(bound=bound))
+    assert bout.clock == clock
+    samples = timing.measure(bout, BUDGET, random.Random(1))
+    assert samples.clock == clock
+    assert len(samples.blocks) >= BUDGET.least
+    assert samples.details["slots"] == 4
+    assert samples.details["calls"] == samples.details["counted"]
+    assert all(count % 4 == 0 for count in samples.details["calls"])
+
+
+def test_a_planted_slowdown_is_in_the_second_side_alone(gpu):
+    bout = bout_of(bench_of(), known=("graph", [100, 100]), planted=0.02)
+    assert [w.calls for w in bout.windows] == [100, 102]
+    assert bout.details()["counted"] == [100, 100]
+
+
+def test_the_clocks_are_read_and_the_l2_is_found_cold(gpu):
+    found = bout_of(bench_of()).check_times()
+    assert found == {"l2_cycles": {"added": [270.0, 620.0], "doubled": [270.0, 620.0]}}
+
+
+def test_an_l2_that_keeps_its_lines_is_no_cold_one(gpu):
+    bout = bout_of(bench_of())
+    gpu.latency[:] = [270.0] * 99
+    with pytest.raises(SideError, match="added: the L2 is not cold: a load takes 270 cycles when"):
+        bout.check_times()
+    with without(["cold-l2"]):
+        assert bout.check_times() == {}
+
+
+@pytest.mark.parametrize("changes", [{"l2": "warm"}, {"bound": "pcie"}])
+def test_where_nothing_need_be_cold_nothing_is_asked(gpu, changes):
+    gpu.latency.clear()
+    assert bout_of(bench_of(**changes)).check_times() == {}
+
+
+def test_no_compiler_no_proof_of_a_cold_l2(gpu, monkeypatch):
+    monkeypatch.setattr(cold, "reader", lambda: None)
+    assert bout_of(bench_of()).check_times() == {"l2_cycles": None}
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_a_side_that_clocks_contradict_is_refused_by_name(gpu, monkeypatch, captures):
+    gpu.captures = captures
+    bout = bout_of(bench_of())
+    late = clocks.Clocks(events=1e-3, host=None, counter=None, late=1e-2)
+    monkeypatch.setattr(type(bout.windows[1]), "clocks", lambda self, seconds: late)
+    with pytest.raises(SideError, match="added: work goes on for 1e\\+04 us after the last call"):
+        bout.check_times()
+
+
+@pytest.mark.parametrize("make", [windows.GraphWindow, windows.QueueWindow])
+def test_a_stretch_of_work_is_timed_by_every_clock(gpu, make):
+    bench = bench_of()
+    subject = bench.subject(doubled)
+    found = make(subject, 8).clocks(1e-3)
+    assert found.events > 0
+    assert found.late >= 0
+    assert found.counter is None  # nothing here compiles a stamp
+    assert (found.host is None) == (make is windows.QueueWindow)
+
+
+def test_the_other_clock_is_shown_beside_the_one_that_judges(gpu):
+    assert set(bout_of(bench_of()).other()) == {"as_called"}
+    assert set(bout_of(bench_of(bound="launch")).other()) == {"gpu_only"}
+    gpu.captures = False
+    assert bout_of(bench_of(bound="launch")).other() == {"no gpu_only": "a wait for the GPU"}
+
+
+def test_kernels_at_work_for_longer_than_told_are_refused(gpu, monkeypatch):
+    from pytest_aisp.kernels import Kernels
+
+    bout = bout_of(bench_of())
+    monkeypatch.setattr(cuda, "launched", lambda work, calls: Kernels({"k": 1.0}, 2e-5))
+    assert bout.profile([2e-5, 2e-5])["doubled"] == {"launches": {"k": 1.0}, "busy": 2e-5}
+    with pytest.raises(SideError, match="doubled: kernels are at work for 20 us a call"):
+        bout.profile([2e-5, 1e-6])

@@ -1,0 +1,501 @@
+"""The table of features: derived by assembling probes, printed by a command, used by pages."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pytest_aisp import build, features, loader, skus
+from pytest_aisp.device import Machine
+from pytest_aisp.features import Attempt
+from pytest_aisp.skus import ASSEMBLED, target_of
+
+ROOT = Path(__file__).parents[1]
+H200 = Machine("sm90", "nvidia-h200", "NVIDIA H200", ("GPU-1",))
+RTX = Machine("sm120", "nvidia-rtx", "NVIDIA RTX", ("GPU-1",))
+CPU = Machine("cpu", "cpu-few-2c", "few, 2 cores")
+
+needs_nvrtc = pytest.mark.skipif(
+    importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None,
+    reason="needs NVRTC: pip install cuda-core cuda-bindings nvidia-cuda-nvrtc",
+)
+
+
+# The table and the probes.
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("feature", ASSEMBLED)
+def test_exactly_the_archs_of_the_table_assemble_it(feature):
+    found = features.survey(feature)
+    assert list(features.differences(feature, found)) == []
+    assert any(attempt.code for attempts in found.values() for attempt in attempts)
+    assert [arch for arch in found if features.least(found[arch])] == list(ASSEMBLED[feature])
+
+
+def test_every_feature_has_one_probe_and_one_sentence():
+    source = features.SOURCE.read_text()
+    kernels = re.findall(r"^#ifdef PROBE_(\w+)$", source, re.MULTILINE)
+    assert list(features.purposes()) == list(ASSEMBLED)
+    assert sorted(kernels) == sorted(ASSEMBLED)
+    assert set(features.NOT_LAUNCHED) < set(ASSEMBLED)
+
+
+def test_what_is_no_instruction_is_told_from_what_is():
+    assert set(skus.OTHERS) == {"te", "te_mxfp8", "nvlink", "nvshmem"}
+    assert skus.FEATURES.keys() == ASSEMBLED.keys() | skus.OTHERS.keys()
+    assert not ASSEMBLED.keys() & skus.OTHERS.keys()
+
+
+def test_the_targets_of_an_arch_are_its_own_and_its_family_s():
+    assert features.targets("sm90") == ("sm_90", "sm_90a")
+    assert features.targets("sm121") == ("sm_121", "sm_121f", "sm_121a")
+
+
+def test_the_document_shows_the_table():
+    text = (ROOT / "docs" / "features.md").read_text()
+    shown = text.partition("<!-- features -->\n")[2].partition("<!-- end of features -->")[0]
+    assert shown == features.table(), "python -m pytest_aisp.features --table"
+
+
+@needs_nvrtc
+def test_the_words_that_the_document_quotes_are_the_assembler_s():
+    text = " ".join((ROOT / "docs" / "features.md").read_text().split())
+    quoted = set(re.findall(r"`((?:Feature|Instruction) '[^`]*? '(sm_\w+)')`", text))
+    assert len(quoted) >= 6
+    names = {"multicast::cluster::all": "clc_multicast", "tcgen05.alloc": "tcgen05"}
+    names |= {"block scale": "mma_block_scale", "kind::i8": "tcgen05_int8"}
+    names |= {"wgmma.fence": "wgmma", "setmaxnreg.dec": "setmaxnreg"}
+    for words, target in quoted:
+        feature = next(feature for key, feature in names.items() if key in words)
+        assert words in features.attempt(feature, target).errors
+
+
+@needs_nvrtc
+def test_the_advice_that_the_document_quotes_is_the_assembler_s():
+    text = " ".join(re.sub(r"\n> ", " ", (ROOT / "docs" / "features.md").read_text()).split())
+    advised = features.attempt("multicast", "sm_121a")
+    assert advised.code
+    assert advised.words.partition(" should be used on .target")[0] in text
+    assert advised.words.partition("instead of ")[2] in text
+
+
+# A probe that fails for another reason than a missing feature.
+
+
+REFUSED = "ptxas input, line 24; error   : Instruction 'elect' not supported on .target 'sm_90'"
+OTHER = {
+    "a misspelt instruction": "error   : Not a name of any known instruction: 'elekt'",
+    "half refused": f"{REFUSED}\nptxas, line 25; error   : Unknown modifier '.alic'",
+    "broken C++": 'features.cu(4): error: identifier "tile" is undefined',
+    "an unknown target": "Command-line error: invalid or no value specified with --nv_arch flag",
+    "no compiler": "NVRTC_ERROR_BUILTIN\nfailed to open libnvrtc-builtins.so.13.0.",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("words", OTHER.values(), ids=OTHER)
+def test_another_failure_is_not_a_missing_feature(words):
+    attempts = (Attempt("sm_90", words=words), Attempt("sm_90a", b"code"))
+    assert not attempts[0].refused
+    [first, *_] = features.differences("wgmma", {"sm90": attempts})
+    assert first.startswith("wgmma for sm_90: the probe failed: ")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        REFUSED,
+        "ptxas, line 9; error   : Feature '.x' requires .target sm_100 or higher",
+        f"{REFUSED}\nline 24; error   : 'elect' cannot be compiled for architecture 'sm_90'\nfatal",
+    ],
+)
+def test_the_assembler_s_words_for_a_missing_feature_are_known(words):
+    assert Attempt("sm_90", words=words).refused
+    attempts = (Attempt("sm_90", words=words), Attempt("sm_90a", b"code"))
+    assert list(features.differences("wgmma", {"sm90": attempts})) == []
+
+
+@needs_nvrtc
+def test_a_probe_with_a_mistake_is_no_finding(tmp_path, monkeypatch):
+    source = features.SOURCE.read_text().replace("elect.sync", "elekt.sync")
+    (tmp_path / "features.cu").write_text(source)
+    monkeypatch.setattr(features, "SOURCE", tmp_path / "features.cu")
+    [first, *_] = features.differences("elect", features.survey("elect", ["sm90"]))
+    assert re.match("elect for sm_90: the probe failed: .*elekt", first)
+
+
+@pytest.mark.parametrize(
+    ("codes", "says"),
+    [
+        ((b"code", b"code"), "wgmma on sm90: the table says sm_90a, sm_90 takes it"),
+        ((b"", b""), "wgmma on sm90: the table says sm_90a, nothing takes it"),
+        ((b"code", b""), "wgmma on sm90: sm_90 takes it and sm_90a does not"),
+    ],
+)
+def test_a_difference_is_said(codes, says):
+    targets = zip(("sm_90", "sm_90a"), codes, strict=True)
+    found = tuple(Attempt(target, code, REFUSED) for target, code in targets)
+    assert says in features.differences("wgmma", {"sm90": found})
+
+
+def test_a_feature_of_an_arch_that_has_none_is_a_difference():
+    found = {"sm90": (Attempt("sm_90", b"code"),)}
+    [line] = features.differences("f32x2", found)
+    assert line == "f32x2 on sm90: the table says nothing, sm_90 takes it"
+
+
+# The command.
+
+
+def by_the_table(feature, target):
+    """Answer as the assembler does, from the table and at no cost."""
+    arch, suffix = re.fullmatch(r"(sm_\d+)([af]?)", target).groups()
+    least = ASSEMBLED[feature].get(arch.replace("_", ""))
+    if least is not None and (suffix == "a" or least in ("", suffix)):
+        return Attempt(target, b"code", "mind the speed" if feature == "multicast" else "")
+    return Attempt(target, words=REFUSED.replace("elect", feature).replace("sm_90", target))
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    def command(
+        *arguments, machine=CPU, attempt=by_the_table, known=(90, 100, 103, 121), faults=()
+    ):
+        monkeypatch.setattr(features, "attempt", attempt)
+        monkeypatch.setattr(features, "compiler", lambda: (None, "13.5"))
+        monkeypatch.setattr(features, "known", lambda: known)
+        monkeypatch.setattr(Machine, "here", lambda: machine)
+        monkeypatch.setattr(features, "_launched_apart", lambda f: dict(faults).get(f, ""))
+        code = features.main([*arguments])
+        return code, capsys.readouterr().out.splitlines()
+
+    return command
+
+
+def test_without_a_gpu_it_says_so_and_what_assembles(command):
+    code, lines = command()
+    assert code == 0
+    assert lines[:2] == [
+        "NVRTC 13.5 compiles for sm_90, sm_100, sm_103, sm_121",
+        "no GPU here: what follows was assembled, nothing was launched",
+    ]
+    assert lines[3] == "                     sm90     sm100    sm103    sm121"
+    assert "tma                  sm_90    sm_100   sm_103   sm_121" in lines
+    row = lines.index("wgmma                sm_90a   -        -        -")
+    assert lines[row + 1] == "    sm_90: Instruction 'wgmma' not supported on .target 'sm_90'"
+    assert lines[row + 2] == "    sm_100a: Instruction 'wgmma' not supported on .target 'sm_100a'"
+    assert "    sm_121a: mind the speed" in lines
+    assert lines[-1] == "as in the table"
+
+
+def test_with_a_gpu_it_says_what_runs_there(command):
+    code, lines = command(machine=H200)
+    assert code == 0
+    assert lines[1] == "NVIDIA H200 is sm90"
+    assert lines[3] == "                     sm90     sm100    sm103    sm121    runs on this GPU"
+    assert "wgmma                sm_90a   -        -        -        yes" in lines
+    assert "tcgen05              -        sm_100f  sm_103f  -" in lines
+    needs = "not launched: needs a tensor map"
+    assert f"tma                  sm_90    sm_100   sm_103   sm_121   {needs}" in lines
+
+
+def test_a_launch_that_fails_is_a_line_and_a_difference(command):
+    code, lines = command(machine=H200, faults={"wgmma": "CUDA_ERROR_ILLEGAL_INSTRUCTION"})
+    assert code == 1
+    fault = "no: CUDA_ERROR_ILLEGAL_INSTRUCTION"
+    assert f"wgmma                sm_90a   -        -        -        {fault}" in lines
+    assert lines[-2:] == [
+        "not as in the table of pytest_aisp/skus.py:",
+        "wgmma on sm90: on this GPU: CUDA_ERROR_ILLEGAL_INSTRUCTION",
+    ]
+
+
+def test_a_gpu_that_the_table_does_not_know_launches_nothing(command):
+    code, lines = command(machine=RTX, faults={"tma": "must not be asked"})
+    assert code == 0
+    assert lines[1] == "NVIDIA RTX is sm120, which is not in the table: nothing was launched"
+    assert not lines[3].endswith("GPU")
+
+
+def test_a_table_that_is_wrong_is_a_difference(command, monkeypatch):
+    monkeypatch.setitem(ASSEMBLED, "wgmma", {"sm90": "a", "sm100": "a"})
+    real = {**ASSEMBLED, "wgmma": {"sm90": "a"}}
+
+    def attempt(feature, target):
+        with monkeypatch.context() as patch:
+            patch.setitem(ASSEMBLED, feature, real[feature])
+            return by_the_table(feature, target)
+
+    code, lines = command(attempt=attempt)
+    assert code == 1
+    assert lines[-2:] == [
+        "not as in the table of pytest_aisp/skus.py:",
+        "wgmma on sm100: the table says sm_100a, nothing takes it",
+    ]
+
+
+def test_a_compiler_that_is_too_old_for_an_arch_is_a_difference(command):
+    code, lines = command(known=(90, 100))
+    assert code == 1
+    assert lines[3] == "                     sm90     sm100"
+    assert lines[-3:] == [
+        "not as in the table of pytest_aisp/skus.py:",
+        "sm103: NVRTC 13.5 does not know it",
+        "sm121: NVRTC 13.5 does not know it",
+    ]
+
+
+def test_a_compiler_that_knows_no_arch_of_ours_says_so(command):
+    code, lines = command(known=(75,))
+    assert code == 1
+    assert "sm90: NVRTC 13.5 does not know it" in lines
+
+
+def test_without_a_compiler_it_says_what_to_install(monkeypatch, capsys):
+    def missing(name):
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(build, "import_module", missing)
+    build._toolchain.cache_clear()
+    assert features.main([]) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("pip install cuda-core cuda-bindings nvidia-cuda-nvrtc")
+    assert second == "(No module named 'cuda.core')"
+
+
+@needs_nvrtc
+def test_nvrtc_is_asked_which_archs_it_knows():
+    assert {90, 100, 103, 121} <= set(features.known())
+
+
+def test_the_command_prints_the_table():
+    command = [sys.executable, "-m", "pytest_aisp.features", "--table"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == features.table()
+    assert "| `wgmma` | wgmma.mma_async," in done.stdout
+    assert "| `sm_90a` | no | no | no |\n" in done.stdout
+
+
+def test_an_unknown_feature_cannot_be_launched(capsys):
+    with pytest.raises(SystemExit):
+        features.main(["--launch", "warp9"])
+    assert "invalid choice: 'warp9'" in capsys.readouterr().err
+
+
+# Launching.
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("pass", ""),
+        ("print('the result is wrong'); exit(1)", "the result is wrong"),
+        ("raise OSError('CUDA_ERROR_UNKNOWN')", "OSError: CUDA_ERROR_UNKNOWN"),
+        ("import os; os._exit(11)", "it died without a word, exit code 11"),
+        ("import time; time.sleep(60)", "no answer within 2 s"),
+    ],
+    ids=["right", "wrong", "error", "fault", "hang"],
+)
+def test_a_launch_is_a_process_of_its_own(monkeypatch, code, says):
+    monkeypatch.setattr(features, "LAUNCH", (sys.executable, "-c", code))
+    monkeypatch.setattr(features, "SECONDS", 2.0)
+    assert features._launched_apart("tma") == says
+
+
+def test_every_feature_of_the_arch_is_launched_but_those_with_a_reason(monkeypatch):
+    monkeypatch.setattr(features, "_launched_apart", lambda feature: "")
+    on_b200 = {feature for feature, archs in ASSEMBLED.items() if "sm100" in archs}
+    launched = features.launches(Machine("sm100", "nvidia-b200", "NVIDIA B200", ("GPU-1",)))
+    assert set(launched) == on_b200 - set(features.NOT_LAUNCHED)
+    assert features.launches(CPU) == features.launches(RTX) == {}
+
+
+class Core:
+    """What `launch` needs of cuda.core, with kernels that write `answers`."""
+
+    def __init__(self, answers, capability=(9, 0)):
+        self.answers, self.capability, self.launched = answers, capability, []
+        self.ObjectCode = SimpleNamespace(from_cubin=self.loaded)
+
+    def Device(self, index):
+        stream = SimpleNamespace(sync=lambda: None)
+        return SimpleNamespace(
+            set_current=lambda: None,
+            compute_capability=self.capability,
+            create_stream=lambda: stream,
+        )
+
+    def loaded(self, code):
+        return SimpleNamespace(get_kernel=lambda name: (name, code))
+
+    def LaunchConfig(self, **geometry):
+        return geometry
+
+    def LegacyPinnedMemoryResource(self):
+        self.memory = (ctypes.c_uint32 * 2)(9, 9)
+        address = ctypes.addressof(self.memory)
+        return SimpleNamespace(allocate=lambda size: SimpleNamespace(handle=address))
+
+    def launch(self, stream, config, kernel, address, nothing):
+        self.launched.append((config, kernel, nothing))
+        self.memory[:] = self.answers
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        ([1, 1], ""),
+        ([0, 1], ""),
+        ([1, 2], "the instruction's result is wrong"),
+        ([0, 0], "the kernel wrote no answer"),
+    ],
+)
+def test_a_launched_probe_says_whether_its_result_is_right(monkeypatch, answers, says):
+    core = Core(answers)
+    monkeypatch.setattr(features, "compiler", lambda: (core, "13.5"))
+    monkeypatch.setattr(features, "attempt", by_the_table)
+    assert features.launch("wgmma") == says
+    assert core.launched == [({"grid": 2, "block": 128}, ("probe", b"code"), 0)]
+
+
+def test_a_probe_that_does_not_assemble_is_not_launched(monkeypatch):
+    core = Core([1, 1], capability=(12, 1))
+    monkeypatch.setattr(features, "compiler", lambda: (core, "13.5"))
+    monkeypatch.setattr(features, "attempt", by_the_table)
+    assert features.launch("wgmma") == "Instruction 'wgmma' not supported on .target 'sm_121'"
+    assert core.launched == []
+
+
+@pytest.mark.parametrize(("fault", "code"), [("", 0), ("wrong", 1)])
+def test_the_process_of_a_launch_says_what_it_saw(monkeypatch, capsys, fault, code):
+    monkeypatch.setattr(features, "launch", lambda feature: fault)
+    assert features.main(["--launch", "tma"]) == code
+    assert capsys.readouterr().out == f"{fault}\n"
+
+
+# What a page's kernel files are compiled for.
+
+
+@pytest.mark.parametrize(
+    ("arch", "needs", "target"),
+    [
+        ("sm90", (), "sm_90"),
+        ("sm90", ("tma", "te"), "sm_90"),
+        ("sm90", ("tma", "wgmma"), "sm_90a"),
+        ("sm90", ("setmaxnreg",), "sm_90a"),
+        ("sm100", ("tcgen05",), "sm_100a"),
+        ("sm121", ("tma",), "sm_121"),
+        ("sm121", ("mma_block_scale",), "sm_121a"),
+        ("sm121", ("tcgen05",), "sm_121"),
+        ("sm89", ("setmaxnreg",), "sm_89"),
+    ],
+)
+def test_the_target_is_the_least_that_has_what_is_needed(arch, needs, target):
+    assert target_of(arch, needs) == target
+
+
+PAGE = """
+from pytest_aisp import Variant, Work, compare, cuda_module
+
+plain = cuda_module("plain.cu")
+special = cuda_module("special.cu"{targets})
+
+
+def naive(x):
+    plain.naive[1, 1](x)
+
+
+def launched(x):
+    special.warpgroup[1, 128](x)
+
+
+def warpgroup(x):
+    launched(x)
+
+
+@compare(
+    baseline=naive,
+    optimized=[{optimized}],
+    inputs=lambda device, n: (),
+    reference=lambda x: x,
+    sizes=[{{"n": 4}}],
+    check_sizes=[{{"n": 3}}],
+    work=lambda n: Work(read=n),
+    bound="dram",
+    {more}
+)
+def test_page(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+"""
+KERNEL = 'extern "C" __global__ void {}(float* x) {{ asm volatile("{}"); }}'
+
+
+@pytest.fixture
+def page(tmp_path):
+    """Import a page of two kernel files, of which one has an instruction of sm_90a."""
+
+    def page(*, optimized="warpgroup", targets="", more=""):
+        (tmp_path / "plain.cu").write_text(KERNEL.format("naive", ""))
+        source = KERNEL.format("warpgroup", "wgmma.fence.sync.aligned;")
+        (tmp_path / "special.cu").write_text(source)
+        path = tmp_path / "page_test.py"
+        path.write_text(PAGE.format(optimized=optimized, targets=targets, more=more))
+        return loader.load_page(str(path), str(tmp_path), f"page_{uuid.uuid4().hex}")
+
+    return page
+
+
+def test_a_variant_s_need_is_told_to_the_files_that_it_launches(page):
+    made = page(optimized="Variant(warpgroup, needs=['tma', 'wgmma'])")
+    assert made.special.target("sm90") == "sm_90a"
+    assert made.special.target("sm100") == "sm_100"
+    assert made.plain.target("sm90") == "sm_90"
+
+
+def test_a_page_s_need_is_told_to_all_its_files(page):
+    made = page(more="needs='wgmma'")
+    assert made.special.target("sm90") == made.plain.target("sm90") == "sm_90a"
+
+
+def test_a_need_that_every_target_has_changes_nothing(page):
+    made = page(more="needs='tma'")
+    assert made.special.target("sm90") == "sm_90"
+    assert made.special.needs == set()
+
+
+def test_explicit_targets_win(page):
+    made = page(more="needs='setmaxnreg'", targets=', targets={"sm100": "sm_100f"}')
+    assert made.special.target("sm100") == "sm_100f"
+    assert made.special.target("sm103") == "sm_103a"
+    assert made.plain.target("sm100") == "sm_100a"
+
+
+@needs_nvrtc
+def test_what_is_needed_assembles_and_what_is_not_declared_does_not(page, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert list(page(more="needs='wgmma'").special.assemble("sm90")) == ["warpgroup"]
+    with pytest.raises(build.CompileError, match=r"'wgmma.fence' not supported on .target 'sm_90'"):
+        page().special.assemble("sm90")
+
+
+@needs_nvrtc
+@pytest.mark.skipif(Machine.here().arch == "sm90", reason="here the page is launched, not compiled")
+def test_a_page_that_needs_wgmma_is_compiled_for_the_arch_that_has_it(pytester):
+    (pytester.path / "plain.cu").write_text(KERNEL.format("naive", ""))
+    source = KERNEL.format("warpgroup", "wgmma.fence.sync.aligned;")
+    (pytester.path / "special.cu").write_text(source)
+    text = PAGE.format(optimized="warpgroup", targets="", more="needs='wgmma'")
+    pytester.makepyfile(page_test=text)
+    result = pytester.runpytest_subprocess("--aisp-check", "-v", "-p", "no:randomly")
+    result.stdout.fnmatch_lines(["*not timed: needs wgmma (sm90); *", "*1 compiled in *"])
+    assert result.ret == 0
