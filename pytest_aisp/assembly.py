@@ -19,6 +19,8 @@ from .standin import interpreting
 
 GRID = (2**31 - 1, 65535, 65535)
 """Blocks by dimension that a launch may have, on every arch."""
+UNSEEN = "NOT LOOKED FOR"
+"""How a note begins that every run shows, whatever its verbosity."""
 GRAIN = 8
 """Registers are given to a warp in units of 8 a thread."""
 
@@ -136,7 +138,7 @@ class Assembly:
 
     def _look_for(self, arch: str, side: str, promise: str, any_of: Sequence[str]) -> None:
         if sass.disassembler() is None:
-            note = f"NOT LOOKED FOR: {promise}: there is no nvdisasm here: {sass.INSTALL}"
+            note = f"{UNSEEN}: {promise}: there is no nvdisasm here: {sass.INSTALL}"
             self.notes += [note] * (note not in self.notes)
             return
         by_kernel: dict[Any, list[bool]] = {}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .assembly import UNSEEN
 from .canary import Canary
 from .replay import Recording
 from .row import LETTERS, Row, bare, duration
@@ -88,6 +89,7 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
         {row.need for row in rows if row.need and row.verdict in ("checked", "compiled")}
     )
     lines += [f"not timed: {need}" for need in needs]
+    lines += sorted({note for row in rows for note in row.notes if note.startswith(UNSEEN)})
     if any(row.verdict == "new" for row in rows) and recorder.settings.update is None:
         lines.append("new cases have no stored result; record them on a quiet machine:")
         lines.append("    pytest --aisp-update-expectations <the same paths>")

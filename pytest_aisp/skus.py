@@ -86,15 +86,19 @@ FEATURES = {
 }
 """Which archs have a feature."""
 
+
 # What a feature is in machine code: at least one of these instructions, with these modifiers. Found
 # by disassembling probes of NVRTC 13.5 and Triton 3.9 (tests/sass_test.py). A feature without a
-# line has no instruction of its own: clusters are a launch attribute, remote shared memory is read
-# by an ordinary load.
+# line has no instruction of its own, or none that was looked for: clusters are a launch attribute,
+# remote shared memory is read by an ordinary load.
 INSTRUCTIONS: dict[str, tuple[str, ...]] = {
-    "tma": ("UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP", "UBLKRED"),
+    "tma": ("UTMALDG", "UTMASTG", "UTMAREDG"),
+    "bulk_copy": ("UBLKCP", "UBLKRED"),
     "multicast": ("UTMALDG.MULTICAST", "UBLKCP.MULTICAST"),
+    "st_async": ("STAS",),
     "wgmma": ("HGMMA", "QGMMA", "IGMMA"),
     "tcgen05": ("UTCHMMA", "UTCQMMA", "UTCIMMA", "UTCOMMA"),
+    "tcgen05_int8": ("UTCIMMA",),
     "mma_block_scale": ("OMMA.SF", "QMMA.SF"),
 }
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import textwrap
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
-from pytest_aisp import assembly, build, capture, sass
+from pytest_aisp import assembly, build, capture, report, sass
 from pytest_aisp.assembly import Assembly, AssemblyError, Built
 from pytest_aisp.build import LaunchError
 from pytest_aisp.launches import Launch, recorded
 from pytest_aisp.pair import Pair, Variant, Work
+from pytest_aisp.row import Row
 from pytest_aisp.skus import GPU_ARCHS, LIMITS
 
 pytest.importorskip("triton")
@@ -224,8 +226,8 @@ RED = {
     "no_tma": (
         {"variant": "Variant(doubled, needs='tma')"},
         [
-            "doubled promises tma, but on sm90 no kernel holds UTMALDG or UTMASTG or UTMAREDG or"
-            " UBLKCP or UBLKRED in every configuration; it launches doubling_kernel"
+            "doubled promises tma, but on sm90 no kernel holds UTMALDG or UTMASTG or UTMAREDG in"
+            " every configuration; it launches doubling_kernel"
         ],
     ),
     "not_promised": (
@@ -342,6 +344,15 @@ def test_without_a_disassembler_the_row_says_that_nothing_was_looked_for(monkeyp
         "NOT LOOKED FOR: tma: there is no nvdisasm here: pip install nvidia-cuda-nvdisasm"
     ]
     assert not looked.faults
+
+
+def test_what_was_not_looked_for_is_said_without_v():
+    note = "NOT LOOKED FOR: tma: there is no nvdisasm here: pip install nvidia-cuda-nvdisasm"
+    row = Row("id", "f", "k", "p", "t", "v", {}, "dram", verdict="compiled", notes=[note, "other"])
+    recorder = SimpleNamespace(
+        changes=[], errors=[], crashes=[], canaries=[], settings=None, why_invalid=list
+    )
+    assert report._closing(recorder, [row, row]) == [note]
 
 
 def test_a_page_whose_sides_launch_nothing_is_no_pass(monkeypatch):

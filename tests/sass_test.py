@@ -66,19 +66,20 @@ def found(tmp_path):
 @pytest.mark.parametrize("probe", PROBES)
 def test_tma_is_these_instructions(found, arch, probe):
     statement, instruction = PROBES[probe]
-    assert instruction in INSTRUCTIONS["tma"]
+    known = INSTRUCTIONS["tma"] + INSTRUCTIONS["bulk_copy"]
+    assert instruction in known
     assert sass.holds(found(arch, statement), instruction)
-    assert not any(sass.holds(found(arch), tma) for tma in INSTRUCTIONS["tma"])
+    assert not any(sass.holds(found(arch), other) for other in known)
 
 
 @pytest.mark.parametrize("arch", GPU_ARCHS)
 @pytest.mark.parametrize("probe", MULTICAST)
-def test_multicast_is_an_instruction_where_the_table_says_so(found, arch, probe):
+def test_multicast_is_an_instruction_but_for_sm121_a_call(found, arch, probe):
     statement, instruction = MULTICAST[probe]
     assert instruction in INSTRUCTIONS["multicast"]
     held = found(arch, statement)
-    assert sass.holds(held, instruction) is (arch in FEATURES["multicast"])
-    assert sass.holds(held, "CALL") is (arch not in FEATURES["multicast"])
+    assert sass.holds(held, instruction) is (arch != "sm121")
+    assert sass.holds(held, "CALL") is (arch == "sm121")
 
 
 @pytest.fixture(scope="module")

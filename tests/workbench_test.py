@@ -11,6 +11,7 @@ import torch
 from pytest_aisp import Work, check, compare, host, trees
 from pytest_aisp.device import Machine
 from pytest_aisp.loader import pair_of
+from pytest_aisp.place import COMPILER
 from pytest_aisp.run import Run
 from pytest_aisp.timing import calls_for, settle
 from pytest_aisp.workbench import COLD_FOOTPRINT, UNSEEN, NotCold, Workbench
@@ -107,6 +108,12 @@ def test_a_bench_process_sees_one_gpu():
         run = Run(settings, machine, worker=worker)
         assert run._environment("cuda")["CUDA_VISIBLE_DEVICES"] == gpu
         assert run._environment("cpu")["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_bench_process_interprets_triton_or_compiles():
+    run = Run(SimpleNamespace(reproducible=False, cold_start=False), Machine("cpu", "cpu", "cpu"))
+    interprets = {d: run._environment(d)["TRITON_INTERPRET"] for d in ("cpu", "cuda", COMPILER)}
+    assert interprets == {"cpu": "1", "cuda": None, COMPILER: None}
 
 
 def test_warming_goes_on_while_memory_grows_or_times_fall():
