@@ -138,8 +138,8 @@ class Engine:
             return {**found, "why": f"{type(error).__name__}: {error}"}
         if old is not None:
             for role, now, then in self._roles(task, pair, old):
-                before = digest(then, task.past["root"])
-                found[role] = digest(now, task.root) != before
+                before = digest(then, task.past["root"], constants=True)
+                found[role] = digest(now, task.root, constants=True) != before
         return found
 
     def _past_pair(self, task: Task) -> Pair | None:

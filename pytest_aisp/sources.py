@@ -9,19 +9,29 @@ import inspect
 import os
 import sysconfig
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+CONSTANTS = "\0constants"
+"""What stands between a thing's source and the constants that it names."""
 
-def digest(side: Any, root: str) -> str:
+
+def digest(side: Any, root: str, *, constants: bool = False) -> str:
     """Return 16 hex digits of the source of `side` and of what it reaches under `root`.
 
     Followed are functions, Triton kernels, kernel files and modules by the names that the code
     uses; libraries outside `root` are the environment's business, not the source's.
+
+    Args:
+        constants: whether the plain constants that the code names count too, and the options of its
+            kernel files. They do for what changed since a commit; the digests of stored results
+            were made without them.
     """
     seen: dict[str, str] = {}
     _visit(side, Path(root).resolve(), seen)
+    if not constants:
+        seen = {name: text.partition(CONSTANTS)[0] for name, text in seen.items()}
     text = "\0".join(f"{name}\0{seen[name]}" for name in sorted(seen))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -77,9 +87,28 @@ def _visit(
         kernels[name] = thing
     if name in seen:
         return
-    seen[name] = _text(thing, Path(file)) + tuned
+    seen[name] = _text(thing, Path(file)) + tuned + CONSTANTS + _constants(thing)
     for used in _used(thing):
         _visit(used, root, seen, kernels, from_kernel=is_kernel)
+
+
+def _constants(thing: Any) -> str:
+    """Return the plain constants that a function names, or the options of a kernel file."""
+    if _kernel_file(thing):
+        settings = (getattr(thing, name, None) for name in ("options", "targets"))
+        return repr([sorted(given.items()) for given in settings if isinstance(given, Mapping)])
+    code, scope = getattr(thing, "__code__", None), getattr(thing, "__globals__", {})
+    names = sorted(_names(code)) if code is not None else []
+    return "".join(f"\n{n}={scope[n]!r}" for n in names if n in scope and _is_plain(scope[n]))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    if isinstance(value, Mapping):
+        return all(_is_plain(k) and _is_plain(v) for k, v in value.items())
+    named = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
+    return value is None or named or isinstance(value, (bool, int, float, str, bytes))
 
 
 def _is_triton(thing: Any) -> bool:

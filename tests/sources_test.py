@@ -21,7 +21,7 @@ FACTOR = 2
 
 
 def side(x):
-    return twice(json.loads(x))
+    return twice(json.loads(x)) * FACTOR
 
 
 def other(x):
@@ -35,7 +35,7 @@ def digest_of(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # two versions within one second
 
-    def digest(twice="return 2 * x", package="ours", page=SIDE):
+    def digest(twice="return 2 * x", package="ours", page=SIDE, constants=False):
         for name in (package, "sources_test_page"):
             sys.modules.pop(name, None)
         (tmp_path / f"{package}.py").write_text(f"def twice(x):\n    {twice}\n")
@@ -43,7 +43,7 @@ def digest_of(tmp_path, monkeypatch):
         path.write_text(page.format(package=package))
         importlib.invalidate_caches()
         module = load_page(str(path), str(tmp_path), "sources_test_page")
-        return sources.digest(module.side, str(tmp_path))
+        return sources.digest(module.side, str(tmp_path), constants=constants)
 
     return digest
 
@@ -79,3 +79,32 @@ def test_python_what_is_installed_and_this_package_are_libraries(of):
         "pytest_aisp": pytest_aisp.__file__,
     }
     assert str(Path(files[of])).startswith(sources.libraries())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("2", "3"), ("(1, 'x')", "(1, 'y')"), ("{'BLOCK': [64]}", "{'BLOCK': [128]}"), ("None", "0")],
+)
+def test_a_constant_that_the_code_names_counts_for_what_changed_and_not_for_what_is_stored(
+    digest_of, before, after
+):
+    pages = [SIDE.replace("FACTOR = 2", f"FACTOR = {value}") for value in (before, after)]
+    pages = [page.replace("{'", "{{'").replace("]}", "]}}") for page in pages]
+    one, other = (digest_of(page=page, constants=True) for page in pages)
+    assert one != other
+    assert digest_of(page=pages[0]) == digest_of(page=pages[1])
+
+
+def test_a_constant_that_the_code_does_not_name_does_not_count(digest_of):
+    more = SIDE.replace("FACTOR = 2", "FACTOR = 2\nOTHER = 3")
+    assert digest_of(constants=True) == digest_of(page=more, constants=True)
+
+
+def test_the_options_of_a_kernel_file_count(tmp_path):
+    from pytest_aisp.build import CudaModule
+
+    file = tmp_path / "k.cu"
+    file.write_text('extern "C" __global__ void k(float* x) {}')
+    fast, plain = (CudaModule(file, {"use_fast_math": on}, {}) for on in (True, False))
+    found = [sources.digest(m, str(tmp_path), constants=True) for m in (fast, plain)]
+    assert found[0] != found[1]
