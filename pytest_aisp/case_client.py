@@ -115,7 +115,7 @@ class CaseClient:
             versus=versus,
             replicate=replicate,
             budget=self._budget(),
-            profile=self.run.settings.profile and replicate == 0,
+            audit=self.run.settings.audit and replicate == 0,
         )
         result = self.ask(task, bench)
         self.row.timings.append(result)

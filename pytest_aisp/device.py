@@ -149,6 +149,7 @@ class Telemetry:
         self._handle = self._nvml and _asked(self._nvml.nvmlDeviceGetHandleByUUID, uuid)
         self._blocks, self._bad = 0, False
         self._began = time.time_ns() // 1000
+        self._named: bool | None = None
         self._seen: list[dict[str, Any]] = [self._read()]
 
     def _read(self) -> dict[str, Any]:
@@ -186,8 +187,10 @@ class Telemetry:
         self._began = time.time_ns() // 1000
         if nvml is None or handle is None:
             return []
-        known = _asked(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
-        if os.getpid() not in {process.pid for process in known}:
+        if self._named is None:
+            known = _asked(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
+            self._named = os.getpid() in {process.pid for process in known}
+        if not self._named:
             return []
         samples = _asked(nvml.nvmlDeviceGetProcessUtilization, handle, since) or []
         busy = {int(s.pid) for s in samples if s.smUtil > 0 and s.timeStamp > since}

@@ -33,7 +33,7 @@ class Settings:
         artifacts: folder for the run's results and samples, or None.
         warmup, blocks, window: the measuring budget, where the command line sets it.
         processes: processes a result is recorded from, or an A/A trial is repeated in.
-        profile: whether the kernels of both sides are looked at.
+        audit: whether other clocks, the L2 and the kernels of both sides are looked at too.
         reproducible, cold_start, untrusted: see ``pytest --help``.
         in_process: the option for which sides run inside pytest, or empty.
         timeout: seconds for one request to a bench process, already multiplied.
@@ -61,7 +61,7 @@ class Settings:
     cold_start: bool
     in_process: str
     untrusted: bool
-    profile: bool
+    audit: bool
     timeout: float
     suite_timeout: float | None
     confirm_budget: float
@@ -112,7 +112,11 @@ def add_options(parser: pytest.Parser) -> None:
     add("--aisp-reproducible", action="store_true", help="fixed seeds, deterministic algorithms")
     add("--aisp-cold-start", action="store_true", help="fresh caches and context for each case")
     add("--aisp-in-process", action="store_true", help="run sides inside pytest, for debuggers")
-    add("--aisp-audit", action="store_true", help="look at the kernels of both sides too")
+    add(
+        "--aisp-audit",
+        action="store_true",
+        help="hold other clocks against each window, prove the L2 cold, look at the kernels",
+    )
     add(
         "--aisp-untrusted",
         action="store_true",
@@ -171,7 +175,7 @@ def read_settings(config: pytest.Config) -> Settings:
         cold_start=get("aisp_cold_start"),
         in_process=next((option for option, name in IN_PROCESS.items() if get(name)), ""),
         untrusted=get("aisp_untrusted"),
-        profile=get("aisp_audit") or get("aisp_update_expectations") is not None,
+        audit=get("aisp_audit") or get("aisp_update_expectations") is not None,
         timeout=_timeout(config),
         suite_timeout=_seconds("--aisp-suite-timeout", get("aisp_suite_timeout"), above=0),
         confirm_budget=_seconds("--aisp-confirm-budget", get("aisp_confirm_budget")) or 0.0,
