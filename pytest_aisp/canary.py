@@ -15,7 +15,7 @@ from .row import ratio
 from .run import Failed, Run, Timed
 from .verdict import Reading
 
-ATTEMPTS = 3
+ATTEMPTS = 4
 """Processes in which the planted slowdown may be seen."""
 CLOCKS = ("graph", "queue", "host", "cpu")
 """Clocks on which a slowdown can be planted, the most precise first."""
@@ -90,7 +90,8 @@ def sing(client: Timed) -> dict[str, Any]:
 def judge(found: Canary, spread: float, itself: Itself) -> None:
     """Fill `found` with what `itself` says of a side whose processes scatter by `spread`."""
     first, _ = itself(0.0, False)
-    gates = verdict.same_gates(verdict.believed(spread, first))
+    spread = verdict.believed(spread, first)  # as restless as it is now
+    gates = verdict.same_gates(spread)
     decision = verdict.decide(first, gates, lambda: itself(0.0, True)[0])
     found.same, found.votes = first.value, [vote.value for vote in decision.votes]
     if "red" in decision.outcomes.values():
