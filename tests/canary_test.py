@@ -83,8 +83,8 @@ def test_a_clock_that_does_not_see_a_planted_slowdown_voids_the_run(page, timer,
     assert result.ret == INVALID
     result.stdout.fnmatch_lines(
         [
-            "RUN INVALID (canary): *: a planted slowdown of 0.0% is not seen: 1.00*x, 1.00*x, 1.00*x,"
-            " 1.00*x; no verdict of this run counts (exit code 17)"
+            "RUN INVALID (canary): *: a planted slowdown of 0.0% is not seen: *x, *x, *x, *x; no"
+            " verdict of this run counts (exit code 17)"
         ]
     )
 
