@@ -51,19 +51,14 @@ class Performer:
         self._device, self._wait = device, waiter(device)
         self._graph: Any = None
         self.unit = 1
-        for slot in range(slots):
-            self._subject.run(slot)
+        self._subject.round()
         if clock == "graph":
             from .windows import capture
 
             self.unit = counted
-            self._graph = capture(lambda: self._calls(counted))
+            self._graph = capture(lambda: self._subject.cycle(counted))
         self._subject.restore()
         self._wait()
-
-    def _calls(self, count: int) -> None:
-        for call in range(count):
-            self._subject.run(call % len(self._slots))
 
     def work(self, units: int) -> None:
         """Run `units` units and wait for them; a state is put back every few steps."""
@@ -91,7 +86,7 @@ class Performer:
         if self._graph is not None:
             self._graph.replay()
         else:
-            self._calls(1 if self._subject.state is not None else len(self._slots))
+            self._subject.cycle(1 if self._subject.state is not None else len(self._slots))
         self._wait()
         if self._subject.state is not None:
             kept = [(self.unit - 1) % len(self._slots)]
@@ -149,10 +144,7 @@ def _is_named(named: Any) -> bool:
     return all(isinstance(path, str) and type(t) is torch.Tensor for path, t in named)
 
 
-Work = Callable[[int], float]
-
-
-def seconds_apart(work: Work, unit: int, *, least: float, times: int) -> float:
+def seconds_apart(work: Callable[[int], float], unit: int, *, least: float, times: int) -> float:
     """Return the least seconds per call that `work` was seen to take.
 
     Args:

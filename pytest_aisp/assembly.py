@@ -17,7 +17,7 @@ from .pair import Pair, Side, Size, Variant, as_words, side_name, size_words
 from .skus import INSTRUCTIONS, LIMITS
 from .standin import interpreting
 
-GRID = (2**31 - 1, 65535, 65535)
+GRID = build.LIMITS["grid"]
 """Blocks by dimension that a launch may have, on every arch."""
 UNSEEN = "NOT LOOKED FOR"
 """How a note begins that every run shows, whatever its verbosity."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -111,9 +112,7 @@ def _cuda(found: Launches) -> Callable[..., None]:
     def launch(self: build.Launch, *args: Any) -> None:
         check(self.kernel.name, self.kernel.params, args, 0)
         grid, block, shared = self.geometry.values()
-        threads = 1
-        for length in block:
-            threads *= length
+        threads = math.prod(block)
         how = f"block {'x'.join(map(str, block))}" + f", {shared} B dynamic" * bool(shared)
         found.add(Launch(self.kernel, self.kernel.name, how, grid, threads, shared))
 

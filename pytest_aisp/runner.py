@@ -7,7 +7,6 @@ from statistics import median
 from typing import Any
 
 from . import kernels, verdict
-from .audit import audit
 from .canary import consider
 from .case_client import CaseClient, reading
 from .judge import Judge
@@ -15,6 +14,7 @@ from .pair import Case
 from .place import Kernels
 from .row import duration
 from .run import Failed, Run
+from .untrusted import run_apart
 
 
 class EndOfBody(Exception):
@@ -43,7 +43,7 @@ class CaseRun(CaseClient):
         self.row.checks.append(found)
         self.row.notes.append("checked at " + "; ".join(found["sizes"]))
         if self.run.settings.untrusted and not timed:
-            audit(self, None)
+            run_apart(self, None)
 
     def measure(self) -> None:
         """Time the sides, screen, vote, judge. Where nothing is timed the case is `checked`.
@@ -69,7 +69,7 @@ class CaseRun(CaseClient):
         for role in self.changed():
             self.judge.judge_against(role)
         if self.run.settings.untrusted:
-            audit(self, first)
+            run_apart(self, first)
         if self.run.settings.update is not None:
             self._record(first)
         if self.run.settings.aa:

@@ -142,10 +142,15 @@ class Subject:
         self.outputs[slot] = out = self.calls[slot]()
         return out
 
+    def cycle(self, calls: int) -> None:
+        """Run the side `calls` times, on slot after slot."""
+        run, slots = self.run, len(self.calls)
+        for call in range(calls):
+            run(call % slots)
+
     def round(self) -> None:
         """Run the side once on every slot."""
-        for slot in range(len(self.calls)):
-            self.run(slot)
+        self.cycle(len(self.calls))
 
     def restore(self) -> None:
         """Put the state back to where it began."""

@@ -43,13 +43,8 @@ class GraphWindow:
         import torch
 
         self.subject, self.counted, self.calls = subject, counted, counted + extra
-        self._graph = capture(lambda: self._round())
+        self._graph = capture(lambda: subject.cycle(self.calls))
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def _round(self) -> None:
-        slots = len(self.subject.calls)
-        for call in range(self.calls):
-            self.subject.run(call % slots)
 
     def __call__(self) -> float:
         self._graph.replay()
@@ -90,9 +85,7 @@ class QueueWindow:
             self.subject.restore()
             torch.cuda._sleep(self._cycles)
             self._start.record()
-            slots = len(self.subject.calls)
-            for call in range(self.calls):
-                self.subject.run(call % slots)
+            self.subject.cycle(self.calls)
             self._end.record()
             late = self._start.query()
             self._end.synchronize()
@@ -107,11 +100,9 @@ class QueueWindow:
 
         del seconds
         self.subject.restore()
-        slots = len(self.subject.calls)
 
         def work() -> None:
-            for call in range(self.calls):
-                self.subject.run(call % slots)
+            self.subject.cycle(self.calls)
 
         return read_clocks(work, self._start, self._end, lambda: torch.cuda._sleep(self._cycles))
 
@@ -128,12 +119,10 @@ class HostWindow:
         self._synchronize = synchronize
 
     def __call__(self) -> float:
-        run, slots = self.subject.run, len(self.subject.calls)
         self.subject.restore()
         self._synchronize()
         start = now_ns()
-        for call in range(self.calls):
-            run(call % slots)
+        self.subject.cycle(self.calls)
         self._synchronize()
         return (now_ns() - start) * 1e-9 / self.counted
 

@@ -30,13 +30,13 @@ LAYERS = {
         " sources standin stopwatch switches trees trial windows witness workbench"
     ),
     "glue": words(
-        "__init__ audit canary case_client fixtures history judge marks options place plugin"
-        " recorder report run runner sessions stash"
+        "__init__ canary case_client fixtures history judge marks options place plugin"
+        " recorder report run runner sessions stash untrusted"
     ),
 }
 ORDER = list(LAYERS)
 LAYER_OF = {module: layer for layer, modules in LAYERS.items() for module in modules}
-LEADING = words("audit canary case_client history judge place recorder report run runner")
+LEADING = words("canary case_client history judge place recorder report run runner untrusted")
 NO_PYTEST = sorted({*LAYERS["data"], *LAYERS["machine"], *LEADING})
 FRAMEWORKS = {"torch", "triton", "numpy", "cuda", "pynvml", "hypothesis"}
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from pytest_aisp import apart, audit, host, originals, windows
+from pytest_aisp import apart, host, originals, untrusted, windows
 from pytest_aisp.engine import Engine
 from pytest_aisp.messages import Task
 from pytest_aisp.numerics import Wrong
@@ -156,8 +156,8 @@ def test_the_clock_that_is_read_can_be_replaced_from_inside_and_is_not_believed_
         return time.perf_counter() - start
 
     seconds = apart.seconds_apart(work, unit, least=0.01, times=3)
-    assert audit.untrue(seconds, min(told["optimized"]), "cpu")
-    assert not audit.untrue(seconds, seconds, "cpu")
+    assert untrusted.untrue(seconds, min(told["optimized"]), "cpu")
+    assert not untrusted.untrue(seconds, seconds, "cpu")
 
 
 def test_seconds_apart_asks_for_more_until_asking_does_not_count():

@@ -24,7 +24,7 @@ ATTEMPTS = 3
 """A machine that is busy for a moment accuses nobody."""
 
 
-def audit(client: CaseClient, timed: Mapping[str, Any] | None) -> None:
+def run_apart(client: CaseClient, timed: Mapping[str, Any] | None) -> None:
     """Run both sides of `client` apart: their outputs must be right, and their times those told.
 
     Args:
@@ -38,7 +38,7 @@ def audit(client: CaseClient, timed: Mapping[str, Any] | None) -> None:
         client.row.notes.append("not run apart: each of its samples is a process of its own")
         return
     with tempfile.TemporaryDirectory(prefix="aisp-apart-") as folder:
-        _Audit(client, timed, Path(folder)).run()
+        _Apart(client, timed, Path(folder)).run()
 
 
 def untrue(apart: float, told: float, clock: str) -> bool:
@@ -46,7 +46,7 @@ def untrue(apart: float, told: float, clock: str) -> bool:
     return not 1 / LIMIT[clock] <= apart / told <= LIMIT[clock]
 
 
-class _Audit:
+class _Apart:
     def __init__(self, client: CaseClient, timed: Mapping[str, Any] | None, folder: Path) -> None:
         self.client, self.folder = client, folder
         # A simulated device has times of its own; its sides run on the CPU.
