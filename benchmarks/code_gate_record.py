@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import random
 import subprocess
@@ -327,6 +328,8 @@ def _rounded(value: Any, digits: int) -> float:
 
 
 def _commit() -> str | None:
+    if given := os.environ.get("GITHUB_SHA"):  # where the checkout came without its history
+        return given
     command = ["git", "-C", str(HERE), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

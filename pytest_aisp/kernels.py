@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .protections import on
 from .row import duration
 
 SHARE, SECONDS = 0.20, 1e-6
@@ -36,7 +37,7 @@ class Kernels:
         """Return what contradicts windows that say `seconds` a call, or nothing."""
         if not self.launches:
             return "nothing is launched on the GPU"
-        if self.busy > seconds * (1 + SHARE) + SECONDS:
+        if on("kernels-agree") and self.busy > seconds * (1 + SHARE) + SECONDS:
             return (
                 f"kernels are at work for {self.busy * 1e6:.4g} us a call, the windows say"
                 f" {seconds * 1e6:.4g} us"

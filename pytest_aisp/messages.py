@@ -42,8 +42,7 @@ class Task:
         replicate: number of the process among those that measure this case.
         keep: whether the expected results of a `replicate` are kept for the next task.
         planted: slowdown planted in the second side: this share of extra calls is not counted.
-        audit: whether other clocks, the L2 and the kernels of both sides are looked at too, after
-            the windows.
+        audit: whether the profiler looks at the kernels of both sides too, after the windows.
         reproducible: deterministic algorithms only.
         timer: ``module:function`` of another timer with its options, or None for the device's own.
         archs: for `compile`, what to assemble for.

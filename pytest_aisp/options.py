@@ -33,7 +33,7 @@ class Settings:
         artifacts: folder for the run's results and samples, or None.
         warmup, blocks, window: the measuring budget, where the command line sets it.
         processes: processes a result is recorded from, or an A/A trial is repeated in.
-        audit: whether other clocks, the L2 and the kernels of both sides are looked at too.
+        audit: whether the profiler looks at the kernels of both sides too.
         reproducible, cold_start, untrusted: see ``pytest --help``.
         in_process: the option for which sides run inside pytest, or empty.
         timeout: seconds for one request to a bench process, already multiplied.
@@ -115,7 +115,7 @@ def add_options(parser: pytest.Parser) -> None:
     add(
         "--aisp-audit",
         action="store_true",
-        help="hold other clocks against each window, prove the L2 cold, look at the kernels",
+        help="let the profiler see which kernels each side launches, and for how long",
     )
     add(
         "--aisp-untrusted",

@@ -30,6 +30,7 @@ PROTECTIONS = {
     "unseen-values": "before the last block the inputs take values that no side has seen",
     "poisoned-outputs": "outputs are overwritten with NaN between windows",
     "clocks-agree": "events, the host between full waits and the GPU's own counter tell one time",
+    "kernels-agree": "the profiler sees kernels at work for no longer than the clocks say",
     "no-late-work": "when the last call ends nothing is under way on another stream",
     "cold-l2": "after one round of calls the L2 holds nothing of what it held before",
     "repeats": "a side is as fast on values that it has never seen as when they come again",

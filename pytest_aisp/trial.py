@@ -140,9 +140,10 @@ class Trial:
                     samples = timing.measure(bout, budget, self.rng)
             with self.watch.phase("verify"):
                 self._verify_all(built, bout, names)
-            if lap == 0 and self.task.audit:
+            if lap == 0 and self.task.replicate == 0:
                 with self.watch.phase("clocks"):
                     samples.details.update(bout.check_times())
+            if lap == 0 and self.task.audit:
                 with self.watch.phase("profile"):
                     told = [median(samples.baseline), median(samples.optimized)]
                     self.kernels = bout.profile(told)

@@ -213,7 +213,7 @@ PEERS = (
     ),
     Item(
         "Events that were swapped, or measure nothing",
-        exploits="own_event no_wait short_events no_replay",
+        exploits="own_event no_wait short_events no_replay uncaptured",
         tests=_CLOCKS,
         why="the plugin makes its events itself, and the GPU's own counter must agree with them",
         open=_UNRUN,
