@@ -3,6 +3,7 @@
     python benchmarks/code_gate.py record OUT.jsonl --minutes 9.5    on a GPU, one command
     python benchmarks/code_gate.py judge FILE.jsonl ...              anywhere, no torch
     python benchmarks/code_gate.py judge FILE.jsonl ... --check TABLE.md
+    python benchmarks/code_gate.py laps FILE.jsonl ...               what the order of building does
 
 `record` times eight unlike kernels against themselves, unchanged and with a planted slowdown, in
 fresh bench processes, as the plugin times a changed side against itself as it was; besides, as
@@ -45,6 +46,12 @@ def judge(options: argparse.Namespace) -> int:
     return 1
 
 
+def laps(options: argparse.Namespace) -> int:
+    """Print what the order of building does."""
+    print(code_gate_judge.lap_table(options.files))
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     main = argparse.ArgumentParser(
@@ -66,6 +73,9 @@ def parser() -> argparse.ArgumentParser:
     judger.add_argument("--suites", type=int, default=20_000)
     judger.add_argument("--check", type=Path, help="a stored table")
     judger.set_defaults(run=judge)
+    lapper = commands.add_parser("laps")
+    lapper.add_argument("files", type=Path, nargs="+")
+    lapper.set_defaults(run=laps)
     return main
 
 

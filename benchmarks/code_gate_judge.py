@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 from typing import Any
 
 from pytest_aisp import stats, verdict
@@ -95,12 +95,35 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def trial_of(row: Mapping[str, Any], process: Process) -> Trial:
     """Return a trial, its value computed anew from the raw blocks and laps."""
-    value = stats.process_value(row["blocks"], robust=row["clock"] in ROBUST_CLOCKS)
-    reading = Reading(value, stats.lap_error(row["laps"]))
+    firsts = list(map(int, row.get("firsts", "")))  # older recordings did not mirror their laps
+    robust = row["clock"] in ROBUST_CLOCKS
+    value = stats.process_value(row["blocks"], firsts, robust=robust)
+    reading = Reading(value, stats.lap_error(row["laps"], mirrored=len(set(firsts)) > 1))
     planted = row["planted"] if row["asked"] else 0.0
     return Trial(
         row["kernel"], process, row["number"], planted, reading, row["seconds"], row["clock"]
     )
+
+
+def lap_table(paths: Sequence[Path]) -> str:
+    """Return by kernel what the order of building does to unchanged trials of four laps.
+
+    sd of the middle half of all blocks, whatever the order; rms over the laps of ln(speedup) of a
+    lap; half the mean difference of laps built in either order, of one trial; sd of laps 2 to 4,
+    either order weighed alike: the first lap of recordings without `firsts` lay elsewhere.
+    """
+    found: dict[str, list[list[float]]] = defaultdict(list)
+    for row in itertools.chain.from_iterable(map(_rows, paths)):
+        if row["kind"] == "trial" and not row["asked"] and len(row["laps"]) == 4:
+            a, b, c, d = row["laps"]
+            values = stats.process_value(row["blocks"], robust=False), (b + d) / 4 + c / 2
+            found[row["kernel"]].append([*values, (b + d) / 4 - c / 2, *row["laps"]])
+    rows = []
+    for kernel, trials in found.items():
+        together, alike, order, *laps = zip(*trials, strict=True)
+        spread = stdev(together), stats.rms(map(stats.rms, laps)), stats.rms(order), stdev(alike)
+        rows.append((kernel, str(len(trials)), *(f"{value:.2%}" for value in spread)))
+    return table(("kernel", "trials", "all blocks", "a lap", "order", "orders alike"), rows)
 
 
 def spreads(trials: Iterable[Trial]) -> dict[str, float]:

@@ -178,17 +178,35 @@ class Recorder:
         return self.rng.sample(ROUND, len(ROUND)) if known else [False] * len(ROUND)
 
     def _trial(self, kernel: str, planted: bool) -> None:
+        if kernel not in self.seconds and not self._sized(kernel):
+            return
         asked = self.share(kernel) if planted else 0.0
-        budget = {"window": max(1e-3, CALLS * self.seconds[kernel])} if planted else {}
-        self.number += 1
-        timer = self._timer(kernel) if self.plan.simulated else None
-        result = self.ask(self.task(kernel, planted=asked, budget=budget, keep=True, timer=timer))
+        result = self._timed(kernel, planted=asked, budget={"window": self.window(kernel)})
         if result is not None:
             self._keep(kernel, asked, trial_row(result))
 
+    def _sized(self, kernel: str) -> bool:
+        """Learn how long a call takes, of a trial of which nothing else is kept; return whether."""
+        result = self._timed(kernel)
+        if result is not None:
+            self.seconds[kernel] = trial_row(result)["seconds"]
+        return result is not None
+
+    def window(self, kernel: str) -> float:
+        """Return seconds that hold calls enough to plant 1 %, for unchanged trials too.
+
+        Longer windows are not always quieter: a GEMM at the power limit scatters four times as
+        much in 5 ms as in 1 ms.
+        """
+        return max(1e-3, CALLS * self.seconds[kernel])
+
+    def _timed(self, kernel: str, **changes: Any) -> dict[str, Any] | None:
+        self.number += 1
+        timer = self._timer(kernel) if self.plan.simulated else None
+        return self.ask(self.task(kernel, keep=True, timer=timer, **changes))
+
     def _keep(self, kernel: str, asked: float, row: dict[str, Any]) -> None:
         self.errors[kernel] = 0
-        self.seconds.setdefault(kernel, row["seconds"])
         if asked:
             self.planted += 1
         else:
@@ -317,6 +335,7 @@ def trial_row(result: Mapping[str, Any]) -> dict[str, Any]:
         "error": _rounded(result["error"], 7),
         "blocks": [_rounded(value, 7) for value in result["blocks"]],
         "laps": [_rounded(value, 7) for value in result["laps"]],
+        "firsts": "".join(map(str, result["firsts"])),
         "dropped": result["dropped"],
         "slots": details["slots"],
     }

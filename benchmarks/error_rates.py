@@ -44,6 +44,7 @@ MODELS = {
     "throttling 2 %": replace(MEASURED, throttle=0.02),
     "dips of 10 %": replace(MEASURED, dip=0.5),
     "captures that scatter 4 times as recorded": MEASURED,
+    "placement 0.5 %": replace(MEASURED, placement=0.0050),
     "clock of 1 us": replace(MEASURED, resolution=1e-6),
 }
 RESTLESS = {"captures that scatter 4 times as recorded": 4.0}

@@ -42,8 +42,6 @@ class Recording:
 
     def ask(self, task: Task, seconds: float, progress: Callable[[str], None]) -> Reply:
         """Return what was recorded for `task`, timings in the order in which they were taken."""
-        from .pair import Case
-
         del seconds, progress
         row = next((r for r in self.rows.values() if self._is(r, task)), None)
         if row is None:
@@ -53,7 +51,6 @@ class Recording:
         kind = "checks" if task.kind == "check" else "timings"
         number = self._asked.get(f"{row['key']}{kind}", 0)
         self._asked[f"{row['key']}{kind}"] = number + 1
-        del Case
         if task.kind == "facts":
             return Reply(result=row["environment"])
         if number >= len(row[kind]):

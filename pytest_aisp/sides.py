@@ -23,6 +23,19 @@ if TYPE_CHECKING:
     import torch
 
 
+@functools.cache
+def slot_order(calls: int, slots: int, extra: int = 0) -> tuple[int, ...]:
+    """Return the slot of each of `calls` calls, one after the other, and of `extra` ones more.
+
+    The extra ones go on half a turn further: the next window begins with slot 0, and no slot may
+    come again while the L2 still holds it.
+    """
+    return (
+        *(call % slots for call in range(calls)),
+        *((slots // 2 + call) % slots for call in range(extra)),
+    )
+
+
 class SideError(Exception):
     """A side that broke the rules of being compared; the message says which and how."""
 
@@ -142,11 +155,11 @@ class Subject:
         self.outputs[slot] = out = self.calls[slot]()
         return out
 
-    def cycle(self, calls: int) -> None:
-        """Run the side `calls` times, on slot after slot."""
-        run, slots = self.run, len(self.calls)
-        for call in range(calls):
-            run(call % slots)
+    def cycle(self, calls: int, extra: int = 0) -> None:
+        """Run the side `calls` times, and `extra` times, in the order of `slot_order`."""
+        run = self.run
+        for slot in slot_order(calls, len(self.calls), extra):
+            run(slot)
 
     def round(self) -> None:
         """Run the side once on every slot."""

@@ -29,6 +29,7 @@ class Noise:
         window: of one window's time.
         heavy: whether window noise has a Student-t(4) tail.
         capture, process, session: per-side bias that lasts as long as its name says.
+        placement: bias of a process for the side that is built first.
         drift: of both sides together, per second of device time.
         ramp: extra time at the start, decaying with `ramp_seconds`.
         step, step_chance: size of a clock step and its chance per window, both sides.
@@ -44,6 +45,7 @@ class Noise:
     capture: float = 0.0012
     process: float = 0.0005
     session: float = 0.0
+    placement: float = 0.0
     drift: float = 0.0
     ramp: float = 0.0
     ramp_seconds: float = 0.02
@@ -71,6 +73,7 @@ class Process:
         rogue = 0.01 if rng.random() < noise.rogue else 0.0
         # All bias is put on the second side: only the ratio is judged.
         self.bias = session + rogue + rng.gauss(0, noise.process)
+        self.placement = rng.gauss(0, noise.placement) if noise.placement else 0.0
         self.now, self.clock_step = 0.0, 0.0
         begins = rng.uniform(0, DIP_WITHIN) if noise.dip and rng.random() < noise.dip else math.inf
         self.dip = begins, begins + rng.uniform(0.5, 1.5) * DIP_SECONDS
@@ -93,11 +96,13 @@ class Process:
 
     def measure(self, budget: Budget) -> Samples:
         """Measure one pair: a capture a lap, the blocks shared among the laps."""
-        parts = []
-        for _ in range(budget.laps):
-            capture = self.rng.gauss(0, self.noise.capture)
+        parts: list[Samples] = []
+        share = budget.lap()
+        for lap in range(budget.laps):
+            capture = self.placement * (-1) ** lap + self.rng.gauss(0, self.noise.capture)
             bout = _SimulatedBout(self, capture, budget.window or WINDOW)
-            parts.append(measure(bout, budget.lap(), self.rng))
+            parts.append(measure(bout, share, self.rng, lap % 2))
+            share = share.exactly(len(parts[0].blocks))
         return join(parts)
 
 

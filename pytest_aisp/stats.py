@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 
 FLOOR = 0.0010
 """No spread is believed below 0.10 %: a smaller one is luck."""
@@ -23,21 +23,38 @@ def block_value(baseline: Sequence[float], optimized: Sequence[float]) -> float:
     return fmean(map(math.log, baseline)) - fmean(map(math.log, optimized))
 
 
-def process_value(blocks: Sequence[float], *, robust: bool) -> float:
+def process_value(blocks: Sequence[float], firsts: Sequence[int] = (), *, robust: bool) -> float:
     """Return a process's value: the mean of the middle half of its blocks, or their median.
 
     A GPU now and then runs a few windows 10 % slower, once in half of the processes on one board
     (docs/spread.md): no block may move the value by itself. The host's clock, `robust`, is worse.
+
+    Args:
+        firsts: by block, which side was built first. Where memory came to lie favours one of them
+            by up to 1 %: blocks of either kind are taken together, and both means weigh the same.
     """
+    if len(set(firsts)) > 1:
+        kinds = ([b for b, f in zip(blocks, firsts, strict=True) if f == k] for k in (0, 1))
+        return fmean(process_value(kind, robust=robust) for kind in kinds)
     if robust:
         return median(blocks)
     cut = len(blocks) // 4
     return fmean(sorted(blocks)[cut : len(blocks) - cut])
 
 
-def lap_error(laps: Sequence[float]) -> float:
-    """Return the standard error of the mean of `laps`; 0 with fewer than three."""
-    return stdev(laps) / math.sqrt(len(laps)) if len(laps) >= 3 else 0.0
+def lap_error(laps: Sequence[float], *, mirrored: bool = False) -> float:
+    """Return the standard error of the mean of `laps`; 0 with fewer than three.
+
+    Args:
+        mirrored: each lap was built in the other order than the one before. What the order does
+            cancels in the mean: only laps of one order are compared with each other.
+    """
+    count = len(laps)
+    if count < 3:
+        return 0.0
+    groups = (laps[0::2], laps[1::2]) if mirrored else (laps,)
+    rest = math.fsum((lap - fmean(group)) ** 2 for group in groups for lap in group)
+    return math.sqrt(rest / (count - len(groups)) / count)
 
 
 def trimmed_spread(values: Sequence[float]) -> float:

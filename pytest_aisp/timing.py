@@ -92,6 +92,10 @@ class Budget:
         fit = int(self.seconds / max(block_seconds, 1e-9))
         return max(min(self.least, self.blocks), min(fit, self.blocks))
 
+    def exactly(self, blocks: int) -> Budget:
+        """Return this budget for just so many blocks."""
+        return replace(self, blocks=blocks, least=blocks)
+
     def lap(self, laps: int | None = None) -> Budget:
         """Return the budget of one lap of `laps`."""
         laps = laps or self.laps
@@ -116,6 +120,7 @@ class Samples:
         dropped: causes of the blocks that were measured again.
         details: facts from the bout.
         laps: ln(speedup) of each lap.
+        firsts: by block, which side its lap built first.
     """
 
     clock: str
@@ -126,22 +131,23 @@ class Samples:
     dropped: list[str]
     details: dict[str, Any]
     laps: list[float] = field(default_factory=list)
+    firsts: list[int] = field(default_factory=list)
 
     @property
     def value(self) -> float:
         """ln(speedup) of this process."""
-        return process_value(self.blocks, robust=self.clock in ROBUST_CLOCKS)
+        return process_value(self.blocks, self.firsts, robust=self.clock in ROBUST_CLOCKS)
 
     @property
     def error(self) -> float:
         """Standard error of `value` as the laps show it; 0 with fewer than three."""
-        return lap_error(self.laps)
+        return lap_error(self.laps, mirrored=len(set(self.firsts)) > 1)
 
 
 def join(parts: Sequence[Samples]) -> Samples:
     """Return the samples of several laps as those of one process."""
     joined: dict[str, Any] = {f.name: getattr(parts[-1], f.name) for f in fields(Samples)}
-    for name in ("blocks", "baseline", "optimized", "orders", "dropped", "laps"):
+    for name in ("blocks", "baseline", "optimized", "orders", "dropped", "laps", "firsts"):
         joined[name] = [value for part in parts for value in getattr(part, name)]
     joined["details"] = {k: v for part in parts for k, v in part.details.items()}
     return Samples(**joined)
@@ -151,19 +157,22 @@ class Disturbed(RuntimeError):
     """Too many blocks were disturbed by a named cause."""
 
 
-def measure(bout: Bout, budget: Budget, rng: random.Random) -> Samples:
+def measure(bout: Bout, budget: Budget, rng: random.Random, first: int = 0) -> Samples:
     """Run the blocks of `bout` and return its samples.
 
     The number of blocks is fixed after one discarded block. A block is dropped only for a cause
     that the bout names, and measured again.
 
+    Args:
+        first: the side that was built first.
+
     Raises:
         Disturbed: when `MOST_DROPPED` blocks were dropped.
     """
-    first = _block(bout, "ABBA")
+    trial = _block(bout, "ABBA")
     bout.disturbance()
     spent = (
-        w.repeats * w.counted * sum(times) for w, times in zip(bout.windows, first, strict=True)
+        w.repeats * w.counted * sum(times) for w, times in zip(bout.windows, trial, strict=True)
     )
     count = budget.count(sum(spent))
     orders = _orders(count, rng)
@@ -185,6 +194,7 @@ def measure(bout: Bout, budget: Budget, rng: random.Random) -> Samples:
         samples.optimized.extend(optimized)
         samples.orders.append(order)
     samples.details.update(bout.details())
+    samples.firsts.extend([first] * count)
     samples.laps.append(samples.value)
     return samples
 

@@ -17,7 +17,7 @@ from .pair import Precision, Side, size_words
 from .protections import on
 from .quiet import release, waiter
 from .repeats import check_repeats
-from .sides import Subject
+from .sides import Subject, slot_order
 from .timing import Budget, Samples
 from .witness import watching
 from .workbench import VALUE_SETS
@@ -74,11 +74,16 @@ class Trial:
     def run(self) -> tuple[Samples, dict[str, Any]]:
         """Return the samples, and what else the row says of this measurement."""
         self._learn_types()
+        notes: dict[str, Any] = {}
         if self._rebuilds():
-            laps = self._laps()
-            parts = [self._lap(self.budget.lap(laps), lap) for lap in range(laps)]
+            share = self.budget.lap(self._laps())
+            notes = self._settle(share)
+            parts = [self._lap(share, first=0, looks=True)]
+            share = share.exactly(len(parts[0].blocks))
+            parts += [self._lap(share, first=lap % 2) for lap in range(1, self._laps())]
         else:
-            parts = [self._lap(self.budget, self.rng.randrange(2))]
+            parts = [self._lap(self.budget, first=self.rng.randrange(2), looks=True)]
+        parts[0].details.update(notes | parts[0].details)
         extra = {"one_off": self.one_off, "outputs_checked": self.outputs, "errors": self.worst}
         extra |= {"kernels": self.kernels} if self.kernels else {}
         return timing.join(parts), extra
@@ -116,41 +121,65 @@ class Trial:
         )  # fmt: skip
         subject.close()
 
-    def _lap(self, budget: Budget, lap: int) -> Samples:
+    def _settle(self, budget: Budget) -> dict[str, Any]:
+        """Build both sides once, untimed, and return what the bout says of it.
+
+        It chooses the clock, and leaves the memory as each lap finds it: what the laps then lie in
+        differs by the order of building alone, and cancels (docs/spread.md).
+        """
+        self._lay()
+        built: dict[int, Subject] = {}
+        try:
+            with watching(self._names(), self.pair.owns), self.watch.phase("build"):
+                return self._build(built, budget, first=0).details()
+        finally:
+            for subject in built.values():
+                subject.close()
+
+    def _lay(self) -> None:
+        self.bench.slots.clear()
+        release(self.task.device)
+        self.bench.lay_slots(self._slot_count())
+
+    def _names(self) -> str:
+        return " or ".join(dict.fromkeys(side.__name__ for side, _ in self.sides))
+
+    def _build(self, built: dict[int, Subject], budget: Budget, first: int) -> WatchedBout:
+        """Fill `built` with both sides, `first` first, and return their bout."""
+        for side in (first, 1 - first):
+            built[side] = self.bench.subject(self.sides[side][0])
+        return self._bout((built[0], built[1]), budget, (first, 1 - first))
+
+    def _lap(self, budget: Budget, first: int, *, looks: bool = False) -> Samples:
         """Lay slots, build both sides, time `budget`'s blocks, check every output of the last ones.
 
-        Odd laps build the second side first: who is built first is up to 0.2 % slower
-        (docs/spread.md).
+        Args:
+            first: who is built first: where its memory lies then is worth up to 1 %.
+            looks: whether to look at other clocks, the L2 and single calls afterwards.
         """
-        bench = self.bench
-        bench.slots.clear()
-        release(self.task.device)
-        bench.lay_slots(self._slot_count())
-        order = (1, 0) if lap % 2 else (0, 1)
+        self._lay()
         built: dict[int, Subject] = {}
-        names = " or ".join(dict.fromkeys(side.__name__ for side, _ in self.sides))
+        names = self._names()
         try:
             with watching(names, self.pair.owns):
                 with self.watch.phase("build"):
-                    for side in order:
-                        built[side] = bench.subject(self.sides[side][0])
-                    bout = self._bout((built[0], built[1]), budget, order)
+                    bout = self._build(built, budget, first)
                 self.progress(f"time on the {bout.clock} clock")
                 with self.watch.phase("time"):
-                    samples = timing.measure(bout, budget, self.rng)
+                    samples = timing.measure(bout, budget, self.rng, first)
             with self.watch.phase("verify"):
                 self._verify_all(built, bout, names)
-            if lap == 0 and self.task.replicate == 0:
+            if looks and self.task.replicate == 0:
                 with self.watch.phase("clocks"):
                     samples.details.update(bout.check_times())
-            if lap == 0 and self.task.audit:
+            if looks and self.task.audit:
                 with self.watch.phase("profile"):
                     told = [median(samples.baseline), median(samples.optimized)]
                     self.kernels = bout.profile(told)
             if bout.clock in PYTHON_RUNS and on("repeats"):
                 with self.watch.phase("repeats"):
                     self._check_repeats((built[0], built[1]))
-            if lap == 0 or not self._rebuilds():
+            if looks:
                 with self.watch.phase("verify"):
                     self._verify_each_call(built[1])
                 with self.watch.phase("other clock"):
@@ -171,7 +200,7 @@ class Trial:
             manners.check_unchanged(names, slot, self.bench.value_set(turn), size)
         for number, (side, precision) in enumerate(self.sides):
             manners.check_outputs(side.__name__, built[number].outputs, self.bench.slots, size)
-            self._verify(built[number], side, precision, bout.windows[number].calls)
+            self._verify(built[number], side, precision, bout.windows[number])
             self.one_off[built[number].name] = built[number].one_off
 
     def _slot_count(self) -> int:
@@ -199,15 +228,16 @@ class Trial:
         return HostBout(self.bench, subjects, budget, self.task.planted)
 
     def _verify(
-        self, subject: Subject, side: Side, precision: Precision | None, calls: int
+        self, subject: Subject, side: Side, precision: Precision | None, window: timing.Window
     ) -> None:
         """Compare the outputs of the last timed calls, every slot's, with the reference."""
         if not on("timed-outputs"):
             return
         pattern, slots = self.bench.pattern, len(self.bench.slots)
         if self.pair.state is not None:
-            turns = tuple(pattern[call % slots] for call in range(calls))
-            found = observed(subject.outputs[(calls - 1) % slots], subject.state)
+            order = slot_order(window.counted, slots, window.calls - window.counted)
+            turns = tuple(pattern[slot] for slot in order)
+            found = observed(subject.outputs[order[-1]], subject.state)
             self._compare(side, found, turns, precision)
             return
         for outputs, turn in zip(subject.outputs, pattern, strict=True):

@@ -18,7 +18,7 @@ SCREEN, VOTE = 2.2, 2.8
 """Where a same-process comparison becomes a suspect, and where a vote is red, in spreads."""
 INTERVAL = 2.6
 """Half width of the printed 99 % interval, in spreads."""
-BELIEVED = 2.0
+BELIEVED = 1.7
 """A process whose laps say its value is this many times less certain than recorded is believed."""
 DETECTABLE = 4.6
 """The loss that screen and vote find in 99 % of trials, in spreads."""
@@ -57,7 +57,8 @@ def believed(spread: float, reading: Reading) -> float:
     """Return the spread to judge `reading` with: the recorded one, unless its laps deny that.
 
     Some sessions scatter more than those that were recorded (docs/spread.md). Only a standard error
-    of `BELIEVED` times the spread counts: that of three laps is within twice by chance alone.
+    of `BELIEVED` times the spread counts: four laps, two of either order, exceed that in 6 % of
+    processes by chance alone, and less than that misses too much of what scatters.
     """
     return reading.error if reading.error > BELIEVED * spread else spread
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .clocks import Clocks, read_clocks
@@ -43,7 +44,7 @@ class GraphWindow:
         import torch
 
         self.subject, self.counted, self.calls = subject, counted, counted + extra
-        self._graph = capture(lambda: subject.cycle(self.calls))
+        self._graph = capture(lambda: subject.cycle(counted, extra))
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def __call__(self) -> float:
@@ -75,7 +76,7 @@ class QueueWindow:
         import torch
 
         self.subject, self.counted, self.calls = subject, counted, counted + extra
-        self._cycles = SPIN_CYCLES
+        self._extra, self._cycles = extra, SPIN_CYCLES
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def __call__(self) -> float:
@@ -85,7 +86,7 @@ class QueueWindow:
             self.subject.restore()
             torch.cuda._sleep(self._cycles)
             self._start.record()
-            self.subject.cycle(self.calls)
+            self.subject.cycle(self.counted, self._extra)
             self._end.record()
             late = self._start.query()
             self._end.synchronize()
@@ -95,16 +96,24 @@ class QueueWindow:
         raise Unblockable(f"{self.subject.name} waits for the GPU or launches too much to queue")
 
     def clocks(self, seconds: float) -> Clocks:
-        """Return what the clocks say of one window; it is not made longer, as it must be queued."""
+        """Return what the clocks say of one window; it is not made longer, as it must be queued.
+
+        Work on another stream may be over before the blocking kernel is: how late it is shows a
+        second reading without that.
+        """
         import torch
 
         del seconds
-        self.subject.restore()
 
         def work() -> None:
-            self.subject.cycle(self.calls)
+            self.subject.cycle(self.counted, self._extra)
 
-        return read_clocks(work, self._start, self._end, lambda: torch.cuda._sleep(self._cycles))
+        def read(before: Callable[[], None] | None) -> Clocks:
+            self.subject.restore()
+            return read_clocks(work, self._start, self._end, before)
+
+        blocked, free = read(lambda: torch.cuda._sleep(self._cycles)), read(None)
+        return replace(blocked, late=max(blocked.late, free.late))
 
 
 class HostWindow:
@@ -116,13 +125,13 @@ class HostWindow:
         self, subject: Subject, counted: int, extra: int, synchronize: Callable[[], None]
     ) -> None:
         self.subject, self.counted, self.calls = subject, counted, counted + extra
-        self._synchronize = synchronize
+        self._extra, self._synchronize = extra, synchronize
 
     def __call__(self) -> float:
         self.subject.restore()
         self._synchronize()
         start = now_ns()
-        self.subject.cycle(self.calls)
+        self.subject.cycle(self.counted, self._extra)
         self._synchronize()
         return (now_ns() - start) * 1e-9 / self.counted
 

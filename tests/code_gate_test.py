@@ -257,3 +257,14 @@ def test_planted_shares_follow_the_spread():
     recorder.values["added"] = [value * 8 for value in recorder.values["added"]]
     spread = code_gate_record.stats.trimmed_spread(recorder.values["added"])
     assert recorder.share("added") > 6 * spread
+
+
+def test_what_the_order_of_building_does_is_told_by_kernel(recorded, tmp_path, capsys):
+    def moved(row):
+        row["laps"] = [-0.01, 0.01, -0.01, 0.01]
+
+    made = rewritten(recorded, tmp_path / "moved.jsonl", moved)
+    assert code_gate.main(["laps", str(made)]) == 0
+    _, _, *rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == len(KERNELS)
+    assert {tuple(row.split(" | ")[3:]) for row in rows} == {("1.00%", "1.00%", "0.00% |")}
