@@ -10,8 +10,17 @@ if TYPE_CHECKING:
     from .marks import compare
     from .pair import Variant, Work
     from .processes import fresh_process
+    from .tma import tensor_map
 
-__all__ = ["Variant", "Work", "capture", "compare", "cuda_module", "fresh_process"]
+__all__ = [
+    "Variant",
+    "Work",
+    "capture",
+    "compare",
+    "cuda_module",
+    "fresh_process",
+    "tensor_map",
+]
 
 _HOME = {
     "Variant": "pair",
@@ -20,6 +29,7 @@ _HOME = {
     "compare": "marks",
     "cuda_module": "build",
     "fresh_process": "processes",
+    "tensor_map": "tma",
 }
 
 

@@ -14,15 +14,15 @@ from typing import Any
 from . import build, sass, sources
 from .launches import Launch, Launches, recorded
 from .pair import Pair, Side, Size, Variant, as_words, side_name, size_words
-from .skus import INSTRUCTIONS, LIMITS
+from .skus import GRAIN, INSTRUCTIONS, LIMITS, RESERVED
 from .standin import interpreting
 
 GRID = build.LIMITS["grid"]
 """Blocks by dimension that a launch may have, on every arch."""
+PARTS = 4
+"""Parts of a processor; each has its own registers, and a warp stays in one."""
 UNSEEN = "NOT LOOKED FOR"
 """How a note begins that every run shows, whatever its verbosity."""
-GRAIN = 8
-"""Registers are given to a warp in units of 8 a thread."""
 
 
 class AssemblyError(Exception):
@@ -42,10 +42,29 @@ class Built:
     shared: int
     cubin: bytes
 
+    @property
+    def resident(self) -> int:
+        """Blocks that fit on one processor at once, by warps, registers and shared memory."""
+        limits, warps = LIMITS[self.arch], max(1, -(-self.launch.threads // 32))
+        each = max(GRAIN, _whole(self.registers)) * 32
+        return min(
+            limits.resident_blocks,
+            limits.resident_threads // 32 // warps,
+            limits.registers // PARTS // each * PARTS // warps,
+            (limits.shared + RESERVED) // (self.shared + RESERVED),
+        )
+
+    @property
+    def occupancy(self) -> float:
+        """Share of a processor's warps that `resident` blocks fill."""
+        warps = -(-self.launch.threads // 32)
+        return self.resident * warps * 32 / LIMITS[self.arch].resident_threads
+
     def __str__(self) -> str:
         return (
             f"{self.arch} {self.launch.name} ({self.launch.how}): {self.registers} registers,"
-            f" {self.spilled} B spilled, {self.shared} B shared"
+            f" {self.spilled} B spilled, {self.shared} B shared, {self.resident} blocks a processor"
+            f" ({self.occupancy:.0%} of its warps)"
         )
 
     def plain(self) -> dict[str, Any]:
@@ -61,6 +80,8 @@ class Built:
             "stack": self.stack,
             "spilled": self.spilled,
             "shared": self.shared,
+            "resident": self.resident,
+            "occupancy": self.occupancy,
         }
 
 
@@ -216,6 +237,10 @@ def _built(arch: str, side: str, launch: Launch) -> Built:
     )
 
 
+def _whole(registers: int) -> int:
+    return -(-registers // GRAIN) * GRAIN
+
+
 def _misfits(built: Built) -> Iterator[str]:
     """Say why `built` could not be launched on its arch."""
     limits, launch = LIMITS[built.arch], built.launch
@@ -224,7 +249,7 @@ def _misfits(built: Built) -> Iterator[str]:
             f"needs {built.shared} bytes of shared memory; a block has {limits.shared} there: take"
             " smaller tiles or fewer stages, or prune the configuration there"
         )
-    registers = -(-built.registers // GRAIN) * GRAIN * launch.threads
+    registers = _whole(built.registers) * launch.threads
     if registers > limits.registers:
         yield (
             f"needs {registers} registers, {built.registers} for each of {launch.threads} threads;"

@@ -19,7 +19,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ INSTALL = (
     "cuda_module needs cuda.core and NVRTC: pip install cuda-core cuda-bindings nvidia-cuda-nvrtc"
 )
 HEADERS = "CUDA's headers are not here: pip install nvidia-cuda-runtime nvidia-cuda-cccl"
+CLUSTER = 8
+"""Blocks in a cluster that every GPU with clusters can schedule."""
 LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64)}
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
@@ -130,8 +132,8 @@ def assemble(module: CudaModule, arch: str) -> dict[str, dict[str, int]]:
 class Kernel:
     """One kernel; index it with ``[grid, block]`` or ``[grid, block, shared_bytes]``, then call it.
 
-    Grid and block are an int or up to 3 ints, `shared_bytes` is the dynamic shared memory. A
-    cluster is declared in the source, ``__cluster_dims__(2, 1, 1)``, and the grid still in blocks.
+    Grid and block are an int or up to 3 ints, `shared_bytes` is the dynamic shared memory. What
+    else a launch can say, `launch` takes.
     """
 
     def __init__(self, module: CudaModule, name: str, params: tuple[Param, ...]) -> None:
@@ -145,8 +147,42 @@ class Kernel:
             return self._launches[where]
         except (KeyError, TypeError):  # a list cannot be looked up; `_geometry` refuses it
             pass
-        self._launches[where] = Launch(self, *_geometry(self.name, where))
+        self._launches[where] = Launch(self, _geometry(self.name, where))
         return self._launches[where]
+
+    def launch(
+        self,
+        grid: Any,
+        block: Any,
+        shared: int = 0,
+        *,
+        cluster: Any = None,
+        cooperative: bool = False,
+        dependent: bool = False,
+    ) -> Launch:
+        """Return a launch with attributes; without any it is ``[grid, block, shared]``.
+
+        Args:
+            grid: blocks, by dimension, with a cluster too.
+            cluster: blocks that are scheduled together, an int or up to 3 ints, at most 8 in all;
+                a kernel whose source says ``__cluster_dims__`` needs none.
+            cooperative: all blocks run at once, so that they may wait for each other.
+            dependent: may begin before the kernel ahead of it on the stream has ended
+                (programmatic dependent launch); it waits with ``griddepcontrol.wait``.
+
+        Raises:
+            LaunchError: for a geometry that no GPU can launch.
+        """
+        __tracebackhide__ = True
+        key = grid, block, shared, cluster, cooperative, dependent
+        if key not in self._launches:
+            geometry = _geometry(self.name, (grid, block, shared))
+            clustered = _cluster(self.name, geometry.grid, cluster)
+            self._launches[key] = Launch(
+                self,
+                replace(geometry, cluster=clustered, cooperative=cooperative, dependent=dependent),
+            )
+        return self._launches[key]
 
     def allow_shared(self, handle: Any, shared: int, device: int) -> None:
         """Raise the limit of dynamic shared memory, which is 48 KiB with the static by default."""
@@ -162,11 +198,47 @@ class Kernel:
         self._allowed[device] = shared
 
 
+@dataclass(frozen=True)
+class Geometry:
+    """How a kernel is launched: blocks, threads of a block, bytes of dynamic shared memory, ..."""
+
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared: int = 0
+    cluster: tuple[int, ...] = ()
+    cooperative: bool = False
+    dependent: bool = False
+
+    def __str__(self) -> str:
+        said = [f"block {_by(self.block)}"]
+        said += [f"cluster {_by(self.cluster)}"] * bool(self.cluster)
+        said += [f"{self.shared} B dynamic"] * bool(self.shared)
+        said += ["cooperative"] * self.cooperative + ["dependent"] * self.dependent
+        return ", ".join(said)
+
+    def config(self, core: Any) -> Any:
+        """Return it as cuda.core takes it, which counts the grid in clusters."""
+        grid = self.grid
+        more: dict[str, Any] = {}
+        if self.cluster:
+            grid = tuple(n // c for n, c in zip(grid, self.cluster, strict=True))
+            more["cluster"] = self.cluster
+        if self.cooperative:
+            more["is_cooperative"] = True
+        if self.dependent:
+            more["programmatic_stream_serialization"] = True
+        return core.LaunchConfig(grid=grid, block=self.block, shmem_size=self.shared, **more)
+
+
+def _by(dims: tuple[int, ...]) -> str:
+    return "x".join(map(str, dims))
+
+
 class Launch:
     """A kernel with its geometry: ``kernels.naive[grid, block]``; call it with the arguments."""
 
-    def __init__(self, kernel: Kernel, grid: Any, block: Any, shared: int) -> None:
-        self.kernel, self.geometry = kernel, {"grid": grid, "block": block, "shmem_size": shared}
+    def __init__(self, kernel: Kernel, geometry: Geometry) -> None:
+        self.kernel, self.geometry = kernel, geometry
         self._ready: dict[int, tuple[Any, Any, Any]] = {}
 
     def __call__(self, *args: Any) -> None:
@@ -192,8 +264,8 @@ class Launch:
         core = _toolchain()[0]
         _make_current(device)
         handle = self.kernel.module.load(self.kernel.name, device)
-        self.kernel.allow_shared(handle, self.geometry["shmem_size"], device)
-        self._ready[device] = core.launch, core.LaunchConfig(**self.geometry), handle
+        self.kernel.allow_shared(handle, self.geometry.shared, device)
+        self._ready[device] = core.launch, self.geometry.config(core), handle
         return self._ready[device]
 
 
@@ -215,7 +287,7 @@ def _wrap(stream: int) -> Any:
     return _streams.setdefault(stream, _toolchain()[0].Stream.from_handle(stream))
 
 
-def _geometry(name: str, where: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def _geometry(name: str, where: Any) -> Geometry:
     if not isinstance(where, tuple) or len(where) not in (2, 3):
         raise LaunchError(f"{name}[{where!r}]: needs [grid, block] or [grid, block, shared_bytes]")
     grid, block = (dims if isinstance(dims, tuple) else (dims,) for dims in where[:2])
@@ -229,7 +301,22 @@ def _geometry(name: str, where: Any) -> tuple[tuple[int, ...], tuple[int, ...], 
         raise LaunchError(f"{name}: block {block} has {threads} threads; needs at most 1024")
     if not isinstance(shared, int) or shared < 0:
         raise LaunchError(f"{name}: shared_bytes is {shared!r}; needs an int of at least 0")
-    return grid, block, shared
+    return Geometry(grid, block, shared)
+
+
+def _cluster(name: str, grid: tuple[int, ...], cluster: Any) -> tuple[int, ...]:
+    """Return `cluster` with as many dimensions as `grid`; empty for none."""
+    if cluster is None:
+        return ()
+    dims = cluster if isinstance(cluster, tuple) else (cluster,)
+    dims += (1,) * (len(grid) - len(dims))
+    if not all(isinstance(d, int) and d >= 1 for d in dims) or math.prod(dims) > CLUSTER:
+        raise LaunchError(
+            f"{name}: cluster is {cluster!r}; needs 1 to 3 ints from 1, together at most {CLUSTER}"
+        )
+    if len(dims) != len(grid) or any(n % c for n, c in zip(grid, dims, strict=True)):
+        raise LaunchError(f"{name}: a grid of {grid} is no multiple of its cluster {cluster!r}")
+    return dims
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from . import messages
@@ -41,16 +41,19 @@ class BenchProcess:
 
     Args:
         environment: variables to set for it; None as a value removes one.
+        under: command that it is started under.
     """
 
-    def __init__(self, environment: Mapping[str, str | None] | None = None) -> None:
+    def __init__(
+        self, environment: Mapping[str, str | None] | None = None, under: Sequence[str] = ()
+    ) -> None:
         ask_read, self._ask = os.pipe()
         self._answers, answer_write = os.pipe()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._buffer = b""
         self._ready = False
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pytest_aisp.bench", str(ask_read), str(answer_write)],
+            [*under, sys.executable, "-m", "pytest_aisp.bench", str(ask_read), str(answer_write)],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,

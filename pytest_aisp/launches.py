@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from . import build
+from . import build, tma
 from .pair import Pair, Side, Size, side_name
 from .sides import make_inputs, make_state
 from .signature import check
@@ -98,6 +98,8 @@ def _run(pair: Pair, side: Side, size: Size) -> None:
 def _noting(found: Launches, assemble: bool) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         held.enter_context(mock.patch.object(build.Launch, "__call__", _cuda(found)))
+        descriptor = type("TensorMapDescriptor", (), {})()
+        held.enter_context(mock.patch.object(tma, "_encode", return_value=descriptor))
         if "triton" in sys.modules:
             from triton.runtime.autotuner import Autotuner
             from triton.runtime.jit import JITFunction
@@ -111,10 +113,9 @@ def _noting(found: Launches, assemble: bool) -> Iterator[None]:
 def _cuda(found: Launches) -> Callable[..., None]:
     def launch(self: build.Launch, *args: Any) -> None:
         check(self.kernel.name, self.kernel.params, args, 0)
-        grid, block, shared = self.geometry.values()
-        threads = math.prod(block)
-        how = f"block {'x'.join(map(str, block))}" + f", {shared} B dynamic" * bool(shared)
-        found.add(Launch(self.kernel, self.kernel.name, how, grid, threads, shared))
+        at = self.geometry
+        threads = math.prod(at.block)
+        found.add(Launch(self.kernel, self.kernel.name, str(at), at.grid, threads, at.shared))
 
     return launch
 

@@ -11,7 +11,14 @@ import pytest
 
 UPDATES = ("missing", "all")
 EVERY_ARCH = "all"
-BARE = {"--aisp-update-expectations": "missing", "--aisp-compile": EVERY_ARCH}
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+"""Tools of compute-sanitizer: addresses, races in shared memory, reads of what was never written,
+barriers."""
+BARE = {
+    "--aisp-update-expectations": "missing",
+    "--aisp-compile": EVERY_ARCH,
+    "--aisp-sanitize": SANITIZERS[0],
+}
 """Options with an optional value, and the value that they have without one."""
 IN_PROCESS = {"--aisp-in-process": "aisp_in_process", "--pdb": "usepdb", "--trace": "trace"}
 """The options for which sides run inside pytest."""
@@ -34,6 +41,7 @@ class Settings:
         warmup, blocks, window: the measuring budget, where the command line sets it.
         processes: processes a result is recorded from, or an A/A trial is repeated in.
         audit: whether the profiler looks at the kernels of both sides too.
+        sanitize: the tool of compute-sanitizer under which pages are checked, or empty.
         reproducible, cold_start, untrusted: see ``pytest --help``.
         in_process: the option for which sides run inside pytest, or empty.
         timeout: seconds for one request to a bench process, already multiplied.
@@ -61,6 +69,7 @@ class Settings:
     cold_start: bool
     in_process: str
     untrusted: bool
+    sanitize: str
     audit: bool
     timeout: float
     suite_timeout: float | None
@@ -122,6 +131,13 @@ def add_options(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the sides once more where they reach neither clock nor expected values",
     )
+    add(
+        "--aisp-sanitize",
+        metavar="TOOL",
+        nargs="?",
+        const=SANITIZERS[0],
+        help=f"check under compute-sanitizer: {', '.join(SANITIZERS)} (only after `=`)",
+    )
     add("--aisp-strict-env", action="store_true", help="`stale` is red")
     add("--aisp-timeout-multiplier", metavar="X", type=float, default=1.0, help="scale time limits")
     add("--aisp-suite-timeout", metavar="SECONDS", type=float, help="stop the run after SECONDS")
@@ -159,7 +175,7 @@ def read_settings(config: pytest.Config) -> Settings:
         root=config.rootpath,
         pages=tuple(config.getini("aisp_pages")),
         baselines=config.rootpath / config.getini("aisp_baselines"),
-        check=get("aisp_check"),
+        check=get("aisp_check") or get("aisp_sanitize") is not None,
         compile=_archs(get("aisp_compile")),
         aa=get("aisp_aa"),
         against=get("aisp_against"),
@@ -175,6 +191,7 @@ def read_settings(config: pytest.Config) -> Settings:
         cold_start=get("aisp_cold_start"),
         in_process=next((option for option, name in IN_PROCESS.items() if get(name)), ""),
         untrusted=get("aisp_untrusted"),
+        sanitize=_sanitizer(get("aisp_sanitize")),
         audit=get("aisp_audit") or get("aisp_update_expectations") is not None,
         timeout=_timeout(config),
         suite_timeout=_seconds("--aisp-suite-timeout", get("aisp_suite_timeout"), above=0),
@@ -234,6 +251,18 @@ def _archs(text: str | None) -> tuple[str, ...]:
     return words
 
 
+def _sanitizer(tool: str | None) -> str:
+    if tool is None:
+        return ""
+    if tool not in SANITIZERS:
+        raise pytest.UsageError(f"--aisp-sanitize={tool}: legal are {', '.join(SANITIZERS)}")
+    from . import sanitizer
+
+    if sanitizer.installed() is None:
+        raise pytest.UsageError(f"--aisp-sanitize: {sanitizer.ABSENT}")
+    return tool
+
+
 def _positive(name: str, value: int | None) -> int | None:
     if value is not None and value < 1:
         raise pytest.UsageError(f"{name}={value} must be at least 1")
@@ -281,12 +310,17 @@ def _refuse(settings: Settings, config: pytest.Config) -> None:
     if settings.against is not None and (settings.replay or settings.aa):
         other = "--aisp-replay" if settings.replay else "--aisp-aa"
         raise pytest.UsageError(f"--aisp-against cannot be combined with {other}: it times sides")
+    if settings.sanitize and settings.in_process:
+        raise pytest.UsageError(
+            f"--aisp-sanitize cannot be combined with {settings.in_process}: it needs a process"
+        )
     if settings.untrusted and (settings.in_process or settings.replay):
         other = "--aisp-replay" if settings.replay else "a run inside pytest (--pdb, --trace)"
         raise pytest.UsageError(
             f"--aisp-untrusted cannot be combined with {other}: it needs processes of its own"
         )
-    modes: dict[str, object] = {"--aisp-check": settings.check, "--aisp-aa": settings.aa}
+    check = "--aisp-sanitize" if settings.sanitize else "--aisp-check"
+    modes: dict[str, object] = {check: settings.check, "--aisp-aa": settings.aa}
     modes["--aisp-compile"] = settings.compile
     modes |= {"--aisp-replay": settings.replay, "--aisp-update-expectations": settings.update}
     given = [name for name, value in modes.items() if value]

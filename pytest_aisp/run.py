@@ -22,6 +22,7 @@ from .messages import Task
 from .options import Settings
 from .pair import Case
 from .row import Row
+from .sanitizer import Sanitized
 from .verdict import Reading
 
 
@@ -99,7 +100,10 @@ class Run:
         """Start one more bench process for `device`."""
         if self.settings.in_process:
             return InProcess()
-        return BenchProcess(self._environment(device))
+        environment = self._environment(device)
+        if self.settings.sanitize and device == "cuda":
+            return Sanitized(self.settings.sanitize, environment)
+        return BenchProcess(environment)
 
     def _environment(self, device: str) -> dict[str, str | None]:
         changes: dict[str, str | None] = {"TRITON_INTERPRET": None}

@@ -29,6 +29,8 @@ def configure(config: pytest.Config) -> None:
     machine = Machine.here()
     if timer is not None:
         machine = Machine(timer["arch"], timer["product"], timer["product"], ("simulated",))
+    if settings.sanitize and (timer is not None or not machine.gpus):
+        raise pytest.UsageError("--aisp-sanitize needs a GPU: it watches kernels; none is here")
     elapsed = float((worker or {}).get("aisp_elapsed", 0.0))
     config.stash[RUN] = run = Run(
         settings,

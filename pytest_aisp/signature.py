@@ -107,7 +107,8 @@ def _real(ctype: Any, given: Any, device: int) -> Any:
 
 
 def _tensor_map(given: Any, device: int) -> Any:
-    return given if type(given).__name__ == "TensorMapDescriptor" else None
+    found = getattr(given, "descriptor", given)  # a `tma.TensorMap`, or cuda.core's own
+    return found if type(found).__name__ == "TensorMapDescriptor" else None
 
 
 def signatures(file: str, sources: Iterable[str]) -> Iterator[tuple[str, tuple[Param, ...]]]:
@@ -131,7 +132,7 @@ def _param(kernel: str, text: str) -> Param:
     if stars and (dtype or c_type == "void"):
         return Param(text, name, *_pointer(dtype, width))
     if c_type == "CUtensorMap":
-        return Param(text, name, "a cuda.core TensorMapDescriptor", _tensor_map)
+        return Param(text, name, "a tensor_map(...)", _tensor_map)
     if not stars and width == 1 and ctype:
         fit = _real if dtype.startswith("float") else _integer
         return Param(text, name, f"a number that {dtype} holds", partial(fit, ctype))

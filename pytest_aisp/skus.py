@@ -103,6 +103,12 @@ INSTRUCTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
+RESERVED = 1024
+"""Bytes of shared memory that CUDA keeps of each block."""
+GRAIN = 8
+"""Registers are given to a warp in units of 8 a thread."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a block may use on an arch, and how many processors its largest product has.
@@ -111,6 +117,8 @@ class Limits:
         shared: bytes of shared memory of a block, dynamic and static together.
         registers: of a block; threads: of a block; per_thread: registers of a thread.
         processors: for the grids of kernels that stay on their processor.
+        resident_threads, resident_blocks: of a processor at once; its shared memory is that of a
+            block and `RESERVED` more.
     """
 
     shared: int
@@ -118,6 +126,8 @@ class Limits:
     registers: int = 65536
     threads: int = 1024
     per_thread: int = 255
+    resident_threads: int = 2048
+    resident_blocks: int = 32
 
 
 # CUDA C++ Programming Guide 13, "Technical Specifications per Compute Capability"; processors: H200
@@ -126,7 +136,7 @@ LIMITS = {
     "sm90": Limits(shared=227 * 1024, processors=132),
     "sm100": Limits(shared=227 * 1024, processors=148),
     "sm103": Limits(shared=227 * 1024, processors=160),
-    "sm121": Limits(shared=99 * 1024, processors=48),
+    "sm121": Limits(shared=99 * 1024, processors=48, resident_threads=1536, resident_blocks=24),
 }
 
 

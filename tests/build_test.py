@@ -28,6 +28,7 @@ from pytest_aisp.build import (
     cuda_module,
 )
 from pytest_aisp.skus import GPU_ARCHS
+from pytest_aisp.tma import TensorMap
 
 needs_nvrtc = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None,
@@ -256,7 +257,8 @@ def test_tensor_maps_are_handed_through(params_of):
     (param,) = params_of("const __grid_constant__ CUtensorMap map")
     descriptor = type("TensorMapDescriptor", (), {})()
     assert check("k", [param], [descriptor], 0) == [descriptor]
-    with pytest.raises(LaunchError, match=r"needs a cuda\.core TensorMapDescriptor"):
+    assert check("k", [param], [TensorMap(OnGpu(), (8,), descriptor)], 0) == [descriptor]
+    with pytest.raises(LaunchError, match=r"needs a tensor_map"):
         check("k", [param], [OnGpu()], 0)
 
 
@@ -333,11 +335,27 @@ def test_a_wrong_geometry_says_what_is_legal(where, words):
 def test_a_geometry_is_made_once():
     rows = cuda_module("data/build.cu").rows
     assert rows[(2, 3), 256, 1024] is rows[(2, 3), 256, 1024]
-    assert rows[(2, 3), 256, 1024].geometry == {
-        "grid": (2, 3),
-        "block": (256,),
-        "shmem_size": 1024,
-    }
+    assert rows[(2, 3), 256, 1024].geometry == build.Geometry((2, 3), (256,), 1024)
+    launch = rows.launch((2, 3), 256, cluster=2)
+    assert launch is rows.launch((2, 3), 256, cluster=2)
+    assert launch is not rows.launch((2, 3), 256, cooperative=True)
+    assert str(launch.geometry) == "block 256, cluster 2x1"
+
+
+@pytest.mark.parametrize(
+    ("grid", "cluster", "words"),
+    [
+        (7, 2, "a grid of (7,) is no multiple of its cluster 2"),
+        (8, (2, 2), "a grid of (8,) is no multiple of its cluster (2, 2)"),
+        (32, 16, "cluster is 16; needs 1 to 3 ints from 1, together at most 8"),
+        (8, 0, "cluster is 0"),
+        (8, 1.5, "cluster is 1.5"),
+    ],
+)
+def test_a_wrong_cluster_says_what_is_legal(grid, cluster, words):
+    with pytest.raises(LaunchError) as error:
+        cuda_module("data/build.cu").rows.launch(grid, 32, cluster=cluster)
+    assert words in str(error.value)
 
 
 # Launches, on a simulated GPU.
@@ -408,6 +426,25 @@ def test_a_launch_goes_to_the_current_stream_with_c_values(gpu):
     assert values == [0x2000, 0x2000, 0x3000]
     assert (type(a), a.value) == (ctypes.c_float, 2.0)
     assert (type(n), n.value) == (ctypes.c_int, 16)
+
+
+def test_attributes_reach_the_launch_and_the_grid_counts_clusters(gpu):
+    rows = cuda_module("data/build.cu").rows
+    rows.launch((8, 6), 256, 512, cluster=(2, 3), dependent=True)(OnGpu(), OnGpu(), 4)
+    rows.launch(8, 256, cooperative=True)(OnGpu(), OnGpu(), 4)
+    first, second = (args[1] for args in gpu.launched)
+    assert first == {
+        **{"grid": (4, 2), "block": (256,), "shmem_size": 512, "cluster": (2, 3)},
+        "programmatic_stream_serialization": True,
+    }
+    assert second == {"grid": (8,), "block": (256,), "shmem_size": 0, "is_cooperative": True}
+
+
+def test_the_installed_cuda_core_knows_the_attributes():
+    core = pytest.importorskip("cuda.core")
+    assert {"cluster", "is_cooperative", "programmatic_stream_serialization"} <= set(
+        dir(core.LaunchConfig)
+    )
 
 
 def test_what_a_launch_needs_is_made_once(gpu):

@@ -478,3 +478,25 @@ def test_what_is_beyond_the_arch_cannot_be_launched_there(changes, words):
 
 def test_every_arch_has_limits():
     assert list(LIMITS) == list(GPU_ARCHS)
+
+
+@pytest.mark.parametrize(
+    ("arch", "threads", "registers", "shared", "blocks", "occupancy"),
+    [
+        ("sm90", 1024, 32, 0, 2, 1.0),
+        ("sm90", 32, 32, 0, 32, 0.5),
+        ("sm90", 256, 255, 0, 1, 0.125),
+        ("sm90", 256, 128, 0, 2, 0.25),
+        ("sm90", 256, 90, 98328, 2, 0.25),
+        ("sm90", 384, 168, 200_000, 1, 0.1875),
+        ("sm90", 128, 90, 0, 5, 0.3125),
+        ("sm121", 1024, 32, 0, 1, 2 / 3),
+    ],
+)
+def test_blocks_that_fit_on_a_processor(arch, threads, registers, shared, blocks, occupancy):
+    launch = Launch(None, "k", "", (1,), threads)
+    built = Built(arch, "side", launch, registers, 0, 0, shared, b"")
+    assert built.resident == blocks
+    assert built.occupancy == pytest.approx(occupancy)
+    assert built.plain()["resident"] == blocks
+    assert f"{blocks} blocks a processor" in str(built)
