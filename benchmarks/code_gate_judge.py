@@ -115,7 +115,7 @@ def lap_table(paths: Sequence[Path]) -> str:
     found: dict[str, list[list[float]]] = defaultdict(list)
     for row in itertools.chain.from_iterable(map(_rows, paths)):
         if row["kind"] == "trial" and not row["asked"] and len(row["laps"]) == 4:
-            a, b, c, d = row["laps"]
+            _, b, c, d = row["laps"]
             values = stats.process_value(row["blocks"], robust=False), (b + d) / 4 + c / 2
             found[row["kernel"]].append([*values, (b + d) / 4 - c / 2, *row["laps"]])
     rows = []

@@ -25,7 +25,9 @@ class Judge:
         """Screen and vote on what the first process measured, and give the row its verdict."""
         row, settings = self.row, self.run.settings
         gates, same_environment, has_record = self._gates(first)
-        row.detectable = verdict.detectable(gates, row.spread or 0.0, self._session(), row.clock)
+        if gates:  # a yardstick without a stored result is held against nothing
+            session = self._session()
+            row.detectable = verdict.detectable(gates, row.spread or 0.0, session, row.clock)
         decision = verdict.decide(reading(first), gates, self.client.vote)
         row.votes = [vote.value for vote in decision.votes]
         if row.votes:
@@ -112,7 +114,7 @@ class Judge:
         if row.claim == "neutral":
             margin = max(verdict.NEUTRAL_FLOOR[row.clock], verdict.DETECTABLE * spread)
             gates.append(verdict.neutral_gate(margin))
-        else:
+        elif row.claim != "yardstick":
             gates.append(verdict.claim_gate(float(row.claim or 1.0), spread))
         stored_file = self.run.stored(self.client.path)
         mine = stored_file.results.get(row.key)

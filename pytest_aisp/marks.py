@@ -54,7 +54,8 @@ def compare(
         cpu_sizes: sizes that a CPU can time honestly.
         state: `state(device, **size)` builds what sides may change (model, optimizer, cache); sides
             and reference get it as first argument, and it is compared after one and after N steps.
-        at_least: the claim: a speedup, or ``"neutral"``, everywhere or by arch (``sm90``, ``cpu``).
+        at_least: the claim: a speedup, ``"neutral"``, or ``"yardstick"`` for a library that may
+            lose; everywhere or by arch (``sm90``, ``cpu``).
         needs: features without which no side runs, as in ``"tma"``.
         gpus: ranks that the sides run on; several counts make cases of each.
         l2: ``cold`` (the working set rotates through five L2 caches) or ``warm``.

@@ -15,7 +15,7 @@ from .skus import ARCHS, FEATURES, GPU_ARCHS
 
 Side: TypeAlias = Callable[..., Any]
 Size: TypeAlias = Mapping[str, "int | float | bool | str"]
-Claim: TypeAlias = "float | Literal['neutral']"
+Claim: TypeAlias = "float | Literal['neutral', 'yardstick']"
 Claims: TypeAlias = "Claim | Mapping[str, Claim]"
 Bound = Literal["dram", "l2", "tensor", "issue", "latency", "launch", "nvlink", "pcie", "host"]
 Precision = Literal["tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4", "int8", "int4"]
@@ -59,6 +59,10 @@ class Work:
                 raise PairError(f"Work({name}={value!r}) must be a number >= 0")
         if self.terms < 1 or self.roundings < 1:
             raise PairError("Work(terms=, roundings=) must be at least 1")
+
+
+WORDS = "neutral", "yardstick"
+"""Claims without a number: nothing is gained; nothing is claimed, it is there to compare with."""
 
 
 @dataclass(frozen=True)
@@ -281,14 +285,15 @@ def _check_claims(pair: Pair) -> None:
         table = claims if isinstance(claims, Mapping) else {"sm90": claims}
         _one_of("arch in at_least", list(table), ARCHS)
         for claim in table.values():
-            if claim is not None and claim != "neutral":
+            if claim is not None and claim not in WORDS:
                 _check_claim(claim)
 
 
 def _check_claim(claim: object) -> None:
     if not isinstance(claim, (int, float)) or isinstance(claim, bool):
-        raise PairError(f"at_least={claim!r} is neither a number nor 'neutral'")
+        raise PairError(f"at_least={claim!r} is neither a number nor 'neutral' or 'yardstick'")
     if not claim >= 1:
         raise PairError(
-            f"at_least={claim} claims a slowdown; where nothing is gained say at_least='neutral'"
+            f"at_least={claim} claims a slowdown; where nothing is gained say at_least='neutral',"
+            " of a library that is there to compare with at_least='yardstick'"
         )

@@ -77,8 +77,8 @@ def test_an_unknown_word_is_refused_with_the_legal_ones(name):
 CLAIMS = [
     (0.9, "at_least=0.9 claims a slowdown; where nothing is gained say at_least='neutral'"),
     ({"cpu": 0}, "at_least=0 claims a slowdown; where nothing is gained say at_least='neutral'"),
-    ("fast", "at_least='fast' is neither a number nor 'neutral'"),
-    (True, "at_least=True is neither a number nor 'neutral'"),
+    ("fast", "at_least='fast' is neither a number nor 'neutral' or 'yardstick'"),
+    (True, "at_least=True is neither a number nor 'neutral' or 'yardstick'"),
     (float("nan"), "at_least=nan claims a slowdown; "),
 ]
 
@@ -92,7 +92,9 @@ def test_a_variants_own_claim_is_checked_too():
     assert "claims a slowdown" in message(optimized=[Variant(fast, at_least=0.5)])
 
 
-@pytest.mark.parametrize("claim", [1, 1.0, 2.5, "neutral", {"sm90": 2.0, "cpu": "neutral"}])
+@pytest.mark.parametrize(
+    "claim", [1, 1.0, 2.5, "neutral", "yardstick", {"sm90": 2.0, "cpu": "neutral"}]
+)
 def test_claims_of_one_and_more_are_legal(claim):
     assert declared(at_least=claim)
 

@@ -77,6 +77,19 @@ def test_a_loss_in_another_environment_is_stale_unless_strict(page, gpu, pyteste
     assert pytester.runpytest_subprocess("--aisp-strict-env").ret == 1
 
 
+def test_a_yardstick_may_lose_but_not_against_its_own_record(page, gpu, pytester):
+    page(at_least="'yardstick'")
+    gpu(added=1e-5, doubled=2e-5)
+    result = pytester.runpytest_subprocess("-v")
+    result.stdout.fnmatch_lines(["*0.500x*yardstick  -       -        new*"])
+    pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=3")
+    assert pytester.runpytest_subprocess().ret == 0
+    gpu(added=1e-5, doubled=3e-5)
+    result = pytester.runpytest_subprocess()
+    result.stdout.fnmatch_lines(["*stored in *-> red"])
+    assert result.ret == 1
+
+
 def test_neutral_claims_hold_when_nothing_changes_and_fail_on_a_loss(page, gpu, pytester):
     page(at_least="'neutral'")
     gpu(added=1e-5, doubled=1e-5)

@@ -11,7 +11,8 @@ Optimized  online: maximum and sum in one pass; a sum is scaled down when its ma
 Bound      DRAM: 16 bytes an element against 12, so 1.33 times at most. What the L2 still holds of a
            row when its next pass comes is saved on both sides, and the gain with it. The
            exponentials, 3 an element, are a third of what an H200 computes in that time.
-           Nothing is claimed but that no side is slower: no GPU has measured this page yet.
+Seen       An H200 gains 1.29x; `torch.softmax`, which reads as often as the baseline, 0.98x. One
+           process; no result is stored yet, so the page claims only that online is not slower.
 """
 
 import torch
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 from hypothesis import strategies as st
 
-from pytest_aisp import Work, compare
+from pytest_aisp import Variant, Work, compare
 
 BLOCK = 4096
 WARPS = 8
@@ -94,7 +95,7 @@ def library(x):
 
 @compare(
     baseline=three_passes,
-    optimized=[online, library],
+    optimized=[online, Variant(library, at_least="yardstick")],
     inputs=inputs,
     reference=reference,
     sizes=[{"rows": 2048, "n": 65536}],

@@ -8,8 +8,9 @@ Optimized  descriptors: the same tiles by `tl.make_tensor_descriptor`: one threa
            library: `torch.matmul`.
 Bound      Tensor cores: 2 m n k operations, the same on every side. TMA frees registers and issue
            slots, which is worth something only where the others are short of them: 1.0 to 1.1
-           times. Both sides are tuned over the same tiles. Nothing is claimed but that no side is
-           slower: no GPU has measured this page yet.
+           times. Both sides are tuned over the same tiles.
+Seen       An H200 gains nothing, 1.005x [0.996, 1.013], at 82 % of its fp16 rate; `torch.matmul` is
+           1.25 times as fast. One process; no result is stored yet.
 """
 
 import torch
@@ -101,7 +102,7 @@ def library(a, b):
 
 @compare(
     baseline=pointers,
-    optimized=[Variant(descriptors, needs="tma"), library],
+    optimized=[Variant(descriptors, needs="tma", at_least="neutral"), library],
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 4096, "n": 4096, "k": 4096}],
