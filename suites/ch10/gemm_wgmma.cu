@@ -1,0 +1,311 @@
+// c = a b^T in bf16, summed in fp32, on Hopper's tensor cores: the rungs after gemm.cu.
+//
+// wgmma: two warpgroups compute 64 x 128 each; one of their threads keeps the pipeline filled.
+// specialized: the same tiles; a warp of its own fills the pipeline, nobody waits for all others.
+// wide: tiles of 128 x 256, 64 x 256 for each of the two warpgroups that compute.
+// persistent: wide, a block a processor, which takes tile after tile in an order kind to the L2.
+// stored: persistent, results through shared memory and TMA.
+// multicast: stored, two blocks side by side load each half of b's tile for both.
+
+#include <cuda_bf16.h>
+
+#include "../tma.cuh"
+#include "../wgmma.cuh"
+
+constexpr int M = 128, K = 64, HALF = 64;  // HALF: rows of a warpgroup that computes
+constexpr int WARPGROUP = 128, COMPUTE = 2;
+constexpr int A_BYTES = M * K * 2;
+constexpr int GROUP = 8;  // rows of tiles that are taken together, so that the L2 holds them
+constexpr int SLICE = 64, SLICE_BYTES = HALF * SLICE * 2;  // of results on their way out
+
+__device__ unsigned char* aligned(unsigned char* memory) {  // the swizzle repeats every 1024 bytes
+  return memory + (-shared_address(memory) & 1023);
+}
+
+__device__ unsigned packed(float low, float high) {
+  unsigned both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+
+// Adds the product of 64 rows of a and N of b, 64 of k wide, as one group.
+template <int N>
+__device__ void multiply(float (&sums)[N / 2], const unsigned char* a, const unsigned char* b,
+                         bool first) {
+  const unsigned long long from_a = tile_descriptor(a), from_b = tile_descriptor(b);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < K / 16; ++k) {  // 16 of k are 32 bytes, 2 in a descriptor
+    wgmma(sums, from_a + 2 * k, from_b + 2 * k, !first || k);
+  }
+  wgmma_commit();
+}
+
+// Writes a warpgroup's 64 x N sums, whose first element is c[row][column].
+template <int N>
+__device__ void store(const float (&sums)[N / 2], __nv_bfloat16* c, int row, int column, int m, int n) {
+  const int thread = threadIdx.x % WARPGROUP, lane = thread % 32;
+  row += thread / 32 * 16 + lane / 4;
+  column += lane % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < N / 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (row + 8 * i < m && column + 8 * j < n) {  // n is a multiple of 8: both or none
+        unsigned* to = reinterpret_cast<unsigned*>(
+            &c[static_cast<size_t>(row + 8 * i) * n + column + 8 * j]);
+        *to = packed(sums[4 * j + 2 * i], sums[4 * j + 2 * i + 1]);
+      }
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(COMPUTE* WARPGROUP)
+    wgmma_tiles(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+                __nv_bfloat16* c, int m, int n, int k) {
+  constexpr int N = 128, STAGES = 4, STAGE_BYTES = A_BYTES + N * K * 2;
+  extern __shared__ unsigned char memory[];
+  __shared__ alignas(8) unsigned long long full[STAGES];
+  unsigned char* stages = aligned(memory);
+  float sums[N / 2];
+  const int steps = (k + K - 1) / K, row = blockIdx.y * M, column = blockIdx.x * N;
+  const int mine = threadIdx.x / WARPGROUP * HALF;
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < STAGES; ++stage) init_barrier(&full[stage], 1);
+    fence_barriers();
+  }
+  __syncthreads();
+  auto load = [&](int step) {
+    if (threadIdx.x != 0 || step >= steps) return;
+    unsigned char* stage = stages + step % STAGES * STAGE_BYTES;
+    unsigned long long* barrier = &full[step % STAGES];
+    expect_bytes(barrier, STAGE_BYTES);
+    load_tile(stage, a, row, step * K, barrier);
+    load_tile(stage + A_BYTES, b, column, step * K, barrier);
+  };
+  for (int step = 0; step < STAGES - 1; ++step) load(step);
+  for (int step = 0; step < steps; ++step) {
+    wait_phase(&full[step % STAGES], step / STAGES % 2);
+    const unsigned char* stage = stages + step % STAGES * STAGE_BYTES;
+    multiply<N>(sums, stage + mine * K * 2, stage + A_BYTES, step == 0);
+    wgmma_wait<0>();
+    __syncthreads();  // nobody reads this stage any more, nor the one before, which is filled next
+    load(step + STAGES - 1);
+  }
+  store<N>(sums, c, row + mine, column, m, n);
+}
+
+// The rungs with a warpgroup that only loads ------------------------------------------------------
+
+template <int N, int stages, bool by_tma>
+struct Shape {
+  static constexpr int STAGE_BYTES = A_BYTES + N * K * 2;
+  static constexpr int OUT_BYTES = by_tma ? COMPUTE * 2 * SLICE_BYTES : 0;
+  static constexpr int BYTES = stages * STAGE_BYTES + OUT_BYTES + 1024;
+};
+
+// Which tile comes at turn `turn`: GROUP rows of tiles together, column by column.
+__device__ void place_of(int turn, int rows, int columns, int& row, int& column) {
+  const int group = turn / (GROUP * columns), inside = turn % (GROUP * columns);
+  const int height = min(rows - group * GROUP, GROUP);
+  row = group * GROUP + inside % height;
+  column = inside / height;
+}
+
+__device__ unsigned rank_in_cluster() {
+  unsigned rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}
+
+// Arrives at the barrier at the same place in the shared memory of block `rank` of the cluster.
+__device__ void arrive_at(unsigned long long* barrier, unsigned rank) {
+  asm volatile(
+      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
+      " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(
+          shared_address(barrier)),
+      "r"(rank)
+      : "memory");
+}
+
+__device__ void arrive(unsigned long long* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// load_tile for both blocks of the cluster: to the same place, counted by each block's barrier.
+__device__ void load_tile_for_both(void* tile, const CUtensorMap& map, int row, int column,
+                                   unsigned long long* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(tile)),
+      "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier)),
+      "h"(static_cast<unsigned short>(3))
+      : "memory");
+}
+
+// A warpgroup waits for itself: barrier 0 is __syncthreads.
+__device__ void meet_warpgroup() {
+  asm volatile("bar.sync %0, 128;" ::"r"(static_cast<int>(threadIdx.x / WARPGROUP)) : "memory");
+}
+
+// Writes 64 x N sums by way of two slices of 64 x 64 in shared memory, TMA's swizzle in them.
+template <int N>
+__device__ void store_by_tma(const float (&sums)[N / 2], unsigned char* slices,
+                             const CUtensorMap& c, int row, int column) {
+  const unsigned thread = threadIdx.x % WARPGROUP, lane = thread % 32;
+  const unsigned mine = thread / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int slice = 0; slice < N / SLICE; ++slice) {
+    unsigned char* to = slices + slice % 2 * SLICE_BYTES;
+    // At most the other slice is still being read.
+    if (thread == 0) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+    meet_warpgroup();
+#pragma unroll
+    for (int j = 0; j < SLICE / 8; j += 2) {
+      const float* at = &sums[(slice * SLICE / 8 + j) * 4];
+      const unsigned piece = (j + lane / 16) ^ mine % 8;
+      asm volatile(
+          "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+              shared_address(to) + mine * 128 + piece * 16),
+          "r"(packed(at[0], at[1])), "r"(packed(at[2], at[3])), "r"(packed(at[4], at[5])),
+          "r"(packed(at[6], at[7]))
+          : "memory");
+    }
+    fence_async();
+    meet_warpgroup();
+    if (thread == 0) store_tile(c, to, row, column + slice * SLICE);
+  }
+}
+
+template <int N, int stages, bool persistent, bool by_tma, int cluster>
+__device__ void compute(const CUtensorMap& a, const CUtensorMap& b, const CUtensorMap* to, __nv_bfloat16* c,
+                        int m, int n, int k) {
+  using Here = Shape<N, stages, by_tma>;
+  extern __shared__ unsigned char memory[];
+  __shared__ alignas(8) unsigned long long full[stages], empty[stages];
+  unsigned char *ring = aligned(memory), *out = ring + stages * Here::STAGE_BYTES;
+  const int steps = (k + K - 1) / K, columns = (n + N - 1) / N;
+  // With a cluster its blocks take neighbouring rows of tiles, `rows` counts such pairs.
+  const int rows = (m + M * cluster - 1) / (M * cluster);
+  const unsigned rank = cluster > 1 ? rank_in_cluster() : 0;
+  const int first = blockIdx.x / cluster, stride = gridDim.x / cluster;
+  const int turns = persistent ? rows * columns : first + 1;
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < stages; ++stage) {
+      init_barrier(&full[stage], 1);
+      init_barrier(&empty[stage], COMPUTE * 4 * cluster);  // a warp that computes arrives once
+    }
+    fence_barriers();
+  }
+  if constexpr (cluster > 1) {
+    meet_cluster();
+  } else {
+    __syncthreads();
+  }
+  auto place = [&](int turn, int& row, int& column) {
+    if constexpr (persistent) {
+      place_of(turn, rows, columns, row, column);
+    } else {
+      row = turn / columns, column = turn % columns;
+    }
+    row = (row * cluster + rank) * M;
+    column *= N;
+  };
+  if (threadIdx.x < WARPGROUP) {
+    give_registers<40>();
+    if (threadIdx.x == 0) {
+      int count = 0;
+      for (int turn = first; turn < turns; turn += stride) {
+        int row, column;
+        place(turn, row, column);
+        for (int step = 0; step < steps; ++step, ++count) {
+          const int stage = count % stages;
+          unsigned char* tile = ring + stage * Here::STAGE_BYTES;
+          wait_phase(&empty[stage], count / stages % 2 ^ 1);  // the first time at once
+          expect_bytes(&full[stage], Here::STAGE_BYTES);
+          load_tile(tile, a, row, step * K, &full[stage]);
+          if constexpr (cluster > 1) {
+            const int half = rank * (N / 2);
+            load_tile_for_both(tile + A_BYTES + half * K * 2, b, column + half, step * K,
+                               &full[stage]);
+          } else {
+            load_tile(tile + A_BYTES, b, column, step * K, &full[stage]);
+          }
+        }
+      }
+    }
+  } else {
+    take_registers<232>();
+    const int mine = threadIdx.x / WARPGROUP - 1;
+    auto release = [&](int stage) {
+      if (threadIdx.x % 32 != 0) return;
+      if constexpr (cluster > 1) {
+        for (unsigned block = 0; block < cluster; ++block) arrive_at(&empty[stage], block);
+      } else {
+        arrive(&empty[stage]);
+      }
+    };
+    float sums[N / 2];
+    int count = 0;
+    for (int turn = first; turn < turns; turn += stride) {
+      for (int step = 0; step < steps; ++step, ++count) {
+        const int stage = count % stages;
+        const unsigned char* tile = ring + stage * Here::STAGE_BYTES;
+        wait_phase(&full[stage], count / stages % 2);
+        multiply<N>(sums, tile + mine * HALF * K * 2, tile + A_BYTES, step == 0);
+        wgmma_wait<1>();  // the step before is done
+        if (step > 0) release((count - 1) % stages);
+      }
+      wgmma_wait<0>();
+      release((count - 1) % stages);
+      int row, column;
+      place(turn, row, column);
+      if constexpr (by_tma) {
+        store_by_tma<N>(sums, out + mine * 2 * SLICE_BYTES, *to, row + mine * HALF, column);
+      } else {
+        store<N>(sums, c, row + mine * HALF, column, m, n);
+      }
+    }
+    if (by_tma && threadIdx.x % WARPGROUP == 0) wait_stores_read();
+  }
+  // No block may leave while the other still writes to its memory.
+  if constexpr (cluster > 1) meet_cluster();
+}
+
+#define THREADS ((COMPUTE + 1) * WARPGROUP)
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    specialized(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+                __nv_bfloat16* c, int m, int n, int k) {
+  compute<128, 4, false, false, 1>(a, b, nullptr, c, m, n, k);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    wide(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, __nv_bfloat16* c,
+         int m, int n, int k) {
+  compute<256, 4, false, false, 1>(a, b, nullptr, c, m, n, k);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    persistent(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+               __nv_bfloat16* c, int m, int n, int k) {
+  compute<256, 4, true, false, 1>(a, b, nullptr, c, m, n, k);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    stored(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+           const __grid_constant__ CUtensorMap c, int m, int n, int k) {
+  compute<256, 4, true, true, 1>(a, b, &c, nullptr, m, n, k);
+}
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
+    multicast(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+              const __grid_constant__ CUtensorMap c, int m, int n, int k) {
+  compute<256, 4, true, true, 2>(a, b, &c, nullptr, m, n, k);
+}
