@@ -76,6 +76,7 @@ struct Region {
   char* base;
   size_t bytes, item, grain;  // of an element, of a cell
   const char* name;
+  bool of_block;
   Cell* cells;
 };
 
@@ -133,10 +134,11 @@ const char* words(const Fiber& fiber) {
 
 // Races: two accesses of different threads with no barrier between, one of them a write.
 
-bool ordered(const Stamp& then) {
+bool ordered(const Stamp& then, const Region& region) {
   const unsigned me = thread_of(current);
   if (!then.epoch || (then.thread == me && then.epoch >= block_start)) return true;
-  if (then.epoch < block_start) return fenced;  // by a fence and an atomic, we trust
+  // Blocks are ordered by a fence and an atomic, we trust.
+  if (then.epoch < block_start) return fenced || region.of_block;
   if (then.epoch < epoch) return true;
   return then.thread / 32 == me / 32 && then.turn < turns[me / 32];
 }
@@ -166,16 +168,16 @@ bool touch_cell(const Region& region, Cell& cell, const char* at, Kind kind, voi
   const unsigned me = thread_of(current);
   const Stamp now{epoch, turns[me / 32], uint16_t(me), kind == update}, last = cell.write;
   if (kind == load) {
-    if (!ordered(last)) race(region, at, "reads", "wrote", last, where);
+    if (!ordered(last, region)) race(region, at, "reads", "wrote", last, where);
     if (cell.read.epoch == epoch && cell.read.thread != me) cell.other = cell.read;
     cell.read = now;
     return false;
   }
   for (const Stamp& then : {cell.read, cell.other}) {
-    if (!ordered(then)) race(region, at, "writes", "read", then, where);
+    if (!ordered(then, region)) race(region, at, "writes", "read", then, where);
   }
   cell.write = now;
-  if (ordered(last) || (last.atomic && kind == update)) return false;
+  if (ordered(last, region) || (last.atomic && kind == update)) return false;
   if (last.atomic || kind == update) race(region, at, "writes", "wrote", last, where);
   overwritten.first = last;
   return true;
@@ -485,11 +487,11 @@ extern "C" const char* emulate(void (*call)(void**), void** args, const unsigned
   regions.clear();
   for (int i = 0; i < tensors; ++i) {
     const auto& [base, bytes, item, name] = given[i];
-    regions.push_back({base, bytes, item, std::min<size_t>(item, 4), name, nullptr});
+    regions.push_back({base, bytes, item, std::min<size_t>(item, 4), name, false, nullptr});
   }
   const size_t size = __stop_emulated_shared - __start_emulated_shared;
-  regions.push_back({__start_emulated_shared, size, 1, 1, "the shared memory (bytes)", nullptr});
-  regions.push_back({dynamic_shared, shared, 1, 1, "the dynamic shared memory (bytes)", nullptr});
+  regions.push_back({__start_emulated_shared, size, 1, 1, "the shared memory (bytes)", true, nullptr});
+  regions.push_back({dynamic_shared, shared, 1, 1, "the dynamic shared memory (bytes)", true, nullptr});
   for (Region& region : regions) {
     if (races) region.cells = static_cast<Cell*>(calloc(region.bytes / region.grain + 1, sizeof(Cell)));
   }
