@@ -24,12 +24,16 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from pytest_aisp import build, signature
+import torch
+
+from pytest_aisp import build, signature, standin
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
 MOST_SHARED = 227 * 1024
+PROCESSORS = 2
 RUNTIME = ("-O2", "-w", "-std=c++17", "-fPIC", "-U_FORTIFY_SOURCE")
 KERNELS = ("-O1", "-g1", "-fPIC", "-w", "-fsanitize=thread", "--param=tsan-distinguish-volatile=1")
 HEADERS = (
@@ -67,17 +71,24 @@ def emulated(seed: int = 0, *, races: bool = True) -> Iterator[None]:
             what is computed.
     """
     numbers = itertools.count(seed << 32)
-    real = build.Launch.__call__
 
     def call(launch: build.Launch, *args: Any) -> None:
         __tracebackhide__ = True
         run(launch, args, next(numbers), races=races)
 
-    build.Launch.__call__ = call  # type: ignore[method-assign]
-    try:
+    with (
+        mock.patch.object(build.Launch, "__call__", call),
+        mock.patch.multiple(torch.cuda, **_answers()),
+    ):
         yield
-    finally:
-        build.Launch.__call__ = real  # type: ignore[method-assign]
+
+
+def _answers() -> dict[str, Any]:
+    """Return what torch.cuda says of the GPU: few processors, so that who counts them loops."""
+    said = standin._answers("sm90")
+    properties = said["get_device_properties"]()
+    properties.multi_processor_count = PROCESSORS
+    return {name: said[name] for name in said if name.startswith("get_device_")}
 
 
 def unsupported(module: build.CudaModule) -> str:

@@ -432,6 +432,12 @@ def test_a_fault_leaves_the_emulator_as_it_was(kernel):
     assert x.eq(1).all()
 
 
+def test_a_page_may_ask_for_the_gpu_that_its_launches_run_on():
+    with emulated():
+        gpu = torch.cuda.get_device_properties("cpu")
+        assert (gpu.multi_processor_count, gpu.max_threads_per_multi_processor) == (2, 2048)
+
+
 def test_without_the_emulator_a_launch_still_wants_a_gpu(kernel):
     k = kernel("float* x", "")
     with emulated():
