@@ -15,8 +15,8 @@ Optimized  privatized: a block counts in 1 KiB of shared memory, and adds its 25
            histogram is behind no operation of torch; `torch.bincount` waits for a minimum and
            a maximum on the host, so it is the reference and no variant.
 Bound      DRAM: 1 GiB at the 4.53 TB/s that an H200 reads is 0.237 ms, where shared memory keeps
-           up: 64k warps of values an SM, whose 32 increments fall up to 3.5 deep on one of 32 banks,
-           are 0.13 ms at one cycle a pass. An increment by one is ATOMS.POPC.INC in machine code: it
+           up: 64k warps of values an SM, whose 32 increments fall 3.5 deep on one of 32 banks, are
+           0.13 ms at one cycle a pass. An increment by one is ATOMS.POPC.INC in machine code: it
            counts equal lanes itself, so skew is to cost privatized little, and aggregated, which
            does that by instructions, is to gain nothing on it. In the L2 the 256 counters lie in 32
            sectors: at an update a cycle and sector 5 ms at skew=0, 20x, and up to 80 ms at skew=50,
