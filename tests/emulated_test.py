@@ -277,6 +277,21 @@ def test_the_last_block_may_read_what_others_wrote_before_a_fence(kernel):
     assert out.item() == 45
 
 
+def test_every_block_has_shared_memory_of_its_own(kernel):
+    body = """
+      __shared__ float parts[4];
+      float sum = x[blockIdx.x * blockDim.x + threadIdx.x];
+      for (int by = 16; by; by /= 2) sum += __shfl_down_sync(~0u, sum, by);
+      if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = sum;
+      __syncthreads();
+      if (threadIdx.x == 0) atomicAdd(out, parts[0] + parts[1] + parts[2] + parts[3]);
+    """
+    out = torch.zeros(1)
+    with emulated():
+        kernel("const float* x, float* out", body)[8, 128](torch.arange(1024.0), out)
+    assert out.item() == 1023 * 512
+
+
 @pytest.mark.parametrize(
     "shared", ["__shared__ float tile[32];", "extern __shared__ float tile[];"]
 )
