@@ -23,6 +23,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from pytest_aisp import build, signature
@@ -32,6 +33,8 @@ COMPILER = shutil.which("g++")
 MOST_SHARED = 227 * 1024
 RUNTIME = ("-O2", "-w", "-std=c++17", "-fPIC", "-U_FORTIFY_SOURCE")
 KERNELS = ("-O1", "-g1", "-fPIC", "-w", "-fsanitize=thread", "--param=tsan-distinguish-volatile=1")
+SMALL = SimpleNamespace(multi_processor_count=2, max_threads_per_multi_processor=1024)
+"""A GPU that few blocks fill: where a page launches as many as fit, each goes round its loop."""
 HEADERS = (
     *("cuda_bf16.h", "cuda_fp16.h", "cuda_pipeline.h", "cuda_pipeline_primitives.h"),
     *("cuda_runtime.h", "device_launch_parameters.h", "math_constants.h", "vector_types.h"),
@@ -66,18 +69,22 @@ def emulated(seed: int = 0, *, races: bool = True) -> Iterator[None]:
         races: whether two accesses that no barrier orders are a fault; else they show only in
             what is computed.
     """
+    import torch
+
     numbers = itertools.count(seed << 32)
-    real = build.Launch.__call__
+    real, described = build.Launch.__call__, torch.cuda.get_device_properties
 
     def call(launch: build.Launch, *args: Any) -> None:
         __tracebackhide__ = True
         run(launch, args, next(numbers), races=races)
 
     build.Launch.__call__ = call  # type: ignore[method-assign]
+    torch.cuda.get_device_properties = lambda device=None: SMALL  # type: ignore[assignment]
     try:
         yield
     finally:
         build.Launch.__call__ = real  # type: ignore[method-assign]
+        torch.cuda.get_device_properties = described
 
 
 def unsupported(module: build.CudaModule) -> str:

@@ -11,9 +11,9 @@ Optimized  privatized: a block counts in 1 KiB of shared memory, and adds its 25
            for each other's increments.
            aggregated: as privatized, but the lanes of a warp that hold one value find each other
            (`__match_any_sync`) and one of them adds their number.
-           library: `torch.histc`, whose kernel privatizes too and divides to find the bin. CUB's
-           histogram is behind no operation of torch; `torch.bincount` waits for a minimum and
-           a maximum on the host, so it is the reference and no variant.
+           library: `torch.histc`, which divides to find the bin. CUB's histogram is behind no
+           operation of torch; `torch.bincount` waits on the host for a minimum and a maximum, so it
+           is the reference and no variant.
 Bound      DRAM: 1 GiB at the 4.53 TB/s that an H200 reads is 0.237 ms, where shared memory keeps
            up: 64k warps of values an SM, whose 32 increments fall 3.5 deep on one of 32 banks, are
            0.13 ms at one cycle a pass. An increment by one is ATOMS.POPC.INC in machine code: it
