@@ -33,7 +33,8 @@ from pytest_aisp import build, signature, standin
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
 MOST_SHARED = 227 * 1024
-PROCESSORS = 2
+SMALL = {"multi_processor_count": 2, "max_threads_per_multi_processor": 1024}
+"""A GPU that few blocks fill: where a page launches as many as fit, each goes round its loop."""
 RUNTIME = ("-O2", "-w", "-std=c++17", "-fPIC", "-U_FORTIFY_SOURCE")
 KERNELS = ("-O1", "-g1", "-fPIC", "-w", "-fsanitize=thread", "--param=tsan-distinguish-volatile=1")
 HEADERS = (
@@ -87,7 +88,7 @@ def _answers() -> dict[str, Any]:
     """Return what torch.cuda says of the GPU: few processors, so that who counts them loops."""
     said = standin._answers("sm90")
     properties = said["get_device_properties"]()
-    properties.multi_processor_count = PROCESSORS
+    vars(properties).update(SMALL)
     return {name: said[name] for name in said if name.startswith("get_device_")}
 
 
@@ -106,20 +107,20 @@ def run(launch: build.Launch, args: tuple[Any, ...], seed: int, *, races: bool) 
     __tracebackhide__ = True
     kernel, geometry = launch.kernel, launch.geometry
     values = _checked(kernel, args)
-    if geometry["shmem_size"] > MOST_SHARED:
+    if geometry.shared > MOST_SHARED:
         fault = f"{kernel.name}: {geometry['shmem_size']} bytes of dynamic shared memory"
         raise build.LaunchError(f"{fault}; a GPU has {MOST_SHARED} a block")
     library = _library(kernel.module)
     held = [v if isinstance(v, ctypes._SimpleCData) else ctypes.c_uint64(v) for v in values]
     pointers = (ctypes.c_void_p * max(1, len(held)))(*map(ctypes.addressof, held))
-    sizes = [(*dims, 1, 1)[:3] for dims in (geometry["grid"], geometry["block"])]
+    sizes = [(*dims, 1, 1)[:3] for dims in (geometry.grid, geometry.block)]
     given = [_Given.of(arg, p.name) for arg, p in zip(args, kernel.params, strict=True)]
     tensors = [g for g in given if g is not None]
     words = library.emulate(
         getattr(library, f"emulated_{kernel.name}"),
         pointers,
         (ctypes.c_uint * 6)(*sizes[0], *sizes[1]),
-        ctypes.c_size_t(geometry["shmem_size"]),
+        ctypes.c_size_t(geometry.shared),
         ctypes.c_uint64(seed),
         (_Given * max(1, len(tensors)))(*tensors),
         len(tensors),
