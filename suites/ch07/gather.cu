@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   const unsigned begin = blockIdx.x * (BLOCK * EACH), end = min(begin + BLOCK * EACH, n);
   unsigned i = begin + threadIdx.x;
   float sum = 0.0f;
-  if (end - begin == BLOCK * EACH) {  // no test an element: eight gathers are on their way at a time
+  if (end - begin == BLOCK * EACH) {  // no tests: eight gathers are on their way at a time
     for (; i < end; i += BATCH * BLOCK) {
       float value[BATCH];
 #pragma unroll

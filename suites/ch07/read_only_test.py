@@ -3,7 +3,7 @@
 Problem    out[i] = x[i-2] + ... + x[i+2] on n fp32 elements, x clamped at its ends: each element is
            loaded five times, four of them from the L1.
 Baseline   plain: the loads are LDG, as for memory that another thread may write.
-Optimized  ldg: the loads are `__ldg`, LDG.CONSTANT: the way that once led through a cache of its own.
+Optimized  ldg: the loads are `__ldg`, LDG.CONSTANT, which once led through a cache of its own.
            restricted: the pointers are `const float* __restrict__` and `float* __restrict__`, and
            the compiler proves by itself what `__ldg` asserts: LDG.CONSTANT again.
 Bound      DRAM: 8 bytes an element, 0.25 ms for 1 GiB at 4.24 TB/s, on every side. Neutral is what

@@ -1,4 +1,4 @@
-// out = x transposed, x of rows x columns floats: a block takes a tile of 64 x 64, a thread 16 floats.
+// out = x transposed, rows x columns floats: a block takes a tile of 64 x 64, a thread 16 floats.
 //
 // naive: a warp reads along a row of x and writes down a column of out.
 // tiled: the tile turns in shared memory, so that a warp reads and writes along rows.
