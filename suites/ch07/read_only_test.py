@@ -9,9 +9,9 @@ Optimized  ldg: the loads are `__ldg`, LDG.CONSTANT, which once led through a ca
 Bound      DRAM: 8 bytes an element, 0.25 ms for 1 GiB at 4.24 TB/s, on every side. Neutral is what
            is expected: since Volta both ways lead through one L1, which LDG fills as well, and with
            every load before the first store the compiler has nothing to gain from knowing that a
-           store changes no x. The machine code of the three for sm90 differs in nothing but
-           CONSTANT and the numbers of registers. Where loads stand behind stores, `__restrict__` is
-           worth what it lets the compiler move, which is another idea than the path of a load.
+           store changes no x. The machine code of the three for sm90 has the same instructions but
+           for CONSTANT; plain's 20 loads stand in a slightly other order. Where loads stand behind
+           stores, `__restrict__` is worth what it lets the compiler move: another idea than this.
            No GPU has measured this page yet; it claims to be neutral.
 """
 
