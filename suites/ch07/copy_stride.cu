@@ -1,0 +1,32 @@
+// Copy n floats, 32 a thread in batches of eight loads and eight stores; only which 32 differs.
+//
+// chunked: a thread copies 32 neighbours, so that the lanes of a warp lie 128 bytes apart.
+// coalesced: a thread copies every 256th element of its block's, so that lanes are neighbours.
+
+constexpr unsigned BLOCK = 256, EACH = 32, BATCH = 8;
+
+template <unsigned apart>
+__device__ void copy_from(unsigned first, const float* __restrict__ x, float* __restrict__ out,
+                          unsigned n) {
+  for (unsigned begin = 0; begin < EACH; begin += BATCH) {
+    float value[BATCH];
+#pragma unroll
+    for (unsigned k = 0; k < BATCH; ++k) {  // all loads before the first store waits for one
+      const unsigned i = first + (begin + k) * apart;
+      if (i < n) value[k] = x[i];
+    }
+#pragma unroll
+    for (unsigned k = 0; k < BATCH; ++k) {
+      const unsigned i = first + (begin + k) * apart;
+      if (i < n) out[i] = value[k];
+    }
+  }
+}
+
+extern "C" __global__ void chunked(const float* x, float* out, unsigned n) {
+  copy_from<1>((blockIdx.x * BLOCK + threadIdx.x) * EACH, x, out, n);
+}
+
+extern "C" __global__ void coalesced(const float* x, float* out, unsigned n) {
+  copy_from<BLOCK>(blockIdx.x * BLOCK * EACH + threadIdx.x, x, out, n);
+}

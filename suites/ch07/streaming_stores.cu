@@ -1,0 +1,55 @@
+// out[i] = table[index[i]], rows of 32 floats: 8 threads a row with 16 bytes each, 4 rows a thread.
+//
+// ordinary: results are stored like anything that may be wanted again.
+// streaming: results are stored as the first that the L2 shall evict.
+
+constexpr unsigned BLOCK = 256, QUADS = 8, EACH = 4, STEP = BLOCK / QUADS;
+constexpr unsigned BLOCKS_AN_SM = 8;  // 32 registers: the two shall not differ in occupancy
+
+__device__ void store(float4* at, float4 value) { *at = value; }
+__device__ void store_streaming(float4* at, float4 value) { __stcs(at, value); }
+
+template <auto store, bool whole>
+__device__ void gather_rows(const float4* __restrict__ table, const int* __restrict__ index,
+                            float4* __restrict__ out, unsigned n) {
+  const unsigned quad = threadIdx.x % QUADS;
+  const unsigned first = blockIdx.x * (STEP * EACH) + threadIdx.x / QUADS;
+  int row[EACH];
+  float4 value[EACH];
+#pragma unroll
+  for (unsigned k = 0; k < EACH; ++k) {
+    if (whole || first + k * STEP < n) row[k] = index[first + k * STEP];
+  }
+#pragma unroll
+  for (unsigned k = 0; k < EACH; ++k) {
+    if (whole || first + k * STEP < n) value[k] = table[static_cast<size_t>(row[k]) * QUADS + quad];
+  }
+#pragma unroll
+  for (unsigned k = 0; k < EACH; ++k) {
+    const size_t i = first + k * STEP;
+    if (whole || i < n) store(out + i * QUADS + quad, value[k]);
+  }
+}
+
+// In a block that is whole no row is tested, so that a thread's loads are on their way at once.
+template <auto store>
+__device__ void gather(const float4* __restrict__ table, const int* __restrict__ index,
+                       float4* __restrict__ out, unsigned n) {
+  if ((blockIdx.x + 1) * (STEP * EACH) <= n) {
+    gather_rows<store, true>(table, index, out, n);
+  } else {
+    gather_rows<store, false>(table, index, out, n);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_AN_SM)
+    ordinary(const float4* __restrict__ table, const int* __restrict__ index,
+             float4* __restrict__ out, unsigned n) {
+  gather<store>(table, index, out, n);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS_AN_SM)
+    streaming(const float4* __restrict__ table, const int* __restrict__ index,
+              float4* __restrict__ out, unsigned n) {
+  gather<store_streaming>(table, index, out, n);
+}
