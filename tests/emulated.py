@@ -108,7 +108,7 @@ def run(launch: build.Launch, args: tuple[Any, ...], seed: int, *, races: bool) 
     kernel, geometry = launch.kernel, launch.geometry
     values = _checked(kernel, args)
     if geometry.shared > MOST_SHARED:
-        fault = f"{kernel.name}: {geometry['shmem_size']} bytes of dynamic shared memory"
+        fault = f"{kernel.name}: {geometry.shared} bytes of dynamic shared memory"
         raise build.LaunchError(f"{fault}; a GPU has {MOST_SHARED} a block")
     library = _library(kernel.module)
     held = [v if isinstance(v, ctypes._SimpleCData) else ctypes.c_uint64(v) for v in values]

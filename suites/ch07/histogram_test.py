@@ -80,7 +80,7 @@ def library(x):
         Variant(privatized, sass="ATOMS"),
         Variant(per_warp, sass="ATOMS"),
         Variant(aggregated, sass=("MATCH", "ATOMS")),
-        library,
+        Variant(library, at_least="yardstick"),
     ],
     inputs=inputs,
     reference=reference,

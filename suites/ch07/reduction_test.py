@@ -98,7 +98,7 @@ def library(x):
         persistent,
         Variant(vectorized, sass="LDG.128"),
         Variant(two_pass, sass="LDG.128"),
-        library,
+        Variant(library, at_least="yardstick"),
     ],
     inputs=inputs,
     reference=reference,

@@ -64,7 +64,10 @@ def library(x):
 
 @compare(
     baseline=reduce_then_scan,
-    optimized=[Variant(look_back, sass=("LDG.128", "STG.128")), library],
+    optimized=[
+        Variant(look_back, sass=("LDG.128", "STG.128")),
+        Variant(library, at_least="yardstick"),
+    ],
     inputs=inputs,
     reference=reference,
     sizes=[{"n": 2**28}],

@@ -102,7 +102,10 @@ def library(a, b):
 
 @compare(
     baseline=pointers,
-    optimized=[Variant(descriptors, needs="tma", at_least="neutral"), library],
+    optimized=[
+        Variant(descriptors, needs="tma", at_least="neutral"),
+        Variant(library, at_least="yardstick"),
+    ],
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 4096, "n": 4096, "k": 4096}],

@@ -70,7 +70,7 @@ def library(x):
         Variant(tiled, sass=("LDS", "STS")),
         Variant(padded, sass=("LDS", "STS")),
         Variant(swizzled, sass=("LDS", "STS")),
-        library,
+        Variant(library, at_least="yardstick"),
     ],
     inputs=inputs,
     reference=reference,

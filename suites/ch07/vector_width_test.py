@@ -71,7 +71,7 @@ def library(x):
         Variant(pairs, sass=("LDG.64", "STG.64")),
         Variant(quads, sass=("LDG.128", "STG.128")),
         Variant(quads_unrolled, sass=("LDG.128", "STG.128")),
-        library,
+        Variant(library, at_least="yardstick"),
     ],
     inputs=inputs,
     reference=reference,

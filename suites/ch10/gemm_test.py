@@ -7,8 +7,7 @@ Optimized  cp_async: three tiles in a ring, filled by `cp.async` while the tenso
            tma: the same ring, filled by one thread and the tensor memory accelerator.
            wgmma: the tensor cores read shared memory themselves; 64 x 128 a warpgroup.
            specialized: a warpgroup of its own fills the ring, two compute; nobody waits for all.
-           wide: tiles of 128 x 256: a tile of b serves twice the columns, 85 FLOP a byte loaded
-           become 128 a byte... of shared memory 1.33 times less is read a product.
+           wide: tiles of 128 x 256, of which a product reads a quarter less than of 128 x 128.
            persistent: a block a processor takes tile after tile, 8 rows of tiles at a time.
            stored: results leave through shared memory and TMA while the next tile is computed.
            multicast: two blocks load half of b's tile each, for both.
