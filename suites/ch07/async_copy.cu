@@ -97,25 +97,25 @@ __device__ void integrate(Tile (&tiles)[stages], const float4* __restrict__ x,
 }
 
 extern "C" __global__ __launch_bounds__(ROWS, 1) void synchronous(const float4* x, float4* out,
-                                                               int rows, int groups) {
+                                                                  int rows, int groups) {
   __shared__ Tile tiles[1];
   integrate<false>(tiles, x, out, rows, groups);
 }
 
-extern "C" __global__ __launch_bounds__(ROWS, 1) void one_stage(const float4* x, float4* out, int rows,
-                                                             int groups) {
+extern "C" __global__ __launch_bounds__(ROWS, 1) void one_stage(const float4* x, float4* out,
+                                                                int rows, int groups) {
   __shared__ Tile tiles[1];
   integrate<true>(tiles, x, out, rows, groups);
 }
 
 extern "C" __global__ __launch_bounds__(ROWS, 1) void two_stages(const float4* x, float4* out,
-                                                              int rows, int groups) {
+                                                                 int rows, int groups) {
   __shared__ Tile tiles[2];
   integrate<true>(tiles, x, out, rows, groups);
 }
 
 extern "C" __global__ __launch_bounds__(ROWS, 1) void four_stages(const float4* x, float4* out,
-                                                               int rows, int groups) {
+                                                                  int rows, int groups) {
   __shared__ Tile tiles[4];
   integrate<true>(tiles, x, out, rows, groups);
 }
