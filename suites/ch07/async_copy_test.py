@@ -9,8 +9,8 @@ Optimized  one_stage: the same by `cp.async`, which leaves registers out. It sti
            two_stages: tile i + 1 is on its way while the block walks and writes tile i.
            four_stages: three tiles are on their way, 24 KiB an SM.
 Bound      DRAM: a tile is 8 KiB read and 8 written; at 4.24 TB/s 128 blocks have one each 0.49 us.
-           To fetch it takes 0.7 us or more from a DRAM that is busy, to walk 0.3 us (32 steps, each
-           a product, a comparison and a choice of 4 cycles), to write 0.1 us. synchronous pays the
+           To fetch it takes 0.7 us or more from a DRAM that is busy, to walk 0.2 to 0.3 us (32
+           steps, each a product, a comparison and a choice), to write 0.1 us. synchronous pays the
            sum, 1.1 us; one_stage as well, 1.0x; two_stages the longer half, 0.7 us, 1.5x;
            four_stages has three times the bytes in flight and is left with DRAM, 0.5 us, 2.2x.
            With 2048 threads an SM other blocks would hide the same: stages are for kernels that
