@@ -29,6 +29,7 @@ PAGES = [
 ]
 ONLY_ON_A_GPU = {
     "ch07/histogram-library": "not implemented for 'Int'",
+    "ch07/l2_persistence": "inline assembly",
     "ch07/tile_copy": "inline assembly, tensor maps",
     "ch10/gemm": "inline assembly",
 }

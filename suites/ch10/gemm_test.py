@@ -1,4 +1,4 @@
-"""The bf16 matrix product on Hopper, rung by rung, from `mma.sync` to cluster multicast.
+"""Matrix product on Hopper: feed its tensor cores, from `mma.sync` to cluster multicast.
 
 Problem    c = a b^T, a (m, k), b (n, k) in bf16, summed in fp32, written in bf16.
 Baseline   mma_sync: tiles of 128 x 128, 64 of k at a time, loaded through registers into swizzled
