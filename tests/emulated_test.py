@@ -292,15 +292,20 @@ def test_every_block_has_shared_memory_of_its_own(kernel):
     assert out.item() == 1023 * 512
 
 
-@pytest.mark.parametrize(
-    "shared", ["__shared__ float tile[32];", "extern __shared__ float tile[];"]
-)
-def test_shared_memory_begins_as_garbage_in_every_block(kernel, shared):
-    body = f"{shared} const int i = threadIdx.x; if (i % 2) tile[i] = 1; out[i] = tile[i];"
+SHARED = ["__shared__ float tile[32];", "extern __shared__ float tile[];"]
+USES = "{} const int i = threadIdx.x; if (i % 2) tile[i] = 1; out[i] = tile[i];"
+
+
+@pytest.mark.parametrize("template", [False, True])
+@pytest.mark.parametrize("shared", SHARED)
+def test_shared_memory_begins_as_garbage_in_every_block(kernel, shared, template):
+    above, body = "", USES.format(shared)
+    if template:  # which g++ puts elsewhere
+        above, body = f"template <int n>\n__device__ void f(float* out) {{ {body} }}", "f<3>(out);"
     out = torch.zeros(32)
     with emulated():
         for _ in range(2):
-            kernel("float* out", body)[1, 32, 128](out)
+            kernel("float* out", body, above=above)[1, 32, 128](out)
     assert out[::2].isnan().all()
     assert out[1::2].eq(1).all()
 
@@ -409,6 +414,31 @@ def test_what_does_not_compile_says_so(kernel):
         pytest.raises(CannotEmulate, match=r"page\.cu:3:.*'undeclared' was not declared"),
     ):
         kernel("float* x", "x[0] = undeclared;")[1, 1](torch.zeros(1))
+
+
+def test_a_templates_shared_memory_is_looked_at_too(kernel):
+    body = "__shared__ float tile[n]; tile[threadIdx.x] = 1; out[threadIdx.x] = tile[0];"
+    above = f"template <int n>\n__device__ void f(float* out) {{ {body} }}"
+    with emulated(), pytest.raises(Fault, match=r"a race: it .* of the shared memory"):
+        kernel("float* out", "f<64>(out);", above=above)[1, 64](torch.zeros(64))
+
+
+def test_global_variables_stay_from_launch_to_launch(kernel):
+    above = """
+      __device__ int count;
+      __device__ int step = 2, more[2] = {0, 0};
+      __constant__ int first[] = {40};
+      __device__ const int second = 1;
+      __device__ int twice(int x) { return 2 * x; }
+    """
+    k = kernel(
+        "int* x", "x[0] = first[0] + twice(second) + (count += step) + more[1];", above=above
+    )
+    x = torch.zeros(1, dtype=torch.int32)
+    with emulated():
+        k[1, 1](x)
+        k[1, 1](x)
+    assert x.item() == 46
 
 
 def test_macros_and_names_of_libc_are_a_kernels_to_use(kernel, tmp_path):
