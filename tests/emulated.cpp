@@ -209,8 +209,9 @@ bool within(const char* at, const char* base, size_t bytes) {
     if (gap < least) least = gap, nearest = &region;
   }
   const long item = nearest->item, offset = at - nearest->base;
-  fail("%s element %ld of %s, which has %zu", does, (offset < 0 ? offset - item + 1 : offset) / item,
-       nearest->name, nearest->bytes / item);
+  const long element = (offset < 0 ? offset - item + 1 : offset) / item;
+  fail("%s element %ld of %s, which has %zu", does, element, nearest->name,
+       nearest->bytes / item);
 }
 
 void touch(const void* address, size_t bytes, Kind kind, void* where, bool aligned) {
@@ -275,7 +276,8 @@ bool met(Fiber* warp, unsigned lanes, Fiber& first) {
   for (unsigned lane = 0; lane < lanes; ++lane) {
     Fiber& other = warp[lane];
     if (!(first.mask >> lane & 1) || other.state == gone) continue;
-    if (other.state != meeting || other.mask != first.mask || other.what != first.what) return false;
+    if (other.state != meeting) return false;
+    if (other.mask != first.mask || other.what != first.what) return false;
     result.present |= 1u << lane;
     result.values[lane] = other.value;
   }
@@ -437,7 +439,8 @@ const Lanes& meet(const char* what, unsigned mask, uint64_t value, int line) {
 
 void copy_later(void* to, const void* from, size_t bytes, size_t zeros) {
   void* where = __builtin_return_address(0);
-  if (bytes != 4 && bytes != 8 && bytes != 16) fail("copies %zu bytes; legal are 4, 8 and 16", bytes);
+  const bool legal = bytes == 4 || bytes == 8 || bytes == 16;
+  if (!legal) fail("copies %zu bytes; legal are 4, 8 and 16", bytes);
   if (bytes > zeros) touch(from, bytes - zeros, load, where, !zeros);
   touch(to, bytes, store, where, true);
   settle_overwritten();
@@ -490,10 +493,13 @@ extern "C" const char* emulate(void (*call)(void**), void** args, const unsigned
     regions.push_back({base, bytes, item, std::min<size_t>(item, 4), name, false, nullptr});
   }
   const size_t size = __stop_emulated_shared - __start_emulated_shared;
-  regions.push_back({__start_emulated_shared, size, 1, 1, "the shared memory (bytes)", true, nullptr});
-  regions.push_back({dynamic_shared, shared, 1, 1, "the dynamic shared memory (bytes)", true, nullptr});
+  const char* words = "the shared memory (bytes)";
+  regions.push_back({__start_emulated_shared, size, 1, 1, words, true, nullptr});
+  words = "the dynamic shared memory (bytes)";
+  regions.push_back({dynamic_shared, shared, 1, 1, words, true, nullptr});
   for (Region& region : regions) {
-    if (races) region.cells = static_cast<Cell*>(calloc(region.bytes / region.grain + 1, sizeof(Cell)));
+    const size_t cells = region.bytes / region.grain + 1;
+    if (races) region.cells = static_cast<Cell*>(calloc(cells, sizeof(Cell)));
   }
   message[0] = 0;
   if (_setjmp(launcher)) {

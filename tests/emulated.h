@@ -27,8 +27,9 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
-// One section holds them all, so that a block can begin with garbage in every one.
-#define __shared__ static __attribute__((section("emulated_shared")))
+// g++ drops the section of a template's variables: emulated.py moves .bss, where all of these are.
+#define __shared__ static
+#define EMULATED_GLOBAL __attribute__((section("emulated_global")))
 
 // Built-in variables and vectors.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from emulated import COMPILER, CannotEmulate, Fault, emulated, unsupported
+from emulated import COMPILER, ONLY_ON_A_GPU, CannotEmulate, Fault, emulated, unsupported
 
 from pytest_aisp import cuda_module
 from pytest_aisp.build import LaunchError
@@ -27,13 +27,6 @@ PAGES = [
     for path in sorted((ROOT / "suites").rglob("*_test.py"))
     if "cuda_module" in path.read_text()
 ]
-ONLY_ON_A_GPU = {
-    "ch07/histogram-library": "not implemented for 'Int'",
-    "ch07/l2_persistence": "inline assembly",
-    "ch07/tile_copy": "inline assembly, tensor maps",
-    "ch10/gemm": "inline assembly",
-}
-"""By page or variant, what its check under emulation says: what can be emulated stays not here."""
 SEEDS = (1, 2)
 NAN = float("nan")
 
@@ -42,10 +35,6 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++; there is no
 
 def name_of(path):
     return f"{path.parent.name}/{path.stem.removesuffix('_test')}"
-
-
-def names_of(path, variant):
-    return name_of(path), f"{name_of(path)}-{variant}"
 
 
 @functools.cache
@@ -82,19 +71,25 @@ def check(path, module, function, variant, seed):
         return Engine().check(Task(kind="check", seed=seed, rule=rule, **common))
 
 
+def names(case):
+    """Return how a case may be listed: by its page, and by itself."""
+    path, _, _, variant = case
+    return name_of(path), f"{name_of(path)}-{variant}"
+
+
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{name_of(case[0])}-{case[3]}")
+@pytest.mark.parametrize("case", cases(), ids=lambda case: names(case)[1])
 def test_a_page_of_cuda_is_right(case, seed):
-    path, *_, variant = case
-    if words := next(filter(None, map(ONLY_ON_A_GPU.get, names_of(path, variant))), None):
-        with pytest.raises(Exception, match=words):
+    [*words] = filter(None, map(ONLY_ON_A_GPU.get, names(case)))
+    if words:
+        with pytest.raises(Exception, match=re.escape(words[0])):
             check(*case, seed)
     else:
         assert check(*case, seed)["sizes"]
 
 
 def test_what_only_a_gpu_runs_is_a_page_of_cuda():
-    assert ONLY_ON_A_GPU.keys() <= {n for p, *_, v in cases() for n in names_of(p, v)}
+    assert ONLY_ON_A_GPU.keys() <= {name for case in cases() for name in names(case)}
 
 
 # The emulator itself.
@@ -302,15 +297,20 @@ def test_every_block_has_shared_memory_of_its_own(kernel):
     assert out.item() == 1023 * 512
 
 
-@pytest.mark.parametrize(
-    "shared", ["__shared__ float tile[32];", "extern __shared__ float tile[];"]
-)
-def test_shared_memory_begins_as_garbage_in_every_block(kernel, shared):
-    body = f"{shared} const int i = threadIdx.x; if (i % 2) tile[i] = 1; out[i] = tile[i];"
+SHARED = ["__shared__ float tile[32];", "extern __shared__ float tile[];"]
+USES = "{} const int i = threadIdx.x; if (i % 2) tile[i] = 1; out[i] = tile[i];"
+
+
+@pytest.mark.parametrize("template", [False, True])
+@pytest.mark.parametrize("shared", SHARED)
+def test_shared_memory_begins_as_garbage_in_every_block(kernel, shared, template):
+    above, body = "", USES.format(shared)
+    if template:  # which g++ puts elsewhere
+        above, body = f"template <int n>\n__device__ void f(float* out) {{ {body} }}", "f<3>(out);"
     out = torch.zeros(32)
     with emulated():
         for _ in range(2):
-            kernel("float* out", body)[1, 32, 128](out)
+            kernel("float* out", body, above=above)[1, 32, 128](out)
     assert out[::2].isnan().all()
     assert out[1::2].eq(1).all()
 
@@ -419,6 +419,31 @@ def test_what_does_not_compile_says_so(kernel):
         pytest.raises(CannotEmulate, match=r"page\.cu:3:.*'undeclared' was not declared"),
     ):
         kernel("float* x", "x[0] = undeclared;")[1, 1](torch.zeros(1))
+
+
+def test_a_templates_shared_memory_is_looked_at_too(kernel):
+    body = "__shared__ float tile[n]; tile[threadIdx.x] = 1; out[threadIdx.x] = tile[0];"
+    above = f"template <int n>\n__device__ void f(float* out) {{ {body} }}"
+    with emulated(), pytest.raises(Fault, match=r"a race: it .* of the shared memory"):
+        kernel("float* out", "f<64>(out);", above=above)[1, 64](torch.zeros(64))
+
+
+def test_global_variables_stay_from_launch_to_launch(kernel):
+    above = """
+      __device__ int count;
+      __device__ int step = 2, more[2] = {0, 0};
+      __constant__ int first[] = {40};
+      __device__ const int second = 1;
+      __device__ int twice(int x) { return 2 * x; }
+    """
+    k = kernel(
+        "int* x", "x[0] = first[0] + twice(second) + (count += step) + more[1];", above=above
+    )
+    x = torch.zeros(1, dtype=torch.int32)
+    with emulated():
+        k[1, 1](x)
+        k[1, 1](x)
+    assert x.item() == 46
 
 
 def test_macros_and_names_of_libc_are_a_kernels_to_use(kernel, tmp_path):
