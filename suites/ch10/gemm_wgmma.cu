@@ -18,6 +18,8 @@ constexpr int A_BYTES = M * K * 2;
 constexpr int GROUP = 8;  // rows of tiles that are taken together, so that the L2 holds them
 constexpr int SLICE = 64, SLICE_BYTES = HALF * SLICE * 2;  // of results on their way out
 
+extern __shared__ unsigned char memory[];
+
 __device__ unsigned char* aligned(unsigned char* memory) {  // the swizzle repeats every 1024 bytes
   return memory + (-shared_address(memory) & 1023);
 }
@@ -64,7 +66,6 @@ extern "C" __global__ void __launch_bounds__(COMPUTE* WARPGROUP)
     wgmma_tiles(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                 __nv_bfloat16* c, int m, int n, int k) {
   constexpr int N = 128, STAGES = 4, STAGE_BYTES = A_BYTES + N * K * 2;
-  extern __shared__ unsigned char memory[];
   __shared__ alignas(8) unsigned long long full[STAGES];
   unsigned char* stages = aligned(memory);
   float sums[N / 2];
@@ -123,19 +124,24 @@ __device__ void meet_cluster() {
                    : "memory");
 }
 
-// Arrives at the barrier at the same place in the shared memory of block `rank` of the cluster.
+// Lane 0 arrives at the barrier at the same place in the shared memory of block `rank` of the
+// cluster; the warp stays together, as wgmma wants it.
 __device__ void arrive_at(unsigned long long* barrier, unsigned rank) {
   asm volatile(
-      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
-      " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(
+      "{ .reg .b32 there; .reg .pred p; setp.eq.u32 p, %2, 0;"
+      " mapa.shared::cluster.u32 there, %0, %1;"
+      " @p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(
           shared_address(barrier)),
-      "r"(rank)
+      "r"(rank), "r"(threadIdx.x % 32)
       : "memory");
 }
 
 __device__ void arrive(unsigned long long* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
-               : "memory");
+  asm volatile(
+      "{ .reg .pred p; setp.eq.u32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0]; }" ::"r"(
+          shared_address(barrier)),
+      "r"(threadIdx.x % 32)
+      : "memory");
 }
 
 // load_tile for both blocks of the cluster: to the same place, counted by each block's barrier.
@@ -151,6 +157,7 @@ __device__ void load_tile_for_both(void* tile, const CUtensorMap& map, int row, 
 
 // A warpgroup waits for itself: barrier 0 is __syncthreads.
 __device__ void meet_warpgroup() {
+  __syncwarp();
   asm volatile("bar.sync %0, 128;" ::"r"(static_cast<int>(threadIdx.x / WARPGROUP)) : "memory");
 }
 
@@ -187,7 +194,6 @@ template <int N, int stages, bool persistent, bool by_tma, int cluster>
 __device__ void compute(const CUtensorMap& a, const CUtensorMap& b, const CUtensorMap* to, __nv_bfloat16* c,
                         int m, int n, int k) {
   using Here = Shape<N, stages, by_tma>;
-  extern __shared__ unsigned char memory[];
   __shared__ alignas(8) unsigned long long full[stages], empty[stages];
   unsigned char *ring = aligned(memory), *out = ring + stages * Here::STAGE_BYTES;
   const int steps = (k + K - 1) / K, columns = (n + N - 1) / N;
@@ -240,11 +246,11 @@ __device__ void compute(const CUtensorMap& a, const CUtensorMap& b, const CUtens
         }
       }
     }
+    __syncwarp();
   } else {
     take_registers<232>();
     const int mine = threadIdx.x / WARPGROUP - 1;
     auto release = [&](int stage) {
-      if (threadIdx.x % 32 != 0) return;
       if constexpr (cluster > 1) {
         for (unsigned block = 0; block < cluster; ++block) arrive_at(&empty[stage], block);
       } else {
@@ -273,6 +279,7 @@ __device__ void compute(const CUtensorMap& a, const CUtensorMap& b, const CUtens
       }
     }
     if (by_tma && threadIdx.x % WARPGROUP == 0) wait_stores_read();
+    __syncwarp();
   }
   // No block may leave while the other still writes to its memory.
   if constexpr (cluster > 1) meet_cluster();
