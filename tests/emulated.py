@@ -58,6 +58,7 @@ ONLY_ON_A_GPU: dict[str, str] = {
     "ch07/l2_persistence": "inline assembly",
     "ch07/tile_copy": "inline assembly, tensor maps",
     "ch10/gemm": "inline assembly",
+    "ch10/tcgen05": "the accelerator reads GPU memory",
 }
 """By page (``ch07/gather``) or by case (``ch07/gather-library``) what emulation says of it; tests
 fail where it does not say so any more."""
