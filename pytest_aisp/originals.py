@@ -17,8 +17,8 @@ from typing import Any
 
 OURS = (
     *("check", "clocks", "cold", "controls", "cuda", "engine", "fits", "host", "kernels"),
-    *("leftovers", "manners", "numerics", "oracle", "processes", "repeats", "stats", "switches"),
-    *("timing", "trees", "trial", "windows", "witness", "workbench"),
+    *("leftovers", "manners", "numerics", "oracle", "processes", "repeats", "sides", "stats"),
+    *("switches", "timing", "trees", "trial", "windows", "witness", "workbench"),
 )
 """Our modules whose functions and methods are watched."""
 TORCH = (
