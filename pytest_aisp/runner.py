@@ -11,7 +11,7 @@ from .canary import consider
 from .case_client import CaseClient, reading
 from .judge import Judge
 from .pair import Case
-from .place import Kernels
+from .place import COMPILER, Kernels
 from .row import duration
 from .run import Failed, Run
 from .untrusted import run_apart
@@ -26,7 +26,7 @@ class CaseRun(CaseClient):
 
     def __init__(self, run: Run, case: Case, where: Mapping[str, str], kernels: Kernels) -> None:
         super().__init__(run, case, where, kernels)
-        self.judge = Judge(self)
+        self.judge, self.kernels = Judge(self), kernels
 
     def check(self, rule: dict[str, Any]) -> None:
         """Prove both sides right under `rule`, or assemble kernels where that is all we can."""
@@ -62,6 +62,8 @@ class CaseRun(CaseClient):
             raise EndOfBody
         first = self.timed(0)
         self._fill(first)
+        if self.run.settings.audit and any(self.kernels):
+            self._assemble(first)
         if self.run.settings.in_process:
             return self.judge.abstain()
         consider(self.run, self)
@@ -112,6 +114,19 @@ class CaseRun(CaseClient):
         for name, seconds in timed.get("one_off", {}).items():
             if seconds:
                 row.notes.append(self._break_even(name, seconds))
+
+    def _assemble(self, timed: dict[str, Any]) -> None:
+        """Note what each kernel uses on this arch; whether it may, ``--aisp-compile`` says."""
+        if self.run.replay is not None or self.run.settings.in_process:
+            return
+        task = self.task("compile", archs=(self.machine.arch,))
+        reply = self.run.bench(COMPILER).ask(task, self.timeout, self.run.progress)
+        if reply.error is None:
+            timed["assembled"] = reply.result["assembled"]
+            self.row.notes += reply.result["words"]
+        else:
+            first = (reply.message.splitlines() or [reply.error])[0]
+            self.row.notes.append(f"what its kernels use is not known: {first}")
 
     def _names(self) -> tuple[str, str]:
         baseline = self.case.pair.baseline.__name__

@@ -500,3 +500,27 @@ def test_blocks_that_fit_on_a_processor(arch, threads, registers, shared, blocks
     assert built.occupancy == pytest.approx(occupancy)
     assert built.plain()["resident"] == blocks
     assert f"{blocks} blocks a processor" in str(built)
+
+
+def test_an_audit_says_what_kernels_use_on_this_gpu(write, gpu, pytester):
+    write("doubling")
+    gpu(added=2e-5, doubled=1e-5)
+    out = pytester.path / "out"
+    result = pytester.runpytest_subprocess("--aisp-audit", "-vv", f"--aisp-artifacts={out}")
+    result.stdout.fnmatch_lines(["*sm90 doubling_kernel (BLOCK=1024*registers, 0 B spilled*"])
+    [row] = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    [built] = row["timings"][0]["assembled"]
+    assert built["kernel"] == "doubling_kernel"
+    assert "assembled" not in row["checks"][0]
+    again = pytester.runpytest_subprocess("--aisp-audit", f"--aisp-replay={out}")
+    assert again.ret == 0
+
+
+def test_an_audit_goes_on_where_kernels_cannot_be_assembled(write, gpu, pytester):
+    write("doubling", side=f"x[0].item()\n{LAUNCH}")
+    gpu(added=2e-5, doubled=1e-5)
+    result = pytester.runpytest_subprocess("--aisp-audit", "-vv")
+    result.stdout.fnmatch_lines(
+        ["*what its kernels use is not known: tuned_kernel was not reached*"]
+    )
+    assert result.ret == 0
