@@ -57,6 +57,7 @@ ONLY_ON_A_GPU: dict[str, str] = {
     "ch07/histogram-library": "not implemented for 'Int'",
     "ch07/l2_persistence": "inline assembly",
     "ch07/tile_copy": "inline assembly, tensor maps",
+    "ch10/cluster_reduction": "clusters, cooperative groups",
     "ch10/gemm": "inline assembly",
 }
 """By page (``ch07/gather``) or by case (``ch07/gather-library``) what emulation says of it; tests
