@@ -57,6 +57,7 @@ ONLY_ON_A_GPU: dict[str, str] = {
     "ch07/histogram-library": "not implemented for 'Int'",
     "ch07/l2_persistence": "inline assembly",
     "ch07/tile_copy": "inline assembly, tensor maps",
+    "ch10/cluster_reduction": "clusters, cooperative groups",
     "ch10/gemm": "inline assembly",
     "ch10/tcgen05": "the accelerator reads GPU memory",
 }
