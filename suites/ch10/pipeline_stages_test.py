@@ -3,8 +3,10 @@
 Problem    (m, k) @ (k, n) in fp16, summed in fp32, written in fp16.
 Baseline   one: a tile of a and of b is fetched, waited for and multiplied; then the next. What
            `num_stages=1` says; Triton's own default is 3.
-Optimized  two, three, four: so many tiles take turns in shared memory, all but the one that is
-           multiplied on their way (`cp.async`). The same kernel, launched with another number.
+Optimized  two: while one tile is multiplied the next is on its way (`cp.async`). The same kernel,
+           launched with another number.
+           three: two are on their way.
+           four: three are.
            library: `torch.matmul`.
 Bound      Tensor cores: 2 m n k operations. A step of 128 x 128 x 64 keeps a processor of an H200
            busy for 0.3 us, and its 32 KiB come from the L2 in 0.6 to 1 us. What hides that is other

@@ -1,4 +1,4 @@
-"""Matrix product in Triton, from a program a tile to warps that only load.
+"""Matrix product in Triton: from a program a tile to warps that only load.
 
 Problem    (m, k) @ (k, n) in fp16, summed in fp32, written in fp16.
 Baseline   tiles: a program a tile, eight rows of tiles at a time so that the L2 is reused; three
