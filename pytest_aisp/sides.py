@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import trees
 from .pair import Pair, Side, Size, side_name
+from .quiet import waiter
 
 if TYPE_CHECKING:
     import torch
@@ -115,14 +116,6 @@ class Snapshot:
                     tensor.zero_()
 
 
-def _wait() -> None:
-    """Wait for the GPU where there is one: what preparing has launched belongs to its cost."""
-    import torch
-
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
 class Subject:
     """One side on its slots, ready to be called.
 
@@ -143,9 +136,12 @@ class Subject:
         self._snapshot = None if state is None else Snapshot(state)
         arguments = [(state, *slot) if state is not None else slot for slot in slots]
         if inspect.isgeneratorfunction(side):
+            import torch
+
             start = time.perf_counter()
             self.calls = [self._prepare(side, args) for args in arguments]
-            _wait()
+            # What preparing has launched belongs to its cost.
+            waiter("cuda" if torch.cuda.is_initialized() else "cpu")()
             self.one_off = (time.perf_counter() - start) / len(slots)
             self.restore()
         else:

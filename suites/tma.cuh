@@ -11,6 +11,11 @@ __device__ inline unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
+// Where tiles with a swizzle may begin: it repeats every 1024 bytes. Ask for as many bytes more.
+__device__ inline unsigned char* aligned(unsigned char* memory) {
+  return memory + (-shared_address(memory) & 1023);
+}
+
 // Makes `barrier` wait for `count` arrivals a phase. Before other threads or the TMA use it:
 // fence_barriers, and __syncthreads where more threads than one wait.
 __device__ inline void init_barrier(unsigned long long* barrier, unsigned count) {

@@ -52,8 +52,6 @@ def unsorted(index, values):
 
 def sorted_once(index, values):
     in_order = index.sort(dim=1).values
-    if values.is_cuda:
-        torch.cuda.synchronize()  # the sort belongs to what preparing took
     yield lambda: sums(in_order, values)
 
 

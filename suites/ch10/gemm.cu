@@ -22,10 +22,6 @@ __device__ unsigned place(unsigned row, unsigned piece) {
   return row * 128 + (piece ^ row % 8) * 16;
 }
 
-__device__ unsigned char* aligned(unsigned char* memory) {  // the swizzle repeats every 1024 bytes
-  return memory + (-shared_address(memory) & 1023);
-}
-
 struct Sums {
   float at[TILES_M][TILES_N][4] = {};
 };

@@ -26,8 +26,11 @@ from pytest_aisp import Variant, Work, compare, cuda_module, tensor_map
 kernels = cuda_module("gemm.cu")
 hopper = cuda_module("gemm_wgmma.cu")
 M, K = 128, 64
-RING = 3 * (M + 128) * K * 2 + 1024
-"""Bytes of the ring in gemm.cu; mma_sync needs a third of it."""
+
+
+def ring(wide, stages=4, out=0):
+    """Return the bytes of a ring of tiles of `wide` columns, and `out` for results."""
+    return stages * (M + wide) * K * 2 + out + 1024
 
 
 def inputs(device, m, n, k):
@@ -49,14 +52,13 @@ def tiles(a, b, wide):
 
 def mma_sync(a, b):
     c = empty(a, b)
-    shared = (M + 128) * K * 2 + 1024
-    kernels.mma_sync[tiles(a, b, 128), 256, shared](a, b, c, *c.shape, a.shape[1])
+    kernels.mma_sync[tiles(a, b, 128), 256, ring(128, stages=1)](a, b, c, *c.shape, a.shape[1])
     return c
 
 
 def cp_async(a, b):
     c = empty(a, b)
-    kernels.cp_async[tiles(a, b, 128), 256, RING](a, b, c, *c.shape, a.shape[1])
+    kernels.cp_async[tiles(a, b, 128), 256, ring(128, stages=3)](a, b, c, *c.shape, a.shape[1])
     return c
 
 
@@ -66,13 +68,8 @@ def maps(a, b, rows=128):
 
 def tma(a, b):
     c = empty(a, b)
-    kernels.tma[tiles(a, b, 128), 256, RING](*maps(a, b), c, *c.shape, a.shape[1])
+    kernels.tma[tiles(a, b, 128), 256, ring(128, stages=3)](*maps(a, b), c, *c.shape, a.shape[1])
     return c
-
-
-def ring(wide, stages=4, out=0):
-    """Return the bytes of a ring of tiles of `wide` columns, and `out` for results."""
-    return stages * (M + wide) * K * 2 + out + 1024
 
 
 def wgmma(a, b):

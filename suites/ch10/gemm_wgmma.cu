@@ -9,6 +9,7 @@
 
 #include <cuda_bf16.h>
 
+#include "../cluster.cuh"
 #include "../tma.cuh"
 #include "../wgmma.cuh"
 
@@ -19,10 +20,6 @@ constexpr int GROUP = 8;  // rows of tiles that are taken together, so that the 
 constexpr int SLICE = 64, SLICE_BYTES = HALF * SLICE * 2;  // of results on their way out
 
 extern __shared__ unsigned char memory[];
-
-__device__ unsigned char* aligned(unsigned char* memory) {  // the swizzle repeats every 1024 bytes
-  return memory + (-shared_address(memory) & 1023);
-}
 
 __device__ unsigned packed(float low, float high) {
   unsigned both;
@@ -111,17 +108,6 @@ __device__ void place_of(int turn, int rows, int columns, int& row, int& column)
   const int height = min(rows - group * GROUP, GROUP);
   row = group * GROUP + inside % height;
   column = inside / height;
-}
-
-__device__ unsigned rank_in_cluster() {
-  unsigned rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-__device__ void meet_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::
-                   : "memory");
 }
 
 // Lane 0 arrives at the barrier at the same place in the shared memory of block `rank` of the

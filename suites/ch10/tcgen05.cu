@@ -7,6 +7,7 @@
 
 #include <cuda_bf16.h>
 
+#include "../cluster.cuh"
 #include "../tma.cuh"
 
 constexpr int M = 128, K = 64, STAGES = 4, THREADS = 128;
@@ -19,17 +20,10 @@ __device__ unsigned long long tile_descriptor(const void* tile) {
   return (shared_address(tile) & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 46 | 2ull << 61;
 }
 
-__device__ unsigned rank_in_cluster() {
-  unsigned rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
 template <bool pair>
 __device__ void meet() {
   if constexpr (pair) {
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::
-                     : "memory");
+    meet_cluster();
   } else {
     __syncthreads();
   }
@@ -153,7 +147,7 @@ __device__ void compute(const CUtensorMap& a, const CUtensorMap& b, unsigned sho
   constexpr unsigned SHAPE = 1u << 4 | 1u << 7 | 1u << 10 | N / 8 << 17 | M * BLOCKS / 16 << 24;
   __shared__ alignas(8) unsigned long long full[STAGES], empty[STAGES], done;
   __shared__ unsigned where;
-  unsigned char* ring = memory + (-shared_address(memory) & 1023);
+  unsigned char* ring = aligned(memory);
   const unsigned rank = pair ? rank_in_cluster() : 0;
   const int steps = (k + K - 1) / K;
   const int row = (blockIdx.x / BLOCKS * BLOCKS + rank) * M, column = blockIdx.y * N;
