@@ -184,6 +184,33 @@ class Kernel:
             )
         return self._launches[key]
 
+    def clusters_at_once(self, block: Any, shared: int = 0, *, cluster: Any) -> int:
+        """Return how many clusters torch's current GPU runs at once.
+
+        That many are the grid of a kernel whose blocks stay and take tile after tile. It can be
+        less than the GPU's processors allow: a cluster lies within one of their groups, and where
+        a group has an odd number left, one idles.
+
+        Args:
+            block, shared, cluster: as for `launch`.
+
+        Raises:
+            LaunchError: for a geometry that no GPU can launch.
+        """
+        __tracebackhide__ = True
+        from torch import cuda
+
+        dims = cluster if isinstance(cluster, tuple) else (cluster,)
+        clustered = _cluster(self.name, dims, cluster)
+        geometry = replace(_geometry(self.name, (dims, block, shared)), cluster=clustered)
+        device = cuda.current_device()
+        core = _toolchain()[0]
+        _make_current(device)
+        handle = self.module.load(self.name, device)
+        self.allow_shared(handle, shared, device)
+        stream = _wrap(cuda.current_stream(device).cuda_stream)
+        return int(handle.occupancy.max_active_clusters(geometry.config(core), stream=stream))
+
     def allow_shared(self, handle: Any, shared: int, device: int) -> None:
         """Raise the limit of dynamic shared memory, which is 48 KiB with the static by default."""
         if shared <= self._allowed.get(device, 0):

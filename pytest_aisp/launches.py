@@ -98,6 +98,7 @@ def _run(pair: Pair, side: Side, size: Size) -> None:
 def _noting(found: Launches, assemble: bool) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         held.enter_context(mock.patch.object(build.Launch, "__call__", _cuda(found)))
+        held.enter_context(mock.patch.object(build.Kernel, "clusters_at_once", _clusters))
         descriptor = type("TensorMapDescriptor", (), {})()
         held.enter_context(mock.patch.object(tma, "_encode", return_value=descriptor))
         if "triton" in sys.modules:
@@ -118,6 +119,13 @@ def _cuda(found: Launches) -> Callable[..., None]:
         found.add(Launch(self.kernel, self.kernel.name, str(at), at.grid, threads, at.shared))
 
     return launch
+
+
+def _clusters(self: build.Kernel, block: Any, shared: int = 0, *, cluster: Any) -> int:
+    import torch
+
+    processors = int(torch.cuda.get_device_properties(0).multi_processor_count)
+    return processors // (math.prod(cluster) if isinstance(cluster, tuple) else int(cluster))
 
 
 def _every_configuration(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -440,6 +440,29 @@ def test_attributes_reach_the_launch_and_the_grid_counts_clusters(gpu):
     assert second == {"grid": (8,), "block": (256,), "shmem_size": 0, "is_cooperative": True}
 
 
+def test_how_many_clusters_run_at_once_is_asked_of_the_gpu(gpu, monkeypatch):
+    asked = []
+
+    def most(config, *, stream):
+        asked.append((config, stream))
+        return 62
+
+    occupancy = SimpleNamespace(max_active_clusters=most)
+    loaded = SimpleNamespace(handle="rows", occupancy=occupancy)
+    monkeypatch.setattr(CudaModule, "load", lambda *_: loaded)
+    rows = cuda_module("data/build.cu").rows
+    assert rows.clusters_at_once(256, 65536, cluster=2) == 62
+    config = {"grid": (1,), "block": (256,), "shmem_size": 65536, "cluster": (2,)}
+    assert asked == [(config, "stream 7")]
+    assert gpu.shared == [65536]
+
+
+@pytest.mark.parametrize("cluster", [0, 16, 1.5, (3, 3)])
+def test_clusters_at_once_refuses_what_no_gpu_launches(gpu, cluster):
+    with pytest.raises(LaunchError, match="together at most 8"):
+        cuda_module("data/build.cu").rows.clusters_at_once(256, cluster=cluster)
+
+
 def test_the_installed_cuda_core_knows_the_attributes():
     core = pytest.importorskip("cuda.core")
     assert {"cluster", "is_cooperative", "programmatic_stream_serialization"} <= set(

@@ -15,7 +15,11 @@ Bound      DRAM: a tile is 8 KiB read and 8 written; at 4.24 TB/s 128 blocks hav
            four_stages has three times the bytes in flight and is left with DRAM, 0.5 us, 2.2x.
            With 2048 threads an SM other blocks would hide the same: stages are for kernels that
            cannot have them. No library has this recurrence; the yardstick is a copy's 4.24 TB/s.
-           No GPU has measured this page yet, so it claims only that no side is slower.
+Seen       An H200 gains nothing from one_stage, 1.3x from two_stages and 2.0x from four_stages: the
+           order is as predicted, both gains are smaller. A tile takes 1.34, 1.35, 1.06 and 0.68 us.
+           The first three fit a fetch of 1.06 us, longer than *Bound* has it, and 0.28 us to walk
+           and write. Three such fetches at a time would leave four_stages with DRAM's 0.5 us; why
+           it stays at 73 % of the copy rate is not explained.
 """
 
 import torch
@@ -67,8 +71,8 @@ def four_stages(x):
     optimized=[
         # It waits as long as its baseline: what it saves is registers, which nobody misses here.
         Variant(one_stage, sass="LDGSTS.128", at_least="neutral"),
-        Variant(two_stages, sass="LDGSTS.128"),
-        Variant(four_stages, sass="LDGSTS.128"),
+        Variant(two_stages, sass="LDGSTS.128", at_least={"sm90": 1.1}),
+        Variant(four_stages, sass="LDGSTS.128", at_least={"sm90": 1.7}),
     ],
     inputs=inputs,
     reference=reference,

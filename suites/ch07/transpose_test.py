@@ -17,7 +17,11 @@ Bound      DRAM: 8 bytes an element, 0.51 ms for 2 GiB at 4.24 TB/s. naive: 2^28
            those that wait at the barrier are made up for; six blocks an SM are in other phases; a
            tile's rows are 256 bytes, so no line is shared by two blocks. 16-byte accesses would
            save instructions, of which there is no lack, and could not read rows at odd addresses.
-           No GPU has measured this page yet, so it claims only that no side is slower.
+Seen       An H200 gains 3.4x from tiled and 7.3x from padded and swizzled. These take what was
+           predicted, 1.16 ms and 93 % of the copy rate; naive takes 4.0 ms, not 1.6. It stores 67 G
+           elements a second, which as sectors are 2.1 TB/s of the L2's estimated 5.5; copy_stride
+           meets the same, and what limits such stores is not explained. `x.t().contiguous()` gains
+           2.2x, at 27 % of the copy rate.
 """
 
 import torch
@@ -67,7 +71,7 @@ def library(x):
 @compare(
     baseline=naive,
     optimized=[
-        Variant(tiled, sass=("LDS", "STS")),
+        Variant(tiled, sass=("LDS", "STS"), at_least={"sm90": 2.9}),
         Variant(padded, sass=("LDS", "STS")),
         Variant(swizzled, sass=("LDS", "STS")),
         Variant(library, at_least="yardstick"),
@@ -84,6 +88,7 @@ def library(x):
     ],
     work=lambda rows, columns: Work(read=4 * rows * columns, write=4 * rows * columns),
     bound="dram",
+    at_least={"sm90": 6.0},
 )
 def test_transpose(pair):
     pair.assert_equivalent(exact=True)

@@ -20,7 +20,10 @@ Bound      DRAM: x is ten times the L2, so the second kernel reads it from DRAM:
            a fill of 8 KiB, 2 us, 1.00x to 1.01x. A cluster's barriers are about 1 us each of a
            block's life of 12 us, and hidden by the SM's other blocks: what is gained is the second
            read, not the way of the sum.
-           No GPU has measured this page yet, so it claims only that no side is slower.
+Seen       An H200 gains 1.4x from kept, at 92 % of a copy's rate, and nothing from two_passes, both
+           as predicted; the baseline is 5 % slower than its bytes. distributed gains 1.16x, less
+           than its range: at kept's rate its time is 1.3 GB, so nearly half of the second reads
+           miss the L2.
 """
 
 import torch
@@ -77,8 +80,18 @@ def library(x):
     baseline=atomics,
     optimized=[
         Variant(two_passes, at_least="neutral"),
-        Variant(distributed, needs=("clusters", "dsmem"), sass="UCGABAR_WAIT"),
-        Variant(kept, needs=("clusters", "dsmem"), sass=("UCGABAR_WAIT", "STS.128")),
+        Variant(
+            distributed,
+            needs=("clusters", "dsmem"),
+            sass="UCGABAR_WAIT",
+            at_least={"sm90": 1.1},
+        ),
+        Variant(
+            kept,
+            needs=("clusters", "dsmem"),
+            sass=("UCGABAR_WAIT", "STS.128"),
+            at_least={"sm90": 1.2},
+        ),
         Variant(library, at_least="yardstick"),
     ],
     inputs=inputs,

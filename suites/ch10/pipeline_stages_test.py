@@ -17,7 +17,12 @@ Bound      Tensor cores: 2 m n k operations. A step of 128 x 128 x 64 keeps a pr
            less than three, for a block alone leaves its first fetch and its stores uncovered.
            sm121 has 99 KiB for a block, which four stages fill with three tiles: its tensor cores
            take operands from registers, so that a tile is free again at once.
-           No GPU has measured this page yet, so it claims only that no side is slower.
+Seen       An H200 gains 1.27x from two, 1.9x from three and 1.8x from four. one runs at 45 % of the
+           peak, as predicted, but two at 57 %, not nearly the whole. A step takes a block of one
+           1.6 us and a block of two 1.3 us: both fit a fetch of 1.3 us, longer than *Bound* has it,
+           and 0.3 us of work after it or under it. Two fetches on their way hide more: 77 %. four
+           is 3 % behind three, as predicted. one and two run at 1.97 GHz; three, four and cuBLAS
+           (2.3x) meet the power limit, at 1.5 to 1.8 GHz.
 """
 
 import torch
@@ -95,9 +100,9 @@ def library(a, b):
 @compare(
     baseline=one,
     optimized=[
-        Variant(two, sass="LDGSTS"),
-        Variant(three, sass="LDGSTS"),
-        Variant(four, sass="LDGSTS"),
+        Variant(two, sass="LDGSTS", at_least={"sm90": 1.1}),
+        Variant(three, sass="LDGSTS", at_least={"sm90": 1.6}),
+        Variant(four, sass="LDGSTS", at_least={"sm90": 1.5}),
         Variant(library, at_least="yardstick"),
     ],
     inputs=inputs,

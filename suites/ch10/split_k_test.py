@@ -19,7 +19,11 @@ Bound      DRAM: `b` is 128 MiB, 30 us at 4.53 TB/s; the arithmetic, 8.6 GFLOP, 
            8 MiB of atomics, or 8 MiB written and read in the L2, and one or two small kernels: 4
            to 8 us, so 1.1x to 1.4x. two_kernels saves the zeros of split_k: 1.0x to 1.05x more.
            Stream-K, which shares out tiles and k evenly, has nothing to fill in one full wave.
-           No GPU has measured this page yet, so it claims only that no side is slower.
+Seen       An H200 gains 1.3x from split_k, as predicted and as much as from cuBLAS, at 77 % of
+           DRAM's rate. two_kernels gains 1.25x: it was to be the faster one and is 4 % slower; the
+           times do not say why. The baseline's 51 us are near the 47 us of 64 SMs. With 128 SMs
+           they would be 7.8 TB/s from the L2, more than *Bound* has, but pipeline_stages draws 8.8:
+           which of the two the tuner chose is not known.
 """
 
 import torch
@@ -156,8 +160,8 @@ def library(a, b):
 @compare(
     baseline=one_block_a_tile,
     optimized=[
-        Variant(split_k, sass="REDG"),
-        two_kernels,
+        Variant(split_k, sass="REDG", at_least={"sm90": 1.1}),
+        Variant(two_kernels, at_least={"sm90": 1.05}),
         Variant(library, at_least="yardstick"),
     ],
     inputs=inputs,

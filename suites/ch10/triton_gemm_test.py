@@ -17,7 +17,11 @@ Bound      Tensor cores: 2 m n k operations, 1.1 ms of an H200 at its nominal 98
            tiles. Specialized are only kernels of 4 warps, to which Triton adds others; of 8 it
            ignores the wish, as it does in a flattened loop on Hopper. Flattened is only what TMA
            fetches: of what pointers fetch Triton would then no longer fetch all ahead.
-           No GPU has measured this page yet, so it claims only that no side is slower.
+Seen       At the power limit, with 1.4 to 1.7 GHz, an H200 gains nothing from persistent, as
+           predicted. descriptors gains 1.09x, more than predicted: *Bound* counts nothing for the
+           addresses that TMA takes from the threads, but whether it is they was not measured.
+           flattened gains 1.11x, 1.02x over descriptors where 1.04x was predicted; it is as fast as
+           cuBLASLt (1.10x). specialized gains 1.09x, in its range, and no more than descriptors.
 """
 
 import torch
@@ -188,9 +192,9 @@ def library(a, b):
     baseline=tiles,
     optimized=[
         Variant(persistent, at_least="neutral"),
-        Variant(descriptors, needs="tma", at_least="neutral"),
-        Variant(flattened, needs="tma"),
-        Variant(specialized, needs="tma", sass="USETMAXREG"),
+        Variant(descriptors, needs="tma", at_least={"sm90": 1.04}),
+        Variant(flattened, needs="tma", at_least={"sm90": 1.05}),
+        Variant(specialized, needs="tma", sass="USETMAXREG", at_least={"sm90": 1.04}),
         Variant(library, at_least="yardstick"),
     ],
     inputs=inputs,
