@@ -1,0 +1,108 @@
+"""Chapter 7's histogram and scan against CUB's, which no operation of torch exposes as they are.
+
+    pytest benchmarks/cub_test.py
+
+Needs a GPU and nvcc with CUB's headers (the CUDA toolkit): CUB's device-wide algorithms are host
+code, which NVRTC does not compile. Everywhere else it is skipped. The baseline is CUB, the
+optimized side the chapter's best rung; claims are the project's promise, 0.9 and 0.95 of CUB.
+
+Problem    2^28 int32: counts of 256 values, even and with every second value the same; prefix sums.
+Baseline   `cub::DeviceHistogram::HistogramEven`, `cub::DeviceScan::InclusiveSum`.
+Optimized  `privatized` of suites/ch07/histogram_test.py, `look_back` of suites/ch07/scan_test.py.
+Bound      DRAM: 1 GiB read; 1 GiB read and 1 GiB written.
+"""
+
+import ctypes
+import functools
+import importlib.util
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from pytest_aisp import Variant, Work, compare
+
+HERE = Path(__file__).parent
+
+
+def page(name):
+    """Return the page `name` of chapter 7."""
+    path = HERE.parent / "suites" / "ch07" / f"{name}_test.py"
+    spec = importlib.util.spec_from_file_location(f"ch07_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+histograms, scans = page("histogram"), page("scan")
+
+
+@functools.cache
+def library():
+    """Compile cub.cu for the GPU at hand."""
+    major, minor = torch.cuda.get_device_capability()
+    to = Path(tempfile.mkdtemp()) / "cub.so"
+    options = ["-O3", f"-arch=sm_{major}{minor}", "-shared", "-Xcompiler", "-fPIC"]
+    subprocess.run(["nvcc", *options, "-o", to, HERE / "cub.cu"], check=True)
+    return ctypes.CDLL(str(to))
+
+
+def run(function, x, out):
+    """Call CUB on torch's current stream with temporary memory of torch's."""
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, out)]
+    needed = ctypes.c_size_t(0)
+    status = function(None, ctypes.byref(needed), *pointers, x.numel(), stream)
+    temporary = torch.empty(needed.value, dtype=torch.uint8, device=x.device)
+    at = ctypes.c_void_p(temporary.data_ptr())
+    status = status or function(at, ctypes.byref(needed), *pointers, x.numel(), stream)
+    if status:
+        raise RuntimeError(f"CUB failed with cudaError_t {status}")
+    return out
+
+
+def cub_histogram(x):
+    return run(library().histogram, x, torch.empty(256, dtype=torch.int32, device=x.device))
+
+
+def cub_scan(x):
+    return run(library().inclusive_sum, x, torch.empty_like(x))
+
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc"),
+]
+
+
+@compare(
+    baseline=cub_histogram,
+    optimized=[Variant(histograms.privatized, at_least="neutral")],
+    inputs=histograms.inputs,
+    reference=histograms.reference,
+    sizes=[{"n": 2**28, "skew": 0}, {"n": 2**28, "skew": 50}],
+    check_sizes=[{"n": 1023, "skew": 0}, {"n": 5001, "skew": 50}],
+    work=lambda n, skew: Work(read=4 * n, write=1024),
+    bound="dram",
+)
+def test_histogram_against_cub(pair):
+    pair.assert_equivalent(exact=True)
+    pair.assert_speedup()
+
+
+@compare(
+    baseline=cub_scan,
+    optimized=[Variant(scans.look_back, at_least="neutral")],
+    inputs=scans.inputs,
+    reference=scans.reference,
+    sizes=[{"n": 2**28}],
+    check_sizes=[{"n": 1023}, {"n": 33 * 8192 + 5}],
+    work=lambda n: Work(read=4 * n, write=4 * n),
+    bound="dram",
+)
+def test_scan_against_cub(pair):
+    pair.assert_equivalent(exact=True)
+    pair.assert_speedup()
