@@ -98,7 +98,9 @@ def trial_of(row: Mapping[str, Any], process: Process) -> Trial:
     firsts = list(map(int, row.get("firsts", "")))  # older recordings did not mirror their laps
     robust = row["clock"] in ROBUST_CLOCKS
     value = stats.process_value(row["blocks"], firsts, robust=robust)
-    reading = Reading(value, stats.lap_error(row["laps"], mirrored=len(set(firsts)) > 1))
+    # So did their laps not all have as many blocks: what they said of their error stands.
+    error = stats.process_error(row["blocks"], len(row["laps"]), firsts) if firsts else row["error"]
+    reading = Reading(value, error)
     planted = row["planted"] if row["asked"] else 0.0
     return Trial(
         row["kernel"], process, row["number"], planted, reading, row["seconds"], row["clock"]
@@ -173,7 +175,7 @@ class Bench:
 
     def outcome(self, trial: Trial, spread: float, rng: random.Random) -> verdict.Outcome:
         """Return what the code gate says, as `judge.Judge.judge_against` asks it."""
-        gate = verdict.code_gate(verdict.believed(spread, trial.reading))
+        gate = verdict.code_gate(spread, trial.reading)
         votes = self.votes(trial, rng)
         decision = verdict.decide(trial.reading, [gate], lambda: next(votes, None))
         return decision.outcomes["code"]
@@ -252,8 +254,8 @@ class Suites:
 
     def _suspect(self, trial: Trial) -> Trial | None:
         """Return `trial` if its case would be voted on."""
-        spread = verdict.believed(self._spread[trial.kernel], trial.reading)
-        clear = verdict.code_gate(spread).decide(trial.reading, []) == "clear"
+        gate = verdict.code_gate(self._spread[trial.kernel], trial.reading)
+        clear = gate.decide(trial.reading, []) == "clear"
         return None if clear else trial
 
     @staticmethod

@@ -140,7 +140,7 @@ def judge_code(
     same = replace(case, seconds=(case.seconds[0], case.seconds[0]))
     session = session._replace(shift=0.0)  # both are built in one process: no session comes between
     first = measure(same, session, rng)
-    gate = verdict.code_gate(verdict.believed(spread, first))
+    gate = verdict.code_gate(spread, first)
     loss = verdict.DETECTABLE_CODE * verdict.believed(spread, first) if planted else 0.0
 
     def less(reading: verdict.Reading) -> verdict.Reading:

@@ -21,7 +21,7 @@ STRETCH = 5e-3
 """Least seconds of work that the clocks are compared over."""
 SHARE = 0.02
 """By which share of that they may differ ..."""
-EVENT, HOST, COUNTER = 50e-6, 150e-6, 20e-6
+EVENT, HOST, COUNTER = 50e-6, 150e-6, 60e-6
 """... and by how many seconds besides: the last wait, launching, starting and ending a stamp."""
 ATTEMPTS = 5
 """A host that was busy elsewhere for a moment accuses nobody."""

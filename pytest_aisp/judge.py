@@ -76,7 +76,7 @@ class Judge:
             row.verdict, row.reasons = before, reasons
             row.notes.append(f"{name} is not compared with itself as it was: {why}")
             return
-        gate = verdict.code_gate(verdict.believed(self.spread(), first))
+        gate = verdict.code_gate(self.spread(), first)
         decision = verdict.decide(
             first,
             [gate],

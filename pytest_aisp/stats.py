@@ -42,19 +42,34 @@ def process_value(blocks: Sequence[float], firsts: Sequence[int] = (), *, robust
     return fmean(sorted(blocks)[cut : len(blocks) - cut])
 
 
-def lap_error(laps: Sequence[float], *, mirrored: bool = False) -> float:
-    """Return the standard error of the mean of `laps`; 0 with fewer than three.
+def process_error(blocks: Sequence[float], laps: int, firsts: Sequence[int] = ()) -> float:
+    """Return the standard error of a process's value as its laps show it; 0 with fewer than three.
+
+    As the value is a mean of the middle half of the blocks, a block outside of that half counts
+    here as the half's nearest one: a few slow windows move neither the value nor its error. That
+    is made for four laps; of eight, whole laps would fall outside, and the error be half too small.
 
     Args:
-        mirrored: each lap was built in the other order than the one before. What the order does
-            cancels in the mean: only laps of one order are compared with each other.
+        blocks: of all laps, one after the other, as many of each.
+        laps: how many.
+        firsts: by block, which side was built first. What the order does cancels in the value:
+            only laps of one order are compared with each other.
     """
-    count = len(laps)
-    if count < 3:
+    if laps < 3:
         return 0.0
-    groups = (laps[0::2], laps[1::2]) if mirrored else (laps,)
-    rest = math.fsum((lap - fmean(group)) ** 2 for group in groups for lap in group)
-    return math.sqrt(rest / (count - len(groups)) / count)
+    if len(blocks) % laps:
+        raise ValueError(f"{len(blocks)} blocks are not {laps} laps of as many blocks each")
+    each, firsts = len(blocks) // laps, firsts or [0] * len(blocks)
+    rest, kinds = 0.0, sorted(set(firsts))
+    for kind in kinds:
+        mine = [blocks[i : i + each] for i in range(0, len(blocks), each) if firsts[i] == kind]
+        inner = sorted(b for lap in mine for b in lap)
+        cut = len(inner) // 4
+        low, high = inner[cut], inner[-1 - cut]
+        means = [fmean(min(max(block, low), high) for block in lap) for lap in mine]
+        centre = fmean(means)
+        rest += math.fsum((mean - centre) ** 2 for mean in means)
+    return math.sqrt(rest / (laps - len(kinds)) / laps)
 
 
 def trimmed_spread(values: Sequence[float]) -> float:

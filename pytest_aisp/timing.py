@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
-from .stats import block_value, lap_error, process_value
+from .stats import block_value, process_error, process_value
 
 ROBUST_CLOCKS = ("host", "cpu", "process")
 """Clocks whose process value is the median of the blocks, not the mean of their middle half."""
@@ -141,7 +141,7 @@ class Samples:
     @property
     def error(self) -> float:
         """Standard error of `value` as the laps show it; 0 with fewer than three."""
-        return lap_error(self.laps, mirrored=len(set(self.firsts)) > 1)
+        return process_error(self.blocks, len(self.laps), self.firsts)
 
 
 def join(parts: Sequence[Samples]) -> Samples:

@@ -12,13 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from .stats import rms
+
 VOTES = 3
 ATTEMPTS = 5
 SCREEN, VOTE = 2.2, 2.8
 """Where a same-process comparison becomes a suspect, and where a vote is red, in spreads."""
 INTERVAL = 2.6
 """Half width of the printed 99 % interval, in spreads."""
-BELIEVED = 1.7
+BELIEVED = 1.5
 """A process whose laps say its value is this many times less certain than recorded is believed."""
 DETECTABLE = 4.6
 """The loss that screen and vote find in 99 % of trials, in spreads."""
@@ -73,8 +75,8 @@ class Gate:
         limit: ln(speedup) that the case is held against.
         screen: a case is a suspect when its deficit is above this.
         red, green: a vote is red above `red`, green at or below `green`.
-        spread: of one process, where `red` follows from it alone; a vote that is less certain
-            than that has to lie further out.
+        spread: of one process, where `red` follows from it alone; where the processes of this case
+            are less certain than that, red votes have to lie further out.
     """
 
     name: str
@@ -93,24 +95,18 @@ class Gate:
         """Return the outcome so far: `open` while neither three red nor three green votes."""
         if self.deficit(first.value) <= self.screen:
             return "clear"
-        if sum(self._is_red(v) for v in votes) >= VOTES:
+        together = Reading(0.0, rms(reading.error for reading in [first, *votes]))
+        if sum(self._is_red(vote, together) for vote in votes) >= VOTES:
             return "red"
-        if sum(self._is_green(v) for v in votes) >= VOTES:
+        if sum(self.deficit(vote.value) <= self.green for vote in votes) >= VOTES:
             return "green"
         return "open"
 
-    def _is_red(self, vote: Reading) -> bool:
-        return self.deficit(vote.value) > self.red + self._excess(vote)
-
-    def _is_green(self, vote: Reading) -> bool:
-        if self.green == self.red:
-            return not self._is_red(vote)
-        return self.deficit(vote.value) <= self.green
-
-    def _excess(self, vote: Reading) -> float:
-        if math.isinf(self.spread):
-            return 0.0
-        return VOTE * (believed(self.spread, vote) - self.spread)
+    def _is_red(self, vote: Reading, together: Reading) -> bool:
+        """Whether `vote` is: for itself, and as uncertain as all processes of the case together."""
+        wide = max(believed(self.spread, vote), believed(self.spread, together))
+        excess = 0.0 if math.isinf(self.spread) else VOTE * (wide - self.spread)
+        return self.deficit(vote.value) > self.red + excess
 
 
 def claim_gate(speedup: float, spread: float) -> Gate:
@@ -132,9 +128,15 @@ def record_gates(stored: float, margin: float) -> tuple[Gate, Gate]:
     )
 
 
-def code_gate(spread: float) -> Gate:
-    """Return the gate of a changed side against itself as it was: red for a loss alone."""
-    screen, vote = SCREEN * spread, VOTE * spread
+def code_gate(spread: float, first: Reading) -> Gate:
+    """Return the gate of a changed side against itself as it was: red for a loss alone.
+
+    Args:
+        spread: of one process, as recorded.
+        first: what the first process says. Where its laps deny the spread, the screen, which costs
+            votes and no verdict, widens less than what votes are held against.
+    """
+    screen, vote = SCREEN * max(spread, believed(spread, first) / BELIEVED), VOTE * spread
     return Gate("code", 0.0, screen, vote, vote, spread=spread)
 
 
@@ -145,7 +147,7 @@ def planted_share(spread: float) -> float:
 
 def sees(reading: Reading, spread: float) -> bool:
     """Return whether a side that `reading` says is slower than itself becomes a suspect."""
-    return code_gate(believed(spread, reading)).decide(reading, []) != "clear"
+    return code_gate(spread, reading).decide(reading, []) != "clear"
 
 
 def same_gates(spread: float) -> tuple[Gate, Gate]:
