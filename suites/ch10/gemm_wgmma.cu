@@ -111,12 +111,13 @@ __device__ void place_of(int turn, int rows, int columns, int& row, int& column)
 }
 
 // Lane 0 arrives at the barrier at the same place in the shared memory of block `rank` of the
-// cluster; the warp stays together, as wgmma wants it.
+// cluster; the warp stays together, as wgmma wants it. Of what it has read nothing must be seen over
+// there: `.release.cluster` would be a fence of the whole GPU's memory, a microsecond a step.
 __device__ void arrive_at(unsigned long long* barrier, unsigned rank) {
   asm volatile(
       "{ .reg .b32 there; .reg .pred p; setp.eq.u32 p, %2, 0;"
       " mapa.shared::cluster.u32 there, %0, %1;"
-      " @p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(
+      " @p mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(
           shared_address(barrier)),
       "r"(rank), "r"(threadIdx.x % 32)
       : "memory");
