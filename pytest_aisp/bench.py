@@ -24,7 +24,7 @@ from .messages import Reply, Task
 
 def main(read_fd: int, write_fd: int) -> None:
     """Answer tasks until the pipe closes or a `stop` arrives."""
-    _die_with_parent()
+    die_with_parent()
     faulthandler.enable()  # a side that crashes shows its line
     with os.fdopen(read_fd, "rb") as tasks, os.fdopen(write_fd, "wb", buffering=0) as replies:
         server = Server(lambda text: replies.write(messages.encode({"progress": text})))
@@ -35,10 +35,11 @@ def main(read_fd: int, write_fd: int) -> None:
             task = messages.task_from(messages.decode(line))
             if task.kind == "stop":
                 return
-            replies.write(_encoded(server.answer(task)))
+            replies.write(encoded(server.answer(task)))
 
 
-def _encoded(reply: Reply) -> bytes:
+def encoded(reply: Reply) -> bytes:
+    """Return the line that says `reply`, or that it cannot be said."""
     try:
         return messages.encode(reply)
     except (TypeError, ValueError) as error:
@@ -162,7 +163,8 @@ def _page_lines(error: Exception) -> str:
     return "".join(traceback.format_list(kept or frames))
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends; leave Ctrl-C to the parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle

@@ -87,7 +87,7 @@ class CaseClient:
     def ask(self, task: Task, bench: Bench | None = None) -> dict[str, Any]:
         """Return the result of `task`; raise `Failed` with the verdict set for an error."""
         self.run.check_time()
-        bench = bench or self.run.bench(self.place.device)
+        bench = bench or self.bench()
         reply = bench.ask(task, self.timeout, self.run.progress)
         if reply.error is not None:
             self._fail(reply)
@@ -164,9 +164,19 @@ class CaseClient:
         details = result["details"]
         return reading(result), details["calls"][1] / details["counted"][1] - 1
 
+    def bench(self, number: int = 0) -> Bench:
+        """Return bench process `number` for this case, or its ranks."""
+        return self.run.bench(self.place.device, number, self.ranks)
+
     def fresh_bench(self) -> Bench:
-        """Start one more bench process for this case's device."""
-        return self.run.start(self.place.device)
+        """Start one more bench process for this case's device, or its ranks."""
+        return self.run.start(self.place.device, self.ranks)
+
+    @property
+    def ranks(self) -> int:
+        """Processes that this case's sides run on; kernels are assembled in one."""
+        alone = self.place.kind not in ("time", "check") or self.run.timer is not None
+        return 1 if alone else self.case.gpus
 
     def _past(self) -> dict[str, str]:
         past = self.run.past

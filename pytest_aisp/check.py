@@ -16,6 +16,7 @@ from .fits import Fit, compare_all, explain
 from .numerics import Leaf, Rule, Wrong
 from .oracle import Named, Oracle, observed
 from .pair import Pair, Precision, Side, side_name, size_words
+from .peers import here
 from .protections import on
 from .quiet import waiter
 from .sides import SideError, Subject
@@ -90,6 +91,7 @@ def _check_terms(oracle: Oracle) -> None:
     held += trees.state_tensors(bench.new_state()).values()
     most = sum(tensor.numel() for tensor in held)
     terms = bench.pair.work(**bench.size).terms
+    most *= here().world
     if held and terms > max(most, FEW_TERMS):
         raise TooLoose(
             f"Work(terms={terms}) at {size_words(bench.size)}: the longest sum, but the inputs have"
@@ -241,12 +243,11 @@ def _exact_probe(oracle: Oracle, sides: Sequence[Side]) -> str:
     bench, pair = oracle.bench, oracle.bench.pair
     if pair.state is not None:
         return "n/a: the page has a state"
-    integers = trees.map_tensors(_integers, bench.values[0])
-    expected = numerics.as_leaves(pair.reference(*trees.clone(integers)))
-    for _, value in expected:
-        scaled = value.double() * 16
-        if not bool((scaled == scaled.round()).all()) or float(scaled.abs().amax()) >= 2**24:
-            return "n/a: not exact on small integers"
+    ranks = [_integers(values, rank) for rank, values in enumerate(bench.everyone(0))]
+    integers = ranks[here().rank]
+    expected = oracle.expected_of(trees.clone(ranks))
+    if here().most(any(not _is_exact(value) for _, value in expected)):
+        return "n/a: not exact on small integers"
     for side in sides:
         subject = Subject(side, [trees.clone(integers)])
         try:
@@ -261,17 +262,25 @@ def _exact_probe(oracle: Oracle, sides: Sequence[Side]) -> str:
     return "bit for bit" if any(torch.is_floating_point(v) for _, v in expected) else "integers"
 
 
-def _integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return small integers in `tensor`'s type and strides: -2 to 2, three of four of them zero."""
+def _is_exact(value: torch.Tensor) -> bool:
+    scaled = value.double() * 16
+    return bool((scaled == scaled.round()).all()) and float(scaled.abs().amax()) < 2**24
+
+
+def _integers(values: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
+    """Return `values` of `rank` as small integers: -2 to 2, three of four of them zero."""
     import torch
 
-    if not tensor.is_floating_point():
-        return tensor.clone()
-    made: torch.Tensor = trees.clone(tensor.detach())
-    generator = torch.Generator(device=tensor.device).manual_seed(11)
-    draws = torch.randint(-8, 9, tensor.shape, generator=generator, device=tensor.device)
-    made.copy_(torch.where(draws.abs() <= 2, draws, 0))
-    return made.requires_grad_(tensor.requires_grad)
+    def drawn(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor.clone()
+        made: torch.Tensor = trees.clone(tensor.detach())
+        generator = torch.Generator(device=tensor.device).manual_seed(11 + rank)
+        draws = torch.randint(-8, 9, tensor.shape, generator=generator, device=tensor.device)
+        made.copy_(torch.where(draws.abs() <= 2, draws, 0))
+        return made.requires_grad_(tensor.requires_grad)
+
+    return trees.map_tensors(drawn, values)  # type: ignore[no-any-return]
 
 
 def _controls(

@@ -58,7 +58,7 @@ class BenchProcess:
             stdout=self._output,
             stderr=self._output,
             pass_fds=(ask_read, answer_write),
-            env=_environment(environment or {}),
+            env=bench_environment(environment or {}),
             start_new_session=True,
         )
         os.close(ask_read)
@@ -145,8 +145,7 @@ class BenchProcess:
         if self._output.closed:
             return ""
         self._output.seek(0)
-        text = self._output.read().decode(errors="replace")
-        return "\n".join([ln for ln in text.splitlines() if not _OURS.match(ln)][-lines:])
+        return without_our_frames(self._output.read().decode(errors="replace"), lines)
 
     def kill(self) -> None:
         """Kill the process and everything in its process group."""
@@ -168,10 +167,16 @@ class BenchProcess:
         self._output.close()
 
 
-def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:
+def bench_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the variables that a process of ours starts with: these, the path, the changes."""
     path = os.pathsep.join(p for p in sys.path if p)
     merged = {**os.environ, "PYTHONPATH": path, **changes}
     return {name: value for name, value in merged.items() if value is not None}
+
+
+def without_our_frames(text: str, lines: int) -> str:
+    """Return the last `lines` of what a process printed, a crash's stack without our frames."""
+    return "\n".join([line for line in text.splitlines() if not _OURS.match(line)][-lines:])
 
 
 def _write_all(fd: int, data: bytes) -> None:

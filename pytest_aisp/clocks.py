@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .peers import here
 from .protections import on
 from .witness import now_ns
 
@@ -71,7 +72,7 @@ def contradiction(read: Callable[[], Clocks]) -> str:
     """Return what contradicts the events each time that the clocks are read, or nothing."""
     found = ""
     for _ in range(ATTEMPTS):
-        found = read().contradiction()
+        found = here().first(read().contradiction() or None) or ""
         if not found:
             return ""
     return found

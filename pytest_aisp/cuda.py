@@ -15,6 +15,7 @@ from . import cold, timing
 from .clocks import STRETCH, contradiction
 from .device import Telemetry
 from .kernels import launched
+from .peers import here
 from .protections import on
 from .sides import SideError, Subject
 from .timing import Budget, calls_for, calls_to_plant
@@ -82,7 +83,7 @@ class CudaBout:
                 start = time.perf_counter()
                 subject.run(next(turns) % slots)
                 torch.cuda.synchronize()
-                return time.perf_counter() - start
+                return here().most(time.perf_counter() - start)
 
             return once
 
@@ -92,7 +93,7 @@ class CudaBout:
             grew,
             least=self.budget.warmup,
             seconds=seconds,
-            clock=time.perf_counter,
+            clock=lambda: here().most(time.perf_counter()),
         )
         for subject in self.subjects:
             subject.restore()
@@ -100,7 +101,8 @@ class CudaBout:
 
     def _choose(self) -> tuple[str, tuple[Any, Any]]:
         if not self.bench.pair.as_called:
-            for clock in ("graph", "queue"):
+            # A kernel that blocks one GPU would block the others in their collectives.
+            for clock in ("graph", "queue") if here().world == 1 else ("graph",):
                 try:
                     return clock, self._sized(clock)
                 except (Uncapturable, Unblockable) as error:
@@ -130,7 +132,25 @@ class CudaBout:
 
     def _build(self, make: Callable[[Subject, int, int], Any], counts: Sequence[int]) -> list[Any]:
         extra = [timing.extra_calls(n, p) for n, p in zip(counts, self._planted, strict=True)]
-        made = {side: make(self.subjects[side], counts[side], extra[side]) for side in self._order}
+        return self._made(make, counts, extra)
+
+    def _made(
+        self,
+        make: Callable[[Subject, int, int], Any],
+        counts: Sequence[int],
+        extra: Sequence[int],
+    ) -> list[Any]:
+        """Return a window of each side; if one rank's is refused, so is every rank's."""
+        made: dict[int, Any] = {}
+        refused = None
+        try:
+            for side in self._order:
+                made[side] = make(self.subjects[side], counts[side], extra[side])
+        except Uncapturable as error:
+            refused = str(error)
+        refused = here().first(refused)
+        if refused is not None:
+            raise Uncapturable(refused)
         return [made[0], made[1]]
 
     def _estimates(self, windows: Sequence[Any]) -> list[float]:
@@ -161,6 +181,7 @@ class CudaBout:
         """Refuse a pair whose calls leave in the L2 what was there before them."""
         pair = self.bench.pair
         rotates = pair.l2 == "cold" and pair.state is None and pair.bound not in LINKS
+        rotates &= not pair.spread
         if self.clock != "graph" or not rotates or not on("cold-l2"):
             return {}
         read = cold.reader()
@@ -206,7 +227,7 @@ class CudaBout:
         key = "gpu_only" if self.clock == "host" else "as_called"
         make: Any = GraphWindow if self.clock == "host" else host_window
         try:
-            windows = [make(s, len(self.bench.slots)) for s in self.subjects]
+            windows = self._made(make, [len(self.bench.slots)] * 2, (0, 0))
             return {key: [self._quick(w) for w in windows]}
         except Uncapturable as error:
             return {f"no {key}": str(error).splitlines()[0]}
@@ -219,7 +240,7 @@ class CudaBout:
         torch.cuda.synchronize()
 
     def disturbance(self) -> str | None:
-        return self.telemetry.disturbance()
+        return here().first(self.telemetry.disturbance())
 
     def details(self) -> dict[str, Any]:
         return {
@@ -228,6 +249,7 @@ class CudaBout:
             "calls": [w.calls for w in self.windows],
             "counted": [w.counted for w in self.windows],
             **self.telemetry.summary(),
+            **here().details(),
         }
 
 
@@ -249,7 +271,7 @@ def _growth() -> Callable[[], bool]:
     def grew() -> bool:
         now, before = allocated(), last[0]
         last[0] = now
-        return now != before
+        return here().most(now != before) > 0
 
     return grew
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from . import timing
+from .peers import here
 from .sides import Subject
 from .timing import Budget, calls_for, calls_to_plant, extra_calls
 from .windows import host_window
@@ -39,7 +40,7 @@ class HostBout:
             lambda: False,
             least=budget.warmup,
             seconds=1.0,
-            clock=time.perf_counter,
+            clock=lambda: here().most(time.perf_counter()),
         )
         seconds = [min(self._caller(s)() for _ in range(3)) for s in subjects]
         window = max(budget.window or WINDOW, *seconds)
@@ -60,7 +61,7 @@ class HostBout:
             subject.restore()
             start = time.perf_counter()
             subject.run(0)
-            return time.perf_counter() - start
+            return here().most(time.perf_counter() - start)
 
         return call
 
@@ -71,7 +72,8 @@ class HostBout:
         waited, now = _waiting(), time.perf_counter()
         share = (waited - self._waited) / max(now - self._since, 1e-9)
         self._waited, self._since = waited, now
-        return f"waited for a core {share:.0%} of the time" if share > STOLEN else None
+        waits = f"waited for a core {share:.0%} of the time" if share > STOLEN else None
+        return here().first(waits)
 
     def check_times(self) -> dict[str, Any]:
         """A CPU has one clock."""
@@ -94,6 +96,7 @@ class HostBout:
             "calls": calls,
             "counted": counted,
             "threads": _threads(),
+            **here().details(),
         }
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from . import numerics, trees
 from .controls import Control
 from .numerics import Leaf
+from .peers import here
+from .sides import SideError
 from .stopwatch import Stopwatch
 from .workbench import Workbench
 
@@ -88,6 +90,8 @@ class Oracle:
 
     def _run(self, turns: tuple[int, ...], probe: int | None) -> Named:
         pair, bench = self.bench.pair, self.bench
+        if pair.spread:
+            return self._run_everyone(turns, probe)
         state = bench.new_state()
         if state is not None and probe is not None:
             _perturb_in_place(trees.state_tensors(state), probe)
@@ -97,18 +101,51 @@ class Oracle:
             outputs = pair.reference(*(values if state is None else (state, *values)))
         return observed(outputs, state)
 
+    def _run_everyone(self, turns: tuple[int, ...], probe: int | None) -> Named:
+        """Run the reference on the inputs and states of all ranks, and return this rank's."""
+        pair, bench = self.bench.pair, self.bench
+        states = bench.every_state() if pair.state is not None else []
+        if probe is not None:
+            for state in states:
+                _perturb_in_place(trees.state_tensors(state), probe)
+        outputs: Any = None
+        for turn in turns:
+            ranks = list(_promoted(tuple(bench.everyone(turn)), probe))
+            outputs = pair.reference(*([states] if states else []), ranks)
+        return observed(self._mine(outputs), states[here().rank] if states else None)
+
+    def _mine(self, outputs: Any) -> Any:
+        """Return this rank's part of what the reference returned for all of them."""
+        if outputs is None:
+            return None
+        if not isinstance(outputs, (list, tuple)) or len(outputs) != here().world:
+            raise SideError(
+                f"reference must return what each of {here().world} ranks holds, as a list with one"
+                f" entry a rank; it returned {type(outputs).__name__}"
+            )
+        return outputs[here().rank]
+
     def dropped(self, turn: int, precision: str | None) -> list[Leaf] | None:
         """Return what the reference says with a slice of the largest input zeroed, or None."""
-        values = trees.clone(self.bench.value_set(turn))
-        floating = [t for _, t in trees.tensors(values) if t.is_floating_point() and t.dim()]
-        if not floating or self.bench.pair.state is not None:
+        pair, bench = self.bench.pair, self.bench
+        if pair.state is not None:
             return None
-        largest = max(floating, key=lambda t: t.numel()).detach()
-        last = largest.shape[-1]
-        largest[..., last - max(1, last // 16) :] = 0
+        ranks = trees.clone(bench.everyone(turn))
+        for values in ranks:
+            floating = [t for _, t in trees.tensors(values) if t.is_floating_point() and t.dim()]
+            if not floating:
+                return None
+            largest = max(floating, key=lambda t: t.numel()).detach()
+            last = largest.shape[-1]
+            largest[..., last - max(1, last // 16) :] = 0
+        return [Leaf(path, value.double(), None) for path, value in self.expected_of(ranks)]
+
+    def expected_of(self, ranks: list[tuple[Any, ...]]) -> Named:
+        """Return what the reference says, without a state, of these inputs, one tuple a rank."""
+        pair = self.bench.pair
         with self.watch.phase("reference"):
-            outputs = observed(self.bench.pair.reference(*values), None)
-        return [Leaf(path, value.double(), None) for path, value in outputs]
+            made = self._mine(pair.reference(ranks)) if pair.spread else pair.reference(*ranks[0])
+        return observed(made, None)
 
 
 def observed(outputs: Any, state: Any) -> Named:

@@ -120,6 +120,11 @@ class Pair:
         _check_sizes(self)
         _check_claims(self)
 
+    @property
+    def spread(self) -> bool:
+        """Whether the sides run on several ranks: the reference then gets every rank's inputs."""
+        return max(self.gpus) > 1
+
     def variant(self, name: str) -> Variant:
         """Return the variant called `name`."""
         return next(v for v in self.variants if v.name == name)

@@ -21,6 +21,7 @@ from .history import Past
 from .messages import Task
 from .options import Settings
 from .pair import Case
+from .ranks import RankSet
 from .row import Row
 from .sanitizer import Sanitized
 from .verdict import Reading
@@ -72,7 +73,7 @@ class Run:
     finest: Timed | None = None
     started: float = field(default_factory=time.monotonic)
     confirmed: float = 0.0
-    _benches: dict[tuple[str, int], Bench] = field(default_factory=dict)
+    _benches: dict[tuple[str, int, int], Bench] = field(default_factory=dict)
     _stored: dict[Path, store.Stored] = field(default_factory=dict)
     _peaks: dict[str, peaks_module.Peaks | None] = field(default_factory=dict)
     _caches: list[str] = field(default_factory=list)
@@ -83,21 +84,27 @@ class Run:
         """Seed of checked values: secret, unless the run must be reproducible."""
         return 0 if self.settings.reproducible else self.secret
 
-    def bench(self, device: str, number: int = 0) -> Bench:
-        """Return bench process `number` for `device`, started if need be."""
+    def bench(self, device: str, number: int = 0, ranks: int = 1) -> Bench:
+        """Return bench process `number` for `device`, or such `ranks`, started if need be."""
         if self.replay is not None:
             return self.replay
-        key = device, number
+        key = device, number, ranks
         current = self._benches.get(key)
-        if isinstance(current, BenchProcess) and not current.alive:
+        if isinstance(current, (BenchProcess, RankSet)) and not current.alive:
             current.close()
             current = None
         if current is None:
-            current = self._benches[key] = self.start(device)
+            current = self._benches[key] = self.start(device, ranks)
         return current
 
-    def start(self, device: str) -> Bench:
-        """Start one more bench process for `device`."""
+    def start(self, device: str, ranks: int = 1) -> Bench:
+        """Start one more bench process for `device`, or `ranks` that work together."""
+        if ranks > 1:
+            if self.settings.in_process:
+                raise Failed(
+                    f"{ranks} ranks cannot run inside pytest; leave out --pdb and the like"
+                )
+            return RankSet(ranks, self._environment(device, ranks))
         if self.settings.in_process:
             return InProcess()
         environment = self._environment(device)
@@ -105,10 +112,10 @@ class Run:
             return Sanitized(self.settings.sanitize, environment)
         return BenchProcess(environment)
 
-    def _environment(self, device: str) -> dict[str, str | None]:
+    def _environment(self, device: str, ranks: int = 1) -> dict[str, str | None]:
         changes: dict[str, str | None] = {"TRITON_INTERPRET": None}
         if device == "cuda" and self.machine.gpus:
-            changes["CUDA_VISIBLE_DEVICES"] = self.gpu
+            changes["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus(ranks))
         if device != "cuda":
             changes["CUDA_VISIBLE_DEVICES"] = ""
         if device == "cpu":
@@ -125,10 +132,13 @@ class Run:
         names = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
         return {name: os.path.join(folder, name.lower()) for name in names}
 
-    @property
-    def gpu(self) -> str:
-        """UUID of the GPU that this process uses."""
-        return self.machine.gpus[self.worker % len(self.machine.gpus)]
+    def gpus(self, count: int) -> tuple[str, ...]:
+        """Return the UUIDs of the GPUs that this process uses for a case of `count`.
+
+        One is this worker's own; several are the machine's first, the same for every worker.
+        """
+        every = self.machine.gpus
+        return (every[self.worker % len(every)],) if count == 1 else tuple(sorted(every)[:count])
 
     def stored(self, path: Path) -> store.Stored:
         """Return the stored results in `path`, read once."""

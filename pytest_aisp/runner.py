@@ -83,7 +83,7 @@ class CaseRun(CaseClient):
         recorded = self.judge.spread()
         verdicts = [self.row.verdict]
         for number in range(1, self.run.settings.processes):
-            timed = self.timed(100 + number, self.run.bench(self.place.device, number))
+            timed = self.timed(100 + number, self.bench(number))
             found = reading(timed)
             values.append(found.value)
             gates = verdict.same_gates(verdict.believed(recorded, found))

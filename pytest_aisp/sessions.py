@@ -176,8 +176,9 @@ def _hold(held: contextlib.ExitStack, run: Run, case: Case | None) -> None:
     measures = not (run.settings.check or run.settings.compile) and run.replay is None
     held.enter_context(lease("host", shared=not (alone and measures), waiting=run.progress))
     touches = not run.settings.compile and case is not None and case.kind == "gpu"
-    if run.timer is None and run.machine.gpus and touches:
-        held.enter_context(lease(run.gpu, waiting=run.progress))
+    if run.timer is None and run.machine.gpus and touches and case is not None:
+        for gpu in sorted(run.gpus(case.gpus)):  # in one order everywhere: nobody waits in a ring
+            held.enter_context(lease(gpu, waiting=run.progress))
 
 
 def _case(item: pytest.Item) -> Case | None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import trees
 from .pair import Pair, Side, Size, side_name
+from .peers import here
 from .quiet import waiter
 
 if TYPE_CHECKING:
@@ -60,10 +61,17 @@ def seeded(seed: int) -> Iterator[None]:
             np.random.set_state(before[1])
 
 
-def make_inputs(pair: Pair, device: str, size: Size, seed: int) -> tuple[Any, ...]:
-    """Return the page's inputs for `seed`, always a tuple."""
-    with seeded(seed):
-        made = pair.inputs(device, **size)
+RANK_SEEDS = 7919
+"""How far apart the seeds of two ranks' inputs lie."""
+
+
+def make_inputs(
+    pair: Pair, device: str, size: Size, seed: int, rank: int | None = None
+) -> tuple[Any, ...]:
+    """Return the page's inputs for `seed` on `rank` (None: this one), always a tuple."""
+    rank = here().rank if rank is None else rank
+    with seeded(seed + RANK_SEEDS * rank):
+        made = pair.inputs(device, **size, **_place(pair.inputs, rank))
     if not isinstance(made, tuple):
         raise SideError(
             f"inputs returned a {type(made).__name__}; return a tuple of arguments,"
@@ -71,6 +79,12 @@ def make_inputs(pair: Pair, device: str, size: Size, seed: int) -> tuple[Any, ..
         )
     _check_inputs(made)
     return made
+
+
+def _place(function: Callable[..., Any], rank: int) -> dict[str, int]:
+    """Return which of `rank` and `world` the page's function asks for."""
+    asked = inspect.signature(function).parameters
+    return {k: v for k, v in {"rank": rank, "world": here().world}.items() if k in asked}
 
 
 def _check_inputs(made: tuple[Any, ...]) -> None:
@@ -85,12 +99,16 @@ def _check_inputs(made: tuple[Any, ...]) -> None:
             )
 
 
-def make_state(pair: Pair, device: str, size: Size, seed: int) -> Any:
-    """Return a new state for `seed`, or None for a page without one."""
+def make_state(pair: Pair, device: str, size: Size, seed: int, rank: int | None = None) -> Any:
+    """Return a new state for `seed`, or None for a page without one.
+
+    The seed is the same on every rank: what differs between them the page takes from `rank`.
+    """
     if pair.state is None:
         return None
+    rank = here().rank if rank is None else rank
     with seeded(seed):
-        return pair.state(device, **size)
+        return pair.state(device, **size, **_place(pair.state, rank))
 
 
 @dataclass

@@ -14,6 +14,7 @@ from .messages import Task
 from .numerics import Rule
 from .oracle import Named, Oracle, observed
 from .pair import Precision, Side, size_words
+from .peers import here
 from .protections import on
 from .quiet import release, waiter
 from .repeats import check_repeats
@@ -111,7 +112,7 @@ class Trial:
         start = time.perf_counter()
         subject.run(0)
         wait()
-        self.round_seconds = time.perf_counter() - start
+        self.round_seconds = here().most(time.perf_counter() - start)
         subject.restore()
         outputs = subject.run(0)
         self.output_bytes = trees.nbytes(outputs)
@@ -211,7 +212,8 @@ class Trial:
         import torch
 
         l2 = torch.cuda.get_device_properties().L2_cache_size
-        return self.bench.slots_for(self.output_bytes, l2, torch.cuda.mem_get_info()[0])
+        free = here().least(torch.cuda.mem_get_info()[0])
+        return self.bench.slots_for(self.output_bytes, l2, free)
 
     def _bout(
         self, subjects: tuple[Subject, Subject], budget: Budget, order: tuple[int, int]

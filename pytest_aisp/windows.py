@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .clocks import Clocks, read_clocks
+from .peers import here
 from .quiet import no_gc, waiter
 from .sides import Subject
 from .witness import now_ns
@@ -50,11 +51,13 @@ class GraphWindow:
     def __call__(self) -> float:
         self._graph.replay()
         self.subject.restore()
+        here().begin("cuda")
         self._start.record()
         self._graph.replay()
         self._end.record()
         self._end.synchronize()
-        return float(self._start.elapsed_time(self._end)) * 1e-3 / self.counted
+        seconds = float(self._start.elapsed_time(self._end)) * 1e-3
+        return here().slowest(seconds) / self.counted
 
     def clocks(self, seconds: float) -> Clocks:
         """Return what the clocks say of replays that together last `seconds` or more."""
@@ -130,10 +133,11 @@ class HostWindow:
     def __call__(self) -> float:
         self.subject.restore()
         self._synchronize()
+        here().begin("cpu")
         start = now_ns()
         self.subject.cycle(self.counted, self._extra)
         self._synchronize()
-        return (now_ns() - start) * 1e-9 / self.counted
+        return here().slowest((now_ns() - start) * 1e-9) / self.counted
 
 
 def host_window(subject: Subject, counted: int, extra: int = 0, device: str = "cuda") -> HostWindow:

@@ -10,6 +10,7 @@ from typing import Any
 
 from . import trees
 from .pair import Pair, Side, Size
+from .peers import here
 from .protections import on
 from .sides import Subject, make_inputs, make_state
 
@@ -56,8 +57,14 @@ class Workbench:
             self.values.append(self._draw(self.unseen_seed))
         return self.values[k]
 
-    def _draw(self, seed: int) -> tuple[Any, ...]:
-        return make_inputs(self.pair, self.device, self.size, seed)
+    def _draw(self, seed: int, rank: int | None = None) -> tuple[Any, ...]:
+        return make_inputs(self.pair, self.device, self.size, seed, rank)
+
+    def everyone(self, k: int) -> list[tuple[Any, ...]]:
+        """Return value set `k` of every rank; those of the others are drawn anew each time."""
+        seed = self.unseen_seed if k == UNSEEN else self.seed + k
+        ranks = range(here().world)
+        return [self.value_set(k) if r == here().rank else self._draw(seed, r) for r in ranks]
 
     def lay_slots(self, count: int) -> None:
         """Make `count` slots, each a copy of one value set."""
@@ -82,6 +89,11 @@ class Workbench:
     def new_state(self) -> Any:
         """Return a state as every side begins with it, or None for a page without one."""
         return make_state(self.pair, self.device, self.size, self.seed)
+
+    def every_state(self) -> list[Any]:
+        """Return a new state of every rank."""
+        where = self.pair, self.device, self.size, self.seed
+        return [make_state(*where, rank) for rank in range(here().world)]
 
     def subject(self, side: Side) -> Subject:
         """Return `side` built on the slots, with a state of its own."""

@@ -26,7 +26,8 @@ LAYERS = {
     "machine": words(
         "apart assembly bench build check client clocks cold controls cuda device engine"
         " features fits graphs host kernels launches leases leftovers loader manners numerics"
-        " oracle originals peaks processes protections quiet repeats replay sanitizer sass search"
+        " oracle originals peaks peers processes protections quiet rank ranks repeats replay"
+        " sanitizer sass search"
         " sides sources standin stopwatch switches tma trees trial windows witness workbench"
     ),
     "glue": words(

@@ -1,0 +1,219 @@
+"""A page on several ranks: what is right, and what one rank alone may do wrong."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+from benches import benches, wait_for
+
+from pytest_aisp.messages import Task
+from pytest_aisp.ranks import Nodes, RankSet
+
+PAGE = '''
+    """Summing: the same sum."""
+
+    import os
+    import signal
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    from pytest_aisp import Work, compare
+
+
+    def inputs(device, n):
+        return (torch.randn(n, device=device),)
+
+
+    def reference(ranks):
+        total = sum(x.double() for (x,) in ranks)
+        return [total] * len(ranks)
+
+
+    def summed(x):
+        out = x.clone()
+        dist.all_reduce(out)
+        return out
+
+
+    def other(x):
+        {does}
+        return summed(x)
+
+
+    @compare(
+        baseline=summed,
+        optimized=[other],
+        inputs=inputs,
+        reference=reference,
+        sizes=[{{"n": 1001}}],
+        check_sizes=[{{"n": 33}}],
+        work=lambda n: Work(wire=4 * n, terms=2),
+        bound="latency",
+        gpus={gpus},
+    )
+    def test_summing(pair):
+        pair.assert_equivalent()
+        pair.assert_speedup()
+'''
+LAST = "if dist.get_rank() == 1: "
+AT = "during: check other at n=33"
+# By page: what its optimized side does, and a line of the failure.
+FAULTS = {
+    "raises": (LAST + "raise ValueError('no')", f"rank 1: ValueError: no, {AT}"),
+    "raise_all": ("raise ValueError('no')", f"other at n=1001: ValueError: no, {AT}"),
+    "exits": (LAST + "os._exit(3)", f"rank 1 ended with exit code 3 {AT}"),
+    "crashes": (
+        "if dist.get_rank() == 0: os.kill(os.getpid(), signal.SIGSEGV)",
+        f"rank 0 ended by SIGSEGV {AT}",
+    ),
+    "hangs": (
+        LAST + "time.sleep(1000)",
+        "no answer within 12 s during: rank 1: check other at n=33, in other (hangs_test.py:30);"
+        " rank 0 waits for it",
+    ),
+    "wrong": (LAST + "return summed(x) + 1", "rank 1: other is wrong at n=33*"),
+    "wrong_all": ("return summed(x) + 1", "E       AssertionError: other is wrong at n=33*"),
+    "alone": ("return 2 * x", "E       AssertionError: rank 0: other is wrong at n=33*"),
+    "three": (
+        "return summed(x)",
+        "reference must return what each of 2 ranks holds, as a list with one entry a rank; it"
+        " returned Tensor",
+    ),
+}
+HEALTHY = ("first", "zenith")
+
+
+def write(folder: Path, name: str, does: str = "pass", gpus: int = 2) -> Path:
+    path = folder / "ch99" / f"{name}_test.py"
+    path.parent.mkdir(exist_ok=True)
+    text = textwrap.dedent(PAGE).format(does=does, gpus=gpus)
+    if name == "three":
+        text = text.replace("return [total] * len(ranks)", "return total")
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def run(page, pytester, told, kept):
+    """A run of every faulty page and of healthy ones among them."""
+    if not kept:
+        page()
+        for name, (does, _) in FAULTS.items():
+            write(pytester.path, name, does)
+        for name in HEALTHY:
+            write(pytester.path, name)
+        options = ["--aisp-check", "-o", "aisp_timeout=12", "--junitxml=junit.xml", "ch99"]
+        kept["result"] = pytester.runpytest_subprocess(*options)
+        kept["left"] = benches(pytester.path)
+        kept["told"] = told(pytester.path / "junit.xml")
+    return kept
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_red_and_names_the_rank(run, name):
+    told = run["told"][name]
+    pytest.LineMatcher(told.failure.splitlines()).fnmatch_lines(["*" + FAULTS[name][1] + "*"])
+    assert told.verdict == ("wrong" if name in ("wrong", "wrong_all", "alone") else "fail")
+
+
+def test_every_other_case_has_its_verdict(run):
+    assert [run["told"][name].verdict for name in HEALTHY] == ["checked"] * 2
+    assert run["result"].ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_no_rank_is_left(run):
+    assert run["left"] == []
+
+
+def test_what_all_ranks_say_alike_names_none(run):
+    for name in ("raise_all", "wrong_all"):
+        assert "rank" not in run["told"][name].failure.splitlines()[-1]
+        assert "rank 0:" not in run["told"][name].failure
+
+
+def task(path: Path, kind: str = "check", **more: object) -> Task:
+    where = {"page": str(path), "root": str(path.parents[1]), "module": f"ch99.{path.stem}"}
+    case = {"function": "test_summing", "variant": "other", "size": {"n": 1001}, "gpus": 2}
+    return Task(kind=kind, at="check", **where, **case, **more)
+
+
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture
+def ranks():
+    started = []
+
+    def start(count: int, nodes: Nodes | None = None) -> RankSet:
+        started.append(RankSet(count, ENVIRONMENT, nodes))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def quiet(text: str) -> None:
+    """Hear no progress."""
+
+
+def test_ranks_answer_one_task_after_another_and_end_together(ranks, tmp_path):
+    path = write(tmp_path, "twice")
+    both = ranks(2)
+    for _ in range(2):
+        assert both.ask(task(path), 60, quiet).error is None
+    assert len(both.pids) == 3
+    os.kill(both.pids[2], 9)
+    wait_for(lambda: both.ask(task(path), 60, quiet).error == "died")
+    assert not both.alive
+    for pid in both.pids:
+        wait_for(lambda pid=pid: not running(pid))
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_ranks_of_two_launchers_meet_at_an_endpoint(ranks, tmp_path, unused_port):
+    """Two launchers stand for two machines; each sees its own rank alone."""
+    path = write(tmp_path, "apart")
+    nodes = [ranks(1, Nodes(f"127.0.0.1:{unused_port}", 2, number)) for number in range(2)]
+    replies = {}
+
+    def ask(number: int) -> None:
+        # Each has drawn a seed of its own: the ranks use the first one's.
+        replies[number] = nodes[number].ask(task(path, seed=number), 120, quiet)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [replies[number].error for number in range(2)] == [None, None], replies
+    assert replies[0].result["sizes"] == replies[1].result["sizes"]
+
+
+@pytest.fixture
+def unused_port():
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def test_ranks_that_do_not_start_say_so(ranks, monkeypatch):
+    monkeypatch.setattr("pytest_aisp.ranks.RankSet._arguments", lambda self: ["--no-such-option"])
+    reply = ranks(2).ask(Task(kind="check"), 60, quiet)
+    assert reply.error == "died"
+    assert reply.message == "the ranks' launcher ended before every rank had started"
+    assert "no-such-option" in reply.trace
