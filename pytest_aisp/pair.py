@@ -77,6 +77,8 @@ class Variant:
         precision: the lower arithmetic it uses on purpose; it widens the derived tolerance.
         sass: instructions that its machine code must hold besides those of `needs`, as in
             ``sass="LDG.128"``; looked for where its kernels are assembled.
+        gpu_only: why no CPU can check it, as in ``gpu_only="symmetric memory"``; without the GPUs
+            it needs its cases are then skipped, and not called checked.
         marks: pytest marks for its cases, as in ``pytest.param(marks=...)``.
     """
 
@@ -87,6 +89,7 @@ class Variant:
     at_least: Claims | None = None
     precision: Precision | None = None
     sass: str | Sequence[str] = ()
+    gpu_only: str = ""
     marks: Sequence[Any] = ()
 
     @property

@@ -55,6 +55,8 @@ def place_of(run: Run, case: Case, kernels: Kernels) -> Place:
     need = _need(case, run.machine)
     if kernels.cuda:
         return Place("compile", COMPILER, need, archs)
+    if case.variant.gpu_only:
+        return Place("skip", "cpu", f"{need}; {case.variant.gpu_only} has no form on a CPU")
     return Place("check", "cpu", need)
 
 
