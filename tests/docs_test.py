@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,3 +72,29 @@ def test_the_fixtures_for_other_tests_work(pytester):
         """
     )
     assert pytester.runpytest_subprocess().ret == 0
+
+
+def test_the_ladder_is_what_is_stored_and_assembled(tmp_path):
+    pytest.importorskip("cuda.core")
+    page, readme = ROOT / "suites/ch10/gemm_test.py", ROOT / "suites/ch10/README.md"
+    copy = tmp_path / "README.md"
+    copy.write_text(readme.read_text())
+    command = [sys.executable, ROOT / "benchmarks/ladder.py", page, "test_gemm", "--write"]
+    # In a process of its own: this one may run Triton's interpreter, which compiles nothing.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)
+    subprocess.run([*command, copy], check=True, env=environment)
+    assert copy.read_text() == readme.read_text()
+
+
+def test_a_document_without_a_place_for_the_ladder_is_refused(tmp_path):
+    (tmp_path / "README.md").write_text("no marks")
+    command = [sys.executable, ROOT / "benchmarks/ladder.py", ROOT / "suites/ch10/gemm_test.py"]
+    done = subprocess.run(
+        [*command, "test_gemm", "--write", tmp_path / "README.md"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert "has no place for the table: <!-- ladder --> and <!-- end of ladder -->" in done.stderr
+    assert done.returncode == 1

@@ -1,0 +1,137 @@
+"""A ladder in one table: each rung's time, share of the library, and what changed in machine code.
+
+    python benchmarks/ladder.py suites/ch10/gemm_test.py test_gemm [--write README.md]
+
+Times are stored results (`baselines/`), machine code is assembled here, with no GPU: the
+instructions that a rung's kernels have and those of the rung before have not, and the other way
+round. Only instructions that move data, multiply, or wait are looked at. With `--write` the table
+replaces what stands between `<!-- ladder -->` and `<!-- end of ladder -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pytest_aisp import sass, store
+from pytest_aisp.assembly import Assembly, Built
+from pytest_aisp.loader import load_page, pair_of
+from pytest_aisp.row import duration
+
+ROOT = Path(__file__).parents[1]
+ARCH_OF = {"nvidia-h200": "sm90"}
+START, END = "<!-- ladder -->", "<!-- end of ladder -->"
+TELLING = re.compile(
+    r"(HGMMA|HMMA|UTC\w*|FFMA|LDGSTS|LDG|STG|LDS|STS|LDSM|STSM|LDTM|UTMA\w+|UBLKCP|SYNCS"
+    r"|USETMAXREG|WARPGROUP|MEMBAR|BAR|UCGABAR\w*|ATOM\w*|RED|MATCH|SHFL|LDGDEPBAR)(\.|$)"
+)
+"""Instructions that move data, multiply, or wait."""
+DULL = ("E", "SYS", "DEFER_BLOCKING", "ALL", "SYNC")
+
+
+def built(page: Path, function: str, arch: str) -> Iterator[tuple[str, list[Built]]]:
+    """Yield the baseline and each variant with the kernels that it launches at its first size."""
+    module = load_page(str(page), str(ROOT), f"ladder.{page.stem}")
+    pairs = [pair for pair in map(pair_of, vars(module).values()) if pair is not None]
+    pair = pair_of(getattr(module, function))
+    if pair is None:
+        raise SystemExit(f"{page} has no test {function!r} with @compare")
+    for variant in (v for v in pair.variants if arch in pair.archs(v)):
+        assembly = Assembly(pairs, pair, variant, pair.sizes[0], root=str(ROOT), tell=_quiet)
+        assembly.run((arch,))
+        if variant is pair.variants[0]:
+            name = pair.baseline.__name__
+            yield name, [found for found in assembly.built if found.side == name]
+        yield variant.name, [found for found in assembly.built if found.side == variant.name]
+
+
+def _quiet(text: str) -> None:
+    """Show no progress."""
+
+
+def telling(kernels: list[Built]) -> set[str]:
+    """Return the instructions of `kernels` that move data, multiply, or wait."""
+    found: set[str] = set()
+    for kernel in kernels:
+        for name, instructions in sass.instructions(kernel.cubin).items():
+            if name == kernel.launch.name:
+                found |= {short(i) for i in instructions if TELLING.match(i)}
+    return found
+
+
+def short(instruction: str) -> str:
+    """Return an instruction without the modifiers that tell a reader nothing here."""
+    name, *modifiers = instruction.split(".")
+    return ".".join([name, *(m for m in modifiers if m not in DULL)])
+
+
+def table(page: Path, function: str, arch: str, results: Mapping[str, Any]) -> str:
+    """Return the Markdown table of the page's ladder."""
+    heads = ("rung", "time", "of the library", "registers", "new in its machine code", "gone")
+    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    before: set[str] = set()
+    library = next((r for k, r in results.items() if "[library-" in k), None)
+    for name, kernels in built(page, function, arch):
+        now = telling(kernels)
+        mine = next((r for k, r in results.items() if f"[{name}-" in k), None)
+        cells = [name, *_times(mine, library, results if not before else None)]
+        cells += [", ".join(str(k.registers) for k in kernels) or "-"]
+        cells += [_words(now - before), _words(before - now)] if kernels and before else ["", ""]
+        lines.append("| " + " | ".join(cells) + " |")
+        before = now or before
+    return "\n".join(lines)
+
+
+def _times(mine: Any, library: Any, everyone: Any) -> list[str]:
+    """Return a rung's time and share of the library's rate, both against the same baseline."""
+    if mine is None and everyone:  # the baseline: its time is in each of its rungs' results
+        first = next(iter(everyone.values()))
+        share = f"{1 / _speedup(library):.0%}" if library else ""
+        return [duration(first.baseline_us * 1e-6), share]
+    if mine is None:
+        return ["not measured", ""]
+    share = f"{_speedup(mine) / _speedup(library):.0%}" if library else ""
+    return [duration(mine.optimized_us * 1e-6), share]
+
+
+def _speedup(result: Any) -> float:
+    return math.exp(result.value)
+
+
+def _words(instructions: set[str]) -> str:
+    return ", ".join(f"`{i}`" for i in sorted(instructions))
+
+
+def main() -> int:
+    """Print or write the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("page", type=Path)
+    parser.add_argument("function")
+    parser.add_argument("--product", default="nvidia-h200", choices=sorted(ARCH_OF))
+    parser.add_argument("--write", type=Path, help="a file with the two marks")
+    options = parser.parse_args()
+    file = ROOT / "baselines" / options.product / f"{options.page.resolve().parent.name}.json"
+    start = f"{options.page.name}::{options.function}["
+    known = store.load(file).results if file.exists() else {}
+    results = {key: result for key, result in known.items() if key.startswith(start)}
+    where = options.page.resolve(), options.function, ARCH_OF[options.product], results
+    if options.write is None:
+        print(table(*where))
+        return 0
+    before, found, rest = options.write.read_text().partition(START)
+    _, ended, after = rest.partition(END)
+    if not found or not ended:
+        raise SystemExit(f"{options.write} has no place for the table: {START} and {END}")
+    options.write.write_text(f"{before}{START}\n{table(*where)}\n{END}{after}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
