@@ -247,10 +247,12 @@ def _exact_probe(oracle: Oracle, sides: Sequence[Side]) -> str:
         scaled = value.double() * 16
         if not bool((scaled == scaled.round()).all()) or float(scaled.abs().amax()) >= 2**24:
             return "n/a: not exact on small integers"
+    wait = waiter(bench.device)
     for side in sides:
         subject = Subject(side, [trees.clone(integers)])
         try:
             found = numerics.as_leaves(subject.run(0))
+            wait()
             wanted = [Leaf(path, want.double(), None) for path, want in expected]
             for fit in compare_all([got for _, got in found], wanted, Rule(exact=True)):
                 if not fit.ok:
