@@ -248,10 +248,12 @@ def _exact_probe(oracle: Oracle, sides: Sequence[Side]) -> str:
     expected = oracle.expected_of(trees.clone(ranks))
     if here().most(any(not _is_exact(value) for _, value in expected)):
         return "n/a: not exact on small integers"
+    wait = waiter(bench.device)
     for side in sides:
         subject = Subject(side, [trees.clone(integers)])
         try:
             found = numerics.as_leaves(subject.run(0))
+            wait()
             wanted = [Leaf(path, want.double(), None) for path, want in expected]
             for fit in compare_all([got for _, got in found], wanted, Rule(exact=True)):
                 if not fit.ok:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from . import cold, timing
+from . import cold, nodes, timing
 from .clocks import STRETCH, contradiction
 from .device import Telemetry
 from .kernels import launched
+from .memory import peak_bytes
 from .peers import here
 from .protections import on
 from .sides import SideError, Subject
@@ -164,13 +165,14 @@ class CudaBout:
     def check_times(self) -> dict[str, Any]:
         """Refuse a side of which the clocks tell different times, or an L2 that is not cold.
 
-        Runs the sides again. The host's clock needs no second opinion: it waits for the whole
-        device as it is.
+        Refuses a graph that is no GPU's work, too. Runs the sides again. The host's clock needs no
+        second opinion: it waits for the whole device as it is.
 
         Raises:
             SideError: with the times.
         """
-        found = self._check_cold()
+        found = nodes.check(self.windows) if self.clock == "graph" else {}
+        found |= self._check_cold()
         for window in self.windows if self.clock != "host" else ():
             wrong = contradiction(functools.partial(window.clocks, STRETCH))
             if wrong:
@@ -231,6 +233,11 @@ class CudaBout:
             return {key: [self._quick(w) for w in windows]}
         except Uncapturable as error:
             return {f"no {key}": str(error).splitlines()[0]}
+
+    def memory(self) -> dict[str, Any]:
+        """Return by side the bytes that a call needs beyond its inputs. Runs the sides again."""
+        peaks = [peak_bytes(subject) for subject in self.subjects]
+        return {"peak_bytes": dict(zip(nodes.ROLES, peaks, strict=True))}
 
     def refresh(self, *, last: bool) -> None:
         import torch

@@ -87,6 +87,10 @@ class HostBout:
         """A CPU has one clock."""
         return {}
 
+    def memory(self) -> dict[str, Any]:
+        """Nobody counts what is allocated on a CPU."""
+        return {}
+
     def details(self) -> dict[str, Any]:
         slots, calls = len(self.bench.slots), [w.calls for w in self.windows]
         counted = [w.counted for w in self.windows]

@@ -17,15 +17,16 @@ from typing import Any
 
 OURS = (
     *("check", "clocks", "cold", "controls", "cuda", "engine", "fits", "host", "kernels"),
-    *("leftovers", "manners", "numerics", "oracle", "processes", "repeats", "sides", "stats"),
-    *("switches", "timing", "trees", "trial", "windows", "witness", "workbench"),
+    *("leftovers", "manners", "memory", "nodes", "numerics", "oracle", "processes", "repeats"),
+    *("sides", "stats", "switches", "timing", "trees", "trial", "windows", "witness", "workbench"),
 )
 """Our modules whose functions and methods are watched."""
 TORCH = (
     *("cat", "empty", "empty_like", "equal", "full_like", "randint", "segment_reduce", "tensor"),
     *("where", "zeros_like", "linalg.vector_norm", "cuda.synchronize", "cuda.Event"),
     *("cuda.Event.elapsed_time", "cuda.Event.record", "cuda.Event.synchronize"),
-    *("cuda.CUDAGraph", "cuda.CUDAGraph.replay", "cuda.Stream", "cuda.current_stream"),
+    *("cuda.CUDAGraph", "cuda.CUDAGraph.replay", "cuda.CUDAGraph.raw_cuda_graph"),
+    *("cuda.Stream", "cuda.current_stream"),
 )
 
 _Place = tuple[Any, str]

@@ -32,6 +32,7 @@ PROTECTIONS = {
     "clocks-agree": "events, the host between full waits and the GPU's own counter tell one time",
     "kernels-agree": "the profiler sees kernels at work for no longer than the clocks say",
     "no-late-work": "when the last call ends nothing is under way on another stream",
+    "graph-nodes": "a side's graph computes, and calls nothing on the CPU",
     "cold-l2": "after one round of calls the L2 holds nothing of what it held before",
     "repeats": "a side is as fast on values that it has never seen as when they come again",
     "global-flags": "a side leaves torch's and the process's global switches as they were",

@@ -82,7 +82,8 @@ def summary(terminal: Any, recorder: Recorder) -> None:
 
 
 def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
-    lines = [f"stored: {change}" for change in recorder.changes]
+    lines = [f"{row.key}: {remark}" for row in rows for remark in row.remarks]
+    lines += [f"stored: {change}" for change in recorder.changes]
     lines += [f"NOT STORED: {error}" for error in recorder.errors]
     lines += [f"NO VERDICT: {crash}" for crash in recorder.crashes]
     needs = sorted(

@@ -42,6 +42,8 @@ class Row:
         votes: ln(speedup) of every fresh process asked.
         trials: ln(speedup) and verdict of each repeated A/A trial.
         reasons: what was missed, by how much, and where the limit came from.
+        notes: what else there is to say; remarks: that which is shown without ``-vv``, too.
+        launch_bound: by side, how many times longer a call takes without a graph, where much.
         recorded: what to store, when recording.
         check, time: the bench process's replies, for the artifacts.
     """
@@ -74,6 +76,8 @@ class Row:
     suspect: int = 0
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    launch_bound: dict[str, float] = field(default_factory=dict)
     recorded: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     checks: list[dict[str, Any]] = field(default_factory=list)

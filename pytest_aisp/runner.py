@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from . import kernels, verdict
+from . import kernels, remarks, verdict
 from .canary import consider
 from .case_client import CaseClient, reading
 from .judge import Judge
@@ -110,6 +110,8 @@ class CaseRun(CaseClient):
         self.judge.interval([timed["value"]])
         self.judge.limit(timed)
         self._other_clock(timed["details"])
+        row.notes += remarks.graphs(names, timed["details"])
+        self._memory(timed["details"])
         row.notes += kernels.words(timed.get("kernels", {}))
         for name, seconds in timed.get("one_off", {}).items():
             if seconds:
@@ -139,10 +141,25 @@ class CaseRun(CaseClient):
             if key in details:
                 times = " / ".join(duration(t) for t in details[key])
                 self.row.notes.append(f"{key.replace('_', ' ')}: {times}")
+        if "as_called" in details:
+            self._launch_bound(details["as_called"])
         if "gpu_only" in details:
             busy = zip(details["gpu_only"], self.row.pair_seconds(), strict=True)
             shares = " / ".join(f"{min(1.0, gpu / wall):.0%}" for gpu, wall in busy)
             self.row.notes.append(f"goodput, GPU time over wall time: {shares}")
+
+    def _launch_bound(self, as_called: Sequence[float]) -> None:
+        """Say of which side it is no news that a graph makes it fast."""
+        row = self.row
+        row.launch_bound = remarks.launch_bound(row.clock, row.seconds, as_called)
+        if row.launch_bound:
+            row.remarks.append(remarks.launch_bound_words(row.launch_bound))
+
+    def _memory(self, details: Mapping[str, Any]) -> None:
+        """Note what a call of each side needs; never in silence where it is traded for speed."""
+        if "peak_bytes" in details:
+            said, traded = remarks.memory(details["peak_bytes"])
+            (self.row.remarks if traded else self.row.notes).append(said)
 
     def _break_even(self, name: str, seconds: float) -> str:
         slow, fast = self.row.pair_seconds()

@@ -142,6 +142,7 @@ class Subject:
         calls: one callable a slot; each returns that slot's outputs.
         outputs: by slot, what the last call returned.
         one_off: seconds that preparing took (0 for a function).
+        held: bytes on the GPU that preparing keeps, a slot (0 for a function).
         state: what the side may change, or None.
     """
 
@@ -149,18 +150,21 @@ class Subject:
         self.name = side_name(side)
         self.state = state
         self.outputs: list[Any] = [None] * len(slots)
-        self.one_off = 0.0
+        self.one_off, self.held = 0.0, 0
         self._generators: list[Any] = []
         self._snapshot = None if state is None else Snapshot(state)
         arguments = [(state, *slot) if state is not None else slot for slot in slots]
         if inspect.isgeneratorfunction(side):
             import torch
 
-            start = time.perf_counter()
+            on_gpu = torch.cuda.is_initialized()
+            start, before = time.perf_counter(), torch.cuda.memory_allocated() if on_gpu else 0
             self.calls = [self._prepare(side, args) for args in arguments]
             # What preparing has launched belongs to its cost.
-            waiter("cuda" if torch.cuda.is_initialized() else "cpu")()
+            waiter("cuda" if on_gpu else "cpu")()
             self.one_off = (time.perf_counter() - start) / len(slots)
+            if on_gpu:
+                self.held = max(0, torch.cuda.memory_allocated() - before) // len(slots)
             self.restore()
         else:
             self.calls = [functools.partial(side, *args) for args in arguments]

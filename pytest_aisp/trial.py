@@ -43,6 +43,9 @@ class WatchedBout(timing.Bout, Protocol):
     def profile(self, seconds: Sequence[float]) -> dict[str, Any]:
         """Return by side what it launches; refuse one that is at work for longer than told."""
 
+    def memory(self) -> dict[str, Any]:
+        """Return by side the bytes that a call needs; may run the sides again."""
+
 
 @dataclass
 class Trial:
@@ -115,6 +118,7 @@ class Trial:
         self.round_seconds = here().most(time.perf_counter() - start)
         subject.restore()
         outputs = subject.run(0)
+        wait()  # a copy to the host may still be under way
         self.output_bytes = trees.nbytes(outputs)
         check.judge(
             self.oracle, self.pair.baseline, observed(outputs, state), (0,), None,
@@ -185,6 +189,9 @@ class Trial:
                     self._verify_each_call(built[1])
                 with self.watch.phase("other clock"):
                     samples.details.update(bout.other())
+            if looks and self.task.replicate == 0:
+                with self.watch.phase("memory"):
+                    samples.details.update(bout.memory())
         finally:
             for subject in built.values():
                 subject.close()
@@ -196,6 +203,7 @@ class Trial:
 
     def _verify_all(self, built: Mapping[int, Subject], bout: timing.Bout, names: str) -> None:
         """Compare what the last timed calls left: inputs, outputs and states of both sides."""
+        waiter(self.task.device)()  # who is late, `check_times` says: no luck of reading decides
         size = size_words(self.bench.size)
         for slot, turn in zip(self.bench.slots, self.bench.pattern, strict=True):
             manners.check_unchanged(names, slot, self.bench.value_set(turn), size)

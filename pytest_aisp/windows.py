@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from . import nodes
 from .clocks import Clocks, read_clocks
 from .peers import here
 from .quiet import no_gc, waiter
@@ -58,6 +59,10 @@ class GraphWindow:
         self._end.synchronize()
         seconds = float(self._start.elapsed_time(self._end)) * 1e-3
         return here().slowest(seconds) / self.counted
+
+    def nodes(self) -> dict[str, int]:
+        """Return how many nodes of each type the graph has. Raises `nodes.Uncounted`."""
+        return nodes.count(self._graph)
 
     def clocks(self, seconds: float) -> Clocks:
         """Return what the clocks say of replays that together last `seconds` or more."""
@@ -153,7 +158,7 @@ WINDOWS: dict[str, Callable[[Subject, int, int], Any]] = {
 
 
 def capture(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """Capture what `run` launches on a side stream and return the graph.
+    """Capture what `run` launches on a side stream and return the graph, which keeps its nodes.
 
     Raises:
         Uncapturable: when CUDA refuses, with its first line.
@@ -161,7 +166,7 @@ def capture(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     import torch
 
     _refuse_waiting(run)
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    graph, stream = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.Stream()
     torch.cuda.synchronize()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), no_gc():
@@ -173,6 +178,7 @@ def capture(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
             raise Uncapturable(str(error) or type(error).__name__) from error
         try:
             graph.capture_end()
+            graph.instantiate()
         except RuntimeError as error:
             _abandon(graph)
             raise Uncapturable(str(error)) from error

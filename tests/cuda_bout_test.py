@@ -5,20 +5,26 @@ Its events read the host's clock, its graphs call what they captured again; no s
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
+from drivers import Driver, graph
+from drivers import nodes as kinds
 
-from pytest_aisp import Work, clocks, cold, compare, cuda, device, timing, windows
+from pytest_aisp import Work, clocks, cold, compare, cuda, device, memory, nodes, timing, windows
 from pytest_aisp.loader import pair_of
 from pytest_aisp.protections import without
 from pytest_aisp.sides import SideError
 from pytest_aisp.timing import Budget
 from pytest_aisp.workbench import Workbench
 
+CALLS = 4
+"""Calls that a captured graph's nodes are of."""
 BUDGET = Budget(blocks=4, least=2, seconds=0.01, window=2e-4, warmup=2)
 
 
@@ -44,13 +50,14 @@ class Event:
 @pytest.fixture
 def gpu(monkeypatch):
     """Stand in for torch's CUDA; `gpu.captures` says whether sides can be captured."""
-    state = SimpleNamespace(captures=True, latency=[270.0, 270.0, 620.0] * 99)
+    state = SimpleNamespace(captures=True, latency=[270.0, 270.0, 620.0] * 99, nodes="KERNEL")
+    state.allocated = state.most = 0
 
     def capture(run):
         if not state.captures:
             raise windows.Uncapturable("a wait for the GPU")
         run()
-        return SimpleNamespace(replay=run)
+        return graph(kinds(state.nodes) * CALLS, replay=run)
 
     properties = SimpleNamespace(L2_cache_size=1 << 20, uuid="0")
     for name, value in {
@@ -60,9 +67,13 @@ def gpu(monkeypatch):
         "get_device_properties": lambda *index: properties,
         "memory_stats": dict,
         "_sleep": lambda cycles: None,
+        "memory_allocated": lambda: state.allocated,
+        "max_memory_allocated": lambda: state.most,
+        "reset_peak_memory_stats": lambda: setattr(state, "most", state.allocated),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(windows, "capture", capture)
+    monkeypatch.setattr(nodes, "import_module", lambda name: Driver())
     monkeypatch.setattr(cuda, "evict", lambda l2: None)
     monkeypatch.setattr(device, "_nvml", lambda: None)
     monkeypatch.setattr(clocks, "stamper", lambda: None)
@@ -128,8 +139,62 @@ def test_a_planted_slowdown_is_in_the_second_side_alone(gpu):
 
 
 def test_the_clocks_are_read_and_the_l2_is_found_cold(gpu):
-    found = bout_of(bench_of()).check_times()
-    assert found == {"l2_cycles": {"added": [270.0, 620.0], "doubled": [270.0, 620.0]}}
+    found = bout_of(bench_of(), known=("graph", [CALLS, CALLS])).check_times()
+    assert found == {
+        "l2_cycles": {"added": [270.0, 620.0], "doubled": [270.0, 620.0]},
+        "graph_nodes": {"baseline": {"kernel": 1}, "optimized": {"kernel": 1}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("KERNEL HOST", "added: 4 of the 8 nodes of its graph call the CPU back"),
+        ("", "added: nothing computes in its graph of 0 nodes, so a replay does nothing"),
+    ],
+)
+def test_a_graph_that_is_no_work_of_the_gpu_is_refused(gpu, words, says):
+    gpu.nodes = words
+    bout = bout_of(bench_of())
+    with pytest.raises(SideError, match=says):
+        bout.check_times()
+    with without(["graph-nodes"]):
+        assert bout.check_times()["graph_nodes"]
+
+
+def test_where_nothing_is_captured_no_node_is_asked_for(gpu):
+    gpu.captures, gpu.nodes = False, "HOST"
+    assert bout_of(bench_of()).check_times() == {}
+    gpu.captures = True
+    assert bout_of(bench_of(bound="launch")).check_times() == {}
+
+
+def test_the_memory_of_a_call_is_what_it_needs_beyond_what_was_there(gpu):
+    bout = bout_of(bench_of())
+    gpu.allocated = 1000
+    workspaces = {"added": 0, "doubled": 500}
+    for subject in bout.subjects:
+
+        def run(slot, subject=subject):
+            gpu.most = gpu.allocated + 64 + workspaces[subject.name]
+
+        subject.run = run
+    gpu.most = 10**9  # of somebody before
+    assert bout.memory() == {"peak_bytes": {"baseline": 64, "optimized": 564}}
+
+
+def test_what_preparing_keeps_is_counted_by_slot(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+    def ahead(x):
+        gpu.allocated += 4096
+        yield lambda: doubled(x)
+
+    subject = bench_of().subject(ahead)
+    gpu.most = gpu.allocated
+    assert subject.held == 4096
+    assert memory.peak_bytes(subject) == 4096
+    assert bench_of().subject(doubled).held == 0
 
 
 def test_an_l2_that_keeps_its_lines_is_no_cold_one(gpu):
@@ -138,18 +203,18 @@ def test_an_l2_that_keeps_its_lines_is_no_cold_one(gpu):
     with pytest.raises(SideError, match="added: the L2 is not cold: a load takes 270 cycles when"):
         bout.check_times()
     with without(["cold-l2"]):
-        assert bout.check_times() == {}
+        assert "l2_cycles" not in bout.check_times()
 
 
 @pytest.mark.parametrize("changes", [{"l2": "warm"}, {"bound": "pcie"}])
 def test_where_nothing_need_be_cold_nothing_is_asked(gpu, changes):
     gpu.latency.clear()
-    assert bout_of(bench_of(**changes)).check_times() == {}
+    assert bout_of(bench_of(**changes)).check_times().keys() == {"graph_nodes"}
 
 
 def test_no_compiler_no_proof_of_a_cold_l2(gpu, monkeypatch):
     monkeypatch.setattr(cold, "reader", lambda: None)
-    assert bout_of(bench_of()).check_times() == {"l2_cycles": None}
+    assert bout_of(bench_of()).check_times()["l2_cycles"] is None
 
 
 @pytest.mark.parametrize("captures", [True, False])
@@ -188,3 +253,55 @@ def test_kernels_at_work_for_longer_than_told_are_refused(gpu, monkeypatch):
     assert bout.profile([2e-5, 2e-5])["doubled"] == {"launches": {"k": 1.0}, "busy": 2e-5}
     with pytest.raises(SideError, match="doubled: kernels are at work for 20 us a call"):
         bout.profile([2e-5, 1e-6])
+
+
+class Recorded:
+    """A CUDA graph that writes down what is asked of it."""
+
+    asked: ClassVar[list[str]] = []
+
+    def __init__(self, keep_graph=False):
+        self.asked.append(f"keep={keep_graph}")
+
+    def capture_begin(self, capture_error_mode):
+        self.asked.append("begin")
+
+    def capture_end(self):
+        self.asked.append("end")
+
+    def instantiate(self):
+        self.asked.append("instantiate")
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Let torch capture into `Recorded`, and return what was asked of it."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, value in {
+        "CUDAGraph": Recorded,
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda given: contextlib.nullcontext(),
+        "synchronize": lambda: None,
+        "get_sync_debug_mode": lambda: 0,
+        "set_sync_debug_mode": lambda mode: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(windows, "_abandon", lambda graph: Recorded.asked.append("abandon"))
+    Recorded.asked.clear()
+    return Recorded.asked
+
+
+def test_a_graph_keeps_its_nodes_and_is_ready_before_it_is_timed(recorded):
+    windows.capture(lambda: recorded.append("run"))
+    assert recorded == ["run", "keep=True", "begin", "run", "end", "instantiate"]
+
+
+def test_a_graph_that_cannot_be_made_ready_is_no_graph(recorded, monkeypatch):
+    def refused(self):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(Recorded, "instantiate", refused)
+    with pytest.raises(windows.Uncapturable, match="out of memory"):
+        windows.capture(lambda: None)
+    assert recorded[-1] == "abandon"

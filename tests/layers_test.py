@@ -21,13 +21,14 @@ def words(text: str) -> set[str]:
 
 LAYERS = {
     "data": words(
-        "artifacts messages pair row signature simulated skus stats store tables timing verdict"
+        "artifacts messages pair remarks row signature simulated skus stats store tables timing"
+        " verdict"
     ),
     "machine": words(
         "apart assembly bench build check client clocks cold controls cuda device engine"
-        " features fits graphs host kernels launches leases leftovers loader manners numerics"
-        " oracle originals peaks peers processes protections quiet rank ranks repeats replay"
-        " sanitizer sass search"
+        " features fits graphs host kernels launches leases leftovers loader manners memory nodes"
+        " numerics oracle originals peaks peers processes protections quiet rank ranks repeats"
+        " replay sanitizer sass search"
         " sides sources standin stopwatch switches tma trees trial windows witness workbench"
     ),
     "glue": words(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 from validity import EXPLOITS
 
-from pytest_aisp import host
+from pytest_aisp import check, host, trial
 from pytest_aisp.engine import Engine
 from pytest_aisp.messages import Task
 from pytest_aisp.sides import slot_order
@@ -33,11 +34,14 @@ def built(monkeypatch):
     return firsts
 
 
-def timed(**budget):
-    common = {"page": str(EXPLOITS / "honest.py"), "root": str(EXPLOITS), "module": "honest"}
-    common |= {"function": "test_lie", "variant": "lie", "seed": 1, "rule": {}, "device": "cpu"}
-    common["without"] = ("own-clock",)  # the fixture replaces what that guards
-    return Engine().time(Task(kind="time", size={"n": 257}, budget={**SHORT, **budget}, **common))
+COMMON = {"page": str(EXPLOITS / "honest.py"), "root": str(EXPLOITS), "module": "honest"}
+COMMON |= {"function": "test_lie", "variant": "lie", "seed": 1, "rule": {}, "device": "cpu"}
+COMMON |= {"size": {"n": 257}, "without": ("own-clock",)}  # the fixture replaces what that guards
+
+
+def timed(replicate=0, **budget):
+    task = Task(kind="time", budget={**SHORT, **budget}, replicate=replicate, **COMMON)
+    return Engine().time(task)
 
 
 def test_laps_are_built_in_either_order_after_one_that_is_not_timed(built):
@@ -52,6 +56,64 @@ def test_every_lap_has_as_many_blocks_as_the_first(built):
     result = timed(blocks=40, least=4)
     assert len(result["blocks"]) % 4 == 0
     assert sorted(result["firsts"]).index(1) == len(result["firsts"]) / 2
+
+
+@pytest.mark.parametrize(("replicate", "asked"), [(0, 1), (1, 0), (1000, 0)])
+def test_memory_is_asked_for_once_and_after_the_windows(built, monkeypatch, replicate, asked):
+    said = []
+
+    def memory(self):
+        said.append(len(built))
+        return {"peak_bytes": {"baseline": 1, "optimized": 2}}
+
+    monkeypatch.setattr(host.HostBout, "memory", memory)
+    monkeypatch.setattr(host.HostBout, "other", lambda self: said.clear() or {})  # it comes before
+    details = timed(replicate=replicate)["details"]
+    assert said == [2] * asked  # both sides were built to settle, and for the first lap
+    assert ("peak_bytes" in details) == bool(asked)
+
+
+PENDING = []
+LATE = """
+from honest import against, honest
+import torch
+import trial_test
+
+
+def late(x):
+    out = torch.full_like(x[:, 0], float("nan"))
+    trial_test.PENDING.append((out, honest(x)))
+    return out
+
+
+def lie(x):
+    return late(x)
+
+
+test_lie = against(lie, baseline=late)
+"""
+
+
+def test_no_output_is_read_before_the_device_is_idle(built, monkeypatch, tmp_path):
+    """An honest copy to pinned memory has its values when its stream has come to it."""
+
+    def wait():
+        for out, answer in PENDING:
+            out.copy_(answer)
+        PENDING.clear()
+
+    for module in (check, trial):  # a window waits for its own stream alone
+        monkeypatch.setattr(module, "waiter", lambda device: wait)
+    monkeypatch.setitem(sys.modules, "trial_test", sys.modules[__name__])
+    page = tmp_path / "late.py"
+    page.write_text(LATE)
+    off = ("own-clock",)
+    where = {"page": str(page), "root": str(tmp_path), "module": "late", "without": off}
+    engine, common = Engine(), COMMON | where
+    found = engine.check(Task(kind="check", **common))
+    assert {size["exact"] for size in found["sizes"].values()} == {"bit for bit"}
+    result = engine.time(Task(kind="time", budget=SHORT, **common))
+    assert result["outputs_checked"] > 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,131 @@
+"""What a captured graph contains, by a driver that is only told of; and which one is refused."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+from drivers import Driver, graph
+from drivers import nodes as kinds
+
+from pytest_aisp import nodes
+from pytest_aisp.nodes import Uncounted, check, contradiction, count
+from pytest_aisp.protections import without
+from pytest_aisp.sides import SideError
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """Put a driver in the place of the real one."""
+
+    def install(fails=""):
+        monkeypatch.setattr(nodes, "import_module", lambda name: Driver(fails))
+
+    install()
+    return install
+
+
+def window(*content, calls=2, name="side"):
+    counted = nodes.count
+    made = graph(list(content))
+    subject = SimpleNamespace(name=name)
+    return SimpleNamespace(subject=subject, calls=calls, nodes=lambda: counted(made))
+
+
+def test_nodes_are_counted_by_type(driver):
+    words = "KERNEL KERNEL MEMCPY MEMSET HOST EMPTY WAIT_EVENT EVENT_RECORD MEM_ALLOC MEM_FREE"
+    assert count(graph(kinds(words))) == {
+        "kernel": 2,
+        "memcpy": 1,
+        "memset": 1,
+        "host node": 1,
+        "empty node": 1,
+        "event wait": 1,
+        "event record": 1,
+        "mem alloc": 1,
+        "mem free": 1,
+    }
+    assert count(graph([])) == {}
+
+
+def test_the_nodes_of_child_graphs_are_counted_too(driver):
+    inner = [*kinds("KERNEL"), kinds("MEMSET HOST")]
+    found = count(graph([*kinds("KERNEL"), inner]))
+    assert found == {"kernel": 2, "memset": 1, "host node": 1, "child graph": 2}
+
+
+@pytest.mark.parametrize(
+    "function", ["cuGraphGetNodes", "cuGraphNodeGetType", "cuGraphChildGraphNodeGetGraph"]
+)
+def test_what_the_driver_refuses_to_tell_is_not_counted(driver, function):
+    driver(fails=function)
+    with pytest.raises(Uncounted, match=f"^{function}: CUDA_ERROR_INVALID_VALUE$"):
+        count(graph([kinds("KERNEL")]))
+
+
+def test_a_torch_or_a_machine_that_cannot_tell_accuses_nobody(driver, monkeypatch):
+    with pytest.raises(Uncounted, match="no attribute 'raw_cuda_graph'"):
+        count(SimpleNamespace())
+
+    def absent(name):
+        raise ImportError(f"No module named '{name}'")
+
+    monkeypatch.setattr(nodes, "import_module", absent)
+    found = check([window(*kinds("HOST")), window(*kinds("HOST"))])
+    assert found == {"no graph_nodes": "No module named 'cuda.bindings.driver'"}
+
+
+def test_a_host_node_is_refused_wherever_it_is(driver):
+    called_back = "side: 1 of the 3 nodes of its graph call the CPU back, whose work is no GPU's"
+    for content in (kinds("KERNEL HOST KERNEL"), [*kinds("KERNEL"), kinds("HOST")]):
+        with pytest.raises(SideError, match=f"{called_back}; declare bound='host' to have it"):
+            check([window(*kinds("KERNEL")), window(*content)])
+        with without(["graph-nodes"]):
+            assert check([window(*kinds("KERNEL")), window(*content)])["graph_nodes"]
+
+
+@pytest.mark.parametrize("words", ["", "EMPTY", "EVENT_RECORD WAIT_EVENT", "MEM_ALLOC MEM_FREE"])
+def test_a_graph_in_which_nothing_computes_is_refused(driver, words):
+    idle = window(*kinds(words), name="idle")
+    many = len(words.split())
+    with pytest.raises(SideError, match=f"^idle: nothing computes in its graph of {many} nodes, "):
+        check([idle, window(*kinds("KERNEL"))])
+    with without(["graph-nodes"]):
+        assert "graph_nodes" in check([idle, idle])
+
+
+@pytest.mark.parametrize("words", ["KERNEL", "MEMCPY", "MEMSET", "CONDITIONAL"])
+def test_whatever_computes_or_moves_data_is_work(words):
+    assert contradiction({nodes._word(words): 1}) == ""
+
+
+def test_a_child_graph_is_worth_what_is_in_it(driver):
+    assert check([window(kinds("KERNEL")), window(*kinds("KERNEL"))])
+    with pytest.raises(SideError, match="nothing computes"):
+        check([window(kinds("EMPTY")), window(*kinds("KERNEL"))])
+
+
+def test_counts_are_by_call_and_two_sides_may_differ(driver):
+    found = check([window(*kinds("KERNEL " * 6)), window(*kinds("KERNEL MEMSET MEMSET"))])
+    assert found == {
+        "graph_nodes": {"baseline": {"kernel": 3}, "optimized": {"kernel": 0.5, "memset": 1}}
+    }
+
+
+def test_the_names_are_those_of_the_real_driver():
+    pytest.importorskip("cuda.bindings", reason="needs cuda-bindings: pip install cuda-bindings")
+    driver = importlib.import_module("cuda.bindings.driver")
+    known = {kind.name.removeprefix(nodes.PREFIX) for kind in driver.CUgraphNodeType}
+    assert known >= nodes.WORDS.keys()
+    assert {nodes._word(name) for name in known} >= nodes.IDLE
+    assert known >= {kind.name.removeprefix(nodes.PREFIX) for kind in Driver.CUgraphNodeType}
+    for name in ("cuGraphGetNodes", "cuGraphNodeGetType", "cuGraphChildGraphNodeGetGraph"):
+        assert callable(getattr(driver, name))
+
+
+def test_host_nodes_of_several_ranks_accuse_nobody(monkeypatch):
+    """NCCL drives networks from the host, out of the graph."""
+    monkeypatch.setattr(nodes, "here", lambda: SimpleNamespace(world=2))
+    assert nodes.contradiction({"kernel": 2, "host node": 1}) == ""
+    assert "nothing computes" in nodes.contradiction({"host node": 1})
