@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import textwrap
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from benches import benches, wait_for
 
+from pytest_aisp.device import Machine
 from pytest_aisp.messages import Task
 from pytest_aisp.ranks import Nodes, RankSet
+from pytest_aisp.run import Failed, Run
 
 PAGE = '''
     """Summing: the same sum."""
@@ -143,6 +147,7 @@ def task(path: Path, kind: str = "check", **more: object) -> Task:
     return Task(kind=kind, at="check", **where, **case, **more)
 
 
+SHORT = {"blocks": 4, "least": 4, "seconds": 0.05, "window": 1e-3}
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -186,20 +191,31 @@ def running(pid: int) -> bool:
 def test_ranks_of_two_launchers_meet_at_an_endpoint(ranks, tmp_path, unused_port):
     """Two launchers stand for two machines; each sees its own rank alone."""
     path = write(tmp_path, "apart")
+    # No test is about its own speed: waiting for a core is no disturbance here.
+    patience = "from pytest_aisp import host\n\nhost.STOLEN = float('inf')\n"
+    path.write_text(path.read_text().replace("import os\n", patience + "import os\n", 1))
     nodes = [ranks(1, Nodes(f"127.0.0.1:{unused_port}", 2, number)) for number in range(2)]
     replies = {}
 
     def ask(number: int) -> None:
         # Each has drawn a seed of its own: the ranks use the first one's.
-        replies[number] = nodes[number].ask(task(path, seed=number), 120, quiet)
+        asked = (task(path, seed=number), task(path, "time", seed=number, budget=SHORT))
+        replies[number] = [nodes[number].ask(one, 120, quiet) for one in asked]
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [replies[number].error for number in range(2)] == [None, None], replies
-    assert replies[0].result["sizes"] == replies[1].result["sizes"]
+    assert [[reply.error for reply in replies[number]] for number in range(2)] == [[None] * 2] * 2
+    (checked, timed), (there, timed_there) = ([r.result for r in replies[n]] for n in range(2))
+    assert checked["sizes"] == there["sizes"]
+    # The slowest rank's time is everyone's, and so is every choice that follows from it.
+    assert timed["clock"] == "cpu"
+    for key in ("blocks", "baseline", "optimized", "orders"):
+        assert timed[key] == timed_there[key]
+    assert timed["details"]["ranks"] == 2
+    assert len(timed["details"]["launch_skew"]) == 2
 
 
 @pytest.fixture
@@ -228,3 +244,39 @@ def test_what_has_no_form_on_a_cpu_is_skipped_and_says_why(page, pytester):
     result.stdout.fnmatch_lines(
         ["SKIPPED * needs a GPU; there is none here; symmetric memory has no form on a CPU"]
     )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "worker", "leased"),
+    [(1, 0, ["b"]), (1, 1, ["a"]), (2, 0, ["a", "b"]), (2, 1, ["a", "b"])],
+)
+def test_a_case_leases_all_its_gpus_in_one_order(monkeypatch, gpus, worker, leased):
+    """Whoever holds one of them is waited for, and nobody waits in a ring."""
+    from pytest_aisp import sessions
+
+    taken = []
+
+    def lease(name, **_):
+        taken.append(name)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(sessions, "lease", lease)
+    settings = SimpleNamespace(check=False, compile=())
+    run = Run(settings, Machine("sm90", "nvidia-h200", "H200", ("b", "a")), worker=worker)
+    case = SimpleNamespace(kind="gpu", gpus=gpus, pair=SimpleNamespace(as_called=False))
+    with contextlib.ExitStack() as held:
+        sessions._hold(held, run, case)
+    assert taken == ["host", *leased]
+
+
+def test_ranks_see_the_gpus_that_were_leased():
+    settings = SimpleNamespace(reproducible=False, cold_start=False)
+    run = Run(settings, Machine("sm90", "nvidia-h200", "H200", ("b", "a", "c")))
+    assert run._environment("cuda", 2)["CUDA_VISIBLE_DEVICES"] == "a,b"
+    assert run._environment("cuda")["CUDA_VISIBLE_DEVICES"] == "b"
+
+
+def test_ranks_cannot_run_inside_pytest():
+    run = Run(SimpleNamespace(in_process="--pdb"), Machine("cpu", "cpu", "CPU"))
+    with pytest.raises(Failed, match="2 ranks cannot run inside pytest; leave out --pdb"):
+        run.start("cpu", 2)
