@@ -37,6 +37,12 @@ def run_apart(client: CaseClient, timed: Mapping[str, Any] | None) -> None:
     if hasattr(side, "environment"):
         client.row.notes.append("not run apart: each of its samples is a process of its own")
         return
+    if client.ranks > 1:
+        client.row.verdict = "invalid"
+        raise Failed(
+            f"--aisp-untrusted: the sides run on {client.ranks} ranks, which cannot be run apart;"
+            " leave the option out for pages that you trust"
+        )
     with tempfile.TemporaryDirectory(prefix="aisp-apart-") as folder:
         _Apart(client, timed, Path(folder)).run()
 

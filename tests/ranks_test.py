@@ -246,6 +246,18 @@ def test_what_has_no_form_on_a_cpu_is_skipped_and_says_why(page, pytester):
     )
 
 
+def test_ranks_are_not_called_untrusted_and_judged_all_the_same(page, pytester):
+    page()
+    write(pytester.path, "hostile")
+    result = pytester.runpytest_subprocess(
+        "--aisp-untrusted", "--aisp-check", "ch99/hostile_test.py"
+    )
+    result.stdout.fnmatch_lines(
+        ["*--aisp-untrusted: the sides run on 2 ranks, which cannot be run apart;*"]
+    )
+    result.stdout.fnmatch_lines(["INVALID *"])
+
+
 @pytest.mark.parametrize(
     ("gpus", "worker", "leased"),
     [(1, 0, ["b"]), (1, 1, ["a"]), (2, 0, ["a", "b"]), (2, 1, ["a", "b"])],
