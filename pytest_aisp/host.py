@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from . import timing
+from .housekeeping import Housekeeping
 from .sides import Subject
 from .timing import Budget, calls_for, calls_to_plant, extra_calls
 from .windows import host_window
@@ -34,9 +35,10 @@ class HostBout:
         planted: float = 0.0,
     ) -> None:
         self.bench, self.subjects = bench, subjects
+        self.keeping = Housekeeping(bench.pair.owns)
         self._warmup = timing.settle(
             [self._caller(s) for s in subjects],
-            lambda: False,
+            self.keeping.grew,
             least=budget.warmup,
             seconds=1.0,
             clock=time.perf_counter,
@@ -53,6 +55,7 @@ class HostBout:
         )
         self.windows = a, b
         self._waited, self._since = _waiting(), time.perf_counter()
+        self.keeping.begin()
 
     @staticmethod
     def _caller(subject: Subject) -> Any:
@@ -66,8 +69,14 @@ class HostBout:
 
     def refresh(self, *, last: bool) -> None:
         self.bench.rewrite(self.subjects, last=last)
+        self.keeping.begin()
 
     def disturbance(self) -> str | None:
+        causes = [self.keeping.look(), self._waited_for_a_core()]
+        self.keeping.begin()
+        return ", ".join(filter(None, causes)) or None
+
+    def _waited_for_a_core(self) -> str | None:
         waited, now = _waiting(), time.perf_counter()
         share = (waited - self._waited) / max(now - self._since, 1e-9)
         self._waited, self._since = waited, now
@@ -94,6 +103,7 @@ class HostBout:
             "calls": calls,
             "counted": counted,
             "threads": _threads(),
+            "housekeeping": self.keeping.counts(),
         }
 
 
