@@ -9,6 +9,7 @@ from typing import Any
 
 from .client import START_SECONDS, Bench
 from .device import Machine, cpu_machine
+from .libraries import VERSIONS
 from .messages import Reply, Task
 from .pair import Case
 from .place import Kernels, place_of
@@ -229,19 +230,24 @@ class CaseClient:
 
     def environment(self) -> dict[str, Any]:
         """Return what a stored result depends on besides its sources."""
-        return {**self.machine.versions, **self.machine.facts, **self._facts()}
+        if self.run.replay is not None:
+            return self._asked_facts(self.run.replay)
+        return {**self.machine.versions, **self.machine.facts, **self._libraries()}
 
-    def _facts(self) -> dict[str, Any]:
+    def _libraries(self) -> dict[str, Any]:
         run = self.run
         if run.timer is not None:
-            return {"torch": "simulated"}
+            return {"torch": "simulated", **run.timer.get("environment", {})}
         if run.versions is None:
-            bench = run.bench(self.place.device)
-            reply = bench.ask(self.task("facts"), START_SECONDS, run.progress)
-            if reply.error is not None:
-                self._fail(reply)
-            run.versions = {k: v for k, v in reply.result.items() if k in ("torch", "triton")}
+            found = self._asked_facts(run.bench(self.place.device))
+            run.versions = {k: v for k, v in found.items() if k in VERSIONS}
         return run.versions
+
+    def _asked_facts(self, bench: Bench) -> dict[str, Any]:
+        reply = bench.ask(self.task("facts"), START_SECONDS, self.run.progress)
+        if reply.error is not None:
+            self._fail(reply)
+        return dict(reply.result)
 
 
 def reading(timed: Mapping[str, Any]) -> Reading:

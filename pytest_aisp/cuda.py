@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from . import cold, nodes, timing
+from . import cold, housekeeping, nodes, timing
 from .clocks import STRETCH, contradiction
 from .device import Telemetry
 from .kernels import launched
@@ -65,6 +65,7 @@ class CudaBout:
         self.telemetry = Telemetry(torch.cuda.current_device())
         self._l2 = torch.cuda.get_device_properties().L2_cache_size
         self.notes: dict[str, Any] = {}
+        self.keeping = housekeeping.Housekeeping(bench.pair.owns, _allocations)
         self.notes["warmup"] = self._warm(1.0 if known is None else 0.0)
         if known is None:
             self.clock, self.windows = self._choose()
@@ -72,6 +73,7 @@ class CudaBout:
             self.clock = known[0]
             a, b = self._build(WINDOWS[self.clock], known[1])
             self.windows = a, b
+        self._counts = self.clock in housekeeping.CLOCKS  # a replay runs no Python
 
     def _warm(self, seconds: float) -> int:
         import torch
@@ -91,7 +93,7 @@ class CudaBout:
         grew = _growth()
         rounds = timing.settle(
             [call(s) for s in self.subjects],
-            grew,
+            lambda: here().most(any([grew(), self.keeping.grew()])) > 0,
             least=self.budget.warmup,
             seconds=seconds,
             clock=lambda: here().most(time.perf_counter()),
@@ -245,9 +247,14 @@ class CudaBout:
         self.bench.rewrite(self.subjects, last=last)
         evict(self._l2)
         torch.cuda.synchronize()
+        if self._counts:
+            self.keeping.begin()
 
     def disturbance(self) -> str | None:
-        return here().first(self.telemetry.disturbance())
+        causes = [self.keeping.look() if self._counts else None, self.telemetry.disturbance()]
+        if self._counts:
+            self.keeping.begin()
+        return here().first(", ".join(filter(None, causes)) or None)
 
     def details(self) -> dict[str, Any]:
         return {
@@ -257,6 +264,7 @@ class CudaBout:
             "counted": [w.counted for w in self.windows],
             **self.telemetry.summary(),
             **here().details(),
+            **({"housekeeping": self.keeping.counts()} if self._counts else {}),
         }
 
 
@@ -267,18 +275,20 @@ def evict(l2_bytes: int) -> None:
     torch.empty(2 * l2_bytes // 4, dtype=torch.float32, device="cuda").sum()
 
 
-def _growth() -> Callable[[], bool]:
+def _allocations() -> int:
+    """Return how often the allocator has asked the device for memory."""
     import torch
 
-    def allocated() -> int:
-        return int(torch.cuda.memory_stats().get("num_device_alloc", 0))
+    return int(torch.cuda.memory_stats().get("num_device_alloc", 0))
 
-    last = [allocated()]
+
+def _growth() -> Callable[[], bool]:
+    last = [_allocations()]
 
     def grew() -> bool:
-        now, before = allocated(), last[0]
+        now, before = _allocations(), last[0]
         last[0] = now
-        return here().most(now != before) > 0
+        return now != before
 
     return grew
 

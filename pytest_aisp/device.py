@@ -11,6 +11,7 @@ import platform
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .skus import arch_of, product_of
@@ -19,6 +20,7 @@ from .skus import arch_of, product_of
 # power brake, software thermal. The software power cap (0x4) is normal at full load.
 THROTTLED = {0x8: "hardware slowdown", 0x20: "software thermal slowdown"}
 THROTTLED |= {0x40: "hardware thermal slowdown", 0x80: "power brake"}
+CPUS, PCI = Path("/sys/devices/system/cpu"), Path("/sys/bus/pci/devices")
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Machine:
         name: as the driver says it.
         gpus: UUIDs of the visible GPUs of this product.
         versions: driver, CUDA, and (once the bench process has told) torch and triton.
-        facts: power limit and clocks at the time.
+        facts: power limit, MIG, NUMA node, CPU and its governor; None for what nobody says.
     """
 
     arch: str
@@ -59,7 +61,34 @@ def cpu_machine() -> Machine:
     """Return the machine by its CPU: model and usable cores are its product."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     name = _cpu_name()
-    return Machine("cpu", f"cpu-{product_of(name)}-{cores}c", f"{name}, {cores} cores")
+    product = f"cpu-{product_of(name)}-{cores}c"
+    return Machine("cpu", product, f"{name}, {cores} cores", facts=_cpu_facts())
+
+
+@functools.cache
+def _cpu_facts() -> Mapping[str, Any]:
+    return {"cpu": _cpu_name(), "governor": governor()}
+
+
+def governor(folder: Path = CPUS) -> str | None:
+    """Return the frequency governors of the cores that this process may use, or None in a VM."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    files = [folder / f"cpu{core}" / "cpufreq" / "scaling_governor" for core in cores]
+    return ", ".join(sorted({said for file in files if (said := _said(file))})) or None
+
+
+def numa_node(bus: str, folder: Path = PCI) -> int | None:
+    """Return the NUMA node of the PCI device at NVML's `bus` (``00000000:0F:00.0``), or None."""
+    domain, _, rest = bus.lower().partition(":")
+    said = _said(folder / f"{domain[-4:]}:{rest}" / "numa_node")
+    return None if said is None or int(said) < 0 else int(said)  # -1: the system does not know
+
+
+def _said(file: Path) -> str | None:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return None
 
 
 def _cpu_name() -> str:
@@ -86,10 +115,20 @@ def _gpu_machine() -> Machine | None:
         "driver": str(nvml.nvmlSystemGetDriverVersion()),
         "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
     }
-    limit = _asked(nvml.nvmlDeviceGetEnforcedPowerLimit, handles[0])
-    facts = {"power_limit_w": None if limit is None else limit // 1000}
     uuids = tuple(str(nvml.nvmlDeviceGetUUID(h)) for h in alike)
+    facts = {**_gpu_facts(nvml, handles[0]), **_cpu_facts()}
     return Machine(arch, product_of(name), name, uuids, versions, facts)
+
+
+def _gpu_facts(nvml: Any, handle: Any) -> Mapping[str, Any]:
+    limit = _asked(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+    mode = _asked(nvml.nvmlDeviceGetMigMode, handle)  # now, and after the next reset
+    pci = _asked(nvml.nvmlDeviceGetPciInfo, handle)
+    return {
+        "power_limit_w": None if limit is None else limit // 1000,
+        "mig": None if mode is None else bool(mode[0]),
+        "numa_node": None if pci is None else numa_node(str(pci.busId)),
+    }
 
 
 @functools.cache

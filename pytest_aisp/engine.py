@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import apart, check, originals, trees, witness
+from . import apart, check, libraries, originals, trees, witness
 from .check import Checked
 from .loader import load_page, load_past, pair_of
 from .messages import Task
@@ -293,7 +293,7 @@ class Engine:
         """Return versions and the device as this process sees them."""
         import torch
 
-        facts: dict[str, Any] = {"torch": torch.__version__, "triton": _version("triton")}
+        facts: dict[str, Any] = dict(libraries.versions())
         if task.device.startswith("cuda"):
             facts["cuda"] = torch.version.cuda
             facts["device"] = torch.cuda.get_device_name()
@@ -401,13 +401,6 @@ def _need_interpreter(task: Task, pair: Pair) -> None:
 
 def _seed(task: Task, salt: str) -> int:
     return zlib.crc32(f"{task.function}{salt}".encode())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return str(importlib.import_module(package).__version__)
-    except ImportError:
-        return None
 
 
 def _inner(side: Side) -> Side:

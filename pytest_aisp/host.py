@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from . import timing
+from .housekeeping import Housekeeping
 from .peers import here
 from .sides import Subject
 from .timing import Budget, calls_for, calls_to_plant, extra_calls
@@ -35,9 +36,10 @@ class HostBout:
         planted: float = 0.0,
     ) -> None:
         self.bench, self.subjects = bench, subjects
+        self.keeping = Housekeeping(bench.pair.owns)
         self._warmup = timing.settle(
             [self._caller(s) for s in subjects],
-            lambda: False,
+            lambda: here().most(self.keeping.grew()) > 0,
             least=budget.warmup,
             seconds=1.0,
             clock=lambda: here().most(time.perf_counter()),
@@ -54,6 +56,7 @@ class HostBout:
         )
         self.windows = a, b
         self._waited, self._since = _waiting(), time.perf_counter()
+        self.keeping.begin()
 
     @staticmethod
     def _caller(subject: Subject) -> Any:
@@ -67,13 +70,18 @@ class HostBout:
 
     def refresh(self, *, last: bool) -> None:
         self.bench.rewrite(self.subjects, last=last)
+        self.keeping.begin()
 
     def disturbance(self) -> str | None:
+        causes = [self.keeping.look(), self._waited_for_a_core()]
+        self.keeping.begin()
+        return here().first(", ".join(filter(None, causes)) or None)
+
+    def _waited_for_a_core(self) -> str | None:
         waited, now = _waiting(), time.perf_counter()
         share = (waited - self._waited) / max(now - self._since, 1e-9)
         self._waited, self._since = waited, now
-        waits = f"waited for a core {share:.0%} of the time" if share > STOLEN else None
-        return here().first(waits)
+        return f"waited for a core {share:.0%} of the time" if share > STOLEN else None
 
     def check_times(self) -> dict[str, Any]:
         """A CPU has one clock."""
@@ -101,6 +109,7 @@ class HostBout:
             "counted": counted,
             "threads": _threads(),
             **here().details(),
+            "housekeeping": self.keeping.counts(),
         }
 
 

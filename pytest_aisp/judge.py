@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from . import peaks as peaks_module
-from . import stats, store, verdict
+from . import stats, store, tuner, verdict
 from .case_client import CaseClient, reading
 from .pair import Work
 from .row import bare, duration, ratio
@@ -20,6 +20,7 @@ class Judge:
 
     def __init__(self, client: CaseClient) -> None:
         self.client, self.run, self.case, self.row = client, client.run, client.case, client.row
+        self.unlike: list[str] = []
 
     def judge(self, first: Mapping[str, Any]) -> None:
         """Screen and vote on what the first process measured, and give the row its verdict."""
@@ -135,11 +136,16 @@ class Judge:
     def _same_environment(
         self, stored: store.Stored, mine: store.Result, timed: Mapping[str, Any]
     ) -> bool:
-        then = stored.environments.get(mine.environments[-1], {})
-        now = self.client.environment()
-        keys = ("driver", "cuda", "torch", "triton")
-        same = all(then.get(k) == now.get(k) for k in keys)
-        return same and mine.sources.get("baseline") == timed["sources"]["baseline"]
+        """Return whether a loss against `mine` is the code's; what is not alike is kept to say."""
+        then, now = stored.environments.get(mine.environments[-1], {}), self.row.environment
+        several = self.case.gpus > 1
+        names = store.differences(then, now, self.row.clock, several=several)
+        self.unlike = [f"{n} was {then.get(n)} when stored, and is {now.get(n)}" for n in names]
+        same_baseline = mine.sources.get("baseline") == timed["sources"]["baseline"]
+        self.unlike += [] if same_baseline else ["the baseline is not the one that was stored"]
+        same = not self.unlike
+        self.unlike += tuner.unlike(mine.choices, timed["details"].get("choices", {}))
+        return same
 
     def limit(self, timed: Mapping[str, Any]) -> None:
         """Put the share of the machine's limit in the row.
@@ -205,6 +211,8 @@ class Judge:
                 f" margin {gate.red:.1%}; votes of fresh processes: {votes or 'none'}"
                 f" -> {outcome}"
             )
+            if gate.name in ("record", "improvement"):
+                self.row.reasons += self.unlike
 
     def _relative(self) -> str:
         try:

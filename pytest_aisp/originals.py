@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from typing import Any
 
 OURS = (
-    *("check", "clocks", "cold", "controls", "cuda", "engine", "fits", "host", "kernels"),
-    *("leftovers", "manners", "memory", "nodes", "numerics", "oracle", "processes", "repeats"),
-    *("sides", "stats", "switches", "timing", "trees", "trial", "windows", "witness", "workbench"),
+    *("check", "clocks", "cold", "controls", "cuda", "engine", "fits", "host", "housekeeping"),
+    *("kernels", "leftovers", "manners", "memory", "nodes", "numerics", "oracle", "processes"),
+    *("repeats", "sides", "stats", "switches", "timing", "trees", "trial", "windows", "witness"),
+    *("workbench",),
 )
 """Our modules whose functions and methods are watched."""
 TORCH = (

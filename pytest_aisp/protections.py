@@ -38,6 +38,8 @@ PROTECTIONS = {
     "global-flags": "a side leaves torch's and the process's global switches as they were",
     "threads": "no thread, child process or timer of a side is at work after its call",
     "own-clock": "clocks, waits, comparisons and the plugin itself are those from before the page",
+    "no-imports": "no module is imported inside a timed window in which a side's Python runs",
+    "no-compiling": "nothing is compiled inside a timed window in which a side's Python runs",
     "untraced": "no tracer, profiler or debugger runs along with what is timed",
 }
 

@@ -120,6 +120,6 @@ def _as_result(recorded: Mapping[str, Any], environment: str) -> store.Result:
         limit=recorded["limit"],
         sources=dict(recorded["sources"]),
         environments=(environment,) * len(recorded["values"]),
-        choices={},
+        choices=dict(recorded["choices"]),
         samples=None,
     )

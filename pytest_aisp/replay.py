@@ -48,11 +48,11 @@ class Recording:
             name = f"{task.function}[{task.variant}] at {dict(task.size)}"
             why = f"; {self.dropped}" if self.dropped else ""
             return Reply(error="page", message=f"the recording holds no {name}{why}")
+        if task.kind == "facts":
+            return Reply(result=row["environment"])
         kind = "checks" if task.kind == "check" else "timings"
         number = self._asked.get(f"{row['key']}{kind}", 0)
         self._asked[f"{row['key']}{kind}"] = number + 1
-        if task.kind == "facts":
-            return Reply(result=row["environment"])
         if number >= len(row[kind]):
             return Reply(error="page", message=f"the recording holds {number} {kind} of it")
         return Reply(result=row[kind][number])

@@ -58,7 +58,7 @@ class Run:
         timer: another timer than the device's own, from the hook, or None.
         worker: number of this xdist worker; chooses its GPU.
         finest: the case that this process's canary will use: its clock and call the finest.
-        versions: of torch and triton as a bench process has them, once one was asked.
+        versions: of libraries as a bench process has them, once one was asked.
     """
 
     settings: Settings

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from . import kernels, remarks, verdict
+from . import kernels, remarks, tuner, verdict
 from .canary import consider
 from .case_client import CaseClient, reading
 from .judge import Judge
@@ -102,6 +102,7 @@ class CaseRun(CaseClient):
         row = self.row
         row.clock = str(timed["clock"])
         row.spread = verdict.believed(self.judge.spread(), reading(timed))
+        row.environment = self.environment()
         names = self._names()
         row.seconds = {
             names[0]: median(timed["baseline"]),
@@ -113,6 +114,7 @@ class CaseRun(CaseClient):
         row.notes += remarks.graphs(names, timed["details"])
         self._memory(timed["details"])
         row.notes += kernels.words(timed.get("kernels", {}))
+        row.notes += tuner.words(timed["details"].get("choices", {}))
         for name, seconds in timed.get("one_off", {}).items():
             if seconds:
                 row.notes.append(self._break_even(name, seconds))
@@ -180,7 +182,6 @@ class CaseRun(CaseClient):
         names = list(row.seconds)
         for name, side in zip(names, ("baseline", "optimized"), strict=True):
             row.seconds[name] = median(median(t[side]) for t in timed)
-        row.environment = self.environment()
         row.recorded = {
             "values": [values],
             "clock": row.clock,
@@ -189,5 +190,6 @@ class CaseRun(CaseClient):
             "share": row.share,
             "limit": row.limit or None,
             "sources": dict(first["sources"]),
+            "choices": tuner.together(t["details"].get("choices", {}) for t in timed),
             "replace": run.settings.update == "all",
         }

@@ -167,7 +167,8 @@ def simulate(
 
     Args:
         options: ``seconds`` by side name (``name@old``: as it was at a commit), ``noise`` as
-            keywords of `Noise`, ``session`` bias, ``planted`` slowdown of the second side.
+            keywords of `Noise`, ``session`` bias, ``planted`` slowdown of the second side, further
+            ``details``.
         seed: makes this process different from every other.
     """
     seconds = options["seconds"]
@@ -176,4 +177,6 @@ def simulate(
     times = float(seconds.get(baseline, seconds[now])), float(seconds[optimized])
     noise, session = Noise(**options.get("noise", {})), options.get("session", 0.0)
     process = Process(times, noise, rng, session, options.get("planted", 0.0))
-    return process.measure(budget)
+    samples = process.measure(budget)
+    samples.details.update(options.get("details", {}))
+    return samples

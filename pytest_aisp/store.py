@@ -34,7 +34,12 @@ Results: TypeAlias = "Mapping[str, Result]"
 
 SCHEMA = 1
 VERSIONS = ("driver", "cuda", "torch", "triton")
-"""The facts of an environment that must agree for two sessions to be of the same thing."""
+"""The facts of an environment that are always known, and compared."""
+COMPARED = ("cudnn", "cublas", "power_limit_w", "mig")
+"""Facts that are compared where both environments know them: they choose and pace GPU kernels."""
+COMPARED_BY_HOST = ("cpu", "governor")
+"""Facts that are compared as well where the host's speed enters: on `HOST_CLOCKS`."""
+HOST_CLOCKS = ("host", "cpu", "process")
 
 
 class StoreError(Exception):
@@ -210,7 +215,7 @@ def merge(
         environments: the facts behind the environment keys of `new`.
         replace: True rewrites entries that exist. False leaves them alone, except that an entry
             with one session gains a second one. A second session has another environment key,
-            and the same sources, clock, tuning choices and versions (`VERSIONS`).
+            and the same sources, clock and tuning choices, and no `differences`.
     """
     table = {**stored.environments, **Stored(stored.product, environments).environments}
     for name, facts in stored.environments.items():
@@ -233,9 +238,21 @@ def environment_key(environment: Environment) -> str:
     return hashlib.sha256(json.dumps(_plain(environment)).encode()).hexdigest()[:8]
 
 
-def same_versions(one: Environment, other: Environment) -> bool:
-    """Return whether two environments agree in `VERSIONS`."""
-    return all(one.get(name) == other.get(name) for name in VERSIONS)
+def differences(
+    one: Environment, other: Environment, clock: str, *, several: bool = False
+) -> list[str]:
+    """Return the facts for which times on `clock` in two environments are not comparable.
+
+    A fact that one of them does not know is no difference: older files lack some. Any other fact,
+    as the NUMA node, is only recorded.
+
+    Args:
+        several: whether several GPUs worked together; then NCCL counts too.
+    """
+    names = COMPARED + (COMPARED_BY_HOST if clock in HOST_CLOCKS else ())
+    names += ("nccl",) if several else ()
+    known = [name for name in names if None not in (one.get(name), other.get(name))]
+    return [name for name in (*VERSIONS, *known) if one.get(name) != other.get(name)]
 
 
 def pooled(results: Iterable[Result], clock: str) -> list[float]:
@@ -254,7 +271,7 @@ def _is_second_session(old: Result, new: Result, table: Environments) -> bool:
         (old.sessions, new.sessions) == (1, 1)
         and old.environments != new.environments
         and (old.sources, old.clock, old.choices) == (new.sources, new.clock, new.choices)
-        and same_versions(table[old.environments[0]], table[new.environments[0]])
+        and not differences(table[old.environments[0]], table[new.environments[0]], old.clock)
     )
 
 

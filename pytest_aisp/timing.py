@@ -150,6 +150,9 @@ def join(parts: Sequence[Samples]) -> Samples:
     for name in ("blocks", "baseline", "optimized", "orders", "dropped", "laps", "firsts"):
         joined[name] = [value for part in parts for value in getattr(part, name)]
     joined["details"] = {k: v for part in parts for k, v in part.details.items()}
+    if counts := [p.details["housekeeping"] for p in parts if "housekeeping" in p.details]:
+        total = {name: sum(count[name] for count in counts) for name in counts[0]}
+        joined["details"]["housekeeping"] = total
     return Samples(**joined)
 
 

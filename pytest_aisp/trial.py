@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
-from . import check, manners, numerics, timing, trees
+from . import check, manners, numerics, timing, trees, tuner
 from .messages import Task
 from .numerics import Rule
 from .oracle import Named, Oracle, observed
@@ -56,6 +56,7 @@ class Trial:
         one_off: by side, the seconds that preparing it took.
         outputs: how many outputs of timed calls were compared.
         kernels: by side, what it launches, where that was asked for.
+        tuned: by tuned Triton kernel, the configurations it was launched in.
         known: clock and counted calls of the first lap, with which the others are built.
     """
 
@@ -69,6 +70,7 @@ class Trial:
     one_off: dict[str, float] = field(default_factory=dict)
     outputs: int = 0
     kernels: dict[str, Any] = field(default_factory=dict)
+    tuned: dict[str, set[str]] = field(default_factory=dict)
     known: tuple[str, list[int]] | None = None
 
     def __post_init__(self) -> None:
@@ -88,6 +90,8 @@ class Trial:
         else:
             parts = [self._lap(self.budget, first=self.rng.randrange(2), looks=True)]
         parts[0].details.update(notes | parts[0].details)
+        if self.tuned:
+            parts[0].details["choices"] = tuner.together([self.tuned])
         extra = {"one_off": self.one_off, "outputs_checked": self.outputs, "errors": self.worst}
         extra |= {"kernels": self.kernels} if self.kernels else {}
         return timing.join(parts), extra
@@ -151,9 +155,10 @@ class Trial:
 
     def _build(self, built: dict[int, Subject], budget: Budget, first: int) -> WatchedBout:
         """Fill `built` with both sides, `first` first, and return their bout."""
-        for side in (first, 1 - first):
-            built[side] = self.bench.subject(self.sides[side][0])
-        return self._bout((built[0], built[1]), budget, (first, 1 - first))
+        with tuner.noting(self.tuned):
+            for side in (first, 1 - first):
+                built[side] = self.bench.subject(self.sides[side][0])
+            return self._bout((built[0], built[1]), budget, (first, 1 - first))
 
     def _lap(self, budget: Budget, first: int, *, looks: bool = False) -> Samples:
         """Lay slots, build both sides, time `budget`'s blocks, check every output of the last ones.

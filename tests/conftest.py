@@ -126,13 +126,20 @@ def gpu(
     monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("leases")))
 
     def install(
-        *, noise: dict[str, float] | None = None, session: float = 0.0, **seconds: float
+        *,
+        noise: dict[str, float] | None = None,
+        session: float = 0.0,
+        details: dict[str, Any] | None = None,
+        environment: dict[str, Any] | None = None,
+        **seconds: float,
     ) -> None:
+        options = {"seconds": seconds, "noise": noise or {}, "session": session}
         timer = {
             "target": "pytest_aisp.simulated:simulate",
             "arch": "sm90",
             "product": "simulated-gpu",
-            "options": {"seconds": seconds, "noise": noise or {}, "session": session},
+            "options": {**options, "details": details or {}},
+            "environment": environment or {},
         }
         pytester.makeconftest(f"def pytest_aisp_timer(config):\n    return {timer!r}\n\n\n")
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 import time
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -16,7 +17,19 @@ import torch
 from drivers import Driver, graph
 from drivers import nodes as kinds
 
-from pytest_aisp import Work, clocks, cold, compare, cuda, device, memory, nodes, timing, windows
+from pytest_aisp import (
+    Work,
+    clocks,
+    cold,
+    compare,
+    cuda,
+    device,
+    housekeeping,
+    memory,
+    nodes,
+    timing,
+    windows,
+)
 from pytest_aisp.loader import pair_of
 from pytest_aisp.protections import without
 from pytest_aisp.sides import SideError
@@ -130,6 +143,32 @@ def test_the_best_clock_that_both_sides_can_use(gpu, captures, bound, clock):
     assert samples.details["slots"] == 4
     assert samples.details["calls"] == samples.details["counted"]
     assert all(count % 4 == 0 for count in samples.details["calls"])
+
+
+@pytest.mark.parametrize(
+    ("captures", "bound", "counted"),
+    [(True, "dram", False), (False, "dram", True), (True, "launch", True)],
+)
+def test_what_python_does_in_a_window_is_counted_where_it_runs_there(
+    gpu, monkeypatch, captures, bound, counted
+):
+    gpu.captures = captures
+    monkeypatch.setattr(housekeeping, "swapped", lambda: None)
+    bout = bout_of(bench_of(bound=bound))
+    bout.refresh(last=False)
+    monkeypatch.setitem(sys.modules, "imported_by_a_test", ModuleType("imported_by_a_test"))
+    assert (bout.disturbance() is not None) == counted
+    assert bout.disturbance() is None
+    assert ("housekeeping" in bout.details()) == counted
+
+
+def test_memory_asked_of_the_device_in_a_window_is_counted(gpu, monkeypatch):
+    asked = iter(range(10**6))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_device_alloc": next(asked)})
+    bout = bout_of(bench_of(bound="launch"))
+    bout.refresh(last=False)
+    bout.disturbance()
+    assert bout.details()["housekeeping"]["allocations"] == 1
 
 
 def test_a_planted_slowdown_is_in_the_second_side_alone(gpu):

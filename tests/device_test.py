@@ -80,6 +80,71 @@ def test_it_is_asked_at_some_blocks_and_at_each_while_disturbed(telemetry):
     assert said == [None] * (Telemetry.EVERY - 1) + ["hardware slowdown"] * 3
 
 
+@pytest.mark.parametrize(
+    ("said", "governor"),
+    [({}, None), ({0: "performance\n"}, "performance"), ({0: "b\n", 1: "a\n"}, "a, b")],
+)
+def test_the_governors_of_the_cores_in_use_are_recorded(tmp_path, monkeypatch, said, governor):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    for core, word in {**said, 2: "not ours"}.items():
+        folder = tmp_path / f"cpu{core}" / "cpufreq"
+        folder.mkdir(parents=True)
+        (folder / "scaling_governor").write_text(word)
+    assert device.governor(tmp_path) == governor
+
+
+@pytest.mark.parametrize(("said", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), (None, None)])
+def test_the_numa_node_of_a_gpu_is_found_by_its_place_on_the_bus(tmp_path, said, node):
+    folder = tmp_path / "0001:0f:00.0"
+    folder.mkdir()
+    if said is not None:
+        (folder / "numa_node").write_text(said)
+    assert device.numa_node("00000001:0F:00.0", tmp_path) == node
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    """An NVML with one GPU, of which it tells everything."""
+    nvml = Nvml()
+    for name, answer in {
+        "DeviceGetCount": 1,
+        "DeviceGetName": "NVIDIA H200",
+        "DeviceGetCudaComputeCapability": (9, 0),
+        "SystemGetCudaDriverVersion": 13000,
+        "SystemGetDriverVersion": "580.1",
+        "DeviceGetUUID": "GPU-a",
+        "DeviceGetEnforcedPowerLimit": 700_000,
+        "DeviceGetMigMode": [1, 0],
+        "DeviceGetPciInfo": SimpleNamespace(busId="0000FFFF:0F:00.0"),
+    }.items():
+        monkeypatch.setattr(nvml, f"nvml{name}", lambda *args, answer=answer: answer, raising=False)
+    monkeypatch.setattr(device, "_nvml", lambda: nvml)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return nvml
+
+
+def test_what_a_gpu_runs_under_is_recorded(whole):
+    facts = device.Machine.here().facts
+    assert (facts["power_limit_w"], facts["mig"]) == (700, True)
+    assert facts["numa_node"] is None  # no such device here
+    assert facts["cpu"] == device._cpu_name()
+    assert "governor" in facts
+
+
+def test_what_nvml_does_not_tell_is_unknown(whole, monkeypatch):
+    def refused(handle):
+        raise RuntimeError("Not Supported")
+
+    for name in ("EnforcedPowerLimit", "MigMode", "PciInfo"):
+        monkeypatch.setattr(whole, f"nvmlDeviceGet{name}", refused, raising=False)
+    facts = device.Machine.here().facts
+    assert {facts[name] for name in ("power_limit_w", "mig", "numa_node")} == {None}
+
+
+def test_a_cpu_is_recorded_by_its_model():
+    assert device.cpu_machine().facts["cpu"] == device._cpu_name()
+
+
 def test_a_bench_process_is_known_by_its_command():
     assert not device._is_bench(os.getpid())
     assert not device._is_bench(2**30)

@@ -26,10 +26,10 @@ LAYERS = {
     ),
     "machine": words(
         "apart assembly bench build check client clocks cold controls cuda device engine"
-        " features fits graphs host kernels launches leases leftovers loader manners memory nodes"
-        " numerics oracle originals peaks peers processes protections quiet rank ranks repeats"
-        " replay sanitizer sass search"
-        " sides sources standin stopwatch switches tma trees trial windows witness workbench"
+        " features fits graphs host housekeeping kernels launches leases leftovers libraries loader"
+        " manners memory nodes numerics oracle originals peaks peers processes protections quiet"
+        " rank ranks repeats replay sanitizer sass search sides sources standin stopwatch switches"
+        " tma trees trial tuner windows witness workbench"
     ),
     "glue": words(
         "__init__ canary case_client fixtures history judge marks options place plugin"

@@ -86,6 +86,18 @@ _SLOTS = (
 )
 _STALE_RECORD = "modes_test.py::test_a_loss_in_another_environment_is_stale_unless_strict"
 _WARM = "workbench_test.py::test_warming_goes_on_while_memory_grows_or_times_fall"
+_IMPORTS = (
+    "housekeeping_test.py::test_an_import_once_is_measured_again"
+    " housekeeping_test.py::test_an_import_at_every_call_fails_the_case"
+)
+_COMPILES = (
+    "housekeeping_test.py::test_what_dynamo_really_compiles_is_counted"
+    " tuner_test.py::test_what_triton_compiles_is_counted_and_who_listened_before_is_told"
+)
+_FAULTS = "housekeeping_test.py::test_pages_read_from_disk_disturb_unless_the_page_is_about_them"
+_POWER = "modes_test.py::test_a_loss_under_another_power_limit_is_stale_and_says_so"
+_FACTS = "store_test.py::test_facts_that_make_times_incomparable"
+_FAKES = "shown on fakes, on no GPU"
 _WRONG_SIDES = "sides_test.py::test_a_wrong_side_is_named_with_its_size"
 _ONE_GPU = "workbench_test.py::test_a_bench_process_sees_one_gpu"
 _GPU = "no exploit on a GPU yet; "
@@ -110,7 +122,8 @@ _NODES = (
     " cuda_bout_test.py::test_a_graph_that_is_no_work_of_the_gpu_is_refused"
 )
 _UNRUN = "the exploit has not run on a GPU yet"
-_RANKS = "pages on several ranks are not built"
+_ONE_RANK = "ranks_test.py::test_a_fault_is_red_and_names_the_rank"
+_TWO_LAUNCHERS = "ranks_test.py::test_ranks_of_two_launchers_meet_at_an_endpoint"
 
 PEERS = (
     Item(
@@ -232,9 +245,12 @@ PEERS = (
     ),
     Item(
         "Compiling, tuning or planning inside the window, or hidden outside of it",
-        tests=_WARM,
-        why="both sides are warmed until they are steady; the cost of preparing is its own line",
-        open="loaded modules and allocations are not counted across a window",
+        exploits="imports compiles",
+        tests=f"{_WARM} {_IMPORTS} {_COMPILES}"
+        " cuda_bout_test.py::test_memory_asked_of_the_device_in_a_window_is_counted",
+        why="both sides are warmed until they are steady; the cost of preparing is its own line;"
+        " allocations are counted, and refused nowhere",
+        open=f"Triton's compilations and allocations: {_FAKES}",
     ),
     Item(
         "A launch-bound kernel: Python is timed, not the GPU",
@@ -430,9 +446,10 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         PEERS[2],
         Item(
             "Compiled inside the window",
-            tests=_WARM,
-            why="both sides are warmed until they are steady",
-            open="loaded modules are not counted across a window",
+            exploits="imports compiles",
+            tests=f"{_WARM} {_IMPORTS} {_COMPILES}",
+            why="both sides are warmed until they are steady; such a block is measured again",
+            open=f"compilations of Triton: {_FAKES}; of NVRTC: not counted",
         ),
     ),
     "Memory": (
@@ -461,13 +478,15 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         ),
         Item(
             "Pages touched for the first time",
-            tests=_WARM,
-            why="the first block is thrown away",
-            open="page faults are not counted",
+            tests=f"{_WARM} {_FAULTS}",
+            why="the first block is thrown away; page faults are counted, and a block that read"
+            " from disk is measured again",
         ),
         Item(
             "Swapping",
-            open="swap is neither refused nor recorded",
+            tests="housekeeping_test.py"
+            f"::test_swapping_out_disturbs_and_swap_that_was_there_does_not {_FAULTS}",
+            why="a block in which pages went to disk or came from it is measured again",
         ),
     ),
     "CUDA": (
@@ -528,7 +547,7 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
             "Faults of unified memory",
             tests=_WARM,
             why="both sides are warmed until they are steady",
-            open=_GPU + "page faults are not counted",
+            open=_GPU + "the GPU's page faults are not counted",
         ),
     ),
     "Compile": (
@@ -551,33 +570,68 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         Item("Compiled for one side only", open="for a reader to judge, as above"),
         Item(
             "Guards that fail and compile again",
-            tests=_WARM,
-            why="a time that still moves is not timed yet",
-            open="recompiles are not counted",
+            exploits="compiles",
+            tests=f"{_WARM} housekeeping_test.py::test_what_dynamo_really_compiles_is_counted",
+            why="a time that still moves is not timed yet; frames of Dynamo and graphs of Inductor"
+            " are counted, and a block with one is measured again",
         ),
         Item(
             "Tuned by chance",
             exploits="cudnn_benchmark",
-            tests=_RATES,
-            why="a vote is a fresh process, and so tunes again",
-            open="choices of a tuner are not recorded",
+            tests=f"{_RATES} tuner_test.py"
+            "::test_choices_are_shown_stored_and_named_when_a_loss_comes_with_another"
+            " tuner_test.py::test_the_configuration_of_each_tuned_launch_is_noted",
+            why="a vote is a fresh process, and so tunes again; what Triton's tuner chose is stored"
+            " with the result",
+            open=f"Triton's tuner: {_FAKES}; what Inductor's `max-autotune` chooses is not"
+            " recorded",
         ),
         Item(
             "Right for one symbolic shape", exploits="listed_size checked_sizes", tests=_WRONG_SIDES
         ),
     ),
-    "Distributed": tuple(
-        Item(lie, open=_RANKS)
-        for lie in (
+    "Distributed": (
+        Item(
             "A rank that does nothing",
+            tests=_ONE_RANK,
+            why="each rank's outputs are compared with its own part of the reference",
+        ),
+        Item(
             "A collective that is skipped",
+            tests=_ONE_RANK,
+            why="every output depends on every rank's inputs, which no rank knows by itself",
+        ),
+        Item(
             "Another topology",
+            why="results belong to a product and a count of GPUs",
+            open="which links join them is not recorded",
+        ),
+        Item(
             "Ranks that start apart",
+            tests=_TWO_LAUNCHERS,
+            why="a window begins with a barrier on the stream, and the slowest rank counts",
+        ),
+        Item(
             "Other gradient buckets",
+            why="that is a page's idea at times; the page says what each side is",
+            open="for a reader to judge",
+        ),
+        Item(
             "Gradients not waited for",
+            exploits="side_stream",
+            why="what is under way when the last call ends is late, a collective as well",
+            open="of a collective no exploit has run on GPUs",
+        ),
+        Item(
             "A pipeline's bubble left out",
+            tests=_TWO_LAUNCHERS,
+            why="a window is whole calls of every rank, and the slowest rank counts",
+        ),
+        Item(
             "Smaller shards",
-        )
+            tests=_ONE_RANK,
+            why="reference(ranks) says what every rank holds, in shape and value",
+        ),
     ),
     "Environment": (
         Item(
@@ -601,14 +655,14 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         Item(
             "Another NUMA node",
             exploits="affinity",
-            why="both sides run in one process, so on the same node",
-            open="the node is not recorded",
+            tests="device_test.py::test_the_numa_node_of_a_gpu_is_found_by_its_place_on_the_bus",
+            why="both sides run in one process, so on the same node; the GPU's is recorded",
         ),
         Item(
             "Another CPU governor",
-            why="both sides feel it alike, window by window; against a stored result the host clock"
-            " has a margin of 5 % and more",
-            open="the governor is not recorded",
+            tests=f"{_FACTS} device_test.py::test_the_governors_of_the_cores_in_use_are_recorded",
+            why="both sides feel it alike, window by window; on the host's clocks a loss under"
+            " another one is `stale`, and so is one on another CPU",
         ),
         Item(
             "Thermal throttling",
@@ -616,7 +670,11 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
             why="a block that NVML calls throttled is measured again; if all are, nothing is said",
             open="simulated; no test throttles a GPU",
         ),
-        Item("Another power limit", open="it is recorded with a result, but not compared"),
+        Item(
+            "Another power limit",
+            tests=f"{_POWER} {_FACTS}",
+            why="a loss under another one is `stale`, and so is one with MIG switched",
+        ),
         Item(
             "Another driver",
             tests=_STALE_RECORD,
@@ -624,9 +682,11 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         ),
         Item(
             "Another library",
-            tests=_STALE_RECORD,
+            tests=f"{_STALE_RECORD} {_FACTS}"
+            " store_test.py::test_nccl_counts_where_several_gpus_work_together"
+            " libraries_test.py::test_versions_are_those_that_the_libraries_say",
             why="a loss in another environment is `stale`",
-            open="driver, CUDA, torch and triton are compared; cuDNN, cuBLAS and NCCL are not",
+            open=f"how cuDNN, cuBLAS and NCCL say their versions: {_FAKES}",
         ),
         Item(
             "A container's limits",

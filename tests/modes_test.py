@@ -77,6 +77,27 @@ def test_a_loss_in_another_environment_is_stale_unless_strict(page, gpu, pyteste
     assert pytester.runpytest_subprocess("--aisp-strict-env").ret == 1
 
 
+def test_a_loss_under_another_power_limit_is_stale_and_says_so(page, gpu, pytester):
+    page()
+    gpu(added=2e-5, doubled=1e-5, environment={"power_limit_w": 700, "mig": None})
+    pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=3")
+    slower = {"added": 2e-5, "doubled": 1.2e-5}
+    gpu(**slower, environment={"power_limit_w": 350, "mig": False, "numa_node": 1})
+    result = pytester.runpytest_subprocess("-v")
+    result.stdout.fnmatch_lines(
+        [
+            "*STALE 1.???x*",
+            "stale: *-> red",
+            "stale: *doubled-n1001]: power_limit_w was 700 when stored, and is 350",
+        ]
+    )
+    assert "mig" not in result.stdout.str()  # it was unknown then: no difference
+    gpu(**slower, environment={"power_limit_w": 700, "mig": True})
+    result = pytester.runpytest_subprocess()
+    assert result.ret == 1
+    assert "when stored" not in result.stdout.str()
+
+
 def test_a_yardstick_may_lose_but_not_against_its_own_record(page, gpu, pytester):
     page(at_least="'yardstick'")
     gpu(added=1e-5, doubled=2e-5)
@@ -146,6 +167,19 @@ def test_replay_judges_recorded_samples_again(page, gpu, pytester):
     assert again.ret == 0
     page(at_least="3.0")
     assert pytester.runpytest_subprocess("--aisp-replay=kept/results.jsonl").ret == 1
+
+
+def test_replay_takes_timings_in_order_and_the_environment_of_the_recording(page, gpu, pytester):
+    page(at_least="3.0")
+    gpu(added=2e-5, doubled=1e-5, environment={"power_limit_w": 700})
+    pytester.runpytest_subprocess("--aisp-artifacts=kept")
+    [recorded] = map(json.loads, (pytester.path / "kept/results.jsonl").read_text().splitlines())
+    assert recorded["environment"] == {"torch": "simulated", "power_limit_w": 700}
+    gpu(added=1e-5, doubled=1e-5, environment={"power_limit_w": 350})
+    pytester.runpytest_subprocess("--aisp-replay=kept", "--aisp-artifacts=again")
+    [again] = map(json.loads, (pytester.path / "again/results.jsonl").read_text().splitlines())
+    assert again["votes"] == recorded["votes"] != []
+    assert again["environment"] == recorded["environment"]
 
 
 def test_replay_of_something_else_says_so(page, pytester):

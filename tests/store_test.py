@@ -278,6 +278,57 @@ def test_what_is_no_second_session_is_left_alone(path, second):
     assert path.read_bytes() == before
 
 
+KNOWN = {**FACTS, "cudnn": "91002", "cublas": "13.0.0", "power_limit_w": 700, "mig": False}
+KNOWN |= {"cpu": "a CPU", "governor": "performance", "nccl": "2.27.7", "numa_node": 0}
+EVERYWHERE = {"driver", "cuda", "torch", "triton", "cudnn", "cublas", "power_limit_w", "mig"}
+ON_THE_HOST = {"cpu", "governor"}
+
+
+@pytest.mark.parametrize("clock", ["graph", "queue", "host", "cpu", "process"])
+@pytest.mark.parametrize("fact", KNOWN)
+def test_facts_that_make_times_incomparable(clock, fact):
+    compared = EVERYWHERE | (set() if clock in ("graph", "queue") else ON_THE_HOST)
+    changed = {**KNOWN, fact: "another"}
+    assert store.differences(KNOWN, changed, clock) == ([fact] if fact in compared else [])
+    assert store.differences(KNOWN, KNOWN, clock) == []
+
+
+def test_nccl_counts_where_several_gpus_work_together():
+    changed = {**KNOWN, "nccl": "2.28"}
+    assert store.differences(KNOWN, changed, "graph", several=True) == ["nccl"]
+
+
+@pytest.mark.parametrize("fact", sorted(KNOWN.keys() - FACTS.keys()))
+@pytest.mark.parametrize("unknown", ["missing", "none"])
+def test_what_an_older_file_does_not_know_is_no_difference(fact, unknown):
+    older = {**KNOWN, fact: None}
+    if unknown == "missing":
+        del older[fact]
+    for one, other in [(older, KNOWN), (KNOWN, older), (older, older)]:
+        assert store.differences(one, other, "host", several=True) == []
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_versions_that_every_file_knows_must_agree(fact):
+    assert store.differences({**FACTS, fact: None}, FACTS, "graph") == [fact]
+
+
+def test_a_session_under_another_power_limit_is_no_second_one(path):
+    table = {"a": KNOWN, "b": {**KNOWN, "power_limit_w": 350, "date": "2026-08-21"}}
+    for session in "ab":
+        write(path, PRODUCT, {KEY: result(session)}, table, replace=False)
+    assert load(path).results[KEY].environments == ("a",)
+
+
+@pytest.mark.parametrize("file", sorted(Path(__file__).parents[1].glob("baselines/*/ch*.json")))
+def test_the_files_of_this_repository_are_read_and_compared(file):
+    stored = load(file)
+    assert stored.results
+    for facts in stored.environments.values():
+        now = {**KNOWN, **{name: facts[name] for name in ("power_limit_w", *FACTS)}}
+        assert store.differences(facts, now, "host") == []
+
+
 def test_a_third_session_is_left_alone(path):
     table = {**TABLE, "d": {**FACTS, "date": "2026-08-23"}}
     for session in "abd":

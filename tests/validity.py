@@ -47,12 +47,14 @@ WHEN = {"check": "checked", "time": "timed"}
 WHEN_OF = {  # by test file: what its tests are about; the exploits say it themselves
     **dict.fromkeys(("mutants_test", "numerics_test", "sides_test"), "checked"),
     **dict.fromkeys(("exploits_test", "workbench_test", "clocks_test"), "timed"),
+    **dict.fromkeys(("cuda_bout_test", "housekeeping_test"), "timed"),
     **dict.fromkeys(("cold_test", "device_test", "kernels_test", "untrusted_test"), "timed"),
     **dict.fromkeys(("cuda_bout_test", "nodes_test", "trial_test"), "timed"),
     **dict.fromkeys(("canary_test", "decision_test", "modes_test", "peaks_test"), "judged"),
+    **dict.fromkeys(("ranks_test",), "timed"),
     "remarks_test": "judged",
     **dict.fromkeys(("cuda_faults_test", "faults_test", "session_test", "terminal_test"), "run"),
-    "store_test": "stored",
+    **dict.fromkeys(("libraries_test", "store_test", "tuner_test"), "stored"),
 }
 
 

@@ -139,6 +139,7 @@ def test_a_block_that_waited_for_a_core_is_measured_again(monkeypatch):
     monkeypatch.setattr(host.time, "perf_counter", lambda: next(clock))
     bout = host.HostBout.__new__(host.HostBout)
     bout._waited, bout._since = host._waiting(), host.time.perf_counter()
+    bout.keeping = SimpleNamespace(look=lambda: None, begin=lambda: None)
     assert bout.disturbance() == "waited for a core 50% of the time"
     assert bout.disturbance() is None
 

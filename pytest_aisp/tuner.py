@@ -1,0 +1,65 @@
+"""What Triton's autotuner chose for the kernels that sides launch.
+
+A tuner measures, so it may choose otherwise in the next process: what it chose belongs to a result.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+Choices: TypeAlias = Mapping[str, list[str]]
+"""By kernel the configurations it ran in, in Triton's words: ``BLOCK: 128, num_warps: 4, ...``."""
+
+
+@contextmanager
+def noting(found: dict[str, set[str]]) -> Iterator[None]:
+    """Add to `found`, by kernel, the configuration of every tuned launch inside the block.
+
+    For what is not timed: it costs each launch some tenths of a microsecond.
+    """
+    module = sys.modules.get("triton.runtime.autotuner")
+    if module is None:
+        yield
+        return
+    run, used = module.Autotuner.run, {}
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = run(self, *args, **kwargs)
+        if len(self.configs) > 1:
+            used[id(self), id(self.best_config)] = self, self.best_config
+        return result
+
+    module.Autotuner.run = noted
+    try:
+        yield
+    finally:
+        module.Autotuner.run = run
+        for tuned, config in used.values():
+            found.setdefault(tuned.base_fn.__name__, set()).add(str(config))
+
+
+def together(parts: Iterable[Mapping[str, Iterable[str]]]) -> dict[str, list[str]]:
+    """Return the choices of several processes as one, sorted."""
+    found: dict[str, set[str]] = {}
+    for part in parts:
+        for kernel, configs in part.items():
+            found.setdefault(kernel, set()).update(configs)
+    return {kernel: sorted(found[kernel]) for kernel in sorted(found)}
+
+
+def words(choices: Choices) -> list[str]:
+    """Return a line for each tuned kernel."""
+    return [f"tuned {kernel}: {' | '.join(configs)}" for kernel, configs in choices.items()]
+
+
+def unlike(stored: Mapping[str, Any], now: Choices) -> list[str]:
+    """Return a line for each kernel that runs in a configuration that none did when stored."""
+    return [
+        f"{kernel} is tuned otherwise than when stored: {' | '.join(configs)},"
+        f" then {' | '.join(stored[kernel])}"
+        for kernel, configs in now.items()
+        if kernel in stored and not set(configs) <= set(stored[kernel])
+    ]

@@ -1,0 +1,66 @@
+"""The versions of libraries that a result is recorded with."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pytest_aisp import libraries
+from pytest_aisp.engine import Engine
+from pytest_aisp.messages import Task
+
+
+def test_a_bench_process_tells_every_version_that_is_compared():
+    facts = Engine().facts(Task(kind="facts"))
+    assert set(libraries.VERSIONS) <= set(facts)
+    assert facts["torch"] == torch.__version__
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="about a torch without CUDA")
+def test_what_torch_was_built_without_has_no_version():
+    found = libraries.versions()
+    assert {found[name] for name in ("cudnn", "cublas", "nccl")} == {None}
+
+
+def test_versions_are_those_that_the_libraries_say(monkeypatch):
+    parts = {0: 13, 1: 1, 2: 4}
+    asked = []
+
+    def opened(name, mode):
+        asked.append(name)
+
+        def told(part, value):
+            value._obj.value = parts[part]
+            return 0
+
+        return SimpleNamespace(cublasGetProperty=told)
+
+    monkeypatch.setattr(ctypes, "CDLL", opened)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 7))
+    found = libraries.versions()
+    assert asked == ["libcublas.so.13"]
+    assert (found["cudnn"], found["cublas"], found["nccl"]) == ("91002", "13.1.4", "2.27.7")
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_cublas_that_is_not_loaded_or_says_nothing_is_unknown(monkeypatch, status):
+    def opened(name, mode):
+        if not status:
+            raise OSError("not loaded")
+        return SimpleNamespace(cublasGetProperty=lambda part, value: status)
+
+    monkeypatch.setattr(ctypes, "CDLL", opened)
+    assert libraries._cublas("13.0") is None
+
+
+def test_a_cudnn_of_another_version_than_torchs_is_unknown(monkeypatch):
+    def refused():
+        raise RuntimeError("cuDNN version incompatibility")
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", refused)
+    assert libraries.versions()["cudnn"] is None

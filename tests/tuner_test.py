@@ -1,0 +1,120 @@
+"""What Triton compiles inside a window is counted, and what its tuner chose is kept."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from pytest_aisp import tuner
+from pytest_aisp.housekeeping import Housekeeping
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+
+def stored_one(x):
+    tl.store(x, 1.0)
+
+
+def test_what_triton_compiles_is_counted_and_who_listened_before_is_told(monkeypatch):
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    heard: list[str] = []
+    compilation = triton.knobs.compilation
+    monkeypatch.setattr(compilation, "listener", lambda **facts: heard.append(facts["src"].name))
+    keeping = Housekeeping()
+    keeping.begin()  # listens once, however often it begins
+    source = triton.compiler.ASTSource(JITFunction(stored_one), {"x": "*fp32"})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert "1 Triton kernel compiled inside a timed window" in str(keeping.look())
+    assert heard == ["stored_one"]
+
+
+@pytest.fixture
+def tuned(monkeypatch):
+    """A kernel whose tuner measures that the second of two configurations is the faster one."""
+    times = iter([[2.0], [1.0]] * 9)
+
+    @triton.autotune(
+        [triton.Config({"BLOCK": 8}), triton.Config({"BLOCK": 16})],
+        key=["n"],
+        do_bench=lambda call, quantiles: next(times),
+    )
+    @triton.jit
+    def doubled_kernel(x, n, BLOCK: tl.constexpr):
+        pass
+
+    # Only the choice is of interest here: no kernel runs.
+    monkeypatch.setattr(type(doubled_kernel.fn), "run", lambda *args, **kwargs: None)
+    return doubled_kernel
+
+
+def test_the_configuration_of_each_tuned_launch_is_noted(tuned):
+    x, found = torch.zeros(4), {}
+    run = type(tuned).run
+    tuned[(1,)](x, 4)
+    with tuner.noting(found):
+        tuned[(1,)](x, 4)
+        tuned[(1,)](x, 8)
+    assert type(tuned).run is run
+    [config] = found.pop("doubled_kernel")
+    assert config.startswith("BLOCK: 16, num_warps: 4")
+    assert found == {}
+
+
+def test_a_single_configuration_is_no_choice(tuned):
+    found = {}
+    tuned.configs = tuned.configs[:1]
+    with tuner.noting(found):
+        tuned[(1,)](torch.zeros(4), 4)
+    assert found == {}
+
+
+def test_without_triton_there_is_nothing_to_note(monkeypatch):
+    monkeypatch.delitem(__import__("sys").modules, "triton.runtime.autotuner")
+    found = {}
+    with tuner.noting(found):
+        pass
+    assert found == {}
+
+
+def test_choices_of_several_processes_are_one_and_read_as_words():
+    parts = [{"b": ["BLOCK: 8"]}, {"b": ["BLOCK: 4"], "a": {"BLOCK: 2"}}, {}]
+    choices = tuner.together(parts)
+    assert choices == {"a": ["BLOCK: 2"], "b": ["BLOCK: 4", "BLOCK: 8"]}
+    assert tuner.words(choices) == ["tuned a: BLOCK: 2", "tuned b: BLOCK: 4 | BLOCK: 8"]
+
+
+def test_a_kernel_tuned_otherwise_than_when_stored_is_named():
+    stored = {"a": ["BLOCK: 2"], "b": ["BLOCK: 4", "BLOCK: 8"]}
+    assert tuner.unlike(stored, {"b": ["BLOCK: 4"], "new": ["BLOCK: 1"]}) == []
+    assert tuner.unlike({}, {"a": ["BLOCK: 4"]}) == []
+    assert tuner.unlike(stored, {"a": ["BLOCK: 4"]}) == [
+        "a is tuned otherwise than when stored: BLOCK: 4, then BLOCK: 2"
+    ]
+
+
+CHOSEN = {"choices": {"doubled_kernel": ["BLOCK: 16, num_warps: 4"]}}
+
+
+def test_choices_are_shown_stored_and_named_when_a_loss_comes_with_another(page, gpu, pytester):
+    page()
+    gpu(added=2e-5, doubled=1e-5, details=CHOSEN)
+    options = ["--aisp-update-expectations", "--aisp-processes=3", "-vv"]
+    result = pytester.runpytest_subprocess(*options)
+    result.stdout.fnmatch_lines(["*tuned doubled_kernel: BLOCK: 16, num_warps: 4"])
+    file = pytester.path / "baselines" / "simulated-gpu" / "ch99.json"
+    [stored] = json.loads(file.read_text())["results"].values()
+    assert stored["choices"] == CHOSEN["choices"]
+    gpu(added=2e-5, doubled=1.2e-5, details={"choices": {"doubled_kernel": ["BLOCK: 8"]}})
+    result = pytester.runpytest_subprocess()
+    result.stdout.fnmatch_lines(
+        [
+            "*stored in baselines/simulated-gpu/ch99.json*-> red",
+            "*doubled_kernel is tuned otherwise than when stored: BLOCK: 8, then BLOCK: 16,*",
+        ]
+    )
+    assert result.ret == 1
