@@ -225,6 +225,8 @@ def _check_variants(pair: Pair) -> None:
     fresh = [hasattr(s, "environment") for s in (pair.baseline, *(v.side for v in pair.variants))]
     if any(fresh) and not all(fresh):
         raise PairError("fresh_process on some sides only: put it on every side or on none")
+    if any(fresh) and pair.spread:
+        raise PairError("fresh_process with gpus= above 1: ranks are started once, not a sample")
     names = [side_name(pair.baseline), *(v.name for v in pair.variants)]
     for name in names:
         if names.count(name) > 1:
@@ -241,6 +243,8 @@ def _check_sizes(pair: Pair) -> None:
     for which in ("sizes", "check_sizes", "cpu_sizes"):
         for size in getattr(pair, which):
             _check_size(pair, which, size)
+    if pair.spread and not all(map(is_plain, pair.check_sizes)):
+        raise PairError("check_sizes with a strategy and gpus= above 1: ranks cannot search apart")
     if not pair.cpu_sizes and not any(map(is_plain, pair.check_sizes)):
         raise PairError(
             "check_sizes= is missing: give a small odd size that a laptop can check,"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from . import trees
+from .peers import here
 from .sides import SideError, Subject, make_inputs
 from .witness import now
 from .workbench import Workbench
@@ -70,4 +71,4 @@ def _time(
                 start = now()
                 subject.run(0)
                 wait()
-                which.append(now() - start)
+                which.append(here().most(now() - start))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Variant, Work, compare, fresh_process
 from pytest_aisp.pair import PairError
 
 
@@ -119,6 +119,10 @@ SIDES = {
         "'fast': no known GPU has all of wgmma, tcgen05",
     ),
     "no ranks": ({"gpus": 0}, "gpus=(0,) must be a count of GPUs or several counts"),
+    "ranks a sample": (
+        {"gpus": 2, "baseline": fresh_process(slow), "optimized": [fresh_process(fast)]},
+        "fresh_process with gpus= above 1: ranks are started once, not a sample",
+    ),
 }
 
 
@@ -143,6 +147,10 @@ SIZES = {
         "sizes=[] and cpu_sizes=[] are both empty: nothing would run",
     ),
     "nothing small": ({"check_sizes": []}, MISSING),
+    "ranks that search": (
+        {"gpus": 2, "check_sizes": [{"n": 3}, {"n": object()}]},
+        "check_sizes with a strategy and gpus= above 1: ranks cannot search apart",
+    ),
     "only strategies": ({"check_sizes": [{"n": object()}]}, MISSING),
     "no mapping": ({"sizes": [4096]}, "sizes: 4096 is not a mapping such as {'n': 4096}"),
     "no value": (
