@@ -19,18 +19,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from pytest_aisp import svg
 from pytest_aisp.peaks import Peaks, load
 from pytest_aisp.row import duration, ratio
+from pytest_aisp.svg import GRAY, GRID, INK
 
 WIDTH, HEIGHT = 1120, 600
 LEFT, RIGHT, TOP, BOTTOM = 96, 970, 76, 540
 COLUMNS, LINE, APART = 3, 15, 14
-INK, GRAY, GRID = "#1f2328", "#59636e", "#e4e8ec"
 COLORS = {"fp32": "#0969da", "tf32": "#1a7f37", "bf16": "#bc4c00", "fp16": "#8250df"}
 COLORS |= {"fp8": "#cf222e"}
 ROOFS = ("fp32", "tf32", "bf16")
 UNUSABLE = ("wrong", "invalid")
-PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 @dataclass
@@ -86,12 +86,8 @@ class Window:
 
     def at(self, intensity: float, rate: float) -> tuple[float, float]:
         """Return the pixel of a point."""
-        across, up = _part(intensity, *self.x), _part(rate, *self.y)
+        across, up = svg.part(intensity, *self.x), svg.part(rate, *self.y)
         return LEFT + across * (RIGHT - LEFT), BOTTOM - up * (BOTTOM - TOP)
-
-
-def _part(value: float, low: float, high: float) -> float:
-    return math.log(value / low) / math.log(high / low)
 
 
 def window_of(cases: Sequence[Column], copy: float, roofs: Sequence[tuple[str, float]]) -> Window:
@@ -124,7 +120,7 @@ def draw(cases: Sequence[Column], peaks: Peaks, left_out: int) -> str:
         *_roofs(window, copy, roofs),
         *_points(window, cases),
         *listed,
-        _text(36, height - 12, _footer(left_out), size=11, fill=GRAY),
+        svg.text(36, height - 12, _footer(left_out), size=11, fill=GRAY),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -132,14 +128,16 @@ def draw(cases: Sequence[Column], peaks: Peaks, left_out: int) -> str:
 
 def _title(peaks: Peaks) -> Iterator[str]:
     facts = peaks.facts
-    yield _text(LEFT, 32, f"Roofline of {facts.get('name', peaks.product)}", size=20, weight="bold")
+    yield svg.text(
+        LEFT, 32, f"Roofline of {facts.get('name', peaks.product)}", size=20, weight="bold"
+    )
     known = [f"{key} {facts[key]}" for key in ("torch", "driver", "cuda") if key in facts]
     known += [facts["date"]] if "date" in facts else []
     text = "roofs as measured" + (f" ({', '.join(known)})" if known else "")
-    yield _text(LEFT, 54, text, size=12, fill=GRAY)
+    yield svg.text(LEFT, 54, text, size=12, fill=GRAY)
     for x, radius, fill, label in ((790, 6, "#ffffff", "baseline"), (882, 3.8, INK, "optimized")):
-        yield _circle(x, 28, radius, INK, fill)
-        yield _text(x + 12, 32, label, size=12)
+        yield svg.circle(x, 28, radius, INK, fill)
+        yield svg.text(x + 12, 32, label, size=12)
 
 
 def _footer(left_out: int) -> str:
@@ -151,22 +149,20 @@ def _footer(left_out: int) -> str:
 
 
 def _grid(window: Window) -> Iterator[str]:
-    for value in _decades(*window.x):
+    for value in svg.decades(*window.x):
         x, _ = window.at(value, window.y[0])
-        yield _line(x, TOP, x, BOTTOM, GRID)
-        yield _text(x, BOTTOM + 18, f"{value:g}", anchor="middle", size=12)
-    for value in _decades(*window.y):
+        yield svg.line(x, TOP, x, BOTTOM, GRID)
+        yield svg.text(x, BOTTOM + 18, f"{value:g}", anchor="middle", size=12)
+    for value in svg.decades(*window.y):
         _, y = window.at(window.x[0], value)
-        yield _line(LEFT, y, RIGHT, y, GRID)
-        yield _text(LEFT - 8, y + 4, _si(value), anchor="end", size=12)
+        yield svg.line(LEFT, y, RIGHT, y, GRID)
+        yield svg.text(LEFT - 8, y + 4, svg.si(value), anchor="end", size=12)
     yield f'<rect x="{LEFT}" y="{TOP}" width="{RIGHT - LEFT}" height="{BOTTOM - TOP}" '
     yield f'fill="none" stroke="{GRAY}"/>'
-    yield _text((LEFT + RIGHT) / 2, BOTTOM + 40, "arithmetic intensity, FLOP/byte", anchor="middle")
-    yield _text(24, (TOP + BOTTOM) / 2, "FLOP/s", anchor="middle", turn=-90)
-
-
-def _decades(low: float, high: float) -> list[float]:
-    return [10.0**d for d in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
+    yield svg.text(
+        (LEFT + RIGHT) / 2, BOTTOM + 40, "arithmetic intensity, FLOP/byte", anchor="middle"
+    )
+    yield svg.text(24, (TOP + BOTTOM) / 2, "FLOP/s", anchor="middle", turn=-90)
 
 
 def _roofs(window: Window, copy: float, roofs: Sequence[tuple[str, float]]) -> Iterator[str]:
@@ -174,15 +170,17 @@ def _roofs(window: Window, copy: float, roofs: Sequence[tuple[str, float]]) -> I
     start = max(window.x[0], window.y[0] / copy)
     (x1, y1), (x2, y2) = window.at(start, start * copy), window.at(highest / copy, highest)
     turn = math.degrees(math.atan2(y2 - y1, x2 - x1))
-    yield _line(x1, y1, x2, y2, INK, width=2)
+    yield svg.line(x1, y1, x2, y2, INK, width=2)
     style: dict[str, Any] = {"size": 12, "weight": "bold"}
-    yield _text(x2, y2, f"DRAM copy {_si(copy)}B/s", turn=turn, by=(-14, -7), anchor="end", **style)
+    yield svg.text(
+        x2, y2, f"DRAM copy {svg.si(copy)}B/s", turn=turn, by=(-14, -7), anchor="end", **style
+    )
     lines = [window.at(rate / copy, rate) for _, rate in roofs]
     labels = _spread([-y for _, y in lines], LINE)
     for (kind, rate), (x, y), label in zip(roofs, lines, labels, strict=True):
         color = COLORS.get(kind, GRAY)
-        yield _line(x, y, RIGHT, y, color, width=2)
-        yield _text(RIGHT + 8, 4 - label, f"{kind} {_si(rate)}FLOP/s", fill=color, **style)
+        yield svg.line(x, y, RIGHT, y, color, width=2)
+        yield svg.text(RIGHT + 8, 4 - label, f"{kind} {svg.si(rate)}FLOP/s", fill=color, **style)
 
 
 def _points(window: Window, cases: Sequence[Column]) -> Iterator[str]:
@@ -190,18 +188,18 @@ def _points(window: Window, cases: Sequence[Column]) -> Iterator[str]:
     heights = [[window.at(c.intensity, rate)[1] for rate in c.rates] for c in cases]
     taken = [(x, y, 7.0, 7.0) for x, ys in zip(across, heights, strict=True) for y in ys]
     for case, x, ys in zip(cases, across, heights, strict=True):
-        yield _line(x, min(ys), x, max(ys), case.color)
-        yield _circle(x, ys[0], 6, case.color, "#ffffff")
-        yield from (_circle(x, y, 3.8, case.color, case.color) for y in ys[1:])
+        yield svg.line(x, min(ys), x, max(ys), case.color)
+        yield svg.circle(x, ys[0], 6, case.color, "#ffffff")
+        yield from (svg.circle(x, y, 3.8, case.color, case.color) for y in ys[1:])
     for number, (case, x, ys) in enumerate(zip(cases, across, heights, strict=True), 1):
         half = 4.0 * len(str(number)) + 1
         u, v, far = _free((x, min(ys)), half, taken)
         taken.append((u, v, half, 7.0))
         if far:
-            yield _line(x, min(ys), u, v, case.color, width=0.7)
+            yield svg.line(x, min(ys), u, v, case.color, width=0.7)
         style: dict[str, Any] = {"anchor": "middle", "size": 12, "weight": "bold"}
         for stroke in ("#ffffff", ""):  # white under the digits, where they cross a line
-            yield _text(u, v + 4, str(number), fill=case.color, stroke=stroke, **style)
+            yield svg.text(u, v + 4, str(number), fill=case.color, stroke=stroke, **style)
 
 
 def _spread(places: Sequence[float], apart: float) -> list[float]:
@@ -264,41 +262,6 @@ def _entry(number: int, case: Column) -> list[tuple[int, str]]:
     texts += [f"{v} {duration(case.seconds[v])}, {ratio(case.gains[v])}" for v in variants]
     first = (0, f'{bold}<tspan fill="{GRAY}">{escape(size)}</tspan>')
     return [first, *((14, escape(text)) for text in texts)]
-
-
-def _si(value: float) -> str:
-    scale, prefix = next(((s, p) for s, p in PREFIXES if value >= s), (1.0, ""))
-    return f"{value / scale:.3g} {prefix}"
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, color: str, *, width: float = 1) -> str:
-    ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
-    return f'<line {ends} stroke="{color}" stroke-width="{width}"/>'
-
-
-def _circle(x: float, y: float, radius: float, color: str, fill: str) -> str:
-    place = f'cx="{x:.1f}" cy="{y:.1f}" r="{radius}"'
-    return f'<circle {place} stroke="{color}" stroke-width="1.8" fill="{fill}"/>'
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    *,
-    size: float = 13,
-    anchor: str = "start",
-    weight: str = "normal",
-    fill: str = INK,
-    stroke: str = "",
-    turn: float = 0,
-    by: tuple[float, float] = (0, 0),
-) -> str:
-    """Return `text` at a point, turned around it, and moved `by` in its own direction."""
-    style = f'font-size="{size}" text-anchor="{anchor}" font-weight="{weight}" fill="{fill}"'
-    style += f' transform="rotate({turn:.2f} {x:.1f} {y:.1f})"' if turn else ""
-    style += f' stroke="{stroke}" stroke-width="3"' if stroke else ""
-    return f'<text x="{x + by[0]:.1f}" y="{y + by[1]:.1f}" {style}>{escape(text)}</text>'
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -306,6 +306,15 @@ class Engine:
         measured = peaks.measure(task.device)
         return {"rates": dict(measured.rates), "facts": dict(measured.facts)}
 
+    def collectives(self, task: Task) -> dict[str, Any]:
+        """Time collectives with the other ranks."""
+        from .collectives import sweep
+        from .peers import here
+
+        if here().world == 1:
+            raise PageError("collectives need several ranks; this is one process\n    aisp nccl")
+        return sweep(task.sweep["ops"], task.sweep["sizes"], task.device, self.progress)
+
     def compile(self, task: Task) -> dict[str, Any]:
         """Assemble every kernel that the case's sides launch, for each arch of `task`."""
         from .assembly import Assembly

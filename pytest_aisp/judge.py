@@ -154,6 +154,9 @@ class Judge:
             Failed: for a side that is faster than the machine can be.
         """
         peaks = self.run.peaks(self.client.machine.product)
+        if self.case.gpus > 1:
+            several = self.run.link_peaks(self.client.machine.with_count(self.case.gpus))
+            peaks = peaks_module.joined(peaks, several)
         if peaks is None or self.run.settings.aa:
             return
         limit = peaks_module.limit_of(Work(**timed["work"]), self.row.bound, peaks)

@@ -9,8 +9,10 @@ import contextlib
 import fcntl
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+from .answers import Unanswerable
 
 
 def folder() -> Path:
@@ -40,3 +42,25 @@ def lease(
             yield
         finally:
             fcntl.flock(file, fcntl.LOCK_UN)
+
+
+@contextlib.contextmanager
+def together(gpus: Iterable[str], waiting: Callable[[str], None]) -> Iterator[None]:
+    """Hold the leases of `gpus` by UUID, the host's shared: as a case on several GPUs does.
+
+    They are taken in one order everywhere, so that nobody waits in a ring.
+
+    Raises:
+        Unanswerable: where the folder of leases cannot be written.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(lease("host", shared=True, waiting=waiting))
+            for gpu in sorted(gpus):
+                held.enter_context(lease(gpu, waiting=waiting))
+        except OSError as error:
+            raise Unanswerable(
+                f"the machine cannot be leased: {error}\n"
+                "Point TMPDIR at a folder that can be written"
+            ) from None
+        yield

@@ -41,7 +41,10 @@ TOLERANCE = 1.05
 PCIE = ("h2d", "d2h")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32"}
 """Types of the matrix products, the longest last: a hot chip lowers its clocks."""
-RATES = ("copy", "read", "write", *DTYPES, "fp8", *PCIE, "launch", "graph_node")
+LINKS = ("peer", "busbw")
+"""What a rank of several GPUs sends at: a copy to a peer, and the largest all-reduce's busbw."""
+SECONDS = ("launch", "graph_node", "all_reduce")
+RATES = ("copy", "read", "write", *DTYPES, "fp8", *PCIE, *LINKS, "peer_both", *SECONDS)
 ARITHMETIC = ("fp64", "fp32", *PRECISIONS)
 """Legal keys of ``Work(flops=)``; a type without a measured rate has no limit."""
 
@@ -59,7 +62,10 @@ class Peaks:
         rates: ``copy`` (read plus written), ``read``, ``write``: bytes/s through DRAM; ``fp32``,
             ``tf32``, ``bf16``, ``fp16``, ``fp8``: FLOP/s of matrix products; ``h2d``, ``d2h``:
             bytes/s from and to pinned memory; ``launch``, ``graph_node``: seconds that a tiny
-            kernel costs the host, and takes inside a graph.
+            kernel costs the host, and takes inside a graph. Of several GPUs (``nvidia-h200-x2``)
+            ``peer``: bytes/s of the best copy to another GPU, ``peer_both``: of both directions
+            together (`bandwidth`); ``busbw``: bytes/s of the largest all-reduce, ``all_reduce``:
+            seconds of the smallest (`nccl`).
         facts: which kernel was fastest, and GPU, versions, clocks and date.
     """
 
@@ -89,8 +95,9 @@ def limit_of(work: Work, bound: str, peaks: Peaks) -> Limit | None:
     It is the slowest of three resources that work at the same time. Memory: what is both read and
     written at the copy rate, the surplus at its own, ``2 min(r, w) / copy + |r - w| / read`` or
     ``/ write``. Arithmetic: the sum over types. The wire, where it is the bound: PCIe at its faster
-    direction, since `Work` does not say which. L2 and NVLink are not measured, so pages bound by
-    them have no limit; launches are no resource, so a ``launch`` page has a small share.
+    direction, since `Work` does not say which, and links between GPUs (``nvlink``, ``latency``) at
+    the faster of a copy and an all-reduce. L2 is not measured, so pages bound by it have no limit;
+    launches and latencies are no resource, so pages bound by them have a small share.
 
     Raises:
         PeaksError: when ``work.flops`` has a key that is no type of arithmetic.
@@ -115,9 +122,10 @@ def share(limit: Limit, seconds: float) -> float:
 def implausible(limit: Limit, seconds: float) -> bool:
     """Say whether `seconds` is less than the declared work can take on this machine.
 
-    Only for cold buffers: what stays in a cache is faster than DRAM and no lie.
+    Only for cold buffers: what stays in a cache is faster than DRAM and no lie. Nor does a link
+    accuse anyone: a switch that reduces sends less than is counted, and a GPU has other links yet.
     """
-    return share(limit, seconds) > TOLERANCE
+    return limit.name not in LINKS and share(limit, seconds) > TOLERANCE
 
 
 def _traffic(work: Work, bound: str) -> dict[str, float]:
@@ -128,8 +136,30 @@ def _traffic(work: Work, bound: str) -> dict[str, float]:
 
 
 def _wire(work: Work, bound: str, peaks: Peaks) -> dict[str, float]:
-    fastest = max(PCIE, key=lambda k: peaks.rates.get(k, 0.0))
-    return {"pcie": {fastest: work.wire}, "nvlink": {"nvlink": work.wire}}.get(bound, {})
+    wires = {"pcie": PCIE, "nvlink": LINKS, "latency": LINKS}.get(bound)
+    if wires is None:
+        return {}
+    return {max(wires, key=lambda k: peaks.rates.get(k, 0.0)): work.wire}
+
+
+def joined(one: Peaks | None, several: Peaks | None) -> Peaks | None:
+    """Return the peaks of one GPU together with the link rates of several, where they are known."""
+    if one is None or several is None:
+        return one or several
+    links = {key: rate for key, rate in several.rates.items() if key in LINKS}
+    return Peaks(several.product, {**one.rates, **links}, one.facts)
+
+
+def add(
+    path: str | Path, product: str, rates: Mapping[str, float], facts: Mapping[str, str]
+) -> None:
+    """Put `rates` and `facts` among the peaks in `path`; what else is there stays.
+
+    Raises:
+        PeaksError: as `save` does.
+    """
+    before = load(path) if Path(path).exists() else Peaks(product, {})
+    save(path, Peaks(product, {**before.rates, **rates}, {**before.facts, **facts}))
 
 
 def load(path: str | Path) -> Peaks:

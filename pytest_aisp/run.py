@@ -161,6 +161,14 @@ class Run:
                 raise Failed(str(error)) from None
         return self._peaks[product]
 
+    def link_peaks(self, product: str) -> peaks_module.Peaks | None:
+        """Return what `aisp bandwidth` and `aisp nccl` have stored of several GPUs, or None."""
+        path = self.settings.baselines / product / "peaks.json"
+        try:
+            return peaks_module.load(path) if path.exists() else None
+        except (peaks_module.PeaksError, OSError) as error:
+            raise Failed(str(error)) from None
+
     def _measure_peaks(self, path: Path, product: str) -> None:
         """Measure the peaks of a machine that is being recorded for the first time."""
         device = "cuda" if product == self.machine.product and self.machine.gpus else "cpu"

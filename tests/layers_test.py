@@ -21,24 +21,25 @@ def words(text: str) -> set[str]:
 
 LAYERS = {
     "data": words(
-        "artifacts messages pair remarks row signature simulated skus stats store tables timing"
-        " verdict"
+        "answers artifacts curves messages pair remarks row signature simulated skus stats store"
+        " svg tables timing verdict"
     ),
     "machine": words(
-        "apart assembly bench build check client clocks cold controls cuda device engine"
-        " features fits graphs host housekeeping kernels launches leases leftovers libraries loader"
-        " manners memory nodes numerics oracle originals peaks peers processes protections quiet"
-        " rank ranks repeats replay sanitizer sass search sides sources standin stopwatch switches"
-        " tma trees trial tuner windows witness workbench"
+        "apart assembly bandwidth bench build check client clocks cold collectives controls cuda"
+        " device engine features fits graphs host housekeeping keep kernels launches leases"
+        " leftovers libraries loader manners memory nccl nccl_env nodes numerics oracle originals"
+        " peaks peers processes protections quiet rank ranks repeats replay sanitizer sass search"
+        " sides sources standin stopwatch switches tma topology trees trial tuner windows witness"
+        " workbench"
     ),
     "glue": words(
-        "__init__ canary case_client fixtures history judge marks options place plugin"
+        "__init__ canary case_client cli fixtures history judge marks options place plugin"
         " recorder report run runner sessions stash untrusted"
     ),
 }
 ORDER = list(LAYERS)
 LAYER_OF = {module: layer for layer, modules in LAYERS.items() for module in modules}
-LEADING = words("canary case_client history judge place recorder report run runner untrusted")
+LEADING = words("canary case_client cli history judge place recorder report run runner untrusted")
 NO_PYTEST = sorted({*LAYERS["data"], *LAYERS["machine"], *LEADING})
 FRAMEWORKS = {"torch", "triton", "numpy", "cuda", "pynvml", "hypothesis"}
 
@@ -135,6 +136,12 @@ def test_loading_the_plugin_loads_nothing_else():
         *("pytest_aisp", "pytest_aisp.options", "pytest_aisp.plugin", "pytest_aisp.stash")
     }
     assert modules & FRAMEWORKS == set()
+
+
+def test_the_command_line_loads_a_framework_only_where_a_command_needs_it():
+    assert loaded("from pytest_aisp import cli, nccl_env, topology; cli.parser()") & FRAMEWORKS == (
+        set()
+    )
 
 
 @pytest.mark.parametrize("name", ["compare", "Variant", "Work", "capture", "cuda_module"])

@@ -58,6 +58,34 @@ def test_pcie_is_taken_at_its_faster_direction():
     assert limit_of(work, "pcie", one_way) == Limit("h2d", GB / 5.5e10)
 
 
+@pytest.mark.parametrize("bound", ["nvlink", "latency"])
+def test_links_are_taken_at_the_faster_of_a_copy_and_an_all_reduce(bound):
+    """A reduction inside the switch has a busbw that no copy reaches."""
+    links = Peaks("nvidia-h200-x2", {**H200.rates, "peer": 3.9e11, "busbw": 4.5e11})
+    work = Work(wire=GB, read=GB)
+    assert limit_of(work, bound, links) == Limit("busbw", GB / 4.5e11)
+    copied = Peaks("nvidia-h200-x2", {**H200.rates, "peer": 3.9e11})
+    assert limit_of(work, bound, copied) == Limit("peer", GB / 3.9e11)
+
+
+def test_a_link_accuses_nobody():
+    """A side may reduce inside the switch, or send over links that a copy to one peer leaves."""
+    assert not implausible(Limit("peer", 1e-3), 1e-4)
+    assert not implausible(Limit("busbw", 1e-3), 1e-4)
+    assert implausible(Limit("copy", 1e-3), 1e-4)
+
+
+def test_rates_are_added_to_those_that_are_there(tmp_path):
+    path = tmp_path / "nvidia-h200-x2" / "peaks.json"
+    peaks.add(path, "nvidia-h200-x2", {"peer": 3.9e11}, {"peer": "first", "name": "two"})
+    peaks.add(path, "nvidia-h200-x2", {"busbw": 4e11, "peer": 3.8e11}, {"peer": "second"})
+    stored = peaks.load(path)
+    assert stored.rates == {"peer": 3.8e11, "busbw": 4e11}
+    assert stored.facts == {"peer": "second", "name": "two"}
+    with pytest.raises(PeaksError, match="holds the peaks of nvidia-h200-x2, not of nvidia-b200"):
+        peaks.add(path, "nvidia-b200-x2", {"peer": 7e11}, {})
+
+
 def test_bytes_on_the_wire_count_only_where_they_are_the_bound():
     assert limit_of(Work(wire=1e15, read=GB), "dram", H200).name == "read"
 

@@ -1,0 +1,94 @@
+"""`aisp nccl-env`: what is set is shown and explained, and nothing is set by us."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pytest_aisp import cli, nccl_env
+from pytest_aisp.client import bench_environment
+
+RESPECTED = "(respected: the ranks get it as it is)"
+
+
+def lines(environment):
+    return list(nccl_env.answer(environment, "NCCL 2.28.9, in torch 2.11.0").lines)
+
+
+def test_what_is_set_is_shown_with_its_meaning():
+    found = lines({"NCCL_DEBUG": "INFO", "TORCH_NCCL_BLOCKING_WAIT": "1", "HOME": "/root"})
+    assert found[:5] == [
+        "NCCL 2.28.9, in torch 2.11.0",
+        "",
+        "set here",
+        "NCCL_DEBUG=INFO             what NCCL prints: VERSION, WARN, INFO or TRACE",
+        "TORCH_NCCL_BLOCKING_WAIT=1  1: wait() blocks the host and raises when it times out",
+    ]
+    assert not any("HOME" in line for line in found)
+
+
+def test_nothing_set_says_so():
+    assert lines({})[2] == ("none of NCCL_, TORCH_NCCL_, TORCH_SYMM_MEM_, NVSHMEM_* is set here")
+
+
+def test_a_variable_that_is_not_in_the_table_is_shown_too():
+    assert "NCCL_NEW=x  not in this table: see the library's documentation" in lines(
+        {"NCCL_NEW": "x"}
+    )
+
+
+@pytest.mark.parametrize(("name", "value"), nccl_env.RESPECTED.items())
+def test_what_keeps_multicast_off_is_respected(name, value, monkeypatch):
+    (shown,) = [line for line in lines({name: value}) if line.startswith(f"{name}=")]
+    assert shown.endswith(RESPECTED)
+    assert nccl_env.MEANINGS[name] in shown
+    other = {"0": "1", "1": "0"}[value]
+    assert RESPECTED not in "\n".join(lines({name: other}))
+    monkeypatch.setenv(name, value)
+    assert bench_environment({"CUDA_VISIBLE_DEVICES": ""})[name] == value  # as ranks are started
+
+
+def test_advice_for_several_nodes_says_what_is_set():
+    found = lines({"MASTER_ADDR": "10.0.0.1"})
+    assert "for several nodes (advice; nothing was set)" in found
+    (address,) = [line for line in found if line.startswith("MASTER_ADDR")]
+    assert "is 10.0.0.1" in address
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "MASTER_PORT"):
+        assert any(line.startswith(name) and "not set" in line for line in found)
+    assert any(line.startswith("interfaces here: ") and "lo" in line for line in found)
+
+
+def test_adapters_are_those_of_the_kernel(monkeypatch, tmp_path):
+    monkeypatch.setattr(nccl_env, "INFINIBAND", tmp_path / "none")
+    assert lines({})[-1] == "InfiniBand or RoCE adapters here: none"
+    for name in ("mlx5_1", "mlx5_0"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(nccl_env, "INFINIBAND", tmp_path)
+    assert lines({})[-1] == "InfiniBand or RoCE adapters here: mlx5_0, mlx5_1"
+
+
+def test_every_variable_of_the_table_has_a_prefix_that_is_looked_for():
+    assert all(name.startswith(nccl_env.PREFIXES) for name in nccl_env.MEANINGS)
+    assert set(nccl_env.RESPECTED) <= set(nccl_env.MEANINGS)
+
+
+def test_the_command_changes_no_variable(monkeypatch, capsys):
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    before = dict(os.environ)
+    assert cli.main(["nccl-env"]) == 0
+    assert dict(os.environ) == before
+    said = capsys.readouterr().out
+    assert said.startswith(nccl_env.version())
+    assert "NCCL_NVLS_ENABLE=0" in said
+
+
+def test_the_version_is_torchs_or_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    without = f"torch {torch.__version__} has no NCCL: it was built without CUDA"
+    assert nccl_env.version() == without
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "nccl", SimpleNamespace(version=lambda: (2, 28, 9)))
+    assert nccl_env.version() == f"NCCL 2.28.9, in torch {torch.__version__}"

@@ -1,0 +1,242 @@
+"""`aisp topology` on machines that are only told of: NVSwitch, a mesh, bridges, PCIe alone."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from pytest_aisp import cli, device, topology
+from pytest_aisp.topology import Link, Way
+
+OK, NOT_SUPPORTED, TOPOLOGY = 0, 5, 3
+
+
+class Refused(Exception):
+    """What NVML raises where it does not answer."""
+
+
+def bus_of(gpu):
+    return f"00000000:{gpu + 1:02X}:00.0"
+
+
+class Nvml:
+    """An NVML of `count` GPUs.
+
+    `links` has by GPU what is at the other end of each link: a GPU's number, ``switch``, ``hidden``
+    or ``down``.
+    """
+
+    def __init__(self, count, links=(), *, version=6, nvlink=OK, read=OK, level=50):
+        self.count, self.links, self.version = count, list(links) or [()] * count, version
+        self.nvlink, self.read, self.level = nvlink, read, level
+
+    def nvmlDeviceGetCount(self):
+        return self.count
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    nvmlDeviceGetIndex = nvmlDeviceGetHandleByIndex
+
+    def nvmlDeviceGetName(self, gpu):
+        return "NVIDIA H200"
+
+    def nvmlDeviceGetUUID(self, gpu):
+        return f"GPU-{gpu}"
+
+    def nvmlDeviceGetPciInfo(self, gpu):
+        return SimpleNamespace(busId=bus_of(gpu).encode())
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, gpu):
+        return 5
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, gpu):
+        return 16
+
+    def nvmlDeviceGetCpuAffinity(self, gpu, words):
+        return [0b1011 << (4 * gpu), *[0] * (words - 1)]
+
+    def nvmlDeviceGetMemoryAffinity(self, gpu, words, scope):
+        return [1 << gpu, *[0] * (words - 1)]
+
+    def _end(self, gpu, link):
+        ends = self.links[gpu]
+        if link >= len(ends):
+            raise Refused
+        return ends[link]
+
+    def nvmlDeviceGetNvLinkState(self, gpu, link):
+        return int(self._end(gpu, link) != "down")
+
+    def nvmlDeviceGetNvLinkVersion(self, gpu, link):
+        return self.version
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, gpu, link):
+        end = self._end(gpu, link)
+        if end == "hidden":
+            raise Refused
+        return SimpleNamespace(busId=bus_of(end) if isinstance(end, int) else "00000000:A0:00.0")
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, gpu, link):
+        end = self._end(gpu, link)
+        if end == "hidden":
+            raise Refused
+        return 2 if end == "switch" else 0
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, a, b):
+        return self.level
+
+    def nvmlDeviceGetP2PStatus(self, a, b, capability):
+        assert isinstance(capability, int)  # pynvml's own name for reading is a tuple
+        return self.nvlink if capability == 2 else self.read
+
+
+def nvml_of(*args, refused=(), **kwargs):
+    """Return an NVML in which the functions named in `refused` raise."""
+    nvml = Nvml(*args, **kwargs)
+
+    def no(*args):
+        raise Refused
+
+    for name in refused:
+        setattr(nvml, name, no)
+    return nvml
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Tell of a machine; its GPUs' NUMA nodes are not in this machine's /sys."""
+    monkeypatch.setattr(topology, "PCI", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def tell(*args, **kwargs):
+        monkeypatch.setattr(device, "_nvml", lambda: nvml_of(*args, **kwargs))
+        return topology.read()
+
+    return tell
+
+
+SWITCHED = [["switch"] * 18] * 2
+
+
+def test_through_switches_the_fewer_links_count(machine):
+    found = machine(2, [["switch"] * 18, ["switch"] * 17 + ["down"]])
+    assert found.gpus[0].links[0] == Link(0, "4", "NVSwitch")
+    way = found.way(0, 1)
+    assert (way.links, way.kind, way.cell) == (17, "NVLink 4 x17", "NV17")
+    assert way.limit == 17 * 25e9
+
+
+def test_direct_links_count_for_their_peer_alone(machine):
+    found = machine(3, [[1, 1, 2], [0, 0], [0]], version=5)  # an A100 says 5: NVLink 3
+    assert found.way(0, 1).kind == found.way(1, 0).kind == "NVLink 3 x2"
+    assert found.way(0, 2).limit == 25e9
+    assert found.way(1, 2).kind == "PCIe 5 x16, SYS"  # NVLink each, but not to each other
+    assert found.way(1, 2).limit == pytest.approx(16 * 3.938e9)
+
+
+def test_ends_that_are_hidden_are_believed_where_nvml_says_that_nvlink_works(machine):
+    ends = [["hidden"] * 18] * 2
+    assert machine(2, ends).way(0, 1).kind == "NVLink 4 x18"
+    assert machine(2, ends, nvlink=NOT_SUPPORTED).way(0, 1).kind == "PCIe 5 x16, SYS"
+    silent = {"refused": ["nvmlDeviceGetP2PStatus"]}
+    assert machine(2, ends, **silent).way(0, 1).links == 0
+    assert machine(2, SWITCHED, **silent).way(0, 1).links == 18
+
+
+def test_a_switch_whose_fabric_is_not_up_is_no_link(machine):
+    assert machine(2, SWITCHED, nvlink=NOT_SUPPORTED).way(0, 1).kind == "PCIe 5 x16, SYS"
+
+
+def test_a_version_that_nobody_knows_has_no_limit(machine):
+    way = machine(2, SWITCHED, version=99).way(0, 1)
+    assert (way.kind, way.limit) == ("NVLink ? x18", None)
+
+
+def test_without_peer_access_the_kind_says_so(machine):
+    way = machine(2, nvlink=NOT_SUPPORTED, read=TOPOLOGY).way(0, 1)
+    assert way.kind == "PCIe 5 x16, SYS, no peer access"
+    assert way.access["read"] == "topology not supported"
+
+
+def test_what_is_refused_is_unknown_and_no_error(machine):
+    names = ["TopologyCommonAncestor", "P2PStatus", "MaxPcieLinkWidth"]
+    names += ["CpuAffinity", "MemoryAffinity"]
+    found = machine(2, refused=[f"nvmlDeviceGet{name}" for name in names])
+    gpu, way = found.gpus[0], found.way(0, 1)
+    assert (gpu.pcie, gpu.cpus, gpu.numa) == (None, "", None)
+    assert (way.kind, way.limit, way.cell) == ("PCIe, ?", None, "?")
+    assert topology.words(found)[1].split()[5:] == ["?", "?", "?", "no", "link"]
+
+
+def test_the_numa_node_is_the_kernels_word_and_else_nvmls(machine, tmp_path):
+    folder = tmp_path / "0000:01:00.0"
+    folder.mkdir()
+    node = folder / "numa_node"
+    node.write_text("3\n")
+    assert [gpu.numa for gpu in machine(2).gpus] == [3, 1]
+    node.write_text("-1\n")  # a virtual machine's kernel does not know
+    assert machine(2).gpus[0].numa == 0
+
+
+def test_cores_are_ranges(machine):
+    assert [gpu.cpus for gpu in machine(2).gpus] == ["0-1,3", "4-5,7"]
+
+
+def test_gpus_that_are_not_visible_are_shown_as_such(machine, monkeypatch):
+    machine(2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1")
+    assert [gpu.visible for gpu in topology.read().gpus] == [False, True]
+    assert "0 (not visible)" in "\n".join(topology.words(topology.read()))
+
+
+def test_the_tables(machine, capsys):
+    machine(2, SWITCHED, level=20)
+    assert cli.main(["topology"]) == 0
+    pytest.LineMatcher(capsys.readouterr().out.splitlines()).fnmatch_lines(
+        [
+            "GPU  name         UUID   PCI bus id        PCIe   NUMA  CPUs   NVLink",
+            "0 * NVIDIA H200  GPU-0  00000000:01:00.0  5 x16  0  * 0-1,3  NVLink 4: 18 to NVSwitch",
+            "between them",
+            "from \\ to  0     1",
+            "0          -     NV18",
+            "NVn: n NVLink links; *",
+            "peer access, read",
+            "1          yes  -",
+        ]
+    )
+
+
+def test_one_gpu_has_no_matrix(machine, capsys):
+    machine(1)
+    assert cli.main(["topology"]) == 0
+    assert "between them" not in capsys.readouterr().out
+
+
+def test_json_holds_all_of_it(machine, capsys):
+    machine(2, SWITCHED)
+    assert cli.main(["topology", "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["gpus"][1]["links"][17] == {"number": 17, "version": "4", "peer": "NVSwitch"}
+    assert plain["ways"][0]["limit"] == 450e9
+    assert plain["ways"][0]["access"]["read"] == "OK"
+
+
+def test_the_words_for_an_access_that_is_refused():
+    said = {"read": "chipset not supported"}
+    assert topology._access(Way(0, 1, "", said), "read") == "no: chipset not supported"
+    assert topology._access(Way(0, 1, "", {}), "read") == "?"
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(device, "_nvml", lambda: None)
+    assert cli.main(["topology"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines() == [
+        "no GPU is here: NVML finds none, or its driver is not loaded",
+        "See what the driver says:",
+        "    nvidia-smi",
+    ]
