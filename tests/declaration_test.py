@@ -51,6 +51,12 @@ def test_a_right_declaration_is_a_mark_with_its_cases():
     assert [case.id for case in pair.cases()] == ["fast-n4096"]
 
 
+def test_work_may_depend_on_how_many_ranks_do_it():
+    given = declared(work=lambda n, world: Work(wire=n * (world - 1))).kwargs["pair"]
+    assert [given.work_at({"n": 7}, world).wire for world in (1, 4)] == [0, 21]
+    assert declared().kwargs["pair"].work_at({"n": 7}, 4).read == 28
+
+
 WORDS = {
     "bound": ({"bound": "disk"}, "unknown bound 'disk'; legal: dram, l2, tensor, issue, "),
     "l2": ({"l2": "tepid"}, "unknown l2 'tepid'; legal: cold, warm"),
