@@ -90,7 +90,7 @@ def _check_terms(oracle: Oracle) -> None:
     held = [t for _, t in trees.tensors(bench.values[0])]
     held += trees.state_tensors(bench.new_state()).values()
     most = sum(tensor.numel() for tensor in held)
-    terms = bench.pair.work(**bench.size).terms
+    terms = bench.pair.work_at(bench.size, here().world).terms
     most *= here().world
     if held and terms > max(most, FEW_TERMS):
         raise TooLoose(

@@ -178,7 +178,7 @@ class Engine:
             "value": samples.value,
             "error": samples.error,
             "sources": self._sources(task, pair),
-            "work": asdict(pair.work(**task.size)),
+            "work": asdict(pair.work_at(task.size, task.gpus)),
             "spent": self.watch.read(),
             **extra,
         }

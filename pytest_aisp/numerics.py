@@ -33,7 +33,9 @@ SIGNS = 1048573
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 UNIT |= {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3, "tf32": 2.0**-11, "fp16": 2.0**-11}
 UNIT |= {"bf16": 2.0**-8, "fp8": 2.0**-4, "mxfp8": 2.0**-4, "nvfp4": 2.0**-2}
-UNIT |= {"int8": 2.0**-8, "int4": 2.0**-4}
+# A step of these is a share of the largest in its block, some four times the block's rms.
+UNIT |= {"int8": 2.0**-6, "int4": 2.0**-2}
+_INSIDE = ("tf32",)  # in which products are computed and no result is kept
 _DEPTH = {"tf32": 8, "bf16": 16, "fp16": 16, "bfloat16": 16, "float16": 16}
 
 
@@ -179,6 +181,9 @@ def allowed(
     operands = 2 * work.roundings * steps if low else work.roundings * steps - 1
     u_in = UNIT[low] if low else u_out
     rounding = (u_out**2 * value.square() + operands * u_in**2 * squares) / 3
+    if low and low not in _INSIDE:  # results too: in a sum of few terms they may exceed Q
+        more = (value.square() - squares).clamp_min_(0)
+        rounding += more.mul_(work.roundings * steps * u_in**2 / 3)
     return (rounding + steps * _accumulation(value, squares, dtype, precision, work.terms)).sqrt_()
 
 

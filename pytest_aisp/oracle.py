@@ -52,7 +52,7 @@ class Oracle:
         known = self.known(turns)
         key = (turns if self.bench.pair.state is not None else turns[-1:], precision)
         if key not in self._leaves:
-            work = self.bench.pair.work(**self.bench.size)
+            work = self.bench.pair.work_at(self.bench.size, here().world)
             with self.watch.phase("reference"):
                 self._leaves[key] = [
                     Leaf(

@@ -132,6 +132,11 @@ class Pair:
         """Return the variant called `name`."""
         return next(v for v in self.variants if v.name == name)
 
+    def work_at(self, size: Size, world: int) -> Work:
+        """Return the work at `size` of one of `world` ranks."""
+        asked = inspect.signature(self.work).parameters
+        return self.work(**size, **({"world": world} if "world" in asked else {}))
+
     def features(self, variant: Variant) -> tuple[str, ...]:
         """Return the features that `variant` needs, the page's first."""
         return tuple(dict.fromkeys((*self.needs, *as_words(variant.needs))))
@@ -243,8 +248,6 @@ def _check_sizes(pair: Pair) -> None:
     for which in ("sizes", "check_sizes", "cpu_sizes"):
         for size in getattr(pair, which):
             _check_size(pair, which, size)
-    if pair.spread and not all(map(is_plain, pair.check_sizes)):
-        raise PairError("check_sizes with a strategy and gpus= above 1: ranks cannot search apart")
     if not pair.cpu_sizes and not any(map(is_plain, pair.check_sizes)):
         raise PairError(
             "check_sizes= is missing: give a small odd size that a laptop can check,"
@@ -271,8 +274,9 @@ def _check_size(pair: Pair, which: str, size: object) -> None:
     whens = {f"when of {v.name!r}": v.when for v in pair.variants}
     for name, function in {**callables, **whens}.items():
         if function is not None:
-            given = {"device", "rank", "world"} if name in ("inputs", "state") else set()
-            if given and next(iter(inspect.signature(function).parameters), "") != "device":
+            made = name in ("inputs", "state")
+            given = {"device", "rank", "world"} if made else {"world"} if name == "work" else set()
+            if made and next(iter(inspect.signature(function).parameters), "") != "device":
                 raise PairError(f"{name} takes the device first, as in def {name}(device, n)")
             _check_keys(which, name, function, set(size), given)
 

@@ -51,6 +51,12 @@ def test_a_right_declaration_is_a_mark_with_its_cases():
     assert [case.id for case in pair.cases()] == ["fast-n4096"]
 
 
+def test_work_may_depend_on_how_many_ranks_do_it():
+    given = declared(work=lambda n, world: Work(wire=n * (world - 1))).kwargs["pair"]
+    assert [given.work_at({"n": 7}, world).wire for world in (1, 4)] == [0, 21]
+    assert declared().kwargs["pair"].work_at({"n": 7}, 4).read == 28
+
+
 WORDS = {
     "bound": ({"bound": "disk"}, "unknown bound 'disk'; legal: dram, l2, tensor, issue, "),
     "l2": ({"l2": "tepid"}, "unknown l2 'tepid'; legal: cold, warm"),
@@ -147,10 +153,6 @@ SIZES = {
         "sizes=[] and cpu_sizes=[] are both empty: nothing would run",
     ),
     "nothing small": ({"check_sizes": []}, MISSING),
-    "ranks that search": (
-        {"gpus": 2, "check_sizes": [{"n": 3}, {"n": object()}]},
-        "check_sizes with a strategy and gpus= above 1: ranks cannot search apart",
-    ),
     "only strategies": ({"check_sizes": [{"n": object()}]}, MISSING),
     "no mapping": ({"sizes": [4096]}, "sizes: 4096 is not a mapping such as {'n': 4096}"),
     "no value": (

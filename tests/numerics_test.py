@@ -66,6 +66,49 @@ def test_bf16_output_passes_and_one_bit_fewer_fails(k):
     assert not fits.compare(coarse, leaf, Rule()).ok
 
 
+def sum_leaf(terms, precision):
+    """The expected sum of `terms`, with the bound that a page on as many ranks would get."""
+
+    def run(probe):
+        moved = [t.double() for t in terms]
+        for t in moved if probe is not None else ():
+            numerics.perturb(t, make)
+        return [("output", sum(moved))]
+
+    make = torch.Generator().manual_seed(3)
+    [(path, value, squares)] = numerics.sensitivity(run)
+    work = Work(terms=len(terms))
+    sigma = numerics.allowed(value, squares, dtype="float32", precision=precision, work=work)
+    return Leaf(path, value, sigma)
+
+
+def in_blocks(x, largest, block=32):
+    """`x` as integers up to `largest`, the largest element of each block of 32 at that."""
+    rows = x.view(-1, block)
+    step = rows.abs().amax(1, keepdim=True) / largest
+    return ((rows / step).round() * step).view_as(x)
+
+
+ROUNDS = {
+    "bf16": (lambda x: x.bfloat16().float(), lambda x: (x.view(torch.int32) >> 18) << 18),
+    "int8": (lambda x: in_blocks(x, 127), lambda x: in_blocks(x, 31)),
+    "int4": (lambda x: in_blocks(x, 7), lambda x: in_blocks(x, 1)),
+}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("precision", ROUNDS)
+def test_sums_of_what_few_ranks_have_rounded_pass_and_two_bits_fewer_fail(precision, world):
+    """Three probes of two terms may see each time that they cancel: Q is then near zero."""
+    torch.manual_seed(world)
+    terms = [torch.randn(1 << 20) for _ in range(world)]
+    leaf = sum_leaf(terms, precision)
+    honest, coarse = ROUNDS[precision]
+    for rounds, right in ((honest, True), (lambda x: coarse(x).view(torch.float32), False)):
+        total = rounds(sum(rounds(t) for t in terms))
+        assert fits.compare(total, leaf, Rule()).ok is right
+
+
 @pytest.mark.parametrize("k", [1024, 8192])
 def test_a_bf16_accumulator_fails(k):
     a, b = operands(k, torch.bfloat16)

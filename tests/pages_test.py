@@ -115,7 +115,7 @@ def test_the_page_can_be_checked_on_a_laptop(path):
 @every_page
 def test_the_work_of_every_case_is_something(path):
     for case in (case for pair in pairs(path) for case in pair.cases()):
-        work = case.pair.work(**case.size)
+        work = case.pair.work_at(case.size, case.gpus)
         assert work.read + work.write + work.wire + sum(work.flops.values()) > 0
 
 
