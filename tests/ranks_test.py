@@ -89,6 +89,14 @@ FAULTS = {
 HEALTHY = ("first", "zenith")
 
 
+# By page: what its optimized side does at the sizes that a search draws, and what is said of it.
+SEARCHES = {
+    "searched": ("pass", ""),
+    "wrong_above": ("return summed(x) + (x.numel() > 40)", "other is wrong at n=4[1-9]: *"),
+    "one_above": (LAST + "return summed(x) + (x.numel() > 40)", "rank 1: other is wrong at n=4?*"),
+}
+
+
 def write(folder: Path, name: str, does: str = "pass", gpus: int = 2) -> Path:
     path = folder / "ch99" / f"{name}_test.py"
     path.parent.mkdir(exist_ok=True)
@@ -228,3 +236,30 @@ def test_what_has_no_form_on_a_cpu_is_skipped_and_says_why(page, pytester):
     result.stdout.fnmatch_lines(
         ["SKIPPED * needs a GPU; there is none here; symmetric memory has no form on a CPU"]
     )
+
+
+@pytest.fixture
+def searched(page, pytester, told, kept):
+    """A run of pages whose sizes are drawn."""
+    if not kept:
+        page()
+        for name, (does, _) in SEARCHES.items():
+            path = write(pytester.path, name, does)
+            text = path.read_text().replace('{"n": 33}', '{"n": 33}, {"n": st.integers(34, 49)}')
+            path.write_text(
+                text.replace(
+                    "import torch\n", "import torch\nfrom hypothesis import strategies as st\n", 1
+                )
+            )
+        pytester.runpytest_subprocess("--aisp-check", "--junitxml=junit.xml", "ch99")
+        kept["told"] = told(pytester.path / "junit.xml")
+    return kept["told"]
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_ranks_search_the_same_sizes(searched, name):
+    words = SEARCHES[name][1]
+    assert searched[name].verdict == ("wrong" if words else "checked")
+    if words:
+        lines = searched[name].failure.splitlines()
+        pytest.LineMatcher(lines).fnmatch_lines(["*AssertionError: " + words])
