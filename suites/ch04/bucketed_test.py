@@ -50,7 +50,6 @@ def coalesced(grads):
     reference=reference,
     sizes=[{"count": 256, "numel": 16384}],
     check_sizes=[{"count": 3, "numel": 17}],
-    cpu_sizes=[{"count": 32, "numel": 1024}],
     work=lambda count, numel: Work(wire=4 * count * numel, terms=2),
     bound="latency",
     gpus=2,
