@@ -130,8 +130,10 @@ def _state(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in (*value.named_parameters(), *value.named_buffers()):
             yield from _state(tensor, f"{path}.{name}")
     elif isinstance(value, torch.optim.Optimizer):
-        for index, entry in enumerate(value.state.values()):
-            for name, leaf in entry.items():
+        # By the parameter's number: a sharded optimizer has entries for some of them only.
+        parameters = [p for group in value.param_groups for p in group["params"]]
+        for index, parameter in enumerate(parameters):
+            for name, leaf in value.state.get(parameter, {}).items():
                 if isinstance(leaf, torch.Tensor):
                     yield f"{path}[{index}].{name}", leaf
     elif (children := _children(value)) is not None:

@@ -6,6 +6,9 @@ All pages are checked in one run, by one bench process; each test asks what was 
 from __future__ import annotations
 
 import pytest
+import torch
+
+from pytest_aisp import trees
 
 LINEAR = {"work": "lambda n: Work(read=4 * 64 * n, terms=64)"}
 SUMS = """
@@ -299,3 +302,22 @@ def test_the_short_summary_has_the_verdict_and_the_id_of_a_red_case(said):
 def test_a_failure_ends_with_how_to_reproduce_it(said, name):
     last = said[name].failure.split("reproduce:")[1].splitlines()[1]
     assert last == f"E           pytest 'ch99/{name}_test.py::test_doubling[doubled-n1001]'"
+
+
+def test_what_an_optimizer_keeps_is_named_by_its_parameter():
+    """Two optimizers that update other parameters must not have their moments compared."""
+    first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.AdamW([first, second])
+    second.grad = torch.ones(2)
+    optimizer.step()
+    assert list(trees.state_tensors(optimizer)) == [
+        "state[1].step",
+        "state[1].exp_avg",
+        "state[1].exp_avg_sq",
+    ]
+    first.grad = torch.ones(2)
+    optimizer.step()
+    assert [name for name in trees.state_tensors(optimizer) if "avg_sq" in name] == [
+        "state[0].exp_avg_sq",
+        "state[1].exp_avg_sq",
+    ]
