@@ -116,6 +116,7 @@ class Pair:
     gpus: tuple[int, ...]
     l2: Literal["cold", "warm"]
     owns: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_words(self)
@@ -229,6 +230,11 @@ def _check_variants(pair: Pair) -> None:
     for name in names:
         if names.count(name) > 1:
             raise PairError(f"two sides are called {name!r}; name each by its idea")
+    if pair.environment and not pair.spread:
+        raise PairError(
+            "environment= is for the ranks of a page on several GPUs; a page on one has"
+            " fresh_process(environment=...)"
+        )
     for variant in pair.variants:
         if not pair.archs(variant):
             needs = ", ".join(pair.features(variant))

@@ -118,6 +118,11 @@ SIDES = {
         {"needs": "wgmma", "optimized": [Variant(fast, needs="tcgen05")]},
         "'fast': no known GPU has all of wgmma, tcgen05",
     ),
+    "environment": (
+        {"environment": {"A": "1"}},
+        "environment= is for the ranks of a page on several GPUs; a page on one has"
+        " fresh_process(environment=...)",
+    ),
     "no ranks": ({"gpus": 0}, "gpus=(0,) must be a count of GPUs or several counts"),
 }
 
