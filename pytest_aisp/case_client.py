@@ -167,11 +167,16 @@ class CaseClient:
 
     def bench(self, number: int = 0) -> Bench:
         """Return bench process `number` for this case, or its ranks."""
-        return self.run.bench(self.place.device, number, self.ranks)
+        return self.run.bench(self.place.device, number, self.ranks, self._variables)
 
     def fresh_bench(self) -> Bench:
         """Start one more bench process for this case's device, or its ranks."""
-        return self.run.start(self.place.device, self.ranks)
+        return self.run.start(self.place.device, self.ranks, self._variables)
+
+    @property
+    def _variables(self) -> Mapping[str, str]:
+        """Environment variables of this case's ranks."""
+        return self.case.pair.environment if self.ranks > 1 else {}
 
     @property
     def ranks(self) -> int:

@@ -32,6 +32,7 @@ def compare(
     gpus: int | Sequence[int] = 1,
     l2: Literal["cold", "warm"] = "cold",
     owns: Sequence[Owned] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Callable[[F], F]:
     """Declare a pair on a test function that takes the `pair` fixture.
 
@@ -60,6 +61,8 @@ def compare(
         gpus: ranks that the sides run on; several counts make cases of each.
         l2: ``cold`` (the working set rotates through five L2 caches) or ``warm``.
         owns: what the page varies itself and the harness must leave alone.
+        environment: variables with which the page's ranks start, for what a process decides once;
+            pages that ask for the same ones share ranks. With `gpus` above 1 only.
 
     Raises:
         PairError: for a declaration that cannot be meant, at the page's own line.
@@ -82,6 +85,7 @@ def compare(
             gpus=(gpus,) if isinstance(gpus, int) else tuple(gpus),
             l2=l2,
             owns=tuple(owns),
+            environment=dict(environment or {}),
         )
     except PairError as error:
         raise PairError(f"@compare: {error}") from None

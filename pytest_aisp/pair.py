@@ -61,6 +61,8 @@ class Work:
             raise PairError("Work(terms=, roundings=) must be at least 1")
 
 
+OWNERS = {"NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS"}
+"""Variables of NVLink multicast, which can put a host's GPUs out of service where it is off."""
 WORDS = "neutral", "yardstick"
 """Claims without a number: nothing is gained; nothing is claimed, it is there to compare with."""
 
@@ -116,6 +118,7 @@ class Pair:
     gpus: tuple[int, ...]
     l2: Literal["cold", "warm"]
     owns: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_words(self)
@@ -236,6 +239,13 @@ def _check_variants(pair: Pair) -> None:
     for name in names:
         if names.count(name) > 1:
             raise PairError(f"two sides are called {name!r}; name each by its idea")
+    if pair.environment and not pair.spread:
+        raise PairError(
+            "environment= is for the ranks of a page on several GPUs; a page on one has"
+            " fresh_process(environment=...)"
+        )
+    if owners := sorted(pair.environment.keys() & OWNERS):
+        raise PairError(f"environment= sets {owners[0]}, which is the machine's owner's to set")
     for variant in pair.variants:
         if not pair.archs(variant):
             needs = ", ".join(pair.features(variant))

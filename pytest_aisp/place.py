@@ -44,6 +44,8 @@ def place_of(run: Run, case: Case, kernels: Kernels) -> Place:
     if run.settings.compile:
         return _assembled(run.settings.compile, case, archs, kernels)
     checking = run.settings.check
+    if case.kind == "cpu" and case.variant.gpu_only:
+        return Place("skip", "cpu", f"{case.variant.gpu_only} has no form on a CPU")
     if case.kind == "cpu":
         if run.machine.arch == "cpu" or run.times_cpu or run.timer is not None:
             return Place("check" if checking else "time", "cpu", "--aisp-check" * checking)

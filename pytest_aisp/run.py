@@ -73,7 +73,7 @@ class Run:
     finest: Timed | None = None
     started: float = field(default_factory=time.monotonic)
     confirmed: float = 0.0
-    _benches: dict[tuple[str, int, int], Bench] = field(default_factory=dict)
+    _benches: dict[tuple[Any, ...], Bench] = field(default_factory=dict)
     _stored: dict[Path, store.Stored] = field(default_factory=dict)
     _peaks: dict[str, peaks_module.Peaks | None] = field(default_factory=dict)
     _caches: list[str] = field(default_factory=list)
@@ -84,27 +84,38 @@ class Run:
         """Seed of checked values: secret, unless the run must be reproducible."""
         return 0 if self.settings.reproducible else self.secret
 
-    def bench(self, device: str, number: int = 0, ranks: int = 1) -> Bench:
-        """Return bench process `number` for `device`, or such `ranks`, started if need be."""
+    def bench(
+        self,
+        device: str,
+        number: int = 0,
+        ranks: int = 1,
+        variables: Mapping[str, str] | None = None,
+    ) -> Bench:
+        """Return bench process `number` for `device`, or such `ranks`, started if need be.
+
+        Ranks that were started with other environment `variables` are others.
+        """
         if self.replay is not None:
             return self.replay
-        key = device, number, ranks
+        key = device, number, ranks, *sorted((variables or {}).items())
         current = self._benches.get(key)
         if isinstance(current, (BenchProcess, RankSet)) and not current.alive:
             current.close()
             current = None
         if current is None:
-            current = self._benches[key] = self.start(device, ranks)
+            current = self._benches[key] = self.start(device, ranks, variables)
         return current
 
-    def start(self, device: str, ranks: int = 1) -> Bench:
+    def start(
+        self, device: str, ranks: int = 1, variables: Mapping[str, str] | None = None
+    ) -> Bench:
         """Start one more bench process for `device`, or `ranks` that work together."""
         if ranks > 1:
             if self.settings.in_process:
                 raise Failed(
                     f"{ranks} ranks cannot run inside pytest; leave out --pdb and the like"
                 )
-            return RankSet(ranks, self._environment(device, ranks))
+            return RankSet(ranks, {**self._environment(device, ranks), **(variables or {})})
         if self.settings.in_process:
             return InProcess()
         environment = self._environment(device)

@@ -124,6 +124,15 @@ SIDES = {
         {"needs": "wgmma", "optimized": [Variant(fast, needs="tcgen05")]},
         "'fast': no known GPU has all of wgmma, tcgen05",
     ),
+    "environment": (
+        {"environment": {"A": "1"}},
+        "environment= is for the ranks of a page on several GPUs; a page on one has"
+        " fresh_process(environment=...)",
+    ),
+    "an owner's variable": (
+        {"gpus": 2, "environment": {"NVSHMEM_DISABLE_NVLS": "0"}},
+        "environment= sets NVSHMEM_DISABLE_NVLS, which is the machine's owner's to set",
+    ),
     "no ranks": ({"gpus": 0}, "gpus=(0,) must be a count of GPUs or several counts"),
     "ranks a sample": (
         {"gpus": 2, "baseline": fresh_process(slow), "optimized": [fresh_process(fast)]},

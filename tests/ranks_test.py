@@ -327,3 +327,14 @@ def test_ranks_search_the_same_sizes(searched, name):
     if words:
         lines = searched[name].failure.splitlines()
         pytest.LineMatcher(lines).fnmatch_lines(["*AssertionError: " + words])
+
+
+def test_ranks_start_with_the_environment_of_their_page(page, pytester, told):
+    page()
+    sees = "assert os.environ.get('AISP_MODE') == {}"
+    for name, mode in {"first": None, "middle": "'a'", "next": "'b'", "zenith": None}.items():
+        path = write(pytester.path, name, sees.format(mode))
+        declared = f'environment={{"AISP_MODE": {mode}}},' if mode else ""
+        path.write_text(path.read_text().replace("    gpus=2,", f"    gpus=2,{declared}"))
+    result = pytester.runpytest_subprocess("--aisp-check", "ch99")
+    result.stdout.fnmatch_lines(["*= 5 checked in *"])
