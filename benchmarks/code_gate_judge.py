@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import median, stdev
 from typing import Any
 
-from pytest_aisp import stats, verdict
-from pytest_aisp.timing import ROBUST_CLOCKS
-from pytest_aisp.verdict import Reading
+from pytest_aisp.results import stats, verdict
+from pytest_aisp.results.timing import ROBUST_CLOCKS
+from pytest_aisp.results.verdict import Reading
 
 CASES = 250
 """Cases of a suite."""

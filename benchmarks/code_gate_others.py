@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from statistics import fmean, median
 from typing import Any, Protocol
 
-from pytest_aisp.timing import Budget, Samples, extra_calls
+from pytest_aisp.results.timing import Budget, Samples, extra_calls
 
 CALLS = 100
 """Counted calls of a graph."""
@@ -70,8 +70,8 @@ class Graphs:
     """The graphs of one kernel on the GPU, their inputs rotating as the kernel's page says."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        from pytest_aisp.loader import load_page, pair_of
-        from pytest_aisp.workbench import Workbench
+        from pytest_aisp.bench.loader import load_page, pair_of
+        from pytest_aisp.proof.workbench import Workbench
 
         page = load_page(options["page"], options["root"], options["module"])
         pair = pair_of(getattr(page, options["function"]))
@@ -86,8 +86,8 @@ class Graphs:
     def _slots(self) -> int:
         import torch
 
-        from pytest_aisp import trees
-        from pytest_aisp.sides import Subject
+        from pytest_aisp.common import trees
+        from pytest_aisp.proof.sides import Subject
 
         probe = Subject(self._side, [self._bench.values[0]])
         output_bytes = trees.nbytes(probe.run(0))
@@ -97,7 +97,7 @@ class Graphs:
 
     def _capture(self, extra: int) -> tuple[Any, Any]:
         """Return a graph of `CALLS` + `extra` calls, and the subject whose buffers it uses."""
-        from pytest_aisp.windows import capture
+        from pytest_aisp.bench.windows import capture
 
         subject, slots = self._bench.subject(self._side), len(self._bench.slots)
 

@@ -22,9 +22,10 @@ from dataclasses import dataclass, replace
 from multiprocessing import Pool
 from typing import NamedTuple
 
-from pytest_aisp import canary, stats, verdict
-from pytest_aisp.simulated import Noise, Process
-from pytest_aisp.timing import Budget
+from pytest_aisp.results import stats, verdict
+from pytest_aisp.results.simulated import Noise, Process
+from pytest_aisp.results.timing import Budget
+from pytest_aisp.session import canary
 
 CASES, PROCESSES = 250, 8
 BUDGET = Budget()

@@ -18,10 +18,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pytest_aisp import sass, store
-from pytest_aisp.assembly import Assembly, Built
-from pytest_aisp.loader import load_page, pair_of
-from pytest_aisp.row import duration
+from pytest_aisp.bench.loader import load_page, pair_of
+from pytest_aisp.kernels import sass
+from pytest_aisp.kernels.assembly import Assembly, Built
+from pytest_aisp.results import store
+from pytest_aisp.results.row import duration
 
 ROOT = Path(__file__).parents[1]
 ARCH_OF = {"nvidia-h200": "sm90"}

@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pytest_aisp import svg
-from pytest_aisp.peaks import Peaks, load
-from pytest_aisp.row import duration, ratio
-from pytest_aisp.svg import GRAY, GRID, INK
+from pytest_aisp.bench.peaks import Peaks, load
+from pytest_aisp.results.row import duration, ratio
+from pytest_aisp.tools import svg
+from pytest_aisp.tools.svg import GRAY, GRID, INK
 
 WIDTH, HEIGHT = 1120, 600
 LEFT, RIGHT, TOP, BOTTOM = 96, 970, 76, 540

@@ -29,7 +29,7 @@ def pairs() -> dict[str, Any]:
     import torch
     from torch.nn import functional as F
 
-    from pytest_aisp.pair import Pair, Variant, Work
+    from pytest_aisp.pages.pair import Pair, Variant, Work
 
     def pair(baseline: Any, optimized: Any, inputs: Any, *, bound: str, l2: str = "cold") -> Pair:
         return Pair(
@@ -99,10 +99,10 @@ def one_process(seed: int) -> list[dict[str, Any]]:
     """Measure every pair in this process and return one row a capture."""
     import torch
 
-    from pytest_aisp import timing
-    from pytest_aisp.cuda import CudaBout
-    from pytest_aisp.sides import Subject
-    from pytest_aisp.workbench import Workbench
+    from pytest_aisp.bench.cuda import CudaBout
+    from pytest_aisp.proof.sides import Subject
+    from pytest_aisp.proof.workbench import Workbench
+    from pytest_aisp.results import timing
 
     budget = timing.Budget(blocks=BLOCKS, seconds=10)
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
@@ -133,7 +133,7 @@ def one_process(seed: int) -> list[dict[str, Any]]:
 
 
 def _flat(tree: Any) -> Iterator[Any]:
-    from pytest_aisp import trees
+    from pytest_aisp.common import trees
 
     return (t for _, t in trees.tensors(tree))
 

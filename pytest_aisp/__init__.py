@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .build import cuda_module
-    from .graphs import capture
-    from .marks import compare
-    from .pair import Variant, Work
-    from .processes import fresh_process
-    from .tma import tensor_map
+    from .bench.graphs import capture
+    from .bench.processes import fresh_process
+    from .kernels.build import cuda_module
+    from .kernels.tma import tensor_map
+    from .pages.marks import compare
+    from .pages.pair import Variant, Work
 
 __all__ = [
     "Variant",
@@ -23,13 +23,13 @@ __all__ = [
 ]
 
 _HOME = {
-    "Variant": "pair",
-    "Work": "pair",
-    "capture": "graphs",
-    "compare": "marks",
-    "cuda_module": "build",
-    "fresh_process": "processes",
-    "tensor_map": "tma",
+    "Variant": "pages.pair",
+    "Work": "pages.pair",
+    "capture": "bench.graphs",
+    "compare": "pages.marks",
+    "cuda_module": "kernels.build",
+    "fresh_process": "bench.processes",
+    "tensor_map": "kernels.tma",
 }
 
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from . import options
-from .stash import RECORDER, RUN, SETTINGS
+from .session import options
+from .session.stash import RECORDER, RUN, SETTINGS
 
 if TYPE_CHECKING:
-    from .fixtures import PairUnderTest
+    from .session.fixtures import PairUnderTest
 
 INVALID_RUN = 17
 """Exit code of a run of which no verdict counts: its environment moved, or its canary failed."""
@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{marker}: {meaning}")
     config.stash[SETTINGS] = settings = options.read_settings(config)
     if settings.ours:
-        from . import sessions
+        from .session import sessions
 
         sessions.configure(config)
 
@@ -77,7 +77,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "pair" in metafunc.fixturenames:
-        from .fixtures import parametrize
+        from .session.fixtures import parametrize
 
         parametrize(metafunc)
 
@@ -85,7 +85,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def pair(request: pytest.FixtureRequest) -> PairUnderTest:
     """The case under test: `assert_equivalent()`, then `assert_speedup()`."""
-    from .fixtures import pair_under_test
+    from .session.fixtures import pair_under_test
 
     return pair_under_test(request)
 
@@ -101,7 +101,7 @@ def device() -> str:
 @pytest.fixture
 def warmup() -> Any:
     """Run a callable until it is steady: ``warmup(f)`` returns the number of calls it took."""
-    from .fixtures import warm
+    from .session.fixtures import warm
 
     return warm
 
@@ -109,7 +109,7 @@ def warmup() -> Any:
 @pytest.fixture
 def cuda_graph() -> Any:
     """Capture a callable in a CUDA graph: ``cuda_graph(f)`` returns a callable that replays it."""
-    from .graphs import capture
+    from .bench.graphs import capture
 
     return capture
 
@@ -117,7 +117,7 @@ def cuda_graph() -> Any:
 @pytest.fixture
 def timer() -> Any:
     """Time one callable: ``timer(f)`` returns seconds per call, GPU time where there is a GPU."""
-    from .fixtures import time_one
+    from .session.fixtures import time_one
 
     return time_one
 
@@ -125,7 +125,7 @@ def timer() -> Any:
 @pytest.fixture
 def peaks(request: pytest.FixtureRequest) -> Any:
     """The measured peaks of this machine's product: a mapping of rates, empty if never measured."""
-    from .fixtures import rates
+    from .session.fixtures import rates
 
     return rates(request.config)
 
@@ -135,7 +135,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     __tracebackhide__ = True
     if "pair" not in pyfuncitem.fixturenames:
         return (yield)
-    from .fixtures import call_body
+    from .session.fixtures import call_body
 
     with call_body(pyfuncitem):
         return (yield)
@@ -150,7 +150,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         item.add_marker(pytest.mark.flaky(reruns=0), append=False)
     if item.config.stash.get(RUN, None) is None:
         return (yield)
-    from .sessions import leased
+    from .session.sessions import leased
 
     with leased(item):
         return (yield)
@@ -162,7 +162,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if call.when == "call" and item.get_closest_marker("aisp_pair") is not None:
-        from .fixtures import attach
+        from .session.fixtures import attach
 
         attach(item, report)
     return report
@@ -172,7 +172,7 @@ def pytest_report_teststatus(report: Any) -> Any:
     row = getattr(report, "aisp", None)
     if row is None or report.when != "call":
         return None
-    from .report import status
+    from .session.report import status
 
     return status(row, report.outcome)
 
@@ -180,7 +180,7 @@ def pytest_report_teststatus(report: Any) -> Any:
 def pytest_report_header(config: pytest.Config) -> list[str] | None:
     if (run := config.stash.get(RUN, None)) is None:
         return None
-    from .report import header
+    from .session.report import header
 
     return header(run)
 
@@ -190,7 +190,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.exitstatus == pytest.ExitCode.INTERRUPTED:
         return  # a part of the suite says nothing of the whole
     if session.config.stash.get(RUN, None) is not None:
-        from .sessions import canary
+        from .session.sessions import canary
 
         canary(session.config)
     recorder = session.config.stash.get(RECORDER, None)
@@ -202,7 +202,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if (recorder := config.stash.get(RECORDER, None)) is not None:
-        from .report import summary
+        from .session.report import summary
 
         summary(terminalreporter, recorder)
 
@@ -211,6 +211,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     if not config.stash.get(SETTINGS, None) or not config.stash[SETTINGS].ours:
         return None
-    from .device import Machine
+    from .common.device import Machine
 
     return len(Machine.here().gpus) or None

@@ -123,7 +123,7 @@ def test_an_old_side_that_cannot_run_is_no_verdict(committed, pytester):
     change(committed)
     pytester.makepyfile(broken=BROKEN)
     conftest = pytester.path / "conftest.py"
-    change(conftest, "pytest_aisp.simulated:simulate", "broken:simulate")
+    change(conftest, "pytest_aisp.results.simulated:simulate", "broken:simulate")
     result = pytester.runpytest_subprocess("--aisp-against=HEAD", "-vv")
     assert result.ret == 0
     result.stdout.fnmatch_lines(

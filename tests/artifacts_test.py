@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from pytest_aisp import store
-from pytest_aisp.artifacts import Artifacts
+from pytest_aisp.results import store
+from pytest_aisp.results.artifacts import Artifacts
 
 HEALTHY = ("first", "middle", "zenith")
 CASE = "ch99/{}_test.py::test_doubling[doubled-n1001]"

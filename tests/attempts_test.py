@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aisp import witness
+from pytest_aisp.proof import witness
 
 CASE = "ch99/doubling_test.py::test_doubling[[]doubled-n1001[]]"
 TIMES = {"added": 2e-5, "doubled": 1e-5}
@@ -60,7 +60,7 @@ def test_a_vote_that_dies_is_logged_too(page, gpu, pytester):
     gpu(**TIMES)
     pytester.makepyfile(dies=DIES)
     conftest = pytester.path / "conftest.py"
-    conftest.write_text(conftest.read_text().replace("pytest_aisp.simulated", "dies"))
+    conftest.write_text(conftest.read_text().replace("pytest_aisp.results.simulated", "dies"))
     result = pytester.runpytest_subprocess("-vv")
     died = "doubled at n=1001: the bench process ended with exit code 3 during: time"
     result.stdout.fnmatch_lines(

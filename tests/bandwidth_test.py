@@ -14,10 +14,13 @@ import pytest
 import torch
 from topology_test import SWITCHED, nvml_of
 
-from pytest_aisp import bandwidth, cli, device, leases, peaks
-from pytest_aisp.bandwidth import Copier, Hop, judged
-from pytest_aisp.device import Machine
-from pytest_aisp.topology import Way
+from pytest_aisp.bench import leases, peaks
+from pytest_aisp.common import device
+from pytest_aisp.common.device import Machine
+from pytest_aisp.ranks import bandwidth
+from pytest_aisp.ranks.bandwidth import Copier, Hop, judged
+from pytest_aisp.ranks.topology import Way
+from pytest_aisp.tools import cli
 
 GB, GIB = 1e9, 1 << 30
 NV18 = ("NVLink 4 x18", 450 * GB)

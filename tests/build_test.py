@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_aisp import build
-from pytest_aisp.build import (
+from pytest_aisp.kernels import build
+from pytest_aisp.kernels.build import (
     CompileError,
     CudaModule,
     LaunchError,
@@ -27,8 +27,8 @@ from pytest_aisp.build import (
     check,
     cuda_module,
 )
-from pytest_aisp.skus import GPU_ARCHS
-from pytest_aisp.tma import TensorMap
+from pytest_aisp.kernels.tma import TensorMap
+from pytest_aisp.pages.skus import GPU_ARCHS
 
 needs_nvrtc = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None,
@@ -84,7 +84,7 @@ class OnGpu:
 
 def test_importing_and_declaring_load_no_framework():
     code = (
-        "import sys; from pytest_aisp.build import cuda_module;"
+        "import sys; from pytest_aisp.kernels.build import cuda_module;"
         f"cuda_module({str(Path(__file__).parent / 'data' / 'build.cu')!r});"
         "assert not {'torch', 'triton', 'numpy', 'cuda.core', 'cuda.bindings'} & set(sys.modules)"
     )

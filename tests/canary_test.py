@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_aisp import timing, verdict
-from pytest_aisp.canary import Canary, judge
-from pytest_aisp.simulated import Noise, Process
-from pytest_aisp.timing import Budget
-from pytest_aisp.verdict import Reading
+from pytest_aisp.results import timing, verdict
+from pytest_aisp.results.simulated import Noise, Process
+from pytest_aisp.results.timing import Budget
+from pytest_aisp.results.verdict import Reading
+from pytest_aisp.session.canary import Canary, judge
 
 SPEEDS = {"added": 2e-5, "doubled": 1e-5}
 INVALID = 17
@@ -41,7 +41,9 @@ def timer(gpu, pytester):
         gpu(**SPEEDS)
         pytester.makepyfile(own=text)
         conftest = pytester.path / "conftest.py"
-        text = conftest.read_text().replace("pytest_aisp.simulated:simulate", "own:simulate")
+        text = conftest.read_text().replace(
+            "pytest_aisp.results.simulated:simulate", "own:simulate"
+        )
         conftest.write_text(text)
 
     return install

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aisp import answers, cli, nccl_env
-from pytest_aisp.answers import columns, parse_bytes, parse_sizes, size_text
+from pytest_aisp.common import answers
+from pytest_aisp.common.answers import columns, parse_bytes, parse_sizes, size_text
+from pytest_aisp.ranks import nccl_env
+from pytest_aisp.tools import cli
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ("topology", "bandwidth", "nccl", "nccl-env")
@@ -23,7 +25,7 @@ def test_the_console_script_is_main():
 
 
 def test_it_runs_as_a_module():
-    command = [sys.executable, "-m", "pytest_aisp.cli", "nccl-env"]
+    command = [sys.executable, "-m", "pytest_aisp.tools.cli", "nccl-env"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(nccl_env.version())

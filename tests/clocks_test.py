@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_aisp.clocks import ATTEMPTS, Clocks, contradiction
-from pytest_aisp.protections import without
+from pytest_aisp.bench.clocks import ATTEMPTS, Clocks, contradiction
+from pytest_aisp.common.protections import without
 
 HONEST = Clocks(events=5e-3, host=5.06e-3, counter=5.004e-3, late=8e-6)
 LIES = {

@@ -16,9 +16,11 @@ import torch
 import triton.testing
 from code_gate_record import KERNELS, Plan, Recorder
 
-from pytest_aisp import timing, windows, workbench
-from pytest_aisp.loader import pair_of
-from pytest_aisp.messages import Reply
+from pytest_aisp.bench import windows
+from pytest_aisp.bench.loader import pair_of
+from pytest_aisp.proof import workbench
+from pytest_aisp.results import timing
+from pytest_aisp.results.messages import Reply
 
 DATA = Path(code_gate.__file__).parent / "data"
 RECORDINGS = sorted(DATA.glob("code_gate_*.jsonl"))

@@ -10,13 +10,15 @@ from unittest import mock
 import pytest
 import torch
 
-from pytest_aisp import assembly, build, capture, report, sass
-from pytest_aisp.assembly import Assembly, AssemblyError, Built
-from pytest_aisp.build import LaunchError
-from pytest_aisp.launches import Launch, recorded
-from pytest_aisp.pair import Pair, Variant, Work
-from pytest_aisp.row import Row
-from pytest_aisp.skus import GPU_ARCHS, LIMITS
+from pytest_aisp import capture
+from pytest_aisp.kernels import assembly, build, sass
+from pytest_aisp.kernels.assembly import Assembly, AssemblyError, Built
+from pytest_aisp.kernels.build import LaunchError
+from pytest_aisp.kernels.launches import Launch, recorded
+from pytest_aisp.pages.pair import Pair, Variant, Work
+from pytest_aisp.pages.skus import GPU_ARCHS, LIMITS
+from pytest_aisp.results.row import Row
+from pytest_aisp.session import report
 
 pytest.importorskip("triton")
 pytest.importorskip("cuda.bindings", reason="needs NVRTC: pip install cuda-core cuda-bindings")

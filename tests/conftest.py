@@ -135,7 +135,7 @@ def gpu(
     ) -> None:
         options = {"seconds": seconds, "noise": noise or {}, "session": session}
         timer = {
-            "target": "pytest_aisp.simulated:simulate",
+            "target": "pytest_aisp.results.simulated:simulate",
             "arch": "sm90",
             "product": "simulated-gpu",
             "options": {**options, "details": details or {}},

@@ -17,24 +17,16 @@ import torch
 from drivers import Driver, graph
 from drivers import nodes as kinds
 
-from pytest_aisp import (
-    Work,
-    clocks,
-    cold,
-    compare,
-    cuda,
-    device,
-    housekeeping,
-    memory,
-    nodes,
-    timing,
-    windows,
-)
-from pytest_aisp.loader import pair_of
-from pytest_aisp.protections import without
-from pytest_aisp.sides import SideError
-from pytest_aisp.timing import Budget
-from pytest_aisp.workbench import Workbench
+from pytest_aisp import Work, compare
+from pytest_aisp.bench import clocks, cold, cuda, memory, nodes, windows
+from pytest_aisp.bench.loader import pair_of
+from pytest_aisp.common import device
+from pytest_aisp.common.protections import without
+from pytest_aisp.guard import housekeeping
+from pytest_aisp.proof.sides import SideError
+from pytest_aisp.proof.workbench import Workbench
+from pytest_aisp.results import timing
+from pytest_aisp.results.timing import Budget
 
 CALLS = 4
 """Calls that a captured graph's nodes are of."""
@@ -285,7 +277,7 @@ def test_the_other_clock_is_shown_beside_the_one_that_judges(gpu):
 
 
 def test_kernels_at_work_for_longer_than_told_are_refused(gpu, monkeypatch):
-    from pytest_aisp.kernels import Kernels
+    from pytest_aisp.bench.kernels import Kernels
 
     bout = bout_of(bench_of())
     monkeypatch.setattr(cuda, "launched", lambda work, calls: Kernels({"k": 1.0}, 2e-5))

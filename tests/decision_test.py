@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_aisp import stats, verdict
-from pytest_aisp.simulated import Noise, Process
-from pytest_aisp.timing import Budget, Disturbed
-from pytest_aisp.verdict import Reading
+from pytest_aisp.results import stats, verdict
+from pytest_aisp.results.simulated import Noise, Process
+from pytest_aisp.results.timing import Budget, Disturbed
+from pytest_aisp.results.verdict import Reading
 
 spec = importlib.util.spec_from_file_location(
     "error_rates", Path(__file__).parents[1] / "benchmarks" / "error_rates.py"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_aisp import Variant, Work, compare, fresh_process
-from pytest_aisp.pair import PairError
+from pytest_aisp.pages.pair import PairError
 
 
 def inputs(device, n):
@@ -244,11 +244,11 @@ def test_work_that_nobody_can_do_is_refused(keywords, says):
 AT_COMPARE = {
     "word": (
         ('bound="dram"', 'bound="disk"'),
-        "E   pytest_aisp.pair.PairError: @compare: unknown bound 'disk'; legal: dram, *",
+        "E   pytest_aisp.pages.pair.PairError: @compare: unknown bound 'disk'; legal: dram, *",
     ),
     "list": (
         ("optimized=[doubled]", "optimized=doubled"),
-        "E   pytest_aisp.pair.PairError: @compare: optimized= is a list of sides, as in *",
+        "E   pytest_aisp.pages.pair.PairError: @compare: optimized= is a list of sides, as in *",
     ),
     "unknown": (
         ('bound="dram"', 'bound="dram", colour="red"'),

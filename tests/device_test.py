@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_aisp import device
-from pytest_aisp.device import Telemetry
+from pytest_aisp.common import device
+from pytest_aisp.common.device import Telemetry
 
 STRANGER = 1  # init: never a bench process
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aisp import plugin, tables
+from pytest_aisp import plugin
+from pytest_aisp.results import tables
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

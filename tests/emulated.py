@@ -28,7 +28,8 @@ from unittest import mock
 
 import torch
 
-from pytest_aisp import build, signature, standin
+from pytest_aisp.kernels import build, standin
+from pytest_aisp.pages import signature
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("objcopy") and shutil.which("g++")

@@ -11,8 +11,8 @@ import sys
 import pytest
 from benches import benches, wait_for
 
-from pytest_aisp.client import BenchProcess
-from pytest_aisp.messages import Task
+from pytest_aisp.bench.client import BenchProcess
+from pytest_aisp.results.messages import Task
 
 IMPORTS = "import ctypes, os, signal, sys, time"
 DIED = "E       AssertionError: doubled at n=1001: the bench process ended"

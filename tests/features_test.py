@@ -13,10 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aisp import build, features, loader, skus
-from pytest_aisp.device import Machine
-from pytest_aisp.features import Attempt
-from pytest_aisp.skus import ASSEMBLED, target_of
+from pytest_aisp.bench import loader
+from pytest_aisp.common.device import Machine
+from pytest_aisp.kernels import build, features
+from pytest_aisp.kernels.features import Attempt
+from pytest_aisp.pages import skus
+from pytest_aisp.pages.skus import ASSEMBLED, target_of
 
 ROOT = Path(__file__).parents[1]
 H200 = Machine("sm90", "nvidia-h200", "NVIDIA H200", ("GPU-1",))
@@ -63,7 +65,7 @@ def test_the_targets_of_an_arch_are_its_own_and_its_family_s():
 def test_the_document_shows_the_table():
     text = (ROOT / "docs" / "features.md").read_text()
     shown = text.partition("<!-- features -->\n")[2].partition("<!-- end of features -->")[0]
-    assert shown == features.table(), "python -m pytest_aisp.features --table"
+    assert shown == features.table(), "python -m pytest_aisp.kernels.features --table"
 
 
 @needs_nvrtc
@@ -278,7 +280,7 @@ def test_nvrtc_is_asked_which_archs_it_knows():
 
 
 def test_the_command_prints_the_table():
-    command = [sys.executable, "-m", "pytest_aisp.features", "--table"]
+    command = [sys.executable, "-m", "pytest_aisp.kernels.features", "--table"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == features.table()
     assert "| `wgmma` | wgmma.mma_async," in done.stdout

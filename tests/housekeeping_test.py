@@ -13,13 +13,14 @@ import pytest
 import torch
 from exploits_test import EXPLOITS, SHORT
 
-from pytest_aisp import housekeeping, timing
-from pytest_aisp.host import HostBout
-from pytest_aisp.housekeeping import Housekeeping
-from pytest_aisp.loader import pair_of
-from pytest_aisp.protections import without
-from pytest_aisp.timing import Budget, Disturbed, Samples, join
-from pytest_aisp.workbench import Workbench
+from pytest_aisp.bench.host import HostBout
+from pytest_aisp.bench.loader import pair_of
+from pytest_aisp.common.protections import without
+from pytest_aisp.guard import housekeeping
+from pytest_aisp.guard.housekeeping import Housekeeping
+from pytest_aisp.proof.workbench import Workbench
+from pytest_aisp.results import timing
+from pytest_aisp.results.timing import Budget, Disturbed, Samples, join
 
 USED = SimpleNamespace(ru_majflt=7, ru_minflt=90)
 
@@ -158,7 +159,7 @@ class Importing:
 def bout_of(monkeypatch, optimized):
     """Return a bout of the exploits' honest side against `optimized`, on the CPU."""
     monkeypatch.syspath_prepend(str(EXPLOITS))
-    monkeypatch.setattr("pytest_aisp.host.STOLEN", math.inf)  # a busy machine is none of this
+    monkeypatch.setattr("pytest_aisp.bench.host.STOLEN", math.inf)  # a busy machine is none of this
     import honest
 
     pair = pair_of(honest.against(optimized))

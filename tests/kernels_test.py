@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_aisp.kernels import Kernels, summarize, union, words
+from pytest_aisp.bench.kernels import Kernels, summarize, union, words
 
 TIMES = st.floats(0, 100, allow_nan=False)
 SPANS = st.lists(st.tuples(TIMES, TIMES).map(lambda pair: (min(pair), max(pair))), max_size=8)

@@ -1,8 +1,9 @@
-"""Three layers, imports downwards only; loading the plugin loads nothing else."""
+"""Rooms on top of each other, imports downwards only; loading the plugin loads nothing else."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,34 +14,34 @@ from typing import NamedTuple
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "pytest_aisp"
+ROOMS = (
+    *("results", "pages", "common", "guard", "proof", "kernels", "bench", "ranks", "tools"),
+    *("session", ""),
+)
+"""From the ground up; the last is the package itself."""
+MODULES = sorted(
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    for path in PACKAGE.rglob("*.py")
+    if path.name not in ("__init__.py", "__main__.py")
+)
+
+
+def room_of(module: str) -> str:
+    return module.rpartition(".")[0]
 
 
 def words(text: str) -> set[str]:
     return set(text.split())
 
 
-LAYERS = {
-    "data": words(
-        "answers artifacts curves messages pair remarks row signature simulated skus stats store"
-        " svg tables timing verdict"
-    ),
-    "machine": words(
-        "apart assembly bandwidth bench build check client clocks cold collectives controls cuda"
-        " device engine features fits graphs host housekeeping keep kernels launches leases"
-        " leftovers libraries loader manners memory nccl nccl_env nodes numerics oracle originals"
-        " peaks peers processes protections quiet rank ranks repeats replay sanitizer sass search"
-        " sides sources standin stopwatch switches tma topology trees trial tuner windows witness"
-        " workbench"
-    ),
-    "glue": words(
-        "__init__ canary case_client cli fixtures history judge marks options place plugin"
-        " recorder report run runner sessions stash untrusted"
-    ),
-}
-ORDER = list(LAYERS)
-LAYER_OF = {module: layer for layer, modules in LAYERS.items() for module in modules}
-LEADING = words("canary case_client cli history judge place recorder report run runner untrusted")
-NO_PYTEST = sorted({*LAYERS["data"], *LAYERS["machine"], *LEADING})
+PLAIN = {m for m in MODULES if room_of(m) == "results"} | words(
+    "common.answers pages.pair pages.signature pages.skus tools.curves tools.svg"
+)
+"""Modules of data and arithmetic."""
+WITH_PYTEST = words("plugin pages.marks session.fixtures session.options") | words(
+    "session.sessions session.stash"
+)
+GLUE = {m for m in MODULES if room_of(m) in ("session", "tools", "")} | {"pages.marks"}
 FRAMEWORKS = {"torch", "triton", "numpy", "cuda", "pynvml", "hypothesis"}
 
 
@@ -53,31 +54,35 @@ class Import(NamedTuple):
 
 def imports(module: str) -> set[Import]:
     """Return what a module of ours imports when it runs, names for type checkers left out."""
-    return set(_imports(ast.parse((PACKAGE / f"{module}.py").read_text()), at_once=True))
+    path = PACKAGE.joinpath(*module.split(".")).with_suffix(".py")
+    package = ".".join(filter(None, ("pytest_aisp", room_of(module))))
+    return set(_imports(ast.parse(path.read_text()), package, at_once=True))
 
 
-def _imports(node: ast.AST, *, at_once: bool) -> Iterator[Import]:
+def _imports(node: ast.AST, package: str, *, at_once: bool) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             continue
         if isinstance(child, (ast.Import, ast.ImportFrom)):
-            yield from (Import(name, at_once) for name in _names(child))
+            yield from (Import(name, at_once) for name in _names(child, package))
         inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        yield from _imports(child, at_once=at_once and not inside)
+        yield from _imports(child, package, at_once=at_once and not inside)
 
 
-def _names(node: ast.Import | ast.ImportFrom) -> list[str]:
+def _names(node: ast.Import | ast.ImportFrom, package: str) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
-    if node.level and node.module is None:  # from . import store
-        return [f"pytest_aisp.{alias.name}" for alias in node.names]
-    return [f"pytest_aisp.{node.module}" if node.level else str(node.module)]
+    name = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+    if name.removeprefix("pytest_aisp").strip(".") in ROOMS:  # from ..results import store
+        return [f"{name}.{alias.name}" for alias in node.names]
+    return [name]
 
 
 def ours(module: str, *, at_once: bool | None = None) -> set[str]:
     """Return the modules of ours that `module` imports, all or only those at (not at) once."""
     found = {i for i in imports(module) if at_once is None or i.at_once is at_once}
-    return {i.name.split(".")[1] for i in found if i.name.startswith("pytest_aisp.")}
+    names = {i.name.partition(".")[2] for i in found if i.name.startswith("pytest_aisp.")}
+    return names & set(MODULES)
 
 
 def roots(module: str, *, at_once: bool | None = None) -> set[str]:
@@ -86,41 +91,41 @@ def roots(module: str, *, at_once: bool | None = None) -> set[str]:
     return {i.name.partition(".")[0] for i in found}
 
 
-def test_every_module_is_in_exactly_one_layer():
-    assert sorted(path.stem for path in PACKAGE.glob("*.py")) == sorted(LAYER_OF)
-    assert sum(map(len, LAYERS.values())) == len(LAYER_OF)
+def test_every_module_is_in_a_room_and_every_room_says_what_it_is_for():
+    assert {room_of(module) for module in MODULES} == set(ROOMS)
+    for room in filter(None, ROOMS):
+        assert ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text()))
 
 
-@pytest.mark.parametrize("module", sorted(LAYER_OF))
+@pytest.mark.parametrize("module", MODULES)
 def test_imports_go_downwards_only(module):
-    mine = ORDER.index(LAYER_OF[module])
-    above = {name for name in ours(module) if ORDER.index(LAYER_OF[name]) > mine}
-    assert above == set()
+    mine = ROOMS.index(room_of(module))
+    assert {name for name in ours(module) if ROOMS.index(room_of(name)) > mine} == set()
 
 
-@pytest.mark.parametrize("module", sorted(LAYERS["data"]))
+@pytest.mark.parametrize("module", sorted(PLAIN))
 def test_data_imports_neither_a_framework_nor_pytest(module):
     assert roots(module) <= {*sys.stdlib_module_names, "pytest_aisp"}
 
 
-@pytest.mark.parametrize("module", NO_PYTEST)
+@pytest.mark.parametrize("module", sorted({*MODULES} - WITH_PYTEST))
 def test_core_does_not_import_pytest(module):
     assert roots(module) & {"pytest", "_pytest", "pluggy", "xdist"} == set()
 
 
-@pytest.mark.parametrize("module", sorted(LAYER_OF))
+@pytest.mark.parametrize("module", MODULES)
 def test_frameworks_are_imported_inside_functions(module):
     assert roots(module, at_once=True) & FRAMEWORKS == set()
 
 
-@pytest.mark.parametrize("module", sorted(LAYERS["machine"]))
+@pytest.mark.parametrize("module", sorted({*MODULES} - GLUE))
 def test_the_machine_imports_only_the_standard_library_at_once(module):
     assert roots(module, at_once=True) <= {*sys.stdlib_module_names, "pytest_aisp"}
 
 
 def test_imports_go_one_way():
-    graph = {module: ours(module, at_once=True) for module in LAYER_OF}
-    assert set(TopologicalSorter(graph).static_order()) == set(LAYER_OF)
+    graph = {module: ours(module, at_once=True) for module in MODULES}
+    assert set(TopologicalSorter(graph).static_order()) == set(MODULES)
 
 
 def loaded(statement: str) -> set[str]:
@@ -133,15 +138,15 @@ def loaded(statement: str) -> set[str]:
 def test_loading_the_plugin_loads_nothing_else():
     modules = loaded("import pytest_aisp.plugin")
     assert {m for m in modules if m.startswith("pytest_aisp")} == {
-        *("pytest_aisp", "pytest_aisp.options", "pytest_aisp.plugin", "pytest_aisp.stash")
+        *("pytest_aisp", "pytest_aisp.plugin", "pytest_aisp.session"),
+        *("pytest_aisp.session.options", "pytest_aisp.session.stash"),
     }
     assert modules & FRAMEWORKS == set()
 
 
 def test_the_command_line_loads_a_framework_only_where_a_command_needs_it():
-    assert loaded("from pytest_aisp import cli, nccl_env, topology; cli.parser()") & FRAMEWORKS == (
-        set()
-    )
+    code = "from pytest_aisp.tools import cli; from pytest_aisp.ranks import nccl_env, topology"
+    assert loaded(f"{code}; cli.parser()") & FRAMEWORKS == set()
 
 
 @pytest.mark.parametrize("name", ["compare", "Variant", "Work", "capture", "cuda_module"])

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_aisp import libraries
-from pytest_aisp.engine import Engine
-from pytest_aisp.messages import Task
+from pytest_aisp.bench.engine import Engine
+from pytest_aisp.kernels import libraries
+from pytest_aisp.results.messages import Task
 
 
 def test_a_bench_process_tells_every_version_that_is_compared():

@@ -15,15 +15,16 @@ import pytest
 import torch
 from emulated import COMPILER, ONLY_ON_A_GPU, emulated
 
-from pytest_aisp import check, trees
-from pytest_aisp.controls import CannotTell, TooLoose
-from pytest_aisp.loader import load_page, pair_of
-from pytest_aisp.numerics import Rule, Wrong
-from pytest_aisp.oracle import Oracle
-from pytest_aisp.pair import is_plain
-from pytest_aisp.sides import SideError
-from pytest_aisp.sources import kernel_files
-from pytest_aisp.workbench import Workbench
+from pytest_aisp.bench.loader import load_page, pair_of
+from pytest_aisp.common import trees
+from pytest_aisp.pages.pair import is_plain
+from pytest_aisp.pages.sources import kernel_files
+from pytest_aisp.proof import check
+from pytest_aisp.proof.controls import CannotTell, TooLoose
+from pytest_aisp.proof.numerics import Rule, Wrong
+from pytest_aisp.proof.oracle import Oracle
+from pytest_aisp.proof.sides import SideError
+from pytest_aisp.proof.workbench import Workbench
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "suites").rglob("*_test.py"))

@@ -11,15 +11,19 @@ import torch
 import torch.distributed as dist
 from peaks_test import H200
 
-from pytest_aisp import bench, cli, collectives, curves, leases, nccl, peaks, peers, windows
-from pytest_aisp.answers import Unanswerable
-from pytest_aisp.collectives import OPS, bandwidths, bus_factor
-from pytest_aisp.device import Machine
-from pytest_aisp.judge import Judge
-from pytest_aisp.messages import Reply, Task
-from pytest_aisp.nccl import Sweep
-from pytest_aisp.numerics import Wrong
-from pytest_aisp.run import Failed, Run
+from pytest_aisp.bench import collectives, leases, peaks, windows
+from pytest_aisp.bench import server as bench
+from pytest_aisp.bench.collectives import OPS, bandwidths, bus_factor
+from pytest_aisp.common import peers
+from pytest_aisp.common.answers import Unanswerable
+from pytest_aisp.common.device import Machine
+from pytest_aisp.proof.numerics import Wrong
+from pytest_aisp.ranks import nccl
+from pytest_aisp.ranks.nccl import Sweep
+from pytest_aisp.results.messages import Reply, Task
+from pytest_aisp.session.judge import Judge
+from pytest_aisp.session.run import Failed, Run
+from pytest_aisp.tools import cli, curves
 
 KIB, MIB = 1 << 10, 1 << 20
 NO_GPU = Machine("cpu", "cpu-x-2c", "x, 2 cores")

@@ -9,10 +9,10 @@ import pytest
 from drivers import Driver, graph
 from drivers import nodes as kinds
 
-from pytest_aisp import nodes
-from pytest_aisp.nodes import Uncounted, check, contradiction, count
-from pytest_aisp.protections import without
-from pytest_aisp.sides import SideError
+from pytest_aisp.bench import nodes
+from pytest_aisp.bench.nodes import Uncounted, check, contradiction, count
+from pytest_aisp.common.protections import without
+from pytest_aisp.proof.sides import SideError
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from pytest_aisp import fits, numerics
-from pytest_aisp.controls import CannotTell, TooLoose, run_controls
-from pytest_aisp.numerics import Leaf, Rule
-from pytest_aisp.pair import Work
+from pytest_aisp.pages.pair import Work
+from pytest_aisp.proof import fits, numerics
+from pytest_aisp.proof.controls import CannotTell, TooLoose, run_controls
+from pytest_aisp.proof.numerics import Leaf, Rule
 
 
 def gemm_leaf(a, b, dtype="float32", precision=None, roundings=1):

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aisp import store
-from pytest_aisp.loader import load_page, pair_of
-from pytest_aisp.pair import WORDS, Pair
+from pytest_aisp.bench.loader import load_page, pair_of
+from pytest_aisp.pages.pair import WORDS, Pair
+from pytest_aisp.results import store
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "suites").rglob("*_test.py"))

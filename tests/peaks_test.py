@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from pytest_aisp import peaks
-from pytest_aisp.pair import Work
-from pytest_aisp.peaks import Limit, Peaks, PeaksError, implausible, limit_of, share
+from pytest_aisp.bench import peaks
+from pytest_aisp.bench.peaks import Limit, Peaks, PeaksError, implausible, limit_of, share
+from pytest_aisp.pages.pair import Work
 
 H200 = Peaks(
     "nvidia-h200",

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 from benches import benches, wait_for
 
-from pytest_aisp.device import Machine
-from pytest_aisp.messages import Task
-from pytest_aisp.ranks import Nodes, RankSet
-from pytest_aisp.run import Failed, Run
+from pytest_aisp.common.device import Machine
+from pytest_aisp.ranks.launcher import Nodes, RankSet
+from pytest_aisp.results.messages import Task
+from pytest_aisp.session.run import Failed, Run
 
 PAGE = '''
     """Summing: the same sum."""
@@ -236,7 +236,9 @@ def unused_port():
 
 
 def test_ranks_that_do_not_start_say_so(ranks, monkeypatch):
-    monkeypatch.setattr("pytest_aisp.ranks.RankSet._arguments", lambda self: ["--no-such-option"])
+    monkeypatch.setattr(
+        "pytest_aisp.ranks.launcher.RankSet._arguments", lambda self: ["--no-such-option"]
+    )
     reply = ranks(2).ask(Task(kind="check"), 60, quiet)
     assert reply.error == "died"
     assert reply.message == "the ranks' launcher ended before every rank had started"
@@ -272,7 +274,7 @@ def test_ranks_are_not_called_untrusted_and_judged_all_the_same(page, pytester):
 )
 def test_a_case_leases_all_its_gpus_in_one_order(monkeypatch, gpus, worker, leased):
     """Whoever holds one of them is waited for, and nobody waits in a ring."""
-    from pytest_aisp import sessions
+    from pytest_aisp.session import sessions
 
     taken = []
 

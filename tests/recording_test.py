@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aisp import recorder, store
-from pytest_aisp.recorder import Recorder
+from pytest_aisp.results import store
+from pytest_aisp.session import recorder
+from pytest_aisp.session.recorder import Recorder
 
 UPDATE = ["--aisp-update-expectations", "--aisp-processes=1"]
 FACTS = {"driver": "580.65", "cuda": "13.0", "torch": "2.11.0", "triton": "3.6.0"}

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pytest_aisp.remarks import amount, graphs, launch_bound, launch_bound_words, memory
+from pytest_aisp.results.remarks import amount, graphs, launch_bound, launch_bound_words, memory
 
 MIB = 1 << 20
 NAMES = ("added", "doubled")

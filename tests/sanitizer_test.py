@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from pytest_aisp import sanitizer
-from pytest_aisp.messages import Task
-from pytest_aisp.sanitizer import ABSENT, Sanitized
+from pytest_aisp.bench import sanitizer
+from pytest_aisp.bench.sanitizer import ABSENT, Sanitized
+from pytest_aisp.results.messages import Task
 
 SCRIPT = """#!/bin/sh
 [ "$1 $2 $3 $5 $6" = "--tool memcheck --log-file --report-api-errors no" ] || exit 9

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aisp import build, sass
-from pytest_aisp.skus import FEATURES, GPU_ARCHS, INSTRUCTIONS
+from pytest_aisp.kernels import build, sass
+from pytest_aisp.pages.skus import FEATURES, GPU_ARCHS, INSTRUCTIONS
 
 pytest.importorskip("cuda.bindings", reason="needs NVRTC: pip install cuda-core cuda-bindings")
 

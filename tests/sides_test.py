@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_aisp import trees
+from pytest_aisp.common import trees
 
 LINEAR = {"work": "lambda n: Work(read=4 * 64 * n, terms=64)"}
 SUMS = """

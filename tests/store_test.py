@@ -21,9 +21,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_aisp import store
-from pytest_aisp.stats import trimmed_spread
-from pytest_aisp.store import Change, Result, Stored, StoreError, dump, load, merge, prune, write
+from pytest_aisp.results import store
+from pytest_aisp.results.stats import trimmed_spread
+from pytest_aisp.results.store import (
+    Change,
+    Result,
+    Stored,
+    StoreError,
+    dump,
+    load,
+    merge,
+    prune,
+    write,
+)
 
 PRODUCT = "nvidia-h200"
 KEY = "transpose_test.py::test_transpose[tiled-n4096]"

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_aisp import tensor_map, tma
-from pytest_aisp.signature import LaunchError
-from pytest_aisp.standin import pretended
+from pytest_aisp import tensor_map
+from pytest_aisp.kernels import tma
+from pytest_aisp.kernels.standin import pretended
+from pytest_aisp.pages.signature import LaunchError
 
 
 @pytest.fixture

@@ -8,11 +8,12 @@ import sys
 import pytest
 from validity import EXPLOITS
 
-from pytest_aisp import check, host, trial
-from pytest_aisp.engine import Engine
-from pytest_aisp.messages import Task
-from pytest_aisp.sides import slot_order
-from pytest_aisp.trial import Trial
+from pytest_aisp.bench import host, trial
+from pytest_aisp.bench.engine import Engine
+from pytest_aisp.bench.trial import Trial
+from pytest_aisp.proof import check
+from pytest_aisp.proof.sides import slot_order
+from pytest_aisp.results.messages import Task
 
 SHORT = {"blocks": 8, "least": 8, "seconds": 0.01, "window": 2e-4, "warmup": 3}
 

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from pytest_aisp import tuner
-from pytest_aisp.housekeeping import Housekeeping
+from pytest_aisp.guard.housekeeping import Housekeeping
+from pytest_aisp.kernels import tuner
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

@@ -7,10 +7,12 @@ import time
 
 import pytest
 
-from pytest_aisp import apart, host, originals, untrusted, windows
-from pytest_aisp.engine import Engine
-from pytest_aisp.messages import Task
-from pytest_aisp.numerics import Wrong
+from pytest_aisp.bench import apart, host, windows
+from pytest_aisp.bench.engine import Engine
+from pytest_aisp.guard import originals
+from pytest_aisp.proof.numerics import Wrong
+from pytest_aisp.results.messages import Task
+from pytest_aisp.session import untrusted
 
 SPEEDS = {"added": 2e-5, "doubled": 1e-5}
 # Each side gives a wrong answer and is believed, because it sits where it is judged.

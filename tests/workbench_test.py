@@ -8,13 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_aisp import Work, check, compare, host, trees
-from pytest_aisp.device import Machine
-from pytest_aisp.loader import pair_of
-from pytest_aisp.place import COMPILER
-from pytest_aisp.run import Run
-from pytest_aisp.timing import calls_for, settle
-from pytest_aisp.workbench import COLD_FOOTPRINT, UNSEEN, NotCold, Workbench
+from pytest_aisp import Work, compare
+from pytest_aisp.bench import host
+from pytest_aisp.bench.loader import pair_of
+from pytest_aisp.common import trees
+from pytest_aisp.common.device import Machine
+from pytest_aisp.proof import check
+from pytest_aisp.proof.workbench import COLD_FOOTPRINT, UNSEEN, NotCold, Workbench
+from pytest_aisp.results.timing import calls_for, settle
+from pytest_aisp.session.place import COMPILER
+from pytest_aisp.session.run import Run
 
 MIB = 1 << 20
 

@@ -10,8 +10,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pytest_aisp import sass
-from pytest_aisp.skus import GPU_ARCHS
+from pytest_aisp.kernels import sass
+from pytest_aisp.pages.skus import GPU_ARCHS
 
 
 @triton.jit

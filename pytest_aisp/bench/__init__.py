@@ -1,0 +1,3 @@
+"""The bench process: sides built, timed on a clock, checked again; and the pipe to it.
+
+`python -m pytest_aisp.bench` is the program."""

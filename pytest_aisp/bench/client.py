@@ -1,0 +1,185 @@
+"""The other end of the pipe: start a bench process, ask it, kill it when it is late."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from ..pages.sources import PACKAGE
+from ..results import messages
+from ..results.messages import Reply, Task
+
+Progress = Callable[[str], None]
+START_SECONDS = 120.0
+"""Time to start a bench process: importing torch from a cold disk takes a minute."""
+
+
+# faulthandler's lines of no use to a page's author: a traceback has a comma before "in".
+_OURS = re.compile(
+    rf'  File "({re.escape(PACKAGE)}/|<frozen runpy>)'
+    r'[^"]*", line \d+ in |Extension modules: '
+)
+
+
+class Bench(Protocol):
+    """Whatever answers tasks: a process, this process, a recording."""
+
+    def ask(self, task: Task, seconds: float, progress: Progress) -> Reply: ...
+
+    def close(self) -> None: ...
+
+
+class BenchProcess:
+    """A bench process of our own, started at once, killed at the first fault.
+
+    Args:
+        environment: variables to set for it; None as a value removes one.
+        under: command that it is started under.
+    """
+
+    def __init__(
+        self, environment: Mapping[str, str | None] | None = None, under: Sequence[str] = ()
+    ) -> None:
+        ask_read, self._ask = os.pipe()
+        self._answers, answer_write = os.pipe()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._buffer = b""
+        self._ready = False
+        self._process = subprocess.Popen(
+            [*under, sys.executable, "-m", "pytest_aisp.bench", str(ask_read), str(answer_write)],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+            pass_fds=(ask_read, answer_write),
+            env=bench_environment(environment or {}),
+            start_new_session=True,
+        )
+        os.close(ask_read)
+        os.close(answer_write)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked."""
+        return self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def ask(self, task: Task, seconds: float, progress: Progress) -> Reply:
+        """Return the reply to `task`. A fault, a hang or an interrupt kills the process."""
+        doing: str = task.kind if self._ready else "start"
+        limit = seconds if self._ready else max(seconds, START_SECONDS)
+        deadline = time.monotonic() + limit
+        try:
+            _write_all(self._ask, messages.encode(task))
+            while True:
+                line = self._line(deadline)
+                if line is None:
+                    return self._late(limit, doing)
+                if not line:
+                    return self._dead(doing)
+                plain = messages.decode(line)
+                if "progress" not in plain:
+                    return self._answered(Reply(**plain))
+                doing = plain["progress"]
+                deadline = time.monotonic() + seconds  # the limit is on silence, not on long work
+                if doing == messages.READY:
+                    self._ready, limit, doing = True, seconds, task.kind
+                progress(doing)
+        except BrokenPipeError:
+            return self._dead(doing)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _line(self, deadline: float) -> bytes | None:
+        """Return the next line; empty at the end of the pipe, None at the deadline."""
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select(
+                [self._answers], [], [], max(0, deadline - time.monotonic())
+            )
+            if not ready:
+                return None
+            chunk = os.read(self._answers, 1 << 20)
+            if not chunk:
+                return b""
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line + b"\n"
+
+    def _answered(self, reply: Reply) -> Reply:
+        if reply.error == "fault":  # the next case gets a process that can still use its GPU
+            self.kill()
+        return reply
+
+    def _late(self, seconds: float, doing: str) -> Reply:
+        self.kill()
+        return Reply(
+            error="timeout",
+            message=f"no answer within {seconds:g} s during: {doing}\n"
+            "give it longer with --aisp-timeout-multiplier=2",
+            trace=self.output(),
+        )
+
+    def _dead(self, doing: str) -> Reply:
+        code = self._process.wait()
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        self.kill()
+        return Reply(
+            error="died",
+            message=f"the bench process ended {how} during: {doing}",
+            trace=self.output(),
+        )
+
+    def output(self, lines: int = 20) -> str:
+        """Return the last lines that the process printed, a crash's stack without our frames."""
+        if self._output.closed:
+            return ""
+        self._output.seek(0)
+        return without_our_frames(self._output.read().decode(errors="replace"), lines)
+
+    def kill(self) -> None:
+        """Kill the process and everything in its process group."""
+        if self.alive:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """End the process and release its pipes."""
+        self.kill()
+        for fd in (self._ask, self._answers):
+            try:
+                os.close(fd)
+            except OSError:
+                continue
+        self._output.close()
+
+
+def bench_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the variables that a process of ours starts with: these, the path, the changes."""
+    path = os.pathsep.join(p for p in sys.path if p)
+    merged = {**os.environ, "PYTHONPATH": path, **changes}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def without_our_frames(text: str, lines: int) -> str:
+    """Return the last `lines` of what a process printed, a crash's stack without our frames."""
+    return "\n".join([line for line in text.splitlines() if not _OURS.match(line)][-lines:])
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]

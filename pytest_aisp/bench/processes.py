@@ -1,0 +1,140 @@
+"""Process sides: what a process decides once (environment, allocator, threads) takes a fresh one.
+
+Each sample is one fresh process that imports the page, makes the inputs, warms up, and times its
+own calls; the order of the processes is ABBA as everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..proof.witness import now
+from ..results import timing
+from ..results.messages import Reply, Task
+from ..results.timing import Budget, Samples
+
+BLOCKS = 5
+SAMPLE_SECONDS = 0.05
+PROCESS_SECONDS = 120.0
+
+
+class ProcessFailed(RuntimeError):
+    """A sample's process died or gave a wrong result; `reply` is what it said."""
+
+    def __init__(self, side: str, reply: Reply) -> None:
+        super().__init__(f"{side} in a fresh process: {reply.message}")
+        self.reply = reply
+
+
+class ProcessSide:
+    """A side each of whose samples is a fresh process.
+
+    Attributes:
+        side: the function.
+        environment: variables that its process starts with; None removes one.
+        warmup: calls before the clock starts; 0 times the first call.
+    """
+
+    def __init__(
+        self, side: Callable[..., Any], environment: Mapping[str, str | None], warmup: int
+    ) -> None:
+        functools.update_wrapper(self, side)
+        self.side, self.environment, self.warmup = side, dict(environment), warmup
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.side(*inputs)
+
+
+def fresh_process(
+    side: Callable[..., Any] | None = None,
+    *,
+    environment: Mapping[str, str | None] | None = None,
+    warmup: int = 3,
+) -> Any:
+    """Declare that each sample of a side is a fresh process, started with `environment`.
+
+    Used as a decorator, bare or with arguments. Both sides of a pair must be process sides, and
+    differ only in their environment or in what they do before the first call.
+
+    Args:
+        environment: variables to set; None as a value removes one.
+        warmup: calls before the clock starts; 0 times the first call of the process.
+    """
+
+    def wrap(function: Callable[..., Any]) -> ProcessSide:
+        return ProcessSide(function, environment or {}, warmup)
+
+    return wrap if side is None else wrap(side)
+
+
+def measure_processes(
+    task: Task,
+    sides: Sequence[tuple[Any, Any]],
+    budget: Budget,
+    rng: random.Random,
+    progress: Callable[[str], None],
+) -> Samples:
+    """Run the blocks, one process a window; each reports itself, which renews the time limit."""
+    few = replace(budget, blocks=min(budget.blocks, BLOCKS), least=BLOCKS, laps=1, seconds=1e9)
+    return timing.measure(_ProcessBout(task, [side for side, _ in sides], progress), few, rng)
+
+
+class _ProcessBout:
+    clock = "process"
+
+    def __init__(self, task: Task, sides: Sequence[Any], progress: Callable[[str], None]) -> None:
+        a, b = (_ProcessWindow(task, side, progress) for side in sides)
+        self.windows = a, b
+
+    def refresh(self, *, last: bool) -> None:
+        """Every process has fresh memory."""
+
+    def disturbance(self) -> str | None:
+        return None
+
+    def other(self) -> dict[str, Any]:
+        return {}
+
+    def details(self) -> dict[str, Any]:
+        return {"processes": [w.started for w in self.windows]}
+
+
+class _ProcessWindow:
+    calls = counted = repeats = 1
+
+    def __init__(self, task: Task, side: Any, progress: Callable[[str], None]) -> None:
+        self._progress = progress
+        self.task = replace(task, kind="sample", side=side.__name__)
+        self.environment, self.started = side.environment, 0
+
+    def __call__(self) -> float:
+        from .client import BenchProcess
+
+        self.started += 1
+        self._progress(f"process {self.started} of {self.task.side}")
+        bench = BenchProcess(self.environment)
+        try:
+            reply = bench.ask(self.task, PROCESS_SECONDS, lambda text: None)
+        finally:
+            bench.close()
+        if reply.error is not None:
+            raise ProcessFailed(self.task.side, reply)
+        return float(reply.result["seconds"])
+
+
+def time_here(call: Callable[[], Any], warmup: int, synchronize: Callable[[], None]) -> float:
+    """Return the seconds per call in this process; of its very first one with `warmup=0`."""
+    for _ in range(warmup):
+        call()
+    if warmup:  # else the context that the first call makes would be made here, untimed
+        synchronize()
+    count, start = 0, now()
+    while count == 0 or (warmup and now() - start < SAMPLE_SECONDS):
+        call()
+        synchronize()
+        count += 1
+    return (now() - start) / count

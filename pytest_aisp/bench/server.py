@@ -1,0 +1,163 @@
+"""The bench process: answer tasks over a pipe, never inside pytest.
+
+    python -m pytest_aisp.bench READ_FD WRITE_FD
+
+It dies with its parent. Whatever a page prints goes to this process's own stdout, never into an
+answer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ..pages.sources import PACKAGE
+from ..results import messages
+from ..results.messages import Reply, Task
+
+
+def main(read_fd: int, write_fd: int) -> None:
+    """Answer tasks until the pipe closes or a `stop` arrives."""
+    die_with_parent()
+    faulthandler.enable()  # a side that crashes shows its line
+    with os.fdopen(read_fd, "rb") as tasks, os.fdopen(write_fd, "wb", buffering=0) as replies:
+        server = Server(lambda text: replies.write(messages.encode({"progress": text})))
+        import torch  # noqa: F401 - slow: the time limit of the first request starts after it
+
+        server.tell(messages.READY)
+        for line in tasks:
+            task = messages.task_from(messages.decode(line))
+            if task.kind == "stop":
+                return
+            replies.write(encoded(server.answer(task)))
+
+
+def encoded(reply: Reply) -> bytes:
+    """Return the line that says `reply`, or that it cannot be said."""
+    try:
+        return messages.encode(reply)
+    except (TypeError, ValueError) as error:
+        return messages.encode(Reply(error="side", message=f"an answer cannot be sent: {error}"))
+
+
+class Server:
+    """Answer tasks with an engine, errors included.
+
+    Attributes:
+        tell: is told what is being done now.
+    """
+
+    def __init__(self, tell: Callable[[str], Any]) -> None:
+        from .engine import Engine
+
+        self.tell, self._doing = tell, ""
+        self.engine = Engine(self._progress)
+
+    def _progress(self, text: str) -> None:
+        self._doing = text
+        self.tell(text)
+
+    def answer(self, task: Task) -> Reply:
+        """Return the reply to `task`; an exception becomes an error reply."""
+        self._doing = task.kind
+        try:
+            return Reply(result=getattr(self.engine, task.kind)(task))
+        except Exception as error:
+            reply = _error_reply(error, self._doing)
+            return replace(reply, error="fault") if _has_lost_gpu() else reply
+
+
+class InProcess:
+    """The same engine inside this process, for debuggers."""
+
+    def __init__(self) -> None:
+        self._server = Server(lambda text: None)
+
+    def ask(self, task: Task, seconds: float, progress: Callable[[str], None]) -> Reply:
+        """Return the reply to `task`; no time limit holds here."""
+        self._server.tell = progress
+        return self._server.answer(task)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def _error_reply(error: Exception, doing: str) -> Reply:
+    from ..common import trees
+    from ..kernels import assembly
+    from ..proof import controls, numerics, sides, witness, workbench
+    from ..results import timing
+    from . import engine, processes, windows
+
+    kinds: tuple[tuple[str, tuple[type[Exception], ...]], ...] = (
+        ("wrong", (numerics.Wrong,)),
+        (
+            "page",
+            (
+                engine.PageError,
+                assembly.AssemblyError,
+                sides.SideError,
+                trees.TreeError,
+                controls.TooLoose,
+                controls.CannotTell,
+                workbench.NotCold,
+                windows.Unblockable,
+            ),
+        ),
+        ("disturbed", (timing.Disturbed, witness.Traced)),
+    )
+    if isinstance(error, processes.ProcessFailed):
+        return Reply(error=error.reply.error, message=str(error), trace=error.reply.trace)
+    for name, types in kinds:
+        if isinstance(error, types):
+            return Reply(error=name, message=str(error))
+    trace = _page_lines(error)
+    if _is_out_of_memory(error):
+        message = f"out of memory: {_first_line(error)}, during: {doing}"
+        return Reply(error="memory", message=message, trace=trace)
+    message = f"{type(error).__name__}: {_first_line(error)}, during: {doing}"
+    return Reply(error="side", message=message, trace=trace)
+
+
+def _has_lost_gpu() -> bool:
+    """Return whether CUDA is of no more use here: after an illegal access every call fails."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return True
+    return False
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    text = str(error).lower()  # torch raises a plain RuntimeError on a CPU
+    return isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+
+
+def _page_lines(error: Exception) -> str:
+    """Return the traceback without our own lines, which are of no use to the page's author."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = (PACKAGE, "<string>")
+    kept = [f for f in frames if not f.filename.startswith(ours)]
+    return "".join(traceback.format_list(kept or frames))
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends; leave Ctrl-C to the parent."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle

@@ -1,0 +1,213 @@
+"""Windows of GPU work: K calls of one side, and the seconds that a call took.
+
+``graph``: K calls captured in one CUDA graph, each timed replay preceded on the stream by an
+untimed one. ``queue``: K calls behind a blocking kernel, so that the GPU never waits for Python.
+``host``: K calls as called, the device idle at both ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..common.peers import here
+from ..common.quiet import no_gc, waiter
+from ..proof.sides import Subject
+from ..proof.witness import now_ns
+from . import nodes
+from .clocks import Clocks, read_clocks
+
+if TYPE_CHECKING:
+    import torch
+
+WINDOW = {"graph": 1e-3, "queue": 1e-3, "host": 5e-3}
+"""Least seconds of a window, by clock."""
+SPIN_CYCLES = 2_000_000
+"""First length of the blocking kernel: about 1 ms."""
+
+
+class Uncapturable(RuntimeError):
+    """A side cannot be captured in a CUDA graph; the message is CUDA's."""
+
+
+class Unblockable(RuntimeError):
+    """A side waits for the GPU, so its calls cannot be queued behind a blocking kernel."""
+
+
+class GraphWindow:
+    """K calls of one side in one CUDA graph, and `extra` ones that are not counted."""
+
+    repeats = 2
+
+    def __init__(self, subject: Subject, counted: int, extra: int = 0) -> None:
+        import torch
+
+        self.subject, self.counted, self.calls = subject, counted, counted + extra
+        self._graph = capture(lambda: subject.cycle(counted, extra))
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def __call__(self) -> float:
+        self._graph.replay()
+        self.subject.restore()
+        here().begin("cuda")
+        self._start.record()
+        self._graph.replay()
+        self._end.record()
+        self._end.synchronize()
+        seconds = float(self._start.elapsed_time(self._end)) * 1e-3
+        return here().slowest(seconds) / self.counted
+
+    def nodes(self) -> dict[str, int]:
+        """Return how many nodes of each type the graph has. Raises `nodes.Uncounted`."""
+        return nodes.count(self._graph)
+
+    def clocks(self, seconds: float) -> Clocks:
+        """Return what the clocks say of replays that together last `seconds` or more."""
+        replays = math.ceil(seconds / max(self(), 1e-9) / self.counted)
+
+        def work() -> None:
+            for _ in range(replays):
+                self._graph.replay()
+
+        return read_clocks(work, self._start, self._end)
+
+
+class QueueWindow:
+    """K calls of one side behind a blocking kernel, between two events."""
+
+    repeats = 1
+
+    def __init__(self, subject: Subject, counted: int, extra: int = 0) -> None:
+        import torch
+
+        self.subject, self.counted, self.calls = subject, counted, counted + extra
+        self._extra, self._cycles = extra, SPIN_CYCLES
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def __call__(self) -> float:
+        import torch
+
+        for _ in range(6):
+            self.subject.restore()
+            torch.cuda._sleep(self._cycles)
+            self._start.record()
+            self.subject.cycle(self.counted, self._extra)
+            self._end.record()
+            late = self._start.query()
+            self._end.synchronize()
+            if not late:
+                return float(self._start.elapsed_time(self._end)) * 1e-3 / self.counted
+            self._cycles *= 2
+        raise Unblockable(f"{self.subject.name} waits for the GPU or launches too much to queue")
+
+    def clocks(self, seconds: float) -> Clocks:
+        """Return what the clocks say of one window; it is not made longer, as it must be queued.
+
+        Work on another stream may be over before the blocking kernel is: how late it is shows a
+        second reading without that.
+        """
+        import torch
+
+        del seconds
+
+        def work() -> None:
+            self.subject.cycle(self.counted, self._extra)
+
+        def read(before: Callable[[], None] | None) -> Clocks:
+            self.subject.restore()
+            return read_clocks(work, self._start, self._end, before)
+
+        blocked, free = read(lambda: torch.cuda._sleep(self._cycles)), read(None)
+        return replace(blocked, late=max(blocked.late, free.late))
+
+
+class HostWindow:
+    """K calls of one side as called, by the host's clock, the device idle at both ends."""
+
+    repeats = 1
+
+    def __init__(
+        self, subject: Subject, counted: int, extra: int, synchronize: Callable[[], None]
+    ) -> None:
+        self.subject, self.counted, self.calls = subject, counted, counted + extra
+        self._extra, self._synchronize = extra, synchronize
+
+    def __call__(self) -> float:
+        self.subject.restore()
+        self._synchronize()
+        here().begin("cpu")
+        start = now_ns()
+        self.subject.cycle(self.counted, self._extra)
+        self._synchronize()
+        return here().slowest((now_ns() - start) * 1e-9) / self.counted
+
+
+def host_window(subject: Subject, counted: int, extra: int = 0, device: str = "cuda") -> HostWindow:
+    """Return a window on the host's clock, `device` idle at both ends."""
+    return HostWindow(subject, counted, extra, waiter(device))
+
+
+WINDOWS: dict[str, Callable[[Subject, int, int], Any]] = {
+    "graph": GraphWindow,
+    "queue": QueueWindow,
+    "host": host_window,
+}
+
+
+def capture(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """Capture what `run` launches on a side stream and return the graph, which keeps its nodes.
+
+    Raises:
+        Uncapturable: when CUDA refuses, with its first line.
+    """
+    import torch
+
+    _refuse_waiting(run)
+    graph, stream = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), no_gc():
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            run()
+        except Exception as error:
+            _abandon(graph)
+            raise Uncapturable(str(error) or type(error).__name__) from error
+        try:
+            graph.capture_end()
+            graph.instantiate()
+        except RuntimeError as error:
+            _abandon(graph)
+            raise Uncapturable(str(error)) from error
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
+
+
+def _refuse_waiting(run: Callable[[], Any]) -> None:
+    """Run once with every wait for the GPU an error: a failed capture is harder to clean up."""
+    import torch
+
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    except RuntimeError as error:
+        raise Uncapturable(str(error)) from error
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def _abandon(graph: torch.cuda.CUDAGraph) -> None:
+    import torch
+
+    with suppress(RuntimeError):  # the capture was invalidated: ending it is all there is to do
+        graph.capture_end()
+    torch.cuda.synchronize()
+    # PyTorch leaves its random generator in capture mode; a capture that ends well resets it.
+    empty = torch.cuda.CUDAGraph()
+    empty.capture_begin(capture_error_mode="thread_local")
+    torch.zeros(1, device="cuda")
+    empty.capture_end()

@@ -1,0 +1,1 @@
+"""What all that runs on a machine shares: the device, ranks, trees of tensors, protections."""

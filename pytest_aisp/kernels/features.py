@@ -1,0 +1,270 @@
+"""What the compiler and the GPU of this machine can do, feature by feature.
+
+    python -m pytest_aisp.kernels.features            what assembles where, and what runs here
+    python -m pytest_aisp.kernels.features --table    the table of docs/features.md
+
+Each feature has a probe, a kernel in `features.cu`. It is compiled for the plain target of an arch,
+for that of its family and for its own, ``sm_100``, ``sm_100f`` and ``sm_100a``, and launched where
+there is a GPU. The exit code is 0 when all that agrees with the table of `skus`, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TypeAlias
+
+from ..common.device import Machine
+from ..pages.skus import ASSEMBLED, GPU_ARCHS, GPUS, target_of
+from .build import CompileError, NoCompiler, assembled, compiler
+
+SOURCE = Path(__file__).with_name("features.cu")
+BLOCKS, THREADS = 2, 128
+SUFFIXES = ("", "f", "a")
+LAUNCH = (sys.executable, "-m", "pytest_aisp.kernels.features", "--launch")
+SECONDS = 60.0
+"""Longest wait for a launched probe; most of it is for CUDA to start."""
+ANSWERS = {0: "the kernel wrote no answer", 1: "", 2: "the instruction's result is wrong"}
+NOT_LAUNCHED = {
+    "tma": "needs a tensor map",
+    "tma_gather": "needs a tensor map",
+    "tensormap_replace": "needs a tensor map",
+    "multimem": "needs memory that several GPUs share",
+    "tcgen05_block_scale": "needs scales in tensor memory",
+}
+"""Features whose probe is only assembled, with what a launch would need."""
+
+_ADVICE = re.compile(r"\bAdvisory: (.*)")
+_ERROR = re.compile(r"\berror\s*:\s*(.*)")
+# What ptxas says of an instruction that it knows and the target lacks.
+_LACKS = re.compile(r"not supported on \.target|requires \.target|cannot be compiled for arch")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What became of one feature's probe for one target.
+
+    Attributes:
+        target: ``sm_100a``.
+        code: the machine code, empty where it does not assemble.
+        words: what the compiler said then, or advises against where it does.
+    """
+
+    target: str
+    code: bytes = b""
+    words: str = ""
+
+    @property
+    def errors(self) -> list[str]:
+        """The compiler's errors, one line each, without places in generated files."""
+        return _ERROR.findall(self.words) or self.words.split("\n")[-1:]
+
+    @property
+    def refused(self) -> bool:
+        """Whether it fails for no other reason than that the target lacks the feature."""
+        return not self.code and all(map(_LACKS.search, self.errors))
+
+
+ByArch: TypeAlias = "Mapping[str, tuple[Attempt, ...]]"
+"""A feature's attempts by arch, the least target first."""
+
+
+@functools.cache
+def purposes() -> dict[str, str]:
+    """Return what each probe assembles, by feature: the list at the head of `features.cu`."""
+    return dict(re.findall(r"^// (\w+): (.*)\.$", SOURCE.read_text(), re.MULTILINE))
+
+
+def targets(arch: str) -> tuple[str, ...]:
+    """Return what code for `arch` can be compiled for, the least first."""
+    suffixes = [s for s in SUFFIXES if s != "f" or arch != "sm90"]  # families begin with sm_100
+    return tuple(arch.replace("sm", "sm_") + suffix for suffix in suffixes)
+
+
+def attempt(feature: str, to: str) -> Attempt:
+    """Assemble the probe of `feature` for the target `to`, with no GPU or driver.
+
+    Raises:
+        NoCompiler: cuda.core or NVRTC is not installed.
+    """
+    options = {"std": "c++17", "arch": to, "name": SOURCE.name, "define_macro": f"PROBE_{feature}"}
+    try:
+        code, log = assembled(compiler()[0], SOURCE.read_text(), options)
+    except CompileError as error:
+        return Attempt(to, words=str(error))
+    return Attempt(to, code, "".join(_ADVICE.findall(log)[:1]))
+
+
+def survey(feature: str, archs: Sequence[str] = GPU_ARCHS) -> ByArch:
+    """Assemble the probe of `feature` for every target of `archs`."""
+    return {arch: tuple(attempt(feature, to) for to in targets(arch)) for arch in archs}
+
+
+def least(attempts: tuple[Attempt, ...]) -> str:
+    """Return the first target that takes the feature, or nothing."""
+    return next((a.target for a in attempts if a.code), "")
+
+
+def expected(feature: str, arch: str) -> str:
+    """Return the least target by the table of `skus`, or nothing."""
+    suffix = ASSEMBLED.get(feature, {}).get(arch)
+    return "" if suffix is None else target_of(arch) + suffix
+
+
+def differences(feature: str, found: ByArch) -> Iterator[str]:
+    """Yield where what was found of `feature` is not what the table of `skus` says, a line each."""
+    for arch, attempts in found.items():
+        for a in attempts:
+            if not a.code and not a.refused:
+                yield f"{feature} for {a.target}: the probe failed: {a.errors[0]}"
+        told, seen = expected(feature, arch), least(attempts)
+        if told != seen:
+            says = f"the table says {told or 'nothing'}, {seen or 'nothing'} takes it"
+            yield f"{feature} on {arch}: {says}"
+        taken = [bool(a.code) for a in attempts]
+        if taken != sorted(taken):  # what the plain target takes its arch's own must take
+            yield f"{feature} on {arch}: {seen} takes it and {attempts[-1].target} does not"
+
+
+def launches(machine: Machine) -> dict[str, str]:
+    """Launch the probe of every feature of this GPU's arch; return by feature what went wrong.
+
+    An empty text is a launch that did what it should; what is never launched is left out.
+    """
+    here = [f for f, archs in ASSEMBLED.items() if machine.arch in archs and f not in NOT_LAUNCHED]
+    return {feature: _launched_apart(feature) for feature in here}
+
+
+def _launched_apart(feature: str) -> str:
+    # A fault ends CUDA for its process, and a hang ends with it.
+    command = [*LAUNCH, feature]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {SECONDS:g} s"
+    if done.returncode == 0:
+        return ""
+    said = (done.stdout + done.stderr).split("\n")
+    died = f"it died without a word, exit code {done.returncode}"
+    return next((line.strip() for line in reversed(said) if line.strip()), died)
+
+
+def launch(feature: str) -> str:
+    """Launch the probe of `feature` on this process's first GPU; return what went wrong."""
+    core = compiler()[0]
+    device = core.Device(0)
+    device.set_current()
+    arch = "sm{}{}".format(*device.compute_capability)
+    made = attempt(feature, target_of(arch, [feature]))
+    if not made.code:
+        return made.errors[0]
+    kernel = core.ObjectCode.from_cubin(made.code).get_kernel("probe")
+    pinned = core.LegacyPinnedMemoryResource().allocate(4 * BLOCKS)
+    answers = (ctypes.c_uint32 * BLOCKS).from_address(int(pinned.handle))
+    answers[:] = [0] * BLOCKS
+    stream = device.create_stream()
+    config = core.LaunchConfig(grid=BLOCKS, block=THREADS)
+    core.launch(stream, config, kernel, int(pinned.handle), 0)
+    stream.sync()
+    return ANSWERS[max(answers)]  # one block may cancel the other, which then says nothing
+
+
+def table() -> str:
+    """Return the table of `skus` in Markdown: the least target of each arch that has a feature."""
+    heads = ["feature", "probe", *(f"{arch} ({GPUS[arch]})" for arch in GPU_ARCHS)]
+    rows = [heads, ["---"] * len(heads)]
+    for feature, purpose in purposes().items():
+        cells = [f"`{to}`" if (to := expected(feature, arch)) else "no" for arch in GPU_ARCHS]
+        rows.append([f"`{feature}`", purpose, *cells])
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
+def report(found: Mapping[str, ByArch], here: str, launched: Mapping[str, str]) -> Iterator[str]:
+    """Yield what was found, a row a feature; below it who refuses it, and in which words.
+
+    `here` is the arch of this machine's GPU, or ``cpu``; `launched` is what `launches` returned.
+    """
+    archs = list(next(iter(found.values()), ()))
+    last = "runs on this GPU" if here in archs else ""
+    yield f"{'':21}{''.join(f'{arch:9}' for arch in archs)}{last}".rstrip()
+    for feature, by_arch in found.items():
+        cells = "".join(f"{least(by_arch[arch]) or '-':9}" for arch in archs)
+        yield f"{feature:21}{cells}{_seen(feature, here, launched)}".rstrip()
+        for attempts in by_arch.values():
+            if refusals := [a for a in attempts if not a.code]:
+                yield f"    {refusals[-1].target}: {refusals[-1].errors[0]}"
+            elif attempts[-1].words:
+                yield f"    {attempts[-1].target}: {attempts[-1].words}"
+
+
+def _seen(feature: str, here: str, launched: Mapping[str, str]) -> str:
+    if feature in launched:
+        return f"no: {launched[feature]}" if launched[feature] else "yes"
+    if here in ASSEMBLED.get(feature, ()):
+        return f"not launched: {NOT_LAUNCHED[feature]}"
+    return ""
+
+
+def known() -> tuple[int, ...]:
+    """Return the compute capabilities that NVRTC compiles for, as ``90``."""
+    _, capabilities = import_module("cuda.bindings.nvrtc").nvrtcGetSupportedArchs()
+    return tuple(capabilities)
+
+
+def probe() -> int:
+    """Print what this machine can do; return 0 when the table of `skus` says the same."""
+    try:
+        version, capabilities = compiler()[1], known()
+    except NoCompiler as error:
+        print(error)
+        return 1
+    machine = Machine.here()
+    print(f"NVRTC {version} compiles for " + ", ".join(f"sm_{c}" for c in capabilities))
+    print(_gpu_words(machine), end="\n\n")
+    archs = [arch for arch in GPU_ARCHS if int(arch[2:]) in capabilities]
+    found, launched = {f: survey(f, archs) for f in ASSEMBLED}, launches(machine)
+    print(*report(found, machine.arch, launched), sep="\n")
+    differing = [f"{a}: NVRTC {version} does not know it" for a in GPU_ARCHS if a not in archs]
+    differing += [line for feature in found for line in differences(feature, found[feature])]
+    differing += [f"{f} on {machine.arch}: on this GPU: {w}" for f, w in launched.items() if w]
+    verdict = "not as in the table of pytest_aisp/skus.py:" if differing else "as in the table"
+    print("", verdict, *differing, sep="\n")
+    return int(bool(differing))
+
+
+def _gpu_words(machine: Machine) -> str:
+    if machine.arch == "cpu":
+        return "no GPU here: what follows was assembled, nothing was launched"
+    if machine.arch not in GPU_ARCHS:
+        return f"{machine.name} is {machine.arch}, which is not in the table: nothing was launched"
+    return f"{machine.name} is {machine.arch}"
+
+
+def main(arguments: list[str]) -> int:
+    """Probe, print the table, or launch one probe; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pytest_aisp.kernels.features", description=__doc__
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--table", action="store_true", help="print the table and probe nothing")
+    parser.add_argument("--launch", choices=list(ASSEMBLED), help="launch one probe on the GPU")
+    options = parser.parse_args(arguments)
+    if options.table:
+        print(table(), end="")
+        return 0
+    if options.launch:
+        print(fault := launch(options.launch))
+        return int(bool(fault))
+    return probe()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

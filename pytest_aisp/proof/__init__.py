@@ -1,0 +1,1 @@
+"""Sides made ready and proved right: values, reference, bounds, controls."""

@@ -1,0 +1,171 @@
+"""The comparison: how far an output lies from what was expected, and the words for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ..common.protections import on
+from ..pages.pair import size_words
+from .numerics import RMS, WORST, Leaf, Rule
+
+if TYPE_CHECKING:
+    import torch
+
+SMALL = 1 << 18
+"""Outputs of up to this many elements are compared together: a launch costs more than they do."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How far one output lies from what was expected, in allowed standard deviations."""
+
+    path: str
+    rms: float
+    worst: float
+    index: tuple[int, ...]
+    got: float
+    want: float
+    bound: float
+    ok: bool
+    count: int = 0
+    step: int = 1
+
+    @property
+    def scatter(self) -> float:
+        """Relative scatter of `rms` by chance: three standard deviations at `count` elements."""
+        return 3 / math.sqrt(2 * self.count) if self.count else 0.0
+
+    @property
+    def score(self) -> float:
+        """Multiples of the derived bound: above 1 the derived rule fails."""
+        return max(self.rms / (RMS * (1 + self.scatter)), self.worst / WORST)
+
+
+def compare_all(got: Sequence[torch.Tensor], leaves: Sequence[Leaf], rule: Rule) -> list[Fit]:
+    """Compare outputs with what was expected, in order. Shapes must agree already.
+
+    Small outputs are compared together; only one that does not fit is looked at by itself.
+    """
+    fits: dict[int, Fit] = {}
+    if not rule.exact:
+        for members in _small(got, leaves):
+            found = _compare_together([got[i] for i in members], [leaves[i] for i in members], rule)
+            fits |= {i: fit for i, fit in zip(members, found, strict=True) if fit.ok}
+    both = zip(got, leaves, strict=True)
+    return [fits.get(i) or compare(tensor, leaf, rule) for i, (tensor, leaf) in enumerate(both)]
+
+
+def _small(got: Sequence[torch.Tensor], leaves: Sequence[Leaf]) -> list[list[int]]:
+    groups: dict[Any, list[int]] = {}
+    for i, (tensor, leaf) in enumerate(zip(got, leaves, strict=True)):
+        if leaf.sigma is not None and 0 < tensor.numel() <= SMALL:
+            groups.setdefault(tensor.device, []).append(i)
+    return [members for members in groups.values() if len(members) > 1]
+
+
+def _compare_together(got: Sequence[torch.Tensor], leaves: Sequence[Leaf], rule: Rule) -> list[Fit]:
+    """Return a fit for each of several small outputs, without the place of its worst element."""
+    import torch
+
+    def joined(tensors: Sequence[Any]) -> torch.Tensor:
+        return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+    counts = [t.numel() for t in got]
+    lengths = torch.tensor(counts, device=got[0].device)
+    leaf = Leaf("", joined([x.value for x in leaves]), joined([x.sigma for x in leaves]))
+    error = _errors(joined(got), leaf)
+    accepted = torch.segment_reduce(_within(error, leaf, rule), "min", lengths=lengths).tolist()
+    squares = torch.segment_reduce(error.square(), "sum", lengths=lengths).tolist()
+    scaled = error.div_(leaf.sigma) if leaf.sigma is not None else error
+    worst = torch.segment_reduce(scaled, "max", lengths=lengths).tolist()
+    fits: list[Fit] = []
+    for i, each in enumerate(leaves):
+        rms = math.sqrt(squares[i]) / max(each.total, 1e-300)
+        fit = Fit(each.path, rms, worst[i], (), 0.0, 0.0, 0.0, bool(accepted[i]), counts[i])
+        fits.append(fit if rule.given or fit.score <= 1 else replace(fit, ok=False))
+    return fits
+
+
+def compare(got: torch.Tensor, leaf: Leaf, rule: Rule) -> Fit:
+    """Compare one output with what was expected. Shapes must agree already."""
+    import torch
+
+    if rule.exact or leaf.sigma is None:
+        return _compare_exact(got, leaf)
+    if not got.numel():
+        return Fit(leaf.path, 0.0, 0.0, (), 0.0, 0.0, 0.0, True)
+    error = _errors(got, leaf)
+    accepted = bool(_within(error, leaf, rule).all()) if rule.given else True
+    rms = float(torch.linalg.vector_norm(error)) / max(leaf.total, 1e-300)
+    scaled = error.div_(leaf.sigma)
+    flat = int(scaled.argmax())
+    fit = _fit(got, leaf, flat, rms, float(scaled.view(-1)[flat]), accepted)
+    return fit if rule.given or fit.score <= 1 else replace(fit, ok=False)
+
+
+def _errors(got: torch.Tensor, leaf: Leaf) -> torch.Tensor:
+    """Return the absolute errors in float64; infinite where one is finite and the other is not."""
+    import torch
+
+    result = got.detach().to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+    if leaf.finite:
+        wild = math.inf if on("finite") else 0.0
+        return result.sub_(leaf.value).abs_().nan_to_num_(wild, wild)
+    expected = leaf.value.isfinite()
+    agree = torch.where(expected, result.isfinite(), _same(result, leaf.value))
+    error = torch.where(expected, result.sub_(leaf.value).abs_(), 0.0)
+    return torch.where(agree, error, math.inf)
+
+
+def _within(error: torch.Tensor, leaf: Leaf, rule: Rule) -> torch.Tensor:
+    """Return 1.0 where the page's own tolerance accepts the error, and everywhere without one."""
+    if not rule.given:
+        return error.new_ones(()).expand(error.shape).contiguous()
+    bound = leaf.value.abs().mul_(rule.rtol or 0.0).add_(rule.atol or 0.0)
+    if not leaf.finite:
+        bound = bound.where(leaf.value.isfinite(), 0.0)
+    return (error <= bound).to(error.dtype)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a == b) | (a.isnan() & b.isnan())
+
+
+def _compare_exact(got: torch.Tensor, leaf: Leaf) -> Fit:
+    want = leaf.value.to(got.dtype)
+    different = ~_same(got, want) if got.is_floating_point() else got != want
+    flat = int(different.view(-1).int().argmax()) if different.numel() else 0
+    bad = bool(different.any())
+    far = math.inf if bad else 0.0
+    return _fit(got, leaf, flat, far, far, not bad)
+
+
+def _fit(got: torch.Tensor, leaf: Leaf, flat: int, rms: float, worst: float, ok: bool) -> Fit:
+    if not got.numel():
+        return Fit(leaf.path, rms, worst, (), 0.0, 0.0, 0.0, ok)
+    index, rest = [], flat
+    for length in reversed(got.shape):
+        index.append(rest % length)
+        rest //= length
+    at = tuple(reversed(index))
+    sigma = float(leaf.sigma[at]) if leaf.sigma is not None else 0.0
+    return Fit(
+        leaf.path, rms, worst, at, float(got[at]), float(leaf.value[at]), sigma, ok, got.numel()
+    )
+
+
+def explain(side: str, size: Any, fit: Fit, rule: Rule) -> str:
+    """Return the message of a mismatch: output, coordinate, both values, size, broken bound."""
+    where = f"{fit.path}{list(fit.index)}" if fit.index else fit.path
+    text = (
+        f"{side} is wrong at {size_words(size)}: {where} is {fit.got:.9g}, expected {fit.want:.9g}"
+    )
+    if rule.exact or not math.isfinite(fit.worst):
+        return f"{text}; the rule is {rule}"
+    return (
+        f"{text}; off by {abs(fit.got - fit.want):.3g} = {fit.worst:.3g} allowed deviations of"
+        f" {fit.bound:.3g} (rms {fit.rms:.3g}); the rule is {rule}"
+    )

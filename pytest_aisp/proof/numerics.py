@@ -1,0 +1,221 @@
+"""When is a result right: expected values and the error they allow (`fits` compares).
+
+The reference is computed in float64 from the inputs as the sides get them. The allowed error of
+each element is a standard deviation derived from the types, the longest sum and the reference's own
+sensitivity to its operands; `docs/checking.md` derives it. Two tests must hold: the rms of the
+error over all elements, and the worst element.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..common import trees
+from ..pages.pair import Work
+
+if TYPE_CHECKING:
+    import torch
+
+RMS, WORST = 1.25, 8.0
+"""The derived rule: rms error and worst element, in allowed standard deviations."""
+BASELINE_FACTOR, BASELINE_FLOOR = 1.5, 0.8
+"""A variant's rms may be this many times the baseline's, and is never held below the floor."""
+PROBES = 3
+STEP = 2.0**-10
+"""Relative perturbation of the operands that measures the reference's sensitivity."""
+SIGNS = 1048573
+"""Random signs that are drawn for one perturbed tensor: the largest prime below 2^20."""
+
+# Unit roundoff by name of type, and the depth of one tensor-core instruction (K elements).
+UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+UNIT |= {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3, "tf32": 2.0**-11, "fp16": 2.0**-11}
+UNIT |= {"bf16": 2.0**-8, "fp8": 2.0**-4, "mxfp8": 2.0**-4, "nvfp4": 2.0**-2}
+# A step of these is a share of the largest in its block, some four times the block's rms.
+UNIT |= {"int8": 2.0**-6, "int4": 2.0**-2}
+_INSIDE = ("tf32",)  # in which products are computed and no result is kept
+_DEPTH = {"tf32": 8, "bf16": 16, "fp16": 16, "bfloat16": 16, "float16": 16}
+
+
+class Wrong(AssertionError):
+    """A side's result is not what the reference says; the message shows where and by how much."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How equal is equal. With neither `exact` nor a tolerance the bound is derived."""
+
+    exact: bool = False
+    rtol: float | None = None
+    atol: float | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether the page chose a tolerance of its own."""
+        return self.rtol is not None or self.atol is not None
+
+    def __str__(self) -> str:
+        if self.exact:
+            return "exact"
+        if self.given:
+            return f"rtol={self.rtol or 0:g}, atol={self.atol or 0:g}"
+        return f"derived bound (rms {RMS:g}, worst {WORST:g})"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One expected output: its value in float64 and the error it allows, element by element.
+
+    Attributes:
+        sigma: allowed standard deviation of each element, or None where only equality will do.
+            Zeros in it are raised to 1e-300.
+    """
+
+    path: str
+    value: torch.Tensor
+    sigma: torch.Tensor | None
+
+    def __post_init__(self) -> None:
+        if self.sigma is not None:
+            self.sigma.clamp_min_(1e-300)
+
+    @functools.cached_property
+    def finite(self) -> bool:
+        """Whether every element is expected to be finite."""
+        return bool(self.value.isfinite().all())
+
+    @functools.cached_property
+    def total(self) -> float:
+        """Root of the sum of the squares of `sigma` where a finite value is expected."""
+        import torch
+
+        if self.sigma is None:
+            return 0.0
+        counted = self.sigma if self.finite else self.sigma.where(self.value.isfinite(), 0.0)
+        return float(torch.linalg.vector_norm(counted))
+
+
+def sensitivity(
+    run: Callable[[int | None], list[tuple[str, torch.Tensor]]], probes: int = PROBES
+) -> list[tuple[str, torch.Tensor, torch.Tensor | None]]:
+    """Return the reference's outputs and the squares of their sensitivities.
+
+    Args:
+        run: computes the reference's leaves; with a number, on operands perturbed by `STEP` with
+            random signs seeded by it.
+        probes: how many perturbed runs; with 0 no sensitivity is known, and none returned.
+    """
+    base = run(None)
+    squares = [_zeros(value) if probes else None for _, value in base]
+    for probe in range(probes):
+        for total, (_, moved), (_, value) in zip(squares, run(probe), base, strict=True):
+            if total is not None:
+                difference = (moved.double() - value.double()).div_(STEP)
+                total += difference.square_().nan_to_num_(0.0, 0.0, 0.0).div_(probes)
+    return [
+        (path, v.double() if _floating(v) else v, _floored(s) if s is not None else None)
+        for (path, v), s in zip(base, squares, strict=True)
+    ]
+
+
+def perturb(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """Multiply each element of `tensor` by 1 + STEP or 1 - STEP, in place.
+
+    The signs repeat after a prime number of elements, so that they meet no dimension in step.
+    """
+    import torch
+
+    count = tensor.numel()
+    period = max(1, min(count, SIGNS))
+    signs = torch.randint(
+        0, 2, (period,), generator=generator, device=tensor.device, dtype=torch.int8
+    )
+    factors = signs.to(tensor.dtype).mul_(2).sub_(1).mul_(STEP).add_(1)
+    if tensor.is_contiguous():
+        flat, whole = tensor.view(-1), count - count % period
+        flat[:whole].view(-1, period).mul_(factors)
+        flat[whole:].mul_(factors[: count - whole])
+    else:
+        tensor.mul_(factors.repeat(-(-count // period))[:count].view(tensor.shape))
+
+
+def _zeros(value: torch.Tensor) -> torch.Tensor | None:
+    import torch
+
+    return torch.zeros_like(value, dtype=torch.float64) if _floating(value) else None
+
+
+def _floored(squares: torch.Tensor) -> torch.Tensor:
+    # Three probes scatter: no element's sensitivity is believed below 0.7 of the output's rms one,
+    # else the worst of 10^8 honest elements would pass the limit by an unlucky estimate.
+    return squares.clamp_min_(0.5 * float(squares.mean())) if squares.numel() else squares
+
+
+def _floating(tensor: torch.Tensor) -> bool:
+    return bool(tensor.is_floating_point())
+
+
+def allowed(
+    value: torch.Tensor,
+    squares: torch.Tensor,
+    *,
+    dtype: str,
+    precision: str | None,
+    work: Work,
+    steps: int = 1,
+) -> torch.Tensor:
+    """Return the allowed standard deviation of each element (float64, shape of `value`).
+
+    Args:
+        value: what the reference says, float64.
+        squares: sum of squares of the terms that make each element.
+        dtype: type in which the sides return it, ``float32``.
+        precision: lower arithmetic that a side uses on purpose, or None.
+        work: the page's work: longest sum and number of roundings.
+        steps: how often the whole computation ran one after the other.
+    """
+    u_out = UNIT[dtype]
+    low = precision if precision and UNIT[precision] > u_out else None
+    operands = 2 * work.roundings * steps if low else work.roundings * steps - 1
+    u_in = UNIT[low] if low else u_out
+    rounding = (u_out**2 * value.square() + operands * u_in**2 * squares) / 3
+    if low and low not in _INSIDE:  # results too: in a sum of few terms they may exceed Q
+        more = (value.square() - squares).clamp_min_(0)
+        rounding += more.mul_(work.roundings * steps * u_in**2 / 3)
+    return (rounding + steps * _accumulation(value, squares, dtype, precision, work.terms)).sqrt_()
+
+
+def _accumulation(
+    value: torch.Tensor, squares: torch.Tensor, dtype: str, precision: str | None, terms: int
+) -> torch.Tensor:
+    """Return the variance that summing `terms` products in the accumulator may cost."""
+    arithmetic = precision or dtype
+    if arithmetic == "float64":
+        return UNIT["float64"] ** 2 * terms * (squares / 6 + value.square() / 9)
+    depth = _DEPTH.get(arithmetic, 32 if UNIT.get(arithmetic, 0) >= 2.0**-4 else None)
+    if depth is None or terms == 1:  # CUDA cores round to nearest: the error grows like a root
+        return UNIT["float32"] ** 2 * terms * (squares / 6 + value.square() / 9)
+    length = max(1.0, terms / depth)  # tensor cores truncate: it grows linearly
+    return (UNIT["float32"] * length / 2) ** 2 * (squares + value.square())
+
+
+def as_leaves(outputs: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the outputs as tensors; Python numbers become float32 or int64 scalars.
+
+    Raises:
+        trees.TreeError: for a leaf that cannot be compared.
+    """
+    import torch
+
+    found = []
+    for path, leaf in trees.leaves(outputs):
+        if type(leaf) in (bool, int):
+            leaf = torch.tensor(leaf)
+        elif type(leaf) is float:
+            leaf = torch.tensor(leaf, dtype=torch.float32)
+        if not isinstance(leaf, torch.Tensor):
+            raise trees.TreeError(f"{path} is a {type(leaf).__name__}, not a tensor or a number")
+        found.append((path, leaf.detach()))
+    return found

@@ -1,0 +1,200 @@
+"""What is expected of one pair at one size: the reference, run once and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..common import trees
+from ..common.peers import here
+from ..common.stopwatch import Stopwatch
+from . import numerics
+from .controls import Control
+from .numerics import Leaf
+from .sides import SideError
+from .workbench import Workbench
+
+if TYPE_CHECKING:
+    import torch
+
+Named = list[tuple[str, "torch.Tensor"]]
+
+
+@dataclass
+class Oracle:
+    """What the reference says of `bench`'s values, computed once and kept.
+
+    Attributes:
+        exact: whether the page accepts equality alone; then nothing is perturbed.
+        types: by output path, the type in which the baseline returned it.
+        begins: names of the tensors with which a state begins.
+        controls: what the negative controls said, by precision, rule and types.
+    """
+
+    bench: Workbench
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    exact: bool = False
+    types: dict[str, torch.dtype] = field(default_factory=dict)
+    begins: frozenset[str] = frozenset()
+    controls: dict[tuple[Any, ...], list[Control]] = field(default_factory=dict)
+    _known: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
+    _leaves: dict[tuple[Any, ...], list[Leaf]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        state = self.bench.new_state()
+        self.begins = frozenset(trees.state_tensors(state)) if state is not None else frozenset()
+
+    def leaves(self, turns: tuple[int, ...], precision: str | None) -> list[Leaf]:
+        """Return the expected outputs after running on value sets `turns`, one after the other.
+
+        Without a state only the last turn matters.
+        """
+        known = self.known(turns)
+        key = (turns if self.bench.pair.state is not None else turns[-1:], precision)
+        if key not in self._leaves:
+            work = self.bench.pair.work_at(self.bench.size, here().world)
+            with self.watch.phase("reference"):
+                self._leaves[key] = [
+                    Leaf(
+                        path, value, self._sigma(path, value, squares, precision, work, len(key[0]))
+                    )
+                    for path, value, squares in known
+                ]
+        return self._leaves[key]
+
+    def known(self, turns: tuple[int, ...]) -> list[Any]:
+        """Return path, value and squared sensitivity of each expected output after `turns`."""
+        turns = turns if self.bench.pair.state is not None else turns[-1:]
+        if turns not in self._known:
+            probes = 0 if self.exact else numerics.PROBES
+            with self.watch.phase("reference"):
+                self._known[turns] = numerics.sensitivity(lambda p: self._run(turns, p), probes)
+        return self._known[turns]
+
+    def learn(self, types: Iterable[tuple[str, torch.dtype]]) -> None:
+        """Learn in which type the sides return what is not known yet."""
+        new = {path: dtype for path, dtype in types if path not in self.types}
+        if new:
+            self.types.update(new)
+            self._leaves.clear()
+
+    def _sigma(
+        self, path: str, value: Any, squares: Any, precision: str | None, work: Any, steps: int
+    ) -> torch.Tensor | None:
+        dtype = str(self.types.get(path, value.dtype)).removeprefix("torch.")
+        if squares is None or dtype not in numerics.UNIT:
+            return None
+        return numerics.allowed(
+            value, squares, dtype=dtype, precision=precision, work=work, steps=steps
+        )
+
+    def _run(self, turns: tuple[int, ...], probe: int | None) -> Named:
+        pair, bench = self.bench.pair, self.bench
+        if pair.spread:
+            return self._run_everyone(turns, probe)
+        state = bench.new_state()
+        if state is not None and probe is not None:
+            _perturb_in_place(trees.state_tensors(state), probe)
+        outputs: Any = None
+        for turn in turns:
+            values = _promoted(bench.value_set(turn), probe)
+            outputs = pair.reference(*(values if state is None else (state, *values)))
+        return observed(outputs, state)
+
+    def _run_everyone(self, turns: tuple[int, ...], probe: int | None) -> Named:
+        """Run the reference on the inputs and states of all ranks, and return this rank's."""
+        pair, bench = self.bench.pair, self.bench
+        states = bench.every_state() if pair.state is not None else []
+        if probe is not None:
+            for state in states:
+                _perturb_in_place(trees.state_tensors(state), probe)
+        outputs: Any = None
+        for turn in turns:
+            ranks = list(_promoted(tuple(bench.everyone(turn)), probe))
+            outputs = pair.reference(*([states] if states else []), ranks)
+        return observed(self._mine(outputs), states[here().rank] if states else None)
+
+    def _mine(self, outputs: Any) -> Any:
+        """Return this rank's part of what the reference returned for all of them."""
+        if outputs is None:
+            return None
+        if not isinstance(outputs, (list, tuple)) or len(outputs) != here().world:
+            raise SideError(
+                f"reference must return what each of {here().world} ranks holds, as a list with one"
+                f" entry a rank; it returned {type(outputs).__name__}"
+            )
+        return outputs[here().rank]
+
+    def dropped(self, turn: int, precision: str | None) -> list[Leaf] | None:
+        """Return what the reference says with a slice of the largest input zeroed, or None."""
+        pair, bench = self.bench.pair, self.bench
+        if pair.state is not None:
+            return None
+        ranks = trees.clone(bench.everyone(turn))
+        for values in ranks:
+            floating = [t for _, t in trees.tensors(values) if t.is_floating_point() and t.dim()]
+            if not floating:
+                return None
+            largest = max(floating, key=lambda t: t.numel()).detach()
+            last = largest.shape[-1]
+            largest[..., last - max(1, last // 16) :] = 0
+        return [Leaf(path, value.double(), None) for path, value in self.expected_of(ranks)]
+
+    def expected_of(self, ranks: list[tuple[Any, ...]]) -> Named:
+        """Return what the reference says, without a state, of these inputs, one tuple a rank."""
+        pair = self.bench.pair
+        with self.watch.phase("reference"):
+            made = self._mine(pair.reference(ranks)) if pair.spread else pair.reference(*ranks[0])
+        return observed(made, None)
+
+
+def observed(outputs: Any, state: Any) -> Named:
+    """Return what is compared: the outputs, then every tensor of the state."""
+    found = numerics.as_leaves(outputs) if outputs is not None else []
+    if state is not None:
+        held = trees.state_tensors(state)
+        found += [(name, tensor.detach()) for name, tensor in sorted(held.items())]
+    return found
+
+
+def _promoted(values: tuple[Any, ...], probe: int | None) -> tuple[Any, ...]:
+    """Return a copy of `values`; for a probe in float64 and perturbed."""
+    if probe is None:
+        return trees.clone(values)  # type: ignore[no-any-return]
+    import torch
+
+    generator = _generators(probe)
+
+    def perturbed(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor.clone()
+        moved = tensor.detach().to(torch.float64, copy=True)
+        numerics.perturb(moved, generator(tensor))
+        return moved.requires_grad_(tensor.requires_grad)
+
+    return trees.map_tensors(perturbed, values)  # type: ignore[no-any-return]
+
+
+def _perturb_in_place(tensors: dict[str, torch.Tensor], probe: int) -> None:
+    import torch
+
+    generator = _generators(probe + 1000)
+    with torch.no_grad():
+        for tensor in tensors.values():
+            if tensor.is_floating_point():
+                numerics.perturb(tensor, generator(tensor))
+
+
+def _generators(probe: int) -> Callable[[torch.Tensor], torch.Generator]:
+    """Return what gives each tensor's device its own generator, seeded by `probe`."""
+    import torch
+
+    made: dict[Any, torch.Generator] = {}
+
+    def generator(like: torch.Tensor) -> torch.Generator:
+        if like.device not in made:
+            made[like.device] = torch.Generator(device=like.device).manual_seed(probe)
+        return made[like.device]
+
+    return generator

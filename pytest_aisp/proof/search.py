@@ -1,0 +1,96 @@
+"""Search sizes given as Hypothesis strategies for the smallest one that fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ..common.peers import here
+from ..results.messages import Task
+
+EXAMPLES = 20
+
+Size = Mapping[str, Any]
+
+
+def smallest_failure(
+    strategies: Mapping[str, Any], check: Callable[[Size], Any], task: Task
+) -> Exception | None:
+    """Return the failure of the smallest size that fails, or None when none of 20 does.
+
+    On several ranks the sizes are those that the first one draws, and none is looked for below the
+    smallest of them that fails: what is drawn next would depend on what failed, and a size may fail
+    on one rank alone.
+
+    Args:
+        strategies: values and strategies by size key.
+        check: raises for a size at which a side is wrong.
+    """
+    if here().world > 1:
+        return _first_failure(_of_the_first(_drawn(strategies, task)), check)
+    failures: dict[str, Exception] = {}
+
+    def fails(size: Size) -> bool:
+        failure = _first_failure([size], check)
+        if failure is not None:
+            failures[repr(size)] = failure
+        return failure is not None
+
+    size = _found(strategies, fails, task)
+    return None if size is None else failures[repr(size)]
+
+
+def _first_failure(sizes: Iterable[Size], check: Callable[[Size], Any]) -> Exception | None:
+    for size in sizes:
+        try:
+            check(size)
+        except Exception as error:
+            return error
+    return None
+
+
+def _drawn(strategies: Mapping[str, Any], task: Task) -> list[Size]:
+    """Return sizes that the search would try, the smallest first."""
+    drawn: list[Size] = []
+
+    def keep(size: Size) -> bool:
+        drawn.append(dict(size))
+        return False
+
+    _found(strategies, keep, task)
+    return sorted(drawn, key=lambda size: tuple(map(_rank_of, size.values())))
+
+
+def _rank_of(value: Any) -> tuple[bool, Any]:
+    """Return by what `value` is ordered: numbers by their value, words after them."""
+    return isinstance(value, str), value
+
+
+def _of_the_first(sizes: list[Size]) -> list[Size]:
+    """Return the `sizes` of rank 0 on every rank."""
+    said = here().first(json.dumps(sizes) if here().rank == 0 else None) or ""
+    found: list[Size] = json.loads(said[said.index("[") :])
+    return found
+
+
+def _found(strategies: Mapping[str, Any], fails: Callable[[Size], bool], task: Task) -> Size | None:
+    from hypothesis import HealthCheck, Phase, find, settings
+    from hypothesis import strategies as st
+    from hypothesis.errors import NoSuchExample
+
+    fixed = {
+        k: v if isinstance(v, st.SearchStrategy) else st.just(v) for k, v in strategies.items()
+    }
+    rules = settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        database=None,
+        derandomize=task.reproducible,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    try:
+        return find(st.fixed_dictionaries(fixed), fails, settings=rules)
+    except NoSuchExample:
+        return None

@@ -1,0 +1,1 @@
+"""Several ranks: started together, asked together; the links between their GPUs."""

@@ -1,0 +1,357 @@
+"""Start the ranks of a page, ask them all, and say which one is at fault.
+
+A `RankSet` is a `Bench` of n processes: torch's elastic launcher starts them once, every task goes
+to all, and rank 0's result is the answer. A rank that fails, dies or falls silent ends them all:
+the others may be waiting for it in a collective for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from ..bench.client import START_SECONDS, Progress, bench_environment, without_our_frames
+from ..pages.sources import libraries
+from ..results import messages
+from ..results.messages import Reply, Task
+from .rank import stack_of
+
+GRACE = 3.0
+"""Seconds that the others get to answer, too, once a rank has failed."""
+STACK_SECONDS = 0.5
+"""Seconds that silent ranks get to print where they stand."""
+_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\w+)')
+_WAITING = re.compile(r"/torch/distributed/|/torch/cuda/\S+\", line \d+ in synchronize|/peers\.py")
+_EXIT = re.compile(r"rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*(-?\d+)")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Where the ranks of a page that spans machines meet; each machine has a launcher.
+
+    Attributes:
+        endpoint: ``host:port``, the same on all; the first node listens there.
+        count: launchers; number: which one this is, from 0.
+    """
+
+    endpoint: str
+    count: int
+    number: int
+
+
+@dataclass
+class _Rank:
+    """One rank as its launcher knows it.
+
+    Attributes:
+        step: agreements with the other ranks that it has come to.
+        doing: its last word.
+        reply: its answer to the task under way.
+    """
+
+    number: int
+    pid: int
+    connection: socket.socket
+    buffer: bytes = b""
+    step: int = 0
+    doing: str = "start"
+    ready: bool = False
+    gone: bool = False
+    reply: Reply | None = None
+
+    def send(self, data: bytes) -> None:
+        try:
+            self.connection.sendall(data)
+        except OSError:
+            self.gone = True
+
+    def lines(self) -> list[bytes]:
+        """Return the lines that have arrived; notes the end of the connection."""
+        try:
+            chunk = self.connection.recv(1 << 20)
+        except OSError:
+            chunk = b""
+        if not chunk:
+            self.gone = True
+        *lines, self.buffer = (self.buffer + chunk).split(b"\n")
+        return lines
+
+
+@dataclass
+class RankSet:
+    """`count` ranks on this machine, started at once.
+
+    Args:
+        environment: variables to set for them; None as a value removes one.
+        nodes: where they meet the ranks of other machines; None where there are none.
+    """
+
+    count: int
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    nodes: Nodes | None = None
+
+    def __post_init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="aisp-ranks-")
+        address = os.path.join(self._folder, "socket")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(address)
+        self._listener.listen(self.count)
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the ranks
+        self._ranks: dict[int, _Rank] = {}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pytest_aisp.ranks.rank", "launch", address, *self._arguments()],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+            env=bench_environment(self.environment),
+            start_new_session=True,
+        )
+
+    def _arguments(self) -> list[str]:
+        """Return what torchrun is told; a rank that ends is never started again."""
+        each = [f"--nproc-per-node={self.count}", "--max-restarts=0"]
+        if self.nodes is None:
+            return [*each, "--standalone"]
+        at = self.nodes
+        return [
+            *each,
+            f"--nnodes={at.count}",
+            f"--node-rank={at.number}",
+            "--rdzv-backend=static",
+            f"--rdzv-endpoint={at.endpoint}",
+            "--rdzv-id=aisp",
+        ]
+
+    @property
+    def alive(self) -> bool:
+        """Whether they can be asked."""
+        return self._process.poll() is None and not any(r.gone for r in self._ranks.values())
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, the launcher's first."""
+        return [self._process.pid, *(rank.pid for rank in self._ranks.values())]
+
+    def ask(self, task: Task, seconds: float, progress: Progress) -> Reply:
+        """Return rank 0's reply to `task`, or what went wrong in which rank."""
+        try:
+            fault = self._meet(max(seconds, START_SECONDS))
+            if fault is None:
+                fault = self._answers(task, seconds, progress)
+        except BaseException:
+            self.kill()
+            raise
+        return fault or self._together()
+
+    def _meet(self, seconds: float) -> Reply | None:
+        """Wait until every rank has connected and joined the others."""
+        deadline = time.monotonic() + seconds
+        while len(self._ranks) < self.count:
+            if self._process.poll() is not None:
+                return self._ended("before every rank had started")
+            if time.monotonic() > deadline:
+                missing = self.count - len(self._ranks)
+                return self._silent(f"{missing} of {self.count} ranks did not start", seconds)
+            if select.select([self._listener], [], [], 0.1)[0]:
+                self._connect(self._listener.accept()[0])
+        while not all(rank.ready for rank in self._ranks.values()):
+            if time.monotonic() > deadline:
+                return self._late(seconds)
+            self._hear(0.1)
+            if any(rank.gone for rank in self._ranks.values()):
+                return self._ended("while the ranks joined")
+        return None
+
+    def _connect(self, connection: socket.socket) -> None:
+        connection.settimeout(START_SECONDS)
+        with connection.makefile("rb", 0) as file:
+            said = messages.decode(file.readline())
+        connection.settimeout(None)
+        number = int(said["rank"])
+        self._ranks[number] = _Rank(number, int(said["pid"]), connection)
+
+    def _answers(self, task: Task, seconds: float, progress: Progress) -> Reply | None:
+        """Ask every rank and wait for all; None where all have a result."""
+        for rank in self._ranks.values():
+            rank.reply, rank.step, rank.doing = None, 0, task.kind
+            rank.send(messages.encode(task))
+        deadline, grace = time.monotonic() + seconds, float("inf")
+        ranks = list(self._ranks.values())
+        while any(rank.reply is None for rank in ranks):
+            if any(rank.reply is not None and rank.reply.error for rank in ranks):
+                grace = min(grace, time.monotonic() + GRACE)
+            if any(rank.gone and rank.reply is None for rank in ranks):
+                return self._ended(task.kind)
+            if time.monotonic() > grace:
+                break
+            if time.monotonic() > deadline:
+                return self._late(seconds)
+            heard = self._hear(0.1)
+            if heard:
+                deadline = time.monotonic() + seconds  # the limit is on silence, not on long work
+                progress(heard[-1])
+        return self._failed()
+
+    def _hear(self, seconds: float) -> list[str]:
+        """Take what ranks have said within `seconds`; return what they do now."""
+        listening = {r.connection: r for r in self._ranks.values() if not r.gone}
+        heard = []
+        for connection in select.select(list(listening), [], [], seconds)[0]:
+            rank = listening[connection]
+            for line in rank.lines():
+                said = messages.decode(line)
+                if "step" in said:
+                    rank.step = said["step"]
+                elif "progress" not in said:
+                    rank.reply = Reply(**said)
+                elif said["progress"] == messages.READY:
+                    rank.ready = True
+                else:
+                    rank.doing = said["progress"]
+                    heard.append(rank.doing)
+        return heard
+
+    def _failed(self) -> Reply | None:
+        """Return the failure of the ranks that have one, named where not all have it."""
+        failed = [r for r in self._in_order() if r.reply is not None and r.reply.error]
+        if not failed:
+            return None
+        first = failed[0]
+        assert first.reply is not None
+        said = {rank.reply.message for rank in failed if rank.reply is not None}
+        everyone = len(failed) == self.count
+        if not everyone or any(r.reply and r.reply.error == "fault" for r in failed):
+            self.kill()  # the others wait for what will never come
+        if everyone and len(said) == 1:
+            return first.reply
+        names = " and ".join(str(rank.number) for rank in failed)
+        others = f"\n(ranks {names} failed; this is rank {first.number})" * (len(failed) > 1)
+        message = f"rank {first.number}: {first.reply.message}{others}"
+        return replace(first.reply, message=message)
+
+    def _together(self) -> Reply:
+        """Return rank 0's result, with the worst errors of all ranks."""
+        results = [dict(rank.reply.result) for rank in self._in_order() if rank.reply is not None]
+        found = results[0]
+        if "errors" in found:
+            found["errors"] = {
+                name: max(result["errors"].get(name, 0.0) for result in results)
+                for name in found["errors"]
+            }
+        return Reply(result=found)
+
+    def _in_order(self) -> list[_Rank]:
+        return [self._ranks[number] for number in sorted(self._ranks)]
+
+    def _ended(self, when: str) -> Reply:
+        """Return which rank has ended and how, as far as the launcher knows."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE)  # it tells how a rank has ended when it has ended the others
+        gone = [rank for rank in self._in_order() if rank.gone]
+        output = self.output(200)
+        codes = {int(rank): int(code) for rank, code in _EXIT.findall(output)}
+        culprit = next((r for r in gone if r.number in codes), gone[0] if gone else None)
+        self.kill()
+        if culprit is None:
+            how = f"the ranks' launcher ended {when}"
+            return Reply(error="died", message=how, trace=self.output())
+        how = _words(codes.get(culprit.number))
+        message = f"rank {culprit.number} ended{how} during: {culprit.doing}"
+        return Reply(error="died", message=message, trace=self.output())
+
+    def _late(self, seconds: float) -> Reply:
+        """Return which rank the others wait for, and where it stands."""
+        stacks = self._stacks()
+        ranks = self._in_order()
+        least = min(rank.step for rank in ranks)
+        behind = [r for r in ranks if r.reply is None and r.step == least]
+        if len(behind) == len(ranks):  # they have agreed as often: who is in no collective?
+            behind = [r for r in ranks if not _waits(stacks[r.number])] or ranks
+        where = "; ".join(
+            f"rank {r.number}: {r.doing}{_standing(stacks[r.number])}" for r in behind
+        )
+        others = [str(r.number) for r in ranks if r not in behind]
+        if others:
+            where += f"; rank {', '.join(others)} waits for it"
+        return self._silent(where, seconds)
+
+    def _stacks(self) -> dict[int, list[str]]:
+        """Ask every rank where it stands; return the frames of each, the innermost first."""
+        ranks = self._in_order()
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank.pid, signal.SIGUSR1)
+        time.sleep(STACK_SECONDS)
+        found = {}
+        for rank in ranks:
+            with open(stack_of(self._folder, rank.number)) as file:
+                found[rank.number] = [line for line in file if line.startswith("  File ")]
+        return found
+
+    def _silent(self, where: str, seconds: float) -> Reply:
+        self.kill()
+        return Reply(
+            error="timeout",
+            message=f"no answer within {seconds:g} s during: {where}\n"
+            "give it longer with --aisp-timeout-multiplier=2",
+            trace=self.output(),
+        )
+
+    def output(self, lines: int = 20) -> str:
+        """Return the last lines that the ranks and their launcher printed."""
+        if self._output.closed:
+            return ""
+        self._output.seek(0)
+        text = self._output.read().decode(errors="replace")
+        return without_our_frames(text, lines)
+
+    def kill(self) -> None:
+        """Kill every rank and the launcher: torchrun gives each a session of its own."""
+        for rank in self._ranks.values():
+            with suppress(ProcessLookupError):
+                os.kill(rank.pid, signal.SIGKILL)
+            rank.gone = True
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def close(self) -> None:
+        """End the ranks and release their connections."""
+        self.kill()
+        for rank in self._ranks.values():
+            rank.connection.close()
+        self._listener.close()
+        self._output.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _waits(stack: list[str]) -> bool:
+    """Return whether a rank is in a collective, or waits for its GPU to end one."""
+    return bool(stack) and bool(_WAITING.search(stack[0]))
+
+
+def _standing(stack: list[str]) -> str:
+    """Return the innermost line that is the page's, as in ``, in summed (page_test.py:12)``."""
+    for found in map(_FRAME.match, stack):
+        if found and not found["file"].startswith(libraries()):
+            return f", in {found['name']} ({os.path.basename(found['file'])}:{found['line']})"
+    return ""
+
+
+def _words(code: int | None) -> str:
+    if code is None:
+        return ""
+    if code < 0:
+        return f" by {signal.Signals(-code).name}"
+    return f" with exit code {code}"

@@ -1,0 +1,3 @@
+"""Plain data and arithmetic: schedules, statistics, verdicts, rows, stored results.
+
+Imports the standard library alone."""

@@ -1,0 +1,234 @@
+"""The decision: gates, screen, vote, verdict.
+
+A gate compares ln(speedup) with one limit. A case past a gate's screen is a suspect and is measured
+again in up to five fresh processes; only three equal votes make it red. `docs/verdict.md` gives the
+reasons and the error rates, `pytest_aisp.results.simulated` the device on which they are tested.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from .stats import rms
+
+VOTES = 3
+ATTEMPTS = 5
+SCREEN, VOTE = 2.2, 2.8
+"""Where a same-process comparison becomes a suspect, and where a vote is red, in spreads."""
+INTERVAL = 2.6
+"""Half width of the printed 99 % interval, in spreads."""
+BELIEVED = 1.5
+"""A process whose laps say its value is this many times less certain than recorded is believed."""
+DETECTABLE = 4.6
+"""The loss that screen and vote find in 99 % of trials, in spreads."""
+DETECTABLE_CODE = 6.0
+"""The loss of a changed side that all but one in 500 trials find, in spreads."""
+PLANTED = 0.01
+"""Least slowdown that a run's canary plants."""
+RECORD_FLOOR = 0.02
+RECORD_SPREADS = 10.0
+SESSION_SHIFTS = 5.0
+"""Session spreads by which a detectable loss must clear the margin: all votes share the session."""
+UNKNOWN_SESSION = {"graph": 0.010, "queue": 0.020, "host": 0.10, "cpu": 0.05, "process": 0.05}
+"""Session-to-session spread by clock, assumed until two sessions are recorded (docs/spread.md)."""
+
+DEFAULT_SPREAD = {"graph": 0.0025, "queue": 0.005, "host": 0.030, "cpu": 0.030, "process": 0.030}
+"""Spread of one process's value by clock, assumed until this product has recorded its own."""
+NEUTRAL_FLOOR = {"graph": 0.02, "queue": 0.03, "host": 0.05, "cpu": 0.10, "process": 0.10}
+"""Least loss that counts on each clock, for claims of `neutral` and for stored results."""
+
+Outcome = Literal["clear", "red", "green", "open"]
+RED = ("fail", "regressed", "wrong", "invalid")
+VERDICTS = (
+    *("pass", "new", "improved", "stale", "inconclusive", "checked", "compiled"),
+    *RED,
+)
+
+
+class Reading(NamedTuple):
+    """What one process says: ln(speedup), and its standard error as its own laps show it."""
+
+    value: float
+    error: float = 0.0
+
+
+def believed(spread: float, reading: Reading) -> float:
+    """Return the spread to judge `reading` with: the recorded one, unless its laps deny that.
+
+    Some sessions scatter more than those that were recorded (docs/spread.md). Only a standard error
+    of `BELIEVED` times the spread counts: four laps, two of either order, exceed that in 6 % of
+    processes by chance alone, and less than that misses too much of what scatters.
+    """
+    return reading.error if reading.error > BELIEVED * spread else spread
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One limit for ln(speedup). `sign` is -1 for the gate that looks for gains.
+
+    Attributes:
+        name: ``claim``, ``neutral``, ``record``, ``improvement``, ``code``, ``same-slower``,
+            ``same-faster``.
+        limit: ln(speedup) that the case is held against.
+        screen: a case is a suspect when its deficit is above this.
+        red, green: a vote is red above `red`, green at or below `green`.
+        spread: of one process, where `red` follows from it alone; where the processes of this case
+            are less certain than that, red votes have to lie further out.
+    """
+
+    name: str
+    limit: float
+    screen: float
+    red: float
+    green: float
+    sign: int = 1
+    spread: float = math.inf
+
+    def deficit(self, value: float) -> float:
+        """Return by how much `value` falls short of the limit (exceeds it, for gains)."""
+        return self.sign * (self.limit - value)
+
+    def decide(self, first: Reading, votes: Sequence[Reading]) -> Outcome:
+        """Return the outcome so far: `open` while neither three red nor three green votes."""
+        if self.deficit(first.value) <= self.screen:
+            return "clear"
+        together = Reading(0.0, rms(reading.error for reading in [first, *votes]))
+        if sum(self._is_red(vote, together) for vote in votes) >= VOTES:
+            return "red"
+        if sum(self.deficit(vote.value) <= self.green for vote in votes) >= VOTES:
+            return "green"
+        return "open"
+
+    def _is_red(self, vote: Reading, together: Reading) -> bool:
+        """Whether `vote` is: for itself, and as uncertain as all processes of the case together."""
+        wide = max(believed(self.spread, vote), believed(self.spread, together))
+        excess = 0.0 if math.isinf(self.spread) else VOTE * (wide - self.spread)
+        return self.deficit(vote.value) > self.red + excess
+
+
+def claim_gate(speedup: float, spread: float) -> Gate:
+    """Return the gate of ``at_least=speedup``: red below it by 2.8 spreads, clear 2.2 above."""
+    screen, vote = -SCREEN * spread, VOTE * spread
+    return Gate("claim", math.log(speedup), screen, vote, 0.0, spread=spread)
+
+
+def neutral_gate(margin: float) -> Gate:
+    """Return the gate of ``at_least="neutral"``: red only for a loss beyond `margin`."""
+    return Gate("neutral", 0.0, 0.8 * margin, margin, margin)
+
+
+def record_gates(stored: float, margin: float) -> tuple[Gate, Gate]:
+    """Return the gates against a stored ln(speedup): the loss, and its mirror image."""
+    return (
+        Gate("record", stored, 0.8 * margin, margin, margin),
+        Gate("improvement", stored, 0.8 * margin, margin, margin, sign=-1),
+    )
+
+
+def code_gate(spread: float, first: Reading) -> Gate:
+    """Return the gate of a changed side against itself as it was: red for a loss alone.
+
+    Args:
+        spread: of one process, as recorded.
+        first: what the first process says. Where its laps deny the spread, the screen, which costs
+            votes and no verdict, widens less than what votes are held against.
+    """
+    screen, vote = SCREEN * max(spread, believed(spread, first) / BELIEVED), VOTE * spread
+    return Gate("code", 0.0, screen, vote, vote, spread=spread)
+
+
+def planted_share(spread: float) -> float:
+    """Return the slowdown that a run's canary plants: 1 %, or what the code gate can detect."""
+    return max(PLANTED, math.expm1(DETECTABLE_CODE * spread))
+
+
+def sees(reading: Reading, spread: float) -> bool:
+    """Return whether a side that `reading` says is slower than itself becomes a suspect."""
+    return code_gate(spread, reading).decide(reading, []) != "clear"
+
+
+def same_gates(spread: float) -> tuple[Gate, Gate]:
+    """Return the gates of a side against itself in one process: an A/A trial, a changed side."""
+    screen, vote = SCREEN * spread, VOTE * spread
+    return (
+        Gate("same-slower", 0.0, screen, vote, vote, spread=spread),
+        Gate("same-faster", 0.0, screen, vote, vote, sign=-1, spread=spread),
+    )
+
+
+def record_margin(spread: float, session: float | None, clock: str) -> float:
+    """Return the margin against a stored result: at least the clock's floor and 10 spreads."""
+    both = math.hypot(spread, UNKNOWN_SESSION[clock] if session is None else session)
+    return max(RECORD_FLOOR, NEUTRAL_FLOOR[clock], RECORD_SPREADS * both)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the gates said of one value and the votes on it."""
+
+    outcomes: dict[str, Outcome]
+    votes: tuple[Reading, ...]
+
+    @property
+    def suspect(self) -> bool:
+        return any(outcome != "clear" for outcome in self.outcomes.values())
+
+
+def decide(
+    first: Reading, gates: Sequence[Gate], remeasure: Callable[[], Reading | None]
+) -> Decision:
+    """Screen `first`, then vote with `remeasure` until every gate is decided.
+
+    Args:
+        first: what the first process measured.
+        remeasure: returns what one more fresh process does, or None when no budget is left.
+    """
+    votes: list[Reading] = []
+    while len(votes) < ATTEMPTS and any(g.decide(first, votes) == "open" for g in gates):
+        vote = remeasure()
+        if vote is None:
+            break
+        votes.append(vote)
+    return Decision({g.name: g.decide(first, votes) for g in gates}, tuple(votes))
+
+
+def verdict_of(decision: Decision, *, stored: bool, same_environment: bool) -> str:
+    """Return the case's verdict. A loss against a record of another environment is `stale`."""
+    outcomes = decision.outcomes
+    if "red" in (outcomes.get("claim"), outcomes.get("neutral")):
+        return "fail"
+    if "red" in (outcomes.get("record"), outcomes.get("same-slower")):
+        return "regressed" if same_environment else "stale"
+    if "open" in outcomes.values():
+        return "inconclusive"
+    if "red" in (outcomes.get("improvement"), outcomes.get("same-faster")):
+        return "improved"
+    return "pass" if stored else "new"
+
+
+def detectable(gates: Sequence[Gate], spread: float, session: float | None, clock: str) -> float:
+    """Return the smallest loss of ln(speedup) found in 99 % of trials.
+
+    With a stored result the loss is against that, and what the session shifts counts too; with a
+    claim alone it is against the claim. 1.8 spreads past `Gate.red` make three of five votes red.
+    """
+    record = next((g for g in gates if g.name == "record"), None)
+    if record is None:
+        return max(g.red for g in gates if g.sign > 0) + (DETECTABLE - VOTE) * spread
+    shift = UNKNOWN_SESSION[clock] if session is None else session
+    return record.red + (DETECTABLE - VOTE) * spread + SESSION_SHIFTS * shift
+
+
+def interval(
+    value: float, spread: float, processes: int = 1, *, session: float = 0.0, sessions: int = 1
+) -> tuple[float, float]:
+    """Return the printed 99 % interval of ln(speedup) around a mean of `processes` values.
+
+    Of one session it says what that session's processes say; with `session`, the spread between
+    sessions, what the next one may.
+    """
+    half = INTERVAL * math.hypot(spread / math.sqrt(processes), session / math.sqrt(sessions))
+    return value - half, value + half

@@ -1,0 +1,1 @@
+"""pytest's side: options, cases, the judge, what is recorded and reported."""

@@ -1,0 +1,260 @@
+"""One case as a client of bench processes: its tasks, their answers, and its row."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..bench.client import START_SECONDS, Bench
+from ..common.device import Machine, cpu_machine
+from ..kernels.libraries import VERSIONS
+from ..pages.pair import Case
+from ..results.messages import Reply, Task
+from ..results.row import Row, ratio
+from ..results.verdict import Reading
+from .place import Kernels, place_of
+from .run import Failed, Run
+
+CANARY = 1000
+"""First number of the processes of a run's canary, beyond those that measure and record."""
+
+
+class CaseClient:
+    """One case on one machine.
+
+    Attributes:
+        place: where it can be shown.
+        path: the file of its stored result.
+        row: what became of it.
+    """
+
+    def __init__(self, run: Run, case: Case, where: Mapping[str, str], kernels: Kernels) -> None:
+        self.run, self.case = run, case
+        self.where = where
+        self.timeout = run.settings.timeout
+        self.place = place_of(run, case, kernels)
+        self.machine = self._machine()
+        self.rule: dict[str, Any] | None = None
+        folder = where["folder"]
+        product = self.machine.with_count(case.gpus)
+        self.path = run.settings.baselines / product / f"{folder}.json"
+        self.row = Row(
+            nodeid=where["nodeid"],
+            file=str(self.path),
+            key=f"{Path(where['page']).name}::{where['function']}[{case.id}]",
+            page=where["page"],
+            function=where["function"],
+            variant=case.variant_name,
+            size=dict(case.size),
+            bound=case.pair.bound,
+            product=product,
+            arch=self.machine.arch,
+            need=self.place.need,
+            claim=self._claim(),
+        )
+
+    def _machine(self) -> Machine:
+        on_gpu = self.place.kind == "time" and self.place.device == "cuda"
+        return self.run.machine if on_gpu or self.run.timer is not None else cpu_machine()
+
+    def _claim(self) -> float | str | None:
+        """Return the claim that is judged here; none where nothing is timed."""
+        timed = self.place.kind == "time" and not self.run.settings.aa
+        return self.case.pair.claim(self.case.variant, self.machine.arch) if timed else None
+
+    def task(self, kind: Any, **changes: Any) -> Task:
+        """Return a task of `kind` for this case."""
+        where, settings = self.where, self.run.settings
+        given: dict[str, Any] = {
+            "kind": kind,
+            "page": where["page"],
+            "root": str(settings.root),
+            "module": where["module"],
+            "function": where["function"],
+            "variant": self.case.variant_name,
+            "size": dict(self.case.size),
+            "gpus": self.case.gpus,
+            "device": self.place.device,
+            "rule": self.rule or {},
+            "seed": self.run.seed,
+            "reproducible": settings.reproducible,
+            "timer": self.run.timer,
+            "archs": self.place.archs,
+        }
+        return Task(**{**given, **changes})
+
+    def ask(self, task: Task, bench: Bench | None = None) -> dict[str, Any]:
+        """Return the result of `task`; raise `Failed` with the verdict set for an error."""
+        self.run.check_time()
+        bench = bench or self.bench()
+        reply = bench.ask(task, self.timeout, self.run.progress)
+        if reply.error is not None:
+            self._fail(reply)
+        return dict(reply.result)
+
+    def _fail(self, reply: Reply) -> None:
+        verdicts = {"wrong": "wrong", "disturbed": "invalid"}
+        self.row.verdict = verdicts.get(reply.error or "", "fail")
+        size = ", ".join(f"{k}={v}" for k, v in self.case.size.items())
+        where = f"{self.case.variant_name} at {size}" if size else self.case.variant_name
+        parts = [reply.message if reply.error in ("wrong", "page") else f"{where}: {reply.message}"]
+        self.row.reasons.append(parts[0].splitlines()[0])
+        parts += [reply.trace.rstrip()] if reply.trace else []
+        raise Failed("\n".join([*parts, *self.commands()]))
+
+    def commands(self) -> list[str]:
+        """Return the lines that say how to run this case again."""
+        return ["reproduce:", f"    pytest '{self.where['nodeid']}'"]
+
+    def timed(self, replicate: int, bench: Bench | None = None) -> dict[str, Any]:
+        """Return what process number `replicate` measured, and keep it in the row."""
+        versus = "self" if self.run.settings.aa else "baseline"
+        task = self.task(
+            "time",
+            versus=versus,
+            replicate=replicate,
+            budget=self._budget(),
+            audit=self.run.settings.audit and replicate == 0,
+        )
+        result = self.ask(task, bench)
+        self.row.timings.append(result)
+        return result
+
+    def changed(self) -> list[str]:
+        """Return which sides differ from the commit of ``--aisp-against``: of those both had."""
+        past = self._past()
+        if not past:
+            return []
+        found = self.ask(self.task("changed", past=past))
+        if found["why"]:
+            self.row.notes.append(f"the old page cannot be imported: {found['why']}")
+        return [role for role in ("baseline", "optimized") if found[role]]
+
+    def timed_against(self, role: str, replicate: int, bench: Bench | None = None) -> Reading:
+        """Return what one process says of the side `role` against itself as it was."""
+        task = self.task(
+            "time",
+            versus="old",
+            side=role,
+            past=self._past(),
+            replicate=replicate,
+            budget=self._budget(),
+        )
+        result = self.ask(task, bench)
+        self.row.against.append({"side": role, **result})
+        return reading(result)
+
+    def timed_itself(
+        self, planted: float, number: int, bench: Bench | None = None
+    ) -> tuple[Reading, float]:
+        """Return what one process says of the optimized side against itself, slowed by `planted`.
+
+        Also returns the share of calls that was planted indeed, which is a whole number of calls.
+        """
+        task = self.task(
+            "time",
+            versus="self",
+            planted=planted,
+            replicate=CANARY + number,
+            keep=True,
+            budget=self._budget(),
+        )
+        result = self.ask(task, bench)
+        details = result["details"]
+        return reading(result), details["calls"][1] / details["counted"][1] - 1
+
+    def bench(self, number: int = 0) -> Bench:
+        """Return bench process `number` for this case, or its ranks."""
+        return self.run.bench(self.place.device, number, self.ranks, self._variables)
+
+    def fresh_bench(self) -> Bench:
+        """Start one more bench process for this case's device, or its ranks."""
+        return self.run.start(self.place.device, self.ranks, self._variables)
+
+    @property
+    def _variables(self) -> Mapping[str, str]:
+        """Environment variables of this case's ranks."""
+        return self.case.pair.environment if self.ranks > 1 else {}
+
+    @property
+    def ranks(self) -> int:
+        """Processes that this case's sides run on; kernels are assembled in one."""
+        alone = self.place.kind not in ("time", "check") or self.run.timer is not None
+        return 1 if alone else self.case.gpus
+
+    def _past(self) -> dict[str, str]:
+        past = self.run.past
+        page = past.page(Path(self.where["page"])) if past is not None and past.moved else None
+        if past is None or page is None:
+            return {}
+        module = f"aisp_past_{past.sha[:12]}.{self.where['module']}"
+        return {"root": past.folder.name, "page": str(page), "module": module}
+
+    def _budget(self) -> dict[str, Any]:
+        settings = self.run.settings
+        budget: dict[str, Any] = {}
+        if settings.blocks is not None:
+            budget |= {"blocks": settings.blocks, "least": min(6, settings.blocks)}
+        if settings.window is not None:
+            budget["window"] = settings.window
+        if settings.warmup is not None:
+            budget["warmup"] = settings.warmup
+        return budget
+
+    def vote(self) -> Reading | None:
+        """Measure the case in a fresh process; None when the run's budget for votes is spent."""
+        return self.fresh(lambda number, bench: reading(self.timed(number, bench)))
+
+    def fresh(self, measure: Callable[[int, Bench], Reading]) -> Reading | None:
+        """Return what `measure` finds in a fresh process; None when the budget is spent."""
+        run = self.run
+        if run.confirmed > run.settings.confirm_budget:
+            self.row.notes.append("--aisp-confirm-budget is spent: no more votes in this run")
+            return None
+        start = time.monotonic()
+        number = len(self.row.timings) + len(self.row.against)
+        run.progress(f"vote {number} in a fresh process")
+        bench = run.replay or self.fresh_bench()
+        try:
+            found = measure(number, bench)
+            clock = (self.row.against or self.row.timings)[-1]["clock"]
+            self._note_vote(number, f"{ratio(found.value)}, error {found.error:.2%}, {clock} clock")
+            return found
+        except Failed as failure:
+            self._note_vote(number, str(failure).splitlines()[0])
+            raise
+        finally:
+            if run.replay is None:
+                bench.close()
+            run.confirmed += time.monotonic() - start
+
+    def _note_vote(self, number: int, what: str) -> None:
+        self.row.notes.append(f"vote of fresh process {number}: {what}")
+
+    def environment(self) -> dict[str, Any]:
+        """Return what a stored result depends on besides its sources."""
+        if self.run.replay is not None:
+            return self._asked_facts(self.run.replay)
+        return {**self.machine.versions, **self.machine.facts, **self._libraries()}
+
+    def _libraries(self) -> dict[str, Any]:
+        run = self.run
+        if run.timer is not None:
+            return {"torch": "simulated", **run.timer.get("environment", {})}
+        if run.versions is None:
+            found = self._asked_facts(run.bench(self.place.device))
+            run.versions = {k: v for k, v in found.items() if k in VERSIONS}
+        return run.versions
+
+    def _asked_facts(self, bench: Bench) -> dict[str, Any]:
+        reply = bench.ask(self.task("facts"), START_SECONDS, self.run.progress)
+        if reply.error is not None:
+            self._fail(reply)
+        return dict(reply.result)
+
+
+def reading(timed: Mapping[str, Any]) -> Reading:
+    """Return what a process's answer says of the pair."""
+    return Reading(float(timed["value"]), float(timed.get("error", 0.0)))

@@ -1,0 +1,279 @@
+"""The `pair` fixture and its neighbours: what a test body sees."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from ..bench.loader import pair_of
+from ..pages.pair import Case, Pair
+from ..results.row import Row
+from .place import Kernels
+from .run import Failed, Interrupted
+from .runner import CaseRun, EndOfBody
+from .stash import NO_LEASE, RUN, SETTINGS
+
+CASE = pytest.StashKey[CaseRun]()
+
+
+class PairUnderTest:
+    """A case in its test body. Judge it: a body that judges nothing fails.
+
+    Attributes:
+        variant, size: the case.
+    """
+
+    def __init__(self, run: CaseRun, session: pytest.Session) -> None:
+        self._run, self._session = run, session
+        self.judged = False
+        self.variant: str = run.case.variant_name
+        self.size: Mapping[str, Any] = dict(run.case.size)
+
+    def assert_equivalent(
+        self, *, exact: bool = False, rtol: float | None = None, atol: float | None = None
+    ) -> None:
+        """Prove that baseline and variant compute what the reference says.
+
+        Args:
+            exact: equal bit for bit.
+            rtol, atol: a tolerance of the page's own, instead of the derived bound; refused when a
+                negative control passes it.
+
+        Raises:
+            AssertionError: naming the output, the worst coordinate, both values and the bound.
+        """
+        __tracebackhide__ = True
+        self._red(lambda: self._run.check({"exact": exact, "rtol": rtol, "atol": atol}))
+
+    def assert_speedup(self) -> None:
+        """Time both sides and judge the claim and the stored result.
+
+        Where nothing is timed this ends the body: the case is `checked`.
+
+        Raises:
+            AssertionError: naming the number, the limit it missed and where that came from.
+        """
+        __tracebackhide__ = True
+        self.judged = True
+        self._red(self._run.measure)
+
+    def _red(self, step: Callable[[], None]) -> None:
+        __tracebackhide__ = True
+        try:
+            return step()
+        except Failed as failure:
+            message = str(failure)
+        except Interrupted as over:
+            self._stop(str(over))
+        raise AssertionError(message)
+
+    def _stop(self, why: str) -> NoReturn:
+        __tracebackhide__ = True
+        if hasattr(self._session.config, "workerinput"):
+            self._session.shouldstop = why  # to xdist an exit would be a crash of this worker
+            pytest.skip(why)
+        pytest.exit(why, returncode=pytest.ExitCode.INTERRUPTED)
+
+    @property
+    def speedup(self) -> float:
+        """How many times faster the variant was."""
+        value = self._run.row.speedup
+        if value is None:
+            raise AssertionError("pair.speedup before assert_speedup(): nothing was timed yet")
+        return value
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 99 % interval of `speedup`."""
+        import math
+
+        row = self._run.row
+        if row.low is None or row.high is None:
+            raise AssertionError("pair.interval before assert_speedup(): nothing was timed yet")
+        return math.exp(row.low), math.exp(row.high)
+
+
+def parametrize(metafunc: pytest.Metafunc) -> None:
+    """Make one parameter a case, with the marks of what it needs."""
+    pair = pair_of(metafunc.function)
+    if pair is None:
+        return
+    if _touched_gpu():
+        _refuse(
+            metafunc.definition,
+            "the page touches the GPU when imported: a page is imported on every machine\n"
+            "Move what needs a device into inputs or a side",
+        )
+    if metafunc.cls is not None:
+        _refuse(metafunc.definition, "@compare goes on a function of the page, not on a method")
+    others = [m for m in metafunc.definition.iter_markers("parametrize")]
+    if others:
+        _refuse(
+            metafunc.definition,
+            "@compare with @pytest.mark.parametrize has no stored key\n"
+            "Put the parameter into sizes",
+        )
+    params = [pytest.param(c, marks=_marks(pair, c), id=c.id) for c in pair.cases()]
+    metafunc.parametrize("pair", params, indirect=True)
+
+
+def _touched_gpu() -> bool:
+    """Return whether an import initialised CUDA in this process, where nothing of ours does."""
+    import sys
+
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
+
+
+def _refuse(item: pytest.Item, message: str) -> NoReturn:
+    """Fail with one line that points at the test in its page, and no line of ours."""
+    path, line, _ = item.location
+    pytest.fail(f"{path}:{(line or 0) + 1}: {message}", pytrace=False)
+
+
+def _marks(pair: Pair, case: Case) -> list[Any]:
+    mark = pytest.mark
+    names = ("cpu",) if case.kind == "cpu" else pair.archs(case.variant)
+    marks = [getattr(mark, name) for name in names]
+    marks += [mark.gpus(n=case.gpus)] if case.gpus > 1 else []
+    return [*marks, *case.variant.marks]
+
+
+def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
+    """Return what the `pair` fixture gives to a test body."""
+    item, config = request.node, request.config
+    case = getattr(request, "param", None)
+    if not isinstance(case, Case):
+        _refuse(item, "the fixture `pair` needs @compare on the test")
+    if (why := item.stash.get(NO_LEASE, None)) is not None:
+        _refuse(item, why)
+    if CASE in item.stash:
+        _refuse(
+            item,
+            "this case was judged in this run before: a rerun turns no red verdict green\n"
+            "Leave cases out of what reruns tests",
+        )
+    run = config.stash.get(RUN, None)
+    if run is None:  # a page outside aisp_pages, in a session that gave no option of ours
+        from . import sessions
+
+        sessions.configure(config)
+        run = config.stash[RUN]
+    if run.settings.cold_start:
+        run.close()
+    case_run = CaseRun(run, case, _where(item, config), _kernels(case, config))
+    if case_run.place.kind == "skip":
+        pytest.skip(case_run.place.need)
+    if (marker := item.get_closest_marker("aisp_timeout")) is not None:
+        multiplier = config.getoption("aisp_timeout_multiplier")
+        case_run.timeout = float(marker.args[0]) * multiplier
+    if reruns := config.getoption("reruns", None):
+        case_run.row.notes.append(f"--reruns={reruns} leaves cases alone: the first verdict stands")
+    item.stash[CASE] = case_run
+    return PairUnderTest(case_run, request.session)
+
+
+def _where(item: Any, config: pytest.Config) -> dict[str, str]:
+    path = Path(item.path)
+    settings = config.stash[SETTINGS]
+    bases = [p for p in settings.pages if path.is_relative_to(p)] or [config.rootpath]
+    folder = path.parent.relative_to(bases[0]) if path.is_relative_to(bases[0]) else path.parent
+    return {
+        "nodeid": item.nodeid,
+        "page": str(path),
+        "module": item.module.__name__,
+        "function": item.originalname,
+        "folder": ".".join(folder.parts) or bases[0].name,
+    }
+
+
+def _kernels(case: Case, config: pytest.Config) -> Kernels:
+    """Return which kinds of kernels of its own the case launches."""
+    from ..pages.sources import kernel_files, triton_kernels
+
+    sides, root = [case.pair.baseline, case.variant.side], str(config.rootpath)
+    return Kernels(bool(kernel_files(sides, root)), bool(triton_kernels(sides, root)))
+
+
+@contextlib.contextmanager
+def call_body(item: pytest.Function) -> Iterator[None]:
+    """Run a test body: where nothing is timed it ends early, and it must judge its pair."""
+    __tracebackhide__ = True
+    start = time.monotonic()
+    pair = item.funcargs.get("pair")
+    try:
+        with contextlib.suppress(EndOfBody):
+            yield
+            if isinstance(pair, PairUnderTest) and not pair.judged:
+                pair._run.row.verdict = "fail"
+                _refuse(
+                    item, "this page never judged its pair\nEnd the body with pair.assert_speedup()"
+                )
+    finally:
+        if isinstance(pair, PairUnderTest):
+            pair._run.run.progress("")
+            pair._run.row.wall = time.monotonic() - start
+
+
+def attach(item: pytest.Item, report: pytest.TestReport) -> None:
+    """Put the case's row into its report, and its numbers into JUnit's properties."""
+    case_run = item.stash.get(CASE, None)
+    if case_run is None:
+        return
+    row: Row = case_run.row
+    if report.skipped and not row.verdict:
+        return
+    if report.failed and not row.verdict:
+        row.verdict = "fail"
+    if hasattr(report, "wasxfail"):
+        row.recorded = {}
+    report.aisp = row.to_json()  # type: ignore[attr-defined]
+    # JUnit reads the properties of the teardown report, which are the item's.
+    item.user_properties += row.properties()
+    report.user_properties += row.properties()
+
+
+def warm(function: Callable[[], Any]) -> int:
+    """Call `function` until its time is steady and return the number of calls."""
+    import torch
+
+    from ..common.quiet import waiter
+    from ..results.timing import settle
+
+    wait = waiter("cuda" if torch.cuda.is_available() else "cpu")
+
+    def once() -> float:
+        start = time.perf_counter()
+        function()
+        wait()
+        return time.perf_counter() - start
+
+    return settle([once], lambda: False, least=3, seconds=2.0, clock=time.perf_counter)
+
+
+def time_one(function: Callable[[], Any], *, window: float = 1e-3, windows: int = 10) -> float:
+    """Return the median seconds of a call of `function`, a window of at least `window` seconds.
+
+    On a GPU by graph replay where `function` can be captured, else between synchronisations.
+    """
+    from ..bench.cuda import time_callable
+
+    warm(function)
+    return time_callable(function, window=window, windows=windows)
+
+
+def rates(config: pytest.Config) -> Mapping[str, float]:
+    """Return the stored peaks of this machine's product, or nothing."""
+    from ..bench.peaks import PeaksError, load
+    from ..common.device import Machine
+
+    path = config.stash[SETTINGS].baselines / Machine.here().product / "peaks.json"
+    try:
+        return load(path).rates if path.exists() else {}
+    except PeaksError as error:
+        pytest.fail(str(error), pytrace=False)

@@ -1,0 +1,234 @@
+"""Hold a case's numbers against its gates: spread, limits, screen, vote, verdict, words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from statistics import fmean
+from typing import Any
+
+from ..bench import peaks as peaks_module
+from ..kernels import tuner
+from ..pages.pair import Work
+from ..results import stats, store, verdict
+from ..results.row import bare, duration, ratio
+from .case_client import CaseClient, reading
+from .run import Failed
+
+
+class Judge:
+    """The judge of one case."""
+
+    def __init__(self, client: CaseClient) -> None:
+        self.client, self.run, self.case, self.row = client, client.run, client.case, client.row
+        self.unlike: list[str] = []
+
+    def judge(self, first: Mapping[str, Any]) -> None:
+        """Screen and vote on what the first process measured, and give the row its verdict."""
+        row, settings = self.row, self.run.settings
+        gates, same_environment, has_record = self._gates(first)
+        if gates:  # a yardstick without a stored result is held against nothing
+            session = self._session()
+            row.detectable = verdict.detectable(gates, row.spread or 0.0, session, row.clock)
+        decision = verdict.decide(reading(first), gates, self.client.vote)
+        row.votes = [vote.value for vote in decision.votes]
+        if row.votes:
+            # The first value was singled out for being extreme; the votes were not.
+            self.interval(row.votes)
+            row.notes.append(
+                f"measured {1 + len(row.votes)} times; the first gave {ratio(first['value'])}"
+            )
+        row.suspect = self._direction(gates, reading(first)) if decision.suspect else 0
+        row.verdict = verdict.verdict_of(
+            decision, stored=has_record or settings.aa, same_environment=same_environment
+        )
+        self._explain(gates, decision, first)
+        if row.verdict == "stale" and settings.strict_env and settings.update is None:
+            row.verdict = "regressed"
+        red = row.verdict in verdict.RED
+        red |= row.verdict == "new" and settings.missing == "fail" and settings.update is None
+        red |= row.verdict == "inconclusive" and settings.inconclusive == "fail"
+        if red:
+            raise Failed("\n".join([*row.reasons, *self.client.commands(), *self._accept()]))
+
+    def abstain(self) -> None:
+        """Give no verdict on what was timed inside pytest, where no vote is a fresh process."""
+        row, settings = self.row, self.run.settings
+        row.verdict = "inconclusive"
+        row.reasons.append(
+            f"timed inside pytest ({settings.in_process}), not in a process of its own: nothing is"
+            " decided on that"
+        )
+        if settings.inconclusive == "fail":
+            raise Failed("\n".join([*row.reasons, *self.client.commands()]))
+
+    def judge_against(self, role: str) -> None:
+        """Judge a changed side against itself as it was: red for a loss that the vote confirms.
+
+        Raises:
+            Failed: for a loss; the message names the commits.
+        """
+        client, row, past = self.client, self.row, self.run.past
+        name = self.case.pair.baseline.__name__ if role == "baseline" else row.variant
+        before, reasons = row.verdict, list(row.reasons)
+        try:
+            first = client.timed_against(role, 0)
+        except Failed:
+            why = row.reasons[-1]
+            row.verdict, row.reasons = before, reasons
+            row.notes.append(f"{name} is not compared with itself as it was: {why}")
+            return
+        gate = verdict.code_gate(self.spread(), first)
+        decision = verdict.decide(
+            first,
+            [gate],
+            lambda: client.fresh(lambda number, bench: client.timed_against(role, number, bench)),
+        )
+        votes = [vote.value for vote in decision.votes]
+        value = fmean(votes) if votes else first.value
+        range_ = past.label if past is not None else ""
+        smallest = 1 - math.exp(-verdict.DETECTABLE_CODE * gate.spread)
+        row.notes.append(
+            f"{name} against itself at {range_}: {ratio(value)}; detects {smallest:.1%}"
+        )
+        if decision.outcomes["code"] == "red":
+            row.verdict = "regressed"
+            row.reasons.append(
+                f"{name} is {ratio(value)} of itself as it was, {range_}: margin {gate.red:.2%};"
+                f" votes of fresh processes: {', '.join(map(bare, votes))} -> red"
+            )
+            raise Failed("\n".join([*row.reasons, *client.commands()]))
+        if decision.outcomes["code"] == "open":
+            row.verdict = "inconclusive"
+
+    @staticmethod
+    def _direction(gates: list[verdict.Gate], first: verdict.Reading) -> int:
+        losing = [g.sign for g in gates if g.name != "claim" and g.decide(first, []) != "clear"]
+        return losing[0] if losing else 0
+
+    def _gates(self, timed: Mapping[str, Any]) -> tuple[list[verdict.Gate], bool, bool]:
+        """Return the gates, whether the record's environment is this one, whether there is one."""
+        row = self.row
+        spread = row.spread or 0.0
+        if self.run.settings.aa:
+            return list(verdict.same_gates(spread)), True, True
+        gates: list[verdict.Gate] = []
+        if row.claim == "neutral":
+            margin = max(verdict.NEUTRAL_FLOOR[row.clock], verdict.DETECTABLE * spread)
+            gates.append(verdict.neutral_gate(margin))
+        elif row.claim != "yardstick":
+            gates.append(verdict.claim_gate(float(row.claim or 1.0), spread))
+        stored_file = self.run.stored(self.client.path)
+        mine = stored_file.results.get(row.key)
+        if mine is None:
+            return gates, True, False
+        if mine.clock != row.clock:
+            row.notes.append(f"the stored result was timed on the {mine.clock} clock: not compared")
+            return gates, True, False
+        row.stored = mine.value
+        margin = verdict.record_margin(spread, self._session(), row.clock)
+        gates += verdict.record_gates(mine.value, margin)
+        return gates, self._same_environment(stored_file, mine, timed), True
+
+    def _session(self) -> float | None:
+        """Return this product's recorded session-to-session spread on this clock, or None."""
+        return store.session_sd(self.run.stored(self.client.path).results.values(), self.row.clock)
+
+    def _same_environment(
+        self, stored: store.Stored, mine: store.Result, timed: Mapping[str, Any]
+    ) -> bool:
+        """Return whether a loss against `mine` is the code's; what is not alike is kept to say."""
+        then, now = stored.environments.get(mine.environments[-1], {}), self.row.environment
+        several = self.case.gpus > 1
+        names = store.differences(then, now, self.row.clock, several=several)
+        self.unlike = [f"{n} was {then.get(n)} when stored, and is {now.get(n)}" for n in names]
+        same_baseline = mine.sources.get("baseline") == timed["sources"]["baseline"]
+        self.unlike += [] if same_baseline else ["the baseline is not the one that was stored"]
+        same = not self.unlike
+        self.unlike += tuner.unlike(mine.choices, timed["details"].get("choices", {}))
+        return same
+
+    def limit(self, timed: Mapping[str, Any]) -> None:
+        """Put the share of the machine's limit in the row.
+
+        Raises:
+            Failed: for a side that is faster than the machine can be.
+        """
+        peaks = self.run.peaks(self.client.machine.product)
+        if self.case.gpus > 1:
+            several = self.run.link_peaks(self.client.machine.with_count(self.case.gpus))
+            peaks = peaks_module.joined(peaks, several)
+        if peaks is None or self.run.settings.aa:
+            return
+        limit = peaks_module.limit_of(Work(**timed["work"]), self.row.bound, peaks)
+        if limit is None:
+            return
+        seconds = min(self.row.pair_seconds())
+        self.row.share = peaks_module.share(limit, self.row.pair_seconds()[1])
+        self.row.limit = limit.name
+        cold = self.case.pair.l2 == "cold" and self.row.clock == "graph"
+        if cold and peaks_module.implausible(limit, seconds):
+            self.row.verdict = "invalid"
+            raise Failed(
+                f"{duration(seconds)} is less than the {duration(limit.seconds)} that this"
+                f" machine's measured {limit.name} rate allows for the declared work:\n"
+                "the work is overstated, or a side does less of it"
+            )
+
+    def spread(self) -> float:
+        """Return the spread of one process's value: recorded, pooled, or this clock's default."""
+        clock = self.row.clock
+        results = list(self.run.stored(self.client.path).results.values())
+        others = store.pooled(results, clock)
+        mine = self.run.stored(self.client.path).results.get(self.row.key)
+        own = mine.own_spread if mine is not None and mine.clock == clock else None
+        if own is not None and mine is not None:
+            return stats.pooled_spread(own, mine.processes, others)
+        return stats.rms(others) if len(others) >= 3 else verdict.DEFAULT_SPREAD[clock]
+
+    def interval(self, values: list[float]) -> None:
+        """Put the mean of `values` and its 99 % interval in the row."""
+        row = self.row
+        row.value = fmean(values)
+        spread = row.spread or 0.0
+        row.low, row.high = verdict.interval(row.value, spread, len(values))
+
+    def _explain(
+        self, gates: list[verdict.Gate], decision: verdict.Decision, first: Mapping[str, Any]
+    ) -> None:
+        """Say for each missed gate which number missed which limit, and where that came from."""
+        origin = {
+            "claim": "at_least on the page",
+            "neutral": "at_least='neutral' on the page",
+            "record": f"stored in {self._relative()}",
+            "improvement": f"stored in {self._relative()}",
+            "same-slower": "the same side, built again",
+            "same-faster": "the same side, built again",
+        }
+        for gate in gates:
+            outcome = decision.outcomes[gate.name]
+            if outcome in ("clear", "green"):
+                continue
+            votes = ", ".join(bare(v.value) for v in decision.votes)
+            self.row.reasons.append(
+                f"{ratio(first['value'])} against {ratio(gate.limit)} ({origin[gate.name]}),"
+                f" margin {gate.red:.1%}; votes of fresh processes: {votes or 'none'}"
+                f" -> {outcome}"
+            )
+            if gate.name in ("record", "improvement"):
+                self.row.reasons += self.unlike
+
+    def _relative(self) -> str:
+        try:
+            return str(self.client.path.relative_to(self.run.settings.root))
+        except ValueError:
+            return str(self.client.path)
+
+    def _accept(self) -> list[str]:
+        if self.row.stored is None and self.row.verdict != "new":
+            return []
+        how = "=all" if self.row.stored is not None else ""
+        return [
+            "accept:",
+            f"    pytest --aisp-update-expectations{how} '{self.client.where['nodeid']}'",
+        ]

@@ -1,0 +1,91 @@
+"""Where a case can be shown on this machine, and what it lacks to be timed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..common.device import Machine
+from ..pages.pair import Case
+from ..pages.skus import missing
+from .run import Run
+
+COMPILER = "compiler"
+"""The device of a bench process that compiles: Triton's interpreter is off there."""
+
+
+class Kernels(NamedTuple):
+    """Which kernels of its own a case launches: of CUDA C++, which no CPU can check; of Triton."""
+
+    cuda: bool = False
+    triton: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a case can be shown: timed, checked, compiled, or (with a reason) not at all.
+
+    Attributes:
+        kind: ``time``, ``check``, ``compile`` or ``skip``.
+        device: ``cuda``, ``cpu``, or the process that compiles.
+        need: what it lacks to be timed, or why it is skipped.
+        archs: what is compiled for.
+    """
+
+    kind: str
+    device: str
+    need: str = ""
+    archs: tuple[str, ...] = ()
+
+
+def place_of(run: Run, case: Case, kernels: Kernels) -> Place:
+    """Decide where `case` can be shown, by the `kernels` of its own that it launches."""
+    archs = case.pair.archs(case.variant)
+    if run.settings.compile:
+        return _assembled(run.settings.compile, case, archs, kernels)
+    checking = run.settings.check
+    if case.kind == "cpu" and case.variant.gpu_only:
+        return Place("skip", "cpu", f"{case.variant.gpu_only} has no form on a CPU")
+    if case.kind == "cpu":
+        if run.machine.arch == "cpu" or run.times_cpu or run.timer is not None:
+            return Place("check" if checking else "time", "cpu", "--aisp-check" * checking)
+        return Place("check", "cpu", "timed on a GPU machine only with -m cpu")
+    if run.timer is not None and run.machine.arch in archs:
+        return Place("check" if checking else "time", "cpu", "--aisp-check" * checking)
+    if run.machine.arch in archs and len(run.machine.gpus) >= case.gpus:
+        return Place("check" if checking else "time", "cuda", "--aisp-check" * checking)
+    need = _need(case, run.machine)
+    if kernels.cuda:
+        return Place("compile", COMPILER, need, archs)
+    if case.variant.gpu_only:
+        return Place("skip", "cpu", f"{need}; {case.variant.gpu_only} has no form on a CPU")
+    return Place("check", "cpu", need)
+
+
+def _assembled(
+    asked: tuple[str, ...], case: Case, archs: tuple[str, ...], kernels: Kernels
+) -> Place:
+    """Return where a case is assembled, and for what."""
+    mine = tuple(arch for arch in asked if arch in archs)
+    if case.kind == "cpu":
+        return Place("skip", COMPILER, "a size for CPUs: no kernel is launched")
+    if not any(kernels):
+        return Place("skip", COMPILER, "launches no kernel of its own: nothing to assemble")
+    if not mine:
+        features = ", ".join(case.pair.features(case.variant))
+        why = f"needs {features} ({', '.join(archs)}); asked for {', '.join(asked)}"
+        return Place("skip", COMPILER, why)
+    return Place("compile", COMPILER, f"--aisp-compile={','.join(mine)}", mine)
+
+
+def _need(case: Case, machine: Machine) -> str:
+    features = case.pair.features(case.variant)
+    here = "there is none here"
+    if machine.arch != "cpu":
+        here = f"this GPU is {machine.arch} ({machine.name})"
+    lacking = missing(features, machine.arch) if features else None
+    if machine.arch != "cpu" and len(machine.gpus) < case.gpus:
+        return f"needs {case.gpus} GPUs; this machine has {len(machine.gpus)}"
+    if lacking:
+        return f"needs {lacking}; {here}"
+    return f"needs a GPU; {here}"

@@ -1,0 +1,125 @@
+"""The controller's memory: every row, written as it arrives, stored where asked."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..results import store
+from ..results.artifacts import Artifacts
+from ..results.row import ratio
+from .canary import Canary
+from .options import Settings
+
+MOVED_SHARE, MOVED_LEAST = 0.05, 5
+"""More suspects than this share, and this many, in one direction: the environment moved."""
+
+
+class Recorder:
+    """Gather rows on the controller; nothing else writes stored results or artifacts."""
+
+    def __init__(self, settings: Settings, hook: Any, config: Any) -> None:
+        self.settings, self._hook, self._config = settings, hook, config
+        self.rows: list[dict[str, Any]] = []
+        self.changes: list[str] = []
+        self._refused: dict[str, list[str]] = {}
+        self.canaries: list[dict[str, Any]] = []
+        self.crashes: list[str] = []
+        self.artifacts = None if settings.artifacts is None else Artifacts(settings.artifacts)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Take one case's row: to the artifacts, to the stored results, to the hook."""
+        self.rows.append(row)
+        if self.artifacts is not None:
+            self.artifacts.add(row)
+        if row["recorded"] and self.settings.update is not None:
+            self._store(row)
+        self._hook.pytest_aisp_result(config=self._config, row=row)
+
+    def add_canary(self, found: dict[str, Any]) -> None:
+        """Take what became of one process's canary."""
+        self.canaries.append(found)
+        if self.artifacts is not None:
+            self.artifacts.add_canary(found)
+
+    def _store(self, row: Mapping[str, Any]) -> None:
+        key, facts = self._session
+        environment = {**row["environment"], **facts}
+        replace = bool(row["recorded"]["replace"])
+        path = Path(row["file"])
+        try:
+            result = _as_result(row["recorded"], key)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            changes = store.write(
+                path, row["product"], {row["key"]: result}, {key: environment}, replace=replace
+            )
+        except (store.StoreError, OSError, ValueError) as error:
+            self._refused.setdefault(str(error), []).append(row["key"])
+            return
+        for change in changes:
+            before = "new" if change.old is None else ratio(change.old.value)
+            self.changes.append(f"{change.key}: {before} -> {ratio(change.new.value)}")
+
+    @property
+    def errors(self) -> list[str]:
+        """What could not be written: each fault once, with all that it kept out."""
+        refused = [f"{', '.join(keys)}: {fault}" for fault, keys in self._refused.items()]
+        lacking = self.artifacts.error if self.artifacts is not None else None
+        return [*refused, *([lacking] if lacking else [])]
+
+    @functools.cached_property
+    def _session(self) -> tuple[str, dict[str, Any]]:
+        # One session, one key, one meaning, even past midnight or a commit: two runs on one day
+        # are two sessions.
+        now = datetime.datetime.now(datetime.timezone.utc)
+        facts = {"date": datetime.date.today().isoformat(), "commit": _commit(self.settings.root)}
+        return now.strftime("%Y-%m-%dT%H%M%SZ"), facts
+
+    def why_invalid(self) -> list[str]:
+        """Return why no verdict of this run counts; nothing for a valid run."""
+        why = [f"canary): {Canary(**found)}" for found in self.canaries if found["wrong"]]
+        if self._environment_moved():
+            why.append(
+                "environment moved): too many cases are off in one direction to be the code's doing"
+            )
+        return [f"RUN INVALID ({reason}; no verdict of this run counts" for reason in why]
+
+    def _environment_moved(self) -> bool:
+        """Return whether too many cases are suspect in one direction."""
+        timed = [r for r in self.rows if r["value"] is not None]
+        limit = max(MOVED_LEAST, MOVED_SHARE * len(timed))
+        return any(sum(r["suspect"] == d for r in timed) > limit for d in (1, -1))
+
+
+def _commit(root: Path) -> str | None:
+    import subprocess
+
+    for variable in ("GITHUB_SHA", "CI_COMMIT_SHA"):  # where the checkout came without its history
+        if os.environ.get(variable):
+            return os.environ[variable][:12]
+    git = ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
+    try:
+        done = subprocess.run(git, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+def _as_result(recorded: Mapping[str, Any], environment: str) -> store.Result:
+    """Return the stored result of a row's `recorded` values."""
+    return store.Result(
+        values=tuple(tuple(v) for v in recorded["values"]),
+        clock=recorded["clock"],
+        baseline_us=recorded["baseline_us"],
+        optimized_us=recorded["optimized_us"],
+        share=recorded["share"],
+        limit=recorded["limit"],
+        sources=dict(recorded["sources"]),
+        environments=(environment,) * len(recorded["values"]),
+        choices=dict(recorded["choices"]),
+        samples=None,
+    )

@@ -1,0 +1,131 @@
+"""What the terminal shows: a word a case, a header, the closing table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..bench.replay import Recording
+from ..kernels.assembly import UNSEEN
+from ..results.row import LETTERS, Row, bare, duration
+from ..results.verdict import RED
+from .canary import Canary
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+    from .run import Run
+
+COLUMNS: tuple[str, ...] = (
+    "page",
+    "variant",
+    "size",
+    "baseline",
+    "optimized",
+    "speedup [99 %]",
+    "limit",
+)
+COLUMNS += ("bound", "claim", "stored", "detects", "verdict")
+
+
+def status(row: Mapping[str, Any], outcome: str) -> tuple[str, str, Any] | None:
+    """Return pytest's category, letter and word of a case."""
+    verdict = row["verdict"]
+    if outcome == "skipped" or verdict not in LETTERS:
+        return None
+    letter, word = LETTERS[verdict]
+    red = outcome == "failed" or verdict in RED
+    headline = "" if red and row["value"] is None else Row(**row).headline()
+    verbose = f"{word} {headline}" if headline else word
+    if red:
+        return "failed", letter, (verbose, {"red": True})
+    category = {"pass": "passed"}.get(verdict, verdict)
+    return category, letter, (verbose, {"green": True})
+
+
+def header(run: Run) -> list[str]:
+    """Return the header: machine, mode, limits."""
+    settings, machine = run.settings, run.machine
+    modes: dict[str, object] = {
+        "check": settings.check,
+        "compile": settings.compile,
+        "aa": settings.aa,
+        "replay": settings.replay,
+    }
+    modes |= {"record": settings.update}
+    mode = next((name for name, on in modes.items() if on), "measure")
+    versions = ", ".join(f"{k} {v}" for k, v in machine.versions.items())
+    gpus = f" x {len(machine.gpus)}" if len(machine.gpus) > 1 else ""
+    lines = [f"aisp: {mode} on {machine.name}{gpus} ({machine.product}, {machine.arch}) {versions}"]
+    peaks = settings.baselines / machine.product / "peaks.json"
+    if mode == "measure" and not peaks.exists() and run.timer is None:
+        lines.append(f"aisp: no peaks stored for {machine.product}: shares of the limit are blank")
+    if isinstance(run.replay, Recording) and run.replay.dropped:
+        lines.append(f"aisp: --aisp-replay={settings.replay}: {run.replay.dropped}")
+    return [line.rstrip() for line in lines]
+
+
+def summary(terminal: Any, recorder: Recorder) -> None:
+    """Write the closing table and what the run changed."""
+    rows = [Row(**row) for row in recorder.rows]
+    closing = _closing(recorder, rows)
+    if not rows and not closing:
+        return
+    terminal.section("aisp")
+    for line in table([COLUMNS, *(cells(row) for row in rows)]) if rows else []:
+        terminal.write_line(line)
+    for row in rows:
+        for note in row.notes if terminal.config.get_verbosity() > 1 else []:
+            terminal.write_line(f"{row.function}[{row.variant}]: {note}")
+    for line in closing:
+        terminal.write_line(line)
+
+
+def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
+    lines = [f"{row.key}: {remark}" for row in rows for remark in row.remarks]
+    lines += [f"stored: {change}" for change in recorder.changes]
+    lines += [f"NOT STORED: {error}" for error in recorder.errors]
+    lines += [f"NO VERDICT: {crash}" for crash in recorder.crashes]
+    needs = sorted(
+        {row.need for row in rows if row.need and row.verdict in ("checked", "compiled")}
+    )
+    lines += [f"not timed: {need}" for need in needs]
+    lines += sorted({note for row in rows for note in row.notes if note.startswith(UNSEEN)})
+    if any(row.verdict == "new" for row in rows) and recorder.settings.update is None:
+        lines.append("new cases have no stored result; record them on a quiet machine:")
+        lines.append("    pytest --aisp-update-expectations <the same paths>")
+    for row in rows:
+        if row.verdict in ("inconclusive", "stale"):
+            lines += [f"{row.verdict}: {row.key}: {reason}" for reason in row.reasons]
+    lines += [f"canary: {Canary(**found)}" for found in recorder.canaries if not found["wrong"]]
+    lines += [f"{why} (exit code 17)" for why in recorder.why_invalid()]
+    return lines
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """Return a row of the closing table."""
+    size = ", ".join(f"{k}={v}" for k, v in row.size.items())
+    seconds = [duration(s) for s in row.pair_seconds()] or ["-", "-"]
+    speed = "-"
+    if row.value is not None and row.low is not None and row.high is not None:
+        speed = f"{bare(row.value)}x [{bare(row.low)}, {bare(row.high)}]"
+    return (
+        row.page.rpartition("/")[2].removesuffix("_test.py"),
+        row.variant,
+        size,
+        *seconds,
+        speed,
+        "-" if row.share is None else f"{row.share:.0%} {row.limit}",
+        row.bound,
+        "-" if row.claim is None else str(row.claim),
+        "-" if row.stored is None else f"{bare(row.stored)}x",
+        "-" if row.detectable is None else f"{1 - math.exp(-row.detectable):.1%}",
+        row.verdict,
+    )
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows with their columns aligned, the first one as a heading."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+    return [lines[0], "  ".join("-" * w for w in widths), *lines[1:]]

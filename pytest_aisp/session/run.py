@@ -1,0 +1,210 @@
+"""What the cases of one pytest process share: machine, bench processes, stored results, peaks."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..bench import peaks as peaks_module
+from ..bench.client import Bench, BenchProcess
+from ..bench.sanitizer import Sanitized
+from ..bench.server import InProcess
+from ..common.device import Machine
+from ..pages.pair import Case
+from ..ranks.launcher import RankSet
+from ..results import store
+from ..results.messages import Task
+from ..results.row import Row
+from ..results.verdict import Reading
+from .history import Past
+from .options import Settings
+
+
+class Failed(Exception):
+    """A case that is red; the message says why and what to do."""
+
+
+class Interrupted(Exception):
+    """The run's own time is over."""
+
+
+class Timed(Protocol):
+    """A case that was timed, and can be timed against itself."""
+
+    run: Run
+    case: Case
+    row: Row
+
+    def timed_itself(
+        self, planted: float, number: int, bench: Bench | None = None
+    ) -> tuple[Reading, float]: ...
+
+    def fresh_bench(self) -> Bench: ...
+
+
+@dataclass
+class Run:
+    """What the cases of one pytest process share.
+
+    Attributes:
+        make_bench: starts one more bench process with changed environment variables.
+        timer: another timer than the device's own, from the hook, or None.
+        worker: number of this xdist worker; chooses its GPU.
+        finest: the case that this process's canary will use: its clock and call the finest.
+        versions: of libraries as a bench process has them, once one was asked.
+    """
+
+    settings: Settings
+    machine: Machine
+    timer: Mapping[str, Any] | None = None
+    worker: int = 0
+    replay: Bench | None = None
+    past: Past | None = None
+    progress: Callable[[str], None] = lambda text: None
+    times_cpu: bool = False
+    versions: dict[str, Any] | None = None
+    finest: Timed | None = None
+    started: float = field(default_factory=time.monotonic)
+    confirmed: float = 0.0
+    _benches: dict[tuple[Any, ...], Bench] = field(default_factory=dict)
+    _stored: dict[Path, store.Stored] = field(default_factory=dict)
+    _peaks: dict[str, peaks_module.Peaks | None] = field(default_factory=dict)
+    _caches: list[str] = field(default_factory=list)
+    secret: int = field(default_factory=lambda: random.SystemRandom().randrange(2**31))
+
+    @property
+    def seed(self) -> int:
+        """Seed of checked values: secret, unless the run must be reproducible."""
+        return 0 if self.settings.reproducible else self.secret
+
+    def bench(
+        self,
+        device: str,
+        number: int = 0,
+        ranks: int = 1,
+        variables: Mapping[str, str] | None = None,
+    ) -> Bench:
+        """Return bench process `number` for `device`, or such `ranks`, started if need be.
+
+        Ranks that were started with other environment `variables` are others.
+        """
+        if self.replay is not None:
+            return self.replay
+        key = device, number, ranks, *sorted((variables or {}).items())
+        current = self._benches.get(key)
+        if isinstance(current, (BenchProcess, RankSet)) and not current.alive:
+            current.close()
+            current = None
+        if current is None:
+            current = self._benches[key] = self.start(device, ranks, variables)
+        return current
+
+    def start(
+        self, device: str, ranks: int = 1, variables: Mapping[str, str] | None = None
+    ) -> Bench:
+        """Start one more bench process for `device`, or `ranks` that work together."""
+        if ranks > 1:
+            if self.settings.in_process:
+                raise Failed(
+                    f"{ranks} ranks cannot run inside pytest; leave out --pdb and the like"
+                )
+            return RankSet(ranks, {**self._environment(device, ranks), **(variables or {})})
+        if self.settings.in_process:
+            return InProcess()
+        environment = self._environment(device)
+        if self.settings.sanitize and device == "cuda":
+            return Sanitized(self.settings.sanitize, environment)
+        return BenchProcess(environment)
+
+    def _environment(self, device: str, ranks: int = 1) -> dict[str, str | None]:
+        changes: dict[str, str | None] = {"TRITON_INTERPRET": None}
+        if device == "cuda" and self.machine.gpus:
+            changes["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus(ranks))
+        if device != "cuda":
+            changes["CUDA_VISIBLE_DEVICES"] = ""
+        if device == "cpu":
+            changes["TRITON_INTERPRET"] = "1"
+        if self.settings.reproducible:
+            changes["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        if self.settings.cold_start:
+            changes |= self._fresh_caches()
+        return changes
+
+    def _fresh_caches(self) -> dict[str, str | None]:
+        folder = tempfile.mkdtemp(prefix="aisp-cold-")
+        self._caches.append(folder)
+        names = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
+        return {name: os.path.join(folder, name.lower()) for name in names}
+
+    def gpus(self, count: int) -> tuple[str, ...]:
+        """Return the UUIDs of the GPUs that this process uses for a case of `count`.
+
+        One is this worker's own; several are the machine's first, the same for every worker.
+        """
+        every = self.machine.gpus
+        return (every[self.worker % len(every)],) if count == 1 else tuple(sorted(every)[:count])
+
+    def stored(self, path: Path) -> store.Stored:
+        """Return the stored results in `path`, read once."""
+        if path not in self._stored:
+            try:
+                self._stored[path] = store.load(path)
+            except store.StoreError as error:
+                raise Failed(str(error)) from None
+        return self._stored[path]
+
+    def peaks(self, product: str) -> peaks_module.Peaks | None:
+        """Return the stored peaks of `product`, or None where nobody has measured them."""
+        if product not in self._peaks:
+            path = self.settings.baselines / product / "peaks.json"
+            try:
+                if not path.exists() and self.settings.update is not None and self.timer is None:
+                    self._measure_peaks(path, product)
+                self._peaks[product] = peaks_module.load(path) if path.exists() else None
+            except (peaks_module.PeaksError, OSError) as error:
+                raise Failed(str(error)) from None
+        return self._peaks[product]
+
+    def link_peaks(self, product: str) -> peaks_module.Peaks | None:
+        """Return what `aisp bandwidth` and `aisp nccl` have stored of several GPUs, or None."""
+        path = self.settings.baselines / product / "peaks.json"
+        try:
+            return peaks_module.load(path) if path.exists() else None
+        except (peaks_module.PeaksError, OSError) as error:
+            raise Failed(str(error)) from None
+
+    def _measure_peaks(self, path: Path, product: str) -> None:
+        """Measure the peaks of a machine that is being recorded for the first time."""
+        device = "cuda" if product == self.machine.product and self.machine.gpus else "cpu"
+        self.progress(f"measure the peaks of {product}")
+        task = Task(kind="peaks", device=device)
+        reply = self.bench(device).ask(task, self.settings.timeout, self.progress)
+        if reply.error is not None:
+            raise Failed(f"the peaks of {product} could not be measured: {reply.message}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        facts = dict(reply.result["facts"])
+        peaks_module.save(path, peaks_module.Peaks(product, reply.result["rates"], facts))
+
+    def check_time(self) -> None:
+        """Raise `Interrupted` when the suite's time is over."""
+        limit = self.settings.suite_timeout
+        if limit is not None and time.monotonic() - self.started > limit:
+            raise Interrupted(f"--aisp-suite-timeout: {limit:g} s are over")
+
+    def close(self) -> None:
+        """End every bench process."""
+        for bench in self._benches.values():
+            bench.close()
+        self._benches.clear()
+        if self.past is not None:
+            self.past.folder.cleanup()
+        for folder in self._caches:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._caches.clear()

@@ -1,0 +1,197 @@
+"""One case from its declaration to its verdict. No pytest here: glue calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from ..bench import kernels
+from ..kernels import tuner
+from ..pages.pair import Case
+from ..results import remarks, verdict
+from ..results.row import duration
+from .canary import consider
+from .case_client import CaseClient, reading
+from .judge import Judge
+from .place import COMPILER, Kernels
+from .run import Failed, Run
+from .untrusted import run_apart
+
+
+class EndOfBody(Exception):
+    """Nothing is timed here, so the test body has said all it can."""
+
+
+class CaseRun(CaseClient):
+    """One case: `check`, then `measure`; `row` is what became of it."""
+
+    def __init__(self, run: Run, case: Case, where: Mapping[str, str], kernels: Kernels) -> None:
+        super().__init__(run, case, where, kernels)
+        self.judge, self.kernels = Judge(self), kernels
+
+    def check(self, rule: dict[str, Any]) -> None:
+        """Prove both sides right under `rule`, or assemble kernels where that is all we can."""
+        self.rule = rule
+        if self.place.kind == "compile":
+            found = self.ask(self.task("compile"))
+            self.row.verdict = "compiled"
+            self.row.checks.append(found)
+            self.row.notes += found["words"]
+            raise EndOfBody
+        timed = self.place.kind == "time"
+        at = "case" if timed else "check"
+        found = self.ask(self.task("check", at=at, search=self.run.settings.check))
+        self.row.checks.append(found)
+        self.row.notes.append("checked at " + "; ".join(found["sizes"]))
+        if self.run.settings.untrusted and not timed:
+            run_apart(self, None)
+
+    def measure(self) -> None:
+        """Time the sides, screen, vote, judge. Where nothing is timed the case is `checked`.
+
+        Raises:
+            EndOfBody: where nothing is timed.
+            Failed: for a red verdict.
+        """
+        if self.rule is None:
+            raise Failed(
+                "assert_speedup() before assert_equivalent(): nothing is timed before it is proved"
+                " right\nCall pair.assert_equivalent() first"
+            )
+        if self.place.kind != "time":
+            self.row.verdict = self.row.verdict or "checked"
+            raise EndOfBody
+        first = self.timed(0)
+        self._fill(first)
+        if self.run.settings.audit and any(self.kernels):
+            self._assemble(first)
+        if self.run.settings.in_process:
+            return self.judge.abstain()
+        consider(self.run, self)
+        self.judge.judge(first)
+        for role in self.changed():
+            self.judge.judge_against(role)
+        if self.run.settings.untrusted:
+            run_apart(self, first)
+        if self.run.settings.update is not None:
+            self._record(first)
+        if self.run.settings.aa:
+            self._repeat(first)
+
+    def _repeat(self, first: Mapping[str, Any]) -> None:
+        """Repeat an A/A trial in more processes, each a trial of its own, judged alike."""
+        values = [float(first["value"])]
+        recorded = self.judge.spread()
+        verdicts = [self.row.verdict]
+        for number in range(1, self.run.settings.processes):
+            timed = self.timed(100 + number, self.bench(number))
+            found = reading(timed)
+            values.append(found.value)
+            gates = verdict.same_gates(verdict.believed(recorded, found))
+            decision = verdict.decide(found, gates, self.vote)
+            self.row.votes += [vote.value for vote in decision.votes]
+            verdicts.append(verdict.verdict_of(decision, stored=True, same_environment=True))
+        self.row.trials = [[v, w] for v, w in zip(values, verdicts, strict=True)]
+        if len(values) > 1:
+            self.judge.interval(values)
+        worst = next((v for v in ("regressed", "improved", "inconclusive") if v in verdicts), None)
+        self.row.verdict = worst or self.row.verdict
+        if worst == "regressed":
+            raise Failed("\n".join(["a side differs from a copy of itself", *self.commands()]))
+
+    def _fill(self, timed: Mapping[str, Any]) -> None:
+        row = self.row
+        row.clock = str(timed["clock"])
+        row.spread = verdict.believed(self.judge.spread(), reading(timed))
+        row.environment = self.environment()
+        names = self._names()
+        row.seconds = {
+            names[0]: median(timed["baseline"]),
+            names[1]: median(timed["optimized"]),
+        }
+        self.judge.interval([timed["value"]])
+        self.judge.limit(timed)
+        self._other_clock(timed["details"])
+        row.notes += remarks.graphs(names, timed["details"])
+        self._memory(timed["details"])
+        row.notes += kernels.words(timed.get("kernels", {}))
+        row.notes += tuner.words(timed["details"].get("choices", {}))
+        for name, seconds in timed.get("one_off", {}).items():
+            if seconds:
+                row.notes.append(self._break_even(name, seconds))
+
+    def _assemble(self, timed: dict[str, Any]) -> None:
+        """Note what each kernel uses on this arch; whether it may, ``--aisp-compile`` says."""
+        if self.run.replay is not None or self.run.settings.in_process:
+            return
+        task = self.task("compile", archs=(self.machine.arch,))
+        reply = self.run.bench(COMPILER).ask(task, self.timeout, self.run.progress)
+        if reply.error is None:
+            timed["assembled"] = reply.result["assembled"]
+            self.row.notes += reply.result["words"]
+        else:
+            first = (reply.message.splitlines() or [reply.error])[0]
+            self.row.notes.append(f"what its kernels use is not known: {first}")
+
+    def _names(self) -> tuple[str, str]:
+        baseline = self.case.pair.baseline.__name__
+        variant = self.case.variant_name
+        return (f"{variant}, a copy", variant) if self.run.settings.aa else (baseline, variant)
+
+    def _other_clock(self, details: Mapping[str, Any]) -> None:
+        """Note the times on the clock that does not judge, and the goodput of host-bound sides."""
+        for key in ("as_called", "gpu_only"):
+            if key in details:
+                times = " / ".join(duration(t) for t in details[key])
+                self.row.notes.append(f"{key.replace('_', ' ')}: {times}")
+        if "as_called" in details:
+            self._launch_bound(details["as_called"])
+        if "gpu_only" in details:
+            busy = zip(details["gpu_only"], self.row.pair_seconds(), strict=True)
+            shares = " / ".join(f"{min(1.0, gpu / wall):.0%}" for gpu, wall in busy)
+            self.row.notes.append(f"goodput, GPU time over wall time: {shares}")
+
+    def _launch_bound(self, as_called: Sequence[float]) -> None:
+        """Say of which side it is no news that a graph makes it fast."""
+        row = self.row
+        row.launch_bound = remarks.launch_bound(row.clock, row.seconds, as_called)
+        if row.launch_bound:
+            row.remarks.append(remarks.launch_bound_words(row.launch_bound))
+
+    def _memory(self, details: Mapping[str, Any]) -> None:
+        """Note what a call of each side needs; never in silence where it is traded for speed."""
+        if "peak_bytes" in details:
+            said, traded = remarks.memory(details["peak_bytes"])
+            (self.row.remarks if traded else self.row.notes).append(said)
+
+    def _break_even(self, name: str, seconds: float) -> str:
+        slow, fast = self.row.pair_seconds()
+        gain = slow - fast
+        calls = f"pays after {seconds / gain:.3g} calls" if gain > 0 else "never pays"
+        return f"preparing {name} took {duration(seconds)}: {calls}"
+
+    def _record(self, first: Mapping[str, Any]) -> None:
+        """Measure the case in every recording process and put what to store in the row."""
+        run, row = self.run, self.row
+        count = 1 if self.row.clock == "process" else run.settings.processes
+        timed = [first]
+        for number in range(1, count):
+            run.progress(f"record {number + 1}/{count}")
+            timed.append(self.timed(100 + number, run.bench(self.place.device, number)))
+        values = [float(t["value"]) for t in timed]
+        self.judge.interval(values)
+        names = list(row.seconds)
+        for name, side in zip(names, ("baseline", "optimized"), strict=True):
+            row.seconds[name] = median(median(t[side]) for t in timed)
+        row.recorded = {
+            "values": [values],
+            "clock": row.clock,
+            "baseline_us": row.seconds[names[0]] * 1e6,
+            "optimized_us": row.seconds[names[1]] * 1e6,
+            "share": row.share,
+            "limit": row.limit or None,
+            "sources": dict(first["sources"]),
+            "choices": tuner.together(t["details"].get("choices", {}) for t in timed),
+            "replace": run.settings.update == "all",
+        }

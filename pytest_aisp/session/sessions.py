@@ -1,0 +1,186 @@
+"""A pytest session of ours: what is set up once, and what each case holds while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ..bench.leases import lease
+from ..common.device import Machine
+from ..pages.pair import Case
+from .recorder import Recorder
+from .run import Run
+from .stash import NO_LEASE, RECORDER, RUN, SETTINGS
+
+
+def configure(config: pytest.Config) -> None:
+    """Set up the run on every process, and the recorder where the results meet."""
+    settings = config.stash[SETTINGS]
+    worker = getattr(config, "workerinput", None)
+    if threading.current_thread() is threading.main_thread():
+        _interrupt_on_sigterm()
+    timer = config.hook.pytest_aisp_timer(config=config)
+    machine = Machine.here()
+    if timer is not None:
+        machine = Machine(timer["arch"], timer["product"], timer["product"], ("simulated",))
+    if settings.sanitize and (timer is not None or not machine.gpus):
+        raise pytest.UsageError("--aisp-sanitize needs a GPU: it watches kernels; none is here")
+    elapsed = float((worker or {}).get("aisp_elapsed", 0.0))
+    config.stash[RUN] = run = Run(
+        settings,
+        machine,
+        timer=timer,
+        worker=int(worker["workerid"].removeprefix("gw")) if worker else 0,
+        times_cpu=_selects_cpu(config.option.markexpr),
+        started=time.monotonic() - elapsed,
+    )
+    if settings.against is not None:
+        from .history import HistoryError, Past
+
+        try:
+            run.past = Past.at(settings.root, settings.against)
+        except HistoryError as error:
+            raise pytest.UsageError(str(error)) from None
+    if worker is None:
+        config.pluginmanager.register(_Live(config, run), "aisp-live")
+    if settings.replay is not None:
+        from ..bench.replay import Recording, RecordingError
+
+        try:
+            run.replay = Recording(settings.replay)
+        except RecordingError as error:
+            raise pytest.UsageError(str(error)) from None
+    if worker is None:
+        try:
+            config.stash[RECORDER] = recorder = Recorder(settings, config.hook, config)
+        except OSError as error:
+            raise pytest.UsageError(
+                f"--aisp-artifacts={settings.artifacts}: cannot be written: {error}\n"
+                "Give a folder that can be written"
+            ) from None
+        config.pluginmanager.register(_Gather(recorder, run), "aisp-gather")
+
+
+class _Gather:
+    """On the controller: give every case's row to the recorder as its report arrives."""
+
+    def __init__(self, recorder: Recorder, run: Run) -> None:
+        self._recorder, self._run = recorder, run
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """A worker, be it in the place of one that died, has no more time than the run has."""
+        node.workerinput["aisp_elapsed"] = time.monotonic() - self._run.started
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        row = getattr(report, "aisp", None)
+        if row is not None and report.when == "call":
+            self._recorder.add(row)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        found = getattr(node, "workeroutput", {}).get("aisp_canary")
+        if found is not None:
+            self._recorder.add_canary(found)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, report: pytest.TestReport) -> None:
+        """A worker of xdist is gone with the case that it was running: there is no row."""
+        self._recorder.crashes.append(str(report.longrepr))
+
+
+class _Live:
+    """With -v on a terminal: what is being measured, on the case's own line."""
+
+    def __init__(self, config: pytest.Config, run: Run) -> None:
+        self._config, self._run, self._nodeid = config, run, ""
+        self._terminal: Any = None
+
+    def pytest_sessionstart(self) -> None:
+        # Not before: pytest registers its reporter after plugins were configured.
+        self._terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if self._terminal and self._terminal.isatty and self._config.get_verbosity() > 0:
+            self._run.progress = self._show
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._nodeid = nodeid
+
+    def _show(self, text: str) -> None:
+        capture = self._config.pluginmanager.get_plugin("capturemanager")
+        width = self._terminal._tw.fullwidth - 1
+        with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
+            self._terminal.rewrite(f"{self._nodeid} {text}"[:width], erase=True)
+            if not text:  # the verdict is written next, right behind the name
+                self._terminal.rewrite(f"{self._nodeid} ")
+                # What was rewritten takes no room: pytest sets its percentage by this.
+                self._terminal._tw._current_line = f"{self._nodeid} "
+            self._terminal.flush()
+
+
+def _interrupt_on_sigterm() -> None:
+    """Turn SIGTERM (Slurm sends it first) into the interrupt that pytest knows how to survive."""
+
+    def interrupt(signum: int, frame: Any) -> None:
+        raise KeyboardInterrupt("SIGTERM")
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+def _selects_cpu(expression: str) -> bool:
+    return "cpu" in expression.replace("(", " ").split() and "not cpu" not in expression
+
+
+def canary(config: pytest.Config) -> None:
+    """Run this process's canary, and give what it found to the controller."""
+    run = config.stash.get(RUN, None)
+    if run is None or run.finest is None or run.settings.aa or run.replay is not None:
+        return
+    from .canary import sing
+
+    with contextlib.ExitStack() as held:
+        _hold(held, run, run.finest.case)  # as it was leased for the case itself
+        found = sing(run.finest)
+    recorder = config.stash.get(RECORDER, None)
+    if recorder is not None:
+        recorder.add_canary(found)
+    else:
+        config.workeroutput["aisp_canary"] = found  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def leased(item: pytest.Item) -> Iterator[None]:
+    """Hold the machine as the case needs it; waiting counts against no time limit.
+
+    Timing on the host's clock is alone on the machine; everything else shares the host, and is
+    alone on its GPU. The order is fixed, so that two sessions cannot wait for each other.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            _hold(held, item.config.stash[RUN], _case(item))
+        except OSError as error:  # raised here it would end the whole run
+            item.stash[NO_LEASE] = (
+                f"the machine cannot be leased: {error}\n"
+                "Point TMPDIR at a folder that can be written"
+            )
+        yield
+
+
+def _hold(held: contextlib.ExitStack, run: Run, case: Case | None) -> None:
+    alone = case is not None and (case.pair.as_called or case.kind == "cpu")
+    measures = not (run.settings.check or run.settings.compile) and run.replay is None
+    held.enter_context(lease("host", shared=not (alone and measures), waiting=run.progress))
+    touches = not run.settings.compile and case is not None and case.kind == "gpu"
+    if run.timer is None and run.machine.gpus and touches and case is not None:
+        for gpu in sorted(run.gpus(case.gpus)):  # in one order everywhere: nobody waits in a ring
+            held.enter_context(lease(gpu, waiting=run.progress))
+
+
+def _case(item: pytest.Item) -> Case | None:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("pair") if callspec else None

@@ -1,0 +1,118 @@
+"""`--aisp-untrusted`: a case's sides once more, in processes that hold neither clock nor answer."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..bench.apart import seconds_apart
+from ..bench.client import Bench
+from ..proof.witness import now
+from ..results.row import duration
+from .case_client import CaseClient
+from .run import Failed
+
+ROLES = ("baseline", "optimized")
+LIMIT = {"graph": 1.25, "host": 1.5, "cpu": 1.5}
+"""By clock: how far apart the judging process's clock and this one's may be. Calls behind a
+blocking kernel cannot be timed from outside."""
+LEAST, TIMES = 0.25, 5
+ATTEMPTS = 3
+"""A machine that is busy for a moment accuses nobody."""
+
+
+def run_apart(client: CaseClient, timed: Mapping[str, Any] | None) -> None:
+    """Run both sides of `client` apart: their outputs must be right, and their times those told.
+
+    Args:
+        timed: what the bench process said of them, or None where nothing was timed.
+
+    Raises:
+        Failed: for a wrong output (`wrong`) or a time that is not true (`invalid`).
+    """
+    side = client.case.pair.baseline
+    if hasattr(side, "environment"):
+        client.row.notes.append("not run apart: each of its samples is a process of its own")
+        return
+    if client.ranks > 1:
+        client.row.verdict = "invalid"
+        raise Failed(
+            f"--aisp-untrusted: the sides run on {client.ranks} ranks, which cannot be run apart;"
+            " leave the option out for pages that you trust"
+        )
+    with tempfile.TemporaryDirectory(prefix="aisp-apart-") as folder:
+        _Apart(client, timed, Path(folder)).run()
+
+
+def untrue(apart: float, told: float, clock: str) -> bool:
+    """Return whether seconds per call measured apart and those told contradict each other."""
+    return not 1 / LIMIT[clock] <= apart / told <= LIMIT[clock]
+
+
+class _Apart:
+    def __init__(self, client: CaseClient, timed: Mapping[str, Any] | None, folder: Path) -> None:
+        self.client, self.folder = client, folder
+        # A simulated device has times of its own; its sides run on the CPU.
+        self.timed = None if client.run.timer is not None else timed
+        details = (self.timed or {}).get("details", {})
+        self.clock = str(self.timed["clock"]) if self.timed is not None else ""
+        self.slots = int(details.get("slots", 2))
+        self.counted = [int(n) for n in details.get("counted", (1, 1))]
+        self.secret = random.SystemRandom().randrange(2**31)
+
+    def run(self) -> None:
+        referee = self.client.fresh_bench()
+        try:
+            values = str(self.folder / "values.pt")
+            self._ask(referee, "draw", seed=self.secret, apart={"values": values})
+            for number, role in enumerate(ROLES):
+                self._side(referee, role, number, values)
+        finally:
+            referee.close()
+
+    def _side(self, referee: Bench, role: str, number: int, values: str) -> None:
+        performer = self.client.fresh_bench()
+        try:
+            how = {"clock": self.clock, "counted": self.counted[number], "slots": self.slots}
+            unit = int(self._ask(performer, "perform", side=role, apart=how)["unit"])
+            if self.clock in LIMIT:
+                self._time(performer, role, number, unit)
+            outputs = str(self.folder / f"{role}.pt")
+            kept = sorted({0, random.SystemRandom().randrange(self.slots)})
+            show = {"values": values, "outputs": outputs, "kept": kept}
+            self._ask(performer, "perform", side=role, apart=show)
+        finally:
+            performer.close()
+        steps = self.counted[number] if self.clock == "graph" else 1
+        given = {"outputs": outputs, "steps": steps}
+        self._ask(referee, "compare", side=role, seed=self.secret, apart=given)
+        self.client.row.notes.append(f"{role} run apart: its outputs are right")
+
+    def _ask(self, bench: Bench, kind: str, *, seed: int = 0, **changes: Any) -> dict[str, Any]:
+        at = "case" if self.client.place.kind == "time" else "check"
+        return self.client.ask(self.client.task(kind, at=at, seed=seed, **changes), bench)
+
+    def _time(self, performer: Bench, role: str, number: int, unit: int) -> None:
+        """Refuse a side whose time by this process's clock is not the one that was told."""
+
+        def work(units: int) -> float:
+            start = now()
+            self._ask(performer, "perform", side=role, apart={"units": units})
+            return now() - start
+
+        told = list(self.client.row.pair_seconds())[number]
+        for _ in range(ATTEMPTS):
+            apart = seconds_apart(work, unit, least=LEAST, times=TIMES)
+            if not untrue(apart, told, self.clock):
+                self.client.row.notes.append(f"{role} run apart: {duration(apart)} a call")
+                return
+        self.client.row.verdict = "invalid"
+        message = (
+            f"{role} takes {duration(apart)} by the clock of a process that it does not run in,"
+            f" and {duration(told)} by that of its own"
+        )
+        self.client.row.reasons.append(message)
+        raise Failed("\n".join([message, *self.client.commands()]))
