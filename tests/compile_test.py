@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import textwrap
 from types import SimpleNamespace
@@ -9,12 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pytest_aisp import capture
 from pytest_aisp.kernels import assembly, build, sass
 from pytest_aisp.kernels.assembly import Assembly, AssemblyError, Built
 from pytest_aisp.kernels.build import LaunchError
-from pytest_aisp.kernels.launches import Launch, recorded
+from pytest_aisp.kernels.launches import Launch, Launches, recorded
 from pytest_aisp.pages.pair import Pair, Variant, Work
 from pytest_aisp.pages.skus import GPU_ARCHS, LIMITS
 from pytest_aisp.results.row import Row
@@ -421,6 +423,22 @@ def test_the_gpu_that_is_not_there_answers_for_its_arch(arch, grid, block):
     assert launched(asks, arch) == [("rows", f"block {block}", (grid,))]
     assert torch.ones(2).device.type == "cpu"
     assert not isinstance(torch.cuda.Stream, mock.MagicMock)
+
+
+def spread(x):
+    dist.all_reduce(x, async_op=True).wait()
+    everyone = x.new_empty(dist.get_world_size() * len(x), x.shape[1])
+    dist.all_gather_into_tensor(everyone, x)
+    return rows(everyone) if dist.get_rank() == 0 else x
+
+
+def test_a_side_of_several_ranks_is_run_as_the_first_of_each_count(monkeypatch):
+    grids = []
+    monkeypatch.setattr(Launches, "add", lambda self, launch: grids.append(launch.grid))
+    pair = dataclasses.replace(made().pair, gpus=(2, 4))
+    assert recorded(pair, spread, {"n": 7}, "sm90", assemble=False).error is None
+    assert grids == [(10,), (20,)]
+    assert not dist.is_initialized()
 
 
 def test_arguments_are_held_against_the_signature():

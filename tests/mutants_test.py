@@ -1,7 +1,8 @@
 """No page accepts a lie: zeros, an answer remembered, inputs returned, half of the work.
 
 Each page's own inputs, reference and tolerance, at its own small size; the optimized side is
-replaced. Where there is no GPU the sides that are CUDA C++ run emulated.
+replaced. Where there is no GPU the sides that are CUDA C++ run emulated. Pages on several ranks are
+not here: their sides need the others.
 """
 
 from __future__ import annotations
@@ -27,31 +28,43 @@ from pytest_aisp.proof.sides import SideError
 from pytest_aisp.proof.workbench import Workbench
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "suites").rglob("*_test.py"))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CAUGHT = (Wrong, SideError, TooLoose, CannotTell)
 
 
 @functools.cache
-def page_of(path):
+def judged_on(path):
+    """Return by test each pair of a page, with the rule that the test gives."""
     page = load_page(str(path), str(ROOT), f"mutants_of_{path.parent.name}.{path.stem}")
-    [pair] = [p for p in map(pair_of, vars(page).values()) if p is not None]
-    return pair, Rule(**keywords(path))
+    found = {name: pair_of(thing) for name, thing in vars(page).items()}
+    given = keywords(path)
+    return {name: (pair, Rule(**given[name])) for name, pair in found.items() if pair is not None}
 
 
 def keywords(path):
-    """The keywords that the page gives to `assert_equivalent`."""
-    calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
-    [call] = [c for c in calls if ast.unparse(c.func) == "pair.assert_equivalent"]
-    return {k.arg: ast.literal_eval(k.value) for k in call.keywords}
+    """Return by test the keywords that it gives to `assert_equivalent`."""
+    tests = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)]
+    return {
+        test.name: {k.arg: ast.literal_eval(k.value) for k in call.keywords}
+        for test in tests
+        for call in ast.walk(test)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "pair.assert_equivalent"
+    }
 
 
 def runs_here(path):
-    pair, _ = page_of(path)
-    sides = [pair.baseline, *(v.side for v in pair.variants)]
+    pairs = [pair for pair, _ in judged_on(path).values()]
+    sides = [s for p in pairs for s in (p.baseline, *(v.side for v in p.variants))]
     if DEVICE == "cuda" or not kernel_files(sides, str(ROOT)):
         return True
     return COMPILER is not None and f"{path.parent.name}/{path.stem[:-5]}" not in ONLY_ON_A_GPU
+
+
+PAGES = [
+    path
+    for path in sorted((ROOT / "suites").rglob("*_test.py"))
+    if not any(pair.spread for pair, _ in judged_on(path).values())
+]
 
 
 def oracle_of(pair, rule):
@@ -120,6 +133,14 @@ def _copied(inputs):
 
 LIES = [zeros, remembered, by_address, nearly]
 HERE = [path for path in PAGES if runs_here(path)]
+each_pair = pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        pytest.param(path, name, id=f"{path.parent.name}/{path.stem}::{name}")
+        for path in HERE
+        for name in judged_on(path)
+    ],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -135,9 +156,9 @@ def test_every_page_is_here_but_what_only_a_gpu_runs():
 
 
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
-@pytest.mark.parametrize("path", HERE, ids=lambda p: f"{p.parent.name}/{p.stem}")
-def test_a_lie_is_caught(path, lie):
-    pair, rule = page_of(path)
+@each_pair
+def test_a_lie_is_caught(path, name, lie):
+    pair, rule = judged_on(path)[name]
     if lie is nearly and pair.state is not None and returns_nothing(pair):
         lie = zeros  # nothing is returned that could be nearly right
     oracle = oracle_of(pair, rule)
@@ -153,9 +174,9 @@ def returns_nothing(pair):
     return plain(pair.baseline)(oracle.bench.new_state(), *oracle.bench.values[0]) is None
 
 
-@pytest.mark.parametrize("path", HERE, ids=lambda p: f"{p.parent.name}/{p.stem}")
-def test_the_page_itself_is_not(path):
-    pair, rule = page_of(path)
+@each_pair
+def test_the_page_itself_is_not(path, name):
+    pair, rule = judged_on(path)[name]
     honest = plain(pair.baseline)
     found = check.check_sides(oracle_of(pair, rule), [(honest, None), (honest, None)], rule)
     assert found.controls

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+from ..common.peers import Alone, here, join
 from ..pages.pair import Pair, Side, Size, side_name
 from ..pages.signature import check
 from ..proof.sides import make_inputs, make_state
@@ -24,6 +25,14 @@ from .standin import pretended
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 """Triton's meta-parameters that are no parameters of the kernel."""
+
+COLLECTIVES = (
+    *("all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "barrier", "gather", "scatter"),
+    *("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"),
+    *("all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv"),
+    *("P2POp", "batch_isend_irecv", "new_group"),
+)
+"""What of torch.distributed takes tensors and does nothing where ranks are pretended."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +81,42 @@ class Launches:
 
 
 def recorded(pair: Pair, side: Side, size: Size, arch: str, *, assemble: bool) -> Launches:
-    """Return what `side` launches at `size` on a GPU of `arch`, compiled if `assemble`."""
+    """Return what `side` launches at `size` on a GPU of `arch`, compiled if `assemble`.
+
+    A side that runs on several ranks is run as the first of each count of them.
+    """
     found = Launches()
-    with pretended(arch), _noting(found, assemble):
-        try:
-            _run(pair, side, size)
-        except Exception as error:  # whatever a side does that needs values or a real GPU
-            found.error = error
+    for count in pair.gpus:
+        with pretended(arch), _first_of(count), _noting(found, assemble):
+            try:
+                _run(pair, side, size)
+            except Exception as error:  # whatever a side does that needs values or a real GPU
+                found.error = error
     return found
+
+
+@contextlib.contextmanager
+def _first_of(count: int) -> Iterator[None]:
+    """Make this process seem to be the first of `count` ranks, between which nothing moves."""
+    if count == 1:
+        yield
+        return
+    import torch.distributed as dist
+
+    before, alone = here(), Alone()
+    alone.world = count
+    answers: dict[str, Any] = {name: mock.MagicMock() for name in COLLECTIVES}
+    answers |= {
+        "is_initialized": lambda: True,
+        "get_rank": lambda group=None: 0,
+        "get_world_size": lambda group=None: count,
+    }
+    try:
+        join(alone)
+        with mock.patch.multiple(dist, **answers):
+            yield
+    finally:
+        join(before)
 
 
 def _run(pair: Pair, side: Side, size: Size) -> None:
