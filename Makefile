@@ -12,8 +12,8 @@ bench: $(VENV)/.ready
 	$(PY) -m pytest suites/ch01
 
 test: $(VENV)/.ready
-	$(PY) -m pytest -q --aisp-check suites
-	$(PY) -m pytest -q --aisp-compile suites
+	$(PY) -m pytest -q -n 2 --aisp-check suites
+	$(PY) -m pytest -q -n 2 --aisp-compile suites
 	$(PY) -m pytest -q -n 2 tests
 
 lint: $(VENV)/.ready

@@ -110,7 +110,7 @@ def test_an_old_page_that_cannot_be_imported_is_no_verdict(committed, git, pytes
 
 
 BROKEN = """
-from pytest_aisp import simulated
+from pytest_aisp.results import simulated
 
 def simulate(baseline, *rest):
     if baseline.endswith("@old"):

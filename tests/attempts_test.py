@@ -45,7 +45,7 @@ def test_every_vote_is_in_the_artifacts_and_in_the_closing_notes(page, gpu, pyte
 DIES = """
 import os
 
-from pytest_aisp import simulated
+from pytest_aisp.results import simulated
 
 def simulate(baseline, optimized, *args):
     if "voting" in os.listdir() and baseline != optimized:  # the canary lives

@@ -18,13 +18,13 @@ from pytest_aisp.session.canary import Canary, judge
 SPEEDS = {"added": 2e-5, "doubled": 1e-5}
 INVALID = 17
 DEAF = """
-from pytest_aisp import simulated
+from pytest_aisp.results import simulated
 
 def simulate(baseline, optimized, options, budget, seed):
     return simulated.simulate(baseline, optimized, {**options, "planted": 0.0}, budget, seed)
 """
 BROKEN = """
-from pytest_aisp import simulated
+from pytest_aisp.results import simulated
 
 def simulate(baseline, optimized, *rest):
     if baseline == optimized:

@@ -200,7 +200,7 @@ def test_ranks_of_two_launchers_meet_at_an_endpoint(ranks, tmp_path, unused_port
     """Two launchers stand for two machines; each sees its own rank alone."""
     path = write(tmp_path, "apart")
     # No test is about its own speed: waiting for a core is no disturbance here.
-    patience = "from pytest_aisp import host\n\nhost.STOLEN = float('inf')\n"
+    patience = "from pytest_aisp.bench import host\n\nhost.STOLEN = float('inf')\n"
     path.write_text(path.read_text().replace("import os\n", patience + "import os\n", 1))
     nodes = [ranks(1, Nodes(f"127.0.0.1:{unused_port}", 2, number)) for number in range(2)]
     replies = {}

@@ -259,7 +259,8 @@ def test_fixtures(device, timer, pair):
 
 def test_nothing_of_the_plugin_is_loaded():
     ours = {name for name in sys.modules if name.startswith("pytest_aisp")}
-    assert ours <= {f"pytest_aisp{name}" for name in ("", ".options", ".plugin", ".stash")}
+    names = ("", ".plugin", ".session", ".session.options", ".session.stash")
+    assert ours <= {f"pytest_aisp{name}" for name in names}
     assert "torch" not in sys.modules
 
 

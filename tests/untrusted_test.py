@@ -19,7 +19,8 @@ SPEEDS = {"added": 2e-5, "doubled": 1e-5}
 HOSTILE = {
     "replaces the comparison": """
     def doubled(x):
-        from pytest_aisp import check, fits, originals
+        from pytest_aisp.guard import originals
+        from pytest_aisp.proof import check, fits
 
         def kind(found, leaves, rule):
             right = [leaf.value.to(got.dtype) for got, leaf in zip(found, leaves)]
@@ -31,7 +32,7 @@ HOSTILE = {
     """,
     "switches the protections off": """
     def doubled(x):
-        from pytest_aisp import protections
+        from pytest_aisp.common import protections
 
         protections._off = frozenset(protections.PROTECTIONS)
         return torch.zeros_like(x)
@@ -40,7 +41,7 @@ HOSTILE = {
     import gc
 
     def doubled(x):
-        from pytest_aisp.oracle import Oracle
+        from pytest_aisp.proof.oracle import Oracle
 
         for thing in gc.get_objects():
             if isinstance(thing, Oracle):
@@ -129,7 +130,8 @@ CLOCK = """
 def doubled(x):
     import time
 
-    from pytest_aisp import originals, windows
+    from pytest_aisp.bench import windows
+    from pytest_aisp.guard import originals
 
     originals.replaced = lambda: None
     windows.now_ns = lambda: time.perf_counter_ns() // 100
