@@ -207,7 +207,9 @@ def test_ranks_of_two_launchers_meet_at_an_endpoint(ranks, tmp_path, unused_port
 
     def ask(number: int) -> None:
         # Each has drawn a seed of its own: the ranks use the first one's.
-        asked = (task(path, seed=number), task(path, "time", seed=number, budget=SHORT))
+        # Two ranks on a busy machine scatter more than what an answer remembered by value saves.
+        timing = task(path, "time", seed=number, budget=SHORT, without=("repeats",))
+        asked = (task(path, seed=number), timing)
         replies[number] = [nodes[number].ask(one, 120, quiet) for one in asked]
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
@@ -215,7 +217,7 @@ def test_ranks_of_two_launchers_meet_at_an_endpoint(ranks, tmp_path, unused_port
         thread.start()
     for thread in threads:
         thread.join()
-    assert [[reply.error for reply in replies[number]] for number in range(2)] == [[None] * 2] * 2
+    assert [reply.message for number in range(2) for reply in replies[number]] == [""] * 4
     (checked, timed), (there, timed_there) = ([r.result for r in replies[n]] for n in range(2))
     assert checked["sizes"] == there["sizes"]
     # The slowest rank's time is everyone's, and so is every choice that follows from it.
