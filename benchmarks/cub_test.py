@@ -17,7 +17,6 @@ Seen       On an H200, CUDA 13.0: CUB's histogram takes 2.4 times as long as pri
 
 import ctypes
 import functools
-import importlib.util
 import shutil
 import subprocess
 import tempfile
@@ -27,17 +26,15 @@ import pytest
 import torch
 
 from pytest_aisp import Variant, Work, compare
+from pytest_aisp.bench.loader import load_page
 
 HERE = Path(__file__).parent
 
 
 def page(name):
     """Return the page `name` of chapter 7."""
-    path = HERE.parent / "suites" / "ch07" / f"{name}_test.py"
-    spec = importlib.util.spec_from_file_location(f"ch07_{name}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    root = HERE.parent
+    return load_page(str(root / "suites/ch07" / f"{name}_test.py"), str(root), f"cub.{name}_test")
 
 
 histograms, scans = page("histogram"), page("scan")

@@ -182,7 +182,8 @@ def test_where_one_rank_cannot_capture_none_does(monkeypatch):
             return "rank 1: refused"
 
     monkeypatch.setattr(peers, "_here", Other())
-    assert collectives._made(lambda: "a window") is None
+    with pytest.raises(windows.Uncapturable, match="rank 1: refused"):
+        windows.on_all_ranks(lambda: "a window")
 
 
 class Symmetric:

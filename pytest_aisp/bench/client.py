@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import IO, Protocol
 
 from ..pages.sources import PACKAGE
 from ..results import messages
@@ -124,29 +124,20 @@ class BenchProcess:
 
     def _late(self, seconds: float, doing: str) -> Reply:
         self.kill()
-        return Reply(
-            error="timeout",
-            message=f"no answer within {seconds:g} s during: {doing}\n"
-            "give it longer with --aisp-timeout-multiplier=2",
-            trace=self.output(),
-        )
+        return late_reply(seconds, doing, self.output())
 
     def _dead(self, doing: str) -> Reply:
         code = self._process.wait()
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         self.kill()
         return Reply(
             error="died",
-            message=f"the bench process ended {how} during: {doing}",
+            message=f"the bench process ended {how_it_ended(code)} during: {doing}",
             trace=self.output(),
         )
 
     def output(self, lines: int = 20) -> str:
         """Return the last lines that the process printed, a crash's stack without our frames."""
-        if self._output.closed:
-            return ""
-        self._output.seek(0)
-        return without_our_frames(self._output.read().decode(errors="replace"), lines)
+        return last_lines(self._output, lines)
 
     def kill(self) -> None:
         """Kill the process and everything in its process group."""
@@ -175,8 +166,24 @@ def bench_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def without_our_frames(text: str, lines: int) -> str:
-    """Return the last `lines` of what a process printed, a crash's stack without our frames."""
+def late_reply(seconds: float, doing: str, trace: str) -> Reply:
+    """Return the reply in the place of one that did not come within `seconds`."""
+    message = f"no answer within {seconds:g} s during: {doing}"
+    advice = "give it longer with --aisp-timeout-multiplier=2"
+    return Reply(error="timeout", message=f"{message}\n{advice}", trace=trace)
+
+
+def how_it_ended(code: int) -> str:
+    """Return how a process with this exit status ended: ``by SIGSEGV``, ``with exit code 3``."""
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+
+
+def last_lines(output: IO[bytes], lines: int) -> str:
+    """Return the last `lines` that a process printed, a crash's stack without our frames."""
+    if output.closed:
+        return ""
+    output.seek(0)
+    text = output.read().decode(errors="replace")
     return "\n".join([line for line in text.splitlines() if not _OURS.match(line)][-lines:])
 
 

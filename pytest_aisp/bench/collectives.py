@@ -19,7 +19,7 @@ from ..common.peers import here
 from ..proof.numerics import Wrong
 from ..proof.sides import Subject
 from ..results.timing import calls_for
-from .windows import WINDOW, GraphWindow, Uncapturable, host_window
+from .windows import WINDOW, GraphWindow, Uncapturable, host_window, on_all_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -185,14 +185,14 @@ def _timed(collective: Collective, device: str) -> dict[str, Any]:
 def _seconds(subject: Subject, device: str) -> tuple[str, float]:
     """Return the clock and the seconds of a call: the median window, each by its slowest rank."""
     for clock, make in _clocks(device):
-        probe = _made(partial(make, subject, 1))
-        if probe is None:
+        try:
+            probe = on_all_ranks(partial(make, subject, 1))
+            calls = calls_for(min(probe() for _ in range(3)), WINDOW[clock], 1)
+            window = on_all_ranks(partial(make, subject, calls))
+        except Uncapturable:
             continue
-        calls = calls_for(min(probe() for _ in range(3)), WINDOW[clock], 1)
-        window = _made(partial(make, subject, calls))
-        if window is not None:
-            window()
-            return clock, median(window() for _ in range(WINDOWS))
+        window()
+        return clock, median(window() for _ in range(WINDOWS))
     raise AssertionError("the host's clock captures nothing and cannot refuse")
 
 
@@ -200,16 +200,6 @@ def _clocks(device: str) -> Iterator[tuple[str, Any]]:
     if device.startswith("cuda"):
         yield "graph", GraphWindow
     yield "host", partial(host_window, device=device)
-
-
-def _made(make: Callable[[], Any]) -> Any:
-    """Return a window, or None where a rank could not capture it: then none has it."""
-    window, refused = None, None
-    try:
-        window = make()
-    except Uncapturable as error:
-        refused = str(error)
-    return window if here().first(refused) is None else None
 
 
 def bandwidths(row: Mapping[str, Any], ranks: int) -> tuple[float, float]:

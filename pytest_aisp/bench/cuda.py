@@ -9,7 +9,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..common.device import Telemetry
 from ..common.peers import here
@@ -23,10 +23,15 @@ from . import cold, nodes
 from .clocks import STRETCH, contradiction
 from .kernels import launched
 from .memory import peak_bytes
-from .windows import WINDOW, WINDOWS, GraphWindow, Unblockable, Uncapturable, host_window
-
-if TYPE_CHECKING:
-    pass
+from .windows import (
+    WINDOW,
+    WINDOWS,
+    GraphWindow,
+    Unblockable,
+    Uncapturable,
+    host_window,
+    on_all_ranks,
+)
 
 LINKS = ("pcie", "nvlink")
 """Bounds of what moves data past the L2."""
@@ -146,16 +151,11 @@ class CudaBout:
         extra: Sequence[int],
     ) -> list[Any]:
         """Return a window of each side; if one rank's is refused, so is every rank's."""
-        made: dict[int, Any] = {}
-        refused = None
-        try:
-            for side in self._order:
-                made[side] = make(self.subjects[side], counts[side], extra[side])
-        except Uncapturable as error:
-            refused = str(error)
-        refused = here().first(refused)
-        if refused is not None:
-            raise Uncapturable(refused)
+
+        def both() -> dict[int, Any]:
+            return {s: make(self.subjects[s], counts[s], extra[s]) for s in self._order}
+
+        made = on_all_ranks(both)
         return [made[0], made[1]]
 
     def _estimates(self, windows: Sequence[Any]) -> list[float]:

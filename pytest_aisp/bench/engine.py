@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common import trees
+from ..common.peers import here
 from ..common.protections import on, without
 from ..common.quiet import no_gc, release, waiter
 from ..common.stopwatch import Stopwatch
@@ -312,7 +313,6 @@ class Engine:
 
     def collectives(self, task: Task) -> dict[str, Any]:
         """Time collectives with the other ranks."""
-        from ..common.peers import here
         from .collectives import sweep
 
         if here().world == 1:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..common.peers import here
 from ..common.quiet import no_gc, waiter
@@ -23,6 +23,7 @@ from .clocks import Clocks, read_clocks
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 WINDOW = {"graph": 1e-3, "queue": 1e-3, "host": 5e-3}
 """Least seconds of a window, by clock."""
 SPIN_CYCLES = 2_000_000
@@ -155,6 +156,24 @@ WINDOWS: dict[str, Callable[[Subject, int, int], Any]] = {
     "queue": QueueWindow,
     "host": host_window,
 }
+
+
+def on_all_ranks(make: Callable[[], T]) -> T:
+    """Return what `make` captures, where every rank can capture its own.
+
+    Raises:
+        Uncapturable: on all ranks, where one of them could not.
+    """
+    made: list[T] = []
+    refused = None
+    try:
+        made.append(make())
+    except Uncapturable as error:
+        refused = str(error)
+    refused = here().first(refused)
+    if refused is not None:
+        raise Uncapturable(refused)
+    return made[0]
 
 
 def capture(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:

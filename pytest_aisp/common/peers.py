@@ -31,6 +31,10 @@ class Alone:
         """Return the text of the first rank that has one, with its name, or None."""
         return text
 
+    def shared(self, value: Any) -> Any:
+        """Return the `value` of rank 0."""
+        return value
+
     def begin(self, device: str) -> None:
         """Let all ranks begin a window together: the last thing before its start is stamped."""
 
@@ -63,13 +67,16 @@ class Ranks(Alone):
         self._skews: list[float] = []
         self._flag: Any = None
 
+    def _agree(self) -> None:
+        self._agreements += 1
+        self._tell(self._agreements)
+
     def _gather(self, *values: float) -> list[list[float]]:
         """Return the values of every rank."""
         import torch
         import torch.distributed as dist
 
-        self._agreements += 1
-        self._tell(self._agreements)
+        self._agree()
         mine = torch.tensor(values, dtype=torch.float64)
         all_ = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(all_, mine, group=self._group)
@@ -82,15 +89,22 @@ class Ranks(Alone):
         return int(min(one for (one,) in self._gather(value)))
 
     def first(self, text: str | None) -> str | None:
-        import torch.distributed as dist
-
         has = [bool(one) for (one,) in self._gather(text is not None)]
         if not any(has):
             return None
         source = has.index(True)
-        said = [text]
+        return f"rank {source}: {self._broadcast(text, source)}"
+
+    def shared(self, value: Any) -> Any:
+        self._agree()
+        return self._broadcast(value, 0)
+
+    def _broadcast(self, value: Any, source: int) -> Any:
+        import torch.distributed as dist
+
+        said = [value]
         dist.broadcast_object_list(said, src=source, group=self._group)
-        return f"rank {source}: {said[0]}"
+        return said[0]
 
     def begin(self, device: str) -> None:
         import torch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -28,7 +27,7 @@ def smallest_failure(
         check: raises for a size at which a side is wrong.
     """
     if here().world > 1:
-        return _first_failure(_of_the_first(_drawn(strategies, task)), check)
+        return _first_failure(here().shared(_drawn(strategies, task)), check)
     failures: dict[str, Exception] = {}
 
     def fails(size: Size) -> bool:
@@ -65,13 +64,6 @@ def _drawn(strategies: Mapping[str, Any], task: Task) -> list[Size]:
 def _rank_of(value: Any) -> tuple[bool, Any]:
     """Return by what `value` is ordered: numbers by their value, words after them."""
     return isinstance(value, str), value
-
-
-def _of_the_first(sizes: list[Size]) -> list[Size]:
-    """Return the `sizes` of rank 0 on every rank."""
-    said = here().first(json.dumps(sizes) if here().rank == 0 else None) or ""
-    found: list[Size] = json.loads(said[said.index("[") :])
-    return found
 
 
 def _found(strategies: Mapping[str, Any], fails: Callable[[Size], bool], task: Task) -> Size | None:

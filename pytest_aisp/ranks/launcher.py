@@ -21,7 +21,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from ..bench.client import START_SECONDS, Progress, bench_environment, without_our_frames
+from ..bench.client import (
+    START_SECONDS,
+    Progress,
+    bench_environment,
+    how_it_ended,
+    last_lines,
+    late_reply,
+)
 from ..pages.sources import libraries
 from ..results import messages
 from ..results.messages import Reply, Task
@@ -266,7 +273,8 @@ class RankSet:
         if culprit is None:
             how = f"the ranks' launcher ended {when}"
             return Reply(error="died", message=how, trace=self.output())
-        how = _words(codes.get(culprit.number))
+        code = codes.get(culprit.number)
+        how = "" if code is None else f" {how_it_ended(code)}"
         message = f"rank {culprit.number} ended{how} during: {culprit.doing}"
         return Reply(error="died", message=message, trace=self.output())
 
@@ -301,20 +309,11 @@ class RankSet:
 
     def _silent(self, where: str, seconds: float) -> Reply:
         self.kill()
-        return Reply(
-            error="timeout",
-            message=f"no answer within {seconds:g} s during: {where}\n"
-            "give it longer with --aisp-timeout-multiplier=2",
-            trace=self.output(),
-        )
+        return late_reply(seconds, where, self.output())
 
     def output(self, lines: int = 20) -> str:
         """Return the last lines that the ranks and their launcher printed."""
-        if self._output.closed:
-            return ""
-        self._output.seek(0)
-        text = self._output.read().decode(errors="replace")
-        return without_our_frames(text, lines)
+        return last_lines(self._output, lines)
 
     def kill(self) -> None:
         """Kill every rank and the launcher: torchrun gives each a session of its own."""
@@ -347,11 +346,3 @@ def _standing(stack: list[str]) -> str:
         if found and not found["file"].startswith(libraries()):
             return f", in {found['name']} ({os.path.basename(found['file'])}:{found['line']})"
     return ""
-
-
-def _words(code: int | None) -> str:
-    if code is None:
-        return ""
-    if code < 0:
-        return f" by {signal.Signals(-code).name}"
-    return f" with exit code {code}"

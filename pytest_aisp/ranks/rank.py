@@ -54,7 +54,7 @@ def serve(address: str) -> None:
                 if task.kind == "stop":
                     break
                 # Each launcher has drawn a seed of its own: values are those of rank 0's.
-                task = replace(task, seed=int(peers.here().least(_of_first(rank, task.seed))))
+                task = replace(task, seed=peers.here().shared(task.seed))
                 replies.write(encoded(server.answer(task)))
     os._exit(0)  # whoever is left waiting in a collective is not waited for
 
@@ -62,10 +62,6 @@ def serve(address: str) -> None:
 def stack_of(folder: str, rank: int) -> str:
     """Return the file into which `rank` writes where it stands when it gets SIGUSR1."""
     return os.path.join(folder, f"stack-{rank}")
-
-
-def _of_first(rank: int, seed: int) -> int:
-    return seed if rank == 0 else 2**52
 
 
 def _join(rank: int, world: int, tell: Any) -> None:

@@ -1,3 +1,4 @@
 """Plain data and arithmetic: schedules, statistics, verdicts, rows, stored results.
 
-Imports the standard library alone."""
+Imports the standard library alone.
+"""
