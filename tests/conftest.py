@@ -146,6 +146,29 @@ def gpu(
     return install
 
 
+RECORDED: dict[str, str] = {}
+"""Stored results by what was recorded: pages, and the simulated GPU's conftest.py."""
+
+
+@pytest.fixture
+def recorded(pytester: pytest.Pytester) -> Callable[[], None]:
+    """Store results of the pages in ch99 as three processes see them; once for the same pages."""
+
+    def record() -> None:
+        files = [pytester.path / "conftest.py", *sorted((pytester.path / "ch99").glob("*_test.py"))]
+        key = "\n".join(f"{file.name}\n{file.read_text()}" for file in files)
+        stored = pytester.path / "baselines" / "simulated-gpu" / "ch99.json"
+        if key in RECORDED:
+            stored.parent.mkdir(parents=True)
+            stored.write_text(RECORDED[key])
+            return
+        done = pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=3")
+        assert done.ret == 0
+        RECORDED[key] = stored.read_text()
+
+    return record
+
+
 @pytest.fixture
 def lines() -> Callable[[pytest.RunResult], str]:
     """Return a run's whole output as one text."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
+
+from pytest_aisp.session.recorder import environment_moved
 
 
 def test_measure_passes_with_a_record_and_is_new_without(page, gpu, pytester):
@@ -36,10 +39,10 @@ def test_a_missed_claim_is_red_and_says_what_missed_what(page, gpu, pytester, wo
     assert "FAILED" in result.stdout.str()
 
 
-def test_a_loss_against_the_record_is_regressed_and_in_lf(page, gpu, pytester):
+def test_a_loss_against_the_record_is_regressed_and_in_lf(page, gpu, recorded, pytester):
     page()
     gpu(added=2e-5, doubled=1e-5)
-    pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=3")
+    recorded()
     gpu(added=2e-5, doubled=1.2e-5)
     result = pytester.runpytest_subprocess("--junitxml=junit.xml")
     result.stdout.fnmatch_lines(
@@ -54,20 +57,20 @@ def test_a_loss_against_the_record_is_regressed_and_in_lf(page, gpu, pytester):
     last.stdout.fnmatch_lines(["ch99/doubling_test.py::test_doubling[[]doubled-n1001[]]"])
 
 
-def test_a_gain_against_the_record_is_improved_and_green(page, gpu, pytester):
+def test_a_gain_against_the_record_is_improved_and_green(page, gpu, recorded, pytester):
     page()
     gpu(added=2e-5, doubled=1e-5)
-    pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=3")
+    recorded()
     gpu(added=2e-5, doubled=0.8e-5)
     result = pytester.runpytest_subprocess("-v")
     result.stdout.fnmatch_lines(["*IMPROVED 2.???x*"])
     assert result.ret == 0
 
 
-def test_a_loss_in_another_environment_is_stale_unless_strict(page, gpu, pytester):
+def test_a_loss_in_another_environment_is_stale_unless_strict(page, gpu, recorded, pytester):
     page()
     gpu(added=2e-5, doubled=1e-5)
-    pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=3")
+    recorded()
     file = pytester.path / "baselines" / "simulated-gpu" / "ch99.json"
     file.write_text(file.read_text().replace('"torch": "simulated"', '"torch": "other"'))
     gpu(added=2e-5, doubled=1.2e-5)
@@ -77,10 +80,10 @@ def test_a_loss_in_another_environment_is_stale_unless_strict(page, gpu, pyteste
     assert pytester.runpytest_subprocess("--aisp-strict-env").ret == 1
 
 
-def test_a_loss_under_another_power_limit_is_stale_and_says_so(page, gpu, pytester):
+def test_a_loss_under_another_power_limit_is_stale_and_says_so(page, gpu, recorded, pytester):
     page()
     gpu(added=2e-5, doubled=1e-5, environment={"power_limit_w": 700, "mig": None})
-    pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=3")
+    recorded()
     slower = {"added": 2e-5, "doubled": 1.2e-5}
     gpu(**slower, environment={"power_limit_w": 350, "mig": False, "numa_node": 1})
     result = pytester.runpytest_subprocess("-v")
@@ -98,12 +101,12 @@ def test_a_loss_under_another_power_limit_is_stale_and_says_so(page, gpu, pytest
     assert "when stored" not in result.stdout.str()
 
 
-def test_a_yardstick_may_lose_but_not_against_its_own_record(page, gpu, pytester):
+def test_a_yardstick_may_lose_but_not_against_its_own_record(page, gpu, recorded, pytester):
     page(at_least="'yardstick'")
     gpu(added=1e-5, doubled=2e-5)
     result = pytester.runpytest_subprocess("-v")
     result.stdout.fnmatch_lines(["*0.500x*yardstick  -       -        new*"])
-    pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=3")
+    recorded()
     assert pytester.runpytest_subprocess().ret == 0
     gpu(added=1e-5, doubled=3e-5)
     result = pytester.runpytest_subprocess()
@@ -198,12 +201,32 @@ def test_a_missing_record_fails_where_the_ini_says_so(page, gpu, pytester):
     result.stdout.fnmatch_lines(["*pytest --aisp-update-expectations 'ch99*"])
 
 
-def test_too_many_suspects_in_one_direction_void_the_run(page, gpu, pytester):
-    for number in range(8):
-        page(name=f"doubling{number}_test.py")
+@pytest.mark.parametrize(
+    ("cases", "suspects", "moved"),
+    [(8, 5, False), (8, 6, True), (8, -6, True), (200, 10, False), (200, 11, True), (6, 0, False)],
+)
+def test_an_environment_moved_where_six_and_a_twentieth_are_off_alike(cases, suspects, moved):
+    off = [{"value": 0.0, "suspect": int(math.copysign(1, suspects))}] * abs(suspects)
+    quiet = [{"value": 0.0, "suspect": 0}] * (cases - abs(suspects))
+    assert environment_moved(off + quiet) is moved
+    assert not environment_moved([{"value": None, "suspect": 1}] * cases)
+
+
+@pytest.fixture
+def moved(page, gpu, recorded, pytester):
+    """Three pages that are slower than recorded, in a session where two would be believed."""
+    for name in "abc":
+        page(name=f"{name}_test.py")
     gpu(added=2e-5, doubled=1e-5)
-    pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=3")
+    recorded()
     gpu(added=2e-5, doubled=1.2e-5)
+    conftest = pytester.path / "conftest.py"
+    least = "from pytest_aisp.session import recorder\n\nrecorder.MOVED_LEAST = 2\n"
+    conftest.write_text(least + conftest.read_text())
+    return conftest
+
+
+def test_too_many_suspects_in_one_direction_void_the_run(moved, pytester):
     result = pytester.runpytest_subprocess()
     result.stdout.fnmatch_lines(["RUN INVALID (environment moved)*"])
     assert result.ret == 17
@@ -212,19 +235,13 @@ def test_too_many_suspects_in_one_direction_void_the_run(page, gpu, pytester):
 LAST = """
 
 def pytest_aisp_result(config, row):
-    if "doubling7" in row["nodeid"]:
+    if "c_test" in row["nodeid"]:
         raise KeyboardInterrupt
 """
 
 
-def test_an_interrupted_run_stays_interrupted_whatever_its_cases_said(page, gpu, pytester):
-    for number in range(8):
-        page(name=f"doubling{number}_test.py")
-    gpu(added=2e-5, doubled=1e-5)
-    pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=3")
-    gpu(added=2e-5, doubled=1.2e-5)
-    conftest = pytester.path / "conftest.py"
-    conftest.write_text(conftest.read_text() + LAST)
+def test_an_interrupted_run_stays_interrupted_whatever_its_cases_said(moved, pytester):
+    moved.write_text(moved.read_text() + LAST)
     assert pytester.runpytest_subprocess().ret == pytest.ExitCode.INTERRUPTED
 
 

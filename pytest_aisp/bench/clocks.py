@@ -22,8 +22,10 @@ STRETCH = 5e-3
 """Least seconds of work that the clocks are compared over."""
 SHARE = 0.02
 """By which share of that they may differ ..."""
-EVENT, HOST, COUNTER = 50e-6, 150e-6, 60e-6
-"""... and by how many seconds besides: the last wait, launching, starting and ending a stamp."""
+HOST, COUNTER = 150e-6, 60e-6
+"""... and by how many seconds besides: launching, and starting and ending a stamp."""
+LATE = 30e-6
+"""Seconds that an idle GPU may take to say so once the last event has been reached."""
 ATTEMPTS = 5
 """A host that was busy elsewhere for a moment accuses nobody."""
 
@@ -48,7 +50,7 @@ class Clocks:
     def contradiction(self) -> str:
         """Return what contradicts the events in words, or nothing."""
         margin = SHARE * self.events
-        if on("no-late-work") and self.late > margin + EVENT:
+        if on("no-late-work") and self.late > LATE:
             return (
                 f"work goes on for {self.late * 1e6:.3g} us after the last call of"
                 f" {self.events * 1e6:.4g} us: a stream of its own is not waited for"

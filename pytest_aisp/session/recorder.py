@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,17 +82,18 @@ class Recorder:
     def why_invalid(self) -> list[str]:
         """Return why no verdict of this run counts; nothing for a valid run."""
         why = [f"canary): {Canary(**found)}" for found in self.canaries if found["wrong"]]
-        if self._environment_moved():
+        if environment_moved(self.rows):
             why.append(
                 "environment moved): too many cases are off in one direction to be the code's doing"
             )
         return [f"RUN INVALID ({reason}; no verdict of this run counts" for reason in why]
 
-    def _environment_moved(self) -> bool:
-        """Return whether too many cases are suspect in one direction."""
-        timed = [r for r in self.rows if r["value"] is not None]
-        limit = max(MOVED_LEAST, MOVED_SHARE * len(timed))
-        return any(sum(r["suspect"] == d for r in timed) > limit for d in (1, -1))
+
+def environment_moved(rows: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether too many of the timed cases are suspect in one direction."""
+    suspects = [r["suspect"] for r in rows if r["value"] is not None]
+    limit = max(MOVED_LEAST, MOVED_SHARE * len(suspects))
+    return any(suspects.count(direction) > limit for direction in (1, -1))
 
 
 def _commit(root: Path) -> str | None:
