@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from pytest_aisp.bench.clocks import ATTEMPTS, Clocks, contradiction
+from pytest_aisp.common import peers
 from pytest_aisp.common.protections import without
 
 HONEST = Clocks(events=5e-3, host=5.06e-3, counter=5.004e-3, late=8e-6)
@@ -68,3 +70,11 @@ def test_one_clean_reading_is_enough():
     readings = iter([busy] * (ATTEMPTS - 1) + [HONEST])
     assert contradiction(lambda: next(readings)) == ""
     assert "host between full waits 9000 us" in contradiction(lambda: busy)
+
+
+def test_beside_nccl_a_device_may_take_longer_to_say_that_it_is_idle(monkeypatch):
+    slow = replace(HONEST, late=1.2e-4)
+    assert "work goes on" in slow.contradiction()
+    monkeypatch.setattr(peers, "_here", SimpleNamespace(world=2))
+    assert slow.contradiction() == ""
+    assert "work goes on for 300 us" in replace(HONEST, late=3e-4).contradiction()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -107,6 +108,20 @@ def test_sums_of_what_few_ranks_have_rounded_pass_and_two_bits_fewer_fail(precis
     for rounds, right in ((honest, True), (lambda x: coarse(x).view(torch.float32), False)):
         total = rounds(sum(rounds(t) for t in terms))
         assert fits.compare(total, leaf, Rule()).ok is right
+
+
+def test_one_large_value_may_cost_a_block_of_shared_scales_more_than_a_format_without():
+    value = torch.linspace(-3, 3, 999, dtype=torch.float64)
+    off = value.clone()
+    off[7] += 0.1
+    leaf = Leaf("output", value, torch.full_like(value, 0.01))
+    assert not fits.compare(off, leaf, Rule()).ok
+    assert fits.compare(off, replace(leaf, most=numerics.WORST_BLOCK), Rule()).ok
+    off[7] += 0.1
+    found = fits.compare(off, replace(leaf, most=numerics.WORST_BLOCK), Rule())
+    assert fits.explain("int8", {"n": 999}, found, Rule()).endswith(
+        "the rule is derived bound (rms 1.25, worst 16)"
+    )
 
 
 @pytest.mark.parametrize("k", [1024, 8192])

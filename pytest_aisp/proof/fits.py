@@ -32,6 +32,7 @@ class Fit:
     ok: bool
     count: int = 0
     step: int = 1
+    most: float = WORST
 
     @property
     def scatter(self) -> float:
@@ -41,7 +42,7 @@ class Fit:
     @property
     def score(self) -> float:
         """Multiples of the derived bound: above 1 the derived rule fails."""
-        return max(self.rms / (RMS * (1 + self.scatter)), self.worst / WORST)
+        return max(self.rms / (RMS * (1 + self.scatter)), self.worst / self.most)
 
 
 def compare_all(got: Sequence[torch.Tensor], leaves: Sequence[Leaf], rule: Rule) -> list[Fit]:
@@ -85,6 +86,7 @@ def _compare_together(got: Sequence[torch.Tensor], leaves: Sequence[Leaf], rule:
     for i, each in enumerate(leaves):
         rms = math.sqrt(squares[i]) / max(each.total, 1e-300)
         fit = Fit(each.path, rms, worst[i], (), 0.0, 0.0, 0.0, bool(accepted[i]), counts[i])
+        fit = replace(fit, most=each.most)
         fits.append(fit if rule.given or fit.score <= 1 else replace(fit, ok=False))
     return fits
 
@@ -103,6 +105,7 @@ def compare(got: torch.Tensor, leaf: Leaf, rule: Rule) -> Fit:
     scaled = error.div_(leaf.sigma)
     flat = int(scaled.argmax())
     fit = _fit(got, leaf, flat, rms, float(scaled.view(-1)[flat]), accepted)
+    fit = replace(fit, most=leaf.most)
     return fit if rule.given or fit.score <= 1 else replace(fit, ok=False)
 
 
@@ -165,7 +168,8 @@ def explain(side: str, size: Any, fit: Fit, rule: Rule) -> str:
     )
     if rule.exact or not math.isfinite(fit.worst):
         return f"{text}; the rule is {rule}"
+    limits = "" if rule.given else f" (rms {RMS:g}, worst {fit.most:g})"
     return (
         f"{text}; off by {abs(fit.got - fit.want):.3g} = {fit.worst:.3g} allowed deviations of"
-        f" {fit.bound:.3g} (rms {fit.rms:.3g}); the rule is {rule}"
+        f" {fit.bound:.3g} (rms {fit.rms:.3g}); the rule is {rule}{limits}"
     )

@@ -29,6 +29,11 @@ STEP = 2.0**-10
 SIGNS = 1048573
 """Random signs that are drawn for one perturbed tensor: the largest prime below 2^20."""
 
+BLOCKED, WORST_BLOCK = ("int8", "int4", "mxfp8", "nvfp4"), 16.0
+"""Formats of which a block shares its scale, and their worst element: the largest of 10^8 normal
+values is six times their rms, where `UNIT` assumes four, and a power of two as the scale may double
+the step of that block."""
+
 # Unit roundoff by name of type, and the depth of one tensor-core instruction (K elements).
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 UNIT |= {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3, "tf32": 2.0**-11, "fp16": 2.0**-11}
@@ -61,7 +66,7 @@ class Rule:
             return "exact"
         if self.given:
             return f"rtol={self.rtol or 0:g}, atol={self.atol or 0:g}"
-        return f"derived bound (rms {RMS:g}, worst {WORST:g})"
+        return "derived bound"
 
 
 @dataclass(frozen=True)
@@ -71,11 +76,13 @@ class Leaf:
     Attributes:
         sigma: allowed standard deviation of each element, or None where only equality will do.
             Zeros in it are raised to 1e-300.
+        most: what the worst element may be off by, in allowed standard deviations.
     """
 
     path: str
     value: torch.Tensor
     sigma: torch.Tensor | None
+    most: float = WORST
 
     def __post_init__(self) -> None:
         if self.sigma is not None:

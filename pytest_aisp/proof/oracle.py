@@ -55,9 +55,13 @@ class Oracle:
         if key not in self._leaves:
             work = self.bench.pair.work_at(self.bench.size, here().world)
             with self.watch.phase("reference"):
+                most = numerics.WORST_BLOCK if precision in numerics.BLOCKED else numerics.WORST
                 self._leaves[key] = [
                     Leaf(
-                        path, value, self._sigma(path, value, squares, precision, work, len(key[0]))
+                        path,
+                        value,
+                        self._sigma(path, value, squares, precision, work, len(key[0])),
+                        most,
                     )
                     for path, value, squares in known
                 ]

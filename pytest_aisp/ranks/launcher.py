@@ -57,6 +57,13 @@ class Nodes:
     number: int
 
 
+def _threads(ranks: int) -> dict[str, str]:
+    """Return the variable that shares the cores among `ranks`; torchrun would give each one."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
+
+
 @dataclass
 class _Rank:
     """One rank as its launcher knows it.
@@ -121,7 +128,7 @@ class RankSet:
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,
-            env=bench_environment(self.environment),
+            env=bench_environment({**_threads(self.count), **self.environment}),
             start_new_session=True,
         )
 

@@ -30,11 +30,12 @@ BATCH, BUCKET = 1024, 4
 
 
 def state(device, layers, width):
-    linears = [torch.nn.Linear(width, width, bias=False) for _ in range(layers)]
+    make = {"device": device, "dtype": torch.bfloat16}
+    linears = [torch.nn.Linear(width, width, bias=False, **make) for _ in range(layers)]
     for linear in linears:
         torch.nn.init.normal_(linear.weight, std=1 / width**0.5)
     parts = [part for linear in linears for part in (linear, torch.nn.Tanh())]
-    return SimpleNamespace(model=torch.nn.Sequential(*parts).to(device).bfloat16())
+    return SimpleNamespace(model=torch.nn.Sequential(*parts))
 
 
 def inputs(device, layers, width):

@@ -36,16 +36,16 @@ from pytest_aisp import Work, compare
 LAYERS, BLOCKS, MICROBATCHES = 2, 2, 4  # layers a block, blocks a rank
 
 
-def block(width):
-    linears = [torch.nn.Linear(width, width, bias=False) for _ in range(LAYERS)]
+def block(width, device):
+    make = {"device": device, "dtype": torch.bfloat16}
+    linears = [torch.nn.Linear(width, width, bias=False, **make) for _ in range(LAYERS)]
     for linear in linears:
         torch.nn.init.normal_(linear.weight, std=1 / width**0.5)
     return torch.nn.Sequential(*(part for linear in linears for part in (linear, torch.nn.Tanh())))
 
 
 def state(device, rows, width, world):
-    blocks = [block(width).to(device).bfloat16() for _ in range(BLOCKS * world)]
-    return SimpleNamespace(blocks=blocks)
+    return SimpleNamespace(blocks=[block(width, device) for _ in range(BLOCKS * world)])
 
 
 def inputs(device, rows, width):
