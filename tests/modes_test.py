@@ -57,6 +57,22 @@ def test_a_loss_against_the_record_is_regressed_and_in_lf(page, gpu, recorded, p
     last.stdout.fnmatch_lines(["ch99/doubling_test.py::test_doubling[[]doubled-n1001[]]"])
 
 
+def test_a_loss_is_accepted_as_the_failure_says(page, gpu, recorded, pytester):
+    page()
+    gpu(added=2e-5, doubled=1e-5)
+    recorded()
+    gpu(added=2e-5, doubled=1.2e-5)
+    accept = ["--aisp-update-expectations=all", "--aisp-processes=1"]
+    result = pytester.runpytest_subprocess(*accept)
+    result.stdout.fnmatch_lines(["stored: *doubled-n1001]: 2.0?0x -> 1.6??x"])
+    assert result.ret == 0
+    page(at_least="1.9")  # a claim is not accepted that way
+    result = pytester.runpytest_subprocess(*accept)
+    result.stdout.fnmatch_lines(["*against 1.900x (at_least on the page)*-> red"])
+    assert "stored:" not in result.stdout.str()
+    assert result.ret == 1
+
+
 def test_a_gain_against_the_record_is_improved_and_green(page, gpu, recorded, pytester):
     page()
     gpu(added=2e-5, doubled=1e-5)

@@ -126,6 +126,8 @@ class Judge:
             row.notes.append(f"the stored result was timed on the {mine.clock} clock: not compared")
             return gates, True, False
         row.stored = mine.value
+        if self.run.settings.update == "all":  # it is to be replaced: only the claim counts
+            return gates, True, True
         margin = verdict.record_margin(spread, self._session(), row.clock)
         gates += verdict.record_gates(mine.value, margin)
         return gates, self._same_environment(stored_file, mine, timed), True
