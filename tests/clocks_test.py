@@ -20,7 +20,7 @@ LIES = {
         "no-late-work",
     ),
     "one short call on a side stream": (
-        {"late": 4.5e-5},
+        {"late": 4.5e-5, "queued": True},
         "work goes on for 45 us after the last call of 5000 us: a stream of its own is not"
         " waited for",
         "no-late-work",
@@ -73,8 +73,10 @@ def test_one_clean_reading_is_enough():
 
 
 def test_beside_nccl_a_device_may_take_longer_to_say_that_it_is_idle(monkeypatch):
-    slow = replace(HONEST, late=1.2e-4)
+    slow = replace(HONEST, events=1e-3, host=None, counter=None, late=1.2e-4)
     assert "work goes on" in slow.contradiction()
     monkeypatch.setattr(peers, "_here", SimpleNamespace(world=2))
     assert slow.contradiction() == ""
     assert "work goes on for 300 us" in replace(HONEST, late=3e-4).contradiction()
+    monkeypatch.undo()
+    assert replace(HONEST, late=1.2e-4).contradiction() == ""  # 2 % of a graph's replays

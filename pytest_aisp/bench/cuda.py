@@ -210,7 +210,8 @@ class CudaBout:
 
         Args:
             seconds: per call of each side, as the windows say; on the host's clock no contradiction
-                is possible, as the host waits for everything.
+                is possible, as the host waits for everything, and none on several ranks, where
+                kernels are at work while they wait for another rank's profiler to begin.
 
         Raises:
             SideError: where kernels are at work for longer.
@@ -220,7 +221,7 @@ class CudaBout:
             kernels = launched(subject.round, len(subject.calls))
             subject.restore()
             wrong = kernels.contradiction(told)
-            if wrong and self.clock != "host":
+            if wrong and self.clock != "host" and here().world == 1:
                 raise SideError(f"{subject.name}: {wrong}")
             found[subject.name] = asdict(kernels)
         return found

@@ -221,6 +221,20 @@ class Engine:
         rng = random.Random(seed)
         return Trial(task, oracle, sides, budget, rng, self.progress).run()
 
+    def memory(self, task: Task) -> dict[str, Any]:
+        """Return by side the most bytes that a call holds on the GPU beyond its inputs."""
+        from .memory import peaks
+
+        pair = self._pair(task)
+        sides = pair.baseline, pair.variant(task.variant).side
+        if task.timer is not None:
+            return {"peak_bytes": task.timer["options"]["details"]["peak_bytes"]}
+        if any(hasattr(side, "environment") for side in sides):
+            raise PageError("assert_memory() of a process side: measure it inside a process")
+        with self._prepared(task, pair):
+            bench = self.oracle(task, pair, task.size).bench
+            return {"peak_bytes": peaks(bench, sides, task.device)}
+
     def sample(self, task: Task) -> dict[str, Any]:
         """Time one process side in this process and check its output."""
         from .processes import time_here

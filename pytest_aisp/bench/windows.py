@@ -122,7 +122,7 @@ class QueueWindow:
             return read_clocks(work, self._start, self._end, before)
 
         blocked, free = read(lambda: torch.cuda._sleep(self._cycles)), read(None)
-        return replace(blocked, late=max(blocked.late, free.late))
+        return replace(blocked, late=max(blocked.late, free.late), queued=True)
 
 
 class HostWindow:

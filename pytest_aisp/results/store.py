@@ -59,6 +59,8 @@ class Result:
         environments: for each session, its key in the file's table of environments.
         sources: hex hashes of the sides' sources, ``baseline`` and ``optimized``.
         choices: tuning choices of the sides; JSON types.
+        peak_bytes: most bytes that a call of either side holds beyond its inputs, ``baseline`` and
+            ``optimized``; empty where nobody looked.
         samples: hex hash of the file with the samples.
 
     With several sessions, whatever is not by session is the latest one's.
@@ -76,6 +78,7 @@ class Result:
     environments: tuple[str, ...]
     sources: Mapping[str, str]
     choices: Mapping[str, Any] = field(default_factory=dict)
+    peak_bytes: Mapping[str, int] = field(default_factory=dict)
     samples: str | None = None
 
     def __post_init__(self) -> None:
@@ -329,6 +332,18 @@ def _plain(value: Any) -> dict[str, Any]:
     return dict(json.loads(json.dumps(dict(value), sort_keys=True, allow_nan=False)))
 
 
+def _peaks(value: Any) -> dict[str, int]:
+    """Return a sorted copy of a table of both sides' bytes, or of none."""
+    table = _plain(value)
+    if table and (set(table) != {"baseline", "optimized"} or not all(map(_count, table.values()))):
+        raise ValueError
+    return table
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
 def _sessions(value: Any) -> tuple[Any, ...]:
     return _some(value, lambda session: _some(session, lambda v: _rounded(v, ".5f", -50, 50)))
 
@@ -348,6 +363,7 @@ _FORMS: dict[str, _Form] = {
     "environments": (lambda v: _some(v, _word), "a list of names"),
     "sources": (_hashes, "two hex hashes, of baseline and optimized"),
     "choices": _TABLE,
+    "peak_bytes": (_peaks, "two counts of bytes, of baseline and optimized, or none"),
     "samples": (lambda v: _word(v, _HEX), "a hex hash"),
 }
 _OPTIONAL = ("share", "limit", "samples")

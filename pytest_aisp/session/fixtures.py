@@ -62,6 +62,26 @@ class PairUnderTest:
         self.judged = True
         self._red(self._run.measure)
 
+    def assert_memory(self, *, at_most: float) -> None:
+        """Judge the variant's peak memory on the GPU against the baseline's, and the stored result.
+
+        Where nothing is timed this ends the body: the case is `checked`.
+
+        Args:
+            at_most: what a call of the variant may hold beyond its inputs, outputs and temporaries
+                together, as a share of what a call of the baseline does. On several ranks, each
+                side counts with the rank that needs most.
+
+        Raises:
+            AssertionError: naming both amounts, the limit that was missed and where it came from.
+            ValueError: for a share that is not above 0.
+        """
+        __tracebackhide__ = True
+        if not at_most > 0:
+            raise ValueError(f"{at_most=} of the baseline's memory: it must be above 0")
+        self.judged = True
+        self._red(lambda: self._run.weigh(float(at_most)))
+
     def _red(self, step: Callable[[], None]) -> None:
         __tracebackhide__ = True
         try:

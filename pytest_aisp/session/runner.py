@@ -79,6 +79,30 @@ class CaseRun(CaseClient):
         if self.run.settings.aa:
             self._repeat(first)
 
+    def weigh(self, at_most: float) -> None:
+        """Judge the memory of both sides. Where nothing is timed the case is `checked`.
+
+        Raises:
+            EndOfBody: where nothing is timed.
+            Failed: for a red verdict.
+        """
+        if self.rule is None:
+            raise Failed(
+                "assert_memory() before assert_equivalent(): nothing is measured before it is"
+                " proved right\nCall pair.assert_equivalent() first"
+            )
+        row = self.row
+        if self.place.kind != "time":
+            row.verdict = row.verdict or "checked"
+            raise EndOfBody
+        if self.place.device == "cpu" and self.run.timer is None:
+            row.notes.append("memory is measured on GPUs alone")
+            row.verdict = row.verdict or "checked"
+            return
+        found = self.ask(self.task("memory"))
+        row.checks.append(found)
+        self.judge.weigh(found["peak_bytes"], at_most)
+
     def _repeat(self, first: Mapping[str, Any]) -> None:
         """Repeat an A/A trial in more processes, each a trial of its own, judged alike."""
         values = [float(first["value"])]
@@ -178,7 +202,7 @@ class CaseRun(CaseClient):
         timed = [first]
         for number in range(1, count):
             run.progress(f"record {number + 1}/{count}")
-            timed.append(self.timed(100 + number, run.bench(self.place.device, number)))
+            timed.append(self.timed(100 + number, self.bench(number)))
         values = [float(t["value"]) for t in timed]
         self.judge.interval(values)
         names = list(row.seconds)
@@ -193,5 +217,6 @@ class CaseRun(CaseClient):
             "limit": row.limit or None,
             "sources": dict(first["sources"]),
             "choices": tuner.together(t["details"].get("choices", {}) for t in timed),
+            "peak_bytes": {},
             "replace": run.settings.update == "all",
         }

@@ -48,11 +48,12 @@ def coalesced(grads):
     optimized=[bucketed, coalesced],
     inputs=inputs,
     reference=reference,
-    sizes=[{"count": 256, "numel": 16384}],
+    sizes=[{"count": 128, "numel": 16384}],
     check_sizes=[{"count": 3, "numel": 17}],
     work=lambda count, numel: Work(wire=4 * count * numel, terms=2),
     bound="latency",
     gpus=2,
+    l2="warm",
 )
 def test_bucketed(pair):
     pair.assert_equivalent()

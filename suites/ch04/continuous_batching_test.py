@@ -119,7 +119,7 @@ def continuous(tokens, lengths, to_heads, up, down):
     optimized=[continuous],
     inputs=inputs,
     reference=reference,
-    sizes=[{"requests": 128, "longest": 128, "width": 512}],
+    sizes=[{"requests": 64, "longest": 64, "width": 512}],
     cpu_sizes=[{"requests": 64, "longest": 16, "width": 32}],
     # Fewer requests than slots, a rest of one, and requests of one step.
     check_sizes=[

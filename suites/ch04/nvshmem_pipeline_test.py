@@ -121,7 +121,7 @@ def signalled(x, first, second):
         terms=width,
         roundings=2,
     ),
-    bound="latency",
+    bound="launch",
     gpus=2,
     l2="warm",
     environment={"TORCH_SYMMMEM": "NVSHMEM"},

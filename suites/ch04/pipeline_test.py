@@ -168,6 +168,7 @@ def work(rows, width, world):
 def test_pipeline(pair):
     pair.assert_equivalent()
     pair.assert_speedup()
+    pair.assert_memory(at_most=0.8)
 
 
 @compare(

@@ -93,3 +93,4 @@ def sharded(state, gradient):
 def test_sharded_optimizer(pair):
     pair.assert_equivalent()
     pair.assert_speedup()
+    pair.assert_memory(at_most=0.8)

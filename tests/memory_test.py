@@ -1,0 +1,172 @@
+"""Memory as a goal: what a page may claim of it, and what becomes of a stored result."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pytest_aisp.bench import memory
+from pytest_aisp.common import peers
+from pytest_aisp.results import store
+
+BODY = "pair.assert_equivalent()\npair.assert_speedup()\npair.assert_memory(at_most={})"
+ALONE = "pair.assert_equivalent()\npair.assert_memory(at_most={})"
+MIB = 1 << 20
+NAME = "doubling_test.py::test_doubling[doubled-n1001]"
+
+
+@pytest.fixture
+def needs(gpu):
+    """Put a simulated GPU in place on which both sides need so many MiB."""
+
+    def install(baseline, optimized, **more):
+        peaks = {"baseline": int(baseline * MIB), "optimized": int(optimized * MIB)}
+        gpu(added=2e-5, doubled=1e-5, details={"peak_bytes": peaks}, **more)
+
+    return install
+
+
+@pytest.mark.parametrize("body", [BODY, ALONE], ids=["timed", "alone"])
+def test_what_needs_no_more_than_claimed_passes_and_says_so(page, needs, pytester, body):
+    page(body=body.format(0.5))
+    needs(600, 240)
+    result = pytester.runpytest_subprocess("--aisp-artifacts=kept")
+    said = "*: memory: 600 MiB / 240 MiB beyond the inputs, 0.4 of the baseline's against 0.5"
+    result.stdout.fnmatch_lines([said])
+    assert result.ret == 0
+    [row] = map(json.loads, (pytester.path / "kept/results.jsonl").read_text().splitlines())
+    assert row["memory"] == {"baseline": 600 * MIB, "optimized": 240 * MIB}
+    assert row["verdict"] == ("new" if body == BODY else "pass")
+    assert (row["value"] is None) == (body == ALONE)
+    again = pytester.runpytest_subprocess("--aisp-replay=kept")
+    again.stdout.fnmatch_lines([said])
+
+
+def test_what_needs_more_than_claimed_is_red_and_not_recorded(page, needs, pytester):
+    page(body=BODY.format(0.3))
+    needs(600, 240)
+    result = pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=1")
+    result.stdout.fnmatch_lines(
+        [
+            ">       pair.assert_memory(at_most=0.3)",
+            "E       AssertionError: memory: 600 MiB / 240 MiB beyond the inputs, 0.4 of the"
+            " baseline's against 0.3 (assert_memory on the page) -> red",
+            "*pytest 'ch99/doubling_test.py::test_doubling[[]doubled-n1001[]]'",
+        ]
+    )
+    assert result.ret == 1
+    assert not (pytester.path / "baselines/simulated-gpu/ch99.json").exists()
+
+
+def test_memory_is_stored_and_a_growth_is_regressed_or_stale(page, needs, pytester):
+    page(body=BODY.format(0.9))
+    needs(600, 240, environment={"power_limit_w": 700})
+    pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=1")
+    file = pytester.path / "baselines/simulated-gpu/ch99.json"
+    peaks = store.load(file).results[NAME].peak_bytes
+    assert peaks == {"baseline": 600 * MIB, "optimized": 240 * MIB}
+    needs(600, 243, environment={"power_limit_w": 700})  # 1 % and 1 MiB: rounding
+    assert pytester.runpytest_subprocess().ret == 0
+    needs(600, 244, environment={"power_limit_w": 700})
+    grown = pytester.runpytest_subprocess()
+    words = "memory: 244 MiB against 240 MiB (stored in baselines/simulated-gpu/ch99.json) -> red"
+    grown.stdout.fnmatch_lines([f"E       AssertionError: {words}", "*=all*", "*REGRESSED*"])
+    assert grown.ret == 1
+    needs(600, 244, environment={"power_limit_w": 350})
+    stale = pytester.runpytest_subprocess("-v")
+    stale.stdout.fnmatch_lines(["*STALE*", f"stale: *{words}"])
+    assert stale.ret == 0
+    accepted = pytester.runpytest_subprocess("--aisp-update-expectations=all")
+    assert accepted.ret == 0
+    assert store.load(file).results[NAME].peak_bytes["optimized"] == 244 * MIB
+
+
+def test_without_a_gpu_it_is_checked(page, pytester):
+    page(body=ALONE.format(0.5))
+    result = pytester.runpytest_subprocess("-v")
+    result.stdout.fnmatch_lines(["*CHECKED*", "*1 checked*"])
+    page(body=BODY.format(0.5), more="cpu_sizes=[{'n': 99}],", at_least="'yardstick'")
+    result = pytester.runpytest_subprocess("-vv", "-m", "cpu")
+    result.stdout.fnmatch_lines(["*NEW*", "*memory is measured on GPUs alone*"])
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("pair.assert_memory(at_most=0.5)", "assert_memory() before assert_equivalent(): nothing*"),
+        (ALONE.format(0), "ValueError: at_most=0 of the baseline's memory: it must be above 0"),
+    ],
+)
+def test_a_page_that_asks_wrongly_is_told(page, needs, pytester, body, says):
+    page(body=body)
+    needs(1, 1)
+    result = pytester.runpytest_subprocess()
+    result.stdout.fnmatch_lines([f"*{says}"])
+    assert result.ret == 1
+
+
+class Allocator:
+    """torch's allocator, as sides ask it."""
+
+    def __init__(self, monkeypatch):
+        self.now = self.most = 0
+        for name, value in {
+            "synchronize": lambda: None,
+            "reset_peak_memory_stats": self.reset,
+            "memory_allocated": lambda: self.now,
+            "max_memory_allocated": lambda: self.most,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def reset(self):
+        self.most = self.now
+
+    def take(self, count):
+        self.now += count
+        self.most = max(self.most, self.now)
+
+
+class Bench:
+    """A workbench whose sides are what a call takes: for good at the first, and while it runs."""
+
+    def __init__(self, allocator):
+        self.slots, self.allocator, self.workspace = [], allocator, 1000
+
+    def lay_slots(self, count):
+        self.slots = [count]
+
+    def subject(self, side):
+        held, kept, passing = side
+        self.allocator.take(held)
+        taken = [held]
+
+        def run(slot):
+            for count in (self.workspace, kept if len(taken) == 1 else 0):
+                self.allocator.take(count)
+            taken.append(kept)
+            self.workspace = 0  # the library has it now
+            self.allocator.take(passing)
+            self.allocator.take(-passing)
+
+        def close():
+            self.allocator.take(-taken[0] - taken[1])
+
+        return SimpleNamespace(run=run, close=close, held=held, outputs=[None])
+
+
+def test_what_is_kept_and_what_passes_count_and_a_librarys_workspace_does_not(monkeypatch):
+    bench = Bench(Allocator(monkeypatch))
+    found = memory.peaks(bench, [(5, 40, 300), (0, 20, 100)], "cpu")
+    assert found == {"baseline": 345, "optimized": 120}
+    assert bench.slots == []
+    assert bench.allocator.now == 1000
+
+
+def test_the_rank_that_needs_most_counts(monkeypatch):
+    bench = Bench(Allocator(monkeypatch))
+    monkeypatch.setattr(peers, "_here", SimpleNamespace(most=lambda value: max(value, 200.0)))
+    found = memory.peaks(bench, [(5, 40, 300), (0, 20, 100)], "cpu")
+    assert found == {"baseline": 345, "optimized": 200}
