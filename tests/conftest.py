@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 import textwrap
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import hypothesis
 import pytest
 import torch  # once, out here: pytester's in-process runs would load it twice and die
+from zygote import Zygote
 
 if not torch.cuda.is_available():  # read when triton is imported: pages with kernels run here too
     os.environ["TRITON_INTERPRET"] = "1"
@@ -85,6 +87,33 @@ INI = """
 def no_ci(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests say themselves when they are under CI."""
     monkeypatch.delenv("CI", raising=False)
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """Return the process that runs of pytest are forked from."""
+    started = Zygote()
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def pytester(
+    pytester: pytest.Pytester, zygote: Zygote, monkeypatch: pytest.MonkeyPatch
+) -> pytest.Pytester:
+    """Fork what `runpytest_subprocess` starts; all else starts as ever."""
+    popen = pytester.popen
+    pytest_itself = [sys.executable, "-mpytest"]
+
+    def start(command: Any, **how: Any) -> Any:
+        if list(command[:2]) != pytest_itself or how.get("stdin") is not pytester.CLOSE_STDIN:
+            return popen(command, **how)
+        with monkeypatch.context() as patch:
+            patch.setenv("PYTHONPATH", os.getcwd(), prepend=os.pathsep)
+            return zygote.run(command[2:], how["stdout"].fileno(), how["stderr"].fileno())
+
+    monkeypatch.setattr(pytester, "popen", start)
+    return pytester
 
 
 @pytest.fixture

@@ -34,7 +34,13 @@ def row(tmp_path):
 
     def row(name="first", **fields):
         recorded = {"values": [[0.7]], "clock": "graph", "baseline_us": 2.0, "optimized_us": 1.0}
-        recorded |= {"share": None, "limit": None, "replace": False, "choices": {}, "peak_bytes": {}}
+        recorded |= {
+            "share": None,
+            "limit": None,
+            "replace": False,
+            "choices": {},
+            "peak_bytes": {},
+        }
         recorded |= {"sources": {"baseline": "0a", "optimized": "1b"}, **fields}
         path = tmp_path / "baselines" / "gpu" / "ch01.json"
         key = f"{name}_test.py::test_it[{name}-n1]"

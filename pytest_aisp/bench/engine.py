@@ -77,6 +77,7 @@ class Engine:
             if task.search:
                 self._search(task, pair, rule)
         sources = self._sources(task, pair)
+        _leave_memory(task.device)
         return {"sizes": found, "sources": sources, "spent": self.watch.read()}
 
     def _check_at(
@@ -175,9 +176,9 @@ class Engine:
         with self._prepared(task, pair):
             witness.refuse_tracers()
             samples, extra = self._measure(task, pair, sides, budget)
-        if task.replicate and not task.keep:  # one of many processes: leave the memory to the next
+        if task.replicate and not task.keep:  # one of many processes
             self._oracles.clear()
-            release(task.device)
+        _leave_memory(task.device)
         return {
             **asdict(samples),
             "value": samples.value,
@@ -410,6 +411,12 @@ class Engine:
             scarce = free + reserved < 0.5 * total
         for key in [k for k in self._oracles if scarce or not k.startswith(page)]:
             del self._oracles[key]
+        release(device)
+
+
+def _leave_memory(device: str) -> None:
+    """Leave a GPU's memory to the other processes of a case, but for what is still in use."""
+    if device.startswith("cuda"):
         release(device)
 
 

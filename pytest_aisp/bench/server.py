@@ -139,13 +139,17 @@ def _has_lost_gpu() -> bool:
     return False
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def _is_out_of_memory(error: BaseException) -> bool:
     text = str(error).lower()  # torch raises a plain RuntimeError on a CPU
-    return isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text
+    short = isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text
+    return short or (error.__cause__ is not None and _is_out_of_memory(error.__cause__))
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+def _first_line(error: BaseException) -> str:
+    """Return the first line of what `error` says, and of what caused it."""
+    said = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+    cause = error.__cause__
+    return said if cause is None else f"{said} ({type(cause).__name__}: {_first_line(cause)})"
 
 
 def _page_lines(error: Exception) -> str:

@@ -12,7 +12,9 @@ Bound      NVLink: 2^27 gradients are 512 MiB, 1.70 ms at 316 GB/s; with the cop
            0.37 ms at 370 GB/s, and its three kernels move 11.6 bytes an element, as long again:
            2.6 times. On four ranks, of which each sends 1.5 times as much, 1.7 and 3.0 times.
            What it costs: bf16 keeps 8 bits of each addend and sum, int8 7 of its block's largest.
-           No GPU has measured this page yet.
+Seen       Two H200s: fp32 2.12 ms, bf16 1.44x, int8 2.13x. fp32 and bf16 take 0.16 and 0.23 ms
+           more than predicted, int8 0.24: its all-to-all and all-gather of codes reach 240 GB/s,
+           not a peer copy's 370, and scales go over as messages of their own.
 """
 
 import torch
@@ -126,7 +128,10 @@ def int8(g):
 
 @compare(
     baseline=fp32,
-    optimized=[Variant(bf16, precision="bf16"), Variant(int8, precision="int8")],
+    optimized=[
+        Variant(bf16, precision="bf16", at_least={"sm90": 1.2}),
+        Variant(int8, precision="int8", at_least={"sm90": 1.7}),
+    ],
     inputs=inputs,
     reference=reference,
     sizes=[{"n": 1 << 27}],

@@ -14,7 +14,11 @@ Bound      NVLink, hidden behind the tensor cores. A layer of 4096 x 4096 at a b
            layers; its copies take 0.03 ms a layer from backward: 0.73 + 0.37 + 1.76 = 2.9 ms, no
            better at layers of this size, and worth its copies where layers are small. NCCL's
            kernels take processors from the products, so less will be seen of all this.
-           No GPU has measured this page yet.
+Seen       Two H200s: after_backward 4.78 ms, per_layer 1.35x, bucketed 1.27x. Of 2.2 ms of
+           reduction (0.14 a layer by itself) 1.2 are hidden, 55 %; the rest is what products lose
+           to NCCL's kernels, and the first layer's reduction, which nothing hides. As called
+           bucketed wins (4.1 ms against 4.8): its four messages cost the host less than sixteen.
+           DDP cannot be captured, and is 1.0 to 1.1 times as fast as called.
 """
 
 from types import SimpleNamespace
@@ -114,6 +118,7 @@ def ddp(state, x, dy):
 @compare(
     baseline=after_backward,
     optimized=[per_layer, bucketed, Variant(ddp, at_least="yardstick")],
+    at_least={"sm90": 1.1},
     state=state,
     inputs=inputs,
     reference=reference,

@@ -11,7 +11,9 @@ Bound      NVLink: 64 MiB at 370 GB/s (a peer copy's rate; 450 nominal) take 0.1
            directions at once. staged crosses PCIe twice, one after the other, at some 55 GB/s:
            2.4 ms, 13 times as long, and with copies cut and overlapped still 7 times. sent should
            reach nine tenths of the copy's rate, as NCCL's kernels do on large messages.
-           No GPU has measured this page yet.
+Seen       Two H200s: staged 2.48 ms, as predicted; sent 9.2x, 249 GB/s each way; written 12.9x,
+           348 GB/s with its two barriers, where the best copy between the two reaches 391. NCCL's
+           kernels send with a few processors, a copy with the copy engines.
 """
 
 import torch
@@ -80,7 +82,10 @@ def written(x):
 
 @compare(
     baseline=staged,
-    optimized=[sent, Variant(written, gpu_only="symmetric memory")],
+    optimized=[
+        Variant(sent, at_least={"sm90": 7.0}),
+        Variant(written, gpu_only="symmetric memory", at_least={"sm90": 10.0}),
+    ],
     inputs=inputs,
     reference=reference,
     sizes=[{"numel": 16 << 20}],

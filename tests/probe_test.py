@@ -1,0 +1,28 @@
+"""When small integers have one right answer on several ranks, too."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pytest_aisp.proof.check import _fits
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest", "exact"),
+    [
+        (torch.bfloat16, 256, True),
+        (torch.bfloat16, 257, False),
+        (torch.float16, 2048, True),
+        (torch.float16, 2049, False),
+        (torch.float32, 1 << 24, True),
+        (torch.int64, 1 << 20, True),
+    ],
+)
+def test_a_type_that_rounds_what_a_rank_adds_has_no_exact_sum(dtype, largest, exact):
+    oracle = SimpleNamespace(types={"output": dtype})
+    expected = [("output", torch.tensor([-largest, 1, 0]))]
+    assert _fits(oracle, expected) is exact
+    assert _fits(oracle, [("output", torch.empty(0))])
