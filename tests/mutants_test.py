@@ -2,7 +2,7 @@
 
 Each page's own inputs, reference and tolerance, at its own small size; the optimized side is
 replaced. Where there is no GPU the sides that are CUDA C++ run emulated. Pages on several ranks are
-not here: their sides need the others.
+in rank_lies_test.py: their sides need the others.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from emulated import COMPILER, ONLY_ON_A_GPU, emulated
+from lies import LIES, nearly, plain, zeros
 
 from pytest_aisp.bench.loader import load_page, pair_of
-from pytest_aisp.common import trees
 from pytest_aisp.pages.pair import is_plain
 from pytest_aisp.pages.sources import kernel_files
 from pytest_aisp.proof import check
@@ -72,66 +72,6 @@ def oracle_of(pair, rule):
     return Oracle(Workbench(pair, dict(sizes[0]), DEVICE, 1, 2), exact=rule.exact)
 
 
-def plain(side):
-    return getattr(side, "side", side)
-
-
-def zeros(honest):
-    """Do nothing; return zeros in the right shape."""
-
-    def lazy(*inputs):
-        # What a state page changes is copied first: only the shape of its outputs is needed.
-        return trees.map_tensors(torch.zeros_like, honest(*_copied(inputs)))
-
-    return lazy
-
-
-def remembered(honest):
-    """Compute once; return that forever."""
-    kept = []
-
-    def lazy(*inputs):
-        if not kept:
-            kept.append(honest(*inputs))
-        return kept[0]
-
-    return lazy
-
-
-def by_address(honest):
-    """Compute once an address; return that for every later value there."""
-    kept = {}
-
-    def lazy(*inputs):
-        key = tuple(t.data_ptr() for _, t in trees.tensors(inputs))
-        if key not in kept:
-            kept[key] = honest(*inputs)
-        return kept[key]
-
-    return lazy
-
-
-def nearly(honest):
-    """Return the right answer, 0.1 % off, or by two units where its type is coarser than that."""
-
-    def lazy(*inputs):
-        def off(t):
-            if not t.is_floating_point():
-                return t + 1
-            return t * (1 + max(1e-3, 2 * torch.finfo(t.dtype).eps))
-
-        return trees.map_tensors(off, honest(*inputs))
-
-    return lazy
-
-
-def _copied(inputs):
-    import copy
-
-    return copy.deepcopy(inputs)
-
-
-LIES = [zeros, remembered, by_address, nearly]
 HERE = [path for path in PAGES if runs_here(path)]
 each_pair = pytest.mark.parametrize(
     ("path", "name"),

@@ -70,6 +70,7 @@ class Zygote:
 
 
 def _serve(number: int) -> None:
+    import hypothesis  # noqa: F401
     import pytest  # noqa: F401
     import torch  # noqa: F401
 
