@@ -18,7 +18,7 @@ Bound      Tensor cores of the last rank: its block over itself is half masked, 
            TFLOP/s of a Hopper GPU in torch's flash attention. On two ranks gathered takes
            0.09 + 1.5 x 0.69 = 1.12 ms: 32 MiB at 370 GB/s. ring hides the 0.09, and pays 0.06 for
            each block joined, 200 MB: 1.09 ms; on four 0.27 + 3.5 x 0.69 = 2.7 ms against 2.6. It is
-           neutral over NVLink; what it is for is memory, of which it needs two blocks however
+           neutral over NVLink; what it is for is memory, two blocks beside its own however
            many ranks there are, and slower links. zigzag computes world / 2 blocks everywhere:
            0.69 + 0.06 + 0.15 for its exchanges on two ranks, 1.25 times, and
            1.37 + 0.2 + 0.25 on four, 1.5 times. No GPU has measured this page yet.
