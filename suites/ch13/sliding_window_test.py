@@ -89,12 +89,17 @@ def compiled_attention():
     return torch.compile(flex_attention, dynamic=False)
 
 
-def flex(q, k, v, window):
-    def band(batch, head, query, key):
+@functools.cache  # one function a window: another would be compiled anew
+def band(window):
+    def sees(batch, head, query, key):
         return (query >= key) & (query - key < window)
 
+    return sees
+
+
+def flex(q, k, v, window):
     tokens, run = q.shape[2], compiled_attention()
-    mask = create_block_mask(band, None, None, tokens, tokens, device=q.device)
+    mask = create_block_mask(band(window), None, None, tokens, tokens, device=q.device)
     yield lambda: run(q, k, v, block_mask=mask)
 
 
