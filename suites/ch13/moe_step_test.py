@@ -1,0 +1,202 @@
+"""Mixture of experts in training: how tokens come to their experts.
+
+Problem    Forward and backward of a block as DeepSeek-V2's (arXiv:2405.04434), bf16: attention with
+           keys and values from a latent of width / 4, then a shared expert and 4 of `experts`
+           routed ones, mixed by a softmax of the 4 largest of the router's scores. Gradients of all
+           weights, the router's among them, and of the input count. Rotary positions are left out.
+           The router begins by reading one coordinate an expert, and the inputs have 4 of these
+           raised: no rounding can change who is chosen, so that all sides and the reference agree.
+Baseline   looped: for each expert, find its tokens, gather, compute, and add to the result.
+Optimized  sliced: tokens are sorted by expert once; each expert computes on its slice of them; one
+           gather back. One read by the host, where slices end, instead of one for each expert.
+           grouped: as sliced, but all experts in `grouped_mm`, which reads on the GPU where slices
+           end: two products instead of two for each expert.
+Bound      Launch, 5 us each. Forward and backward of an expert are some 50 launches and a wait for
+           looped, 12 for sliced; sorting and mixing are 60, and what is not routed 100. With 32
+           experts looped makes 1700, 8.5 ms, and 32 waits of 10 us; sliced 540, 2.7 ms, 3.2 times;
+           grouped 180, 0.9 ms, 10 times. The GPU's part is far below: 138 GFLOP take 0.18 ms at 750
+           TFLOP/s, the experts' 100 MB, read twice and their gradients written, 0.07 ms.
+           No GPU has measured this page yet.
+"""
+
+import torch
+from torch.nn import functional as F
+
+from pytest_aisp import Work, compare
+
+HEAD, CHOSEN = 128, 4
+
+
+def state(device, batch, tokens, width, experts, hidden):
+    def weight(*shape):
+        return (torch.randn(shape, device=device) / shape[-2] ** 0.5).bfloat16()
+
+    router = torch.eye(width, experts, device=device) + weight(width, experts) / 10
+    return torch.nn.ParameterDict(
+        {
+            "query": weight(width, width),
+            "to_latent": weight(width, width // 4),
+            "from_latent": weight(width // 4, 2 * width),
+            "out": weight(width, width) / 4,
+            "router": router.bfloat16(),
+            "shared_up": weight(width, 2 * hidden),
+            "shared_down": weight(hidden, width),
+            "up": weight(experts, width, 2 * hidden),
+            "down": weight(experts, hidden, width),
+        }
+    )
+
+
+def inputs(device, batch, tokens, width, experts, hidden):
+    x, gradient = torch.randn(2, batch, tokens, width, device=device)
+    x[..., :experts] /= 4
+    raised = torch.rand(batch, tokens, experts, device=device).topk(CHOSEN).indices
+    x.scatter_add_(2, raised, x.new_full(raised.shape, 4.0))
+    return x.bfloat16(), gradient.bfloat16()
+
+
+def norm(x):
+    return F.rms_norm(x, x.shape[-1:], eps=1e-6)
+
+
+def attention(weights, x):
+    heads = (x @ weights["query"]).unflatten(-1, (-1, HEAD)).transpose(1, 2)
+    both = norm(x @ weights["to_latent"]) @ weights["from_latent"]
+    keys, values = both.unflatten(-1, (2, -1, HEAD)).permute(2, 0, 3, 1, 4)
+    mixed = F.scaled_dot_product_attention(heads, keys, values, is_causal=True)
+    return mixed.transpose(1, 2).flatten(2) @ weights["out"]
+
+
+def gated(pair):
+    gate, up = pair.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def step(weights, x, gradient, routed):
+    """Return the block's output and the input's gradient; `routed` is what the experts add."""
+    for weight in weights.values():
+        weight.grad = None
+    x = x.detach().requires_grad_()
+    h = x + attention(weights, norm(x))
+    tokens = norm(h).flatten(0, 1)
+    scores, chosen = (tokens @ weights["router"]).float().topk(CHOSEN)
+    shares = scores.softmax(dim=-1).to(tokens.dtype)
+    shared = gated(tokens @ weights["shared_up"]) @ weights["shared_down"]
+    out = h + (shared + routed(weights, tokens, chosen, shares)).view_as(h)
+    out.backward(gradient)
+    return out.detach(), x.grad
+
+
+def reference(weights, x, gradient):
+    """Compute every expert for every token, with a share of 0 where it was not chosen."""
+    weights.double()
+    for weight in weights.values():
+        weight.grad = None
+    x = x.double().requires_grad_()
+    inner, heads = norm(x), x.shape[-1] // HEAD
+    keys, values = (norm(inner @ weights["to_latent"]) @ weights["from_latent"]).chunk(2, dim=-1)
+    query, keys, values = (
+        t.unflatten(-1, (heads, HEAD)) for t in (inner @ weights["query"], keys, values)
+    )
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, keys) / HEAD**0.5
+    future = torch.ones_like(scores, dtype=torch.bool).triu(1)
+    mixed = torch.einsum(
+        "bhqk,bkhd->bqhd", scores.masked_fill(future, -torch.inf).softmax(-1), values
+    )
+    h = x + mixed.flatten(2) @ weights["out"]
+    inner = norm(h)
+    scores = inner @ weights["router"]
+    least = scores.topk(CHOSEN).values[..., -1:]
+    shares = scores.masked_fill(scores < least, -torch.inf).softmax(-1)
+    up = torch.einsum("btw,ewf->ebtf", inner, weights["up"])
+    routed = torch.einsum("ebtf,efw,bte->btw", gated(up), weights["down"], shares)
+    out = h + gated(inner @ weights["shared_up"]) @ weights["shared_down"] + routed
+    out.backward(gradient.double())
+    return out.detach(), x.grad
+
+
+def over_experts(weights, tokens, chosen, shares):
+    out = torch.zeros_like(tokens)
+    both = zip(weights["up"].unbind(), weights["down"].unbind(), strict=True)
+    for expert, (up, down) in enumerate(both):
+        row, place = (chosen == expert).nonzero(as_tuple=True)
+        result = gated(tokens[row] @ up) @ down
+        out.index_add_(0, row, result * shares[row, place, None])
+    return out
+
+
+def looped(weights, x, gradient):
+    return step(weights, x, gradient, over_experts)
+
+
+def by_expert(tokens, chosen, shares, compute):
+    """Sort a copy of the tokens by expert, `compute`, and mix what comes back for each token."""
+    order = chosen.flatten().argsort()
+    results = compute(tokens[order // CHOSEN])
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return (results[back].unflatten(0, chosen.shape) * shares[..., None]).sum(dim=1)
+
+
+def over_slices(weights, tokens, chosen, shares):
+    counts = chosen.flatten().bincount(minlength=len(weights["up"])).tolist()
+
+    def compute(ordered):
+        parts = zip(
+            ordered.split(counts), weights["up"].unbind(), weights["down"].unbind(), strict=True
+        )
+        return torch.cat([gated(part @ up) @ down for part, up, down in parts])
+
+    return by_expert(tokens, chosen, shares, compute)
+
+
+def sliced(weights, x, gradient):
+    return step(weights, x, gradient, over_slices)
+
+
+def over_groups(weights, tokens, chosen, shares):
+    numbers = torch.arange(len(weights["up"]), device=chosen.device)
+    ends = (chosen.flatten() == numbers[:, None]).sum(dim=1).cumsum(0).int()
+
+    def compute(ordered):
+        return F.grouped_mm(
+            gated(F.grouped_mm(ordered, weights["up"], offs=ends)), weights["down"], offs=ends
+        )
+
+    return by_expert(tokens, chosen, shares, compute)
+
+
+def grouped(weights, x, gradient):
+    return step(weights, x, gradient, over_groups)
+
+
+def work(batch, tokens, width, experts, hidden):
+    rows = batch * tokens
+    dense = 2 * width**2 + width**2 // 4 + width**2 // 2 + tokens * width
+    products = dense + (1 + CHOSEN) * 3 * width * hidden
+    held = dense - tokens * width + (1 + experts) * 3 * width * hidden
+    return Work(
+        read=2 * (held + 2 * rows * width),
+        write=2 * (held + 2 * rows * width),
+        flops={"bf16": 6 * rows * products},
+        terms=max(rows, width),
+        roundings=24,  # 16 results in a row forward, and half of that back to the router
+    )
+
+
+@compare(
+    baseline=looped,
+    optimized=[sliced, grouped],
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"batch": 4, "tokens": 512, "width": 1024, "experts": 32, "hidden": 512}],
+    check_sizes=[
+        {"batch": 3, "tokens": 9, "width": 128, "experts": 6, "hidden": 24},
+        {"batch": 1, "tokens": 3, "width": 128, "experts": 20, "hidden": 8},  # some have no token
+    ],
+    work=work,
+    bound="launch",
+)
+def test_moe_step(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
