@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from . import numerics
 from .controls import Control
 from .numerics import Leaf
 from .sides import SideError
-from .workbench import Workbench
+from .workbench import VALUE_SETS, Workbench
 
 if TYPE_CHECKING:
     import torch
@@ -45,13 +46,26 @@ class Oracle:
         state = self.bench.new_state()
         self.begins = frozenset(trees.state_tensors(state)) if state is not None else frozenset()
 
+    @functools.cached_property
+    def carries(self) -> bool:
+        """Whether the reference leaves a state that is not the one with which it began."""
+        pair, bench = self.bench.pair, self.bench
+        if pair.state is None or pair.spread:
+            return pair.state is not None
+        state = bench.new_state()
+        begun = trees.clone(_held(state))
+        with self.watch.phase("reference"):
+            for turn in range(VALUE_SETS):
+                pair.reference(state, *_promoted(bench.value_set(turn), None))
+        return not _same(begun, _held(state))
+
     def leaves(self, turns: tuple[int, ...], precision: str | None) -> list[Leaf]:
         """Return the expected outputs after running on value sets `turns`, one after the other.
 
-        Without a state only the last turn matters.
+        Without a state, or with one that the reference only reads, the last turn alone matters.
         """
         known = self.known(turns)
-        key = (turns if self.bench.pair.state is not None else turns[-1:], precision)
+        key = (turns if self.carries else turns[-1:], precision)
         if key not in self._leaves:
             work = self.bench.pair.work_at(self.bench.size, here().world)
             with self.watch.phase("reference"):
@@ -69,7 +83,7 @@ class Oracle:
 
     def known(self, turns: tuple[int, ...]) -> list[Any]:
         """Return path, value and squared sensitivity of each expected output after `turns`."""
-        turns = turns if self.bench.pair.state is not None else turns[-1:]
+        turns = turns if self.carries else turns[-1:]
         if turns not in self._known:
             probes = 0 if self.exact else numerics.PROBES
             with self.watch.phase("reference"):
@@ -151,6 +165,25 @@ class Oracle:
         with self.watch.phase("reference"):
             made = self._mine(pair.reference(ranks)) if pair.spread else pair.reference(*ranks[0])
         return observed(made, None)
+
+
+def _held(state: Any) -> dict[str, Any]:
+    """Return by name what `state` holds: its tensors, and the numbers and words beside them."""
+    beside = {
+        path: leaf for path, leaf in trees.leaves(state) if isinstance(leaf, (int, float, str))
+    }
+    return {**beside, **trees.state_tensors(state)}
+
+
+def _same(these: dict[str, Any], those: dict[str, Any]) -> bool:
+    import torch
+
+    def equal(one: Any, other: Any) -> bool:
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            return torch.equal(one.double(), other.double())  # a reference may convert a model
+        return type(one) is type(other) and bool(one == other)
+
+    return these.keys() == those.keys() and all(equal(these[n], those[n]) for n in these)
 
 
 def observed(outputs: Any, state: Any) -> Named:

@@ -1,0 +1,93 @@
+"""What is expected after several steps: all of them count, or the last alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pytest_aisp import Work, compare
+from pytest_aisp.bench.loader import pair_of
+from pytest_aisp.proof import check
+from pytest_aisp.proof.numerics import Rule, Wrong
+from pytest_aisp.proof.oracle import Oracle
+from pytest_aisp.proof.workbench import Workbench
+
+
+def inputs(device, n):
+    return (torch.randn(3, n, device=device),)
+
+
+def weights(device, n):
+    return SimpleNamespace(w=torch.randn(n, n, device=device), seen=0)
+
+
+def read(state, x):
+    return x.double() @ state.w.double()
+
+
+def converting(state, x):
+    state.w = state.w.double()
+    return x.double() @ state.w
+
+
+def updating(state, x):
+    state.w = state.w.double() + x.double().mean()
+    return x.double() @ state.w
+
+
+def counting(state, x):
+    state.seen += 1
+    return x.double() @ state.w.double() * state.seen
+
+
+def side(state, x):
+    return x @ state.w
+
+
+def oracle_of(reference, state=weights):
+    @compare(
+        baseline=side,
+        optimized=[lambda state, x: side(state, x)],
+        state=state,
+        inputs=inputs,
+        reference=reference,
+        sizes=[{"n": 33}],
+        check_sizes=[{"n": 33}],
+        work=lambda n: Work(read=4 * n * n, terms=n),
+        bound="dram",
+    )
+    def test(pair):
+        pass
+
+    return Oracle(Workbench(pair_of(test), {"n": 33}, "cpu", 1, 2))
+
+
+@pytest.mark.parametrize("reference", [read, converting])
+def test_of_a_state_that_is_only_read_the_last_step_alone_counts(reference):
+    oracle = oracle_of(reference)
+    assert not oracle.carries
+    three, one = oracle.leaves((0, 1, 0), "int4"), oracle.leaves((0,), "int4")
+    assert [leaf.path for leaf in three] == ["output", "state.w"]
+    assert torch.equal(three[0].sigma, one[0].sigma)
+    assert torch.equal(three[0].value, one[0].value)
+
+
+@pytest.mark.parametrize("reference", [updating, counting])
+def test_of_a_state_that_changes_every_step_counts(reference):
+    oracle = oracle_of(reference)
+    assert oracle.carries
+    three, one = oracle.leaves((0, 1, 0), None), oracle.leaves((0,), None)
+    assert not torch.equal(three[0].value, one[0].value)
+
+
+def test_a_side_that_changes_what_the_reference_only_reads_is_wrong():
+    def writing(state, x):
+        out = x @ state.w
+        state.w.mul_(1.01)
+        return out
+
+    oracle = oracle_of(read)
+    with pytest.raises(Wrong, match=r"writing is wrong at n=33: state\.w"):
+        check.check_sides(oracle, [(side, None), (writing, None)], Rule(), controls=False)
