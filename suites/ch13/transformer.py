@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 HEAD, VOCABULARY = 64, 1024
 # 1 - beta is exact in bf16, and large enough that bf16 moments move.
-LR, BETAS, EPS, DECAY = 2**-8, (1 - 2**-3, 1 - 2**-4), 1e-8, 0.0
+LR, BETAS, EPS, DECAY = 2**-10, (1 - 2**-3, 1 - 2**-4), 1e-8, 0.0
 BEGUN = 64  # steps that were made before the page's first
 
 
@@ -29,8 +29,8 @@ class Block(torch.nn.Module):
         self.down = torch.nn.Linear(hidden, width, bias=False)
 
     def forward(self, x, cos, sin):
-        x = x + self.attention(F.rms_norm(x, x.shape[-1:], self.attention_norm), cos, sin)
-        y = F.rms_norm(x, x.shape[-1:], self.mlp_norm)
+        x = x + self.attention(normalized(x, self.attention_norm), cos, sin)
+        y = normalized(x, self.mlp_norm)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
     def attention(self, x, cos, sin):
@@ -56,12 +56,16 @@ class Transformer(torch.nn.Module):
         x = F.embedding(tokens, self.embedding)
         for each in self.blocks:
             x = block(each, x, self.cos, self.sin)
-        logits = self.head(F.rms_norm(x, x.shape[-1:], self.norm))
+        logits = self.head(normalized(x, self.norm))
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def hidden_of(width):
     return 8 * width // 3 // 32 * 32  # 8/3 as in Llama, at a multiple that tensor cores like
+
+
+def normalized(x, weight):
+    return F.rms_norm(x, x.shape[-1:], weight, eps=1e-5)  # by default it depends on the type
 
 
 def rotated(x, cos, sin):
@@ -90,11 +94,11 @@ def training(device, layers, width, length, dtype=torch.bfloat16):
         model.parameters(), LR, BETAS, EPS, DECAY, fused=True, capturable=device == "cuda"
     )
     for p in model.parameters():
-        # As large as a gradient of the mean loss is about to be.
+        # All updates are some LR then, which the check can tell from a weight's own rounding.
         scale = p.numel() ** -0.5
         optimizer.state[p] = {
             "step": torch.tensor(float(BEGUN), device=device),
-            "exp_avg": torch.randn_like(p) * scale * 0.1,
+            "exp_avg": torch.randn_like(p) * scale,
             "exp_avg_sq": (torch.rand_like(p) + 0.5) * scale**2,
         }
     return SimpleNamespace(model=model, optimizer=optimizer)
