@@ -105,9 +105,10 @@ def pytester(
     popen = pytester.popen
     pytest_itself = [sys.executable, "-mpytest"]
 
-    def start(command: Any, **how: Any) -> Any:
-        if list(command[:2]) != pytest_itself or how.get("stdin") is not pytester.CLOSE_STDIN:
-            return popen(command, **how)
+    def start(command: Any, *pipes: Any, **how: Any) -> Any:
+        forks = list(command[:2]) == pytest_itself and not pipes
+        if not forks or how.get("stdin") is not pytester.CLOSE_STDIN:
+            return popen(command, *pipes, **how)
         with monkeypatch.context() as patch:
             patch.setenv("PYTHONPATH", os.getcwd(), prepend=os.pathsep)
             return zygote.run(command[2:], how["stdout"].fileno(), how["stderr"].fileno())

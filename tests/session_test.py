@@ -279,7 +279,8 @@ def others(pytester):
 
 def test_a_session_without_pages_is_left_alone(others, pytester):
     pytester.makepyfile(test_others=OTHERS.replace("def test_fixtures(", "def no_fixtures("))
-    result = pytester.runpytest_subprocess("-v")
+    # A process of its own: those of `runpytest_subprocess` know torch from the start.
+    result = pytester.run(sys.executable, "-m", "pytest", "-v")
     result.stdout.no_fnmatch_line("*aisp: *")
     result.stdout.no_fnmatch_line("=* aisp =*")
     result.assert_outcomes(passed=2)

@@ -70,7 +70,6 @@ class Zygote:
 
 
 def _serve(number: int) -> None:
-    import hypothesis  # noqa: F401
     import pytest  # noqa: F401
     import torch  # noqa: F401
 

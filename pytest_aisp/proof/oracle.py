@@ -217,10 +217,15 @@ def _perturb_in_place(tensors: dict[str, torch.Tensor], probe: int) -> None:
     import torch
 
     generator = _generators(probe + 1000)
+    storages = [tensor.untyped_storage().data_ptr() for tensor in tensors.values()]
     with torch.no_grad():
         for tensor in tensors.values():
-            if tensor.is_floating_point():
-                numerics.perturb(tensor, generator(tensor))
+            if not tensor.is_floating_point():
+                continue
+            alone = storages.count(tensor.untyped_storage().data_ptr()) == 1
+            if torch.finfo(tensor.dtype).eps > numerics.STEP / 16 and alone:
+                tensor.data = tensor.double()  # bf16 would round the perturbation away
+            numerics.perturb(tensor, generator(tensor))
 
 
 def _generators(probe: int) -> Callable[[torch.Tensor], torch.Generator]:
