@@ -113,7 +113,7 @@ def _become(args: list[str], cwd: str, environ: dict[str, str]) -> NoReturn:
     os.environ.clear()
     os.environ.update(environ)
     random.seed()
-    sys.argv = ["pytest", *args]
+    sys.argv = [os.path.join(os.path.dirname(pytest.__file__), "__main__.py"), *args]
     sys.path[:1] = [cwd, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
     raise SystemExit(pytest.console_main())
 
