@@ -24,7 +24,7 @@ def needs(gpu):
 
     def install(baseline, optimized, **more):
         peaks = {"baseline": int(baseline * MIB), "optimized": int(optimized * MIB)}
-        gpu(added=2e-5, doubled=1e-5, details={"peak_bytes": peaks}, **more)
+        gpu(added=2e-5, doubled=1e-5, details={"goals": {"memory": peaks}}, **more)
 
     return install
 
@@ -38,7 +38,7 @@ def test_what_needs_no_more_than_claimed_passes_and_says_so(page, needs, pyteste
     result.stdout.fnmatch_lines([said])
     assert result.ret == 0
     [row] = map(json.loads, (pytester.path / "kept/results.jsonl").read_text().splitlines())
-    assert row["memory"] == {"baseline": 600 * MIB, "optimized": 240 * MIB}
+    assert row["goals"]["memory"] == {"baseline": 600 * MIB, "optimized": 240 * MIB}
     assert row["verdict"] == ("new" if body == BODY else "pass")
     assert (row["value"] is None) == (body == ALONE)
     again = pytester.runpytest_subprocess("--aisp-replay=kept")
@@ -66,7 +66,7 @@ def test_memory_is_stored_and_a_growth_is_regressed_or_stale(page, needs, pytest
     needs(600, 240, environment={"power_limit_w": 700})
     pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=1")
     file = pytester.path / "baselines/simulated-gpu/ch99.json"
-    peaks = store.load(file).results[NAME].peak_bytes
+    peaks = store.load(file).results[NAME].goals["memory"]
     assert peaks == {"baseline": 600 * MIB, "optimized": 240 * MIB}
     needs(600, 243, environment={"power_limit_w": 700})  # 1 % and 1 MiB: rounding
     assert pytester.runpytest_subprocess().ret == 0
@@ -81,7 +81,7 @@ def test_memory_is_stored_and_a_growth_is_regressed_or_stale(page, needs, pytest
     assert stale.ret == 0
     accepted = pytester.runpytest_subprocess("--aisp-update-expectations=all")
     assert accepted.ret == 0
-    assert store.load(file).results[NAME].peak_bytes["optimized"] == 244 * MIB
+    assert store.load(file).results[NAME].goals["memory"]["optimized"] == 244 * MIB
 
 
 def test_without_a_gpu_it_is_checked(page, pytester):
@@ -90,7 +90,7 @@ def test_without_a_gpu_it_is_checked(page, pytester):
     result.stdout.fnmatch_lines(["*CHECKED*", "*1 checked*"])
     page(body=BODY.format(0.5), more="cpu_sizes=[{'n': 99}],", at_least="'yardstick'")
     result = pytester.runpytest_subprocess("-vv", "-m", "cpu")
-    result.stdout.fnmatch_lines(["*NEW*", "*memory is measured on GPUs alone*"])
+    result.stdout.fnmatch_lines(["*NEW*", "*memory: counted on GPUs alone*"])
 
 
 @pytest.mark.parametrize(

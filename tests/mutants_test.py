@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from emulated import COMPILER, ONLY_ON_A_GPU, emulated
-from lies import LIES, nearly, plain, zeros
+from lies import LIES, nearly, plain, told, units_of, zeros
 
 from pytest_aisp.bench.loader import load_page, pair_of
 from pytest_aisp.pages.pair import is_plain
@@ -103,7 +103,7 @@ def test_a_lie_is_caught(path, name, lie):
         lie = zeros  # nothing is returned that could be nearly right
     oracle = oracle_of(pair, rule)
     honest = plain(pair.baseline)
-    side = lie(honest)
+    side = told(lie, honest, units_of(pair))
     side.__name__ = f"lying_{lie.__name__}"
     with pytest.raises(CAUGHT):
         check.check_sides(oracle, [(honest, None), (side, None)], rule, controls=False)

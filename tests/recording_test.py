@@ -39,7 +39,7 @@ def row(tmp_path):
             "limit": None,
             "replace": False,
             "choices": {},
-            "peak_bytes": {},
+            "goals": {},
         }
         recorded |= {"sources": {"baseline": "0a", "optimized": "1b"}, **fields}
         path = tmp_path / "baselines" / "gpu" / "ch01.json"

@@ -111,6 +111,14 @@ BAD_FIELDS = {
     "environments": [(), "a", ("",), (1,)],
     "sources": [{}, {"baseline": "0a"}, {"baseline": "0a", "optimized": "xyz"}, "0a", None],
     "choices": [[], {"x": math.nan}, {"x": {1, 2}}, None],
+    "goals": [
+        {"speed": {}},
+        {"memory": {"baseline": 1}},
+        {"memory": {"baseline": 1, "optimized": -1}},
+        {"launches": {"baseline": True, "optimized": 1}},
+        {"memory": 5},
+        None,
+    ],
     "samples": ["", "not hex", 5],
 }
 BAD = [(name, value) for name, values in BAD_FIELDS.items() for value in values]

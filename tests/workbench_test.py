@@ -169,3 +169,25 @@ def test_a_copy_of_inputs_shares_no_memory_with_them(tree):
     assert same == path
     assert after.data_ptr() != before.data_ptr()
     assert type(trees.clone(tree)) is type(tree)
+
+
+def test_state_and_inputs_begin_with_other_numbers():
+    @compare(
+        baseline=lambda state, x: x @ state,
+        optimized=[doubled],
+        state=lambda device, n: torch.randn(n, n, device=device),
+        inputs=lambda device, n: (torch.randn(n, n, device=device),),
+        reference=lambda state, x: x.double() @ state.double(),
+        sizes=[{"n": 9}],
+        check_sizes=[{"n": 9}],
+        work=lambda n: Work(read=n),
+        bound="dram",
+    )
+    def test(pair): ...
+
+    bench = Workbench(pair_of(test), {"n": 9}, "cpu", 1, 2)
+    states = [bench.new_state(), *bench.every_state()]
+    for number in range(3):
+        (x,) = bench.value_set(number)
+        assert not any(torch.equal(x, state) for state in states)
+    assert all(torch.equal(states[0], state) for state in states)

@@ -223,18 +223,28 @@ class Engine:
         return Trial(task, oracle, sides, budget, rng, self.progress).run()
 
     def memory(self, task: Task) -> dict[str, Any]:
-        """Return by side the most bytes that a call holds on the GPU beyond its inputs."""
+        """Return by role the most bytes that a call holds on the GPU beyond its inputs."""
         from .memory import peaks
 
+        return self._counted(task, peaks)
+
+    def launches(self, task: Task) -> dict[str, Any]:
+        """Return by role the kernels, copies and fills that a call launches."""
+        from .kernels import launches
+
+        return self._counted(task, launches)
+
+    def _counted(self, task: Task, count: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         pair = self._pair(task)
         sides = pair.baseline, pair.variant(task.variant).side
         if task.timer is not None:
-            return {"peak_bytes": task.timer["options"]["details"]["peak_bytes"]}
+            return dict(task.timer["options"]["details"]["goals"][task.kind])
         if any(hasattr(side, "environment") for side in sides):
-            raise PageError("assert_memory() of a process side: measure it inside a process")
+            raise PageError(
+                f"{task.kind} of a process side are not counted: only its time is taken"
+            )
         with self._prepared(task, pair):
-            bench = self.oracle(task, pair, task.size).bench
-            return {"peak_bytes": peaks(bench, sides, task.device)}
+            return count(self.oracle(task, pair, task.size).bench, sides, task.device)
 
     def sample(self, task: Task) -> dict[str, Any]:
         """Time one process side in this process and check its output."""

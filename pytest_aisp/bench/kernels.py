@@ -1,22 +1,28 @@
 """A fourth clock: which kernels a side launches, and for how long the profiler sees them at work.
 
-The profiler slows launching down, so it runs only under ``--aisp-audit`` and when a result is
-recorded, after the windows.
+The profiler slows launching down, so it runs only under ``--aisp-audit``, when a result is
+recorded, and where a page claims a number of launches, after the windows.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..common.peers import here
 from ..common.protections import on
+from ..pages.pair import Side
+from ..proof.workbench import Workbench
 from ..results.row import duration
+from .nodes import ROLES
 
 SHARE, SECONDS = 0.20, 1e-6
 """By how much the profiler's time may exceed that of the windows: it sees each kernel begin and
 end, and at clocks of its own choosing."""
+WARM = 3
+"""Calls before launches are counted: the first may compile, tune or fill a cache."""
 NAME = 90
 """Characters of a kernel's name that are kept: templates have thousands."""
 
@@ -87,3 +93,24 @@ def launched(work: Callable[[], Any], calls: int) -> Kernels:
     on_gpu = [e for e in events if e.device_type.name == "CUDA"]
     spans = ((str(e.name), e.time_range.start * 1e-6, e.time_range.end * 1e-6) for e in on_gpu)
     return summarize(spans, calls)
+
+
+def launches(bench: Workbench, sides: Sequence[Side], device: str) -> dict[str, float]:
+    """Return by role the kernels, copies and fills that a call launches, both sides warm.
+
+    On several ranks, each side's on the rank that launches most.
+    """
+    del device
+    found = []
+    for side in sides:
+        bench.lay_slots(1)
+        subject = bench.subject(side)
+        try:
+            for _ in range(WARM):
+                subject.run(0)
+            kernels = launched(lambda subject=subject: subject.run(0), 1)  # type: ignore[misc]
+            found.append(here().most(sum(kernels.launches.values())))
+        finally:
+            subject.close()
+            bench.slots.clear()
+    return dict(zip(ROLES, found, strict=True))

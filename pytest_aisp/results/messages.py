@@ -14,7 +14,7 @@ from typing import Any, Literal
 READY = "ready"
 """The progress line of a process that has started; time limits of requests count from it."""
 
-Timing = Literal["check", "time", "memory", "changed", "sample"]
+Timing = Literal["check", "time", "memory", "launches", "changed", "sample"]
 Apart = Literal["draw", "perform", "compare"]
 Other = Literal["compile", "peaks", "facts", "collectives", "stop"]
 Kind = Timing | Apart | Other

@@ -11,10 +11,6 @@ MORE_TIMES, MORE_BYTES = 1.5, 64 << 20
 """Memory is traded for speed where the optimized side needs this many times, and this many bytes,
 more than the baseline."""
 
-GREW_TIMES, GREW_BYTES = 1.01, 1 << 20
-"""A stored peak is passed beyond this: blocks are cut from segments of 2 MiB and more, and a
-library's workspace may be chosen otherwise."""
-
 
 def graphs(names: Sequence[str], details: Mapping[str, Any]) -> list[str]:
     """Return what the graphs of both sides contain a call, or why nobody counted."""
@@ -40,20 +36,6 @@ def memory(peaks: Mapping[str, int]) -> tuple[str, bool]:
     baseline, optimized = peaks["baseline"], peaks["optimized"]
     traded = optimized > MORE_TIMES * baseline and optimized - baseline > MORE_BYTES
     return f"memory: {amount(baseline)} / {amount(optimized)} beyond the inputs", traded
-
-
-def weighed(peaks: Mapping[str, int], at_most: float) -> str:
-    """Return the memory of both sides in words, beside the share that a page claims."""
-    baseline, optimized = peaks["baseline"], peaks["optimized"]
-    return (
-        f"memory: {amount(baseline)} / {amount(optimized)} beyond the inputs,"
-        f" {optimized / max(baseline, 1):.3g} of the baseline's against {at_most:g}"
-    )
-
-
-def grew(before: int, now: int) -> bool:
-    """Return whether peak memory has grown by more than the allocator's rounding explains."""
-    return now > before * GREW_TIMES + GREW_BYTES
 
 
 def amount(count: float) -> str:

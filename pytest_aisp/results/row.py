@@ -44,7 +44,7 @@ class Row:
         reasons: what was missed, by how much, and where the limit came from.
         notes: what else there is to say; remarks: that which is shown without ``-vv``, too.
         launch_bound: by side, how many times longer a call takes without a graph, where much.
-        memory: peak bytes of a call beyond its inputs by role, where the page makes it a goal.
+        goals: by name, what a call of ``baseline`` and of ``optimized`` takes, where the page asks.
         recorded: what to store, when recording.
         check, time: the bench process's replies, for the artifacts.
     """
@@ -79,7 +79,7 @@ class Row:
     notes: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     launch_bound: dict[str, float] = field(default_factory=dict)
-    memory: dict[str, int] = field(default_factory=dict)
+    goals: dict[str, dict[str, float]] = field(default_factory=dict)
     recorded: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     checks: list[dict[str, Any]] = field(default_factory=list)

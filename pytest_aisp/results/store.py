@@ -25,6 +25,7 @@ from shlex import quote
 from statistics import fmean
 from typing import Any, TypeAlias
 
+from .goals import GOALS
 from .stats import rms, session_spread, trimmed_spread
 from .verdict import DEFAULT_SPREAD
 
@@ -59,8 +60,8 @@ class Result:
         environments: for each session, its key in the file's table of environments.
         sources: hex hashes of the sides' sources, ``baseline`` and ``optimized``.
         choices: tuning choices of the sides; JSON types.
-        peak_bytes: most bytes that a call of either side holds beyond its inputs, ``baseline`` and
-            ``optimized``; empty where nobody looked.
+        goals: by name, as in ``memory``, what a call of ``baseline`` and of ``optimized`` takes;
+            empty where the page asks for nothing but time.
         samples: hex hash of the file with the samples.
 
     With several sessions, whatever is not by session is the latest one's.
@@ -78,7 +79,7 @@ class Result:
     environments: tuple[str, ...]
     sources: Mapping[str, str]
     choices: Mapping[str, Any] = field(default_factory=dict)
-    peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    goals: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     samples: str | None = None
 
     def __post_init__(self) -> None:
@@ -297,7 +298,7 @@ def _tidy(stored: Stored, table: Environments, results: Results) -> Stored:
 def _converted(name: str, value: Any, convert: Callable[[Any], Any], legal: str) -> Any:
     try:
         return convert(value)
-    except (TypeError, ValueError, LookupError):
+    except (AttributeError, TypeError, ValueError, LookupError):
         raise ValueError(f"{name}={value!r} must be {legal}") from None
 
 
@@ -332,16 +333,19 @@ def _plain(value: Any) -> dict[str, Any]:
     return dict(json.loads(json.dumps(dict(value), sort_keys=True, allow_nan=False)))
 
 
-def _peaks(value: Any) -> dict[str, int]:
-    """Return a sorted copy of a table of both sides' bytes, or of none."""
+def _goals(value: Any) -> dict[str, Any]:
+    """Return a sorted copy of what both sides take of each goal."""
     table = _plain(value)
-    if table and (set(table) != {"baseline", "optimized"} or not all(map(_count, table.values()))):
+    if not table.keys() <= GOALS.keys():
         raise ValueError
+    for both in table.values():
+        if both.keys() != {"baseline", "optimized"} or not all(map(_amount, both.values())):
+            raise ValueError
     return table
 
 
-def _count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+def _amount(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e18
 
 
 def _sessions(value: Any) -> tuple[Any, ...]:
@@ -363,7 +367,7 @@ _FORMS: dict[str, _Form] = {
     "environments": (lambda v: _some(v, _word), "a list of names"),
     "sources": (_hashes, "two hex hashes, of baseline and optimized"),
     "choices": _TABLE,
-    "peak_bytes": (_peaks, "two counts of bytes, of baseline and optimized, or none"),
+    "goals": (_goals, f"by {' or '.join(GOALS)}, two amounts, of baseline and optimized"),
     "samples": (lambda v: _word(v, _HEX), "a hex hash"),
 }
 _OPTIONAL = ("share", "limit", "samples")

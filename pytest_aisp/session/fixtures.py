@@ -80,7 +80,28 @@ class PairUnderTest:
         if not at_most > 0:
             raise ValueError(f"{at_most=} of the baseline's memory: it must be above 0")
         self.judged = True
-        self._red(lambda: self._run.weigh(float(at_most)))
+        self._red(lambda: self._run.count("memory", float(at_most)))
+
+    def assert_count(self, what: str, *, at_most: float) -> None:
+        """Judge how many launches a call of the variant makes, and the stored result.
+
+        Where nothing is timed this ends the body: the case is `checked`.
+
+        Args:
+            what: ``launches``: kernels, copies and fills on the GPU, as the profiler sees them.
+            at_most: of the variant, a call.
+
+        Raises:
+            AssertionError: naming both numbers, the limit that was missed and where it came from.
+            ValueError: for something else to count, or a limit that is not above 0.
+        """
+        __tracebackhide__ = True
+        if what != "launches":
+            raise ValueError(f"assert_count({what!r}): legal is 'launches'")
+        if not at_most > 0:
+            raise ValueError(f"{at_most=} launches: it must be above 0")
+        self.judged = True
+        self._red(lambda: self._run.count("launches", float(at_most)))
 
     def _red(self, step: Callable[[], None]) -> None:
         __tracebackhide__ = True

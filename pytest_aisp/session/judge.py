@@ -10,7 +10,8 @@ from typing import Any
 from ..bench import peaks as peaks_module
 from ..kernels import tuner
 from ..pages.pair import Work
-from ..results import remarks, stats, store, verdict
+from ..results import stats, store, verdict
+from ..results.goals import GOALS
 from ..results.row import bare, duration, ratio
 from .case_client import CaseClient, reading
 from .run import Failed
@@ -101,35 +102,37 @@ class Judge:
         if decision.outcomes["code"] == "open":
             row.verdict = "inconclusive"
 
-    def weigh(self, peaks: Mapping[str, int], at_most: float) -> None:
-        """Hold the memory of both sides against the page's limit and the stored result.
-
-        Peaks of torch's allocator do not scatter: nothing is measured twice.
+    def judge_count(self, name: str, found: Mapping[str, float], at_most: float) -> None:
+        """Hold what both sides take of a goal against the page's limit and the stored result.
 
         Raises:
             Failed: for too much of it.
         """
-        row, settings = self.row, self.run.settings
-        said = remarks.weighed(peaks, at_most)
-        row.memory = dict(peaks)
-        row.remarks = [r for r in row.remarks if not r.startswith("memory:")]
+        row, settings, goal = self.row, self.run.settings, GOALS[name]
+        said = f"{name}: {goal.said(found, at_most)}"
+        row.goals[name] = dict(found)
+        row.remarks = [r for r in row.remarks if not r.startswith(f"{name}:")]
         if settings.aa:
             return
         row.remarks.append(said)
         mine = self.run.stored(self.client.path).results.get(row.key)
-        before = mine.peak_bytes.get("optimized") if mine is not None else None
-        if peaks["optimized"] > at_most * peaks["baseline"]:
+        before = mine.goals.get(name, {}).get("optimized") if mine is not None else None
+        if goal.missed(found, at_most):
             row.verdict, row.recorded = "fail", {}
-            row.reasons.append(f"{said} (assert_memory on the page) -> red")
-        elif before and settings.update != "all" and remarks.grew(before, peaks["optimized"]):
+            row.reasons.append(f"{said} ({goal.asked} on the page) -> red")
+        elif (
+            before is not None
+            and settings.update != "all"
+            and goal.grew(before, found["optimized"])
+        ):
             row.verdict = "stale" if self.unlike and not settings.strict_env else "regressed"
+            now, then = goal.unit(found["optimized"]), goal.unit(before)
             row.reasons.append(
-                f"memory: {remarks.amount(peaks['optimized'])} against {remarks.amount(before)}"
-                f" (stored in {self._relative()}) -> red"
+                f"{name}: {now} against {then} (stored in {self._relative()}) -> red"
             )
             row.reasons += self.unlike
         if row.recorded:
-            row.recorded["peak_bytes"] = dict(peaks)
+            row.recorded["goals"][name] = dict(found)
         row.verdict = row.verdict or "pass"
         if row.verdict in verdict.RED:
             raise Failed("\n".join([*row.reasons, *self.client.commands(), *self._accept()]))

@@ -122,6 +122,6 @@ def _as_result(recorded: Mapping[str, Any], environment: str) -> store.Result:
         sources=dict(recorded["sources"]),
         environments=(environment,) * len(recorded["values"]),
         choices=dict(recorded["choices"]),
-        peak_bytes=dict(recorded["peak_bytes"]),
+        goals=dict(recorded["goals"]),
         samples=None,
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from ..bench import kernels
 from ..kernels import tuner
 from ..pages.pair import Case
 from ..results import remarks, verdict
+from ..results.goals import GOALS
 from ..results.row import duration
 from .canary import consider
 from .case_client import CaseClient, reading
@@ -79,8 +80,8 @@ class CaseRun(CaseClient):
         if self.run.settings.aa:
             self._repeat(first)
 
-    def weigh(self, at_most: float) -> None:
-        """Judge the memory of both sides. Where nothing is timed the case is `checked`.
+    def count(self, goal: Literal["memory", "launches"], at_most: float) -> None:
+        """Judge what both sides take of `goal`. Where nothing is timed the case is `checked`.
 
         Raises:
             EndOfBody: where nothing is timed.
@@ -88,20 +89,20 @@ class CaseRun(CaseClient):
         """
         if self.rule is None:
             raise Failed(
-                "assert_memory() before assert_equivalent(): nothing is measured before it is"
-                " proved right\nCall pair.assert_equivalent() first"
+                f"{GOALS[goal].asked}() before assert_equivalent(): nothing is counted before it"
+                " is proved right\nCall pair.assert_equivalent() first"
             )
         row = self.row
         if self.place.kind != "time":
             row.verdict = row.verdict or "checked"
             raise EndOfBody
         if self.place.device == "cpu" and self.run.timer is None:
-            row.notes.append("memory is measured on GPUs alone")
+            row.notes.append(f"{goal}: counted on GPUs alone")
             row.verdict = row.verdict or "checked"
             return
-        found = self.ask(self.task("memory"))
+        found = self.ask(self.task(goal))
         row.checks.append(found)
-        self.judge.weigh(found["peak_bytes"], at_most)
+        self.judge.judge_count(goal, found, at_most)
 
     def _repeat(self, first: Mapping[str, Any]) -> None:
         """Repeat an A/A trial in more processes, each a trial of its own, judged alike."""
@@ -217,6 +218,6 @@ class CaseRun(CaseClient):
             "limit": row.limit or None,
             "sources": dict(first["sources"]),
             "choices": tuner.together(t["details"].get("choices", {}) for t in timed),
-            "peak_bytes": {},
+            "goals": {},
             "replace": run.settings.update == "all",
         }

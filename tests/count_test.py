@@ -1,0 +1,92 @@
+"""Launches as a goal: counted by the profiler, claimed on the page, stored and held."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from pytest_aisp.bench import kernels
+from pytest_aisp.bench.kernels import Kernels
+from pytest_aisp.common import peers
+from pytest_aisp.results import store
+
+BODY = 'pair.assert_equivalent()\npair.assert_speedup()\npair.assert_count("launches", at_most={})'
+NAME = "doubling_test.py::test_doubling[doubled-n1001]"
+
+
+@pytest.fixture
+def launching(gpu):
+    """Put a simulated GPU in place on which both sides launch so many kernels a call."""
+
+    def install(baseline, optimized):
+        counts = {"baseline": baseline, "optimized": optimized}
+        gpu(added=2e-5, doubled=1e-5, details={"goals": {"launches": counts}})
+
+    return install
+
+
+def test_launches_are_claimed_stored_and_held(page, launching, pytester):
+    page(body=BODY.format(2))
+    launching(63, 2)
+    result = pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=1")
+    result.stdout.fnmatch_lines(["*: launches: 63 / 2 launches a call, against 2"])
+    assert result.ret == 0
+    file = pytester.path / "baselines/simulated-gpu/ch99.json"
+    counts = {"baseline": 63, "optimized": 2}
+    assert store.load(file).results[NAME].goals == {"launches": counts}
+    page(body=BODY.format(3))
+    launching(63, 3)
+    grown = pytester.runpytest_subprocess()
+    words = "launches: 3 against 2 (stored in baselines/simulated-gpu/ch99.json) -> red"
+    grown.stdout.fnmatch_lines([f"E       AssertionError: {words}", "*REGRESSED*"])
+    page(body=BODY.format(2))
+    missed = pytester.runpytest_subprocess()
+    missed.stdout.fnmatch_lines(
+        [
+            "E       AssertionError: launches: 63 / 3 launches a call, against 2 (assert_count on"
+            " the page) -> red"
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ('pair.assert_count("kernels", at_most=1)', "assert_count('kernels'): legal is 'launches'"),
+        ('pair.assert_count("launches", at_most=0)', "at_most=0 launches: it must be above 0"),
+    ],
+)
+def test_a_page_that_asks_wrongly_is_told(page, launching, pytester, call, says):
+    page(body=f"pair.assert_equivalent()\n{call}")
+    launching(1, 1)
+    result = pytester.runpytest_subprocess()
+    result.stdout.fnmatch_lines([f"*ValueError: {says}"])
+    assert result.ret == 1
+
+
+def test_each_side_is_warm_and_the_rank_that_launches_most_counts(monkeypatch):
+    calls = []
+
+    class Bench:
+        def __init__(self):
+            self.slots = []
+
+        def lay_slots(self, count):
+            self.slots = [count]
+
+        def subject(self, side):
+            return SimpleNamespace(run=lambda slot: calls.append(side), close=lambda: None)
+
+    def launched(work, count):
+        work()
+        first = 4.0 if len(calls) <= 1 else 0.0  # what only the first call launches
+        return Kernels({"add": 1.0, "Memcpy": {"a": 2.0, "b": 0.0}[calls[-1]] + first}, 1e-6)
+
+    monkeypatch.setattr(kernels, "launched", launched)
+    bench = Bench()
+    assert kernels.launches(bench, ["a", "b"], "cuda") == {"baseline": 3.0, "optimized": 1.0}
+    assert calls == ["a"] * 4 + ["b"] * 4
+    assert bench.slots == []
+    monkeypatch.setattr(peers, "_here", SimpleNamespace(most=lambda value: max(value, 2.0)))
+    assert kernels.launches(bench, ["a", "b"], "cuda") == {"baseline": 3.0, "optimized": 2.0}
