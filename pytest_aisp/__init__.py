@@ -11,10 +11,12 @@ if TYPE_CHECKING:
     from .kernels.tma import tensor_map
     from .pages.marks import compare
     from .pages.pair import Variant, Work
+    from .tools.bottleneck import bottleneck
 
 __all__ = [
     "Variant",
     "Work",
+    "bottleneck",
     "capture",
     "compare",
     "cuda_module",
@@ -25,6 +27,7 @@ __all__ = [
 _HOME = {
     "Variant": "pages.pair",
     "Work": "pages.pair",
+    "bottleneck": "tools.bottleneck",
     "capture": "bench.graphs",
     "compare": "pages.marks",
     "cuda_module": "kernels.build",

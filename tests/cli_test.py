@@ -16,7 +16,7 @@ from pytest_aisp.ranks import nccl_env
 from pytest_aisp.tools import cli
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("topology", "bandwidth", "nccl", "nccl-env")
+COMMANDS = ("topology", "bandwidth", "nccl", "nccl-env", "bottleneck")
 
 
 def test_the_console_script_is_main():
@@ -46,7 +46,8 @@ def test_every_option_and_command_is_in_the_guide():
     assert tuple(commands.choices) == COMMANDS
     for name, command in commands.choices.items():
         assert f"## aisp {name}" in guide
-        options = [a.option_strings[0] for a in command._actions if a.dest != "help"]
+        named = [a for a in command._actions if a.option_strings and a.dest != "help"]
+        options = [a.option_strings[0] for a in named]
         assert all(option in guide for option in options), options
 
 

@@ -36,6 +36,7 @@ def words(text: str) -> set[str]:
 
 PLAIN = {m for m in MODULES if room_of(m) == "results"} | words(
     "common.answers pages.pair pages.signature pages.skus tools.curves tools.svg"
+    " tools.advice tools.breakdown tools.stages tools.steps tools.stretch"
 )
 """Modules of data and arithmetic."""
 WITH_PYTEST = words("plugin pages.marks session.fixtures session.options") | words(
@@ -149,7 +150,9 @@ def test_the_command_line_loads_a_framework_only_where_a_command_needs_it():
     assert loaded(f"{code}; cli.parser()") & FRAMEWORKS == set()
 
 
-@pytest.mark.parametrize("name", ["compare", "Variant", "Work", "capture", "cuda_module"])
+@pytest.mark.parametrize(
+    "name", ["compare", "Variant", "Work", "capture", "cuda_module", "bottleneck"]
+)
 def test_what_a_page_imports_loads_no_framework(name):
     assert loaded(f"from pytest_aisp import {name}") & FRAMEWORKS == set()
 

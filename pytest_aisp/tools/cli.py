@@ -1,9 +1,10 @@
-"""The command line: what this machine's GPUs are, and what the links between them carry.
+"""The command line: this machine's GPUs, the links between them, what a training loop waits for.
 
-    aisp topology | bandwidth | nccl | nccl-env         also: python -m pytest_aisp.tools.cli
+    aisp topology | bandwidth | nccl | nccl-env | bottleneck
+    also: python -m pytest_aisp.tools.cli
 
 Exit codes: 0, all is well; 1, something here is wrong (no GPU, a slow hop, a rank that failed);
-2, the question cannot be answered here, or was asked wrongly.
+2, the question cannot be answered here, or was asked wrongly. Of bottleneck: the script's.
 """
 
 from __future__ import annotations
@@ -53,6 +54,9 @@ def parser() -> argparse.ArgumentParser:
     add.set_defaults(run=_nccl)
     add = commands.add_parser("nccl-env", help="variables of NCCL that are set, and what they mean")
     add.set_defaults(run=_nccl_env)
+    add = commands.add_parser("bottleneck", help="what the steps of a training script wait for")
+    _script(add)
+    add.set_defaults(run=_bottleneck)
     return top
 
 
@@ -76,6 +80,26 @@ def _collectives(add: argparse.ArgumentParser) -> None:
     add.add_argument("--ranks", type=int, help="default: one a GPU, or two on a CPU")
     add.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw busbw over size")
     add.add_argument("--timeout", type=float, default=120.0, help="seconds a rank may be silent")
+
+
+def _script(add: argparse.ArgumentParser) -> None:
+    _json(add)
+    add.add_argument("--steps", type=_count(1), help="time so many, then end the script")
+    add.add_argument("--warmup", type=_count(0), default=5, help="steps left out first; default: 5")
+    add.add_argument("--profiled", type=_count(1), default=10, help="on a GPU; default: 10")
+    add.add_argument("script", type=Path, help="what python would run")
+    add.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def _count(least: int) -> Callable[[str], Any]:
+    """Return what reads a whole number of `least` or more."""
+
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise ValueError(f"{text!r} is no number of steps; write {least} or more, as 100")
+        return int(text)
+
+    return _typed(count)
 
 
 def _typed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -172,6 +196,14 @@ def _nccl_env(options: argparse.Namespace) -> Answer:
     from ..ranks import nccl_env
 
     return nccl_env.answer(os.environ, nccl_env.version())
+
+
+def _bottleneck(options: argparse.Namespace) -> Answer:
+    from . import script
+    from .steps import Plan
+
+    plan = Plan(options.warmup, options.profiled, options.steps)
+    return script.answer(options.script, options.arguments, plan=plan, as_json=options.json)
 
 
 if __name__ == "__main__":
