@@ -109,13 +109,13 @@ def test_a_bench_process_sees_one_gpu():
     machine = Machine("sm90", "nvidia-h200", "NVIDIA H200", ("GPU-a", "GPU-b"))
     for worker, gpu in ((0, "GPU-a"), (1, "GPU-b"), (2, "GPU-a")):
         run = Run(settings, machine, worker=worker)
-        assert run._environment("cuda")["CUDA_VISIBLE_DEVICES"] == gpu
-        assert run._environment("cpu")["CUDA_VISIBLE_DEVICES"] == ""
+        assert run.environment("cuda")["CUDA_VISIBLE_DEVICES"] == gpu
+        assert run.environment("cpu")["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_a_bench_process_interprets_triton_or_compiles():
     run = Run(SimpleNamespace(reproducible=False, cold_start=False), Machine("cpu", "cpu", "cpu"))
-    interprets = {d: run._environment(d)["TRITON_INTERPRET"] for d in ("cpu", "cuda", COMPILER)}
+    interprets = {d: run.environment(d)["TRITON_INTERPRET"] for d in ("cpu", "cuda", COMPILER)}
     assert interprets == {"cpu": "1", "cuda": None, COMPILER: None}
 
 

@@ -38,6 +38,7 @@ from ..results.messages import Task
 from ..results.timing import Budget, Samples
 from . import apart
 from .loader import load_page, load_past, pair_of
+from .nodes import ROLES
 
 Progress = Callable[[str], None]
 CPU_ORACLES = 4
@@ -272,6 +273,20 @@ class Engine:
             bench.slots = [slot]
             check_repeats(bench, [subject], waiter(task.device), task.seed + 1)
         return {"seconds": seconds}
+
+    def profile(self, task: Task) -> dict[str, Any]:
+        """Run both sides under torch's profiler, or one for a profiler around this process."""
+        from . import profiler
+
+        pair = self._pair(task)
+        size = dict(self._sizes(task, pair)[-1])
+        bench = Workbench(pair, size, task.device, _seed(task, "profile"), task.seed)
+        with self._prepared(task, pair):
+            if task.side:
+                profiler.replay_side(bench, self._side(task, pair)[0], task.side)
+                return {}
+            sides = dict(zip(ROLES, (pair.baseline, pair.variant(task.variant).side), strict=True))
+            return profiler.profile_sides(bench, sides, Path(task.profile), self.progress)
 
     def draw(self, task: Task) -> dict[str, Any]:
         """Write the values that a performer will be shown, and keep what is expected of them."""

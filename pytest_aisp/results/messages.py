@@ -16,7 +16,7 @@ READY = "ready"
 
 Timing = Literal["check", "time", "memory", "launches", "changed", "sample"]
 Apart = Literal["draw", "perform", "compare"]
-Other = Literal["compile", "peaks", "facts", "collectives", "stop"]
+Other = Literal["compile", "profile", "peaks", "facts", "collectives", "stop"]
 Kind = Timing | Apart | Other
 
 
@@ -46,6 +46,8 @@ class Task:
         reproducible: deterministic algorithms only.
         timer: ``module:function`` of another timer with its options, or None for the device's own.
         archs: for `compile`, what to assemble for.
+        profile: for `profile`, the folder that torch's profiler fills; with `side` instead, the
+            role of the one side that runs for a profiler around its process.
         sweep: for `collectives`, `ops` and `sizes` in bytes.
         search: whether strategies among the check sizes are searched.
         without: protections switched off; the exploits' tests prove each that way, nothing else.
@@ -75,6 +77,7 @@ class Task:
     reproducible: bool = False
     timer: Mapping[str, Any] | None = None
     archs: tuple[str, ...] = ()
+    profile: str = ""
     sweep: Mapping[str, Any] = field(default_factory=dict)
     search: bool = False
     without: tuple[str, ...] = ()

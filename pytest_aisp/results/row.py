@@ -45,6 +45,7 @@ class Row:
         notes: what else there is to say; remarks: that which is shown without ``-vv``, too.
         launch_bound: by side, how many times longer a call takes without a graph, where much.
         goals: by name, what a call of ``baseline`` and of ``optimized`` takes, where the page asks.
+        profile: the profiler, its folder and files, and what it found to differ.
         recorded: what to store, when recording.
         check, time: the bench process's replies, for the artifacts.
     """
@@ -80,6 +81,7 @@ class Row:
     remarks: list[str] = field(default_factory=list)
     launch_bound: dict[str, float] = field(default_factory=dict)
     goals: dict[str, dict[str, float]] = field(default_factory=dict)
+    profile: dict[str, Any] = field(default_factory=dict)
     recorded: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     checks: list[dict[str, Any]] = field(default_factory=list)

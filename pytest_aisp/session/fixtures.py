@@ -14,6 +14,7 @@ from ..bench.loader import pair_of
 from ..pages.pair import Case, Pair
 from ..results.row import Row
 from .place import Kernels
+from .profiling import profile
 from .run import Failed, Interrupted
 from .runner import CaseRun, EndOfBody
 from .stash import NO_LEASE, RUN, SETTINGS
@@ -273,6 +274,10 @@ def attach(item: pytest.Item, report: pytest.TestReport) -> None:
         row.verdict = "fail"
     if hasattr(report, "wasxfail"):
         row.recorded = {}
+    try:
+        profile(case_run)
+    except pytest.fail.Exception as late:  # pytest-timeout, whose clock goes on after the verdict
+        row.remarks.append(f"not profiled: {late.msg}")
     report.aisp = row.to_json()  # type: ignore[attr-defined]
     # JUnit reads the properties of the teardown report, which are the item's.
     item.user_properties += row.properties()

@@ -14,10 +14,13 @@ EVERY_ARCH = "all"
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 """Tools of compute-sanitizer: addresses, races in shared memory, reads of what was never written,
 barriers."""
+PROFILERS = ("torch", "nsys", "ncu")
+"""torch's profiler, Nsight Systems, Nsight Compute."""
 BARE = {
     "--aisp-update-expectations": "missing",
     "--aisp-compile": EVERY_ARCH,
     "--aisp-sanitize": SANITIZERS[0],
+    "--aisp-profile": PROFILERS[0],
 }
 """Options with an optional value, and the value that they have without one."""
 IN_PROCESS = {"--aisp-in-process": "aisp_in_process", "--pdb": "usepdb", "--trace": "trace"}
@@ -42,6 +45,7 @@ class Settings:
         processes: processes a result is recorded from, or an A/A trial is repeated in.
         audit: whether the profiler looks at the kernels of both sides too.
         sanitize: the tool of compute-sanitizer under which pages are checked, or empty.
+        profile: the profiler that looks at both sides after their verdict, or empty.
         reproducible, cold_start, untrusted: see ``pytest --help``.
         in_process: the option for which sides run inside pytest, or empty.
         timeout: seconds for one request to a bench process, already multiplied.
@@ -71,12 +75,18 @@ class Settings:
     untrusted: bool
     sanitize: str
     audit: bool
+    profile: str
     timeout: float
     suite_timeout: float | None
     confirm_budget: float
     missing: str
     inconclusive: str
     strict_env: bool
+
+    @property
+    def profiles(self) -> Path:
+        """The folder of profiles: in that of artifacts, or one of their own under the root."""
+        return self.artifacts / "profile" if self.artifacts else self.root / "aisp-profile"
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -138,6 +148,13 @@ def add_options(parser: pytest.Parser) -> None:
         const=SANITIZERS[0],
         help=f"check under compute-sanitizer: {', '.join(SANITIZERS)} (only after `=`)",
     )
+    add(
+        "--aisp-profile",
+        metavar="TOOL",
+        nargs="?",
+        const=PROFILERS[0],
+        help=f"profile both sides after their verdict: {', '.join(PROFILERS)} (only after `=`)",
+    )
     add("--aisp-strict-env", action="store_true", help="`stale` is red")
     add("--aisp-timeout-multiplier", metavar="X", type=float, default=1.0, help="scale time limits")
     add("--aisp-suite-timeout", metavar="SECONDS", type=float, help="stop the run after SECONDS")
@@ -193,6 +210,7 @@ def read_settings(config: pytest.Config) -> Settings:
         untrusted=get("aisp_untrusted"),
         sanitize=_sanitizer(get("aisp_sanitize")),
         audit=get("aisp_audit") or get("aisp_update_expectations") is not None,
+        profile=_profiler(get("aisp_profile")),
         timeout=_timeout(config),
         suite_timeout=_seconds("--aisp-suite-timeout", get("aisp_suite_timeout"), above=0),
         confirm_budget=_seconds("--aisp-confirm-budget", get("aisp_confirm_budget")) or 0.0,
@@ -263,6 +281,20 @@ def _sanitizer(tool: str | None) -> str:
     return tool
 
 
+def _profiler(tool: str | None) -> str:
+    if tool is None or tool == PROFILERS[0]:
+        return tool or ""
+    if tool not in PROFILERS:
+        raise pytest.UsageError(
+            f"--aisp-profile={tool}: legal are {', '.join(PROFILERS)}\n    pytest --aisp-profile"
+        )
+    from ..bench import nsight
+
+    if nsight.installed(tool) is None:
+        raise pytest.UsageError(f"--aisp-profile={tool}: {nsight.absent(tool)}")
+    return tool
+
+
 def _positive(name: str, value: int | None) -> int | None:
     if value is not None and value < 1:
         raise pytest.UsageError(f"{name}={value} must be at least 1")
@@ -301,6 +333,8 @@ def _refuse(settings: Settings, config: pytest.Config) -> None:
     """Refuse combinations that would lie or lose something."""
     if settings.update is not None:
         _refuse_update(settings, config)
+    if settings.profile:
+        _refuse_profile(settings)
     runs = {"--aisp-against": settings.against, "--aisp-untrusted": settings.untrusted}
     for option, wanted in {**runs, "--aisp-audit": config.getoption("aisp_audit")}.items():
         if wanted and settings.compile:
@@ -330,6 +364,23 @@ def _refuse(settings: Settings, config: pytest.Config) -> None:
         _refuse_reruns(config)
     if settings.ours and config.getoption("dist", "no") == "each":
         raise pytest.UsageError("--dist each reports every case twice; use --dist load")
+
+
+def _refuse_profile(settings: Settings) -> None:
+    """Refuse modes in which no two sides run, or in which something else watches them."""
+    why = {
+        "--aisp-compile": (settings.compile, "it runs sides"),
+        "--aisp-replay": (settings.replay, "it runs sides"),
+        "--aisp-aa": (settings.aa, "both sides would be the same"),
+        "--aisp-sanitize": (settings.sanitize, "a kernel has one watcher"),
+    }
+    for other, (given, reason) in why.items():
+        if given:
+            raise pytest.UsageError(
+                f"--aisp-profile cannot be combined with {other}: {reason}\n"
+                "Profile in a run of its own:\n"
+                f"    pytest --aisp-check --aisp-profile={settings.profile}"
+            )
 
 
 def _refuse_reruns(config: pytest.Config) -> None:

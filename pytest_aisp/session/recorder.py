@@ -20,7 +20,7 @@ MOVED_SHARE, MOVED_LEAST = 0.05, 5
 
 
 class Recorder:
-    """Gather rows on the controller; nothing else writes stored results or artifacts."""
+    """Gather rows on the controller; nothing else writes stored results or rows."""
 
     def __init__(self, settings: Settings, hook: Any, config: Any) -> None:
         self.settings, self._hook, self._config = settings, hook, config

@@ -13,6 +13,7 @@ from ..results.verdict import RED
 from .canary import Canary
 
 if TYPE_CHECKING:
+    from .options import Settings
     from .recorder import Recorder
     from .run import Run
 
@@ -83,6 +84,7 @@ def summary(terminal: Any, recorder: Recorder) -> None:
 
 def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
     lines = [f"{row.key}: {remark}" for row in rows for remark in row.remarks]
+    lines += _profiles(recorder.settings, rows)
     lines += [f"stored: {change}" for change in recorder.changes]
     lines += [f"NOT STORED: {error}" for error in recorder.errors]
     lines += [f"NO VERDICT: {crash}" for crash in recorder.crashes]
@@ -100,6 +102,16 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
     lines += [f"canary: {Canary(**found)}" for found in recorder.canaries if not found["wrong"]]
     lines += [f"{why} (exit code 17)" for why in recorder.why_invalid()]
     return lines
+
+
+def _profiles(settings: Settings, rows: Sequence[Row]) -> list[str]:
+    """Say where the run's profiles are."""
+    count = sum(bool(row.profile) for row in rows)
+    if not count:
+        return []
+    choose = "" if settings.artifacts else "; --aisp-artifacts=DIR keeps them elsewhere"
+    cases = "1 case" if count == 1 else f"{count} cases"
+    return [f"profiles ({settings.profile}) of {cases}: {settings.profiles}{choose}"]
 
 
 def cells(row: Row) -> tuple[str, ...]:

@@ -115,15 +115,16 @@ class Run:
                 raise Failed(
                     f"{ranks} ranks cannot run inside pytest; leave out --pdb and the like"
                 )
-            return RankSet(ranks, {**self._environment(device, ranks), **(variables or {})})
+            return RankSet(ranks, {**self.environment(device, ranks), **(variables or {})})
         if self.settings.in_process:
             return InProcess()
-        environment = self._environment(device)
+        environment = self.environment(device)
         if self.settings.sanitize and device == "cuda":
             return Sanitized(self.settings.sanitize, environment)
         return BenchProcess(environment)
 
-    def _environment(self, device: str, ranks: int = 1) -> dict[str, str | None]:
+    def environment(self, device: str, ranks: int = 1) -> dict[str, str | None]:
+        """Return what a process for `device` has changed in its variables; None removes one."""
         changes: dict[str, str | None] = {"TRITON_INTERPRET": None}
         if device == "cuda" and self.machine.gpus:
             changes["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus(ranks))

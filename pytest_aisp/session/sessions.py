@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ..bench.leases import lease
+from ..bench.nsight import TOOLS as NSIGHT
 from ..common.device import Machine
 from ..pages.pair import Case
 from .recorder import Recorder
@@ -31,6 +32,11 @@ def configure(config: pytest.Config) -> None:
         machine = Machine(timer["arch"], timer["product"], timer["product"], ("simulated",))
     if settings.sanitize and (timer is not None or not machine.gpus):
         raise pytest.UsageError("--aisp-sanitize needs a GPU: it watches kernels; none is here")
+    if settings.profile in NSIGHT and (timer is not None or not machine.gpus):
+        raise pytest.UsageError(
+            f"--aisp-profile={settings.profile} needs a GPU: it watches kernels; none is here\n"
+            "torch's profiler looks at operators on a CPU:\n    pytest --aisp-profile=torch"
+        )
     elapsed = float((worker or {}).get("aisp_elapsed", 0.0))
     config.stash[RUN] = run = Run(
         settings,

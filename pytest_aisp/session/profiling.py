@@ -1,0 +1,113 @@
+"""`--aisp-profile`: after its verdict, a case's sides once more under a profiler.
+
+Nothing that goes wrong here is the case's fault: it is said in a remark, and changes no verdict.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+from ..bench import nsight
+from ..bench.nodes import ROLES
+from .case_client import CaseClient
+from .run import Failed
+
+SEED = 0
+"""The values shown here are no secret: the task is written beside the report."""
+LONGEST = 120
+"""Characters of a folder's name: file systems take 255 bytes."""
+
+
+def profile(client: CaseClient) -> None:
+    """Profile both sides of `client`'s case, if asked to, and link what was written in its row.
+
+    Cases whose sides were not shown to be right are left alone: they would fail here, too.
+    """
+    row, tool = client.row, client.run.settings.profile
+    shown = row.value is not None or row.verdict in ("checked", "compiled") or bool(row.memory)
+    if not (tool and shown):
+        return
+    try:
+        _profile(client, tool)
+    except Exception as error:  # whatever it is, the verdict stands, and the run goes on
+        row.remarks.append(f"not profiled ({tool}): {error}")
+    finally:
+        client.run.progress("")
+
+
+def folder_of(client: CaseClient) -> Path:
+    """Return the folder of the case's profiles, named after chapter, page, test and case."""
+    where, case = client.where, client.case
+    full = f"{where['folder']}.{Path(where['page']).stem}.{where['function']}.{case.id}"
+    name = re.sub(r"[^\w.=,-]", "_", full)[:LONGEST]
+    if name != full:
+        name += f"-{zlib.crc32(full.encode()):08x}"
+    return client.run.settings.profiles / name
+
+
+def _profile(client: CaseClient, tool: str) -> None:
+    if (why := _why_not(client, tool)) is not None:
+        raise Failed(why)
+    client.run.check_time()
+    folder = folder_of(client)
+    found = _by_torch(client, folder) if tool == "torch" else _by_nsight(client, tool, folder)
+    client.row.profile = {"tool": tool, "folder": str(folder), **found}
+    client.row.notes.append(f"profile ({tool}): {folder}")
+    client.row.notes += _words(found)
+
+
+def _why_not(client: CaseClient, tool: str) -> str | None:
+    """Return why this case cannot be profiled by `tool`, or None."""
+    if client.place.kind not in ("time", "check"):
+        return "its kernels are only assembled here, nothing runs"
+    if hasattr(client.case.pair.baseline, "environment"):
+        return "each of its samples is a process of its own"
+    torch_does = "\n    pytest --aisp-profile=torch"
+    if tool != "torch" and client.ranks > 1:
+        return f"its sides run on {client.ranks} ranks, {tool} is put around one{torch_does}"
+    if tool != "torch" and client.place.device != "cuda":
+        return f"it runs on the CPU, {tool} is for GPUs{torch_does}"
+    return None
+
+
+def _task(client: CaseClient, **changes: Any) -> Any:
+    at = "case" if client.place.kind == "time" else "check"
+    return client.task("profile", at=at, seed=SEED, timer=None, **changes)
+
+
+def _by_torch(client: CaseClient, folder: Path) -> dict[str, Any]:
+    """Profile both sides in a fresh bench process: none that measures ever has a profiler in it."""
+    task = _task(client, profile=str(folder.absolute()))
+    bench = client.fresh_bench()
+    try:
+        reply = bench.ask(task, client.timeout, client.run.progress)
+    finally:
+        bench.close()
+    if reply.error is not None:
+        raise Failed(reply.message)
+    return dict(reply.result)
+
+
+def _by_nsight(client: CaseClient, tool: str, folder: Path) -> dict[str, Any]:
+    environment = client.run.environment(client.place.device)
+    files = {}
+    for role in ROLES:
+        client.run.progress(f"profile {role} under {tool}")
+        task = _task(client, side=role)
+        where = folder.absolute()
+        files[role] = nsight.watch(tool, task, where, environment, client.timeout)
+    return {"files": files}
+
+
+def _words(found: dict[str, Any]) -> list[str]:
+    words = [f"profile: {found['words']}"] if "words" in found else []
+    for role, held in found.get("memory", {}).items():
+        sizes = [
+            f"{when} {', '.join(f'{k} {n / 2**20:.4g} MiB' for k, n in held[when].items())}"
+            for when in ("before", "after")
+        ]
+        words.append(f"profile: memory of {role}: {'; '.join(sizes)}")
+    return words

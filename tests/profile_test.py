@@ -1,0 +1,542 @@
+"""`--aisp-profile`: what is written, where it is linked, and that no verdict moves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks_test import write as write_ranks
+
+from pytest_aisp import Work, compare
+from pytest_aisp.bench import nsight, profiler
+from pytest_aisp.bench.loader import pair_of
+from pytest_aisp.bench.nsight import NsightError, absent, watch
+from pytest_aisp.proof.workbench import Workbench
+from pytest_aisp.results.messages import Reply, Task
+from pytest_aisp.results.profiles import Differences, Seen, gathered, table
+from pytest_aisp.session import profiling
+from pytest_aisp.session.run import Interrupted
+
+NAME = "ch99.doubling_test.test_doubling.doubled-n1001"
+CHECK = ["--aisp-check", "--aisp-profile"]
+
+
+def rows_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def test_a_check_on_a_cpu_writes_traces_tables_and_differences(page, pytester):
+    page()
+    result = pytester.runpytest_subprocess(*CHECK, "--aisp-artifacts=out", "-vv")
+    result.stdout.fnmatch_lines(
+        [
+            f"test_doubling[[]doubled[]]: profile (torch): out/profile/{NAME}",
+            "test_doubling[[]doubled[]]: profile: new: *aten::*; gone: aten::add (1)",
+            f"profiles (torch) of 1 case: {Path('out/profile')}",
+        ]
+    )
+    assert result.ret == 0
+    [row] = rows_of(pytester.path / "out")
+    assert row["verdict"] == "checked"
+    linked = row["profile"]
+    assert (linked["tool"], linked["folder"]) == ("torch", f"out/profile/{NAME}")
+    assert "aten::mul" in linked["differences"]["new"]
+    assert linked["differences"]["gone"] == {"aten::add": 1.0}
+    folder = pytester.path / linked["folder"]
+    named = [name for names in linked["files"].values() for name in names]
+    assert sorted(named) == sorted(file.name for file in folder.iterdir())
+    for role, operator in (("baseline", "aten::add"), ("optimized", "aten::mul")):
+        trace = json.loads((folder / f"{role}.trace.json").read_text())["traceEvents"]
+        names = [event.get("name") for event in trace]
+        assert names.count(operator) == profiler.CALLS  # the warm-up is not in it
+        assert f"aisp-{role}" in names
+        text = (folder / f"{role}.operators.txt").read_text()
+        assert operator in text
+        assert "Self CPU time total" in text
+        # The check size, not the one that would be timed.
+        assert any([33] in e.get("args", {}).get("Input Dims", []) for e in trace)
+    assert "gone   1 -> 0  aten::add" in (folder / "differences.txt").read_text()
+
+
+def test_without_artifacts_a_folder_under_the_root_is_taken_and_named(page, pytester):
+    page()
+    # The path is no value of the bare option before it.
+    result = pytester.runpytest_subprocess(*CHECK, "ch99")
+    result.stdout.fnmatch_lines(
+        ["profiles (torch) of 1 case: */aisp-profile; --aisp-artifacts=DIR keeps them elsewhere"]
+    )
+    assert (pytester.path / "aisp-profile" / NAME / "baseline.trace.json").exists()
+
+
+@pytest.mark.parametrize("workers", [["-n0"], ["-n2"]])
+def test_what_was_timed_is_profiled_at_that_size_be_it_green_or_red(
+    page, gpu, pytester, told, workers
+):
+    gpu(added=2e-5, doubled=1e-5)
+    page(name="green_test.py")
+    page(name="red_test.py", at_least="3.0")
+    page("3 * x", name="wrong_test.py")
+    arguments = ["--aisp-profile=torch", "--aisp-artifacts=out", "--junitxml=junit.xml", *workers]
+    result = pytester.runpytest_subprocess(*arguments)
+    result.stdout.fnmatch_lines(["profiles (torch) of 2 cases: out/profile"])
+    assert result.ret == 1
+    verdicts = {name: case.verdict for name, case in told(pytester.path / "junit.xml").items()}
+    assert verdicts == {"green": "new", "red": "fail", "wrong": "wrong"}
+    for row in rows_of(pytester.path / "out"):
+        if row["verdict"] == "wrong":  # it may fail under a profiler, too
+            assert row["profile"] == {}
+            continue
+        trace = pytester.path / row["profile"]["folder"] / "baseline.trace.json"
+        events = json.loads(trace.read_text())["traceEvents"]
+        assert any([1001] in e.get("args", {}).get("Input Dims", []) for e in events)
+
+
+def test_it_is_off_unless_asked_for(page, pytester):
+    page()
+    result = pytester.runpytest_subprocess("--aisp-check", "--aisp-artifacts=out")
+    assert "profile" not in result.stdout.str()
+    [row] = rows_of(pytester.path / "out")
+    assert row["profile"] == {}
+    assert not (pytester.path / "out" / "profile").exists()
+
+
+FAILS = """
+    def doubled(x):
+        import torch
+
+        if torch.autograd.profiler._is_profiler_enabled:
+            {does}
+        return 2 * x
+"""
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("raise RuntimeError('no profiler, please')", "RuntimeError: no profiler, please, during:"),
+        ("import os; os._exit(3)", "the bench process ended with exit code 3 during: profile"),
+    ],
+)
+def test_a_side_that_fails_under_the_profiler_is_noted_and_stays_green(page, pytester, does, said):
+    page(defs=FAILS.format(does=does))
+    result = pytester.runpytest_subprocess(*CHECK, "--aisp-artifacts=out")
+    result.stdout.fnmatch_lines([f"doubling_test.py::*: not profiled (torch): {said}*"])
+    assert result.ret == 0
+    [row] = rows_of(pytester.path / "out")
+    assert (row["verdict"], row["profile"]) == ("checked", {})
+
+
+def test_a_folder_that_cannot_be_written_is_noted(page, pytester):
+    page()
+    (pytester.path / "aisp-profile").write_text("a file is in the way")
+    result = pytester.runpytest_subprocess(*CHECK)
+    result.stdout.fnmatch_lines(["doubling_test.py::*: not profiled (torch): *Error: *"])
+    assert result.ret == 0
+
+
+LATE = """
+    import pytest
+    from pytest_aisp.session import fixtures
+
+    fixtures.profile = lambda case: pytest.fail("Timeout (>1.0s) from pytest-timeout.")
+"""
+
+
+def test_a_test_that_runs_out_of_time_while_it_is_profiled_keeps_its_verdict(page, pytester):
+    page()
+    pytester.makeconftest(LATE)
+    result = pytester.runpytest_subprocess(*CHECK)
+    result.stdout.fnmatch_lines(["doubling_test.py::*: not profiled: Timeout (>1.0s) from pytest*"])
+    assert result.ret == 0
+
+
+@pytest.fixture
+def tools(tmp_path, monkeypatch):
+    """Put tools on PATH that run what follows ``python`` as `script` says."""
+
+    def says(script):
+        for name, tool in nsight.TOOLS.items():
+            path = tmp_path / name
+            path.write_text(script.replace("SUFFIX", tool.suffix))
+            path.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    return says
+
+
+HONEST = """#!/bin/sh
+for word in "$@"; do case "$word" in --output=*|--export=*) report="${word#*=}";; esac; done
+while [ "${1%%/python*}" = "$1" ]; do echo "option $1"; shift; done
+"$@" || exit $?
+echo kept > "${report}SUFFIX"
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--aisp-profile=perf"], ["*--aisp-profile=perf: legal are torch, nsys, ncu", "*pytest*"]),
+        (["--aisp-profile", "--aisp-replay=x"], ["*combined with --aisp-replay: it runs sides"]),
+        (["--aisp-profile", "--aisp-compile"], ["*combined with --aisp-compile: it runs sides"]),
+        (["--aisp-profile", "--aisp-aa"], ["*combined with --aisp-aa: both sides would be the *"]),
+        (["--aisp-profile", "--aisp-sanitize"], ["*with --aisp-sanitize: a kernel has one watch*"]),
+        (["--aisp-profile=ncu"], ["*--aisp-profile=ncu needs a GPU: it watches kernels; none *"]),
+    ],
+)
+def test_what_it_cannot_do_is_refused(tools, pytester, monkeypatch, arguments, words):
+    tools(HONEST)
+    monkeypatch.setattr("pytest_aisp.bench.sanitizer.installed", lambda: "compute-sanitizer")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    result = pytester.runpytest(*arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(words)
+    assert result.stderr.lines[-1 - (not result.stderr.lines[-1])].startswith("    pytest --aisp-")
+
+
+@pytest.mark.parametrize(
+    ("tool", "product"), [("nsys", "Nsight Systems"), ("ncu", "Nsight Compute")]
+)
+def test_where_a_tool_is_not_installed_the_error_says_where_to_get_it(
+    pytester, monkeypatch, tool, product
+):
+    monkeypatch.setenv("PATH", "")
+    result = pytester.runpytest(f"--aisp-profile={tool}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        [
+            f"*--aisp-profile={tool}: {tool} is not on PATH; it is {product}, which comes with the"
+            f" CUDA toolkit, in bin/, or from https://developer.nvidia.com/nsight-*",
+            "    pytest --aisp-profile=torch",
+        ]
+    )
+    assert absent(tool) in result.stderr.str()
+
+
+# The sides of a page, alone and inside a tool.
+
+
+@pytest.fixture
+def task(page, pytester):
+    """Return the task of one side of the page on disk."""
+
+    def of(role="optimized", **more):
+        path = page(**more)
+        where = {"page": str(path), "root": str(pytester.path), "module": "ch99.doubling_test"}
+        case = {"function": "test_doubling", "variant": "doubled", "size": {"n": 1001}}
+        return Task(kind="profile", side=role, **where, **case)
+
+    return of
+
+
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": None}
+
+
+@pytest.mark.parametrize("tool", nsight.TOOLS)
+def test_a_tool_is_put_around_one_side_and_can_be_again_by_hand(tools, task, tmp_path, tool):
+    tools(HONEST)
+    folder = tmp_path / "a folder" / "case"
+    files = watch(tool, task(), folder, ENVIRONMENT, 60.0)
+    suffix = nsight.TOOLS[tool].suffix
+    names = [f"optimized{suffix}", f"optimized.{tool}.sh", f"optimized.{tool}.txt"]
+    assert files == [*names, "optimized.task.json"]
+    said = (folder / f"optimized.{tool}.txt").read_text().splitlines()
+    assert (
+        set(said)
+        >= {
+            "nsys": {"option profile", "option --capture-range=cudaProfilerApi"},
+            "ncu": {"option --nvtx", "option --nvtx-include", "option aisp-optimized/"},
+        }[tool]
+    )
+    (folder / files[0]).unlink()
+    subprocess.run(["sh", folder / files[1]], check=True, stdout=subprocess.DEVNULL)
+    assert (folder / files[0]).read_text() == "kept\n"
+
+
+SCRIPTS = {
+    "#!/bin/sh\necho ==ERROR== ERR_NVGPUCTRPERM\nexit 1\n": nsight.COUNTERS,
+    "#!/bin/sh\necho No kernels were profiled.\n": "ncu left no report\nNo kernels were profiled.",
+    "#!/bin/sh\necho broken\nexit 9\n": "ncu ended with exit code 9\nbroken",
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_tool_without_a_report_says_why(tools, task, tmp_path, script):
+    tools(script)
+    (tmp_path / "optimized.ncu-rep").write_text("of another run")
+    with pytest.raises(NsightError) as error:
+        watch("ncu", task(), tmp_path, ENVIRONMENT, 60.0)
+    assert str(error.value) == SCRIPTS[script]
+
+
+def test_a_side_that_raises_in_a_tool_is_named(tools, task, tmp_path):
+    tools(HONEST)
+    with pytest.raises(NsightError, match=r"exit code 1\n(.*\n)+ValueError: not me"):
+        watch("ncu", task(defs="def doubled(x): raise ValueError('not me')"), tmp_path, {}, 60.0)
+
+
+def test_a_tool_that_hangs_is_ended(tools, task, tmp_path):
+    tools(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
+    with pytest.raises(NsightError, match=r"nsys took longer than 4 s\n.*timeout-multiplier=2"):
+        watch("nsys", task(), tmp_path, {}, 4 / nsight.SLOWER)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+# What a GPU would do, on one that is only told of.
+
+
+@pytest.fixture
+def bench():
+    def inputs(device, n):
+        return (torch.ones(n),)
+
+    def added(x):
+        CALLED.append("call")
+        return x + x
+
+    def doubled(x):
+        return 2 * x
+
+    @compare(
+        baseline=added,
+        optimized=[doubled],
+        inputs=inputs,
+        reference=added,
+        sizes=[{"n": 8}],
+        check_sizes=[{"n": 3}],
+        bound="dram",
+        work=lambda n: Work(read=4 * n, write=4 * n),
+    )
+    def test_it(pair):
+        """A pair, never run as a test."""
+
+    CALLED.clear()
+    return Workbench(pair_of(test_it), {"n": 8}, "cuda", 1, 2)
+
+
+CALLED: list[str] = []
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Stand in for what torch asks of a GPU, and write down the order."""
+
+    @contextmanager
+    def range_(name):
+        CALLED.append(f"push {name}")
+        yield
+        CALLED.append("pop")
+
+    history = SimpleNamespace(on=False)
+
+    def record(enabled="all", max_entries=0):
+        history.on = enabled is not None
+
+    def dump(path):
+        Path(path).write_text(f"recorded: {history.on}, {len(CALLED)} calls")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: CALLED.append("wait"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda.nvtx, "range", range_)
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: CALLED.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: CALLED.append("stop"))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 100 + 10 * len(CALLED))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 500)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    return history
+
+
+def test_a_tool_sees_the_named_calls_alone(bench, cuda):
+    profiler.replay_side(bench, bench.pair.baseline, "baseline")
+    warm = ["call"] * profiler.WARMUP + ["wait"]
+    seen = ["start", "push aisp-baseline", *["call"] * profiler.CALLS, "wait", "pop", "stop"]
+    assert warm + seen == CALLED
+
+
+def test_memory_is_told_before_and_after_with_a_snapshot_of_what_was_between(bench, cuda, tmp_path):
+    file = tmp_path / "memory.pickle"
+    held = profiler._memory(bench, bench.pair.baseline, file)
+    assert held == {
+        "before": {"allocated": 100, "reserved": 500, "difference": 400},
+        "after": {"allocated": 140, "reserved": 500, "difference": 360},
+    }
+    assert file.read_text() == "recorded: True, 4 calls"
+    assert not cuda.on
+
+
+def test_recording_ends_where_a_side_raises(bench, cuda, tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        profiler._memory(bench, lambda x: 1 / 0, tmp_path / "memory.pickle")
+    assert not cuda.on
+
+
+def test_on_a_gpu_kernels_are_counted_and_neither_operators_nor_ranges():
+    def event(name, where, annotation=False):
+        span = SimpleNamespace(elapsed_us=lambda: 2.0)
+        kind = SimpleNamespace(name=where)
+        return SimpleNamespace(
+            name=name, device_type=kind, is_user_annotation=annotation, time_range=span
+        )
+
+    events = [event("add_kernel", "CUDA"), event("aten::add", "CPU")]
+    events.append(event("aisp-baseline", "CUDA", annotation=True))
+    looked = SimpleNamespace(events=lambda: events)
+    found = profiler._events(looked, SimpleNamespace(device="cuda"))
+    assert found == [("add_kernel", pytest.approx(2e-6))]
+
+
+def client(**changes):
+    """Return a case as `profiling` sees it."""
+    settings = SimpleNamespace(profile="torch", profiles=Path("out"))
+    row = SimpleNamespace(value=0.1, verdict="pass", memory={}, remarks=[], notes=[], profile={})
+    base = {
+        "run": SimpleNamespace(
+            settings=settings,
+            progress=lambda text: None,
+            check_time=lambda: None,
+            environment=lambda device: ENVIRONMENT,
+        ),
+        "row": row,
+        "place": SimpleNamespace(kind="time", device="cuda"),
+        "ranks": 1,
+        "timeout": 60.0,
+        "case": SimpleNamespace(id="a-n1", pair=SimpleNamespace(baseline=len)),
+        "where": {"folder": "ch99", "page": "/x/p_test.py", "function": "test_it"},
+    }
+    return SimpleNamespace(**{**base, **changes})
+
+
+ONE_BY_ONE = SimpleNamespace(environment={})
+
+
+@pytest.mark.parametrize(
+    ("tool", "changes", "words"),
+    [
+        ("ncu", {"ranks": 2}, "its sides run on 2 ranks, ncu is put around one"),
+        ("nsys", {"place": SimpleNamespace(kind="check", device="cpu")}, "it runs on the CPU, "),
+        (
+            "torch",
+            {"place": SimpleNamespace(kind="compile", device="compiler")},
+            "its kernels are only assembled here, nothing runs",
+        ),
+        (
+            "torch",
+            {"case": SimpleNamespace(id="a", pair=SimpleNamespace(baseline=ONE_BY_ONE))},
+            "each of its samples is a process of its own",
+        ),
+    ],
+)
+def test_a_case_that_a_tool_cannot_watch_says_why(tool, changes, words):
+    case = client(**changes)
+    case.run.settings.profile = tool
+    profiling.profile(case)
+    [remark] = case.row.remarks
+    assert remark.startswith(f"not profiled ({tool}): {words}")
+    assert case.row.profile == {}
+
+
+def test_a_process_that_measures_nothing_is_asked_and_ended():
+    said = []
+
+    def ask(task, seconds, progress):
+        said.append(task)
+        return Reply(result={"files": {}, "words": "none"})
+
+    bench = SimpleNamespace(ask=ask, close=lambda: said.append("closed"))
+    case = client(
+        task=lambda kind, **changes: (kind, changes["seed"], changes["at"]),
+        fresh_bench=lambda: bench,  # and no other way to a bench
+    )
+    profiling.profile(case)
+    assert said == [("profile", profiling.SEED, "case"), "closed"]
+    assert case.row.notes[1] == "profile: none"
+
+
+def test_no_profile_begins_when_the_runs_time_is_over():
+    def over():
+        raise Interrupted("--aisp-suite-timeout: 5 s are over")
+
+    case = client()
+    case.run.check_time = over
+    profiling.profile(case)
+    assert case.row.remarks == ["not profiled (torch): --aisp-suite-timeout: 5 s are over"]
+
+
+def test_each_side_of_a_case_on_a_gpu_is_put_in_the_tool(tools, task, tmp_path):
+    tools(HONEST)
+    case = client(task=lambda kind, at, seed, timer, side: task(side))
+    case.run.settings.profile, case.run.settings.profiles = "ncu", tmp_path / "profile"
+    profiling.profile(case)
+    assert case.row.remarks == []
+    folder = tmp_path / "profile" / "ch99.p_test.test_it.a-n1"
+    assert case.row.notes == [f"profile (ncu): {folder}"]
+    files = case.row.profile["files"]
+    assert set(files) == {"baseline", "optimized"}
+    assert all((folder / name).exists() for names in files.values() for name in names)
+
+
+def test_memory_is_said_in_the_notes():
+    held = {"allocated": 1 << 20, "reserved": 2 << 20, "difference": 1 << 20}
+    found = {"memory": {"baseline": {"before": held, "after": held}}}
+    one = "allocated 1 MiB, reserved 2 MiB, difference 1 MiB"
+    assert profiling._words(found) == [f"profile: memory of baseline: before {one}; after {one}"]
+
+
+def test_two_cases_never_share_a_folder():
+    ids = ["a-n1", "a-s x", "a-s_x", "b" * 200, "b" * 201]
+    cases = [client(case=SimpleNamespace(id=name)) for name in ids]
+    names = [profiling.folder_of(case).name for case in cases]
+    assert len(set(names)) == len(ids)
+    assert max(map(len, names)) < 255
+    assert names[0] == "ch99.p_test.test_it.a-n1"
+
+
+# Tables and words.
+
+
+def test_a_table_is_by_time_a_call():
+    seen = gathered([("a", 1e-6), ("b", 6e-6), ("a", 1e-6)], 2)
+    assert seen == {"b": Seen(0.5, 3e-6), "a": Seen(1.0, 1e-6)}
+    assert table("kernels", seen) == [
+        "  a call   time a call   share  kernels",
+        "     0.5          3 us   75.0%  b",
+        "       1          1 us   25.0%  a",
+    ]
+    assert table("kernels", {}) == ["  a call   time a call   share  kernels"]
+
+
+def test_differences_are_new_gone_and_other_counts():
+    one, two = Seen(1.0, 1e-6), Seen(2.0, 1e-6)
+    found = Differences.between("kernels", {"a": one, "b": one, "c": one}, {"b": two, "c": one})
+    assert found.words() == "gone: a (1); other counts: b (1 -> 2)"
+    assert found.lines() == [
+        "kernels a call: baseline -> optimized",
+        "gone   1 -> 0  a",
+        "count  1 -> 2  b",
+    ]
+    same = Differences.between("operators", {"a": one}, {"a": one})
+    assert same.words() == "both sides run the same operators, as often"
+    assert same.lines()[-1] == same.words()
+    many = Differences.between("kernels", {}, {f"{n}" + "k" * 99: one for n in range(6)})
+    assert many.words().endswith("kkk (1), 2 more")
+    assert len(many.words()) < 400
+
+
+def test_of_several_ranks_the_first_writes_what_it_saw(page, pytester):
+    page()  # its folder and the configuration
+    write_ranks(pytester.path, "doubling")
+    result = pytester.runpytest_subprocess(*CHECK, "--aisp-artifacts=out")
+    assert result.ret == 0
+    [row] = rows_of(pytester.path / "out")
+    assert row["remarks"] == []
+    trace = pytester.path / row["profile"]["folder"] / "baseline.trace.json"
+    found = json.loads(trace.read_text())
+    assert found["distributedInfo"]["rank"] == 0
+    assert any("allreduce" in str(event.get("name")) for event in found["traceEvents"])
