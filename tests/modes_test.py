@@ -22,7 +22,7 @@ def test_measure_passes_with_a_record_and_is_new_without(page, gpu, pytester):
     again.stdout.fnmatch_lines(["*test_doubling[[]doubled-n1001[]] PASSED ?.???x*"])
 
 
-@pytest.mark.parametrize("workers", [[], ["-n0"], ["-n2"]])
+@pytest.mark.parametrize("workers", [[], ["-n2"]])
 def test_a_missed_claim_is_red_and_says_what_missed_what(page, gpu, pytester, workers):
     page(at_least="{'sm90': 3.0}")
     gpu(added=2e-5, doubled=1e-5)

@@ -27,7 +27,7 @@ def profile(client: CaseClient) -> None:
     Cases whose sides were not shown to be right are left alone: they would fail here, too.
     """
     row, tool = client.row, client.run.settings.profile
-    shown = row.value is not None or row.verdict in ("checked", "compiled") or bool(row.memory)
+    shown = row.value is not None or row.verdict in ("checked", "compiled") or bool(row.goals)
     if not (tool and shown):
         return
     try:
