@@ -21,7 +21,7 @@ Size: TypeAlias = Mapping[str, "int | float | bool | str"]
 Claim: TypeAlias = "float | Literal['neutral', 'yardstick']"
 Claims: TypeAlias = "Claim | Mapping[str, Claim]"
 Bound = Literal["dram", "l2", "tensor", "issue", "latency", "launch", "nvlink", "pcie", "host"]
-Precision = Literal["tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4", "int8", "int4"]
+Precision = Literal["tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4", "int8", "int4", "w4a16"]
 Owned = Literal["gc", "affinity", "allocator", "l2_persistence", "page_faults", "tf32", "threads"]
 
 BOUNDS: tuple[str, ...] = get_args(Bound)

@@ -29,7 +29,7 @@ STEP = 2.0**-10
 SIGNS = 1048573
 """Random signs that are drawn for one perturbed tensor: the largest prime below 2^20."""
 
-BLOCKED, WORST_BLOCK = ("int8", "int4", "mxfp8", "nvfp4"), 16.0
+BLOCKED, WORST_BLOCK = ("int8", "int4", "w4a16", "mxfp8", "nvfp4"), 16.0
 """Formats of which a block shares its scale, and their worst element: the largest of 10^8 normal
 values is six times their rms, where `UNIT` assumes four, and a power of two as the scale may double
 the step of that block."""
@@ -39,7 +39,8 @@ UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16
 UNIT |= {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3, "tf32": 2.0**-11, "fp16": 2.0**-11}
 UNIT |= {"bf16": 2.0**-8, "fp8": 2.0**-4, "mxfp8": 2.0**-4, "nvfp4": 2.0**-2}
 # A step of these is a share of the largest in its block, some four times the block's rms.
-UNIT |= {"int8": 2.0**-6, "int4": 2.0**-2}
+UNIT |= {"int8": 2.0**-6, "int4": 2.0**-2, "w4a16": 2.0**-2}
+_ONE_OPERAND = ("w4a16",)  # weights alone are in four bits; activations and results are not
 _INSIDE = ("tf32",)  # in which products are computed and no result is kept
 _DEPTH = {"tf32": 8, "bf16": 16, "fp16": 16, "bfloat16": 16, "float16": 16}
 
@@ -185,10 +186,14 @@ def allowed(
     """
     u_out = UNIT[dtype]
     low = precision if precision and UNIT[precision] > u_out else None
-    operands = 2 * work.roundings * steps if low else work.roundings * steps - 1
+    each = 1 if low in _ONE_OPERAND else 2
+    operands = each * work.roundings * steps if low else work.roundings * steps - 1
     u_in = UNIT[low] if low else u_out
     rounding = (u_out**2 * value.square() + operands * u_in**2 * squares) / 3
-    if low and low not in _INSIDE:  # results too: in a sum of few terms they may exceed Q
+    if low and low not in (
+        *_INSIDE,
+        *_ONE_OPERAND,
+    ):  # results too: in a sum of few terms they may exceed Q
         more = (value.square() - squares).clamp_min_(0)
         rounding += more.mul_(work.roundings * steps * u_in**2 / 3)
     return (rounding + steps * _accumulation(value, squares, dtype, precision, work.terms)).sqrt_()

@@ -57,7 +57,10 @@ class Transformer(torch.nn.Module):
         for each in self.blocks:
             x = block(each, x, self.cos, self.sin)
         logits = self.head(normalized(x, self.norm))
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        # In bf16 the mean of a batch would be summed in bf16, too.
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        loss = F.cross_entropy(logits.flatten(0, 1).to(exact), labels.flatten())
+        return loss.to(self.norm.dtype)
 
 
 def hidden_of(width):

@@ -140,7 +140,7 @@ def int4(w, x):
     optimized=[
         Variant(streamed, at_least="yardstick"),
         Variant(int8, precision="int8"),
-        Variant(int4, precision="int4"),
+        Variant(int4, precision="w4a16"),
     ],
     state=state,
     inputs=inputs,
