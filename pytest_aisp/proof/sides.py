@@ -63,6 +63,8 @@ def seeded(seed: int) -> Iterator[None]:
 
 RANK_SEEDS = 7919
 """How far apart the seeds of two ranks' inputs lie."""
+STATE_SEED = 500_009
+"""Added to the seed of a state: drawn from that of the inputs it would begin with their numbers."""
 
 
 def make_inputs(
@@ -107,7 +109,7 @@ def make_state(pair: Pair, device: str, size: Size, seed: int, rank: int | None 
     if pair.state is None:
         return None
     rank = here().rank if rank is None else rank
-    with seeded(seed):
+    with seeded(seed + STATE_SEED):
         return pair.state(device, **size, **_place(pair.state, rank))
 
 

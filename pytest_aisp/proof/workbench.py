@@ -17,8 +17,6 @@ from .sides import Subject, make_inputs, make_state
 VALUE_SETS = 2
 UNSEEN = VALUE_SETS
 """The value set that is shown only before the last block."""
-STATE = 500_009
-"""Added to the seed of the state: drawn from the inputs' it would begin with the same numbers."""
 COLD_FOOTPRINT = 5.0
 """Slots together cover this many L2 caches: cyclic reuse then hits in less than 1 % of accesses."""
 MOST_SLOTS = 512
@@ -90,11 +88,11 @@ class Workbench:
 
     def new_state(self) -> Any:
         """Return a state as every side begins with it, or None for a page without one."""
-        return make_state(self.pair, self.device, self.size, self.seed + STATE)
+        return make_state(self.pair, self.device, self.size, self.seed)
 
     def every_state(self) -> list[Any]:
         """Return a new state of every rank."""
-        where = self.pair, self.device, self.size, self.seed + STATE
+        where = self.pair, self.device, self.size, self.seed
         return [make_state(*where, rank) for rank in range(here().world)]
 
     def subject(self, side: Side) -> Subject:
