@@ -85,8 +85,8 @@ def test_each_side_is_warm_and_the_rank_that_launches_most_counts(monkeypatch):
 
     monkeypatch.setattr(kernels, "launched", launched)
     bench = Bench()
-    assert kernels.launches(bench, ["a", "b"], "cuda") == {"baseline": 3.0, "optimized": 1.0}
+    assert kernels.launches(bench, ["a", "b"]) == {"baseline": 3.0, "optimized": 1.0}
     assert calls == ["a"] * 4 + ["b"] * 4
     assert bench.slots == []
     monkeypatch.setattr(peers, "_here", SimpleNamespace(most=lambda value: max(value, 2.0)))
-    assert kernels.launches(bench, ["a", "b"], "cuda") == {"baseline": 3.0, "optimized": 2.0}
+    assert kernels.launches(bench, ["a", "b"]) == {"baseline": 3.0, "optimized": 2.0}

@@ -162,3 +162,10 @@ def test_an_unknown_name_is_an_attribute_error():
 
     with pytest.raises(AttributeError, match="module 'pytest_aisp' has no attribute 'Benchmark'"):
         pytest_aisp.Benchmark  # noqa: B018
+
+
+def test_the_documentation_lists_every_module_in_its_room():
+    text = (PACKAGE.parent / "docs/architecture.md").read_text()
+    rows = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| `")]
+    listed = {f"{room.strip(' `')}.{m.strip('`')}" for room, _, ms in rows for m in ms.split()}
+    assert listed == {module for module in MODULES if room_of(module)}

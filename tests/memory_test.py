@@ -134,6 +134,7 @@ class Bench:
 
     def __init__(self, allocator):
         self.slots, self.allocator, self.workspace = [], allocator, 1000
+        self.device = "cpu"
 
     def lay_slots(self, count):
         self.slots = [count]
@@ -159,7 +160,7 @@ class Bench:
 
 def test_what_is_kept_and_what_passes_count_and_a_librarys_workspace_does_not(monkeypatch):
     bench = Bench(Allocator(monkeypatch))
-    found = memory.peaks(bench, [(5, 40, 300), (0, 20, 100)], "cpu")
+    found = memory.peaks(bench, [(5, 40, 300), (0, 20, 100)])
     assert found == {"baseline": 345, "optimized": 120}
     assert bench.slots == []
     assert bench.allocator.now == 1000
@@ -168,5 +169,5 @@ def test_what_is_kept_and_what_passes_count_and_a_librarys_workspace_does_not(mo
 def test_the_rank_that_needs_most_counts(monkeypatch):
     bench = Bench(Allocator(monkeypatch))
     monkeypatch.setattr(peers, "_here", SimpleNamespace(most=lambda value: max(value, 200.0)))
-    found = memory.peaks(bench, [(5, 40, 300), (0, 20, 100)], "cpu")
+    found = memory.peaks(bench, [(5, 40, 300), (0, 20, 100)])
     assert found == {"baseline": 345, "optimized": 200}

@@ -115,7 +115,7 @@ def _become(args: list[str], cwd: str, environ: dict[str, str]) -> NoReturn:
     random.seed()
     sys.argv = [os.path.join(os.path.dirname(pytest.__file__), "__main__.py"), *args]
     sys.path[:1] = [cwd, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
-    raise SystemExit(pytest.console_main())
+    raise SystemExit(pytest.main())
 
 
 if __name__ == "__main__":

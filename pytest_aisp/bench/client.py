@@ -166,11 +166,14 @@ def bench_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
+LONGER = "give it longer with --aisp-timeout-multiplier=2"
+"""The last line of what is said of anything that took too long."""
+
+
 def late_reply(seconds: float, doing: str, trace: str) -> Reply:
     """Return the reply in the place of one that did not come within `seconds`."""
     message = f"no answer within {seconds:g} s during: {doing}"
-    advice = "give it longer with --aisp-timeout-multiplier=2"
-    return Reply(error="timeout", message=f"{message}\n{advice}", trace=trace)
+    return Reply(error="timeout", message=f"{message}\n{LONGER}", trace=trace)
 
 
 def how_it_ended(code: int) -> str:

@@ -245,7 +245,7 @@ class Engine:
                 f"{task.kind} of a process side are not counted: only its time is taken"
             )
         with self._prepared(task, pair):
-            return count(self.oracle(task, pair, task.size).bench, sides, task.device)
+            return count(self.oracle(task, pair, task.size).bench, sides)
 
     def sample(self, task: Task) -> dict[str, Any]:
         """Time one process side in this process and check its output."""

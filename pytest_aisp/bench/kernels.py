@@ -14,7 +14,7 @@ from typing import Any
 from ..common.peers import here
 from ..common.protections import on
 from ..pages.pair import Side
-from ..proof.workbench import Workbench
+from ..proof.workbench import Workbench, alone
 from ..results.row import duration
 from .nodes import ROLES
 
@@ -95,22 +95,16 @@ def launched(work: Callable[[], Any], calls: int) -> Kernels:
     return summarize(spans, calls)
 
 
-def launches(bench: Workbench, sides: Sequence[Side], device: str) -> dict[str, float]:
+def launches(bench: Workbench, sides: Sequence[Side]) -> dict[str, float]:
     """Return by role the kernels, copies and fills that a call launches, both sides warm.
 
     On several ranks, each side's on the rank that launches most.
     """
-    del device
     found = []
     for side in sides:
-        bench.lay_slots(1)
-        subject = bench.subject(side)
-        try:
+        with alone(bench, side) as subject:
             for _ in range(WARM):
                 subject.run(0)
             kernels = launched(lambda subject=subject: subject.run(0), 1)  # type: ignore[misc]
             found.append(here().most(sum(kernels.launches.values())))
-        finally:
-            subject.close()
-            bench.slots.clear()
     return dict(zip(ROLES, found, strict=True))

@@ -8,7 +8,7 @@ from ..common.peers import here
 from ..common.quiet import release
 from ..pages.pair import Side
 from ..proof.sides import Subject
-from ..proof.workbench import Workbench
+from ..proof.workbench import Workbench, alone
 from .nodes import ROLES
 
 
@@ -30,7 +30,7 @@ def peak_bytes(subject: Subject) -> int:
     return int(here().most(float(subject.held + most - before)))
 
 
-def peaks(bench: Workbench, sides: Sequence[Side], device: str) -> dict[str, int]:
+def peaks(bench: Workbench, sides: Sequence[Side]) -> dict[str, int]:
     """Return by role the most bytes that calls of a side hold on a GPU beyond inputs and state.
 
     Counted are outputs, temporaries, what preparing keeps, and what the first call has left for
@@ -38,18 +38,16 @@ def peaks(bench: Workbench, sides: Sequence[Side], device: str) -> dict[str, int
     on nobody's account. On several ranks, each side's is that of the rank that needs most.
     """
     for side in sides:
-        _grown(bench, side, device)
-    found = [int(here().most(float(_grown(bench, side, device)))) for side in sides]
+        _grown(bench, side)
+    found = [int(here().most(float(_grown(bench, side)))) for side in sides]
     return dict(zip(ROLES, found, strict=True))
 
 
-def _grown(bench: Workbench, side: Side, device: str) -> int:
+def _grown(bench: Workbench, side: Side) -> int:
     import torch
 
-    release(device)
-    bench.lay_slots(1)
-    subject = bench.subject(side)
-    try:
+    release(bench.device)
+    with alone(bench, side) as subject:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated() - subject.held
         subject.run(0)
@@ -59,6 +57,3 @@ def _grown(bench: Workbench, side: Side, device: str) -> int:
         subject.run(0)
         torch.cuda.synchronize()
         return int(torch.cuda.max_memory_allocated() - before)
-    finally:
-        subject.close()
-        bench.slots.clear()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..results import messages
 from ..results.messages import Task
-from .client import bench_environment, last_lines
+from .client import LONGER, bench_environment, how_it_ended, last_lines
 from .profiler import range_name
 
 SLOWER = 20.0
@@ -165,9 +165,6 @@ def _why(name: str, code: int | None, seconds: float, output: str) -> str:
     if NO_COUNTERS in output:
         return COUNTERS
     if code is None:
-        return (
-            f"{name} took longer than {seconds:g} s\n"
-            "give it longer with --aisp-timeout-multiplier=2"
-        )
-    ended = f"ended with exit code {code}" if code else "left no report"
+        return f"{name} took longer than {seconds:g} s\n{LONGER}"
+    ended = f"ended {how_it_ended(code)}" if code else "left no report"
     return "\n".join([f"{name} {ended}", *output.splitlines()])

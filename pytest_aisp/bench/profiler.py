@@ -16,7 +16,7 @@ from ..common.peers import here
 from ..common.quiet import release, waiter
 from ..pages.pair import Side
 from ..proof.sides import Subject
-from ..proof.workbench import Workbench
+from ..proof.workbench import Workbench, alone
 from ..results.profiles import Differences, Seen, gathered, table
 
 WARMUP, CALLS = 2, 3
@@ -98,15 +98,10 @@ def _on_gpu(bench: Workbench) -> bool:
 @contextmanager
 def _warm(bench: Workbench, side: Side) -> Iterator[Subject]:
     """Yield `side` on one slot, called often enough to be steady."""
-    bench.lay_slots(1)
-    subject = bench.subject(side)
-    try:
+    with alone(bench, side) as subject:
         _run(bench, subject, WARMUP)
         subject.restore()
         yield subject
-    finally:
-        subject.close()
-        bench.slots.clear()
 
 
 def _run(bench: Workbench, subject: Subject, calls: int) -> None:

@@ -85,8 +85,18 @@ def _compare_together(got: Sequence[torch.Tensor], leaves: Sequence[Leaf], rule:
     fits: list[Fit] = []
     for i, each in enumerate(leaves):
         rms = math.sqrt(squares[i]) / max(each.total, 1e-300)
-        fit = Fit(each.path, rms, worst[i], (), 0.0, 0.0, 0.0, bool(accepted[i]), counts[i])
-        fit = replace(fit, most=each.most)
+        fit = Fit(
+            each.path,
+            rms,
+            worst[i],
+            (),
+            0.0,
+            0.0,
+            0.0,
+            bool(accepted[i]),
+            counts[i],
+            most=each.most,
+        )
         fits.append(fit if rule.given or fit.score <= 1 else replace(fit, ok=False))
     return fits
 
@@ -105,7 +115,6 @@ def compare(got: torch.Tensor, leaf: Leaf, rule: Rule) -> Fit:
     scaled = error.div_(leaf.sigma)
     flat = int(scaled.argmax())
     fit = _fit(got, leaf, flat, rms, float(scaled.view(-1)[flat]), accepted)
-    fit = replace(fit, most=leaf.most)
     return fit if rule.given or fit.score <= 1 else replace(fit, ok=False)
 
 
@@ -156,7 +165,16 @@ def _fit(got: torch.Tensor, leaf: Leaf, flat: int, rms: float, worst: float, ok:
     at = tuple(reversed(index))
     sigma = float(leaf.sigma[at]) if leaf.sigma is not None else 0.0
     return Fit(
-        leaf.path, rms, worst, at, float(got[at]), float(leaf.value[at]), sigma, ok, got.numel()
+        leaf.path,
+        rms,
+        worst,
+        at,
+        float(got[at]),
+        float(leaf.value[at]),
+        sigma,
+        ok,
+        got.numel(),
+        most=leaf.most,
     )
 
 

@@ -41,7 +41,7 @@ UNIT |= {"bf16": 2.0**-8, "fp8": 2.0**-4, "mxfp8": 2.0**-4, "nvfp4": 2.0**-2}
 # A step of these is a share of the largest in its block, some four times the block's rms.
 UNIT |= {"int8": 2.0**-6, "int4": 2.0**-2, "w4a16": 2.0**-2}
 _ONE_OPERAND = ("w4a16",)  # weights alone are in four bits; activations and results are not
-_INSIDE = ("tf32",)  # in which products are computed and no result is kept
+_INSIDE = ("tf32", *_ONE_OPERAND)  # in which no result is kept
 _DEPTH = {"tf32": 8, "bf16": 16, "fp16": 16, "bfloat16": 16, "float16": 16}
 
 
@@ -190,10 +190,7 @@ def allowed(
     operands = each * work.roundings * steps if low else work.roundings * steps - 1
     u_in = UNIT[low] if low else u_out
     rounding = (u_out**2 * value.square() + operands * u_in**2 * squares) / 3
-    if low and low not in (
-        *_INSIDE,
-        *_ONE_OPERAND,
-    ):  # results too: in a sum of few terms they may exceed Q
+    if low and low not in _INSIDE:  # results too: in a sum of few terms they may exceed Q
         more = (value.square() - squares).clamp_min_(0)
         rounding += more.mul_(work.roundings * steps * u_in**2 / 3)
     return (rounding + steps * _accumulation(value, squares, dtype, precision, work.terms)).sqrt_()

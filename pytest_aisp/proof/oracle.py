@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -217,12 +218,12 @@ def _perturb_in_place(tensors: dict[str, torch.Tensor], probe: int) -> None:
     import torch
 
     generator = _generators(probe + 1000)
-    storages = [tensor.untyped_storage().data_ptr() for tensor in tensors.values()]
+    sharing = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
     with torch.no_grad():
         for tensor in tensors.values():
             if not tensor.is_floating_point():
                 continue
-            alone = storages.count(tensor.untyped_storage().data_ptr()) == 1
+            alone = sharing[tensor.untyped_storage().data_ptr()] == 1
             if torch.finfo(tensor.dtype).eps > numerics.STEP / 16 and alone:
                 tensor.data = tensor.double()  # bf16 would round the perturbation away
             numerics.perturb(tensor, generator(tensor))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,3 +123,15 @@ class Workbench:
         """Whether a side of the pair is prepared."""
         sides = [self.pair.baseline, *(v.side for v in self.pair.variants)]
         return any(inspect.isgeneratorfunction(s) for s in sides)
+
+
+@contextmanager
+def alone(bench: Workbench, side: Side) -> Iterator[Subject]:
+    """Yield `side` on one slot, and let go of both afterwards."""
+    bench.lay_slots(1)
+    subject = bench.subject(side)
+    try:
+        yield subject
+    finally:
+        subject.close()
+        bench.slots.clear()
