@@ -8,6 +8,9 @@ PY := $(VENV)/bin/python
 
 .PHONY: bench test lint
 
+# Rewritten assertions and compiled modules are kept: the tests start pytest some hundred times.
+unexport PYTHONDONTWRITEBYTECODE
+
 bench: $(VENV)/.ready
 	$(PY) -m pytest suites/ch01
 

@@ -190,6 +190,7 @@ if "COVERAGE_PROCESS_START" in os.environ:
 """
 
 
+@pytest.mark.new_processes  # what a process reads when it starts
 def test_coverage_of_the_processes_that_measure_is_named(page, gpu, pytester, monkeypatch):
     page()
     gpu(**TIMES)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from zygote import BENCH
+
 
 def benches(folder: Path) -> list[int]:
     """Return the bench processes that were started in `folder` and are alive."""
@@ -15,9 +17,9 @@ def benches(folder: Path) -> list[int]:
 
 def _is_bench(entry: Path, folder: Path) -> bool:
     try:
-        command = (entry / "cmdline").read_bytes()
-        ours = b"pytest_aisp.bench" in command or b"pytest_aisp.ranks.rank" in command
-        return ours and os.readlink(entry / "cwd") == str(folder)
+        command = (entry / "cmdline").read_bytes() + (entry / "comm").read_bytes()
+        names = (b"pytest_aisp.bench", b"pytest_aisp.ranks.rank", BENCH.encode())
+        return any(name in command for name in names) and os.readlink(entry / "cwd") == str(folder)
     except OSError:  # it has ended meanwhile
         return False
 

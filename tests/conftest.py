@@ -89,20 +89,33 @@ def no_ci(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Name the marker of tests that are about processes."""
+    text = "new_processes: the bench processes of its runs are no forks of a warm one"
+    config.addinivalue_line("markers", text)
+
+
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
     """Return the process that runs of pytest are forked from."""
-    started = Zygote()
+    started = Zygote.new()
     yield started
     started.close()
 
 
 @pytest.fixture
 def pytester(
-    pytester: pytest.Pytester, zygote: Zygote, monkeypatch: pytest.MonkeyPatch
+    pytester: pytest.Pytester,
+    zygote: Zygote,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> pytest.Pytester:
-    """Fork what `runpytest_subprocess` starts; all else starts as ever."""
+    """Fork what `runpytest_subprocess` starts, and its bench processes; all else starts as ever.
+
+    Where a test is about processes, `pytestmark = pytest.mark.new_processes` has them new.
+    """
     popen = pytester.popen
+    benches = request.node.get_closest_marker("new_processes") is None
     pytest_itself = [sys.executable, "-mpytest"]
 
     def start(command: Any, *pipes: Any, **how: Any) -> Any:
@@ -111,7 +124,8 @@ def pytester(
             return popen(command, *pipes, **how)
         with monkeypatch.context() as patch:
             patch.setenv("PYTHONPATH", os.getcwd(), prepend=os.pathsep)
-            return zygote.run(command[2:], how["stdout"].fileno(), how["stderr"].fileno())
+            files = how["stdout"].fileno(), how["stderr"].fileno()
+            return zygote.run(command[2:], *files, benches=benches)
 
     monkeypatch.setattr(pytester, "popen", start)
     return pytester

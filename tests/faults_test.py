@@ -14,6 +14,7 @@ from benches import benches, wait_for
 from pytest_aisp.bench.client import BenchProcess
 from pytest_aisp.results.messages import Task
 
+pytestmark = pytest.mark.new_processes
 IMPORTS = "import ctypes, os, signal, sys, time"
 DIED = "E       AssertionError: doubled at n=1001: the bench process ended"
 # By page: what its optimized side does, and a line of the failure.

@@ -6,11 +6,11 @@ import os
 import re
 import select
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from subprocess import DEVNULL, Popen
 from typing import IO, Protocol
 
 from ..pages.sources import PACKAGE
@@ -53,9 +53,9 @@ class BenchProcess:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._buffer = b""
         self._ready = False
-        self._process = subprocess.Popen(
+        self._process = Popen(
             [*under, sys.executable, "-m", "pytest_aisp.bench", str(ask_read), str(answer_write)],
-            stdin=subprocess.DEVNULL,
+            stdin=DEVNULL,
             stdout=self._output,
             stderr=self._output,
             pass_fds=(ask_read, answer_write),
