@@ -65,28 +65,60 @@ def test_a_page_that_asks_wrongly_is_told(page, launching, pytester, call, says)
     assert result.ret == 1
 
 
+class Bench:
+    """A workbench whose sides note that they are called."""
+
+    def __init__(self):
+        self.slots, self.calls = [], []
+
+    def lay_slots(self, count):
+        self.slots = [count]
+
+    def subject(self, side):
+        return SimpleNamespace(run=lambda slot: self.calls.append(side), close=lambda: None)
+
+
 def test_each_side_is_warm_and_the_rank_that_launches_most_counts(monkeypatch):
-    calls = []
-
-    class Bench:
-        def __init__(self):
-            self.slots = []
-
-        def lay_slots(self, count):
-            self.slots = [count]
-
-        def subject(self, side):
-            return SimpleNamespace(run=lambda slot: calls.append(side), close=lambda: None)
+    bench = Bench()
 
     def launched(work, count):
         work()
-        first = 4.0 if len(calls) <= 1 else 0.0  # what only the first call launches
-        return Kernels({"add": 1.0, "Memcpy": {"a": 2.0, "b": 0.0}[calls[-1]] + first}, 1e-6)
+        first = 4.0 if len(bench.calls) <= 1 else 0.0  # what only the first call launches
+        return Kernels({"add": 1.0, "Memcpy": {"a": 2.0, "b": 0.0}[bench.calls[-1]] + first}, 1e-6)
 
     monkeypatch.setattr(kernels, "launched", launched)
-    bench = Bench()
-    assert kernels.launches(bench, ["a", "b"]) == {"baseline": 3.0, "optimized": 1.0}
-    assert calls == ["a"] * 4 + ["b"] * 4
+    assert [kernels.launches(bench, side) for side in "ab"] == [3.0, 1.0]
+    assert bench.calls == ["a"] * 4 + ["b"] * 4
     assert bench.slots == []
     monkeypatch.setattr(peers, "_here", SimpleNamespace(most=lambda value: max(value, 2.0)))
-    assert kernels.launches(bench, ["a", "b"]) == {"baseline": 3.0, "optimized": 2.0}
+    assert [kernels.launches(bench, side) for side in "ab"] == [3.0, 2.0]
+
+
+def test_the_rank_that_computes_least_counts(monkeypatch):
+    bench = Bench()
+
+    def launched(work, count, counts):
+        work()
+        assert counts is kernels.computes
+        return Kernels({"add": 1.0}, 1e-3 if len(bench.calls) == 6 else 0.0)
+
+    monkeypatch.setattr(kernels, "launched", launched)
+    assert kernels.computing(bench, "a") == 1e-3
+    bench.calls.clear()
+    monkeypatch.setattr(peers, "_here", SimpleNamespace(most=lambda value: max(value, -4e-4)))
+    assert kernels.computing(bench, "a") == 4e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "computes"),
+    [
+        ("sm90_xmma_gemm_bf16bf16_bf16f32", True),
+        ("void at::native::reduce_kernel<512, 1>", True),
+        ("Memcpy HtoD (Pinned -> Device)", False),
+        ("Memset (Device)", False),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", False),
+        ("one_shot_all_reduce_kernel", False),
+    ],
+)
+def test_what_moves_data_or_waits_does_not_compute(name, computes):
+    assert kernels.computes(name) == computes

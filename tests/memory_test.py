@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_aisp.bench import memory
+from pytest_aisp.bench import counting, memory
 from pytest_aisp.common import peers
 from pytest_aisp.results import store
+from pytest_aisp.results.messages import Task
 
 BODY = "pair.assert_equivalent()\npair.assert_speedup()\npair.assert_memory(at_most={})"
 ALONE = "pair.assert_equivalent()\npair.assert_memory(at_most={})"
@@ -112,12 +113,13 @@ class Allocator:
     """torch's allocator, as sides ask it."""
 
     def __init__(self, monkeypatch):
-        self.now = self.most = 0
+        self.now = self.most = self.taken = 0
         for name, value in {
             "synchronize": lambda: None,
             "reset_peak_memory_stats": self.reset,
             "memory_allocated": lambda: self.now,
             "max_memory_allocated": lambda: self.most,
+            "memory_reserved": lambda: self.taken,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
 
@@ -127,6 +129,7 @@ class Allocator:
     def take(self, count):
         self.now += count
         self.most = max(self.most, self.now)
+        self.taken = max(self.taken, self.now + 7)  # seven are in no block
 
 
 class Bench:
@@ -160,14 +163,26 @@ class Bench:
 
 def test_what_is_kept_and_what_passes_count_and_a_librarys_workspace_does_not(monkeypatch):
     bench = Bench(Allocator(monkeypatch))
-    found = memory.peaks(bench, [(5, 40, 300), (0, 20, 100)])
-    assert found == {"baseline": 345, "optimized": 120}
+    sides = (5, 40, 300), (0, 20, 100)
+    trial = SimpleNamespace(bench=bench, sides=[(side, None) for side in sides])
+    assert counting.count(Task(kind="count", goal="memory"), trial) == {
+        "baseline": 345,
+        "optimized": 120,
+    }
     assert bench.slots == []
     assert bench.allocator.now == 1000
 
 
+def test_what_was_taken_from_the_gpu_counts_from_the_first_call(monkeypatch):
+    for counter, found in ((memory.reserved, 352), (memory.fragmentation, 7)):
+        bench = Bench(Allocator(monkeypatch))
+        bench.workspace = 0
+        assert counter(bench, (5, 40, 300)) == found
+
+
 def test_the_rank_that_needs_most_counts(monkeypatch):
     bench = Bench(Allocator(monkeypatch))
+    bench.workspace = 0
     monkeypatch.setattr(peers, "_here", SimpleNamespace(most=lambda value: max(value, 200.0)))
-    found = memory.peaks(bench, [(5, 40, 300), (0, 20, 100)])
-    assert found == {"baseline": 345, "optimized": 200}
+    assert memory.allocated(bench, (5, 40, 300)) == 345
+    assert memory.allocated(bench, (0, 20, 100)) == 200

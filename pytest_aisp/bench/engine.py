@@ -223,29 +223,20 @@ class Engine:
         rng = random.Random(seed)
         return Trial(task, oracle, sides, budget, rng, self.progress).run()
 
-    def memory(self, task: Task) -> dict[str, Any]:
-        """Return by role the most bytes that a call holds on the GPU beyond its inputs."""
-        from .memory import peaks
+    def count(self, task: Task) -> dict[str, Any]:
+        """Return by role what a call takes of a goal beyond time."""
+        from . import counting
+        from .trial import Trial
 
-        return self._counted(task, peaks)
-
-    def launches(self, task: Task) -> dict[str, Any]:
-        """Return by role the kernels, copies and fills that a call launches."""
-        from .kernels import launches
-
-        return self._counted(task, launches)
-
-    def _counted(self, task: Task, count: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-        pair = self._pair(task)
-        sides = pair.baseline, pair.variant(task.variant).side
         if task.timer is not None:
-            return dict(task.timer["options"]["details"]["goals"][task.kind])
-        if any(hasattr(side, "environment") for side in sides):
-            raise PageError(
-                f"{task.kind} of a process side are not counted: only its time is taken"
-            )
+            return dict(task.timer["options"]["details"]["goals"][task.goal])
+        pair = self._pair(task)
+        variant = pair.variant(task.variant)
+        sides = (pair.baseline, None), (variant.side, variant.precision)
         with self._prepared(task, pair):
-            return count(self.oracle(task, pair, task.size).bench, sides)
+            oracle, rng = self.oracle(task, pair, task.size), random.Random(_seed(task, "count"))
+            trial = Trial(task, oracle, sides, Budget(**task.budget), rng, self.progress)
+            return counting.count(task, trial)
 
     def sample(self, task: Task) -> dict[str, Any]:
         """Time one process side in this process and check its output."""

@@ -7,7 +7,8 @@ recorded, and where a page claims a number of launches, after the windows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +17,19 @@ from ..common.protections import on
 from ..pages.pair import Side
 from ..proof.workbench import Workbench, alone
 from ..results.row import duration
-from .nodes import ROLES
 
 SHARE, SECONDS = 0.20, 1e-6
 """By how much the profiler's time may exceed that of the windows: it sees each kernel begin and
 end, and at clocks of its own choosing."""
 WARM = 3
 """Calls before launches are counted: the first may compile, tune or fill a cache."""
+COMPUTING = 3
+"""Calls whose seconds at compute are counted."""
+NO_COMPUTE = (
+    *("memcpy", "memset", "nccl", "nvshmem", "barrier", "spin_kernel"),
+    *("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "all_to_all"),
+)
+"""What the names of kernels hold that move data, wait or talk to other ranks."""
 NAME = 90
 """Characters of a kernel's name that are kept: templates have thousands."""
 
@@ -80,8 +87,14 @@ def summarize(events: Iterable[tuple[str, float, float]], calls: int) -> Kernels
     return Kernels(launches, union((start, end) for _, start, end in seen) / calls)
 
 
-def launched(work: Callable[[], Any], calls: int) -> Kernels:
-    """Return what `work`, which makes `calls` calls, launches on the GPU."""
+def launched(
+    work: Callable[[], Any], calls: int, counts: Callable[[str], bool] = lambda name: True
+) -> Kernels:
+    """Return what `work`, which makes `calls` calls, launches on the GPU.
+
+    Args:
+        counts: which of them, by name.
+    """
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -90,21 +103,32 @@ def launched(work: Callable[[], Any], calls: int) -> Kernels:
         work()
         torch.cuda.synchronize()
     events = profiler.events() or []
-    on_gpu = [e for e in events if e.device_type.name == "CUDA"]
+    on_gpu = [e for e in events if e.device_type.name == "CUDA" and counts(str(e.name))]
     spans = ((str(e.name), e.time_range.start * 1e-6, e.time_range.end * 1e-6) for e in on_gpu)
     return summarize(spans, calls)
 
 
-def launches(bench: Workbench, sides: Sequence[Side]) -> dict[str, float]:
-    """Return by role the kernels, copies and fills that a call launches, both sides warm.
+def computes(name: str) -> bool:
+    """Return whether a kernel of this name is of use: no copy, fill, collective or waiting."""
+    return not any(word in name.lower() for word in NO_COMPUTE)
 
-    On several ranks, each side's on the rank that launches most.
-    """
-    found = []
-    for side in sides:
-        with alone(bench, side) as subject:
-            for _ in range(WARM):
-                subject.run(0)
-            kernels = launched(lambda subject=subject: subject.run(0), 1)  # type: ignore[misc]
-            found.append(here().most(sum(kernels.launches.values())))
-    return dict(zip(ROLES, found, strict=True))
+
+def launches(bench: Workbench, side: Side) -> float:
+    """Return the kernels, copies and fills that a warm call launches; the most of any rank."""
+    with _warm(bench, side) as run:
+        return here().most(sum(launched(run, 1).launches.values()))
+
+
+def computing(bench: Workbench, side: Side) -> float:
+    """Return the seconds of a warm call in which a kernel computes; the least of any rank."""
+    with _warm(bench, side) as run:
+        busy = launched(lambda: [run() for _ in range(COMPUTING)], COMPUTING, computes).busy
+        return -here().most(-busy)
+
+
+@contextmanager
+def _warm(bench: Workbench, side: Side) -> Iterator[Callable[[], Any]]:
+    with alone(bench, side) as subject:
+        for _ in range(WARM):
+            subject.run(0)
+        yield lambda: subject.run(0)

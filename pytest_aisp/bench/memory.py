@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ..common.peers import here
 from ..common.quiet import release
 from ..pages.pair import Side
 from ..proof.sides import Subject
 from ..proof.workbench import Workbench, alone
-from .nodes import ROLES
 
 
 def peak_bytes(subject: Subject) -> int:
@@ -30,25 +27,38 @@ def peak_bytes(subject: Subject) -> int:
     return int(here().most(float(subject.held + most - before)))
 
 
-def peaks(bench: Workbench, sides: Sequence[Side]) -> dict[str, int]:
-    """Return by role the most bytes that calls of a side hold on a GPU beyond inputs and state.
+def allocated(bench: Workbench, side: Side) -> float:
+    """Return the most bytes that calls of `side` hold on a GPU beyond inputs and state.
 
     Counted are outputs, temporaries, what preparing keeps, and what the first call has left for
-    the second: an optimizer's moments. Each side has run before, so that a library's workspace is
-    on nobody's account. On several ranks, each side's is that of the rank that needs most.
+    the second: an optimizer's moments. On several ranks, those of the rank that needs most.
     """
-    for side in sides:
-        _grown(bench, side)
-    found = [int(here().most(float(_grown(bench, side)))) for side in sides]
-    return dict(zip(ROLES, found, strict=True))
+    return here().most(_most(bench, side)[0])
 
 
-def _grown(bench: Workbench, side: Side) -> int:
+def reserved(bench: Workbench, side: Side) -> float:
+    """Return the most bytes that the allocator has taken from a GPU for calls of `side`."""
+    return here().most(_most(bench, side)[1])
+
+
+def fragmentation(bench: Workbench, side: Side) -> float:
+    """Return how many more bytes were taken from a GPU for `side` than it ever held."""
+    held, taken = _most(bench, side)
+    return here().most(max(0.0, taken - held))
+
+
+def _most(bench: Workbench, side: Side) -> tuple[float, float]:
+    """Return the most bytes allocated and reserved for `side` while it is called.
+
+    What it holds is watched at the second call; what was taken for it is never given back, so that
+    is watched from the first.
+    """
     import torch
 
     release(bench.device)
+    torch.cuda.synchronize()
+    began = torch.cuda.memory_reserved()
     with alone(bench, side) as subject:
-        torch.cuda.synchronize()
         before = torch.cuda.memory_allocated() - subject.held
         subject.run(0)
         subject.outputs[0] = None
@@ -56,4 +66,5 @@ def _grown(bench: Workbench, side: Side) -> int:
         torch.cuda.reset_peak_memory_stats()
         subject.run(0)
         torch.cuda.synchronize()
-        return int(torch.cuda.max_memory_allocated() - before)
+        held = torch.cuda.max_memory_allocated() - before
+        return float(held), float(torch.cuda.memory_reserved() - began)

@@ -112,18 +112,28 @@ class _ProcessWindow:
         self.environment, self.started = side.environment, 0
 
     def __call__(self) -> float:
-        from .client import BenchProcess
-
         self.started += 1
         self._progress(f"process {self.started} of {self.task.side}")
-        bench = BenchProcess(self.environment)
-        try:
-            reply = bench.ask(self.task, PROCESS_SECONDS, lambda text: None)
-        finally:
-            bench.close()
-        if reply.error is not None:
-            raise ProcessFailed(self.task.side, reply)
-        return float(reply.result["seconds"])
+        return float(_fresh(self.task, self.environment, self.task.side)["seconds"])
+
+
+def ask_fresh(task: Task, side: Any, progress: Callable[[str], None]) -> Mapping[str, Any]:
+    """Return the result of `task` in a fresh process of a process side. Raises `ProcessFailed`."""
+    progress(f"a process of {side.__name__}")
+    return _fresh(task, side.environment, side.__name__)
+
+
+def _fresh(task: Task, environment: Mapping[str, str | None], name: str) -> Mapping[str, Any]:
+    from .client import BenchProcess
+
+    bench = BenchProcess(environment)
+    try:
+        reply = bench.ask(task, PROCESS_SECONDS, lambda text: None)
+    finally:
+        bench.close()
+    if reply.error is not None:
+        raise ProcessFailed(name, reply)
+    return reply.result
 
 
 def time_here(call: Callable[[], Any], warmup: int, synchronize: Callable[[], None]) -> float:

@@ -50,7 +50,7 @@ class Recording:
             return Reply(error="page", message=f"the recording holds no {name}{why}")
         if task.kind == "facts":
             return Reply(result=row["environment"])
-        kind = "checks" if task.kind in ("check", "memory", "launches") else "timings"
+        kind = "checks" if task.kind in ("check", "count") else "timings"
         number = self._asked.get(f"{row['key']}{kind}", 0)
         self._asked[f"{row['key']}{kind}"] = number + 1
         if number >= len(row[kind]):

@@ -94,7 +94,7 @@ def _error_reply(error: Exception, doing: str) -> Reply:
     from ..kernels import assembly
     from ..proof import controls, numerics, sides, witness, workbench
     from ..results import timing
-    from . import engine, processes, windows
+    from . import energy, engine, processes, windows
 
     kinds: tuple[tuple[str, tuple[type[Exception], ...]], ...] = (
         ("wrong", (numerics.Wrong,)),
@@ -109,6 +109,7 @@ def _error_reply(error: Exception, doing: str) -> Reply:
                 controls.CannotTell,
                 workbench.NotCold,
                 windows.Unblockable,
+                energy.Uncountable,
             ),
         ),
         ("disturbed", (timing.Disturbed, witness.Traced)),

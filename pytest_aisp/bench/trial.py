@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
@@ -144,6 +145,19 @@ class Trial:
         try:
             with watching(self._names(), self.pair.owns), self.watch.phase("build"):
                 return self._build(built, budget, first=0).details()
+        finally:
+            for subject in built.values():
+                subject.close()
+
+    @contextmanager
+    def ready(self) -> Iterator[WatchedBout]:
+        """Yield both sides built on their slots, on the best clock that both can use."""
+        self._learn_types()
+        self._lay()
+        built: dict[int, Subject] = {}
+        try:
+            with watching(self._names(), self.pair.owns):
+                yield self._build(built, self.budget, first=0)
         finally:
             for subject in built.values():
                 subject.close()

@@ -203,6 +203,14 @@ class Telemetry:
             "reasons": _asked(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle),
         }
 
+    def energy(self) -> float | None:
+        """Return the joules that the GPU has taken since its driver was loaded, or None."""
+        nvml, handle = self._nvml, self._handle
+        if nvml is None or handle is None:
+            return None
+        millijoules = _asked(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+        return None if millijoules is None else millijoules * 1e-3
+
     def disturbance(self) -> str | None:
         """Return why the GPU is slower than it should be, or None; looks at some blocks only."""
         self._blocks += 1

@@ -27,6 +27,10 @@ class Alone:
         """Return the least `value` of all ranks."""
         return value
 
+    def total(self, value: float) -> float:
+        """Return the sum of all ranks' `value`."""
+        return value
+
     def first(self, text: str | None) -> str | None:
         """Return the text of the first rank that has one, with its name, or None."""
         return text
@@ -84,6 +88,9 @@ class Ranks(Alone):
 
     def most(self, value: float) -> float:
         return max(one for (one,) in self._gather(value))
+
+    def total(self, value: float) -> float:
+        return sum(one for (one,) in self._gather(value))
 
     def least(self, value: int) -> int:
         return int(min(one for (one,) in self._gather(value)))

@@ -1,17 +1,20 @@
-"""Goals beyond time: what a page may claim of memory and launches, and when a stored one is passed.
+"""Goals beyond time: what a page may claim of memory, launches, energy and goodput.
 
-Both are counted, not timed: they do not scatter, so nothing is voted on.
+What is counted does not scatter, and nothing is voted on: `noise`, where there is any, is believed
+in the side's favour.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from .remarks import amount
 
 Found = Mapping[str, float]
-"""What a call of ``baseline`` and of ``optimized`` takes."""
+"""What a call of ``baseline`` and of ``optimized`` takes, and the relative ``noise`` of both."""
+Name = Literal["memory", "reserved", "fragmentation", "launches", "energy", "goodput"]
 
 
 @dataclass(frozen=True)
@@ -23,35 +26,70 @@ class Goal:
         asked: how a page asks for it, as the report names it.
         unit: writes one amount.
         relative: whether the limit is a share of the baseline's, else an amount of its own.
-        times, slack: a stored amount is passed beyond this many times itself and so much more.
+        margin: a stored amount is passed beyond this share of itself,
+        slack: and so much more.
+        rises: whether more of it is better.
     """
 
     what: str
     asked: str
     unit: Callable[[float], str]
     relative: bool
-    times: float
+    margin: float
     slack: float
+    rises: bool = False
 
-    def said(self, found: Found, at_most: float) -> str:
+    def said(self, found: Found, limit: float) -> str:
         """Return both amounts in words, beside the limit."""
         both = f"{self.unit(found['baseline'])} / {self.unit(found['optimized'])} {self.what}"
+        noise = f", noise {found['noise']:.1%}" if "noise" in found else ""
         if not self.relative:
-            return f"{both}, against {self.unit(at_most)}"
-        share = found["optimized"] / max(found["baseline"], 1)
-        return f"{both}, {share:.3g} of the baseline's against {at_most:g}"
+            return f"{both}, against {self.unit(limit)}{noise}"
+        share = found["optimized"] / (found["baseline"] or 1)
+        return f"{both}, {share:.3g} of the baseline's against {limit:g}{noise}"
 
-    def missed(self, found: Found, at_most: float) -> bool:
-        """Return whether the optimized side takes more than `at_most` allows."""
-        return found["optimized"] > at_most * (found["baseline"] if self.relative else 1)
+    def missed(self, found: Found, limit: float) -> bool:
+        """Return whether the optimized side takes more than `limit` allows, or has too little."""
+        limit *= found["baseline"] if self.relative else 1
+        return self._beyond(found["optimized"], limit, found.get("noise", 0.0))
 
-    def grew(self, before: float, now: float) -> bool:
-        """Return whether `now` is more than what was stored, beyond rounding."""
-        return now > before * self.times + self.slack
+    def worse(self, before: Found, found: Found) -> bool:
+        """Return whether the optimized side is worse than stored, beyond margin and noise."""
+        sign = -1 if self.rises else 1
+        limit = before["optimized"] * (1 + sign * self.margin) + sign * self.slack
+        noise = before.get("noise", 0.0) + found.get("noise", 0.0)
+        return self._beyond(found["optimized"], limit, noise)
+
+    def _beyond(self, now: float, limit: float, noise: float) -> bool:
+        return now * (1 + noise) < limit if self.rises else now * (1 - noise) > limit
 
 
-GOALS = {
-    # Blocks are cut from segments of 2 MiB, and a library may choose another workspace.
-    "memory": Goal("beyond the inputs", "assert_memory", amount, True, 1.01, 1 << 20),
-    "launches": Goal("launches a call", "assert_count", "{:g}".format, False, 1.0, 0.0),
+def shares(busy: Found, seconds: Sequence[float]) -> dict[str, float]:
+    """Return the share of a call's `seconds`, of both sides, that it is `busy`; at most 1.
+
+    The profiler's kernels run at clocks of their own choosing and may add up to a little more.
+    """
+    both = zip(("baseline", "optimized"), seconds, strict=True)
+    return {role: min(1.0, busy[role] / lasts) for role, lasts in both}
+
+
+def joules(value: float) -> str:
+    """Return ``1.23 mJ``: three digits and the unit that suits them."""
+    for unit, scale in (("J", 1.0), ("mJ", 1e-3), ("uJ", 1e-6)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value * 1e9:.3g} nJ"
+
+
+# Blocks are cut from segments of 2 or 20 MiB, and a library may choose another workspace.
+_ALLOCATED, _SEGMENTS = (0.01, 1 << 20), (0.01, 40 << 20)
+GOALS: dict[str, Goal] = {
+    "memory": Goal("beyond the inputs", "assert_memory", amount, True, *_ALLOCATED),
+    "reserved": Goal("taken from the GPU", "assert_memory", amount, True, *_SEGMENTS),
+    "fragmentation": Goal("taken and unused", "assert_memory", amount, True, *_SEGMENTS),
+    "launches": Goal("launches a call", "assert_count", "{:g}".format, False, 0.0, 0.0),
+    # Leakage grows with temperature, and no two GPUs of a product draw the same.
+    "energy": Goal("a call", "assert_energy", joules, True, 0.05, 0.0),
+    # Loaders and hosts differ by more than clocks do.
+    "goodput": Goal("at compute", "assert_goodput", "{:.0%}".format, False, 0.05, 0.0, rises=True),
 }

@@ -14,7 +14,7 @@ from typing import Any, Literal
 READY = "ready"
 """The progress line of a process that has started; time limits of requests count from it."""
 
-Timing = Literal["check", "time", "memory", "launches", "changed", "sample"]
+Timing = Literal["check", "time", "count", "changed", "sample"]
 Apart = Literal["draw", "perform", "compare"]
 Other = Literal["compile", "profile", "peaks", "facts", "collectives", "stop"]
 Kind = Timing | Apart | Other
@@ -29,7 +29,8 @@ class Task:
         page: path of the page; `root` and `module` say under which name to import it.
         function, variant, size, gpus: the case.
         side: for `sample`, the name of the one side to time; with `versus="old"` ``baseline`` or
-            ``optimized``.
+            ``optimized``; for `count`, the one role to count, in a process of its own.
+        goal: for `count`, what to count: a key of `goals.GOALS`.
         device: ``cuda`` or ``cpu``.
         at: ``case`` checks the case's own size and a few fixed others, ``check`` the small ones
             only.
@@ -60,6 +61,7 @@ class Task:
     function: str = ""
     variant: str = ""
     side: str = ""
+    goal: str = ""
     size: Mapping[str, Any] = field(default_factory=dict)
     gpus: int = 1
     device: str = "cpu"

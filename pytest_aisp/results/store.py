@@ -339,7 +339,8 @@ def _goals(value: Any) -> dict[str, Any]:
     if not table.keys() <= GOALS.keys():
         raise ValueError
     for both in table.values():
-        if both.keys() != {"baseline", "optimized"} or not all(map(_amount, both.values())):
+        named = both.keys() - {"noise"} == {"baseline", "optimized"}
+        if not named or not all(map(_amount, both.values())):
             raise ValueError
     return table
 
@@ -367,7 +368,7 @@ _FORMS: dict[str, _Form] = {
     "environments": (lambda v: _some(v, _word), "a list of names"),
     "sources": (_hashes, "two hex hashes, of baseline and optimized"),
     "choices": _TABLE,
-    "goals": (_goals, f"by {' or '.join(GOALS)}, two amounts, of baseline and optimized"),
+    "goals": (_goals, f"by {' or '.join(GOALS)}, amounts of baseline and optimized, and noise"),
     "samples": (lambda v: _word(v, _HEX), "a hex hash"),
 }
 _OPTIONAL = ("share", "limit", "samples")

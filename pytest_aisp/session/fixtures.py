@@ -12,6 +12,7 @@ import pytest
 
 from ..bench.loader import pair_of
 from ..pages.pair import Case, Pair
+from ..results.goals import Name
 from ..results.row import Row
 from .place import Kernels
 from .profiling import profile
@@ -20,6 +21,12 @@ from .runner import CaseRun, EndOfBody
 from .stash import NO_LEASE, RUN, SETTINGS
 
 CASE = pytest.StashKey[CaseRun]()
+MEMORY: Mapping[str, Name] = {
+    "allocated": "memory",
+    "reserved": "reserved",
+    "fragmentation": "fragmentation",
+}
+"""The goal of each kind of memory that a page may name."""
 
 
 class PairUnderTest:
@@ -63,7 +70,7 @@ class PairUnderTest:
         self.judged = True
         self._red(self._run.measure)
 
-    def assert_memory(self, *, at_most: float) -> None:
+    def assert_memory(self, *, at_most: float, of: str = "allocated") -> None:
         """Judge the variant's peak memory on the GPU against the baseline's, and the stored result.
 
         Where nothing is timed this ends the body: the case is `checked`.
@@ -72,6 +79,29 @@ class PairUnderTest:
             at_most: what a call of the variant may hold beyond its inputs, outputs and temporaries
                 together, as a share of what a call of the baseline does. On several ranks, each
                 side counts with the rank that needs most.
+            of: ``allocated``; ``reserved``, what the allocator took from the GPU for it; or
+                ``fragmentation``, how much more than it ever held.
+
+        Raises:
+            AssertionError: naming both amounts, the limit that was missed and where it came from.
+            ValueError: for a share that is not above 0, or memory of another kind.
+        """
+        __tracebackhide__ = True
+        if of not in MEMORY:
+            raise ValueError(f"assert_memory(of={of!r}): legal are {', '.join(MEMORY)}")
+        if not at_most > 0:
+            raise ValueError(f"{at_most=} of the baseline's memory: it must be above 0")
+        self._count(MEMORY[of], at_most)
+
+    def assert_energy(self, *, at_most: float) -> None:
+        """Judge the joules of a call against the baseline's, and the stored result.
+
+        Counted by the GPU's own counter over 5 s and more a window, four windows a case, so only
+        with ``--aisp-energy`` and when recording. On several ranks, all GPUs together.
+
+        Args:
+            at_most: what a call of the variant may take, as a share of what one of the baseline
+                does.
 
         Raises:
             AssertionError: naming both amounts, the limit that was missed and where it came from.
@@ -79,9 +109,26 @@ class PairUnderTest:
         """
         __tracebackhide__ = True
         if not at_most > 0:
-            raise ValueError(f"{at_most=} of the baseline's memory: it must be above 0")
-        self.judged = True
-        self._red(lambda: self._run.count("memory", float(at_most)))
+            raise ValueError(f"{at_most=} of the baseline's energy: it must be above 0")
+        self._count("energy", at_most)
+
+    def assert_goodput(self, *, at_least: float) -> None:
+        """Judge the share of the variant's wall time in which the GPU computes, and the stored one.
+
+        Copies, fills, collectives and gaps are no use; kernels that run side by side count once.
+        The wall time is that of `assert_speedup`, which comes first; the kernels' the profiler's.
+
+        Args:
+            at_least: of the variant's wall time, above 0 and at most 1.
+
+        Raises:
+            AssertionError: naming both shares, the limit that was missed and where it came from.
+            ValueError: for what is no share.
+        """
+        __tracebackhide__ = True
+        if not 0 < at_least <= 1:
+            raise ValueError(f"{at_least=} of the wall time: it must be above 0 and at most 1")
+        self._count("goodput", at_least)
 
     def assert_count(self, what: str, *, at_most: float) -> None:
         """Judge how many launches a call of the variant makes, and the stored result.
@@ -101,8 +148,12 @@ class PairUnderTest:
             raise ValueError(f"assert_count({what!r}): legal is 'launches'")
         if not at_most > 0:
             raise ValueError(f"{at_most=} launches: it must be above 0")
+        self._count("launches", at_most)
+
+    def _count(self, goal: Name, limit: float) -> None:
+        __tracebackhide__ = True
         self.judged = True
-        self._red(lambda: self._run.count("launches", float(at_most)))
+        self._red(lambda: self._run.count(goal, float(limit)))
 
     def _red(self, step: Callable[[], None]) -> None:
         __tracebackhide__ = True

@@ -102,31 +102,27 @@ class Judge:
         if decision.outcomes["code"] == "open":
             row.verdict = "inconclusive"
 
-    def judge_count(self, name: str, found: Mapping[str, float], at_most: float) -> None:
+    def judge_count(self, name: str, found: Mapping[str, float], limit: float) -> None:
         """Hold what both sides take of a goal against the page's limit and the stored result.
 
         Raises:
-            Failed: for too much of it.
+            Failed: for too much of it, or of goodput too little.
         """
         row, settings, goal = self.row, self.run.settings, GOALS[name]
-        said = f"{name}: {goal.said(found, at_most)}"
+        said = f"{name}: {goal.said(found, limit)}"
         row.goals[name] = dict(found)
         row.remarks = [r for r in row.remarks if not r.startswith(f"{name}:")]
         if settings.aa:
             return
         row.remarks.append(said)
         mine = self.run.stored(self.client.path).results.get(row.key)
-        before = mine.goals.get(name, {}).get("optimized") if mine is not None else None
-        if goal.missed(found, at_most):
+        before = mine.goals.get(name) if mine is not None else None
+        if goal.missed(found, limit):
             row.verdict, row.recorded = "fail", {}
             row.reasons.append(f"{said} ({goal.asked} on the page) -> red")
-        elif (
-            before is not None
-            and settings.update != "all"
-            and goal.grew(before, found["optimized"])
-        ):
+        elif before is not None and settings.update != "all" and goal.worse(before, found):
             row.verdict = "stale" if self.unlike and not settings.strict_env else "regressed"
-            now, then = goal.unit(found["optimized"]), goal.unit(before)
+            now, then = goal.unit(found["optimized"]), goal.unit(before["optimized"])
             row.reasons.append(
                 f"{name}: {now} against {then} (stored in {self._relative()}) -> red"
             )

@@ -45,6 +45,7 @@ class Settings:
         processes: processes a result is recorded from, or an A/A trial is repeated in.
         audit: whether the profiler looks at the kernels of both sides too.
         sanitize: the tool of compute-sanitizer under which pages are checked, or empty.
+        energy: whether `assert_energy` counts: it takes half a minute a case.
         profile: the profiler that looks at both sides after their verdict, or empty.
         reproducible, cold_start, untrusted: see ``pytest --help``.
         in_process: the option for which sides run inside pytest, or empty.
@@ -75,6 +76,7 @@ class Settings:
     untrusted: bool
     sanitize: str
     audit: bool
+    energy: bool
     profile: str
     timeout: float
     suite_timeout: float | None
@@ -136,6 +138,7 @@ def add_options(parser: pytest.Parser) -> None:
         action="store_true",
         help="let the profiler see which kernels each side launches, and for how long",
     )
+    add("--aisp-energy", action="store_true", help="count energy where pages ask for it: 30 s each")
     add(
         "--aisp-untrusted",
         action="store_true",
@@ -210,6 +213,7 @@ def read_settings(config: pytest.Config) -> Settings:
         untrusted=get("aisp_untrusted"),
         sanitize=_sanitizer(get("aisp_sanitize")),
         audit=get("aisp_audit") or get("aisp_update_expectations") is not None,
+        energy=get("aisp_energy") or get("aisp_update_expectations") is not None,
         profile=_profiler(get("aisp_profile")),
         timeout=_timeout(config),
         suite_timeout=_seconds("--aisp-suite-timeout", get("aisp_suite_timeout"), above=0),

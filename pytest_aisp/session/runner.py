@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 from ..bench import kernels
 from ..kernels import tuner
 from ..pages.pair import Case
-from ..results import remarks, verdict
+from ..results import goals, remarks, verdict
 from ..results.goals import GOALS
 from ..results.row import duration
 from .canary import consider
@@ -80,16 +80,17 @@ class CaseRun(CaseClient):
         if self.run.settings.aa:
             self._repeat(first)
 
-    def count(self, goal: Literal["memory", "launches"], at_most: float) -> None:
+    def count(self, goal: goals.Name, limit: float) -> None:
         """Judge what both sides take of `goal`. Where nothing is timed the case is `checked`.
 
         Raises:
             EndOfBody: where nothing is timed.
             Failed: for a red verdict.
         """
+        asked = GOALS[goal].asked
         if self.rule is None:
             raise Failed(
-                f"{GOALS[goal].asked}() before assert_equivalent(): nothing is counted before it"
+                f"{asked}() before assert_equivalent(): nothing is counted before it"
                 " is proved right\nCall pair.assert_equivalent() first"
             )
         row = self.row
@@ -97,12 +98,23 @@ class CaseRun(CaseClient):
             row.verdict = row.verdict or "checked"
             raise EndOfBody
         if self.place.device == "cpu" and self.run.timer is None:
-            row.notes.append(f"{goal}: counted on GPUs alone")
-            row.verdict = row.verdict or "checked"
-            return
-        found = self.ask(self.task(goal))
+            return self._uncounted(goal, "counted on GPUs alone")
+        if goal == "energy" and not self.run.settings.energy:
+            return self._uncounted(goal, "counted with --aisp-energy, and when recording")
+        if goal == "goodput" and not row.seconds:
+            raise Failed(
+                f"{asked}() before assert_speedup(): it is a share of the time that this takes\n"
+                "Call pair.assert_speedup() first"
+            )
+        found = self.ask(self.task("count", goal=goal))
         row.checks.append(found)
-        self.judge.judge_count(goal, found, at_most)
+        if goal == "goodput":
+            found = goals.shares(found, row.pair_seconds())
+        self.judge.judge_count(goal, found, limit)
+
+    def _uncounted(self, goal: str, why: str) -> None:
+        self.row.notes.append(f"{goal}: {why}")
+        self.row.verdict = self.row.verdict or "checked"
 
     def _repeat(self, first: Mapping[str, Any]) -> None:
         """Repeat an A/A trial in more processes, each a trial of its own, judged alike."""

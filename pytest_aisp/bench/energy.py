@@ -1,0 +1,114 @@
+"""The energy that a call of a side takes from the GPU, as NVML's counter has it.
+
+The counter steps some ten times a second, so what is read is where it steps: joules and calls
+between the first step after the ramp and the last one, five seconds and more later. The GPU's idle
+draw is in it: a call that lasts longer pays for it longer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..common.device import Telemetry
+from ..common.peers import here
+from .nodes import ROLES
+
+if TYPE_CHECKING:
+    from ..results.timing import Window
+    from .trial import Trial
+
+SECONDS = 5.0
+"""Least length of a window."""
+RAMP = 1.5
+"""Seconds of the same work before it: power follows load within one, the clock with it."""
+ORDER = (0, 1, 1, 0)
+"""The sides' windows: a GPU that warms up is on both accounts."""
+
+
+class Uncountable(Exception):
+    """A goal of which such a side or such a GPU has no figure; the message says why."""
+
+
+@dataclass
+class Steps:
+    """The counter's steps while calls run: (joules, calls) where it was seen to have stepped."""
+
+    read: Callable[[], float]
+    calls: float = 0.0
+    last: float = math.nan
+    first: tuple[float, float] | None = None
+    latest: tuple[float, float] | None = None
+
+    def look(self, calls: float, *, ramp: bool) -> None:
+        """Note a step, if there was one, after `calls` more calls."""
+        self.calls += calls
+        now, before = self.read(), self.last
+        self.last = now
+        if ramp or math.isnan(before) or now == before:
+            return
+        self.latest = now, self.calls
+        self.first = self.first or self.latest
+
+    @property
+    def joules(self) -> float:
+        """Joules of a call. Raises Uncountable where the counter has not stepped twice."""
+        if self.first is None or self.latest is None or self.latest == self.first:
+            raise Uncountable("assert_energy: the GPU's energy counter does not count")
+        joules = self.latest[0] - self.first[0]
+        return joules / (self.latest[1] - self.first[1])
+
+
+def joules(trial: Trial) -> dict[str, float]:
+    """Return by role the joules that a call takes, of all ranks together, and their ``noise``.
+
+    The noise is the larger of both sides' differences between their windows, as a share, halved.
+
+    Raises:
+        Uncountable: where NVML counts none.
+    """
+    with trial.ready() as bout:
+        read = counter()
+        found: dict[int, list[float]] = {0: [], 1: []}
+        for number, side in enumerate(ORDER):
+            trial.progress(f"energy of {ROLES[side]}, window {number + 1} of {len(ORDER)}")
+            found[side].append(_window(bout.windows[side], read, trial.progress))
+    means = {role: sum(found[side]) / len(found[side]) for side, role in enumerate(ROLES)}
+    noise = max(abs(a - b) / (a + b) for a, b in found.values())
+    return {**means, "noise": noise}
+
+
+def counter() -> Callable[[], float]:
+    """Return what reads the joules that this process's GPU has taken.
+
+    Raises:
+        Uncountable: where NVML does not say.
+    """
+    import torch
+
+    read = Telemetry(torch.cuda.current_device()).energy
+    if read() is None:
+        raise Uncountable("assert_energy: NVML counts no energy on this GPU")
+    return lambda: read() or 0.0
+
+
+def _window(
+    window: Window, read: Callable[[], float], tell: Callable[[str], Any] = lambda text: None
+) -> float:
+    """Return the joules of a call, from so many calls that they last `SECONDS`."""
+    window()
+    start = time.perf_counter()
+    window()
+    lasts = max(here().most(time.perf_counter() - start), 1e-6)
+    steps = Steps(lambda: here().total(read()))
+    ramp, rest = (math.ceil(seconds / lasts) for seconds in (RAMP, SECONDS))
+    every = max(1, (ramp + rest) // 10)
+    for turn in range(ramp + rest):
+        window()
+        steps.look(window.calls * window.repeats, ramp=turn < ramp)
+        if turn % every == 0:
+            tell("energy")  # a window is long: it renews the time limit
+    return steps.joules

@@ -1,0 +1,289 @@
+"""Energy and goodput as goals, what a goal is held against, and process sides that are counted."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from pytest_aisp.bench import counting, energy
+from pytest_aisp.bench.energy import Steps, Uncountable
+from pytest_aisp.common import device, peers
+from pytest_aisp.results import store
+from pytest_aisp.results.goals import GOALS, joules, shares
+from pytest_aisp.results.messages import Task
+
+BODY = "pair.assert_equivalent()\npair.assert_speedup()\n"
+ENERGY = BODY + "pair.assert_energy(at_most=0.8)"
+GOODPUT = BODY + "pair.assert_goodput(at_least=0.5)"
+NAME = "doubling_test.py::test_doubling[doubled-n1001]"
+JOULES = {"baseline": 2e-3, "optimized": 1e-3, "noise": 0.01}
+
+
+@pytest.fixture
+def counting_gpu(gpu):
+    """Put a simulated GPU in place that counts what it is told to."""
+
+    def install(**goals):
+        gpu(added=2e-5, doubled=1e-5, details={"goals": goals})
+
+    return install
+
+
+def stored(pytester):
+    file = pytester.path / "baselines/simulated-gpu/ch99.json"
+    return store.load(file).results[NAME].goals
+
+
+def test_energy_is_counted_on_request_and_when_recording(page, counting_gpu, pytester):
+    page(body=ENERGY)
+    counting_gpu(energy=JOULES)
+    silent = pytester.runpytest_subprocess("-vv")
+    silent.stdout.fnmatch_lines(["*: energy: counted with --aisp-energy, and when recording"])
+    recorded = pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=1")
+    said = "energy: 2 mJ / 1 mJ a call, 0.5 of the baseline's against 0.8, noise 1.0%"
+    recorded.stdout.fnmatch_lines([f"*: {said}"])
+    assert stored(pytester) == {"energy": JOULES}
+    counting_gpu(energy=JOULES | {"optimized": 1.1e-3})
+    grown = pytester.runpytest_subprocess("--aisp-energy")
+    words = "energy: 1.1 mJ against 1 mJ (stored in baselines/simulated-gpu/ch99.json) -> red"
+    grown.stdout.fnmatch_lines([f"E       AssertionError: {words}", "*REGRESSED*"])
+
+
+def test_goodput_is_a_share_of_the_time_that_was_measured(page, counting_gpu, pytester):
+    page(body=GOODPUT)
+    counting_gpu(goodput={"baseline": 5e-6, "optimized": 8e-6})
+    result = pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=1")
+    result.stdout.fnmatch_lines(["*: goodput: 25% / 80% at compute, against 50%"])
+    assert result.ret == 0
+    assert stored(pytester)["goodput"]["optimized"] == pytest.approx(0.8, rel=0.01)
+    counting_gpu(goodput={"baseline": 5e-6, "optimized": 4e-6})
+    missed = pytester.runpytest_subprocess()
+    said = "goodput: 25% / 40% at compute, against 50% (assert_goodput on the page) -> red"
+    missed.stdout.fnmatch_lines([f"E       AssertionError: {said}"])
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ("pair.assert_energy(at_most=0)", "at_most=0 of the baseline's energy: it must be above 0"),
+        (
+            "pair.assert_goodput(at_least=1.5)",
+            "at_least=1.5 of the wall time: it must be above 0 and at most 1",
+        ),
+        (
+            "pair.assert_memory(at_most=1, of='cached')",
+            "assert_memory(of='cached'): legal are allocated, reserved, fragmentation",
+        ),
+        (
+            "pair.assert_goodput(at_least=0.5)",
+            "assert_goodput() before assert_speedup(): it is a share of the time that this takes",
+        ),
+    ],
+)
+def test_a_page_that_asks_wrongly_is_told(page, counting_gpu, pytester, call, says):
+    page(body=f"pair.assert_equivalent()\n{call}")
+    counting_gpu()
+    result = pytester.runpytest_subprocess()
+    result.stdout.fnmatch_lines([f"*Error: {says}"])
+    assert result.ret == 1
+
+
+def test_noise_is_believed_in_the_sides_favour():
+    found = {"baseline": 1.0, "optimized": 0.82, "noise": 0.03}
+    assert not GOALS["energy"].missed(found, 0.8)
+    assert GOALS["energy"].missed(found | {"noise": 0.01}, 0.8)
+    before = {"baseline": 1.0, "optimized": 0.75, "noise": 0.02}
+    assert not GOALS["energy"].worse(before, found)
+    assert GOALS["energy"].worse(before | {"noise": 0.0}, found | {"noise": 0.0})
+
+
+def test_of_goodput_less_is_worse():
+    assert GOALS["goodput"].missed({"baseline": 0.9, "optimized": 0.4}, 0.5)
+    assert not GOALS["goodput"].missed({"baseline": 0.1, "optimized": 0.6}, 0.5)
+    before, now = {"baseline": 0.1, "optimized": 0.6}, {"baseline": 0.1, "optimized": 0.58}
+    assert not GOALS["goodput"].worse(before, now)
+    assert GOALS["goodput"].worse(before, now | {"optimized": 0.56})
+
+
+def test_a_share_of_wall_time_is_at_most_all_of_it():
+    assert shares({"baseline": 1.0, "optimized": 3.1}, [4.0, 3.0]) == {
+        "baseline": 0.25,
+        "optimized": 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(2.5, "2.5 J"), (0.0021, "2.1 mJ"), (3e-6, "3 uJ"), (4.2e-8, "42 nJ")]
+)
+def test_joules_have_the_unit_that_suits_them(value, said):
+    assert joules(value) == said
+
+
+# The counter
+
+
+def test_joules_and_calls_are_taken_where_the_counter_steps_after_the_ramp():
+    shown = iter([100.0, 100.0, 130.0, 130.0, 150.0, 150.0, 170.0, 170.0])
+    steps = Steps(lambda: next(shown))
+    for turn in range(8):
+        steps.look(10, ramp=turn < 4)
+    assert steps.joules == (170 - 150) / 20
+
+
+def test_a_counter_that_stands_still_is_refused():
+    steps = Steps(lambda: 5.0)
+    for _ in range(9):
+        steps.look(1, ramp=False)
+    with pytest.raises(Uncountable, match="energy counter does not count"):
+        _ = steps.joules
+
+
+class Clock:
+    """A GPU at 100 W with a counter that steps every 0.1 s, as windows of 10 ms pass."""
+
+    def __init__(self, monkeypatch, drift=0.0):
+        self.now, self.drift = 0.0, drift
+        monkeypatch.setattr(energy.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(energy, "counter", lambda: self.read)
+
+    def read(self):
+        time = int(self.now * 10) / 10
+        return 100.0 * time * (1 + self.drift * time)
+
+
+class Call:
+    """A window of so many calls."""
+
+    def __init__(self, clock, calls):
+        self.clock, self.calls, self.repeats = clock, calls, 2
+
+    def __call__(self):
+        self.clock.now += 0.01
+        return 0.01 / self.calls / self.repeats
+
+
+def trial_of(clock, *calls):
+    @contextmanager
+    def ready():
+        yield SimpleNamespace(windows=[Call(clock, count) for count in calls])
+
+    sides = [(len, None), (abs, None)]
+    return SimpleNamespace(ready=ready, progress=lambda text: None, sides=sides, bench=None)
+
+
+def test_the_energy_of_a_call_is_that_of_all_calls_of_a_window(monkeypatch):
+    found = counting.count(Task(kind="count", goal="energy"), trial_of(Clock(monkeypatch), 10, 20))
+    assert found["baseline"] == pytest.approx(100 * 0.01 / 20, rel=0.01)
+    assert found["optimized"] == pytest.approx(100 * 0.01 / 40, rel=0.01)
+    assert found["noise"] < 0.01
+
+
+def test_a_gpu_that_grows_warm_shows_as_noise_and_favours_nobody(monkeypatch):
+    found = energy.joules(trial_of(Clock(monkeypatch, drift=0.001), 10, 10))
+    assert found["baseline"] == pytest.approx(found["optimized"], rel=0.01)
+    assert 0.01 < found["noise"] < 0.03
+
+
+def test_all_ranks_take_energy_together(monkeypatch):
+    clock = Clock(monkeypatch)
+    two = SimpleNamespace(most=lambda value: value, total=lambda value: 2 * value)
+    monkeypatch.setattr(peers, "_here", two)
+    assert energy.joules(trial_of(clock, 10, 10))["baseline"] == pytest.approx(0.1, rel=0.01)
+
+
+@pytest.mark.parametrize(("millijoules", "reads"), [(2500, 2.5), (None, None)])
+def test_the_counter_is_nvmls(monkeypatch, millijoules, reads):
+    def counted(handle):
+        if millijoules is None:
+            raise RuntimeError("not supported")
+        return millijoules
+
+    telemetry = object.__new__(device.Telemetry)
+    telemetry._nvml = SimpleNamespace(nvmlDeviceGetTotalEnergyConsumption=counted)
+    telemetry._handle = "handle"
+    assert telemetry.energy() == reads
+    monkeypatch.setattr(energy, "Telemetry", lambda index: telemetry)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    if reads is None:
+        with pytest.raises(Uncountable, match="NVML counts no energy on this GPU"):
+            energy.counter()
+    else:
+        assert energy.counter()() == reads
+
+
+# Process sides
+
+PROCESSES = """
+import os
+
+import torch
+
+from pytest_aisp import Work, compare, fresh_process
+from pytest_aisp.bench import counting
+
+def counted(bench, side):  # stands in for an allocator that reads its settings
+    return float(len(os.environ.get("PYTORCH_ALLOC_CONF", ""))) + side(*bench.values[0]).numel()
+
+counting.COUNTERS["fragmentation"] = counted
+
+def inputs(device, n):
+    return (torch.randn(n, device=device),)
+
+def reference(x):
+    return 2 * x.double()
+
+@fresh_process
+def added(x):
+    return x + x
+
+@fresh_process(environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+def doubled(x):
+    return 2 * x
+
+@compare(
+    baseline=added, optimized=[doubled], inputs=inputs, reference=reference, sizes=[{"n": 5}],
+    check_sizes=[{"n": 3}],
+    work=lambda n: Work(read=4 * n, write=4 * n), bound="host",
+)
+def test_doubling(pair):
+    pair.assert_equivalent()
+    pair.assert_memory(at_most=0.5, of="fragmentation")
+"""
+
+
+@pytest.fixture
+def count(pytester, monkeypatch):
+    """Ask an engine in this process what the sides of `PROCESSES` take of a goal."""
+    from pytest_aisp.bench.engine import Engine
+
+    monkeypatch.setitem(counting.COUNTERS, "fragmentation", counting.COUNTERS["fragmentation"])
+    numbers = itertools.count()
+
+    def ask(goal, text=PROCESSES):
+        path = pytester.path / f"counted{next(numbers)}_test.py"
+        path.write_text(text)
+        where = {"page": str(path), "root": str(pytester.path), "module": path.stem}
+        case = {"function": "test_doubling", "variant": "doubled", "size": {"n": 5}}
+        return Engine().count(Task(kind="count", goal=goal, **where, **case))
+
+    return ask
+
+
+def test_process_sides_are_counted_in_processes_with_their_own_environment(count):
+    assert count("fragmentation") == {"baseline": 5.0, "optimized": 5.0 + 24}
+
+
+def test_what_is_wrong_in_such_a_process_is_said(count):
+    from pytest_aisp.bench.processes import ProcessFailed
+
+    text = PROCESSES.replace("return x + x", "raise ValueError('no memory at all')")
+    with pytest.raises(ProcessFailed, match=r"added in a fresh process: .*no memory at all"):
+        count("fragmentation", text)
+
+
+def test_energy_of_process_sides_is_refused(count):
+    with pytest.raises(Uncountable, match="process side's processes end before 5 s of work do"):
+        count("energy")
