@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import typer
 
 from ..common.answers import Unanswerable
-from . import links
+from . import links, machine, stored, suite
 from .console import complain
 
 
@@ -24,6 +24,9 @@ def build() -> typer.Typer:
         rich_markup_mode=None,  # errors go into logs: a message is not wrapped into a frame
         pretty_exceptions_enable=False,
     )
+    suite.add_to(app)
+    stored.add_to(app)
+    machine.add_to(app)
     links.add_to(app)
     return app
 

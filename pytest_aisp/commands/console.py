@@ -19,6 +19,7 @@ Json = Annotated[bool, typer.Option("--json", help="one JSON object, with all th
 Store = Annotated[
     bool, typer.Option("--store", help="keep the rates in BASELINES/<product>/peaks.json")
 ]
+Yes = Annotated[bool, typer.Option("--yes", help="do it; without, it is only listed")]
 Baselines = Annotated[Path, typer.Option(metavar="DIR", help="folder of stored results")]
 HERE = Path("baselines")
 
