@@ -59,9 +59,11 @@ class Catalogue:
         self._unread: list[dict[str, str]] = []
 
     def pytest_ignore_collect(self, collection_path: Path, config: pytest.Config) -> bool | None:
-        patterns = config.getini("python_files")
-        if collection_path.is_dir() or not any(fnmatch(collection_path.name, p) for p in patterns):
+        folders, patterns = config.getini("aisp_pages"), config.getini("python_files")
+        if not any(fnmatch(collection_path.name, pattern) for pattern in patterns):
             return None
+        if folders and not any(collection_path.is_relative_to(folder) for folder in folders):
+            return None  # pytest looks at what lies beside a folder on the way to it
         page = self._page(collection_path)
         self._pages[page["path"]] = page
         return None if self._wants(page) else True

@@ -87,8 +87,13 @@ def replaying(folder: Path, root: Path, paths: Collection[str], more: Sequence[s
         raise Unanswerable(
             f"{folder} holds no case of what was asked for\n    aisp replay {folder}"
         )
-    here = [os.path.join(os.path.relpath(root), i) for i in ids]
-    return [f"--aisp-replay={folder}", *more, *map(os.path.normpath, here)]
+    return [f"--aisp-replay={folder}", *more, *(_from_here(root, i) for i in ids)]
+
+
+def _from_here(root: Path, nodeid: str) -> str:
+    """Return a case's id, relative to pytest's root, as one writes it in this folder."""
+    path, colons, case = nodeid.partition("::")
+    return f"{os.path.relpath(root / path)}{colons}{case}"
 
 
 def _kept(folder: Path | None) -> list[str]:
