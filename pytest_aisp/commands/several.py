@@ -31,7 +31,10 @@ class Several(TyperCommand):
         if dashes and not self.passes:
             ctx.fail("nothing goes from here to pytest: leave out -- and what stands behind it")
         ctx.meta[REST] = rest
-        return super().parse_args(ctx, list(_one_each(ours)))
+        words = list(_one_each(ours))
+        if OPTION in words:
+            ctx.fail(f"{OPTION} needs a chapter or a page, as ch10 or ch10:gemm")
+        return super().parse_args(ctx, words)
 
 
 class Passing(Several):
@@ -48,7 +51,7 @@ def _split(args: Sequence[str]) -> tuple[list[str], bool, list[str]]:
 
 
 def _one_each(args: Sequence[str]) -> Iterator[str]:
-    """Yield ``--targets=a --targets=b`` for ``--targets a b``."""
+    """Yield ``--targets=a --targets=b`` for ``--targets a b``; itself where no word follows."""
     pending, inside = False, False
     for word in [*args, "-"]:
         if inside and not word.startswith("-"):
@@ -56,7 +59,7 @@ def _one_each(args: Sequence[str]) -> Iterator[str]:
             pending = False
             continue
         if pending:
-            yield OPTION  # Typer says what it lacks
+            yield OPTION
         pending = inside = word == OPTION
         inside |= word.startswith(f"{OPTION}=")
         if not pending and word != "-":

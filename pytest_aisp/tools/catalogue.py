@@ -74,7 +74,7 @@ def _is_of(page: Mapping[str, str], targets: Sequence[str]) -> bool:
 
 def _unknown(target: str, names: Sequence[str], chapters: Sequence[str]) -> Unanswerable:
     among = names if ":" in target else [*chapters, *names]
-    near = difflib.get_close_matches(target, among, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(target, among, n=3, cutoff=0.6)
     if not near:  # a page's name without its chapter, or with another's
         near = [name for name in names if name.partition(":")[2] == target.rpartition(":")[2]]
     legal = f"the nearest: {', '.join(near)}" if near else f"chapters: {', '.join(chapters)}"

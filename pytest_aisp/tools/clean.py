@@ -35,8 +35,9 @@ def answer(found: Catalogue, *, yes: bool) -> Answer:
     if not left:
         return Answer(["nothing to clean"])
     failed = [why for it in left if yes and (why := _removed(it.path)) is not None]
+    gone = [it for it in left if not yes or not it.path.exists()]
     rows = [(_size(it.nbytes), os.path.relpath(it.path)) for it in left]
-    total = _size(sum(it.nbytes for it in left))
+    total = _size(sum(it.nbytes for it in gone))
     closing = [f"{total} removed"] if yes else [f"{total} would be removed:", GO]
     return Answer([*columns(rows), *failed, *closing], 2 if failed else 0)
 
