@@ -27,6 +27,8 @@ SCAN = "scan_test.py::test_scan[tiled-n64]"
 def told(tmp_path, monkeypatch):
     """Return what makes a catalogue of cases, which the command collects."""
 
+    (tmp_path / "suites").mkdir()
+
     def told(*cases, **fields):
         found = catalogue(tmp_path, list(cases), **fields)
         monkeypatch.setattr(catalogues, "collect", lambda targets=None, *, tell: found)
@@ -262,6 +264,17 @@ def test_results_of_pages_that_cannot_be_collected_are_kept(told, tmp_path):
     assert prune.answer(found, None, yes=True).lines == [
         "every stored result has its case",
         "kept, its page cannot be collected here: suites/ch07/te_test.py",
+    ]
+
+
+def test_a_folder_that_is_not_checked_out_has_cases_all_the_same(told, tmp_path):
+    found = told(folders=["suites", "more"])
+    with pytest.raises(Unanswerable) as error:
+        prune.answer(found, None, yes=True)
+    assert str(error.value).splitlines() == [
+        f"{tmp_path / 'more'} is not here: which of its cases are gone cannot be known",
+        "Check all of the repository out:",
+        "    git sparse-checkout disable",
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn, TypeAlias, TypeVar
 
 import typer
 
-from ..common.answers import Answer
+from ..common.answers import Answer, parted
 
 T = TypeVar("T")
 Tell: TypeAlias = Callable[[str], None]
@@ -44,7 +44,7 @@ def complain(text: str) -> None:
 def telling() -> Iterator[Tell]:
     """Show on a terminal what is being done, and for how long; elsewhere nothing.
 
-    No command knows how much is left, so the bar only moves.
+    The bar fills where the work says how much is done (`part_of`), and else only moves.
     """
     if not sys.stderr.isatty():
         yield lambda text: None
@@ -55,7 +55,12 @@ def telling() -> Iterator[Tell]:
     shown = (BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*shown, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
-        yield lambda text: bar.update(task, description=text)
+
+        def tell(told: str) -> None:
+            text, done, of = parted(told)
+            bar.update(task, description=text, completed=done, total=of)
+
+        yield tell
 
 
 def parsed(option: str, parse: Callable[[str], T], text: str) -> T:

@@ -36,11 +36,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    if (file := config.getoption("aisp_catalogue")) is None:
+        return
     config.option.aisp_artifacts = None  # of the ini's addopts: a new run starts that folder anew
     pages = [str(path) for path in config.getini("aisp_pages") if path.exists()]
     if pages and config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.args = pages
-    file, of = config.getoption("aisp_catalogue"), config.getoption("aisp_catalogue_of")
+    of = config.getoption("aisp_catalogue_of")
     wanted = None if of is None else set(filter(None, of.split(",")))
     config.pluginmanager.register(Catalogue(config, Path(file), wanted), "aisp-catalogue")
 

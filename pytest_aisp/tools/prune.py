@@ -28,6 +28,11 @@ def answer(found: Catalogue, product: str | None, *, yes: bool) -> Answer:
             "Name them in [tool.pytest.ini_options] of pyproject.toml:\n"
             '    aisp_pages = ["suites"]'
         )
+    if absent := [f for f in found.folders if not (found.root / f).exists()]:
+        raise Unanswerable(
+            f"{found.root / absent[0]} is not here: which of its cases are gone cannot be known\n"
+            "Check all of the repository out:\n    git sparse-checkout disable"
+        )
     lines = []
     for chapter, gone in gone_of(found, product):
         if yes:
