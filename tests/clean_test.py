@@ -77,6 +77,16 @@ def test_what_lies_behind_a_link_is_left_alone(root, tmp_path):
     assert list(clean.find(root, root / "baselines")) == []
 
 
+def test_a_link_to_what_goes_goes_too(root):
+    latest = root / "artifacts" / "latest"
+    latest.symlink_to("one")
+    left = [(str(it.path.relative_to(root)), it.nbytes) for it in clean.find(root, root / "b")]
+    assert left == [("aisp-profile", 5), ("artifacts/one", 10), ("artifacts/latest", 0)]
+    assert cli.main(["clean", "--yes"]) == 0
+    assert not latest.is_symlink()
+    assert (root / "artifacts" / "mine").exists()
+
+
 def test_a_folder_that_holds_the_stored_results_stays(root):
     shutil.move(root / "baselines", root / "artifacts" / "one" / "baselines")
     left = clean.find(root, root / "artifacts" / "one" / "baselines")

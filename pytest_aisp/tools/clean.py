@@ -45,14 +45,16 @@ def answer(found: Catalogue, *, yes: bool) -> Answer:
 def find(root: Path, baselines: Path) -> Iterator[Left]:
     """Yield what runs left under `root`: profiles, artifacts, leftovers beside stored results.
 
-    Links are left alone, wherever they lead, and so is whatever holds the stored results.
+    What lies behind a link is left alone, and so is whatever holds the stored results; a link to
+    one of the folders goes with it.
     """
     folders = [root / PROFILES, *_artifacts(root / ARTIFACTS)]
     kept = baselines.resolve()
-    for folder in folders:
-        ours = folder.is_dir() and not _is_linked(folder, root)
-        if ours and not kept.is_relative_to(folder.resolve()):
-            yield Left(folder, _bytes(folder))
+    ours = [f for f in folders if f.is_dir() and not _is_linked(f, root)]
+    ours = [folder for folder in ours if not kept.is_relative_to(folder.resolve())]
+    yield from (Left(folder, _bytes(folder)) for folder in ours)
+    # `latest` and the like would lead nowhere.
+    yield from (Left(f, 0) for f in folders if f.is_symlink() and f.resolve() in _real(ours))
     if kept.is_relative_to(root.resolve()):
         for file in sorted(baselines.glob("*/.*")):
             if LEFT.fullmatch(file.name) and file.is_file() and not _is_linked(file, root):
@@ -72,6 +74,10 @@ def _is_linked(path: Path, root: Path) -> bool:
     return path.resolve() != root.resolve() / path.relative_to(root)
 
 
+def _real(folders: Sequence[Path]) -> set[Path]:
+    return {folder.resolve() for folder in folders}
+
+
 def _bytes(folder: Path) -> int:
     files = (Path(base) / name for base, _, names in os.walk(folder) for name in names)
     return sum(file.lstat().st_size for file in files)
@@ -84,7 +90,7 @@ def _size(nbytes: int) -> str:
 def _removed(path: Path) -> str | None:
     """Remove `path`; return why that was not possible, or None."""
     try:
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
