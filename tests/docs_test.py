@@ -106,6 +106,7 @@ def test_every_command_line_that_needs_no_gpu_runs(line, tmp_path, monkeypatch, 
     cases = [catalogues.case(name) for name in names]
     found = catalogues.catalogue(tmp_path, cases)
     catalogues.stored(tmp_path, {cases[1]["key"]: catalogues.result(2.0)}, chapter="ch10")
+    (tmp_path / "suites").mkdir()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "results.jsonl").write_text(json.dumps(cases[0]))
     monkeypatch.chdir(tmp_path)
