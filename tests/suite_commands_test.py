@@ -134,6 +134,7 @@ def test_words_end_at_the_next_option():
         *("a", "--targets=b", "--targets=c", "--json", "--targets=d", "--targets=e"),
         *("--product", "f"),
     ]
+    assert list(several._one_each(["out", "-"])) == ["out", "-"]
 
 
 def test_a_run_that_a_signal_ended_says_so_as_a_shell_does(ran):

@@ -53,7 +53,7 @@ def _split(args: Sequence[str]) -> tuple[list[str], bool, list[str]]:
 def _one_each(args: Sequence[str]) -> Iterator[str]:
     """Yield ``--targets=a --targets=b`` for ``--targets a b``; itself where no word follows."""
     pending, inside = False, False
-    for word in [*args, "-"]:
+    for word in [*args, "--"]:  # which ends every option
         if inside and not word.startswith("-"):
             yield f"{OPTION}={word}"
             pending = False
@@ -62,7 +62,7 @@ def _one_each(args: Sequence[str]) -> Iterator[str]:
             yield OPTION
         pending = inside = word == OPTION
         inside |= word.startswith(f"{OPTION}=")
-        if not pending and word != "-":
+        if not pending and word != "--":
             yield word
 
 
