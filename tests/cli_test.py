@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 
+from pytest_aisp.commands import cli, console
 from pytest_aisp.common import answers
 from pytest_aisp.common.answers import columns, parse_bytes, parse_sizes, size_text
 from pytest_aisp.ranks import nccl_env
-from pytest_aisp.tools import cli
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("topology", "bandwidth", "nccl", "nccl-env", "bottleneck")
+
+
+def commands(command, name=()):
+    """Yield each command's name, word by word, with its options; groups too."""
+    yield name, [o.opts[0] for o in command.params if o.opts[0].startswith("--")]
+    for word, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, (*name, word))
+
+
+OPTIONS = dict(commands(typer.main.get_command(cli.build())))
+COMMANDS = list(OPTIONS)
 
 
 def test_the_console_script_is_main():
@@ -25,46 +37,67 @@ def test_the_console_script_is_main():
 
 
 def test_it_runs_as_a_module():
-    command = [sys.executable, "-m", "pytest_aisp.tools.cli", "nccl-env"]
+    command = [sys.executable, "-m", "pytest_aisp.commands", "nccl-env"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(nccl_env.version())
 
 
-@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_names_every_command_and_option(command, capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*command, "--help"])
-    assert ended.value.code == 0
+    assert cli.main([*command, "--help"]) == 0
     said = capsys.readouterr().out
-    assert command or all(re.search(rf"^ +{name}\b", said, re.M) for name in COMMANDS)
+    inner = {name[len(command)] for name in COMMANDS if name[:-1] == command and name}
+    assert all(re.search(rf"^ +{name}\b", said, re.M) for name in inner)
+    assert all(option in said for option in OPTIONS[command])
 
 
 def test_every_option_and_command_is_in_the_guide():
     guide = (ROOT / "docs" / "tools.md").read_text()
-    (commands,) = (a for a in cli.parser()._actions if a.choices)
-    assert tuple(commands.choices) == COMMANDS
-    for name, command in commands.choices.items():
-        assert f"## aisp {name}" in guide
-        named = [a for a in command._actions if a.option_strings and a.dest != "help"]
-        options = [a.option_strings[0] for a in named]
-        assert all(option in guide for option in options), options
+    for name, options in OPTIONS.items():
+        assert f"aisp {' '.join(name)}".strip() in guide
+        assert all(option in guide for option in options), (name, options)
 
 
 def test_without_a_command_it_is_asked_wrongly(capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main([])
-    assert ended.value.code == 2
-    assert "required: COMMAND" in capsys.readouterr().err
+    assert cli.main([]) == 2
+    assert "Error: Missing command." in capsys.readouterr().err
+
+
+def test_a_command_that_is_none_is_answered_with_the_nearest(capsys):
+    assert cli.main(["bottlneck", "train.py"]) == 2
+    said = "Error: No such command 'bottlneck'. Did you mean 'bottleneck'?"
+    assert said in capsys.readouterr().err
 
 
 def test_what_is_being_done_is_shown_on_a_terminal_alone(monkeypatch, capsys):
-    cli._tell("GPU 0 -> GPU 1")
+    with console.telling() as tell:
+        tell("GPU 0 -> GPU 1")
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    cli._tell("GPU 0 -> GPU 1")
-    cli._done()
-    assert capsys.readouterr().err == "\r\033[KGPU 0 -> GPU 1\r\033[K"
+    monkeypatch.setenv("TERM", "xterm")
+    with console.telling() as tell:
+        tell("GPU [0] -> GPU 1 (1 of 2 done)")
+    said = capsys.readouterr()
+    assert "GPU [0] -> GPU 1" in said.err
+    assert "done)" not in said.err
+    assert said.out == ""
+
+
+def test_the_bar_fills_with_what_is_done():
+    told = answers.part_of("all_reduce of 4 KiB", 3, 18)
+    assert told == "all_reduce of 4 KiB (3 of 18 done)"
+    assert answers.parted(told) == ("all_reduce of 4 KiB", 3, 18)
+    assert answers.parted("rank 0: start") == ("rank 0: start", 0, None)
+
+
+def test_a_shell_is_told_how_to_complete(monkeypatch):
+    """The words that a shell asks for come from the commands themselves."""
+    environment = {**os.environ, "_AISP_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
+    environment["COMP_WORDS"] = "aisp bo"
+    command = [sys.executable, "-m", "pytest_aisp.commands"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.split() == ["bottleneck"]
 
 
 @pytest.mark.parametrize(

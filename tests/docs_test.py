@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import catalogues
 import pytest
+import typer
 
 from pytest_aisp import plugin
+from pytest_aisp.commands import cli
 from pytest_aisp.results import tables
+from pytest_aisp.tools import catalogue
 
 ROOT = Path(__file__).parents[1]
+SHOWN = re.compile(r"^(?:\$ )?(aisp .*?)(?: *#.*)?$", re.MULTILINE)
+"""A command line of ours in a block of a document, without its comment."""
+NAMED = re.compile(r"`(aisp [a-z][^`]*)`")
+"""A command that a document speaks of; its arguments may be left out."""
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CHAPTERS = sorted((ROOT / "suites").glob("ch*/README.md"))
 
@@ -43,6 +54,75 @@ def test_every_option_named_exists(document, pytestconfig):
     planned = {"--aisp-against"}  # the README says that it is not built yet
     named = set(re.findall(r"--aisp-[a-z-]+[a-z]", document.read_text()))
     assert named - planned <= known
+
+
+def commands_of(document):
+    """Return the command lines in the blocks of `document`, and what it speaks of elsewhere."""
+    text = document.read_text()
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    spoken = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    shown = [line for block in blocks for line in SHOWN.findall(block)]
+    return [shlex.split(line)[1:] for line in shown], [n.split()[1:] for n in NAMED.findall(spoken)]
+
+
+LINES = sorted({tuple(line) for document in DOCUMENTS for line in commands_of(document)[0]})
+NEED_GPUS = {"topology", "bandwidth", "nccl", "peak"}
+"""Commands whose own tests tell them of machines; and `bottleneck`, whose tests write scripts."""
+
+
+def leaves(command):
+    """Yield the commands without commands of their own."""
+    inner = getattr(command, "commands", {}).values()
+    yield from [leaf for each in inner for leaf in leaves(each)] if inner else [command]
+
+
+@pytest.mark.parametrize("line", LINES, ids=" ".join)
+def test_every_command_line_shown_is_understood(line):
+    app, called = typer.main.get_command(cli.build()), []
+    for leaf in leaves(app):
+        leaf.callback = lambda **options: called.append(options)
+    app.main(list(line), prog_name="aisp", standalone_mode=False)
+    assert len(called) == 1
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_every_command_spoken_of_exists_with_its_options(document):
+    for words in commands_of(document)[1]:
+        command = typer.main.get_command(cli.build())
+        while words and words[0] in getattr(command, "commands", {}):
+            command, words = command.commands[words[0]], words[1:]
+        legal = {name for option in command.params for name in option.opts}
+        assert command.name != "aisp" or words[0] in legal, words
+        named = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert named - {"--"} <= legal, words
+
+
+@pytest.mark.parametrize(
+    "line", [x for x in LINES if x[0] not in NEED_GPUS | {"bottleneck"}], ids=" ".join
+)
+def test_every_command_line_that_needs_no_gpu_runs(line, tmp_path, monkeypatch, capsys):
+    """On pages that were told of: what collecting and running pytest do has tests of its own."""
+    names = ("ch03:threads", "ch10:gemm", "ch10:split_k")
+    cases = [catalogues.case(name) for name in names]
+    found = catalogues.catalogue(tmp_path, cases)
+    catalogues.stored(tmp_path, {cases[1]["key"]: catalogues.result(2.0)}, chapter="ch10")
+    (tmp_path / "suites").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results.jsonl").write_text(json.dumps(cases[0]))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(catalogue, "collect", lambda targets=None, *, tell: found)
+    monkeypatch.setattr(subprocess, "Popen", lambda command: SimpleNamespace(wait=lambda: 0))
+    code = cli.main(list(line))
+    said = capsys.readouterr()
+    assert (code, said.err) == (1 if " HARMS " in f" {said.out}" else 0, "")
+    assert said.out
+
+
+def test_every_command_is_shown():
+    shown = {line[: 2 if line[0] == "bench" else 1] for line in LINES}
+    app = typer.main.get_command(cli.build())
+    words = {(name,) for name in app.commands if name != "bench"}
+    assert words | {("bench", name) for name in app.commands["bench"].commands} <= shown
 
 
 def test_the_page_of_the_guide_is_checked(pytester):

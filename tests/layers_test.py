@@ -16,7 +16,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "pytest_aisp"
 ROOMS = (
     *("results", "pages", "common", "guard", "proof", "kernels", "bench", "ranks", "tools"),
-    *("session", ""),
+    *("commands", "session", ""),
 )
 """From the ground up; the last is the package itself."""
 MODULES = sorted(
@@ -40,10 +40,12 @@ PLAIN = {m for m in MODULES if room_of(m) == "results"} | words(
 )
 """Modules of data and arithmetic."""
 WITH_PYTEST = words("plugin pages.marks session.fixtures session.options") | words(
-    "session.sessions session.stash"
+    "session.catalogue session.sessions session.stash"
 )
-GLUE = {m for m in MODULES if room_of(m) in ("session", "tools", "")} | {"pages.marks"}
+GLUE = {m for m in MODULES if room_of(m) in ("session", "commands", "tools", "")} | {"pages.marks"}
 FRAMEWORKS = {"torch", "triton", "numpy", "cuda", "pynvml", "hypothesis"}
+TERMINALS = {"typer", "click", "rich"}
+"""What the command line is made with: nothing below it needs them."""
 
 
 class Import(NamedTuple):
@@ -142,12 +144,17 @@ def test_loading_the_plugin_loads_nothing_else():
         *("pytest_aisp", "pytest_aisp.plugin", "pytest_aisp.session"),
         *("pytest_aisp.session.options", "pytest_aisp.session.stash"),
     }
-    assert modules & FRAMEWORKS == set()
+    assert modules & (FRAMEWORKS | TERMINALS) == set()
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if room_of(m) != "commands"])
+def test_the_command_line_alone_knows_what_it_is_made_with(module):
+    assert roots(module) & TERMINALS == set()
 
 
 def test_the_command_line_loads_a_framework_only_where_a_command_needs_it():
-    code = "from pytest_aisp.tools import cli; from pytest_aisp.ranks import nccl_env, topology"
-    assert loaded(f"{code}; cli.parser()") & FRAMEWORKS == set()
+    code = "from pytest_aisp.commands import cli; from pytest_aisp.ranks import nccl_env, topology"
+    assert loaded(f"{code}; cli.build()") & FRAMEWORKS == set()
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pytest_aisp.bench.client import bench_environment
+from pytest_aisp.commands import cli
 from pytest_aisp.ranks import nccl_env
-from pytest_aisp.tools import cli
 
 RESPECTED = "(respected: the ranks get it as it is)"
 

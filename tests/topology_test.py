@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from pytest_aisp.commands import cli
 from pytest_aisp.common import device
 from pytest_aisp.ranks import topology
 from pytest_aisp.ranks.topology import Link, Way
-from pytest_aisp.tools import cli
 
 OK, NOT_SUPPORTED, TOPOLOGY = 0, 5, 3
 

@@ -14,7 +14,7 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ..common.answers import size_text
+from ..common.answers import part_of, size_text
 from ..common.peers import here
 from ..proof.numerics import Wrong
 from ..proof.sides import Subject
@@ -73,7 +73,8 @@ def sweep(
     """
     import torch.distributed as dist
 
-    found, notes = [], []
+    found: list[dict[str, Any]] = []
+    notes: list[str] = []
     makers: dict[str, Any] = {op: partial(_collective, op) for op in ops}
     if "all_reduce" in ops:
         refused = _one_shot_refused(device)
@@ -81,11 +82,10 @@ def sweep(
             makers[ONE_SHOT] = _one_shot
         else:
             notes.append(f"one-shot all-reduce in symmetric memory is not available: {refused}")
-    for op, make in makers.items():
-        for nbytes in sizes:
-            if op != ONE_SHOT or nbytes <= ONE_SHOT_MOST:
-                tell(f"{op} of {size_text(nbytes)}")
-                found.append(_timed(make(nbytes, device), device))
+    wanted = [(op, n) for op in makers for n in sizes if op != ONE_SHOT or n <= ONE_SHOT_MOST]
+    for op, nbytes in wanted:
+        tell(part_of(f"{op} of {size_text(nbytes)}", len(found), len(wanted)))
+        found.append(_timed(makers[op](nbytes, device), device))
     return {
         "rows": found,
         "notes": notes,

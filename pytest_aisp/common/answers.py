@@ -58,6 +58,17 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def part_of(text: str, done: int, of: int) -> str:
+    """Return `text` with how much is done: ``all_reduce of 4 KiB (3 of 18 done)``."""
+    return f"{text} ({done} of {of} done)"
+
+
+def parted(text: str) -> tuple[str, int, int | None]:
+    """Return what `part_of` was told: the text, what is done, and of how many; None: unknown."""
+    found = re.fullmatch(r"(.*) \((\d+) of (\d+) done\)", text)
+    return (text, 0, None) if found is None else (found[1], int(found[2]), int(found[3]))
+
+
 def size_text(nbytes: int) -> str:
     """Return ``4 KiB``: bytes in the largest unit that leaves a number of 1 or more."""
     unit, scale = next(u for u in reversed(UNITS.items()) if nbytes >= u[1] or u[1] == 1)

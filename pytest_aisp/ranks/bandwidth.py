@@ -15,7 +15,7 @@ from statistics import median
 from typing import Protocol
 
 from ..bench.leases import together
-from ..common.answers import Answer, Unanswerable, columns, rate_text, size_text
+from ..common.answers import Answer, Unanswerable, columns, part_of, rate_text, size_text
 from . import topology
 from .topology import Way
 
@@ -144,11 +144,12 @@ def measure(
         ways: by the numbers that `copies` knows the GPUs by.
     """
     count = min(64, max(4, math.ceil(IN_WINDOW / nbytes)))
-    found = []
-    for pairs in _plans(ways):
+    found: list[Hop] = []
+    plans = list(_plans(ways))
+    for pairs in plans:
         way, both = ways[pairs[0]], len(pairs) == 2
         hop = Hop(way.source, way.target, both, 0.0, way.kind, way.limit)
-        tell(hop.label)
+        tell(part_of(hop.label, len(found), len(plans)))
         arrived = copies.arrived(pairs)  # also the first time that the way is used
         seconds = median(copies.seconds(pairs, count) for _ in range(WINDOWS))
         limit = None if way.limit is None else way.limit * len(pairs)

@@ -47,15 +47,7 @@ def _taken(stored: store.Stored) -> str:
 def _cells(key: str, stored: store.Stored) -> tuple[str, ...]:
     page, _, case = key.partition("::")
     result = stored.results[key]
-    spread = result.own_spread or DEFAULT_SPREAD[result.clock]
-    session = store.session_sd(stored.results.values(), result.clock)
-    low, high = interval(
-        result.value,
-        spread,
-        result.processes,
-        session=UNKNOWN_SESSION[result.clock] if session is None else session,
-        sessions=result.sessions,
-    )
+    low, high = interval_of(result, stored)
     share = "" if result.share is None else f"{result.share:.0%} {result.limit}"
     return (
         f"[{page.removesuffix('_test.py')}]({page})",
@@ -65,6 +57,18 @@ def _cells(key: str, stored: store.Stored) -> tuple[str, ...]:
         f"{bare(result.value)}x [{bare(low)}, {bare(high)}]",
         share,
         result.clock,
+    )
+
+
+def interval_of(result: store.Result, stored: store.Stored) -> tuple[float, float]:
+    """Return the 99 % interval of a result of `stored` in ln(speedup), sessions considered."""
+    session = store.session_sd(stored.results.values(), result.clock)
+    return interval(
+        result.value,
+        result.own_spread or DEFAULT_SPREAD[result.clock],
+        result.processes,
+        session=UNKNOWN_SESSION[result.clock] if session is None else session,
+        sessions=result.sessions,
     )
 
 
@@ -101,4 +105,4 @@ if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 
 
-__all__ = ["TableError", "main", "rewrite", "table"]
+__all__ = ["TableError", "interval_of", "main", "rewrite", "table"]

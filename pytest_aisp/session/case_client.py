@@ -21,6 +21,11 @@ CANARY = 1000
 """First number of the processes of a run's canary, beyond those that measure and record."""
 
 
+def key_of(case: Case, where: Mapping[str, str]) -> str:
+    """Return the name of a case's stored result in its chapter's file."""
+    return f"{Path(where['page']).name}::{where['function']}[{case.id}]"
+
+
 class CaseClient:
     """One case on one machine.
 
@@ -43,7 +48,7 @@ class CaseClient:
         self.row = Row(
             nodeid=where["nodeid"],
             file=str(self.path),
-            key=f"{Path(where['page']).name}::{where['function']}[{case.id}]",
+            key=key_of(case, where),
             page=where["page"],
             function=where["function"],
             variant=case.variant_name,

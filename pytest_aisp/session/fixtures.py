@@ -259,7 +259,7 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
         run = config.stash[RUN]
     if run.settings.cold_start:
         run.close()
-    case_run = CaseRun(run, case, _where(item, config), _kernels(case, config))
+    case_run = CaseRun(run, case, where_is(item, config), _kernels(case, config))
     if case_run.place.kind == "skip":
         pytest.skip(case_run.place.need)
     if (marker := item.get_closest_marker("aisp_timeout")) is not None:
@@ -271,17 +271,22 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
     return PairUnderTest(case_run, request.session)
 
 
-def _where(item: Any, config: pytest.Config) -> dict[str, str]:
-    path = Path(item.path)
+def chapter_of(path: Path, config: pytest.Config) -> str:
+    """Return the name that the results of the page at `path` are stored under: its folder's."""
     settings = config.stash[SETTINGS]
     bases = [p for p in settings.pages if path.is_relative_to(p)] or [config.rootpath]
     folder = path.parent.relative_to(bases[0]) if path.is_relative_to(bases[0]) else path.parent
+    return ".".join(folder.parts) or bases[0].name
+
+
+def where_is(item: Any, config: pytest.Config) -> dict[str, str]:
+    """Return what a bench process must know to find an item's page and test."""
     return {
         "nodeid": item.nodeid,
-        "page": str(path),
+        "page": str(item.path),
         "module": item.module.__name__,
         "function": item.originalname,
-        "folder": ".".join(folder.parts) or bases[0].name,
+        "folder": chapter_of(Path(item.path), config),
     }
 
 

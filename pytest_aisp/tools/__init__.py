@@ -1,1 +1,1 @@
-"""The command line `aisp`."""
+"""What the command line `aisp` answers."""

@@ -1,0 +1,1 @@
+"""The command line `aisp`: its commands and their options; what they answer is made below."""

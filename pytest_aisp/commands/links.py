@@ -1,0 +1,158 @@
+"""`aisp topology | bandwidth | nccl | nccl-env | bottleneck`: links, and what a loop waits for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..bench.collectives import OPS
+from ..common.answers import Answer, Unanswerable, parse_bytes, parse_sizes
+from .console import HERE, Baselines, Json, Store, complain, finish, parsed, telling
+
+SIZES = {"cuda": "4KiB:512MiB", "cpu": "4KiB:4MiB"}
+"""The default sizes of `aisp nccl`: Gloo on a CPU takes seconds where a GPU takes milliseconds."""
+Rates = Callable[[], tuple[dict[str, float], dict[str, str]]]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the commands of this module to `app`."""
+    app.command()(topology)
+    app.command()(bandwidth)
+    app.command()(nccl)
+    app.command("nccl-env")(nccl_env)
+    # What stands behind the script is the script's, `--json` too.
+    app.command(context_settings={"allow_interspersed_args": False})(bottleneck)
+
+
+def topology(as_json: Json = False) -> None:
+    """Show GPUs, links, NUMA nodes, who may read whom."""
+    from ..ranks import topology
+
+    finish(topology.answer(as_json=as_json))
+
+
+def bandwidth(
+    size: Annotated[str, typer.Option(metavar="SIZE", help="bytes of a copy")] = "1GiB",
+    as_json: Json = False,
+    store: Store = False,
+    baselines: Baselines = HERE,
+) -> None:
+    """Copy between every two GPUs; name slow hops."""
+    from ..ranks import bandwidth, keep
+
+    nbytes = parsed("--size", parse_bytes, size)
+    if store:
+        keep.refuse_under_ci()
+    with telling() as tell:
+        count, hops = bandwidth.here(nbytes, tell)
+    found = bandwidth.answer(hops, nbytes, as_json=as_json)
+    if store:
+        found = _kept(found, baselines, count, lambda: bandwidth.rates(hops, nbytes))
+    finish(found)
+
+
+def nccl(
+    ops: Annotated[str, typer.Option(metavar="OPS", help="collectives")] = ",".join(OPS),
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZES",
+            help=f"default: {SIZES['cuda']}, on CPUs {SIZES['cpu']}; or 4KiB,1MiB",
+        ),
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="default: one a GPU, or two on a CPU")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="draw busbw over size")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="seconds a rank may be silent")] = 120.0,
+    store: Store = False,
+    baselines: Baselines = HERE,
+) -> None:
+    """Time collectives by size, on ranks of our own."""
+    from ..common.device import Machine
+    from ..ranks import keep, nccl
+    from ..tools import curves
+
+    wanted = parsed("--ops", nccl.parse_ops, ops)
+    given = None if sizes is None else parsed("--sizes", parse_sizes, sizes)
+    if store:
+        keep.refuse_under_ci()
+    machine = Machine.here()
+    device, _ = nccl.place(machine, ranks)
+    asked = given or parse_sizes(SIZES[device])
+    with telling() as tell:
+        sweep = nccl.run(machine, wanted, asked, ranks=ranks, timeout=timeout, tell=tell)
+    found = nccl.answer(sweep)
+    if plot is not None:
+        found = _drawn(found, plot, curves.draw(sweep.rows, sweep.title))
+    if store:
+        found = _kept(found, baselines, sweep.ranks, lambda: nccl.rates(sweep))
+    finish(found)
+
+
+def _drawn(found: Answer, path: Path, drawing: str) -> Answer:
+    """Write the plot; the table is shown where that fails, too."""
+    try:
+        path.write_text(drawing, encoding="utf-8")
+    except OSError as error:
+        complain(f"--plot={path}: cannot be written: {error}")
+        return replace(found, code=2)
+    return replace(found, lines=[*found.lines, f"drawn in {path}"])
+
+
+def _kept(found: Answer, baselines: Path, count: int, rates: Rates) -> Answer:
+    """Store the rates; what was measured is shown all the same where that fails."""
+    from ..common.device import Machine
+    from ..ranks.keep import keep
+
+    try:
+        complain("\n".join(keep(baselines, Machine.here(), count, *rates())))
+    except Unanswerable as error:
+        complain(str(error))
+        return replace(found, code=error.code)
+    return found
+
+
+def nccl_env() -> None:
+    """Show the variables of NCCL that are set, and what they mean."""
+    from ..ranks import nccl_env
+
+    finish(nccl_env.answer(os.environ, nccl_env.version()))
+
+
+def bottleneck(
+    script: Annotated[Path, typer.Argument(help="what python would run")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="its arguments")] = None,
+    as_json: Json = False,
+    steps: Annotated[
+        str | None, typer.Option(metavar="N", help="time so many, then end the script")
+    ] = None,
+    warmup: Annotated[str, typer.Option(metavar="N", help="steps left out first")] = "5",
+    profiled: Annotated[str, typer.Option(metavar="N", help="steps profiled, on a GPU")] = "10",
+) -> None:
+    """Run a training script: what do its steps wait for?"""
+    from ..tools import script as scripts
+    from ..tools.steps import Plan
+
+    plan = Plan(
+        parsed("--warmup", _count(0), warmup),
+        parsed("--profiled", _count(1), profiled),
+        None if steps is None else parsed("--steps", _count(1), steps),
+    )
+    finish(scripts.answer(script, arguments or [], plan=plan, as_json=as_json))
+
+
+def _count(least: int) -> Callable[[str], int]:
+    """Return what reads a whole number of `least` or more."""
+
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise ValueError(f"{text!r} is no number of steps; write {least} or more, as 100")
+        return int(text)
+
+    return count

@@ -1,0 +1,68 @@
+"""`aisp roofline | expectations | prune`: what the stored results say, and which are left over."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .console import Json, Yes, finish, parsed, telling
+from .several import Several, Targets
+
+Product = Annotated[
+    str | None,
+    typer.Option(metavar="PRODUCT", help="default: this machine's, else the only one stored"),
+]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the commands of this module to `app`."""
+    app.command(cls=Several)(roofline)
+    app.command()(expectations)
+    app.command()(prune)
+
+
+def roofline(targets: Targets = None, product: Product = None, as_json: Json = False) -> None:
+    """Hold stored results against the measured peaks."""
+    from ..common.device import Machine
+    from ..tools import catalogue, products, roofline
+
+    with telling() as tell:
+        found = catalogue.collect(targets, tell=tell)
+    names = products.chosen(found.baselines, product, Machine.here())
+    finish(roofline.answer(found, names, targets or (), as_json=as_json))
+
+
+def expectations(
+    product: Product = None,
+    form: Annotated[
+        str, typer.Option("--format", metavar="text|csv|json", help="how it is printed")
+    ] = "text",
+    arch: Annotated[
+        str | None, typer.Option(metavar="ARCH", help="whose claims count, as sm90")
+    ] = None,
+) -> None:
+    """Hold stored results against what pages claim."""
+    from ..common.device import Machine
+    from ..tools import catalogue, expectations, products
+
+    wanted, machine = parsed("--format", expectations.format_of, form), Machine.here()
+    with telling() as tell:
+        found = catalogue.collect(tell=tell)
+    names = products.chosen(found.baselines, product, machine)
+    archs = {name: products.arch_of(name, arch, machine) for name in names}
+    finish(expectations.answer(found, archs, form=wanted))
+
+
+def prune(
+    product: Annotated[
+        str | None, typer.Option(metavar="PRODUCT", help="default: every one")
+    ] = None,
+    yes: Yes = False,
+) -> None:
+    """List stored results whose case is gone."""
+    from ..tools import catalogue, prune
+
+    with telling() as tell:
+        found = catalogue.collect(tell=tell)
+    finish(prune.answer(found, product, yes=yes))

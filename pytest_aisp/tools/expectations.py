@@ -1,0 +1,144 @@
+"""`aisp expectations`: does each stored result show the benefit that its page claims?
+
+What is held against what: the stored ln(speedup) against today's claim, its sides' sources against
+today's pages, its processes and sessions against what a spread can be told from.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ..common.answers import Answer, columns
+from ..results.store import Result
+from ..results.tables import interval_of
+from ..results.verdict import NEUTRAL_FLOOR
+from . import products
+from .catalogue import Catalogue
+
+FORMATS = ("text", "csv", "json")
+PROCESSES, SESSIONS = 8, 2
+"""What a case's spread is estimated from, at the least."""
+STATES = {
+    "below": "the stored speedup is below the claim",
+    "neutral": "a speedup is claimed, and the 99 % interval holds none",
+    "stale": "the digests of the sides' sources are others: record again",
+    "few": f"fewer than {PROCESSES} processes or {SESSIONS} sessions",
+    "gone": "no page here has the case",
+    "unread": "its page cannot be imported here: nothing is known of its claim",
+}
+HEADS = ("product", "chapter", "case", "claim", "stored [99 %]", "processes", "sessions", "states")
+
+
+@dataclass(frozen=True)
+class Stand:
+    """One stored result, and what there is to say of it; `states` is empty where all is well."""
+
+    product: str
+    chapter: str
+    case: str
+    claim: float | str | None
+    speedup: float
+    low: float
+    high: float
+    processes: int
+    sessions: int
+    states: tuple[str, ...]
+
+    def row(self) -> tuple[str, ...]:
+        """Return its line of the table."""
+        speed = f"{self.speedup:.3f}x [{self.low:.3f}, {self.high:.3f}]"
+        claim = "-" if self.claim is None else str(self.claim)
+        counts = (str(self.processes), str(self.sessions))
+        return self.product, self.chapter, self.case, claim, speed, *counts, ", ".join(self.states)
+
+
+def format_of(word: str) -> str:
+    """Return `word`.
+
+    Raises:
+        ValueError: where it is none of `FORMATS`.
+    """
+    if word not in FORMATS:
+        raise ValueError(f"{word!r} is no format; legal are {', '.join(FORMATS)}")
+    return word
+
+
+def answer(found: Catalogue, archs: Mapping[str, str], *, form: str) -> Answer:
+    """Return how the results of the products `archs` stand; exit code 1 where one is below.
+
+    Args:
+        archs: by product, the arch whose claims count.
+    """
+    stands = [s for product, arch in archs.items() for s in stands_of(found, product, arch)]
+    code = 1 if any("below" in stand.states for stand in stands) else 0
+    if form == "json":
+        return Answer([json.dumps([asdict(stand) for stand in stands], indent=1)], code)
+    return Answer(_csv(stands) if form == "csv" else _words(stands), code)
+
+
+def stands_of(found: Catalogue, product: str, arch: str) -> Iterator[Stand]:
+    """Yield how each stored result of `product` stands."""
+    cases = {(case["chapter"], case["key"]): case for case in found.cases}
+    unread = {page["path"].rpartition("/")[2] for page in found.unread}
+    for chapter in products.chapters(found.baselines, product):
+        for key, result in sorted(chapter.stored.results.items()):
+            case = cases.get((chapter.name, key))
+            low, high = interval_of(result, chapter.stored)
+            claim = None if case is None else case["claims"][arch]
+            states = states_of(result, case, claim, low)
+            if case is None and key.partition("::")[0] in unread:
+                states = ["unread", *states[1:]]
+            yield Stand(
+                *(product, chapter.name, key, claim, result.speedup),
+                *(math.exp(low), math.exp(high), result.processes, result.sessions),
+                tuple(states),
+            )
+
+
+def states_of(
+    result: Result, case: Mapping[str, Any] | None, claim: float | str | None, low: float
+) -> list[str]:
+    """Return what there is to say of a result: words of `STATES`."""
+    few = result.processes < PROCESSES or result.sessions < SESSIONS
+    if case is None:
+        return ["gone", *(["few"] if few else [])]
+    found = {
+        "below": is_below(result, claim),
+        "neutral": isinstance(claim, (int, float)) and low <= 0,
+        "stale": dict(case["sources"]) != dict(result.sources),
+        "few": few,
+    }
+    return [state for state, holds in found.items() if holds]
+
+
+def is_below(result: Result, claim: float | str | None) -> bool:
+    """Say whether a result is below a claim: a speedup, or no loss beyond the clock's floor."""
+    if claim == "neutral":
+        return result.value < -NEUTRAL_FLOOR[result.clock]
+    # What is stored is a mean of processes, and what the claim was set from: no margin here.
+    return isinstance(claim, (int, float)) and result.value < math.log(claim)
+
+
+def _csv(stands: Sequence[Stand]) -> list[str]:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([field.name for field in fields(Stand)])
+    for stand in stands:
+        plain = {**asdict(stand), "states": " ".join(stand.states)}
+        writer.writerow(f"{v:.6g}" if isinstance(v, float) else v for v in plain.values())
+    return text.getvalue().splitlines()
+
+
+def _words(stands: Sequence[Stand]) -> list[str]:
+    """Return a table of the results of which there is something to say, and a count of states."""
+    said = [stand for stand in stands if stand.states]
+    lines = columns([HEADS, *(stand.row() for stand in said)]) if said else []
+    lines.append(f"{len(stands)} stored results, {len(stands) - len(said)} with nothing to say")
+    counts = {state: sum(state in stand.states for stand in said) for state in STATES}
+    return lines + [f"{state} {n}: {STATES[state]}" for state, n in counts.items() if n]

@@ -1,0 +1,148 @@
+"""The host's part of `aisp doctor`: limits, memory, governor, versions; read below a given root."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+from collections.abc import Callable, Collection, Iterator
+from importlib import metadata
+from pathlib import Path
+
+from .health import Finding, unread
+
+MIB, GIB = 1 << 20, 1 << 30
+LIMITS = {
+    "memlock": (resource.RLIMIT_MEMLOCK, 64 * MIB, "adapters between nodes pin memory"),
+    "nofile": (resource.RLIMIT_NOFILE, 4096, "ranks and loader workers hold files and pipes"),
+    "stack": (resource.RLIMIT_STACK, 8 * MIB, "compilers recurse deeply"),
+}
+"""By name: the limit, the least that is well, and what needs it."""
+UNLIMITED = resource.RLIM_INFINITY
+PACKAGES = {
+    "torch": ("torch",),
+    "triton": ("triton",),
+    "cuda-core": ("cuda-core",),
+    "NVRTC": ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12"),
+    "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+}
+"""By name: the distributions that bring it."""
+
+
+def findings(
+    root: Path = Path("/"),
+    *,
+    limit: Callable[[int], tuple[int, int]] = resource.getrlimit,
+    installed: Callable[[str], str | None] | None = None,
+    cores: Collection[int] | None = None,
+) -> Iterator[Finding]:
+    """Yield what there is to say of the host.
+
+    Args:
+        root: where ``proc``, ``sys`` and ``dev`` lie.
+        limit: soft and hard limit of this process; installed: the version of a distribution.
+        cores: CPUs that this process may use.
+    """
+    yield Finding("python", "fine", platform.python_version())
+    yield from _versions(installed or version_of)
+    for name, (number, least, why) in LIMITS.items():
+        yield _limit(name, limit(number), least, why)
+    yield _huge_pages(root)
+    yield _governor(root, cores_here() if cores is None else cores)
+    yield _shared_memory(root / "dev" / "shm")
+
+
+def cores_here() -> Collection[int]:
+    """Return the CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return range(os.cpu_count() or 1)
+
+
+def version_of(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _versions(installed: Callable[[str], str | None]) -> Iterator[Finding]:
+    for name, distributions in PACKAGES.items():
+        found = next((v for d in distributions if (v := installed(d)) is not None), None)
+        if found is not None:
+            yield Finding(name, "fine", found)
+        elif name == "NCCL":  # a torch built by oneself, or for CPUs, has it inside or not at all
+            yield unread(name, "not installed as a package")
+        else:
+            yield Finding(name, "note", "not installed", f"pip install {distributions[0]}")
+
+
+def _limit(name: str, found: tuple[int, int], least: int, why: str) -> Finding:
+    soft, hard = found
+    said = f"ulimit: {_amount(name, soft)}"
+    if soft == UNLIMITED or soft >= least:
+        return Finding(name, "fine", said)
+    option = {"memlock": "-l", "nofile": "-n", "stack": "-s"}[name]
+    number = least if name == "nofile" else least >> 10
+    able = hard == UNLIMITED or hard >= least
+    change = f"ulimit {option} {number}" if able else f"raise the hard limit in limits.conf: {name}"
+    return Finding(name, "note", f"{said}, less than {_amount(name, least)}: {why}", change)
+
+
+def _amount(name: str, value: int) -> str:
+    if value == UNLIMITED:
+        return "unlimited"
+    return str(value) if name == "nofile" else f"{value / MIB:.4g} MiB"
+
+
+def _huge_pages(root: Path) -> Finding:
+    file = root / "sys/kernel/mm/transparent_hugepage/enabled"
+    chosen = re.search(r"\[(\w+)\]", said(file) or "")
+    if chosen is None:
+        return unread("huge pages", f"{file} does not say")
+    if chosen[1] != "never":
+        return Finding("huge pages", "fine", f"transparent: {chosen[1]}")
+    change = f"echo madvise | sudo tee {file}"
+    return Finding("huge pages", "note", "transparent: never; large buffers miss the TLB", change)
+
+
+def _governor(root: Path, cores: Collection[int]) -> Finding:
+    folder = root / "sys/devices/system/cpu"
+    files = [folder / f"cpu{core}/cpufreq/scaling_governor" for core in cores]
+    governors = sorted({word for file in files if (word := said(file))})
+    if not governors:
+        return unread("governor", "the CPUs do not say: a virtual machine")
+    if governors == ["performance"]:
+        return Finding("governor", "fine", "performance")
+    text = f"{', '.join(governors)}: clocks follow the load, and host-clock times with them"
+    return Finding("governor", "harms", text, "sudo cpupower frequency-set -g performance")
+
+
+def _shared_memory(folder: Path) -> Finding:
+    try:
+        size = os.statvfs(folder).f_frsize * os.statvfs(folder).f_blocks
+    except OSError as error:
+        return unread("/dev/shm", str(error))
+    return shared_memory(size)
+
+
+def shared_memory(size: int) -> Finding:
+    """Return the finding of a /dev/shm of `size` bytes: a container's default is 64 MiB."""
+    text = f"{size / GIB:.4g} GiB" if size >= GIB else f"{size / MIB:.4g} MiB"
+    if size >= GIB:
+        return Finding("/dev/shm", "fine", text)
+    why = f"{text}, less than 1 GiB: ranks and loader workers share memory there"
+    return Finding("/dev/shm", "harms" if size <= 64 * MIB else "note", why, CONTAINER)
+
+
+CONTAINER = "docker run --shm-size=8g ..., or sudo mount -o remount,size=8G /dev/shm"
+
+
+def said(file: Path) -> str | None:
+    """Return what a file says, or None."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return None

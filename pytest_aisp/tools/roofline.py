@@ -1,0 +1,130 @@
+"""`aisp roofline`: what each stored result reaches of what its machine can do, and what limits it.
+
+The work is the page's of today, the seconds and the peaks are stored. Of a case whose page is gone
+or declares no work, what was stored with it is shown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..bench import peaks
+from ..bench.peaks import PCIE, SECONDS, Peaks, PeaksError
+from ..common.answers import Answer, columns
+from ..pages.pair import Work
+from ..results.row import duration
+from ..results.store import Result
+from . import products
+from .catalogue import Catalogue
+
+HEADS = ("product", "target", "case", "bound", "speedup", "time", "attained", "share", "limit")
+BYTES = ("copy", "read", "write", *PCIE, *peaks.LINKS, "peer_both")
+"""Rates that are bytes/s; the others are FLOP/s, or seconds."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One stored result against its limit.
+
+    Attributes:
+        limit: the rate that sets it, or None where no work or no rate is known.
+        attained: what the optimized side reaches of that rate; peak: the rate itself.
+    """
+
+    product: str
+    target: str
+    case: str
+    bound: str | None
+    speedup: float
+    seconds: float
+    limit: str | None = None
+    share: float | None = None
+    attained: float | None = None
+    peak: float | None = None
+
+    def row(self) -> tuple[str, ...]:
+        """Return its line of the table."""
+        share = "-" if self.share is None else f"{self.share:.0%}"
+        limit = "-" if self.limit is None else f"{self.limit} {rate_text(self.limit, self.peak)}"
+        return (
+            self.product,
+            self.target,
+            self.case,
+            self.bound or "-",
+            f"{self.speedup:.3f}x" if self.speedup < 10 else f"{self.speedup:.1f}x",
+            duration(self.seconds),
+            rate_text(self.limit, self.attained),
+            share,
+            limit.rstrip(" -"),
+        )
+
+
+def rate_text(limit: str | None, rate: float | None) -> str:
+    """Return what is reached of the rate `limit`, in its unit; ``-`` where nobody knows."""
+    if limit is None or rate is None:
+        return "-"
+    scale, letter = (1e12, "T") if rate >= 1e12 else (1e9, "G")
+    return f"{rate / scale:.4g} {letter}{'B' if limit in BYTES else 'FLOP'}/s"
+
+
+def answer(
+    found: Catalogue, names: Sequence[str], targets: Sequence[str], *, as_json: bool
+) -> Answer:
+    """Return the results of the products `names` of `targets`, the largest share last."""
+    points = [point for name in names for point in points_of(found, name, targets)]
+    if as_json:
+        return Answer([json.dumps([asdict(point) for point in points], indent=1)])
+    points.sort(key=lambda p: (p.product, p.target.partition(":")[0], p.share or 0.0))
+    lacking = [name for name in names if products.peaks_of(found.baselines, name) is None]
+    notes = [f"no peaks of {name} are stored\n    aisp peak --store" for name in lacking]
+    lines = columns([HEADS, *(p.row() for p in points)]) if points else ["no result is stored"]
+    return Answer([*lines, *notes])
+
+
+def points_of(found: Catalogue, product: str, targets: Sequence[str]) -> Iterator[Point]:
+    """Yield each stored result of `product` against its limit."""
+    cases = {(case["chapter"], case["key"]): case for case in found.cases}
+    limits = products.peaks_of(found.baselines, product)
+    for chapter in products.chapters(found.baselines, product):
+        for key, result in sorted(chapter.stored.results.items()):
+            page, _, name = key.partition("::")
+            target = f"{chapter.name}:{page.removesuffix('.py').removesuffix('_test')}"
+            if not targets or target in targets or chapter.name in targets:
+                case = cases.get((chapter.name, key), {})
+                yield _point(product, target, name, case, result, limits)
+
+
+def _point(
+    product: str,
+    target: str,
+    name: str,
+    case: Mapping[str, Any],
+    result: Result,
+    limits: Peaks | None,
+) -> Point:
+    seconds = result.optimized_us * 1e-6
+    plain = (product, target, name, case.get("bound"), result.speedup, seconds)
+    limit, share = _limit(case, result, limits)
+    peak = None if limits is None or limit is None else limits.rates.get(limit)
+    if limit in SECONDS or peak is None or share is None:
+        return Point(*plain, limit, share)
+    return Point(*plain, limit, share, share * peak, peak)
+
+
+def _limit(
+    case: Mapping[str, Any], result: Result, limits: Peaks | None
+) -> tuple[str | None, float | None]:
+    """Return the rate that limits a case, and its share: of today's work, or as it was stored."""
+    work = case.get("work")
+    if work is None or limits is None:
+        return result.limit, result.share
+    try:
+        limit = peaks.limit_of(Work(**work), case["bound"], limits)
+    except PeaksError:  # a type without a rate: the page's run says so
+        limit = None
+    if limit is None:
+        return result.limit, result.share
+    return limit.name, peaks.share(limit, result.optimized_us * 1e-6)

@@ -1,0 +1,74 @@
+"""Catalogues and stored results that nothing was collected or measured for."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from pytest_aisp.pages.skus import ARCHS
+from pytest_aisp.results import store
+from pytest_aisp.tools.catalogue import Catalogue
+
+FACTS = {"driver": "580.65", "cuda": "13.0", "torch": "2.11.0", "triton": "3.6.0"}
+SOURCES = {"baseline": "0a", "optimized": "1b"}
+
+
+def page(name: str) -> dict[str, str]:
+    """Return the page of a target."""
+    chapter, _, stem = name.partition(":")
+    return {"path": f"suites/{chapter}/{stem}_test.py", "chapter": chapter, "name": name}
+
+
+def case(name: str, variant: str = "tiled", claim: float | str = 1.5, **fields: object) -> dict:
+    """Return a case of the page `name` as the collector writes it."""
+    stem = name.partition(":")[2]
+    key = f"{stem}_test.py::test_{stem}[{variant}-n64]"
+    plain = {
+        **page(name),
+        "title": f"About {stem}.",
+        "nodeid": f"suites/{name.partition(':')[0]}/{key}",
+        "key": key,
+        "function": f"test_{stem}",
+        "variant": variant,
+        "size": {"n": 64},
+        "kind": "gpu",
+        "gpus": 1,
+        "bound": "dram",
+        "needs": [],
+        "archs": ["sm90", "sm100"],
+        "claims": dict.fromkeys(ARCHS, claim),
+        "work": {"read": 2e9, "write": 2e9, "flops": {}, "wire": 0, "terms": 1, "roundings": 1},
+        "sources": dict(SOURCES),
+    }
+    return {**plain, **fields}
+
+
+def catalogue(root: Path, cases: list[dict], **fields: object) -> Catalogue:
+    """Return what would be collected of `cases`, results in `root`/baselines."""
+    pages = list({c["name"]: page(c["name"]) for c in cases}.values())
+    plain = {"folders": ["suites"], "pages": pages, "cases": cases, "unread": []}
+    return Catalogue(root, root / "baselines", **{**plain, **fields})
+
+
+def result(speedup: float, **fields: object) -> store.Result:
+    """Return a result of two sessions of four processes; `fields` are those of `store.Result`."""
+    value = math.log(speedup)
+    four = (value - 1e-4, value + 1e-4, value - 1e-4, value + 1e-4)
+    plain = {
+        "baseline_us": 1000.0,
+        "optimized_us": 1000.0 / speedup,
+        "clock": "graph",
+        "values": (four, four),
+        "environments": ("one", "two"),
+        "sources": SOURCES,
+    }
+    return store.Result(**{**plain, **fields})
+
+
+def stored(root: Path, results: dict[str, store.Result], product="nvidia-h200", chapter="ch07"):
+    """Store `results` by key; return the file."""
+    path = root / "baselines" / product / f"{chapter}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    facts = {name: {**FACTS, "date": name} for name in ("one", "two")}
+    store.write(path, product, results, facts, replace=True)
+    return path

@@ -1,0 +1,110 @@
+"""`aisp clean`: what runs left is listed, removed when told to, and nothing else ever."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from catalogues import case, catalogue, result, stored
+
+from pytest_aisp.commands import cli
+from pytest_aisp.tools import catalogue as catalogues
+from pytest_aisp.tools import clean
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A root with everything that runs leave, and with what is not theirs."""
+    root = tmp_path / "root"
+    for name in (
+        *("aisp-profile/ch07.x/trace.json", "artifacts/one/results.jsonl"),
+        *("artifacts/one/samples/x", "artifacts/mine/notes.txt", "build/x"),
+    ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("12345")
+    kept = stored(root, {"scan_test.py::test_scan[tiled-n64]": result(2.0)})
+    for name in (".ch07.json.lock", ".ch07.json.tmp", ".peaks.json.123", ".gitkeep"):
+        (kept.parent / name).write_text("")
+    found = catalogue(root, [case("ch07:scan")])
+    monkeypatch.setattr(catalogues, "collect", lambda targets, *, tell: found)
+    monkeypatch.chdir(root)
+    return root
+
+
+def files(root):
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+def test_what_runs_left_is_listed_with_its_size(root, capsys):
+    before = files(root)
+    assert cli.main(["clean"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "5 B   aisp-profile",
+        "10 B  artifacts/one",
+        "0 B   baselines/nvidia-h200/.ch07.json.lock",
+        "0 B   baselines/nvidia-h200/.ch07.json.tmp",
+        "0 B   baselines/nvidia-h200/.peaks.json.123",
+        "15 B would be removed:",
+        "    aisp clean --yes",
+    ]
+    assert files(root) == before
+
+
+def test_it_is_removed_when_told_to_and_nothing_else(root, capsys):
+    assert cli.main(["clean", "--yes"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "15 B removed"
+    assert files(root) == {
+        "artifacts/mine/notes.txt",
+        "build/x",
+        "baselines/nvidia-h200/ch07.json",
+        "baselines/nvidia-h200/.gitkeep",
+    }
+    assert cli.main(["clean"]) == 0
+    assert capsys.readouterr().out == "nothing to clean\n"
+
+
+def test_what_lies_behind_a_link_is_left_alone(root, tmp_path):
+    outside = tmp_path / "outside"
+    for name in ("aisp-profile", "artifacts"):
+        shutil.move(root / name, outside / name)
+        (root / name).symlink_to(outside / name)
+    shutil.move(root / "baselines", outside / "baselines")
+    (root / "baselines").symlink_to(outside / "baselines")
+    assert list(clean.find(root, root / "baselines")) == []
+    (root / "artifacts").unlink()
+    (root / "artifacts").mkdir()
+    (root / "artifacts" / "latest").symlink_to(outside / "artifacts" / "one")
+    assert list(clean.find(root, root / "baselines")) == []
+
+
+def test_a_link_to_what_goes_goes_too(root):
+    latest = root / "artifacts" / "latest"
+    latest.symlink_to("one")
+    left = [(str(it.path.relative_to(root)), it.nbytes) for it in clean.find(root, root / "b")]
+    assert left == [("aisp-profile", 5), ("artifacts/one", 10), ("artifacts/latest", 0)]
+    assert cli.main(["clean", "--yes"]) == 0
+    assert not latest.is_symlink()
+    assert (root / "artifacts" / "mine").exists()
+
+
+def test_a_folder_that_holds_the_stored_results_stays(root):
+    shutil.move(root / "baselines", root / "artifacts" / "one" / "baselines")
+    left = clean.find(root, root / "artifacts" / "one" / "baselines")
+    assert "artifacts/one" not in {str(it.path.relative_to(root)) for it in left}
+
+
+def test_a_run_right_in_artifacts_is_one(root):
+    (root / "artifacts" / "results.jsonl").write_text("")
+    left = [it.path.relative_to(root) for it in clean.find(root, root / "baselines")]
+    assert [str(path) for path in left[:2]] == ["aisp-profile", "artifacts"]
+
+
+def test_what_cannot_be_removed_is_said_to_stay(root, monkeypatch, capsys):
+    def refuse(path):
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    assert cli.main(["clean", "--yes"]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert f"{root / 'aisp-profile'} stays: not yours" in lines
+    assert lines[-1] == "0 B removed"

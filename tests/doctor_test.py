@@ -1,0 +1,281 @@
+"""`aisp doctor`: machines that are told of, and what it says of each."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+from types import SimpleNamespace
+
+import pytest
+
+from pytest_aisp.commands import cli
+from pytest_aisp.common import device
+from pytest_aisp.tools import doctor, gpu_health, health, host_health
+from pytest_aisp.tools.health import Finding
+
+MIB = 1 << 20
+ANSWERS = {
+    "nvmlDeviceGetIndex": 0,
+    "nvmlDeviceGetUUID": "GPU-0",
+    "nvmlDeviceGetName": "NVIDIA H200",
+    "nvmlDeviceGetClockInfo": 345,
+    "nvmlDeviceGetMaxClockInfo": 1980,
+    "nvmlDeviceGetCurrentClocksEventReasons": 0,
+    "nvmlDeviceGetEnforcedPowerLimit": 700_000,
+    "nvmlDeviceGetPowerManagementDefaultLimit": 700_000,
+    "nvmlDeviceGetPersistenceMode": 1,
+    "nvmlDeviceGetEccMode": [1, 1],
+    "nvmlDeviceGetMigMode": [0, 0],
+    "nvmlDeviceGetComputeMode": 0,
+    "nvmlDeviceGetComputeRunningProcesses": [],
+    "nvmlDeviceGetPciInfo": SimpleNamespace(busId=b"00000000:18:00.0\0"),
+}
+
+
+class Nvml:
+    """An NVML of one GPU; what it has no answer to it refuses."""
+
+    def __init__(self, **answers):
+        for name, answer in {**ANSWERS, **answers}.items():
+            if answer is not None:
+                setattr(self, name, lambda *args, answer=answer: answer)
+
+    def nvmlDeviceGetCount(self):
+        return 1
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return "handle"
+
+    def nvmlSystemGetDriverVersion(self):
+        return "580.159.04"
+
+
+@pytest.fixture
+def root(tmp_path):
+    """The files of a machine on which all is well."""
+    files = {
+        "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
+        "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance\n",
+        "sys/devices/system/cpu/cpu1/cpufreq/scaling_governor": "performance\n",
+        "sys/bus/pci/devices/0000:18:00.0/numa_node": "1\n",
+        "sys/devices/system/node/node1/cpulist": "1,4-7\n",
+        "proc/driver/nvidia/params": "RmProfilingAdminOnly: 0\n",
+        "dev/shm/x": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def every_gpu_is_visible(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def gpu(root, cores=(0, 1), **answers):
+    found = gpu_health.findings(Nvml(**answers), root, cores)
+    return {finding.name: finding for finding in found}
+
+
+def host(root, limits=(resource.RLIM_INFINITY,) * 2, versions=lambda name: "1.2", cores=(0, 1)):
+    limit = limits if callable(limits) else lambda number: limits
+    found = host_health.findings(root, limit=limit, installed=versions, cores=cores)
+    return {finding.name: finding for finding in found}
+
+
+def test_a_machine_on_which_all_is_well(root):
+    found = {**gpu(root), **host(root)}
+    assert {f.state for name, f in found.items() if name != "/dev/shm"} == {"fine"}
+    assert found["driver"].said == "580.159.04"
+    assert found["GPU 0 clocks"].said == "SM at 345 MHz now, 1980 at most"
+    assert found["GPU 0 NUMA"].said == "node 1, CPUs 1,4-7"
+    assert found["huge pages"].said == "transparent: madvise"
+    assert [found[n].said for n in ("torch", "triton", "cuda-core", "NVRTC", "NCCL")] == ["1.2"] * 5
+
+
+@pytest.mark.parametrize(
+    ("answers", "name", "state", "said", "change"),
+    [
+        (
+            {"nvmlDeviceGetCurrentClocksEventReasons": 0x2},
+            *("clocks", "note", "SM at 345 MHz now, 1980 at most, held by a clock that was set"),
+            "sudo nvidia-smi -rgc && sudo nvidia-smi -rac, unless it is meant",
+        ),
+        (
+            {"nvmlDeviceGetCurrentClocksEventReasons": 0x40},
+            *("throttling", "harms", "hardware thermal slowdown"),
+            "look after cooling and power: nvidia-smi -q -d PERFORMANCE",
+        ),
+        (
+            {"nvmlDeviceGetEnforcedPowerLimit": 500_000},
+            *("power", "note", "limit 500 W, by default 700 W"),
+            "sudo nvidia-smi -pl 700, unless it is meant",
+        ),
+        (
+            {"nvmlDeviceGetPersistenceMode": 0},
+            *("persistence", "note", "off: the driver unloads between processes, each starts it "),
+            "sudo nvidia-smi -pm 1",
+        ),
+        (
+            {"nvmlDeviceGetEccMode": [1, 0]},
+            *("ECC", "note", "on, and off after the next reset: results will not compare"),
+            "record again after the reset",
+        ),
+        (
+            {"nvmlDeviceGetMigMode": [1, 1]},
+            *("MIG", "note", "on: slices share the memory"),
+            "measure on a GPU that is not divided",
+        ),
+        (
+            {"nvmlDeviceGetComputeMode": 3},
+            *("compute mode", "harms", "exclusive: a vote's process cannot start beside the first"),
+            "sudo nvidia-smi -c 0",
+        ),
+        (
+            {"nvmlDeviceGetComputeMode": 2},
+            *("compute mode", "harms", "prohibited: no process may compute here"),
+            "sudo nvidia-smi -c 0",
+        ),
+        (
+            {"nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=1)]},
+            *("processes", "harms", "others compute here: 1"),
+            "wait for them, or measure elsewhere",
+        ),
+    ],
+)
+def test_what_is_not_well_says_what_to_change(root, answers, name, state, said, change):
+    found = gpu(root, **answers)[f"GPU 0 {name}"]
+    assert (found.state, found.change) == (state, change)
+    assert found.said.startswith(said)
+
+
+def test_our_own_processes_are_no_others(root, monkeypatch):
+    monkeypatch.setattr(device, "_is_bench", lambda pid: pid == 7)
+    ours = [SimpleNamespace(pid=os.getpid()), SimpleNamespace(pid=7)]
+    found = gpu(root, nvmlDeviceGetComputeRunningProcesses=ours)["GPU 0 processes"]
+    assert (found.state, found.said) == ("fine", "no other computes here")
+
+
+def test_what_nvml_does_not_say_is_unread_and_nothing_is_harmed(root):
+    silent = [name for name in ANSWERS if name[13:] not in ("Index", "UUID", "Name")]
+    found = gpu(root, **dict.fromkeys(silent))
+    unread = {name for name, f in found.items() if f.state == "unread"}
+    assert unread == {
+        *(f"GPU 0 {what}" for what in ("clocks", "throttling", "power", "persistence", "ECC")),
+        *(f"GPU 0 {what}" for what in ("compute mode", "processes", "NUMA")),
+    }
+    assert found["GPU 0 MIG"].said == "this GPU has none"
+
+
+def test_cpus_far_from_the_gpu_harm(root):
+    found = gpu(root, cores=(0, 2, 3))["GPU 0 NUMA"]
+    assert found.state == "harms"
+    assert found.said == "node 1, CPUs 1,4-7; this process may use none of them"
+    assert found.change == "numactl --cpunodebind=1 --membind=1 pytest ..."
+    (root / "sys/bus/pci/devices/0000:18:00.0/numa_node").write_text("-1\n")
+    assert gpu(root)["GPU 0 NUMA"].state == "unread"
+
+
+def test_cpu_lists_are_read():
+    assert gpu_health.cpus_of("0-2,8,10-11") == {0, 1, 2, 8, 10, 11}
+    assert gpu_health.cpus_of("") == set()
+
+
+def test_counters_are_for_administrators_where_the_driver_says_so(root):
+    params = root / "proc/driver/nvidia/params"
+    params.write_text("RmProfilingAdminOnly: 1\n")
+    assert gpu_health.counters(root, admin=True).state == "fine"
+    found = gpu_health.counters(root, admin=False)
+    assert found.state == "note"
+    assert found.said.startswith("ncu may not read the GPU's performance counters")
+    assert "NVreg_RestrictProfilingToAdminUsers=0" in found.change
+    params.unlink()
+    assert gpu_health.counters(root).state == "unread"
+
+
+def test_limits_that_are_low_say_how_to_raise_them(root):
+    found = host(root, lambda number: (1024, resource.RLIM_INFINITY))
+    assert found["nofile"].said.startswith("ulimit: 1024, less than 4096: ranks and loader workers")
+    changes = [found[name].change for name in ("memlock", "nofile", "stack")]
+    assert changes == ["ulimit -l 65536", "ulimit -n 4096", "ulimit -s 8192"]
+    hard = host(root, (MIB, MIB))["memlock"]
+    assert hard.said.startswith("ulimit: 1 MiB, less than 64 MiB: ")
+    assert hard.change == "raise the hard limit in limits.conf: memlock"
+
+
+def test_a_governor_that_follows_the_load_harms(root):
+    file = root / "sys/devices/system/cpu/cpu1/cpufreq/scaling_governor"
+    file.write_text("powersave\n")
+    found = host(root)["governor"]
+    assert (found.state, found.said.partition(":")[0]) == ("harms", "performance, powersave")
+    assert found.change == "sudo cpupower frequency-set -g performance"
+    assert host(root, cores=(7,))["governor"].state == "unread"
+
+
+def test_huge_pages_that_are_off_are_noted(root):
+    file = root / "sys/kernel/mm/transparent_hugepage/enabled"
+    file.write_text("always madvise [never]\n")
+    found = host(root)["huge pages"]
+    assert (found.state, found.change) == ("note", f"echo madvise | sudo tee {file}")
+    file.unlink()
+    assert host(root)["huge pages"].state == "unread"
+
+
+@pytest.mark.parametrize(
+    ("size", "state"), [(64 * MIB, "harms"), (512 * MIB, "note"), (1 << 30, "fine")]
+)
+def test_shared_memory_of_a_container_is_small(size, state):
+    found = host_health.shared_memory(size)
+    assert found.state == state
+    assert bool(found.change) is (state != "fine")
+
+
+def test_shared_memory_is_asked_for_or_unread(root, monkeypatch):
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_frsize=4096, f_blocks=16384))
+    assert host(root)["/dev/shm"].said.startswith("64 MiB, less than 1 GiB: ranks and")
+    monkeypatch.undo()
+    assert host(root / "nowhere")["/dev/shm"].state == "unread"
+
+
+def test_what_is_not_installed_is_said_with_its_command(root):
+    found = host(root, versions=lambda name: None)
+    assert (found["triton"].state, found["triton"].change) == ("note", "pip install triton")
+    assert found["NCCL"].state == "unread"
+    assert host_health.version_of("no-such-distribution") is None
+    assert re.match(r"\d+\.\d+", host_health.version_of("pytest"))
+
+
+def test_something_that_harms_is_exit_code_1_and_its_change_stands_below():
+    found = [Finding("a", "harms", "bad", "do\nthis"), Finding("bcd", "fine", "good")]
+    found.append(health.unread("e", "silent"))
+    answer = doctor.answer(found, as_json=False)
+    assert answer.code == 1
+    assert answer.lines == [
+        "HARMS  a    bad",
+        "         do",
+        "         this",
+        "fine   bcd  good",
+        "?      e    silent",
+        "1 of 3 harm what is measured; 1 could not be read",
+    ]
+    plain = json.loads("\n".join(doctor.answer(found[1:], as_json=True).lines))
+    assert plain[0] == {"name": "bcd", "state": "fine", "said": "good", "change": ""}
+    assert doctor.answer(found[1:2], as_json=False).lines[-1] == "nothing harms"
+
+
+def test_without_a_gpu_the_host_is_looked_at(monkeypatch, capsys):
+    monkeypatch.setattr(device, "_nvml", lambda: None)
+    code = cli.main(["doctor", "--json"])
+    found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert code == any(finding["state"] == "harms" for finding in found.values())
+    assert found["GPU"]["state"] == "unread"
+    assert "NVML finds no GPU" in found["GPU"]["said"]
+    assert found["torch"]["state"] == "fine"
+
+
+def test_a_gpu_that_is_not_visible_is_not_looked_at(root, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert list(gpu(root)) == ["GPU"]
