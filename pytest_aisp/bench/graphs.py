@@ -8,12 +8,16 @@ from typing import Any
 WARMUP = 3
 
 
-def capture(step: Callable[[], Any]) -> Callable[[], Any]:
+def capture(step: Callable[[], Any], *, pool: Any = None) -> Callable[[], Any]:
     """Capture `step` in a CUDA graph and return a callable that replays it.
 
     `step` runs three times first on a side stream, so that whatever it makes lazily exists. The
     returned callable returns `step`'s outputs, which every replay overwrites. Without a GPU it is
     `step` itself, so that the page's results can be checked anywhere.
+
+    Args:
+        pool: memory that several graphs share (`torch.cuda.graph_pool_handle()`); by default the
+            graph has its own. Graphs that share are replayed one after the other.
 
     Source: PyTorch's notes on CUDA graphs ("CUDA semantics").
     """
@@ -28,7 +32,7 @@ def capture(step: Callable[[], Any]) -> Callable[[], Any]:
             step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         outputs = step()
 
     def replay() -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 from ..common.peers import here
 from ..common.quiet import release
 from ..pages.pair import Side
 from ..proof.sides import Subject
-from ..proof.workbench import Workbench, alone
+from ..proof.workbench import Workbench, one_slot
 
 
 def peak_bytes(subject: Subject) -> int:
@@ -37,7 +39,10 @@ def allocated(bench: Workbench, side: Side) -> float:
 
 
 def reserved(bench: Workbench, side: Side) -> float:
-    """Return the most bytes that the allocator has taken from a GPU for calls of `side`."""
+    """Return the most bytes that the allocator has taken from a GPU for calls of `side`.
+
+    The state that it begins with is among them, the inputs are not.
+    """
     return here().most(_most(bench, side)[1])
 
 
@@ -56,15 +61,24 @@ def _most(bench: Workbench, side: Side) -> tuple[float, float]:
     import torch
 
     release(bench.device)
+    with one_slot(bench):
+        torch.cuda.synchronize()
+        began = torch.cuda.memory_reserved()
+        with closing(bench.subject(side)) as subject:
+            held = _held(subject)
+            torch.cuda.synchronize()
+            return held, float(torch.cuda.memory_reserved() - began)
+
+
+def _held(subject: Subject) -> float:
+    """Return the most bytes that a second call of `subject` holds beyond inputs and state."""
+    import torch
+
+    before = torch.cuda.memory_allocated() - subject.held
+    subject.run(0)
+    subject.outputs[0] = None
     torch.cuda.synchronize()
-    began = torch.cuda.memory_reserved()
-    with alone(bench, side) as subject:
-        before = torch.cuda.memory_allocated() - subject.held
-        subject.run(0)
-        subject.outputs[0] = None
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        subject.run(0)
-        torch.cuda.synchronize()
-        held = torch.cuda.max_memory_allocated() - before
-        return float(held), float(torch.cuda.memory_reserved() - began)
+    torch.cuda.reset_peak_memory_stats()
+    subject.run(0)
+    torch.cuda.synchronize()
+    return float(torch.cuda.max_memory_allocated() - before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,10 +128,15 @@ class Workbench:
 @contextmanager
 def alone(bench: Workbench, side: Side) -> Iterator[Subject]:
     """Yield `side` on one slot, and let go of both afterwards."""
-    bench.lay_slots(1)
-    subject = bench.subject(side)
-    try:
+    with one_slot(bench), closing(bench.subject(side)) as subject:
         yield subject
+
+
+@contextmanager
+def one_slot(bench: Workbench) -> Iterator[None]:
+    """Lay one slot, and let go of it afterwards."""
+    bench.lay_slots(1)
+    try:
+        yield
     finally:
-        subject.close()
         bench.slots.clear()
