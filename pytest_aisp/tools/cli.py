@@ -1,6 +1,6 @@
-"""The command line: this machine's GPUs, the links between them, what a training loop waits for.
+"""The command line: this machine's GPUs and links, a run to look at, what a loop waits for.
 
-    aisp topology | bandwidth | nccl | nccl-env | bottleneck
+    aisp topology | bandwidth | nccl | nccl-env | report | bottleneck
     also: python -m pytest_aisp.tools.cli
 
 Exit codes: 0, all is well; 1, something here is wrong (no GPU, a slow hop, a rank that failed);
@@ -54,6 +54,14 @@ def parser() -> argparse.ArgumentParser:
     add.set_defaults(run=_nccl)
     add = commands.add_parser("nccl-env", help="variables of NCCL that are set, and what they mean")
     add.set_defaults(run=_nccl_env)
+    add = commands.add_parser("report", help="a run as one HTML file to look at")
+    add.add_argument("folder", type=Path, help="the artifacts of a run")
+    add.add_argument(
+        "--history", type=Path, nargs="+", default=(), help="of other runs, for trends"
+    )
+    add.add_argument("--out", type=Path, help="default: report.html in FOLDER")
+    add.add_argument("--pages", type=Path, help="where the pages lie; default: the run's root")
+    add.set_defaults(run=_report)
     add = commands.add_parser("bottleneck", help="what the steps of a training script wait for")
     _script(add)
     add.set_defaults(run=_bottleneck)
@@ -196,6 +204,12 @@ def _nccl_env(options: argparse.Namespace) -> Answer:
     from ..ranks import nccl_env
 
     return nccl_env.answer(os.environ, nccl_env.version())
+
+
+def _report(options: argparse.Namespace) -> Answer:
+    from . import report
+
+    return report.answer(options.folder, options.history, options.out, options.pages)
 
 
 def _bottleneck(options: argparse.Namespace) -> Answer:

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..common.answers import Answer, Unanswerable
 from . import report_table as table
+from ..results.verdict import RED
 from .report_data import ORDER, report_data
 from .report_run import Run
 
@@ -28,9 +29,7 @@ POLICY = "default-src 'none'; img-src data:; style-src {style}; script-src {scri
 """What the page may load: nothing, and it runs no script but its own, whatever a case is called."""
 
 
-def write(
-    run: Run, out: Path, history: Sequence[Run] = (), pages_root: Path | None = None
-) -> Path:
+def write(run: Run, out: Path, history: Sequence[Run] = (), pages_root: Path | None = None) -> Path:
     """Write the report of `run` to `out`, which is returned.
 
     Args:
@@ -44,7 +43,12 @@ def write(
     return out
 
 
-def answer(folder: Path, history: Sequence[Path] = (), out: Path | None = None) -> Answer:
+def answer(
+    folder: Path,
+    history: Sequence[Path] = (),
+    out: Path | None = None,
+    pages_root: Path | None = None,
+) -> Answer:
     """Write the report of the run in `folder` and say where it is.
 
     Raises:
@@ -53,14 +57,14 @@ def answer(folder: Path, history: Sequence[Path] = (), out: Path | None = None) 
     run, before = Run.read(folder), [Run.read(one) for one in history]
     path = out or (run.folder or folder) / "report.html"
     try:
-        write(run, path, before)
+        write(run, path, before, pages_root)
     except OSError as error:
         raise Unanswerable(
             f"{path}: cannot be written ({error})\n"
             "Name a file that can:\n"
-            f"    aisp report {folder} --out report.html"
+            f"    aisp report {folder} --out=report.html"
         ) from None
-    return Answer([f"{path}: {len(run.cases)} cases, {path.stat().st_size / 1e6:.1f} MB"])
+    return Answer([f"{path}: {len(run.cases)} cases, {path.stat().st_size / 1e6:.2f} MB"])
 
 
 def html(data: Mapping[str, Any]) -> str:
@@ -73,6 +77,7 @@ def html(data: Mapping[str, Any]) -> str:
         "style": style,
         "grid": table.grid(axis),
         "heading": escape(str(data["run"].get("name") or "Unknown machine")),
+        "lead": _lead(data["cases"]),
         "facts": "".join(_facts(data["run"])),
         "banner": "".join(_banner(data["run"])),
         "tally": _tally(data["cases"]),
@@ -115,7 +120,7 @@ def _date(run: Mapping[str, Any]) -> str:
 def _facts(run: Mapping[str, Any]) -> list[str]:
     """Return what the run was taken with: labels and values."""
     versions = {k: v for k, v in run["versions"].items() if v}
-    facts = {"product": run.get("product"), **versions, "python": run.get("python")}
+    facts = {"product": run.get("product"), **versions}
     power, sm = run.get("power_limit_w"), run["clocks"].get("sm_max")
     facts["power limit"] = f"{power} W" if power else None
     facts["max SM clock"] = f"{sm} MHz" if sm else None
@@ -135,11 +140,28 @@ def _commit(run: Mapping[str, Any]) -> str | None:
     return f"{str(run['commit'])[:10]}{branch}{', changed since' if run.get('dirty') else ''}"
 
 
+def _lead(cases: Sequence[Mapping[str, Any]]) -> str:
+    """Return in a sentence how it went."""
+    timed, red = (sum(map(test, cases)) for test in (_is_timed, _is_red))
+    words = "None is red." if not red else "1 is red." if red == 1 else f"{red} are red."
+    return f"{timed} of {len(cases)} cases timed. {words}" if cases else "No case ran."
+
+
+def _is_timed(case: Mapping[str, Any]) -> bool:
+    return "speedup" in case
+
+
+def _is_red(case: Mapping[str, Any]) -> bool:
+    return case["verdict"] in RED
+
+
 def _banner(run: Mapping[str, Any]) -> list[str]:
     """Return what must be known before any number is believed."""
     found = []
     if run["invalid"]:
-        found.append(_notice("invalid", "This run is invalid: none of its verdicts counts.", run["invalid"]))
+        found.append(
+            _notice("invalid", "This run is invalid: none of its verdicts counts.", run["invalid"])
+        )
     if run.get("complete") is False:
         words = "This run did not end by itself: what it had finished is here."
         found.append(_notice("partial", words, [*run["lost"], *run["not_written"]]))
@@ -147,7 +169,9 @@ def _banner(run: Mapping[str, Any]) -> list[str]:
         words = "Something of this run is missing."
         found.append(_notice("partial", words, [*run["lost"], *run["not_written"]]))
     if run["no_verdict"]:
-        found.append(_notice("partial", "Cases without a verdict: their worker died.", run["no_verdict"]))
+        found.append(
+            _notice("partial", "Cases without a verdict: their worker died.", run["no_verdict"])
+        )
     return found
 
 

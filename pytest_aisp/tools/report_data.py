@@ -24,7 +24,7 @@ LONG, MANY = 4_000, 40
 
 HEADER = ("version", "started", "ended", "complete", "mode", "python", "platform")
 LISTS = ("invalid", "not_written", "no_verdict")
-PACKAGES = ("torch", "triton", "numpy", "cuda-core", "transformer-engine")
+PACKAGES = ("torch", "triton", "transformer-engine")
 """All that is taken of a manifest, with driver, product, clocks, power limit and commit: it may
 hold more than one wants to hand around, and what is not named here is not."""
 CASE = ("id", "key", "page", "chapter", "function", "baseline", "variant", "size", "product")
@@ -186,7 +186,9 @@ def _past(run: Run, history: Sequence[Run]) -> dict[tuple[str, str], list[list[A
 
 
 def _peaks(told: object) -> dict[str, Any]:
-    rates, facts = (_table(told, n) if isinstance(told, Mapping) else {} for n in ("rates", "facts"))
+    rates, facts = (
+        _table(told, n) if isinstance(told, Mapping) else {} for n in ("rates", "facts")
+    )
     kept = {k: v for k, v in rates.items() if isinstance(v, (int, float)) and v > 0}
     from_ = told.get("from") if isinstance(told, Mapping) else ""
     return {"rates": kept, "from": str(from_ or ""), "date": facts.get("date")}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ class Run:
 
     results: Mapping[str, Any]
     folder: Path | None = None
-    _read: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def read(cls, folder: Path) -> Run:
@@ -41,14 +40,20 @@ class Run:
         """
         path = folder / "results.json" if folder.is_dir() else folder
         try:
-            found = clean(json.loads(path.read_text(encoding="utf-8")))
+            found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise _no_run(path, str(error)) from None
         if not isinstance(found, dict) or not isinstance(found.get("cases"), list):
             raise _no_run(path, "it lists no cases")
-        if found.get("schema", SCHEMA) != SCHEMA:
-            raise _no_run(path, f"its schema is {found['schema']!r}, understood is {SCHEMA}")
-        return cls(found, path.parent)
+        if found.get("schema") != SCHEMA:
+            why = f"its schema is {found.get('schema')!r}, understood is {SCHEMA}"
+            raise _no_run(path, why)
+        return cls.of(found, path.parent)
+
+    @classmethod
+    def of(cls, results: Mapping[str, Any], folder: Path | None = None) -> Run:
+        """Return the run whose `results.json` holds `results`."""
+        return cls(clean(results), folder)
 
     @property
     def manifest(self) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from ..results.row import bare, duration
 from ..results.verdict import RED
 
-STEPS = (1, 2, 5)
+STEPS, FINE = (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)
 MIDDLE = 12
 """Half the height of a row's plot, in pixels."""
 
@@ -40,8 +40,9 @@ class Axis:
     def ticks(self) -> list[float]:
         """Return round speedups in reach, 1x among them, few enough to stand beside each other."""
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-        fine = [s * 10.0**p for p in powers for s in STEPS if self.low < s * 10.0**p < self.high]
         wide = math.log10(self.high / self.low)
+        within = FINE if wide < 0.8 else STEPS
+        fine = [s * 10.0**p for p in powers for s in within if self.low < s * 10.0**p < self.high]
         if wide < 0.35:  # all within a factor of two: steps of a tenth, or of a hundredth
             step = 0.1 if wide > 0.08 else 0.02
             first, last = math.ceil(self.low / step), math.floor(self.high / step)
@@ -77,7 +78,7 @@ def _row(index: int, case: Mapping[str, Any], axis: Axis) -> str:
     cells = [
         f'<td class="verdict">{glyph(verdict)}{verdict}</td>',
         f'<td class="case">{"".join(_name(case))}</td>',
-        f'<td class="plot">{_plot(case, axis)}</td>',
+        f'<td class="plot">{_plot(case, axis)}{_why(case)}</td>',
         f'<td class="number">{_speedup(case)}</td>',
         f'<td class="times">{_times(case)}</td>',
         f'<td class="limit">{_limit(case)}</td>',
@@ -114,8 +115,13 @@ def _name(case: Mapping[str, Any]) -> Iterator[str]:
     yield f'<a href="{escape(anchor(case))}">{escape(name)}</a>'
     yield f' <span class="page">{escape(page_name(case))}</span>'
     yield f' <span class="size">{escape(size_words(case))}</span>'
-    if case["verdict"] in (*RED, "inconclusive", "stale") and case.get("reasons"):
-        yield f'<div class="why">{escape(str(case["reasons"][0]))}</div>'
+
+
+def _why(case: Mapping[str, Any]) -> str:
+    """Return the first reason of a case that needs a look; its page has all of them."""
+    if case["verdict"] not in (*RED, "inconclusive", "stale") or not case.get("reasons"):
+        return ""
+    return f'<div class="why">{escape(str(case["reasons"][0]))}</div>'
 
 
 def _plot(case: Mapping[str, Any], axis: Axis) -> str:
@@ -182,7 +188,7 @@ def text(speedup: float) -> str:
 def _times(case: Mapping[str, Any]) -> str:
     if "seconds" not in case:
         return ""
-    baseline, optimized = map(duration, case["seconds"])
+    baseline, optimized = (duration(s).replace("us", "µs") for s in case["seconds"])
     return f"{baseline} <i>→</i> {optimized}"
 
 

@@ -37,7 +37,9 @@ function taken(one) {
   }
   for (const [name, both] of Object.entries(goals)) {
     const unit = UNITS[name] || digits;
-    found.push([`${CALLS[name] || name} (the page asks)`, unit(both.baseline), unit(both.optimized)]);
+    if (typeof both.baseline !== "number" || typeof both.optimized !== "number") continue;
+    const most = typeof both.at_most === "number" ? `, at most ${digits(both.at_most)}${name === "memory" ? " of the baseline's" : ""}` : "";
+    found.push([`${CALLS[name] || name}${most}`, unit(both.baseline), unit(both.optimized)]);
   }
   const peak = facts.peak_bytes;
   if (peak && !goals.memory && "baseline" in peak && "optimized" in peak) found.push([CALLS.memory, bytes(peak.baseline), bytes(peak.optimized)]);

@@ -3,8 +3,8 @@
 const KINDS = { "+": "plus", "-": "minus", "@": "hunk" };
 
 function diffLines(text) {
-  return text.split("\n").filter((l) => !/^(---|\+\+\+) /.test(l)).map((l) =>
-    h("span", { class: KINDS[l[0]] }, l.startsWith("@@") ? l.replace(/^@@ -(\d+)\S* \+(\d+)\S* @@.*/, "line $1 → $2") : l || " "));
+  return text.split("\n").slice(2).map((l) =>  // without the names of the sides
+    h("span", { class: KINDS[l[0]] }, l[0] === "@" ? "" : [h("i", null, l[0] === " " ? "" : l[0]), l.slice(1) || " "]));
 }
 
 const plain = (text) => text.split("\n").map((l) => h("span", null, l || " "));
@@ -34,9 +34,9 @@ function codeSection(one) {
   }
   const missing = one.code_left_out ? "Left out to keep this file small." : "Its sides are not functions of the page.";
   return [
+    page.doc && h("section", null, h("h2", null, "The page says"), h("pre", { class: "doc" }, page.doc)),
     h("section", null, h("h2", null, "Code"),
       entries.length ? tabs(entries) : null,
       h("p", { class: "said" }, `${entries.length ? "" : missing + " "}${one.page}, as it was when this report was written. A side is shown with what it uses of its page and of the kernel files beside it.`)),
-    page.doc && h("section", null, h("h2", null, "The page says"), h("pre", { class: "doc" }, page.doc)),
   ];
 }

@@ -51,7 +51,7 @@ function axes(width, height, box, span, unitX, unitY) {
   const across = decades(...span.x), every = Math.ceil(across.length / Math.max(2, width / 90));
   across.forEach((t, n) => {
     parts.push(line(x(t), box.top, x(t), height - box.bottom, "gridline"));
-    if (n % every === 0) parts.push(label(x(t), height - box.bottom + 18, scaled(t, t < 1 ? [["", 1]] : unitX)));
+    if (n % every === 0) parts.push(label(x(t), height - box.bottom + 18, t < 1 ? digits(t) : scaled(t, SI) + unitX));
   });
   for (const t of decades(...span.y)) {
     parts.push(line(box.left, y(t), width - box.right, y(t), "gridline"));
@@ -72,26 +72,24 @@ function roofLines(width, box, span, x, y) {
       transform: `translate(${x(at)} ${y(at * slope)}) rotate(${(turn * 180) / Math.PI}) translate(0 -7)` },
       `copy ${rate(slope, "B/s")}`));
   }
-  let last = -Infinity;
-  for (const [kind, value] of flat) {
-    parts.push(line(slope ? x(value / slope) : box.left, y(value), right, y(value), "roof"));
-    const at = Math.max(y(value) - 5, last + 13);
-    parts.push(label(right, at, `${kind} ${rate(value, "FLOP/s")}`, "end", "roofname"));
-    last = at;
+  for (const [, value] of flat) parts.push(line(slope ? x(value / slope) : box.left, y(value), right, y(value), "roof"));
+  return [...parts, ...roofNames(flat, right, y, "FLOP/s")];
+}
+
+// Names above their lines; of lines that lie too close, together above the highest.
+function roofNames(roofs, right, y, unit) {
+  const groups = [];
+  for (const [kind, value] of roofs) {
+    const last = groups[groups.length - 1], said = `${kind} ${rate(value, unit)}`;
+    if (last && y(value) - last.y < 18) last.said.push(said);
+    else groups.push({ y: y(value), said: [said] });
   }
-  return parts;
+  return groups.map((g) => label(right, g.y - 7, g.said.join(" · "), "end", "roofname"));
 }
 
 function widthLines(width, box, y) {
-  const parts = [];
-  let last = -Infinity;
-  for (const [kind, value] of widths) {
-    parts.push(line(box.left, y(value), width - box.right, y(value), "roof"));
-    const at = Math.max(y(value) - 5, last + 13);
-    last = at;
-    parts.push(label(width - box.right, at, `${kind} ${rate(value, "B/s")}`, "end", "roofname"));
-  }
-  return parts;
+  const right = width - box.right;
+  return [...widths.map(([, value]) => line(box.left, y(value), right, y(value), "roof")), ...roofNames(widths, right, y, "B/s")];
 }
 
 function tipOf(p) {
@@ -115,8 +113,9 @@ function pointed(figure, list, box, span, height, unitX, unitY, roofs, words) {
     scale = { x, y };
     const dots = seen().map((p) => s("use", { href: `#v-${verdictOf(p.one)}`, class: `v-${verdictOf(p.one)}`,
       x: x(p.x).toFixed(1), y: y(p.y).toFixed(1) }));
+    const stems = seen().map((p) => line(x(p.x).toFixed(1), y(p.from).toFixed(1), x(p.x).toFixed(1), y(p.y).toFixed(1), "stem"));
     over.replaceChildren();
-    return [...parts, ...roofs(width, x, y), s("g", null, dots), over];
+    return [...parts, s("g", null, stems), ...roofs(width, x, y), s("g", null, dots), over];
   }, words);
   const svg = made.svg;
   const choose = (p, at) => {
@@ -165,22 +164,22 @@ function pointed(figure, list, box, span, height, unitX, unitY, roofs, words) {
 function startRoofline() {
   if (!points.length) return;
   byId("rooflines").hidden = false;
-  const tall = (width) => Math.max(300, Math.min(460, width * 0.62));
+  const tall = (width) => (width < 420 ? 320 : 420);
   const known = Object.keys(rates).length > 0;
   if (computing.length) {
     const box = { left: 46, right: 12, top: 26, bottom: 40 }, span = bounds(computing, flat, 1.7), figure = byId("arithmetic");
-    figure.append(h("figcaption", null, h("b", null, "Arithmetic"), " attained FLOP/s over FLOP/byte of the declared work"));
-    pointed(figure, computing, box, span, tall, SI, "FLOP/s", (w, x, y) => roofLines(w, box, span, x, y),
+    figure.append(h("figcaption", null, h("b", null, "Arithmetic"), " FLOP/s over FLOP/byte, of the declared work"));
+    pointed(figure, computing, box, span, tall, "", "FLOP/s", (w, x, y) => roofLines(w, box, span, x, y),
       `Roofline of ${computing.length} cases with arithmetic`);
   } else byId("arithmetic").hidden = true;
   if (moving.length) {
     const box = { left: 46, right: 12, top: 26, bottom: 40 }, span = bounds(moving, widths, 2), figure = byId("bandwidth");
-    figure.append(h("figcaption", null, h("b", null, "Bandwidth"), " attained bytes/s over bytes a call: cases that declare no FLOPs"));
-    pointed(figure, moving, box, span, tall, BYTES, "B/s", (w, x, y) => widthLines(w, box, y),
+    figure.append(h("figcaption", null, h("b", null, "Bandwidth"), " bytes/s over bytes a call, without FLOPs"));
+    pointed(figure, moving, box, span, tall, "B", "B/s", (w, x, y) => widthLines(w, box, y),
       `Bandwidth of ${moving.length} cases without arithmetic`);
   } else byId("bandwidth").hidden = true;
   if (!computing.length || !moving.length) document.querySelector(".roofs").style.gridTemplateColumns = "minmax(0, 1fr)";
-  byId("roofline-legend").textContent = "point or use arrow keys for values; ring: its baseline";
+  byId("roofline-legend").textContent = "a stem rises from the baseline to the optimized side; point at it, or use arrow keys";
   const sources = Object.values(data.peaks).map((p) => p.from + (p.date ? ` (${p.date})` : "")).filter(Boolean);
   const without = data.cases.length - points.length;
   byId("roofline-said").textContent = [

@@ -45,7 +45,7 @@ function distribution(host, one) {
   const d = deviations(one), lane = 92, top = 8;
   const nameOf = { b: one.baseline, o: one.variant };
   plot(host, 2 * lane + 44, (width) => {
-    const x = linScale(-d.most, d.most, 8, width - 8), parts = [];
+    const x = linScale(-d.most, d.most, 26, width - 26), parts = [];
     for (const t of steps(-d.most, d.most, width < 420 ? 4 : 6)) {
       parts.push(line(x(t), top, x(t), top + 2 * lane, Math.abs(t) < 1e-12 ? "axisline" : "gridline"));
       parts.push(label(x(t), top + 2 * lane + 18, signed(t, places(d.most))));
@@ -59,10 +59,10 @@ function distribution(host, one) {
       own.forEach((w, k) => parts.push(s("circle", { cx: x(w.off).toFixed(1), cy: base + 8 + (k % 4) * 4.5, r: 2.4, class: `${side}d` })));
       const middle = Math.log(d.middle[side] / d.zero[side]);
       parts.push(line(x(middle), base - 40, x(middle), base + 26, "median"));
-      parts.push(s("text", { x: 8, y: base - 42, class: "strong" }, `${nameOf[side]}  `,
+      parts.push(s("text", { x: 26, y: base - 42, class: "strong" }, `${nameOf[side]}  `,
         s("tspan", { "font-weight": 400 }, duration(d.middle[side] * 1e-6))));
     });
-    parts.push(label(width - 8, top + 2 * lane + 34, d.near ? "from the middle of both medians" : "from the side's own median", "end"));
+    parts.push(label(width - 26, top + 2 * lane + 34, d.near ? "from the middle of both medians" : "from the side's own median", "end"));
     return parts;
   }, `Distribution of ${d.count} windows of both sides`);
   return d;
@@ -110,7 +110,7 @@ function samplesSection(one) {
     return one.speedup || one.samples_missing ? h("section", null, h("h2", null, "Samples"), h("p", { class: "said" }, why)) : null;
   }
   const first = h("figure", null, h("figcaption", null, h("b", null, "Distribution"), " of windows, by side"));
-  const second = h("figure", null, h("figcaption", null, h("b", null, "Over time"), " dashed: both sides built anew"));
+  const second = h("figure", null, h("figcaption", null, h("b", null, "Over time"), ` hollow ${one.baseline}, filled ${one.variant}; dashed: both built anew`));
   const cut = one.samples.filter((p) => p.kept), shownOf = one.samples.length, of = one.samples[0].of;
   const words = [
     cut.length ? `Shown are ${data.blocks} of ${cut[0].blocks} blocks a process: those with the shortest and longest windows, others at even distances.` : "Every window is shown: the mean of its calls.",
