@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 _TOKEN = re.compile(
-    r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|^[ \t]*\#(?:\\\n|[^\n])*|[{};]""",
+    r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'"""
+    r"""|^[ \t]*\#(?:\\\n|[^\n])*|[{};]""",
     re.DOTALL | re.MULTILINE,
 )
 _WORD = re.compile(r"[A-Za-z_]\w*")

@@ -92,9 +92,8 @@ class Page:
         """Yield by kernel file what `nodes` take from it, with what that uses of the file."""
         wanted: dict[str, list[str]] = {}
         for node in (n for top in nodes for n in ast.walk(top)):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                if file := self.modules.get(node.value.id):
-                    wanted.setdefault(file, []).append(node.attr)
+            if isinstance(node, ast.Attribute) and _name(node.value) in self.modules:
+                wanted.setdefault(self.modules[_name(node.value)], []).append(node.attr)
         for file, names in sorted(wanted.items()):
             if text := _text(self.path.parent / file):
                 yield f"// {file}\n\n" + "\n\n".join(reached(chunks(text), names))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..results.verdict import RED, VERDICTS
+from ..results.verdict import RED
 from .listing import Page, diff
 from .report_run import Run, clean
 from .report_samples import blocks_for, embedded
 
-ORDER = (*("wrong", "invalid", "regressed", "fail"), "inconclusive", "stale", "new", "improved")
-ORDER += ("pass", "checked", "compiled", "")
+ORDER: tuple[str, ...] = ("wrong", "invalid", "regressed", "fail", "inconclusive", "stale", "new")
+ORDER += ("improved", "pass", "checked", "compiled", "")
 """Verdicts, the gravest first."""
-assert set(ORDER) == {*VERDICTS, ""} and set(ORDER[:4]) == set(RED)
 
 CODE = 2_500_000
 """Bytes of listings and diffs in a whole report: those of the first cases, whole ones only."""
@@ -27,25 +27,38 @@ LISTS = ("invalid", "not_written", "no_verdict")
 PACKAGES = ("torch", "triton", "transformer-engine")
 """All that is taken of a manifest, with driver, product, clocks, power limit and commit: it may
 hold more than one wants to hand around, and what is not named here is not."""
-CASE = ("id", "key", "page", "chapter", "function", "baseline", "variant", "size", "product")
-CASE += ("arch", "bound", "clock", "verdict", "not_timed", "speedup", "seconds", "limit", "work")
-CASE += ("claim", "stored", "spread", "detectable", "votes", "goals", "reasons", "notes")
-CASE += ("remarks", "launch_bound", "profile", "wall")
-TEXTS = ("key", "page", "chapter", "function", "baseline", "variant", "product", "arch", "bound")
-TEXTS += ("clock", "verdict", "not_timed")
+CASE: tuple[str, ...] = ("id", "key", "page", "chapter", "function", "baseline", "variant", "size")
+CASE += (
+    "product",
+    "arch",
+    "bound",
+    "clock",
+    "verdict",
+    "not_timed",
+    "speedup",
+    "seconds",
+    "limit",
+    "work",
+)
+CASE += ("limit", "work", "claim", "stored", "spread", "detectable", "votes", "goals", "reasons")
+CASE += ("notes", "remarks", "launch_bound", "profile", "wall")
+TEXTS: tuple[str, ...] = ("key", "page", "chapter", "function", "baseline", "variant", "product")
+TEXTS += ("arch", "bound", "clock", "verdict", "not_timed")
 TABLES = ("size", "work", "goals", "launch_bound")
 ROWS = ("votes", "reasons", "notes", "remarks")
 
 
 def report_data(
-    run: Run, history: Sequence[Run] = (), pages_root: Path | None = None
+    run: Run, history: Sequence[Run] = (), pages_root: Path | None = None, where: Path | None = None
 ) -> dict[str, Any]:
     """Return what the report of `run` embeds; the cases that need a look first.
 
     Args:
         history: other runs whose cases of the same product are shown beside it.
         pages_root: what the pages' paths are relative to; the run's own root, else the working
+        pages_root: what the pages' paths are relative to; the run's own root, else the working
             directory.
+        where: the folder that the report goes to, for links; None for the run's own.
     """
     cases = sorted(map(_case, run.cases), key=_place)
     pages = _pages(cases, _roots(run, pages_root))
@@ -59,6 +72,7 @@ def report_data(
         case["samples_missing"] = timings is None
         case["history"] = past.get((case["id"], case["product"]), [])
         case["command"] = f"pytest {shlex.quote(case['id'])}"
+        case["profile"] = _profile(case, run.folder, where)
         room.list(case, pages.get(case["page"]))
     return {
         "run": _header(run),
@@ -76,7 +90,7 @@ def report_data(
 def _header(run: Run) -> dict[str, Any]:
     told = run.manifest
     machine, git, packages = (_table(told, name) for name in ("machine", "git", "packages"))
-    found = {name: told.get(name) for name in HEADER}
+    found: dict[str, Any] = {name: told.get(name) for name in HEADER}
     found |= {name: [str(line) for line in _list(told, name)] for name in LISTS}
     found |= {name: machine.get(name) for name in ("name", "product", "arch")}
     found["gpus"] = len(_list(machine, "gpus"))
@@ -122,6 +136,16 @@ def _place(case: Mapping[str, Any]) -> tuple[int, str, str]:
     return red, case["chapter"], case["page"]
 
 
+def _profile(case: Mapping[str, Any], folder: Path | None, where: Path | None) -> Any:
+    """Return tool and files of a case's profile, these as seen from `where`."""
+    told = case["profile"]
+    if not isinstance(told, Mapping) or folder is None:
+        return None
+    way = Path(os.path.relpath(folder, where)) if where is not None else Path()
+    files = [str(way / str(name)) for name in _list(told, "files")]
+    return {"tool": str(told.get("tool") or ""), "files": files}
+
+
 def _roots(run: Run, pages_root: Path | None) -> list[Path]:
     if pages_root is not None:
         return [pages_root]
@@ -151,9 +175,10 @@ class _Room:
         """List both sides and what changed, or say in `case` that there was no room."""
         if page is None:
             return
-        case["baseline"], variant = names = _names(case, page)
-        texts = [clean(page.side(name)) if name else "" for name in names]
-        changed = clean(diff(*texts, names)) if all(texts) else ""
+        names = _names(case, page)
+        case["baseline"] = names[0]
+        texts: list[str] = [clean(page.side(name)) for name in names]
+        changed = diff(texts[0], texts[1], names) if all(texts) else ""
         listed = self._sides.setdefault(case["page"], {})
         new = {n: t for n, t in zip(names, texts, strict=True) if t and n not in listed}
         needed = sum(len(t.encode()) for t in (changed, *new.values()))

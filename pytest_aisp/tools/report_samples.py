@@ -10,8 +10,8 @@ BUDGET, LEAST, MOST = 24_000, 6, 40
 """Blocks of four windows that a whole report holds, and the least and most of one process."""
 PROCESSES = 8
 """Processes of a case that are shown, the first ones."""
-FACTS = ("sm_mhz", "watts", "celsius", "as_called", "gpu_only", "peak_bytes", "graph_nodes")
-FACTS += ("calls", "slots")
+FACTS: tuple[str, ...] = ("sm_mhz", "watts", "celsius", "as_called", "gpu_only", "peak_bytes")
+FACTS += ("graph_nodes",)
 
 
 def blocks_for(cases: int) -> int:

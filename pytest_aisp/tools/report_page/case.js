@@ -85,9 +85,8 @@ const listed = (title, lines) => lines && lines.length
 function profiles(one) {
   const files = one.profile && one.profile.files;
   if (!files) return null;
-  const paths = Array.isArray(files) ? files : Object.values(files).flat();
-  const link = (path) => h("li", null, /^[a-z][a-z0-9+.-]*:/i.test(path) ? path : h("a", { href: encodeURI(path).replace(/[?#]/g, encodeURIComponent) }, path));
-  return h("section", null, h("h2", null, `Profiles, ${one.profile.tool}`), h("ul", { class: "points" }, paths.map((p) => link(String(p)))));
+  const link = (path) => h("li", null, /^([a-z][a-z0-9+.-]*:|\/\/|\\)/i.test(path) ? path : h("a", { href: encodeURI(path).replace(/[?#]/g, encodeURIComponent) }, path));
+  return h("section", null, h("h2", null, `Profiles, ${one.profile.tool}`), h("ul", { class: "points" }, files.map(link)));
 }
 
 function reproduce(one) {
