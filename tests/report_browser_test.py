@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from urllib.parse import quote
 
 import browsers
 import pytest
@@ -12,6 +13,7 @@ from pytest_aisp.tools import report
 from pytest_aisp.tools.report_run import Run
 
 ODD = "ch01/odd_test.py::test_odd[</script> \"quoted\" 'so' 100% 이름 #?/\\]"
+LONG = "odd" + "x" * 120
 COUNT = 40
 SEEN = ".filter(e => e.checkVisibility()).map(e => (e.innerText ?? e.textContent).trim())"
 
@@ -70,9 +72,9 @@ class Person:
 @pytest.fixture
 def person(tmp_path):
     results = made(COUNT)
-    results["cases"] += [case(COUNT, id=ODD, verdict="fail", variant="odd")]
+    results["cases"] += [case(COUNT, id=ODD, verdict="fail", variant=LONG, baseline=LONG[::-1])]
     folder = laid(tmp_path / "run", results, pages=True)
-    before = [Run.of({**results, "run": made(0, started=f"2026-11-{d}")["run"]}) for d in (20, 21)]
+    before = [Run.of(made(COUNT, started=f"2026-11-{day}")) for day in (20, 21)]
     out = report.write(Run.read(folder), tmp_path / "report.html", before, folder)
     with browsers.started() as driver:
         yield Person(driver, out.as_uri())
@@ -140,10 +142,13 @@ def looks_at_the_roofline(person):
     assert re.fullmatch(r"Arithmetic .*", person.sees("#arithmetic figcaption")[0])
     assert re.search(r"bf16 771 TFLOP/s", " ".join(person.sees("#arithmetic text")))
     assert re.search(r"copy 4\.24 TB/s", " ".join(person.sees("#bandwidth text")))
+    person.clicks("#parts a[href='#roofline']")
+    assert 0 <= person.js("document.getElementById('roofline').getBoundingClientRect().top") < 400
     dots = "#arithmetic use"
     everything = len(person.all(dots))
     person.clicks("#tally [data-verdict=regressed]")
     assert 0 < len(person.all(dots)) < everything
+    assert " cases, as filtered; " in person.sees("#roofline-legend")[0]
     person.clicks("#tally [data-verdict=regressed]")
     assert len(person.all(dots)) == everything
     person.js("document.querySelector('#arithmetic svg').focus()")
@@ -182,10 +187,14 @@ def opens_a_case(person):
 def opens_an_odd_case(person):
     person.opens()
     person.clicks("#cases tr.v-fail a[href*=odd]")
+    assert person.sees("#case h1") == [LONG]
+    assert "None of the 2 other runs given" in person.sees("#case .said")[-2]
     assert person.js("decodeURIComponent(location.hash)") == f"#case/{ODD}"
     assert person.sees("#case .command pre")[0].startswith("pytest 'ch01/odd_test.py::test_odd[<")
     person.opens("#case/no%20such%ZZ")
     assert person.element("#overview").is_displayed()
+    person.opens("#roofline")
+    assert person.js("scrollY") > 0
 
 
 def goes_by_keyboard(person):
@@ -229,6 +238,9 @@ def holds_a_phone(person):
     assert person.sees("#cases td.case")
     person.clicks("#cases tr.v-regressed td.case a")
     assert person.sees("#case .badge") == ["regressed"]
+    assert person.too_wide == 0
+    person.opens(f"#case/{quote(ODD)}", width=375)
+    assert person.sees("#case h1") == [LONG]
     assert person.too_wide == 0
 
 

@@ -105,6 +105,9 @@ function crumbs(i) {
     h("span", null, at > 0 && link(to(at - 1), "Previous"), at >= 0 && at < shown.length - 1 && link(to(at + 1), "Next")));
 }
 
+const noHistory = (one) => h("section", null, h("h2", null, "History"), h("p", { class: "said" },
+  `None of the ${data.runs} other runs given has timed this case on ${one.product || "this machine"}.`));
+
 function showCase(i) {
   const one = data.cases[i], host = byId("case"), samples = samplesSection(one), draws = [];
   const close = h("figure"), past = h("figure", null, h("figcaption", null, "Value and 99 % interval by run; ringed: this one"));
@@ -118,7 +121,7 @@ function showCase(i) {
     one.speedup && h("section", { class: "columns" }, bars(one), close),
     h("section", { class: "columns" }, judged(one), taken(one)),
     samples && (samples.element || samples),
-    one.history && h("section", null, h("h2", null, "History"), past),
+    one.history ? h("section", null, h("h2", null, "History"), past) : data.runs > 0 && noHistory(one),
     codeSection(one), listed("Remarks", one.remarks), listed("Notes", one.notes), profiles(one), reproduce(one),
   ].flat().filter(Boolean));
   byId("overview").hidden = true;

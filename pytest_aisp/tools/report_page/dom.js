@@ -42,4 +42,5 @@ const median = (values) => {
 };
 const sizeWords = (one) => Object.entries(one.size || {}).map(([k, v]) => `${k} ${v}`).join(" · ");
 const stem = (one) => one.page.split("/").pop().replace(/(_test)?\.py$/, "");
+const brief = (words, most) => (words.length > most ? `${words.slice(0, Math.max(1, most - 1))}…` : words);
 const day = (stamp) => (stamp || "").slice(0, 10);

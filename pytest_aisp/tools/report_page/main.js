@@ -24,7 +24,12 @@ function showOverview() {
 function route() {
   hideTip();
   const i = asked();
-  if (i < 0) { if (!byId("case").hidden) showOverview(); return; }
+  if (i < 0) {
+    const part = location.hash.slice(1), heading = part === "speedups" || part === "roofline" ? byId(part) : null;
+    if (!byId("case").hidden) showOverview();
+    if (heading) heading.scrollIntoView();
+    return;
+  }
   if (byId("case").hidden) leftAt = scrollY;
   opened = i;
   showCase(i);

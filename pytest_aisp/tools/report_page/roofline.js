@@ -163,7 +163,7 @@ function pointed(figure, list, box, span, height, unitX, unitY, roofs, words) {
 
 function startRoofline() {
   if (!points.length) return;
-  byId("rooflines").hidden = false;
+  byId("rooflines").hidden = byId("parts").hidden = false;
   const tall = (width) => (width < 420 ? 320 : 420);
   const known = Object.keys(rates).length > 0;
   if (computing.length) {
@@ -179,7 +179,13 @@ function startRoofline() {
       `Bandwidth of ${moving.length} cases without arithmetic`);
   } else byId("bandwidth").hidden = true;
   if (!computing.length || !moving.length) document.querySelector(".roofs").style.gridTemplateColumns = "minmax(0, 1fr)";
-  byId("roofline-legend").textContent = "a stem rises from the baseline to the optimized side; point at it, or use arrow keys";
+  const legend = () => {
+    const visible = new Set(shown), seen = points.filter((p) => visible.has(p.i)).length;
+    byId("roofline-legend").textContent = `${seen === points.length ? "" : `${seen} of ${points.length} cases, as filtered; `}`
+      + "a stem rises from the baseline to the optimized side; point at it, or use arrow keys";
+  };
+  onShown(legend);
+  legend();
   const sources = Object.values(data.peaks).map((p) => p.from + (p.date ? ` (${p.date})` : "")).filter(Boolean);
   const without = data.cases.length - points.length;
   byId("roofline-said").textContent = [

@@ -59,7 +59,7 @@ function distribution(host, one) {
       own.forEach((w, k) => parts.push(s("circle", { cx: x(w.off).toFixed(1), cy: base + 8 + (k % 4) * 4.5, r: 2.4, class: `${side}d` })));
       const middle = Math.log(d.middle[side] / d.zero[side]);
       parts.push(line(x(middle), base - 40, x(middle), base + 26, "median"));
-      parts.push(s("text", { x: 26, y: base - 42, class: "strong" }, `${nameOf[side]}  `,
+      parts.push(s("text", { x: 26, y: base - 42, class: "strong" }, `${brief(nameOf[side], width / 12)}  `,
         s("tspan", { "font-weight": 400 }, duration(d.middle[side] * 1e-6))));
     });
     parts.push(label(width - 26, top + 2 * lane + 34, d.near ? "from the middle of both medians" : "from the side's own median", "end"));
