@@ -188,6 +188,7 @@ def opens_an_odd_case(person):
     person.opens()
     person.clicks("#cases tr.v-fail a[href*=odd]")
     assert person.sees("#case h1") == [LONG]
+    assert person.too_wide == 0
     assert "None of the 2 other runs given" in person.sees("#case .said")[-2]
     assert person.js("decodeURIComponent(location.hash)") == f"#case/{ODD}"
     assert person.sees("#case .command pre")[0].startswith("pytest 'ch01/odd_test.py::test_odd[<")
