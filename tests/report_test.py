@@ -286,7 +286,7 @@ def test_300_cases_are_small_and_2000_still_a_page(tmp_path):
 
 def test_the_command_says_where_the_report_is(tmp_path, capsys):
     folder = laid(tmp_path / "run", made(3))
-    assert cli.main(["report", str(folder), "--history", str(folder), str(folder)]) == 0
+    assert cli.main(["report", str(folder), *[f"--history={folder}"] * 2, f"--pages={folder}"]) == 0
     size = (folder / "report.html").stat().st_size / 1e6
     assert capsys.readouterr().out == f"{folder}/report.html: 3 cases, {size:.2f} MB\n"
     assert cli.main(["report", str(folder), f"--out={tmp_path}/x.html"]) == 0

@@ -56,9 +56,8 @@ def parser() -> argparse.ArgumentParser:
     add.set_defaults(run=_nccl_env)
     add = commands.add_parser("report", help="a run as one HTML file to look at")
     add.add_argument("folder", type=Path, help="the artifacts of a run")
-    add.add_argument(
-        "--history", type=Path, nargs="+", default=(), help="of other runs, for trends"
-    )
+    more = "another run, for the history of each case; as often as wanted"
+    add.add_argument("--history", type=Path, action="append", default=[], help=more)
     add.add_argument("--out", type=Path, help="default: report.html in FOLDER")
     add.add_argument("--pages", type=Path, help="where the pages lie; default: the run's root")
     add.set_defaults(run=_report)
