@@ -82,7 +82,7 @@ def person(tmp_path):
 
 def test_a_person_clicks_through_it(person):
     steps = (
-        *(opens_it, filters_it, orders_it, looks_at_the_roofline),
+        *(opens_it, filters_it, orders_it, changes_the_scale, looks_at_the_roofline),
         *(opens_a_case, opens_an_odd_case, goes_by_keyboard),
         *(changes_the_theme, holds_a_phone, turns_scripts_off),
     )
@@ -136,6 +136,29 @@ def orders_it(person):
     assert shown == sorted(shown, reverse=True)
     person.clicks("#order option[value=look]")
     assert person.sees("#cases td.verdict")[0] == "wrong"
+
+
+def changes_the_scale(person):
+    def marks():
+        return [
+            e.get_attribute("x") for e in person.all("tr.v-regressed .plot svg > use:last-child")
+        ]
+
+    assert "1×" in person.sees("svg.axis text")
+    as_speedups = marks()
+    person.clicks("#scale option[value=stored]")
+    assert "stored" in person.sees("svg.axis text")
+    assert any(text.startswith(("-", "+")) for text in person.sees("svg.axis text"))
+    assert len(set(marks())) == 1  # each is made up to be 2 % slower than what is stored
+    ticks = person.all("tr.v-regressed .plot .stored")
+    (one,) = {tick.get_attribute("x1") for tick in ticks}
+    assert one == person.element("#grid line.one").get_attribute("x1")
+    person.clicks("#scale option[value=speedup]")
+    assert marks() == as_speedups
+    person.clicks("#tally [data-verdict=regressed]")
+    assert marks() != as_speedups  # the axis is of what is shown
+    person.clicks("#tally [data-verdict=regressed]")
+    assert marks() == as_speedups
 
 
 def looks_at_the_roofline(person):

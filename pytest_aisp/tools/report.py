@@ -22,7 +22,18 @@ from .report_data import report_data
 from .report_run import Run
 
 PARTS = Path(__file__).parent / "report_page"
-SCRIPTS = ("dom", "marks", "list", "roofline", "samples", "interval", "code", "case", "main")
+SCRIPTS = (
+    "dom",
+    "marks",
+    "list",
+    "axis",
+    "roofline",
+    "samples",
+    "interval",
+    "code",
+    "case",
+    "main",
+)
 """In this order: each uses what those before it define."""
 POLICY = "default-src 'none'; img-src data:; style-src {style}; script-src {script}"
 """What the page may load: nothing, and it runs no script but its own, whatever a case is called."""

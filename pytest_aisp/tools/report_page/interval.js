@@ -34,7 +34,7 @@ function historyPlot(host, one) {
     for (const t of ratioTicks(...span, 4)) {
       parts.push(line(52, y(t), width - 10, y(t), "gridline"), label(44, y(t) + 4, `${digits(t)}×`, "end"));
     }
-    if (claim && claim >= span[0]) parts.push(line(52, y(claim), width - 10, y(claim), "least"), label(width - 10, y(claim) - 5, "claim", "end"));
+    if (claim && claim >= span[0]) parts.push(line(52, y(claim), width - 10, y(claim), "least"), label(54, y(claim) - 5, "claim", "start"));
     parts.push(s("path", { class: "gridline", fill: "none", d: runs.map(([, , v], n) => `${n ? "L" : "M"}${x(n)} ${y(v)}`).join("") }));
     runs.forEach(([stamp, commit, value, low, high, verdict, current], n) => parts.push(
       s("g", { class: `v-${verdict || "none"}` }, line(x(n), y(low), x(n), y(high), "interval"),

@@ -66,7 +66,9 @@ function toggled(button) {
 }
 
 function clearFilters() {
+  const scale = byId("scale").value;
   byId("filters").reset();
+  byId("scale").value = scale;
   Object.assign(wanted, { verdicts: new Set(), chapter: "", bound: "", words: [], order: "look" });
   for (const button of document.querySelectorAll("#tally button")) button.setAttribute("aria-pressed", "false");
   refresh();

@@ -74,6 +74,7 @@ const title = document.title;
 document.documentElement.classList.add("js");
 startTheme();
 startList();
+startAxis();
 startRoofline();
 addEventListener("hashchange", route);
 addEventListener("keydown", keys);

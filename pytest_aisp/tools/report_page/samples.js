@@ -21,7 +21,7 @@ function deviations(one) {
   const near = Math.abs(Math.log(middle.b / middle.o)) < 0.12;
   const zero = near ? { b: Math.sqrt(middle.b * middle.o), o: Math.sqrt(middle.b * middle.o) } : middle;
   for (const w of all) w.off = Math.log(w.us / zero[w.side]);
-  const most = Math.max(0.002, ...all.map((w) => Math.abs(w.off))) * 1.06;
+  const most = Math.max(0.002, ...all.map((w) => Math.abs(w.off))) * 1.15;
   return { all, ends, laps, drops, looks, middle, near, zero, most, count: at };
 }
 
