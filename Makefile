@@ -1,12 +1,13 @@
 # make bench   the first chapter on the machine at hand
 # make test    every page checked, its kernels assembled for every GPU, then the project's own tests
-# Both set up .venv. PYTHON=... names the interpreter to make it with; VENV=... an environment to use.
+# Both set up .venv; test also a browser for the report, where it may: as root, where there is apt.
+# PYTHON=... names the interpreter to make it with; VENV=... an environment to use.
 
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 
-.PHONY: bench test lint
+.PHONY: bench test lint browser
 
 # Rewritten assertions and compiled modules are kept: the tests start pytest some hundred times.
 unexport PYTHONDONTWRITEBYTECODE
@@ -14,10 +15,18 @@ unexport PYTHONDONTWRITEBYTECODE
 bench: $(VENV)/.ready
 	$(PY) -m pytest suites/ch01
 
-test: $(VENV)/.ready
+test: $(VENV)/.ready browser
 	$(PY) -m pytest -q -n 2 --aisp-check suites
 	$(PY) -m pytest -q -n 2 --aisp-compile suites
 	$(PY) -m pytest -q -n 2 tests
+
+# Some 25 s once. Where it cannot be installed its test says so, or fails with CI_BROWSER_REQUIRED=1.
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \
+	  || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null \
+	  || { apt-get update -q && DEBIAN_FRONTEND=noninteractive \
+	       apt-get install -q -y --no-install-recommends chromium chromium-driver; } \
+	  || echo "no browser could be installed"
 
 lint: $(VENV)/.ready
 	$(PY) -m ruff check .

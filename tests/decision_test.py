@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pytest_aisp.results import stats, verdict
 from pytest_aisp.results.simulated import Noise, Process
-from pytest_aisp.results.timing import Budget, Disturbed
+from pytest_aisp.results.timing import Budget, Disturbed, join, measure
 from pytest_aisp.results.verdict import Reading
 
 spec = importlib.util.spec_from_file_location(
@@ -324,3 +324,43 @@ def test_two_laps_say_nothing_of_their_error_and_unequal_ones_are_refused():
     assert stats.process_error([0.0, 1.0], 2) == 0
     with pytest.raises(ValueError, match="5 blocks are not 4 laps of as many blocks each"):
         stats.process_error([0.0] * 5, 4)
+
+
+class Even:
+    """A window that always takes as long."""
+
+    calls = counted = repeats = 1
+
+    def __call__(self):
+        return 1e-5
+
+
+class Watched:
+    """A bout whose third and fourth blocks are disturbed, and that is looked at now and then."""
+
+    clock = "graph"
+    windows = (Even(), Even())
+
+    def __init__(self):
+        self.asked = 0
+
+    def refresh(self, *, last):
+        pass
+
+    def disturbance(self):
+        self.asked += 1
+        return "hot" if self.asked in (4, 5) else None
+
+    def details(self):
+        return {"looks": [[0, 1980], [1, 1980], [3, 1900], [4, 1800], [5, 1800], [6, 1900]]}
+
+
+def test_dropped_blocks_and_looks_say_between_which_blocks_they_were():
+    budget = Budget(laps=2).exactly(4)
+    parts = [measure(Watched(), budget, random.Random(1)) for _ in range(2)]
+    looks = [[0, 1980], [0, 1980], [2, 1900], [2, 1800], [2, 1800], [3, 1900]]
+    assert parts[0].dropped_at == [2, 2]
+    assert parts[0].details["looks"] == looks
+    joined = join(parts)
+    assert joined.dropped_at == [2, 2, 6, 6]
+    assert joined.details["looks"] == looks + [[4 + at, mhz] for at, mhz in looks]

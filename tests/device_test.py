@@ -80,6 +80,15 @@ def test_it_is_asked_at_some_blocks_and_at_each_while_disturbed(telemetry):
     assert said == [None] * (Telemetry.EVERY - 1) + ["hardware slowdown"] * 3
 
 
+def test_each_look_says_after_how_many_blocks_it_was(telemetry):
+    watched = telemetry(reasons=0x8)
+    for _ in range(Telemetry.EVERY + 1):
+        watched.disturbance()
+    assert [at for at, *_ in watched.looks()] == [0, Telemetry.EVERY, Telemetry.EVERY + 1]
+    (low, high), (_, mhz, *_) = watched.summary()["sm_mhz"], watched.looks()[0]
+    assert low <= mhz <= high
+
+
 @pytest.mark.parametrize(
     ("said", "governor"),
     [({}, None), ({0: "performance\n"}, "performance"), ({0: "b\n", 1: "a\n"}, "a, b")],

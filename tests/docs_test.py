@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import catalogues
 import pytest
 import typer
+from made_runs import laid, made
 
 from pytest_aisp import plugin
 from pytest_aisp.commands import cli
@@ -107,7 +108,8 @@ def test_every_command_line_that_needs_no_gpu_runs(line, tmp_path, monkeypatch, 
     found = catalogues.catalogue(tmp_path, cases)
     catalogues.stored(tmp_path, {cases[1]["key"]: catalogues.result(2.0)}, chapter="ch10")
     (tmp_path / "suites").mkdir()
-    (tmp_path / "out").mkdir()
+    for folder in ("out", "mon", "tue"):
+        laid(tmp_path / folder, made(3))
     (tmp_path / "out" / "results.jsonl").write_text(json.dumps(cases[0]))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(catalogue, "collect", lambda targets=None, *, tell: found)

@@ -15,8 +15,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "pytest_aisp"
 ROOMS = (
-    *("results", "pages", "common", "guard", "proof", "kernels", "bench", "ranks", "tools"),
-    *("commands", "session", ""),
+    *("results", "pages", "common", "guard", "proof", "kernels", "bench", "ranks", "report"),
+    *("tools", "commands", "session", ""),
 )
 """From the ground up; the last is the package itself."""
 MODULES = sorted(
@@ -34,7 +34,7 @@ def words(text: str) -> set[str]:
     return set(text.split())
 
 
-PLAIN = {m for m in MODULES if room_of(m) == "results"} | words(
+PLAIN = {m for m in MODULES if room_of(m) in ("results", "report")} | words(
     "common.answers pages.pair pages.signature pages.skus tools.curves tools.svg"
     " tools.advice tools.breakdown tools.stages tools.steps tools.stretch"
 )

@@ -266,6 +266,7 @@ class CudaBout:
             "calls": [w.calls for w in self.windows],
             "counted": [w.counted for w in self.windows],
             **self.telemetry.summary(),
+            "looks": self.telemetry.looks(),
             **here().details(),
             **({"housekeeping": self.keeping.counts()} if self._counts else {}),
         }

@@ -1,4 +1,4 @@
-"""`aisp bench | verify | replay`: runs of pytest, each shown as the command that it is."""
+"""`aisp bench | verify | replay`: runs of pytest, shown as commands; and `aisp report`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(bench, name="bench")
     app.command(cls=Passing)(verify)
     app.command(cls=Passing)(replay)
+    app.command()(report)
 
 
 def list_targets(
@@ -91,6 +92,26 @@ def replay(
     found = _named(targets)
     pages = found.chosen(targets) if targets else ()
     raise typer.Exit(runs.run(runs.replaying(folder, found.root, pages, rest(ctx)), say))
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="what --aisp-artifacts wrote")],
+    history: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FOLDER", help="another run, for each case's history; repeatable"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="default: report.html in FOLDER")
+    ] = None,
+    pages: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="where the pages lie; default: the run's root"),
+    ] = None,
+) -> None:
+    """Write a run as one HTML file to look at."""
+    from ..report import write
+
+    finish(write.answer(folder, history or (), out, pages))
 
 
 def _paths(targets: list[str] | None) -> list[str]:

@@ -191,6 +191,7 @@ class Telemetry:
         self._began = time.time_ns() // 1000
         self._named: bool | None = None
         self._seen: list[dict[str, Any]] = [self._read()]
+        self._when = [0]
 
     def _read(self) -> dict[str, Any]:
         nvml, handle = self._nvml, self._handle
@@ -219,6 +220,7 @@ class Telemetry:
     def look(self) -> str | None:
         """Return why the GPU is slower now than it should be, or None."""
         self._seen.append(self._read())
+        self._when.append(self._blocks)
         reasons = self._seen[-1].get("reasons") or 0
         names = [name for bit, name in THROTTLED.items() if reasons & bit]
         names += [f"process {pid} computes on this GPU too" for pid in self._strangers()]
@@ -251,3 +253,8 @@ class Telemetry:
             values = [s[key] for s in self._seen if s.get(key) is not None]
             out[key] = [min(values), max(values)] if values else None
         return out
+
+    def looks(self) -> list[list[Any]]:
+        """Return each look at the GPU: after how many blocks, its MHz, watts, degrees Celsius."""
+        looks = zip(self._when, self._seen, strict=True)
+        return [[n, *map(s.get, ("sm_mhz", "watts", "celsius"))] for n, s in looks if s]

@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 from .stats import block_value, process_error, process_value
@@ -118,6 +119,7 @@ class Samples:
         baseline, optimized: seconds per call, each window in the order it ran.
         orders: ``ABBA`` or ``BAAB``, by block.
         dropped: causes of the blocks that were measured again.
+        dropped_at: how many blocks there were before each of these.
         details: facts from the bout.
         laps: ln(speedup) of each lap.
         firsts: by block, which side its lap built first.
@@ -132,6 +134,7 @@ class Samples:
     details: dict[str, Any]
     laps: list[float] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
+    dropped_at: list[int] = field(default_factory=list)
 
     @property
     def value(self) -> float:
@@ -150,6 +153,11 @@ def join(parts: Sequence[Samples]) -> Samples:
     for name in ("blocks", "baseline", "optimized", "orders", "dropped", "laps", "firsts"):
         joined[name] = [value for part in parts for value in getattr(part, name)]
     joined["details"] = {k: v for part in parts for k, v in part.details.items()}
+    before = list(accumulate((len(part.blocks) for part in parts), initial=0))
+    both = list(zip(before, parts, strict=False))
+    joined["dropped_at"] = [n + at for n, part in both for at in part.dropped_at]
+    looks = [[n + at, *seen] for n, p in both for at, *seen in p.details.get("looks", ())]
+    joined["details"] |= {"looks": looks} if looks else {}
     if counts := [p.details["housekeeping"] for p in parts if "housekeeping" in p.details]:
         total = {name: sum(count[name] for count in counts) for name in counts[0]}
         joined["details"]["housekeeping"] = total
@@ -189,6 +197,7 @@ def measure(bout: Bout, budget: Budget, rng: random.Random, first: int = 0) -> S
         cause = bout.disturbance()
         if cause is not None:
             samples.dropped.append(cause)
+            samples.dropped_at.append(len(samples.blocks))
             if len(samples.dropped) >= MOST_DROPPED:
                 raise Disturbed(f"{len(samples.dropped)} blocks were disturbed: {cause}")
             continue
@@ -197,6 +206,8 @@ def measure(bout: Bout, budget: Budget, rng: random.Random, first: int = 0) -> S
         samples.optimized.extend(optimized)
         samples.orders.append(order)
     samples.details.update(bout.details())
+    if looks := samples.details.get("looks"):
+        samples.details["looks"] = [[_kept(at, samples), *seen] for at, *seen in looks]
     samples.firsts.extend([first] * count)
     samples.laps.append(samples.value)
     return samples
@@ -208,6 +219,17 @@ def _orders(count: int, rng: random.Random) -> list[str]:
     while len(orders) < count:
         orders += rng.sample(["ABBA", "BAAB"], 2)
     return orders[:count]
+
+
+def _kept(asked: int, samples: Samples) -> int:
+    """Return how many blocks were kept when the bout was asked for the `asked`-th time.
+
+    It is asked after the discarded block too, and after those that are measured again.
+    """
+    kept = max(asked - 1, 0)
+    for at in samples.dropped_at:
+        kept -= at < kept
+    return kept
 
 
 def _block(bout: Bout, order: str) -> tuple[list[float], list[float]]:

@@ -1,0 +1,68 @@
+// The rows' plots on one axis over the cases that are shown: speedups, or how far each is from what
+// it is held against, where a percent is wide enough to be seen.
+
+const REFERENCES = { speedup: () => 1, claim: claimOf, stored: (one) => (one.stored && one.stored.speedup) || null };
+const drawn = rows.map((row) => {
+  const svg = row.querySelector(".plot svg"), find = (css) => svg.querySelector(css);
+  return svg && { mark: svg.lastElementChild, claim: find(".claim"), stored: find(".stored"), interval: find(".interval") };
+});
+
+function parts(one, scale) {
+  const by = one.speedup && REFERENCES[scale](one);
+  if (!by) return null;
+  const [value, low, high] = one.speedup.map((v) => v / by);
+  const over = (v) => (v ? v / by : null);
+  return { value, low, high, claim: over(claimOf(one)), stored: over(REFERENCES.stored(one)) };
+}
+
+// Of the claim or the stored result, the axis holds intervals alone: the other tick may lie far off.
+function spanOf(seen, scale) {
+  const all = seen.flatMap((p) => [p.low, p.high, ...(scale === "speedup" ? [p.claim, p.stored] : [])]).filter(Boolean);
+  const low = Math.min(1, ...all), high = Math.max(1, ...all), margin = Math.max(high / low, 1.004) ** 0.06;
+  return [low / margin, high * margin];
+}
+
+// Move an element to `from`, a line's other end to `to`; what lies beyond the axis is hidden.
+function move(element, from, to = from) {
+  if (!element) return;
+  const beyond = !Number.isFinite(from) || to < -1 || from > 101;
+  element.setAttribute("visibility", beyond ? "hidden" : "visible");
+  if (beyond) return;
+  const ends = element.tagName === "use" ? { x: from } : { x1: from, x2: to };
+  for (const [name, at] of Object.entries(ends)) element.setAttribute(name, `${at.toFixed(2)}%`);
+}
+
+// Words of a tick: 1.2×, or, beside what cases are held against, how far from it.
+function tickWords(t, scale, span) {
+  if (scale === "speedup") return `${digits(t)}×`;
+  if (Math.abs(t - 1) < 1e-9) return scale;
+  return span[1] / span[0] < 4 ? signed(t - 1, span[1] / span[0] < 1.05 ? 1 : 0) : `${digits(t)}×`;
+}
+
+function drawAxis() {
+  const scale = byId("scale").value, all = data.cases.map((one) => parts(one, scale));
+  const seen = shown.map((i) => all[i]).filter(Boolean);
+  const span = spanOf(seen, scale), x = logScale(...span, 0, 100);
+  const ticks = ratioTicks(...span, 5).map((t) => [t, `${x(t).toFixed(2)}%`]);
+  document.querySelector("svg.axis").replaceChildren(
+    ...ticks.map(([t, at]) => s("text", { x: at, y: 14, "text-anchor": "middle" }, tickWords(t, scale, span))));
+  byId("grid").replaceChildren(
+    ...ticks.map(([t, at]) => s("line", { class: Math.abs(t - 1) < 1e-9 && "one", x1: at, x2: at, y1: 0, y2: "100%" })));
+  for (const i of shown.filter((n) => drawn[n])) {
+    const found = drawn[i], p = all[i] || {};
+    move(found.mark, x(p.value));
+    move(found.interval, x(p.low), x(p.high));
+    move(found.claim, p.claim ? x(p.claim) : NaN);
+    move(found.stored, p.stored ? x(p.stored) : NaN);
+  }
+}
+
+function startAxis() {
+  byId("scale").addEventListener("change", drawAxis);
+  let before = "";
+  onShown(() => { // orders alone change nothing
+    const now = [...shown].sort((a, b) => a - b).join();
+    if (now !== before) drawAxis();
+    before = now;
+  });
+}

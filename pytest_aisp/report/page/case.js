@@ -1,0 +1,131 @@
+// A case's own page.
+
+function head(one) {
+  const speedup = one.speedup;
+  return h("div", { class: "title" },
+    h("div", null, h("div", { class: `badge v-${verdictOf(one)}` }, glyph(one), one.verdict || "no verdict"),
+      h("h1", null, one.variant || one.id),
+      h("p", null, `${one.chapter} / ${stem(one)} · ${one.function}`, h("br"), sizeWords(one))),
+    speedup ? h("div", null, h("div", { class: "big" }, ratio(speedup[0])),
+      h("p", null, `99 % interval ${ratio(speedup[1])} – ${ratio(speedup[2])}`)) : h("p", null, one.not_timed));
+}
+
+// Both times as bars of one scale, and the least that this machine's peaks allow.
+function bars(one) {
+  if (!one.seconds) return null;
+  const most = Math.max(...one.seconds), least = one.limit && one.limit.share * one.seconds[1];
+  const bar = (name, seconds, kind) => {
+    const part = (78 * seconds) / most;
+    return h("div", null, h("span", null, name), s("svg", { role: "img", "aria-label": `${name} ${duration(seconds)}` },
+      s("rect", { x: 0, y: 3, width: `${part}%`, height: 20, rx: 2, class: kind }),
+      least && kind === "o" && line(`${(78 * least) / most}%`, -2, `${(78 * least) / most}%`, 28, "least"),
+      s("text", { x: `${part}%`, dx: 8, y: 18 }, duration(seconds))));
+  };
+  return h("div", { class: "bars" }, bar(one.baseline, one.seconds[0], "b"), bar(one.variant, one.seconds[1], "o"),
+    least && h("p", { class: "said" }, `Dashed: ${duration(least)}, the least that the measured ${one.limit.name} rate allows for the declared work.`));
+}
+
+const UNITS = { memory: bytes, energy: (v) => `${digits(v)} J`, joules: (v) => `${digits(v)} J` };
+const CALLS = { memory: "memory beyond the inputs", launches: "launches", energy: "energy" };
+
+// What a call of each side takes: asked by the page, or seen while it was timed.
+function taken(one) {
+  const facts = one.samples ? one.samples[0].facts : {}, goals = one.goals || {}, found = [];
+  if (one.seconds) found.push([`time (${one.clock} clock)`, ...one.seconds.map(duration)]);
+  for (const [name, words] of [["as_called", "time as called"], ["gpu_only", "time on the GPU alone"]]) {
+    if (Array.isArray(facts[name])) found.push([words, ...facts[name].map(duration)]);
+  }
+  for (const [name, both] of Object.entries(goals)) {
+    const unit = UNITS[name] || digits;
+    if (typeof both.baseline !== "number" || typeof both.optimized !== "number") continue;
+    const most = typeof both.at_most === "number" ? `, at most ${digits(both.at_most)}${name === "memory" ? " of the baseline's" : ""}` : "";
+    found.push([`${CALLS[name] || name}${most}`, unit(both.baseline), unit(both.optimized)]);
+  }
+  const peak = facts.peak_bytes;
+  if (peak && !goals.memory && "baseline" in peak && "optimized" in peak) found.push([CALLS.memory, bytes(peak.baseline), bytes(peak.optimized)]);
+  const nodes = facts.graph_nodes;
+  if (nodes && nodes.baseline && nodes.optimized) {
+    for (const kind of new Set([...Object.keys(nodes.baseline), ...Object.keys(nodes.optimized)])) {
+      found.push([`${kind} nodes in the graph`, digits(nodes.baseline[kind] || 0), digits(nodes.optimized[kind] || 0)]);
+    }
+  }
+  if (!found.length) return null;
+  return h("table", { class: "table" }, h("thead", null, h("tr", null, h("th", { scope: "col" }, "A call takes"),
+    h("th", { scope: "col", class: "n" }, one.baseline || "baseline"), h("th", { scope: "col", class: "n" }, one.variant))),
+    h("tbody", null, found.map(([name, b, o]) => h("tr", null, h("th", { scope: "row" }, name), h("td", { class: "n" }, b), h("td", { class: "n" }, o)))));
+}
+
+function range(processes, name, unit) {
+  const seen = processes.flatMap((p) => p.facts[name] || []).filter((v) => v !== null);
+  if (!seen.length) return null;
+  const low = Math.min(...seen), high = Math.max(...seen);
+  return low === high ? `${low} ${unit}` : `${low}–${high} ${unit}`;
+}
+
+// What the verdict rests on.
+function judged(one) {
+  const claim = one.claim, stored = one.stored, processes = one.samples || [], found = [];
+  if (claim) found.push(["claim", `${typeof claim.at_least === "number" ? `at least ${digits(claim.at_least)}×` : claim.at_least}${claim.from ? `, ${claim.from}` : ""}`]);
+  found.push(["stored", stored ? `${ratio(stored.speedup)}, ${stored.from || ""}` : "nothing for this product yet"]);
+  if (one.votes) found.push(["votes of fresh processes", one.votes.map(ratio).join(", ")]);
+  if (one.limit) found.push(["share of limit", `${percent(one.limit.share, 1)} of ${one.limit.name}`]);
+  if (one.detectable) found.push(["smallest loss found", percent(one.detectable, 1)]);
+  if (one.spread) found.push(["spread of a process", percent(one.spread, 2)]);
+  const watched = [range(processes, "sm_mhz", "MHz"), range(processes, "watts", "W"), range(processes, "celsius", "°C")];
+  if (watched.some(Boolean)) found.push(["while timed", watched.filter(Boolean).join(" · ")]);
+  found.push(["machine", [one.product, one.arch].filter(Boolean).join(", ")], ["bound", one.bound]);
+  if (one.wall) found.push(["the whole case took", `${digits(one.wall, 3)} s`]);
+  return h("table", { class: "table" }, h("thead", null, h("tr", null, h("th", { scope: "col", colspan: 2 }, "The verdict rests on"))),
+    h("tbody", null, found.filter(([, v]) => v).map(([name, v]) => h("tr", null, h("th", { scope: "row" }, name), h("td", null, v)))));
+}
+
+const listed = (title, lines) => lines && lines.length
+  ? h("section", null, h("h2", null, title), h("ul", { class: "points" }, lines.map((l) => h("li", null, String(l))))) : null;
+
+function profiles(one) {
+  const files = one.profile && one.profile.files;
+  if (!files) return null;
+  const link = (path) => h("li", null, /^([a-z][a-z0-9+.-]*:|\/\/|\\)/i.test(path) ? path : h("a", { href: encodeURI(path).replace(/[?#]/g, encodeURIComponent) }, path));
+  return h("section", null, h("h2", null, `Profiles, ${one.profile.tool}`), h("ul", { class: "points" }, files.map(link)));
+}
+
+function reproduce(one) {
+  const button = h("button", { type: "button", class: "quiet" }, "Copy");
+  button.addEventListener("click", async () => {
+    try { await navigator.clipboard.writeText(one.command); button.textContent = "Copied"; }
+    catch { getSelection().selectAllChildren(button.previousSibling); button.textContent = "Selected"; }
+  });
+  return h("section", null, h("h2", null, "Run it again"), h("div", { class: "command" }, h("pre", null, one.command), button));
+}
+
+function crumbs(i) {
+  const at = shown.indexOf(i), to = (n) => data.cases[shown[n]];
+  const link = (one, words) => h("a", { href: address(one) }, words);
+  return h("nav", { class: "crumbs", "aria-label": "Cases" }, h("a", { href: "#", id: "back" }, "← All cases"),
+    h("span", null, at > 0 && link(to(at - 1), "Previous"), at >= 0 && at < shown.length - 1 && link(to(at + 1), "Next")));
+}
+
+const noHistory = (one) => h("section", null, h("h2", null, "History"), h("p", { class: "said" },
+  `None of the ${data.runs} other runs given has timed this case on ${one.product || "this machine"}.`));
+
+function showCase(i) {
+  const one = data.cases[i], host = byId("case"), samples = samplesSection(one), draws = [];
+  const close = h("figure"), past = h("figure", null, h("figcaption", null, "Value and 99 % interval by run; ringed: this one"));
+  const red = (one.reasons || []).length
+    ? h("ul", { class: `reasons v-${verdictOf(one)}` }, one.reasons.map((l) => h("li", null, String(l)))) : null;
+  if (one.speedup) draws.push(() => intervalPlot(close, one));
+  if (samples && samples.draw) draws.push(samples.draw);
+  if (one.history) draws.push(() => historyPlot(past, one));
+  host.replaceChildren(...[
+    crumbs(i), head(one), red,
+    one.speedup && h("section", { class: "columns" }, bars(one), close),
+    h("section", { class: "columns" }, judged(one), taken(one)),
+    samples && (samples.element || samples),
+    one.history ? h("section", null, h("h2", null, "History"), past) : data.runs > 0 && noHistory(one),
+    codeSection(one), listed("Remarks", one.remarks), listed("Notes", one.notes), profiles(one), reproduce(one),
+  ].flat().filter(Boolean));
+  byId("overview").hidden = true;
+  document.querySelector("header").hidden = true;
+  host.hidden = false;
+  draws.forEach((draw) => draw());
+}

@@ -1,0 +1,113 @@
+"""A run as the report reads it: `results.json` of an artifacts folder, and the samples beside it.
+
+This is the one place that knows where things lie in there. Whatever a partial run lacks is absent,
+and said; what is no run at all is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..common.answers import Unanswerable
+
+SCHEMA = 1
+"""The newest `results.json` that is understood."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's results.
+
+    Attributes:
+        results: what `results.json` holds, plain types, finite numbers, text that can be written.
+        folder: where its samples and profiles lie; None for results alone.
+    """
+
+    results: Mapping[str, Any]
+    folder: Path | None = None
+
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        """Return the run in `folder`.
+
+        Raises:
+            Unanswerable: where there is none that can be read.
+        """
+        path = folder / "results.json" if folder.is_dir() else folder
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise _no_run(path, str(error)) from None
+        if not isinstance(found, dict) or not isinstance(found.get("cases"), list):
+            raise _no_run(path, "it lists no cases")
+        if found.get("schema") != SCHEMA:
+            why = f"its schema is {found.get('schema')!r}, understood is {SCHEMA}"
+            raise _no_run(path, why)
+        return cls.of(found, path.parent)
+
+    @classmethod
+    def of(cls, results: Mapping[str, Any], folder: Path | None = None) -> Run:
+        """Return the run whose `results.json` holds `results`."""
+        return cls(clean(results), folder)
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        """What ran, on what."""
+        run = self.results.get("run")
+        return run if isinstance(run, Mapping) else {}
+
+    @property
+    def cases(self) -> list[Mapping[str, Any]]:
+        """The cases in the order in which they finished; what has no id is none."""
+        cases = self.results.get("cases", [])
+        return [c for c in cases if isinstance(c, Mapping) and isinstance(c.get("id"), str)]
+
+    @property
+    def peaks(self) -> Mapping[str, Any]:
+        """The machine's measured rates, by product."""
+        peaks = self.manifest.get("peaks")
+        return peaks if isinstance(peaks, Mapping) else {}
+
+    @property
+    def started(self) -> str:
+        """When, UTC, in ISO 8601; empty where nobody wrote it down."""
+        return str(self.manifest.get("started") or "")
+
+    def timings(self, case: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+        """Return what each process measured of `case`, in order; None where its file is missing."""
+        told = case.get("samples")
+        name = told.get("path") if isinstance(told, Mapping) else told
+        if not name or self.folder is None:
+            return [] if not name else None
+        try:
+            found = clean(json.loads((self.folder / str(name)).read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            return None
+        timings = found.get("timings") if isinstance(found, dict) else found
+        return [t for t in timings if isinstance(t, Mapping)] if isinstance(timings, list) else None
+
+
+def clean(value: Any) -> Any:
+    """Return `value` with None for numbers that JSON lacks, and no half of a character in text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, Mapping):
+        return {clean(str(k)): clean(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [clean(v) for v in value]
+    return value
+
+
+def _no_run(path: Path, why: str) -> Unanswerable:
+    return Unanswerable(
+        f"{path}: not the results of a run ({why})\n"
+        "Give the folder that a run wrote:\n"
+        "    pytest --aisp-artifacts=DIR <paths>"
+    )
