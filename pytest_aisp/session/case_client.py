@@ -49,11 +49,14 @@ class CaseClient:
             variant=case.variant_name,
             size=dict(case.size),
             bound=case.pair.bound,
+            baseline=case.pair.baseline.__name__,
             product=product,
             arch=self.machine.arch,
             need=self.place.need,
             claim=self._claim(),
         )
+        if self.row.claim is not None:
+            self.row.origins["claim"] = case.pair.origin(case.variant, self.machine.arch)
 
     def _machine(self) -> Machine:
         on_gpu = self.place.kind == "time" and self.place.device == "cuda"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from ..results import store
 from ..results.artifacts import Artifacts
 from ..results.row import ratio
 from .canary import Canary
+from .manifest import stored_peaks
 from .options import Settings
 
 MOVED_SHARE, MOVED_LEAST = 0.05, 5
@@ -30,6 +32,16 @@ class Recorder:
         self.canaries: list[dict[str, Any]] = []
         self.crashes: list[str] = []
         self.artifacts = None if settings.artifacts is None else Artifacts(settings.artifacts)
+
+    def finish(self, exit_code: int) -> None:
+        """Write to the artifacts how the run ended."""
+        if self.artifacts is None:
+            return
+        facts: dict[str, Any] = {"exit_code": int(exit_code), "invalid": self.why_invalid()}
+        facts |= {"not_written": self.errors, "no_verdict": list(self.crashes)}
+        facts |= {"verdicts": dict(Counter(row["verdict"] for row in self.rows))}
+        peaks = stored_peaks(self.settings, {row["product"] for row in self.rows})
+        self.artifacts.finish(facts, peaks)
 
     def add(self, row: dict[str, Any]) -> None:
         """Take one case's row: to the artifacts, to the stored results, to the hook."""
