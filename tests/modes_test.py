@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from pytest_aisp.results import runs
 from pytest_aisp.session.recorder import environment_moved
 
 
@@ -278,9 +279,7 @@ def test_artifacts_hold_the_rows_of_finished_cases(page, gpu, pytester):
     page()
     gpu(added=2e-5, doubled=1e-5)
     pytester.runpytest_subprocess("--aisp-artifacts=kept")
-    rows = [
-        json.loads(ln) for ln in (pytester.path / "kept/results.jsonl").read_text().splitlines()
-    ]
+    rows = list(runs.load(pytester.path / "kept").rows())
     assert [r["verdict"] for r in rows] == ["new"]
     assert len(rows[0]["timings"][0]["blocks"]) == 20
 

@@ -1,13 +1,12 @@
-"""Judge a recorded run again: the samples of `results.jsonl` answer in the bench's place."""
+"""Judge a recorded run again: the samples of its artifacts answer in the bench's place."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..results import runs, samples
 from ..results.messages import Reply, Task
 
 
@@ -29,15 +28,17 @@ class Recording:
     """
 
     def __init__(self, path: Path) -> None:
-        file = path / "results.jsonl" if path.is_dir() else path
+        folder = runs.folder_of(path)
+        file = folder / runs.JOURNAL if folder.is_dir() else path
         try:
-            rows, self.dropped = _rows(file.read_text())
-            self.rows: dict[str, Any] = {row["key"]: row for row in rows}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            lines, lost = runs.journal(file)
+        except runs.RunError as error:
             raise RecordingError(
-                f"--aisp-replay={path}: not the results.jsonl of a run with --aisp-artifacts"
-                f" ({error})"
+                f"--aisp-replay={path}: not the {runs.JOURNAL} of a run with --aisp-artifacts:\n"
+                f"{error}"
             ) from None
+        self._folder, self.dropped = file.parent, "; ".join(lost)
+        self.rows: dict[str, Any] = {line["key"]: line for line in lines}
         self._asked: dict[str, int] = {}
 
     def ask(self, task: Task, seconds: float, progress: Callable[[str], None]) -> Reply:
@@ -51,11 +52,15 @@ class Recording:
         if task.kind == "facts":
             return Reply(result=row["environment"])
         kind = "checks" if task.kind in ("check", "memory", "launches") else "timings"
+        try:
+            answers = samples.read(self._folder, row["samples"])[kind]
+        except samples.SamplesError as error:
+            return Reply(error="page", message=f"the recording cannot be judged again: {error}")
         number = self._asked.get(f"{row['key']}{kind}", 0)
         self._asked[f"{row['key']}{kind}"] = number + 1
-        if number >= len(row[kind]):
+        if number >= len(answers):
             return Reply(error="page", message=f"the recording holds {number} {kind} of it")
-        return Reply(result=row[kind][number])
+        return Reply(result=answers[number])
 
     @staticmethod
     def _is(row: dict[str, Any], task: Task) -> bool:
@@ -68,17 +73,3 @@ class Recording:
 
     def close(self) -> None:
         """Nothing to release."""
-
-
-def _rows(text: str) -> tuple[list[Any], str]:
-    """Return the rows, and which one is left out: a last line that nobody finished."""
-    *lines, last = text.split("\n")
-    rows = [json.loads(line) for line in lines]
-    try:
-        return rows + ([json.loads(last)] if last else []), ""
-    except ValueError:
-        if not rows:
-            raise
-    case = re.search(r'"nodeid": "([^"]*)"', last)
-    of = f", of {case[1]}," if case else ""
-    return rows, f"its last line{of} is half written and was left out"

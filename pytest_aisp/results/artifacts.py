@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class Artifacts:
 
     def start(self, manifest: Mapping[str, Any]) -> None:
         """Write what runs. Raises OSError where that cannot be written."""
-        unended = {"ended": None, "complete": False, "exit_code": None}
+        unended: dict[str, Any] = {"ended": None, "complete": False, "exit_code": None}
         unended |= {"invalid": [], "not_written": [], "no_verdict": [], "verdicts": {}}
         self._manifest = {"schema": SCHEMA, **manifest, **unended}
         self._write_manifest()
@@ -103,12 +103,14 @@ class Artifacts:
         """What the files lack, why, and what to do; or None."""
         if not self._lost:
             return None
-        lacking = [
-            f"{path} lacks {len(why)} of {self._given[path]} results: {why[0]}"
-            for path, why in self._lost.items()
-        ]
+        lacking = [self._lacking(path, why) for path, why in self._lost.items()]
         free = f"    Free space in {self.folder}, then run the same command again."
         return "\n".join([*lacking, free])
+
+    def _lacking(self, path: Path, why: Sequence[str]) -> str:
+        if path.name in (runs.MANIFEST, *WRITTEN):
+            return f"{path} is not written: {why[0]}"
+        return f"{path} lacks {len(why)} of {self._given[path]} results: {why[0]}"
 
 
 def publish(run: runs.Run) -> list[Path]:

@@ -85,9 +85,7 @@ def _limits(line: Mapping[str, Any]) -> dict[str, Any]:
 
 def _goals(line: Mapping[str, Any]) -> dict[str, Any]:
     at_most = line["at_most"]
-    return {
-        name: {**both, "at_most": at_most.get(name)} for name, both in line["goals"].items()
-    }
+    return {name: {**both, "at_most": at_most.get(name)} for name, both in line["goals"].items()}
 
 
 def _profile(found: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -6,21 +6,20 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from . import published, samples
 from .row import Row
 
 JOURNAL, CANARIES, MANIFEST = "results.jsonl", "canaries.jsonl", "manifest.json"
-ROW = {f.name for f in fields(Row) if f.default is f.default_factory is MISSING} | {"samples"}
-DEFAULTS = {
-    f.name: f.default if f.default is not MISSING else f.default_factory()
-    for f in fields(Row)
-    if f.name not in {*ROW, *published.SAMPLES} and f.default is not f.default_factory
-}
-"""What every line of a journal has, and what a line has that was written before there was more."""
+NAMED = {f.name for f in fields(Row) if f.default is f.default_factory is MISSING}
+ROW = NAMED | {"samples"}
+"""What every line of a journal has."""
+_EMPTY: dict[str, Any] = asdict(Row(**dict.fromkeys(NAMED, cast(Any, ""))))
+DEFAULTS = {k: v for k, v in _EMPTY.items() if k not in {*NAMED, *published.SAMPLES}}
+"""What a line is read with that was written before there was more to say."""
 LATEST = "latest"
 """Beside folders named after times: a link to the newest, or a file with its name."""
 
@@ -92,14 +91,17 @@ def load(folder: Path | str) -> Run:
     manifest = _manifest(path)
     lines, lost = journal(path / JOURNAL)
     canaries, torn = _lines(path / CANARIES) if (path / CANARIES).exists() else ([], [])
-    return Run(path, manifest, tuple(lines), tuple(canaries), tuple([*lost, *torn]))
+    named = [f"{JOURNAL}: {why}" for why in lost] + [f"{CANARIES}: {why}" for why in torn]
+    return Run(path, manifest, tuple(lines), tuple(canaries), tuple(named))
 
 
 def folder_of(path: Path) -> Path:
     """Return the folder that `path` means: itself, or what a file named `latest` names."""
-    if path.name != LATEST or not path.is_file():
+    if path.name != LATEST:
         return path
-    return path.parent / path.read_text(encoding="utf-8").strip()
+    if path.is_file():
+        return path.parent / path.read_text(encoding="utf-8").strip()
+    return path.resolve()  # by and by it may point elsewhere
 
 
 def journal(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -128,7 +130,7 @@ def _lines(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
                 raise  # nothing says that it is ours
     case = re.search(r'"nodeid": "((?:[^"\\]|\\.)*)"', last)
     of = f", of {case[1]}," if case else ""
-    return lines, [f"the last line{of} of {file.name} is half written and was left out"]
+    return lines, [f"its last line{of} is half written and was left out"]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 from .row import duration
 from .verdict import RED
 
-HEADS = ("verdict", "page", "case", "baseline", "optimized", "speedup [99 %]")
+HEADS: tuple[str, ...] = ("verdict", "page", "case", "baseline", "optimized", "speedup [99 %]")
 HEADS += ("limit", "claim", "stored", "why")
 ORDER = (*RED, "stale", "inconclusive", "improved", "new", "pass", "checked", "compiled")
 """Red first, then what somebody should look at."""
@@ -101,7 +101,17 @@ def times_text(speedup: float) -> str:
     return f"{speedup:.3f}x" if speedup < 9.9995 else f"{speedup:.1f}x"
 
 
-COLUMNS = ("id", "page", "chapter", "function", "baseline", "variant", "size", "product", "arch")
+COLUMNS: tuple[str, ...] = (
+    "id",
+    "page",
+    "chapter",
+    "function",
+    "baseline",
+    "variant",
+    "size",
+    "product",
+    "arch",
+)
 COLUMNS += ("bound", "clock", "verdict", "not_timed", "speedup", "low", "high", "baseline_s")
 COLUMNS += ("optimized_s", "share", "limit", "claim", "stored", "spread", "detectable", "votes")
 COLUMNS += ("memory_baseline", "memory_optimized", "launches_baseline", "launches_optimized")

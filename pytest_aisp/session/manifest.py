@@ -19,7 +19,14 @@ from ..results.published import below
 from .options import Settings
 from .run import Run
 
-PACKAGES = ("torch", "triton", "numpy", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")
+PACKAGES: tuple[str, ...] = (
+    "torch",
+    "triton",
+    "numpy",
+    "cuda-core",
+    "cuda-bindings",
+    "nvidia-cuda-nvrtc",
+)
 PACKAGES += ("nvidia-cuda-nvrtc-cu12", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 PACKAGES += ("nvidia-cublas", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-ml-py")
 PACKAGES += ("transformer-engine", "pytest-xdist", "pytest-timeout", "hypothesis")
@@ -57,7 +64,7 @@ def gather(config: Any, run: Run) -> dict[str, Any]:
         "pytest": _version("pytest"),
         "platform": platform.platform(),
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
-        "machine": {**run.machine.to_json(), "clocks": device.clocks() if run.timer is None else {}},
+        "machine": {**run.machine.to_json(), "clocks": {} if run.timer else device.clocks()},
         "git": git_state(settings.root),
         "environment": environment(os.environ),
         "peaks": stored_peaks(settings, [run.machine.product]),
@@ -123,4 +130,3 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return ""
-

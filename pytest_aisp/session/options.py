@@ -317,9 +317,10 @@ def _stamped(config: pytest.Config) -> Path | None:
 
 def _shows_only(config: pytest.Config) -> bool:
     """Whether pytest runs nothing: its ``--collect-only``, ``--help`` and their like."""
-    names = ("collectonly", "help", "version", "markers", "showfixtures", "cacheshow")
-    names += ("show_fixtures_per_test", "setupplan")
-    return any(config.getoption(name, None) for name in names)
+    names = (
+        "collectonly help version markers showfixtures show_fixtures_per_test cacheshow setupplan"
+    )
+    return any(config.getoption(name, None) for name in names.split())
 
 
 def _sanitizer(tool: str | None) -> str:

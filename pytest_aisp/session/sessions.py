@@ -18,6 +18,7 @@ from ..bench.nsight import TOOLS as NSIGHT
 from ..common.device import Machine
 from ..pages.pair import Case
 from ..results.artifacts import stamped
+from ..results.runs import folder_of
 from .manifest import gather
 from .options import Settings
 from .recorder import Recorder
@@ -73,11 +74,14 @@ def configure(config: pytest.Config) -> None:
 
 
 def _of_controller(config: pytest.Config, given: Mapping[str, Any]) -> Settings:
-    """Return the settings; on a worker with the controller's folder, made for this moment."""
+    """Return the settings; on a worker with the controller's folders, as they were at its start."""
     settings = config.stash[SETTINGS]
-    if "aisp_artifacts" in given:
-        settings = replace(settings, artifacts=Path(given["aisp_artifacts"]))
-        config.stash[SETTINGS] = settings
+    folders: dict[str, Any] = {
+        name: Path(path) for name, path in given.get("aisp_folders", {}).items()
+    }
+    if settings.replay is not None:  # before `latest` is pointed at this run
+        folders = {"replay": folder_of(settings.replay), **folders}
+    config.stash[SETTINGS] = settings = replace(settings, **folders)
     return settings
 
 
@@ -108,10 +112,13 @@ class _Gather:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """A worker, be it in the place of one that died, has no more time than the run has."""
+        """A worker, be it in the place of one that died, has the run's folders and what is left of
+        its time.
+        """
         node.workerinput["aisp_elapsed"] = time.monotonic() - self._run.started
-        if self._run.settings.stamped is not None:
-            node.workerinput["aisp_artifacts"] = str(self._run.settings.artifacts)
+        settings = self._run.settings
+        folders = {"artifacts": settings.artifacts, "replay": settings.replay}
+        node.workerinput["aisp_folders"] = {k: str(v) for k, v in folders.items() if v}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         row = getattr(report, "aisp", None)
