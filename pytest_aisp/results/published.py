@@ -62,6 +62,7 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
         "seconds": {"baseline": times[0], "optimized": times[-1]} if times else None,
         "work": line["work"],
         "spread": line["spread"],
+        "session": line["session"],
         "detectable": None if lost is None else 1 - math.exp(-lost),
         "suspect": line["suspect"],
         "votes": [math.exp(vote) for vote in line["votes"]],

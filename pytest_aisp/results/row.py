@@ -41,7 +41,8 @@ class Row:
         claim, stored: what it was held against.
         origins: where ``claim``, ``stored`` and ``limit`` are written.
         work: what a call must move and compute; sources: hashes of both sides' sources.
-        spread, detectable: of one process's ln(speedup), and the smallest loss found in 99 %.
+        spread, session: of one process's ln(speedup), and from session to session where recorded.
+        detectable: the smallest loss of ln(speedup) found in 99 %.
         votes: ln(speedup) of every fresh process asked.
         trials: ln(speedup) and verdict of each repeated A/A trial.
         reasons: what was missed, by how much, and where the limit came from.
@@ -80,6 +81,7 @@ class Row:
     work: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     spread: float | None = None
+    session: float | None = None
     detectable: float | None = None
     votes: list[float] = field(default_factory=list)
     trials: list[list[Any]] = field(default_factory=list)

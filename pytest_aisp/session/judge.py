@@ -29,8 +29,8 @@ class Judge:
         """Screen and vote on what the first process measured, and give the row its verdict."""
         row, settings = self.row, self.run.settings
         gates, same_environment, has_record = self._gates(first)
+        session = row.session = self._session()
         if gates:  # a yardstick without a stored result is held against nothing
-            session = self._session()
             row.detectable = verdict.detectable(gates, row.spread or 0.0, session, row.clock)
         decision = verdict.decide(reading(first), gates, self.client.vote)
         row.votes = [vote.value for vote in decision.votes]

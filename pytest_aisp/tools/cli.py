@@ -1,6 +1,6 @@
-"""The command line: this machine's GPUs, the links between them, what a training loop waits for.
+"""The command line: this machine's GPUs, the links between them, runs compared, training loops.
 
-    aisp topology | bandwidth | nccl | nccl-env | bottleneck
+    aisp topology | bandwidth | nccl | nccl-env | compare | bottleneck
     also: python -m pytest_aisp.tools.cli
 
 Exit codes: 0, all is well; 1, something here is wrong (no GPU, a slow hop, a rank that failed);
@@ -54,6 +54,11 @@ def parser() -> argparse.ArgumentParser:
     add.set_defaults(run=_nccl)
     add = commands.add_parser("nccl-env", help="variables of NCCL that are set, and what they mean")
     add.set_defaults(run=_nccl_env)
+    add = commands.add_parser("compare", help="two runs or commits, metric by metric; 1 if worse")
+    add.add_argument("old", help="a folder of artifacts or of stored results, or a git ref")
+    add.add_argument("new", help="likewise")
+    add.add_argument("--format", default="text", help="text, markdown or json; default: text")
+    add.set_defaults(run=_compare)
     add = commands.add_parser("bottleneck", help="what the steps of a training script wait for")
     _script(add)
     add.set_defaults(run=_bottleneck)
@@ -196,6 +201,12 @@ def _nccl_env(options: argparse.Namespace) -> Answer:
     from ..ranks import nccl_env
 
     return nccl_env.answer(os.environ, nccl_env.version())
+
+
+def _compare(options: argparse.Namespace) -> Answer:
+    from . import compare
+
+    return compare.answer(options.old, options.new, form=options.format, root=Path.cwd())
 
 
 def _bottleneck(options: argparse.Namespace) -> Answer:
