@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -198,6 +199,14 @@ def test_an_old_recording_without_a_manifest_is_called_old(write):
     (folder / "manifest.json").unlink()
     (folder / "results.jsonl").write_text('{"nodeid": "a", "timings": []}\n')
     assert "was written by an older pytest-aisp (schema 0; this one reads 1)" in refusal(folder)
+
+
+def test_the_guides_python_reads_a_run(tmp_path, monkeypatch, capsys):
+    guide = (Path(__file__).parents[1] / "docs" / "artifacts.md").read_text()
+    shutil.copytree(DATA, tmp_path / "artifacts" / "latest")
+    monkeypatch.chdir(tmp_path)
+    exec(re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1], {})
+    assert "ch07/missed_test.py::test_doubling[doubled-n1001] fail 2.00" in capsys.readouterr().out
 
 
 # Samples

@@ -122,7 +122,7 @@ def publish(run: runs.Run) -> list[Path]:
     plain = run.plain()
     texts = (json.dumps(plain, indent=1) + "\n", sheets.markdown(plain), sheets.csv_text(plain))
     for name, text in zip(WRITTEN, texts, strict=True):
-        samples.replace(run.path / name, text.encode())
+        samples.replace(run.path / name, text.encode("utf-8", "backslashreplace"))
     return [run.path / name for name in WRITTEN]
 
 

@@ -74,7 +74,7 @@ def _limits(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the case was held against, each with the place where it is written."""
     origins, stored = line["origins"], line["stored"]
     found: dict[str, Any] = {"limit": None, "claim": None, "stored": None}
-    if line["share"] is not None:
+    if line["share"] is not None and math.isfinite(line["share"]):
         share = {"name": line["limit"], "share": line["share"]}
         found["limit"] = {**share, "from": origins.get("limit", "")}
     if line["claim"] is not None:
