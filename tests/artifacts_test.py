@@ -159,5 +159,7 @@ def test_a_broken_line_before_the_last_or_nothing_else_is_refused(page, pytester
     page()
     (pytester.path / "torn.jsonl").write_text(text)
     result = pytester.runpytest_inprocess("--aisp-replay=torn.jsonl")
-    result.stderr.fnmatch_lines(["ERROR: --aisp-replay=torn.jsonl: not the results.jsonl of a *"])
+    result.stderr.fnmatch_lines(
+        ["ERROR: --aisp-replay=torn.jsonl: no run to judge again: torn.jsonl: was not *"]
+    )
     assert result.ret == pytest.ExitCode.USAGE_ERROR

@@ -23,7 +23,8 @@ ODD = "ch99/a_test.py::test_f[é/..\\|<b>\n\"',;= ☃" + "x" * 300 + "]"
 MANIFEST = {"version": "0", "started": "2026-01-01T00:00:00+00:00", "mode": "measure", "root": ""}
 MANIFEST |= {"workload": {}, "options": {}, "python": "", "pytest": "", "platform": ""}
 MANIFEST |= {"packages": {}, "git": None, "environment": {}, "peaks": {}}
-MANIFEST |= {"machine": {"name": "a GPU", "product": "a-gpu", "arch": "sm90"}}
+MANIFEST["machine"] = {"name": "a GPU", "product": "a-gpu", "arch": "sm90", "gpus": ["GPU-1"]}
+MANIFEST["machine"] |= {"versions": {}, "facts": {}, "clocks": {}}
 
 
 def row(nodeid="ch99/a_test.py::test_f[v]", **changes):
@@ -168,6 +169,10 @@ def test_a_new_run_replaces_an_old_one_and_nothing_else(write):
             lambda run: (run / "manifest.json").write_text('{"root": "", "schema": 2}'),
             "RUN/manifest.json: was written by a newer pytest-aisp (schema 2; this one reads 1)\n"
             "    pip install --upgrade pytest-aisp",
+        ),
+        (
+            lambda run: (run / "manifest.json").write_text('{"root": "", "schema": 1}'),
+            "RUN/manifest.json: lacks complete, git, invalid, machine, peaks, started\nMeasure",
         ),
         (
             lambda run: (run / "results.jsonl").unlink(),
@@ -317,9 +322,9 @@ def test_where_there_are_no_links_latest_is_a_file_that_names_it(tmp_path, write
 def test_a_folder_in_the_links_place_is_left_alone(tmp_path):
     (tmp_path / "latest").mkdir()
     (tmp_path / "latest" / "mine").touch()
-    with pytest.raises(OSError, match="latest"):
+    with pytest.raises(OSError, match="latest is a folder; it has to be a link to the newest run"):
         stamped(tmp_path)
-    assert (tmp_path / "latest" / "mine").exists()
+    assert [path.name for path in tmp_path.rglob("*")] == ["latest", "mine"]
 
 
 # Tables

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from ..common.device import Machine
 from ..results import runs, samples
 from ..results.messages import Reply, Task
 
@@ -22,6 +24,7 @@ class Recording:
 
     Attributes:
         dropped: what was left out because its writer died before its line was whole, or empty.
+        machine: where it was recorded, so that it is judged as that; None where nobody says.
 
     Raises:
         RecordingError: for a file that cannot be read as one.
@@ -32,11 +35,10 @@ class Recording:
         file = folder / runs.JOURNAL if folder.is_dir() else path
         try:
             lines, lost = runs.journal(file)
+            known = (file.parent / runs.MANIFEST).exists()
+            self.machine = _machine(runs.manifest(file.parent)["machine"]) if known else None
         except runs.RunError as error:
-            raise RecordingError(
-                f"--aisp-replay={path}: not the {runs.JOURNAL} of a run with --aisp-artifacts:\n"
-                f"{error}"
-            ) from None
+            raise RecordingError(f"--aisp-replay={path}: no run to judge again: {error}") from None
         self._folder, self.dropped = file.parent, "; ".join(lost)
         self.rows: dict[str, Any] = {line["key"]: line for line in lines}
         self._asked: dict[str, int] = {}
@@ -73,3 +75,8 @@ class Recording:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def _machine(plain: Mapping[str, Any]) -> Machine:
+    known = {f.name: plain[f.name] for f in fields(Machine)}
+    return Machine(**{**known, "gpus": tuple(plain["gpus"])})

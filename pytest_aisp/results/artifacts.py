@@ -133,6 +133,9 @@ def stamped(base: Path) -> Path:
         OSError: where it cannot be made, or `latest` is something else than a link.
     """
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H%M%SZ")
+    latest = base / runs.LATEST
+    if latest.is_dir() and not latest.is_symlink():
+        raise OSError(f"{latest} is a folder; it has to be a link to the newest run, or absent")
     base.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
@@ -141,7 +144,7 @@ def stamped(base: Path) -> Path:
             folder.mkdir()
             break
         number += 1
-    _point(base / runs.LATEST, folder.name)
+    _point(latest, folder.name)
     return folder
 
 

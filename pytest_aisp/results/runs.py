@@ -20,6 +20,8 @@ ROW = NAMED | {"samples"}
 _EMPTY: dict[str, Any] = asdict(Row(**dict.fromkeys(NAMED, cast(Any, ""))))
 DEFAULTS = {k: v for k, v in _EMPTY.items() if k not in {*NAMED, *published.SAMPLES}}
 """What a line is read with that was written before there was more to say."""
+KNOWN = {"root", "started", "complete", "invalid", "git", "machine", "peaks"}
+"""What every manifest says, and is read here and by what stands on this."""
 LATEST = "latest"
 """Beside folders named after times: a link to the newest, or a file with its name."""
 
@@ -88,11 +90,11 @@ def load(folder: Path | str) -> Run:
     path = folder_of(Path(folder))
     if not path.is_dir():
         raise RunError(f"{folder}: there is no such folder\n{_MAKE}")
-    manifest = _manifest(path)
+    found = manifest(path)
     lines, lost = journal(path / JOURNAL)
     canaries, torn = _lines(path / CANARIES) if (path / CANARIES).exists() else ([], [])
     named = [f"{JOURNAL}: {why}" for why in lost] + [f"{CANARIES}: {why}" for why in torn]
-    return Run(path, manifest, tuple(lines), tuple(canaries), tuple(named))
+    return Run(path, found, tuple(lines), tuple(canaries), tuple(named))
 
 
 def folder_of(path: Path) -> Path:
@@ -151,7 +153,12 @@ def _object(line: str) -> dict[str, Any]:
     return found
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of the run in the folder `path`.
+
+    Raises:
+        RunError: where there is none, or one of something else or of another schema.
+    """
     file = path / MANIFEST
     if not file.exists() and (path / JOURNAL).exists():
         journal(path / JOURNAL)  # of an older version, there is more to say
@@ -160,6 +167,8 @@ def _manifest(path: Path) -> dict[str, Any]:
     with _reading(file):
         found = _object(file.read_text(encoding="utf-8"))
     _check_schema(file, found, "root")
+    if lacking := KNOWN - found.keys():
+        raise RunError(f"{file}: lacks {', '.join(sorted(lacking))}\n{_AGAIN}")
     return found
 
 

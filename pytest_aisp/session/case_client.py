@@ -59,8 +59,9 @@ class CaseClient:
             self.row.origins["claim"] = case.pair.origin(case.variant, self.machine.arch)
 
     def _machine(self) -> Machine:
-        on_gpu = self.place.kind == "time" and self.place.device == "cuda"
-        return self.run.machine if on_gpu or self.run.timer is not None else cpu_machine()
+        run, on_gpu = self.run, self.place.kind == "time" and self.place.device == "cuda"
+        recorded = run.replay is not None and run.machine.arch == "cpu"  # maybe by another CPU
+        return run.machine if on_gpu or recorded or run.timer is not None else cpu_machine()
 
     def _claim(self) -> float | str | None:
         """Return the claim that is judged here; none where nothing is timed."""

@@ -65,9 +65,10 @@ def configure(config: pytest.Config) -> None:
         from ..bench.replay import Recording, RecordingError
 
         try:
-            run.replay = Recording(settings.replay)
+            run.replay = recording = Recording(settings.replay)
         except RecordingError as error:
             raise pytest.UsageError(str(error)) from None
+        run.machine = recording.machine or run.machine
     if worker is None:
         config.stash[RECORDER] = recorder = _recorder(config, run)
         config.pluginmanager.register(_Gather(recorder, run), "aisp-gather")
