@@ -16,7 +16,7 @@ from pytest_aisp.ranks import nccl_env
 from pytest_aisp.tools import cli
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("topology", "bandwidth", "nccl", "nccl-env", "bottleneck")
+COMMANDS = ("topology", "bandwidth", "nccl", "nccl-env", "compare", "bottleneck")
 
 
 def test_the_console_script_is_main():
