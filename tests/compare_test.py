@@ -138,7 +138,7 @@ def test_a_case_that_turned_red_is_worse_whatever_its_times():
 
 def test_another_clock_or_limit_is_not_compared():
     host = compared.compare([CASE], [replace(CASE, clock="host")])
-    assert {change.unit for change in host.changes} == {"bytes"}
+    assert {change.unit for change in host.changes} == {"memory"}
     assert host.apart[0][1] == "timed on the graph clock in OLD, on the host clock in NEW"
     assert "share of copy" not in outcomes(replace(CASE, limit="read"))
     assert "share of read" not in outcomes(replace(CASE, limit="read"))

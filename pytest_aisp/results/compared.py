@@ -61,7 +61,7 @@ class Change:
     Attributes:
         metric: ``speedup``, ``baseline time``, ``share of copy``, ``memory, optimized``, ...
         better: which direction is.
-        unit: ``x``, ``s``, ``share``, ``bytes``, ``launches``.
+        unit: ``x``, ``s``, ``share``, or the goal whose unit it is.
         noise: the relative change that is none; None for what is counted.
     """
 
@@ -233,11 +233,10 @@ def _timed(
 def _counted(old: Measured, new: Measured) -> Iterator[Change]:
     for name, goal in GOALS.items():
         before, after = old.goals.get(name, {}), new.goals.get(name, {})
-        unit = "bytes" if name == "memory" else name
         for side in ("baseline", "optimized"):
             if side not in before or side not in after:
                 continue
             was, is_ = before[side], after[side]
             grew, shrank = goal.grew(was, is_), goal.grew(is_, was)
             outcome: Outcome = "worse" if grew else "better" if shrank else "same"
-            yield Change(new, f"{name}, {side}", "lower", unit, was, is_, None, outcome)
+            yield Change(new, f"{name}, {side}", "lower", name, was, is_, None, outcome)

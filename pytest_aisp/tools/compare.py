@@ -16,7 +16,7 @@ from typing import Any
 from ..common.answers import Answer, Unanswerable, columns
 from ..results import compared, runs, sheets, store
 from ..results.compared import Change, Comparison, Measured, Turned
-from ..results.remarks import amount
+from ..results.goals import GOALS
 from ..results.row import duration
 
 FORMS = ("text", "markdown", "json")
@@ -222,8 +222,8 @@ def _changed(change: Change) -> tuple[str, ...]:
 def _amount(unit: str, value: float) -> str:
     if unit == "s":
         return duration(value)
-    if unit == "bytes":
-        return amount(value)
+    if unit in GOALS:
+        return GOALS[unit].unit(value)
     return {"x": sheets.times_text(value), "share": f"{value:.0%}"}.get(unit, f"{value:g}")
 
 
