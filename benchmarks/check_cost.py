@@ -1,7 +1,7 @@
 """Where the seconds of cases go, from the artifacts of a run.
 
     pytest suites/ch01 --aisp-artifacts=DIR
-    python benchmarks/check_cost.py DIR/results.jsonl
+    python benchmarks/check_cost.py DIR
 
 Prints the median seconds and share of each phase, and the share of what only guards against
 mistakes and lies: the phases that a measurement would have without them are left out of it.
@@ -9,12 +9,13 @@ mistakes and lies: the phases that a measurement would have without them are lef
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from pytest_aisp.results import runs
 
 GUARDS = ("verify", "repeats", "clocks", "controls")
 """Phases that find lies; `check` and `reference` prove results, `time` and `build` measure."""
@@ -31,7 +32,10 @@ def phases(row: dict[str, Any]) -> dict[str, float]:
 
 
 def main(path: Path) -> None:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    try:
+        rows = list(runs.load(path).rows())
+    except runs.RunError as error:
+        sys.exit(str(error))
     cases = [phases(row) for row in rows if row["timings"]]
     if not cases:
         sys.exit(f"{path}: no case of it was timed")

@@ -1,18 +1,17 @@
 """Draw a roofline: what each case reaches of what this machine's memory and arithmetic allow.
 
-    python benchmarks/roofline.py baselines/nvidia-h200/peaks.json results.jsonl OUT.svg
+    python benchmarks/roofline.py baselines/nvidia-h200/peaks.json DIR OUT.svg
 
-`results.jsonl` is what `pytest --aisp-artifacts=DIR` writes. A case whose work has FLOPs and bytes
+DIR is what `pytest --aisp-artifacts=DIR` writes. A case whose work has FLOPs and bytes
 is a column at FLOP/byte, its baseline hollow and its variants filled, in FLOP/s of the declared
 work: an optimization that moves fewer bytes for the same work climbs and does not wander right.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -20,6 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from pytest_aisp.bench.peaks import Peaks, load
+from pytest_aisp.results import runs
 from pytest_aisp.results.row import duration, ratio
 from pytest_aisp.tools import svg
 from pytest_aisp.tools.svg import GRAY, GRID, INK
@@ -60,11 +60,11 @@ class Column:
         return [self.flops / seconds for seconds in self.seconds.values()]
 
 
-def columns(rows: Iterable[dict[str, Any]]) -> list[Column]:
+def columns(rows: Iterable[Mapping[str, Any]]) -> list[Column]:
     """Return the cases that have FLOPs and bytes, in the order of intensity."""
     found: dict[tuple[str, str, str], Column] = {}
     for row in rows:
-        work = row["timings"][0]["work"]
+        work = row["work"]
         moved, flops = work["read"] + work["write"], sum(work["flops"].values())
         if moved and flops:
             name = row["function"].removeprefix("test_")
@@ -267,10 +267,13 @@ def _entry(number: int, case: Column) -> list[tuple[int, str]]:
 def main(arguments: Sequence[str]) -> None:
     """Read peaks and rows, write the SVG."""
     if len(arguments) != 3:
-        sys.exit("usage: python benchmarks/roofline.py PEAKS.json RESULTS.jsonl OUT.svg")
+        sys.exit("usage: python benchmarks/roofline.py PEAKS.json DIR OUT.svg")
     peaks = load(arguments[0])
-    rows = [json.loads(line) for line in Path(arguments[1]).read_text().splitlines() if line]
-    timed = [row for row in rows if row["timings"] and row["verdict"] not in UNUSABLE]
+    try:
+        rows = runs.load(arguments[1]).lines
+    except runs.RunError as error:
+        sys.exit(str(error))
+    timed = [row for row in rows if row["work"] and row["verdict"] not in UNUSABLE]
     mine = [row for row in timed if row["product"] == peaks.product]
     cases = columns(mine)
     if not cases or "copy" not in peaks.rates:

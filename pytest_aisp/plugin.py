@@ -15,6 +15,7 @@ from .session.stash import RECORDER, RUN, SETTINGS
 
 if TYPE_CHECKING:
     from .session.fixtures import PairUnderTest
+    from .session.recorder import Recorder
 
 INVALID_RUN = 17
 """Exit code of a run of which no verdict counts: its environment moved, or its canary failed."""
@@ -187,17 +188,28 @@ def pytest_report_header(config: pytest.Config) -> list[str] | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.exitstatus == pytest.ExitCode.INTERRUPTED:
-        return  # a part of the suite says nothing of the whole
-    if session.config.stash.get(RUN, None) is not None:
-        from .session.sessions import canary
-
-        canary(session.config)
     recorder = session.config.stash.get(RECORDER, None)
-    if recorder is not None and recorder.why_invalid():
-        session.exitstatus = INVALID_RUN
-    elif recorder is not None and recorder.errors and session.exitstatus == pytest.ExitCode.OK:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    # A part of the suite says nothing of the whole.
+    if session.exitstatus != pytest.ExitCode.INTERRUPTED:
+        if session.config.stash.get(RUN, None) is not None:
+            from .session.sessions import canary
+
+            canary(session.config)
+        session.exitstatus = _exit_code(session, recorder)
+    if recorder is not None:
+        recorder.finish(session.exitstatus)
+        session.exitstatus = _exit_code(session, recorder)
+
+
+def _exit_code(session: pytest.Session, recorder: Recorder | None) -> int:
+    """Return pytest's exit code, or another where the run or what it wrote is not sound."""
+    code = session.exitstatus
+    if recorder is None or code == pytest.ExitCode.INTERRUPTED:
+        return code
+    if recorder.why_invalid():
+        return INVALID_RUN
+    lacking = recorder.errors and code == pytest.ExitCode.OK
+    return pytest.ExitCode.TESTS_FAILED if lacking else code
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

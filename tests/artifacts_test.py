@@ -9,6 +9,7 @@ import pytest
 
 from pytest_aisp.results import store
 from pytest_aisp.results.artifacts import Artifacts
+from pytest_aisp.results.row import Row
 
 HEALTHY = ("first", "middle", "zenith")
 CASE = "ch99/{}_test.py::test_doubling[doubled-n1001]"
@@ -44,7 +45,9 @@ def test_a_full_disk_ends_no_run_and_what_is_lacking_is_said_once(page, gpu, pyt
         [
             "=* aisp =*",
             *(_refused() if options is update else []),
-            "NOT STORED: kept/results.jsonl lacks 2 of 3 results: [[]Errno 27] File too large",
+            "NOT STORED: kept/samples lacks 2 of 3 results: [[]Errno 27] File too large",
+            "kept/results.jsonl lacks 2 of 3 results: [[]Errno 27] File too large",
+            "kept/results.json is not written: [[]Errno 27] File too large",
             "    Free space in kept, then run the same command again.",
             "=* 3 new in *",
         ]
@@ -70,17 +73,29 @@ def _refused():
     )
 
 
+def row(case="test_f[v]", **size):
+    """Return the row of a case that was timed once."""
+    names = {"nodeid": f"ch99/a_test.py::{case}", "key": f"a_test.py::{case}"}
+    names |= {"file": "baselines/simulated-gpu/ch99.json", "page": "ch99/a_test.py"}
+    case = Row(**names, function="test_f", variant="v", size=size, bound="dram")
+    case.timings.append({"value": 0.5})
+    return case.to_json()
+
+
 def test_a_line_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     artifacts = Artifacts(tmp_path / "made")
-    artifacts.add({"n": 1})
+    artifacts.add(row(n=1))
     target, real = artifacts.path, artifacts.path
     real.rename(tmp_path / "rows")
     os.symlink("/dev/full", target)
-    artifacts.add({"n": 2})
+    artifacts.add(row(n=2))
     target.unlink()
     (tmp_path / "rows").rename(real)
-    artifacts.add({"n": 3})
-    assert real.read_text() == '{"n": 1}\n{"n": 3}\n'
+    artifacts.add(row(n=3))
+    assert [json.loads(line)["size"] for line in real.read_text().splitlines()] == [
+        {"n": 1},
+        {"n": 3},
+    ]
     assert artifacts.error == (
         f"{real} lacks 1 of 3 results: [Errno 28] No space left on device\n"
         f"    Free space in {real.parent}, then run the same command again."
@@ -89,7 +104,7 @@ def test_a_line_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 def test_without_a_fault_nothing_is_lacking(tmp_path):
     artifacts = Artifacts(tmp_path)
-    artifacts.add({"n": 1})
+    artifacts.add(row(n=1))
     assert artifacts.error is None
 
 
@@ -129,11 +144,11 @@ def test_the_other_lines_are_replayed_and_the_torn_one_is_said(page, gpu, pytest
         page(name=f"{name}_test.py")
     pytester.runpytest_subprocess("--aisp-artifacts=kept")
     rows = (pytester.path / "kept" / "results.jsonl").read_text()
-    (pytester.path / "torn.jsonl").write_text(rows[:-99])
-    result = pytester.runpytest_subprocess("--aisp-replay=torn.jsonl")
+    (pytester.path / "kept" / "torn.jsonl").write_text(rows[:-99])
+    result = pytester.runpytest_subprocess("--aisp-replay=kept/torn.jsonl")
     case = CASE.format("second").replace("[", "[[]")
     says = f"its last line, of {case}, is half written and was left out"
-    result.stdout.fnmatch_lines([f"aisp: --aisp-replay=torn.jsonl: {says}"])
+    result.stdout.fnmatch_lines([f"aisp: --aisp-replay=kept/torn.jsonl: {says}"])
     name = "test_doubling[[]doubled] at {'n': 1001}"
     result.stdout.fnmatch_lines([f"E *AssertionError: the recording holds no {name}; {says}"])
     result.stdout.fnmatch_lines(["first *new", "second *fail", "=* 1 failed, 1 new in *"])
@@ -144,5 +159,7 @@ def test_a_broken_line_before_the_last_or_nothing_else_is_refused(page, pytester
     page()
     (pytester.path / "torn.jsonl").write_text(text)
     result = pytester.runpytest_inprocess("--aisp-replay=torn.jsonl")
-    result.stderr.fnmatch_lines(["ERROR: --aisp-replay=torn.jsonl: not the results.jsonl of a *"])
+    result.stderr.fnmatch_lines(
+        ["ERROR: --aisp-replay=torn.jsonl: no run to judge again: torn.jsonl: was not *"]
+    )
     assert result.ret == pytest.ExitCode.USAGE_ERROR

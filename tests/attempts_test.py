@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from pytest_aisp.proof import witness
+from pytest_aisp.results import runs
 
 CASE = "ch99/doubling_test.py::test_doubling[[]doubled-n1001[]]"
 TIMES = {"added": 2e-5, "doubled": 1e-5}
@@ -21,8 +21,7 @@ def append(pytester, text):
 
 
 def rows(pytester):
-    lines = (pytester.path / "kept" / "results.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return list(runs.load(pytester.path / "kept").rows())
 
 
 # Votes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import textwrap
 from types import SimpleNamespace
 from unittest import mock
@@ -19,6 +18,7 @@ from pytest_aisp.kernels.build import LaunchError
 from pytest_aisp.kernels.launches import Launch, Launches, recorded
 from pytest_aisp.pages.pair import Pair, Variant, Work
 from pytest_aisp.pages.skus import GPU_ARCHS, LIMITS
+from pytest_aisp.results import runs
 from pytest_aisp.results.row import Row
 from pytest_aisp.session import report
 
@@ -172,9 +172,7 @@ def test_every_kernel_of_both_kinds_is_assembled_at_its_real_meta_parameters(wri
         assert line in output
     assert "sm121 big_kernel (M=128" not in output
     assert result.ret == 0
-    rows = [
-        json.loads(ln) for ln in (pytester.path / "kept/results.jsonl").read_text().splitlines()
-    ]
+    rows = list(runs.load(pytester.path / "kept").rows())
     built = [b for row in rows for check in row["checks"] for b in check["assembled"]]
     assert {row["verdict"] for row in rows} == {"compiled"}
     assert {b["arch"] for b in built} == {"sm90", "sm121"}
@@ -528,7 +526,7 @@ def test_an_audit_says_what_kernels_use_on_this_gpu(write, gpu, pytester):
     out = pytester.path / "out"
     result = pytester.runpytest_subprocess("--aisp-audit", "-vv", f"--aisp-artifacts={out}")
     result.stdout.fnmatch_lines(["*sm90 doubling_kernel (BLOCK=1024*registers, 0 B spilled*"])
-    [row] = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    [row] = runs.load(out).rows()
     [built] = row["timings"][0]["assembled"]
     assert built["kernel"] == "doubling_kernel"
     assert "assembled" not in row["checks"][0]

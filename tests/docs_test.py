@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +14,11 @@ from types import SimpleNamespace
 import catalogues
 import pytest
 import typer
-from made_runs import laid, made
 
 from pytest_aisp import plugin
 from pytest_aisp.commands import cli
 from pytest_aisp.results import tables
-from pytest_aisp.tools import catalogue
+from pytest_aisp.tools import catalogue, pytest_runs
 
 ROOT = Path(__file__).parents[1]
 SHOWN = re.compile(r"^(?:\$ )?(aisp .*?)(?: *#.*)?$", re.MULTILINE)
@@ -98,6 +97,19 @@ def test_every_command_spoken_of_exists_with_its_options(document):
         assert named - {"--"} <= legal, words
 
 
+def commit_twice(folder):
+    """Commit what is stored in `folder`, and then nothing more; the first is what others have."""
+    git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (
+        ["init", "-q"],
+        ["add", "baselines"],
+        ["commit", "-qm", "stored"],
+        ["update-ref", "refs/remotes/origin/main", "HEAD"],
+        ["commit", "-qm", "none", "--allow-empty"],
+    ):
+        subprocess.run([*git, *words], check=True)
+
+
 @pytest.mark.parametrize(
     "line", [x for x in LINES if x[0] not in NEED_GPUS | {"bottleneck"}], ids=" ".join
 )
@@ -108,12 +120,15 @@ def test_every_command_line_that_needs_no_gpu_runs(line, tmp_path, monkeypatch, 
     found = catalogues.catalogue(tmp_path, cases)
     catalogues.stored(tmp_path, {cases[1]["key"]: catalogues.result(2.0)}, chapter="ch10")
     (tmp_path / "suites").mkdir()
-    for folder in ("out", "mon", "tue"):
-        laid(tmp_path / folder, made(3))
-    (tmp_path / "out" / "results.jsonl").write_text(json.dumps(cases[0]))
+    again = {"kept_test.py::test_doubling[doubled-n1001]": catalogues.result(2.0)}
+    catalogues.stored(tmp_path, again, product="simulated-gpu")  # what the run has measured
+    for folder in ("out", "mon", "tue", "artifacts/latest"):
+        shutil.copytree(ROOT / "tests/data/run", tmp_path / folder)
+    commit_twice(tmp_path)
+    shutil.rmtree(tmp_path / "baselines/simulated-gpu")  # of two products none is the one meant
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(catalogue, "collect", lambda targets=None, *, tell: found)
-    monkeypatch.setattr(subprocess, "Popen", lambda command: SimpleNamespace(wait=lambda: 0))
+    monkeypatch.setattr(pytest_runs, "Popen", lambda command: SimpleNamespace(wait=lambda: 0))
     code = cli.main(list(line))
     said = capsys.readouterr()
     assert (code, said.err) == (1 if " HARMS " in f" {said.out}" else 0, "")

@@ -45,10 +45,10 @@ def test_a_check_on_a_cpu_writes_traces_tables_and_differences(page, pytester):
     [row] = rows_of(pytester.path / "out")
     assert row["verdict"] == "checked"
     linked = row["profile"]
-    assert (linked["tool"], linked["folder"]) == ("torch", f"out/profile/{NAME}")
+    assert (linked["tool"], linked["folder"]) == ("torch", f"profile/{NAME}")
     assert "aten::mul" in linked["differences"]["new"]
     assert linked["differences"]["gone"] == {"aten::add": 1.0}
-    folder = pytester.path / linked["folder"]
+    folder = pytester.path / "out" / linked["folder"]
     named = [name for names in linked["files"].values() for name in names]
     assert sorted(named) == sorted(file.name for file in folder.iterdir())
     for role, operator in (("baseline", "aten::add"), ("optimized", "aten::mul")):
@@ -92,7 +92,7 @@ def test_what_was_timed_is_profiled_at_that_size_be_it_green_or_red(
         if row["verdict"] == "wrong":  # it may fail under a profiler, too
             assert row["profile"] == {}
             continue
-        trace = pytester.path / row["profile"]["folder"] / "baseline.trace.json"
+        trace = pytester.path / "out" / row["profile"]["folder"] / "baseline.trace.json"
         events = json.loads(trace.read_text())["traceEvents"]
         assert any([1001] in e.get("args", {}).get("Input Dims", []) for e in events)
 
@@ -536,7 +536,7 @@ def test_of_several_ranks_the_first_writes_what_it_saw(page, pytester):
     assert result.ret == 0
     [row] = rows_of(pytester.path / "out")
     assert row["remarks"] == []
-    trace = pytester.path / row["profile"]["folder"] / "baseline.trace.json"
+    trace = pytester.path / "out" / row["profile"]["folder"] / "baseline.trace.json"
     found = json.loads(trace.read_text())
     assert found["distributedInfo"]["rank"] == 0
     assert any("allreduce" in str(event.get("name")) for event in found["traceEvents"])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
+from pytest_aisp.results import runs
+from pytest_aisp.results.artifacts import Artifacts
 from pytest_aisp.results.remarks import amount, graphs, launch_bound, launch_bound_words, memory
 
 MIB = 1 << 20
@@ -104,11 +104,13 @@ def measured(page, gpu, pytester):
     pytester.runpytest_subprocess("--aisp-artifacts=seen")
 
     def run(*options, **details):
-        file = pytester.path / "seen" / "results.jsonl"
-        row = json.loads(file.read_text())
+        seen = runs.load(pytester.path / "seen")
+        [row] = seen.rows()
         row["timings"][0]["details"] |= details
         row["timings"][0] |= {"baseline": [2e-5], "optimized": [1e-5]}
-        file.write_text(json.dumps(row) + "\n")
+        again = Artifacts(seen.path)
+        again.start(seen.manifest)
+        again.add(row)
         result = pytester.runpytest_subprocess("--aisp-replay=seen", *options)
         assert result.ret == 0
         return result.stdout
@@ -120,7 +122,7 @@ def test_what_must_not_be_silent_is_shown_without_vv_and_kept(measured, pytester
     shown = measured("--aisp-artifacts=kept", **DETAILS)
     shown.fnmatch_lines([BOUND, TRADED])
     shown.no_fnmatch_line("*'s graph: *")
-    row = json.loads((pytester.path / "kept" / "results.jsonl").read_text())
+    [row] = runs.load(pytester.path / "kept").rows()
     assert row["launch_bound"] == {"added": pytest.approx(3.1)}
     assert len(row["remarks"]) == 2
     assert "added's graph: 3 kernels, 1 memset a call" in row["notes"]

@@ -7,7 +7,9 @@ import hashlib
 import json
 import math
 import re
+import shutil
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from made_runs import case, laid, made, timing
@@ -298,7 +300,6 @@ def test_the_command_says_where_the_report_is(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (None, "[Errno 2] No such file or directory: *"),
         ("{", "Expecting property name *"),
         ("[]", "it lists no cases"),
         ('{"cases": []}', "its schema is None, understood is 1"),
@@ -306,8 +307,7 @@ def test_the_command_says_where_the_report_is(tmp_path, capsys):
     ],
 )
 def test_what_is_no_run_is_refused(tmp_path, text, why, capsys):
-    if text is not None:
-        (tmp_path / "results.json").write_text(text)
+    (tmp_path / "results.json").write_text(text)
     assert cli.main(["report", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     found = re.match(
@@ -317,6 +317,17 @@ def test_what_is_no_run_is_refused(tmp_path, text, why, capsys):
     assert found[2] == (
         "Give the folder that a run wrote:\n    pytest --aisp-artifacts=DIR <paths>\n"
     )
+
+
+def test_a_killed_run_is_read_from_its_journal(tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(Path(__file__).parent / "data" / "run", folder)
+    (folder / "results.json").unlink()
+    assert len(Run.read(folder).cases) == 6
+    assert cli.main(["report", str(folder)]) == 0
+    assert (folder / "results.json").exists()
+    with pytest.raises(Unanswerable, match="nosuch"):
+        Run.read(tmp_path / "nosuch")
 
 
 def test_a_report_that_cannot_be_written_says_how_to_name_another(tmp_path):

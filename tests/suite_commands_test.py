@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,8 +12,9 @@ from catalogues import case, catalogue
 
 from pytest_aisp.bench import nsight
 from pytest_aisp.commands import cli, several
+from pytest_aisp.results import published
 from pytest_aisp.tools import catalogue as catalogues
-from pytest_aisp.tools import runs
+from pytest_aisp.tools import pytest_runs
 
 PAGE = "suites/ch10/gemm_test.py"
 
@@ -36,7 +36,7 @@ def ran(tmp_path, monkeypatch):
         def wait(self):
             return next(self.codes, 0)
 
-    monkeypatch.setattr(subprocess, "Popen", Ended)
+    monkeypatch.setattr(pytest_runs, "Popen", Ended)
     monkeypatch.setattr(ran_codes := Ended, "codes", iter(()))
     return ran, ran_codes
 
@@ -85,7 +85,7 @@ def test_a_full_profile_is_a_run_for_each_profiler_that_is_installed(ran, monkey
         f"$ python -m pytest --aisp-profile=torch --aisp-artifacts=out -x {PAGE}",
         f"$ python -m pytest --aisp-profile=ncu --aisp-artifacts=out/ncu -x {PAGE}",
     ]
-    assert runs.measuring(["p"], "full", None, []) == [
+    assert pytest_runs.measuring(["p"], "full", None, []) == [
         *(["--aisp-profile=torch", "p"], ["--aisp-profile=ncu", "p"])
     ]
 
@@ -151,13 +151,21 @@ def test_an_interrupt_waits_for_pytest_to_close_its_run(ran, monkeypatch):
     assert cli.main(["bench", "run"]) == 2
 
 
+def line(row):
+    """Return a line of a journal."""
+    return (
+        json.dumps({**row, "schema": published.SCHEMA, "file": "", "page": "", "samples": None})
+        + "\n"
+    )
+
+
 @pytest.fixture
 def recorded(tmp_path):
     """A folder of artifacts with a row of each page."""
     rows = [case("ch10:gemm"), case("ch07:scan", "a/../b")]
     folder = tmp_path / "out"
     folder.mkdir()
-    (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "results.jsonl").write_text("".join(map(line, rows)))
     return folder
 
 
@@ -179,11 +187,10 @@ def test_replay_names_what_was_recorded_and_nothing_else(ran, recorded, tmp_path
 
 def test_a_folder_without_a_recording_is_refused(ran, recorded, tmp_path, capsys):
     assert cli.main(["replay", "nowhere"]) == 2
-    first, last = capsys.readouterr().err.splitlines()
-    assert first.startswith("--aisp-replay=nowhere: not the results.jsonl of a run with --aisp-art")
-    assert last == "    pytest --aisp-artifacts=nowhere"
-    rows = json.dumps(case("ch10:gemm")) + "\n"
-    (recorded / "results.jsonl").write_text(rows)
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("--aisp-replay=nowhere: no run to judge again: ")
+    assert last.startswith("    pytest --aisp-artifacts")
+    (recorded / "results.jsonl").write_text(line(case("ch10:gemm")))
     assert cli.main(["replay", "out", "--targets", "ch07"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "out holds no case of what was asked for",
@@ -195,8 +202,8 @@ def test_a_folder_without_a_recording_is_refused(ran, recorded, tmp_path, capsys
 def test_pytest_is_really_run_and_its_exit_code_returned(tmp_path, capfd):
     (tmp_path / "red_test.py").write_text("def test_red():\n    assert 1 == 2\n")
     command = ["-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", str(tmp_path)]
-    assert runs.run(command, lambda text: print(text, flush=True)) == 1
+    assert pytest_runs.run(command, lambda text: print(text, flush=True)) == 1
     lines = capfd.readouterr().out.splitlines()
     assert lines[0] == f"$ python -m pytest -q -p no:cacheprovider --rootdir={tmp_path} {tmp_path}"
     assert lines[-1].startswith("1 failed")
-    assert Path(runs.shown(["a b"]).split("'")[1]).name == "a b"
+    assert Path(pytest_runs.shown(["a b"]).split("'")[1]).name == "a b"

@@ -1,13 +1,14 @@
-"""Judge a recorded run again: the samples of `results.jsonl` answer in the bench's place."""
+"""Judge a recorded run again: the samples of its artifacts answer in the bench's place."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from ..common.device import Machine
+from ..results import runs, samples
 from ..results.messages import Reply, Task
 
 
@@ -23,21 +24,23 @@ class Recording:
 
     Attributes:
         dropped: what was left out because its writer died before its line was whole, or empty.
+        machine: where it was recorded, so that it is judged as that; None where nobody says.
 
     Raises:
         RecordingError: for a file that cannot be read as one.
     """
 
     def __init__(self, path: Path) -> None:
-        file = path / "results.jsonl" if path.is_dir() else path
+        folder = runs.folder_of(path)
+        file = folder / runs.JOURNAL if folder.is_dir() else path
         try:
-            rows, self.dropped = _rows(file.read_text())
-            self.rows: dict[str, Any] = {row["key"]: row for row in rows}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RecordingError(
-                f"--aisp-replay={path}: not the results.jsonl of a run with --aisp-artifacts"
-                f" ({error})"
-            ) from None
+            lines, lost = runs.journal(file)
+            known = (file.parent / runs.MANIFEST).exists()
+            self.machine = _machine(runs.manifest(file.parent)["machine"]) if known else None
+        except runs.RunError as error:
+            raise RecordingError(f"--aisp-replay={path}: no run to judge again: {error}") from None
+        self._folder, self.dropped = file.parent, "; ".join(lost)
+        self.rows: dict[str, Any] = {line["key"]: line for line in lines}
         self._asked: dict[str, int] = {}
 
     def ask(self, task: Task, seconds: float, progress: Callable[[str], None]) -> Reply:
@@ -51,11 +54,15 @@ class Recording:
         if task.kind == "facts":
             return Reply(result=row["environment"])
         kind = "checks" if task.kind in ("check", "count") else "timings"
+        try:
+            answers = samples.read(self._folder, row["samples"])[kind]
+        except samples.SamplesError as error:
+            return Reply(error="page", message=f"the recording cannot be judged again: {error}")
         number = self._asked.get(f"{row['key']}{kind}", 0)
         self._asked[f"{row['key']}{kind}"] = number + 1
-        if number >= len(row[kind]):
+        if number >= len(answers):
             return Reply(error="page", message=f"the recording holds {number} {kind} of it")
-        return Reply(result=row[kind][number])
+        return Reply(result=answers[number])
 
     @staticmethod
     def _is(row: dict[str, Any], task: Task) -> bool:
@@ -70,15 +77,6 @@ class Recording:
         """Nothing to release."""
 
 
-def _rows(text: str) -> tuple[list[Any], str]:
-    """Return the rows, and which one is left out: a last line that nobody finished."""
-    *lines, last = text.split("\n")
-    rows = [json.loads(line) for line in lines]
-    try:
-        return rows + ([json.loads(last)] if last else []), ""
-    except ValueError:
-        if not rows:
-            raise
-    case = re.search(r'"nodeid": "([^"]*)"', last)
-    of = f", of {case[1]}," if case else ""
-    return rows, f"its last line{of} is half written and was left out"
+def _machine(plain: Mapping[str, Any]) -> Machine:
+    known = {f.name: plain[f.name] for f in fields(Machine)}
+    return Machine(**{**known, "gpus": tuple(plain["gpus"])})

@@ -1,7 +1,8 @@
-"""`aisp roofline | expectations | prune`: what the stored results say, and which are left over."""
+"""`aisp roofline | expectations | prune | compare`: what stored results and runs say."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,6 +21,7 @@ def add_to(app: typer.Typer) -> None:
     app.command(cls=Several)(roofline)
     app.command()(expectations)
     app.command()(prune)
+    app.command()(compare)
 
 
 def roofline(targets: Targets = None, product: Product = None, as_json: Json = False) -> None:
@@ -66,3 +68,16 @@ def prune(
     with telling() as tell:
         found = catalogue.collect(tell=tell)
     finish(prune.answer(found, product, yes=yes))
+
+
+def compare(
+    old: Annotated[str, typer.Argument(help="a run's folder, one of stored results, or a commit")],
+    new: Annotated[str, typer.Argument(help="likewise")],
+    form: Annotated[
+        str, typer.Option("--format", metavar="text|markdown|json", help="how it is printed")
+    ] = "text",
+) -> None:
+    """Compare two runs, or the stored results of two commits: every metric, the worst first."""
+    from ..tools import compare
+
+    finish(compare.answer(old, new, form=form, root=Path.cwd()))

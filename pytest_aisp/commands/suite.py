@@ -61,11 +61,11 @@ def run(
 
     The command is shown first; what stands behind -- goes to pytest.
     """
-    from ..tools import runs
+    from ..tools import pytest_runs
 
-    wanted = parsed("--profile", runs.profile_of, profile)
-    commands = runs.measuring(_paths(targets), wanted, artifacts_dir, rest(ctx))
-    raise typer.Exit(runs.worst(commands, say))
+    wanted = parsed("--profile", pytest_runs.profile_of, profile)
+    commands = pytest_runs.measuring(_paths(targets), wanted, artifacts_dir, rest(ctx))
+    raise typer.Exit(pytest_runs.worst(commands, say))
 
 
 def verify(ctx: typer.Context, targets: Targets = None) -> None:
@@ -73,9 +73,9 @@ def verify(ctx: typer.Context, targets: Targets = None) -> None:
 
     What stands behind -- goes to pytest.
     """
-    from ..tools import runs
+    from ..tools import pytest_runs
 
-    raise typer.Exit(runs.worst(runs.verifying(_paths(targets), rest(ctx)), say))
+    raise typer.Exit(pytest_runs.worst(pytest_runs.verifying(_paths(targets), rest(ctx)), say))
 
 
 def replay(
@@ -87,11 +87,13 @@ def replay(
 
     What stands behind -- goes to pytest.
     """
-    from ..tools import runs
+    from ..tools import pytest_runs
 
     found = _named(targets)
     pages = found.chosen(targets) if targets else ()
-    raise typer.Exit(runs.run(runs.replaying(folder, found.root, pages, rest(ctx)), say))
+    raise typer.Exit(
+        pytest_runs.run(pytest_runs.replaying(folder, found.root, pages, rest(ctx)), say)
+    )
 
 
 def report(

@@ -120,6 +120,21 @@ def _gpu_machine() -> Machine | None:
     return Machine(arch, product_of(name), name, uuids, versions, facts)
 
 
+def clocks() -> dict[str, int | None]:
+    """Return the MHz of SM and memory of the first visible GPU, and their maxima; or nothing."""
+    nvml = _nvml()
+    handle = next((h for h in _handles(nvml) if _visible(nvml, h)), None) if nvml else None
+    if nvml is None or handle is None:
+        return {}
+    domains = {"sm": nvml.NVML_CLOCK_SM, "memory": nvml.NVML_CLOCK_MEM}
+    now = {f"{d}_mhz": _asked(nvml.nvmlDeviceGetClockInfo, handle, c) for d, c in domains.items()}
+    most = {
+        f"{d}_max_mhz": _asked(nvml.nvmlDeviceGetMaxClockInfo, handle, c)
+        for d, c in domains.items()
+    }
+    return {**now, **most}
+
+
 def _gpu_facts(nvml: Any, handle: Any) -> Mapping[str, Any]:
     limit = _asked(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
     mode = _asked(nvml.nvmlDeviceGetMigMode, handle)  # now, and after the next reset

@@ -157,6 +157,15 @@ class Pair:
         claims = self.at_least if variant.at_least is None else variant.at_least
         return claims.get(arch, 1.0) if isinstance(claims, Mapping) else claims
 
+    def origin(self, variant: Variant, arch: str) -> str:
+        """Return in words where `claim` is written."""
+        claims = self.at_least if variant.at_least is None else variant.at_least
+        where = "on the page" if variant.at_least is None else f"of {variant.name} on the page"
+        if not isinstance(claims, Mapping):
+            return f"at_least {where}"
+        said = f"at_least[{arch!r}] {where}"
+        return said if arch in claims else f"1.0, for there is no {said}"
+
     @property
     def as_called(self) -> bool:
         """Whether the launch is the point, so that the harness must never capture a side."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.answers import Unanswerable
+from ..results import runs
 
 SCHEMA = 1
 """The newest `results.json` that is understood."""
@@ -38,7 +39,14 @@ class Run:
         Raises:
             Unanswerable: where there is none that can be read.
         """
+        folder = runs.folder_of(folder)
         path = folder / "results.json" if folder.is_dir() else folder
+        if not path.exists():  # a killed run has its journal alone
+            try:
+                loaded = runs.load(folder)
+            except runs.RunError as error:
+                raise Unanswerable(str(error)) from None
+            return cls.of(loaded.plain(), loaded.path)
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

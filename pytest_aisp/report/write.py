@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..common.answers import Answer, Unanswerable
+from ..results import runs
+from ..results.artifacts import REPORT, WRITTEN, publish
 from . import head, table
 from .data import report_data
 from .run import Run
@@ -66,8 +68,10 @@ def answer(
         Unanswerable: where a folder holds no run, or the report cannot be written.
     """
     run, before = Run.read(folder), [Run.read(one) for one in history]
-    path = out or (run.folder or folder) / "report.html"
+    path = out or (run.folder or folder) / REPORT
     try:
+        if run.folder and not (run.folder / WRITTEN[0]).exists():  # a killed run
+            publish(runs.load(run.folder))
         write(run, path, before, pages_root)
     except OSError as error:
         raise Unanswerable(

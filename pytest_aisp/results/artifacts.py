@@ -1,22 +1,33 @@
-"""`results.jsonl`: the row of every finished case, a line each, whole lines only.
+"""What a run leaves behind in a folder, written as its cases finish.
 
-Beside it `canaries.jsonl`, what became of each process's canary.
+`results.jsonl`: the row of every finished case, a line each, whole lines only; its samples in a
+file of their own (`samples`). `canaries.jsonl`: what became of each process's canary.
+`manifest.json`: what runs, at the start; how it ended, at the end. Then `results.json`, `.md` and
+`.csv`: all of that, to be read by others.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from . import runs, samples, sheets
+from .published import SCHEMA, below
+
+WRITTEN = ("results.json", "results.md", "results.csv")
+REPORT = "report.html"
 
 
 class Artifacts:
     """The folder of a run's results and samples; a new run starts it anew.
 
     Attributes:
+        folder: the folder.
         path: the file of rows.
         canaries: the file of canaries.
 
@@ -25,39 +36,139 @@ class Artifacts:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path, self.canaries = folder / "results.jsonl", folder / "canaries.jsonl"
+        self.folder = folder
+        self.path, self.canaries = folder / runs.JOURNAL, folder / runs.CANARIES
         self._given: dict[Path, int] = {}
         self._lost: dict[Path, list[str]] = {}
+        self._manifest: dict[str, Any] = {}
         folder.mkdir(parents=True, exist_ok=True)
         self.path.write_text("")
-        self.canaries.unlink(missing_ok=True)
+        for name in (runs.CANARIES, runs.MANIFEST, *WRITTEN):
+            (folder / name).unlink(missing_ok=True)
+        samples.clear(folder)
+
+    def start(self, manifest: Mapping[str, Any]) -> None:
+        """Write what runs. Raises OSError where that cannot be written."""
+        unended: dict[str, Any] = {"ended": None, "complete": False, "exit_code": None}
+        unended |= {"invalid": [], "not_written": [], "no_verdict": [], "verdicts": {}}
+        self._manifest = {"schema": SCHEMA, **manifest, **unended}
+        self._write_manifest()
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Append a row; where the disk refuses it, the run goes on and `error` says so."""
-        self._write(self.path, row)
+        line, answers = samples.split(row)
+        if profile := line["profile"]:
+            profile = {**profile, "folder": below(profile["folder"], str(self.folder))}
+        number = self._given.get(self.path, 0) + 1
+        at = self._try(
+            self.folder / samples.FOLDER,
+            lambda: samples.write(self.folder, number, line["nodeid"], answers),
+        )
+        self._append(self.path, {"schema": SCHEMA, **line, "profile": profile, "samples": at})
 
     def add_canary(self, found: Mapping[str, Any]) -> None:
         """Append what became of a canary, likewise."""
-        self._write(self.canaries, found)
+        self._append(self.canaries, found)
 
-    def _write(self, path: Path, plain: Mapping[str, Any]) -> None:
+    def finish(
+        self,
+        facts: Mapping[str, Any],
+        peaks: Mapping[str, Any],
+        report: Callable[[Path], Any] | None = None,
+    ) -> None:
+        """Write how the run ended, and what others read; what the disk refuses, `error` says.
+
+        Args:
+            peaks: of the products that had cases.
+            report: writes a folder's report, once all else is there.
+        """
+        ended = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        self._manifest |= {**facts, "ended": ended, "complete": True}
+        self._manifest["peaks"] = {**self._manifest.get("peaks", {}), **peaks}
+        self._try(self.folder / runs.MANIFEST, self._write_manifest)
+        self._try(self.folder / WRITTEN[0], lambda: publish(runs.load(self.folder)))
+        if report is not None:
+            self._try(self.folder / REPORT, lambda: report(self.folder))
+
+    def _write_manifest(self) -> None:
+        text = json.dumps(self._manifest, indent=2) + "\n"
+        samples.replace(self.folder / runs.MANIFEST, text.encode())
+
+    def _append(self, path: Path, plain: Mapping[str, Any]) -> None:
+        line = json.dumps(plain).encode() + b"\n"
+        self._try(path, lambda: _append(path, line))
+
+    def _try(self, path: Path, write: Callable[[], Any]) -> Any:
+        """Return what `write` does for `path`, or None where the disk refuses."""
         self._given[path] = self._given.get(path, 0) + 1
         try:
-            _append(path, json.dumps(plain).encode() + b"\n")
-        except OSError as error:
+            return write()
+        except (OSError, runs.RunError) as error:
             self._lost.setdefault(path, []).append(str(error))
+            return None
 
     @property
     def error(self) -> str | None:
         """What the files lack, why, and what to do; or None."""
         if not self._lost:
             return None
-        lacking = [
-            f"{path} lacks {len(why)} of {self._given[path]} results: {why[0]}"
-            for path, why in self._lost.items()
-        ]
-        free = f"    Free space in {self.path.parent}, then run the same command again."
+        lacking = [self._lacking(path, why) for path, why in self._lost.items()]
+        free = f"    Free space in {self.folder}, then run the same command again."
         return "\n".join([*lacking, free])
+
+    def _lacking(self, path: Path, why: Sequence[str]) -> str:
+        if path.name in (runs.MANIFEST, *WRITTEN, REPORT):
+            return f"{path} is not written: {why[0]}"
+        return f"{path} lacks {len(why)} of {self._given[path]} results: {why[0]}"
+
+
+def publish(run: runs.Run) -> list[Path]:
+    """Write `results.json`, `.md` and `.csv` of a run, ended or killed; return their paths.
+
+    Raises:
+        OSError: where they cannot be written.
+    """
+    plain = run.plain()
+    texts = (json.dumps(plain, indent=1) + "\n", sheets.markdown(plain), sheets.csv_text(plain))
+    for name, text in zip(WRITTEN, texts, strict=True):
+        samples.replace(run.path / name, text.encode("utf-8", "backslashreplace"))
+    return [run.path / name for name in WRITTEN]
+
+
+def stamped(base: Path) -> Path:
+    """Make a folder below `base` named after this moment, point `latest` at it, and return it.
+
+    Raises:
+        OSError: where it cannot be made, or `latest` is something else than a link.
+    """
+    now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H%M%SZ")
+    latest = base / runs.LATEST
+    if latest.is_dir() and not latest.is_symlink():
+        raise OSError(f"{latest} is a folder; it has to be a link to the newest run, or absent")
+    base.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        folder = base / (now if number == 1 else f"{now}-{number}")
+        with suppress(FileExistsError):
+            folder.mkdir()
+            break
+        number += 1
+    _point(latest, folder.name)
+    return folder
+
+
+def _point(latest: Path, name: str) -> None:
+    """Replace `latest` by a link to `name`, or, on systems without links, a file that says it."""
+    temporary = latest.with_name(f".{latest.name}-{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.symlink(name, temporary, target_is_directory=True)
+    except (OSError, NotImplementedError):
+        temporary.write_text(name + "\n")
+    try:
+        os.replace(temporary, latest)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _append(path: Path, line: bytes) -> None:

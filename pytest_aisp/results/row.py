@@ -35,19 +35,24 @@ class Row:
         product, arch: the machine; `need`: why it could not be timed here, or empty.
         verdict: empty until the case is judged.
         value, low, high: ln(speedup) with its 99 % interval; None where nothing was timed.
-        seconds: time of a call by side; clock: by which clock.
+        baseline: name of the slow side.
+        seconds: time of a call by side, the baseline's first; clock: by which clock.
         share, limit: share of the machine's limit that the optimized side reaches.
         claim, stored: what it was held against.
-        spread, detectable: of one process's ln(speedup), and the smallest loss found in 99 %.
+        origins: where ``claim``, ``stored`` and ``limit`` are written.
+        work: what a call must move and compute; sources: hashes of both sides' sources.
+        spread, session: of one process's ln(speedup), and from session to session where recorded.
+        detectable: the smallest loss of ln(speedup) found in 99 %.
         votes: ln(speedup) of every fresh process asked.
         trials: ln(speedup) and verdict of each repeated A/A trial.
         reasons: what was missed, by how much, and where the limit came from.
         notes: what else there is to say; remarks: that which is shown without ``-vv``, too.
         launch_bound: by side, how many times longer a call takes without a graph, where much.
-        goals: by name, what a call of ``baseline`` and of ``optimized`` takes, where the page asks.
+        goals: by name, what a call of ``baseline`` and of ``optimized`` takes, where the page asks;
+            limits: the page's limit for it.
         profile: the profiler, its folder and files, and what it found to differ.
         recorded: what to store, when recording.
-        check, time: the bench process's replies, for the artifacts.
+        checks, timings, against: the bench process's replies, for the artifacts' samples.
     """
 
     nodeid: str
@@ -58,6 +63,7 @@ class Row:
     variant: str
     size: Mapping[str, Any]
     bound: str
+    baseline: str = ""
     product: str = ""
     arch: str = ""
     need: str = ""
@@ -71,7 +77,11 @@ class Row:
     limit: str = ""
     claim: float | str | None = None
     stored: float | None = None
+    origins: dict[str, str] = field(default_factory=dict)
+    work: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
     spread: float | None = None
+    session: float | None = None
     detectable: float | None = None
     votes: list[float] = field(default_factory=list)
     trials: list[list[Any]] = field(default_factory=list)
@@ -81,6 +91,7 @@ class Row:
     remarks: list[str] = field(default_factory=list)
     launch_bound: dict[str, float] = field(default_factory=dict)
     goals: dict[str, dict[str, float]] = field(default_factory=dict)
+    limits: dict[str, float] = field(default_factory=dict)
     profile: dict[str, Any] = field(default_factory=dict)
     recorded: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)

@@ -147,18 +147,31 @@ def load(path: Path) -> Stored:
     Raises:
         StoreError: when the file cannot be read or is not what `write` could have written.
     """
-    product = path.absolute().parent.name
     try:
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return Stored(path.absolute().parent.name)
+    except OSError as error:
+        raise _error(path, f"cannot be read: {error}", "ls -ld {path}") from error
+    except ValueError as error:
+        fault = f"was not written by pytest-aisp: {error}; restore the committed file:"
+        raise _error(path, fault, _RESTORE) from error
+    return parse(path, text)
+
+
+def parse(path: Path, text: str) -> Stored:
+    """Return what the file at `path` holds, or held once, of which `text` is the content.
+
+    Raises:
+        StoreError: when that is not what `write` could have written.
+    """
+    product = path.absolute().parent.name
+    try:
         data = json.loads(text, object_pairs_hook=_unique)
         _check_schema(path, data)
         stored = _stored(data)
-    except FileNotFoundError:
-        return Stored(product)
     except json.JSONDecodeError as error:
         raise _not_json(path, text, error) from error
-    except OSError as error:
-        raise _error(path, f"cannot be read: {error}", "ls -ld {path}") from error
     except (ValueError, RecursionError) as error:
         fault = f"was not written by pytest-aisp: {error}; restore the committed file:"
         raise _error(path, fault, _RESTORE) from error

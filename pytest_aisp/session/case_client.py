@@ -54,15 +54,19 @@ class CaseClient:
             variant=case.variant_name,
             size=dict(case.size),
             bound=case.pair.bound,
+            baseline=case.pair.baseline.__name__,
             product=product,
             arch=self.machine.arch,
             need=self.place.need,
             claim=self._claim(),
         )
+        if self.row.claim is not None:
+            self.row.origins["claim"] = case.pair.origin(case.variant, self.machine.arch)
 
     def _machine(self) -> Machine:
-        on_gpu = self.place.kind == "time" and self.place.device == "cuda"
-        return self.run.machine if on_gpu or self.run.timer is not None else cpu_machine()
+        run, on_gpu = self.run, self.place.kind == "time" and self.place.device == "cuda"
+        recorded = run.replay is not None and run.machine.arch == "cpu"  # maybe by another CPU
+        return run.machine if on_gpu or recorded or run.timer is not None else cpu_machine()
 
     def _claim(self) -> float | str | None:
         """Return the claim that is judged here; none where nothing is timed."""

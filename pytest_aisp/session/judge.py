@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -28,8 +29,8 @@ class Judge:
         """Screen and vote on what the first process measured, and give the row its verdict."""
         row, settings = self.row, self.run.settings
         gates, same_environment, has_record = self._gates(first)
+        session = row.session = self._session()
         if gates:  # a yardstick without a stored result is held against nothing
-            session = self._session()
             row.detectable = verdict.detectable(gates, row.spread or 0.0, session, row.clock)
         decision = verdict.decide(reading(first), gates, self.client.vote)
         row.votes = [vote.value for vote in decision.votes]
@@ -110,7 +111,7 @@ class Judge:
         """
         row, settings, goal = self.row, self.run.settings, GOALS[name]
         said = f"{name}: {goal.said(found, limit)}"
-        row.goals[name] = dict(found)
+        row.goals[name], row.limits[name] = dict(found), limit
         row.remarks = [r for r in row.remarks if not r.startswith(f"{name}:")]
         if settings.aa:
             return
@@ -157,7 +158,7 @@ class Judge:
         if mine.clock != row.clock:
             row.notes.append(f"the stored result was timed on the {mine.clock} clock: not compared")
             return gates, True, False
-        row.stored = mine.value
+        row.stored, row.origins["stored"] = mine.value, self._relative()
         if self.run.settings.update == "all":  # it is to be replaced: only the claim counts
             return gates, True, True
         margin = verdict.record_margin(spread, self._session(), row.clock)
@@ -200,6 +201,9 @@ class Judge:
         seconds = min(self.row.pair_seconds())
         self.row.share = peaks_module.share(limit, self.row.pair_seconds()[1])
         self.row.limit = limit.name
+        linked = self.case.gpus if limit.name in peaks_module.LINKS else 1
+        folder = self.run.settings.baselines / self.client.machine.with_count(linked)
+        self.row.origins["limit"] = self._relative(folder / "peaks.json")
         cold = self.case.pair.l2 == "cold" and self.row.clock == "graph"
         if cold and peaks_module.implausible(limit, seconds):
             self.row.verdict = "invalid"
@@ -252,11 +256,11 @@ class Judge:
             if gate.name in ("record", "improvement"):
                 self.row.reasons += self.unlike
 
-    def _relative(self) -> str:
-        try:
-            return str(self.client.path.relative_to(self.run.settings.root))
-        except ValueError:
-            return str(self.client.path)
+    def _relative(self, path: Path | None = None) -> str:
+        """Return `path`, or that of the stored result, as people write it: below the root."""
+        path = path or self.client.path
+        root = self.run.settings.root
+        return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
     def _accept(self) -> list[str]:
         if self.row.stored is None and self.row.verdict != "new":

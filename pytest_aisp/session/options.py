@@ -16,11 +16,16 @@ SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 barriers."""
 PROFILERS = ("torch", "nsys", "ncu")
 """torch's profiler, Nsight Systems, Nsight Compute."""
+STAMPED = "<timestamp>"
+"""The value of a bare `--aisp-artifacts`: a folder named after the moment."""
+ARTIFACTS = "artifacts"
+"""Where such folders are made, unless the ini file says otherwise."""
 BARE = {
     "--aisp-update-expectations": "missing",
     "--aisp-compile": EVERY_ARCH,
     "--aisp-sanitize": SANITIZERS[0],
     "--aisp-profile": PROFILERS[0],
+    "--aisp-artifacts": STAMPED,
 }
 """Options with an optional value, and the value that they have without one."""
 IN_PROCESS = {"--aisp-in-process": "aisp_in_process", "--pdb": "usepdb", "--trace": "trace"}
@@ -40,7 +45,8 @@ class Settings:
         check, aa, replay, update, compile: the mode; none of them is to measure.
             `compile` holds the archs to assemble for.
         against: commit with whose sides changed ones are compared besides, or None.
-        artifacts: folder for the run's results and samples, or None.
+        artifacts: folder for the run's results and samples, or None; `stamped`: in which folder one
+            named after the moment is made for them (ini ``aisp_artifacts``), or None.
         warmup, blocks, window: the measuring budget, where the command line sets it.
         processes: processes a result is recorded from, or an A/A trial is repeated in.
         audit: whether the profiler looks at the kernels of both sides too.
@@ -66,6 +72,7 @@ class Settings:
     replay: Path | None
     update: str | None
     artifacts: Path | None
+    stamped: Path | None
     warmup: int | None
     blocks: int | None
     window: float | None
@@ -84,6 +91,13 @@ class Settings:
     missing: str
     inconclusive: str
     strict_env: bool
+
+    @property
+    def mode(self) -> str:
+        """What the run does, in one word."""
+        modes: dict[str, object] = {"check": self.check, "compile": self.compile, "aa": self.aa}
+        modes |= {"replay": self.replay, "record": self.update}
+        return next((name for name, on in modes.items() if on), "measure")
 
     @property
     def profiles(self) -> Path:
@@ -117,7 +131,13 @@ def add_options(parser: pytest.Parser) -> None:
         const="missing",
         help="record results for this product; `=all` also rewrites (the value only after `=`)",
     )
-    add("--aisp-artifacts", metavar="DIR", help="write results and samples to DIR")
+    add(
+        "--aisp-artifacts",
+        metavar="DIR",
+        nargs="?",
+        const=STAMPED,
+        help=f"write results and samples to DIR (only after `=`; else {ARTIFACTS}/<UTC time>)",
+    )
     add("--aisp-warmup", metavar="CALLS", type=int, help="least warm-up calls of each side")
     add(
         "--aisp-iterations",
@@ -170,6 +190,7 @@ def add_options(parser: pytest.Parser) -> None:
     )
     parser.addini("aisp_pages", "folders that hold pages", type="paths", default=[])
     parser.addini("aisp_baselines", "folder of stored results", default="baselines")
+    parser.addini("aisp_artifacts", "keep every run that measures, in a folder of its own in here")
     parser.addini("aisp_timeout", "seconds for one request to a bench process", default="120")
     parser.addini("aisp_missing", "what `new` does to the run: pass or fail", default="pass")
     parser.addini("aisp_inconclusive", "what `inconclusive` does: pass or fail", default="pass")
@@ -201,7 +222,8 @@ def read_settings(config: pytest.Config) -> Settings:
         against=get("aisp_against"),
         replay=Path(get("aisp_replay")) if get("aisp_replay") else None,
         update=get("aisp_update_expectations"),
-        artifacts=Path(get("aisp_artifacts")) if get("aisp_artifacts") else None,
+        artifacts=_folder(config),
+        stamped=_stamped(config),
         warmup=_positive("--aisp-warmup", get("aisp_warmup")),
         blocks=blocks,
         window=window,
@@ -271,6 +293,38 @@ def _archs(text: str | None) -> tuple[str, ...]:
                 f"    pytest --aisp-compile={','.join(GPU_ARCHS[:2])}"
             )
     return words
+
+
+def _folder(config: pytest.Config) -> Path | None:
+    text: str | None = config.getoption("aisp_artifacts")
+    if text == "":
+        raise pytest.UsageError(
+            "--aisp-artifacts=: give a folder, or nothing for one named after the moment\n"
+            "    pytest --aisp-artifacts"
+        )
+    if text is None or text == STAMPED or _shows_only(config):
+        return None
+    return Path(text)
+
+
+def _stamped(config: pytest.Config) -> Path | None:
+    """Return where a folder named after the moment is made; by the ini file for what measures."""
+    get, ini = config.getoption, str(config.getini("aisp_artifacts") or "")
+    if _shows_only(config) or get("aisp_artifacts") not in (None, STAMPED):
+        return None
+    other = ("aisp_check", "aisp_compile", "aisp_replay", "aisp_sanitize")
+    measures = not any(get(name) for name in other)
+    if get("aisp_artifacts") == STAMPED or (ini and measures):
+        return config.rootpath / (ini or ARTIFACTS)
+    return None
+
+
+def _shows_only(config: pytest.Config) -> bool:
+    """Whether pytest runs nothing: its ``--collect-only``, ``--help`` and their like."""
+    names = (
+        "collectonly help version markers showfixtures show_fixtures_per_test cacheshow setupplan"
+    )
+    return any(config.getoption(name, None) for name in names.split())
 
 
 def _sanitizer(tool: str | None) -> str:
@@ -345,6 +399,11 @@ def _refuse(settings: Settings, config: pytest.Config) -> None:
             raise pytest.UsageError(
                 f"{option} cannot be combined with --aisp-compile: it runs sides"
             )
+    if settings.replay and settings.artifacts and _same(settings.replay, settings.artifacts):
+        raise pytest.UsageError(
+            f"--aisp-artifacts={settings.artifacts} would write over what --aisp-replay reads\n"
+            "Give another folder"
+        )
     if settings.against is not None and (settings.replay or settings.aa):
         other = "--aisp-replay" if settings.replay else "--aisp-aa"
         raise pytest.UsageError(f"--aisp-against cannot be combined with {other}: it times sides")
@@ -368,6 +427,11 @@ def _refuse(settings: Settings, config: pytest.Config) -> None:
         _refuse_reruns(config)
     if settings.ours and config.getoption("dist", "no") == "each":
         raise pytest.UsageError("--dist each reports every case twice; use --dist load")
+
+
+def _same(recording: Path, folder: Path) -> bool:
+    """Whether `recording`, a folder or its file, is what a run to `folder` writes over."""
+    return folder.resolve() in (recording.resolve(), recording.resolve().parent)
 
 
 def _refuse_profile(settings: Settings) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import datetime
 import functools
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..results import store
-from ..results.artifacts import Artifacts
+from ..results.artifacts import REPORT, Artifacts
 from ..results.row import ratio
 from .canary import Canary
+from .manifest import stored_peaks
 from .options import Settings
 
 MOVED_SHARE, MOVED_LEAST = 0.05, 5
@@ -30,6 +32,22 @@ class Recorder:
         self.canaries: list[dict[str, Any]] = []
         self.crashes: list[str] = []
         self.artifacts = None if settings.artifacts is None else Artifacts(settings.artifacts)
+
+    def finish(self, exit_code: int) -> None:
+        """Write to the artifacts how the run ended."""
+        if self.artifacts is None:
+            return
+        facts: dict[str, Any] = {"exit_code": int(exit_code), "invalid": self.why_invalid()}
+        facts |= {"not_written": self.errors, "no_verdict": list(self.crashes)}
+        facts |= {"verdicts": dict(Counter(row["verdict"] for row in self.rows))}
+        peaks = stored_peaks(self.settings, {row["product"] for row in self.rows})
+        self.artifacts.finish(facts, peaks, self._report)
+
+    def _report(self, folder: Path) -> None:
+        from ..report import write
+        from ..report.run import Run
+
+        write.write(Run.read(folder), folder / REPORT, pages_root=self.settings.root)
 
     def add(self, row: dict[str, Any]) -> None:
         """Take one case's row: to the artifacts, to the stored results, to the hook."""

@@ -47,14 +47,7 @@ def status(row: Mapping[str, Any], outcome: str) -> tuple[str, str, Any] | None:
 def header(run: Run) -> list[str]:
     """Return the header: machine, mode, limits."""
     settings, machine = run.settings, run.machine
-    modes: dict[str, object] = {
-        "check": settings.check,
-        "compile": settings.compile,
-        "aa": settings.aa,
-        "replay": settings.replay,
-    }
-    modes |= {"record": settings.update}
-    mode = next((name for name, on in modes.items() if on), "measure")
+    mode = settings.mode
     versions = ", ".join(f"{k} {v}" for k, v in machine.versions.items())
     gpus = f" x {len(machine.gpus)}" if len(machine.gpus) > 1 else ""
     lines = [f"aisp: {mode} on {machine.name}{gpus} ({machine.product}, {machine.arch}) {versions}"]
@@ -86,6 +79,8 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
     lines = [f"{row.key}: {remark}" for row in rows for remark in row.remarks]
     lines += _profiles(recorder.settings, rows)
     lines += [f"stored: {change}" for change in recorder.changes]
+    if recorder.settings.stamped is not None:
+        lines.append(f"artifacts: {recorder.settings.artifacts}")
     lines += [f"NOT STORED: {error}" for error in recorder.errors]
     lines += [f"NO VERDICT: {crash}" for crash in recorder.crashes]
     needs = sorted(

@@ -140,6 +140,7 @@ class CaseRun(CaseClient):
     def _fill(self, timed: Mapping[str, Any]) -> None:
         row = self.row
         row.clock = str(timed["clock"])
+        row.work, row.sources = dict(timed["work"]), dict(timed["sources"])
         row.spread = verdict.believed(self.judge.spread(), reading(timed))
         row.environment = self.environment()
         names = self._names()

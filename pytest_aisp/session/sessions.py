@@ -6,7 +6,9 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,10 @@ from ..bench.leases import lease
 from ..bench.nsight import TOOLS as NSIGHT
 from ..common.device import Machine
 from ..pages.pair import Case
+from ..results.artifacts import stamped
+from ..results.runs import folder_of
+from .manifest import gather
+from .options import Settings
 from .recorder import Recorder
 from .run import Run
 from .stash import NO_LEASE, RECORDER, RUN, SETTINGS
@@ -22,8 +28,8 @@ from .stash import NO_LEASE, RECORDER, RUN, SETTINGS
 
 def configure(config: pytest.Config) -> None:
     """Set up the run on every process, and the recorder where the results meet."""
-    settings = config.stash[SETTINGS]
     worker = getattr(config, "workerinput", None)
+    settings = _of_controller(config, worker or {})
     if threading.current_thread() is threading.main_thread():
         _interrupt_on_sigterm()
     timer = config.hook.pytest_aisp_timer(config=config)
@@ -59,18 +65,44 @@ def configure(config: pytest.Config) -> None:
         from ..bench.replay import Recording, RecordingError
 
         try:
-            run.replay = Recording(settings.replay)
+            run.replay = recording = Recording(settings.replay)
         except RecordingError as error:
             raise pytest.UsageError(str(error)) from None
+        run.machine = recording.machine or run.machine
     if worker is None:
-        try:
-            config.stash[RECORDER] = recorder = Recorder(settings, config.hook, config)
-        except OSError as error:
-            raise pytest.UsageError(
-                f"--aisp-artifacts={settings.artifacts}: cannot be written: {error}\n"
-                "Give a folder that can be written"
-            ) from None
+        config.stash[RECORDER] = recorder = _recorder(config, run)
         config.pluginmanager.register(_Gather(recorder, run), "aisp-gather")
+
+
+def _of_controller(config: pytest.Config, given: Mapping[str, Any]) -> Settings:
+    """Return the settings; on a worker with the controller's folders, as they were at its start."""
+    settings = config.stash[SETTINGS]
+    folders: dict[str, Any] = {
+        name: Path(path) for name, path in given.get("aisp_folders", {}).items()
+    }
+    if settings.replay is not None:  # before `latest` is pointed at this run
+        folders = {"replay": folder_of(settings.replay), **folders}
+    config.stash[SETTINGS] = settings = replace(settings, **folders)
+    return settings
+
+
+def _recorder(config: pytest.Config, run: Run) -> Recorder:
+    """Make the folder of artifacts, if asked for, and what writes to it."""
+    settings = run.settings
+    try:
+        if settings.stamped is not None:
+            settings = replace(settings, artifacts=stamped(settings.stamped))
+            run.settings = config.stash[SETTINGS] = settings
+        recorder = Recorder(settings, config.hook, config)
+        if recorder.artifacts is not None:
+            recorder.artifacts.start(gather(config, run))
+    except OSError as error:
+        where = settings.artifacts or settings.stamped
+        raise pytest.UsageError(
+            f"--aisp-artifacts={where}: cannot be written: {error}\n"
+            "Give a folder that can be written"
+        ) from None
+    return recorder
 
 
 class _Gather:
@@ -81,8 +113,13 @@ class _Gather:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """A worker, be it in the place of one that died, has no more time than the run has."""
+        """A worker, be it in the place of one that died, has the run's folders and what is left of
+        its time.
+        """
         node.workerinput["aisp_elapsed"] = time.monotonic() - self._run.started
+        settings = self._run.settings
+        folders = {"artifacts": settings.artifacts, "replay": settings.replay}
+        node.workerinput["aisp_folders"] = {k: str(v) for k, v in folders.items() if v}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         row = getattr(report, "aisp", None)

@@ -25,8 +25,9 @@ function bars(one) {
     least && h("p", { class: "said" }, `Dashed: ${duration(least)}, the least that the measured ${one.limit.name} rate allows for the declared work.`));
 }
 
-const UNITS = { memory: bytes, energy: (v) => `${digits(v)} J`, joules: (v) => `${digits(v)} J` };
-const CALLS = { memory: "memory beyond the inputs", launches: "launches", energy: "energy" };
+const UNITS = { memory: bytes, reserved: bytes, fragmentation: bytes, energy: joules, goodput: percent };
+const CALLS = { memory: "memory beyond the inputs", reserved: "memory taken from the GPU", fragmentation: "memory taken and unused", goodput: "share of time at compute" };
+const SHARES = ["memory", "reserved", "fragmentation", "energy"];
 
 // What a call of each side takes: asked by the page, or seen while it was timed.
 function taken(one) {
@@ -38,8 +39,9 @@ function taken(one) {
   for (const [name, both] of Object.entries(goals)) {
     const unit = UNITS[name] || digits;
     if (typeof both.baseline !== "number" || typeof both.optimized !== "number") continue;
-    const most = typeof both.at_most === "number" ? `, at most ${digits(both.at_most)}${name === "memory" ? " of the baseline's" : ""}` : "";
-    found.push([`${CALLS[name] || name}${most}`, unit(both.baseline), unit(both.optimized)]);
+    const limit = SHARES.includes(name) ? `${digits(both.limit)} of the baseline's` : unit(both.limit);
+    const asked = typeof both.limit === "number" ? `, at ${name === "goodput" ? "least" : "most"} ${limit}` : "";
+    found.push([`${CALLS[name] || name}${asked}`, unit(both.baseline), unit(both.optimized)]);
   }
   const peak = facts.peak_bytes;
   if (peak && !goals.memory && "baseline" in peak && "optimized" in peak) found.push([CALLS.memory, bytes(peak.baseline), bytes(peak.optimized)]);

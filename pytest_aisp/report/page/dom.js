@@ -32,6 +32,8 @@ const duration = (seconds) => {
   return `${digits(seconds / scale)} ${unit}`;
 };
 const bytes = (count) => scaled(count, BYTES);
+const JOULES = [["J", 1], ["mJ", 1e-3], ["µJ", 1e-6], ["nJ", 1e-9]];
+const joules = (value) => scaled(value, JOULES);
 const rate = (value, unit) => scaled(value, SI) + unit;
 const ratio = (value) => `${value < 9.9995 ? value.toFixed(3) : value.toFixed(1)}×`;
 const percent = (share, places = 0) => `${(100 * share).toFixed(places)} %`;

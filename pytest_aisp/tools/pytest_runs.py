@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from subprocess import Popen
 
 from ..bench import nsight
 from ..bench.replay import Recording, RecordingError
@@ -26,7 +26,7 @@ def shown(words: Sequence[str]) -> str:
 def run(words: Sequence[str], say: Callable[[str], None]) -> int:
     """Show a pytest command, run it, return its exit code."""
     say(f"$ {shown(words)}")
-    process = subprocess.Popen([sys.executable, *PYTHON[1:], *words])
+    process = Popen([sys.executable, *PYTHON[1:], *words])
     try:
         code = process.wait()
     except KeyboardInterrupt:  # the terminal has told pytest too, which closes its run
@@ -81,7 +81,7 @@ def replaying(folder: Path, root: Path, paths: Collection[str], more: Sequence[s
     try:
         ids = [str(row["nodeid"]) for row in Recording(folder).rows.values()]
     except RecordingError as error:
-        raise Unanswerable(f"{error}\n    pytest --aisp-artifacts={folder}") from None
+        raise Unanswerable(str(error)) from None
     ids = [i for i in ids if not paths or i.partition("::")[0] in paths]
     if not ids:
         raise Unanswerable(

@@ -1,0 +1,247 @@
+"""Two runs, or two states of the stored results: what got worse, beyond the noise of each case.
+
+Noise is what the gate against stored results takes for it (`verdict.record_margin`): both sides
+come from sessions of their own. Counted goals do not scatter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from . import store
+from .goals import GOALS
+from .verdict import DEFAULT_SPREAD, RED, record_margin
+
+TIME_FLOOR = 0.05
+"""Least noise of a time: both sides share what moves a GPU's clocks, their ratio is rid of it.
+
+Times of the same kernel differ by up to 3.4 % from process to process (docs/spread.md).
+"""
+Outcome = Literal["worse", "better", "same"]
+ORDER: tuple[Outcome, ...] = ("worse", "better", "same")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One case as one side of the comparison has it.
+
+    Attributes:
+        value: ln(speedup); seconds: of ``baseline`` and ``optimized``, or nothing.
+        share: of the machine's `limit`; goals: as in `store.Result`.
+        spread: of one process's ln(speedup); session: from session to session, where recorded.
+        verdict: empty for a stored result.
+    """
+
+    product: str
+    chapter: str
+    key: str
+    clock: str = ""
+    value: float | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    share: float | None = None
+    limit: str = ""
+    goals: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    spread: float | None = None
+    session: float | None = None
+    verdict: str = ""
+
+    @property
+    def name(self) -> tuple[str, str, str]:
+        """Product, chapter and key: what makes it the same case."""
+        return self.product, self.chapter, self.key
+
+
+@dataclass(frozen=True)
+class Change:
+    """One metric of one case on both sides.
+
+    Attributes:
+        metric: ``speedup``, ``baseline time``, ``share of copy``, ``memory, optimized``, ...
+        better: which direction is.
+        unit: ``x``, ``s``, ``share``, or the goal whose unit it is.
+        noise: the relative change that is none; None for what is counted.
+    """
+
+    case: Measured
+    metric: str
+    better: Literal["higher", "lower"]
+    unit: str
+    old: float
+    new: float
+    noise: float | None
+    outcome: Outcome
+
+    @property
+    def change(self) -> float | None:
+        """Return the relative change, 0.1 for 10 % more; None from nothing."""
+        return self.new / self.old - 1 if self.old else None
+
+    @property
+    def size(self) -> float:
+        """Return how large the change is, in noises, to sort by."""
+        if self.noise is None or not (self.old and self.new):
+            return math.inf
+        return abs(math.log(self.new / self.old)) / math.log1p(self.noise)
+
+
+@dataclass(frozen=True)
+class Turned:
+    """A case that was red on one side alone: what it was, what it is."""
+
+    case: Measured
+    old: str
+    new: str
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two sides have in common, what got worse, and what only one of them has.
+
+    Attributes:
+        changes: the worst first, then what got better, then what is within the noise.
+        turned: cases that turned red, then those that turned green.
+        apart: cases that both have and that cannot be compared, with the reason.
+    """
+
+    changes: tuple[Change, ...]
+    turned: tuple[Turned, ...]
+    only_old: tuple[Measured, ...]
+    only_new: tuple[Measured, ...]
+    apart: tuple[tuple[Measured, str], ...]
+
+    def count(self, outcome: Outcome) -> int:
+        """Return how many metrics and verdicts are so."""
+        every: tuple[Change | Turned, ...] = (*self.changes, *self.turned)
+        return sum(found.outcome == outcome for found in every)
+
+
+def of_run(cases: Iterable[Mapping[str, Any]]) -> Iterator[Measured]:
+    """Yield the cases of `results.json`."""
+    for case in cases:
+        speedup, limit = case["speedup"], case["limit"] or {}
+        yield Measured(
+            product=case["product"],
+            chapter=case["chapter"],
+            key=case["key"],
+            clock=case["clock"],
+            value=math.log(speedup["value"]) if speedup else None,
+            seconds=case["seconds"] or {},
+            share=limit.get("share"),
+            limit=limit.get("name", ""),
+            goals=case["goals"],
+            spread=case["spread"],
+            session=case["session"],
+            verdict=case["verdict"],
+        )
+
+
+def of_stored(stored: store.Stored, chapter: str) -> Iterator[Measured]:
+    """Yield the results of one file, ``<chapter>.json``."""
+    for key, result in stored.results.items():
+        yield Measured(
+            product=stored.product,
+            chapter=chapter,
+            key=key,
+            clock=result.clock,
+            value=result.value,
+            seconds={
+                "baseline": result.baseline_us * 1e-6,
+                "optimized": result.optimized_us * 1e-6,
+            },
+            share=result.share,
+            limit=result.limit or "",
+            goals=result.goals,
+            spread=result.own_spread,
+            session=store.session_sd(stored.results.values(), result.clock),
+        )
+
+
+def compare(old: Iterable[Measured], new: Iterable[Measured]) -> Comparison:
+    """Compare what both sides have."""
+    before, after = ({case.name: case for case in side} for side in (old, new))
+    both = [(before[name], after[name]) for name in before if name in after]
+    changes = [change for pair in both for change in _changes(*pair)]
+    turned = [turn for pair in both if (turn := _turned(*pair)) is not None]
+    return Comparison(
+        tuple(sorted(changes, key=lambda change: (ORDER.index(change.outcome), -change.size))),
+        tuple(sorted(turned, key=lambda turn: ORDER.index(turn.outcome))),
+        tuple(case for name, case in before.items() if name not in after),
+        tuple(case for name, case in after.items() if name not in before),
+        tuple((b, why) for a, b in both if (why := _why_apart(a, b))),
+    )
+
+
+def _why_apart(old: Measured, new: Measured) -> str:
+    """Return why the times of a case cannot be compared, or nothing."""
+    untimed = [side for side, case in (("OLD", old), ("NEW", new)) if case.value is None]
+    if len(untimed) == 1:
+        verdict = (old if untimed == ["OLD"] else new).verdict
+        return f"not timed in {untimed[0]}" + (f", where it is {verdict}" if verdict else "")
+    if not untimed and old.clock != new.clock:
+        return f"timed on the {old.clock} clock in OLD, on the {new.clock} clock in NEW"
+    return ""
+
+
+def _turned(old: Measured, new: Measured) -> Turned | None:
+    """Return that a case turned red or green; of a stored result only that it was right, once."""
+    was, is_ = old.verdict in RED, new.verdict in RED
+    known = bool(old.verdict and new.verdict)
+    if is_ and not was and (known or new.value is None):
+        return Turned(new, old.verdict or "stored", new.verdict, "worse")
+    if was and not is_ and (known or old.value is None):
+        return Turned(new, old.verdict, new.verdict or "stored", "better")
+    return None
+
+
+def _changes(old: Measured, new: Measured) -> Iterator[Change]:
+    yield from _counted(old, new)
+    if old.value is None or new.value is None or old.clock != new.clock:
+        return
+    noise = math.expm1(margin(old, new))
+    speedups = math.exp(old.value), math.exp(new.value)
+    yield _timed(new, "speedup", "x", *speedups, noise, higher=True)
+    noise = max(noise, TIME_FLOOR)
+    for side in old.seconds:
+        seconds = old.seconds[side], new.seconds[side]
+        yield _timed(new, f"{side} time", "s", *seconds, noise, higher=False)
+    if old.share and new.share and old.limit == new.limit:
+        shares = old.share, new.share
+        yield _timed(new, f"share of {new.limit}", "share", *shares, noise, higher=True)
+
+
+def margin(old: Measured, new: Measured) -> float:
+    """Return the change of ln(speedup) that is none, as the gate against a stored result has it."""
+    spreads = [case.spread for case in (old, new) if case.spread is not None]
+    sessions = [case.session for case in (old, new) if case.session is not None]
+    spread = max(spreads, default=DEFAULT_SPREAD[new.clock])
+    return record_margin(spread, max(sessions, default=None), new.clock)
+
+
+def _timed(
+    case: Measured, metric: str, unit: str, old: float, new: float, noise: float, *, higher: bool
+) -> Change:
+    gain = math.log(new / old) * (1 if higher else -1)
+    limit = math.log1p(noise)
+    outcome: Outcome = "worse" if gain < -limit else "better" if gain > limit else "same"
+    return Change(case, metric, "higher" if higher else "lower", unit, old, new, noise, outcome)
+
+
+def _counted(old: Measured, new: Measured) -> Iterator[Change]:
+    for name, goal in GOALS.items():
+        before, after = old.goals.get(name, {}), new.goals.get(name, {})
+        for side in ("baseline", "optimized"):
+            if side not in before or side not in after:
+                continue
+            was, is_ = (
+                {"optimized": found[side], "noise": found.get("noise", 0.0)}
+                for found in (before, after)
+            )
+            worse, better = goal.worse(was, is_), goal.worse(is_, was)
+            outcome: Outcome = "worse" if worse else "better" if better else "same"
+            higher: Literal["higher", "lower"] = "higher" if goal.rises else "lower"
+            numbers = before[side], after[side], None
+            yield Change(new, f"{name}, {side}", higher, name, *numbers, outcome)

@@ -1,0 +1,190 @@
+"""A run as it lies in a folder of artifacts, whether it ended or was killed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, cast
+
+from . import published, samples
+from .row import Row
+
+JOURNAL, CANARIES, MANIFEST = "results.jsonl", "canaries.jsonl", "manifest.json"
+NAMED = {f.name for f in fields(Row) if f.default is f.default_factory is MISSING}
+ROW = NAMED | {"samples"}
+"""What every line of a journal has."""
+_EMPTY: dict[str, Any] = asdict(Row(**dict.fromkeys(NAMED, cast(Any, ""))))
+DEFAULTS = {k: v for k, v in _EMPTY.items() if k not in {*NAMED, *published.SAMPLES}}
+"""What a line is read with that was written before there was more to say."""
+KNOWN = {"root", "started", "complete", "invalid", "git", "machine", "peaks"}
+"""What every manifest says, and is read here and by what stands on this."""
+LATEST = "latest"
+"""Beside folders named after times: a link to the newest, or a file with its name."""
+
+
+class RunError(Exception):
+    """A folder that holds no run that can be read; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    Attributes:
+        path: the folder.
+        manifest: what ran, on what, and how it ended; `complete` is false of a killed run.
+        lines: the journal: a row a case, its samples by reference.
+        canaries: what became of each process's canary.
+        lost: what is left out because its writer died before the line was whole.
+    """
+
+    path: Path
+    manifest: Mapping[str, Any]
+    lines: tuple[Mapping[str, Any], ...]
+    canaries: tuple[Mapping[str, Any], ...] = ()
+    lost: tuple[str, ...] = field(default=())
+
+    @property
+    def cases(self) -> list[dict[str, Any]]:
+        """Return the cases as `results.json` has them."""
+        root = self.manifest["root"]
+        return [published.case(line, root) for line in self.lines]
+
+    def plain(self) -> dict[str, Any]:
+        """Return what `results.json` holds."""
+        return {
+            "schema": published.SCHEMA,
+            "run": dict(self.manifest),
+            "cases": self.cases,
+            "canaries": list(self.canaries),
+            "lost": list(self.lost),
+        }
+
+    def samples(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a case's ``checks``, ``timings`` and ``against``, read from its file.
+
+        Raises:
+            RunError: where they are missing, or are others.
+        """
+        try:
+            return samples.read(self.path, case["samples"])
+        except samples.SamplesError as error:
+            raise RunError(f"{case.get('id', case.get('nodeid'))}: {error}") from None
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield each case's row as the run had it, samples inside."""
+        for line in self.lines:
+            yield {**line, **self.samples(line)}
+
+
+def load(folder: Path | str) -> Run:
+    """Return the run in `folder`.
+
+    Raises:
+        RunError: where there is none, or none that can be read.
+    """
+    path = folder_of(Path(folder))
+    if not path.is_dir():
+        raise RunError(f"{folder}: there is no such folder\n{_MAKE}")
+    found = manifest(path)
+    lines, lost = journal(path / JOURNAL)
+    canaries, torn = _lines(path / CANARIES) if (path / CANARIES).exists() else ([], [])
+    named = [f"{JOURNAL}: {why}" for why in lost] + [f"{CANARIES}: {why}" for why in torn]
+    return Run(path, found, tuple(lines), tuple(canaries), tuple(named))
+
+
+def folder_of(path: Path) -> Path:
+    """Return the folder that `path` means: itself, or what a file named `latest` names."""
+    if path.name != LATEST:
+        return path
+    if path.is_file():
+        return path.parent / path.read_text(encoding="utf-8").strip()
+    return path.resolve()  # by and by it may point elsewhere
+
+
+def journal(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the lines of a journal, and what of it is left out.
+
+    Raises:
+        RunError: where the file cannot be read, is something else, or has another schema.
+    """
+    lines, lost = _lines(file)
+    for line in lines:
+        _check_schema(file, line, "nodeid")
+        if lacking := ROW - line.keys():
+            raise RunError(f"{file}: a line of it lacks {', '.join(sorted(lacking))}\n{_AGAIN}")
+    return [{**DEFAULTS, **line} for line in lines], lost
+
+
+def _lines(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the objects of whole lines, and what is said of a last one that nobody finished."""
+    with _reading(file):
+        *whole, last = file.read_text(encoding="utf-8").split("\n")
+        lines = [_object(line) for line in whole]
+        try:
+            return [*lines, *([_object(last)] if last else [])], []
+        except ValueError:
+            if not lines and not file.with_name(MANIFEST).exists():
+                raise  # nothing says that it is ours
+    case = re.search(r'"nodeid": "((?:[^"\\]|\\.)*)"', last)
+    of = f", of {case[1]}," if case else ""
+    return lines, [f"its last line{of} is half written and was left out"]
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Turn what a file of somebody else's does to its reader into a RunError."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{file}: cannot be read: {error.strerror}\n{_MAKE}") from None
+    except ValueError as error:
+        raise RunError(f"{file}: was not written by pytest-aisp: {error}\n{_MAKE}") from None
+
+
+def _object(line: str) -> dict[str, Any]:
+    found = json.loads(line)
+    if not isinstance(found, dict):
+        raise ValueError(f"a line of it is no object: {line[:40]}")
+    return found
+
+
+def manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of the run in the folder `path`.
+
+    Raises:
+        RunError: where there is none, or one of something else or of another schema.
+    """
+    file = path / MANIFEST
+    if not file.exists() and (path / JOURNAL).exists():
+        journal(path / JOURNAL)  # of an older version, there is more to say
+    if not file.exists():
+        raise RunError(f"{path}: holds no run: it has no {MANIFEST}\n{_MAKE}")
+    with _reading(file):
+        found = _object(file.read_text(encoding="utf-8"))
+    _check_schema(file, found, "root")
+    if lacking := KNOWN - found.keys():
+        raise RunError(f"{file}: lacks {', '.join(sorted(lacking))}\n{_AGAIN}")
+    return found
+
+
+def _check_schema(file: Path, found: Mapping[str, Any], sign: str) -> None:
+    """Refuse what is not ours, which lacks `sign`, or is ours of another version."""
+    if sign not in found:
+        raise RunError(f"{file}: was not written by pytest-aisp: it says no {sign}\n{_MAKE}")
+    schema = found.get("schema", 0)
+    if schema == published.SCHEMA:
+        return
+    reads = f"schema {schema}; this one reads {published.SCHEMA}"
+    if isinstance(schema, int) and schema > published.SCHEMA:
+        way_out = "    pip install --upgrade pytest-aisp"
+        raise RunError(f"{file}: was written by a newer pytest-aisp ({reads})\n{way_out}")
+    raise RunError(f"{file}: was written by an older pytest-aisp ({reads})\n{_AGAIN}")
+
+
+_MAKE = "A run writes one where it is asked to:\n    pytest --aisp-artifacts=DIR"
+_AGAIN = "Measure again:\n    pytest --aisp-artifacts=DIR"

@@ -1,0 +1,341 @@
+"""`aisp compare`: metrics with direction and noise, the worst first; what cannot be compared."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pytest_aisp.commands import cli
+from pytest_aisp.common.answers import Unanswerable
+from pytest_aisp.results import compared, runs, store
+from pytest_aisp.results.artifacts import Artifacts
+from pytest_aisp.results.compared import Measured
+from pytest_aisp.tools import compare
+
+DATA = Path(__file__).parent / "data" / "run"
+CASE = Measured(
+    product="a-gpu",
+    chapter="ch01",
+    key="a_test.py::test_a[v-n1]",
+    clock="graph",
+    value=math.log(2.0),
+    seconds={"baseline": 2e-5, "optimized": 1e-5},
+    share=0.9,
+    limit="copy",
+    goals={"memory": {"baseline": 8 << 20, "optimized": 4 << 20}},
+    spread=0.001,
+    session=0.002,
+    verdict="pass",
+)
+
+
+def outcomes(new, old=CASE):
+    """Return what became of each metric."""
+    found = compared.compare([old], [new])
+    return {change.metric: change.outcome for change in found.changes}
+
+
+def turned(old, new):
+    found = compared.compare([replace(CASE, verdict=old)], [replace(CASE, verdict=new)])
+    return [(turn.old, turn.new, turn.outcome) for turn in found.turned]
+
+
+# Arithmetic
+
+
+def test_every_metric_has_its_direction():
+    found = compared.compare([CASE], [CASE])
+    assert {change.metric: change.better for change in found.changes} == {
+        "speedup": "higher",
+        "baseline time": "lower",
+        "optimized time": "lower",
+        "share of copy": "higher",
+        "memory, baseline": "lower",
+        "memory, optimized": "lower",
+    }
+    assert (found.count("worse"), found.count("better"), found.count("same")) == (0, 0, 6)
+
+
+def test_a_slower_optimized_side_is_worse_in_all_that_follows_from_it():
+    slower = {"baseline": 2e-5, "optimized": 1.1e-5}
+    new = replace(CASE, value=math.log(2 / 1.1), seconds=slower, share=0.9 / 1.1)
+    assert outcomes(new) == {
+        "speedup": "worse",
+        "optimized time": "worse",
+        "share of copy": "worse",
+        "baseline time": "same",
+        "memory, baseline": "same",
+        "memory, optimized": "same",
+    }
+    assert next(iter(outcomes(new))) == "speedup"  # it has the least noise
+    back = outcomes(CASE, old=new)
+    assert [back[name] for name in ("speedup", "optimized time")] == ["better", "better"]
+
+
+@pytest.mark.parametrize(("loss", "outcome"), [(0.022, "same"), (0.0235, "worse")])
+def test_a_speedups_noise_is_the_gates_margin(loss, outcome):
+    margin = 10 * math.hypot(0.001, 0.002)
+    assert compared.margin(CASE, CASE) == pytest.approx(margin, abs=1e-4)
+    new = replace(CASE, value=CASE.value - loss)
+    assert outcomes(new)["speedup"] == outcome
+    [speedup] = [c for c in compared.compare([CASE], [new]).changes if c.metric == "speedup"]
+    assert speedup.noise == pytest.approx(math.expm1(margin), abs=1e-4)
+    assert speedup.change == pytest.approx(math.expm1(-loss))
+
+
+def test_the_noisier_side_counts_and_unknown_spreads_are_the_clocks():
+    noisy = replace(CASE, spread=0.004)
+    assert compared.margin(CASE, noisy) == compared.margin(noisy, CASE) > 0.04
+    unknown = replace(CASE, spread=None, session=None)
+    assert compared.margin(unknown, unknown) == pytest.approx(10 * math.hypot(0.0025, 0.01))
+    assert compared.margin(unknown, CASE) == pytest.approx(compared.margin(CASE, CASE))
+
+
+def test_times_have_more_noise_than_their_ratio():
+    both = {side: 1.04 * seconds for side, seconds in CASE.seconds.items()}
+    assert set(outcomes(replace(CASE, seconds=both)).values()) == {"same"}
+    both = {side: 1.06 * seconds for side, seconds in CASE.seconds.items()}
+    changed = outcomes(replace(CASE, seconds=both))
+    assert (changed["baseline time"], changed["speedup"]) == ("worse", "same")
+
+
+def test_goals_are_counted_beyond_their_slack_alone():
+    def memory(count):
+        return replace(CASE, goals={"memory": {"baseline": 8 << 20, "optimized": count}})
+
+    assert outcomes(memory(5 << 20))["memory, optimized"] == "same"
+    assert outcomes(memory(6 << 20))["memory, optimized"] == "worse"
+    assert outcomes(memory(1 << 20))["memory, optimized"] == "better"
+    from_nothing = compared.compare([memory(0)], [memory(9 << 20)]).changes[0]
+    assert (from_nothing.outcome, from_nothing.change) == ("worse", None)
+
+
+def test_the_worst_comes_first_and_what_is_within_the_noise_last():
+    slow, slower = (
+        replace(CASE, key=key, value=CASE.value - loss) for key, loss in (("b", 0.1), ("c", 0.3))
+    )
+    old = [CASE, replace(CASE, key="b"), replace(CASE, key="c")]
+    found = compared.compare(old, [CASE, slow, slower])
+    assert [change.case.key for change in found.changes[:2]] == ["c", "b"]
+    assert {change.outcome for change in found.changes[2:]} == {"same"}
+
+
+def test_a_case_that_turned_red_is_worse_whatever_its_times():
+    assert turned("pass", "wrong") == [("pass", "wrong", "worse")]
+    assert turned("fail", "pass") == [("fail", "pass", "better")]
+    assert turned("pass", "new") == turned("fail", "regressed") == []
+    assert turned("", "fail") == []  # a stored result has no verdict; its times tell
+    broken = compared.compare(
+        [replace(CASE, verdict="")], [replace(CASE, value=None, verdict="wrong")]
+    )
+    assert [turn.outcome for turn in broken.turned] == ["worse"]
+    assert broken.apart[0][1] == "not timed in NEW, where it is wrong"
+
+
+def test_another_clock_or_limit_is_not_compared():
+    host = compared.compare([CASE], [replace(CASE, clock="host")])
+    assert {change.unit for change in host.changes} == {"memory"}
+    assert host.apart[0][1] == "timed on the graph clock in OLD, on the host clock in NEW"
+    assert "share of copy" not in outcomes(replace(CASE, limit="read"))
+    assert "share of read" not in outcomes(replace(CASE, limit="read"))
+
+
+def test_a_case_of_another_chapter_or_product_is_another_case():
+    other = [replace(CASE, chapter="ch02"), replace(CASE, product="b-gpu")]
+    found = compared.compare([CASE], other)
+    assert (found.changes, found.only_old, found.only_new) == ((), (CASE,), tuple(other))
+
+
+# Sides
+
+
+def said(old, new, form="text", root=Path()):
+    found = compare.answer(str(old), str(new), form=form, root=root)
+    return "\n".join(found.lines), found.code
+
+
+def refused(old, new, root=Path(), form="text"):
+    with pytest.raises(Unanswerable) as why:
+        compare.answer(str(old), str(new), form=form, root=root)
+    assert why.value.code == 2
+    return str(why.value)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Write a run like the recorded one, each line changed, and return its folder."""
+
+    def run(change, name="run", **manifest):
+        artifacts = Artifacts(tmp_path / name)
+        seen = runs.load(DATA)
+        artifacts.start({**seen.manifest, **manifest})
+        for row in seen.rows():
+            changed = change(dict(row))
+            if changed is not None:
+                artifacts.add(changed)
+        if manifest.get("ended", True):
+            artifacts.finish({"exit_code": 0, "invalid": manifest.get("why", [])}, {})
+        return artifacts.folder
+
+    return run
+
+
+def slower(row):
+    if row["value"] is not None and "kept" in row["page"]:
+        name = list(row["seconds"])[1]
+        row["value"] -= 0.5
+        row["seconds"] = {**row["seconds"], name: row["seconds"][name] * math.exp(0.5)}
+    return row
+
+
+def test_a_run_against_itself_is_within_the_noise():
+    text, code = said(DATA, DATA)
+    assert text.startswith("OLD is the run ")
+    assert text.endswith("\n\n0 worse, 0 better, 18 within the noise")
+    assert code == 0
+
+
+def test_a_slower_case_is_on_top_in_every_form(run):
+    new = run(slower)
+    text, code = said(DATA, new)
+    assert code == 1
+    rows = text.splitlines()[3:]
+    assert rows[0].split()[:3] == ["case", "metric", "better"]
+    assert [row.startswith("WORSE  ") for row in rows[1:-2]] == [True] * 2 + [False] * 16
+    assert "ch07/kept_test.py::test_doubling[doubled-n1001] on simulated-gpu" in rows[1]
+    assert "-39.3%" in rows[1] + rows[2]
+    assert "+64.9%" in rows[1] + rows[2]
+    assert text.endswith("2 worse, 0 better, 16 within the noise")
+    marked, code = said(DATA, new, "markdown")
+    assert (marked.splitlines()[0], code) == ("**2 worse, 0 better, 16 within the noise**", 1)
+    assert (
+        "| **WORSE** | ch07/kept_test.py::test_doubling[doubled-n1001] on simulated-gpu |" in marked
+    )
+    plain, code = said(DATA, new, "json")
+    found = json.loads(plain)
+    assert (found["counts"], code) == ({"worse": 2, "better": 0, "same": 16}, 1)
+    assert {metric["metric"] for metric in found["metrics"][:2]} == {"speedup", "optimized time"}
+    assert found["metrics"][0].keys() == {
+        *("product", "chapter", "case", "metric", "better", "unit", "old", "new", "change"),
+        *("noise", "outcome"),
+    }
+    assert said(new, DATA)[1] == 0
+
+
+def test_cases_of_one_side_only_and_unsound_runs_are_said(run):
+    new = run(lambda row: row if "kept" in row["page"] else None, why=["moved"])
+    text, code = said(DATA, new)
+    assert code == 0
+    assert f"warning: {new}: no verdict of this run counts: moved" in text
+    assert text.count("only in OLD: ") == 5
+    killed = run(lambda row: row, name="killed", ended=False)
+    text, _ = said(killed, DATA, "markdown")
+    assert f"- warning: {killed}: the run did not come to its end; cases may be lacking" in text
+
+
+def test_other_products_and_other_pages_are_no_comparison(run):
+    other = run(lambda row: {**row, "product": "nvidia-b200"})
+    assert refused(DATA, other).startswith(
+        "nothing to compare: OLD is of simulated-gpu, NEW of nvidia-b200; times of different"
+        " products say nothing of the code\n"
+    )
+    pages = run(lambda row: {**row, "key": f"other{row['key']}"}, name="pages")
+    message = refused(DATA, pages)
+    assert message.startswith(
+        "nothing to compare: 6 cases in OLD, 6 in NEW, none of them timed in both\nOLD is the run"
+    )
+    assert message.endswith("\n    pytest --aisp-artifacts=DIR")
+    untimed = run(lambda row: {**row, "value": None, "low": None, "goals": {}}, name="untimed")
+    assert "n1001] on simulated-gpu is not timed in NEW, where it is " in refused(DATA, untimed)
+
+
+def test_what_is_no_side_is_refused_with_what_would_be(tmp_path):
+    assert refused("nosuch", DATA, tmp_path) == (
+        f"nosuch: neither a folder nor a git ref of {tmp_path}\n"
+        "Give a run's artifacts, a folder of stored results, or a commit:\n"
+        "    aisp compare HEAD~1 baselines"
+    )
+    assert refused(tmp_path, DATA).startswith(f"{tmp_path}: holds neither a run nor stored results")
+    (tmp_path / "results.jsonl").touch()
+    assert "holds no run: it has no manifest.json" in refused(tmp_path, DATA)
+    assert refused(DATA, DATA, form="yaml") == (
+        "--format=yaml: legal are text, markdown, json\n    aisp compare --format=markdown"
+    )
+
+
+# Stored results, in a folder and at commits
+
+
+def result(value):
+    return store.Result(
+        baseline_us=20.0,
+        optimized_us=20.0 / math.exp(value),
+        clock="graph",
+        values=((value, value + 1e-3, value - 1e-3),),
+        environments=("then",),
+        sources={"baseline": "a", "optimized": "b"},
+    )
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A repository with stored results of two commits, the second one slower, and a run's peaks."""
+    root = tmp_path / "repository"
+    file = root / "baselines" / "a-gpu" / "ch01.json"
+    file.parent.mkdir(parents=True)
+    (file.parent / "peaks.json").write_text("{}")
+    git = ["git", "-C", str(root), "-c", "user.name=t", "-c", "user.email=t@t"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    for value in (0.7, 0.4):
+        store.write(file, "a-gpu", {"a_test.py::t[v]": result(value)}, {"then": {}}, replace=True)
+        subprocess.run([*git, "add", "."], check=True)
+        subprocess.run([*git, "commit", "-qm", "x", "--no-gpg-sign"], check=True)
+    return root
+
+
+def test_commits_are_compared_by_their_stored_results(repository):
+    text, code = said("HEAD~1", "HEAD", root=repository)
+    assert code == 1
+    assert text.startswith("OLD is the stored results at HEAD~1 (")
+    assert "2 worse, 0 better, 1 within the noise" in text
+    for folder in (repository / "baselines", repository / "baselines" / "a-gpu"):
+        assert said("HEAD", folder, root=repository)[1] == 0
+        assert said(folder, "HEAD~1", root=repository)[1] == 0
+
+
+def test_a_commit_without_stored_results_or_with_broken_ones_says_so(repository):
+    git = ["git", "-C", str(repository), "-c", "user.name=t", "-c", "user.email=t@t"]
+    file = repository / "baselines" / "a-gpu" / "ch01.json"
+    file.write_text(file.read_text().replace("0.4", "0.5"))
+    assert "ch01.json was not written by pytest-aisp: " in refused(
+        "HEAD", repository / "baselines", repository
+    )
+    subprocess.run([*git, "rm", "-rqf", "."], check=True)
+    subprocess.run([*git, "commit", "-qm", "x", "--no-gpg-sign"], check=True)
+    message = refused("HEAD~1", "HEAD", repository)
+    assert message.startswith("HEAD: no results are stored in baselines/ at ")
+    assert message.endswith("\n    pytest --aisp-update-expectations")
+
+
+def test_the_command_prints_the_answer_and_returns_its_code(run, capsys):
+    assert cli.main(["compare", str(DATA), str(run(slower)), "--format=markdown"]) == 1
+    assert capsys.readouterr().out.startswith("**2 worse, 0 better, 16 within the noise**\n")
+    assert cli.main(["compare", "nosuch", str(DATA)]) == 2
+    assert capsys.readouterr().err.startswith("nosuch: neither a folder nor a git ref of ")
+
+
+def test_two_thousand_cases_are_compared_and_written():
+    many = [replace(CASE, key=f"odd|{n}\n") for n in range(2000)]
+    found = compared.compare(many, many)
+    sides = compare.Side("a", many), compare.Side("b", many)
+    assert found.count("same") == 12000
+    text = "\n".join(compare._text(sides, found))
+    assert len(text.splitlines()) == 12000 + 6
+    assert "ch01/odd|7\\n on a-gpu" in text
+    assert all(line.count(" | ") == 7 for line in compare._markdown(sides, found)[4:-1] if line)
+    assert len(json.loads("".join(compare._json(sides, found)))["metrics"]) == 12000

@@ -1,0 +1,371 @@
+"""A run is read whole, half, foreign or old; its schema is true; its tables are red first."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from pytest_aisp.bench.replay import Recording, RecordingError
+from pytest_aisp.results import published, runs, samples, sheets
+from pytest_aisp.results.artifacts import Artifacts, publish, stamped
+from pytest_aisp.results.messages import Task
+from pytest_aisp.results.row import Row
+
+DATA = Path(__file__).parent / "data" / "run"
+ODD = "ch99/a_test.py::test_f[é/..\\|<b>\n\"',;= ☃" + "x" * 300 + "]"
+MANIFEST = {"version": "0", "started": "2026-01-01T00:00:00+00:00", "mode": "measure", "root": ""}
+MANIFEST |= {"workload": {}, "options": {}, "python": "", "pytest": "", "platform": ""}
+MANIFEST |= {"packages": {}, "git": None, "environment": {}, "peaks": {}}
+MANIFEST["machine"] = {"name": "a GPU", "product": "a-gpu", "arch": "sm90", "gpus": ["GPU-1"]}
+MANIFEST["machine"] |= {"versions": {}, "facts": {}, "clocks": {}}
+
+
+def row(nodeid="ch99/a_test.py::test_f[v]", **changes):
+    """Return the row of a case that was timed twice as fast."""
+    key = nodeid.rpartition("/")[2] if nodeid != ODD else nodeid
+    names = {"nodeid": nodeid, "key": key, "file": "baselines/a-gpu/ch99.json"}
+    facts = {"page": "ch99/a_test.py", "function": "test_f", "variant": "v", "size": {"n": 1}}
+    facts |= {"bound": "dram", "product": "a-gpu", "arch": "sm90", "verdict": "pass"}
+    facts |= {"value": 0.7, "low": 0.69, "high": 0.71, "clock": "graph", "spread": 0.002}
+    facts |= {"seconds": {"slow": 2e-5, "v": 1e-5}, "timings": [{"value": 0.7}]}
+    return Row(**{**names, **facts, **changes}).to_json()
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a run of these rows that was killed after the last one, and return its artifacts."""
+
+    def write(*rows, folder=tmp_path / "run"):
+        artifacts = Artifacts(folder)
+        artifacts.start(MANIFEST)
+        for one in rows:
+            artifacts.add(one)
+        return artifacts
+
+    return write
+
+
+def refusal(folder):
+    with pytest.raises(runs.RunError) as refused:
+        runs.load(folder)
+    return str(refused.value).replace(str(folder), "RUN")
+
+
+# The schema
+
+
+def strict(schema):
+    """Return the schema with no more fields than it lists."""
+    if isinstance(schema, list):
+        return [strict(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {"additionalProperties": False} if "properties" in schema else {}
+    return {**{key: strict(value) for key, value in schema.items()}, **closed}
+
+
+def test_the_schema_lists_every_field_of_a_run_and_no_others():
+    jsonschema.Draft202012Validator.check_schema(published.schema())
+    loaded = runs.load(DATA).plain()
+    jsonschema.validate(loaded, strict(published.schema()))
+    assert json.loads((DATA / "results.json").read_text()) == loaded
+
+
+def test_a_case_without_its_verdict_is_not_valid():
+    loaded = runs.load(DATA).plain()
+    del loaded["cases"][0]["verdict"]
+    with pytest.raises(jsonschema.ValidationError, match="'verdict' is a required property"):
+        jsonschema.validate(loaded, published.schema())
+
+
+def test_a_case_says_what_it_was_held_against_and_where_that_is_written():
+    cases = {case["page"].partition("/")[2]: case for case in runs.load(DATA).cases}
+    kept, missed, wrong = (cases[f"{name}_test.py"] for name in ("kept", "missed", "wrong"))
+    assert kept["claim"] == {"at_least": 1.5, "from": "at_least['sm90'] on the page"}
+    assert kept["stored"] == {
+        "speedup": pytest.approx(1.999, abs=1e-3),
+        "from": "baselines/simulated-gpu/ch07.json",
+    }
+    assert kept["limit"]["from"] == "baselines/simulated-gpu/peaks.json"
+    assert kept["speedup"]["low"] < kept["speedup"]["value"] < kept["speedup"]["high"]
+    assert len(missed["votes"]) == 3
+    assert wrong["speedup"] is wrong["seconds"] is wrong["limit"] is None
+    assert cases["blackwell_test.py"]["not_timed"].startswith("needs tcgen05 (sm100, sm103); ")
+    regressed = cases["regressed_test.py"]
+    assert regressed["claim"]["from"] == "at_least of doubled on the page"
+    assert cases["neutral_test.py"]["goals"]["memory"]["limit"] == 1.0
+
+
+# Loading
+
+
+def test_a_killed_run_keeps_what_it_had(write):
+    artifacts = write(row(), row("ch99/a_test.py::test_f[w]"))
+    whole = artifacts.path.read_bytes()
+    artifacts.path.write_bytes(whole[:-99])
+    artifacts.canaries.write_text('{"ca')
+    run = runs.load(artifacts.folder)
+    assert (run.manifest["complete"], run.manifest["ended"]) == (False, None)
+    assert [case["id"] for case in run.cases] == ["ch99/a_test.py::test_f[v]"]
+    assert run.samples(run.cases[0])["timings"] == [{"value": 0.7}]
+    assert run.lost == (
+        "results.jsonl: its last line, of ch99/a_test.py::test_f[w], is half written"
+        " and was left out",
+        "canaries.jsonl: its last line is half written and was left out",
+    )
+    artifacts.path.write_bytes(whole[:20])
+    assert runs.load(artifacts.folder).cases == []
+
+
+def test_a_run_that_ended_says_so_and_is_published(write):
+    artifacts = write(row())
+    artifacts.finish({"exit_code": 1, "invalid": ["moved"]}, {"a-gpu": {"rates": {}}})
+    assert artifacts.error is None
+    said = json.loads((artifacts.folder / "results.json").read_text())
+    assert said == runs.load(artifacts.folder).plain()
+    ended = said["run"]
+    assert (ended["complete"], ended["exit_code"], ended["invalid"]) == (True, 1, ["moved"])
+    assert ended["peaks"] == {"a-gpu": {"rates": {}}}
+    assert ended["ended"] > ended["started"]
+
+
+def test_a_new_run_replaces_an_old_one_and_nothing_else(write):
+    first = write(row(), row("ch99/a_test.py::test_f[w]"))
+    first.finish({}, {})
+    mine = first.folder / "samples" / "notes.json"
+    mine.write_text("mine")
+    again = write(row())
+    assert sorted(file.name for file in mine.parent.iterdir()) == [
+        "0001-ch99_a_test.py__test_f_v_.json",
+        "notes.json",
+    ]
+    assert not (again.folder / "results.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (shutil.rmtree, "RUN: there is no such folder\nA run writes one where it is asked to:"),
+        (
+            lambda run: (run / "manifest.json").unlink(),
+            "RUN: holds no run: it has no manifest.json\nA run writes one where",
+        ),
+        (
+            lambda run: (run / "manifest.json").write_text('{"name": "a web application"}'),
+            "RUN/manifest.json: was not written by pytest-aisp: it says no root\nA run writes",
+        ),
+        (
+            lambda run: (run / "manifest.json").write_text("[]"),
+            "RUN/manifest.json: was not written by pytest-aisp: a line of it is no object: []",
+        ),
+        (
+            lambda run: (run / "manifest.json").write_text('{"root": "", "schema": 2}'),
+            "RUN/manifest.json: was written by a newer pytest-aisp (schema 2; this one reads 1)\n"
+            "    pip install --upgrade pytest-aisp",
+        ),
+        (
+            lambda run: (run / "manifest.json").write_text('{"root": "", "schema": 1}'),
+            "RUN/manifest.json: lacks complete, git, invalid, machine, peaks, started\nMeasure",
+        ),
+        (
+            lambda run: (run / "results.jsonl").unlink(),
+            "RUN/results.jsonl: cannot be read: No such file or directory\nA run writes one",
+        ),
+        (
+            lambda run: (run / "results.jsonl").write_text('{"nodeid": "a", "timings": []}\n'),
+            "RUN/results.jsonl: was written by an older pytest-aisp (schema 0; this one reads 1)\n"
+            "Measure again:\n    pytest --aisp-artifacts=DIR",
+        ),
+        (
+            lambda run: (run / "results.jsonl").write_text('{"nodeid": "a", "schema": 1}\n'),
+            "RUN/results.jsonl: a line of it lacks bound, file, function, key, page, samples,",
+        ),
+        (
+            lambda run: (run / "results.jsonl").write_bytes(b"\xff\xfe\n"),
+            "RUN/results.jsonl: was not written by pytest-aisp: 'utf-8' codec can't decode",
+        ),
+    ],
+)
+def test_what_is_no_run_of_ours_is_refused_with_what_to_do(write, spoil, says):
+    folder = write(row()).folder
+    spoil(folder)
+    assert refusal(folder).startswith(says)
+
+
+def test_an_old_recording_without_a_manifest_is_called_old(write):
+    folder = write(row()).folder
+    (folder / "manifest.json").unlink()
+    (folder / "results.jsonl").write_text('{"nodeid": "a", "timings": []}\n')
+    assert "was written by an older pytest-aisp (schema 0; this one reads 1)" in refusal(folder)
+
+
+def test_the_guides_python_reads_a_run(tmp_path, monkeypatch, capsys):
+    guide = (Path(__file__).parents[1] / "docs" / "artifacts.md").read_text()
+    shutil.copytree(DATA, tmp_path / "artifacts" / "latest")
+    monkeypatch.chdir(tmp_path)
+    exec(re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1], {})
+    assert "ch07/missed_test.py::test_doubling[doubled-n1001] fail 2.00" in capsys.readouterr().out
+
+
+# Samples
+
+
+def test_odd_names_are_files_of_their_own_with_plain_names(write):
+    artifacts = write(row(ODD), row(ODD.replace("é", "à"), timings=[{"value": 0.1}]))
+    files = sorted(file.name for file in (artifacts.folder / "samples").iterdir())
+    assert len(files) == 2
+    assert all(samples.OURS.fullmatch(name) and len(name) < 120 for name in files)
+    run = runs.load(artifacts.folder)
+    assert [case["id"] for case in run.cases] == [ODD, ODD.replace("é", "à")]
+    assert [r["timings"][0]["value"] for r in run.rows()] == [0.7, 0.1]
+
+
+@pytest.fixture
+def replayed(write):
+    """Ask a recording of one case for its timing, and return the answer."""
+
+    def replayed(spoil):
+        artifacts = write(row())
+        [file] = (artifacts.folder / "samples").iterdir()
+        spoil(artifacts.folder, file)
+        task = Task(kind="time", page="ch99/a_test.py", function="test_f", variant="v")
+        recording = Recording(artifacts.path)
+        return recording.ask(Task(**{**vars(task), "size": {"n": 1}}), 1.0, print)
+
+    return replayed
+
+
+def test_samples_answer_in_the_benchs_place(replayed):
+    assert replayed(lambda folder, file: None).result == {"value": 0.7}
+
+
+def test_missing_samples_are_said(replayed):
+    found = replayed(lambda folder, file: file.unlink())
+    assert found.error == "page"
+    assert found.message.startswith("the recording cannot be judged again: ")
+    assert found.message.endswith(
+        "0001-ch99_a_test.py__test_f_v_.json: its samples are missing: No such file or directory\n"
+        "Copy the whole folder of the run, samples/ too"
+    )
+
+
+def test_other_samples_than_those_that_were_written_are_refused(replayed):
+    found = replayed(lambda folder, file: file.write_text('{"timings": [{"value": 9}]}'))
+    assert "these are not the samples that the run has written: SHA-256 " in found.message
+    assert found.message.endswith("Copy the folder of the run again")
+
+
+def test_samples_outside_of_the_folder_are_not_read(replayed, tmp_path):
+    (tmp_path / "secret.json").write_text("{}")
+
+    def spoil(folder, file):
+        text = (folder / "results.jsonl").read_text()
+        (folder / "results.jsonl").write_text(
+            text.replace(f"samples/{file.name}", "../secret.json")
+        )
+
+    assert "../secret.json: samples lie below their run's folder" in replayed(spoil).message
+
+
+def test_samples_that_the_disk_refused_are_none(write, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(samples, "write", full)
+    run = runs.load(write(row()).folder)
+    assert run.cases[0]["samples"] is None
+    with pytest.raises(runs.RunError, match="its samples were not written: the disk refused them"):
+        run.samples(run.cases[0])
+
+
+def test_a_recording_of_an_older_version_is_refused(tmp_path):
+    old = tmp_path / "results.jsonl"
+    old.write_text('{"nodeid": "a", "key": "a", "timings": []}\n')
+    with pytest.raises(RecordingError, match=r"by an older pytest-aisp \(schema 0; this"):
+        Recording(tmp_path)
+
+
+# Folders named after the moment
+
+
+def test_latest_points_at_the_newest_run(tmp_path):
+    first, second = stamped(tmp_path / "made"), stamped(tmp_path / "made")
+    assert first != second  # though of one second
+    latest = tmp_path / "made" / "latest"
+    assert latest.is_symlink()
+    assert latest.resolve() == second
+    assert sorted(path.name for path in latest.parent.iterdir()) == sorted(
+        [first.name, second.name, "latest"]
+    )
+
+
+def test_where_there_are_no_links_latest_is_a_file_that_names_it(tmp_path, write, monkeypatch):
+    def no_links(*args, **how):
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.symlink", no_links)
+    stamped(tmp_path)
+    folder = stamped(tmp_path)
+    write(row(), folder=folder)
+    assert (tmp_path / "latest").read_text() == f"{folder.name}\n"
+    assert runs.load(tmp_path / "latest").path == folder
+    assert list(Recording(tmp_path / "latest").rows) == ["a_test.py::test_f[v]"]
+
+
+def test_a_folder_in_the_links_place_is_left_alone(tmp_path):
+    (tmp_path / "latest").mkdir()
+    (tmp_path / "latest" / "mine").touch()
+    with pytest.raises(OSError, match="latest is a folder; it has to be a link to the newest run"):
+        stamped(tmp_path)
+    assert [path.name for path in tmp_path.rglob("*")] == ["latest", "mine"]
+
+
+# Tables
+
+
+def test_the_table_is_red_first_and_says_why():
+    text = sheets.markdown(runs.load(DATA).plain())
+    lines = text.splitlines()
+    assert lines[0] == (
+        "**1 fail, 1 regressed, 1 wrong, 1 new, 1 pass, 1 checked** on simulated-gpu,"
+        " 2026-11-22T11:26:05+00:00 at 18375ef815b4 with uncommitted changes"
+    )
+    verdicts = [line.split(" | ")[0].strip("| ") for line in lines[4:]]
+    assert verdicts == ["**fail**", "**regressed**", "**wrong**", "new", "pass", "checked"]
+    assert "2.445x | 2.0" in lines[5]
+    assert lines[9].endswith("| needs tcgen05 (sm100, sm103); this GPU is sm90 (simulated-gpu) |")
+
+
+def test_a_killed_or_invalid_run_says_so_above_its_table(write):
+    plain = runs.load(write().folder).plain()
+    plain["run"]["invalid"] = ["RUN INVALID (environment moved)"]
+    text = sheets.markdown(plain)
+    assert text.startswith("**no cases** on a GPU, 2026-01-01T00:00:00+00:00; the run did not come")
+    assert "**Invalid**: RUN INVALID (environment moved)" in text
+
+
+def test_odd_characters_stay_in_their_cells(write):
+    plain = runs.load(write(row(ODD, variant="a|b\n<i>", reasons=["x\n| y"])).folder).plain()
+    [line] = [ln for ln in sheets.markdown(plain).splitlines() if ln.startswith("| pass")]
+    assert "| a\\|b &lt;i>, n=1 |" in line
+    assert line.endswith("| x \\| y |")
+    [flat] = csv.DictReader(io.StringIO(sheets.csv_text(plain)))
+    assert (flat["id"], flat["reasons"]) == (ODD, "x\n| y")
+
+
+def test_two_thousand_cases_are_read_and_written(write, tmp_path):
+    [line] = map(json.loads, write(row()).path.read_text().splitlines())
+    many = [{**line, "nodeid": f"a::{n}", "key": f"{n}"} for n in range(2000)]
+    text = "".join(f"{json.dumps(one)}\n" for one in many)
+    (tmp_path / "run" / "results.jsonl").write_text(text)
+    publish(runs.load(tmp_path / "run"))
+    assert len((tmp_path / "run" / "results.md").read_text().splitlines()) == 2004
+    rows = csv.DictReader(io.StringIO((tmp_path / "run" / "results.csv").read_text()))
+    assert [r["speedup"][:5] for r in rows] == ["2.013"] * 2000
