@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"  # selenium brings trio, whose plugin each run imports
 import hypothesis
 import pytest
 import torch  # once, out here: pytester's in-process runs would load it twice and die
