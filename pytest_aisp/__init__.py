@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from .bench.processes import fresh_process
     from .kernels.build import cuda_module
     from .kernels.tma import tensor_map
+    from .loop.bottleneck import bottleneck
     from .pages.marks import compare
     from .pages.pair import Variant, Work
-    from .tools.bottleneck import bottleneck
 
 __all__ = [
     "Variant",
@@ -27,7 +27,7 @@ __all__ = [
 _HOME = {
     "Variant": "pages.pair",
     "Work": "pages.pair",
-    "bottleneck": "tools.bottleneck",
+    "bottleneck": "loop.bottleneck",
     "capture": "bench.graphs",
     "compare": "pages.marks",
     "cuda_module": "kernels.build",

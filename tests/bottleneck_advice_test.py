@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_aisp.tools import advice
-from pytest_aisp.tools.bottleneck import plain, text
-from pytest_aisp.tools.breakdown import Breakdown, Loader
-from pytest_aisp.tools.stages import Stage
-from pytest_aisp.tools.steps import Step
-from pytest_aisp.tools.stretch import BODY, COPY, ITEM, Event, Gpu, summarize
+from pytest_aisp.loop import advice
+from pytest_aisp.loop.bottleneck import plain, text
+from pytest_aisp.loop.breakdown import Breakdown, Loader
+from pytest_aisp.loop.stages import Stage
+from pytest_aisp.loop.steps import Step
+from pytest_aisp.loop.stretch import BODY, COPY, ITEM, Event, Gpu, summarize
 
 
 def gpu(name, start, end):

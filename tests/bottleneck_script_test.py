@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 
 from pytest_aisp.commands import cli
 from pytest_aisp.common.answers import Unanswerable
-from pytest_aisp.tools import script
-from pytest_aisp.tools.steps import Instruments, Plan
-from pytest_aisp.tools.stretch import BODY, Event
+from pytest_aisp.loop import script
+from pytest_aisp.loop.steps import Instruments, Plan
+from pytest_aisp.loop.stretch import BODY, Event
 
 HEAD = """
 import sys
@@ -335,7 +335,7 @@ def test_workers_of_a_script_are_timed_and_pickled_classes_found(tmp_path):
 
 def test_the_steps_of_the_optimizer_can_be_profiled():
     """The annotation of a step begins within one of PyTorch's own, and ends in the next."""
-    from pytest_aisp.tools.profiled import Profiled
+    from pytest_aisp.loop.profiled import Profiled
 
     weights = torch.nn.Linear(2, 2)
     stepper = torch.optim.SGD(weights.parameters(), lr=0.1)

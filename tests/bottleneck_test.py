@@ -15,11 +15,11 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from pytest_aisp import bottleneck
 from pytest_aisp.common.answers import Unanswerable
-from pytest_aisp.tools import profiled, stages
-from pytest_aisp.tools.bottleneck import Watch
-from pytest_aisp.tools.stages import Stages, name_of, places
-from pytest_aisp.tools.steps import Instruments, Plan, Step
-from pytest_aisp.tools.stretch import BODY, Event
+from pytest_aisp.loop import profiled, stages
+from pytest_aisp.loop.bottleneck import Watch
+from pytest_aisp.loop.stages import Stages, name_of, places
+from pytest_aisp.loop.steps import Instruments, Plan, Step
+from pytest_aisp.loop.stretch import BODY, Event
 
 
 class Machine:

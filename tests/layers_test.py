@@ -16,7 +16,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "pytest_aisp"
 ROOMS = (
     *("results", "pages", "common", "guard", "proof", "kernels", "bench", "ranks", "report"),
-    *("tools", "commands", "session", ""),
+    *("loop", "tools", "commands", "session", ""),
 )
 """From the ground up; the last is the package itself."""
 MODULES = sorted(
@@ -36,13 +36,15 @@ def words(text: str) -> set[str]:
 
 PLAIN = {m for m in MODULES if room_of(m) in ("results", "report")} | words(
     "common.answers pages.pair pages.signature pages.skus tools.curves tools.svg"
-    " tools.advice tools.breakdown tools.stages tools.steps tools.stretch"
+    " loop.advice loop.breakdown loop.stages loop.steps loop.stretch"
 )
 """Modules of data and arithmetic."""
 WITH_PYTEST = words("plugin pages.marks session.fixtures session.options") | words(
     "session.catalogue session.sessions session.stash"
 )
-GLUE = {m for m in MODULES if room_of(m) in ("session", "commands", "tools", "")} | {"pages.marks"}
+GLUE = {m for m in MODULES if room_of(m) in ("session", "commands", "tools", "loop", "")} | {
+    "pages.marks"
+}
 FRAMEWORKS = {"torch", "triton", "numpy", "cuda", "pynvml", "hypothesis"}
 TERMINALS = {"typer", "click", "rich"}
 """What the command line is made with: nothing below it needs them."""

@@ -136,8 +136,8 @@ def bottleneck(
     profiled: Annotated[str, typer.Option(metavar="N", help="steps profiled, on a GPU")] = "10",
 ) -> None:
     """Run a training script: what do its steps wait for?"""
-    from ..tools import script as scripts
-    from ..tools.steps import Plan
+    from ..loop import script as scripts
+    from ..loop.steps import Plan
 
     plan = Plan(
         parsed("--warmup", _count(0), warmup),
