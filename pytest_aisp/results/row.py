@@ -108,15 +108,22 @@ class Row:
         return text + (f" {self.share:.0%} {self.limit}" if self.share is not None else "")
 
     def properties(self) -> list[tuple[str, float | str]]:
-        """Return at most twelve flat numbers and words for JUnit."""
+        """Return flat numbers and words for JUnit: speedups as ratios, losses as shares, seconds.
+
+        A claim is a speedup or a word; each goal counts for both sides.
+        """
         found: dict[str, Any] = {"verdict": self.verdict, "clock": self.clock, "bound": self.bound}
         found |= {"product": self.product, "share": self.share, "limit": self.limit}
-        found |= {"speedup": self.speedup, "detectable": self.detectable}
-        found |= {
-            f"seconds_{k}": v
-            for k, v in zip(("baseline", "optimized"), self.pair_seconds(), strict=False)
-        }
-        return [(f"aisp_{k}", v) for k, v in found.items() if v not in (None, "")]
+        found |= {"speedup": self.speedup, "claim": self.claim}
+        logs = {"speedup_low": self.low, "speedup_high": self.high, "stored": self.stored}
+        found |= {name: math.exp(value) for name, value in logs.items() if value is not None}
+        if self.detectable is not None:
+            found["detectable_loss"] = 1 - math.exp(-self.detectable)
+        sides = zip(("baseline", "optimized"), self.pair_seconds(), strict=False)
+        found |= {f"seconds_{side}": seconds for side, seconds in sides}
+        for goal, both in self.goals.items():
+            found |= {f"{goal}_{side}": both[side] for side in ("baseline", "optimized")}
+        return [(f"aisp_{name}", value) for name, value in found.items() if value not in (None, "")]
 
     def pair_seconds(self) -> tuple[float, ...]:
         """Return the seconds of baseline and variant, or nothing."""
