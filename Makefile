@@ -17,7 +17,7 @@ bench: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(PY) -m pytest -q -n 2 --aisp-check suites
 	$(PY) -m pytest -q -n 2 --aisp-compile suites
-	$(PY) -m pytest -q -n 2 tests
+	$(PY) -m pytest -q -n 2 -p no:benchmark tests
 
 lint: $(VENV)/.ready
 	$(PY) -m ruff check .

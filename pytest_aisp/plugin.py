@@ -27,6 +27,7 @@ MARKERS = {
     "sm121": "runs on GB10",
     "cpu": "a size that a CPU times",
     "gpus(n)": "needs n GPUs, as in -m 'gpus(n=2)'",
+    "aisp_timer": "pytest-benchmark's `benchmark` is timed by our GPU timer",
     "aisp_timeout(seconds)": "time limit of one request to a bench process",
 }
 
@@ -64,6 +65,10 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{marker}: {meaning}")
     config.stash[SETTINGS] = settings = options.read_settings(config)
+    if hasattr(config.option, "benchmark_disable"):  # pytest-benchmark, under whichever name
+        from .session import benchmarks
+
+        config.pluginmanager.register(benchmarks, "aisp-benchmarks")
     if settings.ours:
         from .session import sessions
 
@@ -101,7 +106,7 @@ def device() -> str:
 @pytest.fixture
 def warmup() -> Any:
     """Run a callable until it is steady: ``warmup(f)`` returns the number of calls it took."""
-    from .session.fixtures import warm
+    from .bench.callables import warm
 
     return warm
 

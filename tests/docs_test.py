@@ -21,8 +21,8 @@ from pytest_aisp.results import tables
 from pytest_aisp.tools import catalogue
 
 ROOT = Path(__file__).parents[1]
-SHOWN = re.compile(r"^(?:\$ )?(aisp .*?)(?: *#.*)?$", re.MULTILINE)
-"""A command line of ours in a block of a document, without its comment."""
+SHOWN = re.compile(r"^(?:\$ )?(aisp .*?)(?: +[#>|].*)?$", re.MULTILINE)
+"""A command line of ours in a block of a document, without its comment and where it goes."""
 NAMED = re.compile(r"`(aisp [a-z][^`]*)`")
 """A command that a document speaks of; its arguments may be left out."""
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -102,13 +102,15 @@ def test_every_command_spoken_of_exists_with_its_options(document):
 )
 def test_every_command_line_that_needs_no_gpu_runs(line, tmp_path, monkeypatch, capsys):
     """On pages that were told of: what collecting and running pytest do has tests of its own."""
+    if line[0] == "export":
+        pytest.importorskip("pytest_benchmark")
     names = ("ch03:threads", "ch10:gemm", "ch10:split_k")
     cases = [catalogues.case(name) for name in names]
     found = catalogues.catalogue(tmp_path, cases)
     catalogues.stored(tmp_path, {cases[1]["key"]: catalogues.result(2.0)}, chapter="ch10")
     (tmp_path / "suites").mkdir()
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "results.jsonl").write_text(json.dumps(cases[0]))
+    (tmp_path / "out" / "results.jsonl").write_text(json.dumps(catalogues.row(cases[0])))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(catalogue, "collect", lambda targets=None, *, tell: found)
     monkeypatch.setattr(subprocess, "Popen", lambda command: SimpleNamespace(wait=lambda: 0))
