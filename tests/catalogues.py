@@ -56,6 +56,9 @@ def row(case: dict, verdict: str = "pass", **fields: object) -> dict:
         verdict=verdict,
         clock="graph",
         seconds={"naive": 2e-3, case["variant"]: 1e-3},
+        value=math.log(2.0),
+        low=math.log(1.9),
+        high=math.log(2.1),
         timings=[timing],
     )
     return {**plain.to_json(), **fields}

@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from pytest_aisp.results.row import Row
-from pytest_aisp.session.recorder import environment_moved
+from pytest_aisp.results.verdict import environment_moved
 
 
 def test_measure_passes_with_a_record_and_is_new_without(page, gpu, pytester):
@@ -270,7 +270,7 @@ def moved(page, gpu, recorded, pytester):
     recorded()
     gpu(added=2e-5, doubled=1.2e-5)
     conftest = pytester.path / "conftest.py"
-    least = "from pytest_aisp.session import recorder\n\nrecorder.MOVED_LEAST = 2\n"
+    least = "from pytest_aisp.results import verdict\n\nverdict.MOVED_LEAST = 2\n"
     conftest.write_text(least + conftest.read_text())
     return conftest
 

@@ -1,4 +1,4 @@
-"""`aisp export`: what folders of artifacts hold, for others."""
+"""`aisp export | gate`: what folders of artifacts hold, for others; several as one verdict."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from .console import finish
+from .console import finish, parsed
 
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands of this module to `app`."""
     app.command()(export)
+    app.command()(gate)
 
 
 def export(
@@ -22,3 +23,25 @@ def export(
     from ..tools import export
 
     finish(export.answer(folder))
+
+
+def gate(
+    folders: Annotated[list[Path], typer.Argument(help="what --aisp-artifacts wrote, each")],
+    products: Annotated[
+        str, typer.Option(metavar="P,P", help="those that are to be there, as nvidia-h200")
+    ] = "",
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="text|markdown|github|gitlab|json",
+            help="github: annotations; gitlab: a Code Quality report",
+        ),
+    ] = "text",
+) -> None:
+    """Give the runs of several machines one verdict."""
+    from ..tools import gate, gate_forms
+
+    wanted = parsed("--format", gate_forms.form_of, form)
+    expected = [product for product in products.split(",") if product]
+    finish(gate.answer(folders, expected, form=wanted, root=Path()))

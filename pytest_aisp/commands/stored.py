@@ -1,12 +1,13 @@
-"""`aisp roofline | expectations | prune`: what the stored results say, and which are left over."""
+"""`aisp roofline | expectations | prune | seals`: what the stored results say and are worth."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .console import Json, Yes, finish, parsed, telling
+from .console import HERE, Baselines, Json, Yes, finish, parsed, telling
 from .several import Several, Targets
 
 Product = Annotated[
@@ -20,6 +21,7 @@ def add_to(app: typer.Typer) -> None:
     app.command(cls=Several)(roofline)
     app.command()(expectations)
     app.command()(prune)
+    app.command()(seals)
 
 
 def roofline(targets: Targets = None, product: Product = None, as_json: Json = False) -> None:
@@ -66,3 +68,18 @@ def prune(
     with telling() as tell:
         found = catalogue.collect(tell=tell)
     finish(prune.answer(found, product, yes=yes))
+
+
+def seals(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="default: those that differ from REF")
+    ] = None,
+    against: Annotated[
+        str, typer.Option(metavar="REF", help="the commit before, as origin/main")
+    ] = "HEAD",
+    baselines: Baselines = HERE,
+) -> None:
+    """Refuse staged results that no run has recorded."""
+    from ..tools import seals
+
+    finish(seals.answer(files or (), baselines, against))

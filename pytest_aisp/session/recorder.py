@@ -5,18 +5,16 @@ from __future__ import annotations
 import datetime
 import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..results import store
 from ..results.artifacts import Artifacts
 from ..results.row import ratio
+from ..results.verdict import environment_moved
 from .canary import Canary
 from .options import Settings
-
-MOVED_SHARE, MOVED_LEAST = 0.05, 5
-"""More suspects than this share, and this many, in one direction: the environment moved."""
 
 
 class Recorder:
@@ -87,13 +85,6 @@ class Recorder:
                 "environment moved): too many cases are off in one direction to be the code's doing"
             )
         return [f"RUN INVALID ({reason}; no verdict of this run counts" for reason in why]
-
-
-def environment_moved(rows: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether too many of the timed cases are suspect in one direction."""
-    suspects = [r["suspect"] for r in rows if r["value"] is not None]
-    limit = max(MOVED_LEAST, MOVED_SHARE * len(suspects))
-    return any(suspects.count(direction) > limit for direction in (1, -1))
 
 
 def _commit(root: Path) -> str | None:
