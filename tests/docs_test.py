@@ -25,7 +25,8 @@ SHOWN = re.compile(r"^(?:\$ )?(aisp .*?)(?: +[#>|].*)?$", re.MULTILINE)
 """A command line of ours in a block of a document, without its comment and where it goes."""
 NAMED = re.compile(r"`(aisp [a-z][^`]*)`")
 """A command that a document speaks of; its arguments may be left out."""
-DOCUMENTS = [ROOT / "README.md", ROOT / "ci/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+READMES = [ROOT / "README.md", ROOT / "README.ko.md"]
+DOCUMENTS = [*READMES, ROOT / "ci/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CHAPTERS = sorted((ROOT / "suites").glob("ch*/README.md"))
 
 
@@ -54,6 +55,46 @@ def test_every_option_named_exists(document, pytestconfig):
     planned = {"--aisp-against"}  # the README says that it is not built yet
     named = set(re.findall(r"--aisp-[a-z-]+[a-z]", document.read_text()))
     assert named - planned <= known
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        lambda text: re.findall(r"^(#+) ", bare(text), re.MULTILINE),
+        lambda text: [uncommented(block) for block in re.findall(BLOCK, text)],
+        lambda text: [len(section.split("\n- ")) for section in sections(text)],
+        lambda text: [line.count("|") for line in text.splitlines() if line.startswith("| ")],
+        lambda text: [sorted(re.findall(r"\]\(([^)]+)\)", part)) for part in sections(text)],
+        lambda text: [sorted(re.findall(r"`([^`]+)`", part)) for part in sections(bare(text))],
+        lambda text: [numbers(part) for part in sections(bare(text))],
+    ],
+    ids=["headings", "blocks", "points", "tables", "links", "code", "numbers"],
+)
+def test_the_korean_readme_says_what_the_english_one_does(found):
+    english, korean = (readme.read_text() for readme in READMES)
+    assert found(korean.replace("(README.md)", "(README.ko.md)")) == found(english)
+
+
+BLOCK = re.compile(r"^```\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def bare(text):
+    """Return a document without its blocks."""
+    return BLOCK.sub("", text)
+
+
+def uncommented(block):
+    """Return the lines of a block; comments behind commands are in the document's language."""
+    return [re.sub(r"  +# .*", "", line) for line in block.splitlines()]
+
+
+def sections(text):
+    return re.split(r"^#+ .*", text, flags=re.MULTILINE)
+
+
+def numbers(text):
+    """Return the figures of a text, sorted, those of links and code left out."""
+    return sorted(re.findall(r"\d[\d.,]*\d|\d", re.sub(r"\]\([^)]+\)|`[^`]+`", "", text)))
 
 
 def commands_of(document):
