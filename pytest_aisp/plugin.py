@@ -65,10 +65,6 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{marker}: {meaning}")
     config.stash[SETTINGS] = settings = options.read_settings(config)
-    if hasattr(config.option, "benchmark_disable"):  # pytest-benchmark, under whichever name
-        from .session import benchmarks
-
-        config.pluginmanager.register(benchmarks, "aisp-benchmarks")
     if settings.ours:
         from .session import sessions
 
@@ -139,6 +135,10 @@ def peaks(request: pytest.FixtureRequest) -> Any:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     __tracebackhide__ = True
     if "pair" not in pyfuncitem.fixturenames:
+        if pyfuncitem.get_closest_marker("aisp_timer") is not None:
+            from .session.benchmarks import lend_timer
+
+            lend_timer(pyfuncitem.funcargs.get("benchmark"))
         return (yield)
     from .session.fixtures import call_body
 

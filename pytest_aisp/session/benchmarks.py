@@ -22,10 +22,9 @@ def pytest_aisp_result(config: Any, row: dict[str, Any]) -> None:
         session.benchmarks += sides(row)
 
 
-def pytest_pyfunc_call(pyfuncitem: Any) -> None:
-    """Let our timer time what a marked test gives to `benchmark`."""
-    fixture = pyfuncitem.funcargs.get("benchmark")
-    if fixture is not None and pyfuncitem.get_closest_marker(MARKER) is not None:
+def lend_timer(fixture: Any) -> None:
+    """Let our timer time what a marked test gives to pytest-benchmark's `benchmark`."""
+    if fixture is not None:
         fixture._raw, fixture._raw_pedantic = partial(_timed, fixture), _refuse
 
 

@@ -71,6 +71,10 @@ def configure(config: pytest.Config) -> None:
                 "Give a folder that can be written"
             ) from None
         config.pluginmanager.register(_Gather(recorder, run), "aisp-gather")
+        if hasattr(config.option, "benchmark_disable"):  # pytest-benchmark, under whichever name
+            from . import benchmarks
+
+            config.pluginmanager.register(benchmarks, "aisp-benchmarks")
 
 
 class _Gather:
