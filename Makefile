@@ -18,7 +18,7 @@ bench: $(VENV)/.ready
 test: $(VENV)/.ready browser
 	$(PY) -m pytest -q -n 2 --aisp-check suites
 	$(PY) -m pytest -q -n 2 --aisp-compile suites
-	$(PY) -m pytest -q -n 2 tests
+	$(PY) -m pytest -q -n 2 -p no:benchmark tests
 
 # Some 25 s once. Where it cannot be installed its test says so, or fails with CI_BROWSER_REQUIRED=1.
 browser:

@@ -28,6 +28,7 @@ MARKERS = {
     "sm121": "runs on GB10",
     "cpu": "a size that a CPU times",
     "gpus(n)": "needs n GPUs, as in -m 'gpus(n=2)'",
+    "aisp_timer": "pytest-benchmark's `benchmark` is timed by our GPU timer",
     "aisp_timeout(seconds)": "time limit of one request to a bench process",
 }
 
@@ -102,7 +103,7 @@ def device() -> str:
 @pytest.fixture
 def warmup() -> Any:
     """Run a callable until it is steady: ``warmup(f)`` returns the number of calls it took."""
-    from .session.fixtures import warm
+    from .bench.callables import warm
 
     return warm
 
@@ -135,6 +136,10 @@ def peaks(request: pytest.FixtureRequest) -> Any:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     __tracebackhide__ = True
     if "pair" not in pyfuncitem.fixturenames:
+        if pyfuncitem.get_closest_marker("aisp_timer") is not None:
+            from .session.benchmarks import lend_timer
+
+            lend_timer(pyfuncitem.funcargs.get("benchmark"))
         return (yield)
     from .session.fixtures import call_body
 

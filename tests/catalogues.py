@@ -7,6 +7,8 @@ from pathlib import Path
 
 from pytest_aisp.pages.skus import ARCHS
 from pytest_aisp.results import store
+from pytest_aisp.results.artifacts import Artifacts
+from pytest_aisp.results.row import Row
 from pytest_aisp.tools.catalogue import Catalogue
 
 FACTS = {"driver": "580.65", "cuda": "13.0", "torch": "2.11.0", "triton": "3.6.0"}
@@ -43,6 +45,26 @@ def case(name: str, variant: str = "tiled", claim: float | str = 1.5, **fields: 
     return {**plain, **fields}
 
 
+def row(case: dict, verdict: str = "pass", **fields: object) -> dict:
+    """Return the row of a case that was timed on an H200, as a run leaves it."""
+    known = {name: case[name] for name in ("nodeid", "key", "function", "variant", "size", "bound")}
+    timing = {"baseline": [2e-3, 2.1e-3], "optimized": [1e-3, 1.1e-3]}
+    plain = Row(
+        **known,
+        file=f"baselines/nvidia-h200/{case['chapter']}.json",
+        page=case["path"],
+        product="nvidia-h200",
+        verdict=verdict,
+        clock="graph",
+        seconds={"naive": 2e-3, case["variant"]: 1e-3},
+        value=math.log(2.0),
+        low=math.log(1.9),
+        high=math.log(2.1),
+        timings=[timing],
+    )
+    return {**plain.to_json(), **fields}
+
+
 def catalogue(root: Path, cases: list[dict], **fields: object) -> Catalogue:
     """Return what would be collected of `cases`, results in `root`/baselines."""
     pages = list({c["name"]: page(c["name"]) for c in cases}.values())
@@ -72,3 +94,17 @@ def stored(root: Path, results: dict[str, store.Result], product="nvidia-h200", 
     facts = {name: {**FACTS, "date": name} for name in ("one", "two")}
     store.write(path, product, results, facts, replace=True)
     return path
+
+
+def artifacts(folder: Path, rows: list[dict], canaries: list[dict] = (), code: int | None = 0):
+    """Write the folder of a run; with no exit code of one that was killed."""
+    left = Artifacts(folder)
+    machine = {"name": "a GPU", "product": "nvidia-h200", "arch": "sm90", "gpus": 1}
+    manifest = {"root": str(folder.parent), "started": "2026-11-22T07:52:10+00:00", "git": {}}
+    left.start({**manifest, "machine": machine, "peaks": {}})
+    for row in rows:
+        left.add(row)
+    for canary in canaries:
+        left.add_canary(canary)
+    if code is not None:
+        left.finish({"exit_code": code}, {})

@@ -78,7 +78,7 @@ PARTS = {
 }
 INI = """
     [pytest]
-    addopts = --import-mode=importlib -p no:randomly
+    addopts = --import-mode=importlib -p no:randomly -p no:benchmark
     aisp_pages = .
     python_files = *_test.py
 """

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import xml.etree.ElementTree as ElementTree
 
 import pytest
 
 from pytest_aisp.results import runs
-from pytest_aisp.session.recorder import environment_moved
+from pytest_aisp.results.row import Row
+from pytest_aisp.results.verdict import environment_moved
 
 
 def test_measure_passes_with_a_record_and_is_new_without(page, gpu, pytester):
@@ -41,21 +43,52 @@ def test_a_missed_claim_is_red_and_says_what_missed_what(page, gpu, pytester, wo
 
 
 def test_a_loss_against_the_record_is_regressed_and_in_lf(page, gpu, recorded, pytester):
-    page()
-    gpu(added=2e-5, doubled=1e-5)
+    page(variants="[doubled, shifted]", defs="def shifted(x):\n    return x * 2", at_least="1.5")
+    gpu(added=2e-5, doubled=1e-5, shifted=1e-5)
     recorded()
-    gpu(added=2e-5, doubled=1.2e-5)
+    gpu(added=2e-5, doubled=1.2e-5, shifted=1e-5)
     result = pytester.runpytest_subprocess("--junitxml=junit.xml")
     result.stdout.fnmatch_lines(
         ["*stored in baselines/simulated-gpu/ch99.json*-> red", "*accept:", "*=all*doubled-n1001*"]
     )
-    result.stdout.fnmatch_lines(["*REGRESSED*"])
+    result.stdout.fnmatch_lines(["*REGRESSED*", "*1 failed, 1 passed*"])
     assert result.ret == 1
-    junit = (pytester.path / "junit.xml").read_text()
-    assert "aisp_speedup" in junit
-    assert 'value="regressed"' in junit
-    last = pytester.runpytest_subprocess("--lf", "--collect-only", "-q")
-    last.stdout.fnmatch_lines(["ch99/doubling_test.py::test_doubling[[]doubled-n1001[]]"])
+    said = properties(pytester.path / "junit.xml")
+    assert [case["aisp_verdict"] for case in said] == ["regressed", "pass"]
+    for case, speedup in zip(said, (5 / 3, 2.0), strict=True):
+        numbers = {k: float(v) for k, v in case.items() if k not in WORDS}
+        assert numbers["aisp_speedup_low"] < numbers["aisp_speedup"] < numbers["aisp_speedup_high"]
+        assert numbers["aisp_speedup"] == pytest.approx(speedup, rel=0.02)
+        assert numbers["aisp_stored"] == pytest.approx(2.0, rel=0.01)
+        assert numbers["aisp_seconds_baseline"] == pytest.approx(2e-5, rel=0.02)
+        assert numbers["aisp_claim"] == 1.5
+        assert 0 < numbers["aisp_detectable_loss"] < 1
+    last = pytester.runpytest_subprocess("--lf", "-v")
+    last.stdout.fnmatch_lines(["*test_doubling[[]doubled-n1001[]] REGRESSED*", "*1 failed in*"])
+    assert "shifted-n1001" not in last.stdout.str()
+
+
+WORDS = {"aisp_verdict", "aisp_clock", "aisp_bound", "aisp_product", "aisp_limit"}
+"""Properties in JUnit that are no numbers; the claim may be one."""
+
+
+def test_goals_and_what_was_only_checked_are_properties_too():
+    case = ("id", "ch99.json", "key", "doubling_test.py", "test_doubling", "doubled", {"n": 8})
+    row = Row(*case, bound="dram", verdict="checked")
+    assert row.properties() == [("aisp_verdict", "checked"), ("aisp_bound", "dram")]
+    row.goals = {"memory": {"baseline": 2048, "optimized": 1024, "noise": 0.1}}
+    row.claim = "neutral"
+    assert row.properties()[2:] == [
+        ("aisp_claim", "neutral"),
+        ("aisp_memory_baseline", 2048),
+        ("aisp_memory_optimized", 1024),
+    ]
+
+
+def properties(junit):
+    """Return each case's properties in a JUnit file."""
+    cases = ElementTree.parse(junit).iter("testcase")
+    return [{p.attrib["name"]: p.attrib["value"] for p in c.iter("property")} for c in cases]
 
 
 def test_a_loss_is_accepted_as_the_failure_says(page, gpu, recorded, pytester):
@@ -244,7 +277,7 @@ def moved(page, gpu, recorded, pytester):
     recorded()
     gpu(added=2e-5, doubled=1.2e-5)
     conftest = pytester.path / "conftest.py"
-    least = "from pytest_aisp.session import recorder\n\nrecorder.MOVED_LEAST = 2\n"
+    least = "from pytest_aisp.results import verdict\n\nverdict.MOVED_LEAST = 2\n"
     conftest.write_text(least + conftest.read_text())
     return conftest
 

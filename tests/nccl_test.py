@@ -445,13 +445,13 @@ def test_pages_on_several_gpus_are_held_against_their_links():
 @pytest.fixture
 def page_on_links(tmp_path):
     """Judge a page bound by NVLink on two GPUs: `page_on_links(seconds)` returns its row."""
-    settings = SimpleNamespace(baselines=tmp_path, aa=False, update=None)
+    settings = SimpleNamespace(root=tmp_path, baselines=tmp_path, aa=False, update=None)
     peaks.save(tmp_path / "nvidia-h200" / "peaks.json", H200)
 
     def judge(seconds, gpus=2):
         case = SimpleNamespace(gpus=gpus, pair=SimpleNamespace(l2="cold"))
         row = SimpleNamespace(bound="nvlink", clock="graph", share=None, limit="", verdict="")
-        row.pair_seconds = lambda: (2 * seconds, seconds)
+        row.origins, row.pair_seconds = {}, lambda: (2 * seconds, seconds)
         client = SimpleNamespace(machine=TWO, case=case, row=row, run=Run(settings, TWO))
         Judge(client).limit({"work": {"wire": 3.9e8, "read": 1e6}})
         return row

@@ -53,6 +53,10 @@ class Person:
         ActionChains(self.driver).send_keys(*keys).perform()
 
     def sees(self, css):
+        """What is written there, as soon as something is: a busy browser takes its time."""
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        WebDriverWait(self.driver, 30).until(lambda driver: self.all(css))
         return self.js(f"[...document.querySelectorAll(arguments[0])]{SEEN}", css)
 
     @property

@@ -295,26 +295,3 @@ def _growth() -> Callable[[], bool]:
         return now != before
 
     return grew
-
-
-def time_callable(function: Callable[[], Any], *, window: float, windows: int) -> float:
-    """Return the median seconds per call of one warmed callable."""
-    import statistics
-
-    import torch
-
-    subject = Subject(function, [()])
-
-    on_gpu = torch.cuda.is_available()
-    host = functools.partial(host_window, subject, device="cuda" if on_gpu else "cpu")
-    make: Callable[[int], Any] = host
-    if on_gpu:
-        try:
-            GraphWindow(subject, 1)
-            make = functools.partial(GraphWindow, subject)
-        except Uncapturable:
-            make = host
-    calls = calls_for(make(1)(), window, 1)
-    timed = make(calls)
-    timed()
-    return float(statistics.median(timed() for _ in range(windows)))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import typer
 
 from ..common.answers import Unanswerable
-from . import links, machine, stored, suite
+from . import folders, links, machine, stored, suite
 from .console import complain
 
 
@@ -26,6 +26,7 @@ def build() -> typer.Typer:
     )
     suite.add_to(app)
     stored.add_to(app)
+    folders.add_to(app)
     machine.add_to(app)
     links.add_to(app)
     return app

@@ -1,4 +1,4 @@
-"""`aisp roofline | expectations | prune | compare`: what stored results and runs say."""
+"""`aisp roofline | expectations | prune | compare | seals`: what stored results and runs say."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .console import Json, Yes, finish, parsed, telling
+from .console import HERE, Baselines, Json, Yes, finish, parsed, telling
 from .several import Several, Targets
 
 Product = Annotated[
@@ -22,6 +22,7 @@ def add_to(app: typer.Typer) -> None:
     app.command()(expectations)
     app.command()(prune)
     app.command()(compare)
+    app.command()(seals)
 
 
 def roofline(targets: Targets = None, product: Product = None, as_json: Json = False) -> None:
@@ -81,3 +82,18 @@ def compare(
     from ..tools import compare
 
     finish(compare.answer(old, new, form=form, root=Path.cwd()))
+
+
+def seals(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="default: those that differ from REF")
+    ] = None,
+    against: Annotated[
+        str, typer.Option(metavar="REF", help="the commit before, as origin/main")
+    ] = "HEAD",
+    baselines: Baselines = HERE,
+) -> None:
+    """Refuse staged results that no run has recorded."""
+    from ..tools import seals
+
+    finish(seals.answer(files or (), baselines, against))

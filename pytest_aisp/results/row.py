@@ -100,6 +100,12 @@ class Row:
     against: list[dict[str, Any]] = field(default_factory=list)
     wall: float = 0.0
 
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Row:
+        """Return the row that `plain` was made of; samples may be elsewhere, and more be there."""
+        known = {name: plain[name] for name in cls.__dataclass_fields__ if name in plain}
+        return cls(**known)
+
     def to_json(self) -> dict[str, Any]:
         """Return plain types, tested to be nothing else."""
         plain = asdict(self)
@@ -119,15 +125,22 @@ class Row:
         return text + (f" {self.share:.0%} {self.limit}" if self.share is not None else "")
 
     def properties(self) -> list[tuple[str, float | str]]:
-        """Return at most twelve flat numbers and words for JUnit."""
+        """Return flat numbers and words for JUnit: speedups as ratios, losses as shares, seconds.
+
+        A claim is a speedup or a word; each goal counts for both sides.
+        """
         found: dict[str, Any] = {"verdict": self.verdict, "clock": self.clock, "bound": self.bound}
         found |= {"product": self.product, "share": self.share, "limit": self.limit}
-        found |= {"speedup": self.speedup, "detectable": self.detectable}
-        found |= {
-            f"seconds_{k}": v
-            for k, v in zip(("baseline", "optimized"), self.pair_seconds(), strict=False)
-        }
-        return [(f"aisp_{k}", v) for k, v in found.items() if v not in (None, "")]
+        found |= {"speedup": self.speedup, "claim": self.claim}
+        logs = {"speedup_low": self.low, "speedup_high": self.high, "stored": self.stored}
+        found |= {name: math.exp(value) for name, value in logs.items() if value is not None}
+        if self.detectable is not None:
+            found["detectable_loss"] = 1 - math.exp(-self.detectable)
+        sides = zip(("baseline", "optimized"), self.pair_seconds(), strict=False)
+        found |= {f"seconds_{side}": seconds for side, seconds in sides}
+        for goal, both in self.goals.items():
+            found |= {f"{goal}_{side}": both[side] for side in ("baseline", "optimized")}
+        return [(f"aisp_{name}", value) for name, value in found.items() if value not in (None, "")]
 
     def pair_seconds(self) -> tuple[float, ...]:
         """Return the seconds of baseline and variant, or nothing."""

@@ -8,9 +8,9 @@ reasons and the error rates, `pytest_aisp.results.simulated` the device on which
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .stats import rms
 
@@ -28,6 +28,8 @@ DETECTABLE_CODE = 6.0
 """The loss of a changed side that all but one in 500 trials find, in spreads."""
 PLANTED = 0.01
 """Least slowdown that a run's canary plants."""
+MOVED_SHARE, MOVED_LEAST = 0.05, 5
+"""More suspects than this share, and this many, in one direction: the environment moved."""
 RECORD_FLOOR = 0.02
 RECORD_SPREADS = 10.0
 SESSION_SHIFTS = 5.0
@@ -232,3 +234,10 @@ def interval(
     """
     half = INTERVAL * math.hypot(spread / math.sqrt(processes), session / math.sqrt(sessions))
     return value - half, value + half
+
+
+def environment_moved(rows: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether too many of the timed cases are suspect in one direction."""
+    suspects = [r["suspect"] for r in rows if r["value"] is not None]
+    limit = max(MOVED_LEAST, MOVED_SHARE * len(suspects))
+    return any(suspects.count(direction) > limit for direction in (1, -1))

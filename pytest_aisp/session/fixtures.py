@@ -340,33 +340,14 @@ def attach(item: pytest.Item, report: pytest.TestReport) -> None:
     report.user_properties += row.properties()
 
 
-def warm(function: Callable[[], Any]) -> int:
-    """Call `function` until its time is steady and return the number of calls."""
-    import torch
-
-    from ..common.quiet import waiter
-    from ..results.timing import settle
-
-    wait = waiter("cuda" if torch.cuda.is_available() else "cpu")
-
-    def once() -> float:
-        start = time.perf_counter()
-        function()
-        wait()
-        return time.perf_counter() - start
-
-    return settle([once], lambda: False, least=3, seconds=2.0, clock=time.perf_counter)
-
-
 def time_one(function: Callable[[], Any], *, window: float = 1e-3, windows: int = 10) -> float:
-    """Return the median seconds of a call of `function`, a window of at least `window` seconds.
+    """Return the median seconds of a call of `function`, a window of at least `window` seconds."""
+    from statistics import median
 
-    On a GPU by graph replay where `function` can be captured, else between synchronisations.
-    """
-    from ..bench.cuda import time_callable
+    from ..bench.callables import warm, window_times
 
     warm(function)
-    return time_callable(function, window=window, windows=windows)
+    return median(window_times(function, window=window, windows=windows))
 
 
 def rates(config: pytest.Config) -> Mapping[str, float]:

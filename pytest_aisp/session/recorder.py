@@ -6,19 +6,17 @@ import datetime
 import functools
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..results import store
 from ..results.artifacts import REPORT, Artifacts
 from ..results.row import ratio
+from ..results.verdict import environment_moved
 from .canary import Canary
 from .manifest import stored_peaks
 from .options import Settings
-
-MOVED_SHARE, MOVED_LEAST = 0.05, 5
-"""More suspects than this share, and this many, in one direction: the environment moved."""
 
 
 class Recorder:
@@ -91,11 +89,11 @@ class Recorder:
 
     @functools.cached_property
     def _session(self) -> tuple[str, dict[str, Any]]:
-        # One session, one key, one meaning, even past midnight or a commit: two runs on one day
+        # One session, one key, one meaning, even past midnight or a commit: two runs in one second
         # are two sessions.
         now = datetime.datetime.now(datetime.timezone.utc)
         facts = {"date": datetime.date.today().isoformat(), "commit": _commit(self.settings.root)}
-        return now.strftime("%Y-%m-%dT%H%M%SZ"), facts
+        return now.strftime("%Y-%m-%dT%H%M%S.%fZ"), facts
 
     def why_invalid(self) -> list[str]:
         """Return why no verdict of this run counts; nothing for a valid run."""
@@ -105,13 +103,6 @@ class Recorder:
                 "environment moved): too many cases are off in one direction to be the code's doing"
             )
         return [f"RUN INVALID ({reason}; no verdict of this run counts" for reason in why]
-
-
-def environment_moved(rows: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether too many of the timed cases are suspect in one direction."""
-    suspects = [r["suspect"] for r in rows if r["value"] is not None]
-    limit = max(MOVED_LEAST, MOVED_SHARE * len(suspects))
-    return any(suspects.count(direction) > limit for direction in (1, -1))
 
 
 def _commit(root: Path) -> str | None:

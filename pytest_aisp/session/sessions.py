@@ -72,6 +72,10 @@ def configure(config: pytest.Config) -> None:
     if worker is None:
         config.stash[RECORDER] = recorder = _recorder(config, run)
         config.pluginmanager.register(_Gather(recorder, run), "aisp-gather")
+        if hasattr(config.option, "benchmark_disable"):  # pytest-benchmark, under whichever name
+            from . import benchmarks
+
+            config.pluginmanager.register(benchmarks, "aisp-benchmarks")
 
 
 def _of_controller(config: pytest.Config, given: Mapping[str, Any]) -> Settings:

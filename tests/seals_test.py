@@ -1,0 +1,133 @@
+"""`aisp seals`: what is staged and was recorded by no run is refused."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import catalogues
+import pytest
+
+from pytest_aisp.commands import cli
+from pytest_aisp.results import store
+
+NAME = "baselines/nvidia-h200/ch07.json"
+
+
+def git(*args):
+    done = subprocess.run(["git", *args], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """Return a committed file of stored results, in a repository of its own."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{name}_NAME", "somebody")
+        monkeypatch.setenv(f"GIT_{name}_EMAIL", "somebody@example.org")
+    git("init", "-q", ".")
+    git("commit", "-q", "--allow-empty", "-m", "first")
+    path = Path(NAME)
+    path.parent.mkdir(parents=True)
+    record(path, "one", date="2026-08-20")
+    git("add", ".")
+    git("commit", "-q", "-m", "recorded")
+    return path
+
+
+def record(path, session, *, key="a", speedup=2.0, **facts):
+    """Write a result as a run of this session does."""
+    commit = {"commit": git("rev-parse", "--short=12", "HEAD")}
+    environment = {**catalogues.FACTS, **commit, **facts}
+    result = catalogues.result(speedup, values=((0.7, 0.69),), environments=(session,))
+    store.write(path, "nvidia-h200", {key: result}, {session: environment}, replace=True)
+
+
+def edit(path, pattern, new):
+    text, count = re.subn(pattern, new, path.read_text(), count=1)
+    assert count == 1
+    path.write_text(text)
+
+
+def seals(capsys, *words):
+    code = cli.main(["seals", *words])
+    said = capsys.readouterr()
+    return code, (said.out + said.err).splitlines()
+
+
+def test_what_a_run_has_recorded_may_be_committed(file, capsys):
+    record(file, "two", key="b", date="2026-08-21")
+    assert seals(capsys) == (0, ["0 files of stored results are as runs recorded them"])
+    git("add", ".")
+    assert seals(capsys) == (0, ["1 files of stored results are as runs recorded them"])
+    assert seals(capsys, NAME)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "new", "says"),
+    [
+        (r'"speedup": [\d.]+', '"speedup": 9.9', "must be 2.004, which its values give"),
+        (r"0\.69", "0.71", "speedup=2.004 must be"),
+        (r'"optimized_us": \d+', '"optimized_us": 1', "its seal is broken"),
+        (r'"seal": "..', '"seal": "zz', "its seal is broken"),
+        (r'"clock": "graph"', '"clock": "sundial"', "must be one of graph"),
+        (r"^{", "<<<<<<< ours\n{", "holds a merge conflict"),
+        ("580.65", "590.00", "'580.65'"),
+        (r'"one": {', '"zero": {}, "one": {', "environments['zero']: commit=None is no commit"),
+    ],
+)
+def test_what_was_edited_is_refused(file, capsys, pattern, new, says):
+    edit(file, pattern, new)
+    git("add", ".")
+    code, lines = seals(capsys)
+    assert code == 1
+    assert lines[0].startswith(NAME)
+    assert says in lines[0]
+    assert lines[1:] == [
+        "Restore the file, or record on the machine itself:",
+        "    pytest --aisp-update-expectations",
+    ]
+
+
+def test_a_session_of_another_history_is_refused(file, capsys):
+    record(file, "two", key="b", commit="0123456789ab")
+    git("add", ".")
+    code, lines = seals(capsys)
+    assert code == 1
+    assert lines[0] == (
+        f"{NAME} environments['two']: commit='0123456789ab' is no commit of this repository"
+    )
+
+
+def test_it_is_the_staged_file_that_counts(file, capsys):
+    record(file, "two", key="b")
+    git("add", ".")
+    edit(file, r'"optimized_us": \d+', '"optimized_us": 1')
+    assert seals(capsys)[0] == 0
+
+
+def test_a_branch_is_held_against_what_it_came_from(file, capsys):
+    edit(file, "580.65", "590.00")
+    git("commit", "-q", "-a", "-m", "edited")
+    assert seals(capsys)[0] == 0  # nothing is staged
+    assert seals(capsys, "--against=HEAD~1")[0] == 1
+
+
+def test_lines_may_go_and_peaks_are_no_results(file, capsys):
+    store.prune(file, [])
+    file.with_name("peaks.json").write_text("{}")
+    git("add", ".")
+    assert seals(capsys)[0] == 0
+
+
+def test_where_git_has_no_answer_there_is_none(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, lines = seals(capsys)
+    assert code == 2
+    assert lines[0].startswith("git diff fails: ")
+    assert lines[1] == "Run it in a clone with that commit"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, lines = seals(capsys)
+    assert (code, lines[1]) == (2, "Install git")
