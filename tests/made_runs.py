@@ -123,7 +123,12 @@ def case(number: int, **fields: Any) -> dict[str, Any]:
         "spread": 0.0025,
         "detectable": 0.011,
         "votes": [value, value * 1.001, value * 0.999] if verdict == "regressed" else [],
-        "goals": {"memory": {"baseline": 4096, "optimized": 2048}},
+        "goals": {
+            "memory": {"baseline": 4096, "optimized": 2048, "limit": 0.6},
+            "launches": {"baseline": 63, "optimized": 2},
+            "energy": {"baseline": 2e-3, "optimized": 1e-3, "noise": 0.01, "limit": 0.8},
+            "goodput": {"baseline": 0.2, "optimized": 0.7, "limit": 0.5},
+        },
         "reasons": [f"{value:.3f}x against 1.500x (at_least on the page)"] if timed else [],
         "notes": ["checked at n=33; n=1001"] * 4,
         "remarks": [],

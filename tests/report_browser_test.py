@@ -195,6 +195,14 @@ def opens_a_case(person):
     assert headings == ["Samples", "History", "The page says", "Code", *headings[4:]]
     assert headings[4:] == ["Notes", "Profiles, torch", "Run it again"]
     assert "at least 1.5×, at_least on the page" in person.sees("#case .table td")
+    rows = person.sees("#case .table tr")
+    for goal in (
+        r"memory beyond the inputs, at most 0.6 of the baseline's\s+4 KiB\s+2 KiB",
+        r"launches\s+63\s+2",
+        r"energy, at most 0.8 of the baseline's\s+2 mJ\s+1 mJ",
+        r"share of time at compute, at least 50 %\s+20 %\s+70 %",
+    ):
+        assert any(re.search(goal, row) for row in rows), (goal, rows)
     assert len(person.all("#case .od")) > 200  # four processes, twice forty windows, and votes
     assert len(person.all("#case .drop")) == 4
     assert person.sees("#case pre .plus")[0].endswith("def doubled(x):")

@@ -39,8 +39,8 @@ function taken(one) {
   for (const [name, both] of Object.entries(goals)) {
     const unit = UNITS[name] || digits;
     if (typeof both.baseline !== "number" || typeof both.optimized !== "number") continue;
-    const limit = SHARES.includes(name) ? `${digits(both.limit)} of the baseline's` : unit(both.limit);
-    const asked = typeof both.limit === "number" ? `, at ${name === "goodput" ? "least" : "most"} ${limit}` : "";
+    const limit = (value) => (SHARES.includes(name) ? `${digits(value)} of the baseline's` : unit(value));
+    const asked = typeof both.limit === "number" ? `, at ${name === "goodput" ? "least" : "most"} ${limit(both.limit)}` : "";
     found.push([`${CALLS[name] || name}${asked}`, unit(both.baseline), unit(both.optimized)]);
   }
   const peak = facts.peak_bytes;
