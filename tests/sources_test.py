@@ -6,6 +6,7 @@ import importlib
 import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -108,3 +109,13 @@ def test_the_options_of_a_kernel_file_count(tmp_path):
     fast, plain = (CudaModule(file, {"use_fast_math": on}, {}) for on in (True, False))
     found = [sources.digest(m, str(tmp_path), constants=True) for m in (fast, plain)]
     assert found[0] != found[1]
+
+
+def test_a_configuration_reads_alike_in_every_version_of_triton():
+    said = {"num_warps": 4, "num_ctas": 1, "num_stages": 3, "maxnreg": None}
+    older = SimpleNamespace(kwargs={"BLOCK": 64}, **said)
+    newer = SimpleNamespace(kwargs={"BLOCK": 64}, **said, ir_override=None)
+    words = "\nBLOCK: 64, num_warps: 4, num_ctas: 1, num_stages: 3, maxnreg: None"
+    assert sources._config(older) == sources._config(newer) == words
+    newer.ir_override = "kernel.ttir"
+    assert sources._config(newer) == f"{words}, ir_override: kernel.ttir"

@@ -16,6 +16,8 @@ from typing import Any
 PACKAGE = str(Path(__file__).parents[1])
 """The folder of this package."""
 
+TUNED = ("num_warps", "num_ctas", "num_stages", "maxnreg")
+"""What a configuration of Triton says besides a kernel's own arguments."""
 CONSTANTS = "\0constants"
 """What stands between a thing's source and the constants that it names."""
 
@@ -123,7 +125,16 @@ def _tuned(thing: Any) -> str:
     """Return what a Triton kernel is tuned over, which may stand far from its source."""
     if not _is_triton(thing):
         return ""
-    return "".join(f"\n{config}" for config in getattr(thing, "configs", ())) + _tuned(thing.fn)
+    return "".join(map(_config, getattr(thing, "configs", ()))) + _tuned(thing.fn)
+
+
+def _config(config: Any) -> str:
+    """Return a configuration as Triton 3.6 printed it: later versions know more to print."""
+    known = {**config.kwargs}
+    known |= {name: getattr(config, name, None) for name in TUNED}
+    override = getattr(config, "ir_override", None)
+    known |= {} if override is None else {"ir_override": override}
+    return "\n" + ", ".join(f"{name}: {value}" for name, value in known.items())
 
 
 def _unwrapped(thing: Any) -> Any:
