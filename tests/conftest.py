@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import textwrap
@@ -96,6 +97,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", text)
 
 
+def pytest_collection_finish() -> None:
+    """Leave what was collected out of every garbage collection: a task of the engine makes some."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
     """Return the process that runs of pytest are forked from."""
@@ -115,6 +122,8 @@ def pytester(
 
     Where a test is about processes, `pytestmark = pytest.mark.new_processes` has them new.
     """
+    for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
+        monkeypatch.delenv(name)  # a run that is started here is no worker's
     popen = pytester.popen
     benches = request.node.get_closest_marker("new_processes") is None
     pytest_itself = [sys.executable, "-mpytest"]
