@@ -11,9 +11,6 @@ from ..proof.sides import Subject
 from ..results.timing import calls_for, settle
 from .windows import GraphWindow, Uncapturable, host_window
 
-SECONDS = 1e-3
-"""Least length of a window."""
-
 
 def warm(function: Callable[[], Any]) -> int:
     """Call `function` until its time is steady and return the number of calls."""

@@ -47,6 +47,4 @@ def count(task: Task, trial: Trial) -> dict[str, float]:
         for role, side in zip(ROLES, sides, strict=True):
             found |= ask_fresh(replace(task, side=role), side, trial.progress)
         return found
-    for side in sides:  # a library's workspace is on nobody's account
-        counter(trial.bench, side)
     return {r: counter(trial.bench, s) for r, s in zip(ROLES, sides, strict=True)}

@@ -41,6 +41,7 @@ from .loader import load_page, load_past, pair_of
 from .nodes import ROLES
 
 Progress = Callable[[str], None]
+Declared = tuple[Side, Precision | None]
 CPU_ORACLES = 4
 """Most expected results kept on a CPU."""
 FIXED_SIZES = 3
@@ -92,15 +93,10 @@ class Engine:
     ) -> Checked:
         key = f"{task.page}{task.function}{task.variant}{task.device}{size_words(size)}{rule}"
         if key not in self._checked:
-            variant = pair.variant(task.variant)
-            sides: list[tuple[Side, Precision | None]] = [
-                (pair.baseline, None),
-                (variant.side, variant.precision),
-            ]
             oracle = self.oracle(task, pair, size)
             self._checked[key] = check.check_sides(
                 oracle,
-                [(_inner(s), p) for s, p in sides],
+                [(_inner(s), p) for s, p in self._both(task, pair)],
                 rule,
                 controls=controls,
                 tell=lambda name: self.progress(f"check {name} at {size_words(size)}"),
@@ -166,9 +162,7 @@ class Engine:
         """Time the case's variant against its baseline; check the outputs of the timed calls."""
         self.watch.start()
         pair = self._pair(task)
-        variant = pair.variant(task.variant)
-        first: tuple[Side, Precision | None] = (pair.baseline, None)
-        second: tuple[Side, Precision | None] = (variant.side, variant.precision)
+        first, second = self._both(task, pair)
         sides = (second, second) if task.versus == "self" else (first, second)
         if task.versus == "old":
             now = first if task.side == "baseline" else second
@@ -231,8 +225,7 @@ class Engine:
         if task.timer is not None:
             return dict(task.timer["options"]["details"]["goals"][task.goal])
         pair = self._pair(task)
-        variant = pair.variant(task.variant)
-        sides = (pair.baseline, None), (variant.side, variant.precision)
+        sides = self._both(task, pair)
         with self._prepared(task, pair):
             oracle, rng = self.oracle(task, pair, task.size), random.Random(_seed(task, "count"))
             trial = Trial(task, oracle, sides, Budget(**task.budget), rng, self.progress)
@@ -320,10 +313,13 @@ class Engine:
     @staticmethod
     def _side(task: Task, pair: Pair) -> tuple[Side, Precision | None]:
         """Return the side that `task.side` names by its role."""
-        if task.side == "baseline":
-            return pair.baseline, None
+        return Engine._both(task, pair)[ROLES.index(task.side)]
+
+    @staticmethod
+    def _both(task: Task, pair: Pair) -> tuple[Declared, Declared]:
+        """Return baseline and variant, each with the precision that it declares."""
         variant = pair.variant(task.variant)
-        return variant.side, variant.precision
+        return (pair.baseline, None), (variant.side, variant.precision)
 
     def facts(self, task: Task) -> dict[str, Any]:
         """Return versions and the device as this process sees them."""

@@ -1,7 +1,7 @@
 """A fourth clock: which kernels a side launches, and for how long the profiler sees them at work.
 
 The profiler slows launching down, so it runs only under ``--aisp-audit``, when a result is
-recorded, and where a page claims a number of launches, after the windows.
+recorded, and where a page claims launches or goodput, after the windows.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from ..common.peers import here
 from ..common.quiet import release
 from ..pages.pair import Side
 from ..proof.sides import Subject
-from ..proof.workbench import Workbench, one_slot
+from ..proof.workbench import Workbench, alone, one_slot
 
 
 def peak_bytes(subject: Subject) -> int:
@@ -55,10 +55,14 @@ def fragmentation(bench: Workbench, side: Side) -> float:
 def _most(bench: Workbench, side: Side) -> tuple[float, float]:
     """Return the most bytes allocated and reserved for `side` while it is called.
 
-    What it holds is watched at the second call; what was taken for it is never given back, so that
-    is watched from the first.
+    It has run before, so that a library's workspace is on nobody's account. What it holds is then
+    watched at the second call; what was taken for it is never given back, so that is watched from
+    the first.
     """
     import torch
+
+    with alone(bench, side) as subject:
+        _held(subject)
 
     release(bench.device)
     with one_slot(bench):

@@ -162,6 +162,16 @@ def add(
     save(path, Peaks(product, {**before.rates, **rates}, {**before.facts, **facts}))
 
 
+def path_of(baselines: Path, product: str) -> Path:
+    """Return the file of a product's peaks."""
+    return baselines / product / "peaks.json"
+
+
+def stored(path: Path) -> Peaks | None:
+    """Return the peaks stored in `path`, or None where there is no such file; raises as `load`."""
+    return load(path) if path.exists() else None
+
+
 def load(path: str | Path) -> Peaks:
     """Return the peaks stored in `path`.
 

@@ -7,7 +7,7 @@ leaves its hooks in the process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from ..common.peers import here
 from ..common.quiet import release, waiter
 from ..pages.pair import Side
 from ..proof.sides import Subject
-from ..proof.workbench import Workbench, alone
+from ..proof.workbench import Workbench, alone, one_slot
 from ..results.profiles import Differences, Seen, gathered, table
 
 WARMUP, CALLS = 2, 3
@@ -160,22 +160,18 @@ def _memory(bench: Workbench, side: Side, snapshot: Path) -> dict[str, dict[str,
     """
     import torch
 
-    bench.lay_slots(1)
-    release(bench.device)
-    before = _held()
-    torch.cuda.memory._record_memory_history(max_entries=ENTRIES)
-    try:
-        subject = bench.subject(side)
+    with one_slot(bench):
+        release(bench.device)
+        before = _held()
+        torch.cuda.memory._record_memory_history(max_entries=ENTRIES)
         try:
-            _run(bench, subject, CALLS)
-            after = _held()
-            if here().rank == 0:
-                torch.cuda.memory._dump_snapshot(str(snapshot))
+            with closing(bench.subject(side)) as subject:
+                _run(bench, subject, CALLS)
+                after = _held()
+                if here().rank == 0:
+                    torch.cuda.memory._dump_snapshot(str(snapshot))
         finally:
-            subject.close()
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
-        bench.slots.clear()
+            torch.cuda.memory._record_memory_history(enabled=None)
     return {"before": before, "after": after}
 
 

@@ -9,7 +9,7 @@ import functools
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class Machine:
 
 def cpu_machine() -> Machine:
     """Return the machine by its CPU: model and usable cores are its product."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(cores_here())
     name = _cpu_name()
     product = f"cpu-{product_of(name)}-{cores}c"
     return Machine("cpu", product, f"{name}, {cores} cores", facts=_cpu_facts())
@@ -70,21 +70,29 @@ def _cpu_facts() -> Mapping[str, Any]:
     return {"cpu": _cpu_name(), "governor": governor()}
 
 
-def governor(folder: Path = CPUS) -> str | None:
-    """Return the frequency governors of the cores that this process may use, or None in a VM."""
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+def cores_here() -> Collection[int]:
+    """Return the CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return range(os.cpu_count() or 1)
+
+
+def governor(folder: Path = CPUS, cores: Collection[int] | None = None) -> str | None:
+    """Return the frequency governors of `cores` (those usable here), or None in a VM."""
+    cores = cores_here() if cores is None else cores
     files = [folder / f"cpu{core}" / "cpufreq" / "scaling_governor" for core in cores]
-    return ", ".join(sorted({said for file in files if (said := _said(file))})) or None
+    return ", ".join(sorted({word for file in files if (word := said(file))})) or None
 
 
 def numa_node(bus: str, folder: Path = PCI) -> int | None:
     """Return the NUMA node of the PCI device at NVML's `bus` (``00000000:0F:00.0``), or None."""
     domain, _, rest = bus.lower().partition(":")
-    said = _said(folder / f"{domain[-4:]}:{rest}" / "numa_node")
-    return None if said is None or int(said) < 0 else int(said)  # -1: the system does not know
+    node = said(folder / f"{domain[-4:]}:{rest}" / "numa_node")
+    return None if node is None or int(node) < 0 else int(node)  # -1: the system does not know
 
 
-def _said(file: Path) -> str | None:
+def said(file: Path) -> str | None:
+    """Return what a file says, or None."""
     try:
         return file.read_text().strip()
     except OSError:

@@ -9,13 +9,13 @@ print(watch.report())
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
 from ..common.answers import Unanswerable
+from ..common.device import cores_here
 from . import advice
 from .breakdown import Breakdown, Loader
 from .profiled import device, here, memory_of_gpu
@@ -170,13 +170,13 @@ def too_few(loop: Loop) -> str:
 
 def described(loader: Any) -> Loader:
     """Return what there is to know of what batches come from."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(cores_here())
     name = type(loader).__name__
     if not is_loader(loader):
-        return Loader(name, cores or 1)
+        return Loader(name, cores)
     return Loader(
         name,
-        cores or 1,
+        cores,
         loader.batch_size,
         loader.num_workers,
         loader.pin_memory,

@@ -43,7 +43,7 @@ def keep(
             " belong to one product"
         )
     product = machine.with_count(count)
-    path = baselines / product / "peaks.json"
+    path = peaks.path_of(baselines, product)
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     versions = ", ".join(f"{k} {v}" for k, v in machine.versions.items())
     told = {key: f"{how}, {versions}, {date}" for key, how in facts.items()}

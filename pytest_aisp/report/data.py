@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..results.verdict import RED
+from ..results.verdict import LOOK
 from .listing import Page, diff
 from .run import Run, clean
 from .samples import blocks_for, embedded
@@ -37,8 +37,6 @@ CASE += (
     "not_timed",
     "speedup",
     "seconds",
-    "limit",
-    "work",
 )
 CASE += ("limit", "work", "claim", "stored", "spread", "detectable", "votes", "goals", "reasons")
 CASE += ("notes", "remarks", "launch_bound", "profile", "wall")
@@ -55,7 +53,6 @@ def report_data(
 
     Args:
         history: other runs whose cases of the same product are shown beside it.
-        pages_root: what the pages' paths are relative to; the run's own root, else the working
         pages_root: what the pages' paths are relative to; the run's own root, else the working
             directory.
         where: the folder that the report goes to, for links; None for the run's own.
@@ -132,8 +129,8 @@ def _three(speedup: object) -> list[float] | None:
 
 
 def _place(case: Mapping[str, Any]) -> tuple[int, str, str]:
-    red = ORDER.index(case["verdict"]) if case["verdict"] in (*RED, "inconclusive", "stale") else 9
-    return red, case["chapter"], case["page"]
+    look = min(ORDER.index(case["verdict"]), len(LOOK))  # they are the first of it
+    return look, case["chapter"], case["page"]
 
 
 def _profile(case: Mapping[str, Any], folder: Path | None, where: Path | None) -> Any:
@@ -170,6 +167,15 @@ class _Room:
     def __init__(self, left: int) -> None:
         self._left = left
         self._sides: dict[str, dict[str, str]] = {}
+        self._known: dict[tuple[str, tuple[str, str]], tuple[list[str], str]] = {}
+
+    def _code(self, path: str, page: Page, names: tuple[str, str]) -> tuple[list[str], str]:
+        """Return both sides' listings and what changed; a page's cases differ mostly by size."""
+        if (path, names) not in self._known:
+            texts: list[str] = [clean(page.side(name)) for name in names]
+            changed = diff(texts[0], texts[1], names) if all(texts) else ""
+            self._known[path, names] = texts, changed
+        return self._known[path, names]
 
     def list(self, case: dict[str, Any], page: Page | None) -> None:
         """List both sides and what changed, or say in `case` that there was no room."""
@@ -177,8 +183,7 @@ class _Room:
             return
         names = _names(case, page)
         case["baseline"] = names[0]
-        texts: list[str] = [clean(page.side(name)) for name in names]
-        changed = diff(texts[0], texts[1], names) if all(texts) else ""
+        texts, changed = self._code(case["page"], page, names)
         listed = self._sides.setdefault(case["page"], {})
         new = {n: t for n, t in zip(names, texts, strict=True) if t and n not in listed}
         needed = sum(len(t.encode()) for t in (changed, *new.values()))

@@ -95,8 +95,8 @@ class Page:
             if isinstance(node, ast.Attribute) and _name(node.value) in self.modules:
                 wanted.setdefault(self.modules[_name(node.value)], []).append(node.attr)
         for file, names in sorted(wanted.items()):
-            if text := _text(self.path.parent / file):
-                yield f"// {file}\n\n" + "\n\n".join(reached(chunks(text), names))
+            if parts := _chunks(self.path.parent / file):
+                yield f"// {file}\n\n" + "\n\n".join(reached(parts, names))
 
 
 def diff(baseline: str, optimized: str, names: tuple[str, str]) -> str:
@@ -116,11 +116,11 @@ def _used(top: ast.stmt) -> set[str]:
 
 
 @functools.cache
-def _text(path: Path) -> str:
+def _chunks(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return list(chunks(path.read_text(encoding="utf-8", errors="replace")))
     except OSError:
-        return ""
+        return []
 
 
 def _bound(node: ast.stmt) -> Iterator[str]:

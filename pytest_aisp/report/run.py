@@ -15,9 +15,8 @@ from typing import Any
 
 from ..common.answers import Unanswerable
 from ..results import runs
-
-SCHEMA = 1
-"""The newest `results.json` that is understood."""
+from ..results.artifacts import WRITTEN
+from ..results.published import SCHEMA
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Run:
             Unanswerable: where there is none that can be read.
         """
         folder = runs.folder_of(folder)
-        path = folder / "results.json" if folder.is_dir() else folder
+        path = folder / WRITTEN[0] if folder.is_dir() else folder
         if not path.exists():  # a killed run has its journal alone
             try:
                 loaded = runs.load(folder)

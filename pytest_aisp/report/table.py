@@ -9,8 +9,8 @@ from html import escape
 from typing import Any
 from urllib.parse import quote
 
-from ..results.row import bare, duration
-from ..results.verdict import RED
+from ..results.row import digits, duration
+from ..results.verdict import LOOK
 
 STEPS, FINE = (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)
 MIDDLE = 12
@@ -119,7 +119,7 @@ def _name(case: Mapping[str, Any]) -> Iterator[str]:
 
 def _why(case: Mapping[str, Any]) -> str:
     """Return the first reason of a case that needs a look; its page has all of them."""
-    if case["verdict"] not in (*RED, "inconclusive", "stale") or not case.get("reasons"):
+    if case["verdict"] not in LOOK or not case.get("reasons"):
         return ""
     return f'<div class="why">{escape(str(case["reasons"][0]))}</div>'
 
@@ -182,7 +182,7 @@ def _speedup(case: Mapping[str, Any]) -> str:
 
 def text(speedup: float) -> str:
     """Return ``3.530×``, as the terminal writes it."""
-    return f"{bare(math.log(speedup))}×"
+    return f"{digits(speedup)}×"
 
 
 def _times(case: Mapping[str, Any]) -> str:

@@ -43,7 +43,7 @@ class Artifacts:
         self._manifest: dict[str, Any] = {}
         folder.mkdir(parents=True, exist_ok=True)
         self.path.write_text("")
-        for name in (runs.CANARIES, runs.MANIFEST, *WRITTEN):
+        for name in (runs.CANARIES, runs.MANIFEST, *WRITTEN, REPORT):
             (folder / name).unlink(missing_ok=True)
         samples.clear(folder)
 

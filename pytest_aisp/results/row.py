@@ -153,8 +153,12 @@ def ratio(value: float) -> str:
 
 
 def bare(value: float) -> str:
-    """Return a speedup with three or four digits."""
-    speedup = math.exp(value)
+    """Return ``3.530`` for ln(3.53)."""
+    return digits(math.exp(value))
+
+
+def digits(speedup: float) -> str:
+    """Return ``3.530`` or ``12.0``: what is shown of a speedup."""
     return f"{speedup:.3f}" if speedup < 9.9995 else f"{speedup:.1f}"
 
 

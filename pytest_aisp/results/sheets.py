@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from .goals import GOALS
-from .row import duration
+from .row import digits, duration
 from .verdict import RED
 
 HEADS: tuple[str, ...] = ("verdict", "page", "case", "baseline", "optimized", "speedup [99 %]")
@@ -99,7 +99,7 @@ def speed(speedup: Mapping[str, float] | None) -> str:
 
 def times_text(speedup: float) -> str:
     """Return ``3.530x``: three or four digits."""
-    return f"{speedup:.3f}x" if speedup < 9.9995 else f"{speedup:.1f}x"
+    return f"{digits(speedup)}x"
 
 
 COLUMNS: tuple[str, ...] = (

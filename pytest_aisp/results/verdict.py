@@ -44,6 +44,8 @@ NEUTRAL_FLOOR = {"graph": 0.02, "queue": 0.03, "host": 0.05, "cpu": 0.10, "proce
 
 Outcome = Literal["clear", "red", "green", "open"]
 RED = ("fail", "regressed", "wrong", "invalid")
+LOOK = (*RED, "inconclusive", "stale")
+"""Verdicts that somebody should look at."""
 VERDICTS = (
     *("pass", "new", "improved", "stale", "inconclusive", "checked", "compiled"),
     *RED,

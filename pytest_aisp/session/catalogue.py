@@ -19,6 +19,7 @@ import pytest
 from ..pages.pair import Case
 from ..pages.skus import ARCHS
 from ..pages.sources import digest
+from ..results.published import below
 from .case_client import key_of
 from .fixtures import chapter_of, where_is
 from .stash import SETTINGS
@@ -79,8 +80,7 @@ class Catalogue:
         return self._wanted is None or bool(self._wanted & {page["chapter"], page["name"]})
 
     def _relative(self, path: Path) -> str:
-        root = self._config.rootpath
-        return str(path.relative_to(root) if path.is_relative_to(root) else path)
+        return below(str(path), str(self._config.rootpath))
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         callspec = getattr(item, "callspec", None)

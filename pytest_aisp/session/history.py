@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import tarfile
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from ..common import git
 
 
 class HistoryError(Exception):
@@ -47,7 +47,7 @@ class Past:
         label = f"{sha[:8]}..{here}" + (" + uncommitted changes" if changed else "")
         folder = tempfile.TemporaryDirectory(prefix="aisp-past-")
         try:
-            archive = _run(root, ["git", "archive", f"{sha}:{prefix}"])
+            archive = _run(root, "archive", f"{sha}:{prefix}")
         except HistoryError:
             raise HistoryError(_fetch(ref, "its files are not in this clone")) from None
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
@@ -91,14 +91,11 @@ def _renamed(root: Path, sha: str) -> dict[str, str]:
 
 
 def _git(root: Path, *args: str) -> str:
-    return _run(root, ["git", *args]).decode()
+    return _run(root, *args).decode()
 
 
-def _run(root: Path, command: Sequence[str]) -> bytes:
+def _run(root: Path, *args: str) -> bytes:
     try:
-        done = subprocess.run(command, cwd=root, capture_output=True, check=False)
-    except OSError as error:
-        raise HistoryError(f"git cannot be run: {error}\nInstall git") from None
-    if done.returncode:
-        raise HistoryError(done.stderr.decode(errors="replace").strip())
-    return done.stdout
+        return git.asked(root, *args)
+    except git.GitError as error:
+        raise HistoryError(str(error)) from None

@@ -13,6 +13,7 @@ from ..kernels import tuner
 from ..pages.pair import Work
 from ..results import stats, store, verdict
 from ..results.goals import GOALS
+from ..results.published import below
 from ..results.row import bare, duration, ratio
 from .case_client import CaseClient, reading
 from .run import Failed
@@ -202,8 +203,9 @@ class Judge:
         self.row.share = peaks_module.share(limit, self.row.pair_seconds()[1])
         self.row.limit = limit.name
         linked = self.case.gpus if limit.name in peaks_module.LINKS else 1
-        folder = self.run.settings.baselines / self.client.machine.with_count(linked)
-        self.row.origins["limit"] = self._relative(folder / "peaks.json")
+        product = self.client.machine.with_count(linked)
+        path = peaks_module.path_of(self.run.settings.baselines, product)
+        self.row.origins["limit"] = self._relative(path)
         cold = self.case.pair.l2 == "cold" and self.row.clock == "graph"
         if cold and peaks_module.implausible(limit, seconds):
             self.row.verdict = "invalid"
@@ -258,9 +260,7 @@ class Judge:
 
     def _relative(self, path: Path | None = None) -> str:
         """Return `path`, or that of the stored result, as people write it: below the root."""
-        path = path or self.client.path
-        root = self.run.settings.root
-        return str(path.relative_to(root) if path.is_relative_to(root) else path)
+        return below(str(path or self.client.path), str(self.run.settings.root))
 
     def _accept(self) -> list[str]:
         if self.row.stored is None and self.row.verdict != "new":

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib.metadata
 import os
 import platform
 import re
-import subprocess
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..bench import peaks as peaks_module
-from ..common import device
+from ..common import device, git
 from ..results.published import below
 from .options import Settings
 from .run import Run
@@ -44,12 +42,14 @@ LOGIN = re.compile(r"://[^/\s]*@")
 
 def gather(config: Any, run: Run) -> dict[str, Any]:
     """Return what is known at the start of a run, in plain types."""
+    from ..tools.host_health import version_of
+
     settings = run.settings
     now = datetime.datetime.now(datetime.timezone.utc)
     option = config.option
     workers = getattr(option, "numprocesses", None)
     return {
-        "version": _version("pytest-aisp"),
+        "version": version_of("pytest-aisp") or "",
         "started": now.isoformat(timespec="seconds"),
         "mode": settings.mode,
         "root": str(settings.root),
@@ -61,9 +61,9 @@ def gather(config: Any, run: Run) -> dict[str, Any]:
         },
         "options": _options(settings),
         "python": platform.python_version(),
-        "pytest": _version("pytest"),
+        "pytest": version_of("pytest") or "",
         "platform": platform.platform(),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": {name: found for name in PACKAGES if (found := version_of(name))},
         "machine": {**run.machine.to_json(), "clocks": {} if run.timer else device.clocks()},
         "git": git_state(settings.root),
         "environment": environment(os.environ),
@@ -84,9 +84,9 @@ def stored_peaks(settings: Settings, products: Collection[str]) -> dict[str, Any
     """Return what is stored of the products' peaks, by product; nothing for one without."""
     found = {}
     for product in sorted(set(products)):
-        path = settings.baselines / product / "peaks.json"
+        path = peaks_module.path_of(settings.baselines, product)
         try:
-            peaks = peaks_module.load(path) if path.exists() else None
+            peaks = peaks_module.stored(path)
         except (peaks_module.PeaksError, OSError):
             continue  # the cases that need them say so
         if peaks is not None:
@@ -105,14 +105,9 @@ def git_state(root: Path) -> dict[str, Any] | None:
     return {"commit": commit, "branch": branch, "dirty": None if changed is None else bool(changed)}
 
 
-def _git(root: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False
-        )
-    except OSError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+def _git(root: Path, *words: str) -> str | None:
+    said = git.told(root, *words)
+    return None if said is None else said.strip()
 
 
 def _options(settings: Settings) -> dict[str, Any]:
@@ -123,10 +118,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     return [_plain(v) for v in value] if isinstance(value, tuple) else value
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

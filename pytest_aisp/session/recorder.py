@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..common import git
 from ..results import store
 from ..results.artifacts import REPORT, Artifacts
 from ..results.row import ratio
@@ -106,17 +107,10 @@ class Recorder:
 
 
 def _commit(root: Path) -> str | None:
-    import subprocess
-
     for variable in ("GITHUB_SHA", "CI_COMMIT_SHA"):  # where the checkout came without its history
         if os.environ.get(variable):
             return os.environ[variable][:12]
-    git = ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
-    try:
-        done = subprocess.run(git, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return done.stdout.strip() or None
+    return (git.told(root, "rev-parse", "--short=12", "HEAD") or "").strip() or None
 
 
 def _as_result(recorded: Mapping[str, Any], environment: str) -> store.Result:

@@ -164,20 +164,19 @@ class Run:
     def peaks(self, product: str) -> peaks_module.Peaks | None:
         """Return the stored peaks of `product`, or None where nobody has measured them."""
         if product not in self._peaks:
-            path = self.settings.baselines / product / "peaks.json"
+            path = peaks_module.path_of(self.settings.baselines, product)
             try:
                 if not path.exists() and self.settings.update is not None and self.timer is None:
                     self._measure_peaks(path, product)
-                self._peaks[product] = peaks_module.load(path) if path.exists() else None
+                self._peaks[product] = peaks_module.stored(path)
             except (peaks_module.PeaksError, OSError) as error:
                 raise Failed(str(error)) from None
         return self._peaks[product]
 
     def link_peaks(self, product: str) -> peaks_module.Peaks | None:
         """Return what `aisp bandwidth` and `aisp nccl` have stored of several GPUs, or None."""
-        path = self.settings.baselines / product / "peaks.json"
         try:
-            return peaks_module.load(path) if path.exists() else None
+            return peaks_module.stored(peaks_module.path_of(self.settings.baselines, product))
         except (peaks_module.PeaksError, OSError) as error:
             raise Failed(str(error)) from None
 

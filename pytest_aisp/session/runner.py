@@ -55,14 +55,7 @@ class CaseRun(CaseClient):
             EndOfBody: where nothing is timed.
             Failed: for a red verdict.
         """
-        if self.rule is None:
-            raise Failed(
-                "assert_speedup() before assert_equivalent(): nothing is timed before it is proved"
-                " right\nCall pair.assert_equivalent() first"
-            )
-        if self.place.kind != "time":
-            self.row.verdict = self.row.verdict or "checked"
-            raise EndOfBody
+        self._begin("assert_speedup", "timed")
         first = self.timed(0)
         self._fill(first)
         if self.run.settings.audit and any(self.kernels):
@@ -87,16 +80,8 @@ class CaseRun(CaseClient):
             EndOfBody: where nothing is timed.
             Failed: for a red verdict.
         """
-        asked = GOALS[goal].asked
-        if self.rule is None:
-            raise Failed(
-                f"{asked}() before assert_equivalent(): nothing is counted before it"
-                " is proved right\nCall pair.assert_equivalent() first"
-            )
-        row = self.row
-        if self.place.kind != "time":
-            row.verdict = row.verdict or "checked"
-            raise EndOfBody
+        asked, row = GOALS[goal].asked, self.row
+        self._begin(asked, "counted")
         if self.place.device == "cpu" and self.run.timer is None:
             return self._uncounted(goal, "counted on GPUs alone")
         if goal == "energy" and not self.run.settings.energy:
@@ -111,6 +96,17 @@ class CaseRun(CaseClient):
         if goal == "goodput":
             found = goals.shares(found, row.pair_seconds())
         self.judge.judge_count(goal, found, limit)
+
+    def _begin(self, asked: str, done: str) -> None:
+        """Refuse what is not proved; end the body where nothing is `done`."""
+        if self.rule is None:
+            raise Failed(
+                f"{asked}() before assert_equivalent(): nothing is {done} before it is proved"
+                " right\nCall pair.assert_equivalent() first"
+            )
+        if self.place.kind != "time":
+            self.row.verdict = self.row.verdict or "checked"
+            raise EndOfBody
 
     def _uncounted(self, goal: str, why: str) -> None:
         self.row.notes.append(f"{goal}: {why}")

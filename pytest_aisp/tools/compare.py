@@ -7,12 +7,12 @@ results that were committed there.
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ..common import git
 from ..common.answers import Answer, Unanswerable, columns
 from ..results import compared, runs, sheets, store
 from ..results.compared import Change, Comparison, Measured, Turned
@@ -68,7 +68,7 @@ def read(name: str, root: Path) -> Side:
         if any((folder / sign).exists() for sign in (runs.MANIFEST, runs.JOURNAL)):
             return _run(name, folder)
         return _stored(name, folder)
-    commit = _git(
+    commit = git.told(
         root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}"
     )
     if commit is None:
@@ -111,10 +111,10 @@ def _stored(name: str, folder: Path) -> Side:
 
 
 def _committed(name: str, commit: str, root: Path) -> Side:
-    listed = _git(root, "ls-tree", "-r", "-z", "--name-only", commit, "--", BASELINES) or ""
+    listed = git.told(root, "ls-tree", "-r", "-z", "--name-only", commit, "--", BASELINES) or ""
     paths = [PurePosixPath(path) for path in listed.split("\0") if path.endswith(".json")]
     texts = {
-        root / path: _git(root, "show", f"{commit}:./{path}") or ""
+        root / path: git.told(root, "show", f"{commit}:./{path}") or ""
         for path in paths
         if path.name != PEAKS
     }
@@ -135,16 +135,6 @@ def _parsed(texts: Mapping[Path, str]) -> tuple[Measured, ...]:
         )
     except store.StoreError as error:
         raise Unanswerable(str(error)) from None
-
-
-def _git(root: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False
-        )
-    except OSError:
-        return None
-    return done.stdout if done.returncode == 0 else None
 
 
 def _nothing(old: Side, new: Side, found: Comparison) -> str:

@@ -15,7 +15,7 @@ from .health import Finding, words
 
 def look(root: Path = Path("/")) -> list[Finding]:
     """Return everything that there is to say of this machine."""
-    cores = host_health.cores_here()
+    cores = device.cores_here()
     return [
         *gpu_health.findings(device._nvml(), root, cores),
         *host_health.findings(root, cores=cores),

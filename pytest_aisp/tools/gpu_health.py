@@ -9,9 +9,8 @@ from typing import Any
 
 from ..bench import nsight
 from ..common import device
-from ..common.device import THROTTLED, _asked
+from ..common.device import THROTTLED, _asked, said
 from .health import Finding, unread
-from .host_health import said
 
 SHARED, ALONE = 0, 3
 """NVML's compute modes: any number of processes on a GPU, one alone; 2 is none at all."""

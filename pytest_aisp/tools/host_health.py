@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from importlib import metadata
 from pathlib import Path
 
+from ..common.device import cores_here, governor, said
 from .health import Finding, unread
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -51,13 +52,6 @@ def findings(
     yield _huge_pages(root)
     yield _governor(root, cores_here() if cores is None else cores)
     yield _shared_memory(root / "dev" / "shm")
-
-
-def cores_here() -> Collection[int]:
-    """Return the CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return range(os.cpu_count() or 1)
 
 
 def version_of(distribution: str) -> str | None:
@@ -109,14 +103,12 @@ def _huge_pages(root: Path) -> Finding:
 
 
 def _governor(root: Path, cores: Collection[int]) -> Finding:
-    folder = root / "sys/devices/system/cpu"
-    files = [folder / f"cpu{core}/cpufreq/scaling_governor" for core in cores]
-    governors = sorted({word for file in files if (word := said(file))})
-    if not governors:
+    found = governor(root / "sys/devices/system/cpu", cores)
+    if found is None:
         return unread("governor", "the CPUs do not say: a virtual machine")
-    if governors == ["performance"]:
+    if found == "performance":
         return Finding("governor", "fine", "performance")
-    text = f"{', '.join(governors)}: clocks follow the load, and host-clock times with them"
+    text = f"{found}: clocks follow the load, and host-clock times with them"
     return Finding("governor", "harms", text, "sudo cpupower frequency-set -g performance")
 
 
@@ -138,11 +130,3 @@ def shared_memory(size: int) -> Finding:
 
 
 CONTAINER = "docker run --shm-size=8g ..., or sudo mount -o remount,size=8G /dev/shm"
-
-
-def said(file: Path) -> str | None:
-    """Return what a file says, or None."""
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return None

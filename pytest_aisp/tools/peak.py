@@ -87,7 +87,7 @@ def keep(measured: Peaks, baselines: Path) -> list[str]:
     Raises:
         Unanswerable: where the clocks were low, or the file is something else or cannot be written.
     """
-    path = baselines / measured.product / "peaks.json"
+    path = peaks.path_of(baselines, measured.product)
     if (why := _throttled(measured)) is not None:
         raise Unanswerable(f"nothing is stored: {why}\n    aisp doctor", code=1)
     try:

@@ -83,9 +83,8 @@ def peaks_of(baselines: Path, product: str) -> Peaks | None:
         Unanswerable: for a file that cannot be read.
     """
     names = dict.fromkeys((base_of(product), product))
-    paths = [baselines / name / "peaks.json" for name in names]
     try:
-        found = [peaks.load(path) if path.exists() else None for path in paths]
+        found = [peaks.stored(peaks.path_of(baselines, name)) for name in names]
     except (PeaksError, OSError) as error:
         raise Unanswerable(str(error)) from None
     return found[0] if len(found) == 1 else peaks.joined(*found)

@@ -15,7 +15,7 @@ from ..bench import peaks
 from ..bench.peaks import PCIE, SECONDS, Peaks, PeaksError
 from ..common.answers import Answer, columns
 from ..pages.pair import Work
-from ..results.row import duration
+from ..results.row import digits, duration
 from ..results.store import Result
 from . import products
 from .catalogue import Catalogue
@@ -54,7 +54,7 @@ class Point:
             self.target,
             self.case,
             self.bound or "-",
-            f"{self.speedup:.3f}x" if self.speedup < 10 else f"{self.speedup:.1f}x",
+            f"{digits(self.speedup)}x",
             duration(self.seconds),
             rate_text(self.limit, self.attained),
             share,

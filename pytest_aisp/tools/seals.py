@@ -7,11 +7,11 @@ What it cannot prove: that anything was measured. A seal keeps out edits, not fo
 
 from __future__ import annotations
 
-import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ..common import git
 from ..common.answers import Answer, Unanswerable
 from ..results import store
 from ..results.store import Stored, StoreError
@@ -85,12 +85,11 @@ def _is_commit(commit: object) -> bool:
 def _git(*args: str, missing: bool = False) -> bytes | None:
     """Return what git says; None where it fails and what was asked for may be `missing`."""
     try:
-        done = subprocess.run(["git", *args], capture_output=True, check=False)
-    except OSError as error:
-        raise Unanswerable(f"git cannot be run: {error}\nInstall git") from None
-    if done.returncode == 0:
-        return done.stdout
-    if missing:
-        return None
-    why = done.stderr.decode(errors="replace").strip().splitlines()[:1]
-    raise Unanswerable(f"git {args[0]} fails: {''.join(why)}\nRun it in a clone with that commit")
+        return git.asked(Path(), *args)
+    except git.NoGit as error:
+        raise Unanswerable(str(error)) from None
+    except git.GitError as error:
+        if missing:
+            return None
+        why = "".join(str(error).splitlines()[:1])
+    raise Unanswerable(f"git {args[0]} fails: {why}\nRun it in a clone with that commit")

@@ -1,7 +1,7 @@
 // The rows' plots on one axis over the cases that are shown: speedups, or how far each is from what
 // it is held against, where a percent is wide enough to be seen.
 
-const REFERENCES = { speedup: () => 1, claim: claimOf, stored: (one) => (one.stored && one.stored.speedup) || null };
+const REFERENCES = { speedup: () => 1, claim: claimOf, stored: storedOf };
 const drawn = rows.map((row) => {
   const svg = row.querySelector(".plot svg"), find = (css) => svg.querySelector(css);
   return svg && { mark: svg.lastElementChild, claim: find(".claim"), stored: find(".stored"), interval: find(".interval") };
@@ -12,7 +12,7 @@ function parts(one, scale) {
   if (!by) return null;
   const [value, low, high] = one.speedup.map((v) => v / by);
   const over = (v) => (v ? v / by : null);
-  return { value, low, high, claim: over(claimOf(one)), stored: over(REFERENCES.stored(one)) };
+  return { value, low, high, claim: over(claimOf(one)), stored: over(storedOf(one)) };
 }
 
 // Of the claim or the stored result, the axis holds intervals alone: the other tick may lie far off.

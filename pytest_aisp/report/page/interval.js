@@ -1,7 +1,5 @@
 // A case's speedup close up, and what it was in the runs before.
 
-const storedOf = (one) => (one.stored && one.stored.speedup) || null;
-
 function intervalPlot(host, one) {
   const [value, low, high] = one.speedup, claim = claimOf(one), stored = storedOf(one), votes = one.votes || [];
   const all = [low, high, ...votes, ...[claim, stored].filter(Boolean)];

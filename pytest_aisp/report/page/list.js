@@ -6,6 +6,7 @@ const listeners = [];
 const onShown = (listener) => listeners.push(listener);
 let shown = data.cases.map((_, i) => i);
 
+const storedOf = (one) => (one.stored && one.stored.speedup) || null;
 const claimOf = (one) => {
   const claim = one.claim && one.claim.at_least;
   return claim === "neutral" ? 1 : typeof claim === "number" ? claim : null;

@@ -1,0 +1,37 @@
+"""What git says of a repository."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+
+class GitError(Exception):
+    """Git's own words for why it has no answer, or that it cannot be run."""
+
+
+class NoGit(GitError):
+    """Git cannot be run; the last line says what to do."""
+
+
+def asked(root: Path, *words: str) -> bytes:
+    """Return what `git words` prints in the folder `root`.
+
+    Raises:
+        GitError: where it fails; `NoGit` where it cannot be run.
+    """
+    try:
+        done = subprocess.run(["git", *words], cwd=root, capture_output=True, check=False)
+    except OSError as error:
+        raise NoGit(f"git cannot be run: {error}\nInstall git") from None
+    if done.returncode:
+        raise GitError(done.stderr.decode(errors="replace").strip())
+    return done.stdout
+
+
+def told(root: Path, *words: str) -> str | None:
+    """Return what `git words` prints in the folder `root`, or None where it has no answer."""
+    try:
+        return asked(root, *words).decode()
+    except GitError:
+        return None
