@@ -97,11 +97,19 @@ def recorded(pair: Pair, side: Side, size: Size, arch: str, *, assemble: bool) -
 
 @contextlib.contextmanager
 def _first_of(count: int) -> Iterator[None]:
-    """Make this process seem to be the first of `count` ranks, between which nothing moves."""
+    """Make this process seem to be the first of `count` ranks, between which nothing moves.
+
+    Symmetric memory is memory like any other there, and all ranks have the first one's.
+    """
     if count == 1:
         yield
         return
+    import torch
     import torch.distributed as dist
+    import torch.distributed._symmetric_memory as symmetric
+
+    def buffer(rank: int, shape: Any, dtype: Any) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
 
     before, alone = here(), Alone()
     alone.world = count
@@ -111,9 +119,13 @@ def _first_of(count: int) -> Iterator[None]:
         "get_rank": lambda group=None: 0,
         "get_world_size": lambda group=None: count,
     }
+    shared = {
+        "empty": torch.empty,
+        "rendezvous": lambda tensor, group: mock.MagicMock(get_buffer=buffer),
+    }
     try:
         join(alone)
-        with mock.patch.multiple(dist, **answers):
+        with mock.patch.multiple(dist, **answers), mock.patch.multiple(symmetric, **shared):
             yield
     finally:
         join(before)

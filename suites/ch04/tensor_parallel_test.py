@@ -68,7 +68,10 @@ def eighths(x, w):
     optimized=[halves, quarters, eighths],
     inputs=inputs,
     reference=reference,
-    sizes=[{"rows": 8192, "inner": 8192, "columns": 8192}],
+    sizes=[
+        {"rows": 8192, "inner": 8192, "columns": 8192},
+        {"rows": 8192, "inner": 3584, "columns": 8192},
+    ],
     check_sizes=[
         {"rows": 33, "inner": 17, "columns": 65},
         {"rows": 3, "inner": 130, "columns": 31},
