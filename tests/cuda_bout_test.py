@@ -138,6 +138,16 @@ def test_the_best_clock_that_both_sides_can_use(gpu, captures, bound, clock):
 
 
 @pytest.mark.parametrize(
+    ("bound", "clock", "note"), [("dram", "queue", "no graph"), ("launch", "host", "no gpu_only")]
+)
+def test_a_page_with_threads_of_its_own_is_never_captured(gpu, monkeypatch, bound, clock, note):
+    monkeypatch.setattr(windows, "capture", None)
+    bout = bout_of(bench_of(bound=bound, owns=["threads"]))
+    assert bout.clock == clock
+    assert {**bout.notes, **bout.other()}[note] == cuda.THREADS
+
+
+@pytest.mark.parametrize(
     ("captures", "bound", "counted"),
     [(True, "dram", False), (False, "dram", True), (True, "launch", True)],
 )

@@ -6,6 +6,7 @@ import math
 import sys
 
 import pytest
+import torch
 from validity import EXPLOITS
 
 from pytest_aisp.bench import host, trial
@@ -129,3 +130,17 @@ def test_extra_calls_come_where_no_slot_was_lately(slots, calls, extra):
     for at, slot in enumerate(window):
         assert at - last.get(slot, -calls) >= slots // 2
         last[slot] = at
+
+
+@pytest.mark.parametrize(("kept", "forgotten"), [(10, False), (30, True)])
+def test_what_is_expected_is_forgotten_where_it_takes_too_much_of_a_gpu(
+    monkeypatch, kept, forgotten
+):
+    engine = Engine(_oracles={"page": object()})
+    monkeypatch.setattr("pytest_aisp.bench.engine.release", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: kept << 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 140 << 30))
+    engine._leave_memory("cpu")
+    assert engine._oracles
+    engine._leave_memory("cuda")
+    assert (not engine._oracles) == forgotten

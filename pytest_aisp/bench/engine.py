@@ -46,6 +46,8 @@ CPU_ORACLES = 4
 """Most expected results kept on a CPU."""
 FIXED_SIZES = 3
 """Most of a page's listed check sizes that are checked before a case is timed."""
+KEPT = 1 / 8
+"""Share of a GPU's memory that a process may keep between two tasks."""
 
 
 class PageError(Exception):
@@ -79,7 +81,7 @@ class Engine:
             if task.search:
                 self._search(task, pair, rule)
         sources = self._sources(task, pair)
-        _leave_memory(task.device)
+        self._leave_memory(task.device)
         return {"sizes": found, "sources": sources, "spent": self.watch.read()}
 
     def _check_at(
@@ -173,7 +175,7 @@ class Engine:
             samples, extra = self._measure(task, pair, sides, budget)
         if task.replicate and not task.keep:  # one of many processes
             self._oracles.clear()
-        _leave_memory(task.device)
+        self._leave_memory(task.device)
         return {
             **asdict(samples),
             "value": samples.value,
@@ -425,11 +427,20 @@ class Engine:
             del self._oracles[key]
         release(device)
 
+    def _leave_memory(self, device: str) -> None:
+        """Leave a GPU's memory to the other processes of a case, but for what is kept.
 
-def _leave_memory(device: str) -> None:
-    """Leave a GPU's memory to the other processes of a case, but for what is still in use."""
-    if device.startswith("cuda"):
+        Of that no more than some gigabytes: the next case of a page needs what is expected again,
+        and so does each process its part of the GPU.
+        """
+        import torch
+
+        if not device.startswith("cuda"):
+            return
         release(device)
+        if here().most(torch.cuda.memory_allocated() > torch.cuda.mem_get_info()[1] * KEPT):
+            self._oracles.clear()
+            release(device)
 
 
 def _need_interpreter(task: Task, pair: Pair) -> None:

@@ -74,7 +74,7 @@ class Server:
             return Reply(result=getattr(self.engine, task.kind)(task))
         except Exception as error:
             reply = _error_reply(error, self._doing)
-            return replace(reply, error="fault") if _has_lost_gpu() else reply
+            return replace(reply, error="fault") if _has_lost_gpu(error) else reply
 
 
 class InProcess:
@@ -130,12 +130,20 @@ def _error_reply(error: Exception, doing: str) -> Reply:
     return Reply(error="side", message=message, trace=trace)
 
 
-def _has_lost_gpu() -> bool:
-    """Return whether CUDA is of no more use here: after an illegal access every call fails."""
+def _has_lost_gpu(error: BaseException | None) -> bool:
+    """Return whether CUDA is of no more use here, or may be.
+
+    After an illegal access every call fails. After a lesser error of CUDA's what torch keeps may be
+    spoilt: an event that the allocator of pinned memory asks for again at every `.item()`.
+    """
     import torch
 
     if not torch.cuda.is_initialized():
         return False
+    while error is not None:
+        if isinstance(error, torch.AcceleratorError):
+            return True
+        error = error.__cause__
     try:
         torch.cuda.synchronize()
     except Exception:

@@ -7,20 +7,25 @@ Optimized  halves: the product of two halves of the rows; the first one's all-re
            second is computed.
            quarters: the same with four parts.
            eighths: with eight.
+           copied: with eight, whose products are written into symmetric memory and moved by copy
+           engines ([copy_engines](copy_engines.py)); processors only add.
 Bound      The wire, hidden behind the tensor cores: 8192 x 8192 outputs of an inner dimension of
            8192 a rank are 1.10 TFLOP, 1.47 ms at 750 TFLOP/s; their 128 MiB take 0.02 + 0.42 ms at
            316 GB/s: 1.91 ms in a row. Only the last part's all-reduce is left in the open: 1.70 ms
            in halves (1.12 times), 1.59 in quarters (1.20), 1.55 in eighths (1.24). Against that:
            NCCL's kernels hold some of the 132 processors. An eighth's product has 256 tiles of
            128 x 256, two waves where all processors are free and three where NCCL has a few, half
-           as long again: eighths may lose what quarters, of 512 tiles, win.
+           as long again: eighths may lose what quarters, of 512 tiles, win. copied moves the same
+           bytes with no processor but for the additions.
            No GPU has measured this page yet.
 """
 
 import torch
 import torch.distributed as dist
 
-from pytest_aisp import Work, compare
+from pytest_aisp import Variant, Work, compare
+
+from .copy_engines import CopiedSums
 
 
 def inputs(device, rows, inner, columns):
@@ -63,9 +68,23 @@ def eighths(x, w):
     return overlapped(x, w, 8)
 
 
+def copied(x, w, parts=8):
+    cut = x.chunk(parts)  # the last one may be shorter
+    sums = CopiedSums(len(cut), (len(cut[0]), len(w)), x)
+
+    def run():
+        for k, rows in enumerate(cut):
+            torch.mm(rows, w.t(), out=sums.mine[k, : len(rows)])
+            sums.start(k)
+        sums.wait()
+        return sums.mine.flatten(0, 1)[: len(x)]
+
+    yield run
+
+
 @compare(
     baseline=whole,
-    optimized=[halves, quarters, eighths],
+    optimized=[halves, quarters, eighths, Variant(copied, gpu_only="symmetric memory")],
     inputs=inputs,
     reference=reference,
     sizes=[

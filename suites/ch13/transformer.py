@@ -87,7 +87,8 @@ def flops_of(layers, width, length, tokens):
 
 
 def model_of(device, layers, width, length, dtype=torch.bfloat16):
-    return Transformer(layers, width, length).to(device, dtype)
+    with torch.device(device):  # a CPU draws a hundred million weights in a second
+        return Transformer(layers, width, length).to(dtype)
 
 
 def training(device, layers, width, length, dtype=torch.bfloat16):
