@@ -16,7 +16,9 @@ Optimized  expandable: `expandable_segments:True`: one range of addresses to whi
 Bound      The allocator's rules, followed by hand for these requests: 544 MiB are held at most;
            segments takes 3570 MiB, expandable 660, rounded 2170, capped 6490: unused are 3030, 116
            (0.04 of the baseline's), 1620 (0.54) and 5950 (1.96, worse). Of the driver's pool no
-           rules are published. No GPU has measured this page yet.
+           rules are published.
+Seen       An H200: segments leaves 2.4 GiB unused, expandable 0.02 of that, rounded 0.52,
+           stream_ordered 0.10, capped 2.43: in the order that the rules predict.
 """
 
 import torch

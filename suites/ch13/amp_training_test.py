@@ -16,7 +16,11 @@ Bound      Tensor cores: 0.67 TFLOP take 13.5 ms at 50 TFLOP/s of fp32, 1.8 ms a
            bf16 against tf32 1.8x.
            That training stays on its way is what the check says: loss, gradients, moments and
            weights after 1 and 3 steps, and after the up to 16 of a timed window, lie around those
-           of float64 as roundings of the declared type allow. No GPU has measured this page yet.
+           of float64 as roundings of the declared type allow.
+Seen       An H200: fp32 16.9 ms, tf32 2.7x, bf16 5.4x, fp16 5.2x; bf16 against tf32 2.0x. What is
+           not a product weighs more than predicted: attention in fp32 takes a kernel made for
+           Ampere whose products stay fp32 where TF32 is on, and the 180 kernels of a step take some
+           2 ms besides the products in any type.
 """
 
 import contextlib
@@ -97,9 +101,9 @@ def fp16(state, tokens, labels):
 @compare(
     baseline=fp32,
     optimized=[
-        Variant(tf32, precision="tf32"),
-        Variant(bf16, precision="bf16"),
-        Variant(fp16, precision="fp16"),
+        Variant(tf32, precision="tf32", at_least={"sm90": 2.3}),
+        Variant(bf16, precision="bf16", at_least={"sm90": 4.6}),
+        Variant(fp16, precision="fp16", at_least={"sm90": 4.4}),
     ],
     state=state,
     inputs=inputs,
@@ -120,3 +124,5 @@ def fp16(state, tokens, labels):
 def test_amp_training(pair):
     pair.assert_equivalent()
     pair.assert_speedup()
+    if pair.variant == "bf16":
+        pair.assert_energy(at_most=0.35)

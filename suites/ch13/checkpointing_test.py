@@ -18,7 +18,10 @@ Bound      Tensor cores, and memory is the point. When the last block's backward
            gradients of the weights, 0.2 GB, come while activations go. In time the second
            forward is a third more products: 5.4 TFLOP, 7.1 ms at 750 TFLOP/s, become 9.5: 0.75
            times at worst. selective computes again what moves some 30 units a block, 0.12 ms of
-           the 1.3: 0.9 times. No GPU has measured this page yet.
+           the 1.3: 0.9 times.
+Seen       An H200: 2.8 GiB stored, 0.22 of it checkpointed and 0.64 selective, as counted; of the
+           activations checkpointing saves 78 %. Times 15.9 ms, 0.76x and 0.86x. As called selective
+           takes 36 ms: its policy is Python at every operation.
 """
 
 import functools

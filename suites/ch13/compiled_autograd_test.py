@@ -12,7 +12,8 @@ Bound      DRAM, for what is no product. In units of (tokens, width) of bf16, 33
            are saved, 0.15 ms a layer at 4.24 TB/s. Forward and backward products, 0.82 TFLOP a
            layer, are 1.1 ms at 750 TFLOP/s, the eager forward moves 24 units, 0.19 ms, what is left
            of the backward 19, 0.15: 1.59 / 1.44 = 1.1x. Guards of every backward cost the host some
-           0.1 ms. No GPU has measured this page yet.
+           0.1 ms.
+Seen       An H200: 7.07 and 6.38 ms, 1.11x, as predicted.
 """
 
 import functools
@@ -89,6 +90,7 @@ def work(layers, width, tokens):
     check_sizes=[{"layers": 1, "width": 64, "tokens": 33}],  # a CPU compiles 10 s a layer
     work=work,
     bound="dram",
+    at_least={"sm90": 1.05},
 )
 def test_compiled_autograd(pair):
     pair.assert_equivalent()

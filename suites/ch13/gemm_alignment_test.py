@@ -13,7 +13,8 @@ Bound      Tensor cores, at 750 TFLOP/s. k odd: 137 GFLOP, 0.18 ms, and 67 MB to
            TFLOP/s, 0.55 to 0.9 ms: 2.8 to 4.6 times. n odd: 422 GFLOP, 0.56 ms. Operands lie well,
            and only the result cannot leave by TMA: kernels made for Ampere reach some 60 % of an
            H200, so 1.6 times. to_64 computes 1.5 % more than to_8 where k is odd and nothing worth
-           mentioning where n is: neutral to each other. No GPU has measured this page yet.
+           mentioning where n is: neutral to each other.
+Seen       An H200: k odd takes 1.06 ms, 130 TFLOP/s; to_8 4.5x, to_64 4.6x.
 """
 
 from types import SimpleNamespace
