@@ -133,6 +133,28 @@ def test_the_limit_counts_from_when_the_process_is_ready(
         bench.close()
 
 
+LAST = """#!{python}
+import os, sys, time
+
+os.write(int(sys.argv[-1]), b'{{"result": {{"found": 1}}, "spent": {spent}}}\\n')
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(("spent", "alive"), [("false", True), ("true", False)])
+def test_a_process_that_is_spent_is_asked_no_more(monkeypatch, tmp_path, spent, alive):
+    python = tmp_path / "python"
+    python.write_text(LAST.format(python=sys.executable, spent=spent))
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    bench = BenchProcess()
+    try:
+        reply = bench.ask(Task(kind="check"), 9, lambda text: None)
+        assert (reply.error, reply.result, bench.alive) == (None, {"found": 1}, alive)
+    finally:
+        bench.close()
+
+
 ENDLESS = """
 def endless(x):
     while not os.path.getsize("kept/results.jsonl"):  # the other case may be another worker's

@@ -132,15 +132,17 @@ def test_extra_calls_come_where_no_slot_was_lately(slots, calls, extra):
         last[slot] = at
 
 
-@pytest.mark.parametrize(("kept", "forgotten"), [(10, False), (30, True)])
-def test_what_is_expected_is_forgotten_where_it_takes_too_much_of_a_gpu(
-    monkeypatch, kept, forgotten
-):
-    engine = Engine(_oracles={"page": object()})
+@pytest.mark.parametrize(
+    ("reserved", "forgotten", "spent"),
+    [([10], False, False), ([30, 10], True, False), ([30, 30], True, True)],
+    ids=["its share", "too much expected", "cannot be given back"],
+)
+def test_a_process_keeps_no_more_than_its_share_of_a_gpu(monkeypatch, reserved, forgotten, spent):
+    engine, gib = Engine(_oracles={"page": object()}), iter(reserved)
     monkeypatch.setattr("pytest_aisp.bench.engine.release", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: kept << 30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(gib) << 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 140 << 30))
     engine._leave_memory("cpu")
     assert engine._oracles
     engine._leave_memory("cuda")
-    assert (not engine._oracles) == forgotten
+    assert (not engine._oracles, engine.spent) == (forgotten, spent)

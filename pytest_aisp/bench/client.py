@@ -118,7 +118,8 @@ class BenchProcess:
         return line + b"\n"
 
     def _answered(self, reply: Reply) -> Reply:
-        if reply.error == "fault":  # the next case gets a process that can still use its GPU
+        # The next task gets a process that can use its GPU, and leaves others room on it.
+        if reply.error == "fault" or reply.spent:
             self.kill()
         return reply
 

@@ -60,6 +60,7 @@ class Engine:
 
     progress: Progress = lambda text: None
     watch: Stopwatch = field(default_factory=Stopwatch)
+    spent: bool = False
     _oracles: dict[str, Oracle] = field(default_factory=dict)
     _checked: dict[str, Checked] = field(default_factory=dict)
     _performer: apart.Performer | None = None
@@ -431,16 +432,22 @@ class Engine:
         """Leave a GPU's memory to the other processes of a case, but for what is kept.
 
         Of that no more than some gigabytes: the next case of a page needs what is expected again,
-        and so does each process its part of the GPU.
+        and so does each process its part of the GPU. A few small tensors can hold a large segment;
+        a process that cannot give back its memory says that it is spent.
         """
         import torch
 
         if not device.startswith("cuda"):
             return
-        release(device)
-        if here().most(torch.cuda.memory_allocated() > torch.cuda.mem_get_info()[1] * KEPT):
-            self._oracles.clear()
+
+        def keeps_too_much() -> bool:
             release(device)
+            most = KEPT * torch.cuda.mem_get_info()[1]
+            return here().most(torch.cuda.memory_reserved() > most) > 0
+
+        if keeps_too_much():
+            self._oracles.clear()
+            self.spent = keeps_too_much()
 
 
 def _need_interpreter(task: Task, pair: Pair) -> None:

@@ -71,7 +71,8 @@ class Server:
         """Return the reply to `task`; an exception becomes an error reply."""
         self._doing = task.kind
         try:
-            return Reply(result=getattr(self.engine, task.kind)(task))
+            result = getattr(self.engine, task.kind)(task)
+            return Reply(result=result, spent=self.engine.spent)
         except Exception as error:
             reply = _error_reply(error, self._doing)
             return replace(reply, error="fault") if _has_lost_gpu(error) else reply

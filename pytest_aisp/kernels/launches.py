@@ -119,7 +119,7 @@ def _first_of(count: int) -> Iterator[None]:
         "get_rank": lambda group=None: 0,
         "get_world_size": lambda group=None: count,
     }
-    shared = {
+    shared: dict[str, Any] = {
         "empty": torch.empty,
         "rendezvous": lambda tensor, group: mock.MagicMock(get_buffer=buffer),
     }

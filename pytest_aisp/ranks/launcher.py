@@ -166,7 +166,10 @@ class RankSet:
         except BaseException:
             self.kill()
             raise
-        return fault or self._together()
+        reply = fault or self._together()
+        if reply.spent:
+            self.kill()
+        return reply
 
     def _meet(self, seconds: float) -> Reply | None:
         """Wait until every rank has connected and joined the others."""
@@ -256,14 +259,15 @@ class RankSet:
 
     def _together(self) -> Reply:
         """Return rank 0's result, with the worst errors of all ranks."""
-        results = [dict(rank.reply.result) for rank in self._in_order() if rank.reply is not None]
+        replies = [rank.reply for rank in self._in_order() if rank.reply is not None]
+        results = [dict(reply.result) for reply in replies]
         found = results[0]
         if "errors" in found:
             found["errors"] = {
                 name: max(result["errors"].get(name, 0.0) for result in results)
                 for name in found["errors"]
             }
-        return Reply(result=found)
+        return Reply(result=found, spent=any(reply.spent for reply in replies))
 
     def _in_order(self) -> list[_Rank]:
         return [self._ranks[number] for number in sorted(self._ranks)]
