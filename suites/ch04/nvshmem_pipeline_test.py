@@ -17,7 +17,9 @@ Bound      Latency: a stage's product of 16 x 2048 x 2048 reads 8 MiB of weights
            with.
 Seen       On two H200s (NVSHMEM of torch 2.11) signalled computes the right thing, as called; in a
            CUDA graph it was captured and its replay never ended. So all sides are timed as
-           called, which no GPU has done yet.
+           called: exchanged takes 2.0 to 2.3 ms, which is the host's, whole 0.76 (2.8x), signalled
+           1.75 (1.0x to 1.3x from process to process): what a put saves on the GPU, 32 calls from
+           Python spend again.
 """
 
 import torch
@@ -111,7 +113,7 @@ def signalled(x, first, second):
     baseline=exchanged,
     optimized=[
         Variant(whole, at_least="yardstick"),
-        Variant(signalled, gpu_only="NVSHMEM"),
+        Variant(signalled, gpu_only="NVSHMEM", at_least="yardstick"),
     ],
     inputs=inputs,
     reference=reference,

@@ -24,11 +24,11 @@ Bound      NVLink, hidden behind the tensor cores. A layer of 4096 x 4096 at a b
 Seen       Two H200s: after_backward 4.78 ms, per_layer 1.35x, bucketed 1.27x. Of 2.2 ms of
            reduction (0.14 a layer by itself) 1.2 are hidden, 55 %; the rest is what products lose
            to NCCL's kernels, and the first layer's reduction, which nothing hides; prioritized is
-           no better (1.36x), nor are fewer channels. copied 1.55x, 3.2 ms: of 1.7 ms of sums 0.9 are
-           hidden; forward and backward take 3.0 ms instead of 2.5 meanwhile. As called it loses, at
-           6.8 ms: six launches a layer are the host's. As called bucketed wins (4.1 ms against 4.8):
-           its four messages cost the host less than sixteen. DDP cannot be captured, and is 1.0 to
-           1.1 times as fast as called.
+           no better (1.36x), nor are fewer channels. copied 1.55x, 3.2 ms: of 1.7 ms of sums 0.9
+           are hidden; forward and backward take 3.0 ms instead of 2.5 meanwhile. As called it
+           loses, at 6.8 ms: six launches a layer are the host's. As called bucketed wins (4.1 ms
+           against 4.8): its four messages cost the host less than sixteen. DDP cannot be captured,
+           and is 1.0 to 1.1 times as fast as called.
 """
 
 import functools

@@ -12,10 +12,11 @@ Bound      NVLink: 64 MiB at 370 GB/s (a peer copy's rate; 450 nominal) take 0.1
            2.4 ms, 13 times as long, and with copies cut and overlapped still 7 times. sent should
            reach nine tenths of the copy's rate, as NCCL's kernels do on large messages. The two
            barriers of written cost some 15 us, 9 % of 64 MiB and 1 % of 512 MiB.
-Seen       Two H200s: staged 2.48 ms, as predicted; sent 9.2x, 249 GB/s each way; written 12.9x,
-           348 GB/s with its two barriers. At 512 MiB sent 12.7x, 351 GB/s, and written 386 GB/s, 99 %
+Seen       Two H200s: staged 2.48 ms, as predicted; sent 9.2x, 249 GB/s each way; written 12.9x, 348
+           GB/s with its two barriers. At 512 MiB sent 12.7x, 351 GB/s, and written 386 GB/s, 99 %
            of the best copy between the two (391 in one direction, 383 in each of both) and 86 % of
-           the nominal rate. NCCL's kernels send with a few processors, a copy with the copy engines.
+           the nominal rate. NCCL's kernels send with a few processors, a copy with the copy
+           engines.
 """
 
 import torch
