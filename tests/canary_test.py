@@ -99,6 +99,18 @@ def test_a_canary_that_cannot_be_timed_voids_the_run(page, timer, pytester):
     result.stdout.fnmatch_lines(["RUN INVALID (canary): *cannot be timed again: *context is lost*"])
 
 
+def test_the_suites_time_is_that_of_its_cases(page, gpu, pytester):
+    gpu(**SPEEDS)
+    page()
+    late = "\n    config.stash[RUN].started -= 1e6\n"
+    with (pytester.path / "conftest.py").open("a") as conftest:
+        conftest.write("\n\nfrom pytest_aisp.plugin import RUN\n\n\n")
+        conftest.write(f"def pytest_aisp_result(config, row):{late}")
+    result = pytester.runpytest_subprocess("--aisp-suite-timeout=100000")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["canary: *", "=* 1 new in *"])
+
+
 def test_each_worker_has_its_own_and_one_is_enough_to_void_the_run(page, gpu, pytester):
     gpu(**SPEEDS, session=0.03)
     for name in "abcd":

@@ -72,6 +72,7 @@ class Run:
     versions: dict[str, Any] | None = None
     finest: Timed | None = None
     started: float = field(default_factory=time.monotonic)
+    cases_done: bool = False
     confirmed: float = 0.0
     _benches: dict[tuple[Any, ...], Bench] = field(default_factory=dict)
     _stored: dict[Path, store.Stored] = field(default_factory=dict)
@@ -195,7 +196,9 @@ class Run:
     def check_time(self) -> None:
         """Raise `Interrupted` when the suite's time is over."""
         limit = self.settings.suite_timeout
-        if limit is not None and time.monotonic() - self.started > limit:
+        if limit is None or self.cases_done:
+            return
+        if time.monotonic() - self.started > limit:
             raise Interrupted(f"--aisp-suite-timeout: {limit:g} s are over")
 
     def close(self) -> None:

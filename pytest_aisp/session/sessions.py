@@ -190,6 +190,7 @@ def canary(config: pytest.Config) -> None:
         return
     from .canary import sing
 
+    run.cases_done = True  # without its canary no verdict of a run that was in time would count
     with contextlib.ExitStack() as held:
         _hold(held, run, run.finest.case)  # as it was leased for the case itself
         found = sing(run.finest)
