@@ -17,7 +17,10 @@ Bound      Tensor cores: 2 m n k operations, 750 TFLOP/s in bf16 and 1320 in FP8
            each of x and W: dynamic and rowwise 1.2x, prepared 1.4x, fused 1.7x. Scales of rows gain
            no time, and PyTorch's kernels for them may lose some; of normal values they make the
            error no smaller either, for FP8 is a floating point; of rows that differ in size they
-           do. No GPU has measured this page yet.
+           do.
+Seen       An H200: at n = k = 4096 dynamic 0.66x, rowwise 0.60x, prepared 0.80x, fused 1.72x; at
+           8192 0.88x, 0.80x, 1.17x and 1.95x. fused is as predicted; the eager ones move more than
+           13 bytes, in kernels of their own: 0.2 ms for an x of 64 MiB.
 """
 
 import torch
@@ -110,8 +113,8 @@ def fused(w, x):
     optimized=[
         Variant(dynamic, precision="fp8", at_least="yardstick"),
         Variant(rowwise, precision="fp8", at_least="yardstick"),
-        Variant(prepared, precision="fp8"),
-        Variant(fused, precision="fp8"),
+        Variant(prepared, precision="fp8", at_least={"sm90": "yardstick"}),
+        Variant(fused, precision="fp8", at_least={"sm90": 1.5}),
     ],
     state=state,
     inputs=inputs,

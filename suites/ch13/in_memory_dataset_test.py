@@ -14,7 +14,10 @@ Bound      The host. A file takes some 12 us to open, read and close (14 on the 
            2.4 ms: 14.7 ms. To gather 128 rows of 3 KiB takes 20 us, to copy them to the GPU from
            pageable memory 60 more, in which the host waits for the GPU: in_memory 3.0 ms, 5 times.
            on_gpu saves those copies: 2.5 ms, 6 times. The price is 3 MiB of the GPU's memory, and
-           would be 146 for all of CIFAR-10. No GPU has measured this page yet.
+           would be 146 for all of CIFAR-10.
+Seen       An H200 in a virtual machine: files 26 ms, in_memory 2.0x, on_gpu 2.1x. The steps
+           themselves take 12 ms here, 1.5 ms each, five times of what was predicted, so that less
+           can be won.
 """
 
 import tempfile
@@ -139,7 +142,7 @@ def on_gpu(state, order):
         roundings=16,
     ),
     bound="host",
-    at_least={"cpu": 1.2},
+    at_least={"cpu": 1.2, "sm90": 1.6},
 )
 def test_in_memory_dataset(pair):
     pair.assert_equivalent()

@@ -18,7 +18,9 @@ Bound      Tensor cores: 3 products, 6 m n k operations. At m, n, k = 8192, 8192
            for costs; blocks has that in all three and adds up scaled parts every 128 terms: 1.3x if
            its products reach 1100 TFLOP/s. te_bf16 1.0x. A Blackwell has twice bf16's rate in
            mxfp8 and at least four times in nvfp4, so 1.7x, and 2x or more. Python takes up to 0.2
-           ms a call here and must stay hidden behind the GPU. No GPU has measured this page yet.
+           ms a call here and must stay hidden behind the GPU.
+Seen       An H200, Transformer Engine 2.20.2: te_bf16 1.00x, delayed 1.70x, current 1.60x, blocks
+           1.28x; 1170 TFLOP/s of delayed, quantization included.
 """
 
 import importlib.util
@@ -109,9 +111,9 @@ def engine(side, **properties):
     baseline=bf16,
     optimized=[
         engine(te_bf16, needs="te", at_least="yardstick"),
-        engine(delayed, needs=("te", "fp8"), precision="fp8"),
-        engine(current, needs=("te", "fp8"), precision="fp8"),
-        engine(blocks, needs=("te", "wgmma"), precision="fp8"),
+        engine(delayed, needs=("te", "fp8"), precision="fp8", at_least={"sm90": 1.3}),
+        engine(current, needs=("te", "fp8"), precision="fp8", at_least={"sm90": 1.3}),
+        engine(blocks, needs=("te", "wgmma"), precision="fp8", at_least={"sm90": 1.15}),
         engine(mxfp8, needs="te_mxfp8", precision="mxfp8"),
         engine(nvfp4, needs=("te", "fp4"), precision="nvfp4"),
     ],

@@ -7,14 +7,17 @@ Optimized  By one Triton kernel, which brings the weights to bf16 in registers; 
            once, before what is timed. x stays bf16.
            streamed: bf16 weights, so that the kernel's part is not taken for that of the bytes.
            int8: a byte a weight, and a scale for each row of W.
-           int4: half a byte a weight, and a bf16 scale for each 128 along a row.
-Bound      DRAM: the weights, 2, 1 and 0.52 bytes each. At n, k = 28672, 8192 they are 470 MB, 235
-           and 121, none of which the L2 holds: 107 us, 53 and 28 at 4.4 TB/s; x and y are below
-           1.5 MB. streamed 1.0x, int8 2x and int4 3.9x at most. To read at that rate int4 must
-           convert 38 weights a cycle and processor, which converts 64, and move them to the tensor
-           cores: rather 2.5x to 3x. For these the rows are 16, however many they are; but each
-           block reads all rows of x from the L2, with 16 rows and 64 columns a block 117 MB: int8
-           1.8x there and int4 2x. No GPU has measured this page yet.
+           int4: half a byte a weight, and an fp32 scale for each 128 along a row.
+Bound      DRAM: the weights, 2, 1 and 0.53 bytes each. At n, k = 28672, 8192 they are 470 MB, 235
+           and 125, none of which the L2 holds: 107 us, 53 and 28 at 4.4 TB/s; x and y are below
+           1.5 MB. streamed 1.0x, int8 2x and int4 3.8x at most. But int8 and int4 issue 5
+           instructions a weight, to convert it and to move it to the tensor cores, as nvdisasm
+           counts them for sm90: 40 us at one an instruction slot. So int4 2.5x. For these the rows
+           are 16, however many they are; but each block reads all rows of x from the L2, with 16
+           rows and 64 columns a block 117 MB: int8 1.8x there and int4 2x.
+Seen       An H200: streamed 1.05x, int8 1.78x (1.75x with 16 rows). int4 was 0.87x when it shifted
+           and converted 8-bit integers: 10.6 instructions a weight, and scales a cache line apart.
+           What it does now has not been measured.
 """
 
 import torch
@@ -34,6 +37,37 @@ CONFIGS = [
     for n, warps, stages in ((32, 4, 4), (64, 4, 5))
 ]
 tuned = triton.autotune(CONFIGS, key=["rows", "n", "k", "BITS"])
+
+# Four bytes become two pairs of their lower and two of their upper halves. 0x43 before a byte below
+# 16 makes it the bf16 128 + u, from which 136 is taken, as the halves are stored 8 too large.
+HALVES = tl.constexpr("""{
+.reg .b32 upper, excess;
+mov.b32 excess, 0x43084308;
+shr.u32 upper, $4, 4;
+prmt.b32 $0, $4, 0x43434343, 0x4140;
+prmt.b32 $1, $4, 0x43434343, 0x4342;
+prmt.b32 $2, upper, 0x43434343, 0x4140;
+prmt.b32 $3, upper, 0x43434343, 0x4342;
+and.b32 $0, $0, 0xff0fff0f;
+and.b32 $1, $1, 0xff0fff0f;
+and.b32 $2, $2, 0xff0fff0f;
+and.b32 $3, $3, 0xff0fff0f;
+sub.rn.bf16x2 $0, $0, excess;
+sub.rn.bf16x2 $1, $1, excess;
+sub.rn.bf16x2 $2, $2, excess;
+sub.rn.bf16x2 $3, $3, excess;
+}""")
+
+
+@triton.jit
+def halves(packed, PRODUCT: tl.constexpr):
+    """Return the lower and the upper four bits of each byte, less 8, as PRODUCT."""
+    if tl.bfloat16 == PRODUCT:
+        return tl.inline_asm_elementwise(
+            HALVES, "=r,=r,=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        return (packed & 15).to(PRODUCT) - 8, (packed >> 4).to(PRODUCT) - 8
 
 
 @tuned
@@ -58,18 +92,25 @@ def linear_kernel(
     left = x + row[:, None] * k + inside[None, :]
     total = tl.zeros((ROWS, N), tl.float32)
     if BITS == 4:
-        # A byte holds a weight of the first half of a row and one of the second.
-        half, groups = k // 2, k // GROUP
+        # A byte holds a weight of the first half of a row and one of the second. Scales are loaded
+        # one step ahead: no product waits for them to be multiplied, so Triton does not do it.
+        half = k // 2
+        steps = half // GROUP
         right = w + column[None, :].to(tl.int64) * half + inside[:, None]
-        for start in range(0, half, GROUP):
-            packed = tl.load(right + start, mask=there, other=0)
-            low = tl.load(left + start, mask=here, other=0.0).to(PRODUCT)
-            high = tl.load(left + half + start, mask=here, other=0.0).to(PRODUCT)
-            at = scales + column * groups + start // GROUP
-            first = tl.load(at, mask=column < n, other=0.0).to(tl.float32)
-            second = tl.load(at + groups // 2, mask=column < n, other=0.0).to(tl.float32)
-            total += tl.dot(low, ((packed << 4) >> 4).to(PRODUCT)) * first[None, :]
-            total += tl.dot(high, (packed >> 4).to(PRODUCT)) * second[None, :]
+        lower, upper = scales + column, scales + steps * n + column
+        first = tl.load(lower, mask=column < n, other=0.0)
+        second = tl.load(upper, mask=column < n, other=0.0)
+        for step in range(steps):
+            packed = tl.load(right + step * GROUP, mask=there, other=0)
+            low = tl.load(left + step * GROUP, mask=here, other=0.0).to(PRODUCT)
+            high = tl.load(left + half + step * GROUP, mask=here, other=0.0).to(PRODUCT)
+            ahead = tl.minimum(step + 1, steps - 1) * n
+            first_ahead = tl.load(lower + ahead, mask=column < n, other=0.0)
+            second_ahead = tl.load(upper + ahead, mask=column < n, other=0.0)
+            low_weights, high_weights = halves(packed, PRODUCT)
+            total += tl.dot(low, low_weights) * first[None, :]
+            total += tl.dot(high, high_weights) * second[None, :]
+            first, second = first_ahead, second_ahead
     else:
         right = w + column[None, :].to(tl.int64) * k + inside[:, None]
         for start in range(0, k, GROUP):
@@ -108,7 +149,17 @@ def linear(x, w, scales, bits):
         return (triton.cdiv(n, meta["N"]),)
 
     linear_kernel[grid](
-        x, w, scales, out, rows, n, k, BITS=bits, PRODUCT=product, ROWS=ROWS, GROUP=GROUP
+        x,
+        w,
+        scales,
+        out,
+        rows,
+        n,
+        k,
+        BITS=bits,
+        PRODUCT=product,
+        ROWS=ROWS,
+        GROUP=GROUP,
     )
     return out
 
@@ -130,16 +181,16 @@ def int8(w, x):
 
 def int4(w, x):
     groups, scales = rounded(w.view(len(w), -1, GROUP), 7)
-    low, high = groups.view(w.shape).chunk(2, dim=1)
-    packed = (high << 4) | (low & 15)
-    yield lambda: linear(x, packed, scales, 4)
+    low, high = (groups.view(w.shape) + 8).view(torch.uint8).chunk(2, dim=1)
+    packed, by_group = (high << 4) | low, scales.squeeze(-1).t().float().contiguous()
+    yield lambda: linear(x, packed, by_group, 4)
 
 
 @compare(
     baseline=bf16,
     optimized=[
         Variant(streamed, at_least="yardstick"),
-        Variant(int8, precision="int8"),
+        Variant(int8, precision="int8", at_least={"sm90": 1.5}),
         Variant(int4, precision="w4a16"),
     ],
     state=state,
@@ -150,7 +201,7 @@ def int4(w, x):
     check_sizes=[{"rows": 5, "n": 33, "k": 768}, {"rows": 3, "n": 72, "k": 512}],
     # The bytes of int4: what the other sides read more is what they lose.
     work=lambda rows, n, k: Work(
-        read=n * k / 2 + 2 * n * k / GROUP + 2 * rows * k, write=2 * rows * n, terms=k
+        read=n * k / 2 + 4 * n * k / GROUP + 2 * rows * k, write=2 * rows * n, terms=k
     ),
     bound="dram",
 )
