@@ -121,7 +121,8 @@ def main() -> int:
     file = ROOT / "baselines" / options.product / f"{options.page.resolve().parent.name}.json"
     start = f"{options.page.name}::{options.function}["
     known = store.load(file).results if file.exists() else {}
-    results = {key: result for key, result in known.items() if key.startswith(start)}
+    mine = {key: result for key, result in known.items() if key.startswith(start)}
+    results = {key: result for key, result in mine.items() if result.value is not None}
     where = options.page.resolve(), options.function, ARCH_OF[options.product], results
     if options.write is None:
         print(table(*where))

@@ -48,6 +48,25 @@ def turned(old, new):
 # Arithmetic
 
 
+def test_of_results_without_times_goals_alone_are_compared():
+    sides = {"baseline": "0a", "optimized": "1b"}
+
+    def stored(count):
+        goals = {"memory": {"baseline": 8 << 20, "optimized": count << 20}}
+        result = store.Result(environments=("one",), sources=sides, goals=goals)
+        kept = store.Stored("a-gpu", {"one": {}}, {CASE.key: result})
+        return list(compared.of_stored(kept, "ch01"))
+
+    found = compared.compare(stored(4), stored(6))
+    assert {c.metric: c.outcome for c in found.changes} == {
+        "memory, baseline": "same",
+        "memory, optimized": "worse",
+    }
+    assert found.apart == ()
+    [(_, why)] = compared.compare([CASE], stored(4)).apart
+    assert why == "not timed in NEW"
+
+
 def test_every_metric_has_its_direction():
     found = compared.compare([CASE], [CASE])
     assert {change.metric: change.better for change in found.changes} == {

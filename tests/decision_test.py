@@ -335,6 +335,21 @@ class Even:
         return 1e-5
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "both"),
+    [
+        ("", "", ""),
+        ("pass", "", "pass"),
+        ("", "checked", "checked"),
+        ("pass", "new", "new"),
+        ("stale", "improved", "stale"),
+        ("new", "regressed", "regressed"),
+    ],
+)
+def test_of_two_parts_the_graver_verdict_is_the_cases(one, other, both):
+    assert verdict.graver(one, other) == verdict.graver(other, one) == both
+
+
 class Watched:
     """A bout whose third and fourth blocks are disturbed, and that is looked at now and then."""
 

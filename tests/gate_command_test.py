@@ -111,6 +111,16 @@ def test_a_product_that_no_run_has_timed_is_named(run, gate):
     assert lines[2:] == [f"missing: no run has timed nvidia-{name}" for name in ("b200", "b300")]
 
 
+def test_a_product_of_which_goals_alone_were_counted_was_there(run, gate):
+    untimed = {"value": None, "low": None, "high": None, "seconds": {}}
+    goals = {"memory": {"baseline": 2.0, "optimized": 1.0}}
+    case = catalogues.row(catalogues.case("ch10:gemm"), goals=goals, **untimed)
+    assert gate(run("h200", more=[case]), "--products=nvidia-h200") == (
+        0,
+        ["green: 1 runs, 1 cases", "h200 (nvidia-h200): green"],
+    )
+
+
 def test_a_last_line_that_was_cut_off_is_left_out(run, gate):
     folder = run("a", gemm="pass", code=None)
     with Path(folder, "results.jsonl").open("a") as file:

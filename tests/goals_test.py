@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -89,6 +90,76 @@ def test_a_page_that_asks_wrongly_is_told(page, counting_gpu, pytester, call, sa
     result = pytester.runpytest_subprocess()
     result.stdout.fnmatch_lines([f"*Error: {says}"])
     assert result.ret == 1
+
+
+ALONE = "pair.assert_equivalent()\npair.assert_memory(at_most=0.9)"
+ASKS = {
+    "alone": ALONE + "\npair.assert_memory(at_most=0.9, of='reserved')",
+    "ahead": ALONE + "\npair.assert_speedup()",
+    "broken": ALONE + "\nassert not pair.variant",
+    "more": ALONE,
+}
+
+
+@pytest.fixture
+def judged(gpu, pytester):
+    """Run the pages where variants take so many MiB; return the run, its cases, their verdicts."""
+
+    def judge(mib, watts, *options):
+        names = {"memory": 600 << 20, "reserved": 700 << 20}
+        goals = {name: {"baseline": n, "optimized": mib << 20} for name, n in names.items()}
+        details = {"goals": {**goals, "energy": JOULES}}
+        gpu(added=2e-5, doubled=1e-5, details=details, environment={"power_limit_w": watts})
+        run = pytester.runpytest_subprocess("--aisp-artifacts=kept", *options)
+        found = json.loads((pytester.path / "kept/results.json").read_text())["cases"]
+        cases = {case["page"][len("ch99/") : -len("_test.py")]: case for case in found}
+        return run, cases, {name: case["verdict"] for name, case in cases.items()}
+
+    return judge
+
+
+def test_goals_without_a_time_are_stored_held_and_added_to(page, judged, pytester):
+    for name, body in ASKS.items():
+        page(body=body, name=f"{name}_test.py")
+    record = "--aisp-update-expectations", "--aisp-processes=1"
+    run, cases, verdicts = judged(240, 700, *record)
+    assert verdicts == dict.fromkeys(ASKS, "new")
+    key = "_test.py::test_doubling[[]doubled-n1001[]]"
+    memory, reserved = "memory 600 MiB / 240 MiB", "reserved 700 MiB / 240 MiB"
+    run.stdout.fnmatch_lines(
+        [
+            f"stored: ahead{key}: new -> ?.???x, {memory}",
+            f"stored: alone{key}: new -> {memory}, {reserved}",
+        ]
+    )
+    file = pytester.path / "baselines/simulated-gpu/ch99.json"
+    found = {k.partition("_")[0]: result for k, result in store.load(file).results.items()}
+    assert set(found) == {"alone", "ahead", "more"}  # nothing of a test that failed
+    assert set(found["alone"].goals) == {"memory", "reserved"}
+    assert (found["alone"].processes, found["ahead"].processes) == (0, 1)
+    assert cases["alone"]["environment"]["power_limit_w"] == 700
+
+    (pytester.path / "ch99/broken_test.py").unlink()
+    page(body=ASKS["alone"] + "\npair.assert_energy(at_most=0.9)", name="more_test.py")
+    *_, verdicts = judged(240, 700, *record)
+    assert verdicts == {"alone": "pass", "ahead": "pass", "more": "new"}  # two goals more
+    found = store.load(file).results[f"more{NAME[8:]}"]
+    assert set(found.goals) == {"energy", "memory", "reserved"}
+
+    before = file.read_text()
+    run, cases, verdicts = judged(250, 700, *record)
+    assert verdicts == dict.fromkeys(["alone", "ahead", "more"], "regressed")
+    assert file.read_text() == before
+    words = "memory: 250 MiB against 240 MiB (stored in baselines/simulated-gpu/ch99.json) -> red"
+    accept = f"*pytest --aisp-update-expectations=all 'ch99/alone{key}'"
+    run.stdout.fnmatch_lines([f"E       AssertionError: {words}", accept])
+    held = {"stored": 240 << 20, "margin": 0.01, "slack": 1 << 20, "limit": 0.9}
+    assert cases["alone"]["goals"]["memory"].items() >= held.items()
+
+    _, cases, verdicts = judged(250, 350)
+    assert verdicts == dict.fromkeys(["alone", "ahead", "more"], "stale")
+    unlike = "power_limit_w was 700 when stored, and is 350"
+    assert cases["alone"]["reasons"] == [words, unlike]
 
 
 def test_noise_is_believed_in_the_sides_favour():

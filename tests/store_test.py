@@ -53,6 +53,16 @@ def result(session="a", processes=(0.7, 0.701, 0.699), **fields):
     return Result(**given | {"values": (processes,), "environments": (session,)} | fields)
 
 
+def counted(session="a", **fields):
+    """A result of a page that asks for goals and no time."""
+    sides = {"baseline": "0a1b", "optimized": "2c3d"}
+    return Result(**{"environments": (session,), "sources": sides, "goals": UNUSED} | fields)
+
+
+UNUSED = {"fragmentation": {"baseline": 2576980378.0, "optimized": 60502835.0}}
+TAKEN = {"reserved": {"baseline": 10.0, "optimized": 5.0}}
+
+
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "baselines" / PRODUCT / "ch01.json"
@@ -130,6 +140,28 @@ def test_result_refuses_what_the_file_could_not_hold(name, value):
         result(**{name: value})
 
 
+def test_what_was_not_timed_has_no_speedup_and_no_spread():
+    r = counted()
+    assert (r.value, r.speedup, r.own_spread, r.seconds) == (None, None, None, {})
+    assert (r.sessions, r.processes) == (1, 0)
+    assert store.pooled([r, result()], "graph") == [result().own_spread]
+    assert store.session_sd([r, r], "") is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"goals": {}}, r"goals=\{\} must not be empty where nothing was timed"),
+        ({"share": 0.5, "limit": "copy"}, "share=0.5 of copy must be None without a time"),
+        ({"clock": "graph"}, "baseline_us=None must be a number"),
+        ({"environments": ("a", "b")}, "must be one per session"),
+    ],
+)
+def test_what_was_not_timed_holds_goals_and_nothing_of_time(fields, says):
+    with pytest.raises(ValueError, match=says):
+        counted(**fields)
+
+
 @pytest.mark.parametrize("environments", [("a",), ("a", "a")])
 def test_every_session_has_an_environment_of_its_own(environments):
     with pytest.raises(ValueError, match="one per session"):
@@ -168,6 +200,30 @@ def test_file_has_one_result_a_line(path):
     assert names(path) == ["ch01.json"]
 
 
+def test_a_line_without_times_is_of_a_schema_that_older_readers_refuse(path):
+    record(path, {KEY: counted()})
+    *_, line, _, _ = path.read_text().splitlines()
+    assert line == (
+        f'"{KEY}": {{"environments": ["a"], '
+        '"sources": {"baseline": "0a1b", "optimized": "2c3d"}, '
+        '"goals": {"fragmentation": {"baseline": 2576980378.0, "optimized": 60502835.0}}, '
+        '"seal": "e10c9808027d"}'
+    )
+    assert path.read_text().startswith('{\n"schema": 2,')
+    assert load(path).results == {KEY: counted()}
+    record(path, {OTHER: result()})
+    assert path.read_text().startswith('{\n"schema": 2,')
+    prune(path, {OTHER})
+    assert path.read_text().startswith('{\n"schema": 1,')
+
+
+def test_a_line_without_times_is_sealed_too(path):
+    record(path, {KEY: counted()})
+    put(path, path.read_text().replace("60502835", "60502836"))
+    with pytest.raises(StoreError, match="its seal is broken"):
+        load(path)
+
+
 def test_no_file_is_an_empty_store(path):
     assert load(path) == Stored(PRODUCT, {}, {})
 
@@ -195,6 +251,8 @@ TIMES = st.floats(1e-6, 1e15)
 @st.composite
 def results(draw, environments):
     own = draw(st.lists(st.sampled_from(sorted(environments)), unique=True, min_size=1))
+    if draw(st.booleans()):
+        return counted(own[0], samples=draw(st.none() | HEX))
     sessions = st.lists(st.lists(LN, min_size=1, max_size=4), min_size=len(own), max_size=len(own))
     return Result(
         values=draw(sessions),
@@ -296,6 +354,37 @@ def test_what_is_no_second_session_is_left_alone(path, second):
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize("old", [result(), counted()], ids=["timed", "counted"])
+@pytest.mark.parametrize("new", [result("b"), counted("b")], ids=["timed", "counted"])
+def test_times_and_goals_that_a_result_lacks_are_added_and_no_other_moves(path, old, new):
+    old = dataclasses.replace(old, goals=UNUSED)
+    grown = {"fragmentation": {"baseline": 3e9, "optimized": 1e9}}
+    record(path, {KEY: old})
+    record(path, {KEY: dataclasses.replace(new, goals={**grown, **TAKEN})})
+    found = load(path).results[KEY]
+    second = bool(old.values and new.values)  # whose goals are its own
+    assert found.goals == {**(grown if second else UNUSED), **TAKEN}
+    assert found.values == old.values + new.values
+    again = record(path, {KEY: dataclasses.replace(new, goals=grown)})
+    assert again == []
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        counted("c", goals=TAKEN),
+        counted("b", goals=TAKEN, sources={"baseline": "0a1b", "optimized": "4e5f"}),
+        result("b", clock="queue", goals=TAKEN),
+        result("b", choices={"BLOCK": 64}, goals=TAKEN),
+    ],
+    ids=["versions", "sources", "clock", "choices"],
+)
+def test_nothing_is_added_from_another_code_or_environment(path, new):
+    old = result("a", goals=UNUSED)
+    record(path, {KEY: old})
+    assert record(path, {KEY: new}) == []
+
+
 KNOWN = {**FACTS, "cudnn": "91002", "cublas": "13.0.0", "power_limit_w": 700, "mig": False}
 KNOWN |= {"cpu": "a CPU", "governor": "performance", "nccl": "2.27.7", "numa_node": 0}
 EVERYWHERE = {"driver", "cuda", "torch", "triton", "cudnn", "cublas", "power_limit_w", "mig"}
@@ -389,7 +478,8 @@ def test_environment_key_follows_from_the_facts():
     assert store.environment_key(facts) != store.environment_key({**facts, "date": "2026-08-21"})
 
 
-SESSIONS = st.sampled_from([result("a"), result("b"), result("a", share=0.5), result("b", (0.1,))])
+SESSIONS = [result("a"), result("b"), result("a", share=0.5), result("b", (0.1,)), counted("b")]
+SESSIONS = st.sampled_from(SESSIONS)
 BATCHES = st.lists(
     st.dictionaries(st.sampled_from("pqrst"), SESSIONS, max_size=3), min_size=1, max_size=3
 )
@@ -500,8 +590,8 @@ BROKEN = {
         "git checkout --ours -- {path} && pytest --aisp-update-expectations=missing",
     ),
     "newer": (
-        whole(schema=2, results=[]),
-        "{path} was written by a newer pytest-aisp (schema 2; this one reads 1)",
+        whole(schema=3, results=[]),
+        "{path} was written by a newer pytest-aisp (schema 3; this one reads 1 and 2)",
         "pip install --upgrade pytest-aisp",
     ),
     "older": (whole(schema=0), WRITTEN + "schema=0; this one reads 1", RESTORE),
@@ -537,6 +627,7 @@ BROKEN = {
     ),
     "entry": (whole(results={KEY: 3}), ENTRY + "it=3 must be a table of finite", RESTORE),
     "no clock": (edited(clock=...), ENTRY + "the field 'clock' is missing", RESTORE),
+    "no times": (edited(goals={}, clock=...), ENTRY + "the field 'clock' is missing", RESTORE),
     "no values": (edited(values=...), ENTRY + "the field 'values' is missing", RESTORE),
     "no speedup": (edited(speedup=...), ENTRY + "the field 'speedup' is missing", RESTORE),
     "unknown": (edited(spread=0.1), ENTRY + "unknown field 'spread'; legal: baseline_", RESTORE),

@@ -7,14 +7,14 @@ import json
 import math
 
 import pytest
-from catalogues import case, catalogue, result, stored
+from catalogues import SOURCES, case, catalogue, result, stored
 
 from pytest_aisp.bench import peaks
 from pytest_aisp.bench.peaks import Peaks
 from pytest_aisp.commands import cli
 from pytest_aisp.common.answers import Unanswerable
 from pytest_aisp.common.device import Machine
-from pytest_aisp.results import store
+from pytest_aisp.results import store, tables
 from pytest_aisp.tools import catalogue as catalogues
 from pytest_aisp.tools import expectations, products, prune, roofline
 
@@ -189,6 +189,36 @@ def test_what_there_is_to_say_of_a_result(told, tmp_path, stands, states):
     assert " ".join(stand.states) == states
     code = expectations.answer(found, {"nvidia-h200": "sm90"}, form="text").code
     assert code == ("below" in stand.states)
+
+
+def test_a_result_without_times_is_held_against_no_claim_and_no_limit(told, tmp_path, capsys):
+    found = told(case("ch07:scan"))
+    goals = {"memory": {"baseline": 600.0, "optimized": 240.0}}
+    plain = {"environments": ("one",), "goals": goals}
+    stored(tmp_path, {SCAN: store.Result(sources=SOURCES, **plain)})
+    assert list(roofline.points_of(found, "nvidia-h200", [])) == []
+    (stand,) = expectations.stands_of(found, "nvidia-h200", "sm90")
+    assert stand.states == ()
+    assert stand.row()[3:7] == ("-", "-", "0", "1")
+    assert cli.main(["expectations", "--format", "csv"]) == 0
+    (row,) = csv.DictReader(capsys.readouterr().out.splitlines())
+    assert (row["claim"], row["speedup"], row["low"], row["high"]) == ("", "", "", "")
+    changed = {**SOURCES, "optimized": "2c"}
+    stored(tmp_path, {SCAN: store.Result(sources=changed, **plain)})
+    (stand,) = expectations.stands_of(found, "nvidia-h200", "sm90")
+    assert stand.states == ("stale",)
+
+
+def test_a_chapters_table_shows_goals_where_nothing_was_timed(tmp_path):
+    goals = {"memory": {"baseline": 600 << 20, "optimized": 240 << 20}}
+    goals |= {"launches": {"baseline": 63.0, "optimized": 2.0}}
+    counted = store.Result(sources=SOURCES, environments=("one",), goals=goals)
+    stored(tmp_path, {SCAN: counted, "scan_test.py::test_scan[timed-n64]": result(2.0)})
+    lines = tables.table("ch07", tmp_path / "baselines").splitlines()
+    page = "| [scan](scan_test.py) |"
+    launches = "launches 63, memory 600 MiB | launches 2, memory 240 MiB"
+    assert lines[-2] == f"{page} tiled-n64 | {launches} | - |  | - |"
+    assert lines[-1].startswith(f"{page} timed-n64 | 1 ms | 500 us | 2.000x [")
 
 
 def test_the_claim_is_that_of_the_products_arch(told, tmp_path, capsys):

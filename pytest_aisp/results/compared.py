@@ -146,17 +146,14 @@ def of_stored(stored: store.Stored, chapter: str) -> Iterator[Measured]:
             product=stored.product,
             chapter=chapter,
             key=key,
-            clock=result.clock,
+            clock=result.clock or "",
             value=result.value,
-            seconds={
-                "baseline": result.baseline_us * 1e-6,
-                "optimized": result.optimized_us * 1e-6,
-            },
+            seconds=result.seconds,
             share=result.share,
             limit=result.limit or "",
             goals=result.goals,
             spread=result.own_spread,
-            session=store.session_sd(stored.results.values(), result.clock),
+            session=store.session_sd(stored.results.values(), result.clock or ""),
         )
 
 

@@ -41,12 +41,16 @@ class Goal:
 
     def said(self, found: Found, limit: float) -> str:
         """Return both amounts in words, beside the limit."""
-        both = f"{self.unit(found['baseline'])} / {self.unit(found['optimized'])} {self.what}"
+        both = f"{self.both(found)} {self.what}"
         noise = f", noise {found['noise']:.1%}" if "noise" in found else ""
         if not self.relative:
             return f"{both}, against {self.unit(limit)}{noise}"
         share = found["optimized"] / (found["baseline"] or 1)
         return f"{both}, {share:.3g} of the baseline's against {limit:g}{noise}"
+
+    def both(self, found: Found) -> str:
+        """Return ``600 MiB / 240 MiB``."""
+        return f"{self.unit(found['baseline'])} / {self.unit(found['optimized'])}"
 
     def missed(self, found: Found, limit: float) -> bool:
         """Return whether the optimized side takes more than `limit` allows, or has too little."""

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
+from .goals import GOALS
+
 SCHEMA = 1
 """Version of `results.json`, of the manifest, and of the journal's lines."""
 SAMPLES = ("checks", "timings", "against")
@@ -85,8 +87,13 @@ def _limits(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _goals(line: Mapping[str, Any]) -> dict[str, Any]:
-    limits = line["limits"]
-    return {name: {**both, "limit": limits.get(name)} for name, both in line["goals"].items()}
+    """Return what was counted, with the page's limit and with what is red beside the stored one."""
+    found = {}
+    for name, both in line["goals"].items():
+        held = {"limit": line["limits"].get(name), "stored": line["held"].get(name)}
+        margin = {"margin": GOALS[name].margin, "slack": GOALS[name].slack}
+        found[name] = {**both, **held, **margin}
+    return found
 
 
 def _profile(found: Mapping[str, Any]) -> dict[str, Any] | None:

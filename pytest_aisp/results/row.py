@@ -49,7 +49,7 @@ class Row:
         notes: what else there is to say; remarks: that which is shown without ``-vv``, too.
         launch_bound: by side, how many times longer a call takes without a graph, where much.
         goals: by name, what a call of ``baseline`` and of ``optimized`` takes, where the page asks;
-            limits: the page's limit for it.
+            limits: the page's limit for it; held: the optimized side's stored amount.
         profile: the profiler, its folder and files, and what it found to differ.
         recorded: what to store, when recording.
         checks, timings, against: the bench process's replies, for the artifacts' samples.
@@ -92,6 +92,7 @@ class Row:
     launch_bound: dict[str, float] = field(default_factory=dict)
     goals: dict[str, dict[str, float]] = field(default_factory=dict)
     limits: dict[str, float] = field(default_factory=dict)
+    held: dict[str, float] = field(default_factory=dict)
     profile: dict[str, Any] = field(default_factory=dict)
     recorded: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)

@@ -10,12 +10,10 @@ from typing import Any
 
 from .goals import GOALS
 from .row import digits, duration
-from .verdict import RED
+from .verdict import ORDER, RED
 
 HEADS: tuple[str, ...] = ("verdict", "page", "case", "baseline", "optimized", "speedup [99 %]")
 HEADS += ("limit", "claim", "stored", "why")
-ORDER = (*RED, "stale", "inconclusive", "improved", "new", "pass", "checked", "compiled")
-"""Red first, then what somebody should look at."""
 
 Case = Mapping[str, Any]
 

@@ -33,7 +33,8 @@ Environment: TypeAlias = Mapping[str, Any]
 Environments: TypeAlias = Mapping[str, Environment]
 Results: TypeAlias = "Mapping[str, Result]"
 
-SCHEMA = 1
+SCHEMAS = (1, 2)
+"""Of a file in which every case was timed, as all were once, and of one with others in it."""
 VERSIONS = ("driver", "cuda", "torch", "triton")
 """The facts of an environment that are always known, and compared."""
 COMPARED = ("cudnn", "cublas", "power_limit_w", "mig")
@@ -52,11 +53,12 @@ class Result:
     """What is stored of one case, rounded when built to what the file holds.
 
     Attributes:
-        baseline_us, optimized_us: microseconds per call, to four digits.
+        baseline_us, optimized_us: microseconds per call, to four digits; None, as `clock`, where
+            the page asks for goals and for no time.
         share: share of the machine's `limit` that the optimized side reaches, as in 0.92.
         limit: name of that limit, as in ``copy``.
         clock: ``graph``, ``queue``, ``host``, ``cpu``, ``process``.
-        values: ln(speedup) by session, by process, to 0.00001.
+        values: ln(speedup) by session, by process, to 0.00001; empty where nothing was timed.
         environments: for each session, its key in the file's table of environments.
         sources: hex hashes of the sides' sources, ``baseline`` and ``optimized``.
         choices: tuning choices of the sides; JSON types.
@@ -64,18 +66,19 @@ class Result:
             empty where the page asks for nothing but time.
         samples: hex hash of the file with the samples.
 
-    With several sessions, whatever is not by session is the latest one's.
+    With several sessions, whatever is not by session is the latest one's. What was not timed has
+    one session.
 
     Raises:
         ValueError: for a field that the file could not hold.
     """
 
-    baseline_us: float
-    optimized_us: float
+    baseline_us: float | None = None
+    optimized_us: float | None = None
     share: float | None = None
     limit: str | None = None
-    clock: str
-    values: tuple[tuple[float, ...], ...]
+    clock: str | None = None
+    values: tuple[tuple[float, ...], ...] = ()
     environments: tuple[str, ...]
     sources: Mapping[str, str]
     choices: Mapping[str, Any] = field(default_factory=dict)
@@ -83,25 +86,38 @@ class Result:
     samples: str | None = None
 
     def __post_init__(self) -> None:
+        untimed = all(getattr(self, name) in (None, ()) for name in _TIMES)
         for name, form in _FORMS.items():
             value = getattr(self, name)
-            if value is not None or name not in _OPTIONAL:
+            absent = value is None and name in _OPTIONAL
+            if not absent and not (untimed and name in _TIMES):
                 object.__setattr__(self, name, _converted(name, value, *form))
-        if not len(set(self.environments)) == len(self.environments) == len(self.values):
-            raise ValueError(f"environments={self.environments} must be one per session, all other")
+        if untimed and not self.goals:
+            raise ValueError(f"goals={self.goals} must not be empty where nothing was timed")
+        if untimed and (self.share, self.limit) != (None, None):
+            raise ValueError(f"share={self.share} of {self.limit} must be None without a time")
+        names = self.environments
+        if not len(set(names)) == len(names) == max(1, len(self.values)):
+            raise ValueError(f"environments={names} must be one per session, all other")
 
     @property
-    def value(self) -> float:
+    def value(self) -> float | None:
         """ln(speedup): the mean over sessions of the mean over processes."""
-        return fmean(fmean(session) for session in self.values)
+        return fmean(fmean(session) for session in self.values) if self.values else None
 
     @property
-    def speedup(self) -> float:
-        return math.exp(self.value)
+    def speedup(self) -> float | None:
+        return None if self.value is None else math.exp(self.value)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds per call of ``baseline`` and ``optimized``, or nothing."""
+        times = {"baseline": self.baseline_us, "optimized": self.optimized_us}
+        return {side: time * 1e-6 for side, time in times.items() if time is not None}
 
     @property
     def sessions(self) -> int:
-        return len(self.values)
+        return len(self.environments)
 
     @property
     def processes(self) -> int:
@@ -182,7 +198,8 @@ def parse(path: Path, text: str) -> Stored:
 
 def dump(stored: Stored) -> str:
     """Return the text of the file that holds `stored`: the same text for the same content."""
-    lines = ["{", f'"schema": {SCHEMA},', f'"product": {json.dumps(stored.product)},']
+    schema = SCHEMAS[0] if all(r.values for r in stored.results.values()) else SCHEMAS[1]
+    lines = ["{", f'"schema": {schema},', f'"product": {json.dumps(stored.product)},']
     lines += ['"environments": {', *_lines(stored.environments), "},"]
     lines += ['"results": {', *_lines({k: _sealed(k, r) for k, r in stored.results.items()}), "}"]
     return "\n".join([*lines, "}", ""])
@@ -231,8 +248,9 @@ def merge(
     Args:
         environments: the facts behind the environment keys of `new`.
         replace: True rewrites entries that exist. False leaves them alone, except that an entry
-            with one session gains a second one. A second session has another environment key,
-            and the same sources, clock and tuning choices, and no `differences`.
+            with one session gains a second one, and one that lacks times or a goal gains those.
+            A second session has another environment key. Whatever is gained has the same sources,
+            clock and tuning choices, and no `differences`.
     """
     table = {**stored.environments, **Stored(stored.product, environments).environments}
     for name, facts in stored.environments.items():
@@ -243,8 +261,11 @@ def merge(
         old = results.get(key)
         if old is None or replace:
             results[key] = result
-        elif _is_second_session(old, result, table):
-            results[key] = _with_session(old, result, table)
+        elif _is_alike(old, result, table):
+            second = (len(old.values), len(result.values)) == (1, 1)
+            second &= old.environments != result.environments
+            gained = _with_session(old, result, table) if second else _completed(old, result)
+            results[key] = gained
     changed = sorted(key for key in new if results[key] != stored.results.get(key))
     changes = [Change(key, stored.results.get(key), results[key]) for key in changed]
     return _tidy(stored, table, results), changes
@@ -283,13 +304,19 @@ def session_sd(results: Iterable[Result], clock: str) -> float | None:
     return session_spread([result.values for result in results if result.clock == clock])
 
 
-def _is_second_session(old: Result, new: Result, table: Environments) -> bool:
-    return (
-        (old.sessions, new.sessions) == (1, 1)
-        and old.environments != new.environments
-        and (old.sources, old.clock, old.choices) == (new.sources, new.clock, new.choices)
-        and not differences(table[old.environments[0]], table[new.environments[0]], old.clock)
-    )
+def _is_alike(old: Result, new: Result, table: Environments) -> bool:
+    """Return whether both are of the same code, and comparable as far as both go."""
+    both_timed = bool(old.values and new.values)
+    if both_timed and (old.clock, old.choices) != (new.clock, new.choices):
+        return False
+    facts = table[old.environments[-1]], table[new.environments[0]]
+    clock = old.clock or new.clock or ""
+    return old.sources == new.sources and not differences(*facts, clock)
+
+
+def _completed(old: Result, new: Result) -> Result:
+    """Return `old` with the times and goals that only `new` has."""
+    return replace(old if old.values else new, goals={**new.goals, **old.goals})
 
 
 def _with_session(old: Result, new: Result, table: Environments) -> Result:
@@ -385,6 +412,8 @@ _FORMS: dict[str, _Form] = {
     "samples": (lambda v: _word(v, _HEX), "a hex hash"),
 }
 _OPTIONAL = ("share", "limit", "samples")
+_TIMES = ("baseline_us", "optimized_us", "clock", "values")
+"""What a result has all of, or nothing."""
 
 
 # Text
@@ -398,8 +427,9 @@ def _lines(table: Mapping[str, Any]) -> list[str]:
 def _row(result: Result) -> dict[str, Any]:
     """Return the fields of a line. The speedup is for the reader; `_result` checks it."""
     row = {f.name: getattr(result, f.name) for f in fields(result)}
-    kept = {name: value for name, value in row.items() if value is not None and value != {}}
-    return {"speedup": float(f"{result.speedup:.4g}"), **kept}
+    kept = {name: value for name, value in row.items() if value not in (None, {}, ())}
+    speedup = result.speedup
+    return kept if speedup is None else {"speedup": float(f"{speedup:.4g}"), **kept}
 
 
 def _sealed(key: str, result: Result) -> dict[str, Any]:
@@ -432,17 +462,27 @@ def _stored(data: dict[str, Any]) -> Stored:
 
 def _result(key: str, row: Any) -> Result:
     needed = {f.name for f in fields(Result) if f.default is f.default_factory is MISSING}
+    times = {"speedup", *_TIMES}
     try:
-        _check_names(_converted("it", row, *_TABLE), {"speedup", "seal", *needed}, set(_FORMS))
+        plain = _converted("it", row, *_TABLE)
+        if times & plain.keys() or "goals" not in plain:
+            needed |= times
+        _check_names(plain, {"seal", *needed}, set(_FORMS))
         result = Result(**{k: v for k, v in row.items() if k not in ("speedup", "seal")})
-        speedup = _converted("speedup", row["speedup"], *_RATIO)
-        if not math.isclose(speedup, result.speedup, rel_tol=1e-3):
-            raise ValueError(f"{speedup=} must be {result.speedup:.4g}, which its values give")
+        _check_speedup(row.get("speedup"), result.speedup)
         if row["seal"] != _seal(key, _row(result)):
             raise ValueError("its seal is broken: it is not what a run has recorded")
     except ValueError as error:
         raise ValueError(f"results[{key!r}]: {error}") from None
     return result
+
+
+def _check_speedup(said: Any, found: float | None) -> None:
+    """Refuse a line whose speedup is not that of its values."""
+    if found is not None:
+        speedup = _converted("speedup", said, *_RATIO)
+        if not math.isclose(speedup, found, rel_tol=1e-3):
+            raise ValueError(f"{speedup=} must be {found:.4g}, which its values give")
 
 
 def _check_names(row: Mapping[str, Any], needed: set[str], known: set[str]) -> None:
@@ -546,11 +586,12 @@ def _not_json(path: Path, text: str, error: json.JSONDecodeError) -> StoreError:
 
 def _check_schema(path: Path, data: Any) -> None:
     schema = data.get("schema") if isinstance(data, dict) else None
-    if type(schema) is int and schema > SCHEMA:
-        fault = f"was written by a newer pytest-aisp (schema {schema}; this one reads {SCHEMA})"
+    reads = "this one reads " + " and ".join(map(str, SCHEMAS))
+    if type(schema) is int and schema > max(SCHEMAS):
+        fault = f"was written by a newer pytest-aisp (schema {schema}; {reads})"
         raise _error(path, fault, "pip install --upgrade pytest-aisp")
-    if type(schema) is not int or schema != SCHEMA:
-        raise ValueError(f"schema={schema!r}; this one reads {SCHEMA}")
+    if type(schema) is not int or schema not in SCHEMAS:
+        raise ValueError(f"schema={schema!r}; {reads}")
 
 
 def _misplaced(path: Path, product: str) -> StoreError:

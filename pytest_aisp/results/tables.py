@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from . import store
+from .goals import GOALS
 from .row import bare, duration
 from .verdict import DEFAULT_SPREAD, UNKNOWN_SESSION, interval
 
@@ -47,21 +48,38 @@ def _taken(stored: store.Stored) -> str:
 def _cells(key: str, stored: store.Stored) -> tuple[str, ...]:
     page, _, case = key.partition("::")
     result = stored.results[key]
-    low, high = interval_of(result, stored)
     share = "" if result.share is None else f"{result.share:.0%} {result.limit}"
     return (
         f"[{page.removesuffix('_test.py')}]({page})",
         case.partition("[")[2].rstrip("]"),
-        duration(result.baseline_us * 1e-6),
-        duration(result.optimized_us * 1e-6),
-        f"{bare(result.value)}x [{bare(low)}, {bare(high)}]",
+        *(_taken_by(result, side) for side in ("baseline", "optimized")),
+        _speedup(result, stored),
         share,
-        result.clock,
+        result.clock or "-",
     )
 
 
-def interval_of(result: store.Result, stored: store.Stored) -> tuple[float, float]:
-    """Return the 99 % interval of a result of `stored` in ln(speedup), sessions considered."""
+def _taken_by(result: store.Result, side: str) -> str:
+    """Return a side's time; where nothing was timed, what it takes of each goal."""
+    if side in result.seconds:
+        return duration(result.seconds[side])
+    return ", ".join(f"{name} {GOALS[name].unit(n[side])}" for name, n in result.goals.items())
+
+
+def _speedup(result: store.Result, stored: store.Stored) -> str:
+    ends = interval_of(result, stored)
+    if result.value is None or ends is None:
+        return "-"
+    return f"{bare(result.value)}x [{bare(ends[0])}, {bare(ends[1])}]"
+
+
+def interval_of(result: store.Result, stored: store.Stored) -> tuple[float, float] | None:
+    """Return the 99 % interval of a result of `stored` in ln(speedup), sessions considered.
+
+    None where nothing was timed.
+    """
+    if result.value is None or result.clock is None:
+        return None
     session = store.session_sd(stored.results.values(), result.clock)
     return interval(
         result.value,

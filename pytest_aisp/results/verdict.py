@@ -46,6 +46,8 @@ Outcome = Literal["clear", "red", "green", "open"]
 RED = ("fail", "regressed", "wrong", "invalid")
 LOOK = (*RED, "inconclusive", "stale")
 """Verdicts that somebody should look at."""
+ORDER = (*RED, "stale", "inconclusive", "improved", "new", "pass", "checked", "compiled")
+"""Red first, then what somebody should look at."""
 VERDICTS = (
     *("pass", "new", "improved", "stale", "inconclusive", "checked", "compiled"),
     *RED,
@@ -211,6 +213,11 @@ def verdict_of(decision: Decision, *, stored: bool, same_environment: bool) -> s
     if "red" in (outcomes.get("improvement"), outcomes.get("same-faster")):
         return "improved"
     return "pass" if stored else "new"
+
+
+def graver(one: str, other: str) -> str:
+    """Return the verdict of a case of which two parts have these; empty is no verdict yet."""
+    return min((word for word in (one, other) if word), key=ORDER.index, default="")
 
 
 def detectable(gates: Sequence[Gate], spread: float, session: float | None, clock: str) -> float:

@@ -328,7 +328,7 @@ def attach(item: pytest.Item, report: pytest.TestReport) -> None:
         return
     if report.failed and not row.verdict:
         row.verdict = "fail"
-    if hasattr(report, "wasxfail"):
+    if report.failed or hasattr(report, "wasxfail"):
         row.recorded = {}
     try:
         profile(case_run)

@@ -42,12 +42,18 @@ class Judge:
                 f"measured {1 + len(row.votes)} times; the first gave {ratio(first['value'])}"
             )
         row.suspect = self._direction(gates, reading(first)) if decision.suspect else 0
-        row.verdict = verdict.verdict_of(
+        found = verdict.verdict_of(
             decision, stored=has_record or settings.aa, same_environment=same_environment
         )
+        row.verdict = verdict.graver(row.verdict, found)
         self._explain(gates, decision, first)
         if row.verdict == "stale" and settings.strict_env and settings.update is None:
             row.verdict = "regressed"
+        self._end()
+
+    def _end(self) -> None:
+        """Fail where the verdict so far is red, here or by the ini file."""
+        row, settings = self.row, self.run.settings
         red = row.verdict in verdict.RED
         red |= row.verdict == "new" and settings.missing == "fail" and settings.update is None
         red |= row.verdict == "inconclusive" and settings.inconclusive == "fail"
@@ -117,23 +123,27 @@ class Judge:
         if settings.aa:
             return
         row.remarks.append(said)
-        mine = self.run.stored(self.client.path).results.get(row.key)
+        mine = self._mine()
         before = mine.goals.get(name) if mine is not None else None
+        row.held |= {} if before is None else {name: before["optimized"]}
+        word = "new" if before is None else "pass"
         if goal.missed(found, limit):
-            row.verdict, row.recorded = "fail", {}
+            word = "fail"
             row.reasons.append(f"{said} ({goal.asked} on the page) -> red")
-        elif before is not None and settings.update != "all" and goal.worse(before, found):
-            row.verdict = "stale" if self.unlike and not settings.strict_env else "regressed"
+        elif mine and before and settings.update != "all" and goal.worse(before, found):
+            unlike = self.unlike or self._unlike(mine)
+            word = "stale" if unlike and not settings.strict_env else "regressed"
             now, then = goal.unit(found["optimized"]), goal.unit(before["optimized"])
             row.reasons.append(
                 f"{name}: {now} against {then} (stored in {self._relative()}) -> red"
             )
-            row.reasons += self.unlike
-        if row.recorded:
-            row.recorded["goals"][name] = dict(found)
-        row.verdict = row.verdict or "pass"
-        if row.verdict in verdict.RED:
-            raise Failed("\n".join([*row.reasons, *self.client.commands(), *self._accept()]))
+            row.reasons += unlike
+        row.verdict = verdict.graver(row.verdict, word)
+        self._end()
+
+    def _mine(self) -> store.Result | None:
+        """Return the case's stored result."""
+        return self.run.stored(self.client.path).results.get(self.row.key)
 
     @staticmethod
     def _direction(gates: list[verdict.Gate], first: verdict.Reading) -> int:
@@ -152,9 +162,8 @@ class Judge:
             gates.append(verdict.neutral_gate(margin))
         elif row.claim != "yardstick":
             gates.append(verdict.claim_gate(float(row.claim or 1.0), spread))
-        stored_file = self.run.stored(self.client.path)
-        mine = stored_file.results.get(row.key)
-        if mine is None:
+        mine = self._mine()
+        if mine is None or mine.value is None:
             return gates, True, False
         if mine.clock != row.clock:
             row.notes.append(f"the stored result was timed on the {mine.clock} clock: not compared")
@@ -164,25 +173,24 @@ class Judge:
             return gates, True, True
         margin = verdict.record_margin(spread, self._session(), row.clock)
         gates += verdict.record_gates(mine.value, margin)
-        return gates, self._same_environment(stored_file, mine, timed), True
+        self.unlike = self._unlike(mine)
+        same_environment = not self.unlike
+        self.unlike += tuner.unlike(mine.choices, timed["details"].get("choices", {}))
+        return gates, same_environment, True
 
     def _session(self) -> float | None:
         """Return this product's recorded session-to-session spread on this clock, or None."""
         return store.session_sd(self.run.stored(self.client.path).results.values(), self.row.clock)
 
-    def _same_environment(
-        self, stored: store.Stored, mine: store.Result, timed: Mapping[str, Any]
-    ) -> bool:
-        """Return whether a loss against `mine` is the code's; what is not alike is kept to say."""
-        then, now = stored.environments.get(mine.environments[-1], {}), self.row.environment
-        several = self.case.gpus > 1
-        names = store.differences(then, now, self.row.clock, several=several)
-        self.unlike = [f"{n} was {then.get(n)} when stored, and is {now.get(n)}" for n in names]
-        same_baseline = mine.sources.get("baseline") == timed["sources"]["baseline"]
-        self.unlike += [] if same_baseline else ["the baseline is not the one that was stored"]
-        same = not self.unlike
-        self.unlike += tuner.unlike(mine.choices, timed["details"].get("choices", {}))
-        return same
+    def _unlike(self, mine: store.Result) -> list[str]:
+        """Return for which reasons a loss against `mine` need not be the code's."""
+        stored, row = self.run.stored(self.client.path), self.row
+        then, now = stored.environments.get(mine.environments[-1], {}), row.environment
+        names = store.differences(then, now, row.clock, several=self.case.gpus > 1)
+        unlike = [f"{n} was {then.get(n)} when stored, and is {now.get(n)}" for n in names]
+        if mine.sources.get("baseline") != row.sources["baseline"]:
+            unlike.append("the baseline is not the one that was stored")
+        return unlike
 
     def limit(self, timed: Mapping[str, Any]) -> None:
         """Put the share of the machine's limit in the row.
@@ -220,7 +228,7 @@ class Judge:
         clock = self.row.clock
         results = list(self.run.stored(self.client.path).results.values())
         others = store.pooled(results, clock)
-        mine = self.run.stored(self.client.path).results.get(self.row.key)
+        mine = self._mine()
         own = mine.own_spread if mine is not None and mine.clock == clock else None
         if own is not None and mine is not None:
             return stats.pooled_spread(own, mine.processes, others)
@@ -263,9 +271,10 @@ class Judge:
         return below(str(path or self.client.path), str(self.run.settings.root))
 
     def _accept(self) -> list[str]:
-        if self.row.stored is None and self.row.verdict != "new":
+        stored = not self.run.settings.aa and self._mine() is not None
+        if not stored and self.row.verdict != "new":
             return []
-        how = "=all" if self.row.stored is not None else ""
+        how = "=all" if stored else ""
         return [
             "accept:",
             f"    pytest --aisp-update-expectations{how} '{self.client.where['nodeid']}'",

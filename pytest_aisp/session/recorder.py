@@ -13,6 +13,7 @@ from typing import Any
 from ..common import git
 from ..results import store
 from ..results.artifacts import REPORT, Artifacts
+from ..results.goals import GOALS
 from ..results.row import ratio
 from ..results.verdict import environment_moved
 from .canary import Canary
@@ -78,8 +79,8 @@ class Recorder:
             self._refused.setdefault(str(error), []).append(row["key"])
             return
         for change in changes:
-            before = "new" if change.old is None else ratio(change.old.value)
-            self.changes.append(f"{change.key}: {before} -> {ratio(change.new.value)}")
+            before = "new" if change.old is None else _said(change.old)
+            self.changes.append(f"{change.key}: {before} -> {_said(change.new)}")
 
     @property
     def errors(self) -> list[str]:
@@ -114,17 +115,14 @@ def _commit(root: Path) -> str | None:
 
 
 def _as_result(recorded: Mapping[str, Any], environment: str) -> store.Result:
-    """Return the stored result of a row's `recorded` values."""
-    return store.Result(
-        values=tuple(tuple(v) for v in recorded["values"]),
-        clock=recorded["clock"],
-        baseline_us=recorded["baseline_us"],
-        optimized_us=recorded["optimized_us"],
-        share=recorded["share"],
-        limit=recorded["limit"],
-        sources=dict(recorded["sources"]),
-        environments=(environment,) * len(recorded["values"]),
-        choices=dict(recorded["choices"]),
-        goals=dict(recorded["goals"]),
-        samples=None,
-    )
+    """Return the stored result of a row's `recorded` values, be they times, goals or both."""
+    given = {name: value for name, value in recorded.items() if name != "replace"}
+    given["values"] = tuple(tuple(v) for v in recorded.get("values", ()))
+    return store.Result(**given, environments=(environment,))
+
+
+def _said(result: store.Result) -> str:
+    """Return ``3.530x, memory 600 MiB / 240 MiB``: what there is of it."""
+    parts = [] if result.value is None else [ratio(result.value)]
+    parts += [f"{name} {GOALS[name].both(found)}" for name, found in result.goals.items()]
+    return ", ".join(parts)

@@ -82,6 +82,7 @@ class CaseRun(CaseClient):
         """
         asked, row = GOALS[goal].asked, self.row
         self._begin(asked, "counted")
+        row.sources = dict(row.checks[0]["sources"])
         if self.place.device == "cpu" and self.run.timer is None:
             return self._uncounted(goal, "counted on GPUs alone")
         if goal == "energy" and not self.run.settings.energy:
@@ -95,7 +96,10 @@ class CaseRun(CaseClient):
         row.checks.append(found)
         if goal == "goodput":
             found = goals.shares(found, row.pair_seconds())
+        row.environment = row.environment or self.environment()
         self.judge.judge_count(goal, found, limit)
+        if self.run.settings.update is not None:
+            self._store()
 
     def _begin(self, asked: str, done: str) -> None:
         """Refuse what is not proved; end the body where nothing is `done`."""
@@ -206,7 +210,7 @@ class CaseRun(CaseClient):
         return f"preparing {name} took {duration(seconds)}: {calls}"
 
     def _record(self, first: Mapping[str, Any]) -> None:
-        """Measure the case in every recording process and put what to store in the row."""
+        """Measure the case in every recording process and have it stored."""
         run, row = self.run, self.row
         count = 1 if self.row.clock == "process" else run.settings.processes
         timed = [first]
@@ -218,15 +222,18 @@ class CaseRun(CaseClient):
         names = list(row.seconds)
         for name, side in zip(names, ("baseline", "optimized"), strict=True):
             row.seconds[name] = median(median(t[side]) for t in timed)
-        row.recorded = {
-            "values": [values],
-            "clock": row.clock,
-            "baseline_us": row.seconds[names[0]] * 1e6,
-            "optimized_us": row.seconds[names[1]] * 1e6,
-            "share": row.share,
-            "limit": row.limit or None,
-            "sources": dict(first["sources"]),
-            "choices": tuner.together(t["details"].get("choices", {}) for t in timed),
-            "goals": {},
-            "replace": run.settings.update == "all",
-        }
+        self._store(
+            values=[values],
+            clock=row.clock,
+            baseline_us=row.seconds[names[0]] * 1e6,
+            optimized_us=row.seconds[names[1]] * 1e6,
+            share=row.share,
+            limit=row.limit or None,
+            choices=tuner.together(t["details"].get("choices", {}) for t in timed),
+        )
+
+    def _store(self, **times: Any) -> None:
+        """Put what to store in the row: what was counted so far, and the `times` once there are."""
+        row = self.row
+        row.recorded |= {"sources": dict(row.sources), "goals": dict(row.goals), **times}
+        row.recorded["replace"] = self.run.settings.update == "all"

@@ -43,16 +43,18 @@ class Stand:
     chapter: str
     case: str
     claim: float | str | None
-    speedup: float
-    low: float
-    high: float
+    speedup: float | None
+    low: float | None
+    high: float | None
     processes: int
     sessions: int
     states: tuple[str, ...]
 
     def row(self) -> tuple[str, ...]:
         """Return its line of the table."""
-        speed = f"{self.speedup:.3f}x [{self.low:.3f}, {self.high:.3f}]"
+        speed = "-"
+        if self.speedup is not None:
+            speed = f"{self.speedup:.3f}x [{self.low:.3f}, {self.high:.3f}]"
         claim = "-" if self.claim is None else str(self.claim)
         counts = (str(self.processes), str(self.sessions))
         return self.product, self.chapter, self.case, claim, speed, *counts, ", ".join(self.states)
@@ -89,14 +91,16 @@ def stands_of(found: Catalogue, product: str, arch: str) -> Iterator[Stand]:
     for chapter in products.chapters(found.baselines, product):
         for key, result in sorted(chapter.stored.results.items()):
             case = cases.get((chapter.name, key))
-            low, high = interval_of(result, chapter.stored)
-            claim = None if case is None else case["claims"][arch]
-            states = states_of(result, case, claim, low)
+            ends = interval_of(result, chapter.stored)
+            # A claim is of a speedup: a result of goals alone says nothing of it.
+            claim = None if case is None or ends is None else case["claims"][arch]
+            states = states_of(result, case, claim, ends[0] if ends else 0.0)
+            low, high = (None, None) if ends is None else map(math.exp, ends)
             if case is None and key.partition("::")[0] in unread:
                 states = ["unread", *states[1:]]
             yield Stand(
                 *(product, chapter.name, key, claim, result.speedup),
-                *(math.exp(low), math.exp(high), result.processes, result.sessions),
+                *(low, high, result.processes, result.sessions),
                 tuple(states),
             )
 
@@ -105,7 +109,8 @@ def states_of(
     result: Result, case: Mapping[str, Any] | None, claim: float | str | None, low: float
 ) -> list[str]:
     """Return what there is to say of a result: words of `STATES`."""
-    few = result.processes < PROCESSES or result.sessions < SESSIONS
+    timed = result.value is not None  # what is counted does not scatter
+    few = timed and (result.processes < PROCESSES or result.sessions < SESSIONS)
     if case is None:
         return ["gone", *(["few"] if few else [])]
     found = {
@@ -119,6 +124,8 @@ def states_of(
 
 def is_below(result: Result, claim: float | str | None) -> bool:
     """Say whether a result is below a claim: a speedup, or no loss beyond the clock's floor."""
+    if result.value is None or result.clock is None:
+        return False
     if claim == "neutral":
         return result.value < -NEUTRAL_FLOOR[result.clock]
     # What is stored is a mean of processes, and what the claim was set from: no margin here.

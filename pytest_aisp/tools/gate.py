@@ -6,7 +6,7 @@ expected and not timed by a valid run is as red as a case. The exit code is pyte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ class Run:
     """What one folder says.
 
     Attributes:
-        products: those that it timed.
+        products: those of which it timed a case, or counted what one takes.
         invalid: why no verdict of it counts, or empty.
         unfinished: why its rows are not the whole of it, or empty.
         red: the rows that are red.
@@ -80,7 +80,7 @@ def read(folder: Path) -> Run:
     red = tuple(dict(row) for row in run.lines if row["verdict"] in RED)
     return Run(
         folder=str(folder),
-        products=tuple(sorted({r["product"] for r in run.lines if r["value"] is not None})),
+        products=tuple(sorted({row["product"] for row in run.lines if _measured(row)})),
         invalid=_invalid(run),
         unfinished=_unfinished(run, red),
         red=red,
@@ -107,6 +107,10 @@ def answer(folders: Sequence[Path], expected: Sequence[str], *, form: str, root:
     """
     found = judge([read(folder) for folder in folders], expected)
     return Answer(gate_forms.FORMS[form](found.to_json(), root), found.code)
+
+
+def _measured(row: Mapping[str, Any]) -> bool:
+    return row["value"] is not None or bool(row["goals"])
 
 
 def _invalid(run: runs.Run) -> str:

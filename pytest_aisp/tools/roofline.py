@@ -1,5 +1,6 @@
 """`aisp roofline`: what each stored result reaches of what its machine can do, and what limits it.
 
+A result of goals alone has no time to hold against a limit, and no line.
 The work is the page's of today, the seconds and the peaks are stored. Of a case whose page is gone
 or declares no work, what was stored with it is shown.
 """
@@ -92,26 +93,25 @@ def points_of(found: Catalogue, product: str, targets: Sequence[str]) -> Iterato
         for key, result in sorted(chapter.stored.results.items()):
             page, _, name = key.partition("::")
             target = f"{chapter.name}:{page.removesuffix('.py').removesuffix('_test')}"
-            if not targets or target in targets or chapter.name in targets:
+            asked = not targets or target in targets or chapter.name in targets
+            if asked and result.speedup is not None:
                 case = cases.get((chapter.name, key), {})
-                yield _point(product, target, name, case, result, limits)
+                plain = (product, target, name, case.get("bound"), result.speedup)
+                yield _point(plain, case, result, limits)
 
 
 def _point(
-    product: str,
-    target: str,
-    name: str,
+    plain: tuple[str, str, str, str | None, float],
     case: Mapping[str, Any],
     result: Result,
     limits: Peaks | None,
 ) -> Point:
-    seconds = result.optimized_us * 1e-6
-    plain = (product, target, name, case.get("bound"), result.speedup, seconds)
+    seconds = result.seconds["optimized"]
     limit, share = _limit(case, result, limits)
     peak = None if limits is None or limit is None else limits.rates.get(limit)
     if limit in SECONDS or peak is None or share is None:
-        return Point(*plain, limit, share)
-    return Point(*plain, limit, share, share * peak, peak)
+        return Point(*plain, seconds, limit, share)
+    return Point(*plain, seconds, limit, share, share * peak, peak)
 
 
 def _limit(
@@ -127,4 +127,4 @@ def _limit(
         limit = None
     if limit is None:
         return result.limit, result.share
-    return limit.name, peaks.share(limit, result.optimized_us * 1e-6)
+    return limit.name, peaks.share(limit, result.seconds["optimized"])
