@@ -277,7 +277,7 @@ def test_what_the_host_does_adds_up_to_the_step():
 
 def test_the_rest_of_loading_is_shown_where_the_loop_loads_itself():
     lines = found(1.0, 1.0, stages=(Stage("Blur", 32, 0.75),)).lines()
-    assert lines[-1].split("  ")[0] == "the rest, __getitem__ among it"
+    assert lines[-1].split("  ")[0] == "the rest"
     assert lines[-1].endswith("250 ms")
 
 

@@ -274,12 +274,43 @@ def test_stages_are_counted_in_every_process(start):
     assert [batch.tolist() for batch in watch] == [[[4.0, 4.0]] * 2] * 3
     found = watch.measured()
     calls = {stage.name: stage.calls for stage in found.stages}
-    assert calls == {"double": 2, "double #2": 2, "collate": 1}
+    items = {} if start == "spawn" else {"Data.__getitem__": 2}  # a class is imported anew there
+    assert calls == {"double": 2, "double #2": 2, "collate": 1, **items}
     assert all(stage.seconds > 0 for stage in found.stages)
     own = watch._stages._cells[: watch._stages._width]
     assert any(own) == (workers == 0)  # two processes that add to one cell lose counts
     assert "collate" in watch.report()
     assert watch.to_json()["loader"]["workers"] == workers
+
+
+def test_what_a_stage_does_inside_another_is_its_own_time(monkeypatch):
+    seconds = iter(range(100))  # each look at the clock is a second after the one before
+    monkeypatch.setattr(stages.time, "perf_counter", lambda: next(seconds))
+    loader = DataLoader(Data(Compose(double, double)), 1, sampler=[0])
+    timed = Stages(loader)
+    with timed.attached():
+        list(loader)
+    found = {stage.name: stage.seconds for stage in timed.read()}
+    assert found == {"Data.__getitem__": 3, "double": 1, "double #2": 1, "collate": 1}
+
+
+class Heir(Data):
+    """Its `__getitem__` is inherited."""
+
+
+def test_the_items_of_a_loaders_own_datasets_are_timed_and_no_others():
+    one, other, heir = Data(double), Data(double), Heir(double)
+    mixed = Subset(ConcatDataset([one, heir, [1, 2]]), [0, 1, 6])
+    assert [type(d) for d in stages.innermost(mixed)] == [Data, Heir, list]
+    timed = Stages(DataLoader(mixed, 3))
+    with timed.attached():
+        for dataset in (one, other, heir):
+            dataset[0]
+        timed._cells[timed._width - 2] = 1  # as if a batch had been made
+    found = {stage.name: stage.calls for stage in timed.read()}
+    assert found["Data.__getitem__"] == found["Heir.__getitem__"] == 1
+    assert "__getitem__" not in vars(Heir)
+    assert not hasattr(Data.__getitem__, "__wrapped__")
 
 
 def test_everything_is_put_back_even_where_the_loop_breaks():

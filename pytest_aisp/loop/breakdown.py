@@ -173,7 +173,7 @@ class Breakdown:
         rest = self.wait - sum(stage.seconds for stage in self.stages)
         if self.loader is None or self.loader.workers or rest <= 0:
             return self.stages
-        return [*self.stages, Stage("the rest, __getitem__ among it", 1, rest)]
+        return [*self.stages, Stage("the rest", 1, rest)]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain types, times in seconds: means a step, totals, and every step."""

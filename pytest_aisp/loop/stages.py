@@ -1,7 +1,8 @@
-"""The stages of loading a batch, timed by name: a dataset's transforms and the collate function.
+"""The stages of loading a batch by name: a dataset's items, its transforms, the collate function.
 
-Their times go to memory that worker processes share, one place for each, so nothing is lost
-between them and nothing has to be sent.
+What one of them does inside another is the inner one's time alone. Their times go to memory that
+worker processes share, one place for each, so nothing is lost between them and nothing has to be
+sent.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_double
 from dataclasses import dataclass
 from multiprocessing import context, sharedctypes
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NamedTuple
 
 ATTRIBUTES = ("transform", "target_transform", "transforms")
@@ -82,6 +85,34 @@ def _leaves(place: Place, above: tuple[int, ...]) -> Iterator[Place]:
         yield place
 
 
+def innermost(dataset: Any) -> list[Any]:
+    """Return the datasets whose items `dataset` gives out: what Subset and the like wrap, else it.
+
+    Each once, however often it is wrapped.
+    """
+    found: dict[int, Any] = {}
+
+    def walk(owner: Any, above: tuple[int, ...]) -> None:
+        if id(owner) in above:
+            return
+        inner = [getattr(owner, "__dict__", {}).get(name) for name in INNER]
+        wrapped = [x for one in inner for x in (one if isinstance(one, (list, tuple)) else [one])]
+        wrapped = [one for one in wrapped if one is not None]
+        for one in wrapped:
+            walk(one, (*above, id(owner)))
+        if not wrapped:
+            found[id(owner)] = owner
+
+    walk(dataset, ())
+    return list(found.values())
+
+
+def item_classes(datasets: Sequence[Any]) -> list[Any]:
+    """Return the classes of `datasets` whose `__getitem__` is Python's, and can be replaced."""
+    classes = dict.fromkeys(type(one) for one in datasets)
+    return [c for c in classes if isinstance(getattr(c, "__getitem__", None), FunctionType)]
+
+
 def name_of(work: Any) -> str:
     """Return what to call a transform: a function's name, a lambda's line, an object's class."""
     while isinstance(work, functools.partial):
@@ -92,8 +123,17 @@ def name_of(work: Any) -> str:
     return str(getattr(work, "__name__", None) or type(work).__name__)
 
 
+class _Inner(threading.local):
+    """Seconds that stages inside the one that is running have taken, in each thread."""
+
+    seconds = 0.0
+
+
+_inner = _Inner()
+
+
 class Timed:
-    """A callable that writes down how often it was called and for how long.
+    """A callable that writes down how often it was called, and how long it took by itself.
 
     A copy is a copy of the callable itself: only a worker process, started by pickling, times on.
     """
@@ -104,12 +144,15 @@ class Timed:
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         work, cells, at, width = self._aisp
         at += _process() * width
+        before, _inner.seconds = _inner.seconds, 0.0
         since = time.perf_counter()
         try:
             return work(*args, **keywords)
         finally:
-            cells[at + 1] += time.perf_counter() - since
+            took = time.perf_counter() - since
+            cells[at + 1] += took - _inner.seconds
             cells[at] += 1
+            _inner.seconds = before + took
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._aisp[0], name)
@@ -136,7 +179,10 @@ class Stages:
 
     def __init__(self, loader: Any) -> None:
         self._places = [*places(loader.dataset), Place(loader, "collate_fn")]
-        self._names = [*(name_of(place.get()) for place in self._places[:-1]), COLLATE]
+        self._datasets = innermost(loader.dataset)
+        self._classes = item_classes(self._datasets)
+        self._names = [f"{one.__name__}.__getitem__" for one in self._classes]
+        self._names += [*(name_of(place.get()) for place in self._places[:-1]), COLLATE]
         self._width = 2 * len(self._names)
         self._processes = loader.num_workers + 1
         self._cells = sharedctypes.RawArray(c_double, self._processes * self._width)
@@ -145,13 +191,49 @@ class Stages:
     def attached(self) -> Iterator[None]:
         """Time every stage in the block, and put back what was there."""
         originals = [place.get() for place in self._places]
+        methods = [
+            owner.__getitem__ for owner in self._classes
+        ]  # an heir's, before its parent's is replaced
         for i, (place, work) in enumerate(zip(self._places, originals, strict=True)):
-            place.put(Timed(work, self._cells, 2 * i, self._width))
+            place.put(self._timed(work, len(self._classes) + i))
+        with contextlib.ExitStack() as items:
+            for i, (owner, work) in enumerate(zip(self._classes, methods, strict=True)):
+                items.enter_context(self._items(owner, work, i))
+            try:
+                yield
+            finally:
+                for place, work in zip(self._places, originals, strict=True):
+                    place.put(work)
+
+    def _timed(self, work: Callable[..., Any], number: int) -> Timed:
+        return Timed(work, self._cells, 2 * number, self._width)
+
+    @contextlib.contextmanager
+    def _items(self, owner: Any, work: Callable[..., Any], number: int) -> Iterator[None]:
+        """Time the items of this loader's datasets that are `owner`s; other instances' are not.
+
+        A method is looked up in its class, so the class is what changes. A worker that was not
+        forked imports it anew: its items are not timed.
+        """
+        own, timed, watched = (
+            "__getitem__" in vars(owner),
+            self._timed(work, number),
+            self._datasets,
+        )
+
+        @functools.wraps(work)
+        def item(self: Any, *args: Any, **keywords: Any) -> Any:
+            how = timed if any(self is one for one in watched) else work
+            return how(self, *args, **keywords)
+
+        owner.__getitem__ = item
         try:
             yield
         finally:
-            for place, work in zip(self._places, originals, strict=True):
-                place.put(work)
+            if own:
+                owner.__getitem__ = work
+            else:
+                del owner.__getitem__
 
     def read(self) -> tuple[Stage, ...]:
         """Return what was counted, the slowest first; nothing where no batch was made."""
