@@ -257,6 +257,21 @@ def test_prune_lists_and_removes_only_when_told(told, tmp_path, capsys):
     assert capsys.readouterr().out == "every stored result has its case\n"
 
 
+def test_what_is_recorded_meanwhile_stays(told, tmp_path, monkeypatch):
+    found = told(case("ch07:scan"))
+    gone, new = "left_test.py::test_left[a-n1]", "new_test.py::test_new[b-n1]"
+    path = stored(tmp_path, {SCAN: result(2.0), gone: result(2.0)})
+    write = store.prune
+
+    def late(file, keys):
+        stored(tmp_path, {new: result(1.5)})
+        return write(file, keys)
+
+    monkeypatch.setattr(store, "prune", late)
+    assert prune.answer(found, None, yes=True).lines == [f"{path}: {gone}", "1 result removed"]
+    assert set(store.load(path).results) == {SCAN, new}
+
+
 def test_results_of_pages_that_cannot_be_collected_are_kept(told, tmp_path):
     unread = {"path": "suites/ch07/te_test.py", "outcome": "failed", "text": "E"}
     found = told(unread=[unread])
@@ -297,7 +312,7 @@ def test_a_product_without_results_and_a_file_that_is_locked_away(told, tmp_path
     with pytest.raises(Unanswerable, match="no results of nvidia-b200 are stored in"):
         prune.answer(found, "nvidia-b200", yes=False)
 
-    def full(path, keep):
+    def full(path, gone):
         raise store.StoreError(f"{path} could not be written")
 
     monkeypatch.setattr(store, "prune", full)

@@ -70,6 +70,6 @@ def _products(baselines: Path, product: str | None) -> list[str]:
 
 def _removed(chapter: products.Chapter, gone: Sequence[str]) -> list[str]:
     try:
-        return store.prune(chapter.path, set(store.load(chapter.path).results) - set(gone))
+        return store.prune(chapter.path, gone)
     except StoreError as error:
         raise Unanswerable(str(error)) from None
