@@ -143,6 +143,23 @@ def test_targets_and_json(told, tmp_path, capsys):
     ]
 
 
+@pytest.mark.parametrize("page", ["test_scan.py", "scan_test.py", "test_scan_test.py", "scan.py"])
+def test_a_target_is_called_what_the_catalogue_calls_it(told, tmp_path, capsys, page):
+    told(case("ch07:scan", key=f"{page}::test_scan[tiled-n64]"))
+    stored(tmp_path, {f"{page}::test_scan[tiled-n64]": result(0.5)})
+    assert cli.main(["roofline", "--targets", "ch07:scan", "--json"]) == 0
+    (point,) = json.loads(capsys.readouterr().out)
+    assert (point["target"], point["bound"]) == ("ch07:scan", "dram")
+
+
+def test_peaks_are_read_once(told, tmp_path, monkeypatch):
+    found, read = told(case("ch07:scan")), []
+    stored(tmp_path, {SCAN: result(0.5)})
+    monkeypatch.setattr(products, "peaks_of", lambda _, name: read.append(name))
+    roofline.answer(found, ["nvidia-h200"], (), as_json=False)
+    assert read == ["nvidia-h200"]
+
+
 def test_without_peaks_it_says_how_to_measure_them(told, tmp_path, capsys):
     told(case("ch07:scan"))
     stored(tmp_path, {SCAN: result(0.5)})
@@ -159,7 +176,8 @@ def test_links_are_those_of_several_gpus(told, tmp_path):
     rates(tmp_path, copy=4e12)
     rates(tmp_path, "nvidia-h200-x2", peer=4e11)
     stored(tmp_path, {SCAN: result(0.2)}, "nvidia-h200-x2")
-    (point,) = roofline.points_of(found, "nvidia-h200-x2", [])
+    limits = products.peaks_of(found.baselines, "nvidia-h200-x2")
+    (point,) = roofline.points_of(found, "nvidia-h200-x2", [], limits)
     assert (point.limit, point.share, point.attained) == ("peer", 0.5, 2e11)
     assert point.row()[-3:] == ("200 GB/s", "50%", "peer 400 GB/s")
 
