@@ -87,17 +87,6 @@ FORMS: dict[str, Form] = {
 }
 
 
-def form_of(word: str) -> str:
-    """Return `word`.
-
-    Raises:
-        ValueError: where it is none of `FORMS`.
-    """
-    if word not in FORMS:
-        raise ValueError(f"{word!r} is no format; legal are {', '.join(FORMS)}")
-    return word
-
-
 def line_of(page: Path, function: str) -> int:
     """Return the line on which a page's test stands; 1 where the page is not here as it was."""
     try:
