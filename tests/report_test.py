@@ -21,6 +21,7 @@ from pytest_aisp.report import write as report
 from pytest_aisp.report.run import Run
 from pytest_aisp.report.samples import blocks_for, embedded
 from pytest_aisp.report.table import Axis
+from pytest_aisp.results import runs
 from pytest_aisp.results.verdict import RED, VERDICTS
 
 HOSTILE = (
@@ -362,12 +363,15 @@ def test_what_is_no_run_is_refused(tmp_path, text, why, capsys):
     )
 
 
-def test_a_killed_run_is_read_from_its_journal(tmp_path):
+def test_a_killed_run_is_read_from_its_journal(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     shutil.copytree(Path(__file__).parent / "data" / "run", folder)
     (folder / "results.json").unlink()
     assert len(Run.read(folder).cases) == 6
+    load, read = runs.load, []
+    monkeypatch.setattr(runs, "load", lambda path: read.append(path) or load(path))
     assert cli.main(["report", str(folder)]) == 0
+    assert read == [folder]
     assert (folder / "results.json").exists()
     with pytest.raises(Unanswerable, match="nosuch"):
         Run.read(tmp_path / "nosuch")

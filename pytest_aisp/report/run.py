@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,12 @@ class Run:
     Attributes:
         results: what `results.json` holds, plain types, finite numbers, text that can be written.
         folder: where its samples and profiles lie; None for results alone.
+        killed: the journal of a run that did not live to write `results.json`; else None.
     """
 
     results: Mapping[str, Any]
     folder: Path | None = None
+    killed: runs.Run | None = None
 
     @classmethod
     def read(cls, folder: Path) -> Run:
@@ -50,7 +52,7 @@ class Run:
                 loaded = runs.load(folder)
             except runs.RunError as error:
                 raise Unanswerable(str(error)) from None
-            return cls.of(loaded.plain(), loaded.path)
+            return replace(cls.of(loaded.plain(), loaded.path), killed=loaded)
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
