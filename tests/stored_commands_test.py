@@ -275,6 +275,19 @@ def test_prune_lists_and_removes_only_when_told(told, tmp_path, capsys):
     assert capsys.readouterr().out == "every stored result has its case\n"
 
 
+def test_prune_tells_programs_the_same(told, tmp_path, capsys):
+    unread = {"path": "suites/ch07/te_test.py", "outcome": "skipped", "text": "no te"}
+    told(case("ch07:scan"), unread=[unread])
+    gone = "left_test.py::test_left[a-n1]"
+    path = stored(tmp_path, {SCAN: result(2.0), gone: result(2.0)})
+    place = {"product": "nvidia-h200", "chapter": "ch07", "case": gone, "file": str(path)}
+    for words, removed, found in ((), False, [place]), (["--yes"], True, [place]), ((), False, []):
+        assert cli.main(["prune", "--json", *words]) == 0
+        plain = json.loads(capsys.readouterr().out)
+        assert plain == {"removed": removed, "gone": found, "unread": [unread]}
+    assert set(store.load(path).results) == {SCAN}
+
+
 def test_what_is_recorded_meanwhile_stays(told, tmp_path, monkeypatch):
     found = told(case("ch07:scan"))
     gone, new = "left_test.py::test_left[a-n1]", "new_test.py::test_new[b-n1]"

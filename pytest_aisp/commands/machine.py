@@ -37,10 +37,10 @@ def doctor(as_json: Json = False) -> None:
     finish(doctor.answer(doctor.look(), as_json=as_json))
 
 
-def clean(yes: Yes = False) -> None:
+def clean(yes: Yes = False, as_json: Json = False) -> None:
     """List what runs left under the root."""
     from ..tools import catalogue, clean
 
     with telling() as tell:
         found = catalogue.collect((), tell=tell)
-    finish(clean.answer(found, yes=yes))
+    finish(clean.answer(found, yes=yes, as_json=as_json))

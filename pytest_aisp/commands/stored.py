@@ -62,13 +62,14 @@ def prune(
         str | None, typer.Option(metavar="PRODUCT", help="default: every one")
     ] = None,
     yes: Yes = False,
+    as_json: Json = False,
 ) -> None:
     """List stored results whose case is gone."""
     from ..tools import catalogue, prune
 
     with telling() as tell:
         found = catalogue.collect(tell=tell)
-    finish(prune.answer(found, product, yes=yes))
+    finish(prune.answer(found, product, yes=yes, as_json=as_json))
 
 
 def compare(
