@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from .session.fixtures import PairUnderTest
     from .session.recorder import Recorder
 
-INVALID_RUN = 17
-"""Exit code of a run of which no verdict counts: its environment moved, or its canary failed."""
-
 MARKERS = {
     "aisp_pair(pair)": "set by @compare",
     "sm90": "runs on Hopper",
@@ -212,6 +209,8 @@ def _exit_code(session: pytest.Session, recorder: Recorder | None) -> int:
     if recorder is None or code == pytest.ExitCode.INTERRUPTED:
         return code
     if recorder.why_invalid():
+        from .results.verdict import INVALID_RUN
+
         return INVALID_RUN
     lacking = recorder.errors and code == pytest.ExitCode.OK
     return pytest.ExitCode.TESTS_FAILED if lacking else code

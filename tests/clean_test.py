@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -29,6 +30,10 @@ def root(tmp_path, monkeypatch):
     monkeypatch.setattr(catalogues, "collect", lambda targets, *, tell: found)
     monkeypatch.chdir(root)
     return root
+
+
+def refuse(path):
+    raise PermissionError("not yours")
 
 
 def files(root):
@@ -61,6 +66,34 @@ def test_it_is_removed_when_told_to_and_nothing_else(root, capsys):
     }
     assert cli.main(["clean"]) == 0
     assert capsys.readouterr().out == "nothing to clean\n"
+
+
+def test_programs_are_told_the_same(root, monkeypatch, capsys):
+    names = [root / "aisp-profile", root / "artifacts" / "one"]
+    names += [root / f"baselines/nvidia-h200/.{n}" for n in ("ch07.json.lock", "ch07.json.tmp")]
+    names += [root / "baselines/nvidia-h200/.peaks.json.123"]
+
+    def left(*words, code=0):
+        assert cli.main(["clean", "--json", *words]) == code
+        return json.loads(capsys.readouterr().out)["left"]
+
+    told = {"removed": False, "error": None}
+    assert left() == [
+        {"path": str(path), "bytes": nbytes, **told}
+        for path, nbytes in zip(names, (5, 10, 0, 0, 0), strict=True)
+    ]
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", refuse)
+        found = {it["path"]: it for it in left("--yes", code=2)}
+    assert found[str(names[0])] == {
+        "path": str(names[0]),
+        "bytes": 5,
+        "removed": False,
+        "error": "not yours",
+    }
+    assert found[str(names[-1])]["removed"]
+    assert [it["removed"] for it in left("--yes")] == [True, True]
+    assert left() == []
 
 
 def test_what_lies_behind_a_link_is_left_alone(root, tmp_path):
@@ -100,9 +133,6 @@ def test_a_run_right_in_artifacts_is_one(root):
 
 
 def test_what_cannot_be_removed_is_said_to_stay(root, monkeypatch, capsys):
-    def refuse(path):
-        raise PermissionError("not yours")
-
     monkeypatch.setattr(shutil, "rmtree", refuse)
     assert cli.main(["clean", "--yes"]) == 2
     lines = capsys.readouterr().out.splitlines()

@@ -178,9 +178,9 @@ def said(old, new, form="text", root=Path()):
     return "\n".join(found.lines), found.code
 
 
-def refused(old, new, root=Path(), form="text"):
+def refused(old, new, root=Path()):
     with pytest.raises(Unanswerable) as why:
-        compare.answer(str(old), str(new), form=form, root=root)
+        compare.answer(str(old), str(new), root=root)
     assert why.value.code == 2
     return str(why.value)
 
@@ -282,9 +282,12 @@ def test_what_is_no_side_is_refused_with_what_would_be(tmp_path):
     assert refused(tmp_path, DATA).startswith(f"{tmp_path}: holds neither a run nor stored results")
     (tmp_path / "results.jsonl").touch()
     assert "holds no run: it has no manifest.json" in refused(tmp_path, DATA)
-    assert refused(DATA, DATA, form="yaml") == (
-        "--format=yaml: legal are text, markdown, json\n    aisp compare --format=markdown"
-    )
+
+
+def test_a_format_that_is_none_is_refused(capsys):
+    assert cli.main(["compare", str(DATA), str(DATA), "--format=yaml"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "'yaml' is no format; legal are text, markdown, json" in said
 
 
 # Stored results, in a folder and at commits

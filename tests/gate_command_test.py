@@ -149,7 +149,7 @@ def test_the_summary_is_a_table_of_runs_and_one_of_red_cases(run, gate):
     code, lines = gate(*folders, "--format=markdown", "--products=nvidia-b300")
     assert code == 1
     assert lines[0] == "## Performance gate: red"
-    assert "| a&#124;b | nvidia-h200 | 1 | 1 of 1 cases are red |" in lines
+    assert "| a\\|b | nvidia-h200 | 1 | 1 of 1 cases are red |" in lines
     assert "| - | nvidia-b300 | 0 | missing |" in lines
     case = "`suites/ch10/gemm_test.py::test_gemm[tiled-n64]`"
     assert lines[-1] == f"| {case} | nvidia-h200 | regressed | 1.649x [1.632, 1.665] | {WHY} |"

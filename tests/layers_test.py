@@ -149,6 +149,12 @@ def test_loading_the_plugin_loads_nothing_else():
     assert modules & (FRAMEWORKS | TERMINALS) == set()
 
 
+def test_a_session_of_ours_loads_profilers_only_where_they_are_asked_for():
+    code = "from pytest_aisp.session import fixtures, recorder, report, sessions"
+    profilers = words("session.profiling bench.nsight bench.profiler results.profiles")
+    assert loaded(code) & {f"pytest_aisp.{module}" for module in profilers} == set()
+
+
 @pytest.mark.parametrize("module", [m for m in MODULES if room_of(m) != "commands"])
 def test_the_command_line_alone_knows_what_it_is_made_with(module):
     assert roots(module) & TERMINALS == set()

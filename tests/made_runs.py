@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
@@ -163,16 +164,23 @@ def timing(seconds: tuple[float, float], seed: int = 0, blocks: int = 20) -> dic
     }
 
 
+def sampled(folder: Path, number: int, one: dict[str, Any]) -> dict[str, str] | None:
+    """Write the samples of a case that was timed; return what it says of them."""
+    if not (one["samples"] and one["seconds"]):
+        return one["samples"]
+    both = (one["seconds"]["baseline"], one["seconds"]["optimized"])
+    timings = [timing(both, number + 1000 * n) for n in range(1 + len(one["votes"]))]
+    data = json.dumps({"checks": [], "timings": timings, "against": []}).encode()
+    (folder / one["samples"]["path"]).write_bytes(data)
+    return {**one["samples"], "sha256": hashlib.sha256(data).hexdigest()}
+
+
 def laid(folder: Path, results: dict[str, Any], *, pages: bool = False) -> Path:
     """Write a run's folder: results, samples of what was timed, and its pages where asked."""
     (folder / "samples").mkdir(parents=True)
-    (folder / "results.json").write_text(json.dumps(results), encoding="utf-8")
-    for number, one in enumerate(results["cases"]):
-        if one["samples"] and one["seconds"]:
-            both = (one["seconds"]["baseline"], one["seconds"]["optimized"])
-            timings = [timing(both, number + 1000 * n) for n in range(1 + len(one["votes"]))]
-            path = folder / one["samples"]["path"]
-            path.write_text(json.dumps({"checks": [], "timings": timings, "against": []}))
+    cases = [one | {"samples": sampled(folder, n, one)} for n, one in enumerate(results["cases"])]
+    text = json.dumps({**results, "cases": cases})
+    (folder / "results.json").write_text(text, encoding="utf-8")
     for name in {one["page"] for one in results["cases"]} if pages else ():
         page = folder / name
         page.parent.mkdir(exist_ok=True)

@@ -21,6 +21,7 @@ from pytest_aisp.report import write as report
 from pytest_aisp.report.run import Run
 from pytest_aisp.report.samples import blocks_for, embedded
 from pytest_aisp.report.table import Axis
+from pytest_aisp.results import runs
 from pytest_aisp.results.verdict import RED, VERDICTS
 
 HOSTILE = (
@@ -183,14 +184,57 @@ def test_a_word_in_a_number_s_place_is_left_out():
     assert not {"speedup", "seconds", "votes", "work"} & found.keys()
 
 
-def test_samples_that_are_missing_or_torn_are_said(tmp_path):
+def wrong_samples(run):
+    """Return what the report says of its cases' samples, none of which it shows."""
+    cases = report_data.report_data(run)["cases"]
+    assert not any("samples" in case for case in cases)
+    return [case.get("samples_wrong") for case in cases]
+
+
+def test_samples_that_are_missing_or_others_are_said(tmp_path):
     folder = laid(tmp_path / "run", made(3))
-    (folder / "samples" / "0000.json").unlink()
-    (folder / "samples" / "0001.json").write_text('{"timings": [')
-    (folder / "samples" / "0002.json").write_text('{"timings": [{"baseline": ["x"]}, 3]}')
-    cases = report_data.report_data(Run.read(folder))["cases"]
-    assert [c.get("samples_missing", False) for c in cases] == [True, True, False]
-    assert not any("samples" in c for c in cases)
+    there = folder / "samples"
+    (there / "0000.json").unlink()
+    (there / "0001.json").write_bytes((there / "0002.json").read_bytes())
+    (there / "0002.json").write_text('{"timings": [')
+    missing, foreign, torn = wrong_samples(Run.read(folder))
+    assert missing == (
+        "samples/0000.json: its samples are missing: No such file or directory."
+        " Copy the whole folder of the run, samples/ too."
+    )
+    for name, said in (("0001", foreign), ("0002", torn)):
+        sha256 = Run.read(folder).cases[int(name)]["samples"]["sha256"]
+        found = hashlib.sha256((there / f"{name}.json").read_bytes()).hexdigest()
+        assert said == (
+            f"samples/{name}.json: these are not the samples that the run has written: SHA-256"
+            f" {found[:12]}..., not {sha256[:12]}.... Copy the folder of the run again."
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ('{"timings": [{"baseline": ["x"]}, 3]}', None),
+        ('{"timings": 3}', "samples/0000.json: holds no samples."),
+        ("3", "samples/0000.json: holds no samples."),
+        ("{", "samples/0000.json: holds no samples."),
+    ],
+)
+def test_a_file_that_holds_something_else_shows_nothing(tmp_path, text, wrong):
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "0000.json").write_text(text)
+    at = {"path": "samples/0000.json", "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    assert wrong_samples(Run.of(with_cases(case(0, samples=at)), tmp_path)) == [wrong]
+
+
+def test_samples_are_looked_for_only_where_a_run_puts_them(tmp_path):
+    unnamed = "the run does not say in which file its samples are."
+    for at in ("samples/0000.json", {"path": "samples/0000.json"}, {"path": 3, "sha256": ""}, []):
+        assert wrong_samples(Run.of(with_cases(case(0, samples=at)), tmp_path)) == [unnamed]
+    outside = with_cases(case(0, samples={"path": "../x.json", "sha256": "0"}))
+    (said,) = wrong_samples(Run.of(outside, tmp_path))
+    assert said == "../x.json: samples lie below their run's folder, in samples/."
+    assert wrong_samples(Run.of(outside)) == ["its samples are not here, the results alone are."]
 
 
 def test_the_history_of_a_case_is_its_own_product_s():
@@ -319,12 +363,15 @@ def test_what_is_no_run_is_refused(tmp_path, text, why, capsys):
     )
 
 
-def test_a_killed_run_is_read_from_its_journal(tmp_path):
+def test_a_killed_run_is_read_from_its_journal(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     shutil.copytree(Path(__file__).parent / "data" / "run", folder)
     (folder / "results.json").unlink()
     assert len(Run.read(folder).cases) == 6
+    load, read = runs.load, []
+    monkeypatch.setattr(runs, "load", lambda path: read.append(path) or load(path))
     assert cli.main(["report", str(folder)]) == 0
+    assert read == [folder]
     assert (folder / "results.json").exists()
     with pytest.raises(Unanswerable, match="nosuch"):
         Run.read(tmp_path / "nosuch")

@@ -91,6 +91,36 @@ def test_what_was_edited_is_refused(file, capsys, pattern, new, says):
     ]
 
 
+def test_bytes_that_are_no_text_are_refused(file, capsys):
+    file.write_bytes(b"\xff\xfe{}")
+    git("add", ".")
+    code, lines = seals(capsys)
+    assert code == 1
+    assert lines[0].startswith(f"{NAME} was not written by pytest-aisp: 'utf-8' codec can't decode")
+
+
+def test_a_file_is_named_as_it_is_seen_from_here(file, capsys, monkeypatch):
+    record(file, "two", key="b", date="2026-08-21")
+    git("add", ".")
+    monkeypatch.chdir(file.parent)
+    assert seals(capsys, "ch07.json")[0] == 0
+    edit(Path("ch07.json"), r'"seal": "..', '"seal": "zz')
+    git("add", ".")
+    code, lines = seals(capsys, "ch07.json")
+    assert code == 1
+    assert lines[0].startswith("ch07.json was not written by pytest-aisp: results['a']: its seal")
+
+
+def test_a_file_without_a_folder_of_its_product_is_refused(file, capsys):
+    git("mv", NAME, "ch07.json")
+    code, lines = seals(capsys, "ch07.json")
+    assert code == 1
+    assert lines[0] == (
+        f"ch07.json is the place of {Path.cwd().name}, but these are results of nvidia-h200;"
+        " move them:"
+    )
+
+
 def test_a_session_of_another_history_is_refused(file, capsys):
     record(file, "two", key="b", commit="0123456789ab")
     git("add", ".")
@@ -116,7 +146,7 @@ def test_a_branch_is_held_against_what_it_came_from(file, capsys):
 
 
 def test_lines_may_go_and_peaks_are_no_results(file, capsys):
-    store.prune(file, [])
+    store.prune(file, ["a"])
     file.with_name("peaks.json").write_text("{}")
     git("add", ".")
     assert seals(capsys)[0] == 0

@@ -523,9 +523,9 @@ def test_write_never_loses_an_entry(batches, replaces):
                 assert all(set(before[k].values) <= set(after[k].values) for k in before)
 
 
-def test_prune_removes_what_is_not_kept(path):
+def test_prune_removes_what_is_gone(path):
     record(path, {KEY: result("a"), OTHER: result("c")})
-    assert prune(path, {OTHER, "gone"}) == [KEY]
+    assert prune(path, {KEY, "no such key"}) == [KEY]
     assert list(load(path).results) == [OTHER]
     assert list(load(path).environments) == ["c"]
     assert names(path) == ["ch01.json"]
@@ -536,7 +536,8 @@ def test_prune_with_nothing_to_remove_touches_nothing(path):
     assert not path.parent.exists()
     record(path, {KEY: result()})
     inode = path.stat().st_ino
-    assert prune(path, {KEY}) == []
+    assert prune(path, {OTHER}) == []
+    assert names(path) == ["ch01.json"]
     assert path.stat().st_ino == inode
 
 
@@ -650,7 +651,7 @@ def test_a_broken_file_is_named_and_never_written_over(path, name):
     for use in (
         load,
         partial(record, entries={KEY: result()}, replace=True),
-        partial(prune, keep=()),
+        partial(prune, gone={KEY}),
     ):
         with pytest.raises(StoreError) as caught:
             use(path)
@@ -762,7 +763,7 @@ SYSCALLS = {
 }
 ACTIONS = {
     "write": lambda path: record(path, {KEY: result("b"), OTHER: result()}, replace=True),
-    "prune": lambda path: prune(path, ()),
+    "prune": lambda path: prune(path, {KEY}),
 }
 
 
@@ -830,7 +831,7 @@ def every_step(path, interrupted):
     """Interrupt a write at each of its steps in turn; yield whether its result is the new file."""
     for at in range(1, 99):
         record(path, {KEY: result()}, replace=True)
-        prune(path, {KEY})
+        prune(path, {OTHER})
         old = load(path)
         done = interrupted(at)
         after = load(path)

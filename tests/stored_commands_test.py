@@ -143,6 +143,23 @@ def test_targets_and_json(told, tmp_path, capsys):
     ]
 
 
+@pytest.mark.parametrize("page", ["test_scan.py", "scan_test.py", "test_scan_test.py", "scan.py"])
+def test_a_target_is_called_what_the_catalogue_calls_it(told, tmp_path, capsys, page):
+    told(case("ch07:scan", key=f"{page}::test_scan[tiled-n64]"))
+    stored(tmp_path, {f"{page}::test_scan[tiled-n64]": result(0.5)})
+    assert cli.main(["roofline", "--targets", "ch07:scan", "--json"]) == 0
+    (point,) = json.loads(capsys.readouterr().out)
+    assert (point["target"], point["bound"]) == ("ch07:scan", "dram")
+
+
+def test_peaks_are_read_once(told, tmp_path, monkeypatch):
+    found, read = told(case("ch07:scan")), []
+    stored(tmp_path, {SCAN: result(0.5)})
+    monkeypatch.setattr(products, "peaks_of", lambda _, name: read.append(name))
+    roofline.answer(found, ["nvidia-h200"], (), as_json=False)
+    assert read == ["nvidia-h200"]
+
+
 def test_without_peaks_it_says_how_to_measure_them(told, tmp_path, capsys):
     told(case("ch07:scan"))
     stored(tmp_path, {SCAN: result(0.5)})
@@ -159,7 +176,8 @@ def test_links_are_those_of_several_gpus(told, tmp_path):
     rates(tmp_path, copy=4e12)
     rates(tmp_path, "nvidia-h200-x2", peer=4e11)
     stored(tmp_path, {SCAN: result(0.2)}, "nvidia-h200-x2")
-    (point,) = roofline.points_of(found, "nvidia-h200-x2", [])
+    limits = products.peaks_of(found.baselines, "nvidia-h200-x2")
+    (point,) = roofline.points_of(found, "nvidia-h200-x2", [], limits)
     assert (point.limit, point.share, point.attained) == ("peer", 0.5, 2e11)
     assert point.row()[-3:] == ("200 GB/s", "50%", "peer 400 GB/s")
 
@@ -287,6 +305,34 @@ def test_prune_lists_and_removes_only_when_told(told, tmp_path, capsys):
     assert capsys.readouterr().out == "every stored result has its case\n"
 
 
+def test_prune_tells_programs_the_same(told, tmp_path, capsys):
+    unread = {"path": "suites/ch07/te_test.py", "outcome": "skipped", "text": "no te"}
+    told(case("ch07:scan"), unread=[unread])
+    gone = "left_test.py::test_left[a-n1]"
+    path = stored(tmp_path, {SCAN: result(2.0), gone: result(2.0)})
+    place = {"product": "nvidia-h200", "chapter": "ch07", "case": gone, "file": str(path)}
+    for words, removed, found in ((), False, [place]), (["--yes"], True, [place]), ((), False, []):
+        assert cli.main(["prune", "--json", *words]) == 0
+        plain = json.loads(capsys.readouterr().out)
+        assert plain == {"removed": removed, "gone": found, "unread": [unread]}
+    assert set(store.load(path).results) == {SCAN}
+
+
+def test_what_is_recorded_meanwhile_stays(told, tmp_path, monkeypatch):
+    found = told(case("ch07:scan"))
+    gone, new = "left_test.py::test_left[a-n1]", "new_test.py::test_new[b-n1]"
+    path = stored(tmp_path, {SCAN: result(2.0), gone: result(2.0)})
+    write = store.prune
+
+    def late(file, keys):
+        stored(tmp_path, {new: result(1.5)})
+        return write(file, keys)
+
+    monkeypatch.setattr(store, "prune", late)
+    assert prune.answer(found, None, yes=True).lines == [f"{path}: {gone}", "1 result removed"]
+    assert set(store.load(path).results) == {SCAN, new}
+
+
 def test_results_of_pages_that_cannot_be_collected_are_kept(told, tmp_path):
     unread = {"path": "suites/ch07/te_test.py", "outcome": "failed", "text": "E"}
     found = told(unread=[unread])
@@ -327,7 +373,7 @@ def test_a_product_without_results_and_a_file_that_is_locked_away(told, tmp_path
     with pytest.raises(Unanswerable, match="no results of nvidia-b200 are stored in"):
         prune.answer(found, "nvidia-b200", yes=False)
 
-    def full(path, keep):
+    def full(path, gone):
         raise store.StoreError(f"{path} could not be written")
 
     monkeypatch.setattr(store, "prune", full)

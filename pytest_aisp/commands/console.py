@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, NoReturn, TypeAlias, TypeVar
 
 import typer
 
-from ..common.answers import Answer, parted
+from ..common.answers import Answer, Unanswerable, parted
 
 T = TypeVar("T")
 Tell: TypeAlias = Callable[[str], None]
@@ -28,6 +29,16 @@ def finish(found: Answer) -> NoReturn:
     """Print an answer and end with its exit code."""
     say("\n".join(found.lines))
     raise typer.Exit(found.code)
+
+
+def kept(found: Answer, keep: Callable[[], Sequence[str]]) -> Answer:
+    """Store what was measured, and say what `keep` did; it is shown all the same where not."""
+    try:
+        complain("\n".join(keep()))
+    except Unanswerable as error:
+        complain(str(error))
+        return replace(found, code=error.code)
+    return found
 
 
 def say(text: str) -> None:
@@ -61,6 +72,14 @@ def telling() -> Iterator[Tell]:
             bar.update(task, description=text, completed=done, total=of)
 
         yield tell
+
+
+def one_of(words: Collection[str], option: str, text: str) -> str:
+    """Return an option's text, which is to be one of `words`."""
+    if text in words:
+        return text
+    said = f"{text!r} is no {option.removeprefix('--')}; legal are {', '.join(words)}"
+    raise typer.BadParameter(said, param_hint=f"'{option}'")
 
 
 def parsed(option: str, parse: Callable[[str], T], text: str) -> T:

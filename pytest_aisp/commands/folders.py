@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .console import finish, parsed
+from .console import finish, one_of
 
 
 def add_to(app: typer.Typer) -> None:
@@ -42,6 +42,6 @@ def gate(
     """Give the runs of several machines one verdict."""
     from ..tools import gate, gate_forms
 
-    wanted = parsed("--format", gate_forms.form_of, form)
+    wanted = one_of(gate_forms.FORMS, "--format", form)
     expected = [product for product in products.split(",") if product]
     finish(gate.answer(folders, expected, form=wanted, root=Path()))

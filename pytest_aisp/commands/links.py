@@ -11,12 +11,11 @@ from typing import Annotated
 import typer
 
 from ..bench.collectives import OPS
-from ..common.answers import Answer, Unanswerable, parse_bytes, parse_sizes
-from .console import HERE, Baselines, Json, Store, complain, finish, parsed, telling
+from ..common.answers import Answer, parse_bytes, parse_sizes
+from .console import HERE, Baselines, Json, Store, complain, finish, kept, parsed, telling
 
 SIZES = {"cuda": "4KiB:512MiB", "cpu": "4KiB:4MiB"}
 """The default sizes of `aisp nccl`: Gloo on a CPU takes seconds where a GPU takes milliseconds."""
-Rates = Callable[[], tuple[dict[str, float], dict[str, str]]]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -43,6 +42,7 @@ def bandwidth(
     baselines: Baselines = HERE,
 ) -> None:
     """Copy between every two GPUs; name slow hops."""
+    from ..common.device import Machine
     from ..ranks import bandwidth, keep
 
     nbytes = parsed("--size", parse_bytes, size)
@@ -52,7 +52,10 @@ def bandwidth(
         count, hops = bandwidth.here(nbytes, tell)
     found = bandwidth.answer(hops, nbytes, as_json=as_json)
     if store:
-        found = _kept(found, baselines, count, lambda: bandwidth.rates(hops, nbytes))
+        found = kept(
+            found,
+            lambda: keep.keep(baselines, Machine.here(), count, *bandwidth.rates(hops, nbytes)),
+        )
     finish(found)
 
 
@@ -91,7 +94,7 @@ def nccl(
     if plot is not None:
         found = _drawn(found, plot, curves.draw(sweep.rows, sweep.title))
     if store:
-        found = _kept(found, baselines, sweep.ranks, lambda: nccl.rates(sweep))
+        found = kept(found, lambda: keep.keep(baselines, machine, sweep.ranks, *nccl.rates(sweep)))
     finish(found)
 
 
@@ -103,19 +106,6 @@ def _drawn(found: Answer, path: Path, drawing: str) -> Answer:
         complain(f"--plot={path}: cannot be written: {error}")
         return replace(found, code=2)
     return replace(found, lines=[*found.lines, f"drawn in {path}"])
-
-
-def _kept(found: Answer, baselines: Path, count: int, rates: Rates) -> Answer:
-    """Store the rates; what was measured is shown all the same where that fails."""
-    from ..common.device import Machine
-    from ..ranks.keep import keep
-
-    try:
-        complain("\n".join(keep(baselines, Machine.here(), count, *rates())))
-    except Unanswerable as error:
-        complain(str(error))
-        return replace(found, code=error.code)
-    return found
 
 
 def nccl_env() -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import typer
 
-from ..common.answers import Unanswerable
-from .console import HERE, Baselines, Json, Store, Yes, complain, finish, telling
+from .console import HERE, Baselines, Json, Store, Yes, finish, kept, telling
 
 
 def add_to(app: typer.Typer) -> None:
@@ -29,11 +26,7 @@ def peak(as_json: Json = False, store: Store = False, baselines: Baselines = HER
         measured = peak.measure(Machine.here(), tell)
     found = peak.answer(measured, as_json=as_json)
     if store:
-        try:
-            complain("\n".join(peak.keep(measured, baselines)))
-        except Unanswerable as error:  # what was measured is shown all the same
-            complain(str(error))
-            found = replace(found, code=error.code)
+        found = kept(found, lambda: peak.keep(measured, baselines))
     finish(found)
 
 
@@ -44,10 +37,10 @@ def doctor(as_json: Json = False) -> None:
     finish(doctor.answer(doctor.look(), as_json=as_json))
 
 
-def clean(yes: Yes = False) -> None:
+def clean(yes: Yes = False, as_json: Json = False) -> None:
     """List what runs left under the root."""
     from ..tools import catalogue, clean
 
     with telling() as tell:
         found = catalogue.collect((), tell=tell)
-    finish(clean.answer(found, yes=yes))
+    finish(clean.answer(found, yes=yes, as_json=as_json))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .console import HERE, Baselines, Json, Yes, finish, parsed, telling
+from .console import HERE, Baselines, Json, Yes, finish, one_of, telling
 from .several import Several, Targets
 
 Product = Annotated[
@@ -49,7 +49,7 @@ def expectations(
     from ..common.device import Machine
     from ..tools import catalogue, expectations, products
 
-    wanted, machine = parsed("--format", expectations.format_of, form), Machine.here()
+    wanted, machine = one_of(expectations.FORMATS, "--format", form), Machine.here()
     with telling() as tell:
         found = catalogue.collect(tell=tell)
     names = products.chosen(found.baselines, product, machine)
@@ -62,13 +62,14 @@ def prune(
         str | None, typer.Option(metavar="PRODUCT", help="default: every one")
     ] = None,
     yes: Yes = False,
+    as_json: Json = False,
 ) -> None:
     """List stored results whose case is gone."""
     from ..tools import catalogue, prune
 
     with telling() as tell:
         found = catalogue.collect(tell=tell)
-    finish(prune.answer(found, product, yes=yes))
+    finish(prune.answer(found, product, yes=yes, as_json=as_json))
 
 
 def compare(
@@ -81,7 +82,8 @@ def compare(
     """Compare two runs, or the stored results of two commits: every metric, the worst first."""
     from ..tools import compare
 
-    finish(compare.answer(old, new, form=form, root=Path.cwd()))
+    wanted = one_of(compare.FORMS, "--format", form)
+    finish(compare.answer(old, new, form=wanted, root=Path.cwd()))
 
 
 def seals(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .console import Json, finish, parsed, say, telling
+from .console import Json, finish, one_of, say, telling
 from .several import Passing, Targets, rest
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def run(
     """
     from ..tools import pytest_runs
 
-    wanted = parsed("--profile", pytest_runs.profile_of, profile)
+    wanted = one_of(pytest_runs.PROFILES, "--profile", profile)
     commands = pytest_runs.measuring(_paths(targets), wanted, artifacts_dir, rest(ctx))
     raise typer.Exit(pytest_runs.worst(commands, say))
 

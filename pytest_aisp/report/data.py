@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..results.samples import SamplesError
 from ..results.verdict import LOOK
 from .listing import Page, diff
 from .run import Run, clean
@@ -64,9 +65,7 @@ def report_data(
     past = _past(run, history)
     room = _Room(CODE)
     for case in cases:
-        timings = run.timings(originals[case["id"]])
-        case["samples"] = embedded(timings or [], most)
-        case["samples_missing"] = timings is None
+        case |= _samples(run, originals[case["id"]], most)
         case["history"] = past.get((case["id"], case["product"]), [])
         case["command"] = f"pytest {shlex.quote(case['id'])}"
         case["profile"] = _profile(case, run.folder, where)
@@ -126,6 +125,14 @@ def _three(speedup: object) -> list[float] | None:
     found = [speedup.get(name) for name in ("value", "low", "high")]
     usable = all(isinstance(v, (int, float)) and v > 0 for v in found)
     return [float(f"{v:.6g}") for v in found if v is not None] if usable else None
+
+
+def _samples(run: Run, told: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """Return what is embedded of a case's samples, or what is wrong with them."""
+    try:
+        return {"samples": embedded(run.timings(told), most)}
+    except SamplesError as error:
+        return {"samples_wrong": _short(f"{'. '.join(str(error).splitlines())}.")}
 
 
 def _place(case: Mapping[str, Any]) -> tuple[int, str, str]:

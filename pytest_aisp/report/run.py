@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..common.answers import Unanswerable
-from ..results import runs
+from ..results import runs, samples
 from ..results.artifacts import WRITTEN
 from ..results.published import SCHEMA
+from ..results.samples import SamplesError
+
+NAMED = ("path", "sha256")
+"""What a case says of its file of samples."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +31,12 @@ class Run:
     Attributes:
         results: what `results.json` holds, plain types, finite numbers, text that can be written.
         folder: where its samples and profiles lie; None for results alone.
+        killed: the journal of a run that did not live to write `results.json`; else None.
     """
 
     results: Mapping[str, Any]
     folder: Path | None = None
+    killed: runs.Run | None = None
 
     @classmethod
     def read(cls, folder: Path) -> Run:
@@ -45,7 +52,7 @@ class Run:
                 loaded = runs.load(folder)
             except runs.RunError as error:
                 raise Unanswerable(str(error)) from None
-            return cls.of(loaded.plain(), loaded.path)
+            return replace(cls.of(loaded.plain(), loaded.path), killed=loaded)
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -85,18 +92,29 @@ class Run:
         """When, UTC, in ISO 8601; empty where nobody wrote it down."""
         return str(self.manifest.get("started") or "")
 
-    def timings(self, case: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
-        """Return what each process measured of `case`, in order; None where its file is missing."""
+    def timings(self, case: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Return what each process measured of `case`, in order; nothing where nobody timed it.
+
+        Raises:
+            SamplesError: where its file is missing, is not the one that the run has written, or
+                holds no samples. A report is handed around: no path in it says whose folder it is.
+        """
         told = case.get("samples")
-        name = told.get("path") if isinstance(told, Mapping) else told
-        if not name or self.folder is None:
-            return [] if not name else None
+        if told is None:
+            return []
+        if self.folder is None:
+            raise SamplesError("its samples are not here, the results alone are")
+        if not isinstance(told, Mapping) or not all(isinstance(told.get(k), str) for k in NAMED):
+            raise SamplesError("the run does not say in which file its samples are")
         try:
-            found = clean(json.loads((self.folder / str(name)).read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            return None
-        timings = found.get("timings") if isinstance(found, dict) else found
-        return [t for t in timings if isinstance(t, Mapping)] if isinstance(timings, list) else None
+            found = clean(samples.read(self.folder, told)).get("timings")
+        except SamplesError as error:
+            raise SamplesError(str(error).replace(f"{self.folder}{os.sep}", "")) from None
+        except (TypeError, ValueError):
+            found = None
+        if not isinstance(found, list):
+            raise SamplesError(f"{told['path']}: holds no samples")
+        return [t for t in found if isinstance(t, Mapping)]
 
 
 def clean(value: Any) -> Any:

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.answers import Answer, Unanswerable
-from ..results import runs
-from ..results.artifacts import REPORT, WRITTEN, publish
+from ..results.artifacts import REPORT, publish
 from . import head, table
 from .data import report_data
 from .run import Run
@@ -70,8 +69,8 @@ def answer(
     run, before = Run.read(folder), [Run.read(one) for one in history]
     path = out or (run.folder or folder) / REPORT
     try:
-        if run.folder and not (run.folder / WRITTEN[0]).exists():  # a killed run
-            publish(runs.load(run.folder))
+        if run.killed is not None:
+            publish(run.killed)
         write(run, path, before, pages_root)
     except OSError as error:
         raise Unanswerable(

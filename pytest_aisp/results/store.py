@@ -225,19 +225,22 @@ def write(
     return changes
 
 
-def prune(path: Path, keep: Collection[str]) -> list[str]:
-    """Remove the entries whose keys are not in `keep` and return those keys, sorted.
+def prune(path: Path, gone: Collection[str]) -> list[str]:
+    """Remove the entries with the keys `gone` and return those that were there, sorted.
+
+    What is recorded after `gone` was found out stays: nothing else is removed.
 
     Raises:
         StoreError: when the file cannot be read or written; it is then as it was.
     """
-    if set(load(path).results) <= set(keep):
+    if not path.exists():
         return []
     with _writing(path) as target:
         stored = load(path)
-        kept = {key: result for key, result in stored.results.items() if key in keep}
-        _replace_file(target, dump(_tidy(stored, stored.environments, kept)))
-        return sorted(set(stored.results) - set(kept))
+        kept = {key: result for key, result in stored.results.items() if key not in gone}
+        if removed := sorted(set(stored.results) - set(kept)):
+            _replace_file(target, dump(_tidy(stored, stored.environments, kept)))
+    return removed
 
 
 def merge(

@@ -42,6 +42,9 @@ DEFAULT_SPREAD = {"graph": 0.0025, "queue": 0.005, "host": 0.030, "cpu": 0.030, 
 NEUTRAL_FLOOR = {"graph": 0.02, "queue": 0.03, "host": 0.05, "cpu": 0.10, "process": 0.10}
 """Least loss that counts on each clock, for claims of `neutral` and for stored results."""
 
+INVALID_RUN = 17
+"""Exit code of a run of which no verdict counts: its environment moved, or its canary failed."""
+
 Outcome = Literal["clear", "red", "green", "open"]
 RED = ("fail", "regressed", "wrong", "invalid")
 LOOK = (*RED, "inconclusive", "stale")

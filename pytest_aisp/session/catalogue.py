@@ -20,6 +20,7 @@ from ..pages.pair import Case
 from ..pages.skus import ARCHS
 from ..pages.sources import digest
 from ..results.published import below
+from ..tools.catalogue import target_of
 from .case_client import key_of
 from .fixtures import chapter_of, where_is
 from .stash import SETTINGS
@@ -72,9 +73,9 @@ class Catalogue:
         return None if self._wants(page) else True
 
     def _page(self, path: Path) -> dict[str, str]:
-        name = path.stem.removesuffix("_test").removeprefix("test_")
         chapter = chapter_of(path, self._config)
-        return {"path": self._relative(path), "chapter": chapter, "name": f"{chapter}:{name}"}
+        name = target_of(chapter, path.name)
+        return {"path": self._relative(path), "chapter": chapter, "name": name}
 
     def _wants(self, page: dict[str, str]) -> bool:
         return self._wanted is None or bool(self._wanted & {page["chapter"], page["name"]})

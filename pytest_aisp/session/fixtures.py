@@ -15,7 +15,6 @@ from ..pages.pair import Case, Pair
 from ..results.goals import Name
 from ..results.row import Row
 from .place import Kernels
-from .profiling import profile
 from .run import Failed, Interrupted
 from .runner import CaseRun, EndOfBody
 from .stash import NO_LEASE, RUN, SETTINGS
@@ -330,14 +329,22 @@ def attach(item: pytest.Item, report: pytest.TestReport) -> None:
         row.verdict = "fail"
     if report.failed or hasattr(report, "wasxfail"):
         row.recorded = {}
-    try:
-        profile(case_run)
-    except pytest.fail.Exception as late:  # pytest-timeout, whose clock goes on after the verdict
-        row.remarks.append(f"not profiled: {late.msg}")
+    if case_run.run.settings.profile:
+        _profile(case_run)
     report.aisp = row.to_json()  # type: ignore[attr-defined]
     # JUnit reads the properties of the teardown report, which are the item's.
     item.user_properties += row.properties()
     report.user_properties += row.properties()
+
+
+def _profile(case_run: CaseRun) -> None:
+    """Profile the case's sides; a run that does not ask for it imports none of what that takes."""
+    from .profiling import profile
+
+    try:
+        profile(case_run)
+    except pytest.fail.Exception as late:  # pytest-timeout, whose clock goes on after the verdict
+        case_run.row.remarks.append(f"not profiled: {late.msg}")
 
 
 def time_one(function: Callable[[], Any], *, window: float = 1e-3, windows: int = 10) -> float:

@@ -22,13 +22,13 @@ LONGEST = 120
 
 
 def profile(client: CaseClient) -> None:
-    """Profile both sides of `client`'s case, if asked to, and link what was written in its row.
+    """Profile both sides of `client`'s case and link what was written in its row.
 
     Cases whose sides were not shown to be right are left alone: they would fail here, too.
     """
     row, tool = client.row, client.run.settings.profile
     shown = row.value is not None or row.verdict in ("checked", "compiled") or bool(row.goals)
-    if not (tool and shown):
+    if not shown:
         return
     try:
         _profile(client, tool)

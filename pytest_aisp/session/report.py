@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..bench.replay import Recording
 from ..kernels.assembly import UNSEEN
 from ..results.row import LETTERS, Row, bare, duration
-from ..results.verdict import RED
+from ..results.verdict import INVALID_RUN, RED
 from .canary import Canary
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
         if row.verdict in ("inconclusive", "stale"):
             lines += [f"{row.verdict}: {row.key}: {reason}" for reason in row.reasons]
     lines += [f"canary: {Canary(**found)}" for found in recorder.canaries if not found["wrong"]]
-    lines += [f"{why} (exit code 17)" for why in recorder.why_invalid()]
+    lines += [f"{why} (exit code {INVALID_RUN})" for why in recorder.why_invalid()]
     return lines
 
 

@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 
 from ..bench.leases import lease
-from ..bench.nsight import TOOLS as NSIGHT
 from ..common.device import Machine
 from ..pages.pair import Case
 from ..results.artifacts import stamped
 from ..results.runs import folder_of
 from .manifest import gather
-from .options import Settings
+from .options import PROFILERS, Settings
 from .recorder import Recorder
 from .run import Run
 from .stash import NO_LEASE, RECORDER, RUN, SETTINGS
@@ -38,7 +37,7 @@ def configure(config: pytest.Config) -> None:
         machine = Machine(timer["arch"], timer["product"], timer["product"], ("simulated",))
     if settings.sanitize and (timer is not None or not machine.gpus):
         raise pytest.UsageError("--aisp-sanitize needs a GPU: it watches kernels; none is here")
-    if settings.profile in NSIGHT and (timer is not None or not machine.gpus):
+    if settings.profile in PROFILERS[1:] and (timer is not None or not machine.gpus):
         raise pytest.UsageError(
             f"--aisp-profile={settings.profile} needs a GPU: it watches kernels; none is here\n"
             "torch's profiler looks at operators on a CPU:\n    pytest --aisp-profile=torch"

@@ -81,6 +81,11 @@ def _unknown(target: str, names: Sequence[str], chapters: Sequence[str]) -> Unan
     return Unanswerable(f"unknown target {target!r}; {legal}\n    aisp bench list-targets")
 
 
+def target_of(chapter: str, page: str) -> str:
+    """Return ``ch10:gemm``, the target of the page ``gemm_test.py`` or ``test_gemm.py``."""
+    return f"{chapter}:{Path(page).stem.removesuffix('_test').removeprefix('test_')}"
+
+
 def collect(
     targets: Sequence[str] | None = None, *, tell: Callable[[str], None] = lambda text: None
 ) -> Catalogue:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,17 +30,35 @@ class Left:
     nbytes: int
 
 
-def answer(found: Catalogue, *, yes: bool) -> Answer:
+def answer(found: Catalogue, *, yes: bool, as_json: bool = False) -> Answer:
     """Return what runs left, with sizes; removed where `yes`. Exit code 2 where one stays."""
     left = list(find(found.root, found.baselines))
+    failed = {it.path: why for it in left if yes and (why := _removed(it.path)) is not None}
+    write = _json if as_json else _text
+    return Answer(write(left, failed, yes), 2 if failed else 0)
+
+
+def _text(left: Sequence[Left], failed: Mapping[Path, str], yes: bool) -> list[str]:
     if not left:
-        return Answer(["nothing to clean"])
-    failed = [why for it in left if yes and (why := _removed(it.path)) is not None]
-    gone = [it for it in left if not yes or not it.path.exists()]
+        return ["nothing to clean"]
     rows = [(_size(it.nbytes), os.path.relpath(it.path)) for it in left]
-    total = _size(sum(it.nbytes for it in gone))
+    total = _size(sum(it.nbytes for it in left if it.path not in failed))
     closing = [f"{total} removed"] if yes else [f"{total} would be removed:", GO]
-    return Answer([*columns(rows), *failed, *closing], 2 if failed else 0)
+    stays = [f"{path} stays: {why}" for path, why in failed.items()]
+    return [*columns(rows), *stays, *closing]
+
+
+def _json(left: Sequence[Left], failed: Mapping[Path, str], yes: bool) -> list[str]:
+    plain = [
+        {
+            "path": str(it.path),
+            "bytes": it.nbytes,
+            "removed": yes and it.path not in failed,
+            "error": failed.get(it.path),
+        }
+        for it in left
+    ]
+    return [json.dumps({"left": plain}, indent=1)]
 
 
 def find(root: Path, baselines: Path) -> Iterator[Left]:
@@ -95,5 +114,5 @@ def _removed(path: Path) -> str | None:
         else:
             path.unlink()
     except OSError as error:
-        return f"{path} stays: {error}"
+        return str(error)
     return None

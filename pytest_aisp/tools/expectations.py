@@ -60,17 +60,6 @@ class Stand:
         return self.product, self.chapter, self.case, claim, speed, *counts, ", ".join(self.states)
 
 
-def format_of(word: str) -> str:
-    """Return `word`.
-
-    Raises:
-        ValueError: where it is none of `FORMATS`.
-    """
-    if word not in FORMATS:
-        raise ValueError(f"{word!r} is no format; legal are {', '.join(FORMATS)}")
-    return word
-
-
 def answer(found: Catalogue, archs: Mapping[str, str], *, form: str) -> Answer:
     """Return how the results of the products `archs` stand; exit code 1 where one is below.
 

@@ -13,10 +13,9 @@ from typing import Any
 
 from ..common.answers import Answer, Unanswerable
 from ..results import runs
-from ..results.verdict import RED, environment_moved
+from ..results.verdict import INVALID_RUN, RED, environment_moved
 from . import gate_forms
 
-INVALID_RUN = 17
 ENDED = (0, 1, INVALID_RUN)
 """Exit codes of pytest that say something of the cases."""
 
@@ -120,7 +119,7 @@ def _invalid(run: runs.Run) -> str:
     if environment_moved(run.lines):
         return "environment moved"
     ended = run.manifest.get("exit_code")
-    return "pytest ended with 17: no verdict counts" if ended == INVALID_RUN else ""
+    return f"pytest ended with {INVALID_RUN}: no verdict counts" if ended == INVALID_RUN else ""
 
 
 def _unfinished(run: runs.Run, red: Sequence[Any]) -> str:

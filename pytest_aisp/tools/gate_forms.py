@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ..results.row import Row
+from ..results.sheets import table
 
 Found = Mapping[str, Any]
 Form = Callable[[Found, Path], list[str]]
+RUN_HEADS = ("run", "products", "cases", "verdict")
+RED_HEADS = ("case", "product", "verdict", "speedup [99 %]", "why")
 
 
 def text(found: Found, root: Path) -> list[str]:
@@ -30,22 +33,19 @@ def text(found: Found, root: Path) -> list[str]:
 def markdown(found: Found, root: Path) -> list[str]:
     """Return a summary: a table of runs, a table of red cases."""
     del root
-    lines = [f"## Performance gate: {found['verdict']}", "", "| run | products | cases | verdict |"]
-    lines.append("| --- | --- | --- | --- |")
-    for run in found["runs"]:
-        cells = (run["folder"], ", ".join(run["products"]), str(run["cases"]), _state(run))
-        lines.append(_cells(*cells))
-    lines += [_cells("-", product, "0", "missing") for product in found["missing"]]
-    rows = [row for run in found["runs"] for row in run["red"]]
-    if rows:
-        lines += ["", "| case | product | verdict | speedup [99 %] | why |"]
-        lines.append("| --- | --- | --- | --- | --- |")
-    for row in rows:
-        speedup = Row.of(row).headline() if row["value"] is not None else "-"
-        lines.append(
-            _cells(f"`{row['nodeid']}`", row["product"], row["verdict"], speedup, _why(row))
-        )
-    return lines
+    runs = [
+        (run["folder"], ", ".join(run["products"]), str(run["cases"]), _state(run))
+        for run in found["runs"]
+    ]
+    runs += [("-", product, "0", "missing") for product in found["missing"]]
+    lines = [f"## Performance gate: {found['verdict']}", "", *table(RUN_HEADS, runs)]
+    red = [_red_cells(row) for run in found["runs"] for row in run["red"]]
+    return [*lines, "", *table(RED_HEADS, red)] if red else lines
+
+
+def _red_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    speedup = Row.of(row).headline() if row["value"] is not None else "-"
+    return f"`{row['nodeid']}`", row["product"], row["verdict"], speedup, _why(row)
 
 
 def github(found: Found, root: Path) -> list[str]:
@@ -87,17 +87,6 @@ FORMS: dict[str, Form] = {
 }
 
 
-def form_of(word: str) -> str:
-    """Return `word`.
-
-    Raises:
-        ValueError: where it is none of `FORMS`.
-    """
-    if word not in FORMS:
-        raise ValueError(f"{word!r} is no format; legal are {', '.join(FORMS)}")
-    return word
-
-
 def line_of(page: Path, function: str) -> int:
     """Return the line on which a page's test stands; 1 where the page is not here as it was."""
     try:
@@ -131,10 +120,6 @@ def _state(run: Mapping[str, Any]) -> str:
 
 def _why(row: Mapping[str, Any]) -> str:
     return "; ".join(row["reasons"]) or "its log says why"
-
-
-def _cells(*cells: str) -> str:
-    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
 
 def _data(text: str) -> str:

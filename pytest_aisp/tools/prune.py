@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from ..common.answers import Answer, Unanswerable
 from ..results import store
@@ -12,9 +14,10 @@ from . import products
 from .catalogue import Catalogue
 
 KEEP = "    aisp prune --yes"
+Gone: TypeAlias = Sequence[tuple[products.Chapter, str]]
 
 
-def answer(found: Catalogue, product: str | None, *, yes: bool) -> Answer:
+def answer(found: Catalogue, product: str | None, *, yes: bool, as_json: bool = False) -> Answer:
     """Return which results have no case, removed where `yes`; of every product, or of one.
 
     Pages that are skipped or broken here may have any case: their results are kept.
@@ -33,17 +36,39 @@ def answer(found: Catalogue, product: str | None, *, yes: bool) -> Answer:
             f"{found.root / absent[0]} is not here: which of its cases are gone cannot be known\n"
             "Check all of the repository out:\n    git sparse-checkout disable"
         )
-    lines = []
-    for chapter, gone in gone_of(found, product):
-        if yes:
-            gone = _removed(chapter, gone)
-        lines += [f"{chapter.path}: {key}" for key in gone]
+    gone = [
+        (chapter, key)
+        for chapter, keys in gone_of(found, product)
+        for key in (_removed(chapter, keys) if yes else keys)
+    ]
+    return Answer(_json(found, gone, yes) if as_json else _text(found, gone, yes))
+
+
+def _text(found: Catalogue, gone: Gone, yes: bool) -> list[str]:
+    lines = [f"{chapter.path}: {key}" for chapter, key in gone]
     kept = [f"kept, its page cannot be collected here: {page['path']}" for page in found.unread]
     if not lines:
-        return Answer(["every stored result has its case", *kept])
+        return ["every stored result has its case", *kept]
     count = "1 result" if len(lines) == 1 else f"{len(lines)} results"
     did = [f"{count} removed"] if yes else [f"{count} would be removed:", KEEP]
-    return Answer([*lines, *kept, *did])
+    return [*lines, *kept, *did]
+
+
+def _json(found: Catalogue, gone: Gone, yes: bool) -> list[str]:
+    plain = {
+        "removed": yes,
+        "gone": [
+            {
+                "product": chapter.stored.product,
+                "chapter": chapter.name,
+                "case": key,
+                "file": str(chapter.path),
+            }
+            for chapter, key in gone
+        ],
+        "unread": list(found.unread),
+    }
+    return [json.dumps(plain, indent=1)]
 
 
 def gone_of(
@@ -70,6 +95,6 @@ def _products(baselines: Path, product: str | None) -> list[str]:
 
 def _removed(chapter: products.Chapter, gone: Sequence[str]) -> list[str]:
     try:
-        return store.prune(chapter.path, set(store.load(chapter.path).results) - set(gone))
+        return store.prune(chapter.path, gone)
     except StoreError as error:
         raise Unanswerable(str(error)) from None

@@ -39,17 +39,6 @@ def worst(commands: Sequence[Sequence[str]], say: Callable[[str], None]) -> int:
     return max(run(words, say) for words in commands)
 
 
-def profile_of(word: str) -> str:
-    """Return `word`.
-
-    Raises:
-        ValueError: where it is none of `PROFILES`.
-    """
-    if word not in PROFILES:
-        raise ValueError(f"{word!r} is no profile; legal are {', '.join(PROFILES)}")
-    return word
-
-
 def measuring(
     paths: Sequence[str], profile: str, artifacts: Path | None, more: Sequence[str]
 ) -> list[list[str]]:

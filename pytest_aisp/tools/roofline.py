@@ -19,7 +19,7 @@ from ..pages.pair import Work
 from ..results.row import digits, duration
 from ..results.store import Result
 from . import products
-from .catalogue import Catalogue
+from .catalogue import Catalogue, target_of
 
 HEADS = ("product", "target", "case", "bound", "speedup", "time", "attained", "share", "limit")
 BYTES = ("copy", "read", "write", *PCIE, *peaks.LINKS, "peer_both")
@@ -75,24 +75,26 @@ def answer(
     found: Catalogue, names: Sequence[str], targets: Sequence[str], *, as_json: bool
 ) -> Answer:
     """Return the results of the products `names` of `targets`, the largest share last."""
-    points = [point for name in names for point in points_of(found, name, targets)]
+    limits = {name: products.peaks_of(found.baselines, name) for name in names}
+    points = [p for name in names for p in points_of(found, name, targets, limits[name])]
     if as_json:
         return Answer([json.dumps([asdict(point) for point in points], indent=1)])
     points.sort(key=lambda p: (p.product, p.target.partition(":")[0], p.share or 0.0))
-    lacking = [name for name in names if products.peaks_of(found.baselines, name) is None]
+    lacking = [name for name in names if limits[name] is None]
     notes = [f"no peaks of {name} are stored\n    aisp peak --store" for name in lacking]
     lines = columns([HEADS, *(p.row() for p in points)]) if points else ["no result is stored"]
     return Answer([*lines, *notes])
 
 
-def points_of(found: Catalogue, product: str, targets: Sequence[str]) -> Iterator[Point]:
-    """Yield each stored result of `product` against its limit."""
+def points_of(
+    found: Catalogue, product: str, targets: Sequence[str], limits: Peaks | None
+) -> Iterator[Point]:
+    """Yield each stored result of `product` against the one of its `limits` that holds it."""
     cases = {(case["chapter"], case["key"]): case for case in found.cases}
-    limits = products.peaks_of(found.baselines, product)
     for chapter in products.chapters(found.baselines, product):
         for key, result in sorted(chapter.stored.results.items()):
             page, _, name = key.partition("::")
-            target = f"{chapter.name}:{page.removesuffix('.py').removesuffix('_test')}"
+            target = target_of(chapter.name, page)
             asked = not targets or target in targets or chapter.name in targets
             if asked and result.speedup is not None:
                 case = cases.get((chapter.name, key), {})

@@ -7,7 +7,6 @@ What it cannot prove: that anything was measured. A seal keeps out edits, not fo
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -57,16 +56,14 @@ def faults(name: str, against: str) -> Iterator[str]:
 
 def _stored(ref: str, name: str) -> Stored:
     """Return the results in a file as it is at `ref`; none where it is not there."""
+    path = Path(name)
     text = _git("show", f"{ref}:./{name}", missing=True)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, Path(name).parent.name, Path(name).name)
-        path.parent.mkdir()
-        if text is not None:
-            path.write_bytes(text)
-        try:
-            return store.load(path)
-        except StoreError as error:
-            raise StoreError(str(error).replace(str(path), name)) from None
+    if text is None:
+        return Stored(path.absolute().parent.name)
+    try:
+        return store.parse(path, text.decode())
+    except UnicodeDecodeError as error:
+        raise StoreError(f"{name} was not written by pytest-aisp: {error}") from None
 
 
 def _changed(baselines: Path, against: str) -> list[str]:

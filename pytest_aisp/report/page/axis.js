@@ -18,8 +18,7 @@ function parts(one, scale) {
 // Of the claim or the stored result, the axis holds intervals alone: the other tick may lie far off.
 function spanOf(seen, scale) {
   const all = seen.flatMap((p) => [p.low, p.high, ...(scale === "speedup" ? [p.claim, p.stored] : [])]).filter(Boolean);
-  const low = Math.min(1, ...all), high = Math.max(1, ...all), margin = Math.max(high / low, 1.004) ** 0.06;
-  return [low / margin, high * margin];
+  return roomy([1, ...all], 1.004, 0.06);
 }
 
 // Move an element to `from`, a line's other end to `to`; what lies beyond the axis is hidden.

@@ -19,18 +19,16 @@ const s = (tag, attributes, ...children) =>
 
 // Four digits, and no zeros behind the point: 1.25, 0.0125, 1250.
 const digits = (value, count = 4) => String(Number(value.toPrecision(count)));
-const scaled = (value, units, gap = " ") => {
+// In the largest unit that leaves 1 or more; in three digits, where nothing else is asked for.
+const scaled = (value, units, count) => {
   const [unit, scale] = units.find(([, least]) => Math.abs(value) >= least) || units[units.length - 1];
-  return `${digits(value / scale, Math.abs(value / scale) >= 1000 ? 4 : 3)}${gap}${unit}`;
+  return `${digits(value / scale, count || (Math.abs(value / scale) >= 1000 ? 4 : 3))} ${unit}`;
 };
 const TIMES = [["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]];
 const BYTES = [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10], ["B", 1]];
 const SI = [["P", 1e15], ["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3], ["", 1]];
 
-const duration = (seconds) => {
-  const [unit, scale] = TIMES.find(([, least]) => seconds >= least) || TIMES[3];
-  return `${digits(seconds / scale)} ${unit}`;
-};
+const duration = (seconds) => scaled(seconds, TIMES, 4);
 const bytes = (count) => scaled(count, BYTES);
 const JOULES = [["J", 1], ["mJ", 1e-3], ["µJ", 1e-6], ["nJ", 1e-9]];
 const joules = (value) => scaled(value, JOULES);

@@ -3,8 +3,7 @@
 function intervalPlot(host, one) {
   const [value, low, high] = one.speedup, claim = claimOf(one), stored = storedOf(one), votes = one.votes || [];
   const all = [low, high, ...votes, ...[claim, stored].filter(Boolean)];
-  const room = Math.max(Math.max(...all) / Math.min(...all), 1.01) ** 0.12;
-  const span = [Math.min(...all) / room, Math.max(...all) * room];
+  const span = roomy(all);
   const words = `${ratio(value)}, interval ${ratio(low)} to ${ratio(high)}`;
   plot(host, 118, (width) => {
     const x = logScale(...span, 8, width - 8), parts = [], y = 52;
@@ -25,8 +24,7 @@ function intervalPlot(host, one) {
 function historyPlot(host, one) {
   const runs = one.history, claim = claimOf(one), values = runs.flatMap(([, , , low, high]) => [low, high]);
   if (claim && claim > Math.min(...values) / 1.3) values.push(claim);
-  const room = Math.max(Math.max(...values) / Math.min(...values), 1.01) ** 0.12;
-  const span = [Math.min(...values) / room, Math.max(...values) * room];
+  const span = roomy(values);
   plot(host, 170, (width, tall) => {
     const x = linScale(0, Math.max(runs.length - 1, 1), 66, width - 24), y = logScale(...span, tall - 34, 14), parts = [];
     for (const t of ratioTicks(...span, 4)) {

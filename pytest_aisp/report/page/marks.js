@@ -11,6 +11,12 @@ const logScale = (low, high, from, to) => {
 };
 const linScale = (low, high, from, to) => (value) => from + ((value - low) / (high - low || 1)) * (to - from);
 
+// What a logarithmic axis of ratios spans: `values`, no less than `least`, and room at both ends.
+const roomy = (values, least = 1.01, power = 0.12) => {
+  const low = Math.min(...values), high = Math.max(...values), room = Math.max(high / low, least) ** power;
+  return [low / room, high * room];
+};
+
 const decades = (low, high) => {
   const found = [];
   for (let p = Math.ceil(Math.log10(low) - 1e-9); 10 ** p <= high * (1 + 1e-9); p++) found.push(10 ** p);

@@ -55,7 +55,7 @@ function axes(width, height, box, span, unitX, unitY) {
   });
   for (const t of decades(...span.y)) {
     parts.push(line(box.left, y(t), width - box.right, y(t), "gridline"));
-    parts.push(label(box.left - 8, y(t) + 4, scaled(t, SI, " ").trim(), "end"));
+    parts.push(label(box.left - 8, y(t) + 4, scaled(t, SI).trim(), "end"));
   }
   parts.push(label(box.left, box.top - 8, unitY, "start"));
   return { x, y, parts };

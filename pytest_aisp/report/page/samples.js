@@ -106,8 +106,8 @@ function clocks(seen, x, width, box, top) {
 
 function samplesSection(one) {
   if (!one.samples) {
-    const why = one.samples_missing ? "Its file of samples is not in the run's folder." : "It was not timed.";
-    return one.speedup || one.samples_missing ? h("section", null, h("h2", null, "Samples"), h("p", { class: "said" }, why)) : null;
+    const why = one.samples_wrong || (one.speedup && "It was not timed.");
+    return why ? h("section", null, h("h2", null, "Samples"), h("p", { class: "said" }, why)) : null;
   }
   const first = h("figure", null, h("figcaption", null, h("b", null, "Distribution"), " of windows, by side"));
   const second = h("figure", null, h("figcaption", null, h("b", null, "Over time"), ` hollow ${one.baseline}, filled ${one.variant}; dashed: both built anew`));
