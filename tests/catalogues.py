@@ -9,6 +9,7 @@ from pytest_aisp.pages.skus import ARCHS
 from pytest_aisp.results import store
 from pytest_aisp.results.artifacts import Artifacts
 from pytest_aisp.results.row import Row
+from pytest_aisp.results.stored import Result
 from pytest_aisp.tools.catalogue import Catalogue
 
 FACTS = {"driver": "580.65", "cuda": "13.0", "torch": "2.11.0", "triton": "3.6.0"}
@@ -72,8 +73,8 @@ def catalogue(root: Path, cases: list[dict], **fields: object) -> Catalogue:
     return Catalogue(root, root / "baselines", **{**plain, **fields})
 
 
-def result(speedup: float, **fields: object) -> store.Result:
-    """Return a result of two sessions of four processes; `fields` are those of `store.Result`."""
+def result(speedup: float, **fields: object) -> Result:
+    """Return a result of two sessions of four processes; `fields` are those of `Result`."""
     value = math.log(speedup)
     four = (value - 1e-4, value + 1e-4, value - 1e-4, value + 1e-4)
     plain = {
@@ -84,10 +85,10 @@ def result(speedup: float, **fields: object) -> store.Result:
         "environments": ("one", "two"),
         "sources": SOURCES,
     }
-    return store.Result(**{**plain, **fields})
+    return Result(**{**plain, **fields})
 
 
-def stored(root: Path, results: dict[str, store.Result], product="nvidia-h200", chapter="ch07"):
+def stored(root: Path, results: dict[str, Result], product="nvidia-h200", chapter="ch07"):
     """Store `results` by key; return the file."""
     path = root / "baselines" / product / f"{chapter}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

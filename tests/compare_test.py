@@ -15,6 +15,7 @@ from pytest_aisp.common.answers import Unanswerable
 from pytest_aisp.results import compared, runs, store
 from pytest_aisp.results.artifacts import Artifacts
 from pytest_aisp.results.compared import Measured
+from pytest_aisp.results.stored import Result, Stored
 from pytest_aisp.tools import compare
 
 DATA = Path(__file__).parent / "data" / "run"
@@ -53,8 +54,8 @@ def test_of_results_without_times_goals_alone_are_compared():
 
     def stored(count):
         goals = {"memory": {"baseline": 8 << 20, "optimized": count << 20}}
-        result = store.Result(environments=("one",), sources=sides, goals=goals)
-        kept = store.Stored("a-gpu", {"one": {}}, {CASE.key: result})
+        result = Result(environments=("one",), sources=sides, goals=goals)
+        kept = Stored("a-gpu", {"one": {}}, {CASE.key: result})
         return list(compared.of_stored(kept, "ch01"))
 
     found = compared.compare(stored(4), stored(6))
@@ -294,7 +295,7 @@ def test_a_format_that_is_none_is_refused(capsys):
 
 
 def result(value):
-    return store.Result(
+    return Result(
         baseline_us=20.0,
         optimized_us=20.0 / math.exp(value),
         clock="graph",

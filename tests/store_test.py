@@ -22,18 +22,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_aisp.results import store
+from pytest_aisp.results.merging import Change, merge
 from pytest_aisp.results.stats import trimmed_spread
-from pytest_aisp.results.store import (
-    Change,
+from pytest_aisp.results.store import load, prune, write
+from pytest_aisp.results.stored import (
     Result,
     Stored,
-    StoreError,
-    dump,
-    load,
-    merge,
-    prune,
-    write,
+    differences,
+    environment_key,
+    pooled,
+    session_sd,
 )
+from pytest_aisp.results.stored_text import StoreError, dump
 
 PRODUCT = "nvidia-h200"
 KEY = "transpose_test.py::test_transpose[tiled-n4096]"
@@ -144,8 +144,8 @@ def test_what_was_not_timed_has_no_speedup_and_no_spread():
     r = counted()
     assert (r.value, r.speedup, r.own_spread, r.seconds) == (None, None, None, {})
     assert (r.sessions, r.processes) == (1, 0)
-    assert store.pooled([r, result()], "graph") == [result().own_spread]
-    assert store.session_sd([r, r], "") is None
+    assert pooled([r, result()], "graph") == [result().own_spread]
+    assert session_sd([r, r], "") is None
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_a_line_without_times_is_of_a_schema_that_older_readers_refuse(path):
     assert load(path).results == {KEY: counted()}
     record(path, {OTHER: result()})
     assert path.read_text().startswith('{\n"schema": 2,')
-    prune(path, {OTHER})
+    prune(path, {KEY})
     assert path.read_text().startswith('{\n"schema": 1,')
 
 
@@ -396,13 +396,13 @@ ON_THE_HOST = {"cpu", "governor"}
 def test_facts_that_make_times_incomparable(clock, fact):
     compared = EVERYWHERE | (set() if clock in ("graph", "queue") else ON_THE_HOST)
     changed = {**KNOWN, fact: "another"}
-    assert store.differences(KNOWN, changed, clock) == ([fact] if fact in compared else [])
-    assert store.differences(KNOWN, KNOWN, clock) == []
+    assert differences(KNOWN, changed, clock) == ([fact] if fact in compared else [])
+    assert differences(KNOWN, KNOWN, clock) == []
 
 
 def test_nccl_counts_where_several_gpus_work_together():
     changed = {**KNOWN, "nccl": "2.28"}
-    assert store.differences(KNOWN, changed, "graph", several=True) == ["nccl"]
+    assert differences(KNOWN, changed, "graph", several=True) == ["nccl"]
 
 
 @pytest.mark.parametrize("fact", sorted(KNOWN.keys() - FACTS.keys()))
@@ -412,12 +412,12 @@ def test_what_an_older_file_does_not_know_is_no_difference(fact, unknown):
     if unknown == "missing":
         del older[fact]
     for one, other in [(older, KNOWN), (KNOWN, older), (older, older)]:
-        assert store.differences(one, other, "host", several=True) == []
+        assert differences(one, other, "host", several=True) == []
 
 
 @pytest.mark.parametrize("fact", FACTS)
 def test_versions_that_every_file_knows_must_agree(fact):
-    assert store.differences({**FACTS, fact: None}, FACTS, "graph") == [fact]
+    assert differences({**FACTS, fact: None}, FACTS, "graph") == [fact]
 
 
 def test_a_session_under_another_power_limit_is_no_second_one(path):
@@ -433,7 +433,7 @@ def test_the_files_of_this_repository_are_read_and_compared(file):
     assert stored.results
     for facts in stored.environments.values():
         now = {**KNOWN, **{name: fact for name, fact in facts.items() if fact is not None}}
-        assert store.differences(facts, now, "host") == []
+        assert differences(facts, now, "host") == []
 
 
 def test_a_third_session_is_left_alone(path):
@@ -474,8 +474,8 @@ def test_an_environment_key_means_one_thing(path):
 
 def test_environment_key_follows_from_the_facts():
     facts = {"driver": "580", "date": "2026-08-20"}
-    assert store.environment_key(facts) == store.environment_key(backwards(facts))
-    assert store.environment_key(facts) != store.environment_key({**facts, "date": "2026-08-21"})
+    assert environment_key(facts) == environment_key(backwards(facts))
+    assert environment_key(facts) != environment_key({**facts, "date": "2026-08-21"})
 
 
 SESSIONS = [result("a"), result("b"), result("a", share=0.5), result("b", (0.1,)), counted("b")]
@@ -544,10 +544,10 @@ def test_prune_with_nothing_to_remove_touches_nothing(path):
 def test_spreads_are_pooled_by_clock():
     two = result(values=((0.70, 0.71, 0.72), (0.80, 0.81, 0.82)), environments=("a", "b"))
     stored = [result(), result(processes=(0.5,)), result(clock="cpu"), two]
-    assert store.pooled(stored, "graph") == [stored[0].own_spread, two.own_spread]
-    assert store.pooled(stored, "host") == []
-    assert store.session_sd(stored, "graph") == pytest.approx(0.0705, abs=0.001)
-    assert store.session_sd(stored, "cpu") is None
+    assert pooled(stored, "graph") == [stored[0].own_spread, two.own_spread]
+    assert pooled(stored, "host") == []
+    assert session_sd(stored, "graph") == pytest.approx(0.0705, abs=0.001)
+    assert session_sd(stored, "cpu") is None
 
 
 # Files that cannot be read
@@ -1054,7 +1054,7 @@ EDITS += [
 def test_what_was_edited_by_hand_breaks_its_seal(path, was, becomes):
     path.parent.mkdir(parents=True)
     path.write_text(EXPECTED.replace(was, becomes, 1))
-    with pytest.raises(store.StoreError, match="its seal is broken: it is not what a run has rec"):
+    with pytest.raises(StoreError, match="its seal is broken: it is not what a run has rec"):
         store.load(path)
     assert path.read_text() == EXPECTED.replace(was, becomes, 1)
 

@@ -15,6 +15,8 @@ from pytest_aisp.commands import cli
 from pytest_aisp.common.answers import Unanswerable
 from pytest_aisp.common.device import Machine
 from pytest_aisp.results import store, tables
+from pytest_aisp.results.stored import Result
+from pytest_aisp.results.stored_text import StoreError
 from pytest_aisp.tools import catalogue as catalogues
 from pytest_aisp.tools import expectations, products, prune, roofline
 
@@ -213,8 +215,8 @@ def test_a_result_without_times_is_held_against_no_claim_and_no_limit(told, tmp_
     found = told(case("ch07:scan"))
     goals = {"memory": {"baseline": 600.0, "optimized": 240.0}}
     plain = {"environments": ("one",), "goals": goals}
-    stored(tmp_path, {SCAN: store.Result(sources=SOURCES, **plain)})
-    assert list(roofline.points_of(found, "nvidia-h200", [])) == []
+    stored(tmp_path, {SCAN: Result(sources=SOURCES, **plain)})
+    assert list(roofline.points_of(found, "nvidia-h200", [], None)) == []
     (stand,) = expectations.stands_of(found, "nvidia-h200", "sm90")
     assert stand.states == ()
     assert stand.row()[3:7] == ("-", "-", "0", "1")
@@ -222,7 +224,7 @@ def test_a_result_without_times_is_held_against_no_claim_and_no_limit(told, tmp_
     (row,) = csv.DictReader(capsys.readouterr().out.splitlines())
     assert (row["claim"], row["speedup"], row["low"], row["high"]) == ("", "", "", "")
     changed = {**SOURCES, "optimized": "2c"}
-    stored(tmp_path, {SCAN: store.Result(sources=changed, **plain)})
+    stored(tmp_path, {SCAN: Result(sources=changed, **plain)})
     (stand,) = expectations.stands_of(found, "nvidia-h200", "sm90")
     assert stand.states == ("stale",)
 
@@ -230,7 +232,7 @@ def test_a_result_without_times_is_held_against_no_claim_and_no_limit(told, tmp_
 def test_a_chapters_table_shows_goals_where_nothing_was_timed(tmp_path):
     goals = {"memory": {"baseline": 600 << 20, "optimized": 240 << 20}}
     goals |= {"launches": {"baseline": 63.0, "optimized": 2.0}}
-    counted = store.Result(sources=SOURCES, environments=("one",), goals=goals)
+    counted = Result(sources=SOURCES, environments=("one",), goals=goals)
     stored(tmp_path, {SCAN: counted, "scan_test.py::test_scan[timed-n64]": result(2.0)})
     lines = tables.table("ch07", tmp_path / "baselines").splitlines()
     page = "| [scan](scan_test.py) |"
@@ -374,7 +376,7 @@ def test_a_product_without_results_and_a_file_that_is_locked_away(told, tmp_path
         prune.answer(found, "nvidia-b200", yes=False)
 
     def full(path, gone):
-        raise store.StoreError(f"{path} could not be written")
+        raise StoreError(f"{path} could not be written")
 
     monkeypatch.setattr(store, "prune", full)
     with pytest.raises(Unanswerable, match=f"{path} could not be written"):

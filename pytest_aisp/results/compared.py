@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from . import store
 from .goals import GOALS
+from .stored import Stored, session_sd
 from .verdict import DEFAULT_SPREAD, RED, record_margin
 
 TIME_FLOOR = 0.05
@@ -30,7 +30,7 @@ class Measured:
 
     Attributes:
         value: ln(speedup); seconds: of ``baseline`` and ``optimized``, or nothing.
-        share: of the machine's `limit`; goals: as in `store.Result`.
+        share: of the machine's `limit`; goals: as in `Result`.
         spread: of one process's ln(speedup); session: from session to session, where recorded.
         verdict: empty for a stored result.
     """
@@ -139,7 +139,7 @@ def of_run(cases: Iterable[Mapping[str, Any]]) -> Iterator[Measured]:
         )
 
 
-def of_stored(stored: store.Stored, chapter: str) -> Iterator[Measured]:
+def of_stored(stored: Stored, chapter: str) -> Iterator[Measured]:
     """Yield the results of one file, ``<chapter>.json``."""
     for key, result in stored.results.items():
         yield Measured(
@@ -153,7 +153,7 @@ def of_stored(stored: store.Stored, chapter: str) -> Iterator[Measured]:
             limit=result.limit or "",
             goals=result.goals,
             spread=result.own_spread,
-            session=store.session_sd(stored.results.values(), result.clock or ""),
+            session=session_sd(stored.results.values(), result.clock or ""),
         )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from . import store
 from .goals import GOALS
 from .row import bare, duration
+from .stored import Result, Stored, session_sd
 from .verdict import DEFAULT_SPREAD, UNKNOWN_SESSION, interval
 
 START, END = "<!-- results -->", "<!-- end of results -->"
@@ -36,7 +37,7 @@ def table(chapter: str, baselines: Path) -> str:
     return "\n".join(parts) or "No results are stored yet.\n"
 
 
-def _taken(stored: store.Stored) -> str:
+def _taken(stored: Stored) -> str:
     names = ("driver", "cuda", "torch", "triton")
     seen = [stored.environments[name] for name in sorted(stored.environments)]
     versions = {n: sorted({str(e[n]) for e in seen if e.get(n)}) for n in names}
@@ -45,7 +46,7 @@ def _taken(stored: store.Stored) -> str:
     return f"{text}; recorded {', '.join(dates)}"
 
 
-def _cells(key: str, stored: store.Stored) -> tuple[str, ...]:
+def _cells(key: str, stored: Stored) -> tuple[str, ...]:
     page, _, case = key.partition("::")
     result = stored.results[key]
     share = "" if result.share is None else f"{result.share:.0%} {result.limit}"
@@ -59,28 +60,28 @@ def _cells(key: str, stored: store.Stored) -> tuple[str, ...]:
     )
 
 
-def _taken_by(result: store.Result, side: str) -> str:
+def _taken_by(result: Result, side: str) -> str:
     """Return a side's time; where nothing was timed, what it takes of each goal."""
     if side in result.seconds:
         return duration(result.seconds[side])
     return ", ".join(f"{name} {GOALS[name].unit(n[side])}" for name, n in result.goals.items())
 
 
-def _speedup(result: store.Result, stored: store.Stored) -> str:
+def _speedup(result: Result, stored: Stored) -> str:
     ends = interval_of(result, stored)
     if result.value is None or ends is None:
         return "-"
     return f"{bare(result.value)}x [{bare(ends[0])}, {bare(ends[1])}]"
 
 
-def interval_of(result: store.Result, stored: store.Stored) -> tuple[float, float] | None:
+def interval_of(result: Result, stored: Stored) -> tuple[float, float] | None:
     """Return the 99 % interval of a result of `stored` in ln(speedup), sessions considered.
 
     None where nothing was timed.
     """
     if result.value is None or result.clock is None:
         return None
-    session = store.session_sd(stored.results.values(), result.clock)
+    session = session_sd(stored.results.values(), result.clock)
     return interval(
         result.value,
         result.own_spread or DEFAULT_SPREAD[result.clock],

@@ -11,10 +11,11 @@ from typing import Any
 from ..bench import peaks as peaks_module
 from ..kernels import tuner
 from ..pages.pair import Work
-from ..results import stats, store, verdict
+from ..results import stats, verdict
 from ..results.goals import GOALS
 from ..results.published import below
 from ..results.row import bare, duration, ratio
+from ..results.stored import Result, differences, pooled, session_sd
 from .case_client import CaseClient, reading
 from .run import Failed
 
@@ -141,7 +142,7 @@ class Judge:
         row.verdict = verdict.graver(row.verdict, word)
         self._end()
 
-    def _mine(self) -> store.Result | None:
+    def _mine(self) -> Result | None:
         """Return the case's stored result."""
         return self.run.stored(self.client.path).results.get(self.row.key)
 
@@ -180,13 +181,13 @@ class Judge:
 
     def _session(self) -> float | None:
         """Return this product's recorded session-to-session spread on this clock, or None."""
-        return store.session_sd(self.run.stored(self.client.path).results.values(), self.row.clock)
+        return session_sd(self.run.stored(self.client.path).results.values(), self.row.clock)
 
-    def _unlike(self, mine: store.Result) -> list[str]:
+    def _unlike(self, mine: Result) -> list[str]:
         """Return for which reasons a loss against `mine` need not be the code's."""
         stored, row = self.run.stored(self.client.path), self.row
         then, now = stored.environments.get(mine.environments[-1], {}), row.environment
-        names = store.differences(then, now, row.clock, several=self.case.gpus > 1)
+        names = differences(then, now, row.clock, several=self.case.gpus > 1)
         unlike = [f"{n} was {then.get(n)} when stored, and is {now.get(n)}" for n in names]
         if mine.sources.get("baseline") != row.sources["baseline"]:
             unlike.append("the baseline is not the one that was stored")
@@ -227,7 +228,7 @@ class Judge:
         """Return the spread of one process's value: recorded, pooled, or this clock's default."""
         clock = self.row.clock
         results = list(self.run.stored(self.client.path).results.values())
-        others = store.pooled(results, clock)
+        others = pooled(results, clock)
         mine = self._mine()
         own = mine.own_spread if mine is not None and mine.clock == clock else None
         if own is not None and mine is not None:

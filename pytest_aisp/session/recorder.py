@@ -15,6 +15,8 @@ from ..results import store
 from ..results.artifacts import REPORT, Artifacts
 from ..results.goals import GOALS
 from ..results.row import ratio
+from ..results.stored import Result
+from ..results.stored_text import StoreError
 from ..results.verdict import environment_moved
 from .canary import Canary
 from .manifest import stored_peaks
@@ -75,7 +77,7 @@ class Recorder:
             changes = store.write(
                 path, row["product"], {row["key"]: result}, {key: environment}, replace=replace
             )
-        except (store.StoreError, OSError, ValueError) as error:
+        except (StoreError, OSError, ValueError) as error:
             self._refused.setdefault(str(error), []).append(row["key"])
             return
         for change in changes:
@@ -114,14 +116,14 @@ def _commit(root: Path) -> str | None:
     return (git.told(root, "rev-parse", "--short=12", "HEAD") or "").strip() or None
 
 
-def _as_result(recorded: Mapping[str, Any], environment: str) -> store.Result:
+def _as_result(recorded: Mapping[str, Any], environment: str) -> Result:
     """Return the stored result of a row's `recorded` values, be they times, goals or both."""
     given = {name: value for name, value in recorded.items() if name != "replace"}
     given["values"] = tuple(tuple(v) for v in recorded.get("values", ()))
-    return store.Result(**given, environments=(environment,))
+    return Result(**given, environments=(environment,))
 
 
-def _said(result: store.Result) -> str:
+def _said(result: Result) -> str:
     """Return ``3.530x, memory 600 MiB / 240 MiB``: what there is of it."""
     parts = [] if result.value is None else [ratio(result.value)]
     parts += [f"{name} {GOALS[name].both(found)}" for name, found in result.goals.items()]

@@ -22,6 +22,8 @@ from ..ranks.launcher import RankSet
 from ..results import store
 from ..results.messages import Task
 from ..results.row import Row
+from ..results.stored import Stored
+from ..results.stored_text import StoreError
 from ..results.verdict import Reading
 from .history import Past
 from .options import Settings
@@ -75,7 +77,7 @@ class Run:
     cases_done: bool = False
     confirmed: float = 0.0
     _benches: dict[tuple[Any, ...], Bench] = field(default_factory=dict)
-    _stored: dict[Path, store.Stored] = field(default_factory=dict)
+    _stored: dict[Path, Stored] = field(default_factory=dict)
     _peaks: dict[str, peaks_module.Peaks | None] = field(default_factory=dict)
     _caches: list[str] = field(default_factory=list)
     secret: int = field(default_factory=lambda: random.SystemRandom().randrange(2**31))
@@ -153,12 +155,12 @@ class Run:
         every = self.machine.gpus
         return (every[self.worker % len(every)],) if count == 1 else tuple(sorted(every)[:count])
 
-    def stored(self, path: Path) -> store.Stored:
+    def stored(self, path: Path) -> Stored:
         """Return the stored results in `path`, read once."""
         if path not in self._stored:
             try:
                 self._stored[path] = store.load(path)
-            except store.StoreError as error:
+            except StoreError as error:
                 raise Failed(str(error)) from None
         return self._stored[path]
 

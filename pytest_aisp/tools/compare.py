@@ -14,10 +14,11 @@ from typing import Any
 
 from ..common import git
 from ..common.answers import Answer, Unanswerable, columns
-from ..results import compared, runs, sheets, store
+from ..results import compared, runs, sheets
 from ..results.compared import Change, Comparison, Measured, Turned
 from ..results.goals import GOALS
 from ..results.row import duration
+from ..results.stored_text import StoreError, parse
 
 FORMS = ("text", "markdown", "json")
 BASELINES = "baselines"
@@ -127,9 +128,9 @@ def _parsed(texts: Mapping[Path, str]) -> tuple[Measured, ...]:
         return tuple(
             case
             for path, text in texts.items()
-            for case in compared.of_stored(store.parse(path, text), path.stem)
+            for case in compared.of_stored(parse(path, text), path.stem)
         )
-    except store.StoreError as error:
+    except StoreError as error:
         raise Unanswerable(str(error)) from None
 
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ..common.answers import Answer, columns
-from ..results.store import Result
+from ..results.stored import Result
 from ..results.tables import interval_of
 from ..results.verdict import NEUTRAL_FLOOR
 from . import products

@@ -13,7 +13,8 @@ from ..common.answers import Unanswerable
 from ..common.device import Machine
 from ..pages.skus import ARCHS, GPUS
 from ..results import store
-from ..results.store import Stored, StoreError
+from ..results.stored import Stored
+from ..results.stored_text import StoreError
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from ..common.answers import Answer, Unanswerable
 from ..results import store
-from ..results.store import StoreError
+from ..results.stored_text import StoreError
 from . import products
 from .catalogue import Catalogue
 

@@ -17,7 +17,7 @@ from ..bench.peaks import PCIE, SECONDS, Peaks, PeaksError
 from ..common.answers import Answer, columns
 from ..pages.pair import Work
 from ..results.row import digits, duration
-from ..results.store import Result
+from ..results.stored import Result
 from . import products
 from .catalogue import Catalogue, target_of
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ..common import git
 from ..common.answers import Answer, Unanswerable
-from ..results import store
-from ..results.store import Stored, StoreError
+from ..results.stored import Stored
+from ..results.stored_text import StoreError, parse
 
 RECORD = "    pytest --aisp-update-expectations"
 STAGED = ""
@@ -61,7 +61,7 @@ def _stored(ref: str, name: str) -> Stored:
     if text is None:
         return Stored(path.absolute().parent.name)
     try:
-        return store.parse(path, text.decode())
+        return parse(path, text.decode())
     except UnicodeDecodeError as error:
         raise StoreError(f"{name} was not written by pytest-aisp: {error}") from None
 

@@ -1,0 +1,158 @@
+"""What is stored: a result of each case, and the environments in which they were recorded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, TypeAlias
+
+from .fields import FORMS, OPTIONAL, TABLE, TIMES, converted, plain_table
+from .stats import rms, session_spread, trimmed_spread
+
+Environment: TypeAlias = Mapping[str, Any]
+Environments: TypeAlias = Mapping[str, Environment]
+Results: TypeAlias = "Mapping[str, Result]"
+VERSIONS = ("driver", "cuda", "torch", "triton")
+"""The facts of an environment that are always known, and compared."""
+COMPARED = ("cudnn", "cublas", "power_limit_w", "mig")
+"""Facts that are compared where both environments know them: they choose and pace GPU kernels."""
+COMPARED_BY_HOST = ("cpu", "governor")
+"""Facts that are compared as well where the host's speed enters: on `HOST_CLOCKS`."""
+HOST_CLOCKS = ("host", "cpu", "process")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What is stored of one case, rounded when built to what the file holds.
+
+    Attributes:
+        baseline_us, optimized_us: microseconds per call, to four digits; None, as `clock`, where
+            the page asks for goals and for no time.
+        share: share of the machine's `limit` that the optimized side reaches, as in 0.92.
+        limit: name of that limit, as in ``copy``.
+        clock: ``graph``, ``queue``, ``host``, ``cpu``, ``process``.
+        values: ln(speedup) by session, by process, to 0.00001; empty where nothing was timed.
+        environments: for each session, its key in the file's table of environments.
+        sources: hex hashes of the sides' sources, ``baseline`` and ``optimized``.
+        choices: tuning choices of the sides; JSON types.
+        goals: by name, as in ``memory``, what a call of ``baseline`` and of ``optimized`` takes;
+            empty where the page asks for nothing but time.
+        samples: hex hash of the file with the samples.
+
+    With several sessions, whatever is not by session is the latest one's. What was not timed has
+    one session.
+
+    Raises:
+        ValueError: for a field that the file could not hold.
+    """
+
+    baseline_us: float | None = None
+    optimized_us: float | None = None
+    share: float | None = None
+    limit: str | None = None
+    clock: str | None = None
+    values: tuple[tuple[float, ...], ...] = ()
+    environments: tuple[str, ...]
+    sources: Mapping[str, str]
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    goals: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    samples: str | None = None
+
+    def __post_init__(self) -> None:
+        untimed = all(getattr(self, name) in (None, ()) for name in TIMES)
+        for name, form in FORMS.items():
+            value = getattr(self, name)
+            absent = value is None and name in OPTIONAL
+            if not absent and not (untimed and name in TIMES):
+                object.__setattr__(self, name, converted(name, value, *form))
+        if untimed and not self.goals:
+            raise ValueError(f"goals={self.goals} must not be empty where nothing was timed")
+        if untimed and (self.share, self.limit) != (None, None):
+            raise ValueError(f"share={self.share} of {self.limit} must be None without a time")
+        names = self.environments
+        if not len(set(names)) == len(names) == max(1, len(self.values)):
+            raise ValueError(f"environments={names} must be one per session, all other")
+
+    @property
+    def value(self) -> float | None:
+        """ln(speedup): the mean over sessions of the mean over processes."""
+        return fmean(fmean(session) for session in self.values) if self.values else None
+
+    @property
+    def speedup(self) -> float | None:
+        return None if self.value is None else math.exp(self.value)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds per call of ``baseline`` and ``optimized``, or nothing."""
+        times = {"baseline": self.baseline_us, "optimized": self.optimized_us}
+        return {side: time * 1e-6 for side, time in times.items() if time is not None}
+
+    @property
+    def sessions(self) -> int:
+        return len(self.environments)
+
+    @property
+    def processes(self) -> int:
+        """How many processes were measured, all sessions together."""
+        return sum(map(len, self.values))
+
+    @property
+    def own_spread(self) -> float | None:
+        """Spread of a process's value, each session about its own centre; None below 3."""
+        spreads = [trimmed_spread(session) for session in self.values if len(session) >= 3]
+        return rms(spreads) if spreads else None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What one file holds: a product's results for one chapter, by page, function and case id."""
+
+    product: str
+    environments: Environments = field(default_factory=dict)
+    results: Results = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        facts = self.environments.items()
+        table = {k: converted(f"environments[{k!r}]", e, *TABLE) for k, e in facts}
+        object.__setattr__(self, "environments", table)
+        for key, result in self.results.items():
+            for name in set(result.environments) - set(table):
+                raise ValueError(f"results[{key!r}]: its environment {name!r} is not in the table")
+
+
+def environment_key(environment: Environment) -> str:
+    """Return a short key that follows from the facts: the first 8 digits of their hash."""
+    return hashlib.sha256(json.dumps(plain_table(environment)).encode()).hexdigest()[:8]
+
+
+def differences(
+    one: Environment, other: Environment, clock: str, *, several: bool = False
+) -> list[str]:
+    """Return the facts for which times on `clock` in two environments are not comparable.
+
+    A fact that one of them does not know is no difference: older files lack some. Any other fact,
+    as the NUMA node, is only recorded.
+
+    Args:
+        several: whether several GPUs worked together; then NCCL counts too.
+    """
+    names = COMPARED + (COMPARED_BY_HOST if clock in HOST_CLOCKS else ())
+    names += ("nccl",) if several else ()
+    known = [name for name in names if None not in (one.get(name), other.get(name))]
+    return [name for name in (*VERSIONS, *known) if one.get(name) != other.get(name)]
+
+
+def pooled(results: Iterable[Result], clock: str) -> list[float]:
+    """Return the own spreads of the results measured on `clock`."""
+    spreads = (result.own_spread for result in results if result.clock == clock)
+    return [spread for spread in spreads if spread is not None]
+
+
+def session_sd(results: Iterable[Result], clock: str) -> float | None:
+    """Return the session-to-session sd on `clock`, or None until a result has two sessions."""
+    return session_spread([result.values for result in results if result.clock == clock])
