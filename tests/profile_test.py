@@ -142,9 +142,9 @@ def test_a_folder_that_cannot_be_written_is_noted(page, pytester):
 
 LATE = """
     import pytest
-    from pytest_aisp.session import fixtures
+    from pytest_aisp.session import profiling
 
-    fixtures.profile = lambda case: pytest.fail("Timeout (>1.0s) from pytest-timeout.")
+    profiling.profile = lambda case: pytest.fail("Timeout (>1.0s) from pytest-timeout.")
 """
 
 

@@ -107,7 +107,8 @@ def page_name(case: Mapping[str, Any]) -> str:
 
 def size_words(case: Mapping[str, Any]) -> str:
     """Return ``rows 2048 · n 65536``."""
-    return " · ".join(f"{k} {v}" for k, v in case.get("size", {}).items())
+    ranks = [f"{case['gpus']} GPUs"] if case.get("gpus", 1) > 1 else []
+    return " · ".join([*ranks, *(f"{k} {v}" for k, v in case.get("size", {}).items())])
 
 
 def _name(case: Mapping[str, Any]) -> Iterator[str]:

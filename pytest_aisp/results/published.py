@@ -37,6 +37,7 @@ def case(line: Mapping[str, Any], root: str) -> dict[str, Any]:
         "baseline": line["baseline"],
         "variant": line["variant"],
         "size": line["size"],
+        "gpus": line.get("gpus", 1),
         "product": line["product"],
         "arch": line["arch"],
         "bound": line["bound"],

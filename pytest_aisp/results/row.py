@@ -31,7 +31,7 @@ class Row:
 
     Attributes:
         file, key: where its stored result lives, and under which name.
-        page, function, variant, size, bound: the case.
+        page, function, variant, size, bound: the case; gpus: ranks that its sides run on.
         product, arch: the machine; `need`: why it could not be timed here, or empty.
         verdict: empty until the case is judged.
         value, low, high: ln(speedup) with its 99 % interval; None where nothing was timed.
@@ -63,6 +63,7 @@ class Row:
     variant: str
     size: Mapping[str, Any]
     bound: str
+    gpus: int = 1
     baseline: str = ""
     product: str = ""
     arch: str = ""
@@ -161,6 +162,12 @@ def bare(value: float) -> str:
 def digits(speedup: float) -> str:
     """Return ``3.530`` or ``12.0``: what is shown of a speedup."""
     return f"{speedup:.3f}" if speedup < 9.9995 else f"{speedup:.1f}"
+
+
+def size_text(gpus: int, size: Mapping[str, Any]) -> str:
+    """Return ``2 GPUs, n=4096``: ranks where there are several, then the size."""
+    ranks = [f"{gpus} GPUs"] if gpus > 1 else []
+    return ", ".join([*ranks, *(f"{name}={value}" for name, value in size.items())])
 
 
 def duration(seconds: float) -> str:

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from .goals import GOALS
-from .row import digits, duration
+from .row import digits, duration, size_text
 from .verdict import ORDER, RED
 
 HEADS: tuple[str, ...] = ("verdict", "page", "case", "baseline", "optimized", "speedup [99 %]")
@@ -84,7 +84,8 @@ def _row(case: Case) -> tuple[str, ...]:
 
 def label(case: Case) -> str:
     """Return ``tiled, n=4096``."""
-    return ", ".join([case["variant"], *(f"{k}={v}" for k, v in case["size"].items())])
+    size = size_text(case.get("gpus", 1), case["size"])
+    return f"{case['variant']}, {size}" if size else case["variant"]
 
 
 def speed(speedup: Mapping[str, float] | None) -> str:
@@ -108,6 +109,7 @@ COLUMNS: tuple[str, ...] = (
     "baseline",
     "variant",
     "size",
+    "gpus",
     "product",
     "arch",
 )
@@ -127,7 +129,7 @@ def csv_text(plain: Mapping[str, Any]) -> str:
 
 
 def _flat(case: Case) -> dict[str, Any]:
-    flat = {name: case[name] for name in COLUMNS if isinstance(case.get(name), str | float)}
+    flat = {name: case[name] for name in COLUMNS if isinstance(case.get(name), str | int | float)}
     speedup, times = case["speedup"] or {}, case["seconds"] or {}
     limit, goals = case["limit"] or {}, case["goals"]
     flat |= {"speedup": speedup.get("value"), "low": speedup.get("low")}

@@ -54,6 +54,7 @@ class CaseClient:
             variant=case.variant_name,
             size=dict(case.size),
             bound=case.pair.bound,
+            gpus=case.gpus,
             baseline=case.pair.baseline.__name__,
             product=product,
             arch=self.machine.arch,

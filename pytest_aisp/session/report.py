@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..bench.replay import Recording
 from ..kernels.assembly import UNSEEN
-from ..results.row import LETTERS, Row, bare, duration
+from ..results.row import LETTERS, Row, bare, duration, size_text
 from ..results.verdict import INVALID_RUN, RED
 from .canary import Canary
 
@@ -111,7 +111,7 @@ def _profiles(settings: Settings, rows: Sequence[Row]) -> list[str]:
 
 def cells(row: Row) -> tuple[str, ...]:
     """Return a row of the closing table."""
-    size = ", ".join(f"{k}={v}" for k, v in row.size.items())
+    size = size_text(row.gpus, row.size)
     seconds = [duration(s) for s in row.pair_seconds()] or ["-", "-"]
     speed = "-"
     if row.value is not None and row.low is not None and row.high is not None:

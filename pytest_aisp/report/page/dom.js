@@ -40,7 +40,7 @@ const median = (values) => {
   const sorted = [...values].sort((a, b) => a - b), middle = sorted.length >> 1;
   return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
 };
-const sizeWords = (one) => Object.entries(one.size || {}).map(([k, v]) => `${k} ${v}`).join(" · ");
+const sizeWords = (one) => [...(one.gpus > 1 ? [`${one.gpus} GPUs`] : []), ...Object.entries(one.size || {}).map(([k, v]) => `${k} ${v}`)].join(" · ");
 const stem = (one) => one.page.split("/").pop().replace(/(_test)?\.py$/, "");
 const brief = (words, most) => (words.length > most ? `${words.slice(0, Math.max(1, most - 1))}…` : words);
 const day = (stamp) => (stamp || "").slice(0, 10);
