@@ -543,3 +543,10 @@ def test_an_audit_goes_on_where_kernels_cannot_be_assembled(write, gpu, pytester
         ["*what its kernels use is not known: doubled on sm90 at n=1048576: *"]
     )
     assert result.ret == 0
+
+
+def test_of_what_an_assembler_says_the_first_lines_are_shown():
+    said = [f"line {number}" for number in range(40)]
+    assert assembly._beginning("\n".join(said)).splitlines() == [*said[:12], "... 28 lines more"]
+    assert assembly._beginning("\n".join(said[:13])).splitlines() == said[:13]
+    assert assembly._beginning("one\n") == "one"

@@ -24,6 +24,8 @@ PARTS = 4
 """Parts of a processor; each has its own registers, and a warp stays in one."""
 UNSEEN = "NOT LOOKED FOR"
 """How a note begins that every run shows, whatever its verbosity."""
+FIRST_LINES = 12
+"""Lines of what an assembler says of one kernel that are shown."""
 
 
 class AssemblyError(Exception):
@@ -139,7 +141,7 @@ class Assembly:
             try:
                 built = _built(arch, name, launch)
             except (AssemblyError, build.CompileError) as error:
-                self.faults.append(f"{where} does not assemble: {error}")
+                self.faults.append(f"{where} does not assemble: {_beginning(str(error))}")
                 continue
             self.built.append(built)
             self.faults += [f"{where} {fault}" for fault in _misfits(built)]
@@ -206,6 +208,13 @@ class Assembly:
                 yield f"{module.path.name}: {name}", getattr(module, name)
         for kernel in sources.triton_kernels(sides, self.root):
             yield kernel.__name__, kernel
+
+
+def _beginning(said: str) -> str:
+    """Return the first lines of what an assembler says: of one mistake it says the same often."""
+    lines = said.strip().splitlines()
+    more = len(lines) - FIRST_LINES
+    return "\n".join(lines if more < 2 else [*lines[:FIRST_LINES], f"... {more} lines more"])
 
 
 def _ended(launches: Launches) -> str:
