@@ -11,6 +11,7 @@ import pytest
 from pytest_aisp.results import store
 from pytest_aisp.session import recorder
 from pytest_aisp.session.recorder import Recorder
+from pytest_aisp.session.runner import CaseRun
 
 UPDATE = ["--aisp-update-expectations", "--aisp-processes=1"]
 FACTS = {"driver": "580.65", "cuda": "13.0", "torch": "2.11.0", "triton": "3.6.0"}
@@ -119,3 +120,17 @@ def test_the_entry_of_a_page_that_is_gone_stays(page, gpu, pytester, make, row):
     result = pytester.runpytest_subprocess(*update)
     result.stdout.fnmatch_lines(["stored: here_test.py::*: new -> *", "=* 1 new in *"])
     assert f"{before}," in file.read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("device", "timer", "started"), [("cuda", None, [1, 2]), ("cpu", None, []), ("cuda", {}, [])]
+)
+def test_on_a_gpu_all_processes_that_record_start_at_once(device, timer, started):
+    asked = []
+    case = SimpleNamespace(
+        place=SimpleNamespace(device=device),
+        run=SimpleNamespace(timer=timer, settings=SimpleNamespace(processes=3)),
+        bench=asked.append,
+    )
+    CaseRun._start_others(case)
+    assert asked == started

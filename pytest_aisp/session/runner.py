@@ -41,6 +41,8 @@ class CaseRun(CaseClient):
             self.row.notes += found["words"]
             raise EndOfBody
         timed = self.place.kind == "time"
+        if timed and self.run.settings.update is not None:
+            self._start_others()
         at = "case" if timed else "check"
         found = self.ask(self.task("check", at=at, search=self.run.settings.check))
         self.row.checks.append(found)
@@ -72,6 +74,12 @@ class CaseRun(CaseClient):
             self._record(first)
         if self.run.settings.aa:
             self._repeat(first)
+
+    def _start_others(self) -> None:
+        """Start the processes that record after the first: they import torch while it checks."""
+        if self.place.device == "cuda" and self.run.timer is None:
+            for number in range(1, self.run.settings.processes):
+                self.bench(number)
 
     def count(self, goal: goals.Name, limit: float) -> None:
         """Judge what both sides take of `goal`. Where nothing is timed the case is `checked`.
