@@ -39,9 +39,9 @@ PLAIN = {m for m in MODULES if room_of(m) in ("results", "report")} | words(
     " loop.advice loop.breakdown loop.stages loop.steps loop.stretch"
 )
 """Modules of data and arithmetic."""
-WITH_PYTEST = words("plugin pages.marks session.fixtures session.options") | words(
-    "session.catalogue session.sessions session.stash"
-)
+WITH_PYTEST = words(
+    "plugin pages.marks session.fixtures session.options session.combinations"
+) | words("session.catalogue session.sessions session.stash")
 GLUE = {m for m in MODULES if room_of(m) in ("session", "commands", "tools", "loop", "")} | {
     "pages.marks"
 }
@@ -144,7 +144,7 @@ def test_loading_the_plugin_loads_nothing_else():
     modules = loaded("import pytest_aisp.plugin")
     assert {m for m in modules if m.startswith("pytest_aisp")} == {
         *("pytest_aisp", "pytest_aisp.plugin", "pytest_aisp.session"),
-        *("pytest_aisp.session.options", "pytest_aisp.session.stash"),
+        *(f"pytest_aisp.session.{name}" for name in words("combinations options settings stash")),
     }
     assert modules & (FRAMEWORKS | TERMINALS) == set()
 

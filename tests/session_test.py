@@ -182,7 +182,7 @@ DAMAGE = {
     ),
     "foreign": (
         lambda text: text.replace('"schema": 1', '"schema": 99'),
-        "was written by a newer pytest-aisp (schema 99; this one reads 1)",
+        "was written by a newer pytest-aisp (schema 99; this one reads 1 and 2)",
     ),
     "edited": (
         lambda text: text.replace('"baseline": "', '"baseline": "0'),
@@ -260,7 +260,8 @@ def test_fixtures(device, timer, pair):
 
 def test_nothing_of_the_plugin_is_loaded():
     ours = {name for name in sys.modules if name.startswith("pytest_aisp")}
-    names = ("", ".plugin", ".session", ".session.options", ".session.stash")
+    own = ("combinations", "options", "settings", "stash")
+    names = ("", ".plugin", ".session", *(f".session.{name}" for name in own))
     assert ours <= {f"pytest_aisp{name}" for name in names}
     assert "torch" not in sys.modules
 

@@ -14,8 +14,8 @@ from typing import Any
 from ..bench import peaks as peaks_module
 from ..common import device, git
 from ..results.published import below
-from .options import Settings
 from .run import Run
+from .settings import Settings
 
 PACKAGES: tuple[str, ...] = (
     "torch",

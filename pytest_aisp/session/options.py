@@ -1,15 +1,15 @@
-"""Every option and ini key, read once into one frozen `Settings`."""
+"""Every option and ini key: declared, and read once."""
 
 from __future__ import annotations
 
 import math
-import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-UPDATES = ("missing", "all")
+from .combinations import refuse
+from .settings import Settings
+
 EVERY_ARCH = "all"
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 """Tools of compute-sanitizer: addresses, races in shared memory, reads of what was never written,
@@ -32,77 +32,6 @@ IN_PROCESS = {"--aisp-in-process": "aisp_in_process", "--pdb": "usepdb", "--trac
 """The options for which sides run inside pytest."""
 RECORDED = 8
 """Processes that a result is recorded from."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the command line and the ini file say.
-
-    Attributes:
-        ours: whether this session collects pages: an ``--aisp-*`` option, or a path under `pages`.
-        pages: folders that hold pages (ini ``aisp_pages``).
-        baselines: folder of stored results (ini ``aisp_baselines``).
-        check, aa, replay, update, compile: the mode; none of them is to measure.
-            `compile` holds the archs to assemble for.
-        against: commit with whose sides changed ones are compared besides, or None.
-        artifacts: folder for the run's results and samples, or None; `stamped`: in which folder one
-            named after the moment is made for them (ini ``aisp_artifacts``), or None.
-        warmup, blocks, window: the measuring budget, where the command line sets it.
-        processes: processes a result is recorded from, or an A/A trial is repeated in.
-        audit: whether the profiler looks at the kernels of both sides too.
-        sanitize: the tool of compute-sanitizer under which pages are checked, or empty.
-        energy: whether `assert_energy` counts: it takes half a minute a case.
-        profile: the profiler that looks at both sides after their verdict, or empty.
-        reproducible, cold_start, untrusted: see ``pytest --help``.
-        in_process: the option for which sides run inside pytest, or empty.
-        timeout: seconds for one request to a bench process, already multiplied.
-        suite_timeout, confirm_budget: seconds, for the run and for its votes.
-        missing, inconclusive: ``pass`` or ``fail``: what those verdicts do to the run.
-        strict_env: whether a loss against a record of another environment is red.
-    """
-
-    ours: bool
-    root: Path
-    pages: tuple[Path, ...]
-    baselines: Path
-    check: bool
-    compile: tuple[str, ...]
-    aa: bool
-    against: str | None
-    replay: Path | None
-    update: str | None
-    artifacts: Path | None
-    stamped: Path | None
-    warmup: int | None
-    blocks: int | None
-    window: float | None
-    processes: int
-    reproducible: bool
-    cold_start: bool
-    in_process: str
-    untrusted: bool
-    sanitize: str
-    audit: bool
-    energy: bool
-    profile: str
-    timeout: float
-    suite_timeout: float | None
-    confirm_budget: float
-    missing: str
-    inconclusive: str
-    strict_env: bool
-
-    @property
-    def mode(self) -> str:
-        """What the run does, in one word."""
-        modes: dict[str, object] = {"check": self.check, "compile": self.compile, "aa": self.aa}
-        modes |= {"replay": self.replay, "record": self.update}
-        return next((name for name, on in modes.items() if on), "measure")
-
-    @property
-    def profiles(self) -> Path:
-        """The folder of profiles: in that of artifacts, or one of their own under the root."""
-        return self.artifacts / "profile" if self.artifacts else self.root / "aisp-profile"
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -244,7 +173,7 @@ def read_settings(config: pytest.Config) -> Settings:
         inconclusive=_word(config, "aisp_inconclusive"),
         strict_env=get("aisp_strict_env"),
     )
-    _refuse(settings, config)
+    refuse(settings, config)
     return settings
 
 
@@ -385,106 +314,3 @@ def _word(config: pytest.Config, key: str) -> str:
     if word not in ("pass", "fail"):
         raise pytest.UsageError(f"{key} = {word}: legal are pass and fail")
     return word
-
-
-def _refuse(settings: Settings, config: pytest.Config) -> None:
-    """Refuse combinations that would lie or lose something."""
-    if settings.update is not None:
-        _refuse_update(settings, config)
-    if settings.profile:
-        _refuse_profile(settings)
-    runs = {"--aisp-against": settings.against, "--aisp-untrusted": settings.untrusted}
-    for option, wanted in {**runs, "--aisp-audit": config.getoption("aisp_audit")}.items():
-        if wanted and settings.compile:
-            raise pytest.UsageError(
-                f"{option} cannot be combined with --aisp-compile: it runs sides"
-            )
-    if settings.replay and settings.artifacts and _same(settings.replay, settings.artifacts):
-        raise pytest.UsageError(
-            f"--aisp-artifacts={settings.artifacts} would write over what --aisp-replay reads\n"
-            "Give another folder"
-        )
-    if settings.against is not None and (settings.replay or settings.aa):
-        other = "--aisp-replay" if settings.replay else "--aisp-aa"
-        raise pytest.UsageError(f"--aisp-against cannot be combined with {other}: it times sides")
-    if settings.sanitize and settings.in_process:
-        raise pytest.UsageError(
-            f"--aisp-sanitize cannot be combined with {settings.in_process}: it needs a process"
-        )
-    if settings.untrusted and (settings.in_process or settings.replay):
-        other = "--aisp-replay" if settings.replay else "a run inside pytest (--pdb, --trace)"
-        raise pytest.UsageError(
-            f"--aisp-untrusted cannot be combined with {other}: it needs processes of its own"
-        )
-    check = "--aisp-sanitize" if settings.sanitize else "--aisp-check"
-    modes: dict[str, object] = {check: settings.check, "--aisp-aa": settings.aa}
-    modes["--aisp-compile"] = settings.compile
-    modes |= {"--aisp-replay": settings.replay, "--aisp-update-expectations": settings.update}
-    given = [name for name, value in modes.items() if value]
-    if len(given) > 1:
-        raise pytest.UsageError(f"{given[0]} cannot be combined with {given[1]}: choose one mode")
-    if settings.ours:
-        _refuse_reruns(config)
-    if settings.ours and config.getoption("dist", "no") == "each":
-        raise pytest.UsageError("--dist each reports every case twice; use --dist load")
-
-
-def _same(recording: Path, folder: Path) -> bool:
-    """Whether `recording`, a folder or its file, is what a run to `folder` writes over."""
-    return folder.resolve() in (recording.resolve(), recording.resolve().parent)
-
-
-def _refuse_profile(settings: Settings) -> None:
-    """Refuse modes in which no two sides run, or in which something else watches them."""
-    why = {
-        "--aisp-compile": (settings.compile, "it runs sides"),
-        "--aisp-replay": (settings.replay, "it runs sides"),
-        "--aisp-aa": (settings.aa, "both sides would be the same"),
-        "--aisp-sanitize": (settings.sanitize, "a kernel has one watcher"),
-    }
-    for other, (given, reason) in why.items():
-        if given:
-            raise pytest.UsageError(
-                f"--aisp-profile cannot be combined with {other}: {reason}\n"
-                "Profile in a run of its own:\n"
-                f"    pytest --aisp-check --aisp-profile={settings.profile}"
-            )
-
-
-def _refuse_reruns(config: pytest.Config) -> None:
-    """Refuse what makes pytest-rerunfailures overrule that cases are never rerun."""
-    for option, given in (
-        ("--force-reruns", config.getoption("force_reruns", None)),
-        ("--reruns-mode=append", config.getoption("reruns_mode", None) == "append"),
-    ):
-        if given:
-            raise pytest.UsageError(
-                f"{option} reruns cases too, and a rerun would turn a red verdict green\n"
-                "Use --reruns, which leaves cases alone"
-            )
-
-
-def _refuse_update(settings: Settings, config: pytest.Config) -> None:
-    if settings.update not in UPDATES:
-        raise pytest.UsageError(
-            f"--aisp-update-expectations={settings.update}: legal are {' and '.join(UPDATES)}"
-        )
-    if settings.in_process:
-        raise pytest.UsageError(
-            f"--aisp-update-expectations cannot be combined with {settings.in_process}: what is"
-            " stored comes from processes of its own"
-        )
-    if _workers(config):
-        raise pytest.UsageError(
-            "--aisp-update-expectations cannot be combined with xdist: results are recorded on a"
-            " quiet machine.\nRecord without -n:\n    pytest -n0 --aisp-update-expectations"
-        )
-    if os.environ.get("CI"):
-        raise pytest.UsageError(
-            "--aisp-update-expectations is refused where CI is set: a gate must not move its own"
-            " limits.\nRecord on the machine by hand and commit the file"
-        )
-
-
-def _workers(config: pytest.Config) -> bool:
-    return bool(config.getoption("numprocesses", 0)) or bool(config.getoption("tx", None))

@@ -20,7 +20,7 @@ from ..results.stored_text import StoreError
 from ..results.verdict import environment_moved
 from .canary import Canary
 from .manifest import stored_peaks
-from .options import Settings
+from .settings import Settings
 
 
 class Recorder:

@@ -13,9 +13,9 @@ from ..results.verdict import INVALID_RUN, RED
 from .canary import Canary
 
 if TYPE_CHECKING:
-    from .options import Settings
     from .recorder import Recorder
     from .run import Run
+    from .settings import Settings
 
 COLUMNS: tuple[str, ...] = (
     "page",

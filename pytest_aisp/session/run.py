@@ -26,7 +26,7 @@ from ..results.stored import Stored
 from ..results.stored_text import StoreError
 from ..results.verdict import Reading
 from .history import Past
-from .options import Settings
+from .settings import Settings
 
 
 class Failed(Exception):

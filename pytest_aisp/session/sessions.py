@@ -19,9 +19,10 @@ from ..pages.pair import Case
 from ..results.artifacts import stamped
 from ..results.runs import folder_of
 from .manifest import gather
-from .options import PROFILERS, Settings
+from .options import PROFILERS
 from .recorder import Recorder
 from .run import Run
+from .settings import Settings
 from .stash import NO_LEASE, RECORDER, RUN, SETTINGS
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from .options import Settings
     from .recorder import Recorder
     from .run import Run
+    from .settings import Settings
 
 SETTINGS: pytest.StashKey[Settings] = pytest.StashKey()
 RUN: pytest.StashKey[Run] = pytest.StashKey()
