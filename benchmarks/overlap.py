@@ -1,0 +1,192 @@
+"""How much of a reduction is hidden behind products, and what the products pay for it.
+
+    NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node=2 benchmarks/overlap.py
+
+Copy engines move what is reduced (suites/ch04/copy_engines.py). Products alone, sums alone, one
+after the other and both at once are timed in CUDA graphs of three calls, the slowest rank counts.
+Hidden is what both at once save of the shorter of the two: (alone + alone - both) / the shorter.
+How much longer products take beside the sums is read as called, behind a blocking kernel: from the
+first product's start to the last one's end. Rank 0 prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "suites"))
+
+from ch04 import overlapped_test, tensor_parallel_test
+from ch04.copy_engines import CopiedSums
+
+CALLS, WINDOWS, WARMUP = 3, 10, 4
+BLOCKING = 4_000_000
+"""Cycles of the kernel behind which calls are queued: 2 ms."""
+HEADS = ("work", "products", "sums", "in a row", "both", "hidden", "products beside sums")
+
+
+@dataclass(frozen=True)
+class Works:
+    """Products and sums that can go on at once.
+
+    Attributes:
+        products, sums: each alone; both: calls its argument once the last product is launched.
+        name: of the table's row.
+    """
+
+    name: str
+    products: Callable[[], Any]
+    sums: Callable[[], Any]
+    both: Callable[[Callable[[], Any]], Any]
+
+    def in_a_row(self) -> None:
+        """Do one after the other."""
+        self.products()
+        self.sums()
+
+
+def tensor_parallel(inner: int, parts: int, rows: int = 8192) -> Works:
+    """Return the linear layer of `tensor_parallel_test`, its rows in `parts`."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    x, w = tensor_parallel_test.inputs(device, rows, inner, rows)
+    cut = x.chunk(parts)
+    sums = CopiedSums(parts, (len(cut[0]), len(w)), x)
+
+    def multiplied(then: Callable[[int], Any]) -> None:
+        for k, part in enumerate(cut):
+            torch.mm(part, w.t(), out=sums.mine[k])
+            then(k)
+
+    def reduced() -> None:
+        for k in range(parts):
+            sums.start(k)
+        sums.wait()
+
+    def both(launched: Callable[[], Any]) -> None:
+        multiplied(sums.start)
+        launched()
+        sums.wait()
+
+    name = f"tensor_parallel, inner={inner}, {parts} parts"
+    return Works(name, lambda: multiplied(lambda k: None), reduced, both)
+
+
+def overlapped(layers: int = 16, width: int = 4096) -> Works:
+    """Return the backward of `overlapped_test`, reduced layer by layer."""
+    page, device = overlapped_test, torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    weights = list(page.state(device, layers, width).model.parameters())
+    x, dy = page.inputs(device, layers, width)
+    sums, order = CopiedSums(layers, (width, width), x), range(layers - 1, -1, -1)
+    filled = torch.randn(width, width, device=device).bfloat16()
+
+    def reduced() -> None:
+        for k in order:
+            sums.start(k, filled)
+        sums.wait()
+
+    def both(launched: Callable[[], Any]) -> None:
+        ready = iter(order)
+        found = page.gradients(weights, x, dy, lambda one: sums.start(next(ready), one.grad))
+        launched()
+        sums.wait()
+        del found
+
+    name = f"overlapped, layers={layers}, width={width}"
+    return Works(name, lambda: page.gradients(weights, x, dy), reduced, both)
+
+
+def captured(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """Return a graph of some calls of `work`."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(CALLS):
+            work()
+    return graph
+
+
+def between(mark: Callable[[torch.cuda.Event, torch.cuda.Event], Any]) -> float:
+    """Return the median seconds between the two events that `mark` records, of the slowest rank."""
+    flag, found = torch.zeros(1, device="cuda"), []
+    for window in range(WARMUP + WINDOWS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        dist.all_reduce(flag)  # the ranks meet
+        mark(start, end)
+        torch.cuda.synchronize()
+        if window >= WARMUP:
+            found.append(start.elapsed_time(end) * 1e-3)
+    slowest = torch.tensor([statistics.median(found)], device="cuda")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def in_graphs(work: Callable[[], Any]) -> float:
+    """Return the seconds that a call of `work` takes in a CUDA graph."""
+    graph = captured(work)
+
+    def mark(start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        start.record()
+        graph.replay()
+        end.record()
+
+    return between(mark) / CALLS
+
+
+def queued(work: Callable[[Callable[[], Any]], Any]) -> float:
+    """Return the seconds from the start of `work` to when it calls its argument, on the GPU."""
+
+    def mark(start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        torch.cuda._sleep(BLOCKING)
+        start.record()
+        work(end.record)
+
+    return between(mark)
+
+
+def row(works: Works) -> Iterator[str]:
+    """Yield the cells of one row."""
+
+    def alone(launched: Callable[[], Any]) -> None:
+        works.products()
+        launched()
+
+    products, sums = in_graphs(works.products), in_graphs(works.sums)
+    serial, both = in_graphs(works.in_a_row), in_graphs(lambda: works.both(lambda: None))
+    yield works.name
+    for seconds in (products, sums, serial, both):
+        yield f"{seconds * 1e3:.3f} ms"
+    yield f"{(products + sums - both) / min(products, sums):.0%}"
+    yield f"{queued(works.both) / queued(alone):.2f} times as long"
+
+
+def main() -> None:
+    """Print the table on rank 0."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    makers = [lambda p=parts: tensor_parallel(3584, p) for parts in (4, 8, 16)]
+    makers += [lambda: tensor_parallel(8192, 16), overlapped]
+    lines = [HEADS, ("---",) * len(HEADS), *(tuple(row(make())) for make in makers)]
+    if dist.get_rank() == 0:
+        print("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+    torch.cuda.synchronize()
+    dist.barrier()
+    os._exit(0)  # graphs hold collectives: tearing down in order is not worth its time
+
+
+if __name__ == "__main__":
+    main()
