@@ -304,7 +304,7 @@ class Recorded:
     def __init__(self, keep_graph=False):
         self.asked.append(f"keep={keep_graph}")
 
-    def capture_begin(self, capture_error_mode):
+    def capture_begin(self, capture_error_mode, pool=None):
         self.asked.append("begin")
 
     def capture_end(self):
@@ -324,11 +324,14 @@ def recorded(monkeypatch):
         "current_stream": lambda: stream,
         "stream": lambda given: contextlib.nullcontext(),
         "synchronize": lambda: None,
+        "current_device": lambda: 0,
+        "graph_pool_handle": lambda: (0, 7),
         "get_sync_debug_mode": lambda: 0,
         "set_sync_debug_mode": lambda mode: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(windows, "_abandon", lambda graph: Recorded.asked.append("abandon"))
+    monkeypatch.setattr(windows, "abandoned", [])
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: None)
     Recorded.asked.clear()
     return Recorded.asked
 
@@ -343,6 +346,36 @@ def test_a_graph_that_cannot_be_made_ready_is_no_graph(recorded, monkeypatch):
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(Recorded, "instantiate", refused)
+    allocator(monkeypatch, recorded, told=True)
     with pytest.raises(windows.Uncapturable, match="out of memory"):
         windows.capture(lambda: None)
-    assert recorded[-1] == "abandon"
+    assert recorded[3:] == ["end", "keep=False", "begin", "end"]
+    assert windows.abandoned == [(0, 7)]
+
+
+def allocator(monkeypatch, recorded, told):
+    """Put an allocator in torch's place that writes down what it hears, or was `told` before."""
+
+    def heard(what):
+        def hear(device, pool):
+            if told:
+                raise RuntimeError("not currently recording to mempool_id")
+            recorded.append(f"{what} {pool}")
+
+        return hear
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", heard("stop"), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", heard("release"), raising=False)
+
+
+def test_the_allocator_hears_of_a_capture_that_failed(recorded, monkeypatch):
+    allocator(monkeypatch, recorded, told=False)
+
+    def side():
+        if recorded[-1:] == ["begin"]:
+            raise ValueError("not while it is captured")
+
+    with pytest.raises(windows.Uncapturable, match="not while it is captured"):
+        windows.capture(side)
+    told = ["begin", "end", "stop (0, 7)", "release (0, 7)", "keep=False", "begin", "end"]
+    assert recorded == ["keep=True", *told]

@@ -146,3 +146,13 @@ def test_a_process_keeps_no_more_than_its_share_of_a_gpu(monkeypatch, reserved, 
     assert engine._oracles
     engine._leave_memory("cuda")
     assert (not engine._oracles, engine.spent) == (forgotten, spent)
+
+
+def test_a_process_in_which_a_capture_failed_is_spent(monkeypatch):
+    monkeypatch.setattr("pytest_aisp.bench.engine.release", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 140 << 30))
+    monkeypatch.setattr("pytest_aisp.bench.windows.abandoned", [(0, 1)])
+    engine = Engine()
+    engine._leave_memory("cuda")
+    assert engine.spent

@@ -36,7 +36,7 @@ from ..proof.sides import Subject
 from ..proof.workbench import VALUE_SETS, Workbench
 from ..results.messages import Task
 from ..results.timing import Budget, Samples
-from . import apart
+from . import apart, windows
 from .loader import load_page, load_past, pair_of
 from .nodes import ROLES
 
@@ -448,6 +448,7 @@ class Engine:
         if keeps_too_much():
             self._oracles.clear()
             self.spent = keeps_too_much()
+        self.spent |= bool(windows.abandoned)
 
 
 def _need_interpreter(task: Task, pair: Pair) -> None:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+abandoned: list[tuple[int, int]] = []
+"""The memory pools of captures that have failed in this process. What else torch keeps of such a
+capture is not known in every version of it, so the process answers no more tasks."""
 WINDOW = {"graph": 1e-3, "queue": 1e-3, "host": 5e-3}
 """Least seconds of a window, by clock."""
 SPIN_CYCLES = 2_000_000
@@ -186,23 +189,40 @@ def capture(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
     _refuse_waiting(run)
     graph, stream = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.Stream()
+    pool = torch.cuda.graph_pool_handle()
     torch.cuda.synchronize()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), no_gc():
-        graph.capture_begin(capture_error_mode="thread_local")
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             run()
         except Exception as error:
-            _abandon(graph)
+            _abandon(graph, pool)
             raise Uncapturable(str(error) or type(error).__name__) from error
         try:
             graph.capture_end()
             graph.instantiate()
         except RuntimeError as error:
-            _abandon(graph)
+            _abandon(graph, pool)
             raise Uncapturable(str(error)) from error
     torch.cuda.current_stream().wait_stream(stream)
     return graph
+
+
+def _stop_allocating(pool: tuple[int, int]) -> None:
+    """Tell torch's allocator that nothing is captured any more, where ending the capture has not.
+
+    Up to torch 2.11 an error of CUDA's skips that (pytorch/pytorch#180395): the allocator would
+    give back no memory as long as the process lives.
+    """
+    import torch
+
+    device = torch.cuda.current_device()
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:  # it was told
+        return
+    torch._C._cuda_releasePool(device, pool)
 
 
 def _refuse_waiting(run: Callable[[], Any]) -> None:
@@ -219,11 +239,14 @@ def _refuse_waiting(run: Callable[[], Any]) -> None:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def _abandon(graph: torch.cuda.CUDAGraph) -> None:
+def _abandon(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
+    """End a capture that failed, as far as that is possible; the process is spent after it."""
     import torch
 
+    abandoned.append(pool)
     with suppress(RuntimeError):  # the capture was invalidated: ending it is all there is to do
         graph.capture_end()
+    _stop_allocating(pool)
     torch.cuda.synchronize()
     # PyTorch leaves its random generator in capture mode; a capture that ends well resets it.
     empty = torch.cuda.CUDAGraph()
