@@ -326,6 +326,8 @@ def recorded(monkeypatch):
         "synchronize": lambda: None,
         "current_device": lambda: 0,
         "graph_pool_handle": lambda: (0, 7),
+        "mem_get_info": lambda: (100, 140),
+        "empty_cache": lambda: Recorded.asked.append("cache emptied"),
         "get_sync_debug_mode": lambda: 0,
         "set_sync_debug_mode": lambda mode: None,
     }.items():
@@ -339,6 +341,12 @@ def recorded(monkeypatch):
 def test_a_graph_keeps_its_nodes_and_is_ready_before_it_is_timed(recorded):
     windows.capture(lambda: recorded.append("run"))
     assert recorded == ["run", "keep=True", "begin", "run", "end", "instantiate"]
+
+
+def test_where_memory_is_scarce_none_of_it_is_cached_during_a_capture(recorded, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30, 140))
+    windows.capture(lambda: None)
+    assert recorded == ["keep=True", "cache emptied", "begin", "end", "instantiate"]
 
 
 def test_a_graph_that_cannot_be_made_ready_is_no_graph(recorded, monkeypatch):

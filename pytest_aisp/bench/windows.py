@@ -29,6 +29,8 @@ abandoned: list[tuple[int, int]] = []
 capture is not known in every version of it, so the process answers no more tasks."""
 WINDOW = {"graph": 1e-3, "queue": 1e-3, "host": 5e-3}
 """Least seconds of a window, by clock."""
+SCARCE = 1 / 4
+"""Share of a GPU's memory below which a capture may run short of it."""
 SPIN_CYCLES = 2_000_000
 """First length of the blocking kernel: about 1 ms."""
 
@@ -191,6 +193,9 @@ def capture(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     graph, stream = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.Stream()
     pool = torch.cuda.graph_pool_handle()
     torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    if free < SCARCE * total:
+        torch.cuda.empty_cache()  # what is cached cannot be given back while a graph is captured
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), no_gc():
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
