@@ -121,7 +121,6 @@ _NODES = (
     "nodes_test.py::test_a_host_node_is_refused_wherever_it_is"
     " cuda_bout_test.py::test_a_graph_that_is_no_work_of_the_gpu_is_refused"
 )
-_UNRUN = "the exploit has not run on a GPU yet"
 _ONE_RANK = "ranks_test.py::test_a_fault_is_red_and_names_the_rank"
 _TWO_LAUNCHERS = "ranks_test.py::test_ranks_of_two_launchers_meet_at_an_endpoint"
 
@@ -323,15 +322,15 @@ PEERS = (
         " cuda_bout_test.py::test_what_preparing_keeps_is_counted_by_slot"
         " trial_test.py::test_memory_is_asked_for_once_and_after_the_windows",
         open="what a side keeps since an earlier call, what a graph of its own keeps for itself,"
-        " and memory that is not torch's are not counted; not run on a GPU yet",
+        " and memory that is not torch's are not counted",
     ),
     Item(
         "A stored result of another machine",
         tests=f"{_STALE_RECORD}"
         " store_test.py::test_results_are_not_written_into_another_products_folder"
-        " modes_test.py::test_too_many_suspects_in_one_direction_void_the_run",
-        why="a result belongs to a product; a loss in another environment is `stale`",
-        open="power limit and MIG are not compared",
+        f" modes_test.py::test_too_many_suspects_in_one_direction_void_the_run {_POWER} {_FACTS}",
+        why="a result belongs to a product; a loss in another environment is `stale`: versions,"
+        " power limit and MIG, on the host's clock CPU and governor, on several GPUs NCCL",
     ),
     Item(
         "A neighbour on the GPU",
@@ -435,7 +434,7 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
             tests=_NODES,
             why="its time is on the host clock; an output must be on the reference's device; a"
             " graph replays nothing of the host's but callbacks",
-            open=f"{_UNRUN}; the queue clock does not see what the host does meanwhile",
+            open="the queue clock does not see what the host does meanwhile",
         ),
         Item(
             "Computed while it is prepared", exploits="prepared prepared_when_timed knows_the_seed"
@@ -464,7 +463,6 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
             tests=f"{_CLOCKS} trial_test.py::test_no_output_is_read_before_the_device_is_idle",
             why="a graph ends when all of its copies have; behind a queue the device must be idle"
             " when the last call ends; outputs are read when it is",
-            open=_UNRUN,
         ),
         Item(
             "The allocator's pool gives back the answer",
@@ -495,7 +493,7 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
             exploits="host_callback",
             tests=_NODES,
             why="a graph's nodes are counted by type, those of child graphs too",
-            open=f"{_UNRUN}; on the queue and host clocks a callback is not looked for, its time"
+            open="on the queue and host clocks a callback is not looked for, its time"
             " is in the window; the bodies of conditional nodes are not seen",
         ),
         Item(
@@ -503,7 +501,6 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
             exploits="side_stream late_copy",
             tests=_CLOCKS,
             why="a copy is work like a kernel: nothing may be under way when the last call ends",
-            open=f"of the copy {_UNRUN}",
         ),
         Item(
             "Work done ahead in a workspace",
