@@ -387,6 +387,7 @@ def test_nothing_is_added_from_another_code_or_environment(path, new):
 
 KNOWN = {**FACTS, "cudnn": "91002", "cublas": "13.0.0", "power_limit_w": 700, "mig": False}
 KNOWN |= {"cpu": "a CPU", "governor": "performance", "nccl": "2.27.7", "numa_node": 0}
+KNOWN["links"] = "NVLink 4 x18"
 EVERYWHERE = {"driver", "cuda", "torch", "triton", "cudnn", "cublas", "power_limit_w", "mig"}
 ON_THE_HOST = {"cpu", "governor"}
 
@@ -400,9 +401,11 @@ def test_facts_that_make_times_incomparable(clock, fact):
     assert differences(KNOWN, KNOWN, clock) == []
 
 
-def test_nccl_counts_where_several_gpus_work_together():
-    changed = {**KNOWN, "nccl": "2.28"}
-    assert differences(KNOWN, changed, "graph", several=True) == ["nccl"]
+@pytest.mark.parametrize("fact", ["nccl", "links"])
+def test_nccl_and_links_count_where_several_gpus_work_together(fact):
+    changed = {**KNOWN, fact: "another"}
+    assert differences(KNOWN, changed, "graph", several=True) == [fact]
+    assert differences(KNOWN, changed, "graph") == []
 
 
 @pytest.mark.parametrize("fact", sorted(KNOWN.keys() - FACTS.keys()))

@@ -148,6 +148,16 @@ def test_ends_that_are_hidden_are_believed_where_nvml_says_that_nvlink_works(mac
     assert machine(2, SWITCHED, **silent).way(0, 1).links == 18
 
 
+def test_how_some_gpus_are_joined_says_each_kind_of_way_once(machine):
+    machine(3, [[1, 1, 2], [0, 0], [0]], version=5)
+    assert topology.joined(["GPU-0", "GPU-1"]) == "NVLink 3 x2"
+    assert topology.joined(["GPU-0", "GPU-1", "GPU-2"]) == (
+        "NVLink 3 x1; NVLink 3 x2; PCIe 5 x16, SYS"
+    )
+    assert topology.joined(["GPU-0", "another's"]) is None
+    assert topology.joined(["GPU-0"]) is None
+
+
 def test_a_switch_whose_fabric_is_not_up_is_no_link(machine):
     assert machine(2, SWITCHED, nvlink=NOT_SUPPORTED).way(0, 1).kind == "PCIe 5 x16, SYS"
 

@@ -173,6 +173,14 @@ def read() -> Topology:
     return Topology(gpus, tuple(ways))
 
 
+def joined(uuids: Sequence[str]) -> str | None:
+    """Return how these GPUs are joined, as ``NVLink 4 x18``; each kind of way once, or None."""
+    found = read()
+    gpus = [gpu.index for gpu in map(found.gpu, uuids) if gpu is not None]
+    kinds = {w.kind for w in found.ways if w.source in gpus and w.target in gpus}
+    return "; ".join(sorted(kinds)) if len(gpus) == len(uuids) and kinds else None
+
+
 def _gpu(nvml: Any, index: int, handle: Any, buses: Sequence[str]) -> Gpu:
     generation = _asked(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
     lanes = _asked(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle)

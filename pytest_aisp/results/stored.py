@@ -23,6 +23,8 @@ COMPARED = ("cudnn", "cublas", "power_limit_w", "mig")
 COMPARED_BY_HOST = ("cpu", "governor")
 """Facts that are compared as well where the host's speed enters: on `HOST_CLOCKS`."""
 HOST_CLOCKS = ("host", "cpu", "process")
+COMPARED_BY_RANKS = ("nccl", "links")
+"""Facts that are compared as well where GPUs work together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,10 +141,10 @@ def differences(
     as the NUMA node, is only recorded.
 
     Args:
-        several: whether several GPUs worked together; then NCCL counts too.
+        several: whether several GPUs worked together; then `COMPARED_BY_RANKS` count too.
     """
     names = COMPARED + (COMPARED_BY_HOST if clock in HOST_CLOCKS else ())
-    names += ("nccl",) if several else ()
+    names += COMPARED_BY_RANKS if several else ()
     known = [name for name in names if None not in (one.get(name), other.get(name))]
     return [name for name in (*VERSIONS, *known) if one.get(name) != other.get(name)]
 

@@ -247,7 +247,8 @@ class CaseClient:
         """Return what a stored result depends on besides its sources."""
         if self.run.replay is not None:
             return self._asked_facts(self.run.replay)
-        return {**self.machine.versions, **self.machine.facts, **self._libraries()}
+        facts = {**self.machine.versions, **self.machine.facts, **self._libraries()}
+        return facts if self.ranks == 1 else {**facts, "links": self.run.links(self.ranks)}
 
     def _libraries(self) -> dict[str, Any]:
         run = self.run

@@ -155,6 +155,12 @@ class Run:
         every = self.machine.gpus
         return (every[self.worker % len(every)],) if count == 1 else tuple(sorted(every)[:count])
 
+    def links(self, count: int) -> str | None:
+        """Return how the GPUs of a case of `count` are joined, or None on a CPU."""
+        from ..ranks import topology
+
+        return topology.joined(self.gpus(count)) if len(self.machine.gpus) >= count else None
+
     def stored(self, path: Path) -> Stored:
         """Return the stored results in `path`, read once."""
         if path not in self._stored:
