@@ -330,7 +330,8 @@ PEERS = (
         " store_test.py::test_results_are_not_written_into_another_products_folder"
         f" modes_test.py::test_too_many_suspects_in_one_direction_void_the_run {_POWER} {_FACTS}",
         why="a result belongs to a product; a loss in another environment is `stale`: versions,"
-        " power limit and MIG, on the host's clock CPU and governor, on several GPUs NCCL and links",
+        " power limit and MIG, on the host's clock CPU and governor, on several GPUs NCCL and"
+        " their links",
     ),
     Item(
         "A neighbour on the GPU",
@@ -600,8 +601,7 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         ),
         Item(
             "Another topology",
-            tests="store_test.py::test_nccl_and_links_count_where_several_gpus_work_together"
-            " topology_test.py::test_how_some_gpus_are_joined_says_each_kind_of_way_once",
+            tests="store_test.py::test_nccl_and_links_count_where_several_gpus_work_together",
             why="results belong to a product and a count of GPUs; how these are joined is recorded,"
             " and a loss where they are joined otherwise is `stale`",
         ),
