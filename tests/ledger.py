@@ -682,7 +682,7 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         Item(
             "Another library",
             tests=f"{_STALE_RECORD} {_FACTS}"
-            " store_test.py::test_nccl_counts_where_several_gpus_work_together"
+            " store_test.py::test_nccl_and_links_count_where_several_gpus_work_together"
             " libraries_test.py::test_versions_are_those_that_the_libraries_say",
             why="a loss in another environment is `stale`",
             open=f"how cuDNN, cuBLAS and NCCL say their versions: {_FAKES}",
