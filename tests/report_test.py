@@ -227,6 +227,12 @@ def test_a_file_that_holds_something_else_shows_nothing(tmp_path, text, wrong):
     assert wrong_samples(Run.of(with_cases(case(0, samples=at)), tmp_path)) == [wrong]
 
 
+def test_of_what_was_timed_it_is_said_that_its_samples_were_not_kept():
+    timed, untimed = case(0, samples=None), case(1, samples=None, speedup=None, seconds=None)
+    said = ["its samples were not written: the disk refused them.", None]
+    assert wrong_samples(Run.of(with_cases(timed, untimed))) == said
+
+
 def test_samples_are_looked_for_only_where_a_run_puts_them(tmp_path):
     unnamed = "the run does not say in which file its samples are."
     for at in ("samples/0000.json", {"path": "samples/0000.json"}, {"path": 3, "sha256": ""}, []):

@@ -106,7 +106,7 @@ function clocks(seen, x, width, box, top) {
 
 function samplesSection(one) {
   if (!one.samples) {
-    const why = one.samples_wrong || (one.speedup && "It was not timed.");
+    const why = one.samples_wrong;
     return why ? h("section", null, h("h2", null, "Samples"), h("p", { class: "said" }, why)) : null;
   }
   const first = h("figure", null, h("figcaption", null, h("b", null, "Distribution"), " of windows, by side"));
