@@ -14,8 +14,8 @@ from .session import options
 from .session.stash import RECORDER, RUN, SETTINGS
 
 if TYPE_CHECKING:
-    from .session.fixtures import PairUnderTest
     from .session.recorder import Recorder
+    from .session.under_test import PairUnderTest
 
 MARKERS = {
     "aisp_pair(pair)": "set by @compare",

@@ -1,0 +1,181 @@
+"""The `pair` of a test body: what a page may ask of its case, and what it may read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import pytest
+
+from ..results.goals import Name
+from .run import Failed, Interrupted
+from .runner import CaseRun
+
+MEMORY: Mapping[str, Name] = {
+    "allocated": "memory",
+    "reserved": "reserved",
+    "fragmentation": "fragmentation",
+}
+"""The goal of each kind of memory that a page may name."""
+
+
+class PairUnderTest:
+    """A case in its test body. Judge it: a body that judges nothing fails.
+
+    Attributes:
+        variant, size: the case.
+    """
+
+    def __init__(self, run: CaseRun, session: pytest.Session) -> None:
+        self._run, self._session = run, session
+        self.judged = False
+        self.variant: str = run.case.variant_name
+        self.size: Mapping[str, Any] = dict(run.case.size)
+
+    def assert_equivalent(
+        self, *, exact: bool = False, rtol: float | None = None, atol: float | None = None
+    ) -> None:
+        """Prove that baseline and variant compute what the reference says.
+
+        Args:
+            exact: equal bit for bit.
+            rtol, atol: a tolerance of the page's own, instead of the derived bound; refused when a
+                negative control passes it.
+
+        Raises:
+            AssertionError: naming the output, the worst coordinate, both values and the bound.
+        """
+        __tracebackhide__ = True
+        self._red(lambda: self._run.check({"exact": exact, "rtol": rtol, "atol": atol}))
+
+    def assert_speedup(self) -> None:
+        """Time both sides and judge the claim and the stored result.
+
+        Where nothing is timed this ends the body: the case is `checked`.
+
+        Raises:
+            AssertionError: naming the number, the limit it missed and where that came from.
+        """
+        __tracebackhide__ = True
+        self.judged = True
+        self._red(self._run.measure)
+
+    def assert_memory(self, *, at_most: float, of: str = "allocated") -> None:
+        """Judge the variant's peak memory on the GPU against the baseline's, and the stored result.
+
+        Where nothing is timed this ends the body: the case is `checked`.
+
+        Args:
+            at_most: what a call of the variant may hold beyond its inputs, outputs and temporaries
+                together, as a share of what a call of the baseline does. On several ranks, each
+                side counts with the rank that needs most.
+            of: ``allocated``; ``reserved``, what the allocator took from the GPU for it; or
+                ``fragmentation``, how much more than it ever held.
+
+        Raises:
+            AssertionError: naming both amounts, the limit that was missed and where it came from.
+            ValueError: for a share that is not above 0, or memory of another kind.
+        """
+        __tracebackhide__ = True
+        if of not in MEMORY:
+            raise ValueError(f"assert_memory(of={of!r}): legal are {', '.join(MEMORY)}")
+        if not at_most > 0:
+            raise ValueError(f"{at_most=} of the baseline's memory: it must be above 0")
+        self._count(MEMORY[of], at_most)
+
+    def assert_energy(self, *, at_most: float) -> None:
+        """Judge the joules of a call against the baseline's, and the stored result.
+
+        Counted by the GPU's own counter over 5 s and more a window, four windows a case, so only
+        with ``--aisp-energy`` and when recording. On several ranks, all GPUs together.
+
+        Args:
+            at_most: what a call of the variant may take, as a share of what one of the baseline
+                does.
+
+        Raises:
+            AssertionError: naming both amounts, the limit that was missed and where it came from.
+            ValueError: for a share that is not above 0.
+        """
+        __tracebackhide__ = True
+        if not at_most > 0:
+            raise ValueError(f"{at_most=} of the baseline's energy: it must be above 0")
+        self._count("energy", at_most)
+
+    def assert_goodput(self, *, at_least: float) -> None:
+        """Judge the share of the variant's wall time in which the GPU computes, and the stored one.
+
+        Copies, fills, collectives and gaps are no use; kernels that run side by side count once.
+        The wall time is that of `assert_speedup`, which comes first; the kernels' the profiler's.
+
+        Args:
+            at_least: of the variant's wall time, above 0 and at most 1.
+
+        Raises:
+            AssertionError: naming both shares, the limit that was missed and where it came from.
+            ValueError: for what is no share.
+        """
+        __tracebackhide__ = True
+        if not 0 < at_least <= 1:
+            raise ValueError(f"{at_least=} of the wall time: it must be above 0 and at most 1")
+        self._count("goodput", at_least)
+
+    def assert_count(self, what: str, *, at_most: float) -> None:
+        """Judge how many launches a call of the variant makes, and the stored result.
+
+        Where nothing is timed this ends the body: the case is `checked`.
+
+        Args:
+            what: ``launches``: kernels, copies and fills on the GPU, as the profiler sees them.
+            at_most: of the variant, a call.
+
+        Raises:
+            AssertionError: naming both numbers, the limit that was missed and where it came from.
+            ValueError: for something else to count, or a limit that is not above 0.
+        """
+        __tracebackhide__ = True
+        if what != "launches":
+            raise ValueError(f"assert_count({what!r}): legal is 'launches'")
+        if not at_most > 0:
+            raise ValueError(f"{at_most=} launches: it must be above 0")
+        self._count("launches", at_most)
+
+    def _count(self, goal: Name, limit: float) -> None:
+        __tracebackhide__ = True
+        self.judged = True
+        self._red(lambda: self._run.count(goal, float(limit)))
+
+    def _red(self, step: Callable[[], None]) -> None:
+        __tracebackhide__ = True
+        try:
+            return step()
+        except Failed as failure:
+            message = str(failure)
+        except Interrupted as over:
+            self._stop(str(over))
+        raise AssertionError(message)
+
+    def _stop(self, why: str) -> NoReturn:
+        __tracebackhide__ = True
+        if hasattr(self._session.config, "workerinput"):
+            self._session.shouldstop = why  # to xdist an exit would be a crash of this worker
+            pytest.skip(why)
+        pytest.exit(why, returncode=pytest.ExitCode.INTERRUPTED)
+
+    @property
+    def speedup(self) -> float:
+        """How many times faster the variant was."""
+        value = self._run.row.speedup
+        if value is None:
+            raise AssertionError("pair.speedup before assert_speedup(): nothing was timed yet")
+        return value
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 99 % interval of `speedup`."""
+        import math
+
+        row = self._run.row
+        if row.low is None or row.high is None:
+            raise AssertionError("pair.interval before assert_speedup(): nothing was timed yet")
+        return math.exp(row.low), math.exp(row.high)
