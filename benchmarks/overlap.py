@@ -27,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "suites"))
 from ch04 import overlapped_test, tensor_parallel_test
 from ch04.copy_engines import CopiedSums
 
+from pytest_aisp.bench.windows import capture
+
 CALLS, WINDOWS, WARMUP = 3, 10, 4
 BLOCKING = 4_000_000
 """Cycles of the kernel behind which calls are queued: 2 ms."""
@@ -104,21 +106,6 @@ def overlapped(layers: int = 16, width: int = 4096) -> Works:
     return Works(name, lambda: page.gradients(weights, x, dy), reduced, both)
 
 
-def captured(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """Return a graph of some calls of `work`."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(CALLS):
-            work()
-    return graph
-
-
 def between(mark: Callable[[torch.cuda.Event, torch.cuda.Event], Any]) -> float:
     """Return the median seconds between the two events that `mark` records, of the slowest rank."""
     flag, found = torch.zeros(1, device="cuda"), []
@@ -136,7 +123,7 @@ def between(mark: Callable[[torch.cuda.Event, torch.cuda.Event], Any]) -> float:
 
 def in_graphs(work: Callable[[], Any]) -> float:
     """Return the seconds that a call of `work` takes in a CUDA graph."""
-    graph = captured(work)
+    graph = capture(lambda: [work() for _ in range(CALLS)])
 
     def mark(start: torch.cuda.Event, end: torch.cuda.Event) -> None:
         start.record()

@@ -136,15 +136,15 @@ def test_the_limit_counts_from_when_the_process_is_ready(
 LAST = """#!{python}
 import os, sys, time
 
-os.write(int(sys.argv[-1]), b'{{"result": {{"found": 1}}, "spent": {spent}}}\\n')
+os.write(int(sys.argv[-1]), b'{{"result": {{"found": 1}}, "exhausted": {exhausted}}}\\n')
 time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize(("spent", "alive"), [("false", True), ("true", False)])
-def test_a_process_that_is_spent_is_asked_no_more(monkeypatch, tmp_path, spent, alive):
+@pytest.mark.parametrize(("exhausted", "alive"), [("false", True), ("true", False)])
+def test_a_process_that_is_exhausted_is_asked_no_more(monkeypatch, tmp_path, exhausted, alive):
     python = tmp_path / "python"
-    python.write_text(LAST.format(python=sys.executable, spent=spent))
+    python.write_text(LAST.format(python=sys.executable, exhausted=exhausted))
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     bench = BenchProcess()

@@ -22,7 +22,7 @@ from pytest_aisp.report.run import Run
 from pytest_aisp.report.samples import blocks_for, embedded
 from pytest_aisp.report.table import Axis
 from pytest_aisp.results import runs
-from pytest_aisp.results.verdict import RED, VERDICTS
+from pytest_aisp.results.verdict import ORDER, RED
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -70,7 +70,7 @@ def with_cases(*cases, **run):
 
 
 def test_every_verdict_has_its_place_the_red_ones_first():
-    assert set(report_data.ORDER) == {*VERDICTS, ""}
+    assert set(report_data.ORDER) == {*ORDER, ""}
     assert set(report_data.ORDER[: len(RED)]) == set(RED)
 
 

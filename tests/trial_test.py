@@ -133,11 +133,13 @@ def test_extra_calls_come_where_no_slot_was_lately(slots, calls, extra):
 
 
 @pytest.mark.parametrize(
-    ("reserved", "forgotten", "spent"),
+    ("reserved", "forgotten", "exhausted"),
     [([10], False, False), ([30, 10], True, False), ([30, 30], True, True)],
     ids=["its share", "too much expected", "cannot be given back"],
 )
-def test_a_process_keeps_no_more_than_its_share_of_a_gpu(monkeypatch, reserved, forgotten, spent):
+def test_a_process_keeps_no_more_than_its_share_of_a_gpu(
+    monkeypatch, reserved, forgotten, exhausted
+):
     engine, gib = Engine(_oracles={"page": object()}), iter(reserved)
     monkeypatch.setattr("pytest_aisp.bench.engine.release", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(gib) << 30)
@@ -145,14 +147,14 @@ def test_a_process_keeps_no_more_than_its_share_of_a_gpu(monkeypatch, reserved, 
     engine._leave_memory("cpu")
     assert engine._oracles
     engine._leave_memory("cuda")
-    assert (not engine._oracles, engine.spent) == (forgotten, spent)
+    assert (not engine._oracles, engine.exhausted) == (forgotten, exhausted)
 
 
-def test_a_process_in_which_a_capture_failed_is_spent(monkeypatch):
+def test_a_process_in_which_a_capture_failed_is_exhausted(monkeypatch):
     monkeypatch.setattr("pytest_aisp.bench.engine.release", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 140 << 30))
     monkeypatch.setattr("pytest_aisp.bench.windows.abandoned", [(0, 1)])
     engine = Engine()
     engine._leave_memory("cuda")
-    assert engine.spent
+    assert engine.exhausted

@@ -119,7 +119,7 @@ class BenchProcess:
 
     def _answered(self, reply: Reply) -> Reply:
         # The next task gets a process that can use its GPU, and leaves others room on it.
-        if reply.error == "fault" or reply.spent:
+        if reply.error == "fault" or reply.exhausted:
             self.kill()
         return reply
 

@@ -115,22 +115,11 @@ class CudaBout:
         if not self.bench.pair.as_called:
             # A kernel that blocks one GPU would block the others in their collectives.
             for clock in ("graph", "queue") if here().world == 1 else ("graph",):
-                if clock == "graph" and self._has_threads:
-                    self.notes["no graph"] = THREADS
-                    continue
                 try:
                     return clock, self._sized(clock)
                 except (Uncapturable, Unblockable) as error:
                     self.notes[f"no {clock}"] = str(error).splitlines()[0]
         return "host", self._sized("host")
-
-    @property
-    def _has_threads(self) -> bool:
-        """Whether the page has threads of its own, in whose midst nothing may be captured.
-
-        One that pins memory meanwhile is left with an event of the graph, and so is the process.
-        """
-        return "threads" in self.bench.pair.owns
 
     def _sized(self, clock: str) -> tuple[Any, Any]:
         slots, make = len(self.bench.slots), WINDOWS[clock]
@@ -163,7 +152,13 @@ class CudaBout:
         counts: Sequence[int],
         extra: Sequence[int],
     ) -> list[Any]:
-        """Return a window of each side; if one rank's is refused, so is every rank's."""
+        """Return a window of each side; if one rank's is refused, so is every rank's.
+
+        Nothing is captured amid a page's own threads: one that pins memory meanwhile is left with
+        an event of the graph, and so is the process.
+        """
+        if make is GraphWindow and "threads" in self.bench.pair.owns:
+            raise Uncapturable(THREADS)
 
         def both() -> dict[int, Any]:
             return {s: make(self.subjects[s], counts[s], extra[s]) for s in self._order}
@@ -246,8 +241,6 @@ class CudaBout:
         """
         key = "gpu_only" if self.clock == "host" else "as_called"
         make: Any = GraphWindow if self.clock == "host" else host_window
-        if make is GraphWindow and self._has_threads:
-            return {f"no {key}": THREADS}
         try:
             windows = self._made(make, [len(self.bench.slots)] * 2, (0, 0))
             return {key: [self._quick(w) for w in windows]}

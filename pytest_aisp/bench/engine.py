@@ -60,7 +60,7 @@ class Engine:
 
     progress: Progress = lambda text: None
     watch: Stopwatch = field(default_factory=Stopwatch)
-    spent: bool = False
+    exhausted: bool = False
     _oracles: dict[str, Oracle] = field(default_factory=dict)
     _checked: dict[str, Checked] = field(default_factory=dict)
     _performer: apart.Performer | None = None
@@ -433,7 +433,7 @@ class Engine:
 
         Of that no more than some gigabytes: the next case of a page needs what is expected again,
         and so does each process its part of the GPU. A few small tensors can hold a large segment;
-        a process that cannot give back its memory says that it is spent.
+        a process that cannot give back its memory says that it is exhausted.
         """
         import torch
 
@@ -447,8 +447,8 @@ class Engine:
 
         if keeps_too_much():
             self._oracles.clear()
-            self.spent = keeps_too_much()
-        self.spent |= bool(windows.abandoned)
+            self.exhausted = keeps_too_much()
+        self.exhausted |= bool(windows.abandoned)
 
 
 def _need_interpreter(task: Task, pair: Pair) -> None:

@@ -245,7 +245,7 @@ def _refuse_waiting(run: Callable[[], Any]) -> None:
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
-    """End a capture that failed, as far as that is possible; the process is spent after it."""
+    """End a capture that failed, as far as that is possible; the process is exhausted after it."""
     import torch
 
     abandoned.append(pool)

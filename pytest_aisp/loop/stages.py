@@ -61,14 +61,20 @@ def places(dataset: Any) -> list[Place]:
     return list(found.values())
 
 
+def _wrapped(owner: Any) -> list[Any]:
+    """Return the datasets that a Subset, a ConcatDataset or the like wraps; of others nothing."""
+    attributes = getattr(owner, "__dict__", {})
+    inner = [attributes.get(name) for name in INNER]
+    each = [x for one in inner for x in (one if isinstance(one, (list, tuple)) else [one])]
+    return [one for one in each if one is not None]
+
+
 def _walk(owner: Any, above: tuple[int, ...]) -> Iterator[Place]:
     if id(owner) in above:
         return
     above, attributes = (*above, id(owner)), getattr(owner, "__dict__", {})
-    for name in INNER:
-        inner = attributes.get(name)
-        for one in inner if isinstance(inner, (list, tuple)) else [inner]:
-            yield from _walk(one, above)
+    for one in _wrapped(owner):
+        yield from _walk(one, above)
     for name in ATTRIBUTES:
         if attributes.get(name) is not None:
             yield from _leaves(Place(owner, name), above)
@@ -95,12 +101,10 @@ def innermost(dataset: Any) -> list[Any]:
     def walk(owner: Any, above: tuple[int, ...]) -> None:
         if id(owner) in above:
             return
-        inner = [getattr(owner, "__dict__", {}).get(name) for name in INNER]
-        wrapped = [x for one in inner for x in (one if isinstance(one, (list, tuple)) else [one])]
-        wrapped = [one for one in wrapped if one is not None]
-        for one in wrapped:
+        inner = _wrapped(owner)
+        for one in inner:
             walk(one, (*above, id(owner)))
-        if not wrapped:
+        if not inner:
             found[id(owner)] = owner
 
     walk(dataset, ())

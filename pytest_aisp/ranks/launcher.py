@@ -167,7 +167,7 @@ class RankSet:
             self.kill()
             raise
         reply = fault or self._together()
-        if reply.spent:
+        if reply.exhausted:
             self.kill()
         return reply
 
@@ -267,7 +267,7 @@ class RankSet:
                 name: max(result["errors"].get(name, 0.0) for result in results)
                 for name in found["errors"]
             }
-        return Reply(result=found, spent=any(reply.spent for reply in replies))
+        return Reply(result=found, exhausted=any(reply.exhausted for reply in replies))
 
     def _in_order(self) -> list[_Rank]:
         return [self._ranks[number] for number in sorted(self._ranks)]

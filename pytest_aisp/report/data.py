@@ -29,8 +29,8 @@ PACKAGES = ("torch", "triton", "transformer-engine")
 """All that is taken of a manifest, with driver, product, clocks, power limit and commit: it may
 hold more than one wants to hand around, and what is not named here is not."""
 CASE: tuple[str, ...] = ("id", "key", "page", "chapter", "function", "baseline", "variant", "size")
-CASE += ("gpus",)
 CASE += (
+    "gpus",
     "product",
     "arch",
     "bound",

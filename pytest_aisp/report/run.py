@@ -102,7 +102,7 @@ class Run:
         told = case.get("samples")
         if told is None:
             if case.get("speedup"):
-                raise SamplesError("its samples were not written: the disk refused them")
+                raise SamplesError(samples.UNWRITTEN)
             return []
         if self.folder is None:
             raise SamplesError("its samples are not here, the results alone are")

@@ -112,14 +112,14 @@ class Reply:
         message: the error in words, its last line what to do.
         trace: the side's own lines.
         result: plain types.
-        spent: whether this was the process's last answer: it keeps more of a GPU than its share.
+        exhausted: whether this was its last answer: it keeps more of a GPU than its share.
     """
 
     error: str | None = None
     message: str = ""
     trace: str = ""
     result: Mapping[str, Any] = field(default_factory=dict)
-    spent: bool = False
+    exhausted: bool = False
 
 
 def encode(message: Task | Reply | Mapping[str, Any]) -> bytes:

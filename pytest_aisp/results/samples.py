@@ -19,6 +19,7 @@ FOLDER = "samples"
 LONGEST = 100
 """Characters of a case in a file's name: file systems take 255 bytes."""
 OURS = re.compile(r"\d{4,}-[A-Za-z0-9.=,_-]+\.json")
+UNWRITTEN = "its samples were not written: the disk refused them"
 
 
 class SamplesError(Exception):
@@ -58,7 +59,7 @@ def read(folder: Path, at: Mapping[str, str] | None) -> dict[str, Any]:
         SamplesError: where there are none, or others.
     """
     if at is None:
-        raise SamplesError("its samples were not written: the disk refused them")
+        raise SamplesError(UNWRITTEN)
     path = folder / at["path"]
     if not path.resolve().is_relative_to(folder.resolve()):
         raise SamplesError(f"{at['path']}: samples lie below their run's folder, in {FOLDER}/")

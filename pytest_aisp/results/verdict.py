@@ -50,11 +50,7 @@ RED = ("fail", "regressed", "wrong", "invalid")
 LOOK = (*RED, "inconclusive", "stale")
 """Verdicts that somebody should look at."""
 ORDER = (*RED, "stale", "inconclusive", "improved", "new", "pass", "checked", "compiled")
-"""Red first, then what somebody should look at."""
-VERDICTS = (
-    *("pass", "new", "improved", "stale", "inconclusive", "checked", "compiled"),
-    *RED,
-)
+"""All verdicts: red first, then what somebody should look at."""
 
 
 class Reading(NamedTuple):

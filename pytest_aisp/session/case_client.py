@@ -12,7 +12,7 @@ from ..common.device import Machine, cpu_machine
 from ..kernels.libraries import VERSIONS
 from ..pages.pair import Case
 from ..results.messages import Reply, Task
-from ..results.row import Row, ratio
+from ..results.row import Row, ratio, size_text
 from ..results.verdict import Reading
 from .place import Kernels, place_of
 from .run import Failed, Run
@@ -107,7 +107,7 @@ class CaseClient:
     def _fail(self, reply: Reply) -> None:
         verdicts = {"wrong": "wrong", "disturbed": "invalid"}
         self.row.verdict = verdicts.get(reply.error or "", "fail")
-        size = ", ".join(f"{k}={v}" for k, v in self.case.size.items())
+        size = size_text(1, self.case.size)
         where = f"{self.case.variant_name} at {size}" if size else self.case.variant_name
         parts = [reply.message if reply.error in ("wrong", "page") else f"{where}: {reply.message}"]
         self.row.reasons.append(parts[0].splitlines()[0])
