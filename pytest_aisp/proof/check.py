@@ -16,21 +16,20 @@ from ..common.protections import on
 from ..common.quiet import waiter
 from ..pages.pair import Pair, Precision, Side, side_name, size_words
 from . import manners, numerics
-from .controls import Control, TooLoose, run_controls
+from .controls import TooLoose
 from .fits import Fit, compare_all, explain
 from .numerics import Leaf, Rule, Wrong
 from .oracle import Named, Oracle, observed
 from .sides import SideError, Subject
+from .tolerance import check_tolerance
 from .witness import watching
-from .workbench import VALUE_SETS
+from .workbench import STEPS, VALUE_SETS
 
 if TYPE_CHECKING:
     import torch
 
 FEW_TERMS = 1024
 """Terms of a sum that widen no bound worth mentioning: 2e-6 in fp32."""
-STEPS = 3
-"""Steps after which a training step's state is compared, besides the first."""
 
 
 @dataclass
@@ -81,7 +80,8 @@ def check_sides(
         result.exact = _exact_probe(oracle, [side for side, _ in sides])
     if controls and on("controls"):
         with oracle.watch.phase("controls"):
-            result.controls = [str(c) for c in _controls(oracle, sides, rule)]
+            found = check_tolerance(oracle, [precision for _, precision in sides], rule)
+            result.controls = [str(control) for control in found]
     return result
 
 
@@ -298,27 +298,3 @@ def _integers(values: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
         return made.requires_grad_(tensor.requires_grad)
 
     return trees.map_tensors(drawn, values)  # type: ignore[no-any-return]
-
-
-def _controls(
-    oracle: Oracle, sides: Sequence[tuple[Side, Precision | None]], rule: Rule
-) -> list[Control]:
-    """Apply the controls at each precision that a side declares; return those at the last."""
-    seen: list[Control] = []
-    for precision in dict.fromkeys(p for _, p in sides):
-        key = (precision, rule, tuple(oracle.types.items()))
-        if key not in oracle.controls:
-            oracle.controls[key] = _controls_at(oracle, precision, rule)
-        seen = oracle.controls[key]
-    return seen
-
-
-def _controls_at(oracle: Oracle, precision: str | None, rule: Rule) -> list[Control]:
-    turns = (0, 1, 0)[:STEPS] if oracle.bench.pair.state is not None else (0,)
-    other = (1, 0, 1)[:STEPS] if oracle.bench.pair.state is not None else (1 % VALUE_SETS,)
-    leaves = oracle.leaves(turns, precision)
-    expected = [leaf for leaf in leaves if leaf.path in oracle.types] or leaves
-    stale_by_path = {leaf.path: leaf for leaf in oracle.leaves(other, precision)}
-    stale = [stale_by_path[leaf.path] for leaf in expected]
-    types = [oracle.types.get(leaf.path, leaf.value.dtype) for leaf in expected]
-    return run_controls(expected, stale, oracle.dropped(0, precision), types, rule)

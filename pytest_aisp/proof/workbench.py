@@ -16,6 +16,8 @@ from ..pages.pair import Pair, Side, Size
 from .sides import Subject, make_inputs, make_state
 
 VALUE_SETS = 2
+STEPS = 3
+"""Steps after which a training step's state is compared, besides the first."""
 UNSEEN = VALUE_SETS
 """The value set that is shown only before the last block."""
 COLD_FOOTPRINT = 5.0

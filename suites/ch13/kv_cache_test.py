@@ -28,6 +28,8 @@ from torch.nn import functional as F
 
 from pytest_aisp import Work, compare
 
+from .rounding import to_even
+
 WIDTH, PAGE = 128, 64  # numbers of a head, tokens of a page
 
 
@@ -57,7 +59,7 @@ def paged_attention_kernel(
         total = total * kept + tl.sum(weights)
         mean = mean * kept + tl.sum(weights[:, None] * values, axis=0)
         most = larger
-    tl.store(out + row, (mean / total).to(out.dtype.element_ty))
+    tl.store(out + row, to_even(mean / total, DROPPED=16).to(tl.bfloat16))
 
 
 def inputs(device, batch, heads, prompt, steps):

@@ -1,0 +1,74 @@
+"""Inputs that cannot tell right from wrong are a page's fault, an unlucky draw of them is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pytest_aisp import Work, compare
+from pytest_aisp.bench.loader import pair_of
+from pytest_aisp.common.peers import here
+from pytest_aisp.proof.controls import CannotTell
+from pytest_aisp.proof.numerics import Rule
+from pytest_aisp.proof.oracle import Oracle
+from pytest_aisp.proof.sides import RANK_SEEDS
+from pytest_aisp.proof.tolerance import APART, DRAWS, check_tolerance
+from pytest_aisp.proof.workbench import Workbench
+
+SEED = 3
+
+
+def oracle_of(flat):
+    """Return an oracle whose inputs are constant in the draws `flat` and random in the others."""
+
+    def inputs(device, n):
+        draw = (torch.initial_seed() - SEED - RANK_SEEDS * here().rank) // APART
+        drawn.append(draw)
+        return (torch.ones(n) if draw in flat else torch.randn(n),)
+
+    def doubled(x):
+        return 2 * x
+
+    @compare(
+        baseline=lambda x: x + x,
+        optimized=[doubled],
+        inputs=inputs,
+        reference=lambda x: 2 * x.double(),
+        sizes=[{"n": 33}],
+        check_sizes=[{"n": 33}],
+        work=lambda n: Work(read=4 * n, write=4 * n),
+        bound="dram",
+    )
+    def test_doubling(pair):
+        pair.assert_equivalent()
+
+    drawn: list[int] = []
+    bench = Workbench(pair_of(test_doubling), {"n": 33}, "cpu", SEED, SEED + 1)
+    return Oracle(bench, types={"output": torch.float32}), drawn
+
+
+def test_a_draw_that_can_tell_is_the_only_one():
+    oracle, drawn = oracle_of(flat={1, 2, 3, 4})
+    found = check_tolerance(oracle, [None], Rule())
+    assert {c.name for c in found if c.applies} >= {"noise", "zeros", "rolled", "stale"}
+    assert set(drawn) == {0}
+
+
+@pytest.mark.parametrize("flat", [{0}, {0, 1}, {0, 4}])
+def test_an_unlucky_draw_condemns_no_page(flat):
+    oracle, drawn = oracle_of(flat)
+    found = check_tolerance(oracle, [None], Rule())
+    assert all(c.refused for c in found if c.applies)
+    assert len(set(drawn) - flat) == DRAWS // 2 + 1
+    drawn.clear()
+    assert check_tolerance(oracle, [None], Rule()) == found
+    assert not drawn, "what was found is kept"
+
+
+@pytest.mark.parametrize(
+    ("flat", "said"), [({0, 1, 2}, "3 of 3"), ({0, 2, 4}, "3 of 5"), ({0, 3, 4}, "3 of 5")]
+)
+def test_inputs_that_cannot_tell_in_most_draws_condemn_it(flat, said):
+    oracle, _ = oracle_of(flat)
+    with pytest.raises(CannotTell, match=rf"no \w+ control applies.*\({said} draws of the values"):
+        check_tolerance(oracle, [None], Rule())
