@@ -294,7 +294,7 @@ def test_a_case_leases_all_its_gpus_in_one_order(monkeypatch, gpus, worker, leas
 
 
 def test_ranks_see_the_gpus_that_were_leased():
-    settings = SimpleNamespace(reproducible=False, cold_start=False)
+    settings = SimpleNamespace(reproducible=False, seed=None, cold_start=False)
     run = Run(settings, Machine("sm90", "nvidia-h200", "H200", ("b", "a", "c")))
     assert run.environment("cuda", 2)["CUDA_VISIBLE_DEVICES"] == "a,b"
     assert run.environment("cuda")["CUDA_VISIBLE_DEVICES"] == "b"

@@ -90,6 +90,11 @@ REFUSED = [
     ),
     (["--aisp-warmup=0"], "--aisp-warmup=0 must be at least 1"),
     (["--aisp-processes=0"], "--aisp-processes=0 must be at least 1"),
+    (["--aisp-seed=0"], "--aisp-seed=0 must be between 1 and 2147483647"),
+    (["--aisp-seed=2147483648"], "--aisp-seed=2147483648 must be between 1 and 2147483647"),
+    (["--aisp-seed=1", "--aisp-compile"], "--aisp-seed cannot be combined with --aisp-compile: *"),
+    (["--aisp-seed=1", "--aisp-replay=a"], "--aisp-seed cannot be combined with --aisp-replay: *"),
+    (["--aisp-seed=1", UPDATE], f"--aisp-seed cannot be combined with {UPDATE}: *"),
     (["--aisp-suite-timeout=0"], "--aisp-suite-timeout=0 must be above 0 and finite"),
     (["--aisp-suite-timeout=nan"], "--aisp-suite-timeout=nan must be above 0 and finite"),
     (["--aisp-confirm-budget=-1"], "--aisp-confirm-budget=-1 must be 0 or more and finite"),
@@ -359,6 +364,32 @@ def test_reproducible_fails_an_op_without_a_deterministic_form_by_name(page, pyt
         ["E       AssertionError: doubled at n=1001: RuntimeError: put_* does not have a deter*"]
     )
     result.stdout.fnmatch_lines(["=* 1 failed, 1 checked in *"])
+
+
+def wrong_value(pytester, *options):
+    """Return what is said of the first wrong value, and the last line of how to get it again."""
+    said = pytester.runpytest_subprocess("--aisp-check", *options).stdout.str()
+    told = next(line for line in said.splitlines() if "doubled is wrong at" in line)
+    again = said.split("reproduce:")[1].splitlines()[1].split()
+    return told, again[again.index("pytest") + 1 :]
+
+
+def test_a_failure_names_the_seed_of_its_values(page, pytester):
+    page("2 * x + 1")
+    first, again = wrong_value(pytester)
+    assert again[0] == "'ch99/doubling_test.py::test_doubling[doubled-n1001]'"
+    assert again[1] == "--aisp-check"
+    assert again[2].startswith("--aisp-seed=")
+    second, same = wrong_value(pytester, again[2])
+    assert (second, same) == (first, again)
+    assert wrong_value(pytester)[0] != first, "a run without it draws its own"
+
+
+def test_a_reproducible_run_needs_no_seed(page, pytester):
+    page("2 * x + 1")
+    first, again = wrong_value(pytester, "--aisp-reproducible")
+    assert again[1:] == ["--aisp-check", "--aisp-reproducible"]
+    assert wrong_value(pytester, "--aisp-reproducible")[0] == first
 
 
 @pytest.mark.parametrize("option", ["--aisp-in-process", "--pdb"])

@@ -300,8 +300,10 @@ def test_the_short_summary_has_the_verdict_and_the_id_of_a_red_case(said):
 
 @pytest.mark.parametrize("name", ["raising", "zeros", "loose", "searched"])
 def test_a_failure_ends_with_how_to_reproduce_it(said, name):
-    last = said[name].failure.split("reproduce:")[1].splitlines()[1]
-    assert last == f"E           pytest 'ch99/{name}_test.py::test_doubling[doubled-n1001]'"
+    *words, seed = said[name].failure.split("reproduce:")[1].splitlines()[1].split()
+    case = f"'ch99/{name}_test.py::test_doubling[doubled-n1001]'"
+    assert words == ["E", "pytest", case, "--aisp-check"]
+    assert seed.startswith("--aisp-seed=")
 
 
 def test_what_an_optimizer_keeps_is_named_by_its_parameter():

@@ -99,13 +99,13 @@ def test_free_memory_is_left_full_of_nan(monkeypatch):
 
 
 def test_the_values_that_checks_draw_are_the_runs_secret():
-    settings = SimpleNamespace(reproducible=False)
+    settings = SimpleNamespace(reproducible=False, seed=None)
     seeds = {Run(settings, Machine("cpu", "cpu", "cpu")).seed for _ in range(8)}
     assert len(seeds) == 8
 
 
 def test_a_bench_process_sees_one_gpu():
-    settings = SimpleNamespace(reproducible=False, cold_start=False)
+    settings = SimpleNamespace(reproducible=False, seed=None, cold_start=False)
     machine = Machine("sm90", "nvidia-h200", "NVIDIA H200", ("GPU-a", "GPU-b"))
     for worker, gpu in ((0, "GPU-a"), (1, "GPU-b"), (2, "GPU-a")):
         run = Run(settings, machine, worker=worker)
@@ -114,7 +114,10 @@ def test_a_bench_process_sees_one_gpu():
 
 
 def test_a_bench_process_interprets_triton_or_compiles():
-    run = Run(SimpleNamespace(reproducible=False, cold_start=False), Machine("cpu", "cpu", "cpu"))
+    run = Run(
+        SimpleNamespace(reproducible=False, seed=None, cold_start=False),
+        Machine("cpu", "cpu", "cpu"),
+    )
     interprets = {d: run.environment(d)["TRITON_INTERPRET"] for d in ("cpu", "cuda", COMPILER)}
     assert interprets == {"cpu": "1", "cuda": None, COMPILER: None}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from random import Random
 from typing import Any
 
 from ..common.peers import here
@@ -78,11 +79,11 @@ def _found(strategies: Mapping[str, Any], fails: Callable[[Size], bool], task: T
         max_examples=EXAMPLES,
         deadline=None,
         database=None,
-        derandomize=task.reproducible,
         phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
     )
     try:
-        return find(st.fixed_dictionaries(fixed), fails, settings=rules)
+        drawn = Random(task.seed)
+        return find(st.fixed_dictionaries(fixed), fails, settings=rules, random=drawn)
     except NoSuchExample:
         return None

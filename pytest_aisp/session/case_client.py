@@ -101,10 +101,10 @@ class CaseClient:
         bench = bench or self.bench()
         reply = bench.ask(task, self.timeout, self.run.progress)
         if reply.error is not None:
-            self._fail(reply)
+            self._fail(reply, task.seed)
         return dict(reply.result)
 
-    def _fail(self, reply: Reply) -> None:
+    def _fail(self, reply: Reply, seed: int) -> None:
         verdicts = {"wrong": "wrong", "disturbed": "invalid"}
         self.row.verdict = verdicts.get(reply.error or "", "fail")
         size = size_text(1, self.case.size)
@@ -112,11 +112,25 @@ class CaseClient:
         parts = [reply.message if reply.error in ("wrong", "page") else f"{where}: {reply.message}"]
         self.row.reasons.append(parts[0].splitlines()[0])
         parts += [reply.trace.rstrip()] if reply.trace else []
-        raise Failed("\n".join([*parts, *self.commands()]))
+        raise Failed("\n".join([*parts, *self.commands(seed)]))
 
-    def commands(self) -> list[str]:
-        """Return the lines that say how to run this case again."""
-        return ["reproduce:", f"    pytest '{self.where['nodeid']}'"]
+    def commands(self, seed: int = 0) -> list[str]:
+        """Return the lines that say how to run this case again, on the values of `seed`.
+
+        0 is the seed of a task that draws none, and of a reproducible run.
+        """
+        settings = self.run.settings
+        values = {
+            "--aisp-check": "" if settings.check and not settings.sanitize else None,
+            "--aisp-sanitize": settings.sanitize or None,
+            "--aisp-aa": "" if settings.aa else None,
+            "--aisp-compile": ",".join(settings.compile) or None,
+            "--aisp-untrusted": "" if settings.untrusted else None,
+            "--aisp-reproducible": "" if settings.reproducible else None,
+            "--aisp-seed": f"{seed}" if seed and not settings.compile else None,
+        }
+        given = [f"{k}={v}" if v else k for k, v in values.items() if v is not None]
+        return ["reproduce:", " ".join([f"    pytest '{self.where['nodeid']}'", *given])]
 
     def timed(self, replicate: int, bench: Bench | None = None) -> dict[str, Any]:
         """Return what process number `replicate` measured, and keep it in the row."""
@@ -260,9 +274,10 @@ class CaseClient:
         return run.versions
 
     def _asked_facts(self, bench: Bench) -> dict[str, Any]:
-        reply = bench.ask(self.task("facts"), START_SECONDS, self.run.progress)
+        task = self.task("facts", seed=0)
+        reply = bench.ask(task, START_SECONDS, self.run.progress)
         if reply.error is not None:
-            self._fail(reply)
+            self._fail(reply, task.seed)
         return dict(reply.result)
 
 

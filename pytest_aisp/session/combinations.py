@@ -41,6 +41,8 @@ def refuse(settings: Settings, config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"--aisp-untrusted cannot be combined with {other}: it needs processes of its own"
         )
+    if settings.seed is not None:
+        _refuse_seed(settings)
     check = "--aisp-sanitize" if settings.sanitize else "--aisp-check"
     modes: dict[str, object] = {check: settings.check, "--aisp-aa": settings.aa}
     modes["--aisp-compile"] = settings.compile
@@ -57,6 +59,21 @@ def refuse(settings: Settings, config: pytest.Config) -> None:
 def _same(recording: Path, folder: Path) -> bool:
     """Whether `recording`, a folder or its file, is what a run to `folder` writes over."""
     return folder.resolve() in (recording.resolve(), recording.resolve().parent)
+
+
+def _refuse_seed(settings: Settings) -> None:
+    """Refuse a known seed where nothing is drawn from it, or where no side may know it."""
+    why = {
+        "--aisp-compile": (settings.compile, "it draws no values"),
+        "--aisp-replay": (settings.replay, "it draws no values"),
+        "--aisp-update-expectations": (
+            settings.update,
+            "a record is checked on secret values",
+        ),
+    }
+    for other, (given, reason) in why.items():
+        if given:
+            raise pytest.UsageError(f"--aisp-seed cannot be combined with {other}: {reason}")
 
 
 def _refuse_profile(settings: Settings) -> None:

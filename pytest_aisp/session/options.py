@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from .combinations import refuse
-from .settings import Settings
+from .settings import SEEDS, Settings
 
 EVERY_ARCH = "all"
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -80,6 +80,7 @@ def add_options(parser: pytest.Parser) -> None:
         help="processes to record from (8), or to repeat an A/A trial in (1)",
     )
     add("--aisp-reproducible", action="store_true", help="fixed seeds, deterministic algorithms")
+    add("--aisp-seed", metavar="N", type=int, help="draw the values of a run that failed again")
     add("--aisp-cold-start", action="store_true", help="fresh caches and context for each case")
     add("--aisp-in-process", action="store_true", help="run sides inside pytest, for debuggers")
     add(
@@ -159,6 +160,7 @@ def read_settings(config: pytest.Config) -> Settings:
         processes=_positive("--aisp-processes", get("aisp_processes"))
         or (RECORDED if get("aisp_update_expectations") else 1),
         reproducible=get("aisp_reproducible"),
+        seed=_seed(get("aisp_seed")),
         cold_start=get("aisp_cold_start"),
         in_process=next((option for option, name in IN_PROCESS.items() if get(name)), ""),
         untrusted=get("aisp_untrusted"),
@@ -285,6 +287,12 @@ def _profiler(tool: str | None) -> str:
 def _positive(name: str, value: int | None) -> int | None:
     if value is not None and value < 1:
         raise pytest.UsageError(f"{name}={value} must be at least 1")
+    return value
+
+
+def _seed(value: int | None) -> int | None:
+    if value is not None and not 0 < value < SEEDS:
+        raise pytest.UsageError(f"--aisp-seed={value} must be between 1 and {SEEDS - 1}")
     return value
 
 

@@ -26,7 +26,7 @@ from ..results.stored import Stored
 from ..results.stored_text import StoreError
 from ..results.verdict import Reading
 from .history import Past
-from .settings import Settings
+from .settings import SEEDS, Settings
 
 
 class Failed(Exception):
@@ -80,11 +80,13 @@ class Run:
     _stored: dict[Path, Stored] = field(default_factory=dict)
     _peaks: dict[str, peaks_module.Peaks | None] = field(default_factory=dict)
     _caches: list[str] = field(default_factory=list)
-    secret: int = field(default_factory=lambda: random.SystemRandom().randrange(2**31))
+    secret: int = field(default_factory=lambda: random.SystemRandom().randrange(1, SEEDS))
 
     @property
     def seed(self) -> int:
-        """Seed of checked values: secret, unless the run must be reproducible."""
+        """Seed of checked values: secret, unless it is given or the run must be reproducible."""
+        if self.settings.seed is not None:
+            return self.settings.seed
         return 0 if self.settings.reproducible else self.secret
 
     def bench(

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+SEEDS = 2**31
+"""Seeds of values lie below this."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -26,6 +29,7 @@ class Settings:
         energy: whether `assert_energy` counts: it takes half a minute a case.
         profile: the profiler that looks at both sides after their verdict, or empty.
         reproducible, cold_start, untrusted: see ``pytest --help``.
+        seed: from which values are drawn, or None for a secret one.
         in_process: the option for which sides run inside pytest, or empty.
         timeout: seconds for one request to a bench process, already multiplied.
         suite_timeout, confirm_budget: seconds, for the run and for its votes.
@@ -50,6 +54,7 @@ class Settings:
     window: float | None
     processes: int
     reproducible: bool
+    seed: int | None
     cold_start: bool
     in_process: str
     untrusted: bool

@@ -14,6 +14,7 @@ from ..proof.witness import now
 from ..results.row import duration
 from .case_client import CaseClient
 from .run import Failed
+from .settings import SEEDS
 
 ROLES = ("baseline", "optimized")
 LIMIT = {"graph": 1.25, "host": 1.5, "cpu": 1.5}
@@ -61,7 +62,8 @@ class _Apart:
         self.clock = str(self.timed["clock"]) if self.timed is not None else ""
         self.slots = int(details.get("slots", 2))
         self.counted = [int(n) for n in details.get("counted", (1, 1))]
-        self.secret = random.SystemRandom().randrange(2**31)
+        given = client.run.settings.seed  # else no process of the sides has ever known it
+        self.secret = random.SystemRandom().randrange(1, SEEDS) if given is None else given
 
     def run(self) -> None:
         referee = self.client.fresh_bench()
