@@ -12,6 +12,7 @@ from catalogues import case, catalogue
 
 from pytest_aisp.bench import nsight
 from pytest_aisp.commands import cli, several
+from pytest_aisp.common.answers import Unanswerable
 from pytest_aisp.results import published
 from pytest_aisp.tools import catalogue as catalogues
 from pytest_aisp.tools import pytest_runs
@@ -207,3 +208,56 @@ def test_pytest_is_really_run_and_its_exit_code_returned(tmp_path, capfd):
     assert lines[0] == f"$ python -m pytest -q -p no:cacheprovider --rootdir={tmp_path} {tmp_path}"
     assert lines[-1].startswith("1 failed")
     assert Path(pytest_runs.shown(["a b"]).split("'")[1]).name == "a b"
+
+
+@pytest.fixture
+def completes(tmp_path, monkeypatch, capsys):
+    """What bash would offer for a line that ends where the cursor is; words as bash cuts them."""
+    told = catalogue(tmp_path, [case("ch10:gemm"), case("ch10:group"), case("ch07:scan")])
+    monkeypatch.setattr(catalogues, "collect", lambda *targets: told)
+    monkeypatch.setenv("_AISP_COMPLETE", "complete_bash")
+
+    def offered(line):
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
+        assert cli.main([]) == 0
+        return capsys.readouterr().out.split()
+
+    return offered
+
+
+@pytest.mark.parametrize("command", ["bench run", "verify", "bench list-targets", "roofline"])
+def test_a_shell_completes_the_option_of_targets(completes, command):
+    words = ["--targets"] if "list" not in command else []
+    assert completes(f"aisp {command} --tar") == words
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("--targets ", ["ch07", "ch10"]),
+        ("--targets ch1", ["ch10"]),
+        ("--targets ch10", ["ch10", "ch10:gemm", "ch10:group"]),
+        ("--targets ch10:gr", ["ch10:group"]),
+        ("--targets=ch10:gr", ["ch10:group"]),
+        ("--targets ch10 : gr", ["group"]),
+        ("--targets ch10 :", ["gemm", "group"]),
+        ("--targets ch10 ", ["ch07"]),
+        ("--targets ch10:gemm ch10:g", ["ch10:group"]),
+        ("--targets=ch10 ch0", ["ch07"]),
+        ("--targets ch12:g", []),
+        ("--targets ch10 --profile=none c", []),
+        ("--targets ch10 -- c", []),
+        ("--targets ch10 --prof", ["--profile"]),
+    ],
+)
+def test_a_shell_completes_targets(completes, line, offered):
+    assert completes(f"aisp bench run {line}") == offered
+
+
+def test_where_nothing_can_be_collected_a_shell_is_offered_nothing(completes, monkeypatch):
+    def refused(*targets):
+        raise Unanswerable("pytest cannot collect here")
+
+    monkeypatch.setattr(catalogues, "collect", refused)
+    assert completes("aisp bench run --targets ch") == []
