@@ -430,6 +430,17 @@ def test_a_session_under_another_power_limit_is_no_second_one(path):
     assert load(path).results[KEY].environments == ("a",)
 
 
+@pytest.mark.parametrize(
+    ("product", "kept"), [("nvidia-h200", ("a", "b")), ("nvidia-h200-x2", ("a",))]
+)
+def test_another_nccl_is_no_second_session_where_gpus_worked_together(tmp_path, product, kept):
+    path = tmp_path / product / "ch01.json"
+    table = {name: {**TABLE[name], "nccl": f"2.28.{i}"} for i, name in enumerate("ab")}
+    for session in "ab":
+        write(path, product, {KEY: result(session)}, table, replace=False)
+    assert load(path).results[KEY].environments == kept
+
+
 @pytest.mark.parametrize("file", sorted(Path(__file__).parents[1].glob("baselines/*/ch*.json")))
 def test_the_files_of_this_repository_are_read_and_compared(file):
     stored = load(file)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..pages.skus import arch_of, product_of
+from ..results.stored import joined
 
 # NVML clock event reasons that make a measurement worthless: hardware slowdown, hardware thermal,
 # power brake, software thermal. The software power cap (0x4) is normal at full load.
@@ -50,7 +51,7 @@ class Machine:
 
     def with_count(self, count: int) -> str:
         """Return the product slug for `count` GPUs: ``nvidia-h200-x2``."""
-        return self.product if count == 1 else f"{self.product}-x{count}"
+        return joined(self.product, count)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain types."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .stored import Environments, Result, Results, Stored, differences
+from .stored import Environments, Result, Results, Stored, base_of, differences
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,13 @@ def merge(
     for name, facts in stored.environments.items():
         if table[name] != facts:
             raise ValueError(f"the environment {name!r} is stored as {facts}, not {table[name]}")
+    several = base_of(stored.product) != stored.product
     results = dict(stored.results)
     for key, result in new.items():
         old = results.get(key)
         if old is None or replace:
             results[key] = result
-        elif _is_alike(old, result, table):
+        elif _is_alike(old, result, table, several):
             second = (len(old.values), len(result.values)) == (1, 1)
             second &= old.environments != result.environments
             gained = _with_session(old, result, table) if second else _completed(old, result)
@@ -47,14 +48,14 @@ def merge(
     return tidy(stored, table, results), changes
 
 
-def _is_alike(old: Result, new: Result, table: Environments) -> bool:
+def _is_alike(old: Result, new: Result, table: Environments, several: bool) -> bool:
     """Return whether both are of the same code, and comparable as far as both go."""
     both_timed = bool(old.values and new.values)
     if both_timed and (old.clock, old.choices) != (new.clock, new.choices):
         return False
     facts = table[old.environments[-1]], table[new.environments[0]]
     clock = old.clock or new.clock or ""
-    return old.sources == new.sources and not differences(*facts, clock)
+    return old.sources == new.sources and not differences(*facts, clock, several=several)
 
 
 def _completed(old: Result, new: Result) -> Result:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -130,6 +131,16 @@ class Stored:
 def environment_key(environment: Environment) -> str:
     """Return a short key that follows from the facts: the first 8 digits of their hash."""
     return hashlib.sha256(json.dumps(plain_table(environment)).encode()).hexdigest()[:8]
+
+
+def joined(product: str, count: int) -> str:
+    """Return the product of `count` GPUs of `product`: ``nvidia-h200-x2``."""
+    return product if count == 1 else f"{product}-x{count}"
+
+
+def base_of(product: str) -> str:
+    """Return the product of one GPU: ``nvidia-h200`` for ``nvidia-h200-x2``."""
+    return re.sub(r"-x\d+$", "", product)
 
 
 def differences(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from ..common.answers import Unanswerable
 from ..common.device import Machine
 from ..pages.skus import ARCHS, GPUS
 from ..results import store
-from ..results.stored import Stored
+from ..results.stored import Stored, base_of
 from ..results.stored_text import StoreError
 
 
@@ -24,11 +23,6 @@ class Chapter:
     name: str
     path: Path
     stored: Stored
-
-
-def base_of(product: str) -> str:
-    """Return the product of one GPU: ``nvidia-h200`` for ``nvidia-h200-x2``."""
-    return re.sub(r"-x\d+$", "", product)
 
 
 def chosen(baselines: Path, asked: str | None, machine: Machine) -> list[str]:
