@@ -26,7 +26,7 @@ def timed(paths: list[Path], arch: str) -> None:
     import triton
 
     from pytest_aisp.bench.loader import load_page, pair_of
-    from pytest_aisp.kernels import build
+    from pytest_aisp.kernels import nvrtc
     from pytest_aisp.kernels.launches import recorded
     from pytest_aisp.pages.sources import kernel_files
 
@@ -34,7 +34,7 @@ def timed(paths: list[Path], arch: str) -> None:
         tell(times.total / 1e6, f"{current} {src.name}")
 
     triton.knobs.compilation.listener = listener
-    build._toolchain()
+    nvrtc.toolchain()
     modules: dict[Path, Any] = {}
     for path in paths:
         current = path.name

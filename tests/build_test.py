@@ -17,16 +17,15 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_aisp.kernels import build
+from pytest_aisp.kernels import build, nvrtc
 from pytest_aisp.kernels.build import (
-    CompileError,
     CudaModule,
     LaunchError,
-    NoCompiler,
     assemble,
     check,
     cuda_module,
 )
+from pytest_aisp.kernels.nvrtc import CompileError, NoCompiler
 from pytest_aisp.kernels.tma import TensorMap
 from pytest_aisp.pages.skus import GPU_ARCHS
 
@@ -373,7 +372,7 @@ class Gpu:
             Stream=SimpleNamespace(from_handle=self.wrap),
             Device=self.device,
         )
-        monkeypatch.setattr(build, "_toolchain", lambda: (core, "13.0", 1))
+        monkeypatch.setattr(nvrtc, "toolchain", lambda: (core, "13.0", 1))
         monkeypatch.setattr(build, "_streams", {})
         monkeypatch.setattr(build, "_thread", build._Thread())
         monkeypatch.setattr(build, "import_module", {"cuda.bindings.driver": self.driver()}.get)
@@ -563,7 +562,7 @@ def test_options_reach_the_compiler(module_of):
 
 @needs_nvrtc
 def test_missing_cuda_headers_say_how_to_get_them(module_of, monkeypatch):
-    monkeypatch.setattr(build, "_toolkit", list)
+    monkeypatch.setattr(nvrtc, "_toolkit", list)
     with pytest.raises(CompileError, match=r"cuda_fp16.h(.|\n)*pip install nvidia-cuda-runtime"):
         module_of('#include <cuda_fp16.h>\nextern "C" __global__ void k(int n) {}').assemble("sm90")
 
@@ -573,8 +572,8 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch, error):
     def missing(name):
         raise error
 
-    monkeypatch.setattr(build, "import_module", missing)
-    build._toolchain.cache_clear()
+    monkeypatch.setattr(nvrtc, "import_module", missing)
+    nvrtc.toolchain.cache_clear()
     with pytest.raises(NoCompiler, match="pip install cuda-core cuda-bindings nvidia-cuda-nvrtc"):
         cuda_module("data/build.cu").assemble("sm90")
 
@@ -585,21 +584,21 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch, error):
 @pytest.fixture
 def compilations(monkeypatch):
     """Count what really is compiled."""
-    real, seen = build._nvrtc, []
+    real, seen = nvrtc._nvrtc, []
 
     def counted(core, module, options):
         seen.append(options["arch"])
         return real(core, module, options)
 
-    monkeypatch.setattr(build, "_nvrtc", counted)
+    monkeypatch.setattr(nvrtc, "_nvrtc", counted)
     return seen
 
 
 @needs_nvrtc
 def test_a_second_process_finds_what_the_first_compiled(cache, compilations):
-    first = build.compiled(cuda_module("data/build.cu"), "sm_90")
-    assert build.compiled(cuda_module("data/build.cu"), "sm_90") == first
-    build.compiled(cuda_module("data/build.cu"), "sm_100")
+    first = nvrtc.compiled(cuda_module("data/build.cu"), "sm_90")
+    assert nvrtc.compiled(cuda_module("data/build.cu"), "sm_90") == first
+    nvrtc.compiled(cuda_module("data/build.cu"), "sm_100")
     assert compilations == ["sm_90", "sm_100"]
     assert len(list(cache.iterdir())) == 2
 
@@ -608,12 +607,12 @@ def test_a_second_process_finds_what_the_first_compiled(cache, compilations):
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
 def test_a_corrupt_entry_is_compiled_again(cache, compilations, damage):
     module = cuda_module("data/build.cu")
-    good = build.compiled(module, "sm_90")
+    good = nvrtc.compiled(module, "sm_90")
     (entry,) = cache.iterdir()
     stored = entry.read_bytes()
     flipped = stored[:-9] + bytes([stored[-9] ^ 1]) + stored[-8:]
     entry.write_bytes({"truncate": stored[:-1], "flip": flipped, "empty": b""}[damage])
-    assert build.compiled(module, "sm_90") == good
+    assert nvrtc.compiled(module, "sm_90") == good
     assert compilations == ["sm_90", "sm_90"]
     assert entry.read_bytes()[:32] == stored[:32]
 
@@ -625,14 +624,14 @@ def test_source_header_options_and_compiler_are_in_the_key(
     source = '#include "deep.cuh"\nextern "C" __global__ void k(int* x) { x[0] = N; }'
     (tmp_path / "deep.cuh").write_text('#include "deeper.cuh"\n')
     (tmp_path / "deeper.cuh").write_text("#define N 1\n")
-    cubins = [build.compiled(module_of(source), "sm_90")]
+    cubins = [nvrtc.compiled(module_of(source), "sm_90")]
     (tmp_path / "deeper.cuh").write_text("#define N 2\n")
-    cubins += [build.compiled(module_of(source), "sm_90")]
-    cubins += [build.compiled(module_of(source + " "), "sm_90")]
-    cubins += [build.compiled(module_of(source, options={"lineinfo": True}), "sm_90")]
-    toolchain = (build._toolchain()[0], "99.0", 1)
-    monkeypatch.setattr(build, "_toolchain", lambda: toolchain)
-    build.compiled(module_of(source), "sm_90")
+    cubins += [nvrtc.compiled(module_of(source), "sm_90")]
+    cubins += [nvrtc.compiled(module_of(source + " "), "sm_90")]
+    cubins += [nvrtc.compiled(module_of(source, options={"lineinfo": True}), "sm_90")]
+    toolchain = (nvrtc.toolchain()[0], "99.0", 1)
+    monkeypatch.setattr(nvrtc, "toolchain", lambda: toolchain)
+    nvrtc.compiled(module_of(source), "sm_90")
     assert len(compilations) == 5
     assert cubins[0] != cubins[1]
 

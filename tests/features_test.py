@@ -15,7 +15,7 @@ import pytest
 
 from pytest_aisp.bench import loader
 from pytest_aisp.common.device import Machine
-from pytest_aisp.kernels import build, features
+from pytest_aisp.kernels import features, nvrtc
 from pytest_aisp.kernels.features import Attempt
 from pytest_aisp.pages import skus
 from pytest_aisp.pages.skus import ASSEMBLED, target_of
@@ -266,8 +266,8 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch, capsys):
     def missing(name):
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(build, "import_module", missing)
-    build._toolchain.cache_clear()
+    monkeypatch.setattr(nvrtc, "import_module", missing)
+    nvrtc.toolchain.cache_clear()
     assert features.main([]) == 1
     first, second = capsys.readouterr().out.splitlines()
     assert first.endswith("pip install cuda-core cuda-bindings nvidia-cuda-nvrtc")
@@ -502,7 +502,7 @@ def test_explicit_targets_win(page):
 def test_what_is_needed_assembles_and_what_is_not_declared_does_not(page, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert list(page(more="needs='wgmma'").special.assemble("sm90")) == ["warpgroup"]
-    with pytest.raises(build.CompileError, match=r"'wgmma.fence' not supported on .target 'sm_90'"):
+    with pytest.raises(nvrtc.CompileError, match=r"'wgmma.fence' not supported on .target 'sm_90'"):
         page().special.assemble("sm90")
 
 

@@ -151,7 +151,8 @@ class _Stamper:
 @functools.cache
 def stamper() -> _Stamper | None:
     """Return what stamps, or None where this machine cannot compile it."""
-    from ..kernels.build import NoCompiler, cuda_module
+    from ..kernels.build import cuda_module
+    from ..kernels.nvrtc import NoCompiler
 
     try:
         made = _Stamper(cuda_module("probes.cu").stamp)

@@ -14,11 +14,11 @@ from typing import Any
 from ..pages import sources
 from ..pages.pair import Pair, Side, Size, Variant, as_words, side_name, size_words
 from ..pages.skus import GRAIN, INSTRUCTIONS, LIMITS, RESERVED
-from . import build, sass
+from . import build, geometry, nvrtc, sass
 from .launches import Launch, Launches, recorded
 from .standin import interpreting
 
-GRID = build.LIMITS["grid"]
+GRID = geometry.LIMITS["grid"]
 """Blocks by dimension that a launch may have, on every arch."""
 PARTS = 4
 """Parts of a processor; each has its own registers, and a warp stays in one."""
@@ -140,7 +140,7 @@ class Assembly:
             where = f"{launch.name} ({launch.how}) on {arch}"
             try:
                 built = _built(arch, name, launch)
-            except (AssemblyError, build.CompileError) as error:
+            except (AssemblyError, nvrtc.CompileError) as error:
                 self.faults.append(f"{where} does not assemble: {_beginning(str(error))}")
                 continue
             self.built.append(built)
@@ -230,7 +230,7 @@ def _built(arch: str, side: str, launch: Launch) -> Built:
     cubin, spilled, static = launch.cubin, None, 0
     if isinstance(launch.kernel, build.Kernel):
         module = launch.kernel.module
-        made = build.compiled(module, module.target(arch))
+        made = nvrtc.compiled(module, module.target(arch))
         told = made.usage.get(launch.name, {})
         cubin, spilled, static = made.code, told.get("spilled"), told.get("shared", 0)
     used = sass.usage(cubin)[launch.name]

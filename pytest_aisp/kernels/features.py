@@ -24,7 +24,7 @@ from typing import TypeAlias
 
 from ..common.device import Machine
 from ..pages.skus import ASSEMBLED, GPU_ARCHS, GPUS, target_of
-from .build import CompileError, NoCompiler, assembled, compiler
+from .nvrtc import CompileError, NoCompiler, assembled, compiler
 
 SOURCE = Path(__file__).with_name("features.cu")
 BLOCKS, THREADS = 2, 128
