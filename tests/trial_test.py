@@ -11,7 +11,9 @@ from validity import EXPLOITS
 
 from pytest_aisp.bench import host, trial
 from pytest_aisp.bench.engine import Engine
+from pytest_aisp.bench.kept import Kept
 from pytest_aisp.bench.trial import Trial
+from pytest_aisp.common.stopwatch import Stopwatch
 from pytest_aisp.proof import check
 from pytest_aisp.proof.sides import slot_order
 from pytest_aisp.results.messages import Task
@@ -140,21 +142,21 @@ def test_extra_calls_come_where_no_slot_was_lately(slots, calls, extra):
 def test_a_process_keeps_no_more_than_its_share_of_a_gpu(
     monkeypatch, reserved, forgotten, exhausted
 ):
-    engine, gib = Engine(_oracles={"page": object()}), iter(reserved)
-    monkeypatch.setattr("pytest_aisp.bench.engine.release", lambda device: None)
+    kept, gib = Kept(Stopwatch(), {"page": object()}), iter(reserved)
+    monkeypatch.setattr("pytest_aisp.bench.kept.release", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(gib) << 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 140 << 30))
-    engine._leave_memory("cpu")
-    assert engine._oracles
-    engine._leave_memory("cuda")
-    assert (not engine._oracles, engine.exhausted) == (forgotten, exhausted)
+    kept.leave_memory("cpu")
+    assert kept.oracles
+    kept.leave_memory("cuda")
+    assert (not kept.oracles, kept.exhausted) == (forgotten, exhausted)
 
 
 def test_a_process_in_which_a_capture_failed_is_exhausted(monkeypatch):
-    monkeypatch.setattr("pytest_aisp.bench.engine.release", lambda device: None)
+    monkeypatch.setattr("pytest_aisp.bench.kept.release", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 140 << 30))
     monkeypatch.setattr("pytest_aisp.bench.windows.abandoned", [(0, 1)])
-    engine = Engine()
-    engine._leave_memory("cuda")
-    assert engine.exhausted
+    kept = Kept(Stopwatch())
+    kept.leave_memory("cuda")
+    assert kept.exhausted

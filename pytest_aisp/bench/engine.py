@@ -1,7 +1,6 @@
 """The engine of a bench process: it loads a page, checks its sides, times them, checks again.
 
-An `Engine` answers `Task`s. It keeps what neighbouring cases share: the page, the values, the
-reference. Cases are ordered size by size, so a ladder builds its reference once.
+An `Engine` answers `Task`s, one method a kind.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 from ..common import trees
 from ..common.peers import here
 from ..common.protections import on, without
-from ..common.quiet import no_gc, release, waiter
+from ..common.quiet import no_gc, waiter
 from ..common.stopwatch import Stopwatch
 from ..guard import originals
 from ..kernels import libraries
@@ -36,18 +35,15 @@ from ..proof.sides import Subject
 from ..proof.workbench import VALUE_SETS, Workbench
 from ..results.messages import Task
 from ..results.timing import Budget, Samples
-from . import apart, windows
+from . import apart
+from .kept import Kept, seed_of
 from .loader import load_page, load_past, pair_of
 from .nodes import ROLES
 
 Progress = Callable[[str], None]
 Declared = tuple[Side, Precision | None]
-CPU_ORACLES = 4
-"""Most expected results kept on a CPU."""
 FIXED_SIZES = 3
 """Most of a page's listed check sizes that are checked before a case is timed."""
-KEPT = 1 / 8
-"""Share of a GPU's memory that a process may keep between two tasks."""
 
 
 class PageError(Exception):
@@ -60,12 +56,11 @@ class Engine:
 
     progress: Progress = lambda text: None
     watch: Stopwatch = field(default_factory=Stopwatch)
-    exhausted: bool = False
-    _oracles: dict[str, Oracle] = field(default_factory=dict)
-    _checked: dict[str, Checked] = field(default_factory=dict)
+    kept: Kept = field(init=False)
     _performer: apart.Performer | None = None
 
     def __post_init__(self) -> None:
+        self.kept = Kept(self.watch)
         originals.remember()  # before any page is imported
 
     def check(self, task: Task) -> dict[str, Any]:
@@ -82,7 +77,7 @@ class Engine:
             if task.search:
                 self._search(task, pair, rule)
         sources = self._sources(task, pair)
-        self._leave_memory(task.device)
+        self.kept.leave_memory(task.device)
         return {"sizes": found, "sources": sources, "spent": self.watch.read()}
 
     def _check_at(
@@ -95,16 +90,16 @@ class Engine:
         controls: bool = True,
     ) -> Checked:
         key = f"{task.page}{task.function}{task.variant}{task.device}{size_words(size)}{rule}"
-        if key not in self._checked:
-            oracle = self.oracle(task, pair, size)
-            self._checked[key] = check.check_sides(
+        if key not in self.kept.checked:
+            oracle = self.kept.oracle(task, pair, size)
+            self.kept.checked[key] = check.check_sides(
                 oracle,
                 [(_inner(s), p) for s, p in self._both(task, pair)],
                 rule,
                 controls=controls,
                 tell=lambda name: self.progress(f"check {name} at {size_words(size)}"),
             )
-        return self._checked[key]
+        return self.kept.checked[key]
 
     def _sizes(self, task: Task, pair: Pair) -> list[Mapping[str, Any]]:
         listed = [s for s in pair.check_sizes if is_plain(s)]
@@ -175,8 +170,8 @@ class Engine:
             witness.refuse_tracers()
             samples, extra = self._measure(task, pair, sides, budget)
         if task.replicate and not task.keep:  # one of many processes
-            self._oracles.clear()
-        self._leave_memory(task.device)
+            self.kept.oracles.clear()
+        self.kept.leave_memory(task.device)
         return {
             **asdict(samples),
             "value": samples.value,
@@ -216,7 +211,7 @@ class Engine:
             return measure_processes(task, sides, budget, random.Random(seed), self.progress), {}
         from .trial import Trial
 
-        oracle = self.oracle(task, pair, task.size)
+        oracle = self.kept.oracle(task, pair, task.size)
         rng = random.Random(seed)
         return Trial(task, oracle, sides, budget, rng, self.progress).run()
 
@@ -230,7 +225,8 @@ class Engine:
         pair = self._pair(task)
         sides = self._both(task, pair)
         with self._prepared(task, pair):
-            oracle, rng = self.oracle(task, pair, task.size), random.Random(_seed(task, "count"))
+            oracle = self.kept.oracle(task, pair, task.size)
+            rng = random.Random(seed_of(task, "count"))
             trial = Trial(task, oracle, sides, Budget(**task.budget), rng, self.progress)
             return counting.count(task, trial)
 
@@ -267,7 +263,7 @@ class Engine:
 
         pair = self._pair(task)
         size = dict(self._sizes(task, pair)[-1])
-        bench = Workbench(pair, size, task.device, _seed(task, "profile"), task.seed)
+        bench = Workbench(pair, size, task.device, seed_of(task, "profile"), task.seed)
         with self._prepared(task, pair):
             if task.side:
                 profiler.replay_side(bench, self._side(task, pair)[0], task.side)
@@ -279,9 +275,9 @@ class Engine:
         """Write the values that a performer will be shown, and keep what is expected of them."""
         pair = self._pair(task)
         size = dict(self._sizes(task, pair)[-1])
-        bench = Workbench(pair, size, task.device, _seed(task, "apart"), task.seed)
-        self._oracles["apart"] = Oracle(bench, self.watch, Rule(**task.rule).exact)
-        apart.draw(self._oracles["apart"], Path(task.apart["values"]))
+        bench = Workbench(pair, size, task.device, seed_of(task, "apart"), task.seed)
+        self.kept.oracles["apart"] = Oracle(bench, self.watch, Rule(**task.rule).exact)
+        apart.draw(self.kept.oracles["apart"], Path(task.apart["values"]))
         return {}
 
     def perform(self, task: Task) -> dict[str, Any]:
@@ -289,7 +285,7 @@ class Engine:
         pair, act = self._pair(task), task.apart
         if "clock" in act:
             side, size = self._side(task, pair)[0], dict(self._sizes(task, pair)[-1])
-            seed = _seed(task, "apart")
+            seed = seed_of(task, "apart")
             self._performer = apart.Performer(pair, side, size, task.device, seed, **act)
             return {"unit": self._performer.unit}
         if self._performer is None:
@@ -306,7 +302,7 @@ class Engine:
         side, precision = self._side(task, self._pair(task))
         outputs, steps = Path(task.apart["outputs"]), int(task.apart["steps"])
         rule, is_baseline = Rule(**task.rule), task.side == "baseline"
-        oracle = self._oracles["apart"]
+        oracle = self.kept.oracles["apart"]
         return {
             "compared": apart.compare(
                 oracle, side, precision, outputs, steps, rule, is_baseline=is_baseline
@@ -371,25 +367,6 @@ class Engine:
             raise PageError(f"{task.page} has no test {task.function!r} with @compare")
         return pair
 
-    def oracle(self, task: Task, pair: Pair, size: Mapping[str, Any]) -> Oracle:
-        """Return what is expected at `size`, made once for check and timing.
-
-        The timed size has fixed values, so that a stored result is measured again on the same
-        ones; its unseen set and every other size are drawn from the task's seed.
-        """
-        page = f"{task.page}{task.function}{task.device}"
-        fixed = task.at == "case" and size == task.size
-        salt = "time" if fixed else f"check{task.seed}"
-        exact = Rule(**task.rule).exact
-        key = f"{page}{size_words(size)}{salt}{exact}"
-        if key not in self._oracles:
-            self._make_room(page, task.device)
-            seed, unseen = (_seed(task, s) for s in (salt, f"unseen{task.seed}"))
-            with self.watch.phase("inputs"):
-                bench = Workbench(pair, dict(size), task.device, seed, unseen)
-                self._oracles[key] = Oracle(bench, self.watch, exact)
-        return self._oracles[key]
-
     def _sources(self, task: Task, pair: Pair) -> dict[str, str]:
         from ..pages.sources import digest
 
@@ -414,42 +391,6 @@ class Engine:
             with no_gc():
                 yield
 
-    def _make_room(self, page: str, device: str) -> None:
-        """Forget what other pages expected, and this page's too where memory is short."""
-        import torch
-
-        if not device.startswith("cuda"):
-            scarce = len(self._oracles) >= CPU_ORACLES
-        else:
-            free, total = torch.cuda.mem_get_info()
-            reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            scarce = free + reserved < 0.5 * total
-        for key in [k for k in self._oracles if scarce or not k.startswith(page)]:
-            del self._oracles[key]
-        release(device)
-
-    def _leave_memory(self, device: str) -> None:
-        """Leave a GPU's memory to the other processes of a case, but for what is kept.
-
-        Of that no more than some gigabytes: the next case of a page needs what is expected again,
-        and so does each process its part of the GPU. A few small tensors can hold a large segment;
-        a process that cannot give back its memory says that it is exhausted.
-        """
-        import torch
-
-        if not device.startswith("cuda"):
-            return
-
-        def keeps_too_much() -> bool:
-            release(device)
-            most = KEPT * torch.cuda.mem_get_info()[1]
-            return here().most(torch.cuda.memory_reserved() > most) > 0
-
-        if keeps_too_much():
-            self._oracles.clear()
-            self.exhausted = keeps_too_much()
-        self.exhausted |= bool(windows.abandoned)
-
 
 def _need_interpreter(task: Task, pair: Pair) -> None:
     """Refuse Triton kernels on a CPU without its interpreter; bench processes are given it."""
@@ -462,10 +403,6 @@ def _need_interpreter(task: Task, pair: Pair) -> None:
             " interpreter; it must be chosen before pytest starts when sides run inside pytest\n"
             "    TRITON_INTERPRET=1 pytest --pdb ..."
         )
-
-
-def _seed(task: Task, salt: str) -> int:
-    return zlib.crc32(f"{task.function}{salt}".encode())
 
 
 def _inner(side: Side) -> Side:

@@ -72,7 +72,7 @@ class Server:
         self._doing = task.kind
         try:
             result = getattr(self.engine, task.kind)(task)
-            return Reply(result=result, exhausted=self.engine.exhausted)
+            return Reply(result=result, exhausted=self.engine.kept.exhausted)
         except Exception as error:
             reply = _error_reply(error, self._doing)
             return replace(reply, error="fault") if _has_lost_gpu(error) else reply

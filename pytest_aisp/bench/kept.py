@@ -1,0 +1,103 @@
+"""What a bench process keeps from one task to the next, and what memory it gives back.
+
+Cases are ordered size by size, so those of a ladder share what is expected of them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..common.peers import here
+from ..common.quiet import release
+from ..common.stopwatch import Stopwatch
+from ..pages.pair import Pair, size_words
+from ..proof.check import Checked
+from ..proof.numerics import Rule
+from ..proof.oracle import Oracle
+from ..proof.workbench import Workbench
+from ..results.messages import Task
+from . import windows
+
+CPU_ORACLES = 4
+"""Most expected results kept on a CPU."""
+KEPT = 1 / 8
+"""Share of a GPU's memory that a process may keep between two tasks."""
+
+
+@dataclass
+class Kept:
+    """The oracles and checks of one engine.
+
+    Attributes:
+        watch: times what the oracles take.
+        oracles, checked: what is expected of a page at a size, and what checking a case found.
+        exhausted: whether the process holds memory that it cannot give back.
+    """
+
+    watch: Stopwatch
+    oracles: dict[str, Oracle] = field(default_factory=dict)
+    checked: dict[str, Checked] = field(default_factory=dict)
+    exhausted: bool = False
+
+    def oracle(self, task: Task, pair: Pair, size: Mapping[str, Any]) -> Oracle:
+        """Return what is expected at `size`, made once for check and timing.
+
+        The timed size has fixed values, so that a stored result is measured again on the same
+        ones; its unseen set and every other size are drawn from the task's seed.
+        """
+        page = f"{task.page}{task.function}{task.device}"
+        fixed = task.at == "case" and size == task.size
+        salt = "time" if fixed else f"check{task.seed}"
+        exact = Rule(**task.rule).exact
+        key = f"{page}{size_words(size)}{salt}{exact}"
+        if key not in self.oracles:
+            self._make_room(page, task.device)
+            seed, unseen = (seed_of(task, s) for s in (salt, f"unseen{task.seed}"))
+            with self.watch.phase("inputs"):
+                bench = Workbench(pair, dict(size), task.device, seed, unseen)
+                self.oracles[key] = Oracle(bench, self.watch, exact)
+        return self.oracles[key]
+
+    def _make_room(self, page: str, device: str) -> None:
+        """Forget what other pages expected, and this page's too where memory is short."""
+        import torch
+
+        if not device.startswith("cuda"):
+            scarce = len(self.oracles) >= CPU_ORACLES
+        else:
+            free, total = torch.cuda.mem_get_info()
+            reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            scarce = free + reserved < 0.5 * total
+        for key in [k for k in self.oracles if scarce or not k.startswith(page)]:
+            del self.oracles[key]
+        release(device)
+
+    def leave_memory(self, device: str) -> None:
+        """Leave a GPU's memory to the other processes of a case, but for what is kept.
+
+        Of that no more than some gigabytes: the next case of a page needs what is expected again,
+        and so does each process its part of the GPU. A few small tensors can hold a large segment;
+        a process that cannot give back its memory says that it is exhausted.
+        """
+        import torch
+
+        if not device.startswith("cuda"):
+            return
+
+        def keeps_too_much() -> bool:
+            release(device)
+            most = KEPT * torch.cuda.mem_get_info()[1]
+            return here().most(torch.cuda.memory_reserved() > most) > 0
+
+        if keeps_too_much():
+            self.oracles.clear()
+            self.exhausted = keeps_too_much()
+        self.exhausted |= bool(windows.abandoned)
+
+
+def seed_of(task: Task, salt: str) -> int:
+    """Return a seed of `task`'s page for one purpose."""
+    return zlib.crc32(f"{task.function}{salt}".encode())
