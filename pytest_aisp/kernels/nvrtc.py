@@ -14,10 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .build import CudaModule
+from typing import Any, Protocol
 
 INSTALL = (
     "cuda_module needs cuda.core and NVRTC: pip install cuda-core cuda-bindings nvidia-cuda-nvrtc"
@@ -35,6 +32,19 @@ class NoCompiler(RuntimeError):
     """This machine lacks cuda.core or NVRTC."""
 
 
+class Module(Protocol):
+    """A .cu file: where it is, how it is compiled, its text and that of its headers by path."""
+
+    path: Path
+    options: dict[str, Any]
+    folders: list[str]
+    sources: dict[str, str]
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The names of the kernels that its text has."""
+
+
 @dataclass(frozen=True)
 class Cubin:
     """Machine code, and what each kernel uses in the assembler's words."""
@@ -43,7 +53,7 @@ class Cubin:
     usage: dict[str, dict[str, int]]
 
 
-def compiled(module: CudaModule, target: str) -> Cubin:
+def compiled(module: Module, target: str) -> Cubin:
     """Return `module` compiled for `target`, from the cache on disk or by NVRTC.
 
     Raises:
@@ -66,7 +76,7 @@ def compiled(module: CudaModule, target: str) -> Cubin:
     return cubin
 
 
-def _nvrtc(core: Any, module: CudaModule, options: dict[str, Any]) -> Cubin:
+def _nvrtc(core: Any, module: Module, options: dict[str, Any]) -> Cubin:
     where = f"{module.path} does not compile for {options['arch']} (NVRTC {toolchain()[1]})"
     try:
         code, log = assembled(core, module.sources[str(module.path)], options)
