@@ -332,9 +332,9 @@ class Engine:
 
     def peaks(self, task: Task) -> dict[str, Any]:
         """Measure the machine's peaks."""
-        from . import peaks
+        from . import survey
 
-        measured = peaks.measure(task.device)
+        measured = survey.measure(task.device)
         return {"rates": dict(measured.rates), "facts": dict(measured.facts)}
 
     def collectives(self, task: Task) -> dict[str, Any]:
