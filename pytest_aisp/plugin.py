@@ -1,6 +1,7 @@
 """The plugin: each hook a few lines that call what knows.
 
-Loading it imports pytest, the standard library and `options`; everything else when a page needs it.
+Loading it imports pytest, the standard library and how options are read; everything else when a
+page needs it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from .session import options
+from .session import options, reading
 from .session.stash import RECORDER, RUN, SETTINGS
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def pytest_cmdline_parse(args: list[str]) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for marker, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{marker}: {meaning}")
-    config.stash[SETTINGS] = settings = options.read_settings(config)
+    config.stash[SETTINGS] = settings = reading.read_settings(config)
     if settings.ours:
         from .session import sessions
 

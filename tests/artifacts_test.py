@@ -122,15 +122,14 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(page, p
 
 def test_a_lease_that_cannot_be_taken_is_no_crash_of_the_run(page, pytester, monkeypatch):
     page()
-    blocked = pytester.mkdir("blocked")
-    (blocked / f"pytest-aisp-{os.getuid()}").write_text("in the folder's place")
-    monkeypatch.setenv("TMPDIR", str(blocked))
+    blocked = pytester.makefile(".txt", blocked="in the folder's place")
+    monkeypatch.setenv("AISP_LEASES", str(blocked))
     result = pytester.runpytest_subprocess("--aisp-check")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
         [
             "ch99/doubling_test.py:*: the machine cannot be leased: [[]Errno 17] File exists: *",
-            "Point TMPDIR at a folder that can be written",
+            "Point AISP_LEASES at a folder that can be written, *",
         ]
     )
 

@@ -339,7 +339,7 @@ def test_a_machine_that_cannot_be_leased_says_so(two, monkeypatch, capsys, tmp_p
     assert cli.main(["bandwidth"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("the machine cannot be leased: ")
-    assert said.endswith("Point TMPDIR at a folder that can be written\n")
+    assert said.endswith(f"{leases.REMEDY}\n")
 
 
 def test_a_size_that_is_none_is_refused(capsys):

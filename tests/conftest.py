@@ -177,7 +177,7 @@ def gpu(
 ) -> Callable[..., None]:
     """Put a simulated GPU into this session: `gpu(added=2e-5, doubled=1e-5, noise={...})`."""
     # It needs no lease of the real machine, so it need not wait for who holds one.
-    monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("leases")))
+    monkeypatch.setenv("AISP_LEASES", str(tmp_path_factory.mktemp("leases")))
 
     def install(
         *,

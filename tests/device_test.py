@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from pytest_aisp.bench import leases
 from pytest_aisp.common import device
 from pytest_aisp.common.device import Telemetry
 
@@ -154,6 +158,24 @@ def test_a_cpu_is_recorded_by_its_model():
     assert device.cpu_machine().facts["cpu"] == device._cpu_name()
 
 
-def test_a_bench_process_is_known_by_its_command():
+def test_a_bench_process_is_known_by_its_command_and_by_its_leases(tmp_path, monkeypatch):
     assert not device._is_bench(os.getpid())
     assert not device._is_bench(2**30)
+    monkeypatch.setenv("AISP_LEASES", str(tmp_path))
+    command = [sys.executable, "-c", "input()", "pytest_aisp.bench"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as other:
+        assert device._is_bench(other.pid)
+        monkeypatch.setenv("AISP_LEASES", str(tmp_path / "elsewhere"))
+        assert not device._is_bench(other.pid), "nobody takes turns with it"
+        monkeypatch.delenv("AISP_LEASES")
+        assert not device._is_bench(other.pid)
+        other.communicate(b"\n")
+
+
+def test_leases_lie_in_one_place_whatever_tmpdir_says(tmp_path, monkeypatch):
+    monkeypatch.delenv("AISP_LEASES", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert leases.folder() == Path(f"/tmp/pytest-aisp-{os.getuid()}")
+    monkeypatch.setenv("AISP_LEASES", str(tmp_path / "shared"))
+    assert leases.folder() == tmp_path / "shared"
+    assert leases.folder().is_dir()

@@ -41,7 +41,7 @@ PLAIN = {m for m in MODULES if room_of(m) in ("results", "report")} | words(
 """Modules of data and arithmetic."""
 WITH_PYTEST = words(
     "plugin pages.marks session.fixtures session.under_test session.options session.combinations"
-) | words("session.catalogue session.sessions session.stash")
+) | words("session.catalogue session.reading session.sessions session.stash")
 GLUE = {m for m in MODULES if room_of(m) in ("session", "commands", "tools", "loop", "")} | {
     "pages.marks"
 }
@@ -144,7 +144,10 @@ def test_loading_the_plugin_loads_nothing_else():
     modules = loaded("import pytest_aisp.plugin")
     assert {m for m in modules if m.startswith("pytest_aisp")} == {
         *("pytest_aisp", "pytest_aisp.plugin", "pytest_aisp.session"),
-        *(f"pytest_aisp.session.{name}" for name in words("combinations options settings stash")),
+        *(
+            f"pytest_aisp.session.{name}"
+            for name in words("combinations options reading settings stash")
+        ),
     }
     assert modules & (FRAMEWORKS | TERMINALS) == set()
 

@@ -14,7 +14,7 @@ import pytest
 from pytest_aisp.bench import peaks
 from pytest_aisp.common import device
 from pytest_aisp.results import published, runs
-from pytest_aisp.session import manifest, options, sessions
+from pytest_aisp.session import manifest, options, reading, sessions
 from pytest_aisp.session.stash import SETTINGS
 
 SECRET = "hunter2-5ecret"
@@ -162,13 +162,13 @@ def test_a_folder_is_made_where_and_when_it_is_asked_for(
     tmp_path, arguments, ini, stamped, exactly
 ):
     config = Config(tmp_path, arguments, ini)
-    assert options._stamped(config) == (stamped and tmp_path / stamped)
-    assert str(options._folder(config)) == str(exactly)
+    assert reading._stamped(config) == (stamped and tmp_path / stamped)
+    assert str(reading._folder(config)) == str(exactly)
 
 
 def test_a_folder_without_a_name_is_refused(tmp_path):
     with pytest.raises(pytest.UsageError) as refused:
-        options._folder(Config(tmp_path, "--aisp-artifacts="))
+        reading._folder(Config(tmp_path, "--aisp-artifacts="))
     assert str(refused.value) == (
         "--aisp-artifacts=: give a folder, or nothing for one named after the moment\n"
         "    pytest --aisp-artifacts"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import textwrap
 import threading
 from pathlib import Path
@@ -90,6 +91,9 @@ FAULTS = {
         " returned Tensor",
     ),
 }
+# Rank 0 leaves a collective that no other meets; the page after it, the healthy last, must not.
+UNEVEN = "dist.get_rank() or dist.all_reduce(x.clone(), async_op=True); raise ValueError('no')"
+FAULTS["yields"] = (UNEVEN, f"other at n=1001: ValueError: no, {AT}")
 HEALTHY = ("first", "zenith")
 
 
@@ -187,6 +191,34 @@ def test_ranks_answer_one_task_after_another_and_end_together(ranks, tmp_path):
     assert not both.alive
     for pid in both.pids:
         wait_for(lambda pid=pid: not running(pid))
+
+
+def test_what_a_rank_has_started_ends_with_it(ranks, tmp_path):
+    started = tmp_path / "started"
+    sleeper = "import subprocess; each = subprocess.Popen(['sleep', '1000']).pid"
+    told = f"open({str(started)!r}, 'a').write(f'{{each}}\\n'); time.sleep(1000)"
+    both = ranks(2)
+    reply = both.ask(task(write(tmp_path, "parent", f"{sleeper}; {told}")), 5, quiet)
+    assert reply.error == "timeout"
+    children = [int(pid) for pid in started.read_text().split()]
+    assert len(children) == 2
+    for pid in children:
+        wait_for(lambda pid=pid: not running(pid))
+
+
+def test_a_job_of_torchrun_and_a_long_folder_keep_no_ranks_from_starting(
+    ranks, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PET_NNODES", "2")
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "7")
+    folder = tmp_path / ("a" * 90)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    both = ranks(2)
+    assert both.ask(task(write(tmp_path, "inside")), 60, quiet).error is None
+    both.close()
+    assert list(folder.iterdir()) == []
+    assert not os.path.exists(both._folder)
 
 
 def running(pid: int) -> bool:

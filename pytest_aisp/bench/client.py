@@ -50,7 +50,7 @@ class BenchProcess:
     ) -> None:
         ask_read, self._ask = os.pipe()
         self._answers, answer_write = os.pipe()
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._output = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - closed with the process
         self._buffer = b""
         self._ready = False
         self._process = Popen(

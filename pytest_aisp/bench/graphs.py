@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 WARMUP = 3
 
@@ -25,14 +29,14 @@ def capture(step: Callable[[], Any], *, pool: Any = None) -> Callable[[], Any]:
 
     if not torch.cuda.is_available():
         return step
-    stream = torch.cuda.Stream()
+    stream = _stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARMUP):
             step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
         outputs = step()
 
     def replay() -> Any:
@@ -40,3 +44,11 @@ def capture(step: Callable[[], Any], *, pool: Any = None) -> Callable[[], Any]:
         return outputs
 
     return replay
+
+
+@functools.cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """Return the stream on which everything is captured: cuBLAS keeps a workspace for each."""
+    import torch
+
+    return torch.cuda.Stream(device)

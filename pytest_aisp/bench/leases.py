@@ -8,16 +8,22 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ..common.answers import Unanswerable
+from ..common.device import LEASES
+
+REMEDY = f"Point {LEASES} at a folder that can be written, the same for all who share the GPUs"
 
 
 def folder() -> Path:
-    """Return the folder of this machine's leases, made if need be."""
-    path = Path(tempfile.gettempdir()) / f"pytest-aisp-{os.getuid()}"
+    """Return the folder of this machine's leases, made if need be.
+
+    It does not follow TMPDIR, which jobs and containers set apart from each other.
+    """
+    named = os.environ.get(LEASES)
+    path = Path(named) if named else Path(f"/tmp/pytest-aisp-{os.getuid()}")
     path.mkdir(mode=0o700, exist_ok=True)
     return path
 
@@ -59,8 +65,5 @@ def together(gpus: Iterable[str], waiting: Callable[[str], None]) -> Iterator[No
             for gpu in sorted(gpus):
                 held.enter_context(lease(gpu, waiting=waiting))
         except OSError as error:
-            raise Unanswerable(
-                f"the machine cannot be leased: {error}\n"
-                "Point TMPDIR at a folder that can be written"
-            ) from None
+            raise Unanswerable(f"the machine cannot be leased: {error}\n{REMEDY}") from None
         yield

@@ -34,6 +34,10 @@ from ..results import messages
 from ..results.messages import Reply, Task
 from .rank import stack_of
 
+AMID = ("fault", "side", "memory")
+"""Errors at which a rank may have left collectives unanswered: the next page's would meet them."""
+LONGEST = 100
+"""Bytes of the path of a socket, of the 107 that Linux takes."""
 GRACE = 3.0
 """Seconds that the others get to answer, too, once a rank has failed."""
 STACK_SECONDS = 0.5
@@ -55,6 +59,20 @@ class Nodes:
     endpoint: str
     count: int
     number: int
+
+
+def _folder() -> str:
+    """Return a new folder for the ranks' socket; in /tmp where TMPDIR is too long for one."""
+    made = tempfile.mkdtemp(prefix="aisp-ranks-")
+    if len(os.fsencode(made)) + len("/socket") <= LONGEST:
+        return made
+    os.rmdir(made)
+    return tempfile.mkdtemp(prefix="aisp-ranks-", dir="/tmp")
+
+
+def _no_job() -> dict[str, str | None]:
+    """Return torchrun's own variables, removed: a job that runs pytest may have set them."""
+    return {name: None for name in os.environ if name.startswith("PET_")}
 
 
 def _threads(ranks: int) -> dict[str, str]:
@@ -116,27 +134,28 @@ class RankSet:
     nodes: Nodes | None = None
 
     def __post_init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="aisp-ranks-")
+        self._folder = _folder()
         address = os.path.join(self._folder, "socket")
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
         self._listener.listen(self.count)
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the ranks
+        self._output = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - closed with the ranks
         self._ranks: dict[int, _Rank] = {}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pytest_aisp.ranks.rank", "launch", address, *self._arguments()],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,
-            env=bench_environment({**_threads(self.count), **self.environment}),
+            env=bench_environment({**_no_job(), **_threads(self.count), **self.environment}),
             start_new_session=True,
         )
 
     def _arguments(self) -> list[str]:
         """Return what torchrun is told; a rank that ends is never started again."""
         each = [f"--nproc-per-node={self.count}", "--max-restarts=0"]
+        each.append(f"--log-dir={self._folder}")  # where it makes one it leaves it
         if self.nodes is None:
-            return [*each, "--standalone"]
+            return [*each, "--standalone", "--nnodes=1"]
         at = self.nodes
         return [
             *each,
@@ -193,7 +212,11 @@ class RankSet:
     def _connect(self, connection: socket.socket) -> None:
         connection.settimeout(START_SECONDS)
         with connection.makefile("rb", 0) as file:
-            said = messages.decode(file.readline())
+            line = file.readline()
+        if not line:  # it has ended before its first word: the launcher ends, and says how
+            connection.close()
+            return
+        said = messages.decode(line)
         connection.settimeout(None)
         number = int(said["rank"])
         self._ranks[number] = _Rank(number, int(said["pid"]), connection)
@@ -248,7 +271,7 @@ class RankSet:
         assert first.reply is not None
         said = {rank.reply.message for rank in failed if rank.reply is not None}
         everyone = len(failed) == self.count
-        if not everyone or any(r.reply and r.reply.error == "fault" for r in failed):
+        if not everyone or any(r.reply and r.reply.error in AMID for r in failed):
             self.kill()  # the others wait for what will never come
         if everyone and len(said) == 1:
             return first.reply
@@ -330,7 +353,7 @@ class RankSet:
         """Kill every rank and the launcher: torchrun gives each a session of its own."""
         for rank in self._ranks.values():
             with suppress(ProcessLookupError):
-                os.kill(rank.pid, signal.SIGKILL)
+                os.killpg(rank.pid, signal.SIGKILL)  # and what it has started
             rank.gone = True
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)

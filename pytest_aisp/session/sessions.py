@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ..bench.leases import lease
+from ..bench.leases import REMEDY, lease
 from ..common.device import Machine
 from ..pages.pair import Case
 from ..results.artifacts import stamped
@@ -212,10 +212,7 @@ def leased(item: pytest.Item) -> Iterator[None]:
         try:
             _hold(held, item.config.stash[RUN], _case(item))
         except OSError as error:  # raised here it would end the whole run
-            item.stash[NO_LEASE] = (
-                f"the machine cannot be leased: {error}\n"
-                "Point TMPDIR at a folder that can be written"
-            )
+            item.stash[NO_LEASE] = f"the machine cannot be leased: {error}\n{REMEDY}"
         yield
 
 

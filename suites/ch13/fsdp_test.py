@@ -8,17 +8,17 @@ Baseline   ddp: DistributedDataParallel; every rank holds and updates everything
            views of DDP's buckets, which saves a copy of them all.
 Optimized  fsdp: `fully_shard` a layer: a rank holds rows / world of parameters, gradients and
            momentum; a layer's parameters are gathered when its turn comes, and freed after.
-Bound      Memory is the point. 16 layers of 4096 x 4096 are 1 GiB; with gradients and momentum ddp
-           holds 3 GiB and the rows that it returns; fsdp 3 GiB / world, those rows, and at one time
-           parameters of two layers, each also as they arrived, and gradients of two, 0.4 GiB: 3.5
-           GiB against 2.4 on two ranks, 0.69 of it, and 3.25 against 1.4 on four, 0.43. Claimed is
-           0.8, as nobody has measured it.
-           Time: a layer at 256 rows is 26 GFLOP, 0.52 ms at 50 TFLOP/s of fp32, 8.2 ms for all.
-           ddp reduces 64 MiB a layer under that, 0.23 ms at 316 GB/s; fsdp gathers twice and
-           scatters once, half as many bytes again, 0.3 ms, hidden as well. Loading and updating
-           move 24 bytes a parameter, 1.5 ms, of which fsdp does its share. So the same time or
-           somewhat less, if launches do not count: a layer costs fsdp some 0.5 ms of Python, as
-           long as its products take. No GPU has measured this page yet.
+Bound      Memory is the point. 16 layers of 4096 x 4096 are 1 GiB. ddp holds parameters, buckets of
+           gradients, momentum, and at last the rows that it returns, 3.5 GiB on two ranks. fsdp
+           holds its share of the first three, 1.5 GiB; the gathered layers are gone when momentum
+           comes, and gradients when rows are returned: 0.43 of ddp's, as two Gloo ranks show too.
+           On four it is some 0.9 of 3.25, 0.28, with two layers gathered. Claimed is 0.55.
+           Time, by the host's clock, since DDP's step cannot be captured in a graph: a layer at
+           256 rows is 26 GFLOP, 0.52 ms at 50 TFLOP/s of fp32, 8.2 ms for all. ddp reduces 64 MiB a
+           layer under that, 0.23 ms at 316 GB/s; fsdp gathers twice and scatters once, half as many
+           bytes again, 0.3 ms. Loading and updating move 24 bytes a parameter, 1.5 ms, of which
+           fsdp does its share. But a layer costs fsdp some 0.5 ms of Python, as long as its
+           products take: no faster, if not slower. No GPU has measured this page yet.
 """
 
 from types import SimpleNamespace
@@ -126,10 +126,10 @@ def fsdp(state, x, dy):
         terms=BATCH,
         roundings=2 * layers + 4,
     ),
-    bound="tensor",
+    bound="host",
     gpus=(2, 4),
 )
 def test_fsdp(pair):
     pair.assert_equivalent()
     pair.assert_speedup()
-    pair.assert_memory(at_most=0.8)
+    pair.assert_memory(at_most=0.55)

@@ -46,7 +46,7 @@ def paged_attention_kernel(
     most = tl.full((), -3.4028234e38, tl.float32)
     total = tl.zeros((), tl.float32)
     mean = tl.zeros((WIDTH,), tl.float32)
-    for start in range(0, length, PAGE):
+    for start in tl.range(0, length, PAGE, num_stages=3):  # loads are three pages ahead
         page = tl.load(table + sequence * pages + start // PAGE).to(tl.int64)
         at = pool + page * PAGE * heads * WIDTH + within
         there = start + tokens < length

@@ -73,9 +73,7 @@ def gated(pair):
 
 
 def step(weights, x, gradient, routed):
-    """Return the block's output and the input's gradient; `routed` is what the experts add."""
-    for weight in weights.values():
-        weight.grad = None
+    """Return the block's output and all gradients; `routed` is what the experts add."""
     x = x.detach().requires_grad_()
     h = x + attention(weights, norm(x))
     tokens = norm(h).flatten(0, 1)
@@ -84,14 +82,20 @@ def step(weights, x, gradient, routed):
     shared = gated(tokens @ weights["shared_up"]) @ weights["shared_down"]
     out = h + (shared + routed(weights, tokens, chosen, shares)).view_as(h)
     out.backward(gradient)
-    return out.detach(), x.grad
+    return out.detach(), x.grad, taken(weights)
+
+
+def taken(weights):
+    """Return the gradients and leave none: a call leaves the weights as it found them."""
+    gradients = {name: weight.grad for name, weight in weights.items()}
+    for weight in weights.values():
+        weight.grad = None
+    return gradients
 
 
 def reference(weights, x, gradient):
     """Compute every expert for every token, with a share of 0 where it was not chosen."""
     weights.double()
-    for weight in weights.values():
-        weight.grad = None
     x = x.double().requires_grad_()
     inner, heads = norm(x), x.shape[-1] // HEAD
     keys, values = (norm(inner @ weights["to_latent"]) @ weights["from_latent"]).chunk(2, dim=-1)
@@ -112,7 +116,7 @@ def reference(weights, x, gradient):
     routed = torch.einsum("ebtf,efw,bte->btw", gated(up), weights["down"], shares)
     out = h + gated(inner @ weights["shared_up"]) @ weights["shared_down"] + routed
     out.backward(gradient.double())
-    return out.detach(), x.grad
+    return out.detach(), x.grad, taken(weights)
 
 
 def over_experts(weights, tokens, chosen, shares):
@@ -137,8 +141,14 @@ def by_expert(tokens, chosen, shares, compute):
     return (results[back].unflatten(0, chosen.shape) * shares[..., None]).sum(dim=1)
 
 
+def chosen_by(weights, chosen):
+    """Return how many tokens chose each expert; `bincount` would wait for the GPU besides."""
+    numbers = torch.arange(len(weights["up"]), device=chosen.device)
+    return (chosen.flatten() == numbers[:, None]).sum(dim=1)
+
+
 def over_slices(weights, tokens, chosen, shares):
-    counts = chosen.flatten().bincount(minlength=len(weights["up"])).tolist()
+    counts = chosen_by(weights, chosen).tolist()
 
     def compute(ordered):
         parts = zip(
@@ -154,8 +164,7 @@ def sliced(weights, x, gradient):
 
 
 def over_groups(weights, tokens, chosen, shares):
-    numbers = torch.arange(len(weights["up"]), device=chosen.device)
-    ends = (chosen.flatten() == numbers[:, None]).sum(dim=1).cumsum(0).int()
+    ends = chosen_by(weights, chosen).cumsum(0).int()
 
     def compute(ordered):
         return F.grouped_mm(
