@@ -98,6 +98,33 @@ def test_a_variants_own_claim_is_checked_too():
     assert "claims a slowdown" in message(optimized=[Variant(fast, at_least=0.5)])
 
 
+PROMISES = {"sm90": 1.5, "sm100": 1.8, "sm90-x4": 1.2}
+
+
+@pytest.mark.parametrize(
+    ("claims", "arch", "gpus", "claim", "origin"),
+    [
+        (1.5, "sm90", 2, 1.5, "at_least on the page"),
+        (1.5, "sm90", 4, "yardstick", "yardstick, for there is no at_least['sm90-x4'] on the page"),
+        (PROMISES, "sm90", 2, 1.5, "at_least['sm90'] on the page"),
+        (PROMISES, "sm90", 4, 1.2, "at_least['sm90-x4'] on the page"),
+        (PROMISES, "sm100", 4, "yardstick", "yardstick, for there is no at_least['sm100-x4'] *"),
+        (PROMISES, "sm103", 2, 1.0, "1.0, for there is no at_least['sm103'] on the page"),
+        (PROMISES, "sm90", None, 1.5, "at_least['sm90'] on the page"),
+    ],
+)
+def test_what_two_gpus_promise_four_do_not(claims, arch, gpus, claim, origin):
+    pair = declared(at_least=claims, gpus=(2, 4)).kwargs["pair"]
+    assert pair.claim(pair.variants[0], arch, gpus) == claim
+    assert pair.origin(pair.variants[0], arch, gpus).startswith(origin.rstrip("*"))
+
+
+def test_a_claim_for_a_count_of_gpus_that_the_page_has_not_is_refused():
+    said = message(at_least={"sm90-x8": 1.5}, gpus=(2, 4))
+    assert said.startswith("@compare: unknown arch in at_least 'sm90-x8'; legal: ")
+    assert "sm90-x4" in said
+
+
 @pytest.mark.parametrize(
     "claim", [1, 1.0, 2.5, "neutral", "yardstick", {"sm90": 2.0, "cpu": "neutral"}]
 )

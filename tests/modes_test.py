@@ -130,6 +130,41 @@ def test_a_loss_in_another_environment_is_stale_unless_strict(page, gpu, recorde
     assert pytester.runpytest_subprocess("--aisp-strict-env").ret == 1
 
 
+SYNCING = """
+    import dataclasses
+
+    from pytest_aisp.results import simulated
+
+
+    def simulate(*args):
+        found = simulated.simulate(*args)
+        found.details["no graph"] = "it waits for the GPU"
+        return dataclasses.replace(found, clock="host")
+"""
+
+
+def test_a_result_of_another_clock_is_stale_and_says_so(page, gpu, recorded, pytester):
+    page()
+    gpu(added=2e-5, doubled=1e-5)
+    recorded()
+    gpu(added=2e-5, doubled=1.9e-5)
+    pytester.makepyfile(syncing=SYNCING)
+    other = pytester.path / "conftest.py"
+    other.write_text(other.read_text().replace("pytest_aisp.results.simulated:", "syncing:"))
+    result = pytester.runpytest_subprocess("-v")
+    result.stdout.fnmatch_lines(
+        [
+            "*STALE 1.0??x*",
+            "stale: *timed on the host clock: it waits for the GPU; the result stored in"
+            " baselines/simulated-gpu/ch99.json is of the graph clock: not compared",
+        ]
+    )
+    assert result.ret == 0
+    assert pytester.runpytest_subprocess("--aisp-strict-env").ret == 1
+    accepted = pytester.runpytest_subprocess("--aisp-update-expectations=all", "-v")
+    accepted.stdout.fnmatch_lines(["*PASSED*", "stored: *"])
+
+
 def test_a_loss_under_another_power_limit_is_stale_and_says_so(page, gpu, recorded, pytester):
     page()
     gpu(added=2e-5, doubled=1e-5, environment={"power_limit_w": 700, "mig": None})

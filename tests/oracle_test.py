@@ -46,7 +46,7 @@ def side(state, x):
     return x @ state.w
 
 
-def oracle_of(reference, state=weights):
+def oracle_of(reference, state=weights, gpus=1):
     @compare(
         baseline=side,
         optimized=[lambda state, x: side(state, x)],
@@ -57,6 +57,7 @@ def oracle_of(reference, state=weights):
         check_sizes=[{"n": 33}],
         work=lambda n: Work(read=4 * n * n, terms=n),
         bound="dram",
+        gpus=gpus,
     )
     def test(pair):
         pass
@@ -80,6 +81,17 @@ def test_of_a_state_that_changes_every_step_counts(reference):
     assert oracle.carries
     three, one = oracle.leaves((0, 1, 0), None), oracle.leaves((0,), None)
     assert not torch.equal(three[0].value, one[0].value)
+
+
+@pytest.mark.parametrize(("reference", "carries"), [(read, False), (updating, True)])
+def test_ranks_carry_what_their_reference_leaves_changed(reference, carries):
+    def of_all(states, ranks):
+        return [reference(s, *inputs) for s, inputs in zip(states, ranks, strict=True)]
+
+    oracle = oracle_of(of_all, gpus=2)
+    assert oracle.carries is carries
+    three, one = oracle.leaves((0, 1, 0), None), oracle.leaves((0,), None)
+    assert torch.equal(three[0].sigma, one[0].sigma) is not carries
 
 
 def test_a_side_that_changes_what_the_reference_only_reads_is_wrong():

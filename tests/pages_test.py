@@ -142,7 +142,7 @@ def test_a_claim_stands_clear_of_what_was_recorded(path):
         named = [(name, case) for name, pair in declared if pair for case in pair.cases()]
         for name, case in named:
             key = f"{path.name}::{name}[{case.id}]"
-            claim = case.pair.claim(case.variant, arch)
+            claim = case.pair.claim(case.variant, arch, case.gpus)
             if key in results and claim not in WORDS:
                 spread = results[key].own_spread or 0.0
                 assert math.log(claim) < results[key].value - 5 * spread, key

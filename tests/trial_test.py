@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,6 +151,19 @@ def test_a_process_keeps_no_more_than_its_share_of_a_gpu(
     assert kept.oracles
     kept.leave_memory("cuda")
     assert (not kept.oracles, kept.exhausted) == (forgotten, exhausted)
+
+
+@pytest.mark.parametrize(("still", "exhausted"), [(10, False), (30, True)])
+def test_a_rank_keeps_an_eighth_of_what_another_process_may(monkeypatch, still, exhausted):
+    ranks, gib = SimpleNamespace(world=2, most=lambda value: value), iter([10, still])
+    monkeypatch.setattr("pytest_aisp.bench.kept.here", lambda: ranks)
+    monkeypatch.setattr("pytest_aisp.bench.kept.release", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(gib) << 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 140 << 30))
+    kept = Kept(Stopwatch(), {"page": object()})
+    kept.leave_memory("cuda")
+    assert not kept.oracles
+    assert kept.exhausted is exhausted
 
 
 def test_a_process_in_which_a_capture_failed_is_exhausted(monkeypatch):

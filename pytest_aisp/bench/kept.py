@@ -23,8 +23,8 @@ from . import windows
 
 CPU_ORACLES = 4
 """Most expected results kept on a CPU."""
-KEPT = 1 / 8
-"""Share of a GPU's memory that a process may keep between two tasks."""
+KEPT, KEPT_BY_RANK = 1 / 8, 1 / 64
+"""Share of a GPU's memory that a process may keep between two tasks; sets of ranks are many."""
 
 
 @dataclass
@@ -87,14 +87,14 @@ class Kept:
         if not device.startswith("cuda"):
             return
 
-        def keeps_too_much() -> bool:
+        def keeps_over(share: float) -> bool:
             release(device)
-            most = KEPT * torch.cuda.mem_get_info()[1]
+            most = share * torch.cuda.mem_get_info()[1]
             return here().most(torch.cuda.memory_reserved() > most) > 0
 
-        if keeps_too_much():
+        if keeps_over(KEPT if here().world == 1 else KEPT_BY_RANK):
             self.oracles.clear()
-            self.exhausted = keeps_too_much()
+            self.exhausted = keeps_over(KEPT)
         self.exhausted |= bool(windows.abandoned)
 
 

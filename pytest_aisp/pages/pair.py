@@ -152,19 +152,35 @@ class Pair:
         needed = [FEATURES[f] for f in self.features(variant)]
         return tuple(a for a in GPU_ARCHS if all(a in archs for archs in needed))
 
-    def claim(self, variant: Variant, arch: str) -> Claim:
-        """Return the speedup that `variant` promises on `arch`; 1.0 where the page is silent."""
-        claims = self.at_least if variant.at_least is None else variant.at_least
-        return claims.get(arch, 1.0) if isinstance(claims, Mapping) else claims
+    def claim(self, variant: Variant, arch: str, gpus: int | None = None) -> Claim:
+        """Return the speedup that `variant` promises on `arch`; 1.0 where the page is silent.
 
-    def origin(self, variant: Variant, arch: str) -> str:
+        On more GPUs than the page's first count nothing is promised but what is said of that count,
+        as in ``{"sm90": 1.5, "sm90-x4": 1.2}``: what two show is no measurement of four.
+        """
+        claims, key = self._claims(variant, arch, gpus)
+        if key != arch and key not in claims:
+            return "yardstick"
+        claim: Claim = claims.get(key, 1.0) if isinstance(claims, Mapping) else claims
+        return claim
+
+    def origin(self, variant: Variant, arch: str, gpus: int | None = None) -> str:
         """Return in words where `claim` is written."""
-        claims = self.at_least if variant.at_least is None else variant.at_least
+        claims, key = self._claims(variant, arch, gpus)
         where = "on the page" if variant.at_least is None else f"of {variant.name} on the page"
-        if not isinstance(claims, Mapping):
+        if key == arch and not isinstance(claims, Mapping):
             return f"at_least {where}"
-        said = f"at_least[{arch!r}] {where}"
-        return said if arch in claims else f"1.0, for there is no {said}"
+        said = f"at_least[{key!r}] {where}"
+        if key in claims:
+            return said
+        return f"{'1.0' if key == arch else 'yardstick'}, for there is no {said}"
+
+    def _claims(self, variant: Variant, arch: str, gpus: int | None) -> tuple[Any, str]:
+        """Return the claims of `variant`, and under which key that for `gpus` GPUs stands."""
+        claims = self.at_least if variant.at_least is None else variant.at_least
+        if gpus in (None, self.gpus[0]):
+            return claims, arch
+        return claims if isinstance(claims, Mapping) else {}, f"{arch}-x{gpus}"
 
     @property
     def as_called(self) -> bool:
@@ -321,7 +337,8 @@ def _check_keys(
 def _check_claims(pair: Pair) -> None:
     for claims in (pair.at_least, *(v.at_least for v in pair.variants)):
         table = claims if isinstance(claims, Mapping) else {"sm90": claims}
-        _one_of("arch in at_least", list(table), ARCHS)
+        counts = [f"{arch}-x{gpus}" for arch in ARCHS for gpus in pair.gpus[1:]]
+        _one_of("arch in at_least", list(table), [*ARCHS, *counts])
         for claim in table.values():
             if claim is not None and claim not in WORDS:
                 _check_claim(claim)

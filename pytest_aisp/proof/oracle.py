@@ -49,16 +49,19 @@ class Oracle:
 
     @functools.cached_property
     def carries(self) -> bool:
-        """Whether the reference leaves a state that is not the one with which it began."""
+        """Whether the reference leaves a state, of any rank, that is not as it began."""
         pair, bench = self.bench.pair, self.bench
-        if pair.state is None or pair.spread:
-            return pair.state is not None
-        state = bench.new_state()
-        begun = trees.clone(_held(state))
+        if pair.state is None:
+            return False
+        states = bench.every_state() if pair.spread else [bench.new_state()]
+        begun = [trees.clone(_held(state)) for state in states]
         with self.watch.phase("reference"):
             for turn in range(VALUE_SETS):
-                pair.reference(state, *_promoted(bench.value_set(turn), None))
-        return not _same(begun, _held(state))
+                if pair.spread:
+                    pair.reference(states, list(_promoted(tuple(bench.everyone(turn)), None)))
+                else:
+                    pair.reference(states[0], *_promoted(bench.value_set(turn), None))
+        return not all(_same(b, _held(s)) for b, s in zip(begun, states, strict=True))
 
     def leaves(self, turns: tuple[int, ...], precision: str | None) -> list[Leaf]:
         """Return the expected outputs after running on value sets `turns`, one after the other.

@@ -62,7 +62,7 @@ class CaseClient:
             claim=self._claim(),
         )
         if self.row.claim is not None:
-            self.row.origins["claim"] = case.pair.origin(case.variant, self.machine.arch)
+            self.row.origins["claim"] = case.pair.origin(case.variant, self.machine.arch, case.gpus)
 
     def _machine(self) -> Machine:
         run, on_gpu = self.run, self.place.kind == "time" and self.place.device == "cuda"
@@ -72,7 +72,8 @@ class CaseClient:
     def _claim(self) -> float | str | None:
         """Return the claim that is judged here; none where nothing is timed."""
         timed = self.place.kind == "time" and not self.run.settings.aa
-        return self.case.pair.claim(self.case.variant, self.machine.arch) if timed else None
+        where = self.machine.arch, self.case.gpus
+        return self.case.pair.claim(self.case.variant, *where) if timed else None
 
     def task(self, kind: Any, **changes: Any) -> Task:
         """Return a task of `kind` for this case."""

@@ -167,8 +167,10 @@ class Judge:
         if mine is None or mine.value is None:
             return gates, True, False
         if mine.clock != row.clock:
-            row.notes.append(f"the stored result was timed on the {mine.clock} clock: not compared")
-            return gates, True, False
+            if self.run.settings.update != "all":
+                row.verdict = verdict.graver(row.verdict, "stale")
+                row.reasons.append(self._other_clock(mine, timed["details"]))
+            return gates, True, True
         row.stored, row.origins["stored"] = mine.value, self._relative()
         if self.run.settings.update == "all":  # it is to be replaced: only the claim counts
             return gates, True, True
@@ -178,6 +180,14 @@ class Judge:
         same_environment = not self.unlike
         self.unlike += tuner.unlike(mine.choices, timed["details"].get("choices", {}))
         return gates, same_environment, True
+
+    def _other_clock(self, mine: Result, details: Mapping[str, Any]) -> str:
+        """Say that nothing was held against `mine`, and why a side is on a clock of its own."""
+        why = next((f": {details[k]}" for k in ("no graph", "no queue") if k in details), "")
+        return (
+            f"timed on the {self.row.clock} clock{why}; the result stored in {self._relative()} is"
+            f" of the {mine.clock} clock: not compared"
+        )
 
     def _session(self) -> float | None:
         """Return this product's recorded session-to-session spread on this clock, or None."""

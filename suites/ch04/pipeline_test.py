@@ -1,9 +1,10 @@
 """Pipeline schedules: 1F1B saves memory, interleaving shortens the bubble.
 
 Problem    Gradients of a bf16 MLP whose blocks of 2 layers are spread over the ranks, two a rank;
-           rank 0 has the batch, the last rank the targets, and there are 4 microbatches. Each rank
-           returns the gradients of its own blocks. Interleaving has other blocks on a rank: in
-           test_pipeline_interleaved all ranks gather all gradients, on both sides alike.
+           rank 0 has the batch, the last rank the targets, and there are twice as many
+           microbatches as ranks. Each rank returns the gradients of its own blocks. Interleaving
+           has other blocks on a rank: in test_pipeline_interleaved all ranks gather all gradients,
+           on both sides alike.
 Baseline   gpipe: all microbatches forward, then all backward; a rank's two blocks are neighbours.
            gpipe_gathered: the same, and gathers.
 Optimized  one_forward_one_backward: 1F1B; a microbatch's backward comes before later forwards.
@@ -13,9 +14,9 @@ Bound      Tensor cores, and the bubble, in which a rank has nothing to do. A mi
            rank sends the next is 32 MiB, 0.1 ms. m microbatches on p ranks take m + p - 1 such
            times, by 1F1B too, which is neutral: memory is its point, as rank r keeps activations of
            p - r microbatches, and gpipe of all m. With v blocks a rank they take
-           m + (p - 1) / v: 4.5 instead of 5 on two ranks, 5.5 instead of 7 on four. Gathering
+           m + (p - 1) / v: 4.5 instead of 5 on two ranks, 9.5 instead of 11 on four. Gathering
            128 MiB from each rank takes 0.4 ms on two and 1.1 on four: 11.4 ms against 10.3, 1.11
-           times, and 16.5 against 13.2, 1.25 times. A microbatch costs the host some 0.3 ms of
+           times, and 25.3 against 22.0, 1.15 times. A microbatch costs the host some 0.3 ms of
            Python a block, whose products take 1.1.
 Seen       Two H200s: gpipe 13.3 ms, one_forward_one_backward the same (0.99x) in 512 MiB instead of
            736. interleaved loses: 0.96x. A schedule waits for each transfer that it begins, some
@@ -37,7 +38,11 @@ from torch.nn import functional as F
 
 from pytest_aisp import Work, compare
 
-LAYERS, BLOCKS, MICROBATCHES = 2, 2, 4  # layers a block, blocks a rank
+LAYERS, BLOCKS = 2, 2  # layers a block, blocks a rank
+
+
+def microbatches(world):
+    return 2 * world
 
 
 def block(width, device):
@@ -52,9 +57,9 @@ def state(device, rows, width, world):
     return SimpleNamespace(blocks=[block(width, device) for _ in range(BLOCKS * world)])
 
 
-def inputs(device, rows, width):
+def inputs(device, rows, width, world):
     """Return a batch, which only rank 0 uses, and targets, which only the last rank uses."""
-    shape = MICROBATCHES * rows, width
+    shape = microbatches(world) * rows, width
     return tuple(torch.randn(shape, device=device).bfloat16() for _ in range(2))
 
 
@@ -76,7 +81,8 @@ def reference_gathered(states, ranks):
 
 def stages(groups, placed, x):
     """Return this rank's stages: `groups` of blocks, of which it has those numbered `placed`."""
-    given = torch.empty_like(x.chunk(MICROBATCHES)[0], device="meta")
+    parts = x.chunk(microbatches(dist.get_world_size()))
+    given = torch.empty_like(parts[0], device="meta")
     passed = given.clone().requires_grad_()
     return [
         PipelineStage(
@@ -120,7 +126,7 @@ def scheduled(schedule, state, x, y):
     """Return a step of `schedule` with neighbouring blocks on this rank, as one stage."""
     rank, groups = dist.get_rank(), neighbours(state)
     (stage,) = stages(groups, [rank], x)
-    made = schedule(stage, MICROBATCHES, F.mse_loss)
+    made = schedule(stage, microbatches(dist.get_world_size()), F.mse_loss)
     return lambda: gradients(made, groups[rank], x, y)
 
 
@@ -140,19 +146,20 @@ def gpipe_gathered(state, x, y):
 def interleaved(state, x, y):
     rank, world, count = dist.get_rank(), dist.get_world_size(), len(state.blocks)
     groups, placed = [[block] for block in state.blocks], range(rank, count, world)
-    schedule = ScheduleInterleaved1F1B(stages(groups, placed, x), MICROBATCHES, F.mse_loss)
+    placed_stages = stages(groups, placed, x)
+    schedule = ScheduleInterleaved1F1B(placed_stages, microbatches(world), F.mse_loss)
     own = state.blocks[rank::world]
     order = [number for first in range(world) for number in range(first, count, world)]
     yield lambda: gathered(gradients(schedule, own, x, y), order)
 
 
 def work(rows, width, world):
-    layers = LAYERS * BLOCKS
+    layers, parts = LAYERS * BLOCKS, microbatches(world)
     return Work(
-        flops={"bf16": 6 * MICROBATCHES * rows * layers * width**2},
-        wire=2 * MICROBATCHES * rows * width,
-        terms=MICROBATCHES * rows,
-        roundings=2 * layers * world + MICROBATCHES,
+        flops={"bf16": 6 * parts * rows * layers * width**2},
+        wire=2 * parts * rows * width,
+        terms=parts * rows,
+        roundings=2 * layers * world + parts,
     )
 
 

@@ -2,16 +2,18 @@
 
 Problem    Every rank gets every rank's `numel` fp32 elements, in world - 1 steps: in each of them a
            rank sends to the next of a ring what it got from the one before.
-Baseline   crossing: the ring with the fewest NVLinks under its hops. It is what the order of the
-           ranks gives where devices of two islands (sockets, pairs with a bridge) alternate.
-Optimized  linked: the same steps, along the ring with the most of them.
+Baseline   numbered: the ring of the ranks in their order.
+Optimized  linked: the same steps, along the ring with the most NVLinks under its hops.
+           crossing: along the one with the fewest, as the order of the ranks would be where devices
+           of two islands (sockets, pairs with a bridge) alternate; to compare with.
            library: `dist.all_gather_into_tensor`; NCCL looks for rings by itself.
 Bound      NVLink: three steps of 16 MiB at 370 GB/s, 0.14 ms. Four GPUs in two islands: linked
            crosses between them twice, one message each way at a time, crossing four times, two
            each way. If they share one link of 50 GB/s, that is 1.0 ms against 2.0: twice as fast.
-           Where a switch joins all GPUs, as in H200 boards, all rings are equal, hence neutral; two
-           rings are timed all the same, to show it. On two GPUs there is one ring alone: the page
-           needs four. On CPUs, which have no links, ranks of equal parity count as linked.
+           Where a switch joins all GPUs, as in H200 boards, all rings are equal, hence neutral;
+           others than the numbered one are timed all the same, to show it. On two GPUs there is
+           one ring alone: the page needs four. On CPUs, which have no links, ranks of equal parity
+           count as linked.
            No GPU has measured this page yet.
 """
 
@@ -34,13 +36,17 @@ def reference(ranks):
 
 @functools.cache
 def rings(device_type, world):
-    """Return the rings of `world` ranks of one machine, those with the fewest NVLinks first."""
+    """Return the rings of `world` ranks of one machine, those with the fewest NVLinks first.
+
+    A ring and its reverse are one; of equal ones that in the ranks' order comes first.
+    """
     if device_type == "cuda":
         kind = torch._C._autograd.DeviceType.CUDA
         links = torch._C._distributed_c10d._detect_dma_connectivity(kind, "nvlink").matrix
     else:
         links = [[int((a - b) % 2 == 0) for a in range(world)] for b in range(world)]
-    orders = [(0, *others) for others in itertools.permutations(range(1, world))]
+    others = itertools.permutations(range(1, world))
+    orders = [(0, *order) for order in others if order[0] < order[-1]]
     return sorted(orders, key=lambda ring: sum(links[ring[k - 1]][ring[k]] for k in range(world)))
 
 
@@ -55,6 +61,10 @@ def gather_along(ring, x):
         for request in dist.batch_isend_irecv(both):
             request.wait()
     return out
+
+
+def numbered(x):
+    return gather_along(tuple(range(dist.get_world_size())), x)
 
 
 def crossing(x):
@@ -72,8 +82,12 @@ def library(x):
 
 
 @compare(
-    baseline=crossing,
-    optimized=[linked, Variant(library, at_least="yardstick")],
+    baseline=numbered,
+    optimized=[
+        linked,
+        Variant(crossing, at_least="yardstick"),
+        Variant(library, at_least="yardstick"),
+    ],
     inputs=inputs,
     reference=reference,
     sizes=[{"numel": 4 << 20}],

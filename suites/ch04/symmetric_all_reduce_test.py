@@ -148,7 +148,7 @@ def windowed(x):
     reference=reference,
     sizes=[{"numel": 1 << 10}, {"numel": 1 << 14}, {"numel": 1 << 18}, {"numel": 1 << 22}],
     check_sizes=[{"numel": 33}, {"numel": 1023}],
-    work=lambda numel: Work(wire=4 * numel, terms=4),
+    work=lambda numel, world: Work(wire=2 * (world - 1) / world * 4 * numel, terms=4),
     bound="latency",
     gpus=(2, 4),
     l2="warm",
