@@ -66,7 +66,7 @@ def exchanged(x):
 
 
 def listed(x, order, own, shared):
-    routed = exchanged(expert(exchanged(x[order]), own))
+    routed = exchanged(expert(exchanged(torch.index_select(x, 0, order)), own))
     return together(order, routed, expert(x, shared))
 
 

@@ -14,14 +14,15 @@ Optimized  ring: each rank sends the block it has to the next rank, receives ano
            that and the result back, inside the time; a trainer whose loader deals them out so
            saves both.
 Bound      Tensor cores of the last rank: its block over itself is half masked, the others are full.
-           A full block of 8192 x 8192 rows, 8 heads of 128, is 275 GFLOP, 0.69 ms at the 400
-           TFLOP/s of a Hopper GPU in torch's flash attention. On two ranks gathered takes
-           0.09 + 1.5 x 0.69 = 1.12 ms: 32 MiB at 370 GB/s. ring hides the 0.09, and pays 0.06 for
-           each block joined, 200 MB: 1.09 ms; on four 0.27 + 3.5 x 0.69 = 2.7 ms against 2.6. It is
-           neutral over NVLink; what it is for is memory, two blocks beside its own however
-           many ranks there are, and slower links. zigzag computes world / 2 blocks everywhere:
-           0.69 + 0.06 + 0.15 for its exchanges on two ranks, 1.25 times, and
-           1.37 + 0.2 + 0.25 on four, 1.5 times. No GPU has measured this page yet.
+           A full block of 8192 x 8192 rows, 8 heads of 128, is 275 GFLOP, 1.18 ms at the 233
+           TFLOP/s that [long attention](long_attention_test.py) saw of torch's flash attention,
+           which tells the log-sum-exp that joining needs. On two ranks gathered takes
+           0.09 + 1.5 x 1.18 = 1.86 ms: 32 MiB at 370 GB/s. ring hides the 0.09, and pays 0.08 for
+           each block joined, 350 MB, and 0.02 to begin and end: 1.88 ms; on four
+           0.27 + 3.5 x 1.18 = 4.4 ms against 4.4. It is neutral over NVLink; what it is for is
+           memory, two blocks beside its own however many ranks there are, and slower links. zigzag
+           computes world / 2 blocks everywhere: 1.18 + 0.1 + 0.15 for its exchanges on two ranks,
+           1.3 times, and 2.36 + 0.27 + 0.25 on four, 1.5 times. No GPU has measured this page yet.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """A training step: compile what moves bytes, capture what launches.
 
-Problem    One AdamW step of a decoder of 4 blocks (RMS norm, rotary attention, SwiGLU) on `rows`
+Problem    One AdamW step of a decoder of 2 or 4 blocks (RMS norm, rotary attention, SwiGLU) on `rows`
            sequences of `length` tokens. Weights, gradients and moments are bf16, the update is the
            fused kernel of torch on every side.
 Baseline   eager: an operation at a time. SDPA and RMS norm are one kernel each; rotation, SwiGLU
@@ -11,11 +11,12 @@ Optimized  compiled: `torch.compile` of the whole model, loss included.
            captured: the eager step as one CUDA graph.
 Bound      Large, DRAM: in units of (tokens, width) of bf16, 33.6 MB at 32 x 1024 tokens of width
            512, a block's rotations forward and backward move 38, SwiGLU 37, sums and norms 26; in
-           one kernel each 8, 21 and 18. 54 units a block are saved, 1.7 ms for 4 blocks at
-           4.24 TB/s. What remains is products, 2.5 TFLOP in 3.3 ms at 750 TFLOP/s, 0.4 TFLOP of
-           attention in 1 ms, and 47 units a block, 1.5 ms: 7.5 / 5.8 = 1.3x. Embedding and loss,
-           with 17 MB of logits, are small: regional gains as much.
-           Small, launch: with 2 x 128 tokens of width 256 a step is some 28 launches a block
+           one kernel each 8, 21 and 18. 54 units a block are saved, 0.86 ms for 2 blocks at
+           4.24 TB/s. What remains is products, 1.2 TFLOP in 1.7 ms at 750 TFLOP/s, 0.2 TFLOP of
+           attention in 0.5 ms, and 47 units a block, 0.75 ms: 3.8 / 2.9 = 1.3x, less where
+           products of 512 terms do not reach 750. More blocks compile longer and change no ratio.
+           Embedding and loss, with 17 MB of logits, are small: regional gains as much.
+           Small, launch: 4 blocks; with 2 x 128 tokens of width 256 a step is some 28 launches a block
            forward and 50 backward, 350 in all at 5 us: 1.8 ms. In a graph they take 1.5 us or
            what they compute, some 2 us: 0.7 ms, 2.5x. No GPU has measured this page yet.
 """
@@ -93,7 +94,7 @@ def work(layers, width, rows, length):
     state=state,
     inputs=inputs,
     reference=reference,
-    sizes=[{"layers": 4, "width": 512, "rows": 32, "length": 1024}],
+    sizes=[{"layers": 2, "width": 512, "rows": 32, "length": 1024}],
     # One block: on a CPU a model takes 5 s to compile, and as long again for another block.
     check_sizes=[{"layers": 1, "width": 64, "rows": 5, "length": 33}],
     work=work,
