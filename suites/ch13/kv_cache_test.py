@@ -14,8 +14,8 @@ Optimized  preallocated: room for all tokens, made once; a token is written in i
 Bound      DRAM. At 32 sequences and 2048 tokens, keys and values are 268 MB. Every side reads them
            each step, 61 us at 4.4 TB/s; grown also copies them, 537 MB, 127 us at 4.24. Projection
            and small kernels are some 15 us: 203 us against 76. The others copy the prompt into
-           their room once, at least 127 us or 4 us a step: 2.5 times for preallocated, and for paged if its
-           256 programs, each with 1 MB to read, draw as much as the library's kernel.
+           their room once, at least 127 us or 4 us a step: 2.5 times for preallocated, and for
+           paged if its 256 programs, each with 1 MB to read, draw as much as the library's kernel.
            Memory is what paging is for: room is taken 64 tokens at a time, not for the longest
            answer that may come. Here all sequences are as long, so that it holds what preallocated
            does, one cache, and grown two. No GPU has measured this page yet.

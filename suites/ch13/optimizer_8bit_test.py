@@ -12,12 +12,12 @@ Optimized  eight_bits: moments as codes of 8 bits with one fp32 scale per 256 of
            gradient divides by its own small root. 2.03 bytes a parameter are kept, 16.06 moved.
 Bound      DRAM: 28 / 16.06 bytes = 1.74x; 2^27 parameters take 0.89 ms against 0.51 ms at
            4.24 TB/s. Codes take 68 instructions a parameter, as nvdisasm counts them for sm90: 0.28
-           ms at one an issue slot. Memory is the point: 0.27 GB of moments against 1.07, 0.254. The accepted
-           error is that of int8 (docs/checking.md), 2^-6 a rounding, two roundings a step: after 3
-           steps sqrt(4 * 3 / 3) * 2^-6 = 3.1 % of what moves a parameter. A code is off by up to
-           half a step of 9.1 % and 4.4 %, 2.6 % and 1.3 % rms, the first update by nothing and a
-           third by what both earlier ones left: on a CPU the parameters are then off by 0.56 of
-           what is accepted, after 16 steps by 0.43. No GPU has measured this page yet.
+           ms at one an issue slot. Memory is the point: 0.27 GB of moments against 1.07, 0.254. The
+           accepted error is that of int8 (docs/checking.md), 2^-6 a rounding, two roundings a step:
+           after 3 steps sqrt(4 * 3 / 3) * 2^-6 = 3.1 % of what moves a parameter. A code is off by
+           up to half a step of 9.1 % and 4.4 %, 2.6 % and 1.3 % rms, the first update by nothing
+           and a third by what both earlier ones left: on a CPU the parameters are then off by 0.56
+           of what is accepted, after 16 steps by 0.43. No GPU has measured this page yet.
 """
 
 import math

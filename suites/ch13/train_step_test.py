@@ -1,8 +1,8 @@
 """A training step: compile what moves bytes, capture what launches.
 
-Problem    One AdamW step of a decoder of 2 or 4 blocks (RMS norm, rotary attention, SwiGLU) on `rows`
-           sequences of `length` tokens. Weights, gradients and moments are bf16, the update is the
-           fused kernel of torch on every side.
+Problem    One AdamW step of a decoder of 2 or 4 blocks (RMS norm, rotary attention, SwiGLU) on
+           `rows` sequences of `length` tokens. Weights, gradients and moments are bf16, the update
+           is the fused kernel of torch on every side.
 Baseline   eager: an operation at a time. SDPA and RMS norm are one kernel each; rotation, SwiGLU
            and the sums are chains of kernels.
 Optimized  compiled: `torch.compile` of the whole model, loss included.
@@ -16,8 +16,8 @@ Bound      Large, DRAM: in units of (tokens, width) of bf16, 33.6 MB at 32 x 102
            attention in 0.5 ms, and 47 units a block, 0.75 ms: 3.8 / 2.9 = 1.3x, less where
            products of 512 terms do not reach 750. More blocks compile longer and change no ratio.
            Embedding and loss, with 17 MB of logits, are small: regional gains as much.
-           Small, launch: 4 blocks; with 2 x 128 tokens of width 256 a step is some 28 launches a block
-           forward and 50 backward, 350 in all at 5 us: 1.8 ms. In a graph they take 1.5 us or
+           Small, launch: 4 blocks; with 2 x 128 tokens of width 256 a step is some 28 launches a
+           block forward and 50 backward, 350 in all at 5 us: 1.8 ms. In a graph they take 1.5 us or
            what they compute, some 2 us: 0.7 ms, 2.5x. No GPU has measured this page yet.
 """
 
