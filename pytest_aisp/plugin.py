@@ -80,6 +80,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         from .session.fixtures import parametrize
 
         parametrize(metafunc)
+    elif metafunc.definition.get_closest_marker("aisp_pair") is not None:
+        name = metafunc.definition.name
+        pytest.fail(
+            f"{name} has @compare but does not take `pair`: nothing would be checked or timed\n"
+            f"    def {name}(pair):",
+            pytrace=False,
+        )
 
 
 @pytest.fixture

@@ -146,3 +146,18 @@ def test_the_marked_test_of_the_guide_is_timed(pytester):
     pytester.makepyfile(guide_test=re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1])
     done = pytester.runpytest_subprocess("guide_test.py")
     done.stdout.fnmatch_lines(["*benchmark: 1 tests*", "test_matmul *10 *1", "*1 passed*"])
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [([], False), (["--benchmark-columns=min"], True), (["others_test.py"], True)],
+    ids=["ours alone", "asked for", "beside others"],
+)
+def test_its_table_is_left_out_where_it_says_no_more_than_ours(page, gpu, pytester, options, shown):
+    page()
+    gpu(added=2e-5, doubled=1e-5)
+    pytester.makepyfile(others_test="def test_sum(benchmark):\n    benchmark(sum, range(9))")
+    done = pytester.runpytest_subprocess(*PLUGIN, "ch99", *options)
+    assert done.ret == 0
+    assert ("computed as 1 / Mean" in done.stdout.str()) is shown
+    done.stdout.fnmatch_lines(["doubling *doubled *n=1001*new"])

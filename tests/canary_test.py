@@ -78,6 +78,22 @@ def test_a_side_that_differs_from_itself_voids_the_run(page, gpu, pytester):
     )
 
 
+def test_what_a_voided_run_has_stored_is_to_be_taken_back(page, gpu, pytester, monkeypatch):
+    monkeypatch.delenv("CI", raising=False)
+    gpu(**SPEEDS, session=0.03)
+    page()
+    result = pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=2")
+    assert result.ret == INVALID
+    result.stdout.fnmatch_lines(
+        [
+            "stored: *",
+            "RUN INVALID (canary): *",
+            "what this run stored was measured on a disturbed machine: take it back",
+            "    git checkout -- baselines",
+        ]
+    )
+
+
 def test_a_clock_that_does_not_see_a_planted_slowdown_voids_the_run(page, timer, pytester):
     timer(DEAF)
     page()

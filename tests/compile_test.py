@@ -351,7 +351,7 @@ def test_without_a_disassembler_the_row_says_that_nothing_was_looked_for(monkeyp
 def test_what_was_not_looked_for_is_said_without_v():
     note = "NOT LOOKED FOR: tma: there is no nvdisasm here: pip install nvidia-cuda-nvdisasm"
     row = Row("id", "f", "k", "p", "t", "v", {}, "dram", verdict="compiled", notes=[note, "other"])
-    settings = SimpleNamespace(stamped=None)
+    settings = SimpleNamespace(stamped=None, check=True)
     recorder = SimpleNamespace(
         changes=[], errors=[], crashes=[], canaries=[], settings=settings, why_invalid=list
     )

@@ -257,6 +257,11 @@ def test_what_inputs_and_state_get_besides_the_size_is_no_key():
         ({"read": -1}, "Work(read=-1) must be a number >= 0"),
         ({"write": float("nan")}, "Work(write=nan) must be a number >= 0"),
         ({"flops": {"bf16": -2}}, "Work(bf16=-2) must be a number >= 0"),
+        (
+            {"flops": {"bfloat16": 1}},
+            "unknown type in Work(flops=) 'bfloat16'; legal: fp64, fp32, tf32, bf16, fp16, fp8,"
+            " mxfp8, nvfp4, int8, int4, w4a16",
+        ),
         ({"terms": 0}, "Work(terms=, roundings=) must be at least 1"),
         ({"roundings": 0}, "Work(terms=, roundings=) must be at least 1"),
     ],

@@ -366,6 +366,26 @@ def test_reproducible_fails_an_op_without_a_deterministic_form_by_name(page, pyt
     result.stdout.fnmatch_lines(["=* 1 failed, 1 checked in *"])
 
 
+def test_a_test_that_does_not_take_its_pair_is_no_pass(page, pytester):
+    page(body="pass")
+    (path,) = pytester.path.glob("ch99/*_test.py")
+    path.write_text(path.read_text().replace("def test_doubling(pair)", "def test_doubling()"))
+    result = pytester.runpytest_subprocess("--aisp-check")
+    result.stdout.fnmatch_lines(
+        [
+            "*test_doubling has @compare but does not take `pair`: nothing would be checked or*",
+            "*def test_doubling(pair):",
+        ]
+    )
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+
+
+def test_controls_and_what_became_of_them_are_listed_by_vv(page, pytester):
+    page()
+    result = pytester.runpytest_subprocess("--aisp-check", "-vv")
+    result.stdout.fnmatch_lines(["*controls at n=33: noise refused; zeros refused; *"])
+
+
 def wrong_value(pytester, *options):
     """Return what is said of the first wrong value, and the last line of how to get it again."""
     said = pytester.runpytest_subprocess("--aisp-check", *options).stdout.str()

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..pages.pair import PRECISIONS, Work
+from ..pages.pair import Work
 
 SCHEMA = 1
 TOLERANCE = 1.05
@@ -26,8 +26,6 @@ LINKS = ("peer", "busbw")
 """What a rank of several GPUs sends at: a copy to a peer, and the largest all-reduce's busbw."""
 SECONDS = ("launch", "graph_node", "all_reduce")
 RATES = ("copy", "read", "write", *DTYPES, "fp8", *PCIE, *LINKS, "peer_both", *SECONDS)
-ARITHMETIC = ("fp64", "fp32", *PRECISIONS)
-"""Legal keys of ``Work(flops=)``; a type without a measured rate has no limit."""
 
 
 class PeaksError(ValueError):
@@ -79,13 +77,7 @@ def limit_of(work: Work, bound: str, peaks: Peaks) -> Limit | None:
     direction, since `Work` does not say which, and links between GPUs (``nvlink``, ``latency``) at
     the faster of a copy and an all-reduce. L2 is not measured, so pages bound by it have no limit;
     launches and latencies are no resource, so pages bound by them have a small share.
-
-    Raises:
-        PeaksError: when ``work.flops`` has a key that is no type of arithmetic.
     """
-    for key in work.flops:
-        if key not in ARITHMETIC:
-            raise PeaksError(f"unknown type {key!r} in flops=; legal: {', '.join(ARITHMETIC)}")
     resources = (_traffic(work, bound), work.flops, _wire(work, bound, peaks))
     used = [{k: amount for k, amount in r.items() if amount} for r in resources]
     if not any(used) or any(k not in peaks.rates for r in used for k in r):

@@ -26,6 +26,8 @@ Owned = Literal["gc", "affinity", "allocator", "l2_persistence", "page_faults", 
 
 BOUNDS: tuple[str, ...] = get_args(Bound)
 PRECISIONS: tuple[str, ...] = get_args(Precision)
+ARITHMETIC = ("fp64", "fp32", *PRECISIONS)
+"""Legal keys of ``Work(flops=)``; a type without a measured rate has no limit."""
 OWNED: tuple[str, ...] = get_args(Owned)
 HOST_BOUNDS = ("launch", "host")
 """Bounds whose sides are judged as called; all others are judged by GPU time alone."""
@@ -60,6 +62,7 @@ class Work:
         for name, value in {**numbers, **dict(self.flops)}.items():
             if not value >= 0:
                 raise PairError(f"Work({name}={value!r}) must be a number >= 0")
+        _one_of("type in Work(flops=)", list(self.flops), ARITHMETIC)
         if self.terms < 1 or self.roundings < 1:
             raise PairError("Work(terms=, roundings=) must be at least 1")
 

@@ -9,17 +9,29 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
+import pytest
+
 from ..tools.benchmarks import sides
 
 MARKER = "aisp_timer"
 WINDOW, WINDOWS = 1e-3, 10
+OURS = pytest.StashKey[int]()
 
 
 def pytest_aisp_result(config: Any, row: dict[str, Any]) -> None:
     """Hand over a case's sides; on the controller, so under xdist too."""
     session, said = config._benchmarksession, config.getoption
     if not (session.skip or (said("benchmark_disable") and not said("benchmark_enable"))):
-        session.benchmarks += sides(row)
+        session.benchmarks += (made := sides(row))
+        config.stash[OURS] = config.stash.get(OURS, 0) + len(made)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_terminal_summary(config: pytest.Config) -> None:
+    """Leave out its table where it would say no more than ours, and nobody asked for it."""
+    session: Any = config._benchmarksession  # type: ignore[attr-defined]
+    asked = any(str(word).startswith("--benchmark") for word in config.invocation_params.args)
+    session.quiet |= not asked and len(session.benchmarks) == config.stash.get(OURS, 0)
 
 
 def lend_timer(fixture: Any) -> None:

@@ -87,6 +87,9 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
         {row.need for row in rows if row.need and row.verdict in ("checked", "compiled")}
     )
     lines += [f"not timed: {need}" for need in needs]
+    if recorder.settings.check and (built := sum(row.verdict == "compiled" for row in rows)):
+        cases = "1 case" if built == 1 else f"{built} cases"
+        lines.append(f"not proved, only assembled: {cases}; CUDA C++ is compared on a GPU alone")
     lines += sorted({note for row in rows for note in row.notes if note.startswith(UNSEEN)})
     if any(row.verdict == "new" for row in rows) and recorder.settings.update is None:
         lines.append("new cases have no stored result; record them on a quiet machine:")
@@ -95,7 +98,11 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
         if row.verdict in ("inconclusive", "stale"):
             lines += [f"{row.verdict}: {row.key}: {reason}" for reason in row.reasons]
     lines += [f"canary: {Canary(**found)}" for found in recorder.canaries if not found["wrong"]]
-    lines += [f"{why} (exit code {INVALID_RUN})" for why in recorder.why_invalid()]
+    invalid = recorder.why_invalid()
+    lines += [f"{why} (exit code {INVALID_RUN})" for why in invalid]
+    if invalid and recorder.changes:
+        lines.append("what this run stored was measured on a disturbed machine: take it back")
+        lines.append(f"    git checkout -- {recorder.settings.baselines.name}")
     return lines
 
 

@@ -47,6 +47,9 @@ class CaseRun(CaseClient):
         found = self.ask(self.task("check", at=at, search=self.run.settings.check))
         self.row.checks.append(found)
         self.row.notes.append("checked at " + "; ".join(found["sizes"]))
+        for size, checked in found["sizes"].items():
+            if checked["controls"]:
+                self.row.notes.append(f"controls at {size}: {'; '.join(checked['controls'])}")
         if self.run.settings.untrusted and not timed:
             run_apart(self, None)
 
