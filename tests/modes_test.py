@@ -130,6 +130,19 @@ def test_a_loss_in_another_environment_is_stale_unless_strict(page, gpu, recorde
     assert pytester.runpytest_subprocess("--aisp-strict-env").ret == 1
 
 
+def test_nothing_below_its_claim_is_stored_where_votes_are_open(page, gpu, pytester, monkeypatch):
+    monkeypatch.delenv("CI", raising=False)
+    page(at_least="2.005")
+    gpu(added=2e-5, doubled=1e-5)
+    result = pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=3")
+    result.stdout.fnmatch_lines(
+        ["*2.000x in 3 processes is below 2.005 (at_least on the page): not stored"]
+    )
+    assert result.ret == 1
+    assert not list(pytester.path.glob("baselines/*/ch99.json"))
+    assert pytester.runpytest_subprocess().ret == 0, "inconclusive by itself is green"
+
+
 SYNCING = """
     import dataclasses
 

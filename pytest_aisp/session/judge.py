@@ -252,6 +252,24 @@ class Judge:
         spread = row.spread or 0.0
         row.low, row.high = verdict.interval(row.value, spread, len(values))
 
+    def refuse_below_claim(self, values: list[float]) -> None:
+        """Fail what the votes left open where all recorded processes together are below the claim.
+
+        Raises:
+            Failed: nothing is stored then.
+        """
+        row = self.row
+        if row.verdict != "inconclusive" or not isinstance(row.claim, (int, float)):
+            return
+        value, claim = fmean(values), math.log(row.claim)
+        if value < claim:
+            row.verdict = "fail"
+            row.reasons.append(
+                f"{ratio(value)} in {len(values)} processes is below {bare(claim)}"
+                f" ({row.origins['claim']}): not stored"
+            )
+            raise Failed("\n".join([*row.reasons, *self.client.commands()]))
+
     def _explain(
         self, gates: list[verdict.Gate], decision: verdict.Decision, first: Mapping[str, Any]
     ) -> None:

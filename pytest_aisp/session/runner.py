@@ -230,6 +230,7 @@ class CaseRun(CaseClient):
             timed.append(self.timed(100 + number, self.bench(number)))
         values = [float(t["value"]) for t in timed]
         self.judge.interval(values)
+        self.judge.refuse_below_claim(values)
         names = list(row.seconds)
         for name, side in zip(names, ("baseline", "optimized"), strict=True):
             row.seconds[name] = median(median(t[side]) for t in timed)
