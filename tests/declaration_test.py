@@ -98,6 +98,16 @@ def test_a_variants_own_claim_is_checked_too():
     assert "claims a slowdown" in message(optimized=[Variant(fast, at_least=0.5)])
 
 
+@pytest.mark.parametrize(
+    ("state", "form"),
+    [(None, "reference(ranks)"), (lambda device, n: None, "reference(states, ranks)")],
+)
+def test_a_reference_for_ranks_takes_what_all_of_them_have(state, form):
+    said = message(reference=lambda a, b, c: a, gpus=2, state=state)
+    assert said.startswith("@compare: with gpus= above 1 the reference takes ")
+    assert said.endswith(form)
+
+
 PROMISES = {"sm90": 1.5, "sm100": 1.8, "sm90-x4": 1.2}
 
 

@@ -275,12 +275,25 @@ def _check_variants(pair: Pair) -> None:
             "environment= is for the ranks of a page on several GPUs; a page on one has"
             " fresh_process(environment=...)"
         )
+    if pair.spread:
+        _check_reference(pair)
     if owners := sorted(pair.environment.keys() & OWNERS):
         raise PairError(f"environment= sets {owners[0]}, which is the machine's owner's to set")
     for variant in pair.variants:
         if not pair.archs(variant):
             needs = ", ".join(pair.features(variant))
             raise PairError(f"{variant.name!r}: no known GPU has all of {needs}")
+
+
+def _check_reference(pair: Pair) -> None:
+    given = ("ranks",) if pair.state is None else ("states", "ranks")
+    try:
+        inspect.signature(pair.reference).bind(*given)
+    except TypeError:
+        raise PairError(
+            f"with gpus= above 1 the reference takes {' and '.join(given)}: what each rank has, as"
+            f" lists with one entry a rank; it is\n    reference({', '.join(given)})"
+        ) from None
 
 
 def _check_sizes(pair: Pair) -> None:

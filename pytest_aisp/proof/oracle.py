@@ -142,9 +142,10 @@ class Oracle:
         if outputs is None:
             return None
         if not isinstance(outputs, (list, tuple)) or len(outputs) != here().world:
+            many = f" of {len(outputs)}" if isinstance(outputs, (list, tuple)) else ""
             raise SideError(
                 f"reference must return what each of {here().world} ranks holds, as a list with one"
-                f" entry a rank; it returned {type(outputs).__name__}"
+                f" entry a rank; it returned {type(outputs).__name__}{many}"
             )
         return outputs[here().rank]
 
