@@ -173,3 +173,76 @@ def test_what_times_nothing_of_the_kind_is_refused(committed, pytester, other):
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     name = other.partition("=")[0]
     result.stderr.fnmatch_lines([f"ERROR: --aisp-against cannot be combined with {name}: *"])
+
+
+def test_a_cold_start_keeps_the_old_tree(committed, pytester):
+    change(committed)
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD", "--aisp-cold-start")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["E  *doubled is 0.98*x of itself as it was, *"])
+
+
+@pytest.mark.parametrize("attribute", ["export-ignore", "export-subst"])
+def test_attributes_of_archives_do_not_touch_the_old_tree(committed, git, pytester, attribute):
+    (pytester.path / ".gitattributes").write_text(f"ch99 {attribute}\nch99/** {attribute}\n")
+    change(committed, "import torch", "# $Format:%H$\nimport torch")
+    git("add", "-A")
+    git("commit", "-qm", "attributes")
+    change(committed)
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["E  *doubled is 0.98*x of itself as it was, *"])
+
+
+def test_links_out_of_the_repository_are_left_out(committed, git, pytester, tmp_path):
+    (pytester.path / "data").symlink_to(tmp_path)
+    (pytester.path / "loop").symlink_to("loop")
+    git("add", "-A")
+    git("commit", "-qm", "links")
+    change(committed)
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["E  *doubled is 0.98*x of itself as it was, *"])
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_a_page_linked_from_outside_is_said_not_to_be_compared(
+    committed, git, pytester, tmp_path, tracked
+):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    committed.rename(outside / committed.name)
+    linked = pytester.path / "linked"
+    linked.symlink_to(outside)
+    if tracked:
+        git("add", "-A")
+        git("commit", "-qm", "link")
+    (pytester.path / "conftest.py").open("a").write("# changed\n")
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD", f"linked/{committed.name}")
+    assert result.ret == 0
+    said = "*: not compared with itself as it was: linked was a link out of *"
+    (result.stdout.fnmatch_lines if tracked else result.stdout.no_fnmatch_line)(
+        [said] if tracked else said
+    )
+
+
+CLEANER = """
+import shutil, pytest
+from pytest_aisp.session.stash import RUN
+
+def pytest_runtest_setup(item):
+    shutil.rmtree(item.config.stash[RUN].past.tree)
+"""
+
+
+def test_an_old_tree_that_was_removed_is_red(committed, git, pytester):
+    change(committed)
+    (pytester.path / "conftest.py").open("a").write(CLEANER)
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(
+        [
+            "E  *ch99/doubling_test.py is in *, but no longer in */tree",
+            "E  *Something removed it; run the same command again",
+        ]
+    )
