@@ -37,7 +37,7 @@ from ..results.messages import Task
 from ..results.timing import Budget, Samples
 from . import apart
 from .kept import Kept, seed_of
-from .loader import load_page, load_past, pair_of
+from .loader import MixedTreesError, load_page, load_past, pair_of
 from .nodes import ROLES
 
 Progress = Callable[[str], None]
@@ -127,7 +127,8 @@ class Engine:
     def changed(self, task: Task) -> dict[str, Any]:
         """Return which sides of the case are not as they were at the commit of `task.past`.
 
-        An old page that cannot be imported today has no sides to compare with: `why` says so.
+        An old page that cannot be imported today, or only with files of today's, has no sides to
+        compare with: `why` says so.
         """
         from ..pages.sources import digest
 
@@ -135,8 +136,11 @@ class Engine:
         found: dict[str, Any] = {"baseline": False, "optimized": False, "why": ""}
         try:
             old = self._past_pair(task)
+        except MixedTreesError as error:
+            return {**found, "why": str(error)}
         except Exception as error:
-            return {**found, "why": f"{type(error).__name__}: {error}"}
+            why = f"the old page cannot be imported: {type(error).__name__}: {error}"
+            return {**found, "why": why}
         if old is not None:
             for role, now, then in self._roles(task, pair, old):
                 before = digest(then, task.past["root"], constants=True)
@@ -234,7 +238,9 @@ class Engine:
         """Time one process side in this process and check its output."""
         from .processes import time_here
 
-        pair = self._pair(task)
+        pair = self._past_pair(task) if task.versus == "old" else self._pair(task)
+        if pair is None:
+            raise PageError(f"{task.function} has no pair in the old page")
         sides = [(pair.baseline, None), *((v.side, v.precision) for v in pair.variants)]
         side, precision = next((s, p) for s, p in sides if s.__name__ == task.side)
         seed = zlib.crc32(task.function.encode())

@@ -158,7 +158,7 @@ class CaseClient:
             return []
         found = self.ask(self.task("changed", past=past))
         if found["why"]:
-            self.row.notes.append(f"the old page cannot be imported: {found['why']}")
+            self.row.remarks.append(f"not compared with itself as it was: {found['why']}")
         return [role for role in ("baseline", "optimized") if found[role]]
 
     def timed_against(self, role: str, replicate: int, bench: Bench | None = None) -> Reading:
