@@ -102,8 +102,11 @@ def test_a_library_below_a_folder_of_pythonpath_is_the_old_one(page, gpu, git, p
     library.write_text(LIBRARY)
     git("add", "-A")
     git("commit", "-qm", "before")
+    (pytester.path / "conftest.py").open("a").write("# changed\n")
+    options = ["--aisp-against=HEAD", "-o", "pythonpath=src"]
+    assert pytester.runpytest_subprocess(*options).ret == 0  # the same in both trees
     change(library, "2 * x", "x * 2")
-    result = pytester.runpytest_subprocess("--aisp-against=HEAD", "-o", "pythonpath=src")
+    result = pytester.runpytest_subprocess(*options)
     assert result.ret == 1
     result.stdout.fnmatch_lines(["E  *doubled is 0.98*x of itself as it was, *"])
 
