@@ -202,6 +202,19 @@ def test_a_shallow_clone_with_the_commit_is_enough(committed, git, pytester, tmp
     result.stdout.fnmatch_lines(["E  *doubled is 0.98*x of itself as it was, *"])
 
 
+def test_a_project_in_a_folder_of_a_sparse_clone(committed, git, pytester, monkeypatch):
+    folder = pytester.mkdir("bench")
+    for name in ("tox.ini", "conftest.py", "ch99"):
+        git("mv", name, f"bench/{name}")
+    git("commit", "-qm", "moved")
+    git("sparse-checkout", "set", "bench")
+    change(folder / "ch99" / committed.name)
+    monkeypatch.chdir(folder)
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["E  *doubled is 0.98*x of itself as it was, *"])
+
+
 def test_outside_of_a_repository_it_is_refused(page, pytester, monkeypatch):
     page()
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(pytester.path.parent))
