@@ -129,6 +129,20 @@ def test_an_old_page_with_todays_library_is_not_compared(page, gpu, git, pyteste
     result.stdout.no_fnmatch_line("*against itself at*")
 
 
+def test_a_side_that_imports_todays_helper_when_called_is_not_compared(page, gpu, git, pytester):
+    gpu(**SLOWER)
+    late = "def twice(x):\n    import math\n    from ch99.late import twice\n    return twice(x)"
+    path = page("twice(x)", defs=late)
+    path.with_name("late.py").write_text(LIBRARY)
+    git("add", "-A")
+    git("commit", "-qm", "before")
+    change(path.with_name("late.py"), "2 * x", "x * 2")
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
+    assert result.ret == 0
+    said = "not compared with itself as it was: doubled imports ch99.late when it is called"
+    result.stdout.fnmatch_lines([f"*: {said}"])
+
+
 def test_a_renamed_page_is_compared_under_its_old_name(committed, git, pytester):
     moved = committed.with_name("twice_test.py")
     git("mv", str(committed), str(moved))

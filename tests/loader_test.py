@@ -81,3 +81,9 @@ def test_an_old_page_that_finds_todays_helper_is_refused(trees, tmp_path):
         load_both(today, old)
     assert PAST not in sys.modules
     assert sys.modules["aged_library"].AGE == "today"
+
+
+def test_a_relative_import_of_a_call_stays_in_the_old_tree(trees):
+    page = "def age():\n    from .aged_helper import AGE\n    return AGE\n"
+    now, then = load_both(*trees(page, "chapter/aged_helper.py"))
+    assert (now.age(), then.age()) == ("today", "old")

@@ -37,7 +37,7 @@ from ..results.messages import Task
 from ..results.timing import Budget, Samples
 from . import apart
 from .kept import Kept, seed_of
-from .loader import MixedTreesError, load_page, load_past, pair_of
+from .loader import MixedTreesError, leads_to, load_page, load_past, pair_of
 from .nodes import ROLES
 
 Progress = Callable[[str], None]
@@ -128,9 +128,9 @@ class Engine:
         """Return which sides of the case are not as they were at the commit of `task.past`.
 
         An old page that cannot be imported today, or only with files of today's, has no sides to
-        compare with: `why` says so.
+        compare with, nor has a side that would import today's when it is called: `why` says so.
         """
-        from ..pages.sources import digest
+        from ..pages.sources import digest, imported_late
 
         pair = self._pair(task)
         found: dict[str, Any] = {"baseline": False, "optimized": False, "why": ""}
@@ -143,6 +143,10 @@ class Engine:
             return {**found, "why": why}
         if old is not None:
             for role, now, then in self._roles(task, pair, old):
+                late = imported_late(then, task.past["root"])
+                if late := [name for name in late if leads_to(name, task.root)]:
+                    found["why"] = f"{then.__name__} imports {', '.join(late)} when it is called"
+                    continue
                 before = digest(then, task.past["root"], constants=True)
                 found[role] = digest(now, task.root, constants=True) != before
         return found

@@ -78,6 +78,18 @@ def load_past(path: str, root: str, module: str, today: str) -> types.ModuleType
     return page
 
 
+def leads_to(name: str, root: str) -> bool:
+    """Return whether an import of `name` by now finds it under `root`, and in no library."""
+    top = name.partition(".")[0]
+    if top in sys.modules:
+        return any(_is_under(place, root) for place in _places(sys.modules[top]))
+    spec = importlib.util.find_spec(top)
+    if spec is None:
+        return False
+    located = [spec.origin] if spec.has_location else spec.submodule_search_locations
+    return any(_is_under(place, root) for place in located or () if place)
+
+
 def _as_it_was(entry: str, today: str, root: str) -> str:
     """Return where `entry` of `sys.path` lies in the old tree, if it lies in today's."""
     real = os.path.realpath(entry)
