@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 
 import pytest
 
 from pytest_aisp.results import runs
+from pytest_aisp.results.messages import Task
 
 GIT = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
 SLOWER = {"added": 2e-5, "doubled": 1e-5, "doubled@old": 0.98e-5, "added@old": 2e-5}
@@ -88,6 +90,59 @@ def test_a_changed_helper_counts_as_a_change(page, gpu, git, pytester):
     result.stdout.fnmatch_lines(["E  *doubled is 0.98*x of itself as it was, *"])
 
 
+LIBRARY = "def twice(x):\n    return 2 * x\n"
+
+
+def test_a_library_below_a_folder_of_pythonpath_is_the_old_one(page, gpu, git, pytester):
+    gpu(**SLOWER)
+    page("twice(x)", defs="from aged.ops import twice")
+    library = pytester.path / "src" / "aged" / "ops.py"
+    library.parent.mkdir(parents=True)
+    library.with_name("__init__.py").write_text("")
+    library.write_text(LIBRARY)
+    git("add", "-A")
+    git("commit", "-qm", "before")
+    (pytester.path / "conftest.py").open("a").write("# changed\n")
+    options = ["--aisp-against=HEAD", "-o", "pythonpath=src"]
+    assert pytester.runpytest_subprocess(*options).ret == 0  # the same in both trees
+    change(library, "2 * x", "x * 2")
+    result = pytester.runpytest_subprocess(*options)
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["E  *doubled is 0.98*x of itself as it was, *"])
+
+
+def test_an_old_page_with_todays_library_is_not_compared(page, gpu, git, pytester):
+    gpu(**SLOWER)
+    lib = pytester.path / "lib"
+    found = f"import sys\nsys.path.insert(0, {str(lib)!r})\nfrom aged_ops import twice"
+    page("twice(x)", defs=found)
+    lib.mkdir()
+    (lib / "aged_ops.py").write_text(LIBRARY)
+    git("add", "-A")
+    git("commit", "-qm", "before")
+    change(lib / "aged_ops.py", "2 * x", "x * 2")
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(
+        ["*: not compared with itself as it was: the old page imports aged_ops as of today"]
+    )
+    result.stdout.no_fnmatch_line("*against itself at*")
+
+
+def test_a_side_that_imports_todays_helper_when_called_is_not_compared(page, gpu, git, pytester):
+    gpu(**SLOWER)
+    late = "def twice(x):\n    import math\n    from ch99.late import twice\n    return twice(x)"
+    path = page("twice(x)", defs=late)
+    path.with_name("late.py").write_text(LIBRARY)
+    git("add", "-A")
+    git("commit", "-qm", "before")
+    change(path.with_name("late.py"), "2 * x", "x * 2")
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
+    assert result.ret == 0
+    said = "not compared with itself as it was: doubled imports ch99.late when it is called"
+    result.stdout.fnmatch_lines([f"*: {said}"])
+
+
 def test_a_renamed_page_is_compared_under_its_old_name(committed, git, pytester):
     moved = committed.with_name("twice_test.py")
     git("mv", str(committed), str(moved))
@@ -107,9 +162,11 @@ def test_an_old_page_that_cannot_be_imported_is_no_verdict(committed, git, pytes
     change(committed, "import torch", "import torch, a_library_that_was_dropped")
     git("commit", "-qam", "broken")
     change(committed, "import torch, a_library_that_was_dropped", "import torch")
-    result = pytester.runpytest_subprocess("--aisp-against=HEAD", "-vv")
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
     assert result.ret == 0
-    result.stdout.fnmatch_lines(["*the old page cannot be imported: ModuleNotFoundError: *"])
+    result.stdout.fnmatch_lines(
+        ["*: not compared with itself as it was: the old page cannot be imported: ModuleNotFound*"]
+    )
 
 
 BROKEN = """
@@ -159,6 +216,19 @@ def test_a_shallow_clone_with_the_commit_is_enough(committed, git, pytester, tmp
     result.stdout.fnmatch_lines(["E  *doubled is 0.98*x of itself as it was, *"])
 
 
+def test_a_project_in_a_folder_of_a_sparse_clone(committed, git, pytester, monkeypatch):
+    folder = pytester.mkdir("bench")
+    for name in ("tox.ini", "conftest.py", "ch99"):
+        git("mv", name, f"bench/{name}")
+    git("commit", "-qm", "moved")
+    git("sparse-checkout", "set", "bench")
+    change(folder / "ch99" / committed.name)
+    monkeypatch.chdir(folder)
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["E  *doubled is 0.98*x of itself as it was, *"])
+
+
 def test_outside_of_a_repository_it_is_refused(page, pytester, monkeypatch):
     page()
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(pytester.path.parent))
@@ -173,3 +243,137 @@ def test_what_times_nothing_of_the_kind_is_refused(committed, pytester, other):
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     name = other.partition("=")[0]
     result.stderr.fnmatch_lines([f"ERROR: --aisp-against cannot be combined with {name}: *"])
+
+
+def test_a_cold_start_keeps_the_old_tree(committed, pytester):
+    change(committed)
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD", "--aisp-cold-start")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["E  *doubled is 0.98*x of itself as it was, *"])
+
+
+@pytest.mark.parametrize("attribute", ["export-ignore", "export-subst"])
+def test_attributes_of_archives_do_not_touch_the_old_tree(committed, git, pytester, attribute):
+    (pytester.path / ".gitattributes").write_text(f"ch99 {attribute}\nch99/** {attribute}\n")
+    change(committed, "import torch", "# $Format:%H$\nimport torch")
+    git("add", "-A")
+    git("commit", "-qm", "attributes")
+    change(committed)
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["E  *doubled is 0.98*x of itself as it was, *"])
+
+
+def test_links_out_of_the_repository_are_left_out(committed, git, pytester, tmp_path):
+    (pytester.path / "data").symlink_to(tmp_path)
+    (pytester.path / "loop").symlink_to("loop")
+    git("add", "-A")
+    git("commit", "-qm", "links")
+    change(committed)
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["E  *doubled is 0.98*x of itself as it was, *"])
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_a_page_linked_from_outside_is_said_not_to_be_compared(
+    committed, git, pytester, tmp_path, tracked
+):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    committed.rename(outside / committed.name)
+    linked = pytester.path / "linked"
+    linked.symlink_to(outside)
+    if tracked:
+        git("add", "-A")
+        git("commit", "-qm", "link")
+    (pytester.path / "conftest.py").open("a").write("# changed\n")
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD", f"linked/{committed.name}")
+    assert result.ret == 0
+    said = "*: not compared with itself as it was: linked was a link out of *"
+    (result.stdout.fnmatch_lines if tracked else result.stdout.no_fnmatch_line)(
+        [said] if tracked else said
+    )
+
+
+CLEANER = """
+import shutil, pytest
+from pytest_aisp.session.stash import RUN
+
+def pytest_runtest_setup(item):
+    shutil.rmtree(item.config.stash[RUN].past.tree)
+"""
+
+
+def test_an_old_tree_that_was_removed_is_red(committed, git, pytester):
+    change(committed)
+    (pytester.path / "conftest.py").open("a").write(CLEANER)
+    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(
+        [
+            "E  *ch99/doubling_test.py is in *, but no longer in */tree",
+            "E  *Something removed it; run the same command again",
+        ]
+    )
+
+
+PROCESSES = """
+import torch
+
+from pytest_aisp import Work, compare, fresh_process
+
+AGE = "then"
+
+def inputs(device, n):
+    return (torch.randn(n, device=device),)
+
+def reference(x):
+    return 2 * x.double()
+
+@fresh_process
+def added(x):
+    return x + x
+
+@fresh_process
+def doubled(x):
+    AGES.append(AGE)
+    return 2 * x
+
+AGES = []
+
+@compare(
+    baseline=added, optimized=[doubled], inputs=inputs, reference=reference, sizes=[{"n": 5}],
+    check_sizes=[{"n": 3}], work=lambda n: Work(read=4 * n, write=4 * n), bound="host",
+)
+def test_doubling(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+"""
+
+
+def test_each_process_of_an_old_side_has_the_old_page(pytester, monkeypatch):
+    from pytest_aisp.bench import processes
+    from pytest_aisp.bench.engine import Engine
+
+    def here(task, environment, name):
+        found = Engine().sample(task)
+        page = sys.modules[task.past["module"] if task.versus == "old" else task.module]
+        asked.append(set(page.AGES))
+        page.AGES.clear()
+        return found
+
+    asked: list[set[str]] = []
+    monkeypatch.setattr(processes, "_fresh", here)
+    today, old = pytester.mkdir("today"), pytester.mkdir("old")
+    (today / "aged_test.py").write_text(PROCESSES.replace('"then"', '"now"'))
+    (old / "aged_test.py").write_text(PROCESSES)
+    past = {"page": str(old / "aged_test.py"), "root": str(old), "module": "aisp_past_aged"}
+    where = {"page": str(today / "aged_test.py"), "root": str(today), "module": "aged_test"}
+    case = {"function": "test_doubling", "variant": "doubled", "size": {"n": 5}}
+    rule = {"exact": False, "rtol": None, "atol": None}
+    given = {**where, **case, "rule": rule, "versus": "old", "side": "optimized", "past": past}
+    Engine().time(Task(kind="time", **given))
+    first, second = asked[:2]
+    assert first | second == {"then", "now"}
+    assert len(first) == len(second) == 1

@@ -134,3 +134,33 @@ def test_on_a_gpu_all_processes_that_record_start_at_once(device, timer, started
     )
     CaseRun._start_others(case)
     assert asked == started
+
+
+def test_a_side_that_changed_since_is_said_not_to_be_stored(page, gpu, pytester):
+    gpu(added=2e-5, doubled=1e-5)
+    path = page()
+    assert pytester.runpytest_subprocess(*UPDATE).ret == 0
+    path.write_text(path.read_text().replace("return 2 * x\n", "return x * 2\n"))
+    file = pytester.path / "baselines" / "simulated-gpu" / "ch99.json"
+    before = file.read_bytes()
+    key = "doubling_test.py::test_doubling[[]doubled-n1001[]]"
+    result = pytester.runpytest_subprocess(*UPDATE)
+    assert (result.ret, file.read_bytes()) == (0, before)
+    result.stdout.fnmatch_lines(
+        [
+            f"not stored: {key}: it differs from the stored result in optimized source;"
+            " --aisp-update-expectations=all replaces it"
+        ]
+    )
+    result = pytester.runpytest_subprocess("--aisp-update-expectations=all", UPDATE[1])
+    result.stdout.fnmatch_lines([f"stored: {key}: 2.*x -> *"])
+    result.stdout.no_fnmatch_line("not stored:*")
+
+
+def test_a_run_too_soon_after_the_first_is_said_not_to_be_stored(page, gpu, pytester):
+    gpu(added=2e-5, doubled=1e-5)
+    page()
+    assert pytester.runpytest_subprocess(*UPDATE).ret == 0
+    result = pytester.runpytest_subprocess(*UPDATE)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["not stored: *: its stored session is less than 6 hours away, *"])

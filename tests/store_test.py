@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_aisp.results import store
-from pytest_aisp.results.merging import Change, merge
+from pytest_aisp.results.merging import Change, merge, why_kept
 from pytest_aisp.results.stats import trimmed_spread
 from pytest_aisp.results.store import load, prune, write
 from pytest_aisp.results.stored import (
@@ -352,6 +352,59 @@ def test_what_is_no_second_session_is_left_alone(path, second):
     before = path.read_bytes()
     assert record(path, {KEY: second}) == []
     assert path.read_bytes() == before
+
+
+NOON = "2026-08-20T120000Z"
+
+
+@pytest.mark.parametrize(
+    ("session", "is_second"),
+    [
+        ("2026-08-20T120100.000000Z", False),
+        ("2026-08-20T175959.999999Z", False),
+        ("2026-08-20T060001Z", False),
+        ("2026-08-20T180000.000000Z", True),
+        ("2026-08-20T060000Z", True),
+        ("another key of that day", False),
+    ],
+)
+def test_a_second_session_is_hours_from_the_first(path, session, is_second):
+    table = {name: TABLE["a"] for name in (NOON, session)}
+    first, second = result(NOON, goals=UNUSED), result(session, goals=TAKEN)
+    for new in (first, second):
+        write(path, PRODUCT, {KEY: new}, table, replace=False)
+    found = load(path)
+    assert found.results[KEY].sessions == (2 if is_second else 1)
+    if not is_second:
+        assert found.results[KEY].goals == {**UNUSED, **TAKEN}
+    soon = "its stored session is less than 6 hours away, so this is no second one"
+    assert why_kept(found, KEY, second, table) == ("" if is_second else soon)
+
+
+@pytest.mark.parametrize(
+    ("new", "names"),
+    [
+        (result("c"), "torch"),
+        (result("b", clock="queue"), "clock"),
+        (result("b", choices={"BLOCK": 64}), "tuning choices"),
+        (result("b", sources={"baseline": "0a1b", "optimized": "4e5f"}), "optimized source"),
+        (result("c", sources={"baseline": "4e5f", "optimized": "2c3d"}), "baseline source, torch"),
+        (counted("c"), "torch"),
+    ],
+)
+def test_why_a_result_is_left_out_is_said(path, new, names):
+    record(path, {KEY: result("a")})
+    record(path, {KEY: new})
+    said = f"it differs from the stored result in {names}"
+    assert why_kept(load(path), KEY, new, TABLE) == said
+
+
+def test_of_what_is_stored_nothing_is_said(path):
+    for session in "ab":
+        record(path, {KEY: result(session)})
+        assert why_kept(load(path), KEY, result(session), TABLE) == ""
+    third = {**TABLE, "d": {**FACTS, "date": "2026-08-23"}}
+    assert why_kept(load(path), KEY, result("d"), third) == ""
 
 
 @pytest.mark.parametrize("old", [result(), counted()], ids=["timed", "counted"])

@@ -37,7 +37,7 @@ from ..results.messages import Task
 from ..results.timing import Budget, Samples
 from . import apart
 from .kept import Kept, seed_of
-from .loader import load_page, load_past, pair_of
+from .loader import MixedTreesError, leads_to, load_page, load_past, pair_of
 from .nodes import ROLES
 
 Progress = Callable[[str], None]
@@ -127,18 +127,26 @@ class Engine:
     def changed(self, task: Task) -> dict[str, Any]:
         """Return which sides of the case are not as they were at the commit of `task.past`.
 
-        An old page that cannot be imported today has no sides to compare with: `why` says so.
+        An old page that cannot be imported today, or only with files of today's, has no sides to
+        compare with, nor has a side that would import today's when it is called: `why` says so.
         """
-        from ..pages.sources import digest
+        from ..pages.sources import digest, imported_late
 
         pair = self._pair(task)
         found: dict[str, Any] = {"baseline": False, "optimized": False, "why": ""}
         try:
             old = self._past_pair(task)
+        except MixedTreesError as error:
+            return {**found, "why": str(error)}
         except Exception as error:
-            return {**found, "why": f"{type(error).__name__}: {error}"}
+            why = f"the old page cannot be imported: {type(error).__name__}: {error}"
+            return {**found, "why": why}
         if old is not None:
             for role, now, then in self._roles(task, pair, old):
+                late = imported_late(then, task.past["root"])
+                if late := [name for name in late if leads_to(name, task.root)]:
+                    found["why"] = f"{then.__name__} imports {', '.join(late)} when it is called"
+                    continue
                 before = digest(then, task.past["root"], constants=True)
                 found[role] = digest(now, task.root, constants=True) != before
         return found
@@ -234,7 +242,9 @@ class Engine:
         """Time one process side in this process and check its output."""
         from .processes import time_here
 
-        pair = self._pair(task)
+        pair = self._past_pair(task) if task.versus == "old" else self._pair(task)
+        if pair is None:
+            raise PageError(f"{task.function} has no pair in the old page")
         sides = [(pair.baseline, None), *((v.side, v.precision) for v in pair.variants)]
         side, precision = next((s, p) for s, p in sides if s.__name__ == task.side)
         seed = zlib.crc32(task.function.encode())

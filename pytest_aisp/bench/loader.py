@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import types
 from pathlib import Path
@@ -41,11 +42,18 @@ def _import(path: str, root: str, module: str) -> None:
         raise
 
 
+class MixedTreesError(ImportError):
+    """An old page that imports a file of today's tree; the message says which."""
+
+
 def load_past(path: str, root: str, module: str, today: str) -> types.ModuleType:
     """Import the page at `path` of an old tree `root`, with that tree's helpers.
 
     Modules of today's tree `today` are out of the way meanwhile, all but libraries, which are the
-    same for both.
+    same for both; what `sys.path` names in today's tree is looked for in the old one.
+
+    Raises:
+        MixedTreesError: where an import found its way into today's tree all the same.
     """
     if module in sys.modules:
         return sys.modules[module]
@@ -53,24 +61,69 @@ def load_past(path: str, root: str, module: str, today: str) -> types.ModuleType
     before = list(sys.path)
     for name in hidden:
         del sys.modules[name]
-    sys.path[:] = [root, *(entry for entry in before if entry != today)]
+    sys.path[:] = [root, *(_as_it_was(entry, today, root) for entry in before)]
+    mixed: set[str] = set()
     try:
-        return load_page(path, root, module)
+        page = load_page(path, root, module)
+        mixed = _modules_under(today).keys() - _modules_under(root).keys()
     finally:
-        for name in _modules_under(root).keys() - {module}:
-            del sys.modules[name]
+        own = module.partition(".")[0]
+        old = {n for n in _modules_under(root) if n.partition(".")[0] != own}
+        for name in old | mixed | ({module} if mixed else set()):
+            sys.modules.pop(name, None)
         sys.modules.update(hidden)
         sys.path[:] = before
+    if mixed:
+        raise MixedTreesError(f"the old page imports {', '.join(sorted(mixed))} as of today")
+    return page
+
+
+def leads_to(name: str, root: str) -> bool:
+    """Return whether an import of `name` by now finds it under `root`, and in no library."""
+    top = name.partition(".")[0]
+    if top in sys.modules:
+        return any(_is_under(place, root) for place in _places(sys.modules[top]))
+    spec = importlib.util.find_spec(top)
+    if spec is None:
+        return False
+    located = [spec.origin] if spec.has_location else spec.submodule_search_locations
+    return any(_is_under(place, root) for place in located or () if place)
+
+
+def _as_it_was(entry: str, today: str, root: str) -> str:
+    """Return where `entry` of `sys.path` lies in the old tree, if it lies in today's."""
+    real = os.path.realpath(entry)
+    if not _is_under(real, today):
+        return entry
+    return os.path.normpath(os.path.join(root, os.path.relpath(real, os.path.realpath(today))))
 
 
 def _modules_under(root: str) -> dict[str, types.ModuleType]:
-    """Return by name the imported modules whose files lie under `root`, libraries left out."""
-    found = {}
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
-        if file.startswith(root.rstrip("/") + "/") and not file.startswith(libraries()):
-            found[name] = module
-    return found
+    """Return by name the imported modules that lie under `root`, libraries left out.
+
+    Packages without a file count by their folders: what is imported next is looked for there.
+    """
+    modules = list(sys.modules.items())
+    return {n: m for n, m in modules if any(_is_under(place, root) for place in _places(m))}
+
+
+def _places(module: object) -> list[str]:
+    # Of its dictionary: `torch.ops` and lazy modules make up an answer to whatever is asked.
+    known = getattr(module, "__dict__", {})
+    if isinstance(known.get("__file__"), str):
+        return [known["__file__"]]
+    try:
+        return [place for place in known.get("__path__") or () if isinstance(place, str)]
+    except KeyError:  # a namespace whose parent is no longer imported
+        return []
+
+
+def _is_under(place: str, root: str) -> bool:
+    """Return whether a file or folder lies under `root`, and in no library."""
+    if f"{place}{os.sep}".startswith(libraries()):
+        return False
+    real = f"{os.path.realpath(place)}{os.sep}"
+    return real.startswith(os.path.realpath(root) + os.sep) and not real.startswith(libraries())
 
 
 def _make_parents(module: str, folder: Path) -> None:

@@ -87,8 +87,12 @@ class _ProcessBout:
     clock = "process"
 
     def __init__(self, task: Task, sides: Sequence[Any], progress: Callable[[str], None]) -> None:
-        a, b = (_ProcessWindow(task, side, progress) for side in sides)
-        self.windows = a, b
+        first, second = sides
+        now = replace(task, versus="baseline") if task.versus == "old" else task
+        self.windows = (
+            _ProcessWindow(task, first, progress),
+            _ProcessWindow(now, second, progress),
+        )
 
     def refresh(self, *, last: bool) -> None:
         """Every process has fresh memory."""

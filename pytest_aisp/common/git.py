@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -14,14 +15,20 @@ class NoGit(GitError):
     """Git cannot be run; the last line says what to do."""
 
 
-def asked(root: Path, *words: str) -> bytes:
-    """Return what `git words` prints in the folder `root`.
+def asked(root: Path, *words: str, **variables: str) -> bytes:
+    """Return what `git words` prints in the folder `root`, with environment `variables` set.
 
     Raises:
         GitError: where it fails; `NoGit` where it cannot be run.
     """
     try:
-        done = subprocess.run(["git", *words], cwd=root, capture_output=True, check=False)
+        done = subprocess.run(
+            ["git", *words],
+            cwd=root,
+            capture_output=True,
+            check=False,
+            env={**os.environ, **variables},
+        )
     except OSError as error:
         raise NoGit(f"git cannot be run: {error}\nInstall git") from None
     if done.returncode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import importlib.util
@@ -66,6 +67,27 @@ def triton_kernels(sides: Iterable[Any], root: str) -> list[Any]:
     return [thing for thing in _kernels(sides, root) if not hasattr(thing, "assemble")]
 
 
+def imported_late(side: Any, root: str) -> list[str]:
+    """Return the modules that `side` and what it reaches under `root` import when called.
+
+    Those of relative imports are left out. The digest does not follow what such an import finds.
+    """
+    reached: list[Any] = []
+    _visit(side, Path(root).resolve(), {}, reached=reached)
+    codes = [getattr(thing, "__code__", None) for thing in reached]
+    return sorted({name for code in codes if code is not None for name in _imports(code)})
+
+
+def _imports(code: types.CodeType) -> Iterator[str]:
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    for level, _, step in zip(steps, steps[1:], steps[2:], strict=False):
+        if step.opname == "IMPORT_NAME" and level.argval == 0:
+            yield str(step.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _imports(constant)
+
+
 def _kernels(sides: Iterable[Any], root: str) -> list[Any]:
     found: dict[str, Any] = {}
     for side in sides:
@@ -80,6 +102,7 @@ def _visit(
     kernels: dict[str, Any] | None = None,
     *,
     from_kernel: bool = False,
+    reached: list[Any] | None = None,
 ) -> None:
     is_kernel, tuned, thing = _is_triton(thing), _tuned(thing), _unwrapped(thing)
     file = _kernel_file(thing) or _file_of(thing)
@@ -93,8 +116,10 @@ def _visit(
     if name in seen:
         return
     seen[name] = _text(thing, Path(file)) + tuned + CONSTANTS + _constants(thing)
+    if reached is not None:
+        reached.append(thing)
     for used in _used(thing):
-        _visit(used, root, seen, kernels, from_kernel=is_kernel)
+        _visit(used, root, seen, kernels, from_kernel=is_kernel, reached=reached)
 
 
 def _constants(thing: Any) -> str:

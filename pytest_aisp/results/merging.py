@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from .stored import Environments, Result, Results, Stored, base_of, differences
+
+HOURS_APART = 6
+"""Runs closer than this are one session: clocks, heat and placement last longer than minutes."""
 
 
 @dataclass(frozen=True)
@@ -25,22 +30,21 @@ def merge(
         environments: the facts behind the environment keys of `new`.
         replace: True rewrites entries that exist. False leaves them alone, except that an entry
             with one session gains a second one, and one that lacks times or a goal gains those.
-            A second session has another environment key. Whatever is gained has the same sources,
-            clock and tuning choices, and no `differences`.
+            A second session is `HOURS_APART` from the first. Whatever is gained has the same
+            sources, clock and tuning choices, and no `differences`.
     """
-    table = {**stored.environments, **Stored(stored.product, environments).environments}
+    table = _table(stored, environments)
     for name, facts in stored.environments.items():
         if table[name] != facts:
             raise ValueError(f"the environment {name!r} is stored as {facts}, not {table[name]}")
-    several = base_of(stored.product) != stored.product
+    several = _several(stored)
     results = dict(stored.results)
     for key, result in new.items():
         old = results.get(key)
         if old is None or replace:
             results[key] = result
-        elif _is_alike(old, result, table, several):
-            second = (len(old.values), len(result.values)) == (1, 1)
-            second &= old.environments != result.environments
+        elif not _unlike(old, result, table, several):
+            second = _could_be_second(old, result) and _are_apart(old, result, table)
             gained = _with_session(old, result, table) if second else _completed(old, result)
             results[key] = gained
     changed = sorted(key for key in new if results[key] != stored.results.get(key))
@@ -48,14 +52,61 @@ def merge(
     return tidy(stored, table, results), changes
 
 
-def _is_alike(old: Result, new: Result, table: Environments, several: bool) -> bool:
-    """Return whether both are of the same code, and comparable as far as both go."""
-    both_timed = bool(old.values and new.values)
-    if both_timed and (old.clock, old.choices) != (new.clock, new.choices):
-        return False
+def why_kept(stored: Stored, key: str, new: Result, environments: Environments) -> str:
+    """Return why `merge` with ``replace=False`` left `new` out of `stored`; empty where it did not.
+
+    Nothing is said of a result that is alike and has its two sessions.
+    """
+    old = stored.results.get(key)
+    if old is None or set(new.environments) <= set(old.environments):
+        return ""
+    table = _table(stored, environments)
+    if names := _unlike(old, new, table, _several(stored)):
+        return f"it differs from the stored result in {', '.join(names)}"
+    if _could_be_second(old, new) and not _are_apart(old, new, table):
+        return f"its stored session is less than {HOURS_APART} hours away, so this is no second one"
+    return ""
+
+
+def _table(stored: Stored, environments: Environments) -> Environments:
+    return {**stored.environments, **Stored(stored.product, environments).environments}
+
+
+def _several(stored: Stored) -> bool:
+    return base_of(stored.product) != stored.product
+
+
+def _unlike(old: Result, new: Result, table: Environments, several: bool) -> list[str]:
+    """Return in what both are of other code, or not comparable as far as both go."""
+    sides = sorted(old.sources.keys() | new.sources.keys())
+    names = [f"{side} source" for side in sides if old.sources.get(side) != new.sources.get(side)]
+    if old.values and new.values:
+        names += ["clock"] if old.clock != new.clock else []
+        names += ["tuning choices"] if old.choices != new.choices else []
     facts = table[old.environments[-1]], table[new.environments[0]]
-    clock = old.clock or new.clock or ""
-    return old.sources == new.sources and not differences(*facts, clock, several=several)
+    return names + differences(*facts, old.clock or new.clock or "", several=several)
+
+
+def _could_be_second(old: Result, new: Result) -> bool:
+    return (len(old.values), len(new.values)) == (1, 1) and old.environments != new.environments
+
+
+def _are_apart(old: Result, new: Result, table: Environments) -> bool:
+    """Return whether the two sessions are; by the time in their keys, else by their days."""
+    one, other = old.environments[0], new.environments[0]
+    first, second = _start(one), _start(other)
+    if first is not None and second is not None:
+        return abs(second - first) >= datetime.timedelta(hours=HOURS_APART)
+    days = table[one].get("date"), table[other].get("date")
+    return None in days or days[0] != days[1]
+
+
+def _start(name: str) -> datetime.datetime | None:
+    """Return when the session of this key began, as a recording run writes it."""
+    for form in ("%Y-%m-%dT%H%M%S.%fZ", "%Y-%m-%dT%H%M%SZ"):
+        with suppress(ValueError):
+            return datetime.datetime.strptime(name, form)
+    return None
 
 
 def _completed(old: Result, new: Result) -> Result:

@@ -14,6 +14,7 @@ from ..pages.pair import Case
 from ..results.messages import Reply, Task
 from ..results.row import Row, ratio, size_text
 from ..results.verdict import Reading
+from .history import HistoryError
 from .place import Kernels, place_of
 from .run import Failed, Run
 
@@ -149,12 +150,16 @@ class CaseClient:
 
     def changed(self) -> list[str]:
         """Return which sides differ from the commit of ``--aisp-against``: of those both had."""
+        old = self.run.past
+        if old is not None and (why := old.unreached(Path(self.where["page"]))):
+            self.row.remarks.append(f"not compared with itself as it was: {why}")
+            return []
         past = self._past()
         if not past:
             return []
         found = self.ask(self.task("changed", past=past))
         if found["why"]:
-            self.row.notes.append(f"the old page cannot be imported: {found['why']}")
+            self.row.remarks.append(f"not compared with itself as it was: {found['why']}")
         return [role for role in ("baseline", "optimized") if found[role]]
 
     def timed_against(self, role: str, replicate: int, bench: Bench | None = None) -> Reading:
@@ -211,11 +216,16 @@ class CaseClient:
 
     def _past(self) -> dict[str, str]:
         past = self.run.past
-        page = past.page(Path(self.where["page"])) if past is not None and past.moved else None
+        try:
+            page = past.page(Path(self.where["page"])) if past is not None and past.moved else None
+        except HistoryError as error:
+            self.row.verdict = "fail"
+            self.row.reasons.append(str(error).splitlines()[0])
+            raise Failed(str(error)) from None
         if past is None or page is None:
             return {}
         module = f"aisp_past_{past.sha[:12]}.{self.where['module']}"
-        return {"root": past.folder.name, "page": str(page), "module": module}
+        return {"root": str(past.tree), "page": str(page), "module": module}
 
     def _budget(self) -> dict[str, Any]:
         settings = self.run.settings

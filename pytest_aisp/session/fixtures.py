@@ -88,7 +88,7 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
         sessions.configure(config)
         run = config.stash[RUN]
     if run.settings.cold_start:
-        run.close()
+        run.end_benches()
     case_run = CaseRun(run, case, where_is(item, config), _kernels(case, config))
     if case_run.place.kind == "skip":
         pytest.skip(case_run.place.need)

@@ -86,7 +86,7 @@ class Judge:
         except Failed:
             why = row.reasons[-1]
             row.verdict, row.reasons = before, reasons
-            row.notes.append(f"{name} is not compared with itself as it was: {why}")
+            row.remarks.append(f"{name} is not compared with itself as it was: {why}")
             return
         gate = verdict.code_gate(self.spread(), first)
         decision = verdict.decide(

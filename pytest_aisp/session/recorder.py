@@ -14,6 +14,7 @@ from ..common import git
 from ..results import store
 from ..results.artifacts import REPORT, Artifacts
 from ..results.goals import GOALS
+from ..results.merging import why_kept
 from ..results.row import ratio
 from ..results.stored import Result
 from ..results.stored_text import StoreError
@@ -30,6 +31,7 @@ class Recorder:
         self.settings, self._hook, self._config = settings, hook, config
         self.rows: list[dict[str, Any]] = []
         self.changes: list[str] = []
+        self.kept: list[str] = []
         self._refused: dict[str, list[str]] = {}
         self.canaries: list[dict[str, Any]] = []
         self.crashes: list[str] = []
@@ -77,12 +79,15 @@ class Recorder:
             changes = store.write(
                 path, row["product"], {row["key"]: result}, {key: environment}, replace=replace
             )
+            why = why_kept(store.load(path), row["key"], result, {key: environment})
         except (StoreError, OSError, ValueError) as error:
             self._refused.setdefault(str(error), []).append(row["key"])
             return
         for change in changes:
             before = "new" if change.old is None else _said(change.old)
             self.changes.append(f"{change.key}: {before} -> {_said(change.new)}")
+        if why:
+            self.kept.append(f"{row['key']}: {why}; --aisp-update-expectations=all replaces it")
 
     @property
     def errors(self) -> list[str]:
@@ -93,8 +98,8 @@ class Recorder:
 
     @functools.cached_property
     def _session(self) -> tuple[str, dict[str, Any]]:
-        # One session, one key, one meaning, even past midnight or a commit: two runs in one second
-        # are two sessions.
+        # One run, one key, one meaning, even past midnight or a commit; two runs in one second have
+        # two keys. Whether they are two sessions, `merge` reads from the time in them.
         now = datetime.datetime.now(datetime.timezone.utc)
         facts = {"date": datetime.date.today().isoformat(), "commit": _commit(self.settings.root)}
         return now.strftime("%Y-%m-%dT%H%M%S.%fZ"), facts

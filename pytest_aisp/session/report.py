@@ -79,6 +79,7 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
     lines = [f"{row.key}: {remark}" for row in rows for remark in row.remarks]
     lines += _profiles(recorder.settings, rows)
     lines += [f"stored: {change}" for change in recorder.changes]
+    lines += [f"not stored: {kept}" for kept in recorder.kept]
     if recorder.settings.stamped is not None:
         lines.append(f"artifacts: {recorder.settings.artifacts}")
     lines += [f"NOT STORED: {error}" for error in recorder.errors]

@@ -211,13 +211,17 @@ class Run:
         if time.monotonic() - self.started > limit:
             raise Interrupted(f"--aisp-suite-timeout: {limit:g} s are over")
 
-    def close(self) -> None:
-        """End every bench process."""
+    def end_benches(self) -> None:
+        """End every bench process; its caches go with it."""
         for bench in self._benches.values():
             bench.close()
         self._benches.clear()
-        if self.past is not None:
-            self.past.folder.cleanup()
         for folder in self._caches:
             shutil.rmtree(folder, ignore_errors=True)
         self._caches.clear()
+
+    def close(self) -> None:
+        """End every bench process, and remove the old tree."""
+        self.end_benches()
+        if self.past is not None:
+            self.past.folder.cleanup()

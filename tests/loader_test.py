@@ -1,0 +1,89 @@
+"""An old page finds the old tree's modules, by whatever way it imports them."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from pytest_aisp.bench import loader
+from pytest_aisp.bench.loader import MixedTreesError, load_page, load_past
+
+PAST = "aisp_past_c0ffee.chapter.some_test"
+
+
+@pytest.fixture
+def trees(tmp_path, monkeypatch):
+    """Write a page and its helper into two trees, `today` and `old`, and import today's."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = dict(sys.modules)
+
+    def write(page, helper):
+        roots = []
+        for age in ("today", "old"):
+            root = tmp_path / age
+            for path, text in (("chapter/some_test.py", page), (helper, f"AGE = {age!r}\n")):
+                (root / path).parent.mkdir(parents=True, exist_ok=True)
+                (root / path).write_text(text)
+            roots.append(root)
+        today, old = roots
+        for folder in ("src", "."):
+            sys.path.insert(0, str(today / folder))
+        return today, old
+
+    yield write
+    for name in sys.modules.keys() - before.keys():
+        del sys.modules[name]
+
+
+def load_both(today, old):
+    page = "chapter/some_test.py"
+    now = load_page(str(today / page), str(today), "chapter.some_test")
+    return now, load_past(str(old / page), str(old), PAST, str(today))
+
+
+@pytest.mark.parametrize(
+    ("page", "helper"),
+    [
+        ("from aged_library import AGE", "src/aged_library.py"),
+        ("from aged_library.ops import AGE", "src/aged_library/ops.py"),
+        ("from aged_helper import AGE", "aged_helper.py"),
+        ("from chapter.aged_helper import AGE", "chapter/aged_helper.py"),
+        ("from .aged_helper import AGE", "chapter/aged_helper.py"),
+    ],
+    ids=["src", "namespace", "root", "chapter", "relative"],
+)
+def test_each_page_has_the_helper_of_its_tree(trees, page, helper):
+    today, old = trees(page, helper)
+    before = list(sys.path)
+    now, then = load_both(today, old)
+    assert (now.AGE, then.AGE) == ("today", "old")
+    assert [path for path in sys.path if path not in before] == []
+    again = load_past(str(old / "chapter/some_test.py"), str(old), PAST, str(today))
+    assert again is then
+    under = loader._modules_under(str(old))
+    assert {name.partition(".")[0] for name in under} == {"aisp_past_c0ffee"}
+
+
+def test_an_old_tree_inside_of_todays_is_no_mixture(trees):
+    today, old = trees("from aged_library import AGE", "src/aged_library.py")
+    inside = today / "tmp" / "tree"
+    inside.parent.mkdir()
+    old.rename(inside)
+    assert load_both(today, inside)[1].AGE == "old"
+
+
+def test_an_old_page_that_finds_todays_helper_is_refused(trees, tmp_path):
+    library = str(tmp_path / "today" / "lib")
+    page = f"import sys\nsys.path.insert(0, {library!r})\nfrom aged_library import AGE"
+    today, old = trees(page, "lib/aged_library.py")
+    with pytest.raises(MixedTreesError, match=r"^the old page imports aged_library as of today$"):
+        load_both(today, old)
+    assert PAST not in sys.modules
+    assert sys.modules["aged_library"].AGE == "today"
+
+
+def test_a_relative_import_of_a_call_stays_in_the_old_tree(trees):
+    page = "def age():\n    from .aged_helper import AGE\n    return AGE\n"
+    now, then = load_both(*trees(page, "chapter/aged_helper.py"))
+    assert (now.age(), then.age()) == ("today", "old")
