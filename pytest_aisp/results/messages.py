@@ -27,7 +27,7 @@ class Task:
     Attributes:
         kind: what to do.
         page: path of the page; `root` and `module` say under which name to import it.
-        function, variant, size, gpus: the case.
+        function, variant, size, gpus: the case; case: its id, as pytest has it.
         side: for `sample`, the name of the one side to time; with `versus="old"` ``baseline`` or
             ``optimized``; for `count`, the one role to count, in a process of its own.
         goal: for `count`, what to count: a key of `goals.GOALS`.
@@ -60,6 +60,7 @@ class Task:
     module: str = ""
     function: str = ""
     variant: str = ""
+    case: str = ""
     side: str = ""
     goal: str = ""
     size: Mapping[str, Any] = field(default_factory=dict)

@@ -84,6 +84,7 @@ class CaseClient:
             "module": where["module"],
             "function": where["function"],
             "variant": self.case.variant_name,
+            "case": self.case.id,
             "size": dict(self.case.size),
             "gpus": self.case.gpus,
             "device": self.place.device,
