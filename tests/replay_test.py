@@ -46,3 +46,26 @@ def test_a_case_is_its_page_below_the_root_its_id_and_its_gpus(recording: Path, 
     assert found == [0, 1, 2, 3]
     lacking = bench.ask(task("ch07", "v-n1", 1), 1.0, str)
     assert lacking.message == "the recording holds no test_f[v] at {'n': 1}"
+
+
+def test_a_vote_that_was_not_recorded_decides_nothing(page, gpu, recorded, pytester):
+    page()
+    gpu(added=2e-5, doubled=1e-5)
+    pytester.runpytest_subprocess("--aisp-artifacts=kept")
+    gpu(added=2e-5, doubled=0.7e-5)
+    recorded()
+    again = pytester.runpytest_subprocess("--aisp-replay=kept")
+    case = "inconclusive: doubling_test.py::test_doubling[[]doubled-n1001]: "
+    why = "the recording holds 1 timing of it, and one more is asked for"
+    again.stdout.fnmatch_lines(
+        [
+            "doubling *2.0??x *inconclusive",
+            f"{case}{why}",
+            f"{case}2.0??x against 2.8??x (stored in *votes of fresh processes: none -> open",
+            "=* 1 inconclusive in *",
+        ]
+    )
+    assert again.ret == 0
+    again = pytester.runpytest_subprocess("--aisp-replay=kept", "-o", "aisp_inconclusive=fail")
+    again.stdout.fnmatch_lines([f"E *AssertionError: {why}"])
+    assert again.ret == 1

@@ -67,7 +67,9 @@ class Recording:
         number = self._asked.get((asked, kind), 0)
         self._asked[asked, kind] = number + 1
         if number >= len(answers):
-            return Reply(error="page", message=f"the recording holds {number} {kind} of it")
+            some = kind if len(answers) != 1 else kind.removesuffix("s")
+            message = f"the recording holds {len(answers)} {some} of it, and one more is asked for"
+            return Reply(error="unrecorded", message=message)
         return Reply(result=answers[number])
 
     def close(self) -> None:

@@ -109,7 +109,8 @@ class Reply:
     Attributes:
         error: ``wrong`` (a result is not what it should be), ``page`` (the page breaks a rule),
             ``side`` (a side raised), ``fault`` (and its process has lost its GPU), ``memory``,
-            ``disturbed``, ``died``, ``timeout``; or None.
+            ``disturbed``, ``died``, ``timeout``, ``unrecorded`` (a recording holds no more of it);
+            or None.
         message: the error in words, its last line what to do.
         trace: the side's own lines.
         result: plain types.

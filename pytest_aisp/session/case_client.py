@@ -15,7 +15,7 @@ from ..results.messages import Reply, Task
 from ..results.row import Row, ratio, size_text
 from ..results.verdict import Reading
 from .place import Kernels, place_of
-from .run import Failed, Run
+from .run import Failed, Run, Unrecorded
 
 CANARY = 1000
 """First number of the processes of a run's canary, beyond those that measure and record."""
@@ -110,10 +110,12 @@ class CaseClient:
         self.row.verdict = verdicts.get(reply.error or "", "fail")
         size = size_text(1, self.case.size)
         where = f"{self.case.variant_name} at {size}" if size else self.case.variant_name
-        parts = [reply.message if reply.error in ("wrong", "page") else f"{where}: {reply.message}"]
+        plain = reply.error in ("wrong", "page", "unrecorded")
+        parts = [reply.message if plain else f"{where}: {reply.message}"]
         self.row.reasons.append(parts[0].splitlines()[0])
         parts += [reply.trace.rstrip()] if reply.trace else []
-        raise Failed("\n".join([*parts, *self.commands(seed)]))
+        failed = Unrecorded if reply.error == "unrecorded" else Failed
+        raise failed("\n".join([*parts, *self.commands(seed)]))
 
     def commands(self, seed: int = 0) -> list[str]:
         """Return the lines that say how to run this case again, on the values of `seed`.
@@ -233,8 +235,11 @@ class CaseClient:
         return self.fresh(lambda number, bench: reading(self.timed(number, bench)))
 
     def fresh(self, measure: Callable[[int, Bench], Reading]) -> Reading | None:
-        """Return what `measure` finds in a fresh process; None when the budget is spent."""
-        run = self.run
+        """Return what `measure` finds in a fresh process.
+
+        None when the budget is spent, or the recording that is judged again holds no more.
+        """
+        run, verdict = self.run, self.row.verdict
         if run.confirmed > run.settings.confirm_budget:
             self.row.notes.append("--aisp-confirm-budget is spent: no more votes in this run")
             return None
@@ -247,6 +252,9 @@ class CaseClient:
             clock = (self.row.against or self.row.timings)[-1]["clock"]
             self._note_vote(number, f"{ratio(found.value)}, error {found.error:.2%}, {clock} clock")
             return found
+        except Unrecorded:  # the row has the reason
+            self.row.verdict = verdict
+            return None
         except Failed as failure:
             self._note_vote(number, str(failure).splitlines()[0])
             raise
