@@ -197,7 +197,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         if session.config.stash.get(RUN, None) is not None:
             from .session.sessions import canary
 
-            canary(session.config)
+            canary(session)
         session.exitstatus = _exit_code(session, recorder)
     if recorder is not None:
         recorder.finish(session.exitstatus)

@@ -79,11 +79,12 @@ class Artifacts:
         """Write how the run ended, and what others read; what the disk refuses, `error` says.
 
         Args:
+            facts: whether it is `complete`, where it is not; its exit code and the like.
             peaks: of the products that had cases.
             report: writes a folder's report, once all else is there.
         """
         ended = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        self._manifest |= {**facts, "ended": ended, "complete": True}
+        self._manifest |= {"complete": True, **facts, "ended": ended}
         self._manifest["peaks"] = {**self._manifest.get("peaks", {}), **peaks}
         self._try(self.folder / runs.MANIFEST, self._write_manifest)
         self._try(self.folder / WRITTEN[0], lambda: publish(runs.load(self.folder)))

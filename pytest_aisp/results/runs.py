@@ -36,7 +36,8 @@ class Run:
 
     Attributes:
         path: the folder.
-        manifest: what ran, on what, and how it ended; `complete` is false of a killed run.
+        manifest: what ran, on what, and how it ended; `complete` is false of a run that
+            was killed or interrupted.
         lines: the journal: a row a case, its samples by reference.
         canaries: what became of each process's canary.
         lost: what is left out because its writer died before the line was whole.

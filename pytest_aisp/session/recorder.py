@@ -22,6 +22,9 @@ from .canary import Canary
 from .manifest import stored_peaks
 from .settings import Settings
 
+BROKEN_OFF = (2, 3, 4)
+"""Exit codes of pytest where a run was interrupted, by hand or by an error of its own or in use."""
+
 
 class Recorder:
     """Gather rows on the controller; nothing else writes stored results or rows."""
@@ -40,6 +43,7 @@ class Recorder:
         if self.artifacts is None:
             return
         facts: dict[str, Any] = {"exit_code": int(exit_code), "invalid": self.why_invalid()}
+        facts |= {"complete": exit_code not in BROKEN_OFF}
         facts |= {"not_written": self.errors, "no_verdict": list(self.crashes)}
         facts |= {"verdicts": dict(Counter(row["verdict"] for row in self.rows))}
         peaks = stored_peaks(self.settings, {row["product"] for row in self.rows})

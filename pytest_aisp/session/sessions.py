@@ -183,8 +183,20 @@ def _selects_cpu(expression: str) -> bool:
     return "cpu" in expression.replace("(", " ").split() and "not cpu" not in expression
 
 
-def canary(config: pytest.Config) -> None:
-    """Run this process's canary, and give what it found to the controller."""
+def canary(session: pytest.Session) -> None:
+    """Run this process's canary, and give what it found to the controller.
+
+    Here pytest itself catches no interrupt any more: it would leave no results.
+    """
+    try:
+        _canary(session.config)
+    except KeyboardInterrupt:
+        session.exitstatus = pytest.ExitCode.INTERRUPTED
+        found = pytest.ExceptionInfo.from_current()
+        session.config.hook.pytest_keyboard_interrupt(excinfo=found)
+
+
+def _canary(config: pytest.Config) -> None:
     run = config.stash.get(RUN, None)
     if run is None or run.finest is None or run.settings.aa or run.replay is not None:
         return
