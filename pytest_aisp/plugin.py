@@ -73,6 +73,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if (run := config.stash.get(RUN, None)) is not None:
         run.close()
+    if (recorder := config.stash.get(RECORDER, None)) is not None:
+        recorder.close()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -173,6 +173,15 @@ def manifest(path: Path) -> dict[str, Any]:
     return found
 
 
+def is_ours(folder: Path) -> bool:
+    """Return whether a run has written the folder's manifest, one of whichever version."""
+    try:
+        found = _object((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return {"root", "started"} <= found.keys()
+
+
 def _check_schema(file: Path, found: Mapping[str, Any], sign: str) -> None:
     """Refuse what is not ours, which lacks `sign`, or is ours of another version."""
     if sign not in found:

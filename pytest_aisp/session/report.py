@@ -81,6 +81,7 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
     lines += [f"stored: {change}" for change in recorder.changes]
     if recorder.settings.stamped is not None:
         lines.append(f"artifacts: {recorder.settings.artifacts}")
+    lines += [recorder.kept] if recorder.kept else []
     lines += [f"NOT STORED: {error}" for error in recorder.errors]
     lines += [f"NO VERDICT: {crash}" for crash in recorder.crashes]
     needs = sorted(

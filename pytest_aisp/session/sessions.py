@@ -16,7 +16,7 @@ import pytest
 from ..bench.leases import REMEDY, lease
 from ..common.device import Machine
 from ..pages.pair import Case
-from ..results.artifacts import stamped
+from ..results.artifacts import Unclaimable, stamped
 from ..results.runs import folder_of
 from .manifest import gather
 from .options import PROFILERS
@@ -99,7 +99,10 @@ def _recorder(config: pytest.Config, run: Run) -> Recorder:
             run.settings = config.stash[SETTINGS] = settings
         recorder = Recorder(settings, config.hook, config)
         if recorder.artifacts is not None:
+            recorder.artifacts.claim()
             recorder.artifacts.start(gather(config, run))
+    except Unclaimable as error:
+        raise pytest.UsageError(f"--aisp-artifacts={settings.artifacts}: {error}") from None
     except OSError as error:
         where = settings.artifacts or settings.stamped
         raise pytest.UsageError(
