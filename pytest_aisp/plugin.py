@@ -170,7 +170,7 @@ def pytest_runtest_makereport(
     if call.when == "call" and item.get_closest_marker("aisp_pair") is not None:
         from .session.fixtures import attach
 
-        attach(item, report)
+        attach(item, call, report)
     return report
 
 

@@ -13,6 +13,7 @@ import pytest
 from ..bench.loader import pair_of
 from ..pages.pair import Case, Pair
 from ..results.row import Row
+from ..results.verdict import RED
 from .place import Kernels
 from .runner import CaseRun, EndOfBody
 from .stash import NO_LEASE, RUN, SETTINGS
@@ -148,7 +149,7 @@ def call_body(item: pytest.Function) -> Iterator[None]:
             pair._run.row.wall = time.monotonic() - start
 
 
-def attach(item: pytest.Item, report: pytest.TestReport) -> None:
+def attach(item: pytest.Item, call: Any, report: pytest.TestReport) -> None:
     """Put the case's row into its report, and its numbers into JUnit's properties."""
     case_run = item.stash.get(CASE, None)
     if case_run is None:
@@ -156,8 +157,8 @@ def attach(item: pytest.Item, report: pytest.TestReport) -> None:
     row: Row = case_run.row
     if report.skipped and not row.verdict:
         return
-    if report.failed and not row.verdict:
-        row.verdict = "fail"
+    if report.failed:
+        _fail(item, call, row, report)
     if report.failed or hasattr(report, "wasxfail"):
         row.recorded = {}
     if case_run.run.settings.profile:
@@ -166,6 +167,18 @@ def attach(item: pytest.Item, report: pytest.TestReport) -> None:
     # JUnit reads the properties of the teardown report, which are the item's.
     item.user_properties += row.properties()
     report.user_properties += row.properties()
+
+
+def _fail(item: pytest.Item, call: Any, row: Row, report: pytest.TestReport) -> None:
+    """Make the row as red as the test: a body may assert more than its pair's claims."""
+    pair = getattr(item, "funcargs", {}).get("pair")
+    error = call.excinfo.value if call.excinfo else None
+    ours = error is not None and error is getattr(pair, "refusal", None)
+    if not ours and row.verdict not in RED:
+        said = call.excinfo.exconly(tryshort=True) if call.excinfo else report.longreprtext
+        row.reasons.append(said.partition("\n")[0])
+        row.verdict = "fail"
+    row.verdict = row.verdict or "fail"
 
 
 def _profile(case_run: CaseRun) -> None:
