@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -133,7 +134,7 @@ class CaseClient:
             "--aisp-seed": f"{seed}" if seed and not settings.compile else None,
         }
         given = [f"{k}={v}" if v else k for k, v in values.items() if v is not None]
-        return ["reproduce:", " ".join([f"    pytest '{self.where['nodeid']}'", *given])]
+        return ["reproduce:", " ".join([f"    pytest {shlex.quote(self.where['typed'])}", *given])]
 
     def timed(self, replicate: int, bench: Bench | None = None) -> dict[str, Any]:
         """Return what process number `replicate` measured, and keep it in the row."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -114,11 +115,18 @@ def where_is(item: Any, config: pytest.Config) -> dict[str, str]:
     """Return what a bench process must know to find an item's page and test."""
     return {
         "nodeid": item.nodeid,
+        "typed": _typed(item, config),
         "page": str(item.path),
         "module": item.module.__name__,
         "function": item.originalname,
         "folder": chapter_of(Path(item.path), config),
     }
+
+
+def _typed(item: Any, config: pytest.Config) -> str:
+    """Return an item's id, which is relative to the root, as one types it where pytest was run."""
+    path, colons, case = item.nodeid.partition("::")
+    return f"{os.path.relpath(config.rootpath / path, config.invocation_params.dir)}{colons}{case}"
 
 
 def _kernels(case: Case, config: pytest.Config) -> Kernels:
