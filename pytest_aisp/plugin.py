@@ -73,6 +73,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if (run := config.stash.get(RUN, None)) is not None:
         run.close()
+    if (recorder := config.stash.get(RECORDER, None)) is not None:
+        recorder.close()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -175,7 +177,7 @@ def pytest_runtest_makereport(
     if call.when == "call" and item.get_closest_marker("aisp_pair") is not None:
         from .session.fixtures import attach
 
-        attach(item, report)
+        attach(item, call, report)
     return report
 
 
@@ -204,7 +206,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         if session.config.stash.get(RUN, None) is not None:
             from .session.sessions import canary
 
-            canary(session.config)
+            canary(session)
         session.exitstatus = _exit_code(session, recorder)
     if recorder is not None:
         recorder.finish(session.exitstatus)

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from pytest_aisp.results import store
+from pytest_aisp.results import runs, store
 from pytest_aisp.results.artifacts import Artifacts
 from pytest_aisp.results.row import Row
 
@@ -118,6 +118,83 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(page, p
             "Give a folder that can be written",
         ]
     )
+
+
+# What is in the folder already
+
+
+def refused(pytester, *options):
+    """Return the lines of the refusal of a run."""
+    result = pytester.runpytest_inprocess("--aisp-check", "--aisp-artifacts=out", *options)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    return result.errlines[:-1]
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "results.csv", "notes.md", "results.jsonl"])
+def test_a_folder_of_something_else_is_refused_and_left_alone(page, pytester, name):
+    page()
+    folder = pytester.mkdir("out")
+    (folder / name).write_text('{"name": "a web application"}')
+    assert refused(pytester) == [
+        "ERROR: --aisp-artifacts=out: it is not empty and holds no run: nothing in it is touched",
+        "Give another folder, or nothing for one named after the moment:",
+        "    pytest --aisp-artifacts",
+    ]
+    assert contents(folder) == {name: b'{"name": "a web application"}'}
+
+
+def test_what_a_run_left_that_could_not_start_is_no_obstacle(tmp_path):
+    (tmp_path / "results.jsonl").touch()
+    artifacts = Artifacts(tmp_path)
+    artifacts.claim()
+    artifacts.release()
+
+
+def test_a_folder_has_one_run_at_a_time(page, pytester):
+    page()
+    pytester.runpytest_subprocess("--aisp-check", "--aisp-artifacts=out")
+    before = contents(pytester.path / "out")
+    other = Artifacts(pytester.path / "out")
+    other.claim()
+    assert refused(pytester) == [
+        "ERROR: --aisp-artifacts=out: another run is writing to it",
+        "Wait for its end, or give another folder",
+    ]
+    assert contents(pytester.path / "out") == before
+    other.release()
+    again = pytester.runpytest_inprocess("--aisp-check", "--aisp-artifacts=out")
+    assert again.ret == 0
+    other.claim()  # the run has released it
+    other.release()
+
+
+@pytest.mark.parametrize(
+    ("more", "code"), [(["ch98"], 4), (["-k", "nothing"], 5), (["-p", "interrupts"], 2)]
+)
+def test_a_run_without_a_case_leaves_the_results_of_the_one_before(page, pytester, more, code):
+    page()
+    text = "def pytest_runtest_setup(item):\n    raise KeyboardInterrupt\n"
+    pytester.makepyfile(interrupts=text)
+    pytester.runpytest_subprocess("--aisp-check", "--aisp-artifacts=out")
+    before = contents(pytester.path / "out")
+    result = pytester.runpytest_subprocess("--aisp-check", "--aisp-artifacts=out", *more)
+    assert result.ret == code
+    result.stdout.fnmatch_lines(["out is as an earlier run left it: no case finished"])
+    assert contents(pytester.path / "out") == before
+
+
+def test_a_run_whose_every_case_is_skipped_replaces_the_one_before(page, pytester):
+    page()
+    pytester.runpytest_subprocess("--aisp-check", "--aisp-artifacts=out")
+    pytester.makeconftest("import pytest\n\n\ndef pytest_runtest_setup():\n    pytest.skip('all')")
+    result = pytester.runpytest_subprocess("--aisp-check", "--aisp-artifacts=out")
+    assert result.ret == 0
+    run = runs.load(pytester.path / "out")
+    assert (run.manifest["complete"], run.cases) == (True, [])
 
 
 def test_a_lease_that_cannot_be_taken_is_no_crash_of_the_run(page, pytester, monkeypatch):

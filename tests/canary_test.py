@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_aisp.results import timing, verdict
+from pytest_aisp.results import runs, timing, verdict
 from pytest_aisp.results.simulated import Noise, Process
 from pytest_aisp.results.timing import Budget
 from pytest_aisp.results.verdict import Reading
@@ -135,6 +135,36 @@ def test_each_worker_has_its_own_and_one_is_enough_to_void_the_run(page, gpu, py
     assert result.ret == INVALID
     lines = [line for line in result.outlines if line.startswith("RUN INVALID (canary)")]
     assert len(lines) == 2
+
+
+INTERRUPTED = """
+from pytest_aisp.session import canary
+
+
+def interrupted(client):
+    raise KeyboardInterrupt
+
+
+canary.sing = interrupted
+"""
+
+
+@pytest.mark.parametrize("workers", ["-n0", "-n2"])
+def test_a_run_that_is_interrupted_in_it_has_its_results(page, gpu, pytester, workers):
+    gpu(**SPEEDS)
+    page()
+    with open(pytester.path / "conftest.py", "a") as conftest:
+        conftest.write(INTERRUPTED)
+    result = pytester.runpytest_subprocess("--aisp-artifacts=kept", workers)
+    result.stdout.fnmatch_lines(["=* aisp =*", "doubling *new", "*1 new in *"])
+    run = runs.load(pytester.path / "kept")
+    assert [case["verdict"] for case in run.cases] == ["new"]
+    assert (pytester.path / "kept" / "results.json").exists()
+    assert "Traceback" not in result.stdout.str() + result.stderr.str()
+    if workers == "-n0":
+        result.stdout.fnmatch_lines(["!* KeyboardInterrupt !*"])
+        assert result.ret == pytest.ExitCode.INTERRUPTED
+        assert (run.manifest["complete"], run.manifest["exit_code"]) == (False, 2)
 
 
 @pytest.mark.parametrize("mode", ["--aisp-check", "--aisp-aa"])

@@ -235,10 +235,21 @@ def test_a_killed_machine_leaves_no_green_run(machine, tmp_path):
     stand_in(
         tmp_path / "bin" / "python", PYTHON.format(code="0").replace("exit", "kill $PPID; exit")
     )
+    shutil.rmtree(tmp_path / "left")
     catalogues.artifacts(tmp_path / "left", [], code=None)
     assert machine("ci/aisp.sh measure", AISP_OUT="out/a").returncode != 0
     done = machine("ci/aisp.sh gate out")
     assert (done.returncode, "pytest was killed" in done.stdout) == (1, True)
+
+
+@pytest.mark.parametrize("file", ["results.jsonl", "notes.md"])
+def test_a_run_without_a_case_leaves_the_gate_no_earlier_run(machine, tmp_path, file):
+    stand_in(tmp_path / "bin" / "python", "#!/bin/sh\nexit 4\n")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / file).touch()
+    done = machine("ci/aisp.sh measure")
+    assert done.stdout == "pytest ended with 4\n"
+    assert (tmp_path / "out").exists() is (file == "notes.md")
 
 
 def test_slurm_takes_a_folder_a_task_and_the_gate_comes_last(machine, tmp_path):

@@ -198,6 +198,8 @@ def test_an_interrupt_keeps_what_is_finished(busy, pytester, number, send):
     )
     rows = (pytester.path / "kept" / "results.jsonl").read_text().splitlines()
     assert [json.loads(row)["verdict"] for row in rows] == ["checked"]
+    ended = json.loads((pytester.path / "kept" / "manifest.json").read_text())
+    assert (ended["complete"], ended["exit_code"]) == (False, pytest.ExitCode.INTERRUPTED)
     wait_for(lambda: benches(pytester.path) == [])  # a worker's goes when the kernel ends it
 
 

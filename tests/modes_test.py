@@ -270,8 +270,8 @@ def test_replay_judges_recorded_samples_again(page, gpu, pytester):
     (pytester.path / "conftest.py").unlink()  # on a machine of another product
     elsewhere = pytester.runpytest_subprocess("--aisp-replay=kept/results.jsonl")
     elsewhere.stdout.fnmatch_lines(["aisp: replay on simulated-gpu (simulated-gpu, sm90)*"])
-    elsewhere.stdout.fnmatch_lines(["doubling *2.0??x *fail"])
-    assert elsewhere.ret == 1
+    elsewhere.stdout.fnmatch_lines(["doubling *2.0??x *inconclusive"])
+    assert elsewhere.ret == 0
 
 
 def test_replay_takes_timings_in_order_and_the_environment_of_the_recording(page, gpu, pytester):

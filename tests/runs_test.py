@@ -235,9 +235,8 @@ def replayed(write):
         artifacts = write(row())
         [file] = (artifacts.folder / "samples").iterdir()
         spoil(artifacts.folder, file)
-        task = Task(kind="time", page="ch99/a_test.py", function="test_f", variant="v")
-        recording = Recording(artifacts.path)
-        return recording.ask(Task(**{**vars(task), "size": {"n": 1}}), 1.0, print)
+        task = Task(kind="time", page="ch99/a_test.py", function="test_f", case="v")
+        return Recording(artifacts.path).ask(task, 1.0, print)
 
     return replayed
 
@@ -316,7 +315,8 @@ def test_where_there_are_no_links_latest_is_a_file_that_names_it(tmp_path, write
     write(row(), folder=folder)
     assert (tmp_path / "latest").read_text() == f"{folder.name}\n"
     assert runs.load(tmp_path / "latest").path == folder
-    assert list(Recording(tmp_path / "latest").rows) == ["a_test.py::test_f[v]"]
+    [found] = Recording(tmp_path / "latest").rows.values()
+    assert found["nodeid"] == "ch99/a_test.py::test_f[v]"
 
 
 def test_a_folder_in_the_links_place_is_left_alone(tmp_path):

@@ -10,6 +10,10 @@ from typing import Any
 from ..common.device import Machine
 from ..results import runs, samples
 from ..results.messages import Reply, Task
+from ..results.published import below
+
+Name = tuple[str, str, int]
+"""What makes a case the same in another run: its page below the root, its key there, its GPUs."""
 
 
 class RecordingError(Exception):
@@ -36,17 +40,19 @@ class Recording:
         try:
             lines, lost = runs.journal(file)
             known = (file.parent / runs.MANIFEST).exists()
-            self.machine = _machine(runs.manifest(file.parent)["machine"]) if known else None
+            manifest = runs.manifest(file.parent) if known else {}
         except runs.RunError as error:
             raise RecordingError(f"--aisp-replay={path}: no run to judge again: {error}") from None
         self._folder, self.dropped = file.parent, "; ".join(lost)
-        self.rows: dict[str, Any] = {line["key"]: line for line in lines}
-        self._asked: dict[str, int] = {}
+        self.machine = _machine(manifest["machine"]) if known else None
+        self.rows: dict[Name, Any] = {_of_row(line, manifest.get("root")): line for line in lines}
+        self._asked: dict[tuple[Name, str], int] = {}
 
     def ask(self, task: Task, seconds: float, progress: Callable[[str], None]) -> Reply:
         """Return what was recorded for `task`, timings in the order in which they were taken."""
         del seconds, progress
-        row = next((r for r in self.rows.values() if self._is(r, task)), None)
+        asked = _of_task(task)
+        row = self.rows.get(asked)
         if row is None:
             name = f"{task.function}[{task.variant}] at {dict(task.size)}"
             why = f"; {self.dropped}" if self.dropped else ""
@@ -58,23 +64,27 @@ class Recording:
             answers = samples.read(self._folder, row["samples"])[kind]
         except samples.SamplesError as error:
             return Reply(error="page", message=f"the recording cannot be judged again: {error}")
-        number = self._asked.get(f"{row['key']}{kind}", 0)
-        self._asked[f"{row['key']}{kind}"] = number + 1
+        number = self._asked.get((asked, kind), 0)
+        self._asked[asked, kind] = number + 1
         if number >= len(answers):
-            return Reply(error="page", message=f"the recording holds {number} {kind} of it")
+            some = kind if len(answers) != 1 else kind.removesuffix("s")
+            message = f"the recording holds {len(answers)} {some} of it, and one more is asked for"
+            return Reply(error="unrecorded", message=message)
         return Reply(result=answers[number])
-
-    @staticmethod
-    def _is(row: dict[str, Any], task: Task) -> bool:
-        same = row["function"] == task.function and row["variant"] == task.variant
-        return (
-            same
-            and row["size"] == dict(task.size)
-            and Path(row["page"]).name == Path(task.page).name
-        )
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def _of_row(row: Mapping[str, Any], root: str | None) -> Name:
+    # Without a manifest nothing says where the root was; an id is relative to it.
+    page = row["nodeid"].partition("::")[0] if root is None else below(row["page"], root)
+    return page, row["key"], row["gpus"]
+
+
+def _of_task(task: Task) -> Name:
+    key = f"{Path(task.page).name}::{task.function}[{task.case}]"
+    return below(task.page, task.root), key, task.gpus
 
 
 def _machine(plain: Mapping[str, Any]) -> Machine:

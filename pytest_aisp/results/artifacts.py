@@ -9,6 +9,7 @@ file of their own (`samples`). `canaries.jsonl`: what became of each process's c
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +24,18 @@ WRITTEN = ("results.json", "results.md", "results.csv")
 REPORT = "report.html"
 
 
+class Unclaimable(Exception):
+    """A folder that a run must not write to; the message says why and what to do."""
+
+
 class Artifacts:
-    """The folder of a run's results and samples; a new run starts it anew.
+    """The folder of a run's results and samples; a new run starts it anew with its first row.
 
     Attributes:
         folder: the folder.
         path: the file of rows.
         canaries: the file of canaries.
+        begun: whether what is in the folder is this run's, and no longer an earlier one's.
 
     Raises:
         OSError: where the folder cannot be made or written.
@@ -41,21 +47,73 @@ class Artifacts:
         self._given: dict[Path, int] = {}
         self._lost: dict[Path, list[str]] = {}
         self._manifest: dict[str, Any] = {}
+        self._claim: int | None = None
+        self.begun = False
         folder.mkdir(parents=True, exist_ok=True)
-        self.path.write_text("")
-        for name in (runs.CANARIES, runs.MANIFEST, *WRITTEN, REPORT):
-            (folder / name).unlink(missing_ok=True)
-        samples.clear(folder)
+
+    def claim(self) -> None:
+        """Hold the folder for this run alone, until it is released or this process ends.
+
+        Raises:
+            Unclaimable: where it holds something else, or another run is writing to it.
+            OSError: where it cannot be written.
+        """
+        if not runs.is_ours(self.folder) and any(map(self._is_foreign, self.folder.iterdir())):
+            raise Unclaimable(
+                "it is not empty and holds no run: nothing in it is touched\n"
+                "Give another folder, or nothing for one named after the moment:\n"
+                "    pytest --aisp-artifacts"
+            )
+        self._claim = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise Unclaimable(
+                "another run is writing to it\nWait for its end, or give another folder"
+            ) from None
+        except OSError:
+            pass  # some network file systems have no locks
+
+    def _is_foreign(self, path: Path) -> bool:
+        """Whether `path` is something else than the journal of a run that wrote nothing to it."""
+        return path != self.path or path.stat().st_size > 0
+
+    def release(self) -> None:
+        """Let other runs have the folder."""
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None
 
     def start(self, manifest: Mapping[str, Any]) -> None:
-        """Write what runs. Raises OSError where that cannot be written."""
+        """Write what runs; beside an earlier run's results only once there is a row.
+
+        Raises:
+            OSError: where that cannot be written.
+        """
         unended: dict[str, Any] = {"ended": None, "complete": False, "exit_code": None}
         unended |= {"invalid": [], "not_written": [], "no_verdict": [], "verdicts": {}}
         self._manifest = {"schema": SCHEMA, **manifest, **unended}
-        self._write_manifest()
+        if not runs.is_ours(self.folder):
+            self._begin()
+
+    def _begin(self) -> None:
+        """Remove what an earlier run has written, and nothing else; write what runs."""
+        self.begun = True
+        for name in (runs.CANARIES, runs.MANIFEST, *WRITTEN, REPORT):
+            (self.folder / name).unlink(missing_ok=True)
+        samples.clear(self.folder)
+        self.path.write_text("")  # the file stays the same one, which is locked
+        if self._manifest:
+            self._write_manifest()
+
+    def _ensure_begun(self) -> None:
+        if not self.begun:
+            self._try(self.folder / runs.MANIFEST, self._begin)
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Append a row; where the disk refuses it, the run goes on and `error` says so."""
+        self._ensure_begun()
         line, answers = samples.split(row)
         if profile := line["profile"]:
             profile = {**profile, "folder": below(profile["folder"], str(self.folder))}
@@ -68,6 +126,7 @@ class Artifacts:
 
     def add_canary(self, found: Mapping[str, Any]) -> None:
         """Append what became of a canary, likewise."""
+        self._ensure_begun()
         self._append(self.canaries, found)
 
     def finish(
@@ -79,11 +138,13 @@ class Artifacts:
         """Write how the run ended, and what others read; what the disk refuses, `error` says.
 
         Args:
+            facts: whether it is `complete`, where it is not; its exit code and the like.
             peaks: of the products that had cases.
             report: writes a folder's report, once all else is there.
         """
+        self._ensure_begun()
         ended = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        self._manifest |= {**facts, "ended": ended, "complete": True}
+        self._manifest |= {"complete": True, **facts, "ended": ended}
         self._manifest["peaks"] = {**self._manifest.get("peaks", {}), **peaks}
         self._try(self.folder / runs.MANIFEST, self._write_manifest)
         self._try(self.folder / WRITTEN[0], lambda: publish(runs.load(self.folder)))

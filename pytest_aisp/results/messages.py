@@ -27,7 +27,7 @@ class Task:
     Attributes:
         kind: what to do.
         page: path of the page; `root` and `module` say under which name to import it.
-        function, variant, size, gpus: the case.
+        function, variant, size, gpus: the case; case: its id, as pytest has it.
         side: for `sample`, the name of the one side to time; with `versus="old"` ``baseline`` or
             ``optimized``; for `count`, the one role to count, in a process of its own.
         goal: for `count`, what to count: a key of `goals.GOALS`.
@@ -60,6 +60,7 @@ class Task:
     module: str = ""
     function: str = ""
     variant: str = ""
+    case: str = ""
     side: str = ""
     goal: str = ""
     size: Mapping[str, Any] = field(default_factory=dict)
@@ -108,7 +109,8 @@ class Reply:
     Attributes:
         error: ``wrong`` (a result is not what it should be), ``page`` (the page breaks a rule),
             ``side`` (a side raised), ``fault`` (and its process has lost its GPU), ``memory``,
-            ``disturbed``, ``died``, ``timeout``; or None.
+            ``disturbed``, ``died``, ``timeout``, ``unrecorded`` (a recording holds no more of it);
+            or None.
         message: the error in words, its last line what to do.
         trace: the side's own lines.
         result: plain types.

@@ -36,7 +36,8 @@ class Run:
 
     Attributes:
         path: the folder.
-        manifest: what ran, on what, and how it ended; `complete` is false of a killed run.
+        manifest: what ran, on what, and how it ended; `complete` is false of a run that
+            was killed or interrupted.
         lines: the journal: a row a case, its samples by reference.
         canaries: what became of each process's canary.
         lost: what is left out because its writer died before the line was whole.
@@ -170,6 +171,15 @@ def manifest(path: Path) -> dict[str, Any]:
     if lacking := KNOWN - found.keys():
         raise RunError(f"{file}: lacks {', '.join(sorted(lacking))}\n{_AGAIN}")
     return found
+
+
+def is_ours(folder: Path) -> bool:
+    """Return whether a run has written the folder's manifest, one of whichever version."""
+    try:
+        found = _object((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return {"root", "started"} <= found.keys()
 
 
 def _check_schema(file: Path, found: Mapping[str, Any], sign: str) -> None:

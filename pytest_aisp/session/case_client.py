@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from ..results.row import Row, ratio, size_text
 from ..results.verdict import Reading
 from .history import HistoryError
 from .place import Kernels, place_of
-from .run import Failed, Run
+from .run import Failed, Run, Unrecorded
 
 CANARY = 1000
 """First number of the processes of a run's canary, beyond those that measure and record."""
@@ -86,6 +87,7 @@ class CaseClient:
             "module": where["module"],
             "function": where["function"],
             "variant": self.case.variant_name,
+            "case": self.case.id,
             "size": dict(self.case.size),
             "gpus": self.case.gpus,
             "device": self.place.device,
@@ -111,10 +113,12 @@ class CaseClient:
         self.row.verdict = verdicts.get(reply.error or "", "fail")
         size = size_text(1, self.case.size)
         where = f"{self.case.variant_name} at {size}" if size else self.case.variant_name
-        parts = [reply.message if reply.error in ("wrong", "page") else f"{where}: {reply.message}"]
+        plain = reply.error in ("wrong", "page", "unrecorded")
+        parts = [reply.message if plain else f"{where}: {reply.message}"]
         self.row.reasons.append(parts[0].splitlines()[0])
         parts += [reply.trace.rstrip()] if reply.trace else []
-        raise Failed("\n".join([*parts, *self.commands(seed)]))
+        failed = Unrecorded if reply.error == "unrecorded" else Failed
+        raise failed("\n".join([*parts, *self.commands(seed)]))
 
     def commands(self, seed: int = 0) -> list[str]:
         """Return the lines that say how to run this case again, on the values of `seed`.
@@ -132,7 +136,7 @@ class CaseClient:
             "--aisp-seed": f"{seed}" if seed and not settings.compile else None,
         }
         given = [f"{k}={v}" if v else k for k, v in values.items() if v is not None]
-        return ["reproduce:", " ".join([f"    pytest '{self.where['nodeid']}'", *given])]
+        return ["reproduce:", " ".join([f"    pytest {shlex.quote(self.where['typed'])}", *given])]
 
     def timed(self, replicate: int, bench: Bench | None = None) -> dict[str, Any]:
         """Return what process number `replicate` measured, and keep it in the row."""
@@ -243,8 +247,11 @@ class CaseClient:
         return self.fresh(lambda number, bench: reading(self.timed(number, bench)))
 
     def fresh(self, measure: Callable[[int, Bench], Reading]) -> Reading | None:
-        """Return what `measure` finds in a fresh process; None when the budget is spent."""
-        run = self.run
+        """Return what `measure` finds in a fresh process.
+
+        None when the budget is spent, or the recording that is judged again holds no more.
+        """
+        run, verdict = self.run, self.row.verdict
         if run.confirmed > run.settings.confirm_budget:
             self.row.notes.append("--aisp-confirm-budget is spent: no more votes in this run")
             return None
@@ -257,6 +264,9 @@ class CaseClient:
             clock = (self.row.against or self.row.timings)[-1]["clock"]
             self._note_vote(number, f"{ratio(found.value)}, error {found.error:.2%}, {clock} clock")
             return found
+        except Unrecorded:  # the row has the reason
+            self.row.verdict = verdict
+            return None
         except Failed as failure:
             self._note_vote(number, str(failure).splitlines()[0])
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from ..bench.loader import pair_of
 from ..pages.pair import Case, Pair
 from ..results.row import Row
+from ..results.verdict import RED
 from .place import Kernels
 from .runner import CaseRun, EndOfBody
 from .stash import NO_LEASE, RUN, SETTINGS
@@ -113,11 +115,18 @@ def where_is(item: Any, config: pytest.Config) -> dict[str, str]:
     """Return what a bench process must know to find an item's page and test."""
     return {
         "nodeid": item.nodeid,
+        "typed": _typed(item, config),
         "page": str(item.path),
         "module": item.module.__name__,
         "function": item.originalname,
         "folder": chapter_of(Path(item.path), config),
     }
+
+
+def _typed(item: Any, config: pytest.Config) -> str:
+    """Return an item's id, which is relative to the root, as one types it where pytest was run."""
+    path, colons, case = item.nodeid.partition("::")
+    return f"{os.path.relpath(config.rootpath / path, config.invocation_params.dir)}{colons}{case}"
 
 
 def _kernels(case: Case, config: pytest.Config) -> Kernels:
@@ -148,7 +157,7 @@ def call_body(item: pytest.Function) -> Iterator[None]:
             pair._run.row.wall = time.monotonic() - start
 
 
-def attach(item: pytest.Item, report: pytest.TestReport) -> None:
+def attach(item: pytest.Item, call: Any, report: pytest.TestReport) -> None:
     """Put the case's row into its report, and its numbers into JUnit's properties."""
     case_run = item.stash.get(CASE, None)
     if case_run is None:
@@ -156,8 +165,8 @@ def attach(item: pytest.Item, report: pytest.TestReport) -> None:
     row: Row = case_run.row
     if report.skipped and not row.verdict:
         return
-    if report.failed and not row.verdict:
-        row.verdict = "fail"
+    if report.failed:
+        _fail(item, call, row, report)
     if report.failed or hasattr(report, "wasxfail"):
         row.recorded = {}
     if case_run.run.settings.profile:
@@ -166,6 +175,18 @@ def attach(item: pytest.Item, report: pytest.TestReport) -> None:
     # JUnit reads the properties of the teardown report, which are the item's.
     item.user_properties += row.properties()
     report.user_properties += row.properties()
+
+
+def _fail(item: pytest.Item, call: Any, row: Row, report: pytest.TestReport) -> None:
+    """Make the row as red as the test: a body may assert more than its pair's claims."""
+    pair = getattr(item, "funcargs", {}).get("pair")
+    error = call.excinfo.value if call.excinfo else None
+    ours = error is not None and error is getattr(pair, "refusal", None)
+    if not ours and row.verdict not in RED:
+        said = call.excinfo.exconly(tryshort=True) if call.excinfo else report.longreprtext
+        row.reasons.append(said.partition("\n")[0])
+        row.verdict = "fail"
+    row.verdict = row.verdict or "fail"
 
 
 def _profile(case_run: CaseRun) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
@@ -304,7 +305,5 @@ class Judge:
         if not stored and self.row.verdict != "new":
             return []
         how = "=all" if stored else ""
-        return [
-            "accept:",
-            f"    pytest --aisp-update-expectations{how} '{self.client.where['nodeid']}'",
-        ]
+        typed = shlex.quote(self.client.where["typed"])
+        return ["accept:", f"    pytest --aisp-update-expectations{how} {typed}"]

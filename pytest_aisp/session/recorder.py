@@ -23,6 +23,11 @@ from .canary import Canary
 from .manifest import stored_peaks
 from .settings import Settings
 
+BROKEN_OFF = (2, 3, 4)
+"""Exit codes of pytest where a run was interrupted, by hand or by an error of its own or in use."""
+NO_CASES = 5
+"""Exit code of pytest where nothing was collected, or nothing was left of it."""
+
 
 class Recorder:
     """Gather rows on the controller; nothing else writes stored results or rows."""
@@ -35,13 +40,18 @@ class Recorder:
         self._refused: dict[str, list[str]] = {}
         self.canaries: list[dict[str, Any]] = []
         self.crashes: list[str] = []
+        self.kept = ""
         self.artifacts = None if settings.artifacts is None else Artifacts(settings.artifacts)
 
     def finish(self, exit_code: int) -> None:
-        """Write to the artifacts how the run ended."""
+        """Write to the artifacts how the run ended; over an earlier run's, where a case did."""
         if self.artifacts is None:
             return
+        if not self.artifacts.begun and exit_code in (*BROKEN_OFF, NO_CASES):
+            self.kept = f"{self.settings.artifacts} is as an earlier run left it: no case finished"
+            return
         facts: dict[str, Any] = {"exit_code": int(exit_code), "invalid": self.why_invalid()}
+        facts |= {"complete": exit_code not in BROKEN_OFF}
         facts |= {"not_written": self.errors, "no_verdict": list(self.crashes)}
         facts |= {"verdicts": dict(Counter(row["verdict"] for row in self.rows))}
         peaks = stored_peaks(self.settings, {row["product"] for row in self.rows})
@@ -52,6 +62,11 @@ class Recorder:
         from ..report.run import Run
 
         write.write(Run.read(folder), folder / REPORT, pages_root=self.settings.root)
+
+    def close(self) -> None:
+        """Let other runs have the folder of artifacts."""
+        if self.artifacts is not None:
+            self.artifacts.release()
 
     def add(self, row: dict[str, Any]) -> None:
         """Take one case's row: to the artifacts, to the stored results, to the hook."""

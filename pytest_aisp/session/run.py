@@ -33,6 +33,10 @@ class Failed(Exception):
     """A case that is red; the message says why and what to do."""
 
 
+class Unrecorded(Failed):
+    """A case that is judged again, of which more is asked than was recorded."""
+
+
 class Interrupted(Exception):
     """The run's own time is over."""
 

@@ -16,7 +16,7 @@ import pytest
 from ..bench.leases import REMEDY, lease
 from ..common.device import Machine
 from ..pages.pair import Case
-from ..results.artifacts import stamped
+from ..results.artifacts import Unclaimable, stamped
 from ..results.runs import folder_of
 from .manifest import gather
 from .options import PROFILERS
@@ -99,7 +99,10 @@ def _recorder(config: pytest.Config, run: Run) -> Recorder:
             run.settings = config.stash[SETTINGS] = settings
         recorder = Recorder(settings, config.hook, config)
         if recorder.artifacts is not None:
+            recorder.artifacts.claim()
             recorder.artifacts.start(gather(config, run))
+    except Unclaimable as error:
+        raise pytest.UsageError(f"--aisp-artifacts={settings.artifacts}: {error}") from None
     except OSError as error:
         where = settings.artifacts or settings.stamped
         raise pytest.UsageError(
@@ -183,8 +186,20 @@ def _selects_cpu(expression: str) -> bool:
     return "cpu" in expression.replace("(", " ").split() and "not cpu" not in expression
 
 
-def canary(config: pytest.Config) -> None:
-    """Run this process's canary, and give what it found to the controller."""
+def canary(session: pytest.Session) -> None:
+    """Run this process's canary, and give what it found to the controller.
+
+    Here pytest itself catches no interrupt any more: it would leave no results.
+    """
+    try:
+        _canary(session.config)
+    except KeyboardInterrupt:
+        session.exitstatus = pytest.ExitCode.INTERRUPTED
+        found = pytest.ExceptionInfo.from_current()
+        session.config.hook.pytest_keyboard_interrupt(excinfo=found)
+
+
+def _canary(config: pytest.Config) -> None:
     run = config.stash.get(RUN, None)
     if run is None or run.finest is None or run.settings.aa or run.replay is not None:
         return

@@ -24,11 +24,13 @@ class PairUnderTest:
 
     Attributes:
         variant, size: the case.
+        judged: whether a verdict was asked for; refusal: the error of one that is red.
     """
 
     def __init__(self, run: CaseRun, session: pytest.Session) -> None:
         self._run, self._session = run, session
         self.judged = False
+        self.refusal: AssertionError | None = None
         self.variant: str = run.case.variant_name
         self.size: Mapping[str, Any] = dict(run.case.size)
 
@@ -153,7 +155,8 @@ class PairUnderTest:
             message = str(failure)
         except Interrupted as over:
             self._stop(str(over))
-        raise AssertionError(message)
+        self.refusal = AssertionError(message)
+        raise self.refusal
 
     def _stop(self, why: str) -> NoReturn:
         __tracebackhide__ = True

@@ -124,7 +124,7 @@ def _invalid(run: runs.Run) -> str:
 
 def _unfinished(run: runs.Run, red: Sequence[Any]) -> str:
     code = run.manifest.get("exit_code")
-    if not run.manifest["complete"]:
+    if code is None and not run.manifest["complete"]:
         return "pytest was killed"
     if not run.lines:
         return "it holds no case"

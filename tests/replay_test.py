@@ -1,0 +1,71 @@
+"""Judging a recorded run again: each case on samples of its own, and on no more than there are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pytest_aisp.bench.replay import Recording
+from pytest_aisp.common.device import cpu_machine
+from pytest_aisp.results.artifacts import Artifacts
+from pytest_aisp.results.messages import Task
+from pytest_aisp.results.row import Row
+
+CASES = [("ch01", "v-n1", 1), ("ch99", "v-n1", 1), ("ch99", "v-cpu-n1", 1), ("ch99", "v-n1", 2)]
+"""Chapter, id and GPUs of cases of one function, variant and size."""
+
+
+@pytest.fixture
+def recording(tmp_path):
+    """Return the folder of a run of `CASES`, each with its place among them as its only check."""
+    manifest = {"root": "/then", "started": "", "invalid": [], "git": None, "peaks": {}}
+    artifacts = Artifacts(tmp_path / "kept")
+    artifacts.start({**manifest, "machine": cpu_machine().to_json()})
+    for number, (chapter, case, gpus) in enumerate(CASES):
+        key, page = f"a_test.py::test_f[{case}]", f"/then/{chapter}/a_test.py"
+        row = Row(f"{chapter}/{key}", "", key, page, "test_f", "v", {"n": 1}, "dram", gpus)
+        artifacts.add(replace(row, checks=[{"number": number}]).to_json())
+    return artifacts.folder
+
+
+def task(chapter, case, gpus):
+    """Return a request for the checks of a case, in a checkout elsewhere."""
+    where = {"page": f"/now/{chapter}/a_test.py", "root": "/now"}
+    names = {"function": "test_f", "variant": "v", "case": case, "size": {"n": 1}, "gpus": gpus}
+    return Task(kind="check", **where, **names)
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_a_case_is_its_page_below_the_root_its_id_and_its_gpus(recording: Path, manifest):
+    if not manifest:
+        (recording / "manifest.json").unlink()
+    bench = Recording(recording)
+    found = [bench.ask(task(*case), 1.0, str).result["number"] for case in CASES]
+    assert found == [0, 1, 2, 3]
+    lacking = bench.ask(task("ch07", "v-n1", 1), 1.0, str)
+    assert lacking.message == "the recording holds no test_f[v] at {'n': 1}"
+
+
+def test_a_vote_that_was_not_recorded_decides_nothing(page, gpu, recorded, pytester):
+    page()
+    gpu(added=2e-5, doubled=1e-5)
+    pytester.runpytest_subprocess("--aisp-artifacts=kept")
+    gpu(added=2e-5, doubled=0.7e-5)
+    recorded()
+    again = pytester.runpytest_subprocess("--aisp-replay=kept")
+    case = "inconclusive: doubling_test.py::test_doubling[[]doubled-n1001]: "
+    why = "the recording holds 1 timing of it, and one more is asked for"
+    again.stdout.fnmatch_lines(
+        [
+            "doubling *2.0??x *inconclusive",
+            f"{case}{why}",
+            f"{case}2.0??x against 2.8??x (stored in *votes of fresh processes: none -> open",
+            "=* 1 inconclusive in *",
+        ]
+    )
+    assert again.ret == 0
+    again = pytester.runpytest_subprocess("--aisp-replay=kept", "-o", "aisp_inconclusive=fail")
+    again.stdout.fnmatch_lines([f"E *AssertionError: {why}"])
+    assert again.ret == 1
