@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from ..results.row import Row, ratio, size_text
 from ..results.verdict import Reading
 from .history import HistoryError
 from .place import Kernels, place_of
+from .reproduce import again
 from .run import Failed, Run, Unrecorded
 
 CANARY = 1000
@@ -121,22 +121,8 @@ class CaseClient:
         raise failed("\n".join([*parts, *self.commands(seed)]))
 
     def commands(self, seed: int = 0) -> list[str]:
-        """Return the lines that say how to run this case again, on the values of `seed`.
-
-        0 is the seed of a task that draws none, and of a reproducible run.
-        """
-        settings = self.run.settings
-        values = {
-            "--aisp-check": "" if settings.check and not settings.sanitize else None,
-            "--aisp-sanitize": settings.sanitize or None,
-            "--aisp-aa": "" if settings.aa else None,
-            "--aisp-compile": ",".join(settings.compile) or None,
-            "--aisp-untrusted": "" if settings.untrusted else None,
-            "--aisp-reproducible": "" if settings.reproducible else None,
-            "--aisp-seed": f"{seed}" if seed and not settings.compile else None,
-        }
-        given = [f"{k}={v}" if v else k for k, v in values.items() if v is not None]
-        return ["reproduce:", " ".join([f"    pytest {shlex.quote(self.where['typed'])}", *given])]
+        """Return the lines that say how to run this case again, on the values of `seed`."""
+        return again(self.run.settings, self.where["typed"], seed)
 
     def timed(self, replicate: int, bench: Bench | None = None) -> dict[str, Any]:
         """Return what process number `replicate` measured, and keep it in the row."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +17,7 @@ from ..results.published import below
 from ..results.row import bare, duration, ratio
 from ..results.stored import Result, differences, pooled, session_sd
 from .case_client import CaseClient, reading
+from .reproduce import accept
 from .run import Failed
 
 
@@ -301,9 +301,8 @@ class Judge:
         return below(str(path or self.client.path), str(self.run.settings.root))
 
     def _accept(self) -> list[str]:
+        """Return how to accept a result; a claim is the page's, and accepted nowhere else."""
         stored = not self.run.settings.aa and self._mine() is not None
-        if not stored and self.row.verdict != "new":
+        if self.row.verdict == "fail" or (not stored and self.row.verdict != "new"):
             return []
-        how = "=all" if stored else ""
-        typed = shlex.quote(self.client.where["typed"])
-        return ["accept:", f"    pytest --aisp-update-expectations{how} {typed}"]
+        return accept(self.client.where["typed"], stored=stored)

@@ -40,7 +40,7 @@ class Recorder:
         self._refused: dict[str, list[str]] = {}
         self.canaries: list[dict[str, Any]] = []
         self.crashes: list[str] = []
-        self.kept = ""
+        self.left = ""
         self.artifacts = None if settings.artifacts is None else Artifacts(settings.artifacts)
 
     def finish(self, exit_code: int) -> None:
@@ -48,7 +48,7 @@ class Recorder:
         if self.artifacts is None:
             return
         if not self.artifacts.begun and exit_code in (*BROKEN_OFF, NO_CASES):
-            self.kept = f"{self.settings.artifacts} is as an earlier run left it: no case finished"
+            self.left = f"{self.settings.artifacts} is as an earlier run left it: no case finished"
             return
         facts: dict[str, Any] = {"exit_code": int(exit_code), "invalid": self.why_invalid()}
         facts |= {"complete": exit_code not in BROKEN_OFF}

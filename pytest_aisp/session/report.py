@@ -82,7 +82,7 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
     lines += [f"not stored: {kept}" for kept in recorder.kept]
     if recorder.settings.stamped is not None:
         lines.append(f"artifacts: {recorder.settings.artifacts}")
-    lines += [recorder.kept] if recorder.kept else []
+    lines += [recorder.left] if recorder.left else []
     lines += [f"NOT STORED: {error}" for error in recorder.errors]
     lines += [f"NO VERDICT: {crash}" for crash in recorder.crashes]
     needs = sorted(
