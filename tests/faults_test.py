@@ -7,6 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from benches import benches, wait_for
@@ -106,6 +109,55 @@ def test_the_marker_sets_the_limit_of_a_case(page, pytester, workers):
     options = ["--aisp-check", "--aisp-timeout-multiplier=2", workers]
     result = pytester.runpytest_subprocess(*options)
     result.stdout.fnmatch_lines(["*no answer within 2 s during: check doubled at n=33"])
+
+
+CRASHES = "os.kill(os.getpid(), signal.SIGSEGV)"
+LASTING = {
+    "thread": (
+        "threading.Thread(target=time.sleep, args=(1000,)).start(), sys.exit(3)",
+        "was left and does not end (a thread of a side keeps it)",
+    ),
+    "fork": (f"os.fork() and {CRASHES} or time.sleep(1000)", "ended by SIGSEGV"),
+    "spawn": (
+        f"subprocess.Popen(['sleep', '1000'], close_fds=False), {CRASHES}",
+        "ended by SIGSEGV",
+    ),
+}
+
+
+def members(session: int) -> list[int]:
+    """Return the processes of a session that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            state, _, _, its_session, *_ = path.read_text().rpartition(")")[2].split()
+            found += [int(path.parent.name)] * (state != "Z" and int(its_session) == session)
+    return found
+
+
+@pytest.mark.parametrize("what", LASTING)
+def test_what_outlives_a_side_keeps_nobody_waiting(page, pytester, what):
+    optimized, how = LASTING[what]
+    path = page(optimized, defs=f"{IMPORTS}\nimport subprocess, threading")
+    task = Task(
+        kind="check",
+        page=str(path),
+        root=str(pytester.path),
+        module="ch99.doubling_test",
+        function="test_doubling",
+        variant="doubled",
+        size={"n": 1001},
+    )
+    bench = BenchProcess()
+    try:
+        since = time.monotonic()
+        reply = bench.ask(task, 500, lambda text: None)
+        assert time.monotonic() - since < 300
+        message = f"the bench process {how} during: check doubled at n=33"
+        assert (reply.error, reply.message) == ("died", message)
+        wait_for(lambda: not members(bench.pid))
+    finally:
+        bench.close()
 
 
 SLOW = """#!{python}

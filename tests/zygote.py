@@ -48,13 +48,9 @@ class Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
-            self._connection.settimeout(timeout)
-            try:
-                self.returncode = int(self._answers.readline())
-            except TimeoutError:
-                raise subprocess.TimeoutExpired("forked", timeout or 0.0) from None
-            finally:
-                self._connection.settimeout(None)
+            if not select.select([self._connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("forked", timeout or 0.0)
+            self.returncode = int(self._answers.readline())
         return self.returncode
 
     def kill(self) -> None:

@@ -17,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import IO, Any
 
 from ..pages.sources import PACKAGE
 from ..results import messages
@@ -29,6 +29,7 @@ def main(read_fd: int, write_fd: int) -> None:
     die_with_parent()
     faulthandler.enable()  # a side that crashes shows its line
     with os.fdopen(read_fd, "rb") as tasks, os.fdopen(write_fd, "wb", buffering=0) as replies:
+        keep_from_children(tasks, replies)
         server = Server(lambda text: replies.write(messages.encode({"progress": text})))
         import torch  # noqa: F401 - slow: the time limit of the first request starts after it
 
@@ -40,6 +41,13 @@ def main(read_fd: int, write_fd: int) -> None:
             if task.kind == "stop":
                 return
             replies.write(encoded(server.answer(task)))
+
+
+def keep_from_children(*pipes: IO[bytes]) -> None:
+    """Close `pipes` in every child: one that outlives this process must not hold them open."""
+    for pipe in pipes:
+        os.set_inheritable(pipe.fileno(), False)
+        os.register_at_fork(after_in_child=pipe.close)
 
 
 def encoded(reply: Reply) -> bytes:
