@@ -79,11 +79,18 @@ class Server:
         """Return the reply to `task`; an exception becomes an error reply."""
         self._doing = task.kind
         try:
-            result = getattr(self.engine, task.kind)(task)
-            return Reply(result=result, exhausted=self.engine.kept.exhausted)
+            reply = Reply(result=getattr(self.engine, task.kind)(task))
         except Exception as error:
             reply = _error_reply(error, self._doing)
-            return replace(reply, error="fault") if _has_lost_gpu(error) else reply
+            if _has_lost_gpu(error):
+                reply = replace(reply, error="fault")
+        return replace(reply, exhausted=self._exhausted)
+
+    @property
+    def _exhausted(self) -> bool:
+        from . import windows
+
+        return self.engine.kept.exhausted or bool(windows.abandoned)
 
 
 class InProcess:
