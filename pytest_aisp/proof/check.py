@@ -269,7 +269,7 @@ def _exact_probe(oracle: Oracle, sides: Sequence[Side]) -> str:
 
 def _is_exact(value: torch.Tensor) -> bool:
     scaled = value.double() * 16
-    return bool((scaled == scaled.round()).all()) and float(scaled.abs().amax()) < 2**24
+    return bool(((scaled == scaled.round()) & (scaled.abs() < 2**24)).all())
 
 
 def _fits(oracle: Oracle, expected: Named) -> bool:
