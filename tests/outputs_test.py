@@ -62,3 +62,49 @@ def test_a_wrong_output_of_few_elements_does_not(form):
 
     with pytest.raises(Wrong, match=r"wrong is wrong at n=330: output.* the rule is derived bound"):
         found(wrong, baseline=baseline, reference=baseline)
+
+
+def transformed(x):
+    return torch.fft.rfft(x)
+
+
+def in_double(x):
+    return torch.fft.rfft(x.double()).to(torch.complex64)
+
+
+@pytest.mark.parametrize("rule", [Rule(), Rule(rtol=2e-6, atol=2e-5)])
+def test_a_complex_output_is_held_to_the_bound_in_both_parts(rule):
+    assert (
+        "noise refused"
+        in found(in_double, rule, baseline=transformed, reference=transformed).controls
+    )
+
+
+def test_a_wrong_part_of_a_complex_output_is_named():
+    def shifted(x):
+        out = torch.fft.rfft(x)
+        out[7] += 0.5j
+        return out
+
+    with pytest.raises(
+        Wrong, match=r"shifted is wrong at n=330: view_as_real\(output\)\[7, 1\] is"
+    ):
+        found(shifted, baseline=transformed, reference=transformed)
+
+
+@pytest.mark.parametrize(
+    ("side", "message"),
+    [
+        (
+            lambda x: torch.fft.rfft(x.double()),
+            r"as torch.float64 at n=330, the baseline as torch.f",
+        ),
+        (
+            lambda x: torch.view_as_real(torch.fft.rfft(x)),
+            r"returned output at n=330, the reference view_as_real\(output\)",
+        ),
+    ],
+)
+def test_a_complex_output_of_another_type_is_wrong(side, message):
+    with pytest.raises(Wrong, match=message):
+        found(side, baseline=transformed, reference=transformed)
