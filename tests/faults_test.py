@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from benches import benches, wait_for
 
+from pytest_aisp.bench import client
 from pytest_aisp.bench.client import BenchProcess
 from pytest_aisp.results.messages import Task
 
@@ -183,6 +184,23 @@ def test_the_limit_counts_from_when_the_process_is_ready(
         assert bench.ask(Task(kind="check"), 1.5, lambda text: None).error == error
     finally:
         bench.close()
+
+
+def test_a_longer_limit_is_longer_for_the_start_too(monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(SLOW.format(python=sys.executable, answers_after=0))
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(client, "START_SECONDS", 0.2)
+    said = []
+    for seconds in (0.5, 60):
+        bench = BenchProcess()
+        try:
+            said.append(bench.ask(Task(kind="check"), seconds, lambda text: None).message)
+        finally:
+            bench.close()
+    late = "no answer within 0.7 s during: start\ngive it longer with --aisp-timeout-multiplier=2"
+    assert said == [late, ""]
 
 
 LAST = """#!{python}

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import IO, Protocol
 
@@ -20,7 +21,7 @@ from ..results.messages import Reply, Task
 
 Progress = Callable[[str], None]
 START_SECONDS = 120.0
-"""Time to start a bench process: importing torch from a cold disk takes a minute."""
+"""Time to start a bench process, beside a task's: torch from a cold disk takes a minute."""
 END_SECONDS = 3.0
 """Time to end for a process whose pipe is closed; what ends by itself takes less than a second."""
 LOOK_SECONDS = 0.5
@@ -84,10 +85,10 @@ class BenchProcess:
     def ask(self, task: Task, seconds: float, progress: Progress) -> Reply:
         """Return the reply to `task`. A fault, a hang or an interrupt kills the process."""
         doing: str = task.kind if self._ready else "start"
-        limit = seconds if self._ready else max(seconds, START_SECONDS)
+        limit = seconds if self._ready else START_SECONDS + seconds
         deadline = time.monotonic() + limit
         try:
-            _write_all(self._ask, messages.encode(task))
+            _write_all(self._ask, messages.encode(replace(task, limit=seconds)))
             while True:
                 line = self._line(deadline)
                 if line is None:

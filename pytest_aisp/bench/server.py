@@ -102,7 +102,7 @@ class InProcess:
     def ask(self, task: Task, seconds: float, progress: Callable[[str], None]) -> Reply:
         """Return the reply to `task`; no time limit holds here."""
         self._server.tell = progress
-        return self._server.answer(task)
+        return self._server.answer(replace(task, limit=seconds))
 
     def close(self) -> None:
         """Nothing to release."""
