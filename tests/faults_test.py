@@ -136,23 +136,39 @@ def members(session: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("what", LASTING)
-def test_what_outlives_a_side_keeps_nobody_waiting(page, pytester, what):
-    optimized, how = LASTING[what]
-    path = page(optimized, defs=f"{IMPORTS}\nimport subprocess, threading")
-    task = Task(
+def checked(path):
+    """Return the task that checks a page."""
+    return Task(
         kind="check",
         page=str(path),
-        root=str(pytester.path),
+        root=str(path.parent.parent),
         module="ch99.doubling_test",
         function="test_doubling",
         variant="doubled",
         size={"n": 1001},
     )
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs python -P, of 3.11")
+def test_a_module_in_the_current_folder_takes_nobodys_place(page, pytester):
+    pytester.makepyfile(statistics="raise ImportError('not me')")
+    pytester.mkpydir("torch")
+    bench = BenchProcess()
+    try:
+        reply = bench.ask(checked(page()), 500, lambda text: None)
+    finally:
+        bench.close()
+    assert (reply.error, list(reply.result["sizes"])) == (None, ["n=33", "n=1001"])
+
+
+@pytest.mark.parametrize("what", LASTING)
+def test_what_outlives_a_side_keeps_nobody_waiting(page, what):
+    optimized, how = LASTING[what]
+    path = page(optimized, defs=f"{IMPORTS}\nimport subprocess, threading")
     bench = BenchProcess()
     try:
         since = time.monotonic()
-        reply = bench.ask(task, 500, lambda text: None)
+        reply = bench.ask(checked(path), 500, lambda text: None)
         assert time.monotonic() - since < 300
         message = f"the bench process {how} during: check doubled at n=33"
         assert (reply.error, reply.message) == ("died", message)

@@ -61,6 +61,25 @@ def test_what_cuda_refused_may_have_spoilt_the_process(monkeypatch, error, expec
     assert reply.error == expected
 
 
+@pytest.mark.parametrize(
+    ("outcome", "kind", "says"),
+    [
+        (
+            lambda: pytest.importorskip("no_such_library"),
+            "page",
+            "could not import 'no_such_library': No module named 'no_such_library', during: check\n"
+            "a side cannot skip, its case can: Variant(side, marks=[pytest.mark.skipif(...)])",
+        ),
+        (lambda: pytest.fail("not so"), "side", "Failed: not so, during: check"),
+    ],
+)
+def test_a_side_that_skips_is_told_what_to_declare(monkeypatch, outcome, kind, says):
+    served = server.Server(lambda text: None)
+    monkeypatch.setattr(served.engine, "check", lambda task: outcome())
+    reply = served.answer(Task(kind="check"))
+    assert (reply.error, reply.message) == (kind, says)
+
+
 @pytest.mark.parametrize("kind", ["time", "count"])
 @pytest.mark.parametrize("abandoned", [[], [(0, 1)]])
 def test_every_answer_after_a_failed_capture_is_the_last(monkeypatch, abandoned, kind):

@@ -61,7 +61,7 @@ class BenchProcess:
         self._buffer = b""
         self._ready = self._killed = False
         self._process = Popen(
-            [*under, sys.executable, "-m", "pytest_aisp.bench", str(ask_read), str(answer_write)],
+            [*under, *python(), "-m", "pytest_aisp.bench", str(ask_read), str(answer_write)],
             stdin=DEVNULL,
             stdout=self._output,
             stderr=self._output,
@@ -173,6 +173,14 @@ class BenchProcess:
             except OSError:
                 continue
         self._output.close()
+
+
+def python() -> list[str]:
+    """Return the interpreter, which takes nothing in the current folder for a module of its path.
+
+    What pytest's own path has, the current folder where that is so, is in `bench_environment`.
+    """
+    return [sys.executable, "-P"] if sys.version_info >= (3, 11) else [sys.executable]
 
 
 def bench_environment(changes: Mapping[str, str | None]) -> dict[str, str]:

@@ -23,6 +23,8 @@ from ..pages.sources import PACKAGE
 from ..results import messages
 from ..results.messages import Reply, Task
 
+MARKS = "a side cannot skip, its case can: Variant(side, marks=[pytest.mark.skipif(...)])"
+
 
 def main(read_fd: int, write_fd: int) -> None:
     """Answer tasks until the pipe closes or a `stop` arrives."""
@@ -80,7 +82,7 @@ class Server:
         self._doing = task.kind
         try:
             reply = Reply(result=getattr(self.engine, task.kind)(task))
-        except Exception as error:
+        except _answerable() as error:
             reply = _error_reply(error, self._doing)
             if _has_lost_gpu(error):
                 reply = replace(reply, error="fault")
@@ -108,7 +110,13 @@ class InProcess:
         """Nothing to release."""
 
 
-def _error_reply(error: Exception, doing: str) -> Reply:
+def _answerable() -> tuple[type[BaseException], ...]:
+    """Return what a task may raise and end in a reply: what `pytest.skip` raises, too."""
+    pytests = sys.modules.get("_pytest.outcomes")  # if a page has imported it
+    return (Exception,) if pytests is None else (Exception, pytests.OutcomeException)
+
+
+def _error_reply(error: BaseException, doing: str) -> Reply:
     from ..common import trees
     from ..kernels import assembly
     from ..proof import controls, numerics, sides, witness, workbench
@@ -133,6 +141,8 @@ def _error_reply(error: Exception, doing: str) -> Reply:
         ),
         ("disturbed", (timing.Disturbed, witness.Traced)),
     )
+    if not isinstance(error, Exception) and type(error).__name__ == "Skipped":
+        return Reply(error="page", message=f"{_first_line(error)}, during: {doing}\n{MARKS}")
     if isinstance(error, processes.ProcessFailed):
         return Reply(error=error.reply.error, message=str(error), trace=error.reply.trace)
     for name, types in kinds:
@@ -180,7 +190,7 @@ def _first_line(error: BaseException) -> str:
     return said if cause is None else f"{said} ({type(cause).__name__}: {_first_line(cause)})"
 
 
-def _page_lines(error: Exception) -> str:
+def _page_lines(error: BaseException) -> str:
     """Return the traceback without our own lines, which are of no use to the page's author."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = (PACKAGE, "<string>")
