@@ -252,12 +252,11 @@ def _exact_probe(oracle: Oracle, sides: Sequence[Side]) -> str:
         return "n/a: not exact on small integers"
     if pair.spread and here().most(not _fits(oracle, expected)):
         return "n/a: ranks round what they add"
-    wait = waiter(bench.device)
     for side in sides:
         subject = Subject(side, [trees.clone(ranks[here().rank])])
         try:
             found = numerics.as_leaves(subject.run(0))
-            wait()
+            waiter(bench.device)()
             wanted = [Leaf(path, want.double(), None) for path, want in expected]
             for fit in compare_all([got for _, got in found], wanted, Rule(exact=True)):
                 if not fit.ok:
