@@ -387,3 +387,27 @@ def test_the_allocator_hears_of_a_capture_that_failed(recorded, monkeypatch):
         windows.capture(side)
     told = ["begin", "end", "stop (0, 7)", "release (0, 7)", "keep=False", "begin", "end"]
     assert recorded == ["keep=True", *told]
+
+
+@pytest.mark.parametrize("short", ["run", "begin"])
+def test_a_side_that_runs_out_of_memory_fails_on_every_clock(recorded, monkeypatch, short):
+    allocator(monkeypatch, recorded, told=True)
+
+    def side():
+        recorded.append("run")
+        if short in recorded:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
+        windows.capture(side)
+    assert windows.abandoned == ([(0, 7)] if short == "begin" else [])
+
+
+def test_a_graph_that_memory_does_not_suffice_for_costs_only_the_other_clock(gpu, monkeypatch):
+    bout = bout_of(bench_of(bound="launch"))
+
+    def capture(run):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(windows, "capture", capture)
+    assert bout.other() == {"no gpu_only": "CUDA out of memory. Tried to allocate 2 GiB"}

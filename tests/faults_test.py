@@ -7,10 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from benches import benches, wait_for
 
+from pytest_aisp.bench import client
 from pytest_aisp.bench.client import BenchProcess
 from pytest_aisp.results.messages import Task
 
@@ -108,6 +112,71 @@ def test_the_marker_sets_the_limit_of_a_case(page, pytester, workers):
     result.stdout.fnmatch_lines(["*no answer within 2 s during: check doubled at n=33"])
 
 
+CRASHES = "os.kill(os.getpid(), signal.SIGSEGV)"
+LASTING = {
+    "thread": (
+        "threading.Thread(target=time.sleep, args=(1000,)).start(), sys.exit(3)",
+        "was left and does not end (a thread of a side keeps it)",
+    ),
+    "fork": (f"os.fork() and {CRASHES} or time.sleep(1000)", "ended by SIGSEGV"),
+    "spawn": (
+        f"subprocess.Popen(['sleep', '1000'], close_fds=False), {CRASHES}",
+        "ended by SIGSEGV",
+    ),
+}
+
+
+def members(session: int) -> list[int]:
+    """Return the processes of a session that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            state, _, _, its_session, *_ = path.read_text().rpartition(")")[2].split()
+            found += [int(path.parent.name)] * (state != "Z" and int(its_session) == session)
+    return found
+
+
+def checked(path):
+    """Return the task that checks a page."""
+    return Task(
+        kind="check",
+        page=str(path),
+        root=str(path.parent.parent),
+        module="ch99.doubling_test",
+        function="test_doubling",
+        variant="doubled",
+        size={"n": 1001},
+    )
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs python -P, of 3.11")
+def test_a_module_in_the_current_folder_takes_nobodys_place(page, pytester):
+    pytester.makepyfile(statistics="raise ImportError('not me')")
+    pytester.mkpydir("torch")
+    bench = BenchProcess()
+    try:
+        reply = bench.ask(checked(page()), 500, lambda text: None)
+    finally:
+        bench.close()
+    assert (reply.error, list(reply.result["sizes"])) == (None, ["n=33", "n=1001"])
+
+
+@pytest.mark.parametrize("what", LASTING)
+def test_what_outlives_a_side_keeps_nobody_waiting(page, what):
+    optimized, how = LASTING[what]
+    path = page(optimized, defs=f"{IMPORTS}\nimport subprocess, threading")
+    bench = BenchProcess()
+    try:
+        since = time.monotonic()
+        reply = bench.ask(checked(path), 500, lambda text: None)
+        assert time.monotonic() - since < 300
+        message = f"the bench process {how} during: check doubled at n=33"
+        assert (reply.error, reply.message) == ("died", message)
+        wait_for(lambda: not members(bench.pid))
+    finally:
+        bench.close()
+
+
 SLOW = """#!{python}
 import os, sys, time
 
@@ -131,6 +200,23 @@ def test_the_limit_counts_from_when_the_process_is_ready(
         assert bench.ask(Task(kind="check"), 1.5, lambda text: None).error == error
     finally:
         bench.close()
+
+
+def test_a_longer_limit_is_longer_for_the_start_too(monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(SLOW.format(python=sys.executable, answers_after=0))
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(client, "START_SECONDS", 0.2)
+    said = []
+    for seconds in (0.5, 60):
+        bench = BenchProcess()
+        try:
+            said.append(bench.ask(Task(kind="check"), seconds, lambda text: None).message)
+        finally:
+            bench.close()
+    late = "no answer within 0.7 s during: start\ngive it longer with --aisp-timeout-multiplier=2"
+    assert said == [late, ""]
 
 
 LAST = """#!{python}

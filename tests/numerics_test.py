@@ -205,3 +205,24 @@ def test_a_loose_output_cannot_hide_behind_a_strict_one():
         run_controls(
             [strict, loose], [strict, loose], None, [torch.float32] * 2, Rule(rtol=0, atol=1e-2)
         )
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 33, 4096])
+def test_noise_is_as_far_from_right_in_few_elements_as_in_many(count):
+    torch.manual_seed(count)
+    value, other = torch.randn(2, count, dtype=torch.float64) + 3
+    leaf = Leaf("output", value, torch.full_like(value, 1e-3))
+    wrong = controls(leaf, Leaf("output", other, leaf.sigma))
+    noise = next(c for c in wrong if c.name == "noise")
+    assert (noise.applies, noise.refused) == (True, True)
+    assert noise.moves == pytest.approx(2.4, rel=1e-3)
+
+
+def test_a_small_output_beside_a_large_one_gets_no_more_noise_than_that():
+    """A tolerance that refuses noise in the large one may accept it in the small one."""
+    torch.manual_seed(0)
+    small, large = torch.ones(1, dtype=torch.float64), torch.randn(999, dtype=torch.float64)
+    leaves = [Leaf("a", small, small * 1e-4), Leaf("b", large, large.abs() * 1e-2)]
+    stale = [Leaf(leaf.path, leaf.value + 1, leaf.sigma) for leaf in leaves]
+    found = run_controls(leaves, stale, None, [torch.float32] * 2, Rule(rtol=1e-2))
+    assert all(control.refused for control in found if control.applies)

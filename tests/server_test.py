@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_aisp.bench import server
+from pytest_aisp.bench import server, windows
 from pytest_aisp.bench.server import _error_reply
 from pytest_aisp.results.messages import Task
 
@@ -59,3 +59,36 @@ def test_what_cuda_refused_may_have_spoilt_the_process(monkeypatch, error, expec
     monkeypatch.setattr(served.engine, "time", refuse)
     reply = served.answer(Task(kind="time"))
     assert reply.error == expected
+
+
+@pytest.mark.parametrize(
+    ("outcome", "kind", "says"),
+    [
+        (
+            lambda: pytest.importorskip("no_such_library"),
+            "page",
+            "could not import 'no_such_library': No module named 'no_such_library', during: check\n"
+            "a side cannot skip, its case can: Variant(side, marks=[pytest.mark.skipif(...)])",
+        ),
+        (lambda: pytest.fail("not so"), "side", "Failed: not so, during: check"),
+    ],
+)
+def test_a_side_that_skips_is_told_what_to_declare(monkeypatch, outcome, kind, says):
+    served = server.Server(lambda text: None)
+    monkeypatch.setattr(served.engine, "check", lambda task: outcome())
+    reply = served.answer(Task(kind="check"))
+    assert (reply.error, reply.message) == (kind, says)
+
+
+@pytest.mark.parametrize("kind", ["time", "count"])
+@pytest.mark.parametrize("abandoned", [[], [(0, 1)]])
+def test_every_answer_after_a_failed_capture_is_the_last(monkeypatch, abandoned, kind):
+    monkeypatch.setattr(windows, "abandoned", abandoned)
+    served = server.Server(lambda text: None)
+
+    def refuse(task):
+        raise ValueError("a page's own")
+
+    monkeypatch.setattr(served.engine, "time", refuse)
+    monkeypatch.setattr(served.engine, "count", lambda task: {"baseline": 1.0})
+    assert served.answer(Task(kind=kind)).exhausted is bool(abandoned)

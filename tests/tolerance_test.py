@@ -8,7 +8,7 @@ import torch
 from pytest_aisp import Work, compare
 from pytest_aisp.bench.loader import pair_of
 from pytest_aisp.common.peers import here
-from pytest_aisp.proof.controls import CannotTell
+from pytest_aisp.proof.controls import CannotTell, TooLoose
 from pytest_aisp.proof.numerics import Rule
 from pytest_aisp.proof.oracle import Oracle
 from pytest_aisp.proof.sides import RANK_SEEDS
@@ -18,13 +18,16 @@ from pytest_aisp.proof.workbench import Workbench
 SEED = 3
 
 
-def oracle_of(flat):
-    """Return an oracle whose inputs are constant in the draws `flat` and random in the others."""
+def oracle_of(flat, small=()):
+    """Return an oracle whose inputs are constant in the draws `flat` and random in the others.
+
+    In the draws `small` they are a thousandth.
+    """
 
     def inputs(device, n):
         draw = (torch.initial_seed() - SEED - RANK_SEEDS * here().rank) // APART
         drawn.append(draw)
-        return (torch.ones(n) if draw in flat else torch.randn(n),)
+        return (torch.ones(n) if draw in flat else torch.randn(n) / (1000 if draw in small else 1),)
 
     def doubled(x):
         return 2 * x
@@ -72,3 +75,31 @@ def test_inputs_that_cannot_tell_in_most_draws_condemn_it(flat, said):
     oracle, _ = oracle_of(flat)
     with pytest.raises(CannotTell, match=rf"no \w+ control applies.*\({said} draws of the values"):
         check_tolerance(oracle, [None], Rule())
+
+
+LOOSE = Rule(atol=3e-8)
+"""It refuses noise, but not that of a thousandth."""
+
+
+@pytest.mark.parametrize("small", [{0}, {0, 1}, {0, 4}])
+def test_an_unlucky_draw_condemns_no_tolerance(small):
+    oracle, drawn = oracle_of(set(), small)
+    assert all(c.refused for c in check_tolerance(oracle, [None], LOOSE) if c.applies)
+    assert len(set(drawn) - small) == DRAWS // 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("flat", "small", "said"),
+    [
+        (set(), {0, 1, 2}, "3 of 3"),
+        (set(), {0, 2, 4}, "3 of 5"),
+        ({1, 4}, {0}, "3 of 5"),
+    ],
+)
+def test_a_tolerance_that_is_too_loose_in_most_draws_is_condemned(flat, small, said):
+    oracle, _ = oracle_of(flat, small)
+    message = (
+        rf"\(rtol=0, atol=3e-08\) accepts a wrong.* passes \({said} draws of the values say so\)"
+    )
+    with pytest.raises(TooLoose, match=message):
+        check_tolerance(oracle, [None], LOOSE)

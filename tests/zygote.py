@@ -48,13 +48,9 @@ class Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
-            self._connection.settimeout(timeout)
-            try:
-                self.returncode = int(self._answers.readline())
-            except TimeoutError:
-                raise subprocess.TimeoutExpired("forked", timeout or 0.0) from None
-            finally:
-                self._connection.settimeout(None)
+            if not select.select([self._connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("forked", timeout or 0.0)
+            self.returncode = int(self._answers.readline())
         return self.returncode
 
     def kill(self) -> None:
@@ -100,11 +96,12 @@ class Zygote:
         """Start a bench process as `subprocess.Popen(command, **how)` would."""
         kept, given = os.environ, how["env"]
         changed = {k for k in {*kept, *given} if kept.get(k) != given.get(k)}
-        if list(command[1:3]) != ["-m", "pytest_aisp.bench"] or not changed <= set(FORKED):
+        options = [option for option in command[1:] if option != "-P"]
+        if options[:2] != ["-m", "pytest_aisp.bench"] or not changed <= set(FORKED):
             return subprocess.Popen(command, **how)
         fds = {1: how["stdout"].fileno(), 2: how["stderr"].fileno()}
         fds |= {fd: fd for fd in how["pass_fds"]}
-        return self._start(fds, given, what="bench", args=list(command[3:]))
+        return self._start(fds, given, what="bench", args=options[2:])
 
     def _start(self, fds: Mapping[int, int], environ: Mapping[str, str], **asked: Any) -> Forked:
         asked |= {"places": list(fds), "environ": dict(environ), "cwd": os.getcwd()}
@@ -157,7 +154,7 @@ def _supervise(asked: dict[str, Any], tell: int, fds: list[int]) -> NoReturn:
         os.setsid()
     _place(fds, asked.pop("places"))
     what = asked.pop("what")
-    _become(asked.pop("cwd"), asked.pop("environ"))
+    _become(asked.pop("cwd"), asked.pop("environ"), [] if is_bench else ["."])
     (_bench if is_bench else _pytest)(**asked)
     raise AssertionError(what)
 
@@ -181,8 +178,12 @@ def _moved(fd: int, above: int) -> int:
     return copy
 
 
-def _become(cwd: str, environ: dict[str, str]) -> None:
-    """Be as a new process would be, started there with these variables by `python -m`."""
+def _become(cwd: str, environ: dict[str, str], first: list[str]) -> None:
+    """Be as a new process would be, started there with these variables by `python -m`.
+
+    Args:
+        first: what that puts at the head of the path; nothing with `-P`.
+    """
     import numpy as np
 
     os.chdir(cwd)
@@ -190,7 +191,10 @@ def _become(cwd: str, environ: dict[str, str]) -> None:
     os.environ.update(environ)
     random.seed()
     np.random.seed()
-    sys.path[:1] = [cwd, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[:1] = [
+        *map(os.path.abspath, first),
+        *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)),
+    ]
 
 
 def _pytest(args: list[str], benches: bool) -> NoReturn:

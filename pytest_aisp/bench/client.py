@@ -10,7 +10,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from subprocess import DEVNULL, Popen
+from contextlib import suppress
+from dataclasses import replace
+from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import IO, Protocol
 
 from ..pages.sources import PACKAGE
@@ -19,8 +21,13 @@ from ..results.messages import Reply, Task
 
 Progress = Callable[[str], None]
 START_SECONDS = 120.0
-"""Time to start a bench process: importing torch from a cold disk takes a minute."""
-
+"""Time to start a bench process, beside a task's: torch from a cold disk takes a minute."""
+END_SECONDS = 3.0
+"""Time to end for a process whose pipe is closed; what ends by itself takes less than a second."""
+LOOK_SECONDS = 0.5
+"""How often a process is looked at while its answer is awaited."""
+STUCK = "was left and does not end (a thread of a side keeps it)"
+"""What is said of a process that neither answers nor ends."""
 
 # faulthandler's lines of no use to a page's author: a traceback has a comma before "in".
 _OURS = re.compile(
@@ -52,9 +59,9 @@ class BenchProcess:
         self._answers, answer_write = os.pipe()
         self._output = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - closed with the process
         self._buffer = b""
-        self._ready = False
+        self._ready = self._killed = False
         self._process = Popen(
-            [*under, sys.executable, "-m", "pytest_aisp.bench", str(ask_read), str(answer_write)],
+            [*under, *python(), "-m", "pytest_aisp.bench", str(ask_read), str(answer_write)],
             stdin=DEVNULL,
             stdout=self._output,
             stderr=self._output,
@@ -78,10 +85,10 @@ class BenchProcess:
     def ask(self, task: Task, seconds: float, progress: Progress) -> Reply:
         """Return the reply to `task`. A fault, a hang or an interrupt kills the process."""
         doing: str = task.kind if self._ready else "start"
-        limit = seconds if self._ready else max(seconds, START_SECONDS)
+        limit = seconds if self._ready else START_SECONDS + seconds
         deadline = time.monotonic() + limit
         try:
-            _write_all(self._ask, messages.encode(task))
+            _write_all(self._ask, messages.encode(replace(task, limit=seconds)))
             while True:
                 line = self._line(deadline)
                 if line is None:
@@ -103,19 +110,24 @@ class BenchProcess:
             raise
 
     def _line(self, deadline: float) -> bytes | None:
-        """Return the next line; empty at the end of the pipe, None at the deadline."""
+        """Return the next line; empty when no more will come, None at the deadline."""
         while b"\n" not in self._buffer:
-            ready, _, _ = select.select(
-                [self._answers], [], [], max(0, deadline - time.monotonic())
-            )
-            if not ready:
-                return None
+            alive, left = self.alive, max(0, deadline - time.monotonic())
+            if not self._readable(min(left, LOOK_SECONDS) if alive else 0):
+                if not alive:  # a child of its own may hold the pipe open
+                    return b""
+                if not left:
+                    return None
+                continue
             chunk = os.read(self._answers, 1 << 20)
             if not chunk:
                 return b""
             self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line + b"\n"
+
+    def _readable(self, seconds: float) -> bool:
+        return bool(select.select([self._answers], [], [], seconds)[0])
 
     def _answered(self, reply: Reply) -> Reply:
         # The next task gets a process that can use its GPU, and leaves others room on it.
@@ -128,24 +140,27 @@ class BenchProcess:
         return late_reply(seconds, doing, self.output())
 
     def _dead(self, doing: str) -> Reply:
-        code = self._process.wait()
+        with suppress(TimeoutExpired):
+            self._process.wait(END_SECONDS)
+        stuck = self.alive
         self.kill()
-        return Reply(
-            error="died",
-            message=f"the bench process ended {how_it_ended(code)} during: {doing}",
-            trace=self.output(),
-        )
+        code = self._process.wait()
+        how = STUCK if stuck and code == -signal.SIGKILL else f"ended {how_it_ended(code)}"
+        message = f"the bench process {how} during: {doing}"
+        return Reply(error="died", message=message, trace=self.output())
 
     def output(self, lines: int = 20) -> str:
         """Return the last lines that the process printed, a crash's stack without our frames."""
         return last_lines(self._output, lines)
 
     def kill(self) -> None:
-        """Kill the process and everything in its process group."""
-        if self.alive:
-            try:
+        """Kill the process, once, and everything in its process group, which may outlive it."""
+        if not self._killed:
+            self._killed = True  # later the number of the group may be another's
+            with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
+        if self.alive:
+            with suppress(ProcessLookupError):
                 self._process.kill()
         self._process.wait()
 
@@ -158,6 +173,14 @@ class BenchProcess:
             except OSError:
                 continue
         self._output.close()
+
+
+def python() -> list[str]:
+    """Return the interpreter, which takes nothing in the current folder for a module of its path.
+
+    What pytest's own path has, the current folder where that is so, is in `bench_environment`.
+    """
+    return [sys.executable, "-P"] if sys.version_info >= (3, 11) else [sys.executable]
 
 
 def bench_environment(changes: Mapping[str, str | None]) -> dict[str, str]:

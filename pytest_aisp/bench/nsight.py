@@ -11,14 +11,13 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..results import messages
 from ..results.messages import Task
-from .client import LONGER, bench_environment, how_it_ended, last_lines
+from .client import LONGER, bench_environment, how_it_ended, last_lines, python
 from .profiler import range_name
 
 SLOWER = 20.0
@@ -126,7 +125,7 @@ def _options(name: str, role: str, report: Path) -> list[str]:
 
 
 def _program(given: Path) -> list[str]:
-    return [sys.executable, "-m", "pytest_aisp.bench.solo", str(given)]
+    return [*python(), "-m", "pytest_aisp.bench.solo", str(given)]
 
 
 def _script(command: Sequence[str], environment: Mapping[str, str | None]) -> str:

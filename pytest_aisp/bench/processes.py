@@ -19,7 +19,6 @@ from ..results.timing import Budget, Samples
 
 BLOCKS = 5
 SAMPLE_SECONDS = 0.05
-PROCESS_SECONDS = 120.0
 
 
 class ProcessFailed(RuntimeError):
@@ -132,7 +131,7 @@ def _fresh(task: Task, environment: Mapping[str, str | None], name: str) -> Mapp
 
     bench = BenchProcess(environment)
     try:
-        reply = bench.ask(task, PROCESS_SECONDS, lambda text: None)
+        reply = bench.ask(task, task.limit, lambda text: None)
     finally:
         bench.close()
     if reply.error is not None:

@@ -17,11 +17,13 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import IO, Any
 
 from ..pages.sources import PACKAGE
 from ..results import messages
 from ..results.messages import Reply, Task
+
+MARKS = "a side cannot skip, its case can: Variant(side, marks=[pytest.mark.skipif(...)])"
 
 
 def main(read_fd: int, write_fd: int) -> None:
@@ -29,6 +31,7 @@ def main(read_fd: int, write_fd: int) -> None:
     die_with_parent()
     faulthandler.enable()  # a side that crashes shows its line
     with os.fdopen(read_fd, "rb") as tasks, os.fdopen(write_fd, "wb", buffering=0) as replies:
+        keep_from_children(tasks, replies)
         server = Server(lambda text: replies.write(messages.encode({"progress": text})))
         import torch  # noqa: F401 - slow: the time limit of the first request starts after it
 
@@ -40,6 +43,13 @@ def main(read_fd: int, write_fd: int) -> None:
             if task.kind == "stop":
                 return
             replies.write(encoded(server.answer(task)))
+
+
+def keep_from_children(*pipes: IO[bytes]) -> None:
+    """Close `pipes` in every child: one that outlives this process must not hold them open."""
+    for pipe in pipes:
+        os.set_inheritable(pipe.fileno(), False)
+        os.register_at_fork(after_in_child=pipe.close)
 
 
 def encoded(reply: Reply) -> bytes:
@@ -71,11 +81,18 @@ class Server:
         """Return the reply to `task`; an exception becomes an error reply."""
         self._doing = task.kind
         try:
-            result = getattr(self.engine, task.kind)(task)
-            return Reply(result=result, exhausted=self.engine.kept.exhausted)
-        except Exception as error:
+            reply = Reply(result=getattr(self.engine, task.kind)(task))
+        except _answerable() as error:
             reply = _error_reply(error, self._doing)
-            return replace(reply, error="fault") if _has_lost_gpu(error) else reply
+            if _has_lost_gpu(error):
+                reply = replace(reply, error="fault")
+        return replace(reply, exhausted=self._exhausted)
+
+    @property
+    def _exhausted(self) -> bool:
+        from . import windows
+
+        return self.engine.kept.exhausted or bool(windows.abandoned)
 
 
 class InProcess:
@@ -87,13 +104,19 @@ class InProcess:
     def ask(self, task: Task, seconds: float, progress: Callable[[str], None]) -> Reply:
         """Return the reply to `task`; no time limit holds here."""
         self._server.tell = progress
-        return self._server.answer(task)
+        return self._server.answer(replace(task, limit=seconds))
 
     def close(self) -> None:
         """Nothing to release."""
 
 
-def _error_reply(error: Exception, doing: str) -> Reply:
+def _answerable() -> tuple[type[BaseException], ...]:
+    """Return what a task may raise and end in a reply: what `pytest.skip` raises, too."""
+    pytests = sys.modules.get("_pytest.outcomes")  # if a page has imported it
+    return (Exception,) if pytests is None else (Exception, pytests.OutcomeException)
+
+
+def _error_reply(error: BaseException, doing: str) -> Reply:
     from ..common import trees
     from ..kernels import assembly
     from ..proof import controls, numerics, sides, witness, workbench
@@ -118,6 +141,8 @@ def _error_reply(error: Exception, doing: str) -> Reply:
         ),
         ("disturbed", (timing.Disturbed, witness.Traced)),
     )
+    if not isinstance(error, Exception) and type(error).__name__ == "Skipped":
+        return Reply(error="page", message=f"{_first_line(error)}, during: {doing}\n{MARKS}")
     if isinstance(error, processes.ProcessFailed):
         return Reply(error=error.reply.error, message=str(error), trace=error.reply.trace)
     for name, types in kinds:
@@ -165,7 +190,7 @@ def _first_line(error: BaseException) -> str:
     return said if cause is None else f"{said} ({type(cause).__name__}: {_first_line(cause)})"
 
 
-def _page_lines(error: Exception) -> str:
+def _page_lines(error: BaseException) -> str:
     """Return the traceback without our own lines, which are of no use to the page's author."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = (PACKAGE, "<string>")

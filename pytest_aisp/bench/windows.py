@@ -186,6 +186,7 @@ def capture(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
     Raises:
         Uncapturable: when CUDA refuses, with its first line.
+        torch.OutOfMemoryError: when memory does not suffice.
     """
     import torch
 
@@ -201,15 +202,14 @@ def capture(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             run()
+            graph.capture_end()
+            graph.instantiate()
+        except torch.OutOfMemoryError:  # another clock needs as much: a failure of the side's
+            _abandon(graph, pool)
+            raise
         except Exception as error:
             _abandon(graph, pool)
             raise Uncapturable(str(error) or type(error).__name__) from error
-        try:
-            graph.capture_end()
-            graph.instantiate()
-        except RuntimeError as error:
-            _abandon(graph, pool)
-            raise Uncapturable(str(error)) from error
     torch.cuda.current_stream().wait_stream(stream)
     return graph
 
@@ -238,6 +238,8 @@ def _refuse_waiting(run: Callable[[], Any]) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         run()
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise Uncapturable(str(error)) from error
     finally:

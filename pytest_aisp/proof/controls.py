@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .fits import compare_all
+from .fits import compare_all, scatter
 from .numerics import Leaf, Rule
 
 if TYPE_CHECKING:
     import torch
 
 APPLIES = 4.0
+NOISE = 3.0
+"""The noise control in allowed deviations, for an output of many elements."""
 KINDS = {"noise": "noise", "zeros": "structure", "rolled": "structure", "swapped": "structure"}
 KINDS |= {"reversed": "structure", "dropped": "structure", "stale": "freshness"}
 
@@ -93,21 +95,28 @@ def _wrong_answers(expected: Sequence[Leaf]) -> Iterator[tuple[str, list[torch.T
     def each(change: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
         return [change(leaf.value) for leaf in expected]
 
-    yield "noise", [_noisy(leaf) for leaf in expected]
+    most = max(leaf.value.numel() for leaf in expected)
+    yield "noise", [_noisy(leaf, most) for leaf in expected]
     yield "zeros", each(torch.zeros_like)
     yield "rolled", each(lambda v: v.roll(1, _longest(v)) if v.dim() else v)
     yield "swapped", each(_swap_halves)
     yield "reversed", each(lambda v: v.flip(_longest(v)) if v.dim() else v)
 
 
-def _noisy(leaf: Leaf) -> torch.Tensor:
+def _noisy(leaf: Leaf, most: int) -> torch.Tensor:
+    """Return the expected values with noise: 2.4 bounds in outputs of `most` elements.
+
+    An rms of few elements may scatter, so it takes more to break its bound. Beside larger outputs
+    a smaller one gets no more: a page's own tolerance for all of them would seem too loose by it.
+    """
     import torch
 
     if leaf.sigma is None:  # integers and decisions: one off
         return ~leaf.value if leaf.value.dtype == torch.bool else leaf.value + 1
     generator = torch.Generator(device=leaf.value.device).manual_seed(7)
     draws = torch.empty_like(leaf.value).uniform_(-1, 1, generator=generator)
-    return leaf.value + 3 * leaf.sigma * draws.sign()
+    few = scatter(most) if draws.numel() == most else 0.0
+    return leaf.value + NOISE * (1 + few) * leaf.sigma * draws.sign()
 
 
 def _longest(value: torch.Tensor) -> int:

@@ -18,6 +18,11 @@ SMALL = 1 << 18
 """Outputs of up to this many elements are compared together: a launch costs more than they do."""
 
 
+def scatter(count: int) -> float:
+    """Return how far an rms of `count` elements scatters by chance: three standard deviations."""
+    return 3 / math.sqrt(2 * count) if count else 0.0
+
+
 @dataclass(frozen=True)
 class Fit:
     """How far one output lies from what was expected, in allowed standard deviations."""
@@ -36,8 +41,8 @@ class Fit:
 
     @property
     def scatter(self) -> float:
-        """Relative scatter of `rms` by chance: three standard deviations at `count` elements."""
-        return 3 / math.sqrt(2 * self.count) if self.count else 0.0
+        """Relative scatter of `rms` by chance."""
+        return scatter(self.count)
 
     @property
     def score(self) -> float:

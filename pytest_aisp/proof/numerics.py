@@ -211,7 +211,9 @@ def _accumulation(
 
 
 def as_leaves(outputs: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return the outputs as tensors; Python numbers become float32 or int64 scalars.
+    """Return the outputs as real tensors; Python numbers become float32 or int64 scalars.
+
+    A complex tensor becomes its real and imaginary parts, and its path says so.
 
     Raises:
         trees.TreeError: for a leaf that cannot be compared.
@@ -226,5 +228,8 @@ def as_leaves(outputs: Any) -> list[tuple[str, torch.Tensor]]:
             leaf = torch.tensor(leaf, dtype=torch.float32)
         if not isinstance(leaf, torch.Tensor):
             raise trees.TreeError(f"{path} is a {type(leaf).__name__}, not a tensor or a number")
-        found.append((path, leaf.detach()))
+        leaf = leaf.detach()
+        if leaf.is_complex():
+            path, leaf = f"view_as_real({path})", torch.view_as_real(leaf.resolve_conj())
+        found.append((path, leaf))
     return found

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..pages.pair import Precision
-from .controls import CannotTell, Control, run_controls
+from .controls import CannotTell, Control, TooLoose, run_controls
 from .numerics import Rule
 from .oracle import Oracle
 from .workbench import STEPS, VALUE_SETS, Workbench
 
 DRAWS = 5
-"""Draws of a page's values of which most decide that its inputs cannot tell."""
+"""Draws of a page's values of which most decide whether it can tell right from wrong."""
 APART = 0x10001
 """How far apart the seeds of two draws lie."""
 
@@ -26,8 +26,8 @@ def check_tolerance(
     """Apply the controls at each precision that a side declares; return those at the last.
 
     Raises:
-        TooLoose: when the rule accepts a control that applies.
-        CannotTell: when in most draws of the inputs no control of a kind applies.
+        TooLoose, CannotTell: what the first draw of the inputs says, when most complain: the rule
+            accepts a control that applies, or no control of a kind applies.
     """
     seen: list[Control] = []
     for precision in dict.fromkeys(precisions):
@@ -39,23 +39,24 @@ def check_tolerance(
 
 
 def _by_most_draws(oracle: Oracle, precision: Precision | None, rule: Rule) -> list[Control]:
-    """Apply the controls to the values at hand; where those cannot tell, most draws decide."""
+    """Apply the controls to the values at hand; where those complain, most draws decide."""
+    first: CannotTell | TooLoose
     try:
         return _apply(oracle, precision, rule)
-    except CannotTell as error:
+    except (CannotTell, TooLoose) as error:
         first = error
     told: list[list[Control]] = []
     short = 1
     for draw in range(1, DRAWS):
         try:
             told.append(_apply(_drawn(oracle, draw), precision, rule))
-        except CannotTell:
+        except (CannotTell, TooLoose):
             short += 1
         if len(told) > DRAWS // 2:
             return told[0]
         if short > DRAWS // 2:
             break
-    raise CannotTell(f"{first} ({short} of {short + len(told)} draws of the values say so)")
+    raise type(first)(f"{first} ({short} of {short + len(told)} draws of the values say so)")
 
 
 def _drawn(oracle: Oracle, draw: int) -> Oracle:

@@ -50,6 +50,7 @@ class Task:
         profile: for `profile`, the folder that torch's profiler fills; with `side` instead, the
             role of the one side that runs for a profiler around its process.
         sweep: for `collectives`, `ops` and `sizes` in bytes.
+        limit: seconds of silence allowed, also to the fresh process of a process side.
         search: whether strategies among the check sizes are searched.
         without: protections switched off; the exploits' tests prove each that way, nothing else.
     """
@@ -82,6 +83,7 @@ class Task:
     archs: tuple[str, ...] = ()
     profile: str = ""
     sweep: Mapping[str, Any] = field(default_factory=dict)
+    limit: float = 120.0
     search: bool = False
     without: tuple[str, ...] = ()
 
@@ -98,6 +100,7 @@ class Task:
             "reproducible",
             "past",
             "keep",
+            "limit",
         }
         return json.dumps({k: v for k, v in what.items() if k not in where}, sort_keys=True)
 

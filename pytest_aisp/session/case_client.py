@@ -282,7 +282,7 @@ class CaseClient:
 
     def _asked_facts(self, bench: Bench) -> dict[str, Any]:
         task = self.task("facts", seed=0)
-        reply = bench.ask(task, START_SECONDS, self.run.progress)
+        reply = bench.ask(task, START_SECONDS + self.timeout, self.run.progress)
         if reply.error is not None:
             self._fail(reply, task.seed)
         return dict(reply.result)
