@@ -41,7 +41,7 @@ PLAIN = {m for m in MODULES if room_of(m) in ("results", "report")} | words(
 """Modules of data and arithmetic."""
 WITH_PYTEST = words(
     "plugin pages.marks session.fixtures session.under_test session.options session.combinations"
-) | words("session.catalogue session.reading session.sessions session.stash")
+) | words("session.benchmarks session.catalogue session.reading session.sessions session.stash")
 GLUE = {m for m in MODULES if room_of(m) in ("session", "commands", "tools", "loop", "")} | {
     "pages.marks"
 }
