@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from pytest_aisp.results import runs
-from pytest_aisp.results.messages import Task
+from pytest_aisp.results.messages import Reply, Task
 
 GIT = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
 SLOWER = {"added": 2e-5, "doubled": 1e-5, "doubled@old": 0.98e-5, "added@old": 2e-5}
@@ -353,18 +353,25 @@ def test_doubling(pair):
 
 
 def test_each_process_of_an_old_side_has_the_old_page(pytester, monkeypatch):
-    from pytest_aisp.bench import processes
+    from pytest_aisp.bench import client
     from pytest_aisp.bench.engine import Engine
 
-    def here(task, environment, name):
-        found = Engine().sample(task)
-        page = sys.modules[task.past["module"] if task.versus == "old" else task.module]
-        asked.append(set(page.AGES))
-        page.AGES.clear()
-        return found
+    class Here:
+        def __init__(self, environment):
+            pass
+
+        def ask(self, task, seconds, progress):
+            found = Engine().sample(task)
+            page = sys.modules[task.past["module"] if task.versus == "old" else task.module]
+            asked.append(set(page.AGES))
+            page.AGES.clear()
+            return Reply(result=found)
+
+        def close(self):
+            pass
 
     asked: list[set[str]] = []
-    monkeypatch.setattr(processes, "_fresh", here)
+    monkeypatch.setattr(client, "BenchProcess", Here)
     today, old = pytester.mkdir("today"), pytester.mkdir("old")
     (today / "aged_test.py").write_text(PROCESSES.replace('"then"', '"now"'))
     (old / "aged_test.py").write_text(PROCESSES)

@@ -351,10 +351,9 @@ def test_without_a_disassembler_the_row_says_that_nothing_was_looked_for(monkeyp
 def test_what_was_not_looked_for_is_said_without_v():
     note = "NOT LOOKED FOR: tma: there is no nvdisasm here: pip install nvidia-cuda-nvdisasm"
     row = Row("id", "f", "k", "p", "t", "v", {}, "dram", verdict="compiled", notes=[note, "other"])
-    settings = SimpleNamespace(stamped=None, check=True)
-    recorder = SimpleNamespace(
-        changes=[], errors=[], crashes=[], canaries=[], settings=settings, why_invalid=list
-    )
+    settings = SimpleNamespace(stamped=None, check=False)
+    told = {name: [] for name in ("changes", "kept", "errors", "crashes", "canaries")}
+    recorder = SimpleNamespace(left="", settings=settings, why_invalid=list, **told)
     assert report._closing(recorder, [row, row]) == [note]
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from benches import wait_for
 
 from pytest_aisp.bench import leases
 from pytest_aisp.common import device
@@ -164,7 +165,7 @@ def test_a_bench_process_is_known_by_its_command_and_by_its_leases(tmp_path, mon
     monkeypatch.setenv("AISP_LEASES", str(tmp_path))
     command = [sys.executable, "-c", "input()", "pytest_aisp.bench"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as other:
-        assert device._is_bench(other.pid)
+        wait_for(lambda: device._is_bench(other.pid))  # it may not have begun yet
         monkeypatch.setenv("AISP_LEASES", str(tmp_path / "elsewhere"))
         assert not device._is_bench(other.pid), "nobody takes turns with it"
         monkeypatch.delenv("AISP_LEASES")

@@ -123,7 +123,7 @@ def test_goals_without_a_time_are_stored_held_and_added_to(page, judged, pyteste
         page(body=body, name=f"{name}_test.py")
     record = "--aisp-update-expectations", "--aisp-processes=1"
     run, cases, verdicts = judged(240, 700, *record)
-    assert verdicts == dict.fromkeys(ASKS, "new")
+    assert verdicts == dict.fromkeys(ASKS, "new") | {"broken": "fail"}
     key = "_test.py::test_doubling[[]doubled-n1001[]]"
     memory, reserved = "memory 600 MiB / 240 MiB", "reserved 700 MiB / 240 MiB"
     run.stdout.fnmatch_lines(

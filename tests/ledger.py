@@ -754,7 +754,7 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         Item(
             "Metrics of its own",
             tests="peaks_test.py::test_share_and_plausibility"
-            " peaks_test.py::test_an_unknown_type_is_an_error_that_names_the_legal_ones",
+            " declaration_test.py::test_work_that_nobody_can_do_is_refused",
             why="the speedup is computed in one place from windows that the plugin timed",
         ),
         Item("Test data that leaked", exploits="knows_the_seed scans_inputs gc_scan"),

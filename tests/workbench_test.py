@@ -90,7 +90,7 @@ def test_the_unseen_values_do_not_exist_before_the_last_rewrite():
 def test_free_memory_is_left_full_of_nan(monkeypatch):
     poisoned = []
     monkeypatch.setattr(trees, "poison", lambda tree, real=trees.poison: poisoned.append(tree))
-    check._poison_free_memory((torch.zeros(3), torch.zeros(2, dtype=torch.int64)), "cpu")
+    check._poison_free_memory((torch.zeros(3), torch.zeros(2, dtype=torch.int64)))
     monkeypatch.undo()
     trees.poison(poisoned)
     floats, integers = poisoned[0][:2], poisoned[0][2:]

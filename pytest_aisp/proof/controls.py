@@ -95,7 +95,7 @@ def _wrong_answers(expected: Sequence[Leaf]) -> Iterator[tuple[str, list[torch.T
     def each(change: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
         return [change(leaf.value) for leaf in expected]
 
-    most = max(leaf.value.numel() for leaf in expected)
+    most = max((leaf.value.numel() for leaf in expected), default=0)
     yield "noise", [_noisy(leaf, most) for leaf in expected]
     yield "zeros", each(torch.zeros_like)
     yield "rolled", each(lambda v: v.roll(1, _longest(v)) if v.dim() else v)
