@@ -50,7 +50,9 @@ WHEN_OF = {  # by test file: what its tests are about; the exploits say it thems
     **dict.fromkeys(("cuda_bout_test", "housekeeping_test"), "timed"),
     **dict.fromkeys(("cold_test", "device_test", "kernels_test", "untrusted_test"), "timed"),
     **dict.fromkeys(("cuda_bout_test", "nodes_test", "trial_test"), "timed"),
-    **dict.fromkeys(("canary_test", "decision_test", "modes_test", "peaks_test"), "judged"),
+    **dict.fromkeys(
+        ("canary_test", "decision_test", "declaration_test", "modes_test", "peaks_test"), "judged"
+    ),
     **dict.fromkeys(("ranks_test",), "timed"),
     "remarks_test": "judged",
     **dict.fromkeys(("cuda_faults_test", "faults_test", "session_test", "terminal_test"), "run"),
