@@ -166,7 +166,8 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     makers = [lambda p=parts: tensor_parallel(3584, p) for parts in (4, 8, 16)]
-    makers += [lambda: tensor_parallel(8192, 16), overlapped]
+    makers += [lambda i=inner: tensor_parallel(i, 16) for inner in (4096, 5120, 8192)]
+    makers += [overlapped]
     lines = [HEADS, ("---",) * len(HEADS), *(tuple(row(make())) for make in makers)]
     if dist.get_rank() == 0:
         print("\n".join(f"| {' | '.join(cells)} |" for cells in lines))

@@ -74,7 +74,7 @@ class CaseRun(CaseClient):
         if self.run.settings.untrusted:
             run_apart(self, first)
         if self.run.settings.update is not None:
-            self._record(first)
+            self._record()
         if self.run.settings.aa:
             self._repeat(first)
 
@@ -220,12 +220,15 @@ class CaseRun(CaseClient):
         calls = f"pays after {seconds / gain:.3g} calls" if gain > 0 else "never pays"
         return f"preparing {name} took {duration(seconds)}: {calls}"
 
-    def _record(self, first: Mapping[str, Any]) -> None:
-        """Measure the case in every recording process and have it stored."""
+    def _record(self) -> None:
+        """Measure the case in every recording process and have it stored.
+
+        Votes are processes too: without them a value that they did not confirm would stand alone.
+        """
         run, row = self.run, self.row
         count = 1 if self.row.clock == "process" else run.settings.processes
-        timed = [first]
-        for number in range(1, count):
+        timed = list(row.timings)
+        for number in range(len(timed), count):
             run.progress(f"record {number + 1}/{count}")
             timed.append(self.timed(100 + number, self.bench(number)))
         values = [float(t["value"]) for t in timed]

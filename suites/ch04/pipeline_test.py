@@ -18,8 +18,8 @@ Bound      Tensor cores, and the bubble, in which a rank has nothing to do. A mi
            128 MiB from each rank takes 0.4 ms on two and 1.1 on four: 11.4 ms against 10.3, 1.11
            times, and 25.3 against 22.0, 1.15 times. A microbatch costs the host some 0.3 ms of
            Python a block, whose products take 1.1.
-Seen       Two H200s: gpipe 13.3 ms, one_forward_one_backward the same (0.99x) in 512 MiB instead of
-           736. interleaved loses: 0.96x. A schedule waits for each transfer that it begins, some
+Seen       Two H200s: gpipe 13.1 ms, one_forward_one_backward the same (1.00x) in 640 MiB instead of
+           864. interleaved loses: 0.96x. A schedule waits for each transfer that it begins, some
            0.12 ms, and interleaving has 16 more of them: 1.9 ms, where the bubble that it saves is
            1.1 ms long. It wants microbatches that compute for longer than these.
 """

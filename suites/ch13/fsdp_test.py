@@ -123,7 +123,7 @@ def fsdp(state, x, dy):
     work=lambda layers, width, world: Work(
         flops={"fp32": 6 * BATCH * layers * width**2},
         wire=2 * (world - 1) / world * 4 * layers * width**2,
-        terms=BATCH,
+        terms=max(width, BATCH),  # forward adds over the width, backward over the batch too
         roundings=2 * layers + 4,
     ),
     bound="host",
