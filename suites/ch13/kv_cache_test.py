@@ -131,17 +131,29 @@ def paged(tokens, cache, to_heads):
     # Sequences take their next page in turn, so that one's pages are no neighbours.
     numbers = torch.arange(pages * batch, dtype=torch.int32, device=cache.device)
     table = numbers.view(pages, batch).T.contiguous()
+    ahead = torch.arange(length, length + len(tokens), device=cache.device)
+    slots = iter((table[:, ahead // PAGE] * PAGE + ahead % PAGE).T)  # of each step's tokens
     for page, part in zip(table.T, cache.split(PAGE, dim=2), strict=False):
         pool[:, page, : part.shape[2]] = part
 
     def attend(query, entry):
         nonlocal length
-        pool[:, table[:, length // PAGE], length % PAGE] = entry
+        pool.flatten(1, 2).index_copy_(1, next(slots), entry)
         length += 1
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         scale, offset = WIDTH**-0.5, pool[0].numel()
         paged_attention_kernel[heads, batch](
-            query.contiguous(), pool, table, out, scale, length, pages, offset, WIDTH, PAGE
+            query.contiguous(),
+            pool,
+            table,
+            out,
+            scale,
+            length,
+            pages,
+            offset,
+            WIDTH,
+            PAGE,
+            num_warps=2,  # with more each page's sums wait for one another
         )
         return out
 

@@ -34,7 +34,7 @@ GROUP = 128
 
 CONFIGS = [
     triton.Config({"N": n}, num_warps=warps, num_stages=stages)
-    for n, warps, stages in ((32, 4, 4), (64, 4, 5))
+    for n, warps, stages in ((32, 4, 3), (64, 4, 5), (64, 2, 3))
 ]
 tuned = triton.autotune(CONFIGS, key=["rows", "n", "k", "BITS"])
 
