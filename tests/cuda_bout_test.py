@@ -247,6 +247,17 @@ def test_an_l2_that_keeps_its_lines_is_no_cold_one(gpu):
         assert "l2_cycles" not in bout.check_times()
 
 
+def test_a_long_call_runs_on_two_slots_and_needs_no_cold_l2(gpu, monkeypatch):
+    monkeypatch.setattr(cuda.CudaBout, "_estimates", lambda self, windows: [0.014, 1e-4])
+    bout = bout_of(bench_of())
+    long, short = (window.counted for window in bout.windows)
+    assert (long, short % 4) == (2, 0)
+    assert short == pytest.approx(280, abs=4), "both windows last alike"
+    monkeypatch.setattr(cold, "measure", lambda window, read: cold.Latency(270.0, 270.0))
+    with pytest.raises(SideError, match="doubled: the L2 is not cold"):
+        bout.check_times()
+
+
 @pytest.mark.parametrize("changes", [{"l2": "warm"}, {"bound": "pcie"}])
 def test_where_nothing_need_be_cold_nothing_is_asked(gpu, changes):
     gpu.latency.clear()

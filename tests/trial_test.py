@@ -63,6 +63,14 @@ def test_every_lap_has_as_many_blocks_as_the_first(built):
     assert sorted(result["firsts"]).index(1) == len(result["firsts"]) / 2
 
 
+def test_the_outputs_of_slots_that_were_called_are_compared(built, monkeypatch):
+    monkeypatch.setattr(Trial, "_slot_count", lambda self: 4)
+    compared = timed()["outputs_checked"]
+    monkeypatch.setattr(host, "calls_for", lambda seconds, window, slots: 2)
+    monkeypatch.setattr(host, "calls_to_plant", lambda calls, slots, planted: calls)
+    assert compared - timed()["outputs_checked"] == 4 * 2 * 2, "laps, sides, slots not called"
+
+
 @pytest.mark.parametrize(("replicate", "asked"), [(0, 1), (1, 0), (1000, 0)])
 def test_memory_is_asked_for_once_and_after_the_windows(built, monkeypatch, replicate, asked):
     said = []

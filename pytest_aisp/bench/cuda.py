@@ -18,7 +18,7 @@ from ..guard import housekeeping
 from ..proof.sides import SideError, Subject
 from ..proof.workbench import Workbench
 from ..results import timing
-from ..results.timing import Budget, calls_for, calls_to_plant
+from ..results.timing import Budget, calls_a_round, calls_for, calls_to_plant
 from . import cold, nodes
 from .clocks import STRETCH, contradiction
 from .kernels import launched
@@ -129,10 +129,11 @@ class CudaBout:
         for _ in range(SIZINGS):
             # A few calls overstate a short one by the launch of their graph: size, time, size
             # again.
-            window = max(least, *(t * slots for t in seconds))
+            rounds = [calls_a_round(t, slots) for t in seconds]
+            window = max(least, *(t * n for t, n in zip(seconds, rounds, strict=True)))
             counts = [
-                calls_to_plant(calls_for(t, window, slots), slots, max(self._planted))
-                for t in seconds
+                calls_to_plant(calls_for(t, window, slots), n, max(self._planted))
+                for t, n in zip(seconds, rounds, strict=True)
             ]
             if self.bench.pair.state is not None:
                 counts = [min(count, timing.MOST_STEPS) for count in counts]
@@ -205,7 +206,7 @@ class CudaBout:
         for window in self.windows:
             name, latency = window.subject.name, cold.measure(window, read)
             found[name] = list(latency)
-            if not latency.cold:
+            if not latency.cold and window.counted >= len(self.bench.slots):
                 raise SideError(
                     f"{name}: the L2 is not cold: a load takes {latency.warm:.0f} cycles when its"
                     f" line was just read, and {latency.after:.0f} after a round of calls;"

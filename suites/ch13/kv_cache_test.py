@@ -133,8 +133,11 @@ def paged(tokens, cache, to_heads):
     table = numbers.view(pages, batch).T.contiguous()
     ahead = torch.arange(length, length + len(tokens), device=cache.device)
     slots = iter((table[:, ahead // PAGE] * PAGE + ahead % PAGE).T)  # of each step's tokens
-    for page, part in zip(table.T, cache.split(PAGE, dim=2), strict=False):
-        pool[:, page, : part.shape[2]] = part
+    full, rest = divmod(length, PAGE)
+    whole, last = cache.split([full * PAGE, rest], dim=2)
+    whole = whole.unflatten(2, (full, PAGE)).flatten(1, 2)
+    pool.index_copy_(1, table[:, :full].flatten().long(), whole)
+    pool[:, table[:, full], :rest] = last
 
     def attend(query, entry):
         nonlocal length

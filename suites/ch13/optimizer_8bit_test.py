@@ -33,7 +33,7 @@ from pytest_aisp import Variant, Work, compare
 # models. Decay is left out: of parameters this small it moves nothing.
 LR, BETAS, EPS = 2**-8, (1 - 2**-3, 1 - 2**-4), 1e-8
 GROUP, GROUPS = 256, 16  # a scale's, and how many a program updates
-STEPS_AN_OCTAVE = 16  # of the second moment's root; a sign takes half of the first's
+STEPS_AN_OCTAVE = 10  # of the second moment's root; a sign takes half of the first's
 
 
 def state(device, n):
