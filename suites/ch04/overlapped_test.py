@@ -28,7 +28,8 @@ Seen       Two H200s: after_backward 4.78 ms, per_layer 1.35x, bucketed 1.27x. O
            are hidden; forward and backward take 3.0 ms instead of 2.5 meanwhile. As called it
            loses, at 6.8 ms: six launches a layer are the host's. As called bucketed wins (4.1 ms
            against 4.8): its four messages cost the host less than sixteen. DDP cannot be captured,
-           and is 1.0 to 1.1 times as fast as called.
+           and is 1.0 to 1.1 times as fast as called. In ranks that had served other pages bucketed
+           was once seen at 4.5 ms; fresh ranks did not confirm it.
 """
 
 import functools

@@ -18,7 +18,7 @@ Bound      The allocator's rules, followed by hand for these requests: 544 MiB a
            (0.04 of the baseline's), 1620 (0.54) and 5950 (1.96, worse). Of the driver's pool no
            rules are published.
 Seen       An H200: segments leaves 2.4 GiB unused, expandable 0.02 of that, rounded 0.52,
-           stream_ordered 0.10, capped 2.43: in the order that the rules predict.
+           stream_ordered 0.14, capped 2.43: in the order that the rules predict.
 """
 
 import torch

@@ -13,10 +13,11 @@ Bound      Tensor cores: 69 GFLOP, 0.092 ms at 750 TFLOP/s. Those of Hopper read
            fast, so that the layouts are neutral to each other: nn 1.0. The copy moves 67 MB, 0.016
            ms at 4.24 TB/s, or three times as long if its kernel transposes without shared memory:
            tt and tn 1.2 to 1.5 times.
-Seen       An H200: tt 2.33x, tn 2.29x, as the copy takes 0.12 ms: it transposes without shared
-           memory, worse than three times as long. Products take 0.093 ms in either layout. For odd
-           sizes cuBLAS may split k and add the parts in bf16 (`allow_bf16_reduced_precision_
-           reduction`, torch's default): one result is rounded twice, which the page accepts.
+Seen       An H200: nn 1.00x; tt 2.33x, tn 2.29x, as the copy takes 0.12 ms: it transposes without
+           shared memory, worse than three times as long. Products take 0.093 ms in either layout.
+           For odd sizes cuBLAS may split k and add the parts in bf16 (`allow_bf16_reduced_
+           precision_reduction`, torch's default): one result is rounded twice, which the page
+           accepts.
 """
 
 from types import SimpleNamespace

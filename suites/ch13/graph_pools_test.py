@@ -10,8 +10,8 @@ Optimized  shared: all are captured into one pool, the largest first. A graph's 
 Bound      Memory. A layer holds silu(gate), up and their product, 3 x 5440 columns of bf16 at its
            most beside rows of width 2048 in and out: 41 KB a token, 0.33 GB for 8192. Apart, 1/8 +
            2/8 + ... + 8/8 = 4.5 times that, and 0.15 GB of outputs, 1.65 GB; shared once and the
-           outputs, 0.48 GB: 0.29. Time is none of this page's: both replay the same kernels. No GPU
-           has measured this page yet.
+           outputs, 0.48 GB: 0.29. Time is none of this page's: both replay the same kernels.
+Seen       An H200: 1.5 GiB taken from it, and 422 MiB: 0.27.
 """
 
 import torch

@@ -22,8 +22,8 @@ Bound      eager: DRAM. A score is written by the product in bf16 (2 bytes), mas
            twice 2.1 of bf16, the others 17 MB of output.
 Seen       An H200: 13.7 ms eager, more passes than counted and a mask made in each call; flash
            11.6x (1.18 ms, 233 TFLOP/s: PyTorch's own is FlashAttention-2, in Ampere's
-           instructions), cuDNN 24.6x (0.56 ms, 490 TFLOP/s), flex 16.8x; two heads of 32768
-           tokens 11.2x, 24.8x, 16.9x. Memory 12.2 GiB against 17 MiB.
+           instructions), cuDNN 24.6x (0.56 ms, 490 TFLOP/s), flex 16.8x; one head of 32768
+           tokens 11.9x, 24.3x, 15.4x. Memory 12.2 GiB against 17 MiB, 13.0 GiB against 9.
 """
 
 import functools

@@ -16,13 +16,15 @@ Bound      Launch, 5 us each. Forward and backward of an expert are some 50 laun
            experts looped makes 1700, 8.5 ms, and 32 waits of 10 us; sliced 540, 2.7 ms, 3.2 times;
            grouped 180, 0.9 ms, 10 times. The GPU's part is far below: 138 GFLOP take 0.18 ms at 750
            TFLOP/s, the experts' 100 MB, read twice and their gradients written, 0.07 ms.
-           No GPU has measured this page yet.
+Seen       An H200: looped 32 ms, sliced 2.3x to 2.4x, grouped 6.8x to 7.4x: the order of the
+           prediction, but what is launched costs 19 us each, of which a launch is 7 in that virtual
+           machine and the rest Python and autograd.
 """
 
 import torch
 from torch.nn import functional as F
 
-from pytest_aisp import Work, compare
+from pytest_aisp import Variant, Work, compare
 
 HEAD, CHOSEN = 128, 4
 
@@ -194,7 +196,10 @@ def work(batch, tokens, width, experts, hidden):
 
 @compare(
     baseline=looped,
-    optimized=[sliced, grouped],
+    optimized=[
+        Variant(sliced, at_least={"sm90": 1.7}),
+        Variant(grouped, at_least={"sm90": 5.0}),
+    ],
     state=state,
     inputs=inputs,
     reference=reference,

@@ -15,9 +15,12 @@ Bound      DRAM: 28 / 16.06 bytes = 1.74x; 2^27 parameters take 0.89 ms against 
            ms at one an issue slot. Memory is the point: 0.27 GB of moments against 1.07, 0.254. The
            accepted error is that of int8 (docs/checking.md), 2^-6 a rounding, two roundings a step:
            after 3 steps sqrt(4 * 3 / 3) * 2^-6 = 3.1 % of what moves a parameter. A code is off by
-           up to half a step of 9.1 % and 4.4 %, 2.6 % and 1.3 % rms, the first update by nothing
-           and a third by what both earlier ones left: on a CPU the parameters are then off by 0.56
-           of what is accepted, after 16 steps by 0.43. No GPU has measured this page yet.
+           up to half a step of 15 % and 7 %, 4 % and 2 % rms, the first update by nothing and a
+           third by what both earlier ones left: on a CPU the parameters are then off by 0.67 of
+           what is accepted.
+Seen       An H200: 1.98x, 1.08 ms against 0.54, as the library's kernel moves 3.5 TB/s; memory
+           0.254. Codes then covered 16 octaves: of four runs one found a parameter whose two first
+           gradients both lay below, wrong by its whole update. Those of today have not been timed.
 """
 
 import math
@@ -145,7 +148,7 @@ def eight_bits(state, gradient):
 
 @compare(
     baseline=library,
-    optimized=[Variant(eight_bits, precision="int8")],
+    optimized=[Variant(eight_bits, precision="int8", at_least={"sm90": 1.6})],
     state=state,
     inputs=inputs,
     reference=reference,

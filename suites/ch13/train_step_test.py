@@ -19,14 +19,18 @@ Bound      Large, DRAM: in units of (tokens, width) of bf16, 33.6 MB at 32 x 102
            Small, launch: 4 blocks; with 2 x 128 tokens of width 256 a step is some 28 launches a
            block forward and 50 backward, 350 in all at 5 us: 1.8 ms. In a graph they take 1.5 us or
            what they compute, some 2 us: 0.7 ms, 2.5x. Kernels then compute for most of the time,
-           and for a quarter of it as called. No GPU has measured this page yet.
+           and for a quarter of it as called.
+Seen       An H200: compiled 1.53x, 6.9 ms against 4.5; regional 1.40x. captured 13x: 0.80 ms as a
+           graph, but 10.9 as called, not 1.8: 30 us an operation, of which a launch is 7 in that
+           virtual machine and the rest Python and autograd. Kernels compute for 6 % of the time as
+           called and for 86 % in the graph.
 """
 
 import functools
 
 import torch
 
-from pytest_aisp import Work, capture, compare
+from pytest_aisp import Variant, Work, capture, compare
 
 from .transformer import Block, Transformer, batch, flops_of, reference_step, training, weights_of
 
@@ -91,7 +95,10 @@ def work(layers, width, rows, length):
 
 @compare(
     baseline=eager,
-    optimized=[compiled, regional],
+    optimized=[
+        Variant(compiled, at_least={"sm90": 1.3}),
+        Variant(regional, at_least={"sm90": 1.2}),
+    ],
     state=state,
     inputs=inputs,
     reference=reference,
@@ -108,7 +115,7 @@ def test_train_step(pair):
 
 @compare(
     baseline=eager,
-    optimized=[captured],
+    optimized=[Variant(captured, at_least={"sm90": 6.0})],
     state=state,
     inputs=inputs,
     reference=reference,
@@ -120,4 +127,4 @@ def test_train_step(pair):
 def test_train_step_as_a_graph(pair):
     pair.assert_equivalent()
     pair.assert_speedup()
-    pair.assert_goodput(at_least=0.4)
+    pair.assert_goodput(at_least=0.7)
