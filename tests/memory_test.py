@@ -187,6 +187,44 @@ def test_what_was_taken_from_the_gpu_counts_from_the_first_call(monkeypatch):
 def test_the_rank_that_needs_most_counts(monkeypatch):
     bench = Bench(Allocator(monkeypatch))
     bench.workspace = 0
-    monkeypatch.setattr(peers, "_here", SimpleNamespace(most=lambda value: max(value, 200.0)))
+    rank = SimpleNamespace(most=lambda value: max(value, 200.0), world=1)
+    monkeypatch.setattr(peers, "_here", rank)
     assert memory.allocated(bench, (5, 40, 300)) == 345
     assert memory.allocated(bench, (0, 20, 100)) == 200
+
+
+class Sending(Bench):
+    """A workbench on ranks: what a side has sent is held until the next collective begins."""
+
+    sent = 0
+
+    def begin(self, device):
+        self.allocator.take(-self.sent)
+        self.sent = 0
+
+    def subject(self, side):
+        one = super().subject(side)
+        close = one.close
+
+        def closed():
+            close()
+            self.allocator.take(500)
+            self.sent += 500
+
+        def prepared(slot):
+            self.begin("cuda")  # a collective of the side's own
+            return run(slot)
+
+        run, one.run, one.close = one.run, prepared, closed
+        return one
+
+
+def test_what_a_rank_still_holds_of_the_last_side_is_not_counted_as_there(monkeypatch):
+    bench = Sending(Allocator(monkeypatch))
+    bench.workspace = 0
+    rank = SimpleNamespace(most=lambda value: value, world=2, begin=bench.begin)
+    monkeypatch.setattr(peers, "_here", rank)
+    monkeypatch.setattr(memory, "WATCHDOG", 0)
+    assert memory.allocated(bench, (5, 40, 300)) == 345
+    monkeypatch.setattr(rank, "world", 1)
+    assert memory.allocated(bench, (5, 40, 300)) == 345 - 500

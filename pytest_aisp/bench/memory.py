@@ -11,8 +11,23 @@ from ..pages.pair import Side
 from ..proof.sides import Subject
 from ..proof.workbench import Workbench, alone, one_slot
 
-WATCHDOG = 0.3
+WATCHDOG = 0.25
 """Seconds in which NCCL's watchdog has looked at all that was sent: it looks every 0.1 s."""
+
+
+def let_go() -> None:
+    """Wait for the GPU, and have ranks let go of what they sent.
+
+    NCCL's process group holds a tensor until its watchdog has seen that it was sent and the next
+    collective begins. What a side has sent last would else be on the next one's account.
+    """
+    import torch
+
+    torch.cuda.synchronize()
+    if here().world > 1:
+        time.sleep(WATCHDOG)
+        here().begin("cuda")
+        torch.cuda.synchronize()
 
 
 def peak_bytes(subject: Subject) -> int:
@@ -23,7 +38,7 @@ def peak_bytes(subject: Subject) -> int:
     """
     import torch
 
-    torch.cuda.synchronize()
+    let_go()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     subject.run(0)
@@ -68,7 +83,7 @@ def _most(bench: Workbench, side: Side) -> tuple[float, float]:
     with alone(bench, side) as subject:
         _held(subject)
 
-    _settle()
+    let_go()
     release(bench.device)
     with one_slot(bench):
         torch.cuda.synchronize()
@@ -79,21 +94,6 @@ def _most(bench: Workbench, side: Side) -> tuple[float, float]:
             return held, float(torch.cuda.memory_reserved() - began)
 
 
-def _settle() -> None:
-    """Have ranks let go of what they sent.
-
-    NCCL's process group holds a tensor until its watchdog has seen that it was sent and the next
-    collective begins. What a side has sent last would else be on the next one's account.
-    """
-    import torch
-
-    torch.cuda.synchronize()
-    if here().world > 1:
-        time.sleep(WATCHDOG)
-        here().begin("cuda")
-        torch.cuda.synchronize()
-
-
 def _held(subject: Subject) -> float:
     """Return the most bytes that a second call of `subject` holds beyond inputs and state."""
     import torch
@@ -101,7 +101,7 @@ def _held(subject: Subject) -> float:
     before = torch.cuda.memory_allocated() - subject.held
     subject.run(0)
     subject.outputs[0] = None
-    _settle()
+    let_go()
     torch.cuda.reset_peak_memory_stats()
     subject.run(0)
     torch.cuda.synchronize()

@@ -26,6 +26,7 @@ from ..proof.workbench import VALUE_SETS
 from ..results import timing
 from ..results.messages import Task
 from ..results.timing import Budget, Samples
+from .memory import let_go
 
 PYTHON_RUNS = ("host", "cpu")
 """Clocks on which a side's Python runs at every timed call."""
@@ -162,8 +163,10 @@ class Trial:
             for subject in built.values():
                 subject.close()
 
-    def _lay(self) -> None:
+    def _lay(self, looks: bool = False) -> None:
         self.bench.slots.clear()
+        if looks and self.task.device.startswith("cuda"):
+            let_go()  # what preparing keeps is counted from here on
         release(self.task.device)
         self.bench.lay_slots(self._slot_count())
 
@@ -184,7 +187,7 @@ class Trial:
             first: who is built first: where its memory lies then is worth up to 1 %.
             looks: whether to look at other clocks, the L2 and single calls afterwards.
         """
-        self._lay()
+        self._lay(looks)
         built: dict[int, Subject] = {}
         names = self._names()
         try:
