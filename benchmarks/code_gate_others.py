@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from statistics import fmean, median
 from typing import Any, Protocol
 
-from pytest_aisp.results.timing import Budget, Samples, extra_calls
+from pytest_aisp.results.sizing import extra_calls
+from pytest_aisp.results.timing import Budget, Samples
 
 CALLS = 100
 """Counted calls of a graph."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_aisp.results import runs, timing, verdict
+from pytest_aisp.results import runs, sizing, verdict
 from pytest_aisp.results.simulated import Noise, Process
 from pytest_aisp.results.timing import Budget
 from pytest_aisp.results.verdict import Reading
@@ -228,7 +228,7 @@ def test_what_is_planted_is_a_whole_number_of_calls_and_at_least_the_share():
     [(500, 2, 0.0, 500), (104, 4, 0.01, 100), (96, 19, 0.01, 95), (1, 1, 0.01, 1)],
 )
 def test_a_window_holds_as_many_calls_as_can_plant_it(calls, slots, planted, kept):
-    assert timing.calls_to_plant(calls, slots, planted) == kept
+    assert sizing.calls_to_plant(calls, slots, planted) == kept
 
 
 def test_the_share_is_one_percent_or_what_can_be_detected():

@@ -15,7 +15,8 @@ from pytest_aisp.common import trees
 from pytest_aisp.common.device import Machine
 from pytest_aisp.proof import check
 from pytest_aisp.proof.workbench import COLD_FOOTPRINT, UNSEEN, NotCold, Workbench
-from pytest_aisp.results.timing import calls_for, settle
+from pytest_aisp.results.sizing import calls_for
+from pytest_aisp.results.timing import settle
 from pytest_aisp.session.place import COMPILER
 from pytest_aisp.session.run import Run
 

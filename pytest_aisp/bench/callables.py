@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..proof.sides import Subject
-from ..results.timing import calls_for, settle
+from ..results.sizing import calls_for
+from ..results.timing import settle
 from .windows import GraphWindow, Uncapturable, host_window
 
 

@@ -18,7 +18,7 @@ from ..common.answers import part_of, size_text
 from ..common.peers import here
 from ..proof.numerics import Wrong
 from ..proof.sides import Subject
-from ..results.timing import calls_for
+from ..results.sizing import calls_for
 from .windows import WINDOW, GraphWindow, Uncapturable, host_window, on_all_ranks
 
 if TYPE_CHECKING:

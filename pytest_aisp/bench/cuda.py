@@ -18,7 +18,8 @@ from ..guard import housekeeping
 from ..proof.sides import SideError, Subject
 from ..proof.workbench import Workbench
 from ..results import timing
-from ..results.timing import Budget, calls_a_round, calls_for, calls_to_plant
+from ..results.sizing import calls_a_round, calls_for, calls_to_plant, extra_calls
+from ..results.timing import Budget
 from . import cold, nodes
 from .clocks import STRETCH, contradiction
 from .kernels import launched
@@ -144,7 +145,7 @@ class CudaBout:
         return probes[0], probes[1]
 
     def _build(self, make: Callable[[Subject, int, int], Any], counts: Sequence[int]) -> list[Any]:
-        extra = [timing.extra_calls(n, p) for n, p in zip(counts, self._planted, strict=True)]
+        extra = [extra_calls(n, p) for n, p in zip(counts, self._planted, strict=True)]
         return self._made(make, counts, extra)
 
     def _made(

@@ -14,7 +14,8 @@ from ..guard.housekeeping import Housekeeping
 from ..proof.sides import Subject
 from ..proof.workbench import Workbench
 from ..results import timing
-from ..results.timing import Budget, calls_for, calls_to_plant, extra_calls
+from ..results.sizing import calls_for, calls_to_plant, extra_calls
+from ..results.timing import Budget
 from .windows import host_window
 
 WINDOW = 10e-3

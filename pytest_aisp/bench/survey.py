@@ -17,7 +17,8 @@ from ..common.device import Machine, Telemetry, cpu_machine
 from ..common.quiet import no_gc
 from ..pages.skus import product_of
 from ..proof.sides import Subject
-from ..results.timing import Window, calls_for
+from ..results.sizing import calls_for
+from ..results.timing import Window
 from .peaks import DTYPES, Peaks
 from .windows import WINDOW, GraphWindow, QueueWindow, host_window
 

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .timing import Budget, Samples, calls_to_plant, extra_calls, join, measure
+from .sizing import calls_to_plant, extra_calls
+from .timing import Budget, Samples, join, measure
 
 WINDOW = 1e-3
 """Least seconds of a window."""
