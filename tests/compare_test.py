@@ -174,8 +174,8 @@ def test_a_case_of_another_chapter_or_product_is_another_case():
 # Sides
 
 
-def said(old, new, form="text", root=Path()):
-    found = compare.answer(str(old), str(new), form=form, root=root)
+def said(old, new, form="text", root=Path(), *, every=False):
+    found = compare.answer(str(old), str(new), form=form, every=every, root=root)
     return "\n".join(found.lines), found.code
 
 
@@ -216,8 +216,13 @@ def slower(row):
 def test_a_run_against_itself_is_within_the_noise():
     text, code = said(DATA, DATA)
     assert text.startswith("OLD is the run ")
-    assert text.endswith("\n\n0 worse, 0 better, 18 within the noise")
-    assert code == 0
+    assert text.endswith(
+        "\n\n18 are the same within the noise (--all)\n\n0 worse, 0 better, 18 within the noise"
+    )
+    assert (len(text.splitlines()), code) == (6, 0)
+    text, code = said(DATA, DATA, every=True)
+    assert "--all" not in text
+    assert (len(text.splitlines()), code) == (24, 0)
 
 
 def test_a_slower_case_is_on_top_in_every_form(run):
@@ -226,7 +231,10 @@ def test_a_slower_case_is_on_top_in_every_form(run):
     assert code == 1
     rows = text.splitlines()[3:]
     assert rows[0].split()[:3] == ["case", "metric", "better"]
-    assert [row.startswith("WORSE  ") for row in rows[1:-2]] == [True] * 2 + [False] * 16
+    assert [row.startswith("WORSE  ") for row in rows[1:3]] == [True] * 2
+    assert rows[3:5] == ["16 others are the same within the noise (--all)", ""]
+    everything = said(DATA, new, every=True)[0].splitlines()[3:]
+    assert [row.startswith("WORSE  ") for row in everything[1:-2]] == [True] * 2 + [False] * 16
     assert "ch07/kept_test.py::test_doubling[doubled-n1001] on simulated-gpu" in rows[1]
     assert "-39.3%" in rows[1] + rows[2]
     assert "+64.9%" in rows[1] + rows[2]
@@ -236,6 +244,9 @@ def test_a_slower_case_is_on_top_in_every_form(run):
     assert (
         "| **WORSE** | ch07/kept_test.py::test_doubling[doubled-n1001] on simulated-gpu |" in marked
     )
+    assert marked.count("\n| ") == 4
+    assert marked.endswith("\n- 16 others are the same within the noise (--all)")
+    assert said(DATA, new, "markdown", every=True)[0].count("\n| ") == 20
     plain, code = said(DATA, new, "json")
     found = json.loads(plain)
     assert (found["counts"], code) == ({"worse": 2, "better": 0, "same": 16}, 1)
@@ -326,6 +337,7 @@ def test_commits_are_compared_by_their_stored_results(repository):
     assert code == 1
     assert text.startswith("OLD is the stored results at HEAD~1 (")
     assert "2 worse, 0 better, 1 within the noise" in text
+    assert "\n1 other is the same within the noise (--all)\n" in text
     for folder in (repository / "baselines", repository / "baselines" / "a-gpu"):
         assert said("HEAD", folder, root=repository)[1] == 0
         assert said(folder, "HEAD~1", root=repository)[1] == 0
@@ -348,6 +360,8 @@ def test_a_commit_without_stored_results_or_with_broken_ones_says_so(repository)
 def test_the_command_prints_the_answer_and_returns_its_code(run, capsys):
     assert cli.main(["compare", str(DATA), str(run(slower)), "--format=markdown"]) == 1
     assert capsys.readouterr().out.startswith("**2 worse, 0 better, 16 within the noise**\n")
+    assert cli.main(["compare", str(DATA), str(DATA), "--all"]) == 0
+    assert "(--all)" not in capsys.readouterr().out
     assert cli.main(["compare", "nosuch", str(DATA)]) == 2
     assert capsys.readouterr().err.startswith("nosuch: neither a folder nor a git ref of ")
 
@@ -357,8 +371,10 @@ def test_two_thousand_cases_are_compared_and_written():
     found = compared.compare(many, many)
     sides = compare.Side("a", many), compare.Side("b", many)
     assert found.count("same") == 12000
-    text = "\n".join(compare._text(sides, found))
+    text = "\n".join(compare._text(sides, found, True))
     assert len(text.splitlines()) == 12000 + 6
     assert "ch01/odd|7\\n on a-gpu" in text
-    assert all(line.count(" | ") == 7 for line in compare._markdown(sides, found)[4:-1] if line)
+    assert all(
+        line.count(" | ") == 7 for line in compare._markdown(sides, found, True)[4:-1] if line
+    )
     assert len(json.loads("".join(compare._json(sides, found)))["metrics"]) == 12000

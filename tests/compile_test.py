@@ -196,22 +196,33 @@ RED = {
     "needs_values": (
         also(LAUNCH, "out += x.sum().item()"),
         [
-            "doubled on sm90 at n=1048576: where tensors have no values it raised RuntimeError: ",
+            "doubled on sm90, sm121 at n=1048576: where tensors have no values it raised"
+            " RuntimeError: ",
             "doubling_kernel was not reached: no side of the page launches it (doubled: where",
         ],
     ),
     "no_such_name": (
         {"kernel": "at = at + nothing"},
         [
-            "doubling_kernel (BLOCK=1024) on sm90 does not assemble: ",
+            "doubling_kernel (BLOCK=1024) on sm90, sm121 does not assemble: ",
             "NameError('nothing is not defined')",
         ],
     ),
     "does_not_compile": (
         {"cuda": CUDA.replace("2 * x[i]", "undeclared"), **also(CUDA_LAUNCH)},
         [
-            "doubling (block 256) on sm90 does not assemble: ",
+            "doubling (block 256) on sm90, sm121 does not assemble: ",
             'does_not_compile.cu(4): error: identifier "undeclared" is undefined',
+        ],
+    ),
+    "one_arch": (
+        {
+            "cuda": CUDA.replace("2 *", "\n#if __CUDA_ARCH__ > 1000\nno\n#endif\n2 *"),
+            **also(CUDA_LAUNCH),
+        },
+        [
+            "doubling (block 256) on sm121 does not assemble: ",
+            'error: identifier "no" is undefined',
         ],
     ),
     "too_much_shared": (
@@ -228,13 +239,13 @@ RED = {
     "no_tma": (
         {"variant": "Variant(doubled, needs='tma')"},
         [
-            "doubled promises tma, but on sm90 no kernel holds UTMALDG or UTMASTG or UTMAREDG in"
-            " every configuration; it launches doubling_kernel"
+            "doubled promises tma, but on sm90, sm121 no kernel holds UTMALDG or UTMASTG or"
+            " UTMAREDG in every configuration; it launches doubling_kernel"
         ],
     ),
     "not_promised": (
         {"cuda": CUDA, **also(CUDA_LAUNCH), "variant": "Variant(doubled, sass='ATOMG')"},
-        ["doubled promises ATOMG, but on sm90 no kernel holds ATOMG in every configuration"],
+        ["doubled promises ATOMG, but on sm90, sm121 no kernel holds ATOMG in every configuration"],
     ),
     "nothing": (
         {"side": f"if x.numel() < 0:\n    {LAUNCH}"},
@@ -242,7 +253,7 @@ RED = {
     ),
     "bad_grid": (
         {"side": "doubling_kernel[(1, 1 << 17)](x, out, x.numel(), BLOCK=1024)"},
-        ["doubling_kernel (BLOCK=1024) on sm90 has a grid of (1, 131072); legal are 1 to"],
+        ["doubling_kernel (BLOCK=1024) on sm90, sm121 has a grid of (1, 131072); legal are 1 to"],
     ),
     "bad_argument": (
         {"cuda": CUDA, **also(CUDA_LAUNCH.replace("(x,", "(x.double(),"))},
@@ -270,7 +281,28 @@ def test_what_is_not_assembled_as_promised_is_red_and_says_why(red, name):
 
 
 def test_nothing_else_is_said_of_the_arch_where_it_fits(red):
-    assert "on sm90 needs" not in red["tile_too_large"].failure
+    assert "sm90" not in red["tile_too_large"].failure.split("reproduce:")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("does_not_compile", 'error: identifier "undeclared" is undefined'),
+        ("no_such_name", "NameError("),
+        ("no_tma", "doubled promises tma"),
+        ("needs_values", "doubled on "),
+    ],
+)
+def test_what_is_said_alike_of_several_archs_is_said_once(red, name, words):
+    assert red[name].failure.count(words) == 1
+
+
+def test_what_is_said_of_one_arch_alone_names_it_alone(red):
+    assert "on sm121 does not assemble: " in red["one_arch"].failure
+    assert "sm90" not in red["one_arch"].failure.split("reproduce:")[0]
+    for arch, most in (("sm90", 232448), ("sm121", 101376)):
+        line = f" on {arch} needs 300000 bytes of shared memory; a block has {most} there"
+        assert line in red["too_much_shared"].failure
 
 
 def test_what_cannot_be_assembled_is_skipped_with_its_reason(page, write, pytester):

@@ -85,7 +85,7 @@ def test_an_illegal_access_costs_one_case(written, pytester):
     result = pytester.runpytest_subprocess("--aisp-check")
     result.stdout.fnmatch_lines(
         [
-            "E  *AssertionError: doubled at n=1001: *illegal memory access*, during: *",
+            "E  *AssertionError: doubled at n=33: *illegal memory access*, during: *",
             "first *doubled *checked",
             "second *doubled *fail",
             "third *doubled *checked",
@@ -101,7 +101,7 @@ def test_a_kernel_without_end_costs_one_case(written, pytester):
     result = pytester.runpytest_subprocess("--aisp-check", "-o", "aisp_timeout=30")
     result.stdout.fnmatch_lines(
         [
-            "E  *AssertionError: doubled at n=1001: no answer within 30 s during: check doubled *",
+            "E  *AssertionError: doubled at n=33: no answer within 30 s during: check doubled*",
             "first *doubled *checked",
             "second *doubled *fail",
             "third *doubled *checked",
@@ -132,7 +132,7 @@ def test_a_process_that_lost_its_gpu_is_replaced(page, pytester):
     result = pytester.runpytest_subprocess("--aisp-check")
     result.stdout.fnmatch_lines(
         [
-            "E  *doubled at n=1001: RuntimeError: CUDA error: an illegal memory access was *",
+            "E  *doubled at n=33: RuntimeError: CUDA error: an illegal memory access was *",
             "third *doubled *checked",
             "=* 1 failed, 2 checked in *",
         ]

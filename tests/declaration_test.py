@@ -292,6 +292,10 @@ AT_COMPARE = {
         ("optimized=[doubled]", "optimized=doubled"),
         "E   pytest_aisp.pages.pair.PairError: @compare: optimized= is a list of sides, as in *",
     ),
+    "gpus": (
+        ('bound="dram"', 'bound="dram", gpus=lambda: 2'),
+        "E   pytest_aisp.pages.pair.PairError: @compare: gpus=(<function *,) must be a count of *",
+    ),
     "unknown": (
         ('bound="dram"', 'bound="dram", colour="red"'),
         "E   TypeError: compare() got an unexpected keyword argument 'colour'",
@@ -299,6 +303,13 @@ AT_COMPARE = {
     "lacking": (
         ("reference=reference,", ""),
         "E   TypeError: compare() missing 1 required keyword-only argument: 'reference'",
+    ),
+}
+# By page: the same, of an error that a function of the page raises; the line that shows it follows.
+IN_PAGE = {
+    "when": (
+        ("optimized=[doubled]", "optimized=[Variant(doubled, when=lambda n: {}[n])]"),
+        "E   KeyError: 1001",
     ),
 }
 AT_TEST = {
@@ -324,7 +335,7 @@ AT_TEST = {
 def broken(page, pytester, kept):
     """The output of one run of all broken pages, and each page's text."""
     if not kept:
-        for name, (*changes, _) in {**AT_COMPARE, **AT_TEST}.items():
+        for name, (*changes, _) in {**AT_COMPARE, **IN_PAGE, **AT_TEST}.items():
             path = page(name=f"{name}_test.py")
             for old, new in changes:
                 path.write_text(path.read_text().replace(old, new))
@@ -347,6 +358,22 @@ def test_an_error_shows_the_pages_own_line_and_nothing_else(broken, name):
         AT_COMPARE[name][-1],
     ]
     broken["run"].stdout.fnmatch_lines(section, consecutive=True)
+
+
+@pytest.mark.parametrize("name", IN_PAGE)
+def test_an_error_of_a_page_s_own_function_shows_its_line_and_none_of_the_plugin(broken, name):
+    lines = [line_of(broken[name], start) for start in ("@compare(", "optimized=")]
+    broken["run"].stdout.fnmatch_lines(
+        [
+            f"_* ERROR collecting ch99/{name}_test.py _*",
+            f"ch99/{name}_test.py:{lines[0]}: in <module>",
+            "    @compare(",
+            f"ch99/{name}_test.py:{lines[1]}: in <lambda>",
+            "    optimized=*",
+        ],
+        consecutive=True,
+    )
+    broken["run"].stdout.fnmatch_lines([IN_PAGE[name][-1]])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,24 +21,23 @@ from pytest_aisp.results.messages import Task
 
 pytestmark = pytest.mark.new_processes
 IMPORTS = "import ctypes, os, signal, sys, time"
-DIED = "E       AssertionError: doubled at n=1001: the bench process ended"
+DIED = "E       AssertionError: doubled at n=33: the bench process ended"
 # By page: what its optimized side does, and a line of the failure.
 FAULTS = {
-    "exits": ("os._exit(3)", f"{DIED} with exit code 3 during: check doubled at n=33"),
-    "leaves": ("sys.exit(4)", f"{DIED} with exit code 4 during: check doubled at n=33"),
+    "exits": ("os._exit(3)", f"{DIED} with exit code 3 during: check doubled"),
+    "leaves": ("sys.exit(4)", f"{DIED} with exit code 4 during: check doubled"),
     "kills": (
         "os.kill(os.getpid(), signal.SIGKILL)",
-        f"{DIED} by SIGKILL during: check doubled at n=33",
+        f"{DIED} by SIGKILL during: check doubled",
     ),
-    "crashes": ("ctypes.string_at(0)", f"{DIED} by SIGSEGV during: check doubled at n=33"),
+    "crashes": ("ctypes.string_at(0)", f"{DIED} by SIGSEGV during: check doubled"),
     "hangs": (
         "time.sleep(1000)",
-        "E       AssertionError: doubled at n=1001: no answer within 8 s during: check doubled at"
-        " n=33",
+        "E       AssertionError: doubled at n=33: no answer within 8 s during: check doubled",
     ),
     "fills": (
         "torch.empty(1 << 50)",
-        "E       AssertionError: doubled at n=1001: out of memory: * during: check doubled at n=33",
+        "E       AssertionError: doubled at n=33: out of memory: * during: check doubled",
     ),
 }
 HEALTHY = ("first", "middle", "zenith")
@@ -70,7 +70,7 @@ def test_a_fault_is_red_and_names_side_size_and_what_happened(run, name):
 
 
 def test_a_fault_of_the_baseline_names_the_baseline(run):
-    line = f"{DIED} with exit code 5 during: check added at n=33"
+    line = f"{DIED} with exit code 5 during: check added"
     assert line in run["told"]["baseline"].failure.splitlines()
 
 
@@ -109,7 +109,7 @@ def test_the_marker_sets_the_limit_of_a_case(page, pytester, workers):
     )
     options = ["--aisp-check", "--aisp-timeout-multiplier=2", workers]
     result = pytester.runpytest_subprocess(*options)
-    result.stdout.fnmatch_lines(["*no answer within 2 s during: check doubled at n=33"])
+    result.stdout.fnmatch_lines(["*doubled at n=33: no answer within 2 s during: check doubled"])
 
 
 CRASHES = "os.kill(os.getpid(), signal.SIGSEGV)"
@@ -149,6 +149,22 @@ def checked(path):
     )
 
 
+APART = {"draw": {"values": "values.pt"}, "perform": {"clock": "host", "counted": 1, "slots": 2}}
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_what_is_run_apart_says_at_which_size(page, kind):
+    path = page(defs="def inputs(device, n):\n    return (torch.zeros(3)[n],)")
+    task = replace(checked(path), kind=kind, at="check", side="optimized", apart=APART[kind])
+    bench = BenchProcess()
+    try:
+        reply = bench.ask(task, 500, lambda text: None)
+    finally:
+        bench.close()
+    assert (reply.error, reply.at) == ("side", "n=33")
+    assert reply.message.endswith(f"with size 3, during: {kind}")
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs python -P, of 3.11")
 def test_a_module_in_the_current_folder_takes_nobodys_place(page, pytester):
     pytester.makepyfile(statistics="raise ImportError('not me')")
@@ -170,8 +186,8 @@ def test_what_outlives_a_side_keeps_nobody_waiting(page, what):
         since = time.monotonic()
         reply = bench.ask(checked(path), 500, lambda text: None)
         assert time.monotonic() - since < 300
-        message = f"the bench process {how} during: check doubled at n=33"
-        assert (reply.error, reply.message) == ("died", message)
+        message = f"the bench process {how} during: check doubled"
+        assert (reply.error, reply.message, reply.at) == ("died", message, "n=33")
         wait_for(lambda: not members(bench.pid))
     finally:
         bench.close()

@@ -260,6 +260,14 @@ def test_check_mode_times_nothing(page, gpu, pytester):
     assert result.ret == 0
 
 
+def test_check_mode_says_once_why_nothing_is_timed_whatever_is_lacking(page, pytester):
+    page(more="cpu_sizes=[{'n': 99}],")
+    result = pytester.runpytest_subprocess("--aisp-check")
+    said = [line for line in result.outlines if line.startswith("not timed: ")]
+    assert said == ["not timed: --aisp-check"]
+    result.stdout.fnmatch_lines(["*2 checked in *"])
+
+
 def test_without_a_gpu_a_gpu_case_is_checked_and_says_need_and_fact(page, pytester):
     page(more="needs='tcgen05',")
     result = pytester.runpytest_subprocess("-v")

@@ -67,20 +67,20 @@ PAGE = '''
         pair.assert_speedup()
 '''
 LAST = "if dist.get_rank() == 1: "
-AT = "during: check other at n=33"
+AT = "during: check other"
 # By page: what its optimized side does, and a line of the failure.
 FAULTS = {
-    "raises": (LAST + "raise ValueError('no')", f"rank 1: ValueError: no, {AT}"),
-    "raise_all": ("raise ValueError('no')", f"other at n=1001: ValueError: no, {AT}"),
-    "exits": (LAST + "os._exit(3)", f"rank 1 ended with exit code 3 {AT}"),
+    "raises": (LAST + "raise ValueError('no')", f"other at n=33: rank 1: ValueError: no, {AT}"),
+    "raise_all": ("raise ValueError('no')", f"other at n=33: ValueError: no, {AT}"),
+    "exits": (LAST + "os._exit(3)", f"other at n=33: rank 1 ended with exit code 3 {AT}"),
     "crashes": (
         "if dist.get_rank() == 0: os.kill(os.getpid(), signal.SIGSEGV)",
-        f"rank 0 ended by SIGSEGV {AT}",
+        f"other at n=33: rank 0 ended by SIGSEGV {AT}",
     ),
     "hangs": (
         LAST + "time.sleep(1000)",
-        "no answer within 12 s during: rank 1: check other at n=33, in other (hangs_test.py:30);"
-        " rank 0 waits for it",
+        "other at n=33: no answer within 12 s during: rank 1: check other, in other"
+        " (hangs_test.py:30); rank 0 waits for it",
     ),
     "wrong": (LAST + "return summed(x) + 1", "rank 1: other is wrong at n=33*"),
     "wrong_all": ("return summed(x) + 1", "E       AssertionError: other is wrong at n=33*"),
@@ -93,7 +93,7 @@ FAULTS = {
 }
 # Rank 0 leaves a collective that no other meets; the page after it, the healthy last, must not.
 UNEVEN = "dist.get_rank() or dist.all_reduce(x.clone(), async_op=True); raise ValueError('no')"
-FAULTS["yields"] = (UNEVEN, f"other at n=1001: ValueError: no, {AT}")
+FAULTS["yields"] = (UNEVEN, f"other at n=33: ValueError: no, {AT}")
 HEALTHY = ("first", "zenith")
 
 

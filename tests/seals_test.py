@@ -13,6 +13,10 @@ from pytest_aisp.commands import cli
 from pytest_aisp.results import store
 
 NAME = "baselines/nvidia-h200/ch07.json"
+ADVICE = [
+    "Restore the file, or record on the machine itself:",
+    "    pytest --aisp-update-expectations",
+]
 
 
 def git(*args):
@@ -59,10 +63,22 @@ def seals(capsys, *words):
 
 def test_what_a_run_has_recorded_may_be_committed(file, capsys):
     record(file, "two", key="b", date="2026-08-21")
-    assert seals(capsys) == (0, ["0 files of stored results are as runs recorded them"])
     git("add", ".")
-    assert seals(capsys) == (0, ["1 files of stored results are as runs recorded them"])
+    assert seals(capsys) == (0, ["1 file of stored results is as runs recorded it"])
     assert seals(capsys, NAME)[0] == 0
+    record(file.with_name("ch08.json"), "two", date="2026-08-21")
+    git("add", ".")
+    assert seals(capsys) == (0, ["2 files of stored results are as runs recorded them"])
+
+
+def test_where_nothing_is_staged_it_says_so_and_proves_nothing(file, capsys):
+    record(file, "two", key="b", date="2026-08-21")
+    said = "no stored results staged below baselines differ from HEAD: nothing to refuse"
+    assert seals(capsys) == (0, [said])
+    file.with_name("peaks.json").write_text("{}")
+    git("add", str(file.with_name("peaks.json")))
+    said = "none of these files holds stored results: nothing to refuse"
+    assert seals(capsys, str(file.with_name("peaks.json"))) == (0, [said])
 
 
 @pytest.mark.parametrize(
@@ -73,7 +89,6 @@ def test_what_a_run_has_recorded_may_be_committed(file, capsys):
         (r'"optimized_us": \d+', '"optimized_us": 1', "its seal is broken"),
         (r'"seal": "..', '"seal": "zz', "its seal is broken"),
         (r'"clock": "graph"', '"clock": "sundial"', "must be one of graph"),
-        (r"^{", "<<<<<<< ours\n{", "holds a merge conflict"),
         ("580.65", "590.00", "'580.65'"),
         (r'"one": {', '"zero": {}, "one": {', "environments['zero']: commit=None is no commit"),
     ],
@@ -85,9 +100,31 @@ def test_what_was_edited_is_refused(file, capsys, pattern, new, says):
     assert code == 1
     assert lines[0].startswith(NAME)
     assert says in lines[0]
-    assert lines[1:] == [
-        "Restore the file, or record on the machine itself:",
-        "    pytest --aisp-update-expectations",
+    assert "restore" not in lines[0]
+    assert lines[-2:] == ADVICE
+
+
+def test_the_way_out_is_said_once_for_all(file, capsys):
+    other = file.with_name("ch08.json")
+    record(other, "two", date="2026-08-21")
+    for path in (file, other):
+        edit(path, r'"optimized_us": \d+', '"optimized_us": 1')
+    git("add", ".")
+    code, lines = seals(capsys)
+    assert (code, len(lines)) == (1, 4)
+    assert lines[0].endswith("its seal is broken: it is not what a run has recorded")
+    assert lines[1].endswith("its seal is broken: it is not what a run has recorded")
+    assert lines[2:] == ADVICE
+
+
+def test_half_a_merge_has_a_way_out_of_its_own(file, capsys):
+    edit(file, r"^{", "<<<<<<< ours\n{")
+    git("add", ".")
+    code, lines = seals(capsys)
+    assert code == 1
+    assert lines == [
+        f"{NAME} holds a merge conflict in line 1; keep one side, record what it lacks:",
+        f"    git checkout --ours -- {NAME} && pytest --aisp-update-expectations=missing",
     ]
 
 
@@ -119,6 +156,8 @@ def test_a_file_without_a_folder_of_its_product_is_refused(file, capsys):
         f"ch07.json is the place of {Path.cwd().name}, but these are results of nvidia-h200;"
         " move them:"
     )
+    assert lines[1].startswith("    mv -n ch07.json ")
+    assert len(lines) == 2
 
 
 def test_a_session_of_another_history_is_refused(file, capsys):

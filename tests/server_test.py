@@ -40,6 +40,13 @@ def test_what_caused_an_error_is_said_and_counts(cause, kind, says):
     assert (reply.error, reply.message) == (kind, says)
 
 
+@pytest.mark.parametrize("doing", ["check added", "check added at n=33, m=4", "search n"])
+def test_the_size_at_which_it_happened_is_said_apart(doing):
+    reply = _error_reply(ValueError("no"), doing)
+    what, _, size = doing.partition(" at ")
+    assert (reply.message, reply.at) == (f"ValueError: no, during: {what}", size)
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [

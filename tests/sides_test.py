@@ -128,8 +128,8 @@ REFUSED = {
     ),
     "raising": (
         {"optimized": "1 / 0"},
-        "E       AssertionError: doubled at n=1001: ZeroDivisionError: division by zero, during:"
-        " check doubled at n=33",
+        "E       AssertionError: doubled at n=33: ZeroDivisionError: division by zero, during:"
+        " check doubled",
     ),
     "single": (
         {"defs": "def inputs(device, n):\n    return torch.randn(n, device=device)"},
@@ -166,8 +166,26 @@ REFUSED = {
     ),
     "negative": (
         {"work": "lambda n: Work(read=-n)"},
-        "E       AssertionError: doubled at n=1001: PairError: Work(read=-33) must be a number >="
-        " 0, during: check added at n=33",
+        "E       AssertionError: doubled at n=33: PairError: Work(read=-33) must be a number >="
+        " 0, during: check added",
+    ),
+    "inputs_raise": (
+        {"defs": "def inputs(device, n):\n    return (torch.zeros(3)[n],)"},
+        "E       AssertionError: doubled at n=33: IndexError: index 33 is out of bounds for"
+        " dimension 0 with size 3, during: check",
+    ),
+    "state_raises": (
+        {"defs": "def state(device, n):\n    return {}[n]", "more": "state=state,"},
+        "E       AssertionError: doubled at n=33: KeyError: 33, during: check",
+    ),
+    "reference_raises": (
+        {"defs": "def reference(x):\n    return {}[len(x)]"},
+        "E       AssertionError: doubled at n=33: KeyError: 33, during: check added",
+    ),
+    "searched_raises": (
+        SEARCH | {"optimized": "2 * x if len(x) < 17 else 1 / 0"},
+        "E       AssertionError: doubled at n=17: ZeroDivisionError: division by zero, during:"
+        " check doubled",
     ),
     "unjudged": (
         {"body": "pair.assert_equivalent()"},

@@ -49,7 +49,7 @@ def test_verbose_shows_what_is_done_on_the_case_s_own_line(page, gpu, on_a_termi
     assert code == 0
     case = "ch99/doubling_test.py::test_doubling[doubled-n1001]"
     shown = [part.rstrip() for part in written.split("\r") if part.startswith(case)]
-    assert f"{case} check n=33" in shown
+    assert f"{case} check at n=33" in shown
     assert re.fullmatch(rf"{re.escape(case)} \S*NEW 2.0.*", shown[-1])
     assert len(re.sub(r"\x1b\[\d*m", "", shown[-1])) == 119  # the percentage ends the line
 
@@ -59,7 +59,7 @@ def test_without_v_nothing_is_rewritten(page, gpu, on_a_terminal):
     page()
     code, written = on_a_terminal()
     assert code == 0
-    assert "check n=33" not in written
+    assert "check at n=33" not in written
 
 
 def test_a_lease_that_is_taken_says_so_before_it_waits(monkeypatch, tmp_path):

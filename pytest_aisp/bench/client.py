@@ -17,7 +17,7 @@ from typing import IO, Protocol
 
 from ..pages.sources import PACKAGE
 from ..results import messages
-from ..results.messages import Reply, Task
+from ..results.messages import Reply, Task, failed
 
 Progress = Callable[[str], None]
 START_SECONDS = 120.0
@@ -146,8 +146,7 @@ class BenchProcess:
         self.kill()
         code = self._process.wait()
         how = STUCK if stuck and code == -signal.SIGKILL else f"ended {how_it_ended(code)}"
-        message = f"the bench process {how} during: {doing}"
-        return Reply(error="died", message=message, trace=self.output())
+        return failed("died", f"the bench process {how}", doing, self.output())
 
     def output(self, lines: int = 20) -> str:
         """Return the last lines that the process printed, a crash's stack without our frames."""
@@ -196,8 +195,8 @@ LONGER = "give it longer with --aisp-timeout-multiplier=2"
 
 def late_reply(seconds: float, doing: str, trace: str) -> Reply:
     """Return the reply in the place of one that did not come within `seconds`."""
-    message = f"no answer within {seconds:g} s during: {doing}"
-    return Reply(error="timeout", message=f"{message}\n{LONGER}", trace=trace)
+    reply = failed("timeout", f"no answer within {seconds:g} s", doing, trace)
+    return replace(reply, message=f"{reply.message}\n{LONGER}")
 
 
 def how_it_ended(code: int) -> str:

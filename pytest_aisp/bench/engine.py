@@ -33,7 +33,7 @@ from ..proof.oracle import Oracle, observed
 from ..proof.repeats import check_repeats
 from ..proof.sides import Subject
 from ..proof.workbench import VALUE_SETS, Workbench
-from ..results.messages import Task
+from ..results.messages import AT, Task
 from ..results.timing import Budget, Samples
 from . import apart
 from .kept import Kept, seed_of
@@ -72,7 +72,6 @@ class Engine:
         found = {}
         with self._prepared(task, pair), self.watch.phase("check"):
             for size in self._sizes(task, pair):
-                self.progress(f"check {size_words(size)}")
                 found[size_words(size)] = asdict(self._check_at(task, pair, size, rule))
             if task.search:
                 self._search(task, pair, rule)
@@ -91,13 +90,14 @@ class Engine:
     ) -> Checked:
         key = f"{task.page}{task.function}{task.variant}{task.device}{size_words(size)}{rule}"
         if key not in self.kept.checked:
+            self._tell("check", size)
             oracle = self.kept.oracle(task, pair, size)
             self.kept.checked[key] = check.check_sides(
                 oracle,
                 [(_inner(s), p) for s, p in self._both(task, pair)],
                 rule,
                 controls=controls,
-                tell=lambda name: self.progress(f"check {name} at {size_words(size)}"),
+                tell=lambda name: self._tell(f"check {name}", size),
             )
         return self.kept.checked[key]
 
@@ -109,6 +109,9 @@ class Engine:
             small = [s for s in pair.cpu_sizes] or [dict(task.size)]
             return small[:1]
         return [*listed[:FIXED_SIZES], dict(task.size)]
+
+    def _tell(self, what: str, size: Mapping[str, Any]) -> None:
+        self.progress(f"{what}{AT}{size_words(size)}")
 
     def _search(self, task: Task, pair: Pair, rule: Rule) -> None:
         from ..proof.search import smallest_failure
@@ -285,6 +288,7 @@ class Engine:
         """Write the values that a performer will be shown, and keep what is expected of them."""
         pair = self._pair(task)
         size = dict(self._sizes(task, pair)[-1])
+        self._tell(task.kind, size)
         bench = Workbench(pair, size, task.device, seed_of(task, "apart"), task.seed)
         self.kept.oracles["apart"] = Oracle(bench, self.watch, Rule(**task.rule).exact)
         apart.draw(self.kept.oracles["apart"], Path(task.apart["values"]))
@@ -293,8 +297,10 @@ class Engine:
     def perform(self, task: Task) -> dict[str, Any]:
         """Run one side: make it ready, do units of work, or show outputs for given values."""
         pair, act = self._pair(task), task.apart
+        size = dict(self._sizes(task, pair)[-1])
+        self._tell(task.kind, size)
         if "clock" in act:
-            side, size = self._side(task, pair)[0], dict(self._sizes(task, pair)[-1])
+            side = self._side(task, pair)[0]
             seed = seed_of(task, "apart")
             self._performer = apart.Performer(pair, side, size, task.device, seed, **act)
             return {"unit": self._performer.unit}

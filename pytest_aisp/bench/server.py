@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from ..pages.sources import PACKAGE
 from ..results import messages
-from ..results.messages import Reply, Task
+from ..results.messages import Reply, Task, failed
 
 MARKS = "a side cannot skip, its case can: Variant(side, marks=[pytest.mark.skipif(...)])"
 
@@ -144,16 +144,14 @@ def _error_reply(error: BaseException, doing: str) -> Reply:
     if not isinstance(error, Exception) and type(error).__name__ == "Skipped":
         return Reply(error="page", message=f"{_first_line(error)}, during: {doing}\n{MARKS}")
     if isinstance(error, processes.ProcessFailed):
-        return Reply(error=error.reply.error, message=str(error), trace=error.reply.trace)
+        return replace(error.reply, message=str(error))
     for name, types in kinds:
         if isinstance(error, types):
             return Reply(error=name, message=str(error))
     trace = _page_lines(error)
     if _is_out_of_memory(error):
-        message = f"out of memory: {_first_line(error)}, during: {doing}"
-        return Reply(error="memory", message=message, trace=trace)
-    message = f"{type(error).__name__}: {_first_line(error)}, during: {doing}"
-    return Reply(error="side", message=message, trace=trace)
+        return failed("memory", f"out of memory: {_first_line(error)},", doing, trace)
+    return failed("side", f"{type(error).__name__}: {_first_line(error)},", doing, trace)
 
 
 def _has_lost_gpu(error: BaseException | None) -> bool:

@@ -78,12 +78,15 @@ def compare(
     form: Annotated[
         str, typer.Option("--format", metavar="text|markdown|json", help="how it is printed")
     ] = "text",
+    every: Annotated[
+        bool, typer.Option("--all", help="also what is within its noise; json always has it")
+    ] = False,
 ) -> None:
-    """Compare two runs, or the stored results of two commits: every metric, the worst first."""
+    """Compare two runs, or the stored results of two commits: what changed, the worst first."""
     from ..tools import compare
 
     wanted = one_of(compare.FORMS, "--format", form)
-    finish(compare.answer(old, new, form=wanted, root=Path.cwd()))
+    finish(compare.answer(old, new, form=wanted, every=every, root=Path.cwd()))
 
 
 def seals(

@@ -24,6 +24,8 @@ PARTS = 4
 """Parts of a processor; each has its own registers, and a warp stays in one."""
 UNSEEN = "NOT LOOKED FOR"
 """How a note begins that every run shows, whatever its verbosity."""
+ON = "\0archs\0"
+"""Stands in a fault where its archs go: what is said alike of several is said once."""
 FIRST_LINES = 12
 """Lines of what an assembler says of one kernel that are shown."""
 
@@ -96,7 +98,8 @@ class Assembly:
         pairs: every pair of the page; `pair` and `variant` are the case.
         root: folder under which the page's own code lies.
         tell: is told what is being assembled.
-        built: what was assembled; faults: what is wrong; notes: what could not be looked at.
+        built: what was assembled; notes: what could not be looked at.
+        faults: what is wrong, with `ON` for the archs where it is, and these.
     """
 
     pairs: Sequence[Pair]
@@ -106,7 +109,7 @@ class Assembly:
     root: str
     tell: Callable[[str], None] = lambda text: None
     built: list[Built] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
+    faults: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def run(self, archs: Sequence[str]) -> None:
@@ -124,27 +127,35 @@ class Assembly:
             for side in (self.pair.baseline, self.variant.side):
                 self._assemble(side, arch)
             self._keep_promises(arch)
-        self.faults += self._unreached()
+        for unreached in self._unreached():
+            self._add(unreached)
         if not self.built and not self.faults:
-            self.faults.append("no kernel was launched, so nothing was assembled")
+            self._add("no kernel was launched, so nothing was assembled")
         if self.faults:
-            raise AssemblyError("\n".join(dict.fromkeys(self.faults)))
+            said = [fault.replace(ON, ", ".join(found)) for fault, found in self.faults.items()]
+            raise AssemblyError("\n".join(said))
+
+    def _add(self, fault: str, *archs: str) -> None:
+        found = self.faults.setdefault(fault, [])
+        found += [arch for arch in archs if arch not in found]
 
     def _assemble(self, side: Side, arch: str) -> None:
         name = side_name(side)
         self.tell(f"assemble {name} for {arch}")
         launches = recorded(self.pair, side, self.size, arch, assemble=True)
         if launches.error is not None:
-            self.faults.append(f"{name} on {arch} at {size_words(self.size)}: {_ended(launches)}")
+            self._add(f"{name} on {ON} at {size_words(self.size)}: {_ended(launches)}", arch)
         for launch in launches.made.values():
-            where = f"{launch.name} ({launch.how}) on {arch}"
+            where = f"{launch.name} ({launch.how}) on {ON}"
             try:
                 built = _built(arch, name, launch)
             except (AssemblyError, nvrtc.CompileError) as error:
-                self.faults.append(f"{where} does not assemble: {_beginning(str(error))}")
+                said = _beginning(getattr(error, "anywhere", str(error)))
+                self._add(f"{where} does not assemble: {said}", arch)
                 continue
             self.built.append(built)
-            self.faults += [f"{where} {fault}" for fault in _misfits(built)]
+            for fault in _misfits(built):
+                self._add(f"{where} {fault}", arch)
 
     def _keep_promises(self, arch: str) -> None:
         """Look for what the page's features and the variant's own words are in machine code."""
@@ -173,9 +184,10 @@ class Assembly:
                 by_kernel.setdefault(built.launch.kernel, []).append(has)
         if by_kernel and not any(all(found) for found in by_kernel.values()):
             names = sorted({k.name if hasattr(k, "name") else k.__name__ for k in by_kernel})
-            self.faults.append(
-                f"{side} promises {promise}, but on {arch} no kernel holds {' or '.join(any_of)} in"
-                f" every configuration; it launches {', '.join(names)}"
+            self._add(
+                f"{side} promises {promise}, but on {ON} no kernel holds {' or '.join(any_of)} in"
+                f" every configuration; it launches {', '.join(names)}",
+                arch,
             )
 
     def _unreached(self) -> Iterator[str]:

@@ -25,7 +25,15 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 
 
 class CompileError(RuntimeError):
-    """A .cu file does not compile; the message has file, line and the compiler's words."""
+    """A .cu file does not compile; the message has file, line and the compiler's words.
+
+    Attributes:
+        anywhere: the message without the target: the same where the compiler says the same.
+    """
+
+    def __init__(self, message: str, anywhere: str = "") -> None:
+        super().__init__(message)
+        self.anywhere = anywhere or message
 
 
 class NoCompiler(RuntimeError):
@@ -77,18 +85,23 @@ def compiled(module: Module, target: str) -> Cubin:
 
 
 def _nvrtc(core: Any, module: Module, options: dict[str, Any]) -> Cubin:
-    where = f"{module.path} does not compile for {options['arch']} (NVRTC {toolchain()[1]})"
     try:
         code, log = assembled(core, module.sources[str(module.path)], options)
     except CompileError as error:
         words = str(error)
         if "cannot open source file" in words and not _toolkit():
             words += f"\n{HEADERS}"
-        raise CompileError(f"{where}:\n{words}") from None
+        raise _error(module, options["arch"], f"\n{words}") from None
     # ELF section names: a kernel inside `#if` has a signature for us, yet no code for every target.
     if absent := [k for k in module.kernels if f".text.{k}\0".encode() not in code]:
-        raise CompileError(f"{where}: no code for {', '.join(absent)}; is it inside an #if?")
+        words = f" no code for {', '.join(absent)}; is it inside an #if?"
+        raise _error(module, options["arch"], words)
     return Cubin(code, _usage(log))
+
+
+def _error(module: Module, target: str, words: str) -> CompileError:
+    what, how = f"{module.path} does not compile", f"(NVRTC {toolchain()[1]}):{words}"
+    return CompileError(f"{what} for {target} {how}", f"{what} {how}")
 
 
 def assembled(core: Any, source: str, options: Mapping[str, Any]) -> tuple[bytes, str]:

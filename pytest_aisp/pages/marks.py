@@ -81,7 +81,7 @@ def compare(
             state=state,
             at_least=at_least,
             needs=as_words(needs),
-            gpus=(gpus,) if isinstance(gpus, int) else tuple(gpus),
+            gpus=tuple(gpus) if isinstance(gpus, Sequence) else (gpus,),
             l2=l2,
             owns=tuple(owns),
             environment=dict(environment or {}),

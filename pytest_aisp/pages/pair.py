@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from .skus import ARCHS, FEATURES, GPU_ARCHS
 
+__tracebackhide__ = True  # what a page's `when=` raises shows the page's lines, and none of these
 MARK = "aisp_pair"
 """Name of the mark with which `compare` attaches a pair to its test function."""
 

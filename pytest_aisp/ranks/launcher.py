@@ -31,7 +31,7 @@ from ..bench.client import (
 )
 from ..pages.sources import libraries
 from ..results import messages
-from ..results.messages import Reply, Task
+from ..results.messages import AT, Reply, Task, failed
 from .rank import stack_of
 
 AMID = ("fault", "side", "memory")
@@ -309,8 +309,7 @@ class RankSet:
             return Reply(error="died", message=how, trace=self.output())
         code = codes.get(culprit.number)
         how = "" if code is None else f" {how_it_ended(code)}"
-        message = f"rank {culprit.number} ended{how} during: {culprit.doing}"
-        return Reply(error="died", message=message, trace=self.output())
+        return failed("died", f"rank {culprit.number} ended{how}", culprit.doing, self.output())
 
     def _late(self, seconds: float) -> Reply:
         """Return which rank the others wait for, and where it stands."""
@@ -321,12 +320,13 @@ class RankSet:
         if len(behind) == len(ranks):  # they have agreed as often: who is in no collective?
             behind = [r for r in ranks if not _waits(stacks[r.number])] or ranks
         where = "; ".join(
-            f"rank {r.number}: {r.doing}{_standing(stacks[r.number])}" for r in behind
+            f"rank {r.number}: {r.doing.partition(AT)[0]}{_standing(stacks[r.number])}"
+            for r in behind
         )
         others = [str(r.number) for r in ranks if r not in behind]
         if others:
             where += f"; rank {', '.join(others)} waits for it"
-        return self._silent(where, seconds)
+        return replace(self._silent(where, seconds), at=behind[0].doing.partition(AT)[2])
 
     def _stacks(self) -> dict[int, list[str]]:
         """Ask every rank where it stands; return the frames of each, the innermost first."""

@@ -14,6 +14,9 @@ from typing import Any, Literal
 READY = "ready"
 """The progress line of a process that has started; time limits of requests count from it."""
 
+AT = " at "
+"""What a progress line has before the size at which something is done."""
+
 Timing = Literal["check", "time", "count", "changed", "sample"]
 Apart = Literal["draw", "perform", "compare"]
 Other = Literal["compile", "profile", "peaks", "facts", "collectives", "stop"]
@@ -115,6 +118,7 @@ class Reply:
             ``disturbed``, ``died``, ``timeout``, ``unrecorded`` (a recording holds no more of it);
             or None.
         message: the error in words, its last line what to do.
+        at: the size at which the error happened; empty where it is the task's own.
         trace: the side's own lines.
         result: plain types.
         exhausted: whether this was its last answer: it keeps more of a GPU than its share.
@@ -122,9 +126,16 @@ class Reply:
 
     error: str | None = None
     message: str = ""
+    at: str = ""
     trace: str = ""
     result: Mapping[str, Any] = field(default_factory=dict)
     exhausted: bool = False
+
+
+def failed(error: str, message: str, doing: str, trace: str) -> Reply:
+    """Return the reply of what failed during `doing`: at a size that is said apart."""
+    what, _, size = doing.partition(AT)
+    return Reply(error=error, message=f"{message} during: {what}", at=size, trace=trace)
 
 
 def encode(message: Task | Reply | Mapping[str, Any]) -> bytes:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from .merging import Change, merge, tidy
 from .stored import Environments, Results, Stored
-from .stored_text import RESTORE, dump, misplaced, parse, store_error
+from .stored_text import COMMITTED, RESTORE, dump, misplaced, parse, store_error
 
 
 def load(path: Path) -> Stored:
@@ -33,7 +33,7 @@ def load(path: Path) -> Stored:
     except OSError as error:
         raise store_error(path, f"cannot be read: {error}", "ls -ld {path}") from error
     except ValueError as error:
-        fault = f"was not written by pytest-aisp: {error}; restore the committed file:"
+        fault = f"was not written by pytest-aisp: {error}{COMMITTED}"
         raise store_error(path, fault, RESTORE) from error
     return parse(path, text)
 

@@ -41,7 +41,7 @@ def parse(path: Path, text: str) -> Stored:
     except json.JSONDecodeError as error:
         raise _not_json(path, text, error) from error
     except (ValueError, RecursionError) as error:
-        fault = f"was not written by pytest-aisp: {error}; restore the committed file:"
+        fault = f"was not written by pytest-aisp: {error}{COMMITTED}"
         raise store_error(path, fault, RESTORE) from error
     if stored.product != product:
         raise misplaced(path, stored.product)
@@ -132,6 +132,8 @@ def _check_names(row: Mapping[str, Any], needed: set[str], known: set[str]) -> N
 
 RESTORE = "git checkout -- {path}"
 """The way out of a file that was not written by us."""
+COMMITTED = "; restore the committed file:"
+"""How a fault ends whose way out is `RESTORE`."""
 
 
 def store_error(path: Path, fault: str, way_out: str) -> StoreError:
@@ -149,8 +151,8 @@ def _not_json(path: Path, text: str, error: json.JSONDecodeError) -> StoreError:
     body = text.strip()
     unfinished = error.pos >= len(text.rstrip()) or not body.endswith("}")
     if not body or (body.startswith("{") and unfinished):
-        return store_error(path, "is truncated; restore the committed file:", RESTORE)
-    return store_error(path, f"is not JSON ({error}); restore the committed file:", RESTORE)
+        return store_error(path, f"is truncated{COMMITTED}", RESTORE)
+    return store_error(path, f"is not JSON ({error}){COMMITTED}", RESTORE)
 
 
 def _check_schema(path: Path, data: Any) -> None:

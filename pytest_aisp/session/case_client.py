@@ -111,7 +111,7 @@ class CaseClient:
     def _fail(self, reply: Reply, seed: int) -> None:
         verdicts = {"wrong": "wrong", "disturbed": "invalid"}
         self.row.verdict = verdicts.get(reply.error or "", "fail")
-        size = size_text(1, self.case.size)
+        size = reply.at or size_text(1, self.case.size)
         where = f"{self.case.variant_name} at {size}" if size else self.case.variant_name
         plain = reply.error in ("wrong", "page", "unrecorded")
         parts = [reply.message if plain else f"{where}: {reply.message}"]

@@ -26,6 +26,8 @@ PEAKS = "peaks.json"
 """Beside the stored results, and none of them."""
 HEADS = ("", "case", "metric", "better", "old", "new", "change", "noise")
 WORDS = {"worse": "WORSE", "better": "better", "same": ""}
+CHANGED = compared.ORDER[:2]
+"""The outcomes of which rows are printed without ``--all``."""
 SCHEMA = 1
 """Version of the JSON."""
 
@@ -39,12 +41,13 @@ class Side:
     warnings: Sequence[str] = ()
 
 
-def answer(old: str, new: str, *, form: str = "text", root: Path) -> Answer:
+def answer(old: str, new: str, *, form: str = "text", every: bool = False, root: Path) -> Answer:
     """Return what `aisp compare` prints; 1 where something got worse beyond its noise.
 
     Args:
         old, new: folders, as seen from here, or git refs of the repository that `root` is in.
         form: one of `FORMS`.
+        every: whether what is within its noise is listed, too; as JSON it always is.
 
     Raises:
         Unanswerable: where a side cannot be read, or there is nothing in common.
@@ -53,8 +56,9 @@ def answer(old: str, new: str, *, form: str = "text", root: Path) -> Answer:
     found = compared.compare(sides[0].cases, sides[1].cases)
     if not found.changes and not found.turned:
         raise Unanswerable(_nothing(*sides, found))
-    write = {"text": _text, "markdown": _markdown, "json": _json}[form]
-    return Answer(write(sides, found), 1 if found.count("worse") else 0)
+    write = {"text": _text, "markdown": _markdown}.get(form)
+    lines = write(sides, found, every) if write else _json(sides, found)
+    return Answer(lines, 1 if found.count("worse") else 0)
 
 
 def read(name: str, root: Path) -> Side:
@@ -155,22 +159,22 @@ def _nothing(old: Side, new: Side, found: Comparison) -> str:
 # Words
 
 
-def _text(sides: tuple[Side, Side], found: Comparison) -> list[str]:
-    rows = _rows(found)
+def _text(sides: tuple[Side, Side], found: Comparison, every: bool) -> list[str]:
+    rows = _rows(found, every)
     lines = [f"OLD is {sides[0].words}", f"NEW is {sides[1].words}"]
     lines += [f"warning: {warning}" for side in sides for warning in side.warnings]
-    lines += ["", *(columns([HEADS, *rows]) if rows else []), *_rest(found)]
+    lines += ["", *(columns([HEADS, *rows]) if rows else []), *_rest(found, every)]
     return [*lines, "", _summary(found)]
 
 
-def _markdown(sides: tuple[Side, Side], found: Comparison) -> list[str]:
+def _markdown(sides: tuple[Side, Side], found: Comparison, every: bool) -> list[str]:
     lines = [f"**{_summary(found)}**", ""]
     lines += [f"OLD is {sides[0].words}; NEW is {sides[1].words}.", ""]
     lines += [f"- warning: {warning}" for side in sides for warning in side.warnings]
-    if rows := _rows(found):
+    if rows := _rows(found, every):
         marked = [(f"**{row[0]}**" if row[0].isupper() else row[0], *row[1:]) for row in rows]
         lines += ["", *sheets.table(HEADS, marked), ""]
-    return lines + [f"- {line}" for line in _rest(found)]
+    return lines + [f"- {line}" for line in _rest(found, every)]
 
 
 def _summary(found: Comparison) -> str:
@@ -178,10 +182,10 @@ def _summary(found: Comparison) -> str:
     return f"{worse} worse, {better} better, {same} within the noise"
 
 
-def _rows(found: Comparison) -> list[tuple[str, ...]]:
-    """Return the table: first what got worse."""
+def _rows(found: Comparison, every: bool) -> list[tuple[str, ...]]:
+    """Return the table: first what got worse; what is the same only with `every`."""
     rows = []
-    for which in compared.ORDER:
+    for which in compared.ORDER if every else CHANGED:
         rows += [_turned(turned) for turned in found.turned if turned.outcome == which]
         rows += [_changed(change) for change in found.changes if change.outcome == which]
     return rows
@@ -219,8 +223,12 @@ def _name(case: Measured) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
 
-def _rest(found: Comparison) -> list[str]:
-    lines = [f"not compared: {_name(case)}: {why}" for case, why in found.apart]
+def _rest(found: Comparison, every: bool) -> list[str]:
+    same, others = found.count("same"), any(map(found.count, CHANGED))
+    one = "1 other is" if others else "1 is"
+    are = one if same == 1 else f"{same} {'others ' * others}are"
+    lines = [f"{are} the same within the noise (--all)"] * bool(same and not every)
+    lines += [f"not compared: {_name(case)}: {why}" for case, why in found.apart]
     lines += [f"only in OLD: {_name(case)}" for case in found.only_old]
     return lines + [f"only in NEW: {_name(case)}" for case in found.only_new]
 

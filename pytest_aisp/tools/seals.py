@@ -13,9 +13,12 @@ from pathlib import Path
 from ..common import git
 from ..common.answers import Answer, Unanswerable
 from ..results.stored import Stored
-from ..results.stored_text import StoreError, parse
+from ..results.stored_text import COMMITTED, StoreError, parse
 
-RECORD = "    pytest --aisp-update-expectations"
+ADVICE = (
+    "Restore the file, or record on the machine itself:",
+    "    pytest --aisp-update-expectations",
+)
 STAGED = ""
 """The ref of what is staged: git's index."""
 
@@ -28,9 +31,17 @@ def answer(files: Sequence[Path], baselines: Path, against: str) -> Answer:
     """
     names = [file.as_posix() for file in files] or _changed(baselines, against)
     names = [name for name in names if name.endswith(".json") and not name.endswith("/peaks.json")]
-    wrong = [line for name in names for line in faults(name, against)]
+    wrong = [fault for name in names for fault in faults(name, against)]
     if wrong:
-        return Answer([*wrong, "Restore the file, or record on the machine itself:", RECORD], 1)
+        own = all("\n" in fault for fault in wrong)  # each says its way out
+        lines = [line for fault in wrong for line in fault.splitlines()]
+        return Answer(lines if own else [*lines, *ADVICE], 1)
+    if not names:
+        none = f"no stored results staged below {baselines} differ from {against}"
+        none = "none of these files holds stored results" if files else none
+        return Answer([f"{none}: nothing to refuse"])
+    if len(names) == 1:
+        return Answer(["1 file of stored results is as runs recorded it"])
     return Answer([f"{len(names)} files of stored results are as runs recorded them"])
 
 
@@ -39,7 +50,7 @@ def faults(name: str, against: str) -> Iterator[str]:
     try:
         now = _stored(STAGED, name)
     except StoreError as error:
-        yield str(error).splitlines()[0]
+        yield _fault(error)
         return
     try:
         before = _stored(against, name)
@@ -52,6 +63,11 @@ def faults(name: str, against: str) -> Iterator[str]:
         if old is None and not _is_commit(facts.get("commit")):
             commit = facts.get("commit")
             yield f"{name} environments[{key!r}]: {commit=} is no commit of this repository"
+
+
+def _fault(error: StoreError) -> str:
+    """Return what is wrong, with its way out where that is another one than `ADVICE`."""
+    return str(error).partition(COMMITTED)[0]
 
 
 def _stored(ref: str, name: str) -> Stored:
