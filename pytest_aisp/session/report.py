@@ -59,6 +59,15 @@ def header(run: Run) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
+def captured(terminal: Any) -> None:
+    """Write what green cases have printed, with -rP; pytest knows of those that `pass` alone."""
+    if terminal.no_summary:
+        return
+    for verdict, (_, word) in LETTERS.items():
+        if verdict != "pass" and verdict not in RED:
+            terminal.summary_passes_combined(verdict, word, "P")
+
+
 def summary(terminal: Any, recorder: Recorder) -> None:
     """Write the closing table and what the run changed."""
     rows = [Row(**row) for row in recorder.rows]
