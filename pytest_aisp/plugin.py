@@ -228,8 +228,9 @@ def _exit_code(session: pytest.Session, recorder: Recorder | None) -> int:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if (recorder := config.stash.get(RECORDER, None)) is not None:
-        from .session.report import summary
+        from .session.report import captured, summary
 
+        captured(terminalreporter)
         summary(terminalreporter, recorder)
 
 

@@ -357,6 +357,8 @@ def test_each_process_of_an_old_side_has_the_old_page(pytester, monkeypatch):
     from pytest_aisp.bench.engine import Engine
 
     class Here:
+        printed = ()
+
         def __init__(self, environment):
             pass
 

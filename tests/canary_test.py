@@ -137,6 +137,37 @@ def test_each_worker_has_its_own_and_one_is_enough_to_void_the_run(page, gpu, py
     assert len(lines) == 2
 
 
+DIES = """
+pair.assert_equivalent()
+if os.environ.get("JUDGED") and os.environ["PYTEST_XDIST_WORKER"] == "gw0":
+    os._exit(1)
+pair.assert_speedup()
+os.environ["JUDGED"] = "a case of this process"
+"""
+
+
+@pytest.mark.parametrize("mode", ["", "--aisp-aa"])
+def test_a_worker_that_dies_leaves_verdicts_without_a_canary_and_it_is_said(
+    page, gpu, pytester, mode
+):
+    gpu(**SPEEDS)
+    for name in "abcdef":
+        page(name=f"{name}_test.py", defs="import os", body=DIES.strip())
+    result = pytester.runpytest_subprocess("-n2", *filter(None, [mode]))
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["NO VERDICT: worker 'gw0' crashed while running *"])
+    if mode:
+        return result.stdout.no_fnmatch_line("NO CANARY: *")
+    result.stdout.fnmatch_lines(
+        [
+            "NO CANARY: worker 'gw0' ended before its own; unguarded are its verdicts:"
+            " ?_test.py::test_doubling[[]doubled-n1001[]]",
+            "canary: *",
+            "=* 1 failed, 5 new in *",
+        ]
+    )
+
+
 INTERRUPTED = """
 from pytest_aisp.session import canary
 

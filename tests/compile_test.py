@@ -384,7 +384,7 @@ def test_what_was_not_looked_for_is_said_without_v():
     note = "NOT LOOKED FOR: tma: there is no nvdisasm here: pip install nvidia-cuda-nvdisasm"
     row = Row("id", "f", "k", "p", "t", "v", {}, "dram", verdict="compiled", notes=[note, "other"])
     settings = SimpleNamespace(stamped=None, check=False)
-    told = {name: [] for name in ("changes", "kept", "errors", "crashes", "canaries")}
+    told = {name: [] for name in ("changes", "kept", "errors", "crashes", "unguarded", "canaries")}
     recorder = SimpleNamespace(left="", settings=settings, why_invalid=list, **told)
     assert report._closing(recorder, [row, row]) == [note]
 

@@ -184,12 +184,24 @@ def test_every_command_is_shown():
     assert words | {("bench", name) for name in app.commands["bench"].commands} <= shown
 
 
-def test_the_page_of_the_guide_is_checked(pytester):
-    guide = (ROOT / "docs" / "write-a-page.md").read_text()
-    page = re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1]
-    pytester.makepyfile(row_sums_test=page)
+PAGES = re.findall(
+    r"```python\n(.*?)```", (ROOT / "docs" / "write-a-page.md").read_text(), re.DOTALL
+)
+
+
+@pytest.mark.parametrize(("number", "cases"), [(0, 2), (1, 1)])
+def test_the_pages_of_the_guide_are_checked(pytester, number, cases):
+    assert len(PAGES) == 2
+    pytester.makepyfile(page_test=PAGES[number])
     result = pytester.runpytest_subprocess("--aisp-check", "-p", "no:randomly")
-    result.stdout.fnmatch_lines(["*2 checked*"])
+    result.stdout.fnmatch_lines([f"*= {cases} checked in *"])
+
+
+def test_the_state_of_the_guides_page_is_compared(pytester):
+    page = PAGES[1].replace("lerp_(x, 0.25)", "lerp_(x, 0.26)")
+    pytester.makepyfile(page_test=page)
+    result = pytester.runpytest_subprocess("--aisp-check", "-p", "no:randomly")
+    result.stdout.fnmatch_lines(["E * in_place is wrong at n=*: state*average*, expected *"])
 
 
 def test_every_marker_is_registered_and_used(pytestconfig):

@@ -21,6 +21,8 @@ def test_a_process_may_be_silent_for_as_long_as_its_task(monkeypatch):
     limits = []
 
     class Bench:
+        printed = ()
+
         def __init__(self, environment):
             pass
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 import select
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from subprocess import DEVNULL, Popen, TimeoutExpired
-from typing import IO, Protocol
+from typing import Protocol
 
-from ..pages.sources import PACKAGE
 from ..results import messages
 from ..results.messages import Reply, Task, failed
+from .printed import Printed, Stream
 
 Progress = Callable[[str], None]
 START_SECONDS = 120.0
@@ -28,12 +26,6 @@ LOOK_SECONDS = 0.5
 """How often a process is looked at while its answer is awaited."""
 STUCK = "was left and does not end (a thread of a side keeps it)"
 """What is said of a process that neither answers nor ends."""
-
-# faulthandler's lines of no use to a page's author: a traceback has a comma before "in".
-_OURS = re.compile(
-    rf'  File "({re.escape(PACKAGE)}/|<frozen runpy>)'
-    r'[^"]*", line \d+ in |Extension modules: '
-)
 
 
 class Bench(Protocol):
@@ -50,6 +42,9 @@ class BenchProcess:
     Args:
         environment: variables to set for it; None as a value removes one.
         under: command that it is started under.
+
+    Attributes:
+        printed: what it prints, one process's.
     """
 
     def __init__(
@@ -57,14 +52,14 @@ class BenchProcess:
     ) -> None:
         ask_read, self._ask = os.pipe()
         self._answers, answer_write = os.pipe()
-        self._output = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - closed with the process
+        self.printed = (Printed(Stream(), Stream()),)
         self._buffer = b""
         self._ready = self._killed = False
         self._process = Popen(
             [*under, *python(), "-m", "pytest_aisp.bench", str(ask_read), str(answer_write)],
             stdin=DEVNULL,
-            stdout=self._output,
-            stderr=self._output,
+            stdout=self.printed[0].stdout.file,
+            stderr=self.printed[0].stderr.file,
             pass_fds=(ask_read, answer_write),
             env=bench_environment(environment or {}),
             start_new_session=True,
@@ -76,6 +71,11 @@ class BenchProcess:
     def alive(self) -> bool:
         """Whether it can be asked."""
         return self._process.poll() is None
+
+    @property
+    def closed(self) -> bool:
+        """Whether it prints no more."""
+        return self.printed[0].stdout.file.closed
 
     @property
     def pid(self) -> int:
@@ -150,7 +150,7 @@ class BenchProcess:
 
     def output(self, lines: int = 20) -> str:
         """Return the last lines that the process printed, a crash's stack without our frames."""
-        return last_lines(self._output, lines)
+        return "\n".join(self.printed[0].last(lines))
 
     def kill(self) -> None:
         """Kill the process, once, and everything in its process group, which may outlive it."""
@@ -171,7 +171,7 @@ class BenchProcess:
                 os.close(fd)
             except OSError:
                 continue
-        self._output.close()
+        self.printed[0].close()
 
 
 def python() -> list[str]:
@@ -202,15 +202,6 @@ def late_reply(seconds: float, doing: str, trace: str) -> Reply:
 def how_it_ended(code: int) -> str:
     """Return how a process with this exit status ended: ``by SIGSEGV``, ``with exit code 3``."""
     return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-
-
-def last_lines(output: IO[bytes], lines: int) -> str:
-    """Return the last `lines` that a process printed, a crash's stack without our frames."""
-    if output.closed:
-        return ""
-    output.seek(0)
-    text = output.read().decode(errors="replace")
-    return "\n".join([line for line in text.splitlines() if not _OURS.match(line)][-lines:])
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from ..results import messages
 from ..results.messages import Task
-from .client import LONGER, bench_environment, how_it_ended, last_lines, python
+from .client import LONGER, bench_environment, how_it_ended, python
+from .printed import last_lines
 from .profiler import range_name
 
 SLOWER = 20.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from ..proof.witness import now
 from ..results import timing
 from ..results.messages import Reply, Task
 from ..results.timing import Budget, Samples
+from .printed import Printed, say
 
 BLOCKS = 5
 SAMPLE_SECONDS = 0.05
@@ -134,9 +136,17 @@ def _fresh(task: Task, environment: Mapping[str, str | None], name: str) -> Mapp
         reply = bench.ask(task, task.limit, lambda text: None)
     finally:
         bench.close()
+        _say_again(bench.printed)
     if reply.error is not None:
         raise ProcessFailed(name, reply)
     return reply.result
+
+
+def _say_again(printed: Sequence[Printed]) -> None:
+    """Print here what a sample's process has printed: this process's output is read."""
+    for one in printed:
+        say(sys.stdout, one.stdout.take().text)
+        say(sys.stderr, one.stderr.take().text)
 
 
 def time_here(call: Callable[[], Any], warmup: int, synchronize: Callable[[], None]) -> float:

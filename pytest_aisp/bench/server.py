@@ -2,8 +2,8 @@
 
     python -m pytest_aisp.bench READ_FD WRITE_FD
 
-It dies with its parent. Whatever a page prints goes to this process's own stdout, never into an
-answer.
+It dies with its parent. Whatever a page prints goes to this process's own stdout and stderr, which
+are files (`printed`), never into an answer.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import io
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import IO, Any
 
@@ -23,6 +25,8 @@ from ..pages.sources import PACKAGE
 from ..results import messages
 from ..results.messages import Reply, Task, failed
 
+C_LINES = 1
+"""Linux's _IOLBF: a stream of C's writes at the end of a line."""
 MARKS = "a side cannot skip, its case can: Variant(side, marks=[pytest.mark.skipif(...)])"
 
 
@@ -30,6 +34,7 @@ def main(read_fd: int, write_fd: int) -> None:
     """Answer tasks until the pipe closes or a `stop` arrives."""
     die_with_parent()
     faulthandler.enable()  # a side that crashes shows its line
+    print_at_once()
     with os.fdopen(read_fd, "rb") as tasks, os.fdopen(write_fd, "wb", buffering=0) as replies:
         keep_from_children(tasks, replies)
         server = Server(lambda text: replies.write(messages.encode({"progress": text})))
@@ -43,6 +48,16 @@ def main(read_fd: int, write_fd: int) -> None:
             if task.kind == "stop":
                 return
             replies.write(encoded(server.answer(task)))
+
+
+def print_at_once() -> None:
+    """Write each line when it is printed, C's and CUDA's too: a crash takes what waits with it."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        stdout = ctypes.c_void_p.in_dll(libc, "stdout")
+        libc.setvbuf(stdout, None, C_LINES, ctypes.c_size_t(0))
 
 
 def keep_from_children(*pipes: IO[bytes]) -> None:
@@ -86,6 +101,8 @@ class Server:
             reply = _error_reply(error, self._doing)
             if _has_lost_gpu(error):
                 reply = replace(reply, error="fault")
+        with suppress(Exception):  # a page may have put anything in its place
+            sys.stdout.flush()
         return replace(reply, exhausted=self._exhausted)
 
     @property

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -26,13 +26,13 @@ from ..bench.client import (
     Progress,
     bench_environment,
     how_it_ended,
-    last_lines,
     late_reply,
 )
+from ..bench.printed import STREAMS, Printed, Stream
 from ..pages.sources import libraries
 from ..results import messages
 from ..results.messages import AT, Reply, Task, failed
-from .rank import stack_of
+from .rank import printed_of, stack_of
 
 AMID = ("fault", "side", "memory")
 """Errors at which a rank may have left collectives unanswered: the next page's would meet them."""
@@ -42,6 +42,8 @@ GRACE = 3.0
 """Seconds that the others get to answer, too, once a rank has failed."""
 STACK_SECONDS = 0.5
 """Seconds that silent ranks get to print where they stand."""
+SAID = 20
+"""Lines of what ranks have printed that a failure shows."""
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\w+)')
 _WAITING = re.compile(r"/torch/distributed/|/torch/cuda/\S+\", line \d+ in synchronize|/peers\.py")
 _EXIT = re.compile(r"rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*(-?\d+)")
@@ -95,6 +97,7 @@ class _Rank:
     number: int
     pid: int
     connection: socket.socket
+    printed: Printed
     buffer: bytes = b""
     step: int = 0
     doing: str = "start"
@@ -139,13 +142,13 @@ class RankSet:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
         self._listener.listen(self.count)
-        self._output = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - closed with the ranks
+        self._output = Stream()
         self._ranks: dict[int, _Rank] = {}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pytest_aisp.ranks.rank", "launch", address, *self._arguments()],
             stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=self._output,
+            stdout=self._output.file,
+            stderr=self._output.file,
             env=bench_environment({**_no_job(), **_threads(self.count), **self.environment}),
             start_new_session=True,
         )
@@ -170,6 +173,16 @@ class RankSet:
     def alive(self) -> bool:
         """Whether they can be asked."""
         return self._process.poll() is None and not any(r.gone for r in self._ranks.values())
+
+    @property
+    def closed(self) -> bool:
+        """Whether they print no more."""
+        return self._output.file.closed
+
+    @property
+    def printed(self) -> Sequence[Printed]:
+        """What the ranks print; their launcher's words are no page's."""
+        return [rank.printed for rank in self._in_order()]
 
     @property
     def pids(self) -> list[int]:
@@ -219,7 +232,9 @@ class RankSet:
         said = messages.decode(line)
         connection.settimeout(None)
         number = int(said["rank"])
-        self._ranks[number] = _Rank(number, int(said["pid"]), connection)
+        out, err = (printed_of(self._folder, name, number) for name in STREAMS)
+        printed = Printed(Stream.at(out), Stream.at(err), f"rank {number}")
+        self._ranks[number] = _Rank(number, int(said["pid"]), connection, printed)
 
     def _answers(self, task: Task, seconds: float, progress: Progress) -> Reply | None:
         """Ask every rank and wait for all; None where all have a result."""
@@ -300,8 +315,7 @@ class RankSet:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE)  # it tells how a rank has ended when it has ended the others
         gone = [rank for rank in self._in_order() if rank.gone]
-        output = self.output(200)
-        codes = {int(rank): int(code) for rank, code in _EXIT.findall(output)}
+        codes = {int(rank): int(code) for rank, code in _EXIT.findall(self._output.new().text)}
         culprit = next((r for r in gone if r.number in codes), gone[0] if gone else None)
         self.kill()
         if culprit is None:
@@ -309,7 +323,8 @@ class RankSet:
             return Reply(error="died", message=how, trace=self.output())
         code = codes.get(culprit.number)
         how = "" if code is None else f" {how_it_ended(code)}"
-        return failed("died", f"rank {culprit.number} ended{how}", culprit.doing, self.output())
+        trace = "\n".join(culprit.printed.last(SAID)) or self.output()
+        return failed("died", f"rank {culprit.number} ended{how}", culprit.doing, trace)
 
     def _late(self, seconds: float) -> Reply:
         """Return which rank the others wait for, and where it stands."""
@@ -345,9 +360,14 @@ class RankSet:
         self.kill()
         return late_reply(seconds, where, self.output())
 
-    def output(self, lines: int = 20) -> str:
-        """Return the last lines that the ranks and their launcher printed."""
-        return last_lines(self._output, lines)
+    def output(self) -> str:
+        """Return the last lines that each rank printed; their launcher's, where none did."""
+        said = [
+            f"{printed.who}: {line}"
+            for printed in self.printed
+            for line in printed.last(SAID // self.count)
+        ]
+        return "\n".join(said or self._output.new().lines()[-SAID:])
 
     def kill(self) -> None:
         """Kill every rank and the launcher: torchrun gives each a session of its own."""
@@ -364,8 +384,9 @@ class RankSet:
         self.kill()
         for rank in self._ranks.values():
             rank.connection.close()
+            rank.printed.close()
         self._listener.close()
-        self._output.close()
+        self._output.file.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

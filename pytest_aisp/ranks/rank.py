@@ -17,10 +17,13 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from ..bench.server import Server, die_with_parent, encoded
+from ..bench.printed import STREAMS
+from ..bench.server import Server, die_with_parent, encoded, print_at_once
 from ..common import peers
 from ..common.peers import Ranks
 from ..results import messages
+
+APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
 def launch(address: str, arguments: list[str]) -> None:
@@ -34,8 +37,11 @@ def launch(address: str, arguments: list[str]) -> None:
 def serve(address: str) -> None:
     """Connect, join the other ranks, and answer tasks until the connection closes."""
     die_with_parent()
-    faulthandler.enable()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    for fd, name in enumerate(STREAMS, start=1):
+        os.dup2(os.open(printed_of(os.path.dirname(address), name, rank), APPEND, 0o600), fd)
+    print_at_once()
+    faulthandler.enable()
     stack = open(stack_of(os.path.dirname(address), rank), "w")  # noqa: SIM115 - for ever
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)  # asked when it hangs
     with socket.socket(socket.AF_UNIX) as connection:
@@ -57,6 +63,11 @@ def serve(address: str) -> None:
                 task = replace(task, seed=peers.here().shared(task.seed))
                 replies.write(encoded(server.answer(task)))
     os._exit(0)  # whoever is left waiting in a collective is not waited for
+
+
+def printed_of(folder: str, name: str, rank: int) -> str:
+    """Return the file into which `rank` prints its ``stdout`` or ``stderr``."""
+    return os.path.join(folder, f"{name}-{rank}")
 
 
 def stack_of(folder: str, rank: int) -> str:

@@ -100,6 +100,7 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
     if reruns := config.getoption("reruns", None):
         case_run.row.notes.append(f"--reruns={reruns} leaves cases alone: the first verdict stands")
     item.stash[CASE] = case_run
+    run.printed(0)  # what an earlier case's threads or profiler have printed since is not its own
     return PairUnderTest(case_run, request.session)
 
 

@@ -40,6 +40,7 @@ class Recorder:
         self._refused: dict[str, list[str]] = {}
         self.canaries: list[dict[str, Any]] = []
         self.crashes: list[str] = []
+        self.unguarded: list[tuple[str, list[str]]] = []  # workers without a canary, their cases
         self.left = ""
         self.artifacts = None if settings.artifacts is None else Artifacts(settings.artifacts)
 

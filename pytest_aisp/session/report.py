@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .run import Run
     from .settings import Settings
 
+NAMED = 5
+"""Cases that a line names."""
 COLUMNS: tuple[str, ...] = (
     "page",
     "variant",
@@ -59,6 +61,15 @@ def header(run: Run) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
+def captured(terminal: Any) -> None:
+    """Write what green cases have printed, with -rP; pytest knows of those that `pass` alone."""
+    if terminal.no_summary:
+        return
+    for verdict, (_, word) in LETTERS.items():
+        if verdict != "pass" and verdict not in RED:
+            terminal.summary_passes_combined(verdict, word, "P")
+
+
 def summary(terminal: Any, recorder: Recorder) -> None:
     """Write the closing table and what the run changed."""
     rows = [Row(**row) for row in recorder.rows]
@@ -99,6 +110,7 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row.verdict in ("inconclusive", "stale"):
             lines += [f"{row.verdict}: {row.key}: {reason}" for reason in row.reasons]
+    lines += [_unguarded(*found) for found in recorder.unguarded]
     lines += [f"canary: {Canary(**found)}" for found in recorder.canaries if not found["wrong"]]
     invalid = recorder.why_invalid()
     lines += [f"{why} (exit code {INVALID_RUN})" for why in invalid]
@@ -106,6 +118,13 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
         lines.append("what this run stored was measured on a disturbed machine: take it back")
         lines.append(f"    git checkout -- {recorder.settings.baselines.name}")
     return lines
+
+
+def _unguarded(worker: str, keys: Sequence[str]) -> str:
+    """Say which verdicts stand although nothing was held against their process at its end."""
+    more = len(keys) - NAMED
+    named = ", ".join(keys[:NAMED]) + (f" and {more} more" if more > 0 else "")
+    return f"NO CANARY: worker '{worker}' ended before its own; unguarded are its verdicts: {named}"
 
 
 def _profiles(settings: Settings, rows: Sequence[Row]) -> list[str]:

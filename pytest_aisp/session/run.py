@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from ..bench import peaks as peaks_module
 from ..bench.client import Bench, BenchProcess
+from ..bench.printed import STREAMS, Chunk, Name, shown
 from ..bench.sanitizer import Sanitized
 from ..bench.server import InProcess
 from ..common.device import Machine
@@ -81,6 +82,7 @@ class Run:
     cases_done: bool = False
     confirmed: float = 0.0
     _benches: dict[tuple[Any, ...], Bench] = field(default_factory=dict)
+    _print: list[BenchProcess | RankSet] = field(default_factory=list)
     _stored: dict[Path, Stored] = field(default_factory=dict)
     _peaks: dict[str, peaks_module.Peaks | None] = field(default_factory=dict)
     _caches: list[str] = field(default_factory=list)
@@ -119,6 +121,28 @@ class Run:
         self, device: str, ranks: int = 1, variables: Mapping[str, str] | None = None
     ) -> Bench:
         """Start one more bench process for `device`, or `ranks` that work together."""
+        bench = self._new(device, ranks, variables)
+        if isinstance(bench, (BenchProcess, RankSet)):
+            self._print.append(bench)
+        return bench
+
+    def printed(self, most: int | None = None) -> dict[Name, str]:
+        """Return what the processes of this run have printed since the last time.
+
+        Args:
+            most: lines that are shown of each process, votes together; None for all.
+        """
+        every = [(p, p.who) for bench in self._print for p in bench.printed]
+        self._print = [bench for bench in self._print if not bench.closed]
+        found: dict[Name, str] = {}
+        for name in STREAMS:
+            by_process: dict[str, list[Chunk]] = {}
+            for printed, who in every:
+                by_process.setdefault(who, []).append(printed.take(name))
+            found[name] = "".join(shown(each, who, most) for who, each in by_process.items())
+        return found
+
+    def _new(self, device: str, ranks: int, variables: Mapping[str, str] | None) -> Bench:
         if ranks > 1:
             if self.settings.in_process:
                 raise Failed(

@@ -18,6 +18,7 @@ from ..common.device import Machine
 from ..pages.pair import Case
 from ..results.artifacts import Unclaimable, stamped
 from ..results.runs import folder_of
+from .canary import CLOCKS
 from .manifest import gather
 from .options import PROFILERS
 from .recorder import Recorder
@@ -117,6 +118,7 @@ class _Gather:
 
     def __init__(self, recorder: Recorder, run: Run) -> None:
         self._recorder, self._run = recorder, run
+        self._judged: dict[Any, list[str]] = {}  # by worker, what its canary will stand for
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -132,12 +134,18 @@ class _Gather:
         row = getattr(report, "aisp", None)
         if row is not None and report.when == "call":
             self._recorder.add(row)
+            if row["value"] is not None and row["clock"] in CLOCKS:
+                self._judged.setdefault(getattr(report, "node", None), []).append(row["key"])
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """Take a worker's canary, or note which of its verdicts stand without one."""
         found = getattr(node, "workeroutput", {}).get("aisp_canary")
+        judged = self._judged.pop(node, [])  # asked twice about a worker that was interrupted
         if found is not None:
             self._recorder.add_canary(found)
+        elif judged and has_canary(self._run):
+            self._recorder.unguarded.append((str(node.gateway.id), judged))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, report: pytest.TestReport) -> None:
@@ -199,9 +207,14 @@ def canary(session: pytest.Session) -> None:
         session.config.hook.pytest_keyboard_interrupt(excinfo=found)
 
 
+def has_canary(run: Run) -> bool:
+    """Return whether processes that judge cases of `run` end with a canary."""
+    return not (run.settings.aa or run.settings.in_process or run.replay)
+
+
 def _canary(config: pytest.Config) -> None:
     run = config.stash.get(RUN, None)
-    if run is None or run.finest is None or run.settings.aa or run.replay is not None:
+    if run is None or run.finest is None or not has_canary(run):
         return
     from .canary import sing
 

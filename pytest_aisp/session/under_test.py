@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import pytest
 
+from ..bench.printed import say
 from ..results.goals import Name
 from .run import Failed, Interrupted
 from .runner import CaseRun
 
+LINES = 100
+"""Lines of what each process printed that pytest gets to capture; with ``-s`` all are shown."""
 MEMORY: Mapping[str, Name] = {
     "allocated": "memory",
     "reserved": "reserved",
@@ -155,8 +159,18 @@ class PairUnderTest:
             message = str(failure)
         except Interrupted as over:
             self._stop(str(over))
+        finally:
+            self._say_again()
         self.refusal = AssertionError(message)
         raise self.refusal
+
+    def _say_again(self) -> None:
+        """Print here what the sides have printed in their processes; pytest does the rest."""
+        captured = self._session.config.getoption("capture", "fd") != "no"
+        for name, text in self._run.run.printed(LINES if captured else None).items():
+            if text:
+                self._run.run.progress("")
+                say(getattr(sys, name), text)
 
     def _stop(self, why: str) -> NoReturn:
         __tracebackhide__ = True

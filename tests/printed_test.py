@@ -1,0 +1,250 @@
+"""What pages print in their processes is shown as pytest shows what any test prints."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+
+import pytest
+
+from pytest_aisp.bench.printed import MOST, Chunk, Stream, shown
+
+PRINTS = """
+import os, sys
+
+print("imported")
+
+
+def inputs(device, n):
+    print("inputs of", n)
+    return (torch.randn(n, device=device),)
+
+
+def says(x, more=0):
+    print("one of", len(x))
+    print("woe", file=sys.stderr)
+    return 2 * x + more
+"""
+OUT = "-* Captured stdout call -*"
+ERR = "-* Captured stderr call -*"
+
+
+def checked(pytester, *options):
+    return pytester.runpytest_subprocess("--aisp-check", *options)
+
+
+@pytest.mark.parametrize("workers", [["-p", "no:xdist"], ["-n0"], ["-n2"]], ids=str)
+def test_a_red_case_shows_what_it_has_printed(page, pytester, workers):
+    page("says(x, 1)", defs=PRINTS, body="print('body')\n" + "pair.assert_equivalent()")
+    result = checked(pytester, *workers)
+    result.stdout.fnmatch_lines(
+        [
+            "E * AssertionError: doubled is wrong at n=33*",
+            OUT,
+            "body",
+            "imported",
+            "inputs of 33",
+            "one of 33",
+            ERR,
+            "woe",
+            "=* aisp =*",
+        ]
+    )
+
+
+def test_green_ones_show_it_when_asked(page, pytester, gpu):
+    page("says(x)", defs=PRINTS)
+    said = checked(pytester)
+    said.stdout.fnmatch_lines(["*1 checked*"])
+    said.stdout.no_fnmatch_line("*one of*")
+    said.stdout.no_fnmatch_line("*Captured*")
+    words = [OUT, "imported", "inputs of 33", "one of 33", ERR, "woe"]
+    checked(pytester, "-rP").stdout.fnmatch_lines(["=* CHECKED =*", "_* test_doubling*", *words])
+    checked(pytester, "-rP", "--show-capture=stderr").stdout.no_fnmatch_line(OUT)
+    gpu(added=2e-5, doubled=1e-5)
+    pytester.runpytest_subprocess("-rP").stdout.fnmatch_lines(["=* NEW =*", *words])
+
+
+def test_uncaptured_it_is_printed_as_it_is(page, pytester):
+    defs = """
+        import sys
+
+
+        def counts(x):
+            print("woe", file=sys.stderr)
+            print(*range(300), sep="\\n")
+            return 2 * x
+    """
+    page("counts(x)", defs=defs)
+    result = checked(pytester, "-s")
+    lines = [line for line in result.outlines if line.isdecimal()]
+    assert lines[-299:] == [str(number) for number in range(1, 300)]
+    result.stdout.no_fnmatch_line("*left out*")
+    result.stderr.fnmatch_lines(["woe"])
+
+
+def test_ten_megabytes_stop_nobody_and_their_end_is_shown(page, pytester):
+    defs = """
+        def floods(x):
+            for number in range(100_000):
+                print(f"{number:0100}")
+            return 3 * x
+    """
+    page("floods(x)", defs=defs)
+    result = checked(pytester)
+    result.stdout.fnmatch_lines([OUT, "(99900 lines left out)", f"{99900:0100}", f"{99999:0100}"])
+    assert sum(line.startswith("00000") for line in result.outlines) == 100
+
+
+LAST_WORDS = r"""
+    import os
+
+
+    def dies(x):
+        print("so far")
+        os.write(2, b"kernel.c:12: assertion \xff failed\n")
+        os.abort()
+"""
+
+
+@pytest.mark.parametrize("new", [False, pytest.param(True, marks=pytest.mark.new_processes)])
+def test_the_last_words_of_a_process_that_dies_are_shown(page, pytester, new):
+    page("dies(x)", defs=LAST_WORDS)
+    result = checked(pytester)
+    result.stdout.fnmatch_lines(
+        [
+            "E * the bench process ended by SIGABRT during: check doubled at n=33",
+            OUT,
+            "so far",
+            ERR,
+            "kernel.c:12: assertion \N{REPLACEMENT CHARACTER} failed",
+            "Fatal Python error: Aborted",
+            '  File "*ch99/doubling_test.py", line * in dies',
+        ]
+    )
+    result.stdout.no_fnmatch_line("*pytest_aisp/bench*")
+
+
+def test_a_case_shows_nothing_of_the_one_before_it(page, pytester):
+    page(defs=PRINTS + "\n\ndef late(x):\n    says(x)\n    return 2 * x", optimized="late(x)")
+    page("3 * x", name="next_test.py")
+    result = checked(pytester)
+    result.stdout.fnmatch_lines(["*1 failed, 1 checked*"])
+    result.stdout.no_fnmatch_line("*one of*")
+
+
+def test_ranks_are_told_apart(page, pytester):
+    page()
+    text = """
+        import os
+        import sys
+
+        import torch
+        import torch.distributed as dist
+
+        from pytest_aisp import Work, compare
+
+
+        def inputs(device, n):
+            return (torch.randn(n, device=device),)
+
+
+        def reference(ranks):
+            total = sum(x.double() for (x,) in ranks)
+            return [total] * len(ranks)
+
+
+        def summed(x):
+            out = x.clone()
+            dist.all_reduce(out)
+            return out
+
+
+        def other(x):
+            print("this is", dist.get_rank())
+            print("woe to", dist.get_rank(), file=sys.stderr)
+            return summed(x) + 1
+
+
+        def dies(x):
+            if dist.get_rank() == 1:
+                os.write(2, b"assertion failed\\n")
+                os.abort()
+            return summed(x)
+
+
+        @compare(
+            baseline=summed,
+            optimized=[other, dies],
+            inputs=inputs,
+            reference=reference,
+            sizes=[{"n": 1001}],
+            check_sizes=[{"n": 33}],
+            work=lambda n: Work(wire=4 * n, terms=2),
+            bound="latency",
+            gpus=2,
+        )
+        def test_summing(pair):
+            pair.assert_equivalent()
+            pair.assert_speedup()
+    """
+    (pytester.path / "ch99/summing_test.py").write_text(textwrap.dedent(text))
+    result = checked(pytester, "ch99/summing_test.py")
+    both = [OUT, "rank 0: this is 0", "rank 1: this is 1", ERR, "rank 0: woe to 0"]
+    dead = ["E * rank 1 ended by SIGABRT during: *", "E       assertion failed", ERR]
+    result.stdout.fnmatch_lines([*both, "rank 1: woe to 1", *dead, "rank 1: assertion failed"])
+    assert "rank 1: this is" not in "\n".join(result.outlines).partition("SIGABRT")[2]
+
+
+def test_samples_in_fresh_processes_are_heard(page, pytester):
+    path = page("says(x, 1)", defs=PRINTS)
+    text = path.read_text().replace("import Variant", "import fresh_process, Variant")
+    for side in ("added", "doubled"):
+        text = text.replace(f"def {side}(x)", f"@fresh_process\ndef {side}(x)")
+    path.write_text(text)
+    checked(pytester).stdout.fnmatch_lines(["E * doubled is wrong at n=33*", OUT, "one of 33"])
+
+
+@pytest.fixture
+def stream():
+    made = Stream()
+    yield made
+    made.file.close()
+
+
+def write(stream, data):
+    os.write(stream.file.fileno(), data)
+
+
+def test_a_stream_gives_what_is_new_also_once_it_is_closed(stream):
+    write(stream, b"a\n")
+    assert stream.new() == stream.take() == Chunk(0, b"a\n")
+    assert stream.take() == Chunk()
+    write(stream, b"b\n")
+    stream.close()
+    stream.close()
+    assert [stream.take(), stream.take()] == [Chunk(0, b"b\n"), Chunk()]
+
+
+def test_a_stream_that_its_writer_empties_is_read_from_its_start(stream):
+    write(stream, b"before\n")
+    stream.take()
+    os.ftruncate(stream.file.fileno(), 0)
+    write(stream, b"after\n"[:5])
+    assert stream.take().data == b"after"
+
+
+def test_of_what_is_far_back_lines_are_counted_alone(stream):
+    write(stream, b"x\n" * MOST)
+    skipped, data = stream.take()
+    assert (skipped, len(data)) == (MOST // 2, MOST)
+
+
+def test_one_endless_line_is_cut_to_its_end():
+    text = shown([Chunk(0, b"a" * 300_000 + b"z")], "", 100)
+    assert text.startswith("(197602 characters left out)\naaa")
+    assert text.endswith("az\n")
+
+
+def test_no_lines_are_none_of_them():
+    assert shown([Chunk(0, b"a\nb\n")], "rank 1", 0) == "rank 1: (2 lines left out)\n"
