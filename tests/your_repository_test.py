@@ -42,7 +42,8 @@ def test_a_new_repository_gates_with_the_wheel(pytester, gpu, monkeypatch):
     shutil.copytree(ROOT, pytester.path / "path/to/pytest-aisp", ignore=LEFT_OUT)
     gpu(chained=2e-5, reduced=3e-6)
     subprocess.run(["git", "init", "-q", "."], check=True)
-    [shown], [page] = blocks(GUIDE, "sh"), blocks(ROOT / "docs" / "write-a-page.md", "python")
+    [shown] = blocks(GUIDE, "sh")
+    page = blocks(ROOT / "docs" / "write-a-page.md", "python")[0]
     page = page.replace("65536", "1024").replace('    cpu_sizes=[{"n": 4096}],\n', "")
     for line in shown.splitlines():
         words = shlex.split(line, comments=True)
