@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import textwrap
 
 import pytest
+from ranks_test import write as write_ranks
 
 from pytest_aisp.bench.printed import MOST, Chunk, Stream, shown
 
@@ -133,63 +133,20 @@ def test_a_case_shows_nothing_of_the_one_before_it(page, pytester):
     result.stdout.no_fnmatch_line("*one of*")
 
 
+PRINTS_ON_RANKS = (
+    "import sys; print('this is', dist.get_rank());"
+    " print('woe to', dist.get_rank(), file=sys.stderr); return summed(x) + 1"
+)
+DIES = "if dist.get_rank() == 1: os.write(2, b'assertion failed\\n'), os.abort()"
+
+
 def test_ranks_are_told_apart(page, pytester):
     page()
-    text = """
-        import os
-        import sys
-
-        import torch
-        import torch.distributed as dist
-
-        from pytest_aisp import Work, compare
-
-
-        def inputs(device, n):
-            return (torch.randn(n, device=device),)
-
-
-        def reference(ranks):
-            total = sum(x.double() for (x,) in ranks)
-            return [total] * len(ranks)
-
-
-        def summed(x):
-            out = x.clone()
-            dist.all_reduce(out)
-            return out
-
-
-        def other(x):
-            print("this is", dist.get_rank())
-            print("woe to", dist.get_rank(), file=sys.stderr)
-            return summed(x) + 1
-
-
-        def dies(x):
-            if dist.get_rank() == 1:
-                os.write(2, b"assertion failed\\n")
-                os.abort()
-            return summed(x)
-
-
-        @compare(
-            baseline=summed,
-            optimized=[other, dies],
-            inputs=inputs,
-            reference=reference,
-            sizes=[{"n": 1001}],
-            check_sizes=[{"n": 33}],
-            work=lambda n: Work(wire=4 * n, terms=2),
-            bound="latency",
-            gpus=2,
-        )
-        def test_summing(pair):
-            pair.assert_equivalent()
-            pair.assert_speedup()
-    """
-    (pytester.path / "ch99/summing_test.py").write_text(textwrap.dedent(text))
-    result = checked(pytester, "ch99/summing_test.py")
+    files = [
+        write_ranks(pytester.path, name, does)
+        for name, does in (("says", PRINTS_ON_RANKS), ("dies", DIES))
+    ]
+    result = checked(pytester, *files)
     both = [OUT, "rank 0: this is 0", "rank 1: this is 1", ERR, "rank 0: woe to 0"]
     dead = ["E * rank 1 ended by SIGABRT during: *", "E       assertion failed", ERR]
     result.stdout.fnmatch_lines([*both, "rank 1: woe to 1", *dead, "rank 1: assertion failed"])

@@ -194,7 +194,10 @@ class CudaBout:
         return found
 
     def _check_cold(self) -> dict[str, Any]:
-        """Refuse a pair whose calls leave in the L2 what was there before them."""
+        """Refuse a pair whose calls leave in the L2 what was there before them.
+
+        Of calls so long that they go through fewer slots nothing is asked (`sizing.LONG`).
+        """
         pair = self.bench.pair
         rotates = pair.l2 == "cold" and pair.state is None and pair.bound not in LINKS
         rotates &= not pair.spread
