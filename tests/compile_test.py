@@ -370,12 +370,28 @@ def test_nothing_is_assembled_under_the_interpreter(monkeypatch):
 
 
 def test_without_a_disassembler_the_row_says_that_nothing_was_looked_for(monkeypatch):
-    monkeypatch.setattr(sass, "disassembler", lambda: None)
+    monkeypatch.setattr(sass, "disassemblers", tuple)
     looked = made(needs="tma")
-    looked._keep_promises("sm90")
-    looked._keep_promises("sm100")
+    for arch in ("sm90", "sm100"):
+        looked.built.append(Built(arch, "other", launch(), 16, 0, 0, 0, b""))
+        looked._keep_promises(arch)
     assert looked.notes == [
         "NOT LOOKED FOR: tma: there is no nvdisasm here: pip install nvidia-cuda-nvdisasm"
+    ]
+    assert not looked.faults
+
+
+def test_what_the_disassembler_here_does_not_know_is_not_called_broken(tmp_path, monkeypatch):
+    old = tmp_path / "nvdisasm"
+    old.write_text("#!/bin/sh\necho \"Cannot decode architecture 'SM103'\" >&2\nexit 1\n")
+    old.chmod(0o755)
+    monkeypatch.setattr(sass, "disassemblers", lambda: (str(old),))
+    looked = made(needs="tma")
+    looked.built.append(Built("sm103", "other", launch(), 16, 0, 0, 0, b"newer"))
+    looked._keep_promises("sm103")
+    assert looked.notes == [
+        f"NOT LOOKED FOR: tma: {old} cannot read it: Cannot decode architecture 'SM103':"
+        " pip install -U nvidia-cuda-nvdisasm"
     ]
     assert not looked.faults
 
@@ -481,6 +497,10 @@ def test_a_prepared_side_that_yields_no_callable_is_named():
         launched(yields_nothing)
 
 
+def launch(grid=(1,), threads=128):
+    return Launch("k", "k", "", grid, threads)
+
+
 def made(**variant):
     pair = Pair(
         baseline=side,
@@ -519,8 +539,8 @@ def made(**variant):
 )
 def test_what_is_beyond_the_arch_cannot_be_launched_there(changes, words):
     built = {"registers": 16, "shared": 0, "grid": (1,), "threads": 128, **changes}
-    launch = Launch("k", "k", "", built["grid"], built["threads"])
-    used = Built("sm90", "s", launch, built["registers"], 0, 0, built["shared"], b"")
+    shape = launch(built["grid"], built["threads"])
+    used = Built("sm90", "s", shape, built["registers"], 0, 0, built["shared"], b"")
     found = list(assembly._misfits(used))
     assert len(found) == len(words)
     assert all(word in fault for word, fault in zip(words, found, strict=True))
@@ -544,8 +564,7 @@ def test_every_arch_has_limits():
     ],
 )
 def test_blocks_that_fit_on_a_processor(arch, threads, registers, shared, blocks, occupancy):
-    launch = Launch(None, "k", "", (1,), threads)
-    built = Built(arch, "side", launch, registers, 0, 0, shared, b"")
+    built = Built(arch, "side", launch(threads=threads), registers, 0, 0, shared, b"")
     assert built.resident == blocks
     assert built.occupancy == pytest.approx(occupancy)
     assert built.plain()["resident"] == blocks

@@ -144,25 +144,38 @@ def test_an_instruction_is_promised_by_its_name_and_modifiers(instruction, promi
 
 
 def test_what_is_no_machine_code_is_refused_in_the_disassemblers_words():
-    with pytest.raises(RuntimeError, match="nvdisasm cannot read it: nvdisasm"):
+    words = "nvdisasm cannot read it: nvdisasm.*: pip install -U nvidia-cuda-nvdisasm"
+    with pytest.raises(sass.Undisassembled, match=words):
         sass.instructions(b"no machine code")
 
 
 def test_without_a_disassembler_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(sass, "disassembler", lambda: None)
-    with pytest.raises(RuntimeError, match="no nvdisasm here: pip install nvidia-cuda-nvdisasm"):
+    monkeypatch.setattr(sass, "disassemblers", tuple)
+    words = "no nvdisasm here: pip install nvidia-cuda-nvdisasm"
+    with pytest.raises(sass.Undisassembled, match=words):
         sass.instructions(b"whatever")
 
 
-def test_a_disassembler_is_found_on_the_path_first_then_in_packages(tmp_path, monkeypatch):
+def test_what_one_disassembler_does_not_know_the_next_reads(tmp_path, monkeypatch):
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    new.write_text("#!/bin/sh\nprintf '.text.k:\\n        /*0000*/   MOV R1, R2 ;\\n'\n")
+    old.chmod(0o755)
+    new.chmod(0o755)
+    monkeypatch.setattr(sass, "disassemblers", lambda: (str(old), str(new)))
+    assert sass.instructions(b"of a newer arch") == {"k": frozenset(["MOV"])}
+
+
+def test_disassemblers_are_looked_for_on_the_path_first_then_in_packages(tmp_path, monkeypatch):
     tool = tmp_path / "nvdisasm"
     tool.write_text("#!/bin/sh\n")
     tool.chmod(0o755)
-    find = sass.disassembler.__wrapped__
+    find = sass.disassemblers.__wrapped__
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert find() == str(tool)
+    first, *packaged = find()
+    assert first == str(tool)
+    assert all(path.endswith("/bin/nvdisasm") for path in packaged)
     monkeypatch.setenv("PATH", "")
-    packaged = find()
-    assert packaged is None or packaged.endswith("/bin/nvdisasm")
+    assert [*find()] == packaged
     monkeypatch.setattr(sass.importlib.util, "find_spec", lambda name: None)
-    assert find() is None
+    assert find() == ()

@@ -172,14 +172,15 @@ class Assembly:
                 self._look_for(arch, side, promise, any_of)
 
     def _look_for(self, arch: str, side: str, promise: str, any_of: Sequence[str]) -> None:
-        if sass.disassembler() is None:
-            note = f"{UNSEEN}: {promise}: there is no nvdisasm here: {sass.INSTALL}"
-            self.notes += [note] * (note not in self.notes)
-            return
         by_kernel: dict[Any, list[bool]] = {}
         for built in self.built:
             if (built.arch, built.side) == (arch, side):
-                held = sass.instructions(built.cubin).get(built.launch.name, frozenset())
+                try:
+                    held = sass.instructions(built.cubin).get(built.launch.name, frozenset())
+                except sass.Undisassembled as error:
+                    note = f"{UNSEEN}: {promise}: {error}"
+                    self.notes += [note] * (note not in self.notes)
+                    return
                 has = any(sass.holds(held, instruction) for instruction in any_of)
                 by_kernel.setdefault(built.launch.kernel, []).append(has)
         if by_kernel and not any(all(found) for found in by_kernel.values()):

@@ -1,6 +1,7 @@
 """What machine code says of itself: registers and stack from its ELF notes, its instructions.
 
-Instructions are found by ``nvdisasm``, which comes with Triton, with CUDA, and as a package.
+Instructions are found by ``nvdisasm``, which comes with Triton, with CUDA, and as a package. An old
+one knows no newer arch: that of Triton 3.6 reads no sm103.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 REGISTERS, FRAME = 0x2F, 0x11
 """Attributes of ``.nv.info``: EIATTR_REGCOUNT and EIATTR_FRAME_SIZE, as nvdisasm names them."""
 INSTALL = "pip install nvidia-cuda-nvdisasm"
+NEWER = "pip install -U nvidia-cuda-nvdisasm"
 
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 _KERNEL = re.compile(r"^\.text\.(\w+):$", re.MULTILINE)
@@ -67,19 +69,21 @@ def _attributes(info: bytes) -> Iterator[tuple[int, int, int]]:
         at += 4 + size * sized
 
 
+class Undisassembled(Exception):
+    """No nvdisasm here reads this machine code, or there is none; the message says what to do."""
+
+
 @functools.cache
-def disassembler() -> str | None:
-    """Return the path of nvdisasm, or None where there is none."""
-    if found := shutil.which("nvdisasm"):
-        return found
+def disassemblers() -> tuple[str, ...]:
+    """Return the paths of every nvdisasm here: that on the PATH, Triton's, that of a package."""
+    found = [tool] if (tool := shutil.which("nvdisasm")) else []
     for package, folder in (("triton", "backends/nvidia/bin"), ("nvidia", "")):
         spec = importlib.util.find_spec(package)
         for place in (spec.submodule_search_locations or ()) if spec else ():
             inside = Path(place, folder)
             tools = [inside / "nvdisasm", *sorted(inside.glob("*/bin/nvdisasm"))]
-            if here := next((tool for tool in tools if tool.is_file()), None):
-                return str(here)
-    return None
+            found += [str(tool) for tool in tools if tool.is_file()]
+    return tuple(found)
 
 
 @functools.cache
@@ -87,20 +91,22 @@ def instructions(cubin: bytes) -> dict[str, frozenset[str]]:
     """Return by kernel the instructions that it holds, modifiers included: ``LDG.E.128``.
 
     Raises:
-        RuntimeError: there is no disassembler, or it refuses this machine code.
+        Undisassembled: there is no disassembler, or none that reads this machine code.
     """
-    tool = disassembler()
-    if tool is None:
-        raise RuntimeError(f"there is no nvdisasm here: {INSTALL}")
+    refused = ""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run([tool, "-c", file.name], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{tool} cannot read it: {done.stderr.strip()}")
-    _, *parts = _KERNEL.split(done.stdout)
-    pairs = zip(parts[::2], parts[1::2], strict=True)
-    return {name: frozenset(_INSTRUCTION.findall(text)) for name, text in pairs}
+        for tool in disassemblers():
+            done = subprocess.run([tool, "-c", file.name], capture_output=True, text=True)
+            if not done.returncode:
+                _, *parts = _KERNEL.split(done.stdout)
+                pairs = zip(parts[::2], parts[1::2], strict=True)
+                return {name: frozenset(_INSTRUCTION.findall(text)) for name, text in pairs}
+            refused = refused or f"{tool} cannot read it: {done.stderr.strip()}"
+    if refused:
+        raise Undisassembled(f"{refused}: {NEWER}")
+    raise Undisassembled(f"there is no nvdisasm here: {INSTALL}")
 
 
 def holds(found: Iterable[str], promised: str) -> bool:

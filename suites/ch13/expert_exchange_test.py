@@ -28,7 +28,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from pytest_aisp import Work, compare
+from pytest_aisp import Variant, Work, compare
+
+LISTS = "all_to_all of lists before torch 2.13" if torch.__version__ < (2, 13) else ""
+"""What Gloo, by which ranks talk on CPUs, lacks there."""
 
 
 def inputs(device, tokens, hidden):
@@ -101,7 +104,7 @@ def overlapped(x, order, own, shared):
 
 @compare(
     baseline=listed,
-    optimized=[single, overlapped],
+    optimized=[Variant(side, gpu_only=LISTS) for side in (single, overlapped)],
     inputs=inputs,
     reference=reference,
     sizes=[{"tokens": 16384, "hidden": 2048}],

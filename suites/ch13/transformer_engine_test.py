@@ -23,7 +23,10 @@ Seen       An H200, Transformer Engine 2.20.2: te_bf16 1.00x, delayed 1.70x, cur
            1.28x; 1170 TFLOP/s of delayed, quantization included.
 """
 
+import ctypes
 import importlib.util
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,8 +60,21 @@ def bf16(w, x, dy):
     return y.detach(), *torch.autograd.grad(y, (x, w), dy)
 
 
+def load_cudnn():
+    """Load all of PyTorch's cuDNN: of what is not loaded yet the system's may be another version.
+
+    Transformer Engine links every library of cuDNN by its name. PyTorch loads the first at once,
+    the others when they are needed, so that the two would share some and not the rest.
+    """
+    mapped = Path("/proc/self/maps").read_text()
+    if first := re.search(r"(/\S+)/libcudnn\.so", mapped):
+        for library in sorted(Path(first[1]).glob("libcudnn_*.so.*")):
+            ctypes.CDLL(str(library))
+
+
 def stepped(w, x, dy, recipe=None):
     """Return the step of a layer with the weights `w`, in bf16 or by a recipe of that name."""
+    load_cudnn()
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe as recipes
 
