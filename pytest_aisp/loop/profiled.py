@@ -67,6 +67,7 @@ class Profiled:
         on_gpu = [ProfilerActivity.CUDA] if gpu else []
         _drain()
         self._profiler = profile(activities=[ProfilerActivity.CPU, *on_gpu])
+        self._lost = False
         self._profiler.start()
         self._mark: Any = None
 
@@ -84,11 +85,14 @@ class Profiled:
     def stop(self) -> None:
         """Wait for the GPU and stop the profiler."""
         _drain()
-        self._profiler.stop()
+        try:
+            self._profiler.stop()
+        except RuntimeError:  # the loop's own has begun and ended: torch 2.11 raises, 2.13 does not
+            self._lost = True
 
     def events(self) -> list[Event]:
-        """Return what was seen, times in seconds."""
-        return [_event(e) for e in self._profiler.events() or []]
+        """Return what was seen, times in seconds; nothing where another profiler took over."""
+        return [] if self._lost else [_event(e) for e in self._profiler.events() or []]
 
 
 def _event(e: Any) -> Event:

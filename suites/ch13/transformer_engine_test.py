@@ -26,6 +26,7 @@ Seen       An H200, Transformer Engine 2.20.2: te_bf16 1.00x, delayed 1.70x, cur
 import ctypes
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,27 @@ from torch.nn import functional as F
 
 from pytest_aisp import Variant, Work, compare
 
+ABSENT = importlib.util.find_spec("transformer_engine") is None
 INSTALLED = pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is None,
+    ABSENT,
     reason="needs Transformer Engine: pip install --no-build-isolation transformer_engine[pytorch]",
 )
+
+
+def load_cudnn():
+    """Load all of PyTorch's cuDNN, so that Transformer Engine shares it.
+
+    It links every library of cuDNN by name. PyTorch loads the first at once and the others when a
+    page needs them; for the rest the system's would be taken, of another version.
+    """
+    mapped = Path("/proc/self/maps").read_text()
+    if first := re.search(r"(/\S+)/libcudnn\.so", mapped):
+        for library in sorted(Path(first[1]).glob("libcudnn_*.so.*")):
+            ctypes.CDLL(str(library))
+
+
+if not ABSENT and "transformer_engine" not in sys.modules:
+    load_cudnn()
 
 
 def state(device, m, n, k):
@@ -60,21 +78,8 @@ def bf16(w, x, dy):
     return y.detach(), *torch.autograd.grad(y, (x, w), dy)
 
 
-def load_cudnn():
-    """Load all of PyTorch's cuDNN: of what is not loaded yet the system's may be another version.
-
-    Transformer Engine links every library of cuDNN by its name. PyTorch loads the first at once,
-    the others when they are needed, so that the two would share some and not the rest.
-    """
-    mapped = Path("/proc/self/maps").read_text()
-    if first := re.search(r"(/\S+)/libcudnn\.so", mapped):
-        for library in sorted(Path(first[1]).glob("libcudnn_*.so.*")):
-            ctypes.CDLL(str(library))
-
-
 def stepped(w, x, dy, recipe=None):
     """Return the step of a layer with the weights `w`, in bf16 or by a recipe of that name."""
-    load_cudnn()
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe as recipes
 
