@@ -125,7 +125,7 @@ def judge(
         verdict.claim_gate(math.exp(case.value - 6 * spread - margin), spread),
         *verdict.record_gates(case.value, margin),
     ]
-    loss = verdict.detectable(gates, spread, session_sd, "graph") if planted else 0.0
+    loss = verdict.detectable(gates, spread, session_sd) if planted else 0.0
 
     def less(reading: verdict.Reading) -> verdict.Reading:
         return reading._replace(value=reading.value - loss)
@@ -173,7 +173,8 @@ def trial(args: tuple[str, int, int, int, int, str]) -> tuple[str, Counter[str],
     rng = random.Random(f"{name}{seed}")
     suite = record(MODELS[name], cases, rng)
     owns = [case.own for case in suite]
-    session_sd = stats.session_spread([case.sessions for case in suite]) or 0.0
+    assumed = verdict.UNKNOWN_SESSION["graph"]
+    session_sd = stats.session_spread([case.sessions for case in suite], assumed)
     spreads = [stats.pooled_spread(own, 2 * PROCESSES, owns) for own in owns]
     found: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
     for planted, count in ((False, runs), (True, losses)):

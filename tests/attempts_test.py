@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from pytest_aisp.proof import witness
 from pytest_aisp.results import runs
+from pytest_aisp.results.row import Row
+from pytest_aisp.results.verdict import Reading
+from pytest_aisp.session.case_client import CaseClient
+from pytest_aisp.session.run import Run
 
 CASE = "ch99/doubling_test.py::test_doubling[[]doubled-n1001[]]"
 TIMES = {"added": 2e-5, "doubled": 1e-5}
@@ -39,6 +45,51 @@ def test_every_vote_is_in_the_artifacts_and_in_the_closing_notes(page, gpu, pyte
     assert [timing["value"] for timing in row["timings"][1:]] == row["votes"]
     assert len(row["votes"]) == 3
     assert all(timing["error"] > 0 and timing["clock"] == "graph" for timing in row["timings"])
+
+
+@pytest.mark.parametrize(
+    ("clock", "ranks", "starts"), [("graph", 1, [3, 3, 3, 4]), ("host", 1, 4), ("graph", 2, 4)]
+)
+def test_on_a_clock_of_the_gpu_the_votes_that_a_verdict_takes_start_together(clock, ranks, starts):
+    started, closed, world = [], [], ranks
+
+    class Client(CaseClient):
+        def __init__(self):
+            self.row = Row("id", "f", "k", "p", "t", "v", {}, "dram")
+            self.row.timings.append({"clock": clock})
+            settings = SimpleNamespace(confirm_budget=60)
+            said = SimpleNamespace(replay=None, confirmed=0.0, settings=settings, progress=len)
+            self.run = cast("Run", said)
+
+        ranks = world
+
+        def fresh_bench(self):
+            bench = SimpleNamespace(close=lambda: closed.append(bench))
+            started.append(bench)
+            return bench
+
+    def measure(number, bench):
+        used.append(bench)
+        counts.append(len(started))
+        return Reading(0.5)
+
+    client, used, counts = Client(), [], []
+    with client.voting(measure) as vote:
+        for _ in range(4):
+            assert vote() == Reading(0.5)
+    assert counts == (starts if isinstance(starts, list) else [1, 2, 3, 4])
+    assert used == started == closed
+
+    del used[:], started[:], closed[:]
+    with contextlib.suppress(KeyError), client.voting(measure) as vote:
+        vote()
+        raise KeyError
+    assert len(closed) == len(started) == counts[0]  # what was not asked is not left behind
+
+    client.run.confirmed = 61.0
+    with client.voting(measure) as vote:
+        assert vote() is None
+    assert len(started) == counts[0]
 
 
 DIES = """

@@ -250,9 +250,30 @@ def test_the_order_of_sessions_and_cases_is_nothing_to_their_spread(cases, rng):
         [rng.sample(v, len(v)) for v in rng.sample(c, len(c))]
         for c in rng.sample(cases, len(cases))
     ]
-    before, after = stats.session_spread(cases), stats.session_spread(shuffled)
-    assert (before is None) == (after is None)
-    assert before is None or after**2 == pytest.approx(before**2, abs=1e-12)
+    before, after = stats.session_spread(cases, 0.01), stats.session_spread(shuffled, 0.01)
+    assert after**2 == pytest.approx(before**2, abs=1e-12)
+
+
+@pytest.mark.parametrize("processes", [(6, 1), (2, 1), (2, 2), (3, 6, 1), (8, 4)])
+@pytest.mark.parametrize("session", [0.002, 0.02])
+def test_what_sessions_do_is_told_from_what_processes_do(processes, session):
+    rng = random.Random(f"{processes}{session}")
+
+    def values(count):
+        shift = rng.gauss(0, session)
+        return [rng.gauss(shift, 0.003) for _ in range(count)]
+
+    cases = [[values(count) for count in processes] for _ in range(4000)]
+    assert stats.session_spread(cases, 0.01) == pytest.approx(session, rel=0.12)
+
+
+def test_a_few_cases_that_agree_narrow_no_margin():
+    alike = [[0.1, 0.1001], [0.1]]
+    assert stats.session_spread([], 0.01) == 0.01
+    assert stats.session_spread([[[0.1], [0.3]], [[0.1, 0.2, 0.3]]], 0.01) == 0.01
+    assert stats.session_spread([alike], 0.01) == pytest.approx(0.01 * math.sqrt(4 / 5), rel=1e-3)
+    assert stats.session_spread([alike] * 96, 0.01) == pytest.approx(0.002, rel=1e-3)
+    assert stats.session_spread([[[0.0, 0.2], [0.1]]] * 9, 0.01) == 0.0  # no less than nothing
 
 
 @given(BLOCKS, st.integers(0, 19), st.floats(0, 1))
@@ -271,7 +292,7 @@ def test_a_noisier_case_promises_no_finer_detection(spread, more, session, clock
     def promised(spread, session):
         margin = verdict.record_margin(spread, session, clock)
         gates = [verdict.claim_gate(1.0, spread), *verdict.record_gates(0.0, margin)]
-        return margin, verdict.detectable(gates, spread, session, clock)
+        return margin, verdict.detectable(gates, spread, session)
 
     calm = promised(spread, session)
     assert all(a <= b for a, b in zip(calm, promised(spread * more, session), strict=True))

@@ -83,6 +83,61 @@ def test_of_a_state_that_changes_every_step_counts(reference):
     assert not torch.equal(three[0].value, one[0].value)
 
 
+def stepped(state, x):
+    """Change the state where it is, and return a view of it."""
+    state.w += x.to(state.w.dtype).mean()
+    return state.w[:2]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("reference", [updating, counting, stepped])
+def test_what_is_foreseen_is_what_each_step_alone_leaves(reference, ranks, exact):
+    calls = []
+
+    def counted(state, x):
+        calls.append(x)
+        return reference(state, x)
+
+    def of_all(states, ranks):
+        return [counted(s, *inputs) for s, inputs in zip(states, ranks, strict=True)]
+
+    made = of_all if ranks > 1 else counted
+    foreseen, alone = oracle_of(made, gpus=ranks), oracle_of(made, gpus=ranks)
+    foreseen.exact = alone.exact = exact
+    assert foreseen.carries
+    assert alone.carries
+    calls.clear()
+    foreseen.foresee((0, 1, 0))
+    runs = len(calls)
+    assert runs == (3 if exact else 12)
+    for count in (1, 2, 3):
+        for one, other in zip(
+            foreseen.known((0, 1, 0)[:count]), alone.known((0, 1, 0)[:count]), strict=True
+        ):
+            assert one[0] == other[0]
+            assert torch.equal(one[1], other[1])
+            assert exact or torch.equal(one[2], other[2])
+    assert len(calls) == runs + (6 if exact else 24)
+
+
+def test_nothing_is_foreseen_where_the_last_step_alone_counts():
+    oracle = oracle_of(read)
+    oracle.foresee((0, 1, 0))
+    assert not oracle._known
+
+
+def test_on_a_gpu_that_is_too_small_each_step_is_run_alone(monkeypatch):
+    oracle = oracle_of(updating)
+    state = oracle.bench.new_state()
+    monkeypatch.setattr(oracle.bench, "new_state", lambda: state)
+    oracle.bench.device = "cuda"
+    bytes_of_33_by_33 = 8 * 2 * 33 * 33 * (3 * 3 + 1)
+    for free, room in ((2 * bytes_of_33_by_33, True), (2 * bytes_of_33_by_33 - 1, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, free))
+        assert oracle._room(3) is room
+
+
 @pytest.mark.parametrize(("reference", "carries"), [(read, False), (updating, True)])
 def test_ranks_carry_what_their_reference_leaves_changed(reference, carries):
     def of_all(states, ranks):

@@ -126,6 +126,7 @@ def _check_side(
     wait = waiter(bench.device)
     fits: list[Fit] = []
     turns: list[int] = []
+    oracle.foresee(tuple(_turns(pair)))
     try:
         for turn in _turns(pair):
             trees.copy_into(slot, bench.value_set(turn))

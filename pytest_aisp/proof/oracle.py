@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -89,10 +90,52 @@ class Oracle:
         """Return path, value and squared sensitivity of each expected output after `turns`."""
         turns = turns if self.carries else turns[-1:]
         if turns not in self._known:
-            probes = 0 if self.exact else numerics.PROBES
             with self.watch.phase("reference"):
-                self._known[turns] = numerics.sensitivity(lambda p: self._run(turns, p), probes)
+                [self._known[turns]] = self._expected(turns, [len(turns)])
         return self._known[turns]
+
+    def foresee(self, turns: tuple[int, ...]) -> None:
+        """Learn what is expected after each of `turns` in one go, where a state carries over.
+
+        One after the other every turn would be run again for each that follows. Where memory may
+        not hold all of it they are.
+        """
+        if not self.carries or len(turns) < 2 or turns in self._known or not self._room(len(turns)):
+            return
+        every = range(1, len(turns) + 1)
+        with self.watch.phase("reference"):
+            for count, found in zip(every, self._expected(turns, every), strict=True):
+                self._known[turns[:count]] = found
+
+    def _expected(self, turns: tuple[int, ...], counts: Sequence[int]) -> list[list[Any]]:
+        """Return path, value and squared sensitivity of what is there after so many `turns`."""
+        lengths: list[int] = []
+
+        def run(probe: int | None) -> Named:
+            found: list[Named] = []
+            for count, named in enumerate(self._after(turns, probe), start=1):
+                if count in counts and count < len(turns):  # the next changes a state in its place
+                    found.append([(path, tensor.detach().clone()) for path, tensor in named])
+                elif count in counts:
+                    found.append(named)
+            lengths[:] = map(len, found)
+            return [leaf for named in found for leaf in named]
+
+        leaves = iter(numerics.sensitivity(run, 0 if self.exact else numerics.PROBES))
+        return [list(itertools.islice(leaves, length)) for length in lengths]
+
+    def _room(self, count: int) -> bool:
+        """Whether what is expected after each of `count` turns fits the GPU, of any rank, at once.
+
+        Of a state and its gradients there are the value, its sensitivity, and a run's own.
+        """
+        import torch
+
+        if not self.bench.device.startswith("cuda"):
+            return True
+        held = trees.state_tensors(self.bench.new_state()).values()
+        needed = 8 * 2 * sum(t.numel() for t in held) * (3 * count + here().world)
+        return here().most(needed > torch.cuda.mem_get_info()[0] / 2) == 0
 
     def learn(self, types: Iterable[tuple[str, torch.dtype]]) -> None:
         """Learn in which type the sides return what is not known yet."""
@@ -111,31 +154,31 @@ class Oracle:
             value, squares, dtype=dtype, precision=precision, work=work, steps=steps
         )
 
-    def _run(self, turns: tuple[int, ...], probe: int | None) -> Named:
+    def _after(self, turns: tuple[int, ...], probe: int | None) -> Iterator[Named]:
+        """Run the reference on each of `turns`; yield what it returns and its state, as it is."""
         pair, bench = self.bench.pair, self.bench
         if pair.spread:
-            return self._run_everyone(turns, probe)
+            yield from self._after_everyone(turns, probe)
+            return
         state = bench.new_state()
         if state is not None and probe is not None:
             _perturb_in_place(trees.state_tensors(state), probe)
-        outputs: Any = None
         for turn in turns:
             values = _promoted(bench.value_set(turn), probe)
             outputs = pair.reference(*(values if state is None else (state, *values)))
-        return observed(outputs, state)
+            yield observed(outputs, state)
 
-    def _run_everyone(self, turns: tuple[int, ...], probe: int | None) -> Named:
-        """Run the reference on the inputs and states of all ranks, and return this rank's."""
+    def _after_everyone(self, turns: tuple[int, ...], probe: int | None) -> Iterator[Named]:
+        """Run the reference on the inputs and states of all ranks, and yield this rank's."""
         pair, bench = self.bench.pair, self.bench
         states = bench.every_state() if pair.state is not None else []
         if probe is not None:
             for state in states:
                 _perturb_in_place(trees.state_tensors(state), probe)
-        outputs: Any = None
         for turn in turns:
             ranks = list(_promoted(tuple(bench.everyone(turn)), probe))
             outputs = pair.reference(*([states] if states else []), ranks)
-        return observed(self._mine(outputs), states[here().rank] if states else None)
+            yield observed(self._mine(outputs), states[here().rank] if states else None)
 
     def _mine(self, outputs: Any) -> Any:
         """Return this rank's part of what the reference returned for all of them."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from .goals import GOALS
 from .stored import Stored, session_sd
-from .verdict import DEFAULT_SPREAD, RED, record_margin
+from .verdict import DEFAULT_SPREAD, RED, UNKNOWN_SESSION, record_margin
 
 TIME_FLOOR = 0.05
 """Least noise of a time: both sides share what moves a GPU's clocks, their ratio is rid of it.
@@ -153,7 +153,7 @@ def of_stored(stored: Stored, chapter: str) -> Iterator[Measured]:
             limit=result.limit or "",
             goals=result.goals,
             spread=result.own_spread,
-            session=session_sd(stored.results.values(), result.clock or ""),
+            session=session_sd(stored.results.values(), result.clock) if result.clock else None,
         )
 
 
@@ -215,7 +215,7 @@ def margin(old: Measured, new: Measured) -> float:
     spreads = [case.spread for case in (old, new) if case.spread is not None]
     sessions = [case.session for case in (old, new) if case.session is not None]
     spread = max(spreads, default=DEFAULT_SPREAD[new.clock])
-    return record_margin(spread, max(sessions, default=None), new.clock)
+    return record_margin(spread, max(sessions, default=UNKNOWN_SESSION[new.clock]), new.clock)
 
 
 def _timed(

@@ -12,6 +12,8 @@ from statistics import fmean, median
 
 FLOOR = 0.0010
 """No spread is believed below 0.10 %: a smaller one is luck."""
+ASSUMED = 4
+"""Further sessions of one case that count as much as what is assumed of sessions."""
 
 # 1 / sqrt(E[r^2]) for r^2 = mean square about the median without the largest of P normal values.
 _TRIMMED_RMS = {3: 2.401, 4: 1.788, 5: 1.573, 6: 1.477, 7: 1.387, 8: 1.347, 9: 1.298, 10: 1.276}
@@ -107,22 +109,32 @@ def pooled_spread(own: float, processes: int, others: Sequence[float]) -> float:
     return max(FLOOR, math.sqrt((8 * pool**2 + mine * own**2) / (8 + mine)))
 
 
-def session_spread(cases: Sequence[Sequence[Sequence[float]]]) -> float | None:
-    """Return the session-to-session sd pooled over cases, or None with one session everywhere.
+def session_spread(cases: Sequence[Sequence[Sequence[float]]], assumed: float) -> float:
+    """Return the session-to-session sd that cases of several sessions show.
+
+    Pooled is by how much a case's sessions differ beyond what its processes scatter by, which all
+    its sessions of two processes and more tell; one of a single process counts as a session, too.
+    A few cases that happen to agree narrow no margin: what is `assumed` counts as `ASSUMED` more.
 
     Args:
         cases: for each case, for each session, the values of its processes.
+        assumed: the sd where nothing is known.
     """
-    variances = []
+    total, count = ASSUMED * assumed**2, ASSUMED
     for sessions in cases:
-        full = [values for values in sessions if len(values) >= 3]
-        if len(full) >= 2:
-            means = [fmean(values) for values in full]
-            within = fmean(trimmed_spread(v) ** 2 / len(v) for v in full)
+        within = [_variance(values) for values in sessions if len(values) >= 2]
+        if len(sessions) >= 2 and within:
+            means = [fmean(values) for values in sessions]
             centre = fmean(means)
-            between = sum((m - centre) ** 2 for m in means) / (len(means) - 1)
-            variances.append(between - within)
-    return math.sqrt(max(0.0, fmean(variances))) if variances else None
+            between = math.fsum((m - centre) ** 2 for m in means) / (len(means) - 1)
+            own = fmean(within) * fmean(1 / len(values) for values in sessions)
+            total += (len(means) - 1) * (between - own)
+            count += len(means) - 1
+    return math.sqrt(max(0.0, total / count))
+
+
+def _variance(values: Sequence[float]) -> float:
+    return trimmed_spread(values) ** 2 if len(values) >= 3 else (values[0] - values[1]) ** 2 / 2
 
 
 def halves_ratio(blocks: Sequence[float]) -> float:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from .fields import FORMS, OPTIONAL, TABLE, TIMES, converted, plain_table
 from .stats import rms, session_spread, trimmed_spread
+from .verdict import UNKNOWN_SESSION
 
 Environment: TypeAlias = Mapping[str, Any]
 Environments: TypeAlias = Mapping[str, Environment]
@@ -166,6 +167,7 @@ def pooled(results: Iterable[Result], clock: str) -> list[float]:
     return [spread for spread in spreads if spread is not None]
 
 
-def session_sd(results: Iterable[Result], clock: str) -> float | None:
-    """Return the session-to-session sd on `clock`, or None until a result has two sessions."""
-    return session_spread([result.values for result in results if result.clock == clock])
+def session_sd(results: Iterable[Result], clock: str) -> float:
+    """Return the session-to-session sd on `clock`: what is assumed, until results show better."""
+    cases = [result.values for result in results if result.clock == clock]
+    return session_spread(cases, UNKNOWN_SESSION[clock])

@@ -15,7 +15,7 @@ from . import store
 from .goals import GOALS
 from .row import bare, duration
 from .stored import Result, Stored, session_sd
-from .verdict import DEFAULT_SPREAD, UNKNOWN_SESSION, interval
+from .verdict import DEFAULT_SPREAD, interval
 
 START, END = "<!-- results -->", "<!-- end of results -->"
 HEADS = ("page", "case", "baseline", "optimized", "speedup [99 %]", "share of limit", "clock")
@@ -81,12 +81,11 @@ def interval_of(result: Result, stored: Stored) -> tuple[float, float] | None:
     """
     if result.value is None or result.clock is None:
         return None
-    session = session_sd(stored.results.values(), result.clock)
     return interval(
         result.value,
         result.own_spread or DEFAULT_SPREAD[result.clock],
         result.processes,
-        session=UNKNOWN_SESSION[result.clock] if session is None else session,
+        session=session_sd(stored.results.values(), result.clock),
         sessions=result.sessions,
     )
 

@@ -35,7 +35,7 @@ RECORD_SPREADS = 10.0
 SESSION_SHIFTS = 5.0
 """Session spreads by which a detectable loss must clear the margin: all votes share the session."""
 UNKNOWN_SESSION = {"graph": 0.010, "queue": 0.020, "host": 0.10, "cpu": 0.05, "process": 0.05}
-"""Session-to-session spread by clock, assumed until two sessions are recorded (docs/spread.md)."""
+"""Session-to-session spread by clock, assumed until sessions are recorded (docs/spread.md)."""
 
 DEFAULT_SPREAD = {"graph": 0.0025, "queue": 0.005, "host": 0.030, "cpu": 0.030, "process": 0.030}
 """Spread of one process's value by clock, assumed until this product has recorded its own."""
@@ -164,9 +164,9 @@ def same_gates(spread: float) -> tuple[Gate, Gate]:
     )
 
 
-def record_margin(spread: float, session: float | None, clock: str) -> float:
+def record_margin(spread: float, session: float, clock: str) -> float:
     """Return the margin against a stored result: at least the clock's floor and 10 spreads."""
-    both = math.hypot(spread, UNKNOWN_SESSION[clock] if session is None else session)
+    both = math.hypot(spread, session)
     return max(RECORD_FLOOR, NEUTRAL_FLOOR[clock], RECORD_SPREADS * both)
 
 
@@ -219,7 +219,7 @@ def graver(one: str, other: str) -> str:
     return min((word for word in (one, other) if word), key=ORDER.index, default="")
 
 
-def detectable(gates: Sequence[Gate], spread: float, session: float | None, clock: str) -> float:
+def detectable(gates: Sequence[Gate], spread: float, session: float) -> float:
     """Return the smallest loss of ln(speedup) found in 99 % of trials.
 
     With a stored result the loss is against that, and what the session shifts counts too; with a
@@ -228,8 +228,7 @@ def detectable(gates: Sequence[Gate], spread: float, session: float | None, cloc
     record = next((g for g in gates if g.name == "record"), None)
     if record is None:
         return max(g.red for g in gates if g.sign > 0) + (DETECTABLE - VOTE) * spread
-    shift = UNKNOWN_SESSION[clock] if session is None else session
-    return record.red + (DETECTABLE - VOTE) * spread + SESSION_SHIFTS * shift
+    return record.red + (DETECTABLE - VOTE) * spread + SESSION_SHIFTS * session
 
 
 def interval(

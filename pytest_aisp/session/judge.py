@@ -34,8 +34,9 @@ class Judge:
         gates, same_environment, has_record = self._gates(first)
         session = row.session = self._session()
         if gates:  # a yardstick without a stored result is held against nothing
-            row.detectable = verdict.detectable(gates, row.spread or 0.0, session, row.clock)
-        decision = verdict.decide(reading(first), gates, self.client.vote)
+            row.detectable = verdict.detectable(gates, row.spread or 0.0, session)
+        with self.client.voting(self.client.vote) as vote:
+            decision = verdict.decide(reading(first), gates, vote)
         row.votes = [vote.value for vote in decision.votes]
         if row.votes:
             # The first value was singled out for being extreme; the votes were not.
@@ -90,11 +91,8 @@ class Judge:
             row.remarks.append(f"{name} is not compared with itself as it was: {why}")
             return
         gate = verdict.code_gate(self.spread(), first)
-        decision = verdict.decide(
-            first,
-            [gate],
-            lambda: client.fresh(lambda number, bench: client.timed_against(role, number, bench)),
-        )
+        with client.voting(lambda number, bench: client.timed_against(role, number, bench)) as vote:
+            decision = verdict.decide(first, [gate], vote)
         votes = [vote.value for vote in decision.votes]
         value = fmean(votes) if votes else first.value
         range_ = past.label if past is not None else ""
@@ -190,8 +188,8 @@ class Judge:
             f" of the {mine.clock} clock: not compared"
         )
 
-    def _session(self) -> float | None:
-        """Return this product's recorded session-to-session spread on this clock, or None."""
+    def _session(self) -> float:
+        """Return this product's session-to-session spread on this clock."""
         return session_sd(self.run.stored(self.client.path).results.values(), self.row.clock)
 
     def _unlike(self, mine: Result) -> list[str]:

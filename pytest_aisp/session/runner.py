@@ -137,7 +137,8 @@ class CaseRun(CaseClient):
             found = reading(timed)
             values.append(found.value)
             gates = verdict.same_gates(verdict.believed(recorded, found))
-            decision = verdict.decide(found, gates, self.vote)
+            with self.voting(self.vote) as vote:
+                decision = verdict.decide(found, gates, vote)
             self.row.votes += [vote.value for vote in decision.votes]
             verdicts.append(verdict.verdict_of(decision, stored=True, same_environment=True))
         self.row.trials = [[v, w] for v, w in zip(values, verdicts, strict=True)]

@@ -19,8 +19,8 @@ Bound      Memory is the point. 16 layers of 4096 x 4096 are 1 GiB. ddp holds pa
            bytes again, 0.3 ms. Loading and updating move 24 bytes a parameter, 1.5 ms, of which
            fsdp does its share. But a layer costs fsdp some 0.5 ms of Python, as long as its
            products take: no faster, if not slower.
-Seen       Two H200s: 12.9 ms and 35 ms, 0.36x, as a layer costs fsdp 1.6 ms of Python in that
-           virtual machine; memory 3.5 GiB and 1.5, 0.43 as predicted. No result is stored yet.
+Seen       Two H200s: 13.0 ms and 41, 0.32x (0.36x on another machine), as a layer costs fsdp 1.6 to
+           2 ms of Python in those virtual machines; memory 3.5 GiB and 1.5, 0.43 as predicted.
 """
 
 from types import SimpleNamespace
