@@ -397,12 +397,17 @@ def test_what_the_disassembler_here_does_not_know_is_not_called_broken(tmp_path,
 
 
 def test_what_was_not_looked_for_is_said_without_v():
-    note = "NOT LOOKED FOR: tma: there is no nvdisasm here: pip install nvidia-cuda-nvdisasm"
-    row = Row("id", "f", "k", "p", "t", "v", {}, "dram", verdict="compiled", notes=[note, "other"])
+    why = "there is no nvdisasm here: pip install nvidia-cuda-nvdisasm"
+    notes = [f"NOT LOOKED FOR: {promise}: {why}" for promise in ("tma", "LDG.128")]
+    notes += ["NOT LOOKED FOR: tma: it knows no SM103: too old", "other"]
+    row = Row("id", "f", "k", "p", "t", "v", {}, "dram", verdict="compiled", notes=notes)
     settings = SimpleNamespace(stamped=None, check=False)
     told = {name: [] for name in ("changes", "kept", "errors", "crashes", "unguarded", "canaries")}
     recorder = SimpleNamespace(left="", settings=settings, why_invalid=list, **told)
-    assert report._closing(recorder, [row, row]) == [note]
+    assert report._closing(recorder, [row, row]) == [
+        "NOT LOOKED FOR: tma: it knows no SM103: too old",
+        f"NOT LOOKED FOR: LDG.128, tma: {why}",
+    ]
 
 
 def test_a_page_whose_sides_launch_nothing_is_no_pass(monkeypatch):

@@ -103,7 +103,7 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
     if recorder.settings.check and (built := sum(row.verdict == "compiled" for row in rows)):
         cases = "1 case" if built == 1 else f"{built} cases"
         lines.append(f"not proved, only assembled: {cases}; CUDA C++ is compared on a GPU alone")
-    lines += sorted({note for row in rows for note in row.notes if note.startswith(UNSEEN)})
+    lines += _unseen(rows)
     if any(row.verdict == "new" for row in rows) and recorder.settings.update is None:
         lines.append("new cases have no stored result; record them on a quiet machine:")
         lines.append("    pytest --aisp-update-expectations <the same paths>")
@@ -118,6 +118,15 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
         lines.append("what this run stored was measured on a disturbed machine: take it back")
         lines.append(f"    git checkout -- {recorder.settings.baselines.name}")
     return lines
+
+
+def _unseen(rows: Sequence[Row]) -> list[str]:
+    """Say which promises machine code was not searched for, once for each reason."""
+    promises: dict[str, set[str]] = {}
+    for note in (note for row in rows for note in row.notes if note.startswith(UNSEEN)):
+        _, promise, why = note.split(": ", 2)
+        promises.setdefault(why, set()).add(promise)
+    return [f"{UNSEEN}: {', '.join(sorted(promises[why]))}: {why}" for why in sorted(promises)]
 
 
 def _unguarded(worker: str, keys: Sequence[str]) -> str:
