@@ -145,6 +145,30 @@ def test_what_a_gpu_runs_under_is_recorded(whole):
     assert "governor" in facts
 
 
+@pytest.mark.parametrize(
+    ("named", "seen"),
+    [
+        ("0", True),
+        ("1, 0", True),
+        ("GPU-ab12cd34", True),
+        ("GPU-ab12", True),  # CUDA takes a beginning, too
+        ("1", False),
+        ("GPU-cd", False),
+        ("", False),
+        ("-1", False),
+        (" , ", False),
+        ("GPU-ab12cd345", False),
+    ],
+)
+def test_a_gpu_is_visible_by_its_index_or_the_beginning_of_its_uuid(
+    whole, monkeypatch, named, seen
+):
+    monkeypatch.setattr(whole, "nvmlDeviceGetUUID", lambda handle: "GPU-ab12cd34", raising=False)
+    monkeypatch.setattr(whole, "nvmlDeviceGetIndex", lambda handle: 0, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert device._visible(whole, 0) is seen
+
+
 def test_what_nvml_does_not_tell_is_unknown(whole, monkeypatch):
     def refused(handle):
         raise RuntimeError("Not Supported")

@@ -173,11 +173,13 @@ def _handles(nvml: Any) -> list[Any]:
 
 
 def _visible(nvml: Any, handle: Any) -> bool:
+    """Return whether ``CUDA_VISIBLE_DEVICES`` names the GPU: its index, or a UUID's beginning."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return True
-    index, uuid = nvml.nvmlDeviceGetIndex(handle), str(nvml.nvmlDeviceGetUUID(handle))
-    return any(v.strip() in (str(index), uuid) for v in visible.split(","))
+    index, uuid = str(nvml.nvmlDeviceGetIndex(handle)), str(nvml.nvmlDeviceGetUUID(handle))
+    named = [name.strip() for name in visible.split(",")]
+    return index in named or uuid.startswith(tuple(n for n in named if n.startswith("GPU-")))
 
 
 def _asked(question: Any, *args: Any) -> Any:
