@@ -17,25 +17,58 @@ def doubled(x):
     return 2 * x
 
 
-def test_a_process_may_be_silent_for_as_long_as_its_task(monkeypatch):
-    limits = []
+@fresh_process(environment={"THREADS": "1"})
+def alone(x):
+    return 2 * x
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """Put a process in the place of each that says what becomes of it."""
+    log = []
 
     class Bench:
         printed = ()
 
         def __init__(self, environment):
-            pass
+            self.name = "alone" if environment else "doubled"
+            log.append(f"start {self.name}")
 
         def ask(self, task, seconds, progress):
-            limits.append(seconds)
-            return Reply(result={"seconds": 1.0})
+            log.append(f"{self.name} {task.side} {seconds}")
+            failed = task.side == "fails"
+            return Reply(error="died" if failed else None, message="gone", result={"n": 1.0})
+
+        def kill(self):
+            log.append(f"kill {self.name}")
 
         def close(self):
-            pass
+            log.append(f"close {self.name}")
 
     monkeypatch.setattr(client, "BenchProcess", Bench)
-    processes.ask_fresh(Task(kind="count", limit=1200.0), doubled, lambda text: None)
-    assert limits == [1200.0]
+    return log
+
+
+def asked(*roles):
+    sides = (doubled, alone)
+    tasks = (Task(kind="count", side=role, limit=1200.0) for role in roles)
+    return list(zip(tasks, sides, strict=True))
+
+
+def test_processes_start_together_answer_in_turn_and_may_be_silent_as_long_as_their_task(log):
+    found = processes.ask_fresh(asked("baseline", "optimized"), lambda text: None)
+    assert found == [{"n": 1.0}, {"n": 1.0}]
+    assert log == [
+        *("start doubled", "start alone"),
+        *("doubled baseline 1200.0", "kill doubled", "alone optimized 1200.0", "kill alone"),
+        *("close alone", "close doubled"),
+    ]
+
+
+def test_where_one_process_fails_none_is_left(log):
+    with pytest.raises(processes.ProcessFailed, match="doubled in a fresh process: gone"):
+        processes.ask_fresh(asked("fails", "optimized"), lambda text: None)
+    assert log[2:] == ["doubled fails 1200.0", "close alone", "close doubled"]
 
 
 def test_a_task_says_how_long_it_may_take(monkeypatch):

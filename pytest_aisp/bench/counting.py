@@ -42,9 +42,8 @@ def count(task: Task, trial: Trial) -> dict[str, float]:
     counter = COUNTERS[task.goal]
     if task.side:  # in the process of a process side
         return {task.side: counter(trial.bench, sides[ROLES.index(task.side)])}
-    found: dict[str, float] = {}
     if all(hasattr(side, "environment") for side in sides):
-        for role, side in zip(ROLES, sides, strict=True):
-            found |= ask_fresh(replace(task, side=role), side, trial.progress)
-        return found
+        asked = [(replace(task, side=role), side) for role, side in zip(ROLES, sides, strict=True)]
+        baseline, optimized = ask_fresh(asked, trial.progress)
+        return {**baseline, **optimized}
     return {r: counter(trial.bench, s) for r, s in zip(ROLES, sides, strict=True)}

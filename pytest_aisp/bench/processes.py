@@ -6,18 +6,22 @@ own calls; the order of the processes is ABBA as everywhere.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..proof.witness import now
 from ..results import timing
 from ..results.messages import Reply, Task
 from ..results.timing import Budget, Samples
 from .printed import Printed, say
+
+if TYPE_CHECKING:
+    from .client import BenchProcess
 
 BLOCKS = 5
 SAMPLE_SECONDS = 0.05
@@ -119,24 +123,45 @@ class _ProcessWindow:
     def __call__(self) -> float:
         self.started += 1
         self._progress(f"process {self.started} of {self.task.side}")
-        return float(_fresh(self.task, self.environment, self.task.side)["seconds"])
+        with _fresh(self.environment) as bench:
+            return float(_answer(bench, self.task, self.task.side)["seconds"])
 
 
-def ask_fresh(task: Task, side: Any, progress: Callable[[str], None]) -> Mapping[str, Any]:
-    """Return the result of `task` in a fresh process of a process side. Raises `ProcessFailed`."""
-    progress(f"a process of {side.__name__}")
-    return _fresh(task, side.environment, side.__name__)
+def ask_fresh(
+    asked: Sequence[tuple[Task, Any]], progress: Callable[[str], None]
+) -> list[Mapping[str, Any]]:
+    """Return the result of each task in a fresh process of its process side.
+
+    They answer one after the other, but start together: most of what they take is importing torch.
+
+    Raises:
+        ProcessFailed: naming the first side whose process failed.
+    """
+    found = []
+    with contextlib.ExitStack() as stack:
+        benches = [stack.enter_context(_fresh(side.environment)) for _, side in asked]
+        for bench, (task, side) in zip(benches, asked, strict=True):
+            progress(f"a process of {side.__name__}")
+            found.append(_answer(bench, task, side.__name__))
+            bench.kill()  # its memory is the next one's to take
+    return found
 
 
-def _fresh(task: Task, environment: Mapping[str, str | None], name: str) -> Mapping[str, Any]:
+@contextlib.contextmanager
+def _fresh(environment: Mapping[str, str | None]) -> Iterator[BenchProcess]:
+    """Start a process; print here what it has printed when it ends."""
     from .client import BenchProcess
 
     bench = BenchProcess(environment)
     try:
-        reply = bench.ask(task, task.limit, lambda text: None)
+        yield bench
     finally:
         bench.close()
         _say_again(bench.printed)
+
+
+def _answer(bench: BenchProcess, task: Task, name: str) -> Mapping[str, Any]:
+    reply = bench.ask(task, task.limit, lambda text: None)
     if reply.error is not None:
         raise ProcessFailed(name, reply)
     return reply.result
