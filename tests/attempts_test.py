@@ -16,6 +16,7 @@ from pytest_aisp.results.row import Row
 from pytest_aisp.results.verdict import Reading
 from pytest_aisp.session.case_client import CaseClient
 from pytest_aisp.session.run import Run
+from pytest_aisp.session.votes import voting
 
 CASE = "ch99/doubling_test.py::test_doubling[[]doubled-n1001[]]"
 TIMES = {"added": 2e-5, "doubled": 1e-5}
@@ -74,20 +75,20 @@ def test_on_a_clock_of_the_gpu_the_votes_that_a_verdict_takes_start_together(clo
         return Reading(0.5)
 
     client, used, counts = Client(), [], []
-    with client.voting(measure) as vote:
+    with voting(client, measure) as vote:
         for _ in range(4):
             assert vote() == Reading(0.5)
     assert counts == (starts if isinstance(starts, list) else [1, 2, 3, 4])
     assert used == started == closed
 
     del used[:], started[:], closed[:]
-    with contextlib.suppress(KeyError), client.voting(measure) as vote:
+    with contextlib.suppress(KeyError), voting(client, measure) as vote:
         vote()
         raise KeyError
     assert len(closed) == len(started) == counts[0]  # what was not asked is not left behind
 
     client.run.confirmed = 61.0
-    with client.voting(measure) as vote:
+    with voting(client, measure) as vote:
         assert vote() is None
     assert len(started) == counts[0]
 

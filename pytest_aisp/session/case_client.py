@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +11,13 @@ from ..common.device import Machine, cpu_machine
 from ..kernels.libraries import VERSIONS
 from ..pages.pair import Case
 from ..results.messages import Reply, Task
-from ..results.row import Row, ratio, size_text
-from ..results.verdict import VOTES, Reading
+from ..results.row import Row, size_text
+from ..results.verdict import Reading
 from .history import HistoryError
 from .place import Kernels, place_of
 from .reproduce import again
 from .run import Failed, Run, Unrecorded
 
-GPU_CLOCKS = ("graph", "queue")
-"""Clocks that what another process does on the host's cores does not disturb."""
 CANARY = 1000
 """First number of the processes of a run's canary, beyond those that measure and record."""
 
@@ -234,68 +230,6 @@ class CaseClient:
     def vote(self, number: int, bench: Bench) -> Reading:
         """Return what process `number` says of the case."""
         return reading(self.timed(number, bench))
-
-    @contextmanager
-    def voting(
-        self, measure: Callable[[int, Bench], Reading]
-    ) -> Iterator[Callable[[], Reading | None]]:
-        """Yield what returns each time what `measure` finds in a fresh process.
-
-        It returns None when the run's budget for votes is spent, or the recording that is judged
-        again holds no more. Where a clock of the GPU judges, as many as a verdict takes at least
-        start together: importing torch is most of what a vote costs.
-        """
-        waiting: list[Bench] = []
-        taken = 0
-
-        def process() -> Bench:
-            if self.run.replay is not None:
-                return self.run.replay
-            if taken == 0 and self.ranks == 1 and self._last_clock() in GPU_CLOCKS:
-                waiting.extend(self.fresh_bench() for _ in range(VOTES))
-            return waiting.pop(0) if waiting else self.fresh_bench()
-
-        def fresh() -> Reading | None:
-            nonlocal taken
-            if self.run.confirmed > self.run.settings.confirm_budget:
-                self.row.notes.append("--aisp-confirm-budget is spent: no more votes in this run")
-                return None
-            bench = process()
-            taken += 1
-            return self._voted(measure, bench)
-
-        try:
-            yield fresh
-        finally:
-            for bench in waiting:
-                bench.close()
-
-    def _voted(self, measure: Callable[[int, Bench], Reading], bench: Bench) -> Reading | None:
-        run, verdict = self.run, self.row.verdict
-        start = time.monotonic()
-        number = len(self.row.timings) + len(self.row.against)
-        run.progress(f"vote {number} in a fresh process")
-        try:
-            found = measure(number, bench)
-            said = f"{ratio(found.value)}, error {found.error:.2%}, {self._last_clock()} clock"
-            self._note_vote(number, said)
-            return found
-        except Unrecorded:  # the row has the reason
-            self.row.verdict = verdict
-            return None
-        except Failed as failure:
-            self._note_vote(number, str(failure).splitlines()[0])
-            raise
-        finally:
-            if run.replay is None:
-                bench.close()
-            run.confirmed += time.monotonic() - start
-
-    def _last_clock(self) -> str:
-        return str((self.row.against or self.row.timings)[-1]["clock"])
-
-    def _note_vote(self, number: int, what: str) -> None:
-        self.row.notes.append(f"vote of fresh process {number}: {what}")
 
     def environment(self) -> dict[str, Any]:
         """Return what a stored result depends on besides its sources."""

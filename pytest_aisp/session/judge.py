@@ -19,6 +19,7 @@ from ..results.stored import Result, differences, pooled, session_sd
 from .case_client import CaseClient, reading
 from .reproduce import accept
 from .run import Failed
+from .votes import voting
 
 
 class Judge:
@@ -35,7 +36,7 @@ class Judge:
         session = row.session = self._session()
         if gates:  # a yardstick without a stored result is held against nothing
             row.detectable = verdict.detectable(gates, row.spread or 0.0, session)
-        with self.client.voting(self.client.vote) as vote:
+        with voting(self.client, self.client.vote) as vote:
             decision = verdict.decide(reading(first), gates, vote)
         row.votes = [vote.value for vote in decision.votes]
         if row.votes:
@@ -91,7 +92,7 @@ class Judge:
             row.remarks.append(f"{name} is not compared with itself as it was: {why}")
             return
         gate = verdict.code_gate(self.spread(), first)
-        with client.voting(lambda number, bench: client.timed_against(role, number, bench)) as vote:
+        with voting(client, lambda *process: client.timed_against(role, *process)) as vote:
             decision = verdict.decide(first, [gate], vote)
         votes = [vote.value for vote in decision.votes]
         value = fmean(votes) if votes else first.value

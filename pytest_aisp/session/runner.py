@@ -18,6 +18,7 @@ from .judge import Judge
 from .place import COMPILER, Kernels
 from .run import Failed, Run
 from .untrusted import run_apart
+from .votes import voting
 
 
 class EndOfBody(Exception):
@@ -137,7 +138,7 @@ class CaseRun(CaseClient):
             found = reading(timed)
             values.append(found.value)
             gates = verdict.same_gates(verdict.believed(recorded, found))
-            with self.voting(self.vote) as vote:
+            with voting(self, self.vote) as vote:
                 decision = verdict.decide(found, gates, vote)
             self.row.votes += [vote.value for vote in decision.votes]
             verdicts.append(verdict.verdict_of(decision, stored=True, same_environment=True))
