@@ -133,8 +133,11 @@ def test_on_a_gpu_that_is_too_small_each_step_is_run_alone(monkeypatch):
     monkeypatch.setattr(oracle.bench, "new_state", lambda: state)
     oracle.bench.device = "cuda"
     bytes_of_33_by_33 = 8 * 2 * 33 * 33 * (3 * 3 + 1)
-    for free, room in ((2 * bytes_of_33_by_33, True), (2 * bytes_of_33_by_33 - 1, False)):
+    for more, room in ((0, True), (-1, False)):
+        free = 2 * bytes_of_33_by_33 + more - 700
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, free))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 1000)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 300)
         assert oracle._room(3) is room
 
 

@@ -135,7 +135,9 @@ class Oracle:
             return True
         held = trees.state_tensors(self.bench.new_state()).values()
         needed = 8 * 2 * sum(t.numel() for t in held) * (3 * count + here().world)
-        return here().most(needed > torch.cuda.mem_get_info()[0] / 2) == 0
+        free = torch.cuda.mem_get_info()[0]
+        free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return here().most(needed > free / 2) == 0
 
     def learn(self, types: Iterable[tuple[str, torch.dtype]]) -> None:
         """Learn in which type the sides return what is not known yet."""
