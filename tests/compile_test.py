@@ -527,6 +527,19 @@ def made(**variant):
     return Assembly([pair], pair, pair.variants[0], {"n": 1}, root=__file__)
 
 
+def test_what_an_assembler_says_alike_of_several_kernels_is_said_once():
+    broken = made()
+    broken.broken = {
+        "x.cu(4): error": {"a (block 1)": ["sm90", "sm100"], "b (block 1)": ["sm90", "sm100"]},
+        "x.cu(9): error": {"c (block 1)": ["sm90"], "d (block 1)": ["sm100"]},
+    }
+    assert [*broken._refusals()] == [
+        "a (block 1), b (block 1) on sm90, sm100 do not assemble: x.cu(4): error",
+        "c (block 1) on sm90 does not assemble: x.cu(9): error",
+        "d (block 1) on sm100 does not assemble: x.cu(9): error",
+    ]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -99,7 +99,8 @@ class Assembly:
         root: folder under which the page's own code lies.
         tell: is told what is being assembled.
         built: what was assembled; notes: what could not be looked at.
-        faults: what is wrong, with `ON` for the archs where it is, and these.
+        broken: what an assembler said, by kernel for which archs.
+        faults: what else is wrong, with `ON` for the archs where it is, and these.
     """
 
     pairs: Sequence[Pair]
@@ -109,6 +110,7 @@ class Assembly:
     root: str
     tell: Callable[[str], None] = lambda text: None
     built: list[Built] = field(default_factory=list)
+    broken: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     faults: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -129,11 +131,22 @@ class Assembly:
             self._keep_promises(arch)
         for unreached in self._unreached():
             self._add(unreached)
-        if not self.built and not self.faults:
+        if not self.built and not self.faults and not self.broken:
             self._add("no kernel was launched, so nothing was assembled")
-        if self.faults:
-            said = [fault.replace(ON, ", ".join(found)) for fault, found in self.faults.items()]
+        said = [*self._refusals()]
+        said += [fault.replace(ON, ", ".join(found)) for fault, found in self.faults.items()]
+        if said:
             raise AssemblyError("\n".join(said))
+
+    def _refusals(self) -> Iterator[str]:
+        """Say once what an assembler says alike of several kernels, as of those of one file."""
+        for words, kernels in self.broken.items():
+            alike: dict[str, list[str]] = {}
+            for kernel, archs in kernels.items():
+                alike.setdefault(", ".join(archs), []).append(kernel)
+            for where, names in alike.items():
+                do = "does" if len(names) == 1 else "do"
+                yield f"{', '.join(names)} on {where} {do} not assemble: {words}"
 
     def _add(self, fault: str, *archs: str) -> None:
         found = self.faults.setdefault(fault, [])
@@ -146,16 +159,17 @@ class Assembly:
         if launches.error is not None:
             self._add(f"{name} on {ON} at {size_words(self.size)}: {_ended(launches)}", arch)
         for launch in launches.made.values():
-            where = f"{launch.name} ({launch.how}) on {ON}"
+            kernel = f"{launch.name} ({launch.how})"
             try:
                 built = _built(arch, name, launch)
             except (AssemblyError, nvrtc.CompileError) as error:
                 said = _beginning(getattr(error, "anywhere", str(error)))
-                self._add(f"{where} does not assemble: {said}", arch)
+                found = self.broken.setdefault(said, {}).setdefault(kernel, [])
+                found += [arch] * (arch not in found)
                 continue
             self.built.append(built)
             for fault in _misfits(built):
-                self._add(f"{where} {fault}", arch)
+                self._add(f"{kernel} on {ON} {fault}", arch)
 
     def _keep_promises(self, arch: str) -> None:
         """Look for what the page's features and the variant's own words are in machine code."""
