@@ -8,7 +8,7 @@ import os
 import pytest
 
 from pytest_aisp import fresh_process
-from pytest_aisp.bench import client, processes, server
+from pytest_aisp.bench import client, printed, processes, server
 from pytest_aisp.results.messages import Reply, Task
 
 
@@ -63,6 +63,22 @@ def test_processes_start_together_answer_in_turn_and_may_be_silent_as_long_as_th
         *("doubled baseline 1200.0", "kill doubled", "alone optimized 1200.0", "kill alone"),
         *("close alone", "close doubled"),
     ]
+
+
+def test_what_processes_print_is_said_in_the_order_in_which_they_answer(log, monkeypatch, capsys):
+    class Speaks(client.BenchProcess):
+        def __init__(self, environment):
+            super().__init__(environment)
+            self.printed = (printed.Printed(printed.Stream(), printed.Stream()),)
+
+        def ask(self, task, seconds, progress):
+            self.printed[0].stdout.file.write(f"{task.side}\n".encode())
+            self.printed[0].stdout.file.flush()
+            return super().ask(task, seconds, progress)
+
+    monkeypatch.setattr(client, "BenchProcess", Speaks)
+    processes.ask_fresh(asked("baseline", "optimized"), lambda text: None)
+    assert capsys.readouterr().out == "baseline\noptimized\n"
 
 
 def test_where_one_process_fails_none_is_left(log):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..common.peers import here
-from ..common.quiet import release
+from ..common.quiet import free_bytes, release
 from ..common.stopwatch import Stopwatch
 from ..pages.pair import Pair, size_words
 from ..proof.check import Checked
@@ -68,9 +68,7 @@ class Kept:
         if not device.startswith("cuda"):
             scarce = len(self.oracles) >= CPU_ORACLES
         else:
-            free, total = torch.cuda.mem_get_info()
-            reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            scarce = free + reserved < 0.5 * total
+            scarce = free_bytes() < 0.5 * torch.cuda.mem_get_info()[1]
         for key in [k for k in self.oracles if scarce or not k.startswith(page)]:
             del self.oracles[key]
         release(device)

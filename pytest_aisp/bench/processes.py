@@ -144,6 +144,7 @@ def ask_fresh(
             progress(f"a process of {side.__name__}")
             found.append(_answer(bench, task, side.__name__))
             bench.kill()  # its memory is the next one's to take
+            _say_again(bench.printed)  # and its prints come before the next one's
     return found
 
 

@@ -32,6 +32,14 @@ def _nothing() -> None:
     """Calls on a CPU are done when they return."""
 
 
+def free_bytes() -> int:
+    """Return the GPU's free memory, what torch's allocator keeps and nobody uses included."""
+    import torch
+
+    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return int(torch.cuda.mem_get_info()[0]) + unused
+
+
 def release(device: str) -> None:
     """Give back what nothing holds any more, so that the next buffers lie elsewhere."""
     import torch

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..common import trees
 from ..common.peers import here
+from ..common.quiet import free_bytes
 from ..common.stopwatch import Stopwatch
 from . import numerics
 from .controls import Control
@@ -91,7 +92,7 @@ class Oracle:
         turns = turns if self.carries else turns[-1:]
         if turns not in self._known:
             with self.watch.phase("reference"):
-                [self._known[turns]] = self._expected(turns, [len(turns)])
+                [self._known[turns]] = self._expected(turns, every=False)
         return self._known[turns]
 
     def foresee(self, turns: tuple[int, ...]) -> None:
@@ -102,22 +103,21 @@ class Oracle:
         """
         if not self.carries or len(turns) < 2 or turns in self._known or not self._room(len(turns)):
             return
-        every = range(1, len(turns) + 1)
         with self.watch.phase("reference"):
-            for count, found in zip(every, self._expected(turns, every), strict=True):
+            for count, found in enumerate(self._expected(turns, every=True), start=1):
                 self._known[turns[:count]] = found
 
-    def _expected(self, turns: tuple[int, ...], counts: Sequence[int]) -> list[list[Any]]:
-        """Return path, value and squared sensitivity of what is there after so many `turns`."""
+    def _expected(self, turns: tuple[int, ...], *, every: bool) -> list[list[Any]]:
+        """Return path, value, squared sensitivity of what is there after each turn, or the last."""
         lengths: list[int] = []
 
         def run(probe: int | None) -> Named:
             found: list[Named] = []
             for count, named in enumerate(self._after(turns, probe), start=1):
-                if count in counts and count < len(turns):  # the next changes a state in its place
-                    found.append([(path, tensor.detach().clone()) for path, tensor in named])
-                elif count in counts:
+                if count == len(turns):
                     found.append(named)
+                elif every:  # the next turn changes a state in its place
+                    found.append([(path, tensor.detach().clone()) for path, tensor in named])
             lengths[:] = map(len, found)
             return [leaf for named in found for leaf in named]
 
@@ -129,15 +129,11 @@ class Oracle:
 
         Of a state and its gradients there are the value, its sensitivity, and a run's own.
         """
-        import torch
-
         if not self.bench.device.startswith("cuda"):
             return True
         held = trees.state_tensors(self.bench.new_state()).values()
         needed = 8 * 2 * sum(t.numel() for t in held) * (3 * count + here().world)
-        free = torch.cuda.mem_get_info()[0]
-        free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return here().most(needed > free / 2) == 0
+        return here().most(needed > free_bytes() / 2) == 0
 
     def learn(self, types: Iterable[tuple[str, torch.dtype]]) -> None:
         """Learn in which type the sides return what is not known yet."""

@@ -8,12 +8,10 @@ from contextlib import contextmanager
 
 from ..bench.client import Bench
 from ..results.row import ratio
+from ..results.stored import HOST_CLOCKS
 from ..results.verdict import VOTES, Reading
 from .case_client import CaseClient
 from .run import Failed, Unrecorded
-
-GPU_CLOCKS = ("graph", "queue")
-"""Clocks that what another process does on the host's cores does not disturb."""
 
 Measure = Callable[[int, Bench], Reading]
 """Returns what process number so-and-so, a fresh one, says."""
@@ -32,7 +30,7 @@ def voting(client: CaseClient, measure: Measure) -> Iterator[Callable[[], Readin
     def process() -> Bench:
         if run.replay is not None:
             return run.replay
-        if taken == 0 and client.ranks == 1 and _clock(client) in GPU_CLOCKS:
+        if taken == 0 and client.ranks == 1 and _clock(client) not in HOST_CLOCKS:
             waiting.extend(client.fresh_bench() for _ in range(VOTES))
         return waiting.pop(0) if waiting else client.fresh_bench()
 
