@@ -35,35 +35,52 @@ from pytest_aisp import Variant, Work, compare
 from .rounding import to_even
 
 WIDTH, PAGE = 128, 64  # numbers of a head, tokens of a page
+WORD = torch.int64  # by numbers of two bytes PyTorch's strided copies take twice as long
+ROWS = 16  # of the tensor cores' smallest product
+WARPS, STAGES = 4, 3
 
 
 @triton.jit
 def paged_attention_kernel(
-    q, pool, table, out, scale, length, pages, offset, WIDTH: tl.constexpr, PAGE: tl.constexpr
+    q,
+    pool,
+    table,
+    out,
+    scale,
+    length,
+    pages,
+    offset,
+    stride,
+    PRODUCT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """Attend from the token of one sequence and head; values lie `offset` behind keys."""
     heads, head, sequence = tl.num_programs(0), tl.program_id(0), tl.program_id(1)
-    lanes, tokens = tl.arange(0, WIDTH), tl.arange(0, PAGE)
-    row = (sequence * heads + head) * WIDTH + lanes
-    query = tl.load(q + row).to(tl.float32) * scale
+    rows, lanes, tokens = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, PAGE)
+    # Tensor cores take no fewer rows: all are the one query, and the first is kept.
+    row = (rows * 0)[:, None] + head * WIDTH + lanes[None, :]
+    query = tl.load(q + sequence * stride + row).to(PRODUCT)
     within = (tokens[:, None] * heads + head) * WIDTH + lanes[None, :]
-    most = tl.full((), -3.4028234e38, tl.float32)
-    total = tl.zeros((), tl.float32)
-    mean = tl.zeros((WIDTH,), tl.float32)
-    for start in tl.range(0, length, PAGE, num_stages=3):  # loads are three pages ahead
+    most = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    mean = tl.zeros((ROWS, WIDTH), tl.float32)
+    for start in tl.range(0, length, PAGE):
         page = tl.load(table + sequence * pages + start // PAGE).to(tl.int64)
         at = pool + page * PAGE * heads * WIDTH + within
         there = start + tokens < length
-        keys = tl.load(at, mask=there[:, None], other=0).to(tl.float32)
-        values = tl.load(at + offset, mask=there[:, None], other=0).to(tl.float32)
-        scores = tl.where(there, tl.sum(keys * query[None, :], axis=1), float("-inf"))
-        larger = tl.maximum(most, tl.max(scores))
-        weights = tl.exp(scores - larger)
+        keys = tl.load(at, mask=there[:, None], other=0).to(PRODUCT)
+        values = tl.load(at + offset, mask=there[:, None], other=0).to(PRODUCT)
+        scores = tl.where(there[None, :], tl.dot(query, keys.T) * scale, float("-inf"))
+        larger = tl.maximum(most, tl.max(scores, axis=1))
+        weights = tl.exp(scores - larger[:, None])
         kept = tl.exp(most - larger)
-        total = total * kept + tl.sum(weights)
-        mean = mean * kept + tl.sum(weights[:, None] * values, axis=0)
+        total = total * kept + tl.sum(weights, axis=1)
+        mean = tl.dot(weights.to(PRODUCT), values, mean * kept[:, None])
         most = larger
-    tl.store(out + row, to_even(mean / total, DROPPED=16).to(tl.bfloat16))
+    result = to_even(mean / total[:, None], DROPPED=16).to(tl.bfloat16)
+    tl.store(out + sequence * heads * WIDTH + row, result, mask=(rows == 0)[:, None])
 
 
 def inputs(device, batch, heads, prompt, steps):
@@ -140,8 +157,10 @@ def paged(tokens, cache, to_heads):
     full, rest = divmod(length, PAGE)
     whole, last = cache.split([full * PAGE, rest], dim=2)
     whole = whole.unflatten(2, (full, PAGE)).flatten(1, 2)
-    pool.index_copy_(1, table[:, :full].flatten().long(), whole)
+    pool.view(WORD).index_copy_(1, table[:, :full].flatten().long(), whole.view(WORD))
     pool[:, table[:, full], :rest] = last
+    # Triton 3.9's interpreter multiplies the bits of bf16; of fp32 it computes the same products.
+    product = tl.bfloat16 if cache.is_cuda else tl.float32
 
     def attend(query, entry):
         nonlocal length
@@ -150,7 +169,7 @@ def paged(tokens, cache, to_heads):
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         scale, offset = WIDTH**-0.5, pool[0].numel()
         paged_attention_kernel[heads, batch](
-            query.contiguous(),
+            query,
             pool,
             table,
             out,
@@ -158,9 +177,13 @@ def paged(tokens, cache, to_heads):
             length,
             pages,
             offset,
-            WIDTH,
-            PAGE,
-            num_warps=2,  # with more each page's sums wait for one another
+            query.stride(0),
+            PRODUCT=product,
+            WIDTH=WIDTH,
+            PAGE=PAGE,
+            ROWS=ROWS,
+            num_warps=WARPS,
+            num_stages=STAGES,
         )
         return out
 
