@@ -12,10 +12,10 @@ Bound      DRAM: 8 bytes an element, 0.25 ms for 1 GiB at 4.24 TB/s. The bytes o
            takes the L2 as long as 32 bytes would, so 512 MiB of stores cost as much as 4 GiB, at an
            estimated 5.5 TB/s 0.8 ms, before any load: at least 3 times, 6 if the loads find their
            sectors gone from the L1.
-Seen       An H200 gains 8.6x, more than predicted, since chunked is slower: it stores 58 G elements
+Seen       An H200 gains 8.8x, more than predicted, since chunked is slower: it stores 57 G elements
            a second, which as sectors of 32 bytes are 1.9 TB/s and not 5.5. The naive side of
            transpose stores 67 G; what limits such stores is not explained. coalesced copies at 94 %
-           of the copy rate. `clone` takes 1.4 times as long where it is timed, in a CUDA graph;
+           of the copy rate. `clone` takes 1.5 times as long where it is timed, in a CUDA graph;
            called on a stream it takes no longer than coalesced.
 """
 

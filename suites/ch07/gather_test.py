@@ -14,10 +14,11 @@ Bound      DRAM: 4 bytes for each of 4 n draws and, since sorted draws sweep the
            and 1.1 GB of draws, 1.8 ms if DRAM gave random sectors at full rate, which it does not:
            at least 3.7 times. PyTorch's `values[index].sum(1)` gathers as unsorted does and moves
            2 GiB more, so it is no rung here.
-Seen       An H200 gains 13x. sorted_once takes the predicted time, 99 % of the read rate; its share
-           of the limit is less, since the limit counts the table once and not four times. unsorted
-           draws 43 G a second, 1.3 TB/s from DRAM if one in five is in the L2. *Bound* expects less
-           than full rate for random sectors; that it is under a third is not explained.
+Seen       An H200 gains 12x to 13x. sorted_once takes the predicted time, 99 % of the read rate;
+           its share of the limit is less, since the limit counts the table once and not four times.
+           unsorted draws 43 G a second, 1.3 TB/s from DRAM if one in five is in the L2. *Bound*
+           expects less than full rate for random sectors; that it is under a third is not
+           explained.
 """
 
 import torch

@@ -24,12 +24,12 @@ Bound      DRAM: 1 GiB at the 4.53 TB/s that an H200 reads is 0.237 ms, where sh
            sectors: at an update a cycle and sector 0.3 ms at skew=0, 20x, and up to 5 ms at
            skew=50, where 2^23 updates are of one counter, unless equal lanes are merged on their
            way.
-Seen       At 2^24 an H200 gains 161x at skew=0 and 326x at skew=50, more than predicted: an update
+Seen       At 2^24 an H200 gains 162x at skew=0 and 327x at skew=50, more than predicted: an update
            in the L2 takes 0.26 ns where 32 sectors at one a cycle would be 0.02, and one of the
            frequent counter 1 ns, so equal lanes are not merged on their way.
-           At 2^28 an H200 reads 94 % of what it can on privatized, skewed or not; counters of each
-           warp's own add nothing. aggregated is 8 and 5 times slower: matching lanes costs more
-           than the increments that it saves, which the hardware counts together anyway.
+           At 2^28 an H200 reads 94 to 96 % of what it can on privatized, skewed or not; counters of
+           each warp's own add nothing. aggregated is 8 and 5 times slower: matching lanes costs
+           more than the increments that it saves, which the hardware counts together anyway.
            `torch.histc` takes five times as long.
 """
 

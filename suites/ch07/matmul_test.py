@@ -16,9 +16,9 @@ Bound      Issue: an SM starts four instructions a cycle, and only FFMA counts. 
            1.6x. Of the instructions in the loop 75 % are FFMA in register_tiled, 91 % in
            vectorized and prefetched: 6x and 7.3x at most. What is less is latency, with 8 warps an
            SM; prefetched hides it and predicts 85 % of the library's 51 TFLOP/s or more, 3.2 ms.
-Seen       An H200 gains 1.4x, 5.2x, 6.7x and 8.3x, rung by rung; the library gains 8.7x. prefetched
+Seen       An H200 gains 1.4x, 5.3x, 6.8x and 8.4x, rung by rung; the library gains 8.8x. prefetched
            reaches 95 % of it, 49 TFLOP/s. Its ratio is above 7.3x because naive stops at
-           5.9 TFLOP/s and does not reach an eighth of the peak, which is not explained.
+           5.8 TFLOP/s and does not reach an eighth of the peak, which is not explained.
 """
 
 import torch

@@ -18,11 +18,11 @@ Bound      DRAM: 1 GiB at the 4.53 TB/s that an H200 reads is 0.237 ms; vectoriz
            blocks end once, 1.4x to 1.6x. persistent has 32 KiB in flight on each SM, where 4.53
            TB/s x 0.8 us / 132 are 27 KB, just enough; vectorized has 128. The fill that the atomics
            need costs as much as the second kernel, 2 us.
-Seen       From persistent on an H200 reads at 96 to 99 % of its rate, as predicted. The gains, 2.3x
-           and 2.4x and 2.3x for `torch.sum`, are larger because the baseline takes 0.57 ms and not
-           0.37: its blocks live 2.3 us, not 1.5. shuffle takes little of that away, 1.02x to 1.07x
-           from process to process, and claims to be neutral; what blocks wait for besides is not
-           explained.
+Seen       From persistent on an H200 reads at 96 to 99 % of its rate, as predicted. The gains, 2.2x
+           to 2.4x and 2.3x for `torch.sum`, are larger because the baseline takes 0.53 to 0.58 ms
+           and not 0.37: its blocks live 2.2 us, not 1.5. shuffle takes little of that away, 1.02x
+           to 1.07x from process to process, and claims to be neutral; what blocks wait for besides
+           is not explained.
 """
 
 import torch

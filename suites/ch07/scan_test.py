@@ -16,11 +16,11 @@ Bound      DRAM: an H200 reads 1 GiB in 0.237 ms at 4.53 TB/s, and reads and wri
            bytes. That asks for a prefix to pass on 65 tiles a us: by windows of 32 tiles, each 0.7
            us in the L2, it does if what was published reaches two windows far. look_back is to
            reach 95 % of the library.
-Seen       An H200 gains 1.08x, not 1.48x. The baseline takes the predicted time, so its third
-           kernel, which scans the same tiles, should take some 0.52 ms; look_back takes 0.71 ms, 46
+Seen       An H200 gains 1.07x, not 1.48x. The baseline takes the predicted time, so its third
+           kernel, which scans the same tiles, should take some 0.52 ms; look_back takes 0.72 ms, 46
            tiles a us and not 65. How long tiles wait for a prefix was not measured. CUB's look-back
            is slower still: `torch.cumsum`, which calls its DeviceScan for one contiguous row, gains
-           0.93x, so look_back is 1.17 times as fast.
+           0.92x, so look_back is 1.17 times as fast.
 """
 
 import torch

@@ -9,8 +9,8 @@ Optimized  descriptors: the same tiles by `tl.make_tensor_descriptor`: one threa
 Bound      Tensor cores: 2 m n k operations, the same on every side. TMA frees registers and issue
            slots, which is worth something only where the others are short of them: 1.0 to 1.1
            times. Both sides are tuned over the same tiles.
-Seen       An H200 gained 1.01x in one process and 1.06x in another, both within the prediction, at
-           81 % of its fp16 rate; the page claims to be neutral. In the second the SM clock was down
+Seen       An H200 gained 1.00x, 1.01x and 1.06x in three processes, all within the prediction, at
+           81 % of its fp16 rate; the page claims to be neutral. In the third the SM clock was down
            at 1.5 GHz of 1.98; whether that made the difference is not known. `torch.matmul` gains
            1.3x.
 """

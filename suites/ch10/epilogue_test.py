@@ -21,7 +21,7 @@ Seen       Fusing GELU into the same product, own_product to fused, gains an H20
            the 127 us of a copy, GELU adds 61 us to the product at both k, most of the 72 us that
            other blocks were to hide. But Triton's product is slower than cuBLAS' (own_product
            0.83x); the times do not say why. That leaves fused 1.09x over separate at k = 128 and
-           3 % behind it at k = 512: what it loses there is the product, so it claims a gain at
+           2 to 5 % behind it at k = 512: what it loses there is the product, so it claims a gain at
            k = 128 alone. cuBLASLt's own epilogue gains 1.5x and 1.3x, within the prediction.
 """
 

@@ -18,11 +18,11 @@ Bound      Tensor cores: 2 m n k operations. `mma.sync` reaches about 60 % of wh
            cent each, multicast 1.0 to 1.05. At 8192^3 an H200 runs into its power limit, for the
            library as well.
 Seen       Sustained, at the power limit: an H200's clock falls from 1.98 to about 1.6 GHz, and
-           mma_sync drifts between 4.2 and 4.7 ms, so only sides timed in turn compare. cp_async
+           mma_sync drifts between 4.1 and 4.7 ms, so only sides timed in turn compare. cp_async
            gains 1.3x and tma 1.6x, 53 % of stored. The 1.25x between them was not predicted: the
            ring is the same, but no thread computes addresses (94 registers for 126). wgmma gains
-           2.0x, specialized 2.4x and wide 2.9x: 1.2x a rung, as predicted or a little more.
-           persistent adds 1.02x and stored 1.05x: 3.1x, 1.03 of cuBLASLt in the same regime.
+           2.0x, specialized 2.3x and wide 2.9x: 1.2x a rung, as predicted or a little more.
+           persistent adds 1.01x and stored 1.06x: 3.1x, 1.03 of cuBLASLt in the same regime.
            multicast ends where stored does, 3.1x: two sessions gave 3.106 and 3.130 for 3.111 and
            3.120; at the power limit, half of b's reads fewer buy no time. It once took 1.76 times
            as long: released by `mbarrier.arrive.release.cluster`, in machine code a fence of the

@@ -20,8 +20,8 @@ Bound      The host. An item takes some 0.33 ms of one core, 256 of them 85 ms; 
            costs a thread and a copy, out of sight, and saves 0.1 ms a batch of staging, which is
            all but lost in 15 ms. prefetched is as persistent, since no item takes longer than
            another; it is for data that come in bursts. The GPU's share is small: 4 MFLOP an item.
-Seen       An H200 in a virtual machine of 16 cores: in_process 105 to 150 ms, workers 0.41x
-           to 0.44x; persistent 2.2x to 2.4x, pinned 2.6x to 2.8x, prefetched 2.6x to 2.7x. Starting
+Seen       An H200 in a virtual machine of 16 cores: in_process 98 to 150 ms, workers 0.41x to
+           0.58x; persistent 2.2x to 2.4x, pinned 2.6x to 3.1x, prefetched 2.6x to 3.1x. Starting
            and ending 8 workers takes 200 ms and more from a process that holds a GPU (0.35x where
            they pinned, too); what lasts wins less than predicted, 47 ms an epoch: a batch costs 3
            ms to receive, not 0.2.

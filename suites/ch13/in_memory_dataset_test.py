@@ -15,9 +15,9 @@ Bound      The host. A file takes some 12 us to open, read and close (14 on the 
            pageable memory 60 more, in which the host waits for the GPU: in_memory 3.0 ms, 5 times.
            on_gpu saves those copies: 2.5 ms, 6 times. The price is 3 MiB of the GPU's memory, and
            would be 146 for all of CIFAR-10.
-Seen       An H200 in a virtual machine: files 26 ms, in_memory 2.0x, on_gpu 2.1x. The steps
-           themselves take 12 ms here, 1.5 ms each, five times of what was predicted, so that less
-           can be won.
+Seen       An H200 in a virtual machine: files 17 to 26 ms, in_memory 2.0x, on_gpu 2.1x to
+           2.3x. The steps themselves take 8 to 12 ms here, 1 to 1.5 ms each, three to five times of
+           what was predicted, so that less can be won.
 """
 
 import tempfile

@@ -16,9 +16,9 @@ Bound      Launch, 5 us each. Forward and backward of an expert are some 50 laun
            experts looped makes 1700, 8.5 ms, and 32 waits of 10 us; sliced 540, 2.7 ms, 3.2 times;
            grouped 180, 0.9 ms, 10 times. The GPU's part is far below: 138 GFLOP take 0.18 ms at 750
            TFLOP/s, the experts' 100 MB, read twice and their gradients written, 0.07 ms.
-Seen       An H200: looped 32 ms, sliced 2.3x to 2.4x, grouped 6.8x to 7.4x: the order of the
-           prediction, but what is launched costs 19 us each, of which a launch is 7 in that virtual
-           machine and the rest Python and autograd.
+Seen       An H200: looped 22 to 32 ms, sliced 2.3x to 2.5x, grouped 6.7x to 7.4x: the order of the
+           prediction, but what is launched costs 13 to 19 us each, of which a launch is 7 in that
+           virtual machine and the rest Python and autograd.
 """
 
 import torch

@@ -20,10 +20,10 @@ Bound      Large, DRAM: in units of (tokens, width) of bf16, 33.6 MB at 32 x 102
            block forward and 50 backward, 350 in all at 5 us: 1.8 ms. In a graph they take 1.5 us or
            what they compute, some 2 us: 0.7 ms, 2.5x. Kernels then compute for most of the time,
            and for a quarter of it as called.
-Seen       An H200: compiled 1.53x, 6.9 ms against 4.5; regional 1.40x. captured 13x: 0.80 ms as a
-           graph, but 10.9 as called, not 1.8: 30 us an operation, of which a launch is 7 in that
-           virtual machine and the rest Python and autograd. Kernels compute for 6 % of the time as
-           called and for 86 % in the graph.
+Seen       An H200: compiled 1.54x, 6.9 ms against 4.4; regional 1.41x. captured 9x to 13x: 0.80 ms
+           as a graph, but 7.6 to 10.9 as called, not 1.8: 20 to 30 us an operation, of which a
+           launch is 7 in those virtual machines and the rest Python and autograd. Kernels compute
+           for 6 to 9 % of the time as called and for 85 % in the graph.
 """
 
 import functools

@@ -19,7 +19,7 @@ Bound      Tensor cores: 3 products, 6 m n k operations. At m, n, k = 8192, 8192
            its products reach 1100 TFLOP/s. te_bf16 1.0x. A Blackwell has twice bf16's rate in
            mxfp8 and at least four times in nvfp4, so 1.7x, and 2x or more. Python takes up to 0.2
            ms a call here and must stay hidden behind the GPU.
-Seen       An H200, Transformer Engine 2.20.2: te_bf16 1.00x, delayed 1.70x, current 1.60x, blocks
+Seen       An H200, Transformer Engine 2.20.2: te_bf16 1.00x, delayed 1.69x, current 1.61x, blocks
            1.28x; 1170 TFLOP/s of delayed, quantization included.
 """
 

@@ -15,10 +15,10 @@ Bound      DRAM: the weights, 2, 1 and 0.53 bytes each. At n, k = 28672, 8192 th
            counts them for sm90: 40 us at one an instruction slot. So int4 2.5x. For these the rows
            are 16, however many they are; but each block reads all rows of x from the L2, with 16
            rows and 64 columns a block 117 MB: int8 1.8x there and int4 2x.
-Seen       An H200: streamed 1.10x (1.08x with 16 rows), int8 1.80x and 1.78x, int4 2.07x and 2.10x,
-           57 us where its instructions would take 40. Another board, whose cuBLAS took 109 us and
-           not 120, all that DRAM gives, made that 1.01x and 0.99x, 1.67x and 1.65x, 1.91x and
-           1.93x; the page's own kernels were as fast on both. int4 was 1.6x by four warps, two
+Seen       An H200: streamed 1.01x (0.99x with 16 rows), int8 1.69x and 1.64x, int4 1.90x and 1.93x,
+           57 us where its instructions would take 40. cuBLAS takes 109 us, all that DRAM gives, in
+           this session and two others, but took 119 in a fourth, which made that 1.10x, 1.80x and
+           2.07x; the page's own kernels were as fast in all. int4 was 1.6x by four warps, two
            stages, and 0.87x when it shifted and converted 8-bit integers: 10.6 instructions a
            weight, and scales a cache line apart.
 """
