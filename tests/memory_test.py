@@ -41,9 +41,25 @@ def test_what_needs_no_more_than_claimed_passes_and_says_so(page, needs, pyteste
     [row] = map(json.loads, (pytester.path / "kept/results.jsonl").read_text().splitlines())
     assert row["goals"]["memory"] == {"baseline": 600 * MIB, "optimized": 240 * MIB}
     assert row["verdict"] == "new"
-    assert (row["value"] is None) == (body == ALONE)
+    assert (row["value"] is None) == (row["claim"] is None) == (body == ALONE)
     again = pytester.runpytest_subprocess("--aisp-replay=kept")
     again.stdout.fnmatch_lines([said])
+
+
+@pytest.mark.parametrize("claim", [1.5, "neutral"])
+def test_a_claimed_speedup_that_the_body_never_judges_is_red(page, needs, pytester, claim):
+    page(body=ALONE.format(0.5), at_least=repr(claim))
+    needs(600, 240)
+    result = pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=1")
+    result.stdout.fnmatch_lines(
+        [
+            "ch99/doubling_test.py:*: this page never judged what it claims, "
+            f"{claim} by at_least on the page",
+            "Call pair.assert_speedup(), or claim nothing",
+        ]
+    )
+    assert result.ret == 1
+    assert not list(pytester.path.glob("baselines/*/ch99.json"))
 
 
 def test_what_needs_more_than_claimed_is_red_and_not_recorded(page, needs, pytester):

@@ -147,15 +147,30 @@ def call_body(item: pytest.Function) -> Iterator[None]:
     try:
         with contextlib.suppress(EndOfBody):
             yield
-            if isinstance(pair, PairUnderTest) and not pair.judged:
-                pair._run.row.verdict = "fail"
-                _refuse(
-                    item, "this page never judged its pair\nEnd the body with pair.assert_speedup()"
-                )
+            if isinstance(pair, PairUnderTest):
+                _ended(item, pair)
     finally:
         if isinstance(pair, PairUnderTest):
             pair._run.run.progress("")
             pair._run.row.wall = time.monotonic() - start
+
+
+def _ended(item: pytest.Function, pair: PairUnderTest) -> None:
+    """Refuse a body that ended without judging its pair, or a speedup that its page claims."""
+    row = pair._run.row
+    if not pair.judged:
+        row.verdict = "fail"
+        _refuse(item, "this page never judged its pair\nEnd the body with pair.assert_speedup()")
+    if row.value is None and row.claim is not None:  # judged by other goals, and never timed
+        if row.claim not in (1.0, "yardstick"):
+            row.verdict = "fail"
+            _refuse(
+                item,
+                f"this page never judged what it claims, {row.claim} by {row.origins['claim']}\n"
+                "Call pair.assert_speedup(), or claim nothing",
+            )
+        row.claim = None
+        del row.origins["claim"]
 
 
 def attach(item: pytest.Item, call: Any, report: pytest.TestReport) -> None:
