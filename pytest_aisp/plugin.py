@@ -6,6 +6,7 @@ page needs it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +52,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     options.add_options(parser)
 
 
-def pytest_load_initial_conftests(args: list[str]) -> None:
+def pytest_load_initial_conftests(
+    early_config: pytest.Config, parser: pytest.Parser, args: list[str]
+) -> None:
+    given = list(args)
     options.keep_paths(args)
+    if args != given:  # pytest has read them already, and loads the conftests of what it found
+        known = parser.parse_known_args(args, namespace=copy.copy(early_config.option))
+        known.confcutdir = early_config.known_args_namespace.confcutdir
+        early_config.known_args_namespace = known
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -156,6 +156,19 @@ def test_the_bare_update_option_does_not_swallow_the_path_after_it(page, gpu, py
     assert files == ["ch99.json"]
 
 
+def test_the_conftests_of_the_path_after_a_bare_option_are_those_that_load(page, pytester):
+    page()
+    conftest = "def pytest_addoption(parser):\n    parser.addoption('--mine')\n"
+    (pytester.path / "ch99/conftest.py").write_text(conftest)
+    (pytester.path / "tests").mkdir()
+    (pytester.path / "tests/conftest.py").write_text("assert False, 'not of the path'")
+    pytester.makeini("[pytest]\ntestpaths = tests")
+    for bare in ("--aisp-compile", "--aisp-artifacts"):
+        result = pytester.runpytest_subprocess(bare, "ch99", "--mine=3", "--collect-only", "-q")
+        assert result.ret == 0, result.stderr.str()
+        result.stdout.fnmatch_lines(["ch99/doubling_test.py::*"])
+
+
 # Stored results that cannot be used
 
 

@@ -26,7 +26,7 @@ Bound      DRAM. At 32 sequences and 2048 tokens, keys and values are 268 MB. Ev
            answer that may come. Here all sequences are as long, so that it holds what preallocated
            does, one cache, and grown two.
 Seen       An H200: grown 390 us a step, of which its copy takes 308; by_words 1.8x, 221 us, by a
-           copy of 140. preallocated 4.8x, 82 us, and 2.7 times as fast as by_words, as predicted.
+           copy of 140. preallocated 4.8x, 82 us, 2.7 times as fast as by_words for predicted 2.5.
            paged 4.7x, 83 us: its kernel takes 65 us, as the library's does, and its table next to
            nothing. It was 3.1x when the kernel multiplied in fp32, in 82 us alone and 99 among the
            others, and took the prompt number by number.
