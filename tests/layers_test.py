@@ -35,7 +35,7 @@ def words(text: str) -> set[str]:
 
 
 PLAIN = {m for m in MODULES if room_of(m) in ("results", "report")} | words(
-    "common.answers pages.pair pages.signature pages.skus tools.curves tools.svg"
+    "common.answers pages.declared pages.pair pages.signature pages.skus tools.curves tools.svg"
     " loop.advice loop.breakdown loop.stages loop.steps loop.stretch"
 )
 """Modules of data and arithmetic."""

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeVar
 
 import pytest
 
+from . import declared
 from .pair import MARK, Bound, Claims, Owned, Pair, PairError, Side, Size, Variant, Work, as_words
 from .skus import FEATURES
 from .sources import kernel_files
@@ -86,6 +87,7 @@ def compare(
             owns=tuple(owns),
             environment=dict(environment or {}),
         )
+        declared.check(pair)
     except PairError as error:
         raise PairError(f"@compare: {error}") from None
     _tell_kernel_files(pair)

@@ -1,7 +1,6 @@
 """A pair: one baseline, its optimized variants, and everything a page says about them.
 
-Plain data, checked when it is built, so that every mistake in a declaration is an error at
-collection.
+Plain data. Whether a page's declaration can be meant, `declared` says.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
-from .skus import ARCHS, FEATURES, GPU_ARCHS
+from .skus import FEATURES, GPU_ARCHS
 
 __tracebackhide__ = True  # what a page's `when=` raises shows the page's lines, and none of these
 MARK = "aisp_pair"
@@ -63,13 +62,11 @@ class Work:
         for name, value in {**numbers, **dict(self.flops)}.items():
             if not value >= 0:
                 raise PairError(f"Work({name}={value!r}) must be a number >= 0")
-        _one_of("type in Work(flops=)", list(self.flops), ARITHMETIC)
+        one_of("type in Work(flops=)", list(self.flops), ARITHMETIC)
         if self.terms < 1 or self.roundings < 1:
             raise PairError("Work(terms=, roundings=) must be at least 1")
 
 
-OWNERS = {"NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS"}
-"""Variables of NVLink multicast, which can put a host's GPUs out of service where it is off."""
 WORDS = "neutral", "yardstick"
 """Claims without a number: nothing is gained; nothing is claimed, it is there to compare with."""
 
@@ -108,7 +105,7 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Everything `compare` was told, validated. See `pytest_aisp.compare` for the fields."""
+    """Everything `compare` was told. See `pytest_aisp.compare` for the fields."""
 
     baseline: Side
     variants: tuple[Variant, ...]
@@ -126,12 +123,6 @@ class Pair:
     l2: Literal["cold", "warm"]
     owns: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        _check_words(self)
-        _check_variants(self)
-        _check_sizes(self)
-        _check_claims(self)
 
     @property
     def spread(self) -> bool:
@@ -233,6 +224,11 @@ def size_words(size: Mapping[str, Any]) -> str:
     return ", ".join(f"{k}={v}" for k, v in size.items()) or "its only size"
 
 
+def is_plain(size: Mapping[str, Any]) -> bool:
+    """Return whether `size` holds values only, no Hypothesis strategy."""
+    return all(isinstance(value, (int, float, bool, str)) for value in size.values())
+
+
 def as_words(words: str | Sequence[str]) -> tuple[str, ...]:
     """Return `words` as a tuple, a single word as a tuple of one."""
     return (words,) if isinstance(words, str) else tuple(words)
@@ -242,130 +238,8 @@ def _short(value: object) -> str:
     return str(value).replace(" ", "").replace("[", "(").replace("]", ")")
 
 
-def _one_of(what: str, words: Sequence[str], legal: Sequence[str]) -> None:
+def one_of(what: str, words: Sequence[str], legal: Sequence[str]) -> None:
+    """Raise `PairError` for a word that is not `legal`."""
     for word in words:
         if word not in legal:
             raise PairError(f"unknown {what} {word!r}; legal: {', '.join(legal)}")
-
-
-def _check_words(pair: Pair) -> None:
-    _one_of("bound", [pair.bound], BOUNDS)
-    _one_of("l2", [pair.l2], ("cold", "warm"))
-    _one_of("owns", pair.owns, OWNED)
-    for variant in pair.variants:
-        _one_of("feature in needs", pair.features(variant), tuple(FEATURES))
-        _one_of("precision", [variant.precision] if variant.precision else [], PRECISIONS)
-    if not pair.gpus or any(not isinstance(n, int) or n < 1 for n in pair.gpus):
-        raise PairError(f"gpus={pair.gpus!r} must be a count of GPUs or several counts")
-
-
-def _check_variants(pair: Pair) -> None:
-    if not pair.variants:
-        raise PairError("optimized=[] is empty: a pair needs at least one variant")
-    fresh = [hasattr(s, "environment") for s in (pair.baseline, *(v.side for v in pair.variants))]
-    if any(fresh) and not all(fresh):
-        raise PairError("fresh_process on some sides only: put it on every side or on none")
-    if any(fresh) and pair.spread:
-        raise PairError("fresh_process with gpus= above 1: ranks are started once, not a sample")
-    names = [side_name(pair.baseline), *(v.name for v in pair.variants)]
-    for name in names:
-        if names.count(name) > 1:
-            raise PairError(f"two sides are called {name!r}; name each by its idea")
-    if pair.environment and not pair.spread:
-        raise PairError(
-            "environment= is for the ranks of a page on several GPUs; a page on one has"
-            " fresh_process(environment=...)"
-        )
-    if pair.spread:
-        _check_reference(pair)
-    if owners := sorted(pair.environment.keys() & OWNERS):
-        raise PairError(f"environment= sets {owners[0]}, which is the machine's owner's to set")
-    for variant in pair.variants:
-        if not pair.archs(variant):
-            needs = ", ".join(pair.features(variant))
-            raise PairError(f"{variant.name!r}: no known GPU has all of {needs}")
-
-
-def _check_reference(pair: Pair) -> None:
-    given = ("ranks",) if pair.state is None else ("states", "ranks")
-    try:
-        inspect.signature(pair.reference).bind(*given)
-    except TypeError:
-        raise PairError(
-            f"with gpus= above 1 the reference takes {' and '.join(given)}: what each rank has, as"
-            f" lists with one entry a rank; it is\n    reference({', '.join(given)})"
-        ) from None
-
-
-def _check_sizes(pair: Pair) -> None:
-    if not pair.sizes and not pair.cpu_sizes:
-        raise PairError("sizes=[] and cpu_sizes=[] are both empty: nothing would run")
-    for which in ("sizes", "check_sizes", "cpu_sizes"):
-        for size in getattr(pair, which):
-            _check_size(pair, which, size)
-    if not pair.cpu_sizes and not any(map(is_plain, pair.check_sizes)):
-        raise PairError(
-            "check_sizes= is missing: give a small odd size that a laptop can check,"
-            ' as in check_sizes=[{"n": 33}]'
-        )
-    if len({tuple(s) for s in (*pair.sizes, *pair.cpu_sizes)}) > 1:
-        raise PairError("sizes and cpu_sizes must all have the same keys, in the same order")
-    cases = [case.id for case in pair.cases()]
-    if len(set(cases)) < len(cases):
-        raise PairError(f"two cases have the id {max(cases, key=cases.count)!r}")
-
-
-def is_plain(size: Mapping[str, Any]) -> bool:
-    """Return whether `size` holds values only, no Hypothesis strategy."""
-    return all(isinstance(value, (int, float, bool, str)) for value in size.values())
-
-
-def _check_size(pair: Pair, which: str, size: object) -> None:
-    if not isinstance(size, Mapping):
-        raise PairError(f"{which}: {size!r} is not a mapping such as {{'n': 4096}}")
-    if which != "check_sizes" and not is_plain(size):
-        raise PairError(f"{which}: {dict(size)!r} holds something else than numbers and words")
-    callables = {"inputs": pair.inputs, "work": pair.work, "state": pair.state}
-    whens = {f"when of {v.name!r}": v.when for v in pair.variants}
-    for name, function in {**callables, **whens}.items():
-        if function is not None:
-            made = name in ("inputs", "state")
-            given = {"device", "rank", "world"} if made else {"world"} if name == "work" else set()
-            if made and next(iter(inspect.signature(function).parameters), "") != "device":
-                raise PairError(f"{name} takes the device first, as in def {name}(device, n)")
-            _check_keys(which, name, function, set(size), given)
-
-
-def _check_keys(
-    which: str, name: str, function: Callable[..., Any], keys: set[str], given: set[str]
-) -> None:
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    unknown = sorted(keys - set(parameters))
-    if unknown:
-        takes = ", ".join(p for p in parameters if p not in given)
-        raise PairError(f"{which} has the key {unknown[0]!r}, which {name} does not take ({takes})")
-    required = {n for n, p in parameters.items() if p.default is p.empty} - given
-    if required - keys:
-        raise PairError(f"{which} lacks the key {min(required - keys)!r}, which {name} needs")
-
-
-def _check_claims(pair: Pair) -> None:
-    for claims in (pair.at_least, *(v.at_least for v in pair.variants)):
-        table = claims if isinstance(claims, Mapping) else {"sm90": claims}
-        counts = [f"{arch}-x{gpus}" for arch in ARCHS for gpus in pair.gpus[1:]]
-        _one_of("arch in at_least", list(table), [*ARCHS, *counts])
-        for claim in table.values():
-            if claim is not None and claim not in WORDS:
-                _check_claim(claim)
-
-
-def _check_claim(claim: object) -> None:
-    if not isinstance(claim, (int, float)) or isinstance(claim, bool):
-        raise PairError(f"at_least={claim!r} is neither a number nor 'neutral' or 'yardstick'")
-    if not claim >= 1:
-        raise PairError(
-            f"at_least={claim} claims a slowdown; where nothing is gained say at_least='neutral',"
-            " of a library that is there to compare with at_least='yardstick'"
-        )
