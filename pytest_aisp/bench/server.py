@@ -138,14 +138,14 @@ def _error_reply(error: BaseException, doing: str) -> Reply:
     from ..kernels import assembly
     from ..proof import controls, numerics, sides, witness, workbench
     from ..results import timing
-    from . import energy, engine, processes, windows
+    from . import asked, energy, processes, windows
 
     kinds: tuple[tuple[str, tuple[type[Exception], ...]], ...] = (
         ("wrong", (numerics.Wrong,)),
         (
             "page",
             (
-                engine.PageError,
+                asked.PageError,
                 assembly.AssemblyError,
                 sides.SideError,
                 trees.TreeError,
