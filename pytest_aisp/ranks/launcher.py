@@ -29,10 +29,10 @@ from ..bench.client import (
     late_reply,
 )
 from ..bench.printed import STREAMS, Printed, Stream
-from ..pages.sources import libraries
 from ..results import messages
-from ..results.messages import AT, Reply, Task, failed
-from .rank import printed_of, stack_of
+from ..results.messages import Reply, Task, failed
+from .member import Member, waited_for
+from .rank import printed_of
 
 AMID = ("fault", "side", "memory")
 """Errors at which a rank may have left collectives unanswered: the next page's would meet them."""
@@ -40,12 +40,8 @@ LONGEST = 100
 """Bytes of the path of a socket, of the 107 that Linux takes."""
 GRACE = 3.0
 """Seconds that the others get to answer, too, once a rank has failed."""
-STACK_SECONDS = 0.5
-"""Seconds that silent ranks get to print where they stand."""
 SAID = 20
 """Lines of what ranks have printed that a failure shows."""
-_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\w+)')
-_WAITING = re.compile(r"/torch/distributed/|/torch/cuda/\S+\", line \d+ in synchronize|/peers\.py")
 _EXIT = re.compile(r"rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*(-?\d+)")
 
 
@@ -85,45 +81,6 @@ def _threads(ranks: int) -> dict[str, str]:
 
 
 @dataclass
-class _Rank:
-    """One rank as its launcher knows it.
-
-    Attributes:
-        step: agreements with the other ranks that it has come to.
-        doing: its last word.
-        reply: its answer to the task under way.
-    """
-
-    number: int
-    pid: int
-    connection: socket.socket
-    printed: Printed
-    buffer: bytes = b""
-    step: int = 0
-    doing: str = "start"
-    ready: bool = False
-    gone: bool = False
-    reply: Reply | None = None
-
-    def send(self, data: bytes) -> None:
-        try:
-            self.connection.sendall(data)
-        except OSError:
-            self.gone = True
-
-    def lines(self) -> list[bytes]:
-        """Return the lines that have arrived; notes the end of the connection."""
-        try:
-            chunk = self.connection.recv(1 << 20)
-        except OSError:
-            chunk = b""
-        if not chunk:
-            self.gone = True
-        *lines, self.buffer = (self.buffer + chunk).split(b"\n")
-        return lines
-
-
-@dataclass
 class RankSet:
     """`count` ranks on this machine, started at once.
 
@@ -143,7 +100,7 @@ class RankSet:
         self._listener.bind(address)
         self._listener.listen(self.count)
         self._output = Stream()
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, Member] = {}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pytest_aisp.ranks.rank", "launch", address, *self._arguments()],
             stdin=subprocess.DEVNULL,
@@ -234,7 +191,7 @@ class RankSet:
         number = int(said["rank"])
         out, err = (printed_of(self._folder, name, number) for name in STREAMS)
         printed = Printed(Stream.at(out), Stream.at(err), f"rank {number}")
-        self._ranks[number] = _Rank(number, int(said["pid"]), connection, printed)
+        self._ranks[number] = Member(number, int(said["pid"]), connection, printed)
 
     def _answers(self, task: Task, seconds: float, progress: Progress) -> Reply | None:
         """Ask every rank and wait for all; None where all have a result."""
@@ -307,7 +264,7 @@ class RankSet:
             }
         return Reply(result=found, exhausted=any(reply.exhausted for reply in replies))
 
-    def _in_order(self) -> list[_Rank]:
+    def _in_order(self) -> list[Member]:
         return [self._ranks[number] for number in sorted(self._ranks)]
 
     def _ended(self, when: str) -> Reply:
@@ -328,33 +285,8 @@ class RankSet:
 
     def _late(self, seconds: float) -> Reply:
         """Return which rank the others wait for, and where it stands."""
-        stacks = self._stacks()
-        ranks = self._in_order()
-        least = min(rank.step for rank in ranks)
-        behind = [r for r in ranks if r.reply is None and r.step == least]
-        if len(behind) == len(ranks):  # they have agreed as often: who is in no collective?
-            behind = [r for r in ranks if not _waits(stacks[r.number])] or ranks
-        where = "; ".join(
-            f"rank {r.number}: {r.doing.partition(AT)[0]}{_standing(stacks[r.number])}"
-            for r in behind
-        )
-        others = [str(r.number) for r in ranks if r not in behind]
-        if others:
-            where += f"; rank {', '.join(others)} waits for it"
-        return replace(self._silent(where, seconds), at=behind[0].doing.partition(AT)[2])
-
-    def _stacks(self) -> dict[int, list[str]]:
-        """Ask every rank where it stands; return the frames of each, the innermost first."""
-        ranks = self._in_order()
-        for rank in ranks:
-            with suppress(ProcessLookupError):
-                os.kill(rank.pid, signal.SIGUSR1)
-        time.sleep(STACK_SECONDS)
-        found = {}
-        for rank in ranks:
-            with open(stack_of(self._folder, rank.number)) as file:
-                found[rank.number] = [line for line in file if line.startswith("  File ")]
-        return found
+        where, at = waited_for(self._in_order(), self._folder)
+        return replace(self._silent(where, seconds), at=at)
 
     def _silent(self, where: str, seconds: float) -> Reply:
         self.kill()
@@ -388,16 +320,3 @@ class RankSet:
         self._listener.close()
         self._output.file.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _waits(stack: list[str]) -> bool:
-    """Return whether a rank is in a collective, or waits for its GPU to end one."""
-    return bool(stack) and bool(_WAITING.search(stack[0]))
-
-
-def _standing(stack: list[str]) -> str:
-    """Return the innermost line that is the page's, as in ``, in summed (page_test.py:12)``."""
-    for found in map(_FRAME.match, stack):
-        if found and not found["file"].startswith(libraries()):
-            return f", in {found['name']} ({os.path.basename(found['file'])}:{found['line']})"
-    return ""
