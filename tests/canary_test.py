@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -153,8 +154,10 @@ def test_a_worker_that_dies_leaves_verdicts_without_a_canary_and_it_is_said(
     gpu(**SPEEDS)
     for name in "abcdef":
         page(name=f"{name}_test.py", defs="import os", body=DIES.strip())
-    result = pytester.runpytest_subprocess("-n2", *filter(None, [mode]))
+    result = pytester.runpytest_subprocess("-n2", "--aisp-artifacts=kept", *filter(None, [mode]))
     assert result.ret == pytest.ExitCode.TESTS_FAILED
+    told = json.loads((pytester.path / "kept/manifest.json").read_text())["no_canary"]
+    assert len(told) == (0 if mode else 1)
     result.stdout.fnmatch_lines(["NO VERDICT: worker 'gw0' crashed while running *"])
     if mode:
         return result.stdout.no_fnmatch_line("NO CANARY: *")
@@ -166,6 +169,7 @@ def test_a_worker_that_dies_leaves_verdicts_without_a_canary_and_it_is_said(
             "=* 1 failed, 5 new in *",
         ]
     )
+    assert re.fullmatch(r"worker 'gw0': [a-f]_test\.py::test_doubling\[doubled-n1001\]", told[0])
 
 
 INTERRUPTED = """

@@ -73,6 +73,7 @@ def manifest(started: str) -> dict[str, Any]:
         "invalid": [],
         "not_written": [],
         "no_verdict": [],
+        "no_canary": [],
         "mode": "measure",
         "root": ".",
         "python": "3.12.3",

@@ -152,6 +152,7 @@ def test_only_what_is_named_is_taken_of_a_manifest():
         ({"complete": False}, "This run did not end by itself: what it had finished is here."),
         ({"not_written": ["disk full"]}, "Something of this run is missing."),
         ({"no_verdict": ["a case"]}, "Cases without a verdict: their worker died."),
+        ({"no_canary": ["worker 'gw0': a case"]}, "Verdicts without a canary: their worker ended"),
     ],
 )
 def test_what_is_wrong_with_a_run_is_said_before_any_number(told, words):

@@ -24,7 +24,7 @@ LONG, MANY = 4_000, 40
 """Characters of a reason, note or remark, and how many of each, beyond which they are cut."""
 
 HEADER = ("version", "started", "ended", "complete", "mode", "python", "platform")
-LISTS = ("invalid", "not_written", "no_verdict")
+LISTS = ("invalid", "not_written", "no_verdict", "no_canary")
 PACKAGES = ("torch", "triton", "transformer-engine")
 """All that is taken of a manifest, with driver, product, clocks, power limit and commit: it may
 hold more than one wants to hand around, and what is not named here is not."""

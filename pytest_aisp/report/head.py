@@ -74,6 +74,9 @@ def banner(run: Mapping[str, Any]) -> str:
     if run["no_verdict"]:
         words = "Cases without a verdict: their worker died."
         found.append(_notice("partial", words, run["no_verdict"]))
+    if run["no_canary"]:
+        words = "Verdicts without a canary: their worker ended before its own."
+        found.append(_notice("partial", words, run["no_canary"]))
     return "".join(found)
 
 

@@ -92,7 +92,8 @@ class Artifacts:
             OSError: where that cannot be written.
         """
         unended: dict[str, Any] = {"ended": None, "complete": False, "exit_code": None}
-        unended |= {"invalid": [], "not_written": [], "no_verdict": [], "verdicts": {}}
+        unended |= {"invalid": [], "not_written": [], "no_verdict": [], "no_canary": []}
+        unended |= {"verdicts": {}}
         self._manifest = {"schema": SCHEMA, **manifest, **unended}
         if not runs.is_ours(self.folder):
             self._begin()

@@ -54,6 +54,8 @@ class Recorder:
         facts: dict[str, Any] = {"exit_code": int(exit_code), "invalid": self.why_invalid()}
         facts |= {"complete": exit_code not in BROKEN_OFF}
         facts |= {"not_written": self.errors, "no_verdict": list(self.crashes)}
+        unguarded = [f"worker {worker!r}: {', '.join(keys)}" for worker, keys in self.unguarded]
+        facts |= {"no_canary": unguarded}
         facts |= {"verdicts": dict(Counter(row["verdict"] for row in self.rows))}
         peaks = stored_peaks(self.settings, {row["product"] for row in self.rows})
         self.artifacts.finish(facts, peaks, self._report)
