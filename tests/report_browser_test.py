@@ -52,11 +52,15 @@ class Person:
 
         ActionChains(self.driver).send_keys(*keys).perform()
 
-    def sees(self, css):
-        """What is written there, as soon as something is: a busy browser takes its time."""
+    def waits(self, until):
+        """Look until it is so: a busy browser takes its time."""
         from selenium.webdriver.support.ui import WebDriverWait
 
-        WebDriverWait(self.driver, 30).until(lambda driver: self.all(css))
+        WebDriverWait(self.driver, 30).until(lambda driver: until())
+
+    def sees(self, css):
+        """What is written there, as soon as something is."""
+        self.waits(lambda: self.all(css))
         return self.js(f"[...document.querySelectorAll(arguments[0])]{SEEN}", css)
 
     @property
@@ -210,7 +214,7 @@ def opens_a_case(person):
     assert "def added(x):" in person.element("[role=tabpanel]").text
     assert person.element("#case .points a").get_attribute("href").endswith("a%20b%231.json")
     person.clicks("#case .command button")
-    assert person.sees("#case .command button")[0] in ("Copied", "Selected")
+    person.waits(lambda: person.sees("#case .command button")[0] in ("Copied", "Selected"))
     there = person.js("location.hash")
     person.driver.back()
     assert person.element("#overview").is_displayed()
@@ -245,7 +249,7 @@ def goes_by_keyboard(person):
     person.presses("k")
     assert person.js("location.hash") == first
     person.presses("\ue00c")  # escape
-    assert person.element("#overview").is_displayed()
+    person.waits(lambda: person.element("#overview").is_displayed())
     assert person.js("document.activeElement.getAttribute('href')") == first
 
 
