@@ -24,6 +24,7 @@ Seen       An H200: 13.9 ms eager, more passes than counted and a mask made in e
            11.7x (1.18 ms, 233 TFLOP/s: PyTorch's own is FlashAttention-2, in Ampere's
            instructions), cuDNN 25x (0.53 to 0.56 ms, up to 519 TFLOP/s), flex 16.9x; one head of
            32768 tokens 11.9x, 24.5x, 15.4x. Memory 12.2 GiB against 17 MiB, 13.0 GiB against 9.
+           FlashAttention-3 was not measured: pip found no wheel of it (November 2026).
 """
 
 import functools
