@@ -68,10 +68,8 @@ class Asked:
         """Refuse Triton kernels on a CPU without its interpreter; bench processes are given it."""
         from ..pages.sources import triton_kernels
 
-        sides = [side for side, _ in self.sides]
-        if self.task.device != "cpu" or interpreting():
-            return
-        if triton_kernels(sides, self.task.root):
+        sides, on_cpu = [side for side, _ in self.sides], self.task.device == "cpu"
+        if on_cpu and not interpreting() and triton_kernels(sides, self.task.root):
             raise PageError(
                 f"{self.task.variant} launches Triton kernels, which without a GPU run in Triton's"
                 " interpreter; it must be chosen before pytest starts when sides run inside pytest"
@@ -93,7 +91,7 @@ class Asked:
 
     def old_side(self) -> Side:
         """Return the side that the task names by its role, as it was."""
-        then = self._then(self.old_pair())
+        then = self._then(self.pair, self.old_pair())
         return next(old for role, _, old in then if role == self.task.side)
 
     def changed(self) -> dict[str, Any]:
@@ -104,6 +102,7 @@ class Asked:
         """
         from ..pages.sources import digest, imported_late
 
+        pair = self.pair  # before the old page, which is imported past what is there
         found: dict[str, Any] = {"baseline": False, "optimized": False, "why": ""}
         try:
             old = self.old
@@ -113,7 +112,7 @@ class Asked:
             why = f"the old page cannot be imported: {type(error).__name__}: {error}"
             return {**found, "why": why}
         root = self.task.root
-        for role, now, then in () if old is None else self._then(old):
+        for role, now, then in () if old is None else self._then(pair, old):
             late = imported_late(then, self.task.past["root"])
             if late := [name for name in late if leads_to(name, root)]:
                 found["why"] = f"{then.__name__} imports {', '.join(late)} when it is called"
@@ -122,9 +121,9 @@ class Asked:
             found[role] = digest(now, root, constants=True) != before
         return found
 
-    def _then(self, old: Pair) -> Iterator[tuple[str, Side, Side]]:
+    def _then(self, pair: Pair, old: Pair) -> Iterator[tuple[str, Side, Side]]:
         """Yield role, side now and side then, where there were such sides."""
-        yield "baseline", self.pair.baseline, old.baseline
+        yield "baseline", pair.baseline, old.baseline
         name = self.task.variant
         if name in [variant.name for variant in old.variants]:
-            yield "optimized", self.pair.variant(name).side, old.variant(name).side
+            yield "optimized", pair.variant(name).side, old.variant(name).side

@@ -114,12 +114,11 @@ class Engine:
         """Time the case's variant against its baseline; check the outputs of the timed calls."""
         self.watch.start()
         asked = Asked(task)
-        sides = first, second = asked.sides
+        sides = asked.sides
         if task.versus == "self":
-            sides = second, second
+            sides = sides[1], sides[1]
         if task.versus == "old":
-            now = first if task.side == "baseline" else second
-            sides = (asked.old_side(), now[1]), now
+            sides = (asked.old_side(), asked.side[1]), asked.side
         budget = Budget(**task.budget)
         with self._prepared(task, asked.pair):
             witness.refuse_tracers()
