@@ -251,6 +251,14 @@ def goes_by_keyboard(person):
     person.presses("\ue00c")  # escape
     person.waits(lambda: person.element("#overview").is_displayed())
     assert person.js("document.activeElement.getAttribute('href')") == first
+    # A hand so quick that nothing is shown between its keys.
+    press = "key => document.body.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true}))"
+    person.presses("\ue007")
+    person.waits(lambda: person.all("#case .badge"))
+    second = person.element("#case .crumbs span a:last-child").get_attribute("href")
+    person.js(f"[...'jjk', 'Escape'].forEach({press})")
+    person.waits(lambda: person.element("#overview").is_displayed())
+    assert person.js("document.activeElement.href") == second
 
 
 def changes_the_theme(person):

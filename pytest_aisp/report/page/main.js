@@ -62,10 +62,11 @@ function startTheme() {
 function keys(e) {
   const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(e.target.tagName);
   if (e.ctrlKey || e.metaKey || e.altKey) return;
-  if (e.key === "Escape" && !typing && opened !== null) location.hash = "";
-  else if (e.key === "/" && !typing && opened === null) { byId("search").focus(); e.preventDefault(); }
-  else if (opened !== null && !typing && (e.key === "j" || e.key === "k")) {
-    const next = shown[shown.indexOf(opened) + (e.key === "j" ? 1 : -1)];
+  const at = asked();  // a quick hand is ahead of `route`, and of what it has opened
+  if (e.key === "Escape" && !typing && at >= 0) { opened = at; location.hash = ""; }
+  else if (e.key === "/" && !typing && at < 0) { byId("search").focus(); e.preventDefault(); }
+  else if (at >= 0 && !typing && (e.key === "j" || e.key === "k")) {
+    const next = shown[shown.indexOf(at) + (e.key === "j" ? 1 : -1)];
     if (next !== undefined) open(next);
   }
 }
