@@ -23,7 +23,7 @@ from pytest_aisp.bench.loader import pair_of
 from pytest_aisp.common import device
 from pytest_aisp.common.protections import without
 from pytest_aisp.guard import housekeeping
-from pytest_aisp.proof.sides import SideError
+from pytest_aisp.pages.pair import SideError
 from pytest_aisp.proof.workbench import Workbench
 from pytest_aisp.results import timing
 from pytest_aisp.results.timing import Budget

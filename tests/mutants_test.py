@@ -18,13 +18,12 @@ from emulated import COMPILER, ONLY_ON_A_GPU, emulated
 from lies import LIES, nearly, plain, told, units_of, zeros
 
 from pytest_aisp.bench.loader import load_page, pair_of
-from pytest_aisp.pages.pair import is_plain
+from pytest_aisp.pages.pair import SideError, is_plain
 from pytest_aisp.pages.sources import kernel_files
 from pytest_aisp.proof import check
 from pytest_aisp.proof.controls import CannotTell, TooLoose
 from pytest_aisp.proof.numerics import Rule, Wrong
 from pytest_aisp.proof.oracle import Oracle
-from pytest_aisp.proof.sides import SideError
 from pytest_aisp.proof.workbench import Workbench
 
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ from drivers import nodes as kinds
 from pytest_aisp.bench import nodes
 from pytest_aisp.bench.nodes import Uncounted, check, contradiction, count
 from pytest_aisp.common.protections import without
-from pytest_aisp.proof.sides import SideError
+from pytest_aisp.pages.pair import SideError
 
 
 @pytest.fixture

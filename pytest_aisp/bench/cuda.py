@@ -15,7 +15,8 @@ from ..common.device import Telemetry
 from ..common.peers import here
 from ..common.protections import on
 from ..guard import housekeeping
-from ..proof.sides import SideError, Subject
+from ..pages.pair import SideError
+from ..proof.sides import Subject
 from ..proof.workbench import Workbench
 from ..results import timing
 from ..results.sizing import calls_a_round, calls_for, calls_to_plant, extra_calls

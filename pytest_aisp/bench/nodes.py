@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from ..common.peers import here
 from ..common.protections import on
-from ..proof.sides import SideError, Subject
+from ..pages.pair import SideError
+from ..proof.sides import Subject
 
 PREFIX = "CU_GRAPH_NODE_TYPE_"
 WORDS = {

@@ -136,7 +136,7 @@ def _answerable() -> tuple[type[BaseException], ...]:
 def _error_reply(error: BaseException, doing: str) -> Reply:
     from ..common import trees
     from ..kernels import assembly
-    from ..proof import controls, numerics, sides, witness, workbench
+    from ..proof import controls, numerics, witness, workbench
     from ..results import timing
     from . import asked, energy, processes, windows
 
@@ -147,7 +147,7 @@ def _error_reply(error: BaseException, doing: str) -> Reply:
             (
                 asked.PageError,
                 assembly.AssemblyError,
-                sides.SideError,
+                SideError,
                 trees.TreeError,
                 controls.TooLoose,
                 controls.CannotTell,

@@ -37,6 +37,10 @@ class PairError(ValueError):
     """A declaration that cannot be what its author meant."""
 
 
+class SideError(Exception):
+    """A side that broke the rules of being compared; the message says which and how."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """What the algorithm must move and compute, whoever implements it.

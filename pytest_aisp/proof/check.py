@@ -14,13 +14,13 @@ from ..common import trees
 from ..common.peers import here
 from ..common.protections import on
 from ..common.quiet import waiter
-from ..pages.pair import Pair, Precision, Side, side_name, size_words
+from ..pages.pair import Pair, Precision, Side, SideError, side_name, size_words
 from . import manners, numerics
 from .controls import TooLoose
 from .fits import Fit, compare_all, explain
 from .numerics import Leaf, Rule, Wrong
 from .oracle import Named, Oracle, observed
-from .sides import SideError, Subject
+from .sides import Subject
 from .tolerance import check_tolerance
 from .witness import watching
 from .workbench import STEPS, VALUE_SETS

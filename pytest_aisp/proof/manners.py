@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..common import trees
 from ..common.protections import on
-from .sides import SideError
+from ..pages.pair import SideError
 
 if TYPE_CHECKING:
     import torch

@@ -13,14 +13,15 @@ from ..common import trees
 from ..common.peers import here
 from ..common.quiet import free_bytes
 from ..common.stopwatch import Stopwatch
+from ..pages.pair import SideError
 from . import numerics
-from .controls import Control
 from .numerics import Leaf
-from .sides import SideError
 from .workbench import VALUE_SETS, Workbench
 
 if TYPE_CHECKING:
     import torch
+
+    from .controls import Control
 
 Named = list[tuple[str, "torch.Tensor"]]
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 from ..common import trees
 from ..common.peers import here
-from .sides import SideError, Subject, make_inputs
+from ..pages.pair import SideError
+from .sides import Subject, make_inputs
 from .witness import now
 from .workbench import Workbench
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ..common import trees
 from ..common.peers import here
 from ..common.quiet import waiter
-from ..pages.pair import Pair, Side, Size, side_name
+from ..pages.pair import Pair, Side, SideError, Size, side_name
 
 if TYPE_CHECKING:
     import torch
@@ -36,10 +36,6 @@ def slot_order(calls: int, slots: int, extra: int = 0) -> tuple[int, ...]:
         *(call % slots for call in range(calls)),
         *((slots // 2 + call) % slots for call in range(extra)),
     )
-
-
-class SideError(Exception):
-    """A side that broke the rules of being compared; the message says which and how."""
 
 
 @contextlib.contextmanager

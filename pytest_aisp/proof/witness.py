@@ -16,7 +16,7 @@ from ..common.protections import on
 from ..guard import originals
 from ..guard.leftovers import Running
 from ..guard.switches import ENVIRONMENT, OWNED, flags, restore
-from .sides import SideError
+from ..pages.pair import SideError
 
 now_ns = time.perf_counter_ns
 now = time.perf_counter
