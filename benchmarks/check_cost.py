@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pytest_aisp.results import runs
+from pytest_aisp.results import run_reader
 
 GUARDS = ("verify", "repeats", "clocks", "controls")
 """Phases that find lies; `check` and `reference` prove results, `time` and `build` measure."""
@@ -33,8 +33,8 @@ def phases(row: dict[str, Any]) -> dict[str, float]:
 
 def main(path: Path) -> None:
     try:
-        rows = list(runs.load(path).rows())
-    except runs.RunError as error:
+        rows = list(run_reader.load(path).rows())
+    except run_reader.RunError as error:
         sys.exit(str(error))
     cases = [phases(row) for row in rows if row["timings"]]
     if not cases:

@@ -20,8 +20,8 @@ from statistics import median, stdev
 from typing import Any
 
 from pytest_aisp.results import stats, verdict
-from pytest_aisp.results.timing import ROBUST_CLOCKS
 from pytest_aisp.results.verdict import Reading
+from pytest_aisp.timing.schedule import ROBUST_CLOCKS
 
 CASES = 250
 """Cases of a suite."""

@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from statistics import fmean, median
 from typing import Any, Protocol
 
-from pytest_aisp.results.sizing import extra_calls
-from pytest_aisp.results.timing import Budget, Samples
+from pytest_aisp.timing.schedule import Budget, Samples, extra_calls
 
 CALLS = 100
 """Counted calls of a graph."""
@@ -71,15 +70,15 @@ class Graphs:
     """The graphs of one kernel on the GPU, their inputs rotating as the kernel's page says."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        from pytest_aisp.bench.loader import load_page, pair_of
-        from pytest_aisp.proof.workbench import Workbench
+        from pytest_aisp.checking.inputs import InputPool
+        from pytest_aisp.worker.loader import load_page, pair_of
 
         page = load_page(options["page"], options["root"], options["module"])
         pair = pair_of(getattr(page, options["function"]))
         if pair is None:
             raise ValueError(f"{options['function']} has no pair")
         self._side = pair.variants[0].side
-        self._bench = Workbench(pair, dict(options["size"]), "cuda", 1, 2)
+        self._bench = InputPool(pair, dict(options["size"]), "cuda", 1, 2)
         self._bench.lay_slots(self._slots())
         extra = extra_calls(CALLS, options["planted"])
         self._graphs = {name: self._capture(extra if name == "slow" else 0) for name in GRAPHS}
@@ -87,18 +86,18 @@ class Graphs:
     def _slots(self) -> int:
         import torch
 
-        from pytest_aisp.common import trees
-        from pytest_aisp.proof.sides import Subject
+        from pytest_aisp.checking.inputs import BoundSide
+        from pytest_aisp.util import pytree
 
-        probe = Subject(self._side, [self._bench.values[0]])
-        output_bytes = trees.nbytes(probe.run(0))
+        probe = BoundSide(self._side, [self._bench.values[0]])
+        output_bytes = pytree.nbytes(probe.run(0))
         probe.close()
         l2 = torch.cuda.get_device_properties().L2_cache_size
         return int(self._bench.slots_for(output_bytes, l2, torch.cuda.mem_get_info()[0]))
 
     def _capture(self, extra: int) -> tuple[Any, Any]:
         """Return a graph of `CALLS` + `extra` calls, and the subject whose buffers it uses."""
-        from pytest_aisp.bench.windows import capture
+        from pytest_aisp.timing.windows import capture
 
         subject, slots = self._bench.subject(self._side), len(self._bench.slots)
 

@@ -22,12 +22,12 @@ from typing import Any
 
 from code_gate_others import CALLS
 
-from pytest_aisp.bench.client import Bench, BenchProcess
-from pytest_aisp.bench.server import InProcess
-from pytest_aisp.common.device import Machine
 from pytest_aisp.results import stats, verdict
 from pytest_aisp.results.messages import Reply, Task
-from pytest_aisp.results.timing import Budget
+from pytest_aisp.timing.schedule import Budget
+from pytest_aisp.util.device import Machine
+from pytest_aisp.worker.client import Bench, BenchProcess
+from pytest_aisp.worker.server import InProcess
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "code_gate_kernels.py"
@@ -246,7 +246,7 @@ class Recorder:
         bias = random.Random(f"{self.plan.seed} {self.process} {kernel}").gauss(0, 0.0003)
         options = {"seconds": {kernel: KERNELS[kernel].seconds}, "noise": NOISE, "session": bias}
         options["seed"] = f"{self.plan.seed} {self.process} {self.number}"
-        return {"target": "pytest_aisp.results.simulated:simulate", "options": options}
+        return {"target": "pytest_aisp.timing.fake_device:simulate", "options": options}
 
     def _others(self) -> None:
         """Time some kernels as others do; the next process takes the next ones."""

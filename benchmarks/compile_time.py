@@ -25,10 +25,10 @@ def timed(paths: list[Path], arch: str) -> None:
     """Print one line a kernel: seconds, whether it was in the cache, its name."""
     import triton
 
-    from pytest_aisp.bench.loader import load_page, pair_of
     from pytest_aisp.kernels import nvrtc
-    from pytest_aisp.kernels.launches import recorded
-    from pytest_aisp.pages.sources import kernel_files
+    from pytest_aisp.kernels.capture_launches import recorded
+    from pytest_aisp.page.sources import kernel_files
+    from pytest_aisp.worker.loader import load_page, pair_of
 
     def listener(*, src: Any, times: Any, **_: Any) -> None:
         tell(times.total / 1e6, f"{current} {src.name}")

@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from pytest_aisp import Variant, Work, compare
-from pytest_aisp.bench.loader import load_page
+from pytest_aisp.worker.loader import load_page
 
 HERE = Path(__file__).parent
 

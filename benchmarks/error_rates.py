@@ -23,9 +23,9 @@ from multiprocessing import Pool
 from typing import NamedTuple
 
 from pytest_aisp.results import stats, verdict
-from pytest_aisp.results.simulated import Noise, Process
-from pytest_aisp.results.timing import Budget
 from pytest_aisp.session import canary
+from pytest_aisp.timing.fake_device import Noise, Process
+from pytest_aisp.timing.schedule import Budget
 
 CASES, PROCESSES = 250, 8
 BUDGET = Budget()
@@ -119,7 +119,7 @@ def judge(
 ) -> str:
     """Return the verdict of one case-run in `session`."""
     first = measure(case, session, rng)
-    spread = verdict.believed(spread, first)
+    spread = verdict.effective_spread(spread, first)
     margin = verdict.record_margin(spread, session_sd, "graph")
     gates = [
         verdict.claim_gate(math.exp(case.value - 6 * spread - margin), spread),
@@ -142,7 +142,7 @@ def judge_code(
     session = session._replace(shift=0.0)  # both are built in one process: no session comes between
     first = measure(same, session, rng)
     gate = verdict.code_gate(spread, first)
-    loss = verdict.DETECTABLE_CODE * verdict.believed(spread, first) if planted else 0.0
+    loss = verdict.DETECTABLE_CODE * verdict.effective_spread(spread, first) if planted else 0.0
 
     def less(reading: verdict.Reading) -> verdict.Reading:
         return reading._replace(value=reading.value - loss)
@@ -163,7 +163,7 @@ def judge_canary(case: Recorded, spread: float, session: Session, rng: random.Ra
 
     found = canary.Canary("case", "graph")
     measured = measure(case, session, rng)
-    canary.judge(found, verdict.believed(spread, measured), itself)
+    canary.judge(found, verdict.effective_spread(spread, measured), itself)
     return " ".join(found.wrong.split()[:2]) or "pass"
 
 

@@ -18,11 +18,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pytest_aisp.bench.loader import load_page, pair_of
 from pytest_aisp.kernels import sass
-from pytest_aisp.kernels.assembly import Assembly, Built
-from pytest_aisp.results import store
+from pytest_aisp.kernels.assemble import Assembly, Built
 from pytest_aisp.results.row import duration
+from pytest_aisp.worker.loader import load_page, pair_of
 
 ROOT = Path(__file__).parents[1]
 ARCH_OF = {"nvidia-h200": "sm90"}
@@ -120,7 +119,7 @@ def main() -> int:
     options = parser.parse_args()
     file = ROOT / "baselines" / options.product / f"{options.page.resolve().parent.name}.json"
     start = f"{options.page.name}::{options.function}["
-    known = store.load(file).results if file.exists() else {}
+    known = file.load(file).results if file.exists() else {}
     mine = {key: result for key, result in known.items() if key.startswith(start)}
     results = {key: result for key, result in mine.items() if result.value is not None}
     where = options.page.resolve(), options.function, ARCH_OF[options.product], results

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "suites"))
 from ch04 import overlapped_test, tensor_parallel_test
 from ch04.copy_engines import CopiedSums
 
-from pytest_aisp.bench.windows import capture
+from pytest_aisp.timing.windows import capture
 
 CALLS, WINDOWS, WARMUP = 3, 10, 4
 BLOCKING = 4_000_000

@@ -29,7 +29,7 @@ def pairs() -> dict[str, Any]:
     import torch
     from torch.nn import functional as F
 
-    from pytest_aisp.pages.pair import Pair, Variant, Work
+    from pytest_aisp.page.pair import Pair, Variant, Work
 
     def pair(baseline: Any, optimized: Any, inputs: Any, *, bound: str, l2: str = "cold") -> Pair:
         return Pair(
@@ -99,26 +99,25 @@ def one_process(seed: int) -> list[dict[str, Any]]:
     """Measure every pair in this process and return one row a capture."""
     import torch
 
-    from pytest_aisp.bench.cuda import CudaBout
-    from pytest_aisp.proof.sides import Subject
-    from pytest_aisp.proof.workbench import Workbench
-    from pytest_aisp.results import timing
+    from pytest_aisp.checking.inputs import BoundSide, InputPool
+    from pytest_aisp.timing import schedule
+    from pytest_aisp.timing.cuda_timer import CudaPairTimer
 
-    budget = timing.Budget(blocks=BLOCKS, seconds=10)
+    budget = schedule.Budget(blocks=BLOCKS, seconds=10)
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     rows = []
     for name, pair in pairs().items():
         optimized = pair.variants[0].side
         for kind, first in (("A/B", pair.baseline), ("A/A", optimized)):
             for capture in range(CAPTURES):
-                bench = Workbench(pair, {}, "cuda", seed * 100 + capture)
-                probe = Subject(first, [bench.values[0]])
+                bench = InputPool(pair, {}, "cuda", seed * 100 + capture)
+                probe = BoundSide(first, [bench.values[0]])
                 out = sum(t.untyped_storage().nbytes() for t in _flat(probe.run(0)))
                 probe.close()
                 bench.lay_slots(bench.slots_for(out, l2, torch.cuda.mem_get_info()[0]))
                 subjects = bench.subject(first), bench.subject(optimized)
-                bout = CudaBout(bench, subjects, budget)
-                samples = timing.measure(bout, budget, random.Random(seed * 100 + capture))
+                bout = CudaPairTimer(bench, subjects, budget)
+                samples = schedule.measure(bout, budget, random.Random(seed * 100 + capture))
                 rows.append(
                     {
                         "pair": name, "kind": kind, "capture": capture, "clock": samples.clock,
@@ -133,9 +132,9 @@ def one_process(seed: int) -> list[dict[str, Any]]:
 
 
 def _flat(tree: Any) -> Iterator[Any]:
-    from pytest_aisp.common import trees
+    from pytest_aisp.util import pytree
 
-    return (t for _, t in trees.tensors(tree))
+    return (t for _, t in pytree.tensors(tree))
 
 
 def run(out: Path, processes: int) -> None:

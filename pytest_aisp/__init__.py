@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .bench.graphs import capture
-    from .bench.processes import fresh_process
-    from .kernels.build import cuda_module
+    from .bottleneck.find import bottleneck
+    from .kernels.cuda_cpp import cuda_module
     from .kernels.tma import tensor_map
-    from .loop.bottleneck import bottleneck
-    from .pages.marks import compare
-    from .pages.pair import Variant, Work
+    from .page.declare import compare
+    from .page.pair import Variant, Work
+    from .timing.microbench import capture
+    from .worker.process_timer import fresh_process
 
 __all__ = [
     "Variant",

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from .session import options, reading
-from .session.stash import RECORDER, RUN, SETTINGS
+from .session import options, parse_config
+from .session.options import RECORDER, RUN, SETTINGS
 
 if TYPE_CHECKING:
+    from .session.pair_fixture import PairUnderTest
     from .session.recorder import Recorder
-    from .session.under_test import PairUnderTest
 
 MARKERS = {
     "aisp_pair(pair)": "set by @compare",
@@ -71,11 +71,11 @@ def pytest_cmdline_parse(args: list[str]) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for marker, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{marker}: {meaning}")
-    config.stash[SETTINGS] = settings = reading.read_settings(config)
+    config.stash[SETTINGS] = settings = parse_config.read_settings(config)
     if settings.ours:
-        from .session import sessions
+        from .session import setup
 
-        sessions.configure(config)
+        setup.configure(config)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -118,7 +118,7 @@ def device() -> str:
 @pytest.fixture
 def warmup() -> Any:
     """Run a callable until it is steady: ``warmup(f)`` returns the number of calls it took."""
-    from .bench.callables import warm
+    from .timing.microbench import warm
 
     return warm
 
@@ -126,7 +126,7 @@ def warmup() -> Any:
 @pytest.fixture
 def cuda_graph() -> Any:
     """Capture a callable in a CUDA graph: ``cuda_graph(f)`` returns a callable that replays it."""
-    from .bench.graphs import capture
+    from .timing.microbench import capture
 
     return capture
 
@@ -152,7 +152,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     __tracebackhide__ = True
     if "pair" not in pyfuncitem.fixturenames:
         if pyfuncitem.get_closest_marker("aisp_timer") is not None:
-            from .session.benchmarks import lend_timer
+            from .session.benchmark_plugin import lend_timer
 
             lend_timer(pyfuncitem.funcargs.get("benchmark"))
         return (yield)
@@ -171,7 +171,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         item.add_marker(pytest.mark.flaky(reruns=0), append=False)
     if item.config.stash.get(RUN, None) is None:
         return (yield)
-    from .session.sessions import leased
+    from .session.setup import leased
 
     with leased(item):
         return (yield)
@@ -193,7 +193,7 @@ def pytest_report_teststatus(report: Any) -> Any:
     row = getattr(report, "aisp", None)
     if row is None or report.when != "call":
         return None
-    from .session.report import status
+    from .session.terminal import status
 
     return status(row, report.outcome)
 
@@ -201,7 +201,7 @@ def pytest_report_teststatus(report: Any) -> Any:
 def pytest_report_header(config: pytest.Config) -> list[str] | None:
     if (run := config.stash.get(RUN, None)) is None:
         return None
-    from .session.report import header
+    from .session.terminal import header
 
     return header(run)
 
@@ -212,7 +212,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     # A part of the suite says nothing of the whole.
     if session.exitstatus != pytest.ExitCode.INTERRUPTED:
         if session.config.stash.get(RUN, None) is not None:
-            from .session.sessions import canary
+            from .session.setup import canary
 
             canary(session)
         session.exitstatus = _exit_code(session, recorder)
@@ -236,7 +236,7 @@ def _exit_code(session: pytest.Session, recorder: Recorder | None) -> int:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if (recorder := config.stash.get(RECORDER, None)) is not None:
-        from .session.report import captured, summary
+        from .session.terminal import captured, summary
 
         captured(terminalreporter)
         summary(terminalreporter, recorder)
@@ -246,6 +246,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     if not config.stash.get(SETTINGS, None) or not config.stash[SETTINGS].ours:
         return None
-    from .common.device import Machine
+    from .util.device import Machine
 
     return len(Machine.here().gpus) or None

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pytest_aisp.results import runs
+from pytest_aisp.results import run_reader
 from pytest_aisp.results.messages import Reply, Task
 
 GIT = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
@@ -65,7 +65,7 @@ def test_unchanged_sides_are_not_timed_again(committed, pytester):
     (committed.parent / "other.txt").write_text("not a page")
     result = pytester.runpytest_subprocess("--aisp-against=HEAD", "--aisp-artifacts=kept")
     assert result.ret == 0
-    [row] = runs.load(pytester.path / "kept").rows()
+    [row] = run_reader.load(pytester.path / "kept").rows()
     assert row["against"] == []
 
 
@@ -183,7 +183,7 @@ def test_an_old_side_that_cannot_run_is_no_verdict(committed, pytester):
     change(committed)
     pytester.makepyfile(broken=BROKEN)
     conftest = pytester.path / "conftest.py"
-    change(conftest, "pytest_aisp.results.simulated:simulate", "broken:simulate")
+    change(conftest, "pytest_aisp.timing.fake_device:simulate", "broken:simulate")
     result = pytester.runpytest_subprocess("--aisp-against=HEAD", "-vv")
     assert result.ret == 0
     result.stdout.fnmatch_lines(
@@ -298,7 +298,7 @@ def test_a_page_linked_from_outside_is_said_not_to_be_compared(
 
 CLEANER = """
 import shutil, pytest
-from pytest_aisp.session.stash import RUN
+from pytest_aisp.session.options import RUN
 
 def pytest_runtest_setup(item):
     shutil.rmtree(item.config.stash[RUN].past.tree)
@@ -353,8 +353,8 @@ def test_doubling(pair):
 
 
 def test_each_process_of_an_old_side_has_the_old_page(pytester, monkeypatch):
-    from pytest_aisp.bench import client
-    from pytest_aisp.bench.engine import Engine
+    from pytest_aisp.worker import client
+    from pytest_aisp.worker.engine import Engine
 
     class Here:
         printed = ()

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from pytest_aisp.results import runs, store
+from pytest_aisp.results import run_reader, store
 from pytest_aisp.results.artifacts import Artifacts
 from pytest_aisp.results.row import Row
 
@@ -193,7 +193,7 @@ def test_a_run_whose_every_case_is_skipped_replaces_the_one_before(page, pyteste
     pytester.makeconftest("import pytest\n\n\ndef pytest_runtest_setup():\n    pytest.skip('all')")
     result = pytester.runpytest_subprocess("--aisp-check", "--aisp-artifacts=out")
     assert result.ret == 0
-    run = runs.load(pytester.path / "out")
+    run = run_reader.load(pytester.path / "out")
     assert (run.manifest["complete"], run.cases) == (True, [])
 
 

@@ -6,17 +6,14 @@ import contextlib
 import os
 import sys
 from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
-from pytest_aisp.proof import witness
-from pytest_aisp.results import runs
+from pytest_aisp.isolation import monkeypatches
+from pytest_aisp.results import run_reader
 from pytest_aisp.results.row import Row
 from pytest_aisp.results.verdict import Reading
-from pytest_aisp.session.case_client import CaseClient
-from pytest_aisp.session.run import Run
-from pytest_aisp.session.votes import voting
+from pytest_aisp.session.case_client import CaseClient, remeasuring
 
 CASE = "ch99/doubling_test.py::test_doubling[[]doubled-n1001[]]"
 TIMES = {"added": 2e-5, "doubled": 1e-5}
@@ -28,7 +25,7 @@ def append(pytester, text):
 
 
 def rows(pytester):
-    return list(runs.load(pytester.path / "kept").rows())
+    return list(run_reader.load(pytester.path / "kept").rows())
 
 
 # Votes
@@ -61,7 +58,7 @@ def test_on_a_clock_of_the_gpu_the_votes_that_a_verdict_takes_start_together(clo
             self.row.timings.append({"clock": clock})
             settings = SimpleNamespace(confirm_budget=60)
             said = SimpleNamespace(replay=None, confirmed=0.0, settings=settings, progress=len)
-            self.run = cast("Run", said)
+            self.run = said
 
         ranks = world
 
@@ -76,20 +73,20 @@ def test_on_a_clock_of_the_gpu_the_votes_that_a_verdict_takes_start_together(clo
         return Reading(0.5)
 
     client, used, counts = Client(), [], []
-    with voting(client, measure) as vote:
+    with remeasuring(client, measure) as vote:
         for _ in range(4):
             assert vote() == Reading(0.5)
     assert counts == starts
     assert used == started == closed
 
     del used[:], started[:], closed[:]
-    with contextlib.suppress(KeyError), voting(client, measure) as vote:
+    with contextlib.suppress(KeyError), remeasuring(client, measure) as vote:
         vote()
         raise KeyError
     assert len(closed) == len(started) == counts[0]  # what was not asked is not left behind
 
     client.run.confirmed = 61.0
-    with voting(client, measure) as vote:
+    with remeasuring(client, measure) as vote:
         assert vote() is None
     assert len(started) == counts[0]
 
@@ -112,7 +109,7 @@ def test_a_vote_that_dies_is_logged_too(page, gpu, pytester):
     gpu(**TIMES)
     pytester.makepyfile(dies=DIES)
     conftest = pytester.path / "conftest.py"
-    conftest.write_text(conftest.read_text().replace("pytest_aisp.results.simulated", "dies"))
+    conftest.write_text(conftest.read_text().replace("pytest_aisp.timing.fake_device", "dies"))
     result = pytester.runpytest_subprocess("-vv")
     died = "doubled at n=1001: the bench process ended with exit code 3 during: time"
     result.stdout.fnmatch_lines(
@@ -267,7 +264,7 @@ def test_a_monitoring_tool_is_named(monkeypatch):
     tools = SimpleNamespace(get_tool=["", "coverage", None, None, None, None].__getitem__)
     monkeypatch.setattr(sys, "monitoring", tools, raising=False)
     monkeypatch.setattr(sys, "gettrace", lambda: None)
-    assert witness.tracing() == "coverage (sys.monitoring)"
+    assert monkeypatches.tracing() == "coverage (sys.monitoring)"
 
 
 def test_a_profiler_is_named_by_its_module(monkeypatch):
@@ -279,7 +276,7 @@ def test_a_profiler_is_named_by_its_module(monkeypatch):
 
     monkeypatch.setattr(sys, "gettrace", lambda: None)
     monkeypatch.setattr(sys, "getprofile", lambda: Profiler().hook)
-    assert witness.tracing() == "yappi (sys.setprofile)"
+    assert monkeypatches.tracing() == "yappi (sys.setprofile)"
 
 
 @pytest.mark.parametrize(

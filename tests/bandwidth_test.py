@@ -14,13 +14,13 @@ import pytest
 import torch
 from topology_test import SWITCHED, nvml_of
 
-from pytest_aisp.bench import leases, peaks
-from pytest_aisp.commands import cli
-from pytest_aisp.common import device
-from pytest_aisp.common.device import Machine
-from pytest_aisp.ranks import bandwidth
-from pytest_aisp.ranks.bandwidth import Copier, Hop, judged
-from pytest_aisp.ranks.topology import Way
+from pytest_aisp.cli import app
+from pytest_aisp.distributed import bandwidth
+from pytest_aisp.distributed.bandwidth import Copier, Hop, judged
+from pytest_aisp.distributed.topology import Way
+from pytest_aisp.timing import peaks
+from pytest_aisp.util import device, locks
+from pytest_aisp.util.device import Machine
 
 GB, GIB = 1e9, 1 << 30
 NV18 = ("NVLink 4 x18", 450 * GB)
@@ -114,7 +114,7 @@ def test_a_window_copies_much_but_not_for_ever():
 
 
 def test_the_table_and_the_exit_code_of_a_healthy_machine():
-    found = bandwidth.answer(measured(2), GIB, as_json=False)
+    found = bandwidth.bandwidth_result(measured(2), GIB, as_json=False)
     assert found.code == 0
     pytest.LineMatcher(list(found.lines)).fnmatch_lines(
         [
@@ -128,7 +128,7 @@ def test_the_table_and_the_exit_code_of_a_healthy_machine():
 
 
 def test_a_slow_hop_is_named_and_the_exit_code_is_1():
-    found = bandwidth.answer(measured(3, {(2, 0): 120}), GIB, as_json=False)
+    found = bandwidth.bandwidth_result(measured(3, {(2, 0): 120}), GIB, as_json=False)
     assert found.code == 1
     assert list(found.lines[-4:]) == [
         "slow: GPU 2 -> GPU 0: 120 GB/s, 31% of the median of NVLink 4 x18, 390 GB/s",
@@ -140,19 +140,19 @@ def test_a_slow_hop_is_named_and_the_exit_code_is_1():
 
 
 def test_data_that_do_not_arrive_are_named_and_the_exit_code_is_1():
-    found = bandwidth.answer(measured(2, loses=[(1, 0)]), GIB, as_json=False)
+    found = bandwidth.bandwidth_result(measured(2, loses=[(1, 0)]), GIB, as_json=False)
     assert found.code == 1
     assert "WRONG: GPU 1 -> GPU 0: the target does not hold what was sent" in found.lines
 
 
 def test_what_is_not_known_is_a_question_mark():
-    found = bandwidth.answer([hop(390, ("NVLink ? x18", None))], GIB, as_json=False)
+    found = bandwidth.bandwidth_result([hop(390, ("NVLink ? x18", None))], GIB, as_json=False)
     words = "GPU 0 -> GPU 1 390 GB/s ? ? NVLink ? x18"
     assert " ".join(found.lines[2].split()) == words
 
 
 def test_json_has_every_hop():
-    found = bandwidth.answer(measured(2, {(1, 0): 10}), GIB, as_json=True)
+    found = bandwidth.bandwidth_result(measured(2, {(1, 0): 10}), GIB, as_json=True)
     plain = json.loads("\n".join(found.lines))
     assert (plain["size"], plain["windows"], found.code) == (GIB, 7, 1)
     assert plain["hops"][0]["share"] == pytest.approx(390 / 450)
@@ -230,7 +230,7 @@ def test_the_copier_sees_whether_every_byte_arrives(gpus, monkeypatch):
 def two(gpus, monkeypatch, tmp_path):
     """Two H200s as the command sees them; `two(rates)` says how fast they copy."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(leases, "folder", lambda: tmp_path)
+    monkeypatch.setattr(locks, "folder", lambda: tmp_path)
     monkeypatch.setattr(device, "_nvml", lambda: nvml_of(2, SWITCHED))
     machine = Machine("sm90", "nvidia-h200", "NVIDIA H200", ("GPU-0", "GPU-1"), {"driver": "580"})
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: machine))
@@ -244,7 +244,7 @@ def two(gpus, monkeypatch, tmp_path):
 
 def test_the_command_measures_leases_and_stores(two, tmp_path, capsys):
     kept = tmp_path / "kept"
-    assert cli.main(["bandwidth", "--store", f"--baselines={kept}"]) == 0
+    assert app.main(["bandwidth", "--store", f"--baselines={kept}"]) == 0
     said = capsys.readouterr()
     assert said.out.splitlines()[-1] == "no slow hop"
     path = kept / "nvidia-h200-x2" / "peaks.json"
@@ -262,7 +262,7 @@ def test_the_command_measures_leases_and_stores(two, tmp_path, capsys):
 
 def test_a_machine_with_a_slow_hop_has_no_peaks(two, tmp_path, capsys):
     two({(0, 1): 100})
-    assert cli.main(["bandwidth", "--store", f"--baselines={tmp_path / 'kept'}"]) == 1
+    assert app.main(["bandwidth", "--store", f"--baselines={tmp_path / 'kept'}"]) == 1
     said = capsys.readouterr()
     assert "slow: GPU 0 -> GPU 1" in said.out
     assert said.err == "nothing is stored: a machine with a slow hop has no peaks\n"
@@ -271,7 +271,7 @@ def test_a_machine_with_a_slow_hop_has_no_peaks(two, tmp_path, capsys):
 
 def test_small_copies_are_no_peak(two, tmp_path, capsys):
     kept = tmp_path / "kept"
-    assert cli.main(["bandwidth", "--size=1MiB", "--store", f"--baselines={kept}"]) == 2
+    assert app.main(["bandwidth", "--size=1MiB", "--store", f"--baselines={kept}"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "nothing is stored: copies of 1 MiB do not fill a link",
         "    aisp bandwidth --size=1GiB --store",
@@ -281,7 +281,7 @@ def test_small_copies_are_no_peak(two, tmp_path, capsys):
 def test_gpus_of_two_products_have_no_peaks(two, tmp_path, capsys, monkeypatch):
     machine = Machine("sm90", "nvidia-h200", "NVIDIA H200", ("GPU-0",))
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: machine))
-    assert cli.main(["bandwidth", "--store", f"--baselines={tmp_path / 'kept'}"]) == 2
+    assert app.main(["bandwidth", "--store", f"--baselines={tmp_path / 'kept'}"]) == 2
     assert capsys.readouterr().err == (
         "nothing is stored: of 2 GPUs 1 are NVIDIA H200, and peaks belong to one product\n"
     )
@@ -291,14 +291,14 @@ def test_a_peaks_file_that_is_none_is_left_as_it_is(two, tmp_path, capsys):
     path = tmp_path / "nvidia-h200-x2" / "peaks.json"
     path.parent.mkdir()
     path.write_text("mine")
-    assert cli.main(["bandwidth", "--store", f"--baselines={tmp_path}"]) == 2
+    assert app.main(["bandwidth", "--store", f"--baselines={tmp_path}"]) == 2
     assert "nothing is stored: " + str(path) + " is no peaks file" in capsys.readouterr().err
     assert path.read_text() == "mine"
 
 
 def test_under_ci_nothing_is_stored_or_measured(two, capsys, monkeypatch):
     monkeypatch.setenv("CI", "1")
-    assert cli.main(["bandwidth", "--store"]) == 2
+    assert app.main(["bandwidth", "--store"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("--store is refused where CI is set: a gate must not move its own")
@@ -308,7 +308,7 @@ def test_under_ci_nothing_is_stored_or_measured(two, capsys, monkeypatch):
 def test_fewer_than_two_gpus_are_exit_code_2(gpus, monkeypatch, capsys, count, have):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    assert cli.main(["bandwidth"]) == 2
+    assert app.main(["bandwidth"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         f"aisp bandwidth needs 2 GPUs; {have} visible here",
         "    aisp topology",
@@ -318,7 +318,7 @@ def test_fewer_than_two_gpus_are_exit_code_2(gpus, monkeypatch, capsys, count, h
 def test_a_slice_of_a_gpu_has_no_links(two, monkeypatch, capsys):
     properties = SimpleNamespace(uuid="slice")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda k: properties)
-    assert cli.main(["bandwidth"]) == 2
+    assert app.main(["bandwidth"]) == 2
     said = "NVML does not know GPU-slice: MIG slices have no links of their own\n"
     assert capsys.readouterr().err == said
 
@@ -328,20 +328,20 @@ def test_no_room_says_what_to_do(two, monkeypatch, capsys):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(bandwidth, "Copier", full)
-    assert cli.main(["bandwidth"]) == 2
+    assert app.main(["bandwidth"]) == 2
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "no room for two buffers of 1 GiB on each GPU"
     assert "    aisp bandwidth --size=256MiB" in said
 
 
 def test_a_machine_that_cannot_be_leased_says_so(two, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(leases, "folder", lambda: tmp_path / "not there")
-    assert cli.main(["bandwidth"]) == 2
+    monkeypatch.setattr(locks, "folder", lambda: tmp_path / "not there")
+    assert app.main(["bandwidth"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("the machine cannot be leased: ")
-    assert said.endswith(f"{leases.REMEDY}\n")
+    assert said.endswith(f"{locks.REMEDY}\n")
 
 
 def test_a_size_that_is_none_is_refused(capsys):
-    assert cli.main(["bandwidth", "--size=1GB"]) == 2
+    assert app.main(["bandwidth", "--size=1GB"]) == 2
     assert "'1GB' is no size; write it like 4KiB, 512MiB or 1GiB" in capsys.readouterr().err

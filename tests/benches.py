@@ -18,7 +18,7 @@ def benches(folder: Path) -> list[int]:
 def _is_bench(entry: Path, folder: Path) -> bool:
     try:
         command = (entry / "cmdline").read_bytes() + (entry / "comm").read_bytes()
-        names = (b"pytest_aisp.bench", b"pytest_aisp.ranks.rank", BENCH.encode())
+        names = (b"pytest_aisp.worker", b"pytest_aisp.distributed.rank", BENCH.encode())
         return any(name in command for name in names) and os.readlink(entry / "cwd") == str(folder)
     except OSError:  # it has ended meanwhile
         return False

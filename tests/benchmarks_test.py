@@ -12,7 +12,7 @@ from pathlib import Path
 import catalogues
 import pytest
 
-from pytest_aisp.commands import cli
+from pytest_aisp.cli import app
 from pytest_aisp.results.row import Row
 
 pytest.importorskip("pytest_benchmark")
@@ -58,7 +58,7 @@ def test_both_sides_are_in_its_table_and_files_and_compared(ran, pytester):
 
 def exported(found):
     """Return the benchmarks of `aisp export out`, which `pytest-benchmark compare` can read."""
-    command = [sys.executable, "-c", "from pytest_aisp.commands import cli; cli.main()"]
+    command = [sys.executable, "-c", "from pytest_aisp.cli import app; app.main()"]
     text = subprocess.run([*command, "export", "out"], capture_output=True, text=True, check=True)
     Path("other.json").write_text(text.stdout)
     compare = [sys.executable, "-m", "pytest_benchmark", "compare", "run.json", "other.json"]
@@ -113,7 +113,7 @@ def test_a_run_without_times_is_not_exported(tmp_path, capsys):
     case = ("id", "ch99.json", "key", "doubling_test.py", "test_doubling", "doubled", {"n": 8})
     rows = [Row(*case, bound="dram", verdict="checked").to_json()]
     catalogues.artifacts(tmp_path, rows)
-    assert cli.main(["export", str(tmp_path)]) == 2
+    assert app.main(["export", str(tmp_path)]) == 2
     assert capsys.readouterr().err.splitlines() == [
         f"no side was timed in {tmp_path}: 1 rows without times; legal is a run that measured",
         "    pytest --aisp-artifacts=out",
@@ -122,7 +122,7 @@ def test_a_run_without_times_is_not_exported(tmp_path, capsys):
 
 def test_without_it_export_says_how_to_get_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pytest_benchmark.plugin", None)
-    assert cli.main(["export", str(tmp_path)]) == 2
+    assert app.main(["export", str(tmp_path)]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "export needs pytest-benchmark, whose form it writes",
         "    pip install pytest-benchmark",
@@ -130,14 +130,14 @@ def test_without_it_export_says_how_to_get_it(tmp_path, monkeypatch, capsys):
 
 
 def test_a_folder_that_is_none_of_a_run_is_refused(tmp_path, capsys):
-    assert cli.main(["export", str(tmp_path)]) == 2
+    assert app.main(["export", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"{tmp_path}: holds no run: it has no manifest.json")
     assert said.endswith("    pytest --aisp-artifacts=DIR\n")
 
 
 def test_the_adapter_is_small():
-    file = importlib.util.find_spec("pytest_aisp.tools.benchmarks").origin
+    file = importlib.util.find_spec("pytest_aisp.tools.pytest_benchmark").origin
     assert len(Path(file).read_text().splitlines()) <= 40
 
 

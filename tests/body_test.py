@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_aisp.results import runs
+from pytest_aisp.results import run_reader
 
 JUDGED = "pair.assert_equivalent()\npair.assert_speedup()"
 BODIES = {
@@ -22,7 +22,7 @@ def rows(page, gpu, pytester):
 
     def rows(*options):
         result = pytester.runpytest_subprocess("-v", "--aisp-artifacts=kept", *options)
-        found = {line["page"]: line for line in runs.load(pytester.path / "kept").cases}
+        found = {line["page"]: line for line in run_reader.load(pytester.path / "kept").cases}
         return result, {page[5:-8]: (row["verdict"], row["reasons"]) for page, row in found.items()}
 
     return rows

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_aisp.loop import advice
-from pytest_aisp.loop.bottleneck import plain, text
-from pytest_aisp.loop.breakdown import Breakdown, Loader
-from pytest_aisp.loop.stages import Stage
-from pytest_aisp.loop.steps import Step
-from pytest_aisp.loop.stretch import BODY, COPY, ITEM, Event, Gpu, summarize
+from pytest_aisp.bottleneck import advice
+from pytest_aisp.bottleneck.breakdown import Breakdown, Loader
+from pytest_aisp.bottleneck.find import plain, text
+from pytest_aisp.bottleneck.stages import Stage
+from pytest_aisp.bottleneck.steps import BODY, COPY, ITEM, Event, Gpu, Step, summarize
 
 
 def gpu(name, start, end):

@@ -12,11 +12,10 @@ import torch
 from torch.optim import optimizer
 from torch.utils.data import DataLoader
 
-from pytest_aisp.commands import cli
-from pytest_aisp.common.answers import Unanswerable
-from pytest_aisp.loop import script
-from pytest_aisp.loop.steps import Instruments, Plan
-from pytest_aisp.loop.stretch import BODY, Event
+from pytest_aisp.bottleneck import script
+from pytest_aisp.bottleneck.steps import BODY, Event, Instruments, Plan
+from pytest_aisp.cli import app
+from pytest_aisp.util.cli_result import CliError
 
 HEAD = """
 import sys
@@ -93,7 +92,7 @@ class Ticks:
 def told(path, *arguments, plan=QUICK, gpu=False):
     """Return the JSON of a script that was measured by ticks, and its exit code."""
     ticks = Ticks(gpu)
-    answer = script.answer(
+    answer = script.run_script(
         path, arguments, plan=plan, as_json=True, instruments=ticks.instruments()
     )
     return json.loads("".join(answer.lines)), answer.code, ticks
@@ -144,8 +143,8 @@ def test_gpu_steps_are_profiled_once_the_optimizer_has_stepped(wrote):
 def test_a_profile_is_stopped_where_the_script_fails(wrote):
     path = wrote("for i, x in enumerate(DataLoader(data, 1)):\n    train(x if i < 3 else 0)")
     ticks = Ticks(gpu=True)
-    with pytest.raises(Unanswerable, match="before a step was timed") as said:
-        script.answer(path, [], plan=Plan(1, 9), instruments=ticks.instruments())
+    with pytest.raises(CliError, match="before a step was timed") as said:
+        script.run_script(path, [], plan=Plan(1, 9), instruments=ticks.instruments())
     assert (said.value.code, ticks.calls[-2:]) == (1, ["rest", "stop"])
 
 
@@ -205,8 +204,8 @@ def test_an_iterator_that_cannot_be_made_fails_as_it_did(wrote, capfd):
         iter(Broken(data))
         """
     )
-    with pytest.raises(Unanswerable):
-        script.answer(path, [], plan=QUICK)
+    with pytest.raises(CliError):
+        script.run_script(path, [], plan=QUICK)
     assert capfd.readouterr().err.rstrip().endswith("OSError: no disk")
 
 
@@ -237,8 +236,8 @@ def test_the_exit_code_is_the_scripts_and_its_steps_are_told(wrote, capsys, ends
 
 def test_a_traceback_begins_in_the_script(wrote, capsys):
     path = wrote("def bad():\n    1 / 0\nbad()")
-    with pytest.raises(Unanswerable) as said:
-        script.answer(path, [], plan=QUICK)
+    with pytest.raises(CliError) as said:
+        script.run_script(path, [], plan=QUICK)
     assert said.value.code == 1
     assert str(said.value).startswith(f"{path} ended with exit code 1 before a step was timed\n")
     err = capsys.readouterr().err
@@ -249,21 +248,21 @@ def test_a_traceback_begins_in_the_script(wrote, capsys):
 
 def test_a_script_that_is_no_python_says_where(wrote, capsys):
     path = wrote("def :")
-    with pytest.raises(Unanswerable):
-        script.answer(path, [], plan=QUICK)
+    with pytest.raises(CliError):
+        script.run_script(path, [], plan=QUICK)
     assert f'File "{path}", line' in capsys.readouterr().err
 
 
 def test_a_missing_script_is_said_to_be(tmp_path, capsys):
     path = tmp_path / "trian.py"
-    assert cli.main(["bottleneck", str(path)]) == 2
+    assert app.main(["bottleneck", str(path)]) == 2
     said = f"{path}: no such script\naisp bottleneck train.py [its arguments]\n"
     assert capsys.readouterr().err == said
 
 
 def test_a_script_without_a_training_loop_says_what_one_is(wrote, capsys):
     path = wrote("for batch in DataLoader(data): pass")
-    assert cli.main(["bottleneck", str(path)]) == 2
+    assert app.main(["bottleneck", str(path)]) == 2
     assert capsys.readouterr().err == (
         f"{path}: no training loop was seen: 1 DataLoaders were iterated,"
         " no optimizer made a step\n"
@@ -274,7 +273,7 @@ def test_a_script_without_a_training_loop_says_what_one_is(wrote, capsys):
 
 
 def test_too_short_a_loop_is_said_to_be(wrote, capsys):
-    assert cli.main(["bottleneck", str(wrote(LOOP))]) == 2
+    assert app.main(["bottleneck", str(wrote(LOOP))]) == 2
     assert capsys.readouterr().err.startswith("the loop ended after 4 steps, and none was left")
 
 
@@ -282,7 +281,7 @@ def test_too_short_a_loop_is_said_to_be(wrote, capsys):
     ("option", "least"), [("--steps=0", 1), ("--warmup=-1", 0), ("--profiled=x", 1)]
 )
 def test_what_is_no_number_of_steps_says_how_to_write_one(option, least, capsys):
-    assert cli.main(["bottleneck", option, "train.py"]) == 2
+    assert app.main(["bottleneck", option, "train.py"]) == 2
     said = f"{option.partition('=')[2]!r} is no number of steps; write {least} or more, as 100"
     assert said in capsys.readouterr().err
 
@@ -290,7 +289,7 @@ def test_what_is_no_number_of_steps_says_how_to_write_one(option, least, capsys)
 def test_from_the_command_line(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(HEAD + LOOP + "print(sys.argv[1:])\nimport os\nos.system('echo shell')")
-    command = [sys.executable, "-m", "pytest_aisp.commands", "bottleneck", "--warmup=1"]
+    command = [sys.executable, "-m", "pytest_aisp.cli", "bottleneck", "--warmup=1"]
     done = subprocess.run([*command, path, "--json"], capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     assert lines[:2] == ["['--json']", "shell"]
@@ -326,7 +325,7 @@ def test_workers_of_a_script_are_timed_and_pickled_classes_found(tmp_path):
             """
         )
     )
-    command = [sys.executable, "-m", "pytest_aisp.commands", "bottleneck", "--warmup=1", "--json"]
+    command = [sys.executable, "-m", "pytest_aisp.cli", "bottleneck", "--warmup=1", "--json"]
     done = subprocess.run([*command, path], capture_output=True, text=True, check=True)
     assert {s["name"]: s["calls"] for s in json.loads(done.stdout)["stages"]} == {
         **{"tensor": 2, "collate": 1}
@@ -335,7 +334,7 @@ def test_workers_of_a_script_are_timed_and_pickled_classes_found(tmp_path):
 
 def test_the_steps_of_the_optimizer_can_be_profiled():
     """The annotation of a step begins within one of PyTorch's own, and ends in the next."""
-    from pytest_aisp.loop.profiled import Profiled
+    from pytest_aisp.bottleneck.find import Profiled
 
     weights = torch.nn.Linear(2, 2)
     stepper = torch.optim.SGD(weights.parameters(), lr=0.1)

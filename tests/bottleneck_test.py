@@ -14,12 +14,11 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from pytest_aisp import bottleneck
-from pytest_aisp.common.answers import Unanswerable
-from pytest_aisp.loop import profiled, stages
-from pytest_aisp.loop.bottleneck import Watch
-from pytest_aisp.loop.stages import Stages, name_of, places
-from pytest_aisp.loop.steps import Instruments, Plan, Step
-from pytest_aisp.loop.stretch import BODY, Event
+from pytest_aisp.bottleneck import find, stages
+from pytest_aisp.bottleneck.find import Watch
+from pytest_aisp.bottleneck.stages import Stages, name_of, places
+from pytest_aisp.bottleneck.steps import BODY, Event, Instruments, Plan, Step
+from pytest_aisp.util.cli_result import CliError
 
 
 class Machine:
@@ -34,7 +33,7 @@ class Machine:
         self.now, self.queue = self.now + self.queue, 0.0
 
     def stretch(self):
-        return self if self.gpu else profiled.NO_GPU
+        return self if self.gpu else find.NO_GPU
 
     def body(self):
         self.calls.append("body")
@@ -88,7 +87,7 @@ def test_a_step_is_a_wait_and_the_work_until_the_next_request():
     assert found.warm == (Step(14, 10, first=True),)
     assert found.steps == (Step(1, 10), Step(2, 10), Step(3, 10))
     assert (found.wait, found.body, found.step) == (2, 10, 12)
-    assert (found.gpu, found.note, len(watch)) == (None, profiled.NO_GPU, 4)
+    assert (found.gpu, found.note, len(watch)) == (None, find.NO_GPU, 4)
 
 
 def test_epochs_add_up_and_what_is_between_them_does_not_count():
@@ -179,7 +178,7 @@ def test_a_profile_without_figures_says_why(seen, note):
 
 def test_a_profiler_that_begins_within_ours_takes_over():
     cpu = [torch.profiler.ProfilerActivity.CPU]
-    ours = Instruments(lambda: 0.0, lambda: None, lambda: profiled.Profiled(gpu=False))
+    ours = Instruments(lambda: 0.0, lambda: None, lambda: find.Profiled(gpu=False))
     watch = Watch(range(5), Plan(1, 3), ours)
     for index in watch:
         if index == 2:
@@ -191,7 +190,7 @@ def test_a_profiler_that_begins_within_ours_takes_over():
 def test_too_short_a_loop_says_what_to_do():
     watch = watched(Machine(), [1, 1], Plan())
     assert list(watch) == [1, 1]
-    with pytest.raises(Unanswerable) as said:
+    with pytest.raises(CliError) as said:
         watch.report()
     assert str(said.value) == (
         "the loop ended after 2 steps, and none was left to time: the first 5 are warm-up,"
@@ -351,7 +350,7 @@ def test_running_workers_are_not_seen_and_that_is_said():
 
 
 def test_the_profiler_gives_events_in_seconds():
-    stretch = profiled.Profiled(gpu=False)
+    stretch = find.Profiled(gpu=False)
     for _ in range(2):
         stretch.body()
         torch.ones(3).sum().item()
@@ -368,11 +367,11 @@ def test_the_profiler_gives_events_in_seconds():
 
 def test_nothing_is_profiled_without_a_gpu_or_under_another_profiler(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert profiled._stretch() == "no GPU is used"
-    assert profiled.memory_of_gpu() == (0, 0)
+    assert find._stretch() == "no GPU is used"
+    assert find.memory_of_gpu() == (0, 0)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert profiled._stretch() == "another profiler was running, and there can be one only"
+        assert find._stretch() == "another profiler was running, and there can be one only"
 
 
 def test_a_gpu_is_asked_for_its_name_its_memory_and_to_finish(monkeypatch):
@@ -382,6 +381,6 @@ def test_a_gpu_is_asked_for_its_name_its_memory_and_to_finish(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 100))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 40)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    profiled.here().drain()
-    assert (profiled.device(), profiled.memory_of_gpu()) == ("NVIDIA H200", (100, 40))
+    find.here().drain()
+    assert (find.device(), find.memory_of_gpu()) == ("NVIDIA H200", (100, 40))
     assert asked == ["synchronize"]

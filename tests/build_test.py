@@ -17,17 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_aisp.kernels import build, nvrtc
-from pytest_aisp.kernels.build import (
-    CudaModule,
-    LaunchError,
-    assemble,
-    check,
-    cuda_module,
-)
+from pytest_aisp.kernels import cuda_cpp, launch_config, nvrtc
+from pytest_aisp.kernels.cuda_cpp import CudaModule, LaunchError, assemble, check, cuda_module
 from pytest_aisp.kernels.nvrtc import CompileError, NoCompiler
 from pytest_aisp.kernels.tma import TensorMap
-from pytest_aisp.pages.skus import GPU_ARCHS
+from pytest_aisp.page.gpu_specs import GPU_ARCHS
 
 needs_nvrtc = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None,
@@ -83,7 +77,7 @@ class OnGpu:
 
 def test_importing_and_declaring_load_no_framework():
     code = (
-        "import sys; from pytest_aisp.kernels.build import cuda_module;"
+        "import sys; from pytest_aisp.kernels.cuda_cpp import cuda_module;"
         f"cuda_module({str(Path(__file__).parent / 'data' / 'build.cu')!r});"
         "assert not {'torch', 'triton', 'numpy', 'cuda.core', 'cuda.bindings'} & set(sys.modules)"
     )
@@ -334,7 +328,7 @@ def test_a_wrong_geometry_says_what_is_legal(where, words):
 def test_a_geometry_is_made_once():
     rows = cuda_module("data/build.cu").rows
     assert rows[(2, 3), 256, 1024] is rows[(2, 3), 256, 1024]
-    assert rows[(2, 3), 256, 1024].geometry == build.Geometry((2, 3), (256,), 1024)
+    assert rows[(2, 3), 256, 1024].geometry == launch_config.LaunchConfig((2, 3), (256,), 1024)
     launch = rows.launch((2, 3), 256, cluster=2)
     assert launch is rows.launch((2, 3), 256, cluster=2)
     assert launch is not rows.launch((2, 3), 256, cooperative=True)
@@ -373,9 +367,9 @@ class Gpu:
             Device=self.device,
         )
         monkeypatch.setattr(nvrtc, "toolchain", lambda: (core, "13.0", 1))
-        monkeypatch.setattr(build, "_streams", {})
-        monkeypatch.setattr(build, "_thread", build._Thread())
-        monkeypatch.setattr(build, "import_module", {"cuda.bindings.driver": self.driver()}.get)
+        monkeypatch.setattr(cuda_cpp, "_streams", {})
+        monkeypatch.setattr(cuda_cpp, "_thread", cuda_cpp._Thread())
+        monkeypatch.setattr(cuda_cpp, "import_module", {"cuda.bindings.driver": self.driver()}.get)
         monkeypatch.setattr(CudaModule, "load", lambda _, name, __: SimpleNamespace(handle=name))
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -10,11 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_aisp.results import runs, sizing, verdict
-from pytest_aisp.results.simulated import Noise, Process
-from pytest_aisp.results.timing import Budget
+from pytest_aisp.results import run_reader, verdict
 from pytest_aisp.results.verdict import Reading
 from pytest_aisp.session.canary import Canary, judge
+from pytest_aisp.timing import schedule
+from pytest_aisp.timing.fake_device import Noise, Process
+from pytest_aisp.timing.schedule import Budget
 
 SPEEDS = {"added": 2e-5, "doubled": 1e-5}
 INVALID = 17
@@ -43,7 +44,7 @@ def timer(gpu, pytester):
         pytester.makepyfile(own=text)
         conftest = pytester.path / "conftest.py"
         text = conftest.read_text().replace(
-            "pytest_aisp.results.simulated:simulate", "own:simulate"
+            "pytest_aisp.timing.fake_device:simulate", "own:simulate"
         )
         conftest.write_text(text)
 
@@ -192,7 +193,7 @@ def test_a_run_that_is_interrupted_in_it_has_its_results(page, gpu, pytester, wo
         conftest.write(INTERRUPTED)
     result = pytester.runpytest_subprocess("--aisp-artifacts=kept", workers)
     result.stdout.fnmatch_lines(["=* aisp =*", "doubling *new", "*1 new in *"])
-    run = runs.load(pytester.path / "kept")
+    run = run_reader.load(pytester.path / "kept")
     assert [case["verdict"] for case in run.cases] == ["new"]
     assert (pytester.path / "kept" / "results.json").exists()
     assert "Traceback" not in result.stdout.str() + result.stderr.str()
@@ -263,7 +264,7 @@ def test_what_is_planted_is_a_whole_number_of_calls_and_at_least_the_share():
     [(500, 2, 0.0, 500), (104, 4, 0.01, 100), (96, 19, 0.01, 95), (1, 1, 0.01, 1)],
 )
 def test_a_window_holds_as_many_calls_as_can_plant_it(calls, slots, planted, kept):
-    assert sizing.calls_to_plant(calls, slots, planted) == kept
+    assert schedule.calls_to_plant(calls, slots, planted) == kept
 
 
 def test_the_share_is_one_percent_or_what_can_be_detected():

@@ -8,11 +8,11 @@ import re
 import pytest
 from catalogues import case, catalogue
 
-from pytest_aisp.commands import cli
-from pytest_aisp.common.answers import Unanswerable
-from pytest_aisp.pages.skus import ARCHS
-from pytest_aisp.tools import catalogue as catalogues
-from pytest_aisp.tools import listing
+from pytest_aisp.cli import app
+from pytest_aisp.page.gpu_specs import ARCHS
+from pytest_aisp.tools import catalog
+from pytest_aisp.tools import catalog as catalogues
+from pytest_aisp.util.cli_result import CliError
 
 COLLECT = ("--collect-only", "-q", "-p", catalogues.COLLECTOR)
 
@@ -107,7 +107,7 @@ def test_targets_become_paths(tmp_path, monkeypatch):
 )
 def test_an_unknown_target_is_answered_with_the_nearest(tmp_path, target, said):
     found = catalogue(tmp_path, [case("ch07:online_softmax"), case("ch10:gemm")])
-    with pytest.raises(Unanswerable) as error:
+    with pytest.raises(CliError) as error:
         found.known([target])
     assert str(error.value).splitlines() == [said, "    aisp bench list-targets"]
     assert error.value.code == 2
@@ -116,7 +116,7 @@ def test_an_unknown_target_is_answered_with_the_nearest(tmp_path, target, said):
 def test_where_pytest_cannot_collect_its_words_are_shown(tmp_path, monkeypatch):
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Unanswerable) as error:
+    with pytest.raises(CliError) as error:
         catalogues.collect(())
     lines = str(error.value).splitlines()
     assert any("unrecognized arguments: --no-such-option" in line for line in lines)
@@ -130,7 +130,7 @@ def test_pages_are_listed_with_what_their_pairs_are_and_need(tmp_path):
     ]
     ring = case("ch04:ring", gpus=2, title="A ring: " + "long " * 20)
     found = catalogue(tmp_path, [*ladder, ring])
-    answer = listing.answer(found, as_json=False)
+    answer = catalog.list_targets_result(found, as_json=False)
     assert answer.code == 0
     heads, gemm, other = answer.lines
     assert heads.split() == ["target", "title", "variants", "bound", "needs", "archs"]
@@ -140,7 +140,7 @@ def test_pages_are_listed_with_what_their_pairs_are_and_need(tmp_path):
     assert re.split("  +", other)[1:] == [
         *("A ring: " + "long " * 9 + "long...", "tiled", "dram", "2 GPUs", "sm90, sm100")
     ]
-    plain = json.loads("\n".join(listing.answer(found, as_json=True).lines))
+    plain = json.loads("\n".join(catalog.list_targets_result(found, as_json=True).lines))
     assert plain["broken"] == []
     assert plain["targets"][0] == {
         "target": "ch10:gemm",
@@ -158,7 +158,7 @@ def test_pages_are_listed_with_what_their_pairs_are_and_need(tmp_path):
 def test_a_page_that_cannot_be_imported_is_exit_code_1(tmp_path):
     why = {"path": "suites/ch07/x_test.py", "outcome": "failed", "text": "E\nNameError: y\n"}
     found = catalogue(tmp_path, [], unread=[why])
-    answer = listing.answer(found, as_json=False)
+    answer = catalog.list_targets_result(found, as_json=False)
     assert (answer.code, answer.lines) == (
         1,
         ["no page is here", "cannot be imported: suites/ch07/x_test.py: NameError: y"],
@@ -167,5 +167,5 @@ def test_a_page_that_cannot_be_imported_is_exit_code_1(tmp_path):
 
 def test_the_command_collects_in_a_process_of_its_own(pytester, page, capsys):
     page()
-    assert cli.main(["bench", "list-targets", "--chapter", "ch99"]) == 0
+    assert app.main(["bench", "list-targets", "--chapter", "ch99"]) == 0
     assert capsys.readouterr().out.splitlines()[1].startswith("ch99:doubling  Doubling.  doubled")

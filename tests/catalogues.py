@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from pytest_aisp.pages.skus import ARCHS
+from pytest_aisp.page.gpu_specs import ARCHS
 from pytest_aisp.results import store
 from pytest_aisp.results.artifacts import Artifacts
+from pytest_aisp.results.models import Result
 from pytest_aisp.results.row import Row
-from pytest_aisp.results.stored import Result
-from pytest_aisp.tools.catalogue import Catalogue
+from pytest_aisp.tools.catalog import Catalogue
 
 FACTS = {"driver": "580.65", "cuda": "13.0", "torch": "2.11.0", "triton": "3.6.0"}
 SOURCES = {"baseline": "0a", "optimized": "1b"}

@@ -30,7 +30,7 @@ cp -r left/. "$AISP_OUT"
 exit {code}
 """
 """Stands in for `python -m pytest`: leaves a run's folder, ends as pytest would."""
-AISP = '#!/bin/sh\nexec {python} -m pytest_aisp.commands "$@"\n'
+AISP = '#!/bin/sh\nexec {python} -m pytest_aisp.cli "$@"\n'
 SBATCH = '#!/bin/sh\necho "$AISP_PRODUCTS $*" >> submitted\nwc -l < submitted\n'
 
 

@@ -8,9 +8,9 @@ import shutil
 import pytest
 from catalogues import case, catalogue, result, stored
 
-from pytest_aisp.commands import cli
-from pytest_aisp.tools import catalogue as catalogues
-from pytest_aisp.tools import clean
+from pytest_aisp.cli import app
+from pytest_aisp.tools import catalog as catalogues
+from pytest_aisp.tools import cleanup
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def files(root):
 
 def test_what_runs_left_is_listed_with_its_size(root, capsys):
     before = files(root)
-    assert cli.main(["clean"]) == 0
+    assert app.main(["clean"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "5 B   aisp-profile",
         "10 B  artifacts/one",
@@ -56,7 +56,7 @@ def test_what_runs_left_is_listed_with_its_size(root, capsys):
 
 
 def test_it_is_removed_when_told_to_and_nothing_else(root, capsys):
-    assert cli.main(["clean", "--yes"]) == 0
+    assert app.main(["clean", "--yes"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "15 B removed"
     assert files(root) == {
         "artifacts/mine/notes.txt",
@@ -64,7 +64,7 @@ def test_it_is_removed_when_told_to_and_nothing_else(root, capsys):
         "baselines/nvidia-h200/ch07.json",
         "baselines/nvidia-h200/.gitkeep",
     }
-    assert cli.main(["clean"]) == 0
+    assert app.main(["clean"]) == 0
     assert capsys.readouterr().out == "nothing to clean\n"
 
 
@@ -74,7 +74,7 @@ def test_programs_are_told_the_same(root, monkeypatch, capsys):
     names += [root / "baselines/nvidia-h200/.peaks.json.123"]
 
     def left(*words, code=0):
-        assert cli.main(["clean", "--json", *words]) == code
+        assert app.main(["clean", "--json", *words]) == code
         return json.loads(capsys.readouterr().out)["left"]
 
     told = {"removed": False, "error": None}
@@ -103,38 +103,38 @@ def test_what_lies_behind_a_link_is_left_alone(root, tmp_path):
         (root / name).symlink_to(outside / name)
     shutil.move(root / "baselines", outside / "baselines")
     (root / "baselines").symlink_to(outside / "baselines")
-    assert list(clean.find(root, root / "baselines")) == []
+    assert list(cleanup.find(root, root / "baselines")) == []
     (root / "artifacts").unlink()
     (root / "artifacts").mkdir()
     (root / "artifacts" / "latest").symlink_to(outside / "artifacts" / "one")
-    assert list(clean.find(root, root / "baselines")) == []
+    assert list(cleanup.find(root, root / "baselines")) == []
 
 
 def test_a_link_to_what_goes_goes_too(root):
     latest = root / "artifacts" / "latest"
     latest.symlink_to("one")
-    left = [(str(it.path.relative_to(root)), it.nbytes) for it in clean.find(root, root / "b")]
+    left = [(str(it.path.relative_to(root)), it.nbytes) for it in cleanup.find(root, root / "b")]
     assert left == [("aisp-profile", 5), ("artifacts/one", 10), ("artifacts/latest", 0)]
-    assert cli.main(["clean", "--yes"]) == 0
+    assert app.main(["clean", "--yes"]) == 0
     assert not latest.is_symlink()
     assert (root / "artifacts" / "mine").exists()
 
 
 def test_a_folder_that_holds_the_stored_results_stays(root):
     shutil.move(root / "baselines", root / "artifacts" / "one" / "baselines")
-    left = clean.find(root, root / "artifacts" / "one" / "baselines")
+    left = cleanup.find(root, root / "artifacts" / "one" / "baselines")
     assert "artifacts/one" not in {str(it.path.relative_to(root)) for it in left}
 
 
 def test_a_run_right_in_artifacts_is_one(root):
     (root / "artifacts" / "results.jsonl").write_text("")
-    left = [it.path.relative_to(root) for it in clean.find(root, root / "baselines")]
+    left = [it.path.relative_to(root) for it in cleanup.find(root, root / "baselines")]
     assert [str(path) for path in left[:2]] == ["aisp-profile", "artifacts"]
 
 
 def test_what_cannot_be_removed_is_said_to_stay(root, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "rmtree", refuse)
-    assert cli.main(["clean", "--yes"]) == 2
+    assert app.main(["clean", "--yes"]) == 2
     lines = capsys.readouterr().out.splitlines()
     assert f"{root / 'aisp-profile'} stays: not yours" in lines
     assert lines[-1] == "0 B removed"

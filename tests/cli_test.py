@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import typer
 
-from pytest_aisp.commands import cli, console
-from pytest_aisp.common import answers
-from pytest_aisp.common.answers import columns, parse_bytes, parse_sizes, size_text
-from pytest_aisp.ranks import nccl_env
+from pytest_aisp.cli import app, console
+from pytest_aisp.distributed import nccl
+from pytest_aisp.util import cli_result
+from pytest_aisp.util.cli_result import columns, parse_bytes, parse_sizes, size_text
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,25 +27,25 @@ def commands(command, name=()):
         yield from commands(inner, (*name, word))
 
 
-OPTIONS = dict(commands(typer.main.get_command(cli.build())))
+OPTIONS = dict(commands(typer.main.get_command(app.build())))
 COMMANDS = list(OPTIONS)
 
 
 def test_the_console_script_is_main():
     found = re.search(r'^aisp = "([\w.]+):(\w+)"', (ROOT / "pyproject.toml").read_text(), re.M)
-    assert getattr(importlib.import_module(found[1]), found[2]) is cli.main
+    assert getattr(importlib.import_module(found[1]), found[2]) is app.main
 
 
 def test_it_runs_as_a_module():
-    command = [sys.executable, "-m", "pytest_aisp.commands", "nccl-env"]
+    command = [sys.executable, "-m", "pytest_aisp.cli", "nccl-env"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(nccl_env.version())
+    assert done.stdout.startswith(nccl.version())
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_names_every_command_and_option(command, capsys):
-    assert cli.main([*command, "--help"]) == 0
+    assert app.main([*command, "--help"]) == 0
     said = capsys.readouterr().out
     inner = {name[len(command)] for name in COMMANDS if name[:-1] == command and name}
     assert all(re.search(rf"^ +{name}\b", said, re.M) for name in inner)
@@ -60,12 +60,12 @@ def test_every_option_and_command_is_in_the_guide():
 
 
 def test_without_a_command_it_is_asked_wrongly(capsys):
-    assert cli.main([]) == 2
+    assert app.main([]) == 2
     assert "Error: Missing command." in capsys.readouterr().err
 
 
 def test_a_command_that_is_none_is_answered_with_the_nearest(capsys):
-    assert cli.main(["bottlneck", "train.py"]) == 2
+    assert app.main(["bottlneck", "train.py"]) == 2
     said = "Error: No such command 'bottlneck'. Did you mean 'bottleneck'?"
     assert said in capsys.readouterr().err
 
@@ -85,17 +85,17 @@ def test_what_is_being_done_is_shown_on_a_terminal_alone(monkeypatch, capsys):
 
 
 def test_the_bar_fills_with_what_is_done():
-    told = answers.part_of("all_reduce of 4 KiB", 3, 18)
+    told = cli_result.part_of("all_reduce of 4 KiB", 3, 18)
     assert told == "all_reduce of 4 KiB (3 of 18 done)"
-    assert answers.parted(told) == ("all_reduce of 4 KiB", 3, 18)
-    assert answers.parted("rank 0: start") == ("rank 0: start", 0, None)
+    assert cli_result.parted(told) == ("all_reduce of 4 KiB", 3, 18)
+    assert cli_result.parted("rank 0: start") == ("rank 0: start", 0, None)
 
 
 def test_a_shell_is_told_how_to_complete(monkeypatch):
     """The words that a shell asks for come from the commands themselves."""
     environment = {**os.environ, "_AISP_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
     environment["COMP_WORDS"] = "aisp bo"
-    command = [sys.executable, "-m", "pytest_aisp.commands"]
+    command = [sys.executable, "-m", "pytest_aisp.cli"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.split() == ["bottleneck"]
 
@@ -135,4 +135,4 @@ def test_sizes_are_written():
 
 def test_columns_stand_below_each_other():
     assert columns([("a", "bb"), ("ccc", "")]) == ["a    bb", "ccc"]
-    assert answers.rate_text(387.44e9) == "387.4 GB/s"
+    assert cli_result.rate_text(387.44e9) == "387.4 GB/s"

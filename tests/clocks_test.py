@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aisp.bench.clocks import ATTEMPTS, Clocks, contradiction
-from pytest_aisp.common import peers
-from pytest_aisp.common.protections import without
+from pytest_aisp.isolation.protections import without
+from pytest_aisp.timing.cross_check import ATTEMPTS, Clocks, contradiction
+from pytest_aisp.util import process_group
 
 HONEST = Clocks(events=5e-3, host=5.06e-3, counter=5.004e-3, late=8e-6)
 LIES = {
@@ -75,7 +75,7 @@ def test_one_clean_reading_is_enough():
 def test_beside_nccl_a_device_may_take_longer_to_say_that_it_is_idle(monkeypatch):
     slow = replace(HONEST, events=1e-3, host=None, counter=None, late=1.2e-4)
     assert "work goes on" in slow.contradiction()
-    monkeypatch.setattr(peers, "_here", SimpleNamespace(world=2))
+    monkeypatch.setattr(process_group, "_here", SimpleNamespace(world=2))
     assert slow.contradiction() == ""
     assert "work goes on for 300 us" in replace(HONEST, late=3e-4).contradiction()
     monkeypatch.undo()

@@ -16,11 +16,10 @@ import torch
 import triton.testing
 from code_gate_record import KERNELS, Plan, Recorder
 
-from pytest_aisp.bench import windows
-from pytest_aisp.bench.loader import pair_of
-from pytest_aisp.proof import workbench
-from pytest_aisp.results import timing
+from pytest_aisp.checking import inputs
 from pytest_aisp.results.messages import Reply
+from pytest_aisp.timing import schedule, windows
+from pytest_aisp.worker.loader import pair_of
 
 DATA = Path(code_gate.__file__).parent / "data"
 RECORDINGS = sorted(DATA.glob("code_gate_*.jsonl"))
@@ -174,7 +173,7 @@ def test_others_time_graphs_of_the_same_calls(monkeypatch):
         function()
         return [float(len(calls))]
 
-    class Bench(workbench.Workbench):
+    class Bench(inputs.InputPool):
         def __init__(self, pair, size, device, *seeds):
             super().__init__(pair, size, "cpu", *seeds)
 
@@ -185,14 +184,14 @@ def test_others_time_graphs_of_the_same_calls(monkeypatch):
     graph = types.SimpleNamespace
     monkeypatch.setattr(windows, "capture", lambda run: graph(replay=run))
     monkeypatch.setattr(triton.testing, "do_bench", do_bench)
-    monkeypatch.setattr(workbench, "Workbench", Bench)
+    monkeypatch.setattr(inputs, "InputPool", Bench)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 30))
     where = Recorder(Plan(), Path())
     where.process = where.number = 0
     options = {**where._where("added"), "size": {"n": 4096}, "planted": 0.012}
-    found = code_gate_others.measure("added", "added", options, timing.Budget(), "").details
+    found = code_gate_others.measure("added", "added", options, schedule.Budget(), "").details
     assert found["planted"] == 0.02
     times = {row["graph"]: row["mean"] for row in found["found"] if row["way"] == "do_bench"}
     assert times == pytest.approx({"old": 1e-3, "same": 1e-3, "slow": 1.02e-3})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_aisp.bench.cold import ATTEMPTS, LINE, Latency, measure, path
+from pytest_aisp.timing.l2_check import ATTEMPTS, LINE, Latency, measure, path
 
 
 class Cache:

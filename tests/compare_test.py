@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aisp.commands import cli
-from pytest_aisp.common.answers import Unanswerable
-from pytest_aisp.results import compared, runs, store
+from pytest_aisp.cli import app
+from pytest_aisp.results import diff, run_reader
 from pytest_aisp.results.artifacts import Artifacts
-from pytest_aisp.results.compared import Measured
-from pytest_aisp.results.stored import Result, Stored
+from pytest_aisp.results.diff import Measured
+from pytest_aisp.results.models import Result, Stored
 from pytest_aisp.tools import compare
+from pytest_aisp.util.cli_result import CliError
 
 DATA = Path(__file__).parent / "data" / "run"
 CASE = Measured(
@@ -37,12 +37,12 @@ CASE = Measured(
 
 def outcomes(new, old=CASE):
     """Return what became of each metric."""
-    found = compared.compare([old], [new])
+    found = diff.compare([old], [new])
     return {change.metric: change.outcome for change in found.changes}
 
 
 def turned(old, new):
-    found = compared.compare([replace(CASE, verdict=old)], [replace(CASE, verdict=new)])
+    found = diff.compare([replace(CASE, verdict=old)], [replace(CASE, verdict=new)])
     return [(turn.old, turn.new, turn.outcome) for turn in found.turned]
 
 
@@ -56,20 +56,20 @@ def test_of_results_without_times_goals_alone_are_compared():
         goals = {"memory": {"baseline": 8 << 20, "optimized": count << 20}}
         result = Result(environments=("one",), sources=sides, goals=goals)
         kept = Stored("a-gpu", {"one": {}}, {CASE.key: result})
-        return list(compared.of_stored(kept, "ch01"))
+        return list(diff.of_stored(kept, "ch01"))
 
-    found = compared.compare(stored(4), stored(6))
+    found = diff.compare(stored(4), stored(6))
     assert {c.metric: c.outcome for c in found.changes} == {
         "memory, baseline": "same",
         "memory, optimized": "worse",
     }
     assert found.apart == ()
-    [(_, why)] = compared.compare([CASE], stored(4)).apart
+    [(_, why)] = diff.compare([CASE], stored(4)).apart
     assert why == "not timed in NEW"
 
 
 def test_every_metric_has_its_direction():
-    found = compared.compare([CASE], [CASE])
+    found = diff.compare([CASE], [CASE])
     assert {change.metric: change.better for change in found.changes} == {
         "speedup": "higher",
         "baseline time": "lower",
@@ -100,20 +100,20 @@ def test_a_slower_optimized_side_is_worse_in_all_that_follows_from_it():
 @pytest.mark.parametrize(("loss", "outcome"), [(0.022, "same"), (0.0235, "worse")])
 def test_a_speedups_noise_is_the_gates_margin(loss, outcome):
     margin = 10 * math.hypot(0.001, 0.002)
-    assert compared.margin(CASE, CASE) == pytest.approx(margin, abs=1e-4)
+    assert diff.margin(CASE, CASE) == pytest.approx(margin, abs=1e-4)
     new = replace(CASE, value=CASE.value - loss)
     assert outcomes(new)["speedup"] == outcome
-    [speedup] = [c for c in compared.compare([CASE], [new]).changes if c.metric == "speedup"]
+    [speedup] = [c for c in diff.compare([CASE], [new]).changes if c.metric == "speedup"]
     assert speedup.noise == pytest.approx(math.expm1(margin), abs=1e-4)
     assert speedup.change == pytest.approx(math.expm1(-loss))
 
 
 def test_the_noisier_side_counts_and_unknown_spreads_are_the_clocks():
     noisy = replace(CASE, spread=0.004)
-    assert compared.margin(CASE, noisy) == compared.margin(noisy, CASE) > 0.04
+    assert diff.margin(CASE, noisy) == diff.margin(noisy, CASE) > 0.04
     unknown = replace(CASE, spread=None, session=None)
-    assert compared.margin(unknown, unknown) == pytest.approx(10 * math.hypot(0.0025, 0.01))
-    assert compared.margin(unknown, CASE) == pytest.approx(compared.margin(CASE, CASE))
+    assert diff.margin(unknown, unknown) == pytest.approx(10 * math.hypot(0.0025, 0.01))
+    assert diff.margin(unknown, CASE) == pytest.approx(diff.margin(CASE, CASE))
 
 
 def test_times_have_more_noise_than_their_ratio():
@@ -131,7 +131,7 @@ def test_goals_are_counted_beyond_their_slack_alone():
     assert outcomes(memory(5 << 20))["memory, optimized"] == "same"
     assert outcomes(memory(6 << 20))["memory, optimized"] == "worse"
     assert outcomes(memory(1 << 20))["memory, optimized"] == "better"
-    from_nothing = compared.compare([memory(0)], [memory(9 << 20)]).changes[0]
+    from_nothing = diff.compare([memory(0)], [memory(9 << 20)]).changes[0]
     assert (from_nothing.outcome, from_nothing.change) == ("worse", None)
 
 
@@ -140,7 +140,7 @@ def test_the_worst_comes_first_and_what_is_within_the_noise_last():
         replace(CASE, key=key, value=CASE.value - loss) for key, loss in (("b", 0.1), ("c", 0.3))
     )
     old = [CASE, replace(CASE, key="b"), replace(CASE, key="c")]
-    found = compared.compare(old, [CASE, slow, slower])
+    found = diff.compare(old, [CASE, slow, slower])
     assert [change.case.key for change in found.changes[:2]] == ["c", "b"]
     assert {change.outcome for change in found.changes[2:]} == {"same"}
 
@@ -150,15 +150,13 @@ def test_a_case_that_turned_red_is_worse_whatever_its_times():
     assert turned("fail", "pass") == [("fail", "pass", "better")]
     assert turned("pass", "new") == turned("fail", "regressed") == []
     assert turned("", "fail") == []  # a stored result has no verdict; its times tell
-    broken = compared.compare(
-        [replace(CASE, verdict="")], [replace(CASE, value=None, verdict="wrong")]
-    )
+    broken = diff.compare([replace(CASE, verdict="")], [replace(CASE, value=None, verdict="wrong")])
     assert [turn.outcome for turn in broken.turned] == ["worse"]
     assert broken.apart[0][1] == "not timed in NEW, where it is wrong"
 
 
 def test_another_clock_or_limit_is_not_compared():
-    host = compared.compare([CASE], [replace(CASE, clock="host")])
+    host = diff.compare([CASE], [replace(CASE, clock="host")])
     assert {change.unit for change in host.changes} == {"memory"}
     assert host.apart[0][1] == "timed on the graph clock in OLD, on the host clock in NEW"
     assert "share of copy" not in outcomes(replace(CASE, limit="read"))
@@ -167,7 +165,7 @@ def test_another_clock_or_limit_is_not_compared():
 
 def test_a_case_of_another_chapter_or_product_is_another_case():
     other = [replace(CASE, chapter="ch02"), replace(CASE, product="b-gpu")]
-    found = compared.compare([CASE], other)
+    found = diff.compare([CASE], other)
     assert (found.changes, found.only_old, found.only_new) == ((), (CASE,), tuple(other))
 
 
@@ -175,13 +173,13 @@ def test_a_case_of_another_chapter_or_product_is_another_case():
 
 
 def said(old, new, form="text", root=Path(), *, every=False):
-    found = compare.answer(str(old), str(new), form=form, every=every, root=root)
+    found = compare.compare_result(str(old), str(new), form=form, every=every, root=root)
     return "\n".join(found.lines), found.code
 
 
 def refused(old, new, root=Path()):
-    with pytest.raises(Unanswerable) as why:
-        compare.answer(str(old), str(new), root=root)
+    with pytest.raises(CliError) as why:
+        compare.compare_result(str(old), str(new), root=root)
     assert why.value.code == 2
     return str(why.value)
 
@@ -192,7 +190,7 @@ def run(tmp_path):
 
     def run(change, name="run", **manifest):
         artifacts = Artifacts(tmp_path / name)
-        seen = runs.load(DATA)
+        seen = run_reader.load(DATA)
         artifacts.start({**seen.manifest, **manifest})
         for row in seen.rows():
             changed = change(dict(row))
@@ -297,7 +295,7 @@ def test_what_is_no_side_is_refused_with_what_would_be(tmp_path):
 
 
 def test_a_format_that_is_none_is_refused(capsys):
-    assert cli.main(["compare", str(DATA), str(DATA), "--format=yaml"]) == 2
+    assert app.main(["compare", str(DATA), str(DATA), "--format=yaml"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "'yaml' is no format; legal are text, markdown, json" in said
 
@@ -326,7 +324,7 @@ def repository(tmp_path):
     git = ["git", "-C", str(root), "-c", "user.name=t", "-c", "user.email=t@t"]
     subprocess.run([*git, "init", "-q"], check=True)
     for value in (0.7, 0.4):
-        store.write(file, "a-gpu", {"a_test.py::t[v]": result(value)}, {"then": {}}, replace=True)
+        file.write(file, "a-gpu", {"a_test.py::t[v]": result(value)}, {"then": {}}, replace=True)
         subprocess.run([*git, "add", "."], check=True)
         subprocess.run([*git, "commit", "-qm", "x", "--no-gpg-sign"], check=True)
     return root
@@ -358,17 +356,17 @@ def test_a_commit_without_stored_results_or_with_broken_ones_says_so(repository)
 
 
 def test_the_command_prints_the_answer_and_returns_its_code(run, capsys):
-    assert cli.main(["compare", str(DATA), str(run(slower)), "--format=markdown"]) == 1
+    assert app.main(["compare", str(DATA), str(run(slower)), "--format=markdown"]) == 1
     assert capsys.readouterr().out.startswith("**2 worse, 0 better, 16 within the noise**\n")
-    assert cli.main(["compare", str(DATA), str(DATA), "--all"]) == 0
+    assert app.main(["compare", str(DATA), str(DATA), "--all"]) == 0
     assert "(--all)" not in capsys.readouterr().out
-    assert cli.main(["compare", "nosuch", str(DATA)]) == 2
+    assert app.main(["compare", "nosuch", str(DATA)]) == 2
     assert capsys.readouterr().err.startswith("nosuch: neither a folder nor a git ref of ")
 
 
 def test_two_thousand_cases_are_compared_and_written():
     many = [replace(CASE, key=f"odd|{n}\n") for n in range(2000)]
-    found = compared.compare(many, many)
+    found = diff.compare(many, many)
     sides = compare.Side("a", many), compare.Side("b", many)
     assert found.count("same") == 12000
     text = "\n".join(compare._text(sides, found, True))

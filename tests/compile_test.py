@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 from pytest_aisp import capture
-from pytest_aisp.kernels import assembly, build, sass
-from pytest_aisp.kernels.assembly import Assembly, AssemblyError, Built
-from pytest_aisp.kernels.build import LaunchError
-from pytest_aisp.kernels.launches import Launch, Launches, recorded
-from pytest_aisp.pages.pair import Pair, Variant, Work
-from pytest_aisp.pages.skus import GPU_ARCHS, LIMITS
-from pytest_aisp.results import runs
+from pytest_aisp.kernels import assemble, cuda_cpp, sass
+from pytest_aisp.kernels.assemble import Assembly, AssemblyError, Built
+from pytest_aisp.kernels.capture_launches import Launch, Launches, recorded
+from pytest_aisp.kernels.cuda_cpp import LaunchError
+from pytest_aisp.page.gpu_specs import GPU_ARCHS, LIMITS
+from pytest_aisp.page.pair import Pair, Variant, Work
+from pytest_aisp.results import run_reader
 from pytest_aisp.results.row import Row
-from pytest_aisp.session import report
+from pytest_aisp.session import terminal
 
 pytest.importorskip("triton")
 pytest.importorskip("cuda.bindings", reason="needs NVRTC: pip install cuda-core cuda-bindings")
@@ -172,7 +172,7 @@ def test_every_kernel_of_both_kinds_is_assembled_at_its_real_meta_parameters(wri
         assert line in output
     assert "sm121 big_kernel (M=128" not in output
     assert result.ret == 0
-    rows = list(runs.load(pytester.path / "kept").rows())
+    rows = list(run_reader.load(pytester.path / "kept").rows())
     built = [b for row in rows for check in row["checks"] for b in check["assembled"]]
     assert {row["verdict"] for row in rows} == {"compiled"}
     assert {b["arch"] for b in built} == {"sm90", "sm121"}
@@ -364,7 +364,7 @@ def test_what_makes_no_sense_is_a_usage_error(page, pytester, lines, options, wo
 
 
 def test_nothing_is_assembled_under_the_interpreter(monkeypatch):
-    monkeypatch.setattr(assembly, "interpreting", lambda: True)
+    monkeypatch.setattr(assemble, "interpreting", lambda: True)
     with pytest.raises(AssemblyError, match=r"nothing is assembled\nUnset TRITON_INTERPRET"):
         made().run(["sm90"])
 
@@ -404,19 +404,19 @@ def test_what_was_not_looked_for_is_said_without_v():
     settings = SimpleNamespace(stamped=None, check=False)
     told = {name: [] for name in ("changes", "kept", "errors", "crashes", "unguarded", "canaries")}
     recorder = SimpleNamespace(left="", settings=settings, why_invalid=list, **told)
-    assert report._closing(recorder, [row, row]) == [
+    assert terminal._closing(recorder, [row, row]) == [
         "NOT LOOKED FOR: tma: it knows no SM103: too old",
         f"NOT LOOKED FOR: LDG.128, tma: {why}",
     ]
 
 
 def test_a_page_whose_sides_launch_nothing_is_no_pass(monkeypatch):
-    monkeypatch.setattr(assembly, "interpreting", lambda: False)
+    monkeypatch.setattr(assemble, "interpreting", lambda: False)
     with pytest.raises(AssemblyError, match="no kernel was launched, so nothing was assembled"):
         made().run([])
 
 
-kernels = build.cuda_module("data/build.cu")
+kernels = cuda_cpp.cuda_module("data/build.cu")
 
 
 def side(x):
@@ -559,7 +559,7 @@ def test_what_is_beyond_the_arch_cannot_be_launched_there(changes, words):
     built = {"registers": 16, "shared": 0, "grid": (1,), "threads": 128, **changes}
     shape = launch(built["grid"], built["threads"])
     used = Built("sm90", "s", shape, built["registers"], 0, 0, built["shared"], b"")
-    found = list(assembly._misfits(used))
+    found = list(assemble._misfits(used))
     assert len(found) == len(words)
     assert all(word in fault for word, fault in zip(words, found, strict=True))
 
@@ -595,7 +595,7 @@ def test_an_audit_says_what_kernels_use_on_this_gpu(write, gpu, pytester):
     out = pytester.path / "out"
     result = pytester.runpytest_subprocess("--aisp-audit", "-vv", f"--aisp-artifacts={out}")
     result.stdout.fnmatch_lines(["*sm90 doubling_kernel (BLOCK=1024*registers, 0 B spilled*"])
-    [row] = runs.load(out).rows()
+    [row] = run_reader.load(out).rows()
     [built] = row["timings"][0]["assembled"]
     assert built["kernel"] == "doubling_kernel"
     assert "assembled" not in row["checks"][0]
@@ -615,6 +615,6 @@ def test_an_audit_goes_on_where_kernels_cannot_be_assembled(write, gpu, pytester
 
 def test_of_what_an_assembler_says_the_first_lines_are_shown():
     said = [f"line {number}" for number in range(40)]
-    assert assembly._beginning("\n".join(said)).splitlines() == [*said[:12], "... 28 lines more"]
-    assert assembly._beginning("\n".join(said[:13])).splitlines() == said[:13]
-    assert assembly._beginning("one\n") == "one"
+    assert assemble._beginning("\n".join(said)).splitlines() == [*said[:12], "... 28 lines more"]
+    assert assemble._beginning("\n".join(said[:13])).splitlines() == said[:13]
+    assert assemble._beginning("one\n") == "one"

@@ -189,7 +189,7 @@ def gpu(
     ) -> None:
         options = {"seconds": seconds, "noise": noise or {}, "session": session}
         timer = {
-            "target": "pytest_aisp.results.simulated:simulate",
+            "target": "pytest_aisp.timing.fake_device:simulate",
             "arch": "sm90",
             "product": "simulated-gpu",
             "options": {**options, "details": details or {}},

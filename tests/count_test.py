@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aisp.bench import kernels
-from pytest_aisp.bench.kernels import Kernels
-from pytest_aisp.common import peers
-from pytest_aisp.results import store
+from pytest_aisp.timing import kernel_profile
+from pytest_aisp.timing.kernel_profile import Kernels
+from pytest_aisp.util import process_group
 
 BODY = 'pair.assert_equivalent()\npair.assert_speedup()\npair.assert_count("launches", at_most={})'
 NAME = "doubling_test.py::test_doubling[doubled-n1001]"
@@ -34,7 +33,7 @@ def test_launches_are_claimed_stored_and_held(page, launching, pytester):
     assert result.ret == 0
     file = pytester.path / "baselines/simulated-gpu/ch99.json"
     counts = {"baseline": 63, "optimized": 2}
-    assert store.load(file).results[NAME].goals == {"launches": counts}
+    assert file.load(file).results[NAME].goals == {"launches": counts}
     page(body=BODY.format(3))
     launching(63, 3)
     grown = pytester.runpytest_subprocess()
@@ -86,12 +85,12 @@ def test_each_side_is_warm_and_the_rank_that_launches_most_counts(monkeypatch):
         first = 4.0 if len(bench.calls) <= 1 else 0.0  # what only the first call launches
         return Kernels({"add": 1.0, "Memcpy": {"a": 2.0, "b": 0.0}[bench.calls[-1]] + first}, 1e-6)
 
-    monkeypatch.setattr(kernels, "launched", launched)
-    assert [kernels.launches(bench, side) for side in "ab"] == [3.0, 1.0]
+    monkeypatch.setattr(kernel_profile, "launched", launched)
+    assert [kernel_profile.launches(bench, side) for side in "ab"] == [3.0, 1.0]
     assert bench.calls == ["a"] * 4 + ["b"] * 4
     assert bench.slots == []
-    monkeypatch.setattr(peers, "_here", SimpleNamespace(most=lambda value: max(value, 2.0)))
-    assert [kernels.launches(bench, side) for side in "ab"] == [3.0, 2.0]
+    monkeypatch.setattr(process_group, "_here", SimpleNamespace(most=lambda value: max(value, 2.0)))
+    assert [kernel_profile.launches(bench, side) for side in "ab"] == [3.0, 2.0]
 
 
 def test_the_rank_that_computes_least_counts(monkeypatch):
@@ -99,14 +98,16 @@ def test_the_rank_that_computes_least_counts(monkeypatch):
 
     def launched(work, count, counts):
         work()
-        assert counts is kernels.computes
+        assert counts is kernel_profile.computes
         return Kernels({"add": 1.0}, 1e-3 if len(bench.calls) == 6 else 0.0)
 
-    monkeypatch.setattr(kernels, "launched", launched)
-    assert kernels.computing(bench, "a") == 1e-3
+    monkeypatch.setattr(kernel_profile, "launched", launched)
+    assert kernel_profile.computing(bench, "a") == 1e-3
     bench.calls.clear()
-    monkeypatch.setattr(peers, "_here", SimpleNamespace(most=lambda value: max(value, -4e-4)))
-    assert kernels.computing(bench, "a") == 4e-4
+    monkeypatch.setattr(
+        process_group, "_here", SimpleNamespace(most=lambda value: max(value, -4e-4))
+    )
+    assert kernel_profile.computing(bench, "a") == 4e-4
 
 
 @pytest.mark.parametrize(
@@ -121,4 +122,4 @@ def test_the_rank_that_computes_least_counts(monkeypatch):
     ],
 )
 def test_what_moves_data_or_waits_does_not_compute(name, computes):
-    assert kernels.computes(name) == computes
+    assert kernel_profile.computes(name) == computes

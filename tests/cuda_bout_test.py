@@ -18,15 +18,15 @@ from drivers import Driver, graph
 from drivers import nodes as kinds
 
 from pytest_aisp import Work, compare
-from pytest_aisp.bench import clocks, cold, cuda, memory, nodes, windows
-from pytest_aisp.bench.loader import pair_of
-from pytest_aisp.common import device
-from pytest_aisp.common.protections import without
-from pytest_aisp.guard import housekeeping
-from pytest_aisp.pages.pair import SideError
-from pytest_aisp.proof.workbench import Workbench
-from pytest_aisp.results import timing
-from pytest_aisp.results.timing import Budget
+from pytest_aisp.checking.inputs import InputPool
+from pytest_aisp.isolation import interference
+from pytest_aisp.isolation.protections import without
+from pytest_aisp.page.pair import SideError
+from pytest_aisp.timing import cross_check, cuda_timer, graph_nodes, l2_check, schedule, windows
+from pytest_aisp.timing.schedule import Budget
+from pytest_aisp.util import device
+from pytest_aisp.worker import metrics
+from pytest_aisp.worker.loader import pair_of
 
 CALLS = 4
 """Calls that a captured graph's nodes are of."""
@@ -78,14 +78,14 @@ def gpu(monkeypatch):
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(windows, "capture", capture)
-    monkeypatch.setattr(nodes, "import_module", lambda name: Driver())
-    monkeypatch.setattr(cuda, "evict", lambda l2: None)
+    monkeypatch.setattr(graph_nodes, "import_module", lambda name: Driver())
+    monkeypatch.setattr(cuda_timer, "evict", lambda l2: None)
     monkeypatch.setattr(device, "_nvml", lambda: None)
-    monkeypatch.setattr(clocks, "stamper", lambda: None)
-    monkeypatch.setattr(cold, "reader", lambda: lambda: state.latency.pop(0))
+    monkeypatch.setattr(cross_check, "stamper", lambda: None)
+    monkeypatch.setattr(l2_check, "reader", lambda: lambda: state.latency.pop(0))
     # Sides run on the CPU while they are called, so nothing is under way when they return; but the
     # host, which Python slows down, is no witness of so short a time.
-    monkeypatch.setattr(clocks, "HOST", 1.0)
+    monkeypatch.setattr(cross_check, "HOST", 1.0)
     return state
 
 
@@ -111,14 +111,14 @@ def bench_of(**changes):
     def test_it(pair):
         """Nothing: only its declaration is used."""
 
-    bench = Workbench(pair_of(test_it), {"n": 4096}, "cpu", 1, 2)
+    bench = InputPool(pair_of(test_it), {"n": 4096}, "cpu", 1, 2)
     bench.lay_slots(4)
     return bench
 
 
 def bout_of(bench, **options):
     subjects = bench.subject(added), bench.subject(doubled)
-    return cuda.CudaBout(bench, subjects, BUDGET, **options)
+    return cuda_timer.CudaPairTimer(bench, subjects, BUDGET, **options)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_the_best_clock_that_both_sides_can_use(gpu, captures, bound, clock):
     gpu.captures = captures
     bout = bout_of(bench_of(bound=bound))
     assert bout.clock == clock
-    samples = timing.measure(bout, BUDGET, random.Random(1))
+    samples = schedule.measure(bout, BUDGET, random.Random(1))
     assert samples.clock == clock
     assert len(samples.blocks) >= BUDGET.least
     assert samples.details["slots"] == 4
@@ -144,7 +144,7 @@ def test_a_page_with_threads_of_its_own_is_never_captured(gpu, monkeypatch, boun
     monkeypatch.setattr(windows, "capture", None)
     bout = bout_of(bench_of(bound=bound, owns=["threads"]))
     assert bout.clock == clock
-    assert {**bout.notes, **bout.other()}[note] == cuda.THREADS
+    assert {**bout.notes, **bout.other()}[note] == cuda_timer.THREADS
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_what_python_does_in_a_window_is_counted_where_it_runs_there(
     gpu, monkeypatch, captures, bound, counted
 ):
     gpu.captures = captures
-    monkeypatch.setattr(housekeeping, "swapped", lambda: None)
+    monkeypatch.setattr(interference, "swapped", lambda: None)
     bout = bout_of(bench_of(bound=bound))
     bout.refresh(last=False)
     monkeypatch.setitem(sys.modules, "imported_by_a_test", ModuleType("imported_by_a_test"))
@@ -234,7 +234,7 @@ def test_what_preparing_keeps_is_counted_by_slot(gpu, monkeypatch):
     subject = bench_of().subject(ahead)
     gpu.most = gpu.allocated
     assert subject.held == 4096
-    assert memory.peak_bytes(subject) == 4096
+    assert metrics.peak_bytes(subject) == 4096
     assert bench_of().subject(doubled).held == 0
 
 
@@ -248,12 +248,12 @@ def test_an_l2_that_keeps_its_lines_is_no_cold_one(gpu):
 
 
 def test_a_long_call_runs_on_two_slots_and_needs_no_cold_l2(gpu, monkeypatch):
-    monkeypatch.setattr(cuda.CudaBout, "_estimates", lambda self, windows: [0.014, 1e-4])
+    monkeypatch.setattr(cuda_timer.CudaPairTimer, "_estimates", lambda self, windows: [0.014, 1e-4])
     bout = bout_of(bench_of())
     long, short = (window.counted for window in bout.windows)
     assert (long, short % 4) == (2, 0)
     assert short == pytest.approx(280, abs=4), "both windows last alike"
-    monkeypatch.setattr(cold, "measure", lambda window, read: cold.Latency(270.0, 270.0))
+    monkeypatch.setattr(l2_check, "measure", lambda window, read: l2_check.Latency(270.0, 270.0))
     with pytest.raises(SideError, match="doubled: the L2 is not cold"):
         bout.check_times()
 
@@ -265,7 +265,7 @@ def test_where_nothing_need_be_cold_nothing_is_asked(gpu, changes):
 
 
 def test_no_compiler_no_proof_of_a_cold_l2(gpu, monkeypatch):
-    monkeypatch.setattr(cold, "reader", lambda: None)
+    monkeypatch.setattr(l2_check, "reader", lambda: None)
     assert bout_of(bench_of()).check_times()["l2_cycles"] is None
 
 
@@ -273,7 +273,7 @@ def test_no_compiler_no_proof_of_a_cold_l2(gpu, monkeypatch):
 def test_a_side_that_clocks_contradict_is_refused_by_name(gpu, monkeypatch, captures):
     gpu.captures = captures
     bout = bout_of(bench_of())
-    late = clocks.Clocks(events=1e-3, host=None, counter=None, late=1e-2)
+    late = cross_check.Clocks(events=1e-3, host=None, counter=None, late=1e-2)
     monkeypatch.setattr(type(bout.windows[1]), "clocks", lambda self, seconds: late)
     with pytest.raises(SideError, match="added: work goes on for 1e\\+04 us after the last call"):
         bout.check_times()
@@ -298,10 +298,10 @@ def test_the_other_clock_is_shown_beside_the_one_that_judges(gpu):
 
 
 def test_kernels_at_work_for_longer_than_told_are_refused(gpu, monkeypatch):
-    from pytest_aisp.bench.kernels import Kernels
+    from pytest_aisp.timing.kernel_profile import Kernels
 
     bout = bout_of(bench_of())
-    monkeypatch.setattr(cuda, "launched", lambda work, calls: Kernels({"k": 1.0}, 2e-5))
+    monkeypatch.setattr(cuda_timer, "launched", lambda work, calls: Kernels({"k": 1.0}, 2e-5))
     assert bout.profile([2e-5, 2e-5])["doubled"] == {"launches": {"k": 1.0}, "busy": 2e-5}
     with pytest.raises(SideError, match="doubled: kernels are at work for 20 us a call"):
         bout.profile([2e-5, 1e-6])

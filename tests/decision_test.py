@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_aisp.results import stats, verdict
-from pytest_aisp.results.simulated import Noise, Process
-from pytest_aisp.results.timing import Budget, Disturbed, join, measure
 from pytest_aisp.results.verdict import Reading
+from pytest_aisp.timing.fake_device import Noise, Process
+from pytest_aisp.timing.schedule import Budget, Disturbed, join, measure
 
 spec = importlib.util.spec_from_file_location(
     "error_rates", Path(__file__).parents[1] / "benchmarks" / "error_rates.py"
@@ -117,8 +117,8 @@ def test_the_claim_gate(value, votes, expected):
 
 
 def test_a_process_whose_laps_scatter_is_judged_by_them():
-    assert verdict.believed(0.001, Reading(0.0, 0.0014)) == 0.001
-    assert verdict.believed(0.001, Reading(0.0, 0.0030)) == 0.0030
+    assert verdict.effective_spread(0.001, Reading(0.0, 0.0014)) == 0.001
+    assert verdict.effective_spread(0.001, Reading(0.0, 0.0030)) == 0.0030
     slower = verdict.same_gates(0.001)[0]
     sure, unsure = Reading(-0.006, 0.001), Reading(-0.006, 0.0030)
     assert slower.decide(sure, [sure] * 3) == "red"
@@ -368,7 +368,7 @@ class Even:
     ],
 )
 def test_of_two_parts_the_graver_verdict_is_the_cases(one, other, both):
-    assert verdict.graver(one, other) == verdict.graver(other, one) == both
+    assert verdict.worst_of(one, other) == verdict.worst_of(other, one) == both
 
 
 class Watched:

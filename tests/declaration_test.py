@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_aisp import Variant, Work, compare, fresh_process
-from pytest_aisp.pages.pair import PairError
+from pytest_aisp.page.pair import PairError
 
 
 def inputs(device, n):
@@ -286,15 +286,15 @@ def test_work_that_nobody_can_do_is_refused(keywords, says):
 AT_COMPARE = {
     "word": (
         ('bound="dram"', 'bound="disk"'),
-        "E   pytest_aisp.pages.pair.PairError: @compare: unknown bound 'disk'; legal: dram, *",
+        "E   pytest_aisp.page.pair.PairError: @compare: unknown bound 'disk'; legal: dram, *",
     ),
     "list": (
         ("optimized=[doubled]", "optimized=doubled"),
-        "E   pytest_aisp.pages.pair.PairError: @compare: optimized= is a list of sides, as in *",
+        "E   pytest_aisp.page.pair.PairError: @compare: optimized= is a list of sides, as in *",
     ),
     "gpus": (
         ('bound="dram"', 'bound="dram", gpus=lambda: 2'),
-        "E   pytest_aisp.pages.pair.PairError: @compare: gpus=(<function *,) must be a count of *",
+        "E   pytest_aisp.page.pair.PairError: @compare: gpus=(<function *,) must be a count of *",
     ),
     "unknown": (
         ('bound="dram"', 'bound="dram", colour="red"'),

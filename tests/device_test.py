@@ -12,9 +12,8 @@ import pytest
 import torch
 from benches import wait_for
 
-from pytest_aisp.bench import leases
-from pytest_aisp.common import device
-from pytest_aisp.common.device import Telemetry
+from pytest_aisp.util import device, locks
+from pytest_aisp.util.device import Telemetry
 
 STRANGER = 1  # init: never a bench process
 
@@ -187,7 +186,7 @@ def test_a_bench_process_is_known_by_its_command_and_by_its_leases(tmp_path, mon
     assert not device._is_bench(os.getpid())
     assert not device._is_bench(2**30)
     monkeypatch.setenv("AISP_LEASES", str(tmp_path))
-    command = [sys.executable, "-c", "input()", "pytest_aisp.bench"]
+    command = [sys.executable, "-c", "input()", "pytest_aisp.worker"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as other:
         wait_for(lambda: device._is_bench(other.pid))  # it may not have begun yet
         monkeypatch.setenv("AISP_LEASES", str(tmp_path / "elsewhere"))
@@ -200,7 +199,7 @@ def test_a_bench_process_is_known_by_its_command_and_by_its_leases(tmp_path, mon
 def test_leases_lie_in_one_place_whatever_tmpdir_says(tmp_path, monkeypatch):
     monkeypatch.delenv("AISP_LEASES", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    assert leases.folder() == Path(f"/tmp/pytest-aisp-{os.getuid()}")
+    assert locks.folder() == Path(f"/tmp/pytest-aisp-{os.getuid()}")
     monkeypatch.setenv("AISP_LEASES", str(tmp_path / "shared"))
-    assert leases.folder() == tmp_path / "shared"
-    assert leases.folder().is_dir()
+    assert locks.folder() == tmp_path / "shared"
+    assert locks.folder().is_dir()

@@ -16,9 +16,8 @@ import pytest
 import typer
 
 from pytest_aisp import plugin
-from pytest_aisp.commands import cli
-from pytest_aisp.results import tables
-from pytest_aisp.tools import catalogue, pytest_runs
+from pytest_aisp.cli import app
+from pytest_aisp.tools import catalog, expectations, pytest_command
 
 ROOT = Path(__file__).parents[1]
 SHOWN = re.compile(r"^(?:\$ )?(aisp .*?)(?: +[#>|].*)?$", re.MULTILINE)
@@ -32,13 +31,15 @@ CHAPTERS = sorted((ROOT / "suites").glob("ch*/README.md"))
 
 @pytest.mark.parametrize("readme", CHAPTERS, ids=lambda p: p.parent.name)
 def test_a_chapters_table_is_what_is_stored(readme):
-    assert tables.rewrite(readme, ROOT / "baselines") == readme.read_text()
+    assert expectations.rewrite(readme, ROOT / "baselines") == readme.read_text()
 
 
 def test_a_readme_without_a_place_for_the_table_says_so(tmp_path):
     (tmp_path / "README.md").write_text("nothing")
-    with pytest.raises(tables.TableError, match="has no place for the table: add <!-- results -->"):
-        tables.rewrite(tmp_path / "README.md", ROOT / "baselines")
+    with pytest.raises(
+        expectations.TableError, match="has no place for the table: add <!-- results -->"
+    ):
+        expectations.rewrite(tmp_path / "README.md", ROOT / "baselines")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
@@ -119,17 +120,17 @@ def leaves(command):
 
 @pytest.mark.parametrize("line", LINES, ids=" ".join)
 def test_every_command_line_shown_is_understood(line):
-    app, called = typer.main.get_command(cli.build()), []
-    for leaf in leaves(app):
+    command, called = typer.main.get_command(app.build()), []
+    for leaf in leaves(command):
         leaf.callback = lambda **options: called.append(options)
-    app.main(list(line), prog_name="aisp", standalone_mode=False)
+    command.main(list(line), prog_name="aisp", standalone_mode=False)
     assert len(called) == 1
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
 def test_every_command_spoken_of_exists_with_its_options(document):
     for words in commands_of(document)[1]:
-        command = typer.main.get_command(cli.build())
+        command = typer.main.get_command(app.build())
         while words and words[0] in getattr(command, "commands", {}):
             command, words = command.commands[words[0]], words[1:]
         legal = {name for option in command.params for name in option.opts}
@@ -168,9 +169,9 @@ def test_every_other_command_line_runs(line, tmp_path, monkeypatch, capsys):
     commit_twice(tmp_path)
     shutil.rmtree(tmp_path / "baselines/simulated-gpu")  # of two products none is the one meant
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(catalogue, "collect", lambda targets=None, *, tell: found)
-    monkeypatch.setattr(pytest_runs, "Popen", lambda command: SimpleNamespace(wait=lambda: 0))
-    code = cli.main(list(line))
+    monkeypatch.setattr(catalog, "collect", lambda targets=None, *, tell: found)
+    monkeypatch.setattr(pytest_command, "Popen", lambda command: SimpleNamespace(wait=lambda: 0))
+    code = app.main(list(line))
     said = capsys.readouterr()
     finds = line[0] == "gate" or " HARMS " in f" {said.out}"  # that run has red cases
     assert (code, said.err) == (1 if finds else 0, "")
@@ -179,9 +180,9 @@ def test_every_other_command_line_runs(line, tmp_path, monkeypatch, capsys):
 
 def test_every_command_is_shown():
     shown = {line[: 2 if line[0] == "bench" else 1] for line in LINES}
-    app = typer.main.get_command(cli.build())
-    words = {(name,) for name in app.commands if name != "bench"}
-    assert words | {("bench", name) for name in app.commands["bench"].commands} <= shown
+    command = typer.main.get_command(app.build())
+    words = {(name,) for name in command.commands if name != "bench"}
+    assert words | {("bench", name) for name in command.commands["bench"].commands} <= shown
 
 
 PAGES = re.findall(

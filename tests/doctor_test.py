@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aisp.commands import cli
-from pytest_aisp.common import device
-from pytest_aisp.tools import doctor, gpu_health, health, host_health
-from pytest_aisp.tools.health import Finding
+from pytest_aisp.cli import app
+from pytest_aisp.tools import doctor, gpu_health
+from pytest_aisp.tools.doctor import Finding
+from pytest_aisp.util import device
 
 MIB = 1 << 20
 ANSWERS = {
@@ -82,7 +82,7 @@ def gpu(root, cores=(0, 1), **answers):
 
 def host(root, limits=(resource.RLIM_INFINITY,) * 2, versions=lambda name: "1.2", cores=(0, 1)):
     limit = limits if callable(limits) else lambda number: limits
-    found = host_health.findings(root, limit=limit, installed=versions, cores=cores)
+    found = doctor.findings(root, limit=limit, installed=versions, cores=cores)
     return {finding.name: finding for finding in found}
 
 
@@ -228,7 +228,7 @@ def test_huge_pages_that_are_off_are_noted(root):
     ("size", "state"), [(64 * MIB, "harms"), (512 * MIB, "note"), (1 << 30, "fine")]
 )
 def test_shared_memory_of_a_container_is_small(size, state):
-    found = host_health.shared_memory(size)
+    found = doctor.shared_memory(size)
     assert found.state == state
     assert bool(found.change) is (state != "fine")
 
@@ -244,14 +244,14 @@ def test_what_is_not_installed_is_said_with_its_command(root):
     found = host(root, versions=lambda name: None)
     assert (found["triton"].state, found["triton"].change) == ("note", "pip install triton")
     assert found["NCCL"].state == "unread"
-    assert host_health.version_of("no-such-distribution") is None
-    assert re.match(r"\d+\.\d+", host_health.version_of("pytest"))
+    assert doctor.version_of("no-such-distribution") is None
+    assert re.match(r"\d+\.\d+", doctor.version_of("pytest"))
 
 
 def test_something_that_harms_is_exit_code_1_and_its_change_stands_below():
     found = [Finding("a", "harms", "bad", "do\nthis"), Finding("bcd", "fine", "good")]
-    found.append(health.unread("e", "silent"))
-    answer = doctor.answer(found, as_json=False)
+    found.append(doctor.unread("e", "silent"))
+    answer = doctor.doctor_result(found, as_json=False)
     assert answer.code == 1
     assert answer.lines == [
         "HARMS  a    bad",
@@ -261,14 +261,14 @@ def test_something_that_harms_is_exit_code_1_and_its_change_stands_below():
         "?      e    silent",
         "1 of 3 harm what is measured; 1 could not be read",
     ]
-    plain = json.loads("\n".join(doctor.answer(found[1:], as_json=True).lines))
+    plain = json.loads("\n".join(doctor.doctor_result(found[1:], as_json=True).lines))
     assert plain[0] == {"name": "bcd", "state": "fine", "said": "good", "change": ""}
-    assert doctor.answer(found[1:2], as_json=False).lines[-1] == "nothing harms"
+    assert doctor.doctor_result(found[1:2], as_json=False).lines[-1] == "nothing harms"
 
 
 def test_without_a_gpu_the_host_is_looked_at(monkeypatch, capsys):
     monkeypatch.setattr(device, "_nvml", lambda: None)
-    code = cli.main(["doctor", "--json"])
+    code = app.main(["doctor", "--json"])
     found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert code == any(finding["state"] == "harms" for finding in found.values())
     assert found["GPU"]["state"] == "unread"

@@ -28,8 +28,7 @@ from unittest import mock
 
 import torch
 
-from pytest_aisp.kernels import build, standin
-from pytest_aisp.pages import signature
+from pytest_aisp.kernels import cuda_cpp, fake_gpu, launch_config
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("objcopy") and shutil.which("g++")
@@ -85,12 +84,12 @@ def emulated(seed: int = 0, *, races: bool = True) -> Iterator[None]:
     """
     numbers = itertools.count(seed << 32)
 
-    def call(launch: build.Launch, *args: Any) -> None:
+    def call(launch: cuda_cpp.Launch, *args: Any) -> None:
         __tracebackhide__ = True
         run(launch, args, next(numbers), races=races)
 
     with (
-        mock.patch.object(build.Launch, "__call__", call),
+        mock.patch.object(cuda_cpp.Launch, "__call__", call),
         mock.patch.multiple(torch.cuda, **_answers()),
     ):
         yield
@@ -98,19 +97,19 @@ def emulated(seed: int = 0, *, races: bool = True) -> Iterator[None]:
 
 def _answers() -> dict[str, Any]:
     """Return what torch.cuda says of the GPU: few processors, so that who counts them loops."""
-    said = standin._answers("sm90")
+    said = fake_gpu._answers("sm90")
     properties = said["get_device_properties"]()
     vars(properties).update(SMALL)
     return {name: said[name] for name in said if name.startswith("get_device_")}
 
 
-def unsupported(module: build.CudaModule) -> str:
+def unsupported(module: cuda_cpp.CudaModule) -> str:
     """Return what in `module` only a GPU runs, or an empty string."""
     plain = "".join(_plain(source) for source in module.sources.values())
     return ", ".join(what for what, pattern in BEYOND.items() if re.search(pattern, plain))
 
 
-def run(launch: build.Launch, args: tuple[Any, ...], seed: int, *, races: bool) -> None:
+def run(launch: cuda_cpp.Launch, args: tuple[Any, ...], seed: int, *, races: bool) -> None:
     """Run one launch to its end.
 
     Raises:
@@ -121,7 +120,7 @@ def run(launch: build.Launch, args: tuple[Any, ...], seed: int, *, races: bool) 
     values = _checked(kernel, args)
     if geometry.shared > MOST_SHARED:
         fault = f"{kernel.name}: {geometry.shared} bytes of dynamic shared memory"
-        raise build.LaunchError(f"{fault}; a GPU has {MOST_SHARED} a block")
+        raise cuda_cpp.LaunchError(f"{fault}; a GPU has {MOST_SHARED} a block")
     library = _library(kernel.module)
     held = [v if isinstance(v, ctypes._SimpleCData) else ctypes.c_uint64(v) for v in values]
     pointers = (ctypes.c_void_p * max(1, len(held)))(*map(ctypes.addressof, held))
@@ -143,13 +142,13 @@ def run(launch: build.Launch, args: tuple[Any, ...], seed: int, *, races: bool) 
         raise Fault(f"{kernel.name}: {words.decode()}{_where(library)}")
 
 
-def _checked(kernel: build.Kernel, args: tuple[Any, ...]) -> list[Any]:
+def _checked(kernel: cuda_cpp.Kernel, args: tuple[Any, ...]) -> list[Any]:
     """Return `args` as the signature wants them; tensors of the CPU are on device -1."""
     __tracebackhide__ = True
     try:
-        return signature.check(kernel.name, kernel.params, args, -1)
-    except build.LaunchError as error:
-        raise build.LaunchError(str(error).replace("on cuda:-1", "on the CPU")) from None
+        return launch_config.check(kernel.name, kernel.params, args, -1)
+    except cuda_cpp.LaunchError as error:
+        raise cuda_cpp.LaunchError(str(error).replace("on cuda:-1", "on the CPU")) from None
 
 
 class _Given(ctypes.Structure):
@@ -184,7 +183,7 @@ def _where(library: Any) -> str:
 # Compiling.
 
 
-def _library(module: build.CudaModule) -> Any:
+def _library(module: cuda_cpp.CudaModule) -> Any:
     if reason := unsupported(module):
         raise CannotEmulate(f"{module.path.name}: {reason}: only a GPU runs that")
     if COMPILER is None:
@@ -201,7 +200,7 @@ def _macros(options: Mapping[str, Any]) -> list[str]:
     return [one if isinstance(one, str) else "=".join(map(str, one)) for one in several]
 
 
-def _unit(module: build.CudaModule) -> str:
+def _unit(module: cuda_cpp.CudaModule) -> str:
     """Return the .cu as C++: in a namespace, so that a kernel may be called as libc's functions."""
     source = _plain(module.sources[str(module.path)])
     source = re.sub(r'extern\s*"C"\s*(?=__global__)', "", source)
@@ -224,7 +223,7 @@ def _plain(source: str) -> str:
     def blank(found: re.Match[str]) -> str:
         return found[1] or " " + "\n" * found[0].count("\n")
 
-    return signature._COMMENT.sub(blank, source)
+    return launch_config._COMMENT.sub(blank, source)
 
 
 @functools.cache

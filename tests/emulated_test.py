@@ -15,11 +15,11 @@ import torch
 from emulated import COMPILER, ONLY_ON_A_GPU, CannotEmulate, Fault, emulated, unsupported
 
 from pytest_aisp import cuda_module
-from pytest_aisp.bench.engine import Engine
-from pytest_aisp.bench.loader import load_page, pair_of
-from pytest_aisp.kernels.build import LaunchError
-from pytest_aisp.pages.sources import kernel_files
+from pytest_aisp.kernels.cuda_cpp import LaunchError
+from pytest_aisp.page.sources import kernel_files
 from pytest_aisp.results.messages import Task
+from pytest_aisp.worker.engine import Engine
+from pytest_aisp.worker.loader import load_page, pair_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

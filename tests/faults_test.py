@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from benches import benches, wait_for
 
-from pytest_aisp.bench import client
-from pytest_aisp.bench.client import BenchProcess
 from pytest_aisp.results.messages import Task
+from pytest_aisp.worker import client
+from pytest_aisp.worker.client import BenchProcess
 
 pytestmark = pytest.mark.new_processes
 IMPORTS = "import ctypes, os, signal, sys, time"

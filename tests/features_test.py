@@ -13,12 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aisp.bench import loader
-from pytest_aisp.common.device import Machine
-from pytest_aisp.kernels import features, nvrtc
-from pytest_aisp.kernels.features import Attempt
-from pytest_aisp.pages import skus
-from pytest_aisp.pages.skus import ASSEMBLED, target_of
+from pytest_aisp.kernels import feature_probe, nvrtc
+from pytest_aisp.kernels.feature_probe import Attempt
+from pytest_aisp.page import gpu_specs
+from pytest_aisp.page.gpu_specs import ASSEMBLED, target_of
+from pytest_aisp.util.device import Machine
+from pytest_aisp.worker import loader
 
 ROOT = Path(__file__).parents[1]
 H200 = Machine("sm90", "nvidia-h200", "NVIDIA H200", ("GPU-1",))
@@ -37,35 +37,35 @@ needs_nvrtc = pytest.mark.skipif(
 @needs_nvrtc
 @pytest.mark.parametrize("feature", ASSEMBLED)
 def test_exactly_the_archs_of_the_table_assemble_it(feature):
-    found = features.survey(feature)
-    assert list(features.differences(feature, found)) == []
+    found = feature_probe.survey(feature)
+    assert list(feature_probe.differences(feature, found)) == []
     assert any(attempt.code for attempts in found.values() for attempt in attempts)
-    assert [arch for arch in found if features.least(found[arch])] == list(ASSEMBLED[feature])
+    assert [arch for arch in found if feature_probe.least(found[arch])] == list(ASSEMBLED[feature])
 
 
 def test_every_feature_has_one_probe_and_one_sentence():
-    source = features.SOURCE.read_text()
+    source = feature_probe.SOURCE.read_text()
     kernels = re.findall(r"^#ifdef PROBE_(\w+)$", source, re.MULTILINE)
-    assert list(features.purposes()) == list(ASSEMBLED)
+    assert list(feature_probe.purposes()) == list(ASSEMBLED)
     assert sorted(kernels) == sorted(ASSEMBLED)
-    assert set(features.NOT_LAUNCHED) < set(ASSEMBLED)
+    assert set(feature_probe.NOT_LAUNCHED) < set(ASSEMBLED)
 
 
 def test_what_is_no_instruction_is_told_from_what_is():
-    assert set(skus.OTHERS) == {"te", "te_mxfp8", "nvlink", "nvshmem"}
-    assert skus.FEATURES.keys() == ASSEMBLED.keys() | skus.OTHERS.keys()
-    assert not ASSEMBLED.keys() & skus.OTHERS.keys()
+    assert set(gpu_specs.OTHERS) == {"te", "te_mxfp8", "nvlink", "nvshmem"}
+    assert gpu_specs.FEATURES.keys() == ASSEMBLED.keys() | gpu_specs.OTHERS.keys()
+    assert not ASSEMBLED.keys() & gpu_specs.OTHERS.keys()
 
 
 def test_the_targets_of_an_arch_are_its_own_and_its_family_s():
-    assert features.targets("sm90") == ("sm_90", "sm_90a")
-    assert features.targets("sm121") == ("sm_121", "sm_121f", "sm_121a")
+    assert feature_probe.targets("sm90") == ("sm_90", "sm_90a")
+    assert feature_probe.targets("sm121") == ("sm_121", "sm_121f", "sm_121a")
 
 
 def test_the_document_shows_the_table():
     text = (ROOT / "docs" / "features.md").read_text()
     shown = text.partition("<!-- features -->\n")[2].partition("<!-- end of features -->")[0]
-    assert shown == features.table(), "python -m pytest_aisp.kernels.features --table"
+    assert shown == feature_probe.table(), "python -m pytest_aisp.kernels.feature_probe --table"
 
 
 @needs_nvrtc
@@ -78,13 +78,13 @@ def test_the_words_that_the_document_quotes_are_the_assembler_s():
     names |= {"wgmma.fence": "wgmma", "setmaxnreg.dec": "setmaxnreg"}
     for words, target in quoted:
         feature = next(feature for key, feature in names.items() if key in words)
-        assert words in features.attempt(feature, target).errors
+        assert words in feature_probe.attempt(feature, target).errors
 
 
 @needs_nvrtc
 def test_the_advice_that_the_document_quotes_is_the_assembler_s():
     text = " ".join(re.sub(r"\n> ", " ", (ROOT / "docs" / "features.md").read_text()).split())
-    advised = features.attempt("multicast", "sm_121a")
+    advised = feature_probe.attempt("multicast", "sm_121a")
     assert advised.code
     assert advised.words.partition(" should be used on .target")[0] in text
     assert advised.words.partition("instead of ")[2] in text
@@ -108,7 +108,7 @@ OTHER = {
 def test_another_failure_is_not_a_missing_feature(words):
     attempts = (Attempt("sm_90", words=words), Attempt("sm_90a", b"code"))
     assert not attempts[0].refused
-    [first, *_] = features.differences("wgmma", {"sm90": attempts})
+    [first, *_] = feature_probe.differences("wgmma", {"sm90": attempts})
     assert first.startswith("wgmma for sm_90: the probe failed: ")
 
 
@@ -123,15 +123,15 @@ def test_another_failure_is_not_a_missing_feature(words):
 def test_the_assembler_s_words_for_a_missing_feature_are_known(words):
     assert Attempt("sm_90", words=words).refused
     attempts = (Attempt("sm_90", words=words), Attempt("sm_90a", b"code"))
-    assert list(features.differences("wgmma", {"sm90": attempts})) == []
+    assert list(feature_probe.differences("wgmma", {"sm90": attempts})) == []
 
 
 @needs_nvrtc
 def test_a_probe_with_a_mistake_is_no_finding(tmp_path, monkeypatch):
-    source = features.SOURCE.read_text().replace("elect.sync", "elekt.sync")
+    source = feature_probe.SOURCE.read_text().replace("elect.sync", "elekt.sync")
     (tmp_path / "features.cu").write_text(source)
-    monkeypatch.setattr(features, "SOURCE", tmp_path / "features.cu")
-    [first, *_] = features.differences("elect", features.survey("elect", ["sm90"]))
+    monkeypatch.setattr(feature_probe, "SOURCE", tmp_path / "features.cu")
+    [first, *_] = feature_probe.differences("elect", feature_probe.survey("elect", ["sm90"]))
     assert re.match("elect for sm_90: the probe failed: .*elekt", first)
 
 
@@ -146,12 +146,12 @@ def test_a_probe_with_a_mistake_is_no_finding(tmp_path, monkeypatch):
 def test_a_difference_is_said(codes, says):
     targets = zip(("sm_90", "sm_90a"), codes, strict=True)
     found = tuple(Attempt(target, code, REFUSED) for target, code in targets)
-    assert says in features.differences("wgmma", {"sm90": found})
+    assert says in feature_probe.differences("wgmma", {"sm90": found})
 
 
 def test_a_feature_of_an_arch_that_has_none_is_a_difference():
     found = {"sm90": (Attempt("sm_90", b"code"),)}
-    [line] = features.differences("f32x2", found)
+    [line] = feature_probe.differences("f32x2", found)
     assert line == "f32x2 on sm90: the table says nothing, sm_90 takes it"
 
 
@@ -172,12 +172,12 @@ def command(monkeypatch, capsys):
     def command(
         *arguments, machine=CPU, attempt=by_the_table, known=(90, 100, 103, 121), faults=()
     ):
-        monkeypatch.setattr(features, "attempt", attempt)
-        monkeypatch.setattr(features, "compiler", lambda: (None, "13.5"))
-        monkeypatch.setattr(features, "known", lambda: known)
+        monkeypatch.setattr(feature_probe, "attempt", attempt)
+        monkeypatch.setattr(feature_probe, "compiler", lambda: (None, "13.5"))
+        monkeypatch.setattr(feature_probe, "known", lambda: known)
         monkeypatch.setattr(Machine, "here", lambda: machine)
-        monkeypatch.setattr(features, "_launched_apart", lambda f: dict(faults).get(f, ""))
-        code = features.main([*arguments])
+        monkeypatch.setattr(feature_probe, "_launched_apart", lambda f: dict(faults).get(f, ""))
+        code = feature_probe.main([*arguments])
         return code, capsys.readouterr().out.splitlines()
 
     return command
@@ -268,7 +268,7 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch, capsys):
 
     monkeypatch.setattr(nvrtc, "import_module", missing)
     nvrtc.toolchain.cache_clear()
-    assert features.main([]) == 1
+    assert feature_probe.main([]) == 1
     first, second = capsys.readouterr().out.splitlines()
     assert first.endswith("pip install cuda-core cuda-bindings nvidia-cuda-nvrtc")
     assert second == "(No module named 'cuda.core')"
@@ -276,20 +276,20 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch, capsys):
 
 @needs_nvrtc
 def test_nvrtc_is_asked_which_archs_it_knows():
-    assert {90, 100, 103, 121} <= set(features.known())
+    assert {90, 100, 103, 121} <= set(feature_probe.known())
 
 
 def test_the_command_prints_the_table():
-    command = [sys.executable, "-m", "pytest_aisp.kernels.features", "--table"]
+    command = [sys.executable, "-m", "pytest_aisp.kernels.feature_probe", "--table"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout == features.table()
+    assert done.stdout == feature_probe.table()
     assert "| `wgmma` | wgmma.mma_async," in done.stdout
     assert "| `sm_90a` | no | no | no |\n" in done.stdout
 
 
 def test_an_unknown_feature_cannot_be_launched(capsys):
     with pytest.raises(SystemExit):
-        features.main(["--launch", "warp9"])
+        feature_probe.main(["--launch", "warp9"])
     assert "invalid choice: 'warp9'" in capsys.readouterr().err
 
 
@@ -308,17 +308,17 @@ def test_an_unknown_feature_cannot_be_launched(capsys):
     ids=["right", "wrong", "error", "fault", "hang"],
 )
 def test_a_launch_is_a_process_of_its_own(monkeypatch, code, says):
-    monkeypatch.setattr(features, "LAUNCH", (sys.executable, "-c", code))
-    monkeypatch.setattr(features, "SECONDS", 2.0)
-    assert features._launched_apart("tma") == says
+    monkeypatch.setattr(feature_probe, "LAUNCH", (sys.executable, "-c", code))
+    monkeypatch.setattr(feature_probe, "SECONDS", 2.0)
+    assert feature_probe._launched_apart("tma") == says
 
 
 def test_every_feature_of_the_arch_is_launched_but_those_with_a_reason(monkeypatch):
-    monkeypatch.setattr(features, "_launched_apart", lambda feature: "")
+    monkeypatch.setattr(feature_probe, "_launched_apart", lambda feature: "")
     on_b200 = {feature for feature, archs in ASSEMBLED.items() if "sm100" in archs}
-    launched = features.launches(Machine("sm100", "nvidia-b200", "NVIDIA B200", ("GPU-1",)))
-    assert set(launched) == on_b200 - set(features.NOT_LAUNCHED)
-    assert features.launches(CPU) == features.launches(RTX) == {}
+    launched = feature_probe.launches(Machine("sm100", "nvidia-b200", "NVIDIA B200", ("GPU-1",)))
+    assert set(launched) == on_b200 - set(feature_probe.NOT_LAUNCHED)
+    assert feature_probe.launches(CPU) == feature_probe.launches(RTX) == {}
 
 
 class Core:
@@ -363,24 +363,24 @@ class Core:
 )
 def test_a_launched_probe_says_whether_its_result_is_right(monkeypatch, answers, says):
     core = Core(answers)
-    monkeypatch.setattr(features, "compiler", lambda: (core, "13.5"))
-    monkeypatch.setattr(features, "attempt", by_the_table)
-    assert features.launch("wgmma") == says
+    monkeypatch.setattr(feature_probe, "compiler", lambda: (core, "13.5"))
+    monkeypatch.setattr(feature_probe, "attempt", by_the_table)
+    assert feature_probe.launch("wgmma") == says
     assert core.launched == [({"grid": 2, "block": 128}, ("probe", b"code"), 0)]
 
 
 def test_a_probe_that_does_not_assemble_is_not_launched(monkeypatch):
     core = Core([1, 1], capability=(12, 1))
-    monkeypatch.setattr(features, "compiler", lambda: (core, "13.5"))
-    monkeypatch.setattr(features, "attempt", by_the_table)
-    assert features.launch("wgmma") == "Instruction 'wgmma' not supported on .target 'sm_121'"
+    monkeypatch.setattr(feature_probe, "compiler", lambda: (core, "13.5"))
+    monkeypatch.setattr(feature_probe, "attempt", by_the_table)
+    assert feature_probe.launch("wgmma") == "Instruction 'wgmma' not supported on .target 'sm_121'"
     assert core.launched == []
 
 
 @pytest.mark.parametrize(("fault", "code"), [("", 0), ("wrong", 1)])
 def test_the_process_of_a_launch_says_what_it_saw(monkeypatch, capsys, fault, code):
-    monkeypatch.setattr(features, "launch", lambda feature: fault)
-    assert features.main(["--launch", "tma"]) == code
+    monkeypatch.setattr(feature_probe, "launch", lambda feature: fault)
+    assert feature_probe.main(["--launch", "tma"]) == code
     assert capsys.readouterr().out == f"{fault}\n"
 
 

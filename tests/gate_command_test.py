@@ -8,8 +8,8 @@ from pathlib import Path
 import catalogues
 import pytest
 
-from pytest_aisp.commands import cli
-from pytest_aisp.tools import gate_forms
+from pytest_aisp.cli import app
+from pytest_aisp.tools.gate import FORMS
 
 WHY = "1.668x against 2.000x, margin 10.0% -> red"
 PAGE = "import os\n\n\ndef test_other(): ...\n\n\n@os\n@os\ndef test_gemm(pair):\n    pass\n"
@@ -49,7 +49,7 @@ def gate(capsys):
     """Return exit code and lines of `aisp gate`."""
 
     def ask(*words):
-        code = cli.main(["gate", *words])
+        code = app.main(["gate", *words])
         said = capsys.readouterr()
         assert said.err == ""
         return code, said.out.splitlines()
@@ -167,12 +167,12 @@ def test_gitlab_is_given_a_report_and_programs_all_that_is_known(run, gate):
 
 
 def test_a_format_that_is_none_is_refused(run, capsys):
-    assert cli.main(["gate", run("a"), "--format=xml"]) == 2
-    legal = ", ".join(gate_forms.FORMS)
+    assert app.main(["gate", run("a"), "--format=xml"]) == 2
+    legal = ", ".join(FORMS)
     said = " ".join(capsys.readouterr().err.split())
     assert f"'xml' is no format; legal are {legal}" in said
 
 
 def test_a_folder_that_is_missing_is_no_green_run(run, capsys):
-    assert cli.main(["gate", run("a", gemm="pass"), "b"]) == 2
+    assert app.main(["gate", run("a", gemm="pass"), "b"]) == 2
     assert "b: there is no such folder" in capsys.readouterr().err

@@ -9,12 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aisp.bench import counting, energy
-from pytest_aisp.bench.energy import Steps, Uncountable
-from pytest_aisp.common import device, peers
-from pytest_aisp.results import store
-from pytest_aisp.results.goals import GOALS, joules, shares
 from pytest_aisp.results.messages import Task
+from pytest_aisp.results.metric_limits import GOALS, joules, shares
+from pytest_aisp.util import device, process_group
+from pytest_aisp.worker import metrics
+from pytest_aisp.worker.metrics import Steps, Uncountable
 
 BODY = "pair.assert_equivalent()\npair.assert_speedup()\n"
 ENERGY = BODY + "pair.assert_energy(at_most=0.8)"
@@ -35,7 +34,7 @@ def counting_gpu(gpu):
 
 def stored(pytester):
     file = pytester.path / "baselines/simulated-gpu/ch99.json"
-    return store.load(file).results[NAME].goals
+    return file.load(file).results[NAME].goals
 
 
 def test_energy_is_counted_on_request_and_when_recording(page, counting_gpu, pytester):
@@ -133,7 +132,7 @@ def test_goals_without_a_time_are_stored_held_and_added_to(page, judged, pyteste
         ]
     )
     file = pytester.path / "baselines/simulated-gpu/ch99.json"
-    found = {k.partition("_")[0]: result for k, result in store.load(file).results.items()}
+    found = {k.partition("_")[0]: result for k, result in file.load(file).results.items()}
     assert set(found) == {"alone", "ahead", "more"}  # nothing of a test that failed
     assert set(found["alone"].goals) == {"memory", "reserved"}
     assert (found["alone"].processes, found["ahead"].processes) == (0, 1)
@@ -143,7 +142,7 @@ def test_goals_without_a_time_are_stored_held_and_added_to(page, judged, pyteste
     page(body=ASKS["alone"] + "\npair.assert_energy(at_most=0.9)", name="more_test.py")
     *_, verdicts = judged(240, 700, *record)
     assert verdicts == {"alone": "pass", "ahead": "pass", "more": "new"}  # two goals more
-    found = store.load(file).results[f"more{NAME[8:]}"]
+    found = file.load(file).results[f"more{NAME[8:]}"]
     assert set(found.goals) == {"energy", "memory", "reserved"}
 
     before = file.read_text()
@@ -217,8 +216,8 @@ class Clock:
 
     def __init__(self, monkeypatch, drift=0.0):
         self.now, self.drift = 0.0, drift
-        monkeypatch.setattr(energy.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(energy, "counter", lambda: self.read)
+        monkeypatch.setattr(metrics.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(metrics, "counter", lambda: self.read)
 
     def read(self):
         time = int(self.now * 10) / 10
@@ -246,14 +245,14 @@ def trial_of(clock, *calls):
 
 
 def test_the_energy_of_a_call_is_that_of_all_calls_of_a_window(monkeypatch):
-    found = counting.count(Task(kind="count", goal="energy"), trial_of(Clock(monkeypatch), 10, 20))
+    found = metrics.count(Task(kind="count", goal="energy"), trial_of(Clock(monkeypatch), 10, 20))
     assert found["baseline"] == pytest.approx(100 * 0.01 / 20, rel=0.01)
     assert found["optimized"] == pytest.approx(100 * 0.01 / 40, rel=0.01)
     assert found["noise"] < 0.01
 
 
 def test_a_gpu_that_grows_warm_shows_as_noise_and_favours_nobody(monkeypatch):
-    found = energy.joules(trial_of(Clock(monkeypatch, drift=0.001), 10, 10))
+    found = metrics.joules(trial_of(Clock(monkeypatch, drift=0.001), 10, 10))
     assert found["baseline"] == pytest.approx(found["optimized"], rel=0.01)
     assert 0.01 < found["noise"] < 0.03
 
@@ -261,8 +260,8 @@ def test_a_gpu_that_grows_warm_shows_as_noise_and_favours_nobody(monkeypatch):
 def test_all_ranks_take_energy_together(monkeypatch):
     clock = Clock(monkeypatch)
     two = SimpleNamespace(most=lambda value: value, total=lambda value: 2 * value)
-    monkeypatch.setattr(peers, "_here", two)
-    assert energy.joules(trial_of(clock, 10, 10))["baseline"] == pytest.approx(0.1, rel=0.01)
+    monkeypatch.setattr(process_group, "_here", two)
+    assert metrics.joules(trial_of(clock, 10, 10))["baseline"] == pytest.approx(0.1, rel=0.01)
 
 
 @pytest.mark.parametrize(("millijoules", "reads"), [(2500, 2.5), (None, None)])
@@ -276,13 +275,13 @@ def test_the_counter_is_nvmls(monkeypatch, millijoules, reads):
     telemetry._nvml = SimpleNamespace(nvmlDeviceGetTotalEnergyConsumption=counted)
     telemetry._handle = "handle"
     assert telemetry.energy() == reads
-    monkeypatch.setattr(energy, "Telemetry", lambda index: telemetry)
+    monkeypatch.setattr(metrics, "Telemetry", lambda index: telemetry)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     if reads is None:
         with pytest.raises(Uncountable, match="NVML counts no energy on this GPU"):
-            energy.counter()
+            metrics.counter()
     else:
-        assert energy.counter()() == reads
+        assert metrics.counter()() == reads
 
 
 # Process sides
@@ -293,12 +292,12 @@ import os
 import torch
 
 from pytest_aisp import Work, compare, fresh_process
-from pytest_aisp.bench import counting
+from pytest_aisp.worker import metrics
 
 def counted(bench, side):  # stands in for an allocator that reads its settings
     return float(len(os.environ.get("PYTORCH_ALLOC_CONF", ""))) + side(*bench.values[0]).numel()
 
-counting.COUNTERS["fragmentation"] = counted
+metrics.COUNTERS["fragmentation"] = counted
 
 def inputs(device, n):
     return (torch.randn(n, device=device),)
@@ -328,9 +327,9 @@ def test_doubling(pair):
 @pytest.fixture
 def count(pytester, monkeypatch):
     """Ask an engine in this process what the sides of `PROCESSES` take of a goal."""
-    from pytest_aisp.bench.engine import Engine
+    from pytest_aisp.worker.engine import Engine
 
-    monkeypatch.setitem(counting.COUNTERS, "fragmentation", counting.COUNTERS["fragmentation"])
+    monkeypatch.setitem(metrics.COUNTERS, "fragmentation", metrics.COUNTERS["fragmentation"])
     numbers = itertools.count()
 
     def ask(goal, text=PROCESSES):
@@ -348,7 +347,7 @@ def test_process_sides_are_counted_in_processes_with_their_own_environment(count
 
 
 def test_what_is_wrong_in_such_a_process_is_said(count):
-    from pytest_aisp.bench.processes import ProcessFailed
+    from pytest_aisp.worker.process_timer import ProcessFailed
 
     text = PROCESSES.replace("return x + x", "raise ValueError('no memory at all')")
     with pytest.raises(ProcessFailed, match=r"added in a fresh process: .*no memory at all"):

@@ -13,14 +13,14 @@ import pytest
 import torch
 from exploits_test import EXPLOITS, SHORT
 
-from pytest_aisp.bench.host import HostBout
-from pytest_aisp.bench.loader import pair_of
-from pytest_aisp.common.protections import without
-from pytest_aisp.guard import housekeeping
-from pytest_aisp.guard.housekeeping import Housekeeping
-from pytest_aisp.proof.workbench import Workbench
-from pytest_aisp.results import timing
-from pytest_aisp.results.timing import Budget, Disturbed, Samples, join
+from pytest_aisp.checking.inputs import InputPool
+from pytest_aisp.isolation import interference
+from pytest_aisp.isolation.interference import InterferenceMonitor
+from pytest_aisp.isolation.protections import without
+from pytest_aisp.timing import schedule
+from pytest_aisp.timing.cpu_timer import CpuPairTimer
+from pytest_aisp.timing.schedule import Budget, Disturbed, Samples, join
+from pytest_aisp.worker.loader import pair_of
 
 USED = SimpleNamespace(ru_majflt=7, ru_minflt=90)
 
@@ -30,7 +30,7 @@ def quiet(monkeypatch):
     """A system on which nothing happens by itself; set `used` and `swap` to make it."""
     state = SimpleNamespace(used=USED, swap=0)
     monkeypatch.setattr(resource, "getrusage", lambda who: state.used)
-    monkeypatch.setattr(housekeeping, "swapped", lambda: state.swap)
+    monkeypatch.setattr(interference, "swapped", lambda: state.swap)
     return state
 
 
@@ -44,14 +44,14 @@ def dynamo(monkeypatch):
 
 
 def test_a_block_in_which_nothing_happens_is_undisturbed(quiet):
-    keeping = Housekeeping()
+    keeping = InterferenceMonitor()
     assert keeping.look() is None
     assert not keeping.grew()
     assert set(keeping.counts().values()) == {0}
 
 
 def test_a_module_is_counted_when_it_is_imported_and_when_it_is_again(quiet, monkeypatch):
-    keeping = Housekeeping()
+    keeping = InterferenceMonitor()
     monkeypatch.setitem(sys.modules, "one_more", ModuleType("one_more"))
     said = "one_more imported inside a timed window (import at the page's top)"
     assert keeping.look() == said
@@ -69,13 +69,13 @@ def test_a_module_is_counted_when_it_is_imported_and_when_it_is_again(quiet, mon
 
 def test_a_module_that_goes_is_no_import(quiet, monkeypatch):
     monkeypatch.setitem(sys.modules, "one_more", ModuleType("one_more"))
-    keeping = Housekeeping()
+    keeping = InterferenceMonitor()
     monkeypatch.delitem(sys.modules, "one_more")
     assert keeping.look() is None
 
 
 def test_what_dynamo_and_inductor_compile_is_named_and_what_they_count_else_is_not(quiet, dynamo):
-    keeping = Housekeeping()
+    keeping = InterferenceMonitor()
     dynamo["frames"] = {"total": 2, "ok": 2}
     dynamo["inductor"] = {"fxgraph_cache_hit": 1, "cudagraph_skips": 9}
     dynamo["graph_break"] = {"print": 1}
@@ -94,7 +94,7 @@ def test_what_dynamo_and_inductor_compile_is_named_and_what_they_count_else_is_n
 
 def test_what_dynamo_really_compiles_is_counted(quiet):
     fresh = torch.compile(lambda x: x + 1, backend="eager")
-    keeping = Housekeeping()
+    keeping = InterferenceMonitor()
     fresh(torch.ones(3))
     assert "1 Dynamo frame compiled inside a timed window" in str(keeping.look())
     keeping.begin()
@@ -105,7 +105,7 @@ def test_what_dynamo_really_compiles_is_counted(quiet):
 
 
 def test_pages_read_from_disk_disturb_unless_the_page_is_about_them(quiet):
-    keeping, about = Housekeeping(), Housekeeping(["page_faults"])
+    keeping, about = InterferenceMonitor(), InterferenceMonitor(["page_faults"])
     quiet.used = SimpleNamespace(ru_majflt=8, ru_minflt=95)
     assert keeping.look() == "1 page read from disk inside a timed window"
     assert about.look() is None
@@ -114,7 +114,7 @@ def test_pages_read_from_disk_disturb_unless_the_page_is_about_them(quiet):
 
 def test_swapping_out_disturbs_and_swap_that_was_there_does_not(quiet):
     quiet.swap = 4096
-    keeping = Housekeeping()
+    keeping = InterferenceMonitor()
     assert keeping.look() is None
     quiet.swap = 4160
     assert keeping.look() == "64 KiB of this process swapped out inside a timed window"
@@ -123,7 +123,7 @@ def test_swapping_out_disturbs_and_swap_that_was_there_does_not(quiet):
 
 def test_where_nobody_says_what_is_swapped_nothing_is_said(quiet):
     quiet.swap = None
-    keeping = Housekeeping()
+    keeping = InterferenceMonitor()
     assert keeping.look() is None
     assert "swapped_kib" not in keeping.counts()
 
@@ -131,12 +131,12 @@ def test_where_nobody_says_what_is_swapped_nothing_is_said(quiet):
 def test_this_system_says_how_much_is_swapped():
     if not sys.platform.startswith("linux"):
         pytest.skip("needs /proc, which is Linux's")
-    assert isinstance(housekeeping.swapped(), int)
+    assert isinstance(interference.swapped(), int)
 
 
 def test_allocations_are_counted_and_disturb_nothing(quiet):
     number = itertools.count()
-    keeping = Housekeeping(allocations=lambda: next(number))
+    keeping = InterferenceMonitor(allocations=lambda: next(number))
     assert keeping.look() is None
     assert keeping.counts()["allocations"] == 1
 
@@ -159,14 +159,16 @@ class Importing:
 def bout_of(monkeypatch, optimized):
     """Return a bout of the exploits' honest side against `optimized`, on the CPU."""
     monkeypatch.syspath_prepend(str(EXPLOITS))
-    monkeypatch.setattr("pytest_aisp.bench.host.STOLEN", math.inf)  # a busy machine is none of this
+    monkeypatch.setattr(
+        "pytest_aisp.timing.cpu_timer.STOLEN", math.inf
+    )  # a busy machine is none of this
     import honest
 
     pair = pair_of(honest.against(optimized))
-    bench = Workbench(pair, {"n": 33}, "cpu", 1, 2)
+    bench = InputPool(pair, {"n": 33}, "cpu", 1, 2)
     bench.lay_slots(2)
     subjects = bench.subject(pair.baseline), bench.subject(optimized)
-    return HostBout(bench, subjects, Budget(**SHORT))
+    return CpuPairTimer(bench, subjects, Budget(**SHORT))
 
 
 def test_an_import_once_is_measured_again(monkeypatch, quiet):
@@ -180,7 +182,7 @@ def test_an_import_once_is_measured_again(monkeypatch, quiet):
         monkeypatch.setattr(bout.bench, "rewrite", rewrite)
 
     monkeypatch.setattr(bout.bench, "rewrite", arm)
-    samples = timing.measure(bout, Budget(**SHORT), random.Random(1))
+    samples = schedule.measure(bout, Budget(**SHORT), random.Random(1))
     cause = "imported_by_a_test imported inside a timed window (import at the page's top)"
     assert samples.dropped == [cause]
     assert samples.details["housekeeping"]["imports"] == 1
@@ -191,7 +193,7 @@ def test_an_import_at_every_call_fails_the_case(monkeypatch, quiet):
     bout = bout_of(monkeypatch, side)
     side.times = 10**9
     with pytest.raises(Disturbed, match="20 blocks were disturbed: imported_by_a_test imported"):
-        timing.measure(bout, Budget(**SHORT), random.Random(1))
+        schedule.measure(bout, Budget(**SHORT), random.Random(1))
 
 
 def test_what_the_refresh_between_blocks_does_is_nobodys_fault(monkeypatch, quiet):
@@ -203,7 +205,7 @@ def test_what_the_refresh_between_blocks_does_is_nobodys_fault(monkeypatch, quie
         rewrite(*args, **options)
 
     monkeypatch.setattr(bout.bench, "rewrite", importing)
-    assert timing.measure(bout, Budget(**SHORT), random.Random(1)).dropped == []
+    assert schedule.measure(bout, Budget(**SHORT), random.Random(1)).dropped == []
 
 
 def test_laps_add_their_counts():

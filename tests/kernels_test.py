@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_aisp.bench.kernels import Kernels, summarize, union, words
+from pytest_aisp.timing.kernel_profile import Kernels, kernel_notes, summarize, union
 
 TIMES = st.floats(0, 100, allow_nan=False)
 SPANS = st.lists(st.tuples(TIMES, TIMES).map(lambda pair: (min(pair), max(pair))), max_size=8)
@@ -55,9 +55,9 @@ def test_windows_that_say_less_than_the_kernels_take_are_contradicted(kernels, s
 
 def test_each_side_s_kernels_are_said_and_whether_they_are_the_same():
     one, two = Kernels({"add": 2.0}, 9e-6).__dict__, Kernels({"fused": 1.0}, 4e-6).__dict__
-    assert words({"eager": one, "fused": two}) == [
+    assert kernel_notes({"eager": one, "fused": two}) == [
         "eager launches a call: 2 x add; busy 9 us",
         "fused launches a call: 1 x fused; busy 4 us",
     ]
-    assert words({"eager": one, "other": one})[-1] == "both sides launch the same kernels"
-    assert words({}) == []
+    assert kernel_notes({"eager": one, "other": one})[-1] == "both sides launch the same kernels"
+    assert kernel_notes({}) == []

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from pytest_aisp.bench.loader import load_page, pair_of
-from pytest_aisp.common import trees
-from pytest_aisp.pages.pair import MARK, Variant, is_plain
+from pytest_aisp.page.pair import MARK, Variant, is_plain
+from pytest_aisp.util import pytree
+from pytest_aisp.worker.loader import load_page, pair_of
 
 SHALLOW, DEEP = 2, 8
 """Units by which a lie is off that is nearly right: what an output has been rounded to many times
@@ -46,7 +46,7 @@ def zeros(honest):
 
     def lazy(*inputs):
         # What a state page changes is copied first: only the shape of its outputs is needed.
-        return trees.map_tensors(torch.zeros_like, honest(*_copied(inputs)))
+        return pytree.map_tensors(torch.zeros_like, honest(*_copied(inputs)))
 
     return lazy
 
@@ -68,7 +68,7 @@ def by_address(honest):
     kept = {}
 
     def lazy(*inputs):
-        key = tuple(t.data_ptr() for _, t in trees.tensors(inputs))
+        key = tuple(t.data_ptr() for _, t in pytree.tensors(inputs))
         if key not in kept:
             kept[key] = honest(*inputs)
         return kept[key]
@@ -85,7 +85,7 @@ def nearly(honest):
                 return t + 1
             return t * (1 + max(1e-3, units * torch.finfo(t.dtype).eps))
 
-        return trees.map_tensors(off, honest(*inputs))
+        return pytree.map_tensors(off, honest(*inputs))
 
     units = getattr(honest, "units", SHALLOW)
     return lazy

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from made_runs import KERNELS, PAGE
 
-from pytest_aisp.report.chunks import chunks, reached
-from pytest_aisp.report.listing import LONGEST, Page, diff
+from pytest_aisp.report.source_view import LONGEST, Page, chunks, diff, reached
 
 SUITES = Path(__file__).parents[1] / "suites"
 

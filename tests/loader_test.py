@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from pytest_aisp.bench import loader
-from pytest_aisp.bench.loader import MixedTreesError, load_page, load_past
+from pytest_aisp.worker import loader
+from pytest_aisp.worker.loader import MixedTreesError, load_page, load_past
 
 PAST = "aisp_past_c0ffee.chapter.some_test"
 

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import jsonschema
 import pytest
 
-from pytest_aisp.bench import peaks
-from pytest_aisp.common import device
-from pytest_aisp.results import published, runs
-from pytest_aisp.session import manifest, options, reading, sessions
-from pytest_aisp.session.stash import SETTINGS
+from pytest_aisp.results import export, run_reader
+from pytest_aisp.session import options, parse_config, recorder, setup
+from pytest_aisp.session.options import SETTINGS
+from pytest_aisp.timing import peaks
+from pytest_aisp.util import device
 
 SECRET = "hunter2-5ecret"
 PLANTED = {
@@ -44,10 +44,10 @@ def test_a_run_has_a_folder_with_its_manifest_and_no_secret(page, gpu, pytester,
     result = pytester.runpytest_subprocess("--aisp-artifacts", "ch99", "-k", "doubling")
     [made] = [p for p in (pytester.path / "artifacts").iterdir() if not p.is_symlink()]
     result.stdout.fnmatch_lines([f"artifacts: {made}"])
-    run = runs.load(pytester.path / "artifacts" / "latest")
+    run = run_reader.load(pytester.path / "artifacts" / "latest")
     assert run.path == made
     said = json.loads((made / "results.json").read_text())
-    jsonschema.validate(said, published.schema())
+    jsonschema.validate(said, export.schema())
     assert said == run.plain()
     about = run.manifest
     assert (about["complete"], about["exit_code"], about["verdicts"]) == (
@@ -71,22 +71,22 @@ def test_a_run_has_a_folder_with_its_manifest_and_no_secret(page, gpu, pytester,
 
 def test_only_listed_variables_that_are_no_secrets_are_written_down():
     kept = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_IB_HCA": "mlx5", "OMP_NUM_THREADS": "2"}
-    assert manifest.environment({**PLANTED, **kept}) == kept
-    assert manifest.environment({"NCCL_token": "1", "XCUDA_VISIBLE_DEVICES": "1"}) == {}
+    assert recorder.environment({**PLANTED, **kept}) == kept
+    assert recorder.environment({"NCCL_token": "1", "XCUDA_VISIBLE_DEVICES": "1"}) == {}
 
 
 def test_git_says_commit_branch_and_whether_files_differ(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert manifest.git_state(tmp_path) is None
+    assert recorder.git_state(tmp_path) is None
     git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@t"]
     (tmp_path / "page.py").write_text("1")
     for arguments in (["init", "-qb", "main"], ["add", "."], ["commit", "-qm", "x"]):
         subprocess.run([*git, *arguments], check=True)
-    found = manifest.git_state(tmp_path)
+    found = recorder.git_state(tmp_path)
     assert (len(found["commit"]), found["branch"], found["dirty"]) == (40, "main", False)
     (tmp_path / "page.py").write_text("2")
     subprocess.run([*git, "checkout", "-q", "--detach"], check=True)
-    found = manifest.git_state(tmp_path)
+    found = recorder.git_state(tmp_path)
     assert (found["branch"], found["dirty"]) == (None, True)
 
 
@@ -162,13 +162,13 @@ def test_a_folder_is_made_where_and_when_it_is_asked_for(
     tmp_path, arguments, ini, stamped, exactly
 ):
     config = Config(tmp_path, arguments, ini)
-    assert reading._stamped(config) == (stamped and tmp_path / stamped)
-    assert str(reading._folder(config)) == str(exactly)
+    assert parse_config._stamped(config) == (stamped and tmp_path / stamped)
+    assert str(parse_config._folder(config)) == str(exactly)
 
 
 def test_a_folder_without_a_name_is_refused(tmp_path):
     with pytest.raises(pytest.UsageError) as refused:
-        reading._folder(Config(tmp_path, "--aisp-artifacts="))
+        parse_config._folder(Config(tmp_path, "--aisp-artifacts="))
     assert str(refused.value) == (
         "--aisp-artifacts=: give a folder, or nothing for one named after the moment\n"
         "    pytest --aisp-artifacts"
@@ -197,18 +197,18 @@ def test_a_worker_has_the_folders_of_its_controller(tmp_path):
     latest.symlink_to("then")
     config = Config(tmp_path)
     config.stash[SETTINGS] = Folders(replay=latest)
-    assert sessions._of_controller(config, {}).replay == made
+    assert setup._of_controller(config, {}).replay == made
     latest.unlink()
     latest.symlink_to("now")  # as the controller has done by the time that a worker starts
     config.stash[SETTINGS] = Folders(replay=latest)
     given = {"aisp_folders": {"artifacts": "artifacts/now", "replay": str(made)}}
-    found = sessions._of_controller(config, given)
+    found = setup._of_controller(config, given)
     assert found == Folders(Path("artifacts/now"), made) == config.stash[SETTINGS]
 
 
 def test_the_controller_hands_its_folders_to_workers(tmp_path):
     kept = SimpleNamespace(artifacts=tmp_path, replay=None)
-    gather = sessions._Gather(None, SimpleNamespace(settings=kept, started=0.0))
+    gather = setup._Gather(None, SimpleNamespace(settings=kept, started=0.0))
     node = SimpleNamespace(workerinput={})
     gather.pytest_configure_node(node)
     assert node.workerinput["aisp_folders"] == {"artifacts": str(tmp_path)}

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_aisp.bench import counting, memory
-from pytest_aisp.common import peers
-from pytest_aisp.results import store
 from pytest_aisp.results.messages import Task
+from pytest_aisp.util import process_group
+from pytest_aisp.worker import metrics
 
 BODY = "pair.assert_equivalent()\npair.assert_speedup()\npair.assert_memory(at_most={})"
 ALONE = "pair.assert_equivalent()\npair.assert_memory(at_most={})"
@@ -83,7 +82,7 @@ def test_memory_is_stored_and_a_growth_is_regressed_or_stale(page, needs, pytest
     needs(600, 240, environment={"power_limit_w": 700})
     pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=1")
     file = pytester.path / "baselines/simulated-gpu/ch99.json"
-    peaks = store.load(file).results[NAME].goals["memory"]
+    peaks = file.load(file).results[NAME].goals["memory"]
     assert peaks == {"baseline": 600 * MIB, "optimized": 240 * MIB}
     needs(600, 243, environment={"power_limit_w": 700})  # 1 % and 1 MiB: rounding
     assert pytester.runpytest_subprocess().ret == 0
@@ -98,7 +97,7 @@ def test_memory_is_stored_and_a_growth_is_regressed_or_stale(page, needs, pytest
     assert stale.ret == 0
     accepted = pytester.runpytest_subprocess("--aisp-update-expectations=all")
     assert accepted.ret == 0
-    assert store.load(file).results[NAME].goals["memory"]["optimized"] == 244 * MIB
+    assert file.load(file).results[NAME].goals["memory"]["optimized"] == 244 * MIB
 
 
 def test_without_a_gpu_it_is_checked(page, pytester):
@@ -138,7 +137,7 @@ class Allocator:
             "memory_reserved": lambda: self.taken,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(memory, "release", self.release)
+        monkeypatch.setattr(metrics, "release", self.release)
 
     def release(self, device):
         self.taken = self.now  # what no tensor holds goes back to the GPU
@@ -185,7 +184,7 @@ def test_what_is_kept_and_what_passes_count_and_a_librarys_workspace_does_not(mo
     bench = Bench(Allocator(monkeypatch))
     sides = (5, 40, 300), (0, 20, 100)
     trial = SimpleNamespace(bench=bench, sides=[(side, None) for side in sides])
-    assert counting.count(Task(kind="count", goal="memory"), trial) == {
+    assert metrics.count(Task(kind="count", goal="memory"), trial) == {
         "baseline": 345,
         "optimized": 120,
     }
@@ -194,7 +193,7 @@ def test_what_is_kept_and_what_passes_count_and_a_librarys_workspace_does_not(mo
 
 
 def test_what_was_taken_from_the_gpu_counts_from_the_first_call(monkeypatch):
-    for counter, found in ((memory.reserved, 352), (memory.fragmentation, 7)):
+    for counter, found in ((metrics.reserved, 352), (metrics.fragmentation, 7)):
         bench = Bench(Allocator(monkeypatch))
         bench.workspace = 0
         assert counter(bench, (5, 40, 300)) == found
@@ -204,9 +203,9 @@ def test_the_rank_that_needs_most_counts(monkeypatch):
     bench = Bench(Allocator(monkeypatch))
     bench.workspace = 0
     rank = SimpleNamespace(most=lambda value: max(value, 200.0), world=1)
-    monkeypatch.setattr(peers, "_here", rank)
-    assert memory.allocated(bench, (5, 40, 300)) == 345
-    assert memory.allocated(bench, (0, 20, 100)) == 200
+    monkeypatch.setattr(process_group, "_here", rank)
+    assert metrics.allocated(bench, (5, 40, 300)) == 345
+    assert metrics.allocated(bench, (0, 20, 100)) == 200
 
 
 class Sending(Bench):
@@ -239,8 +238,8 @@ def test_what_a_rank_still_holds_of_the_last_side_is_not_counted_as_there(monkey
     bench = Sending(Allocator(monkeypatch))
     bench.workspace = 0
     rank = SimpleNamespace(most=lambda value: value, world=2, begin=bench.begin)
-    monkeypatch.setattr(peers, "_here", rank)
-    monkeypatch.setattr(memory, "WATCHDOG", 0)
-    assert memory.allocated(bench, (5, 40, 300)) == 345
+    monkeypatch.setattr(process_group, "_here", rank)
+    monkeypatch.setattr(metrics, "WATCHDOG", 0)
+    assert metrics.allocated(bench, (5, 40, 300)) == 345
     monkeypatch.setattr(rank, "world", 1)
-    assert memory.allocated(bench, (5, 40, 300)) == 345 - 500
+    assert metrics.allocated(bench, (5, 40, 300)) == 345 - 500

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from pytest_aisp.results import runs
+from pytest_aisp.results import run_reader
 from pytest_aisp.results.row import Row
 from pytest_aisp.results.verdict import environment_moved
 
@@ -160,7 +160,7 @@ def test_votes_are_recorded_as_the_processes_they_are(page, gpu, pytester, monke
     gpu(added=2e-5, doubled=1e-5)
     pytester.makepyfile(shaken=SHAKEN)
     other = pytester.path / "conftest.py"
-    other.write_text(other.read_text().replace("pytest_aisp.results.simulated:", "shaken:"))
+    other.write_text(other.read_text().replace("pytest_aisp.timing.fake_device:", "shaken:"))
     result = pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=1", "-v")
     result.stdout.fnmatch_lines(["*NEW 1.8??x*", "stored: * new -> 1.8??x"])
     (entry,) = stored_entries(pytester.path)
@@ -193,7 +193,7 @@ def test_a_result_of_another_clock_is_stale_and_says_so(page, gpu, recorded, pyt
     gpu(added=2e-5, doubled=1.9e-5)
     pytester.makepyfile(syncing=SYNCING)
     other = pytester.path / "conftest.py"
-    other.write_text(other.read_text().replace("pytest_aisp.results.simulated:", "syncing:"))
+    other.write_text(other.read_text().replace("pytest_aisp.timing.fake_device:", "syncing:"))
     result = pytester.runpytest_subprocess("-v")
     result.stdout.fnmatch_lines(
         [
@@ -404,7 +404,7 @@ def test_artifacts_hold_the_rows_of_finished_cases(page, gpu, pytester):
     page()
     gpu(added=2e-5, doubled=1e-5)
     pytester.runpytest_subprocess("--aisp-artifacts=kept")
-    rows = list(runs.load(pytester.path / "kept").rows())
+    rows = list(run_reader.load(pytester.path / "kept").rows())
     assert [r["verdict"] for r in rows] == ["new"]
     assert len(rows[0]["timings"][0]["blocks"]) == 20
 

@@ -17,14 +17,14 @@ import torch
 from emulated import COMPILER, ONLY_ON_A_GPU, emulated
 from lies import LIES, nearly, plain, told, units_of, zeros
 
-from pytest_aisp.bench.loader import load_page, pair_of
-from pytest_aisp.pages.pair import SideError, is_plain
-from pytest_aisp.pages.sources import kernel_files
-from pytest_aisp.proof import check
-from pytest_aisp.proof.controls import CannotTell, TooLoose
-from pytest_aisp.proof.numerics import Rule, Wrong
-from pytest_aisp.proof.oracle import Oracle
-from pytest_aisp.proof.workbench import Workbench
+from pytest_aisp.checking import check
+from pytest_aisp.checking.controls import CannotTell, TooLoose
+from pytest_aisp.checking.inputs import InputPool
+from pytest_aisp.checking.numerics import Rule, Wrong
+from pytest_aisp.checking.reference import Reference
+from pytest_aisp.page.pair import SideError, is_plain
+from pytest_aisp.page.sources import kernel_files
+from pytest_aisp.worker.loader import load_page, pair_of
 
 ROOT = Path(__file__).parents[1]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,7 +68,7 @@ PAGES = [
 
 def oracle_of(pair, rule):
     sizes = [s for s in pair.check_sizes if is_plain(s)] or [*pair.cpu_sizes, *pair.sizes]
-    return Oracle(Workbench(pair, dict(sizes[0]), DEVICE, 1, 2), exact=rule.exact)
+    return Reference(InputPool(pair, dict(sizes[0]), DEVICE, 1, 2), exact=rule.exact)
 
 
 HERE = [path for path in PAGES if runs_here(path)]

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_aisp.bench.client import bench_environment
-from pytest_aisp.commands import cli
-from pytest_aisp.ranks import nccl_env
+from pytest_aisp.cli import app
+from pytest_aisp.distributed import nccl
+from pytest_aisp.worker.client import bench_environment
 
 RESPECTED = "(respected: the ranks get it as it is)"
 
 
 def lines(environment):
-    return list(nccl_env.answer(environment, "NCCL 2.28.9, in torch 2.11.0").lines)
+    return list(nccl.nccl_env_result(environment, "NCCL 2.28.9, in torch 2.11.0").lines)
 
 
 def test_what_is_set_is_shown_with_its_meaning():
@@ -41,11 +41,11 @@ def test_a_variable_that_is_not_in_the_table_is_shown_too():
     )
 
 
-@pytest.mark.parametrize(("name", "value"), nccl_env.RESPECTED.items())
+@pytest.mark.parametrize(("name", "value"), nccl.RESPECTED.items())
 def test_what_keeps_multicast_off_is_respected(name, value, monkeypatch):
     (shown,) = [line for line in lines({name: value}) if line.startswith(f"{name}=")]
     assert shown.endswith(RESPECTED)
-    assert nccl_env.MEANINGS[name] in shown
+    assert nccl.MEANINGS[name] in shown
     other = {"0": "1", "1": "0"}[value]
     assert RESPECTED not in "\n".join(lines({name: other}))
     monkeypatch.setenv(name, value)
@@ -63,33 +63,33 @@ def test_advice_for_several_nodes_says_what_is_set():
 
 
 def test_adapters_are_those_of_the_kernel(monkeypatch, tmp_path):
-    monkeypatch.setattr(nccl_env, "INFINIBAND", tmp_path / "none")
+    monkeypatch.setattr(nccl, "INFINIBAND", tmp_path / "none")
     assert lines({})[-1] == "InfiniBand or RoCE adapters here: none"
     for name in ("mlx5_1", "mlx5_0"):
         (tmp_path / name).mkdir()
-    monkeypatch.setattr(nccl_env, "INFINIBAND", tmp_path)
+    monkeypatch.setattr(nccl, "INFINIBAND", tmp_path)
     assert lines({})[-1] == "InfiniBand or RoCE adapters here: mlx5_0, mlx5_1"
 
 
 def test_every_variable_of_the_table_has_a_prefix_that_is_looked_for():
-    assert all(name.startswith(nccl_env.PREFIXES) for name in nccl_env.MEANINGS)
-    assert set(nccl_env.RESPECTED) <= set(nccl_env.MEANINGS)
+    assert all(name.startswith(nccl.PREFIXES) for name in nccl.MEANINGS)
+    assert set(nccl.RESPECTED) <= set(nccl.MEANINGS)
 
 
 def test_the_command_changes_no_variable(monkeypatch, capsys):
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     before = dict(os.environ)
-    assert cli.main(["nccl-env"]) == 0
+    assert app.main(["nccl-env"]) == 0
     assert dict(os.environ) == before
     said = capsys.readouterr().out
-    assert said.startswith(nccl_env.version())
+    assert said.startswith(nccl.version())
     assert "NCCL_NVLS_ENABLE=0" in said
 
 
 def test_the_version_is_torchs_or_there_is_none(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     without = f"torch {torch.__version__} has no NCCL: it was built without CUDA"
-    assert nccl_env.version() == without
+    assert nccl.version() == without
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "nccl", SimpleNamespace(version=lambda: (2, 28, 9)))
-    assert nccl_env.version() == f"NCCL 2.28.9, in torch {torch.__version__}"
+    assert nccl.version() == f"NCCL 2.28.9, in torch {torch.__version__}"

@@ -11,20 +11,20 @@ import torch
 import torch.distributed as dist
 from peaks_test import H200
 
-from pytest_aisp.bench import collectives, leases, peaks, windows
-from pytest_aisp.bench import server as bench
-from pytest_aisp.bench.collectives import OPS, bandwidths, bus_factor
-from pytest_aisp.commands import cli
-from pytest_aisp.common import peers
-from pytest_aisp.common.answers import Unanswerable
-from pytest_aisp.common.device import Machine
-from pytest_aisp.proof.numerics import Wrong
-from pytest_aisp.ranks import nccl
-from pytest_aisp.ranks.nccl import Sweep
+from pytest_aisp.checking.numerics import Wrong
+from pytest_aisp.cli import app
+from pytest_aisp.distributed import nccl
+from pytest_aisp.distributed.nccl import Sweep
 from pytest_aisp.results.messages import Reply, Task
+from pytest_aisp.session.context import Failed, RunContext
 from pytest_aisp.session.judge import Judge
-from pytest_aisp.session.run import Failed, Run
-from pytest_aisp.tools import curves
+from pytest_aisp.timing import collectives, peaks, windows
+from pytest_aisp.timing.collectives import OPS, bandwidths, bus_factor
+from pytest_aisp.tools import plot
+from pytest_aisp.util import locks, process_group
+from pytest_aisp.util.cli_result import CliError
+from pytest_aisp.util.device import Machine
+from pytest_aisp.worker import server as bench
 
 KIB, MIB = 1 << 10, 1 << 20
 NO_GPU = Machine("cpu", "cpu-x-2c", "x, 2 cores")
@@ -42,7 +42,7 @@ def on_gloo(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, (folder / "out").open("w+") as out:
         machine_is(patch, NO_GPU)
         patch.setattr("sys.stdout", out)
-        code = cli.main(["nccl", "--sizes=4KiB:8KiB", f"--plot={folder / 'plot.svg'}"])
+        code = app.main(["nccl", "--sizes=4KiB:8KiB", f"--plot={folder / 'plot.svg'}"])
         out.seek(0)
         lines = out.read().splitlines()
     return SimpleNamespace(code=code, lines=lines, plot=folder / "plot.svg")
@@ -89,7 +89,7 @@ def test_bus_bandwidth_is_that_of_nccl_tests(op, ranks, factor):
     assert busbw == pytest.approx(algbw * factor)
 
 
-class Third(peers.Alone):
+class Third(process_group.SingleProcess):
     """Rank 1 of three, whose others are only told of."""
 
     rank, world = 1, 3
@@ -98,7 +98,7 @@ class Third(peers.Alone):
 @pytest.fixture
 def third(monkeypatch):
     """Be rank 1 of three, whose others have done their part; `at` is an element to get wrong."""
-    monkeypatch.setattr(peers, "_here", Third())
+    monkeypatch.setattr(process_group, "_here", Third())
     wrong = SimpleNamespace(at=None)
 
     def spoil(out):
@@ -178,11 +178,11 @@ def test_on_gpus_the_graph_clock_is_taken_and_the_hosts_where_nothing_can_be_cap
 
 
 def test_where_one_rank_cannot_capture_none_does(monkeypatch):
-    class Other(peers.Alone):
+    class Other(process_group.SingleProcess):
         def first(self, text):
             return "rank 1: refused"
 
-    monkeypatch.setattr(peers, "_here", Other())
+    monkeypatch.setattr(process_group, "_here", Other())
     with pytest.raises(windows.Uncapturable, match="rank 1: refused"):
         windows.on_all_ranks(lambda: "a window")
 
@@ -285,13 +285,13 @@ def ranks(monkeypatch, tmp_path):
     """Two H200s whose ranks answer `ANSWER`."""
     machine_is(monkeypatch, TWO)
     monkeypatch.setattr(nccl, "RankSet", Ranks)
-    monkeypatch.setattr(leases, "folder", lambda: tmp_path)
+    monkeypatch.setattr(locks, "folder", lambda: tmp_path)
     monkeypatch.setattr(Ranks, "reply", Reply(result=ANSWER), raising=False)
     return Ranks
 
 
 def test_the_ranks_of_two_gpus_are_asked_under_lease(ranks, tmp_path, capsys):
-    assert cli.main(["nccl", "--ops=all_reduce", "--sizes=4KiB", "--timeout=30"]) == 0
+    assert app.main(["nccl", "--ops=all_reduce", "--sizes=4KiB", "--timeout=30"]) == 0
     seen = ranks.seen
     assert (seen.count, seen.environment) == (2, {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"})
     assert (seen.task.kind, seen.task.device, seen.seconds) == ("collectives", "cuda", 30)
@@ -308,7 +308,7 @@ def test_the_ranks_of_two_gpus_are_asked_under_lease(ranks, tmp_path, capsys):
 
 
 def test_without_options_gpus_get_large_sizes_and_every_collective(ranks):
-    assert cli.main(["nccl"]) == 0
+    assert app.main(["nccl"]) == 0
     sweep = ranks.seen.task.sweep
     assert sweep["ops"] == list(OPS)
     assert (sweep["sizes"][0], sweep["sizes"][-1], len(sweep["sizes"])) == (4 * KIB, 512 * MIB, 18)
@@ -316,7 +316,7 @@ def test_without_options_gpus_get_large_sizes_and_every_collective(ranks):
 
 def test_without_gpus_there_are_two_ranks_and_smaller_sizes(ranks, monkeypatch):
     machine_is(monkeypatch, NO_GPU)
-    assert cli.main(["nccl"]) == 0
+    assert app.main(["nccl"]) == 0
     assert (ranks.seen.count, ranks.seen.environment) == (2, {"CUDA_VISIBLE_DEVICES": ""})
     assert ranks.seen.task.device == "cpu"
     assert ranks.seen.task.sweep["sizes"][-1] == 4 * MIB
@@ -330,7 +330,7 @@ def test_without_gpus_there_are_two_ranks_and_smaller_sizes(ranks, monkeypatch):
     ],
 )
 def test_a_number_of_ranks_that_cannot_be_is_refused(ranks, capsys, argument, message):
-    assert cli.main(["nccl", argument]) == 2
+    assert app.main(["nccl", argument]) == 2
     assert capsys.readouterr().err == message + "\n"
 
 
@@ -351,7 +351,7 @@ def test_a_machine_with_one_gpu_runs_its_ranks_on_the_cpu():
     ],
 )
 def test_what_is_asked_wrongly_is_refused(capsys, argument, message):
-    assert cli.main(["nccl", argument]) == 2
+    assert app.main(["nccl", argument]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -359,7 +359,7 @@ def test_a_rank_that_fails_is_named_and_the_exit_code_is_1(ranks, monkeypatch, c
     message = "rank 1 ended by SIGSEGV during: all_reduce of 4 KiB"
     reply = Reply(error="died", message=message, trace="NCCL WARN\n")
     monkeypatch.setattr(Ranks, "reply", reply)
-    assert cli.main(["nccl"]) == 1
+    assert app.main(["nccl"]) == 1
     assert capsys.readouterr().err == f"NCCL WARN\n{message}\n"
     assert ranks.seen.closed
 
@@ -367,7 +367,7 @@ def test_a_rank_that_fails_is_named_and_the_exit_code_is_1(ranks, monkeypatch, c
 def test_ranks_that_fall_silent_are_given_an_option_of_this_command(ranks, monkeypatch, capsys):
     message = "no answer within 9 s during: rank 1: x\ngive it longer with --aisp-timeout-mult"
     monkeypatch.setattr(Ranks, "reply", Reply(error="timeout", message=message))
-    assert cli.main(["nccl", "--timeout=9"]) == 1
+    assert app.main(["nccl", "--timeout=9"]) == 1
     assert capsys.readouterr().err.splitlines() == [
         "no answer within 9 s during: rank 1: x",
         "Give it longer with --timeout=18",
@@ -378,7 +378,7 @@ def test_the_largest_all_reduce_and_the_smallest_are_stored(ranks, tmp_path, cap
     path = tmp_path / "nvidia-h200-x2" / "peaks.json"
     path.parent.mkdir()
     peaks.save(path, peaks.Peaks("nvidia-h200-x2", {"peer": 3.9e11}, {"peer": "GPU 0"}))
-    assert cli.main(["nccl", "--store", f"--baselines={tmp_path}"]) == 0
+    assert app.main(["nccl", "--store", f"--baselines={tmp_path}"]) == 0
     assert capsys.readouterr().err.splitlines() == [
         f"stored in {path}: busbw 268.4 GB/s",
         f"stored in {path}: all_reduce 10 us",
@@ -392,7 +392,7 @@ def test_the_largest_all_reduce_and_the_smallest_are_stored(ranks, tmp_path, cap
 def test_small_all_reduces_are_no_peak(ranks, monkeypatch, tmp_path, capsys):
     for rows in (ROWS[:1], ROWS[2:3]):
         monkeypatch.setattr(Ranks, "reply", Reply(result={**ANSWER, "rows": rows}))
-        assert cli.main(["nccl", "--store", f"--baselines={tmp_path}"]) == 2
+        assert app.main(["nccl", "--store", f"--baselines={tmp_path}"]) == 2
         said = capsys.readouterr()
         assert said.out.startswith("2 ranks")  # what was measured is shown all the same
         assert said.err.splitlines() == [
@@ -402,13 +402,13 @@ def test_small_all_reduces_are_no_peak(ranks, monkeypatch, tmp_path, capsys):
 
 
 def test_what_a_cpu_did_is_not_stored():
-    with pytest.raises(Unanswerable, match=r"^nothing is stored: Gloo on a CPU"):
+    with pytest.raises(CliError, match=r"^nothing is stored: Gloo on a CPU"):
         nccl.rates(Sweep(2, "cpu", ROWS, {}, []))
 
 
 def test_under_ci_nothing_is_stored(ranks, monkeypatch, capsys):
     monkeypatch.setenv("CI", "1")
-    assert cli.main(["nccl", "--store"]) == 2
+    assert app.main(["nccl", "--store"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "--store is refused where CI is set: a gate must not move its own limits",
         "Store on the machine by hand and commit the file",
@@ -417,22 +417,22 @@ def test_under_ci_nothing_is_stored(ranks, monkeypatch, capsys):
 
 def test_a_plot_that_cannot_be_written_says_so_and_the_table_is_shown(ranks, tmp_path, capsys):
     plot = tmp_path / "no folder" / "plot.svg"
-    assert cli.main(["nccl", f"--plot={plot}"]) == 2
+    assert app.main(["nccl", f"--plot={plot}"]) == 2
     said = capsys.readouterr()
     assert said.err.startswith(f"--plot={plot}: cannot be written: ")
     assert "all_reduce  512 MiB" in said.out
 
 
 def test_a_single_size_can_be_drawn():
-    drawn = curves.draw([{"op": "one_shot", "size": 4096, "busbw": 1e9}], "a title")
+    drawn = plot.draw([{"op": "one_shot", "size": 4096, "busbw": 1e9}], "a title")
     assert ElementTree.fromstring(drawn).tag.endswith("svg")
 
 
 def test_curves_that_end_together_have_names_apart():
     rows = [{"op": op, "size": size, "busbw": 1e9} for op in OPS for size in (1, 2)]
-    texts = ElementTree.fromstring(curves.draw(rows, "")).iter("{http://www.w3.org/2000/svg}text")
+    texts = ElementTree.fromstring(plot.draw(rows, "")).iter("{http://www.w3.org/2000/svg}text")
     heights = sorted(float(t.attrib["y"]) for t in texts if t.text in OPS)
-    assert all(b - a >= curves.STEP - 0.1 for a, b in itertools.pairwise(heights))
+    assert all(b - a >= plot.STEP - 0.1 for a, b in itertools.pairwise(heights))
 
 
 def test_pages_on_several_gpus_are_held_against_their_links():
@@ -452,7 +452,7 @@ def page_on_links(tmp_path):
         case = SimpleNamespace(gpus=gpus, pair=SimpleNamespace(l2="cold"))
         row = SimpleNamespace(bound="nvlink", clock="graph", share=None, limit="", verdict="")
         row.origins, row.pair_seconds = {}, lambda: (2 * seconds, seconds)
-        client = SimpleNamespace(machine=TWO, case=case, row=row, run=Run(settings, TWO))
+        client = SimpleNamespace(machine=TWO, case=case, row=row, run=RunContext(settings, TWO))
         Judge(client).limit({"work": {"wire": 3.9e8, "read": 1e6}})
         return row
 

@@ -9,10 +9,10 @@ import pytest
 from drivers import Driver, graph
 from drivers import nodes as kinds
 
-from pytest_aisp.bench import nodes
-from pytest_aisp.bench.nodes import Uncounted, check, contradiction, count
-from pytest_aisp.common.protections import without
-from pytest_aisp.pages.pair import SideError
+from pytest_aisp.isolation.protections import without
+from pytest_aisp.page.pair import SideError
+from pytest_aisp.timing import graph_nodes
+from pytest_aisp.timing.graph_nodes import Uncounted, check, contradiction, count
 
 
 @pytest.fixture
@@ -20,14 +20,14 @@ def driver(monkeypatch):
     """Put a driver in the place of the real one."""
 
     def install(fails=""):
-        monkeypatch.setattr(nodes, "import_module", lambda name: Driver(fails))
+        monkeypatch.setattr(graph_nodes, "import_module", lambda name: Driver(fails))
 
     install()
     return install
 
 
 def window(*content, calls=2, name="side"):
-    counted = nodes.count
+    counted = graph_nodes.count
     made = graph(list(content))
     subject = SimpleNamespace(name=name)
     return SimpleNamespace(subject=subject, calls=calls, nodes=lambda: counted(made))
@@ -71,7 +71,7 @@ def test_a_torch_or_a_machine_that_cannot_tell_accuses_nobody(driver, monkeypatc
     def absent(name):
         raise ImportError(f"No module named '{name}'")
 
-    monkeypatch.setattr(nodes, "import_module", absent)
+    monkeypatch.setattr(graph_nodes, "import_module", absent)
     found = check([window(*kinds("HOST")), window(*kinds("HOST"))])
     assert found == {"no graph_nodes": "No module named 'cuda.bindings.driver'"}
 
@@ -97,7 +97,7 @@ def test_a_graph_in_which_nothing_computes_is_refused(driver, words):
 
 @pytest.mark.parametrize("words", ["KERNEL", "MEMCPY", "MEMSET", "CONDITIONAL"])
 def test_whatever_computes_or_moves_data_is_work(words):
-    assert contradiction({nodes._word(words): 1}) == ""
+    assert contradiction({graph_nodes._word(words): 1}) == ""
 
 
 def test_a_child_graph_is_worth_what_is_in_it(driver):
@@ -116,16 +116,16 @@ def test_counts_are_by_call_and_two_sides_may_differ(driver):
 def test_the_names_are_those_of_the_real_driver():
     pytest.importorskip("cuda.bindings", reason="needs cuda-bindings: pip install cuda-bindings")
     driver = importlib.import_module("cuda.bindings.driver")
-    known = {kind.name.removeprefix(nodes.PREFIX) for kind in driver.CUgraphNodeType}
-    assert known >= nodes.WORDS.keys()
-    assert {nodes._word(name) for name in known} >= nodes.IDLE
-    assert known >= {kind.name.removeprefix(nodes.PREFIX) for kind in Driver.CUgraphNodeType}
+    known = {kind.name.removeprefix(graph_nodes.PREFIX) for kind in driver.CUgraphNodeType}
+    assert known >= graph_nodes.WORDS.keys()
+    assert {graph_nodes._word(name) for name in known} >= graph_nodes.IDLE
+    assert known >= {kind.name.removeprefix(graph_nodes.PREFIX) for kind in Driver.CUgraphNodeType}
     for name in ("cuGraphGetNodes", "cuGraphNodeGetType", "cuGraphChildGraphNodeGetGraph"):
         assert callable(getattr(driver, name))
 
 
 def test_host_nodes_of_several_ranks_accuse_nobody(monkeypatch):
     """NCCL drives networks from the host, out of the graph."""
-    monkeypatch.setattr(nodes, "here", lambda: SimpleNamespace(world=2))
-    assert nodes.contradiction({"kernel": 2, "host node": 1}) == ""
-    assert "nothing computes" in nodes.contradiction({"host node": 1})
+    monkeypatch.setattr(graph_nodes, "here", lambda: SimpleNamespace(world=2))
+    assert graph_nodes.contradiction({"kernel": 2, "host node": 1}) == ""
+    assert "nothing computes" in graph_nodes.contradiction({"host node": 1})

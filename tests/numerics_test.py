@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pytest_aisp.pages.pair import Work
-from pytest_aisp.proof import fits, numerics
-from pytest_aisp.proof.controls import CannotTell, TooLoose, run_controls
-from pytest_aisp.proof.numerics import Leaf, Rule
+from pytest_aisp.checking import compare, numerics
+from pytest_aisp.checking.controls import CannotTell, TooLoose, run_controls
+from pytest_aisp.checking.numerics import Leaf, Rule
+from pytest_aisp.page.pair import Work
 
 
 def gemm_leaf(a, b, dtype="float32", precision=None, roundings=1):
@@ -45,15 +45,15 @@ def tf32(x):
 @pytest.mark.parametrize("k", [64, 1024, 8192])
 def test_honest_fp32_passes(k):
     a, b = operands(k)
-    assert fits.compare(a @ b, gemm_leaf(a, b), Rule()).ok
+    assert compare.compare(a @ b, gemm_leaf(a, b), Rule()).ok
 
 
 @pytest.mark.parametrize("k", [64, 1024, 8192])
 def test_tf32_inside_fp32_fails_unless_declared(k):
     a, b = operands(k)
     sneaky = tf32(a) @ tf32(b)
-    assert not fits.compare(sneaky, gemm_leaf(a, b), Rule()).ok
-    assert fits.compare(sneaky, gemm_leaf(a, b, precision="tf32"), Rule()).ok
+    assert not compare.compare(sneaky, gemm_leaf(a, b), Rule()).ok
+    assert compare.compare(sneaky, gemm_leaf(a, b, precision="tf32"), Rule()).ok
 
 
 @pytest.mark.parametrize("k", [64, 1024, 8192])
@@ -61,10 +61,10 @@ def test_bf16_output_passes_and_one_bit_fewer_fails(k):
     a, b = operands(k, torch.bfloat16)
     leaf = gemm_leaf(a, b, "bfloat16")
     exact = (a.double() @ b.double()).to(torch.bfloat16)
-    assert fits.compare(exact, leaf, Rule()).ok
+    assert compare.compare(exact, leaf, Rule()).ok
     coarse = (exact.view(torch.int16) & ~1).view(torch.bfloat16)
     coarse = torch.where(torch.rand(coarse.shape) < 0.5, coarse, coarse * (1 + 2**-7))
-    assert not fits.compare(coarse, leaf, Rule()).ok
+    assert not compare.compare(coarse, leaf, Rule()).ok
 
 
 def sum_leaf(terms, precision):
@@ -107,7 +107,7 @@ def test_sums_of_what_few_ranks_have_rounded_pass_and_two_bits_fewer_fail(precis
     honest, coarse = ROUNDS[precision]
     for rounds, right in ((honest, True), (lambda x: coarse(x).view(torch.float32), False)):
         total = rounds(sum(rounds(t) for t in terms))
-        assert fits.compare(total, leaf, Rule()).ok is right
+        assert compare.compare(total, leaf, Rule()).ok is right
 
 
 def test_one_large_value_may_cost_a_block_of_shared_scales_more_than_a_format_without():
@@ -115,11 +115,11 @@ def test_one_large_value_may_cost_a_block_of_shared_scales_more_than_a_format_wi
     off = value.clone()
     off[7] += 0.1
     leaf = Leaf("output", value, torch.full_like(value, 0.01))
-    assert not fits.compare(off, leaf, Rule()).ok
-    assert fits.compare(off, replace(leaf, most=numerics.WORST_BLOCK), Rule()).ok
+    assert not compare.compare(off, leaf, Rule()).ok
+    assert compare.compare(off, replace(leaf, most=numerics.WORST_BLOCK), Rule()).ok
     off[7] += 0.1
-    found = fits.compare(off, replace(leaf, most=numerics.WORST_BLOCK), Rule())
-    assert fits.explain("int8", {"n": 999}, found, Rule()).endswith(
+    found = compare.compare(off, replace(leaf, most=numerics.WORST_BLOCK), Rule())
+    assert compare.explain("int8", {"n": 999}, found, Rule()).endswith(
         "the rule is derived bound (rms 1.25, worst 16)"
     )
 
@@ -130,7 +130,7 @@ def test_a_bf16_accumulator_fails(k):
     total = torch.zeros(64, 48, dtype=torch.bfloat16)
     for start in range(0, k, 64):
         total = total + (a[:, start : start + 64] @ b[start : start + 64])
-    assert not fits.compare(total, gemm_leaf(a, b, "bfloat16"), Rule()).ok
+    assert not compare.compare(total, gemm_leaf(a, b, "bfloat16"), Rule()).ok
 
 
 @pytest.mark.parametrize("spoil", ["tile", "element", "nan", "inf"])
@@ -141,26 +141,26 @@ def test_local_damage_fails_and_is_named(spoil):
         out[32:40, 16:24] = 0
     else:
         out[7, 9] = {"element": float(out[7, 9]) + 0.01, "nan": math.nan, "inf": math.inf}[spoil]
-    fit = fits.compare(out, gemm_leaf(a, b), Rule())
+    fit = compare.compare(out, gemm_leaf(a, b), Rule())
     assert not fit.ok
     if spoil != "tile":
         assert fit.index == (7, 9)
-        assert "output[7, 9]" in fits.explain("fast", {"n": 48}, fit, Rule())
+        assert "output[7, 9]" in compare.explain("fast", {"n": 48}, fit, Rule())
 
 
 def test_nan_is_right_only_where_the_reference_has_it():
     value = torch.tensor([1.0, math.nan, math.inf], dtype=torch.float64)
     leaf = Leaf("output", value, torch.full((3,), 1e-7, dtype=torch.float64))
-    assert fits.compare(torch.tensor([1.0, math.nan, math.inf]), leaf, Rule()).ok
+    assert compare.compare(torch.tensor([1.0, math.nan, math.inf]), leaf, Rule()).ok
     for wrong in ([math.nan, math.nan, math.inf], [1.0, 2.0, math.inf], [1.0, math.nan, -math.inf]):
-        assert not fits.compare(torch.tensor(wrong), leaf, Rule()).ok
+        assert not compare.compare(torch.tensor(wrong), leaf, Rule()).ok
 
 
 def test_exact_means_bit_for_bit():
     value = torch.randn(33, dtype=torch.float32).double()
     leaf = Leaf("output", value, torch.ones_like(value))
-    assert fits.compare(value.float(), leaf, Rule(exact=True)).ok
-    assert not fits.compare(value.float() * (1 + 2**-23), leaf, Rule(exact=True)).ok
+    assert compare.compare(value.float(), leaf, Rule(exact=True)).ok
+    assert not compare.compare(value.float() * (1 + 2**-23), leaf, Rule(exact=True)).ok
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_tolerance_of_the_pages_own_replaces_the_bound(rtol, atol, ok):
     value = torch.linspace(1, 2, 33, dtype=torch.float64)
     leaf = Leaf("output", value, torch.full_like(value, 1e-9))
     got = (value * (1 + 1e-4)).float()
-    assert fits.compare(got, leaf, Rule(rtol=rtol, atol=atol)).ok is ok
+    assert compare.compare(got, leaf, Rule(rtol=rtol, atol=atol)).ok is ok
 
 
 def controls(leaf, stale, rule=Rule()):  # noqa: B008 - frozen

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from pytest_aisp import Work, compare
-from pytest_aisp.bench.loader import pair_of
-from pytest_aisp.proof import check
-from pytest_aisp.proof.numerics import Rule, Wrong
-from pytest_aisp.proof.oracle import Oracle
-from pytest_aisp.proof.workbench import Workbench
+from pytest_aisp.checking import check
+from pytest_aisp.checking.inputs import InputPool
+from pytest_aisp.checking.numerics import Rule, Wrong
+from pytest_aisp.checking.reference import Reference
+from pytest_aisp.worker.loader import pair_of
 
 
 def inputs(device, n):
@@ -62,7 +62,7 @@ def oracle_of(reference, state=weights, gpus=1):
     def test(pair):
         pass
 
-    return Oracle(Workbench(pair_of(test), {"n": 33}, "cpu", 1, 2))
+    return Reference(InputPool(pair_of(test), {"n": 33}, "cpu", 1, 2))
 
 
 @pytest.mark.parametrize("reference", [read, converting])

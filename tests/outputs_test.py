@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from pytest_aisp import Work, compare
-from pytest_aisp.bench.loader import pair_of
-from pytest_aisp.proof.check import check_sides
-from pytest_aisp.proof.numerics import Rule, Wrong
-from pytest_aisp.proof.oracle import Oracle
-from pytest_aisp.proof.workbench import Workbench
+from pytest_aisp.checking.check import check_sides
+from pytest_aisp.checking.inputs import InputPool
+from pytest_aisp.checking.numerics import Rule, Wrong
+from pytest_aisp.checking.reference import Reference
+from pytest_aisp.worker.loader import pair_of
 
 SIZE = {"n": 330}
 
@@ -34,8 +34,8 @@ def found(side, rule=Rule(), *, baseline, reference):  # noqa: B008 - frozen
     def test_it(pair):
         """Nothing: only its declaration is used."""
 
-    bench = Workbench(pair_of(test_it), SIZE, "cpu", 1, 2)
-    return check_sides(Oracle(bench), [(base, None), (side, None)], rule)
+    bench = InputPool(pair_of(test_it), SIZE, "cpu", 1, 2)
+    return check_sides(Reference(bench), [(base, None), (side, None)], rule)
 
 
 FORMS = {

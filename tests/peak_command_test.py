@@ -6,12 +6,13 @@ import json
 
 import pytest
 
-from pytest_aisp.bench import leases, peaks
-from pytest_aisp.bench.peaks import Peaks
-from pytest_aisp.commands import cli
-from pytest_aisp.common.device import Machine
+from pytest_aisp.cli import app
 from pytest_aisp.results.messages import Reply
-from pytest_aisp.tools import peak
+from pytest_aisp.timing import peaks
+from pytest_aisp.timing.peaks import Peaks
+from pytest_aisp.tools import roofline
+from pytest_aisp.util import locks
+from pytest_aisp.util.device import Machine
 
 H200 = Machine("sm90", "nvidia-h200", "NVIDIA H200", ("GPU-a", "GPU-b"))
 RATES = {"copy": 4.239e12, "bf16": 7.714e14, "launch": 7.118e-6}
@@ -37,14 +38,14 @@ class Bench:
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: H200))
-    monkeypatch.setattr(peak, "BenchProcess", Bench)
-    monkeypatch.setattr(leases, "folder", lambda: tmp_path)
+    monkeypatch.setattr(roofline, "BenchProcess", Bench)
+    monkeypatch.setattr(locks, "folder", lambda: tmp_path)
     monkeypatch.setattr(Bench, "seen", [], raising=False)
     return lambda reply: monkeypatch.setattr(Bench, "reply", reply)
 
 
 def test_one_gpu_is_leased_and_measured_in_a_process_of_its_own(tmp_path, capsys):
-    assert cli.main(["peak"]) == 0
+    assert app.main(["peak"]) == 0
     environment = {"CUDA_VISIBLE_DEVICES": "GPU-a", "TRITON_INTERPRET": None}
     assert Bench.seen == [environment, ("peaks", "cuda"), "closed"]
     assert {p.name for p in tmp_path.glob("*.lock")} == {"host.lock", "GPU-a.lock"}
@@ -59,14 +60,14 @@ def test_one_gpu_is_leased_and_measured_in_a_process_of_its_own(tmp_path, capsys
 def test_a_cpu_is_measured_alone(monkeypatch, tmp_path):
     laptop = Machine("cpu", "cpu-some-4c", "Some, 4 cores")
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: laptop))
-    assert cli.main(["peak", "--json"]) == 0
+    assert app.main(["peak", "--json"]) == 0
     assert Bench.seen[0] == {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     assert Bench.seen[1] == ("peaks", "cpu")
     assert {p.name for p in tmp_path.glob("*.lock")} == {"host.lock"}
 
 
 def test_json_holds_rates_and_facts(capsys):
-    assert cli.main(["peak", "--json"]) == 0
+    assert app.main(["peak", "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
     assert plain == {"product": "nvidia-h200", "rates": RATES, "facts": FACTS}
 
@@ -75,7 +76,7 @@ def test_stored_are_all_rates_with_what_they_were(tmp_path, capsys):
     path = tmp_path / "kept" / "nvidia-h200" / "peaks.json"
     path.parent.mkdir(parents=True)
     peaks.save(path, Peaks("nvidia-h200", {"copy": 4e12, "fp8": 1e15}, {"no": "more"}))
-    assert cli.main(["peak", "--store", f"--baselines={tmp_path / 'kept'}"]) == 0
+    assert app.main(["peak", "--store", f"--baselines={tmp_path / 'kept'}"]) == 0
     assert capsys.readouterr().err.splitlines() == [
         f"stored in {path}: copy 4 TB/s -> 4.239 TB/s",
         f"stored in {path}: bf16 771.4 TFLOP/s",
@@ -87,7 +88,7 @@ def test_stored_are_all_rates_with_what_they_were(tmp_path, capsys):
 def test_a_gpu_that_was_throttled_has_no_peaks(machine, tmp_path, capsys):
     facts = {**FACTS, "throttled": "power brake"}
     machine(Reply(result={"rates": RATES, "facts": facts}))
-    assert cli.main(["peak", "--store", f"--baselines={tmp_path}"]) == 1
+    assert app.main(["peak", "--store", f"--baselines={tmp_path}"]) == 1
     said = capsys.readouterr()
     assert said.out.splitlines()[-2:] == [
         "the GPU was slower than it should be: power brake",
@@ -99,7 +100,7 @@ def test_a_gpu_that_was_throttled_has_no_peaks(machine, tmp_path, capsys):
 
 def test_peaks_that_cannot_be_measured_say_why(machine, capsys):
     machine(Reply(error="memory", message="out of memory", trace="its last words"))
-    assert cli.main(["peak"]) == 1
+    assert app.main(["peak"]) == 1
     assert capsys.readouterr().err.splitlines() == [
         "its last words",
         "the peaks of nvidia-h200 could not be measured: out of memory",
@@ -113,11 +114,11 @@ def test_a_file_that_is_none_is_left_as_it_is_and_ci_stores_nothing(tmp_path, mo
     path = tmp_path / "nvidia-h200" / "peaks.json"
     path.parent.mkdir()
     path.write_text("mine")
-    assert cli.main(["peak", "--store", f"--baselines={tmp_path}"]) == 2
+    assert app.main(["peak", "--store", f"--baselines={tmp_path}"]) == 2
     assert "nothing is stored: " + str(path) + " is no peaks file" in capsys.readouterr().err
     assert path.read_text() == "mine"
     monkeypatch.setenv("CI", "1")
     monkeypatch.setattr(Bench, "seen", [])
-    assert cli.main(["peak", "--store"]) == 2
+    assert app.main(["peak", "--store"]) == 2
     assert Bench.seen == []
     assert capsys.readouterr().err.startswith("--store is refused where CI is set")

@@ -7,7 +7,7 @@ import os
 import pytest
 from ranks_test import write as write_ranks
 
-from pytest_aisp.bench.printed import MOST, Chunk, Stream, shown
+from pytest_aisp.worker.output_capture import MOST, Chunk, Stream, shown
 
 PRINTS = """
 import os, sys
@@ -122,7 +122,7 @@ def test_the_last_words_of_a_process_that_dies_are_shown(page, pytester, new):
             '  File "*ch99/doubling_test.py", line * in dies',
         ]
     )
-    result.stdout.no_fnmatch_line("*pytest_aisp/bench*")
+    result.stdout.no_fnmatch_line("*pytest_aisp/worker*")
 
 
 def test_a_case_shows_nothing_of_the_one_before_it(page, pytester):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_aisp.proof.check import _fits
+from pytest_aisp.checking.check import _fits
 
 
 @pytest.mark.parametrize(

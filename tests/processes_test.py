@@ -8,8 +8,8 @@ import os
 import pytest
 
 from pytest_aisp import fresh_process
-from pytest_aisp.bench import client, printed, processes, server
 from pytest_aisp.results.messages import Reply, Task
+from pytest_aisp.worker import client, output_capture, process_timer, server
 
 
 @fresh_process
@@ -56,7 +56,7 @@ def asked(*roles):
 
 
 def test_processes_start_together_answer_in_turn_and_may_be_silent_as_long_as_their_task(log):
-    found = processes.ask_fresh(asked("baseline", "optimized"), lambda text: None)
+    found = process_timer.ask_fresh(asked("baseline", "optimized"), lambda text: None)
     assert found == [{"n": 1.0}, {"n": 1.0}]
     assert log == [
         *("start doubled", "start alone"),
@@ -69,7 +69,9 @@ def test_what_processes_print_is_said_in_the_order_in_which_they_answer(log, mon
     class Speaks(client.BenchProcess):
         def __init__(self, environment):
             super().__init__(environment)
-            self.printed = (printed.Printed(printed.Stream(), printed.Stream()),)
+            self.printed = (
+                output_capture.OutputCapture(output_capture.Stream(), output_capture.Stream()),
+            )
 
         def ask(self, task, seconds, progress):
             self.printed[0].stdout.file.write(f"{task.side}\n".encode())
@@ -77,13 +79,13 @@ def test_what_processes_print_is_said_in_the_order_in_which_they_answer(log, mon
             return super().ask(task, seconds, progress)
 
     monkeypatch.setattr(client, "BenchProcess", Speaks)
-    processes.ask_fresh(asked("baseline", "optimized"), lambda text: None)
+    process_timer.ask_fresh(asked("baseline", "optimized"), lambda text: None)
     assert capsys.readouterr().out == "baseline\noptimized\n"
 
 
 def test_where_one_process_fails_none_is_left(log):
-    with pytest.raises(processes.ProcessFailed, match="doubled in a fresh process: gone"):
-        processes.ask_fresh(asked("fails", "optimized"), lambda text: None)
+    with pytest.raises(process_timer.ProcessFailed, match="doubled in a fresh process: gone"):
+        process_timer.ask_fresh(asked("fails", "optimized"), lambda text: None)
     assert log[2:] == ["doubled fails 1200.0", "close alone", "close doubled"]
 
 

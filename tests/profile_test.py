@@ -14,14 +14,14 @@ import torch
 from ranks_test import write as write_ranks
 
 from pytest_aisp import Work, compare
-from pytest_aisp.bench import nsight, profiler
-from pytest_aisp.bench.loader import pair_of
-from pytest_aisp.bench.nsight import NsightError, absent, watch
-from pytest_aisp.proof.workbench import Workbench
+from pytest_aisp.checking.inputs import InputPool
 from pytest_aisp.results.messages import Reply, Task
-from pytest_aisp.results.profiles import Differences, Seen, gathered, table
 from pytest_aisp.session import profiling
-from pytest_aisp.session.run import Interrupted
+from pytest_aisp.session.context import Interrupted
+from pytest_aisp.worker import nvidia_tools, torch_profiler
+from pytest_aisp.worker.loader import pair_of
+from pytest_aisp.worker.nvidia_tools import NsightError, absent_profiler, watch
+from pytest_aisp.worker.torch_profiler import Differences, Seen, gathered, table
 
 NAME = "ch99.doubling_test.test_doubling.doubled-n1001"
 CHECK = ["--aisp-check", "--aisp-profile"]
@@ -54,7 +54,7 @@ def test_a_check_on_a_cpu_writes_traces_tables_and_differences(page, pytester):
     for role, operator in (("baseline", "aten::add"), ("optimized", "aten::mul")):
         trace = json.loads((folder / f"{role}.trace.json").read_text())["traceEvents"]
         names = [event.get("name") for event in trace]
-        assert names.count(operator) == profiler.CALLS  # the warm-up is not in it
+        assert names.count(operator) == torch_profiler.CALLS  # the warm-up is not in it
         assert f"aisp-{role}" in names
         text = (folder / f"{role}.operators.txt").read_text()
         assert operator in text
@@ -161,7 +161,7 @@ def tools(tmp_path, monkeypatch):
     """Put tools on PATH that run what follows ``python`` as `script` says."""
 
     def says(script):
-        for name, tool in nsight.TOOLS.items():
+        for name, tool in nvidia_tools.TOOLS.items():
             path = tmp_path / name
             path.write_text(script.replace("SUFFIX", tool.suffix))
             path.chmod(0o755)
@@ -191,7 +191,7 @@ echo kept > "${report}SUFFIX"
 )
 def test_what_it_cannot_do_is_refused(tools, pytester, monkeypatch, arguments, words):
     tools(HONEST)
-    monkeypatch.setattr("pytest_aisp.bench.sanitizer.installed", lambda: "compute-sanitizer")
+    monkeypatch.setattr("pytest_aisp.worker.nvidia_tools.installed", lambda: "compute-sanitizer")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     result = pytester.runpytest(*arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -215,7 +215,7 @@ def test_where_a_tool_is_not_installed_the_error_says_where_to_get_it(
             "    pytest --aisp-profile=torch",
         ]
     )
-    assert absent(tool) in result.stderr.str()
+    assert absent_profiler(tool) in result.stderr.str()
 
 
 # The sides of a page, alone and inside a tool.
@@ -237,12 +237,12 @@ def task(page, pytester):
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": None}
 
 
-@pytest.mark.parametrize("tool", nsight.TOOLS)
+@pytest.mark.parametrize("tool", nvidia_tools.TOOLS)
 def test_a_tool_is_put_around_one_side_and_can_be_again_by_hand(tools, task, tmp_path, tool):
     tools(HONEST)
     folder = tmp_path / "a folder" / "case"
     files = watch(tool, task(), folder, ENVIRONMENT, 60.0)
-    suffix = nsight.TOOLS[tool].suffix
+    suffix = nvidia_tools.TOOLS[tool].suffix
     names = [f"optimized{suffix}", f"optimized.{tool}.sh", f"optimized.{tool}.txt"]
     assert files == [*names, "optimized.task.json"]
     said = (folder / f"optimized.{tool}.txt").read_text().splitlines()
@@ -259,7 +259,7 @@ def test_a_tool_is_put_around_one_side_and_can_be_again_by_hand(tools, task, tmp
 
 
 SCRIPTS = {
-    "#!/bin/sh\necho ==ERROR== ERR_NVGPUCTRPERM\nexit 1\n": nsight.COUNTERS,
+    "#!/bin/sh\necho ==ERROR== ERR_NVGPUCTRPERM\nexit 1\n": nvidia_tools.COUNTERS,
     "#!/bin/sh\necho No kernels were profiled.\n": "ncu left no report\nNo kernels were profiled.",
     "#!/bin/sh\necho broken\nexit 9\n": "ncu ended with exit code 9\nbroken",
 }
@@ -283,7 +283,7 @@ def test_a_side_that_raises_in_a_tool_is_named(tools, task, tmp_path):
 def test_a_tool_that_hangs_is_ended(tools, task, tmp_path):
     tools(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
     with pytest.raises(NsightError, match=r"nsys took longer than 4 s\n.*timeout-multiplier=2"):
-        watch("nsys", task(), tmp_path, {}, 4 / nsight.SLOWER)
+        watch("nsys", task(), tmp_path, {}, 4 / nvidia_tools.PROFILER_SLOWDOWN)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
@@ -317,7 +317,7 @@ def bench():
         """A pair, never run as a test."""
 
     CALLED.clear()
-    return Workbench(pair_of(test_it), {"n": 8}, "cuda", 1, 2)
+    return InputPool(pair_of(test_it), {"n": 8}, "cuda", 1, 2)
 
 
 CALLED: list[str] = []
@@ -354,15 +354,15 @@ def cuda(monkeypatch):
 
 
 def test_a_tool_sees_the_named_calls_alone(bench, cuda):
-    profiler.replay_side(bench, bench.pair.baseline, "baseline")
-    warm = ["call"] * profiler.WARMUP + ["wait"]
-    seen = ["start", "push aisp-baseline", *["call"] * profiler.CALLS, "wait", "pop", "stop"]
+    torch_profiler.replay_side(bench, bench.pair.baseline, "baseline")
+    warm = ["call"] * torch_profiler.WARMUP + ["wait"]
+    seen = ["start", "push aisp-baseline", *["call"] * torch_profiler.CALLS, "wait", "pop", "stop"]
     assert warm + seen == CALLED
 
 
 def test_memory_is_told_before_and_after_with_a_snapshot_of_what_was_between(bench, cuda, tmp_path):
     file = tmp_path / "memory.pickle"
-    held = profiler._memory(bench, bench.pair.baseline, file)
+    held = torch_profiler._memory(bench, bench.pair.baseline, file)
     assert held == {
         "before": {"allocated": 100, "reserved": 500, "difference": 400},
         "after": {"allocated": 140, "reserved": 500, "difference": 360},
@@ -373,7 +373,7 @@ def test_memory_is_told_before_and_after_with_a_snapshot_of_what_was_between(ben
 
 def test_recording_ends_where_a_side_raises(bench, cuda, tmp_path):
     with pytest.raises(ZeroDivisionError):
-        profiler._memory(bench, lambda x: 1 / 0, tmp_path / "memory.pickle")
+        torch_profiler._memory(bench, lambda x: 1 / 0, tmp_path / "memory.pickle")
     assert not cuda.on
 
 
@@ -388,7 +388,7 @@ def test_on_a_gpu_kernels_are_counted_and_neither_operators_nor_ranges():
     events = [event("add_kernel", "CUDA"), event("aten::add", "CPU")]
     events.append(event("aisp-baseline", "CUDA", annotation=True))
     looked = SimpleNamespace(events=lambda: events)
-    found = profiler._events(looked, SimpleNamespace(device="cuda"))
+    found = torch_profiler._events(looked, SimpleNamespace(device="cuda"))
     assert found == [("add_kernel", pytest.approx(2e-6))]
 
 

@@ -6,8 +6,8 @@ import pytest
 from lies import LIES, nearly, zeros
 from mutants_test import PAGES, ROOT, judged_on
 
-from pytest_aisp.pages.pair import is_plain
-from pytest_aisp.ranks.launcher import RankSet
+from pytest_aisp.distributed.launcher import RankSet
+from pytest_aisp.page.pair import is_plain
 from pytest_aisp.results.messages import Task
 
 SPREAD = sorted(set((ROOT / "suites").rglob("*_test.py")) - set(PAGES))

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 from benches import benches, wait_for
 
-from pytest_aisp.common.device import Machine
-from pytest_aisp.ranks.launcher import Nodes, RankSet
+from pytest_aisp.distributed.launcher import Nodes, RankSet
 from pytest_aisp.results.messages import Task
-from pytest_aisp.session.run import Failed, Run
+from pytest_aisp.session.context import Failed, RunContext
+from pytest_aisp.util.device import Machine
 
 PAGE = '''
     """Summing: the same sum."""
@@ -232,7 +232,7 @@ def test_ranks_of_two_launchers_meet_at_an_endpoint(ranks, tmp_path, unused_port
     """Two launchers stand for two machines; each sees its own rank alone."""
     path = write(tmp_path, "apart")
     # No test is about its own speed: waiting for a core is no disturbance here.
-    patience = "from pytest_aisp.bench import host\n\nhost.STOLEN = float('inf')\n"
+    patience = "from pytest_aisp.timing import cpu_timer\n\ncpu_timer.STOLEN = float('inf')\n"
     path.write_text(path.read_text().replace("import os\n", patience + "import os\n", 1))
     nodes = [ranks(1, Nodes(f"127.0.0.1:{unused_port}", 2, number)) for number in range(2)]
     replies = {}
@@ -271,7 +271,7 @@ def unused_port():
 
 def test_ranks_that_do_not_start_say_so(ranks, monkeypatch):
     monkeypatch.setattr(
-        "pytest_aisp.ranks.launcher.RankSet._arguments", lambda self: ["--no-such-option"]
+        "pytest_aisp.distributed.launcher.RankSet._arguments", lambda self: ["--no-such-option"]
     )
     reply = ranks(2).ask(Task(kind="check"), 60, quiet)
     assert reply.error == "died"
@@ -308,7 +308,7 @@ def test_ranks_are_not_called_untrusted_and_judged_all_the_same(page, pytester):
 )
 def test_a_case_leases_all_its_gpus_in_one_order(monkeypatch, gpus, worker, leased):
     """Whoever holds one of them is waited for, and nobody waits in a ring."""
-    from pytest_aisp.session import sessions
+    from pytest_aisp.session import setup
 
     taken = []
 
@@ -316,24 +316,24 @@ def test_a_case_leases_all_its_gpus_in_one_order(monkeypatch, gpus, worker, leas
         taken.append(name)
         return contextlib.nullcontext()
 
-    monkeypatch.setattr(sessions, "lease", lease)
+    monkeypatch.setattr(setup, "lease", lease)
     settings = SimpleNamespace(check=False, compile=())
-    run = Run(settings, Machine("sm90", "nvidia-h200", "H200", ("b", "a")), worker=worker)
+    run = RunContext(settings, Machine("sm90", "nvidia-h200", "H200", ("b", "a")), worker=worker)
     case = SimpleNamespace(kind="gpu", gpus=gpus, pair=SimpleNamespace(as_called=False))
     with contextlib.ExitStack() as held:
-        sessions._hold(held, run, case)
+        setup._hold(held, run, case)
     assert taken == ["host", *leased]
 
 
 def test_ranks_see_the_gpus_that_were_leased():
     settings = SimpleNamespace(reproducible=False, seed=None, cold_start=False)
-    run = Run(settings, Machine("sm90", "nvidia-h200", "H200", ("b", "a", "c")))
+    run = RunContext(settings, Machine("sm90", "nvidia-h200", "H200", ("b", "a", "c")))
     assert run.environment("cuda", 2)["CUDA_VISIBLE_DEVICES"] == "a,b"
     assert run.environment("cuda")["CUDA_VISIBLE_DEVICES"] == "b"
 
 
 def test_ranks_cannot_run_inside_pytest():
-    run = Run(SimpleNamespace(in_process="--pdb"), Machine("cpu", "cpu", "CPU"))
+    run = RunContext(SimpleNamespace(in_process="--pdb"), Machine("cpu", "cpu", "CPU"))
     with pytest.raises(Failed, match="2 ranks cannot run inside pytest; leave out --pdb"):
         run.start("cpu", 2)
 

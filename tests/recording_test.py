@@ -10,8 +10,8 @@ import pytest
 
 from pytest_aisp.results import store
 from pytest_aisp.session import recorder
+from pytest_aisp.session.case import CaseRun
 from pytest_aisp.session.recorder import Recorder
-from pytest_aisp.session.runner import CaseRun
 
 UPDATE = ["--aisp-update-expectations", "--aisp-processes=1"]
 FACTS = {"driver": "580.65", "cuda": "13.0", "torch": "2.11.0", "triton": "3.6.0"}

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_aisp.results import runs
+from pytest_aisp.results import run_reader
 from pytest_aisp.results.artifacts import Artifacts
-from pytest_aisp.results.remarks import amount, graphs, launch_bound, launch_bound_words, memory
+from pytest_aisp.results.row import (
+    amount,
+    graph_notes,
+    launch_bound,
+    launch_bound_note,
+    memory_note,
+)
 
 MIB = 1 << 20
 NAMES = ("added", "doubled")
@@ -14,21 +20,21 @@ NAMES = ("added", "doubled")
 
 def test_a_graph_is_said_by_call():
     by_side = {"baseline": {"kernel": 3.0, "memset": 1.0}, "optimized": {"kernel": 1.0}}
-    assert graphs(NAMES, {"graph_nodes": by_side}) == [
+    assert graph_notes(NAMES, {"graph_nodes": by_side}) == [
         "added's graph: 3 kernels, 1 memset a call",
         "doubled's graph: 1 kernel a call",
     ]
     half = {"baseline": {"kernel": 0.5, "memcpy": 2.0}, "optimized": {"child graph": 1.0}}
-    assert graphs(NAMES, {"graph_nodes": half}) == [
+    assert graph_notes(NAMES, {"graph_nodes": half}) == [
         "added's graph: 0.5 kernels, 2 memcpys a call",
         "doubled's graph: 1 child graph a call",
     ]
 
 
 def test_a_graph_that_nobody_counted_says_why():
-    said = graphs(NAMES, {"no graph_nodes": "cuGraphGetNodes: CUDA_ERROR_INVALID_VALUE"})
+    said = graph_notes(NAMES, {"no graph_nodes": "cuGraphGetNodes: CUDA_ERROR_INVALID_VALUE"})
     assert said == ["graph: nodes not counted: cuGraphGetNodes: CUDA_ERROR_INVALID_VALUE"]
-    assert graphs(NAMES, {}) == []  # another clock
+    assert graph_notes(NAMES, {}) == []  # another clock
 
 
 @pytest.mark.parametrize(
@@ -60,7 +66,7 @@ def test_bytes_are_said_in_their_unit(count, says):
 def test_memory_is_traded_for_speed_where_the_optimized_side_needs_much_more(
     baseline, optimized, traded
 ):
-    said, loud = memory({"baseline": baseline * MIB, "optimized": optimized * MIB})
+    said, loud = memory_note({"baseline": baseline * MIB, "optimized": optimized * MIB})
     assert said == f"memory: {amount(baseline * MIB)} / {amount(optimized * MIB)} beyond the inputs"
     assert loud is traded
 
@@ -80,7 +86,7 @@ def test_a_side_is_launch_bound_that_takes_much_longer_without_a_graph(as_called
 
 
 def test_launch_bound_sides_are_named():
-    assert launch_bound_words({"added": 3.14, "doubled": 1.6}) == (
+    assert launch_bound_note({"added": 3.14, "doubled": 1.6}) == (
         "as called added 3.1x, doubled 1.6x longer: launch-bound without a graph"
     )
 
@@ -104,7 +110,7 @@ def measured(page, gpu, pytester):
     pytester.runpytest_subprocess("--aisp-artifacts=seen")
 
     def run(*options, **details):
-        seen = runs.load(pytester.path / "seen")
+        seen = run_reader.load(pytester.path / "seen")
         [row] = seen.rows()
         row["timings"][0]["details"] |= details
         row["timings"][0] |= {"baseline": [2e-5], "optimized": [1e-5]}
@@ -122,7 +128,7 @@ def test_what_must_not_be_silent_is_shown_without_vv_and_kept(measured, pytester
     shown = measured("--aisp-artifacts=kept", **DETAILS)
     shown.fnmatch_lines([BOUND, TRADED])
     shown.no_fnmatch_line("*'s graph: *")
-    [row] = runs.load(pytester.path / "kept").rows()
+    [row] = run_reader.load(pytester.path / "kept").rows()
     assert row["launch_bound"] == {"added": pytest.approx(3.1)}
     assert len(row["remarks"]) == 2
     assert "added's graph: 3 kernels, 1 memset a call" in row["notes"]

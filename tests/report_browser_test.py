@@ -10,7 +10,7 @@ import pytest
 from made_runs import case, laid, made
 
 from pytest_aisp.report import write as report
-from pytest_aisp.report.run import Run
+from pytest_aisp.report.run import ReportRun
 
 ODD = "ch01/odd_test.py::test_odd[</script> \"quoted\" 'so' 100% 이름 #?/\\]"
 LONG = "odd" + "x" * 120
@@ -82,8 +82,8 @@ def person(tmp_path):
     results = made(COUNT)
     results["cases"] += [case(COUNT, id=ODD, verdict="fail", variant=LONG, baseline=LONG[::-1])]
     folder = laid(tmp_path / "run", results, pages=True)
-    before = [Run.of(made(COUNT, started=f"2026-11-{day}")) for day in (20, 21)]
-    out = report.write(Run.read(folder), tmp_path / "report.html", before, folder)
+    before = [ReportRun.of(made(COUNT, started=f"2026-11-{day}")) for day in (20, 21)]
+    out = report.write(ReportRun.read(folder), tmp_path / "report.html", before, folder)
     with browsers.started() as driver:
         yield Person(driver, out.as_uri())
 

@@ -14,15 +14,14 @@ from pathlib import Path
 import pytest
 from made_runs import case, laid, made, timing
 
-from pytest_aisp.commands import cli
-from pytest_aisp.common.answers import Unanswerable
+from pytest_aisp.cli import app
 from pytest_aisp.report import data as report_data
 from pytest_aisp.report import write as report
-from pytest_aisp.report.run import Run
-from pytest_aisp.report.samples import blocks_for, embedded
-from pytest_aisp.report.table import Axis
-from pytest_aisp.results import runs
+from pytest_aisp.report.html import Axis
+from pytest_aisp.report.run import ReportRun, blocks_for, embedded
+from pytest_aisp.results import run_reader
 from pytest_aisp.results.verdict import ORDER, RED
+from pytest_aisp.util.cli_result import CliError
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -58,7 +57,9 @@ class Seen(HTMLParser):
 
 
 def page(results, *history):
-    return report.html(report_data.report_data(Run.of(results), [Run.of(h) for h in history]))
+    return report.html(
+        report_data.report_data(ReportRun.of(results), [ReportRun.of(h) for h in history])
+    )
 
 
 def data_of(html):
@@ -105,7 +106,7 @@ def test_a_case_may_be_called_anything(name, tmp_path):
     one |= {"profile": {"tool": name, "files": [name]}}
     results = with_cases(one, invalid=[name], branch=name, mode=name)
     results["run"]["machine"]["name"] = name
-    out = report.write(Run.of(results, tmp_path), tmp_path / "report.html")
+    out = report.write(ReportRun.of(results, tmp_path), tmp_path / "report.html")
     html = out.read_text(encoding="utf-8")
     clean = name.replace("\ud800", "?")
     assert data_of(html)["cases"][0]["id"] == f"x::{clean}"
@@ -198,13 +199,13 @@ def test_samples_that_are_missing_or_others_are_said(tmp_path):
     (there / "0000.json").unlink()
     (there / "0001.json").write_bytes((there / "0002.json").read_bytes())
     (there / "0002.json").write_text('{"timings": [')
-    missing, foreign, torn = wrong_samples(Run.read(folder))
+    missing, foreign, torn = wrong_samples(ReportRun.read(folder))
     assert missing == (
         "samples/0000.json: its samples are missing: No such file or directory."
         " Copy the whole folder of the run, samples/ too."
     )
     for name, said in (("0001", foreign), ("0002", torn)):
-        sha256 = Run.read(folder).cases[int(name)]["samples"]["sha256"]
+        sha256 = ReportRun.read(folder).cases[int(name)]["samples"]["sha256"]
         found = hashlib.sha256((there / f"{name}.json").read_bytes()).hexdigest()
         assert said == (
             f"samples/{name}.json: these are not the samples that the run has written: SHA-256"
@@ -225,23 +226,25 @@ def test_a_file_that_holds_something_else_shows_nothing(tmp_path, text, wrong):
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "0000.json").write_text(text)
     at = {"path": "samples/0000.json", "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    assert wrong_samples(Run.of(with_cases(case(0, samples=at)), tmp_path)) == [wrong]
+    assert wrong_samples(ReportRun.of(with_cases(case(0, samples=at)), tmp_path)) == [wrong]
 
 
 def test_of_what_was_timed_it_is_said_that_its_samples_were_not_kept():
     timed, untimed = case(0, samples=None), case(1, samples=None, speedup=None, seconds=None)
     said = ["its samples were not written: the disk refused them.", None]
-    assert wrong_samples(Run.of(with_cases(timed, untimed))) == said
+    assert wrong_samples(ReportRun.of(with_cases(timed, untimed))) == said
 
 
 def test_samples_are_looked_for_only_where_a_run_puts_them(tmp_path):
     unnamed = "the run does not say in which file its samples are."
     for at in ("samples/0000.json", {"path": "samples/0000.json"}, {"path": 3, "sha256": ""}, []):
-        assert wrong_samples(Run.of(with_cases(case(0, samples=at)), tmp_path)) == [unnamed]
+        assert wrong_samples(ReportRun.of(with_cases(case(0, samples=at)), tmp_path)) == [unnamed]
     outside = with_cases(case(0, samples={"path": "../x.json", "sha256": "0"}))
-    (said,) = wrong_samples(Run.of(outside, tmp_path))
+    (said,) = wrong_samples(ReportRun.of(outside, tmp_path))
     assert said == "../x.json: samples lie below their run's folder, in samples/."
-    assert wrong_samples(Run.of(outside)) == ["its samples are not here, the results alone are."]
+    assert wrong_samples(ReportRun.of(outside)) == [
+        "its samples are not here, the results alone are."
+    ]
 
 
 def test_the_history_of_a_case_is_its_own_product_s():
@@ -261,7 +264,7 @@ def test_code_is_read_from_the_page_and_links_lead_from_where_the_report_is(tmp_
     folder = laid(tmp_path / "run", made(3), pages=True)
     out = tmp_path / "elsewhere" / "report.html"
     out.parent.mkdir()
-    found = data_of(report.write(Run.read(folder), out, pages_root=folder).read_text())
+    found = data_of(report.write(ReportRun.read(folder), out, pages_root=folder).read_text())
     one = found["cases"][0]
     assert found["pages"][one["page"]]["title"] == "Doubling: one read instead of two."
     assert "+def doubled(x):" in one["diff"]
@@ -273,7 +276,7 @@ def test_code_is_read_from_the_page_and_links_lead_from_where_the_report_is(tmp_
 def test_the_code_of_the_first_cases_has_room(tmp_path, monkeypatch):
     folder = laid(tmp_path / "run", made(6), pages=True)
     monkeypatch.setattr(report_data, "CODE", 1500)
-    cases = report_data.report_data(Run.read(folder), pages_root=folder)["cases"]
+    cases = report_data.report_data(ReportRun.read(folder), pages_root=folder)["cases"]
     assert [bool(c.get("diff")) for c in cases].count(True) == 1
     assert [c.get("code_left_out", False) for c in cases] == [False, *[True] * 5]
 
@@ -329,8 +332,8 @@ def test_the_axis_has_round_ticks(seen, ticks):
 
 def test_300_cases_are_small_and_2000_still_a_page(tmp_path):
     folder = laid(tmp_path / "run", made(300), pages=True)
-    history = [Run.of(made(300, started=f"2026-11-{day:02}")) for day in range(1, 6)]
-    out = report.write(Run.read(folder), tmp_path / "report.html", history, folder)
+    history = [ReportRun.of(made(300, started=f"2026-11-{day:02}")) for day in range(1, 6)]
+    out = report.write(ReportRun.read(folder), tmp_path / "report.html", history, folder)
     assert out.stat().st_size < 5e6
     assert len(Seen(out.read_text()).rows) == 301
     assert len(Seen(page(made(2000))).rows) == 2001
@@ -341,10 +344,10 @@ def test_300_cases_are_small_and_2000_still_a_page(tmp_path):
 
 def test_the_command_says_where_the_report_is(tmp_path, capsys):
     folder = laid(tmp_path / "run", made(3))
-    assert cli.main(["report", str(folder), *[f"--history={folder}"] * 2, f"--pages={folder}"]) == 0
+    assert app.main(["report", str(folder), *[f"--history={folder}"] * 2, f"--pages={folder}"]) == 0
     size = (folder / "report.html").stat().st_size / 1e6
     assert capsys.readouterr().out == f"{folder}/report.html: 3 cases, {size:.2f} MB\n"
-    assert cli.main(["report", str(folder), f"--out={tmp_path}/x.html"]) == 0
+    assert app.main(["report", str(folder), f"--out={tmp_path}/x.html"]) == 0
     assert (tmp_path / "x.html").exists()
 
 
@@ -359,7 +362,7 @@ def test_the_command_says_where_the_report_is(tmp_path, capsys):
 )
 def test_what_is_no_run_is_refused(tmp_path, text, why, capsys):
     (tmp_path / "results.json").write_text(text)
-    assert cli.main(["report", str(tmp_path)]) == 2
+    assert app.main(["report", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     found = re.match(
         rf"{tmp_path}/results.json: not the results of a run \((.*)\)\n(.*)", said, re.S
@@ -374,20 +377,20 @@ def test_a_killed_run_is_read_from_its_journal(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     shutil.copytree(Path(__file__).parent / "data" / "run", folder)
     (folder / "results.json").unlink()
-    assert len(Run.read(folder).cases) == 6
-    load, read = runs.load, []
-    monkeypatch.setattr(runs, "load", lambda path: read.append(path) or load(path))
-    assert cli.main(["report", str(folder)]) == 0
+    assert len(ReportRun.read(folder).cases) == 6
+    load, read = run_reader.load, []
+    monkeypatch.setattr(run_reader, "load", lambda path: read.append(path) or load(path))
+    assert app.main(["report", str(folder)]) == 0
     assert read == [folder]
     assert (folder / "results.json").exists()
-    with pytest.raises(Unanswerable, match="nosuch"):
-        Run.read(tmp_path / "nosuch")
+    with pytest.raises(CliError, match="nosuch"):
+        ReportRun.read(tmp_path / "nosuch")
 
 
 def test_a_report_that_cannot_be_written_says_how_to_name_another(tmp_path):
     folder = laid(tmp_path / "run", made(1))
-    with pytest.raises(Unanswerable) as refused:
-        report.answer(folder, out=tmp_path)
+    with pytest.raises(CliError) as refused:
+        report.report_result(folder, out=tmp_path)
     assert str(refused.value) == (
         f"{tmp_path}: cannot be written ([Errno 21] Is a directory: '{tmp_path}')\n"
         "Name a file that can:\n"

@@ -12,11 +12,11 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from pytest_aisp.bench.replay import Recording, RecordingError
-from pytest_aisp.results import published, runs, samples, sheets
+from pytest_aisp.results import export, run_reader
 from pytest_aisp.results.artifacts import Artifacts, publish, stamped
 from pytest_aisp.results.messages import Task
 from pytest_aisp.results.row import Row
+from pytest_aisp.worker.replay import ReplayBench, ReplayError
 
 DATA = Path(__file__).parent / "data" / "run"
 ODD = "ch99/a_test.py::test_f[é/..\\|<b>\n\"',;= ☃" + "x" * 300 + "]"
@@ -53,8 +53,8 @@ def write(tmp_path):
 
 
 def refusal(folder):
-    with pytest.raises(runs.RunError) as refused:
-        runs.load(folder)
+    with pytest.raises(run_reader.RunError) as refused:
+        run_reader.load(folder)
     return str(refused.value).replace(str(folder), "RUN")
 
 
@@ -72,21 +72,21 @@ def strict(schema):
 
 
 def test_the_schema_lists_every_field_of_a_run_and_no_others():
-    jsonschema.Draft202012Validator.check_schema(published.schema())
-    loaded = runs.load(DATA).plain()
-    jsonschema.validate(loaded, strict(published.schema()))
+    jsonschema.Draft202012Validator.check_schema(export.schema())
+    loaded = run_reader.load(DATA).plain()
+    jsonschema.validate(loaded, strict(export.schema()))
     assert json.loads((DATA / "results.json").read_text()) == loaded
 
 
 def test_a_case_without_its_verdict_is_not_valid():
-    loaded = runs.load(DATA).plain()
+    loaded = run_reader.load(DATA).plain()
     del loaded["cases"][0]["verdict"]
     with pytest.raises(jsonschema.ValidationError, match="'verdict' is a required property"):
-        jsonschema.validate(loaded, published.schema())
+        jsonschema.validate(loaded, export.schema())
 
 
 def test_a_case_says_what_it_was_held_against_and_where_that_is_written():
-    cases = {case["page"].partition("/")[2]: case for case in runs.load(DATA).cases}
+    cases = {case["page"].partition("/")[2]: case for case in run_reader.load(DATA).cases}
     kept, missed, wrong = (cases[f"{name}_test.py"] for name in ("kept", "missed", "wrong"))
     assert kept["claim"] == {"at_least": 1.5, "from": "at_least['sm90'] on the page"}
     assert kept["stored"] == {
@@ -111,7 +111,7 @@ def test_a_killed_run_keeps_what_it_had(write):
     whole = artifacts.path.read_bytes()
     artifacts.path.write_bytes(whole[:-99])
     artifacts.canaries.write_text('{"ca')
-    run = runs.load(artifacts.folder)
+    run = run_reader.load(artifacts.folder)
     assert (run.manifest["complete"], run.manifest["ended"]) == (False, None)
     assert [case["id"] for case in run.cases] == ["ch99/a_test.py::test_f[v]"]
     assert run.samples(run.cases[0])["timings"] == [{"value": 0.7}]
@@ -121,7 +121,7 @@ def test_a_killed_run_keeps_what_it_had(write):
         "canaries.jsonl: its last line is half written and was left out",
     )
     artifacts.path.write_bytes(whole[:20])
-    assert runs.load(artifacts.folder).cases == []
+    assert run_reader.load(artifacts.folder).cases == []
 
 
 def test_a_run_that_ended_says_so_and_is_published(write):
@@ -129,7 +129,7 @@ def test_a_run_that_ended_says_so_and_is_published(write):
     artifacts.finish({"exit_code": 1, "invalid": ["moved"]}, {"a-gpu": {"rates": {}}})
     assert artifacts.error is None
     said = json.loads((artifacts.folder / "results.json").read_text())
-    assert said == runs.load(artifacts.folder).plain()
+    assert said == run_reader.load(artifacts.folder).plain()
     ended = said["run"]
     assert (ended["complete"], ended["exit_code"], ended["invalid"]) == (True, 1, ["moved"])
     assert ended["peaks"] == {"a-gpu": {"rates": {}}}
@@ -221,8 +221,8 @@ def test_odd_names_are_files_of_their_own_with_plain_names(write):
     artifacts = write(row(ODD), row(ODD.replace("é", "à"), timings=[{"value": 0.1}]))
     files = sorted(file.name for file in (artifacts.folder / "samples").iterdir())
     assert len(files) == 2
-    assert all(samples.OURS.fullmatch(name) and len(name) < 120 for name in files)
-    run = runs.load(artifacts.folder)
+    assert all(run_reader.OURS.fullmatch(name) and len(name) < 120 for name in files)
+    run = run_reader.load(artifacts.folder)
     assert [case["id"] for case in run.cases] == [ODD, ODD.replace("é", "à")]
     assert [r["timings"][0]["value"] for r in run.rows()] == [0.7, 0.1]
 
@@ -236,7 +236,7 @@ def replayed(write):
         [file] = (artifacts.folder / "samples").iterdir()
         spoil(artifacts.folder, file)
         task = Task(kind="time", page="ch99/a_test.py", function="test_f", case="v")
-        return Recording(artifacts.path).ask(task, 1.0, print)
+        return ReplayBench(artifacts.path).ask(task, 1.0, print)
 
     return replayed
 
@@ -277,18 +277,20 @@ def test_samples_that_the_disk_refused_are_none(write, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(samples, "write", full)
-    run = runs.load(write(row()).folder)
+    monkeypatch.setattr(run_reader, "write", full)
+    run = run_reader.load(write(row()).folder)
     assert run.cases[0]["samples"] is None
-    with pytest.raises(runs.RunError, match="its samples were not written: the disk refused them"):
+    with pytest.raises(
+        run_reader.RunError, match="its samples were not written: the disk refused them"
+    ):
         run.samples(run.cases[0])
 
 
 def test_a_recording_of_an_older_version_is_refused(tmp_path):
     old = tmp_path / "results.jsonl"
     old.write_text('{"nodeid": "a", "key": "a", "timings": []}\n')
-    with pytest.raises(RecordingError, match=r"by an older pytest-aisp \(schema 0; this"):
-        Recording(tmp_path)
+    with pytest.raises(ReplayError, match=r"by an older pytest-aisp \(schema 0; this"):
+        ReplayBench(tmp_path)
 
 
 # Folders named after the moment
@@ -314,8 +316,8 @@ def test_where_there_are_no_links_latest_is_a_file_that_names_it(tmp_path, write
     folder = stamped(tmp_path)
     write(row(), folder=folder)
     assert (tmp_path / "latest").read_text() == f"{folder.name}\n"
-    assert runs.load(tmp_path / "latest").path == folder
-    [found] = Recording(tmp_path / "latest").rows.values()
+    assert run_reader.load(tmp_path / "latest").path == folder
+    [found] = ReplayBench(tmp_path / "latest").rows.values()
     assert found["nodeid"] == "ch99/a_test.py::test_f[v]"
 
 
@@ -331,7 +333,7 @@ def test_a_folder_in_the_links_place_is_left_alone(tmp_path):
 
 
 def test_the_table_is_red_first_and_says_why():
-    text = sheets.markdown(runs.load(DATA).plain())
+    text = export.markdown(run_reader.load(DATA).plain())
     lines = text.splitlines()
     assert lines[0] == (
         "**1 fail, 1 regressed, 1 wrong, 1 new, 1 pass, 1 checked** on simulated-gpu,"
@@ -344,19 +346,19 @@ def test_the_table_is_red_first_and_says_why():
 
 
 def test_a_killed_or_invalid_run_says_so_above_its_table(write):
-    plain = runs.load(write().folder).plain()
+    plain = run_reader.load(write().folder).plain()
     plain["run"]["invalid"] = ["RUN INVALID (environment moved)"]
-    text = sheets.markdown(plain)
+    text = export.markdown(plain)
     assert text.startswith("**no cases** on a GPU, 2026-01-01T00:00:00+00:00; the run did not come")
     assert "**Invalid**: RUN INVALID (environment moved)" in text
 
 
 def test_odd_characters_stay_in_their_cells(write):
-    plain = runs.load(write(row(ODD, variant="a|b\n<i>", reasons=["x\n| y"])).folder).plain()
-    [line] = [ln for ln in sheets.markdown(plain).splitlines() if ln.startswith("| pass")]
+    plain = run_reader.load(write(row(ODD, variant="a|b\n<i>", reasons=["x\n| y"])).folder).plain()
+    [line] = [ln for ln in export.markdown(plain).splitlines() if ln.startswith("| pass")]
     assert "| a\\|b &lt;i>, n=1 |" in line
     assert line.endswith("| x \\| y |")
-    [flat] = csv.DictReader(io.StringIO(sheets.csv_text(plain)))
+    [flat] = csv.DictReader(io.StringIO(export.csv_text(plain)))
     assert (flat["id"], flat["reasons"]) == (ODD, "x\n| y")
 
 
@@ -365,7 +367,7 @@ def test_two_thousand_cases_are_read_and_written(write, tmp_path):
     many = [{**line, "nodeid": f"a::{n}", "key": f"{n}"} for n in range(2000)]
     text = "".join(f"{json.dumps(one)}\n" for one in many)
     (tmp_path / "run" / "results.jsonl").write_text(text)
-    publish(runs.load(tmp_path / "run"))
+    publish(run_reader.load(tmp_path / "run"))
     assert len((tmp_path / "run" / "results.md").read_text().splitlines()) == 2004
     rows = csv.DictReader(io.StringIO((tmp_path / "run" / "results.csv").read_text()))
     assert [r["speedup"][:5] for r in rows] == ["2.013"] * 2000

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from pytest_aisp.bench import sanitizer
-from pytest_aisp.bench.sanitizer import ABSENT, Sanitized
 from pytest_aisp.results.messages import Task
+from pytest_aisp.worker import nvidia_tools
+from pytest_aisp.worker.nvidia_tools import ABSENT, Sanitized
 
 SCRIPT = """#!/bin/sh
 [ "$1 $2 $3 $5 $6" = "--tool memcheck --log-file --report-api-errors no" ] || exit 9
@@ -33,7 +33,7 @@ def reports(tmp_path, monkeypatch):
 
     def says(report):
         (tmp_path / "report").write_text(report)
-        script = tmp_path / sanitizer.TOOL
+        script = tmp_path / nvidia_tools.TOOL
         script.write_text(SCRIPT.format(report=tmp_path / "report"))
         script.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)

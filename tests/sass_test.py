@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aisp.kernels import build, nvrtc, sass
-from pytest_aisp.pages.skus import FEATURES, GPU_ARCHS, INSTRUCTIONS
+from pytest_aisp.kernels import cuda_cpp, nvrtc, sass
+from pytest_aisp.page.gpu_specs import FEATURES, GPU_ARCHS, INSTRUCTIONS
 
 pytest.importorskip("cuda.bindings", reason="needs NVRTC: pip install cuda-core cuda-bindings")
 
@@ -56,7 +56,7 @@ def found(tmp_path):
         operands = '"r"(s), "l"(x), "r"(0), "r"(s + 1024), "h"(static_cast<short>(3))'
         probe = f'asm volatile("{statement}" ::{operands} : "memory");' if statement else ""
         (tmp_path / "probe.cu").write_text(KERNEL.replace("PROBE", probe))
-        module = build.cuda_module(tmp_path / "probe.cu")
+        module = cuda_cpp.cuda_module(tmp_path / "probe.cu")
         return sass.instructions(nvrtc.compiled(module, module.target(arch)).code)["k"]
 
     return found
@@ -110,7 +110,7 @@ def test_every_feature_in_the_table_is_one():
 
 @pytest.mark.parametrize("arch", GPU_ARCHS)
 def test_registers_are_what_the_assembler_said(arch):
-    module = build.cuda_module("data/build.cu")
+    module = cuda_cpp.cuda_module("data/build.cu")
     cubin = nvrtc.compiled(module, module.target(arch))
     read = sass.usage(cubin.code)
     assert {k: u["registers"] for k, u in read.items()} == {
@@ -124,7 +124,7 @@ def test_arrays_that_fit_no_registers_are_on_the_stack(tmp_path):
         'extern "C" __global__ void k(int* x, int n) { int a[100];'
         " for (int i = 0; i < 100; ++i) a[i] = x[i]; x[0] = a[n]; }"
     )
-    module = build.cuda_module(tmp_path / "k.cu")
+    module = cuda_cpp.cuda_module(tmp_path / "k.cu")
     assert sass.usage(nvrtc.compiled(module, "sm_90").code)["k"]["stack"] == 400
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import catalogues
 import pytest
 
-from pytest_aisp.commands import cli
+from pytest_aisp.cli import app
 from pytest_aisp.results import store
 
 NAME = "baselines/nvidia-h200/ch07.json"
@@ -56,7 +56,7 @@ def edit(path, pattern, new):
 
 
 def seals(capsys, *words):
-    code = cli.main(["seals", *words])
+    code = app.main(["seals", *words])
     said = capsys.readouterr()
     return code, (said.out + said.err).splitlines()
 
@@ -185,7 +185,7 @@ def test_a_branch_is_held_against_what_it_came_from(file, capsys):
 
 
 def test_lines_may_go_and_peaks_are_no_results(file, capsys):
-    store.prune(file, ["a"])
+    file.prune(file, ["a"])
     file.with_name("peaks.json").write_text("{}")
     git("add", ".")
     assert seals(capsys)[0] == 0

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from pytest_aisp import Work, compare
-from pytest_aisp.bench.loader import pair_of
-from pytest_aisp.proof.oracle import Oracle
-from pytest_aisp.proof.workbench import Workbench
+from pytest_aisp.checking.inputs import InputPool
+from pytest_aisp.checking.reference import Reference
+from pytest_aisp.worker.loader import pair_of
 
 
 def oracle_of(dtype, shares_storage):
@@ -42,7 +42,7 @@ def oracle_of(dtype, shares_storage):
     def test_product(pair):
         pair.assert_speedup()
 
-    return Oracle(Workbench(pair_of(test_product), {"n": 1000}, "cpu", 1, 2))
+    return Reference(InputPool(pair_of(test_product), {"n": 1000}, "cpu", 1, 2))
 
 
 # Views of one bf16 storage stay views, and are not perturbed.

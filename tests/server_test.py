@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_aisp.bench import server, windows
-from pytest_aisp.bench.server import _error_reply
 from pytest_aisp.results.messages import Task
+from pytest_aisp.timing import windows
+from pytest_aisp.worker import server
+from pytest_aisp.worker.server import _error_reply
 
 
 def raised(cause):

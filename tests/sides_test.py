@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_aisp.common import trees
+from pytest_aisp.util import pytree
 
 LINEAR = {"work": "lambda n: Work(read=4 * 64 * n, terms=64)"}
 SUMS = """
@@ -331,14 +331,14 @@ def test_what_an_optimizer_keeps_is_named_by_its_parameter():
     optimizer = torch.optim.AdamW([first, second])
     second.grad = torch.ones(2)
     optimizer.step()
-    assert list(trees.state_tensors(optimizer)) == [
+    assert list(pytree.state_tensors(optimizer)) == [
         "state[1].step",
         "state[1].exp_avg",
         "state[1].exp_avg_sq",
     ]
     first.grad = torch.ones(2)
     optimizer.step()
-    assert [name for name in trees.state_tensors(optimizer) if "avg_sq" in name] == [
+    assert [name for name in pytree.state_tensors(optimizer) if "avg_sq" in name] == [
         "state[0].exp_avg_sq",
         "state[1].exp_avg_sq",
     ]

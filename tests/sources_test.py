@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aisp.bench.loader import load_page
-from pytest_aisp.pages import sources
+from pytest_aisp.page import sources
+from pytest_aisp.worker.loader import load_page
 
 SIDE = """
 import json
@@ -102,7 +102,7 @@ def test_a_constant_that_the_code_does_not_name_does_not_count(digest_of):
 
 
 def test_the_options_of_a_kernel_file_count(tmp_path):
-    from pytest_aisp.kernels.build import CudaModule
+    from pytest_aisp.kernels.cuda_cpp import CudaModule
 
     file = tmp_path / "k.cu"
     file.write_text('extern "C" __global__ void k(float* x) {}')

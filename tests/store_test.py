@@ -22,10 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_aisp.results import store
-from pytest_aisp.results.merging import Change, merge, why_kept
-from pytest_aisp.results.stats import trimmed_spread
-from pytest_aisp.results.store import load, prune, write
-from pytest_aisp.results.stored import (
+from pytest_aisp.results.merge import Change, merge, why_kept
+from pytest_aisp.results.models import (
     Result,
     Stored,
     differences,
@@ -33,7 +31,8 @@ from pytest_aisp.results.stored import (
     pooled,
     session_sd,
 )
-from pytest_aisp.results.stored_text import StoreError, dump
+from pytest_aisp.results.stats import trimmed_spread
+from pytest_aisp.results.store import StoreError, dump, load, prune, write
 from pytest_aisp.results.verdict import UNKNOWN_SESSION
 
 PRODUCT = "nvidia-h200"

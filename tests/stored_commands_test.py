@@ -9,16 +9,16 @@ import math
 import pytest
 from catalogues import SOURCES, case, catalogue, result, stored
 
-from pytest_aisp.bench import peaks
-from pytest_aisp.bench.peaks import Peaks
-from pytest_aisp.commands import cli
-from pytest_aisp.common.answers import Unanswerable
-from pytest_aisp.common.device import Machine
-from pytest_aisp.results import store, tables
-from pytest_aisp.results.stored import Result
-from pytest_aisp.results.stored_text import StoreError
-from pytest_aisp.tools import catalogue as catalogues
-from pytest_aisp.tools import expectations, products, prune, roofline
+from pytest_aisp.cli import app
+from pytest_aisp.results import store
+from pytest_aisp.results.models import Result
+from pytest_aisp.results.store import StoreError
+from pytest_aisp.timing import peaks
+from pytest_aisp.timing.peaks import Peaks
+from pytest_aisp.tools import catalog as catalogues
+from pytest_aisp.tools import cleanup, expectations, products, roofline
+from pytest_aisp.util.cli_result import CliError
+from pytest_aisp.util.device import Machine
 
 H200 = Machine("sm90", "nvidia-h200", "NVIDIA H200", ("GPU-0",))
 LAPTOP = Machine("cpu", "cpu-some-4c", "Some, 4 cores")
@@ -51,7 +51,7 @@ def rates(root, product="nvidia-h200", **known):
 
 
 def test_the_product_is_the_machines_else_the_only_one(tmp_path):
-    with pytest.raises(Unanswerable, match=r"^no results are stored in .*baselines; record them"):
+    with pytest.raises(CliError, match=r"^no results are stored in .*baselines; record them"):
         products.chosen(tmp_path / "baselines", None, H200)
     stored(tmp_path, {SCAN: result(2.0)})
     stored(tmp_path, {SCAN: result(2.0)}, "nvidia-h200-x2")
@@ -62,7 +62,7 @@ def test_the_product_is_the_machines_else_the_only_one(tmp_path):
     stored(tmp_path, {SCAN: result(2.0)}, "nvidia-b200")
     assert products.chosen(tmp_path / "baselines", None, H200) == both
     for asked, named in ((None, "cpu-some-4c"), ("nvidia-h100", "nvidia-h100")):
-        with pytest.raises(Unanswerable) as error:
+        with pytest.raises(CliError) as error:
             products.chosen(tmp_path / "baselines", asked, LAPTOP)
         assert str(error.value).splitlines() == [
             f"no results of {named} are stored in {tmp_path / 'baselines'}; there are those of"
@@ -87,21 +87,21 @@ def test_the_arch_follows_from_the_product(product, given, arch):
 
 
 def test_an_arch_that_nobody_knows_is_asked_for():
-    with pytest.raises(Unanswerable) as error:
+    with pytest.raises(CliError) as error:
         products.arch_of("nvidia-y1", None, LAPTOP)
     said = "nothing here says which arch nvidia-y1 has; legal are cpu, sm90, sm100, sm103, sm121"
     assert str(error.value).splitlines() == [said, "    --arch=sm90"]
-    with pytest.raises(Unanswerable, match="--arch=sm80: unknown arch; legal are cpu, sm90"):
+    with pytest.raises(CliError, match="--arch=sm80: unknown arch; legal are cpu, sm90"):
         products.arch_of("nvidia-y1", "sm80", LAPTOP)
 
 
 def test_files_that_cannot_be_read_say_so(tmp_path):
     path = stored(tmp_path, {SCAN: result(2.0)})
     (path.parent / "peaks.json").write_text("{}")
-    with pytest.raises(Unanswerable, match=r"peaks.json is no peaks file"):
+    with pytest.raises(CliError, match=r"peaks.json is no peaks file"):
         products.peaks_of(tmp_path / "baselines", "nvidia-h200")
     path.write_text("{")
-    with pytest.raises(Unanswerable, match=r"ch07.json is truncated"):
+    with pytest.raises(CliError, match=r"ch07.json is truncated"):
         list(products.chapters(tmp_path / "baselines", "nvidia-h200"))
 
 
@@ -113,7 +113,7 @@ def test_a_result_is_held_against_the_rate_that_limits_it(told, tmp_path, capsys
     rates(tmp_path, copy=4e12, read=4e12, write=4e12)
     late = result(1.25, share=0.5, limit="bf16")
     stored(tmp_path, {SCAN: result(0.5), "left_test.py::test_left[a-n1]": late})
-    assert cli.main(["roofline"]) == 0
+    assert app.main(["roofline"]) == 0
     heads, left, scan = capsys.readouterr().out.splitlines()
     assert heads.split()[:5] == ["product", "target", "case", "bound", "speedup"]
     # 2 GB read and written in 2 ms are 2 TB/s, half of what a copy reaches.
@@ -128,7 +128,7 @@ def test_targets_and_json(told, tmp_path, capsys):
     rates(tmp_path, copy=4e12)
     stored(tmp_path, {SCAN: result(0.5)})
     stored(tmp_path, {SCAN: result(0.5)}, chapter="ch08")
-    assert cli.main(["roofline", "--targets", "ch07:scan", "--json"]) == 0
+    assert app.main(["roofline", "--targets", "ch07:scan", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [
         {
             "product": "nvidia-h200",
@@ -149,7 +149,7 @@ def test_targets_and_json(told, tmp_path, capsys):
 def test_a_target_is_called_what_the_catalogue_calls_it(told, tmp_path, capsys, page):
     told(case("ch07:scan", key=f"{page}::test_scan[tiled-n64]"))
     stored(tmp_path, {f"{page}::test_scan[tiled-n64]": result(0.5)})
-    assert cli.main(["roofline", "--targets", "ch07:scan", "--json"]) == 0
+    assert app.main(["roofline", "--targets", "ch07:scan", "--json"]) == 0
     (point,) = json.loads(capsys.readouterr().out)
     assert (point["target"], point["bound"]) == ("ch07:scan", "dram")
 
@@ -158,17 +158,17 @@ def test_peaks_are_read_once(told, tmp_path, monkeypatch):
     found, read = told(case("ch07:scan")), []
     stored(tmp_path, {SCAN: result(0.5)})
     monkeypatch.setattr(products, "peaks_of", lambda _, name: read.append(name))
-    roofline.answer(found, ["nvidia-h200"], (), as_json=False)
+    roofline.roofline_result(found, ["nvidia-h200"], (), as_json=False)
     assert read == ["nvidia-h200"]
 
 
 def test_without_peaks_it_says_how_to_measure_them(told, tmp_path, capsys):
     told(case("ch07:scan"))
     stored(tmp_path, {SCAN: result(0.5)})
-    assert cli.main(["roofline"]) == 0
+    assert app.main(["roofline"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2:] == ["no peaks of nvidia-h200 are stored", "    aisp peak --store"]
-    assert cli.main(["roofline", "--targets", "ch08"]) == 0
+    assert app.main(["roofline", "--targets", "ch08"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "no result is stored"
 
 
@@ -207,7 +207,7 @@ def test_what_there_is_to_say_of_a_result(told, tmp_path, stands, states):
     stored(tmp_path, {SCAN: stands[0]})
     (stand,) = expectations.stands_of(found, "nvidia-h200", "sm90")
     assert " ".join(stand.states) == states
-    code = expectations.answer(found, {"nvidia-h200": "sm90"}, form="text").code
+    code = expectations.expectations_result(found, {"nvidia-h200": "sm90"}, form="text").code
     assert code == ("below" in stand.states)
 
 
@@ -220,7 +220,7 @@ def test_a_result_without_times_is_held_against_no_claim_and_no_limit(told, tmp_
     (stand,) = expectations.stands_of(found, "nvidia-h200", "sm90")
     assert stand.states == ()
     assert stand.row()[3:7] == ("-", "-", "0", "1")
-    assert cli.main(["expectations", "--format", "csv"]) == 0
+    assert app.main(["expectations", "--format", "csv"]) == 0
     (row,) = csv.DictReader(capsys.readouterr().out.splitlines())
     assert (row["claim"], row["speedup"], row["low"], row["high"]) == ("", "", "", "")
     changed = {**SOURCES, "optimized": "2c"}
@@ -234,7 +234,7 @@ def test_a_chapters_table_shows_goals_where_nothing_was_timed(tmp_path):
     goals |= {"launches": {"baseline": 63.0, "optimized": 2.0}}
     counted = Result(sources=SOURCES, environments=("one",), goals=goals)
     stored(tmp_path, {SCAN: counted, "scan_test.py::test_scan[timed-n64]": result(2.0)})
-    lines = tables.table("ch07", tmp_path / "baselines").splitlines()
+    lines = expectations.table("ch07", tmp_path / "baselines").splitlines()
     page = "| [scan](scan_test.py) |"
     launches = "launches 63, memory 600 MiB | launches 2, memory 240 MiB"
     assert lines[-2] == f"{page} tiled-n64 | {launches} | - |  | - |"
@@ -244,13 +244,13 @@ def test_a_chapters_table_shows_goals_where_nothing_was_timed(tmp_path):
 def test_the_claim_is_that_of_the_products_arch(told, tmp_path, capsys):
     told(case("ch07:scan", claims={"sm90": 2.5, "sm100": 1.5, "cpu": 1.0}))
     stored(tmp_path, {SCAN: result(2.0)})
-    assert cli.main(["expectations"]) == 1
+    assert app.main(["expectations"]) == 1
     row, counted, below = capsys.readouterr().out.splitlines()[1:]
     assert row.split()[3:5] == ["2.5", "2.000x"]
     assert row.split()[-1] == "below"
     assert counted == "1 stored results, 0 with nothing to say"
     assert below == "below 1: the stored speedup is below the claim"
-    assert cli.main(["expectations", "--arch=sm100"]) == 0
+    assert app.main(["expectations", "--arch=sm100"]) == 0
     said = capsys.readouterr().out
     assert said == "1 stored results, 1 with nothing to say\n"
 
@@ -267,19 +267,19 @@ def test_results_without_a_case_are_gone_unless_their_page_is_unread(told, tmp_p
 def test_csv_and_json_have_every_result(told, tmp_path, capsys):
     told(case("ch07:scan"))
     stored(tmp_path, {SCAN: result(1.2)})
-    assert cli.main(["expectations", "--format", "csv"]) == 1
+    assert app.main(["expectations", "--format", "csv"]) == 1
     (row,) = csv.DictReader(capsys.readouterr().out.splitlines())
     assert (row["case"], row["claim"], row["states"]) == (SCAN, "1.5", "below")
     assert float(row["low"]) < 1.2 < float(row["high"])
     assert (row["processes"], row["sessions"]) == ("8", "2")
-    assert cli.main(["expectations", "--format=json"]) == 1
+    assert app.main(["expectations", "--format=json"]) == 1
     (plain,) = json.loads(capsys.readouterr().out)
     assert plain["states"] == ["below"]
     assert plain["speedup"] == pytest.approx(1.2, rel=1e-4)
 
 
 def test_what_is_no_format_says_what_is(capsys):
-    assert cli.main(["expectations", "--format=xml"]) == 2
+    assert app.main(["expectations", "--format=xml"]) == 2
     assert "'xml' is no format; legal are text, csv, json" in capsys.readouterr().err
 
 
@@ -292,18 +292,18 @@ def test_prune_lists_and_removes_only_when_told(told, tmp_path, capsys):
     path = stored(tmp_path, {SCAN: result(2.0), gone: result(2.0)})
     other = stored(tmp_path, {gone: result(2.0)}, "nvidia-b200")
     before = path.read_text()
-    assert cli.main(["prune", "--product", "nvidia-h200"]) == 0
+    assert app.main(["prune", "--product", "nvidia-h200"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{path}: {gone}",
         "1 result would be removed:",
         "    aisp prune --yes",
     ]
     assert path.read_text() == before
-    assert cli.main(["prune", "--yes"]) == 0
+    assert app.main(["prune", "--yes"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "2 results removed"
     assert set(store.load(path).results) == {SCAN}
     assert store.load(other).results == {}
-    assert cli.main(["prune"]) == 0
+    assert app.main(["prune"]) == 0
     assert capsys.readouterr().out == "every stored result has its case\n"
 
 
@@ -314,7 +314,7 @@ def test_prune_tells_programs_the_same(told, tmp_path, capsys):
     path = stored(tmp_path, {SCAN: result(2.0), gone: result(2.0)})
     place = {"product": "nvidia-h200", "chapter": "ch07", "case": gone, "file": str(path)}
     for words, removed, found in ((), False, [place]), (["--yes"], True, [place]), ((), False, []):
-        assert cli.main(["prune", "--json", *words]) == 0
+        assert app.main(["prune", "--json", *words]) == 0
         plain = json.loads(capsys.readouterr().out)
         assert plain == {"removed": removed, "gone": found, "unread": [unread]}
     assert set(store.load(path).results) == {SCAN}
@@ -331,7 +331,10 @@ def test_what_is_recorded_meanwhile_stays(told, tmp_path, monkeypatch):
         return write(file, keys)
 
     monkeypatch.setattr(store, "prune", late)
-    assert prune.answer(found, None, yes=True).lines == [f"{path}: {gone}", "1 result removed"]
+    assert cleanup.prune_result(found, None, yes=True).lines == [
+        f"{path}: {gone}",
+        "1 result removed",
+    ]
     assert set(store.load(path).results) == {SCAN, new}
 
 
@@ -339,7 +342,7 @@ def test_results_of_pages_that_cannot_be_collected_are_kept(told, tmp_path):
     unread = {"path": "suites/ch07/te_test.py", "outcome": "failed", "text": "E"}
     found = told(unread=[unread])
     stored(tmp_path, {"te_test.py::test_te[b-n1]": result(2.0)})
-    assert prune.answer(found, None, yes=True).lines == [
+    assert cleanup.prune_result(found, None, yes=True).lines == [
         "every stored result has its case",
         "kept, its page cannot be collected here: suites/ch07/te_test.py",
     ]
@@ -347,8 +350,8 @@ def test_results_of_pages_that_cannot_be_collected_are_kept(told, tmp_path):
 
 def test_a_folder_that_is_not_checked_out_has_cases_all_the_same(told, tmp_path):
     found = told(folders=["suites", "more"])
-    with pytest.raises(Unanswerable) as error:
-        prune.answer(found, None, yes=True)
+    with pytest.raises(CliError) as error:
+        cleanup.prune_result(found, None, yes=True)
     assert str(error.value).splitlines() == [
         f"{tmp_path / 'more'} is not here: which of its cases are gone cannot be known",
         "Check all of the repository out:",
@@ -359,8 +362,8 @@ def test_a_folder_that_is_not_checked_out_has_cases_all_the_same(told, tmp_path)
 def test_without_folders_of_pages_nothing_is_known_to_be_gone(told, tmp_path):
     found = told(folders=[])
     path = stored(tmp_path, {SCAN: result(2.0)})
-    with pytest.raises(Unanswerable) as error:
-        prune.answer(found, None, yes=True)
+    with pytest.raises(CliError) as error:
+        cleanup.prune_result(found, None, yes=True)
     assert str(error.value).splitlines() == [
         "the ini file names no folder of pages: which cases are gone cannot be known",
         "Name them in [tool.pytest.ini_options] of pyproject.toml:",
@@ -372,13 +375,13 @@ def test_without_folders_of_pages_nothing_is_known_to_be_gone(told, tmp_path):
 def test_a_product_without_results_and_a_file_that_is_locked_away(told, tmp_path, monkeypatch):
     found = told(case("ch07:scan"))
     path = stored(tmp_path, {"left_test.py::test_left[a-n1]": result(2.0)})
-    with pytest.raises(Unanswerable, match="no results of nvidia-b200 are stored in"):
-        prune.answer(found, "nvidia-b200", yes=False)
+    with pytest.raises(CliError, match="no results of nvidia-b200 are stored in"):
+        cleanup.prune_result(found, "nvidia-b200", yes=False)
 
     def full(path, gone):
         raise StoreError(f"{path} could not be written")
 
     monkeypatch.setattr(store, "prune", full)
-    with pytest.raises(Unanswerable, match=f"{path} could not be written"):
-        prune.answer(found, None, yes=True)
+    with pytest.raises(CliError, match=f"{path} could not be written"):
+        cleanup.prune_result(found, None, yes=True)
     assert math.isclose(store.load(path).results.popitem()[1].speedup, 2.0, rel_tol=1e-3)

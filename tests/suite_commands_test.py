@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from catalogues import case, catalogue
 
-from pytest_aisp.bench import nsight
-from pytest_aisp.commands import cli, several
-from pytest_aisp.common.answers import Unanswerable
-from pytest_aisp.results import published
-from pytest_aisp.tools import catalogue as catalogues
-from pytest_aisp.tools import pytest_runs
+from pytest_aisp.cli import app, suite
+from pytest_aisp.results import export
+from pytest_aisp.tools import catalog as catalogues
+from pytest_aisp.tools import pytest_command
+from pytest_aisp.util.cli_result import CliError
+from pytest_aisp.worker import nvidia_tools
 
 PAGE = "suites/ch10/gemm_test.py"
 
@@ -37,7 +37,7 @@ def ran(tmp_path, monkeypatch):
         def wait(self):
             return next(self.codes, 0)
 
-    monkeypatch.setattr(pytest_runs, "Popen", Ended)
+    monkeypatch.setattr(pytest_command, "Popen", Ended)
     monkeypatch.setattr(ran_codes := Ended, "codes", iter(()))
     return ran, ran_codes
 
@@ -62,7 +62,7 @@ def words(ran):
 )
 def test_what_pytest_is_given(ran, capsys, given, expected):
     commands, _ = ran
-    assert cli.main(["bench", "run", *given]) == 0
+    assert app.main(["bench", "run", *given]) == 0
     (command,) = words(commands)
     if "-k" in command:
         expected = [*expected, "a b", PAGE]
@@ -74,10 +74,12 @@ def test_what_pytest_is_given(ran, capsys, given, expected):
 
 def test_a_full_profile_is_a_run_for_each_profiler_that_is_installed(ran, monkeypatch, capsys):
     commands, ended = ran
-    monkeypatch.setattr(nsight, "installed", lambda name: "/bin/ncu" if name == "ncu" else None)
+    monkeypatch.setattr(
+        nvidia_tools, "installed", lambda name: "/bin/ncu" if name == "ncu" else None
+    )
     ended.codes = iter((0, 1))
     line = ["bench", "run", "--targets", "ch10", "--profile", "full", "--artifacts-dir", "out"]
-    assert cli.main([*line, "--", "-x"]) == 1
+    assert app.main([*line, "--", "-x"]) == 1
     assert words(commands) == [
         ["--aisp-profile=torch", "--aisp-artifacts=out", "-x", PAGE],
         ["--aisp-profile=ncu", "--aisp-artifacts=out/ncu", "-x", PAGE],
@@ -86,7 +88,7 @@ def test_a_full_profile_is_a_run_for_each_profiler_that_is_installed(ran, monkey
         f"$ python -m pytest --aisp-profile=torch --aisp-artifacts=out -x {PAGE}",
         f"$ python -m pytest --aisp-profile=ncu --aisp-artifacts=out/ncu -x {PAGE}",
     ]
-    assert pytest_runs.measuring(["p"], "full", None, []) == [
+    assert pytest_command.measuring(["p"], "full", None, []) == [
         *(["--aisp-profile=torch", "p"], ["--aisp-profile=ncu", "p"])
     ]
 
@@ -94,7 +96,7 @@ def test_a_full_profile_is_a_run_for_each_profiler_that_is_installed(ran, monkey
 def test_verify_goes_on_after_a_stage_and_ends_as_the_worst(ran):
     commands, ended = ran
     ended.codes = iter((0, 2, 1))
-    assert cli.main(["verify", "--targets", "ch10", "--", "-q"]) == 2
+    assert app.main(["verify", "--targets", "ch10", "--", "-q"]) == 2
     assert words(commands) == [
         ["--collect-only", "-q", "-q", PAGE],
         ["--aisp-check", "-q", PAGE],
@@ -105,42 +107,42 @@ def test_verify_goes_on_after_a_stage_and_ends_as_the_worst(ran):
 @pytest.mark.parametrize("command", [["bench", "run"], ["verify"], ["replay", "out"]])
 def test_an_unknown_target_runs_nothing(ran, capsys, command):
     commands, _ = ran
-    assert cli.main([*command, "--targets", "ch10:gemn"]) == 2
+    assert app.main([*command, "--targets", "ch10:gemn"]) == 2
     said = "unknown target 'ch10:gemn'; the nearest: ch10:gemm\n    aisp bench list-targets\n"
     assert capsys.readouterr().err == said
     assert commands == []
 
 
 def test_what_is_no_profile_says_what_is(capsys):
-    assert cli.main(["bench", "run", "--profile=all"]) == 2
+    assert app.main(["bench", "run", "--profile=all"]) == 2
     assert "'all' is no profile; legal are none, minimal, full" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", [["--targets"], ["--targets", "--profile=none"]])
 def test_targets_without_a_word_are_refused(ran, capsys, given):
-    assert cli.main(["bench", "run", *given]) == 2
+    assert app.main(["bench", "run", *given]) == 2
     assert "--targets needs a chapter or a page, as ch10 or ch10:gemm" in capsys.readouterr().err
     assert ran[0] == []
 
 
 def test_only_runs_hand_anything_to_pytest(capsys):
-    assert cli.main(["roofline", "--targets", "ch10", "--", "-x"]) == 2
+    assert app.main(["roofline", "--targets", "ch10", "--", "-x"]) == 2
     said = "nothing goes from here to pytest: leave out -- and what stands behind it"
     assert said in capsys.readouterr().err
 
 
 def test_words_end_at_the_next_option():
     given = ["a", "--targets", "b", "c", "--json", "--targets=d", "e", "--product", "f"]
-    assert list(several._one_each(given)) == [
+    assert list(suite._one_each(given)) == [
         *("a", "--targets=b", "--targets=c", "--json", "--targets=d", "--targets=e"),
         *("--product", "f"),
     ]
-    assert list(several._one_each(["out", "-"])) == ["out", "-"]
+    assert list(suite._one_each(["out", "-"])) == ["out", "-"]
 
 
 def test_a_run_that_a_signal_ended_says_so_as_a_shell_does(ran):
     ran[1].codes = iter((-signal.SIGKILL,))
-    assert cli.main(["bench", "run"]) == 137
+    assert app.main(["bench", "run"]) == 137
 
 
 def test_an_interrupt_waits_for_pytest_to_close_its_run(ran, monkeypatch):
@@ -149,14 +151,13 @@ def test_an_interrupt_waits_for_pytest_to_close_its_run(ran, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ran[1], "wait", interrupted)
-    assert cli.main(["bench", "run"]) == 2
+    assert app.main(["bench", "run"]) == 2
 
 
 def line(row):
     """Return a line of a journal."""
     return (
-        json.dumps({**row, "schema": published.SCHEMA, "file": "", "page": "", "samples": None})
-        + "\n"
+        json.dumps({**row, "schema": export.SCHEMA, "file": "", "page": "", "samples": None}) + "\n"
     )
 
 
@@ -174,11 +175,11 @@ def test_replay_names_what_was_recorded_and_nothing_else(ran, recorded, tmp_path
     commands, _ = ran
     scan = "suites/ch07/scan_test.py::test_scan[a/../b-n64]"
     gemm = f"{PAGE}::test_gemm[tiled-n64]"
-    assert cli.main(["replay", "out", "--", "-q"]) == 0
-    assert cli.main(["replay", "out", "--targets", "ch07:scan"]) == 0
+    assert app.main(["replay", "out", "--", "-q"]) == 0
+    assert app.main(["replay", "out", "--targets", "ch07:scan"]) == 0
     (tmp_path / "suites").mkdir()
     monkeypatch.chdir(tmp_path / "suites")
-    assert cli.main(["replay", str(recorded), "--targets", "ch10"]) == 0
+    assert app.main(["replay", str(recorded), "--targets", "ch10"]) == 0
     assert words(commands) == [
         ["--aisp-replay=out", "-q", gemm, scan],
         ["--aisp-replay=out", scan],
@@ -187,12 +188,12 @@ def test_replay_names_what_was_recorded_and_nothing_else(ran, recorded, tmp_path
 
 
 def test_a_folder_without_a_recording_is_refused(ran, recorded, tmp_path, capsys):
-    assert cli.main(["replay", "nowhere"]) == 2
+    assert app.main(["replay", "nowhere"]) == 2
     first, *_, last = capsys.readouterr().err.splitlines()
     assert first.startswith("--aisp-replay=nowhere: no run to judge again: ")
     assert last.startswith("    pytest --aisp-artifacts")
     (recorded / "results.jsonl").write_text(line(case("ch10:gemm")))
-    assert cli.main(["replay", "out", "--targets", "ch07"]) == 2
+    assert app.main(["replay", "out", "--targets", "ch07"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "out holds no case of what was asked for",
         "    aisp replay out",
@@ -203,11 +204,11 @@ def test_a_folder_without_a_recording_is_refused(ran, recorded, tmp_path, capsys
 def test_pytest_is_really_run_and_its_exit_code_returned(tmp_path, capfd):
     (tmp_path / "red_test.py").write_text("def test_red():\n    assert 1 == 2\n")
     command = ["-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", str(tmp_path)]
-    assert pytest_runs.run(command, lambda text: print(text, flush=True)) == 1
+    assert pytest_command.run(command, lambda text: print(text, flush=True)) == 1
     lines = capfd.readouterr().out.splitlines()
     assert lines[0] == f"$ python -m pytest -q -p no:cacheprovider --rootdir={tmp_path} {tmp_path}"
     assert lines[-1].startswith("1 failed")
-    assert Path(pytest_runs.shown(["a b"]).split("'")[1]).name == "a b"
+    assert Path(pytest_command.shown(["a b"]).split("'")[1]).name == "a b"
 
 
 @pytest.fixture
@@ -220,7 +221,7 @@ def completes(tmp_path, monkeypatch, capsys):
     def offered(line):
         monkeypatch.setenv("COMP_WORDS", line)
         monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
-        assert cli.main([]) == 0
+        assert app.main([]) == 0
         return capsys.readouterr().out.split()
 
     return offered
@@ -257,7 +258,7 @@ def test_a_shell_completes_targets(completes, line, offered):
 
 def test_where_nothing_can_be_collected_a_shell_is_offered_nothing(completes, monkeypatch):
     def refused(*targets):
-        raise Unanswerable("pytest cannot collect here")
+        raise CliError("pytest cannot collect here")
 
     monkeypatch.setattr(catalogues, "collect", refused)
     assert completes("aisp bench run --targets ch") == []

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from pytest_aisp.bench.leases import lease
+from pytest_aisp.util.locks import lease
 
 
 @pytest.fixture

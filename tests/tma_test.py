@@ -9,8 +9,8 @@ import torch
 
 from pytest_aisp import tensor_map
 from pytest_aisp.kernels import tma
-from pytest_aisp.kernels.standin import pretended
-from pytest_aisp.pages.signature import LaunchError
+from pytest_aisp.kernels.fake_gpu import fake_gpu
+from pytest_aisp.kernels.launch_config import LaunchError
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def encoded(monkeypatch):
     """Return what would be handed to the driver, on a GPU that is only pretended."""
     asked = []
     monkeypatch.setattr(tma, "_encode", lambda *given: asked.append(given) or "descriptor")
-    with pretended("sm90"):
+    with fake_gpu("sm90"):
         yield asked
 
 

@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from pytest_aisp import Work, compare
-from pytest_aisp.bench.loader import pair_of
-from pytest_aisp.common.peers import here
-from pytest_aisp.proof.controls import CannotTell, TooLoose
-from pytest_aisp.proof.numerics import Rule
-from pytest_aisp.proof.oracle import Oracle
-from pytest_aisp.proof.sides import RANK_SEEDS
-from pytest_aisp.proof.tolerance import APART, DRAWS, check_tolerance
-from pytest_aisp.proof.workbench import Workbench
+from pytest_aisp.checking.controls import APART, DRAWS, CannotTell, TooLoose, check_tolerance
+from pytest_aisp.checking.inputs import RANK_SEEDS, InputPool
+from pytest_aisp.checking.numerics import Rule
+from pytest_aisp.checking.reference import Reference
+from pytest_aisp.util.process_group import current_group
+from pytest_aisp.worker.loader import pair_of
 
 SEED = 3
 
@@ -25,7 +23,7 @@ def oracle_of(flat, small=()):
     """
 
     def inputs(device, n):
-        draw = (torch.initial_seed() - SEED - RANK_SEEDS * here().rank) // APART
+        draw = (torch.initial_seed() - SEED - RANK_SEEDS * current_group().rank) // APART
         drawn.append(draw)
         return (torch.ones(n) if draw in flat else torch.randn(n) / (1000 if draw in small else 1),)
 
@@ -46,8 +44,8 @@ def oracle_of(flat, small=()):
         pair.assert_equivalent()
 
     drawn: list[int] = []
-    bench = Workbench(pair_of(test_doubling), {"n": 33}, "cpu", SEED, SEED + 1)
-    return Oracle(bench, types={"output": torch.float32}), drawn
+    bench = InputPool(pair_of(test_doubling), {"n": 33}, "cpu", SEED, SEED + 1)
+    return Reference(bench, types={"output": torch.float32}), drawn
 
 
 def test_a_draw_that_can_tell_is_the_only_one():

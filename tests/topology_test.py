@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aisp.commands import cli
-from pytest_aisp.common import device
-from pytest_aisp.ranks import topology
-from pytest_aisp.ranks.topology import Link, Way
+from pytest_aisp.cli import app
+from pytest_aisp.distributed import topology
+from pytest_aisp.distributed.topology import Link, Way
+from pytest_aisp.util import device
 
 OK, NOT_SUPPORTED, TOPOLOGY = 0, 5, 3
 
@@ -206,7 +206,7 @@ def test_gpus_that_are_not_visible_are_shown_as_such(machine, monkeypatch):
 
 def test_the_tables(machine, capsys):
     machine(2, SWITCHED, level=20)
-    assert cli.main(["topology"]) == 0
+    assert app.main(["topology"]) == 0
     pytest.LineMatcher(capsys.readouterr().out.splitlines()).fnmatch_lines(
         [
             "GPU  name         UUID   PCI bus id        PCIe   NUMA  CPUs   NVLink",
@@ -223,13 +223,13 @@ def test_the_tables(machine, capsys):
 
 def test_one_gpu_has_no_matrix(machine, capsys):
     machine(1)
-    assert cli.main(["topology"]) == 0
+    assert app.main(["topology"]) == 0
     assert "between them" not in capsys.readouterr().out
 
 
 def test_json_holds_all_of_it(machine, capsys):
     machine(2, SWITCHED)
-    assert cli.main(["topology", "--json"]) == 0
+    assert app.main(["topology", "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
     assert plain["gpus"][1]["links"][17] == {"number": 17, "version": "4", "peer": "NVSwitch"}
     assert plain["ways"][0]["limit"] == 450e9
@@ -244,7 +244,7 @@ def test_the_words_for_an_access_that_is_refused():
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(device, "_nvml", lambda: None)
-    assert cli.main(["topology"]) == 1
+    assert app.main(["topology"]) == 1
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.splitlines() == [

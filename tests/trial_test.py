@@ -10,14 +10,14 @@ import pytest
 import torch
 from validity import EXPLOITS
 
-from pytest_aisp.bench import host, trial
-from pytest_aisp.bench.engine import Engine
-from pytest_aisp.bench.kept import Kept
-from pytest_aisp.bench.trial import Trial
-from pytest_aisp.common.stopwatch import Stopwatch
-from pytest_aisp.proof import check
-from pytest_aisp.proof.sides import slot_order
+from pytest_aisp.checking import check
+from pytest_aisp.checking.inputs import slot_order
 from pytest_aisp.results.messages import Task
+from pytest_aisp.timing import cpu_timer, trial
+from pytest_aisp.timing.trial import Trial
+from pytest_aisp.util.device_sync import Stopwatch
+from pytest_aisp.worker.cache import Cache
+from pytest_aisp.worker.engine import Engine
 
 SHORT = {"blocks": 8, "least": 8, "seconds": 0.01, "window": 2e-4, "warmup": 3}
 
@@ -33,7 +33,7 @@ def built(monkeypatch):
         return build(self, subjects, budget, first)
 
     monkeypatch.syspath_prepend(str(EXPLOITS))
-    monkeypatch.setattr(host, "STOLEN", math.inf)  # a busy machine drops no block
+    monkeypatch.setattr(cpu_timer, "STOLEN", math.inf)  # a busy machine drops no block
     monkeypatch.setattr(Trial, "_build", watched)
     monkeypatch.setattr(Trial, "_rebuilds", lambda self: True)
     return firsts
@@ -66,8 +66,8 @@ def test_every_lap_has_as_many_blocks_as_the_first(built):
 def test_the_outputs_of_slots_that_were_called_are_compared(built, monkeypatch):
     monkeypatch.setattr(Trial, "_slot_count", lambda self: 4)
     compared = timed()["outputs_checked"]
-    monkeypatch.setattr(host, "calls_for", lambda seconds, window, slots: 2)
-    monkeypatch.setattr(host, "calls_to_plant", lambda calls, slots, planted: calls)
+    monkeypatch.setattr(cpu_timer, "calls_for", lambda seconds, window, slots: 2)
+    monkeypatch.setattr(cpu_timer, "calls_to_plant", lambda calls, slots, planted: calls)
     assert compared - timed()["outputs_checked"] == 4 * 2 * 2, "laps, sides, slots not called"
 
 
@@ -79,8 +79,10 @@ def test_memory_is_asked_for_once_and_after_the_windows(built, monkeypatch, repl
         said.append(len(built))
         return {"peak_bytes": {"baseline": 1, "optimized": 2}}
 
-    monkeypatch.setattr(host.HostBout, "memory", memory)
-    monkeypatch.setattr(host.HostBout, "other", lambda self: said.clear() or {})  # it comes before
+    monkeypatch.setattr(cpu_timer.CpuPairTimer, "memory", memory)
+    monkeypatch.setattr(
+        cpu_timer.CpuPairTimer, "other", lambda self: said.clear() or {}
+    )  # it comes before
     details = timed(replicate=replicate)["details"]
     assert said == [2] * asked  # both sides were built to settle, and for the first lap
     assert ("peak_bytes" in details) == bool(asked)
@@ -151,8 +153,8 @@ def test_extra_calls_come_where_no_slot_was_lately(slots, calls, extra):
 def test_a_process_keeps_no_more_than_its_share_of_a_gpu(
     monkeypatch, reserved, forgotten, exhausted
 ):
-    kept, gib = Kept(Stopwatch(), {"page": object()}), iter(reserved)
-    monkeypatch.setattr("pytest_aisp.bench.kept.release", lambda device: None)
+    kept, gib = Cache(Stopwatch(), {"page": object()}), iter(reserved)
+    monkeypatch.setattr("pytest_aisp.worker.cache.release", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(gib) << 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 140 << 30))
     kept.leave_memory("cpu")
@@ -164,21 +166,21 @@ def test_a_process_keeps_no_more_than_its_share_of_a_gpu(
 @pytest.mark.parametrize(("still", "exhausted"), [(10, False), (30, True)])
 def test_a_rank_keeps_an_eighth_of_what_another_process_may(monkeypatch, still, exhausted):
     ranks, gib = SimpleNamespace(world=2, most=lambda value: value), iter([10, still])
-    monkeypatch.setattr("pytest_aisp.bench.kept.here", lambda: ranks)
-    monkeypatch.setattr("pytest_aisp.bench.kept.release", lambda device: None)
+    monkeypatch.setattr("pytest_aisp.worker.cache.here", lambda: ranks)
+    monkeypatch.setattr("pytest_aisp.worker.cache.release", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(gib) << 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 140 << 30))
-    kept = Kept(Stopwatch(), {"page": object()})
+    kept = Cache(Stopwatch(), {"page": object()})
     kept.leave_memory("cuda")
     assert not kept.oracles
     assert kept.exhausted is exhausted
 
 
 def test_a_process_in_which_a_capture_failed_is_exhausted(monkeypatch):
-    monkeypatch.setattr("pytest_aisp.bench.kept.release", lambda device: None)
+    monkeypatch.setattr("pytest_aisp.worker.cache.release", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 140 << 30))
-    monkeypatch.setattr("pytest_aisp.bench.windows.abandoned", [(0, 1)])
-    kept = Kept(Stopwatch())
+    monkeypatch.setattr("pytest_aisp.timing.windows.abandoned", [(0, 1)])
+    kept = Cache(Stopwatch())
     kept.leave_memory("cuda")
     assert kept.exhausted

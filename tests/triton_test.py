@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pytest_aisp.bench.loader import load_page
-from pytest_aisp.pages import sources
+from pytest_aisp.page import sources
+from pytest_aisp.worker.loader import load_page
 
 pytest.importorskip("triton")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from pytest_aisp.guard.housekeeping import Housekeeping
-from pytest_aisp.kernels import tuner
+from pytest_aisp.isolation.interference import InterferenceMonitor
+from pytest_aisp.kernels import autotune
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -25,7 +25,7 @@ def test_what_triton_compiles_is_counted_and_who_listened_before_is_told(monkeyp
     heard: list[str] = []
     compilation = triton.knobs.compilation
     monkeypatch.setattr(compilation, "listener", lambda **facts: heard.append(facts["src"].name))
-    keeping = Housekeeping()
+    keeping = InterferenceMonitor()
     keeping.begin()  # listens once, however often it begins
     source = triton.compiler.ASTSource(JITFunction(stored_one), {"x": "*fp32"})
     triton.compile(source, target=GPUTarget("cuda", 90, 32))
@@ -56,7 +56,7 @@ def test_the_configuration_of_each_tuned_launch_is_noted(tuned):
     x, found = torch.zeros(4), {}
     run = type(tuned).run
     tuned[(1,)](x, 4)
-    with tuner.noting(found):
+    with autotune.record_choices(found):
         tuned[(1,)](x, 4)
         tuned[(1,)](x, 8)
     assert type(tuned).run is run
@@ -68,7 +68,7 @@ def test_the_configuration_of_each_tuned_launch_is_noted(tuned):
 def test_a_single_configuration_is_no_choice(tuned):
     found = {}
     tuned.configs = tuned.configs[:1]
-    with tuner.noting(found):
+    with autotune.record_choices(found):
         tuned[(1,)](torch.zeros(4), 4)
     assert found == {}
 
@@ -76,23 +76,23 @@ def test_a_single_configuration_is_no_choice(tuned):
 def test_without_triton_there_is_nothing_to_note(monkeypatch):
     monkeypatch.delitem(__import__("sys").modules, "triton.runtime.autotuner")
     found = {}
-    with tuner.noting(found):
+    with autotune.record_choices(found):
         pass
     assert found == {}
 
 
 def test_choices_of_several_processes_are_one_and_read_as_words():
     parts = [{"b": ["BLOCK: 8"]}, {"b": ["BLOCK: 4"], "a": {"BLOCK: 2"}}, {}]
-    choices = tuner.together(parts)
+    choices = autotune.merge_choices(parts)
     assert choices == {"a": ["BLOCK: 2"], "b": ["BLOCK: 4", "BLOCK: 8"]}
-    assert tuner.words(choices) == ["tuned a: BLOCK: 2", "tuned b: BLOCK: 4 | BLOCK: 8"]
+    assert autotune.choice_notes(choices) == ["tuned a: BLOCK: 2", "tuned b: BLOCK: 4 | BLOCK: 8"]
 
 
 def test_a_kernel_tuned_otherwise_than_when_stored_is_named():
     stored = {"a": ["BLOCK: 2"], "b": ["BLOCK: 4", "BLOCK: 8"]}
-    assert tuner.unlike(stored, {"b": ["BLOCK: 4"], "new": ["BLOCK: 1"]}) == []
-    assert tuner.unlike({}, {"a": ["BLOCK: 4"]}) == []
-    assert tuner.unlike(stored, {"a": ["BLOCK: 4"]}) == [
+    assert autotune.differing_choices(stored, {"b": ["BLOCK: 4"], "new": ["BLOCK: 1"]}) == []
+    assert autotune.differing_choices({}, {"a": ["BLOCK: 4"]}) == []
+    assert autotune.differing_choices(stored, {"a": ["BLOCK: 4"]}) == [
         "a is tuned otherwise than when stored: BLOCK: 4, then BLOCK: 2"
     ]
 

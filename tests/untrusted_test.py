@@ -7,32 +7,33 @@ import time
 
 import pytest
 
-from pytest_aisp.bench import apart, host, windows
-from pytest_aisp.bench.engine import Engine
-from pytest_aisp.guard import originals
-from pytest_aisp.proof.numerics import Wrong
+from pytest_aisp.checking.numerics import Wrong
+from pytest_aisp.isolation import monkeypatches
 from pytest_aisp.results.messages import Task
-from pytest_aisp.session import untrusted
+from pytest_aisp.session import sandbox_case
+from pytest_aisp.timing import cpu_timer, windows
+from pytest_aisp.worker import sandbox
+from pytest_aisp.worker.engine import Engine
 
 SPEEDS = {"added": 2e-5, "doubled": 1e-5}
 # Each side gives a wrong answer and is believed, because it sits where it is judged.
 HOSTILE = {
     "replaces the comparison": """
     def doubled(x):
-        from pytest_aisp.guard import originals
-        from pytest_aisp.proof import check, fits
+        from pytest_aisp.isolation import monkeypatches
+        from pytest_aisp.checking import check, compare
 
         def kind(found, leaves, rule):
             right = [leaf.value.to(got.dtype) for got, leaf in zip(found, leaves)]
-            return fits.compare_all(right, leaves, rule)
+            return compare.compare_all(right, leaves, rule)
 
         check.compare_all = kind
-        originals.replaced = lambda: None  # and who would see it
+        monkeypatches.replaced = lambda: None  # and who would see it
         return torch.zeros_like(x)
     """,
     "switches the protections off": """
     def doubled(x):
-        from pytest_aisp.common import protections
+        from pytest_aisp.isolation import protections
 
         protections._off = frozenset(protections.PROTECTIONS)
         return torch.zeros_like(x)
@@ -41,10 +42,10 @@ HOSTILE = {
     import gc
 
     def doubled(x):
-        from pytest_aisp.proof.oracle import Oracle
+        from pytest_aisp.checking.reference import Reference
 
         for thing in gc.get_objects():
-            if isinstance(thing, Oracle):
+            if isinstance(thing, Reference):
                 return thing.bench.pair.reference(x).float()
         return torch.zeros_like(x)
     """,
@@ -130,10 +131,10 @@ CLOCK = """
 def doubled(x):
     import time
 
-    from pytest_aisp.bench import windows
-    from pytest_aisp.guard import originals
+    from pytest_aisp.timing import windows
+    from pytest_aisp.isolation import monkeypatches
 
-    originals.replaced = lambda: None
+    monkeypatches.replaced = lambda: None
     windows.now_ns = lambda: time.perf_counter_ns() // 100
     return 2 * x
 """
@@ -142,8 +143,8 @@ def doubled(x):
 def test_the_clock_that_is_read_can_be_replaced_from_inside_and_is_not_believed_apart(
     page, monkeypatch
 ):
-    monkeypatch.setattr(host, "STOLEN", math.inf)
-    for module, name in ((windows, "now_ns"), (originals, "replaced")):
+    monkeypatch.setattr(cpu_timer, "STOLEN", math.inf)
+    for module, name in ((windows, "now_ns"), (monkeypatches, "replaced")):
         monkeypatch.setattr(module, name, getattr(module, name))  # put back after the lie
     path = page(defs=CLOCK)
     engine, module = Engine(), "untrusted_clock"
@@ -159,9 +160,9 @@ def test_the_clock_that_is_read_can_be_replaced_from_inside_and_is_not_believed_
         engine.perform(Task(kind="perform", apart={"units": units}, **common))
         return time.perf_counter() - start
 
-    seconds = apart.seconds_apart(work, unit, least=0.01, times=3)
-    assert untrusted.untrue(seconds, min(told["optimized"]), "cpu")
-    assert not untrusted.untrue(seconds, seconds, "cpu")
+    seconds = sandbox.seconds_apart(work, unit, least=0.01, times=3)
+    assert sandbox_case.untrue(seconds, min(told["optimized"]), "cpu")
+    assert not sandbox_case.untrue(seconds, seconds, "cpu")
 
 
 def test_seconds_apart_asks_for_more_until_asking_does_not_count():
@@ -171,7 +172,7 @@ def test_seconds_apart_asks_for_more_until_asking_does_not_count():
         asked.append(units)
         return 0.001 + 0.0001 * units
 
-    assert apart.seconds_apart(work, 10, least=0.1, times=2) == pytest.approx(1.0e-5, rel=0.02)
+    assert sandbox.seconds_apart(work, 10, least=0.1, times=2) == pytest.approx(1.0e-5, rel=0.02)
     assert asked[:3] == [1, 10, 100]
     assert len(asked[asked.index(asked[-1]) :]) == 3
 
@@ -183,4 +184,4 @@ def test_what_a_performer_leaves_is_read_and_never_run(tmp_path):
         return 2 * x
 
     with pytest.raises(Wrong, match="doubled left no outputs that can be read"):
-        apart._read(tmp_path / "outputs.pt", doubled)
+        sandbox._read(tmp_path / "outputs.pt", doubled)

@@ -15,7 +15,7 @@ from typing import Any
 import ledger
 from ledger import Item
 
-from pytest_aisp.common.protections import PROTECTIONS
+from pytest_aisp.isolation.protections import PROTECTIONS
 
 ROOT = Path(__file__).parents[1]
 EXPLOITS = ROOT / "tests" / "exploits"

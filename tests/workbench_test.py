@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from pytest_aisp import Work, compare
-from pytest_aisp.bench import host
-from pytest_aisp.bench.loader import pair_of
-from pytest_aisp.common import trees
-from pytest_aisp.common.device import Machine
-from pytest_aisp.proof import check
-from pytest_aisp.proof.workbench import COLD_FOOTPRINT, UNSEEN, NotCold, Workbench
-from pytest_aisp.results.sizing import calls_for
-from pytest_aisp.results.timing import settle
-from pytest_aisp.session.place import COMPILER
-from pytest_aisp.session.run import Run
+from pytest_aisp.checking import check
+from pytest_aisp.checking.inputs import COLD_FOOTPRINT, UNSEEN, InputPool, NotCold
+from pytest_aisp.session.context import RunContext
+from pytest_aisp.session.placement import COMPILER
+from pytest_aisp.timing import cpu_timer
+from pytest_aisp.timing.schedule import calls_for, settle
+from pytest_aisp.util import pytree
+from pytest_aisp.util.device import Machine
+from pytest_aisp.worker.loader import pair_of
 
 MIB = 1 << 20
 
@@ -46,7 +45,7 @@ def bench_of(*, n=1000, seed=1, unseen=2, l2="cold"):
     def test_doubling(pair):
         pair.assert_speedup()
 
-    return Workbench(pair_of(test_doubling), {"n": n}, "cpu", seed, unseen)
+    return InputPool(pair_of(test_doubling), {"n": n}, "cpu", seed, unseen)
 
 
 def test_slots_outgrow_the_cache_five_times_and_lie_apart():
@@ -96,10 +95,10 @@ def test_the_unseen_values_do_not_exist_before_the_last_rewrite():
 
 def test_free_memory_is_left_full_of_nan(monkeypatch):
     poisoned = []
-    monkeypatch.setattr(trees, "poison", lambda tree, real=trees.poison: poisoned.append(tree))
+    monkeypatch.setattr(pytree, "poison", lambda tree, real=pytree.poison: poisoned.append(tree))
     check._poison_free_memory((torch.zeros(3), torch.zeros(2, dtype=torch.int64)))
     monkeypatch.undo()
-    trees.poison(poisoned)
+    pytree.poison(poisoned)
     floats, integers = poisoned[0][:2], poisoned[0][2:]
     assert all(t.isnan().all() for t in floats)
     assert all((t == -1).all() for t in integers)
@@ -107,7 +106,7 @@ def test_free_memory_is_left_full_of_nan(monkeypatch):
 
 def test_the_values_that_checks_draw_are_the_runs_secret():
     settings = SimpleNamespace(reproducible=False, seed=None)
-    seeds = {Run(settings, Machine("cpu", "cpu", "cpu")).seed for _ in range(8)}
+    seeds = {RunContext(settings, Machine("cpu", "cpu", "cpu")).seed for _ in range(8)}
     assert len(seeds) == 8
 
 
@@ -115,13 +114,13 @@ def test_a_bench_process_sees_one_gpu():
     settings = SimpleNamespace(reproducible=False, seed=None, cold_start=False)
     machine = Machine("sm90", "nvidia-h200", "NVIDIA H200", ("GPU-a", "GPU-b"))
     for worker, gpu in ((0, "GPU-a"), (1, "GPU-b"), (2, "GPU-a")):
-        run = Run(settings, machine, worker=worker)
+        run = RunContext(settings, machine, worker=worker)
         assert run.environment("cuda")["CUDA_VISIBLE_DEVICES"] == gpu
         assert run.environment("cpu")["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_a_bench_process_interprets_triton_or_compiles():
-    run = Run(
+    run = RunContext(
         SimpleNamespace(reproducible=False, seed=None, cold_start=False),
         Machine("cpu", "cpu", "cpu"),
     )
@@ -148,10 +147,10 @@ def test_warming_goes_on_while_memory_grows_or_times_fall():
 
 def test_a_block_that_waited_for_a_core_is_measured_again(monkeypatch):
     waited, clock = iter([0.0, 0.5, 0.501]), iter([0.0, 1.0, 2.0])
-    monkeypatch.setattr(host, "_waiting", lambda: next(waited))
-    monkeypatch.setattr(host.time, "perf_counter", lambda: next(clock))
-    bout = host.HostBout.__new__(host.HostBout)
-    bout._waited, bout._since = host._waiting(), host.time.perf_counter()
+    monkeypatch.setattr(cpu_timer, "_waiting", lambda: next(waited))
+    monkeypatch.setattr(cpu_timer.time, "perf_counter", lambda: next(clock))
+    bout = cpu_timer.CpuPairTimer.__new__(cpu_timer.CpuPairTimer)
+    bout._waited, bout._since = cpu_timer._waiting(), cpu_timer.time.perf_counter()
     bout.keeping = SimpleNamespace(look=lambda: None, begin=lambda: None)
     assert bout.disturbance() == "waited for a core 50% of the time"
     assert bout.disturbance() is None
@@ -174,11 +173,11 @@ class Record:
     ids=["dataclass", "namespace", "mapping", "tuple"],
 )
 def test_a_copy_of_inputs_shares_no_memory_with_them(tree):
-    [(path, before)] = trees.tensors(tree)
-    [(same, after)] = trees.tensors(trees.clone(tree))
+    [(path, before)] = pytree.tensors(tree)
+    [(same, after)] = pytree.tensors(pytree.clone(tree))
     assert same == path
     assert after.data_ptr() != before.data_ptr()
-    assert type(trees.clone(tree)) is type(tree)
+    assert type(pytree.clone(tree)) is type(tree)
 
 
 def test_state_and_inputs_begin_with_other_numbers():
@@ -195,7 +194,7 @@ def test_state_and_inputs_begin_with_other_numbers():
     )
     def test(pair): ...
 
-    bench = Workbench(pair_of(test), {"n": 9}, "cpu", 1, 2)
+    bench = InputPool(pair_of(test), {"n": 9}, "cpu", 1, 2)
     states = [bench.new_state(), *bench.every_state()]
     for number in range(3):
         (x,) = bench.value_set(number)

@@ -51,7 +51,7 @@ import pytest
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item):
-    from pytest_aisp.session.stash import RUN
+    from pytest_aisp.session.options import RUN
 
     if "second" in item.nodeid:
         while not os.path.exists("held"):
@@ -87,7 +87,7 @@ LATE = """
 
 
 def pytest_handlecrashitem(crashitem, report, sched):
-    from pytest_aisp.session.stash import RUN
+    from pytest_aisp.session.options import RUN
 
     sched.config.stash[RUN].started -= 1e6
 """

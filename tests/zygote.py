@@ -97,7 +97,7 @@ class Zygote:
         kept, given = os.environ, how["env"]
         changed = {k for k in {*kept, *given} if kept.get(k) != given.get(k)}
         options = [option for option in command[1:] if option != "-P"]
-        if options[:2] != ["-m", "pytest_aisp.bench"] or not changed <= set(FORKED):
+        if options[:2] != ["-m", "pytest_aisp.worker"] or not changed <= set(FORKED):
             return subprocess.Popen(command, **how)
         fds = {1: how["stdout"].fileno(), 2: how["stderr"].fileno()}
         fds |= {fd: fd for fd in how["pass_fds"]}
@@ -212,13 +212,13 @@ class ForkedBenches:
         self._zygote = zygote
 
     def pytest_configure(self) -> None:
-        from pytest_aisp.bench import client
+        from pytest_aisp.worker import client
 
         client.Popen = self._zygote.bench  # type: ignore[assignment,misc]
 
 
 def _bench(args: list[str]) -> NoReturn:
-    from pytest_aisp.bench.server import main
+    from pytest_aisp.worker.server import main
 
     _prctl(SET_NAME, BENCH.encode())
     main(*map(int, args))

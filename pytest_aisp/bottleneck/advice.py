@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..common.answers import size_text
 from ..results.row import duration
+from ..util.cli_result import size_text
 from .breakdown import Breakdown, Loader
 
 NOTICEABLE = 0.05

@@ -8,11 +8,10 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
-from ..common.answers import columns
 from ..results.row import duration
+from ..util.cli_result import columns
 from .stages import Stage
-from .steps import Step
-from .stretch import Gpu
+from .steps import Gpu, Step
 
 
 @dataclass(frozen=True)

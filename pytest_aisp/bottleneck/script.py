@@ -13,10 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..common.answers import Answer, Unanswerable
-from .bottleneck import Batches, breakdown, plain, text
+from ..util.cli_result import CliError, CliResult
 from .breakdown import Breakdown
-from .profiled import here
+from .find import Batches, breakdown, here, plain, text
 from .stages import Stages
 from .steps import Instruments, Loop, Plan
 
@@ -127,7 +126,7 @@ class Watcher:
         """
         loops = [s for s in (*self._sources.values(), self._bare) if s.trained]
         if not loops:
-            raise Unanswerable(self._nothing(script))
+            raise CliError(self._nothing(script))
         return max(loops, key=lambda s: (sum(t.wait + t.body for t in s.loop.timed), s.trained))
 
     def _nothing(self, script: Path) -> str:
@@ -169,14 +168,14 @@ class Watcher:
         self._stopped = True
 
 
-def answer(
+def run_script(
     script: Path,
     arguments: Sequence[str],
     *,
     plan: Plan,
     as_json: bool = False,
     instruments: Instruments | None = None,
-) -> Answer:
+) -> CliResult:
     """Run `script` and return where the time of its training loop's steps goes.
 
     The exit code is the script's.
@@ -185,19 +184,19 @@ def answer(
         Unanswerable: where there is no such script, or no loop in it, or one that is too short.
     """
     if not script.is_file():
-        raise Unanswerable(f"{script}: no such script\naisp bottleneck train.py [its arguments]")
+        raise CliError(f"{script}: no such script\naisp bottleneck train.py [its arguments]")
     watcher = Watcher(plan, instruments or here())
     with _stdout_is_stderr() if as_json else contextlib.nullcontext(), watcher.installed():
         code = run(script, arguments)
     try:
         found = watcher.training(script).figures(script.name)
-    except Unanswerable as error:
-        raise Unanswerable(_after(script, code, error), code or error.code) from None
+    except CliError as error:
+        raise CliError(_after(script, code, error), code or error.code) from None
     lines = [json.dumps(plain(found), indent=2)] if as_json else text(found)
-    return Answer(lines, code)
+    return CliResult(lines, code)
 
 
-def _after(script: Path, code: int, error: Unanswerable) -> str:
+def _after(script: Path, code: int, error: CliError) -> str:
     if not code:
         return str(error)
     return f"{script} ended with exit code {code} before a step was timed\n{error}"

@@ -10,20 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ..common import trees
-from ..common.peers import here
-from ..common.protections import on
-from ..common.quiet import waiter
-from ..pages.pair import Pair, Precision, Side, SideError, side_name, size_words
-from . import manners, numerics
-from .controls import TooLoose
-from .fits import Fit, compare_all, explain
+from ..isolation.monkeypatches import watching
+from ..isolation.protections import enabled
+from ..page.pair import Pair, Precision, Side, SideError, side_name, size_words
+from ..util import pytree
+from ..util.device_sync import synchronizer
+from ..util.process_group import current_group
+from . import compare, numerics
+from .compare import Comparison, compare_all, explain
+from .controls import TooLoose, check_tolerance
+from .inputs import STEPS, VALUE_SETS, BoundSide
 from .numerics import Leaf, Rule, Wrong
-from .oracle import Named, Oracle, observed
-from .sides import Subject
-from .tolerance import check_tolerance
-from .witness import watching
-from .workbench import STEPS, VALUE_SETS
+from .reference import Named, Reference, outputs_and_state
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +46,7 @@ class Checked:
 
 
 def check_sides(
-    oracle: Oracle,
+    oracle: Reference,
     sides: Sequence[tuple[Side, Precision | None]],
     rule: Rule,
     *,
@@ -65,34 +63,34 @@ def check_sides(
         TooLoose, CannotTell: when a control condemns the tolerance or the inputs.
     """
     result = Checked()
-    base: list[Fit] = []
+    base: list[Comparison] = []
     for number, (side, precision) in enumerate(sides):
         tell(side_name(side))
-        if number == 0 and on("work") and not (rule.given or rule.exact):
+        if number == 0 and enabled("work") and not (rule.given or rule.exact):
             _check_terms(oracle)
         fits = _check_side(oracle, side, precision, rule, number == 0)
         result.fits[side_name(side)] = [max(f.rms for f in fits), max(f.worst for f in fits)]
         if number == 0:
             base = fits
-        elif precision is None and not rule.given and not rule.exact and on("ratio"):
+        elif precision is None and not rule.given and not rule.exact and enabled("ratio"):
             _check_ratio(oracle, side, fits, base)
-    if on("exact-probe"):
+    if enabled("exact-probe"):
         result.exact = _exact_probe(oracle, [side for side, _ in sides])
-    if controls and on("controls"):
+    if controls and enabled("controls"):
         with oracle.watch.phase("controls"):
             found = check_tolerance(oracle, [precision for _, precision in sides], rule)
             result.controls = [str(control) for control in found]
     return result
 
 
-def _check_terms(oracle: Oracle) -> None:
+def _check_terms(oracle: Reference) -> None:
     """Refuse a sum that would be longer than there are numbers: its length widens the bound."""
     bench = oracle.bench
-    held = [t for _, t in trees.tensors(bench.values[0])]
-    held += trees.state_tensors(bench.new_state()).values()
+    held = [t for _, t in pytree.tensors(bench.values[0])]
+    held += pytree.state_tensors(bench.new_state()).values()
     most = sum(tensor.numel() for tensor in held)
-    terms = bench.pair.work_at(bench.size, here().world).terms
-    most *= here().world
+    terms = bench.pair.work_at(bench.size, current_group().world).terms
+    most *= current_group().world
     if held and terms > max(most, FEW_TERMS):
         raise TooLoose(
             f"Work(terms={terms}) at {size_words(bench.size)}: the longest sum, but the inputs have"
@@ -100,7 +98,9 @@ def _check_terms(oracle: Oracle) -> None:
         )
 
 
-def _check_ratio(oracle: Oracle, side: Side, fits: Sequence[Fit], base: Sequence[Fit]) -> None:
+def _check_ratio(
+    oracle: Reference, side: Side, fits: Sequence[Comparison], base: Sequence[Comparison]
+) -> None:
     others = {(f.path, f.step): f for f in base}
     for fit in fits:
         other = others.get((fit.path, fit.step), fit)  # what only this side's optimizer has
@@ -116,26 +116,26 @@ def _check_ratio(oracle: Oracle, side: Side, fits: Sequence[Fit], base: Sequence
 
 
 def _check_side(
-    oracle: Oracle, side: Side, precision: Precision | None, rule: Rule, is_baseline: bool
-) -> list[Fit]:
+    oracle: Reference, side: Side, precision: Precision | None, rule: Rule, is_baseline: bool
+) -> list[Comparison]:
     bench, pair = oracle.bench, oracle.bench.pair
-    slot = trees.clone(bench.values[0])
-    if on("fresh-memory"):
+    slot = pytree.clone(bench.values[0])
+    if enabled("fresh-memory"):
         _poison_free_memory(slot)
-    subject = Subject(side, [slot], bench.new_state())
-    wait = waiter(bench.device)
-    fits: list[Fit] = []
+    subject = BoundSide(side, [slot], bench.new_state())
+    wait = synchronizer(bench.device)
+    fits: list[Comparison] = []
     turns: list[int] = []
     oracle.foresee(tuple(_turns(pair)))
     try:
         for turn in _turns(pair):
-            trees.copy_into(slot, bench.value_set(turn))
+            pytree.copy_into(slot, bench.value_set(turn))
             with watching(subject.name, pair.owns):
                 outputs = subject.run(0)
             wait()
             turns.append(turn)
             _check_manners(subject, slot, bench.value_set(turn), outputs, size_words(bench.size))
-            found = observed(outputs, subject.state)
+            found = outputs_and_state(outputs, subject.state)
             judged = judge(oracle, side, found, tuple(turns), precision, rule, is_baseline)
             fits += [replace(fit, step=len(turns)) for fit in judged]
     finally:
@@ -146,19 +146,19 @@ def _check_side(
 def _turns(pair: Pair) -> list[int]:
     """Return which value sets a side is checked on, one after the other at one address."""
     if pair.state is not None:
-        return [k % VALUE_SETS for k in range(STEPS if on("steps") else 1)]
-    return [0, 1] if on("fresh-values") else [0]
+        return [k % VALUE_SETS for k in range(STEPS if enabled("steps") else 1)]
+    return [0, 1] if enabled("fresh-values") else [0]
 
 
 def judge(
-    oracle: Oracle,
+    oracle: Reference,
     side: Side,
     found: Named,
     turns: tuple[int, ...],
     precision: Precision | None,
     rule: Rule,
     is_baseline: bool = False,
-) -> list[Fit]:
+) -> list[Comparison]:
     """Compare what a side produced with the oracle; raise `Wrong` at the first mismatch."""
     if is_baseline and not oracle.types:
         oracle.learn((path, tensor.dtype) for path, tensor in _matched(oracle, found, turns))
@@ -170,13 +170,13 @@ def judge(
     _check_form(oracle, side, found, leaves)
     fits = compare_all([tensor for _, tensor in found], leaves, rule)
     for fit in fits:
-        if not fit.ok and on("bound"):
+        if not fit.ok and enabled("bound"):
             raise Wrong(explain(side_name(side), oracle.bench.size, fit, rule))
     return fits
 
 
 def _shared(
-    oracle: Oracle, side: Side, leaves: Sequence[Leaf], found: Named
+    oracle: Reference, side: Side, leaves: Sequence[Leaf], found: Named
 ) -> tuple[list[Leaf], Named]:
     """Pair what both have; only what an optimizer made lazily may be absent."""
     by_name = dict(found)
@@ -188,7 +188,7 @@ def _shared(
     return shared, [(leaf.path, by_name[leaf.path]) for leaf in shared]
 
 
-def _matched(oracle: Oracle, found: Named, turns: tuple[int, ...]) -> Iterator[Any]:
+def _matched(oracle: Reference, found: Named, turns: tuple[int, ...]) -> Iterator[Any]:
     """Yield the baseline's outputs under the reference's paths."""
     if oracle.bench.pair.state is not None:
         yield from found
@@ -198,8 +198,8 @@ def _matched(oracle: Oracle, found: Named, turns: tuple[int, ...]) -> Iterator[A
         yield from ((path, got) for (path, _, _), (_, got) in zip(expected, found, strict=True))
 
 
-def _check_form(oracle: Oracle, side: Side, found: Named, leaves: Sequence[Leaf]) -> None:
-    if not on("form"):
+def _check_form(oracle: Reference, side: Side, found: Named, leaves: Sequence[Leaf]) -> None:
+    if not enabled("form"):
         return
     name, size = side_name(side), size_words(oracle.bench.size)
     if len(found) != len(leaves):
@@ -224,23 +224,23 @@ def _check_form(oracle: Oracle, side: Side, found: Named, leaves: Sequence[Leaf]
             )
 
 
-def _check_manners(subject: Subject, slot: Any, values: Any, outputs: Any, size: str) -> None:
+def _check_manners(subject: BoundSide, slot: Any, values: Any, outputs: Any, size: str) -> None:
     """Refuse a side that returns nothing, changes its inputs or returns a view of them."""
-    if outputs is None and subject.state is None and on("returned"):
+    if outputs is None and subject.state is None and enabled("returned"):
         raise SideError(f"{subject.name} returned None at {size}; a side returns its outputs")
-    manners.check_unchanged(subject.name, slot, values, size)
-    manners.check_outputs(subject.name, outputs, [slot], size)
+    compare.check_unchanged(subject.name, slot, values, size)
+    compare.check_outputs(subject.name, outputs, [slot], size)
 
 
 def _poison_free_memory(like: Any) -> None:
     """Leave NaN in the memory that the allocator hands out next: `empty` holds no answer."""
     import torch
 
-    held = [torch.empty_like(t) for _, t in trees.tensors(like) for _ in range(2) if t.numel()]
-    trees.poison(held)
+    held = [torch.empty_like(t) for _, t in pytree.tensors(like) for _ in range(2) if t.numel()]
+    pytree.poison(held)
 
 
-def _exact_probe(oracle: Oracle, sides: Sequence[Side]) -> str:
+def _exact_probe(oracle: Reference, sides: Sequence[Side]) -> str:
     """Run every side on small integers, where a linear operation has one right answer."""
     import torch
 
@@ -248,16 +248,16 @@ def _exact_probe(oracle: Oracle, sides: Sequence[Side]) -> str:
     if pair.state is not None:
         return "n/a: the page has a state"
     ranks = [_integers(values, rank) for rank, values in enumerate(bench.everyone(0))]
-    expected = oracle.expected_of(trees.clone(ranks))
-    if here().most(any(not _is_exact(value) for _, value in expected)):
+    expected = oracle.expected_of(pytree.clone(ranks))
+    if current_group().most(any(not _is_exact(value) for _, value in expected)):
         return "n/a: not exact on small integers"
-    if pair.spread and here().most(not _fits(oracle, expected)):
+    if pair.spread and current_group().most(not _fits(oracle, expected)):
         return "n/a: ranks round what they add"
     for side in sides:
-        subject = Subject(side, [trees.clone(ranks[here().rank])])
+        subject = BoundSide(side, [pytree.clone(ranks[current_group().rank])])
         try:
             found = numerics.as_leaves(subject.run(0))
-            waiter(bench.device)()
+            synchronizer(bench.device)()
             wanted = [Leaf(path, want.double(), None) for path, want in expected]
             for fit in compare_all([got for _, got in found], wanted, Rule(exact=True)):
                 if not fit.ok:
@@ -273,7 +273,7 @@ def _is_exact(value: torch.Tensor) -> bool:
     return bool(((scaled == scaled.round()) & (scaled.abs() < 2**24)).all())
 
 
-def _fits(oracle: Oracle, expected: Named) -> bool:
+def _fits(oracle: Reference, expected: Named) -> bool:
     """Return whether the outputs' types hold every integer up to the largest expected value.
 
     What one rank adds is then as exact as the sum of all.
@@ -292,10 +292,10 @@ def _integers(values: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
     def drawn(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return tensor.clone()
-        made: torch.Tensor = trees.clone(tensor.detach())
+        made: torch.Tensor = pytree.clone(tensor.detach())
         generator = torch.Generator(device=tensor.device).manual_seed(11 + rank)
         draws = torch.randint(-8, 9, tensor.shape, generator=generator, device=tensor.device)
         made.copy_(torch.where(draws.abs() <= 2, draws, 0))
         return made.requires_grad_(tensor.requires_grad)
 
-    return trees.map_tensors(drawn, values)  # type: ignore[no-any-return]
+    return pytree.map_tensors(drawn, values)  # type: ignore[no-any-return]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..common.protections import on
-from ..pages.pair import size_words
+from ..isolation.protections import enabled
+from ..page.pair import SideError, size_words
+from ..util import pytree
 from .numerics import RMS, WORST, Leaf, Rule
 
 if TYPE_CHECKING:
     import torch
+
 
 SMALL = 1 << 18
 """Outputs of up to this many elements are compared together: a launch costs more than they do."""
@@ -24,7 +26,7 @@ def scatter(count: int) -> float:
 
 
 @dataclass(frozen=True)
-class Fit:
+class Comparison:
     """How far one output lies from what was expected, in allowed standard deviations."""
 
     path: str
@@ -50,12 +52,14 @@ class Fit:
         return max(self.rms / (RMS * (1 + self.scatter)), self.worst / self.most)
 
 
-def compare_all(got: Sequence[torch.Tensor], leaves: Sequence[Leaf], rule: Rule) -> list[Fit]:
+def compare_all(
+    got: Sequence[torch.Tensor], leaves: Sequence[Leaf], rule: Rule
+) -> list[Comparison]:
     """Compare outputs with what was expected, in order. Shapes must agree already.
 
     Small outputs are compared together; only one that does not fit is looked at by itself.
     """
-    fits: dict[int, Fit] = {}
+    fits: dict[int, Comparison] = {}
     if not rule.exact:
         for members in _small(got, leaves):
             found = _compare_together([got[i] for i in members], [leaves[i] for i in members], rule)
@@ -72,7 +76,9 @@ def _small(got: Sequence[torch.Tensor], leaves: Sequence[Leaf]) -> list[list[int
     return [members for members in groups.values() if len(members) > 1]
 
 
-def _compare_together(got: Sequence[torch.Tensor], leaves: Sequence[Leaf], rule: Rule) -> list[Fit]:
+def _compare_together(
+    got: Sequence[torch.Tensor], leaves: Sequence[Leaf], rule: Rule
+) -> list[Comparison]:
     """Return a fit for each of several small outputs, without the place of its worst element."""
     import torch
 
@@ -87,10 +93,10 @@ def _compare_together(got: Sequence[torch.Tensor], leaves: Sequence[Leaf], rule:
     squares = torch.segment_reduce(error.square(), "sum", lengths=lengths).tolist()
     scaled = error.div_(leaf.sigma) if leaf.sigma is not None else error
     worst = torch.segment_reduce(scaled, "max", lengths=lengths).tolist()
-    fits: list[Fit] = []
+    fits: list[Comparison] = []
     for i, each in enumerate(leaves):
         rms = math.sqrt(squares[i]) / max(each.total, 1e-300)
-        fit = Fit(
+        fit = Comparison(
             each.path,
             rms,
             worst[i],
@@ -106,14 +112,14 @@ def _compare_together(got: Sequence[torch.Tensor], leaves: Sequence[Leaf], rule:
     return fits
 
 
-def compare(got: torch.Tensor, leaf: Leaf, rule: Rule) -> Fit:
+def compare(got: torch.Tensor, leaf: Leaf, rule: Rule) -> Comparison:
     """Compare one output with what was expected. Shapes must agree already."""
     import torch
 
     if rule.exact or leaf.sigma is None:
         return _compare_exact(got, leaf)
     if not got.numel():
-        return Fit(leaf.path, 0.0, 0.0, (), 0.0, 0.0, 0.0, True)
+        return Comparison(leaf.path, 0.0, 0.0, (), 0.0, 0.0, 0.0, True)
     error = _errors(got, leaf)
     accepted = bool(_within(error, leaf, rule).all()) if rule.given else True
     rms = float(torch.linalg.vector_norm(error)) / max(leaf.total, 1e-300)
@@ -129,7 +135,7 @@ def _errors(got: torch.Tensor, leaf: Leaf) -> torch.Tensor:
 
     result = got.detach().to(torch.float64, copy=True, memory_format=torch.contiguous_format)
     if leaf.finite:
-        wild = math.inf if on("finite") else 0.0
+        wild = math.inf if enabled("finite") else 0.0
         return result.sub_(leaf.value).abs_().nan_to_num_(wild, wild)
     expected = leaf.value.isfinite()
     agree = torch.where(expected, result.isfinite(), _same(result, leaf.value))
@@ -151,7 +157,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a == b) | (a.isnan() & b.isnan())
 
 
-def _compare_exact(got: torch.Tensor, leaf: Leaf) -> Fit:
+def _compare_exact(got: torch.Tensor, leaf: Leaf) -> Comparison:
     want = leaf.value.to(got.dtype)
     different = ~_same(got, want) if got.is_floating_point() else got != want
     flat = int(different.view(-1).int().argmax()) if different.numel() else 0
@@ -160,16 +166,18 @@ def _compare_exact(got: torch.Tensor, leaf: Leaf) -> Fit:
     return _fit(got, leaf, flat, far, far, not bad)
 
 
-def _fit(got: torch.Tensor, leaf: Leaf, flat: int, rms: float, worst: float, ok: bool) -> Fit:
+def _fit(
+    got: torch.Tensor, leaf: Leaf, flat: int, rms: float, worst: float, ok: bool
+) -> Comparison:
     if not got.numel():
-        return Fit(leaf.path, rms, worst, (), 0.0, 0.0, 0.0, ok)
+        return Comparison(leaf.path, rms, worst, (), 0.0, 0.0, 0.0, ok)
     index, rest = [], flat
     for length in reversed(got.shape):
         index.append(rest % length)
         rest //= length
     at = tuple(reversed(index))
     sigma = float(leaf.sigma[at]) if leaf.sigma is not None else 0.0
-    return Fit(
+    return Comparison(
         leaf.path,
         rms,
         worst,
@@ -183,7 +191,7 @@ def _fit(got: torch.Tensor, leaf: Leaf, flat: int, rms: float, worst: float, ok:
     )
 
 
-def explain(side: str, size: Any, fit: Fit, rule: Rule) -> str:
+def explain(side: str, size: Any, fit: Comparison, rule: Rule) -> str:
     """Return the message of a mismatch: output, coordinate, both values, size, broken bound."""
     where = f"{fit.path}{list(fit.index)}" if fit.index else fit.path
     text = (
@@ -196,3 +204,68 @@ def explain(side: str, size: Any, fit: Fit, rule: Rule) -> str:
         f"{text}; off by {abs(fit.got - fit.want):.3g} = {fit.worst:.3g} allowed deviations of"
         f" {fit.bound:.3g} (rms {fit.rms:.3g}); the rule is {rule}{limits}"
     )
+
+
+def check_outputs(name: str, outputs: Any, inputs: Iterable[Any], size: str) -> None:
+    """Refuse outputs of the side `name` that were not written: lazy ones, and views of `inputs`."""
+    tensors = list(pytree.tensors(outputs))
+    if enabled("plain-tensors"):
+        for path, tensor in tensors:
+            if how := _lazy(tensor):
+                raise SideError(
+                    f"{name} returned {path} as {how} at {size}; an output is a plain tensor, whose"
+                    " values are there"
+                )
+    if enabled("no-alias"):
+        given = {t.untyped_storage().data_ptr() for slot in inputs for _, t in pytree.tensors(slot)}
+        for path, tensor in tensors:
+            if tensor.numel() and tensor.untyped_storage().data_ptr() in given:
+                raise SideError(f"{name} returned {path} as a view of its input at {size}")
+
+
+def _lazy(tensor: torch.Tensor) -> str | None:
+    """Return what `tensor` is if its elements are not all written in memory, else None."""
+    import torch
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"a {type(tensor).__name__}"
+    if tensor.layout != torch.strided:
+        return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
+    if tensor.is_neg() or tensor.is_conj():
+        return "a tensor whose sign is left to its reader"
+    if any(stride == 0 < length - 1 for stride, length in zip(tensor.stride(), tensor.shape)):  # noqa: B905
+        return "an expanded tensor"
+    return None
+
+
+def check_unchanged(name: str, slot: Any, values: Any, size: str) -> None:
+    """Refuse a side that changed an input, by a single bit."""
+    import torch
+
+    if not enabled("inputs-unchanged"):
+        return
+    now, before = list(pytree.leaves(slot)), list(pytree.leaves(values))
+    if [path for path, _ in now] != [path for path, _ in before]:
+        raise _changed(name, "", size)
+    for (path, leaf), (_, was) in zip(now, before, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            same = torch.equal(_bits(leaf), _bits(was))
+        else:
+            same = leaf is was or not isinstance(leaf, (int, float, str)) or leaf == was
+        if not same:
+            raise _changed(name, path, size)
+
+
+def _changed(name: str, path: str, size: str) -> SideError:
+    what = f"input {path}" if path else "inputs: one is gone, or new"
+    return SideError(
+        f"{name} changed its {what} at {size}; what a side may change is declared with state="
+    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes, so that NaN equals itself."""
+    import torch
+
+    flat = tensor.detach().contiguous().view(-1)
+    return flat if flat.dtype == torch.bool else flat.view(torch.uint8)

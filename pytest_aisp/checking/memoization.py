@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..common import trees
-from ..common.peers import here
-from ..pages.pair import SideError
-from .sides import Subject, make_inputs
-from .witness import now
-from .workbench import Workbench
+from ..isolation.monkeypatches import now
+from ..page.pair import SideError
+from ..util import pytree
+from ..util.process_group import current_group
+from .inputs import BoundSide, InputPool, make_inputs
 
 ROUNDS, MORE_ROUNDS = 3, 12
 """Sets of new values, and how many more are drawn before a side is accused."""
@@ -25,7 +24,7 @@ LEAST = 20e-6
 
 
 def check_repeats(
-    bench: Workbench, subjects: Sequence[Subject], wait: Callable[[], None], seed: int
+    bench: InputPool, subjects: Sequence[BoundSide], wait: Callable[[], None], seed: int
 ) -> None:
     """Refuse a subject that is fast only on values which it has seen.
 
@@ -51,8 +50,8 @@ def _remembers(new: Sequence[float], again: Sequence[float]) -> bool:
 
 
 def _time(
-    bench: Workbench,
-    subjects: Sequence[Subject],
+    bench: InputPool,
+    subjects: Sequence[BoundSide],
     times: Sequence[tuple[list[float], list[float]]],
     wait: Callable[[], None],
     seeds: Sequence[int],
@@ -64,12 +63,12 @@ def _time(
                 # A copy of these values and a call on others come before both: caches and sleeping
                 # threads are alike, and nothing differs but whether these values are new.
                 for shown in (values, bench.value_set(0)):
-                    trees.copy_into(bench.slots[0], shown)
+                    pytree.copy_into(bench.slots[0], shown)
                 subject.run(0)
-                trees.copy_into(bench.slots[0], values)
+                pytree.copy_into(bench.slots[0], values)
                 subject.restore()
                 wait()
                 start = now()
                 subject.run(0)
                 wait()
-                which.append(here().most(now() - start))
+                which.append(current_group().most(now() - start))

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..common import trees
-from ..pages.pair import Work
+from ..page.pair import Work
+from ..util import pytree
 
 if TYPE_CHECKING:
     import torch
@@ -221,13 +221,13 @@ def as_leaves(outputs: Any) -> list[tuple[str, torch.Tensor]]:
     import torch
 
     found = []
-    for path, leaf in trees.leaves(outputs):
+    for path, leaf in pytree.leaves(outputs):
         if type(leaf) in (bool, int):
             leaf = torch.tensor(leaf)
         elif type(leaf) is float:
             leaf = torch.tensor(leaf, dtype=torch.float32)
         if not isinstance(leaf, torch.Tensor):
-            raise trees.TreeError(f"{path} is a {type(leaf).__name__}, not a tensor or a number")
+            raise pytree.TreeError(f"{path} is a {type(leaf).__name__}, not a tensor or a number")
         leaf = leaf.detach()
         if leaf.is_complex():
             path, leaf = f"view_as_real({path})", torch.view_as_real(leaf.resolve_conj())

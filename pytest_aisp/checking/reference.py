@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..common import trees
-from ..common.peers import here
-from ..common.quiet import free_bytes
-from ..common.stopwatch import Stopwatch
-from ..pages.pair import SideError
+from ..page.pair import SideError
+from ..util import pytree
+from ..util.device_sync import Stopwatch, free_bytes
+from ..util.process_group import current_group
 from . import numerics
+from .inputs import VALUE_SETS, InputPool
 from .numerics import Leaf
-from .workbench import VALUE_SETS, Workbench
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +26,7 @@ Named = list[tuple[str, "torch.Tensor"]]
 
 
 @dataclass
-class Oracle:
+class Reference:
     """What the reference says of `bench`'s values, computed once and kept.
 
     Attributes:
@@ -37,7 +36,7 @@ class Oracle:
         controls: what the negative controls said, by precision, rule and types.
     """
 
-    bench: Workbench
+    bench: InputPool
     watch: Stopwatch = field(default_factory=Stopwatch)
     exact: bool = False
     types: dict[str, torch.dtype] = field(default_factory=dict)
@@ -48,7 +47,7 @@ class Oracle:
 
     def __post_init__(self) -> None:
         state = self.bench.new_state()
-        self.begins = frozenset(trees.state_tensors(state)) if state is not None else frozenset()
+        self.begins = frozenset(pytree.state_tensors(state)) if state is not None else frozenset()
 
     @functools.cached_property
     def carries(self) -> bool:
@@ -57,7 +56,7 @@ class Oracle:
         if pair.state is None:
             return False
         states = bench.every_state() if pair.spread else [bench.new_state()]
-        begun = [trees.clone(_held(state)) for state in states]
+        begun = [pytree.clone(_held(state)) for state in states]
         with self.watch.phase("reference"):
             for turn in range(VALUE_SETS):
                 if pair.spread:
@@ -74,7 +73,7 @@ class Oracle:
         known = self.known(turns)
         key = (turns if self.carries else turns[-1:], precision)
         if key not in self._leaves:
-            work = self.bench.pair.work_at(self.bench.size, here().world)
+            work = self.bench.pair.work_at(self.bench.size, current_group().world)
             with self.watch.phase("reference"):
                 most = numerics.WORST_BLOCK if precision in numerics.BLOCKED else numerics.WORST
                 self._leaves[key] = [
@@ -132,9 +131,9 @@ class Oracle:
         """
         if not self.bench.device.startswith("cuda"):
             return True
-        held = trees.state_tensors(self.bench.new_state()).values()
-        needed = 8 * 2 * sum(t.numel() for t in held) * (3 * count + here().world)
-        return here().most(needed > free_bytes() / 2) == 0
+        held = pytree.state_tensors(self.bench.new_state()).values()
+        needed = 8 * 2 * sum(t.numel() for t in held) * (3 * count + current_group().world)
+        return current_group().most(needed > free_bytes() / 2) == 0
 
     def learn(self, types: Iterable[tuple[str, torch.dtype]]) -> None:
         """Learn in which type the sides return what is not known yet."""
@@ -161,11 +160,11 @@ class Oracle:
             return
         state = bench.new_state()
         if state is not None and probe is not None:
-            _perturb_in_place(trees.state_tensors(state), probe)
+            _perturb_in_place(pytree.state_tensors(state), probe)
         for turn in turns:
             values = _promoted(bench.value_set(turn), probe)
             outputs = pair.reference(*(values if state is None else (state, *values)))
-            yield observed(outputs, state)
+            yield outputs_and_state(outputs, state)
 
     def _after_everyone(self, turns: tuple[int, ...], probe: int | None) -> Iterator[Named]:
         """Run the reference on the inputs and states of all ranks, and yield this rank's."""
@@ -173,32 +172,34 @@ class Oracle:
         states = bench.every_state() if pair.state is not None else []
         if probe is not None:
             for state in states:
-                _perturb_in_place(trees.state_tensors(state), probe)
+                _perturb_in_place(pytree.state_tensors(state), probe)
         for turn in turns:
             ranks = list(_promoted(tuple(bench.everyone(turn)), probe))
             outputs = pair.reference(*([states] if states else []), ranks)
-            yield observed(self._mine(outputs), states[here().rank] if states else None)
+            yield outputs_and_state(
+                self._mine(outputs), states[current_group().rank] if states else None
+            )
 
     def _mine(self, outputs: Any) -> Any:
         """Return this rank's part of what the reference returned for all of them."""
         if outputs is None:
             return None
-        if not isinstance(outputs, (list, tuple)) or len(outputs) != here().world:
+        if not isinstance(outputs, (list, tuple)) or len(outputs) != current_group().world:
             many = f" of {len(outputs)}" if isinstance(outputs, (list, tuple)) else ""
             raise SideError(
-                f"reference must return what each of {here().world} ranks holds, as a list with one"
+                f"reference must return what each of {current_group().world} ranks holds, as a list with one"
                 f" entry a rank; it returned {type(outputs).__name__}{many}"
             )
-        return outputs[here().rank]
+        return outputs[current_group().rank]
 
     def dropped(self, turn: int, precision: str | None) -> list[Leaf] | None:
         """Return what the reference says with a slice of the largest input zeroed, or None."""
         pair, bench = self.bench.pair, self.bench
         if pair.state is not None:
             return None
-        ranks = trees.clone(bench.everyone(turn))
+        ranks = pytree.clone(bench.everyone(turn))
         for values in ranks:
-            floating = [t for _, t in trees.tensors(values) if t.is_floating_point() and t.dim()]
+            floating = [t for _, t in pytree.tensors(values) if t.is_floating_point() and t.dim()]
             if not floating:
                 return None
             largest = max(floating, key=lambda t: t.numel()).detach()
@@ -211,15 +212,15 @@ class Oracle:
         pair = self.bench.pair
         with self.watch.phase("reference"):
             made = self._mine(pair.reference(ranks)) if pair.spread else pair.reference(*ranks[0])
-        return observed(made, None)
+        return outputs_and_state(made, None)
 
 
 def _held(state: Any) -> dict[str, Any]:
     """Return by name what `state` holds: its tensors, and the numbers and words beside them."""
     beside = {
-        path: leaf for path, leaf in trees.leaves(state) if isinstance(leaf, (int, float, str))
+        path: leaf for path, leaf in pytree.leaves(state) if isinstance(leaf, (int, float, str))
     }
-    return {**beside, **trees.state_tensors(state)}
+    return {**beside, **pytree.state_tensors(state)}
 
 
 def _same(these: dict[str, Any], those: dict[str, Any]) -> bool:
@@ -233,11 +234,11 @@ def _same(these: dict[str, Any], those: dict[str, Any]) -> bool:
     return these.keys() == those.keys() and all(equal(these[n], those[n]) for n in these)
 
 
-def observed(outputs: Any, state: Any) -> Named:
+def outputs_and_state(outputs: Any, state: Any) -> Named:
     """Return what is compared: the outputs, then every tensor of the state."""
     found = numerics.as_leaves(outputs) if outputs is not None else []
     if state is not None:
-        held = trees.state_tensors(state)
+        held = pytree.state_tensors(state)
         found += [(name, tensor.detach()) for name, tensor in sorted(held.items())]
     return found
 
@@ -245,7 +246,7 @@ def observed(outputs: Any, state: Any) -> Named:
 def _promoted(values: tuple[Any, ...], probe: int | None) -> tuple[Any, ...]:
     """Return a copy of `values`; for a probe in float64 and perturbed."""
     if probe is None:
-        return trees.clone(values)  # type: ignore[no-any-return]
+        return pytree.clone(values)  # type: ignore[no-any-return]
     import torch
 
     generator = _generators(probe)
@@ -257,7 +258,7 @@ def _promoted(values: tuple[Any, ...], probe: int | None) -> tuple[Any, ...]:
         numerics.perturb(moved, generator(tensor))
         return moved.requires_grad_(tensor.requires_grad)
 
-    return trees.map_tensors(perturbed, values)  # type: ignore[no-any-return]
+    return pytree.map_tensors(perturbed, values)  # type: ignore[no-any-return]
 
 
 def _perturb_in_place(tensors: dict[str, torch.Tensor], probe: int) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from random import Random
 from typing import Any
 
-from ..common.peers import here
 from ..results.messages import Task
+from ..util.process_group import current_group
 
 EXAMPLES = 20
 
@@ -27,8 +27,8 @@ def smallest_failure(
         strategies: values and strategies by size key.
         check: raises for a size at which a side is wrong.
     """
-    if here().world > 1:
-        return _first_failure(here().shared(_drawn(strategies, task)), check)
+    if current_group().world > 1:
+        return _first_failure(current_group().shared(_drawn(strategies, task)), check)
     failures: dict[str, Exception] = {}
 
     def fails(size: Size) -> bool:

@@ -1,7 +1,7 @@
-"""`python -m pytest_aisp.commands` is `aisp`."""
+"""`python -m pytest_aisp.cli` is `aisp`."""
 
 import sys
 
-from .cli import main
+from .app import main
 
 sys.exit(main())

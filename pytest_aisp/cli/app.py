@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import typer
 
-from ..common.answers import Unanswerable
-from . import folders, links, machine, stored, suite
+from ..util.cli_result import CliError
+from . import links, machine, results, suite
 from .console import complain
 
 
@@ -25,8 +25,8 @@ def build() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     suite.add_to(app)
-    stored.add_to(app)
-    folders.add_to(app)
+    results.add_stored_commands(app)
+    results.add_folder_commands(app)
     machine.add_to(app)
     links.add_to(app)
     return app
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = typer.main.get_command(build())
     try:
         command.main(None if arguments is None else list(arguments), prog_name="aisp")
-    except Unanswerable as error:
+    except CliError as error:
         complain(str(error))
         return error.code
     except SystemExit as ended:  # what Typer ends with, errors and help included

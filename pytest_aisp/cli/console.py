@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn, TypeAlias, TypeVar
 
 import typer
 
-from ..common.answers import Answer, Unanswerable, parted
+from ..util.cli_result import CliError, CliResult, parted
 
 T = TypeVar("T")
 Tell: TypeAlias = Callable[[str], None]
@@ -25,17 +25,17 @@ Baselines = Annotated[Path, typer.Option(metavar="DIR", help="folder of stored r
 HERE = Path("baselines")
 
 
-def finish(found: Answer) -> NoReturn:
+def finish(found: CliResult) -> NoReturn:
     """Print an answer and end with its exit code."""
     say("\n".join(found.lines))
     raise typer.Exit(found.code)
 
 
-def kept(found: Answer, keep: Callable[[], Sequence[str]]) -> Answer:
+def kept(found: CliResult, keep: Callable[[], Sequence[str]]) -> CliResult:
     """Store what was measured, and say what `keep` did; it is shown all the same where not."""
     try:
         complain("\n".join(keep()))
-    except Unanswerable as error:
+    except CliError as error:
         complain(str(error))
         return replace(found, code=error.code)
     return found

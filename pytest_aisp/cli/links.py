@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from ..bench.collectives import OPS
-from ..common.answers import Answer, parse_bytes, parse_sizes
+from ..timing.collectives import OPS
+from ..util.cli_result import CliResult, parse_bytes, parse_sizes
 from .console import HERE, Baselines, Json, Store, complain, finish, kept, parsed, telling
 
 SIZES = {"cuda": "4KiB:512MiB", "cpu": "4KiB:4MiB"}
@@ -30,9 +30,9 @@ def add_to(app: typer.Typer) -> None:
 
 def topology(as_json: Json = False) -> None:
     """Show GPUs, links, NUMA nodes, who may read whom."""
-    from ..ranks import topology
+    from ..distributed import topology
 
-    finish(topology.answer(as_json=as_json))
+    finish(topology.topology_result(as_json=as_json))
 
 
 def bandwidth(
@@ -42,19 +42,21 @@ def bandwidth(
     baselines: Baselines = HERE,
 ) -> None:
     """Copy between every two GPUs; name slow hops."""
-    from ..common.device import Machine
-    from ..ranks import bandwidth, keep
+    from ..distributed import bandwidth
+    from ..util.device import Machine
 
     nbytes = parsed("--size", parse_bytes, size)
     if store:
-        keep.refuse_under_ci()
+        bandwidth.refuse_under_ci()
     with telling() as tell:
         count, hops = bandwidth.here(nbytes, tell)
-    found = bandwidth.answer(hops, nbytes, as_json=as_json)
+    found = bandwidth.bandwidth_result(hops, nbytes, as_json=as_json)
     if store:
         found = kept(
             found,
-            lambda: keep.keep(baselines, Machine.here(), count, *bandwidth.rates(hops, nbytes)),
+            lambda: bandwidth.keep(
+                baselines, Machine.here(), count, *bandwidth.rates(hops, nbytes)
+            ),
         )
     finish(found)
 
@@ -77,28 +79,30 @@ def nccl(
     baselines: Baselines = HERE,
 ) -> None:
     """Time collectives by size, on ranks of our own."""
-    from ..common.device import Machine
-    from ..ranks import keep, nccl
-    from ..tools import curves
+    from ..distributed import bandwidth, nccl
+    from ..tools.plot import draw
+    from ..util.device import Machine
 
     wanted = parsed("--ops", nccl.parse_ops, ops)
     given = None if sizes is None else parsed("--sizes", parse_sizes, sizes)
     if store:
-        keep.refuse_under_ci()
+        bandwidth.refuse_under_ci()
     machine = Machine.here()
     device, _ = nccl.place(machine, ranks)
     asked = given or parse_sizes(SIZES[device])
     with telling() as tell:
         sweep = nccl.run(machine, wanted, asked, ranks=ranks, timeout=timeout, tell=tell)
-    found = nccl.answer(sweep)
+    found = nccl.nccl_result(sweep)
     if plot is not None:
-        found = _drawn(found, plot, curves.draw(sweep.rows, sweep.title))
+        found = _drawn(found, plot, draw(sweep.rows, sweep.title))
     if store:
-        found = kept(found, lambda: keep.keep(baselines, machine, sweep.ranks, *nccl.rates(sweep)))
+        found = kept(
+            found, lambda: bandwidth.keep(baselines, machine, sweep.ranks, *nccl.rates(sweep))
+        )
     finish(found)
 
 
-def _drawn(found: Answer, path: Path, drawing: str) -> Answer:
+def _drawn(found: CliResult, path: Path, drawing: str) -> CliResult:
     """Write the plot; the table is shown where that fails, too."""
     try:
         path.write_text(drawing, encoding="utf-8")
@@ -110,9 +114,9 @@ def _drawn(found: Answer, path: Path, drawing: str) -> Answer:
 
 def nccl_env() -> None:
     """Show the variables of NCCL that are set, and what they mean."""
-    from ..ranks import nccl_env
+    from ..distributed import nccl
 
-    finish(nccl_env.answer(os.environ, nccl_env.version()))
+    finish(nccl.nccl_env_result(os.environ, nccl.version()))
 
 
 def bottleneck(
@@ -126,15 +130,15 @@ def bottleneck(
     profiled: Annotated[str, typer.Option(metavar="N", help="steps profiled, on a GPU")] = "10",
 ) -> None:
     """Run a training script: what do its steps wait for?"""
-    from ..loop import script as scripts
-    from ..loop.steps import Plan
+    from ..bottleneck import script as scripts
+    from ..bottleneck.steps import Plan
 
     plan = Plan(
         parsed("--warmup", _count(0), warmup),
         parsed("--profiled", _count(1), profiled),
         None if steps is None else parsed("--steps", _count(1), steps),
     )
-    finish(scripts.answer(script, arguments or [], plan=plan, as_json=as_json))
+    finish(scripts.run_script(script, arguments or [], plan=plan, as_json=as_json))
 
 
 def _count(least: int) -> Callable[[str], int]:

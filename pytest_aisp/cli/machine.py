@@ -16,17 +16,17 @@ def add_to(app: typer.Typer) -> None:
 
 def peak(as_json: Json = False, store: Store = False, baselines: Baselines = HERE) -> None:
     """Measure the best rates of this machine."""
-    from ..common.device import Machine
-    from ..ranks import keep
-    from ..tools import peak
+    from ..distributed import bandwidth
+    from ..tools import roofline
+    from ..util.device import Machine
 
     if store:
-        keep.refuse_under_ci()
+        bandwidth.refuse_under_ci()
     with telling() as tell:
-        measured = peak.measure(Machine.here(), tell)
-    found = peak.answer(measured, as_json=as_json)
+        measured = roofline.measure_peaks(Machine.here(), tell)
+    found = roofline.peak_result(measured, as_json=as_json)
     if store:
-        found = kept(found, lambda: peak.keep(measured, baselines))
+        found = kept(found, lambda: roofline.keep(measured, baselines))
     finish(found)
 
 
@@ -34,13 +34,13 @@ def doctor(as_json: Json = False) -> None:
     """Say what spoils measurements here."""
     from ..tools import doctor
 
-    finish(doctor.answer(doctor.look(), as_json=as_json))
+    finish(doctor.doctor_result(doctor.look(), as_json=as_json))
 
 
 def clean(yes: Yes = False, as_json: Json = False) -> None:
     """List what runs left under the root."""
-    from ..tools import catalogue, clean
+    from ..tools import catalog, cleanup
 
     with telling() as tell:
-        found = catalogue.collect((), tell=tell)
-    finish(clean.answer(found, yes=yes, as_json=as_json))
+        found = catalog.collect((), tell=tell)
+    finish(cleanup.clean_result(found, yes=yes, as_json=as_json))

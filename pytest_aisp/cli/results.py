@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .console import HERE, Baselines, Json, Yes, finish, one_of, telling
-from .several import Several, Targets
+from .suite import Several, Targets
 
 Product = Annotated[
     str | None,
@@ -16,7 +16,7 @@ Product = Annotated[
 ]
 
 
-def add_to(app: typer.Typer) -> None:
+def add_stored_commands(app: typer.Typer) -> None:
     """Add the commands of this module to `app`."""
     app.command(cls=Several)(roofline)
     app.command()(expectations)
@@ -27,13 +27,13 @@ def add_to(app: typer.Typer) -> None:
 
 def roofline(targets: Targets = None, product: Product = None, as_json: Json = False) -> None:
     """Hold stored results against the measured peaks."""
-    from ..common.device import Machine
-    from ..tools import catalogue, products, roofline
+    from ..tools import catalog, products, roofline
+    from ..util.device import Machine
 
     with telling() as tell:
-        found = catalogue.collect(targets, tell=tell)
+        found = catalog.collect(targets, tell=tell)
     names = products.chosen(found.baselines, product, Machine.here())
-    finish(roofline.answer(found, names, targets or (), as_json=as_json))
+    finish(roofline.roofline_result(found, names, targets or (), as_json=as_json))
 
 
 def expectations(
@@ -46,15 +46,15 @@ def expectations(
     ] = None,
 ) -> None:
     """Hold stored results against what pages claim."""
-    from ..common.device import Machine
-    from ..tools import catalogue, expectations, products
+    from ..tools import catalog, expectations, products
+    from ..util.device import Machine
 
     wanted, machine = one_of(expectations.FORMATS, "--format", form), Machine.here()
     with telling() as tell:
-        found = catalogue.collect(tell=tell)
+        found = catalog.collect(tell=tell)
     names = products.chosen(found.baselines, product, machine)
     archs = {name: products.arch_of(name, arch, machine) for name in names}
-    finish(expectations.answer(found, archs, form=wanted))
+    finish(expectations.expectations_result(found, archs, form=wanted))
 
 
 def prune(
@@ -65,11 +65,11 @@ def prune(
     as_json: Json = False,
 ) -> None:
     """List stored results whose case is gone."""
-    from ..tools import catalogue, prune
+    from ..tools import catalog, cleanup
 
     with telling() as tell:
-        found = catalogue.collect(tell=tell)
-    finish(prune.answer(found, product, yes=yes, as_json=as_json))
+        found = catalog.collect(tell=tell)
+    finish(cleanup.prune_result(found, product, yes=yes, as_json=as_json))
 
 
 def compare(
@@ -86,7 +86,7 @@ def compare(
     from ..tools import compare
 
     wanted = one_of(compare.FORMS, "--format", form)
-    finish(compare.answer(old, new, form=wanted, every=every, root=Path.cwd()))
+    finish(compare.compare_result(old, new, form=wanted, every=every, root=Path.cwd()))
 
 
 def seals(
@@ -99,6 +99,43 @@ def seals(
     baselines: Baselines = HERE,
 ) -> None:
     """Refuse staged results that no run has recorded."""
-    from ..tools import seals
+    from ..tools import checksums
 
-    finish(seals.answer(files or (), baselines, against))
+    finish(checksums.checksums_result(files or (), baselines, against))
+
+
+def add_folder_commands(app: typer.Typer) -> None:
+    """Add the commands of this module to `app`."""
+    app.command()(export)
+    app.command()(gate)
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(help="what --aisp-artifacts wrote")],
+) -> None:
+    """Print a run's timed sides as a file of pytest-benchmark."""
+    from ..tools import pytest_benchmark
+
+    finish(pytest_benchmark.export_result(folder))
+
+
+def gate(
+    folders: Annotated[list[Path], typer.Argument(help="what --aisp-artifacts wrote, each")],
+    products: Annotated[
+        str, typer.Option(metavar="P,P", help="those that are to be there, as nvidia-h200")
+    ] = "",
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="text|markdown|github|gitlab|json",
+            help="github: annotations; gitlab: a Code Quality report",
+        ),
+    ] = "text",
+) -> None:
+    """Give the runs of several machines one verdict."""
+    from ..tools import gate
+
+    wanted = one_of(gate.FORMS, "--format", form)
+    expected = [product for product in products.split(",") if product]
+    finish(gate.gate_result(folders, expected, form=wanted, root=Path()))

@@ -6,16 +6,22 @@ events around a few copies on the source's stream, the median of several such wi
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Protocol
 
-from ..bench.leases import together
-from ..common.answers import Answer, Unanswerable, columns, part_of, rate_text, size_text
+from ..results.row import duration
+from ..timing import peaks
+from ..util.cli_result import CliError, CliResult, columns, part_of, rate_text, size_text
+from ..util.device import Machine
+from ..util.locks import together
 from . import topology
 from .topology import Way
 
@@ -200,13 +206,13 @@ def here(nbytes: int, tell: Callable[[str], None]) -> tuple[int, list[Hop]]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
         have = {0: "none is", 1: "one is"}[count]
-        raise Unanswerable(f"aisp bandwidth needs 2 GPUs; {have} visible here\n    aisp topology")
+        raise CliError(f"aisp bandwidth needs 2 GPUs; {have} visible here\n    aisp topology")
     known = topology.read()
     uuids = [f"GPU-{torch.cuda.get_device_properties(k).uuid}" for k in range(count)]
     gpus = [known.gpu(uuid) for uuid in uuids]
     lost = [uuid for uuid, gpu in zip(uuids, gpus, strict=True) if gpu is None]
     if lost:
-        raise Unanswerable(f"NVML does not know {lost[0]}: MIG slices have no links of their own")
+        raise CliError(f"NVML does not know {lost[0]}: MIG slices have no links of their own")
     index = {k: gpu.index for k, gpu in enumerate(gpus) if gpu is not None}
     pairs = itertools.permutations(range(count), 2)
     ways = {(a, b): known.way(index[a], index[b]) for a, b in pairs}
@@ -214,7 +220,7 @@ def here(nbytes: int, tell: Callable[[str], None]) -> tuple[int, list[Hop]]:
         try:
             copier = Copier([f"cuda:{k}" for k in range(count)], nbytes)
         except torch.OutOfMemoryError:
-            raise Unanswerable(
+            raise CliError(
                 f"no room for two buffers of {size_text(nbytes)} on each GPU\n"
                 "Take smaller ones, or see who holds the memory:\n"
                 "    aisp bandwidth --size=256MiB\n    nvidia-smi"
@@ -227,14 +233,14 @@ def best(hops: Sequence[Hop], *, both: bool) -> Hop:
     return max((h for h in hops if h.both is both), key=lambda hop: hop.rate)
 
 
-def answer(hops: Sequence[Hop], nbytes: int, *, as_json: bool) -> Answer:
+def bandwidth_result(hops: Sequence[Hop], nbytes: int, *, as_json: bool) -> CliResult:
     """Return the lines and the exit code: 1 where a hop is slow or loses data."""
     bad = [hop for hop in hops if hop.slow or not hop.arrived]
     if as_json:
         plain = [asdict(hop) | {"share": hop.share} for hop in hops]
         text = json.dumps({"size": nbytes, "windows": WINDOWS, "hops": plain}, indent=1)
-        return Answer([text], int(bool(bad)))
-    return Answer([*_table(hops, nbytes), *_faults(bad)], int(bool(bad)))
+        return CliResult([text], int(bool(bad)))
+    return CliResult([*_table(hops, nbytes), *_faults(bad)], int(bool(bad)))
 
 
 def _table(hops: Sequence[Hop], nbytes: int) -> list[str]:
@@ -269,9 +275,9 @@ def rates(hops: Sequence[Hop], nbytes: int) -> tuple[dict[str, float], dict[str,
         Unanswerable: where a hop is slow (exit code 1), or copies are small: that is no peak.
     """
     if any(hop.slow or not hop.arrived for hop in hops):
-        raise Unanswerable("nothing is stored: a machine with a slow hop has no peaks", code=1)
+        raise CliError("nothing is stored: a machine with a slow hop has no peaks", code=1)
     if nbytes < ENOUGH:
-        raise Unanswerable(
+        raise CliError(
             f"nothing is stored: copies of {size_text(nbytes)} do not fill a link\n"
             "    aisp bandwidth --size=1GiB --store"
         )
@@ -279,3 +285,48 @@ def rates(hops: Sequence[Hop], nbytes: int) -> tuple[dict[str, float], dict[str,
     how = f"{size_text(nbytes)}, median of {WINDOWS} windows"
     facts = {key: f"{hop.label}, {hop.kind}, {how}" for key, hop in found.items()}
     return {key: hop.rate for key, hop in found.items()}, facts
+
+
+def refuse_under_ci() -> None:
+    """Refuse to store where CI is set, before anything is measured."""
+    if os.environ.get("CI"):
+        raise CliError(
+            "--store is refused where CI is set: a gate must not move its own limits\n"
+            "Store on the machine by hand and commit the file"
+        )
+
+
+def keep(
+    baselines: Path,
+    machine: Machine,
+    count: int,
+    rates: Mapping[str, float],
+    facts: Mapping[str, str],
+) -> list[str]:
+    """Add `rates` of `count` GPUs of `machine` to their peaks; return what was written, in words.
+
+    Args:
+        facts: by rate, how it was taken; versions and the date are put behind.
+
+    Raises:
+        Unanswerable: where the GPUs are not of one product, or the file cannot be written.
+    """
+    if count > len(machine.gpus):
+        raise CliError(
+            f"nothing is stored: of {count} GPUs {len(machine.gpus)} are {machine.name}, and peaks"
+            " belong to one product"
+        )
+    product = machine.with_count(count)
+    path = peaks.path_of(baselines, product)
+    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    versions = ", ".join(f"{k} {v}" for k, v in machine.versions.items())
+    told = {key: f"{how}, {versions}, {date}" for key, how in facts.items()}
+    try:
+        peaks.add(path, product, rates, {"name": f"{count} x {machine.name}", **told})
+    except (peaks.PeaksError, OSError) as error:
+        raise CliError(f"nothing is stored: {error}") from None
+    return [f"stored in {path}: {key} {_amount(key, rates[key])}" for key in rates]
+
+
+def _amount(key: str, rate: float) -> str:
+    return duration(rate) if key in peaks.SECONDS else rate_text(rate)

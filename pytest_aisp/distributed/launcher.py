@@ -21,18 +21,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from ..bench.client import (
-    START_SECONDS,
-    Progress,
-    bench_environment,
-    how_it_ended,
-    late_reply,
-)
-from ..bench.printed import STREAMS, Printed, Stream
 from ..results import messages
 from ..results.messages import Reply, Task, failed
-from .member import Member, waited_for
-from .rank import printed_of
+from ..worker.client import START_SECONDS, Progress, bench_environment, how_it_ended, late_reply
+from ..worker.output_capture import STREAMS, OutputCapture, Stream
+from .rank import Member, printed_of, waited_for
 
 AMID = ("fault", "side", "memory")
 """Errors at which a rank may have left collectives unanswered: the next page's would meet them."""
@@ -102,7 +95,14 @@ class RankSet:
         self._output = Stream()
         self._ranks: dict[int, Member] = {}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pytest_aisp.ranks.rank", "launch", address, *self._arguments()],
+            [
+                sys.executable,
+                "-m",
+                "pytest_aisp.distributed.rank",
+                "launch",
+                address,
+                *self._arguments(),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=self._output.file,
             stderr=self._output.file,
@@ -137,7 +137,7 @@ class RankSet:
         return self._output.file.closed
 
     @property
-    def printed(self) -> Sequence[Printed]:
+    def printed(self) -> Sequence[OutputCapture]:
         """What the ranks print; their launcher's words are no page's."""
         return [rank.printed for rank in self._in_order()]
 
@@ -190,7 +190,7 @@ class RankSet:
         connection.settimeout(None)
         number = int(said["rank"])
         out, err = (printed_of(self._folder, name, number) for name in STREAMS)
-        printed = Printed(Stream.at(out), Stream.at(err), f"rank {number}")
+        printed = OutputCapture(Stream.at(out), Stream.at(err), f"rank {number}")
         self._ranks[number] = Member(number, int(said["pid"]), connection, printed)
 
     def _answers(self, task: Task, seconds: float, progress: Progress) -> Reply | None:

@@ -5,16 +5,18 @@ The ranks are those of pages (`ranks.RankSet`): NCCL on GPUs, Gloo on CPUs.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ..bench.collectives import ONE_SHOT, OPS, WINDOWS, bandwidths
-from ..bench.leases import together
-from ..common.answers import Answer, Unanswerable, columns, rate_text, size_text
-from ..common.device import Machine
 from ..results.messages import Task
 from ..results.row import duration
+from ..timing.collectives import ONE_SHOT, OPS, WINDOWS, bandwidths
+from ..util.cli_result import CliError, CliResult, columns, rate_text, size_text
+from ..util.device import Machine
+from ..util.locks import together
 from .launcher import RankSet
 
 LEAST_STORED = 64 << 20
@@ -72,11 +74,11 @@ def place(machine: Machine, ranks: int | None) -> tuple[str, int]:
     """
     have = len(machine.gpus)
     if ranks is not None and ranks < 2:
-        raise Unanswerable(f"--ranks={ranks}: a collective needs 2 ranks or more")
+        raise CliError(f"--ranks={ranks}: a collective needs 2 ranks or more")
     if have < 2:
         return "cpu", ranks or 2
     if ranks is not None and ranks > have:
-        raise Unanswerable(f"--ranks={ranks}: this machine has {have} GPUs\nGive --ranks={have}")
+        raise CliError(f"--ranks={ranks}: this machine has {have} GPUs\nGive --ranks={have}")
     return "cuda", ranks or have
 
 
@@ -107,7 +109,7 @@ def run(
         finally:
             started.close()
     if reply.error is not None:
-        raise Unanswerable(_fault(reply.error, reply.message, reply.trace, timeout), code=1)
+        raise CliError(_fault(reply.error, reply.message, reply.trace, timeout), code=1)
     result = dict(reply.result)
     rows = [_with_bandwidths(row, count) for row in result.pop("rows")]
     return Sweep(count, device, rows, result, result.pop("notes"))
@@ -124,7 +126,7 @@ def _with_bandwidths(row: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     return {**row, "algbw": algbw, "busbw": busbw}
 
 
-def answer(sweep: Sweep) -> Answer:
+def nccl_result(sweep: Sweep) -> CliResult:
     """Return the table: each collective by size, one-shot beside NCCL's all-reduce."""
     shots = {row["size"]: row for row in sweep.of(ONE_SHOT)}
     heads = ["collective", "size", "time", "algbw", "busbw", "clock"]
@@ -134,7 +136,7 @@ def answer(sweep: Sweep) -> Answer:
         if row["op"] != ONE_SHOT:
             rows.append([*_cells(row), *(_beside(row, shots) if shots else [])])
     how = f"slowest rank, median of {WINDOWS} windows"
-    return Answer([f"{sweep.title}; {how}", *columns(rows), *sweep.notes])
+    return CliResult([f"{sweep.title}; {how}", *columns(rows), *sweep.notes])
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -161,10 +163,10 @@ def rates(sweep: Sweep) -> tuple[dict[str, float], dict[str, str]]:
         Unanswerable: where there is no all-reduce large enough, or no GPU.
     """
     if sweep.device == "cpu":
-        raise Unanswerable(f"nothing is stored: {GLOO}")
+        raise CliError(f"nothing is stored: {GLOO}")
     reduced = sweep.of("all_reduce")
     if not reduced or reduced[-1]["size"] < LEAST_STORED:
-        raise Unanswerable(
+        raise CliError(
             f"nothing is stored: the peak needs an all-reduce of {size_text(LEAST_STORED)} or more"
             "\n    aisp nccl --ops=all_reduce --sizes=4KiB:512MiB --store"
         )
@@ -175,3 +177,133 @@ def rates(sweep: Sweep) -> tuple[dict[str, float], dict[str, str]]:
         for k, r in zip(values, (last, first), strict=True)
     }
     return values, words
+
+
+PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_MEM_", "NVSHMEM_")
+INFINIBAND = Path("/sys/class/infiniband")
+
+# NCCL's user guide ("Environment Variables"), PyTorch's "ProcessGroupNCCL Environment Variables",
+# pytorch/pytorch#136577 (multicast) and NVSHMEM's "Environment Variables".
+MEANINGS = {
+    "NCCL_DEBUG": "what NCCL prints: VERSION, WARN, INFO or TRACE",
+    "NCCL_DEBUG_SUBSYS": "which parts of NCCL print with NCCL_DEBUG=INFO: INIT, NET, GRAPH, TUNING",
+    "NCCL_DEBUG_FILE": "file that NCCL prints to, %h the host and %p the process",
+    "NCCL_SOCKET_IFNAME": "network interfaces for starting up and for sockets; ^ leaves out",
+    "NCCL_SOCKET_FAMILY": "AF_INET or AF_INET6 only",
+    "NCCL_IB_HCA": "InfiniBand or RoCE adapters to use, as mlx5_0:1; ^ leaves out",
+    "NCCL_IB_DISABLE": "1: sockets between nodes, no InfiniBand or RoCE",
+    "NCCL_IB_GID_INDEX": "entry of the GID table, which RoCE may need",
+    "NCCL_IB_TC": "traffic class of InfiniBand or RoCE packets",
+    "NCCL_IB_SL": "service level of InfiniBand packets",
+    "NCCL_IB_TIMEOUT": "InfiniBand's timeout, an exponent",
+    "NCCL_IB_RETRY_CNT": "how often InfiniBand sends again",
+    "NCCL_IB_QPS_PER_CONNECTION": "queue pairs of a connection: more spread over more paths",
+    "NCCL_NET": "which network module: IB, Socket or a plugin's name",
+    "NCCL_NET_PLUGIN": "library with a network plugin",
+    "NCCL_NET_GDR_LEVEL": "how far a GPU and an adapter may be apart for GPUDirect RDMA",
+    "NCCL_CROSS_NIC": "whether rings and trees may use different adapters on different nodes",
+    "NCCL_P2P_DISABLE": "1: no direct copies between GPUs, shared memory of the host instead",
+    "NCCL_P2P_LEVEL": "how far two GPUs may be apart for direct copies: NVL, PIX, PXB, PHB, SYS",
+    "NCCL_SHM_DISABLE": "1: no shared memory between processes of a node",
+    "NCCL_NVLS_ENABLE": "0: no reductions inside NVSwitch (NVLink SHARP, which uses multicast)",
+    "NCCL_MNNVL_ENABLE": "whether NVLink may span nodes: 0 no, 1 yes, 2 where it is there",
+    "NCCL_CUMEM_ENABLE": "whether NCCL allocates with CUDA's virtual memory functions",
+    "NCCL_ALGO": "algorithms that NCCL may choose from: Ring, Tree, NVLS and others",
+    "NCCL_PROTO": "protocols that NCCL may choose from: LL, LL128, Simple; LL128 not everywhere",
+    "NCCL_MIN_CTAS": "least blocks that a collective occupies the GPU with",
+    "NCCL_MAX_CTAS": "most blocks that a collective occupies the GPU with",
+    "NCCL_MIN_NCHANNELS": "least channels, the older name of NCCL_MIN_CTAS",
+    "NCCL_MAX_NCHANNELS": "most channels, the older name of NCCL_MAX_CTAS",
+    "NCCL_NTHREADS": "threads of NCCL's blocks",
+    "NCCL_BUFFSIZE": "bytes of the buffer between two GPUs",
+    "NCCL_TOPO_FILE": "file with the topology, in place of what NCCL detects",
+    "NCCL_TOPO_DUMP_FILE": "file that the detected topology is written to",
+    "NCCL_GRAPH_FILE": "file with rings and trees, in place of what NCCL computes",
+    "NCCL_TUNER_PLUGIN": "library that chooses algorithm and protocol",
+    "NCCL_CONF_FILE": "file that more variables are read from",
+    "NCCL_COLLNET_ENABLE": "1: reductions inside InfiniBand switches (SHARP)",
+    "NCCL_LAUNCH_MODE": "PARALLEL or GROUP: how one process launches on several GPUs",
+    "NCCL_GRAPH_MIXING_SUPPORT": "0: a captured and a plain collective never run at once",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "what follows a failed or late collective; 0: nothing",
+    "TORCH_NCCL_BLOCKING_WAIT": "1: wait() blocks the host and raises when it times out",
+    "TORCH_NCCL_ENABLE_MONITORING": "1: a thread ends the process when its watchdog hangs",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "seconds after which a watchdog counts as hung",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "collectives that the flight recorder keeps",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1: the flight recorder is written out on a timeout",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "where the flight recorder writes, the rank behind it",
+    "TORCH_NCCL_DESYNC_DEBUG": "1: says which ranks are behind when a collective times out",
+    "TORCH_NCCL_ENABLE_TIMING": "1: events around every collective, which cost time",
+    "TORCH_NCCL_HIGH_PRIORITY": "1: collectives on streams of high priority",
+    "TORCH_NCCL_CUDA_EVENT_CACHE": "1: events are used again",
+    "TORCH_NCCL_AVOID_RECORD_STREAMS": "1: tensors are kept alive without recordStream",
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1: communicators are made in the background",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1: symmetric memory without NVLink multicast",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1: two ranks on one GPU, for tests",
+    "NVSHMEM_DISABLE_NVLS": "1: NVSHMEM without NVLink SHARP and multicast",
+    "NVSHMEM_SYMMETRIC_SIZE": "bytes of the symmetric heap",
+    "NVSHMEM_DEBUG": "what NVSHMEM prints: VERSION, WARN, INFO, ABORT or TRACE",
+    "NVSHMEM_DISABLE_P2P": "1: no direct access between GPUs",
+    "NVSHMEM_BOOTSTRAP": "how processes find each other: MPI, UID, PMI and others",
+    "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "network interface for starting up by UID",
+    "NVSHMEM_REMOTE_TRANSPORT": "what carries data between nodes: ibrc, ucx, ibdevx, none",
+    "NVSHMEM_HCA_LIST": "InfiniBand or RoCE adapters to use",
+    "NVSHMEM_IB_GID_INDEX": "entry of the GID table, which RoCE may need",
+}
+"""By variable, one line."""
+RESPECTED = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+"""Values that keep NVLink multicast off: shown as respected, since no rank of ours changes them."""
+NODES = {
+    "MASTER_ADDR": "the first node's address, the same on all: torchrun takes --rdzv-endpoint",
+    "MASTER_PORT": "a free port there",
+    "NCCL_SOCKET_IFNAME": "the interface that the nodes reach each other by",
+    "GLOO_SOCKET_IFNAME": "the same for Gloo, which agrees on times between ranks",
+    "NCCL_IB_HCA": "the adapters beside the GPUs, where there is InfiniBand or RoCE",
+    "NCCL_IB_GID_INDEX": "on RoCE where connections fail: often 3",
+}
+"""What ranks on several nodes need, in the order to set it."""
+
+
+def nccl_env_result(environment: Mapping[str, str], version: str) -> CliResult:
+    """Return what `aisp nccl-env` prints of these variables; it changes none of them.
+
+    Args:
+        version: of NCCL, in words.
+    """
+    found = sorted(name for name in environment if name.startswith(PREFIXES))
+    lines = [version, "", "set here" if found else f"none of {', '.join(PREFIXES)}* is set here"]
+    if found:
+        lines += columns(
+            [(f"{name}={environment[name]}", _meaning(name, environment)) for name in found]
+        )
+    lines += ["", "for several nodes (advice; nothing was set)"]
+    lines += columns([_advice(name, environment) for name in NODES])
+    names = (name for _, name in socket.if_nameindex())
+    lines.append(f"interfaces here: {', '.join(names)}")
+    adapters = sorted(p.name for p in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
+    lines.append(f"InfiniBand or RoCE adapters here: {', '.join(adapters) or 'none'}")
+    return CliResult(lines)
+
+
+def _meaning(name: str, environment: Mapping[str, str]) -> str:
+    known = MEANINGS.get(name, "not in this table: see the library's documentation")
+    respected = RESPECTED.get(name) == environment[name].strip()
+    return known + (" (respected: the ranks get it as it is)" if respected else "")
+
+
+def _advice(name: str, environment: Mapping[str, str]) -> tuple[str, str, str]:
+    value = environment.get(name)
+    return name, "not set" if value is None else f"is {value}", NODES[name]
+
+
+def version() -> str:
+    """Return which NCCL this torch has, in words."""
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} has no NCCL: it was built without CUDA"
+    found = ".".join(map(str, torch.cuda.nccl.version()))
+    return f"NCCL {found}, in torch {torch.__version__}"

@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..common import device
-from ..common.answers import Answer, Unanswerable, columns
-from ..common.device import _asked
+from ..util import device
+from ..util.cli_result import CliError, CliResult, columns
+from ..util.device import _asked
 
 PCI = Path("/sys/bus/pci/devices")
 SWITCH = "NVSwitch"
@@ -279,7 +279,7 @@ def _shared(a: Gpu, b: Gpu, nvlink: str | None) -> tuple[int, str]:
     return len(fewer), fewer[0].version
 
 
-def answer(*, as_json: bool) -> Answer:
+def topology_result(*, as_json: bool) -> CliResult:
     """Return what `aisp topology` prints.
 
     Raises:
@@ -287,12 +287,12 @@ def answer(*, as_json: bool) -> Answer:
     """
     found = read()
     if not found.gpus:
-        raise Unanswerable(
+        raise CliError(
             "no GPU is here: NVML finds none, or its driver is not loaded\n"
             "See what the driver says:\n    nvidia-smi",
             code=1,
         )
-    return Answer([json.dumps(found.plain(), indent=1)] if as_json else words(found))
+    return CliResult([json.dumps(found.plain(), indent=1)] if as_json else words(found))
 
 
 def words(found: Topology) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ..pages.sources import libraries
+from ..page.sources import libraries
 
 NAP, LOOKS = 1e-3, 4
 """A thread in a library's code is at work if it wants a core whenever we look, naps apart."""
@@ -22,7 +22,7 @@ _SERVANTS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
 @dataclass(frozen=True)
-class Running:
+class BackgroundWork:
     """What ran at a moment: threads, child processes, timers of signals."""
 
     threads: frozenset[threading.Thread]
@@ -30,7 +30,7 @@ class Running:
     timers: frozenset[str]
 
     @classmethod
-    def now(cls) -> Running:
+    def now(cls) -> BackgroundWork:
         """Return what runs now."""
         threads = frozenset(threading.enumerate())
         return cls(threads, frozenset(_children()), frozenset(_timers()))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..common.protections import on
+from .protections import enabled
 
 CLOCKS = ("host", "cpu", "queue")
 """Clocks on which a side's Python runs in its windows; a graph's replay runs none of it."""
@@ -42,7 +42,7 @@ class Counts:
     swapped: int | None
 
 
-class Housekeeping:
+class InterferenceMonitor:
     """Count what goes on between `begin` and `look`, block after block.
 
     Args:
@@ -92,11 +92,11 @@ class Housekeeping:
     def _causes(
         self, imported: Sequence[str], events: Mapping[str, int], grown: int
     ) -> Iterator[str]:
-        if imported and on("no-imports"):
+        if imported and enabled("no-imports"):
             more = f" and {len(imported) - 1} more" if len(imported) > 1 else ""
             yield f"{imported[0]}{more} imported inside a timed window (import at the page's top)"
         compiled = [_count(events[k], word) for k, word in _COMPILING.items() if events[k]]
-        if compiled and on("no-compiling"):
+        if compiled and enabled("no-compiling"):
             what = " and ".join(compiled)
             yield f"{what} compiled inside a timed window (only fresh processes time that)"
         if events["major_faults"] and FAULTS not in self._owns:

@@ -46,7 +46,7 @@ PROTECTIONS = {
 _off: frozenset[str] = frozenset()
 
 
-def on(name: str) -> bool:
+def enabled(name: str) -> bool:
     """Return whether the protection `name` holds. Raises KeyError for a name without a meaning."""
     PROTECTIONS[name]
     return name not in _off

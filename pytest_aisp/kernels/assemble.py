@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..pages import sources
-from ..pages.pair import Pair, Side, Size, Variant, as_words, side_name, size_words
-from ..pages.skus import GRAIN, INSTRUCTIONS, LIMITS, RESERVED
-from . import build, geometry, nvrtc, sass
-from .launches import Launch, Launches, recorded
-from .standin import interpreting
+from ..page import sources
+from ..page.gpu_specs import GRAIN, INSTRUCTIONS, LIMITS, RESERVED
+from ..page.pair import Pair, Side, Size, Variant, as_words, side_name, size_words
+from . import cuda_cpp, launch_config, nvrtc, sass
+from .capture_launches import Launch, Launches, recorded
+from .fake_gpu import interpreting
 
-GRID = geometry.LIMITS["grid"]
+GRID = launch_config.LIMITS["grid"]
 """Blocks by dimension that a launch may have, on every arch."""
 PARTS = 4
 """Parts of a processor; each has its own registers, and a warp stays in one."""
@@ -255,7 +255,7 @@ def _built(arch: str, side: str, launch: Launch) -> Built:
     if launch.fault:
         raise AssemblyError(launch.fault)
     cubin, spilled, static = launch.cubin, None, 0
-    if isinstance(launch.kernel, build.Kernel):
+    if isinstance(launch.kernel, cuda_cpp.Kernel):
         module = launch.kernel.module
         made = nvrtc.compiled(module, module.target(arch))
         told = made.usage.get(launch.name, {})

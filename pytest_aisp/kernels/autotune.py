@@ -15,7 +15,7 @@ Choices: TypeAlias = Mapping[str, list[str]]
 
 
 @contextmanager
-def noting(found: dict[str, set[str]]) -> Iterator[None]:
+def record_choices(found: dict[str, set[str]]) -> Iterator[None]:
     """Add to `found`, by kernel, the configuration of every tuned launch inside the block.
 
     For what is not timed: it costs each launch some tenths of a microsecond.
@@ -41,7 +41,7 @@ def noting(found: dict[str, set[str]]) -> Iterator[None]:
             found.setdefault(tuned.base_fn.__name__, set()).add(str(config))
 
 
-def together(parts: Iterable[Mapping[str, Iterable[str]]]) -> dict[str, list[str]]:
+def merge_choices(parts: Iterable[Mapping[str, Iterable[str]]]) -> dict[str, list[str]]:
     """Return the choices of several processes as one, sorted."""
     found: dict[str, set[str]] = {}
     for part in parts:
@@ -50,12 +50,12 @@ def together(parts: Iterable[Mapping[str, Iterable[str]]]) -> dict[str, list[str
     return {kernel: sorted(found[kernel]) for kernel in sorted(found)}
 
 
-def words(choices: Choices) -> list[str]:
+def choice_notes(choices: Choices) -> list[str]:
     """Return a line for each tuned kernel."""
     return [f"tuned {kernel}: {' | '.join(configs)}" for kernel, configs in choices.items()]
 
 
-def unlike(stored: Mapping[str, Any], now: Choices) -> list[str]:
+def differing_choices(stored: Mapping[str, Any], now: Choices) -> list[str]:
     """Return a line for each kernel that runs in a configuration that none did when stored."""
     return [
         f"{kernel} is tuned otherwise than when stored: {' | '.join(configs)},"

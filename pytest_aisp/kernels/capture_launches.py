@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from ..common.peers import Alone, here, join
-from ..pages.pair import Pair, Side, Size, side_name
-from ..pages.signature import check
-from ..proof.sides import make_inputs, make_state
-from . import build, tma
-from .standin import pretended
+from ..checking.inputs import make_inputs, make_state
+from ..page.pair import Pair, Side, Size, side_name
+from ..util.process_group import SingleProcess, current_group, join
+from . import cuda_cpp, tma
+from .fake_gpu import fake_gpu
+from .launch_config import check
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 """Triton's meta-parameters that are no parameters of the kernel."""
@@ -87,7 +87,7 @@ def recorded(pair: Pair, side: Side, size: Size, arch: str, *, assemble: bool) -
     """
     found = Launches()
     for count in pair.gpus:
-        with pretended(arch), _first_of(count), _noting(found, assemble):
+        with fake_gpu(arch), _first_of(count), _noting(found, assemble):
             try:
                 _run(pair, side, size)
             except Exception as error:  # whatever a side does that needs values or a real GPU
@@ -111,7 +111,7 @@ def _first_of(count: int) -> Iterator[None]:
     def buffer(rank: int, shape: Any, dtype: Any) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda")
 
-    before, alone = here(), Alone()
+    before, alone = current_group(), SingleProcess()
     alone.world = count
     answers: dict[str, Any] = {name: mock.MagicMock() for name in COLLECTIVES}
     answers |= {
@@ -146,8 +146,8 @@ def _run(pair: Pair, side: Side, size: Size) -> None:
 @contextlib.contextmanager
 def _noting(found: Launches, assemble: bool) -> Iterator[None]:
     with contextlib.ExitStack() as held:
-        held.enter_context(mock.patch.object(build.Launch, "__call__", _cuda(found)))
-        held.enter_context(mock.patch.object(build.Kernel, "clusters_at_once", _clusters))
+        held.enter_context(mock.patch.object(cuda_cpp.Launch, "__call__", _cuda(found)))
+        held.enter_context(mock.patch.object(cuda_cpp.Kernel, "clusters_at_once", _clusters))
         descriptor = type("TensorMapDescriptor", (), {})()
         held.enter_context(mock.patch.object(tma, "_encode", return_value=descriptor))
         if "triton" in sys.modules:
@@ -161,7 +161,7 @@ def _noting(found: Launches, assemble: bool) -> Iterator[None]:
 
 
 def _cuda(found: Launches) -> Callable[..., None]:
-    def launch(self: build.Launch, *args: Any) -> None:
+    def launch(self: cuda_cpp.Launch, *args: Any) -> None:
         check(self.kernel.name, self.kernel.params, args, 0)
         at = self.geometry
         threads = math.prod(at.block)
@@ -170,7 +170,7 @@ def _cuda(found: Launches) -> Callable[..., None]:
     return launch
 
 
-def _clusters(self: build.Kernel, block: Any, shared: int = 0, *, cluster: Any) -> int:
+def _clusters(self: cuda_cpp.Kernel, block: Any, shared: int = 0, *, cluster: Any) -> int:
     import torch
 
     processors = int(torch.cuda.get_device_properties(0).multi_processor_count)

@@ -16,10 +16,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..pages.signature import LaunchError, Param, check, signatures
-from ..pages.skus import arch_of, target_of
+from ..page.gpu_specs import arch_of, target_of
 from . import nvrtc
-from .geometry import Geometry, cluster_of, geometry_of
+from .launch_config import (
+    LaunchConfig,
+    LaunchError,
+    Param,
+    check,
+    cluster_of,
+    launch_config_of,
+    signatures,
+)
 
 
 def cuda_module(
@@ -123,7 +130,7 @@ class Kernel:
             return self._launches[where]
         except (KeyError, TypeError):  # a list cannot be looked up; `geometry_of` refuses it
             pass
-        self._launches[where] = Launch(self, geometry_of(self.name, where))
+        self._launches[where] = Launch(self, launch_config_of(self.name, where))
         return self._launches[where]
 
     def launch(
@@ -152,7 +159,7 @@ class Kernel:
         __tracebackhide__ = True
         key = grid, block, shared, cluster, cooperative, dependent
         if key not in self._launches:
-            geometry = geometry_of(self.name, (grid, block, shared))
+            geometry = launch_config_of(self.name, (grid, block, shared))
             clustered = cluster_of(self.name, geometry.grid, cluster)
             self._launches[key] = Launch(
                 self,
@@ -178,7 +185,7 @@ class Kernel:
 
         dims = cluster if isinstance(cluster, tuple) else (cluster,)
         clustered = cluster_of(self.name, dims, cluster)
-        geometry = replace(geometry_of(self.name, (dims, block, shared)), cluster=clustered)
+        geometry = replace(launch_config_of(self.name, (dims, block, shared)), cluster=clustered)
         device = cuda.current_device()
         core = nvrtc.toolchain()[0]
         _make_current(device)
@@ -204,7 +211,7 @@ class Kernel:
 class Launch:
     """A kernel with its geometry: ``kernels.naive[grid, block]``; call it with the arguments."""
 
-    def __init__(self, kernel: Kernel, geometry: Geometry) -> None:
+    def __init__(self, kernel: Kernel, geometry: LaunchConfig) -> None:
         self.kernel, self.geometry = kernel, geometry
         self._ready: dict[int, tuple[Any, Any, Any]] = {}
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from ..pages.skus import GPU_ARCHS, LIMITS, capability_of
+from ..page.gpu_specs import GPU_ARCHS, LIMITS, capability_of
 
 if TYPE_CHECKING:
     from torch.overrides import TorchFunctionMode
@@ -23,7 +23,7 @@ ADDRESS = 1 << 32
 """Where every tensor of a pretended GPU begins: aligned, as torch's allocator does it."""
 
 
-class Driver:
+class FakeDriver:
     """Triton's driver of a GPU of `arch` that is not here: it compiles for it, it runs nothing."""
 
     def __init__(self, arch: str = GPU_ARCHS[0]) -> None:
@@ -74,11 +74,11 @@ def drive_interpreter() -> None:
     if interpreting() and not torch.cuda.is_available():
         from triton.runtime import driver
 
-        driver.set_active(Driver())
+        driver.set_active(FakeDriver())
 
 
 @contextlib.contextmanager
-def pretended(arch: str) -> Iterator[None]:
+def fake_gpu(arch: str) -> Iterator[None]:
     """Make this process seem to have a GPU of `arch`, for what shapes and types can answer.
 
     `torch.cuda.is_available` keeps saying that there is none: nothing can be captured or timed.
@@ -90,7 +90,7 @@ def pretended(arch: str) -> Iterator[None]:
         if "triton" in sys.modules:
             driver = sys.modules["triton"].runtime.driver
             held.callback(driver.set_active, driver._active)
-            driver.set_active(Driver(arch))
+            driver.set_active(FakeDriver(arch))
         held.enter_context(_without_values())
         yield
 

@@ -1,7 +1,7 @@
 """What the compiler and the GPU of this machine can do, feature by feature.
 
-    python -m pytest_aisp.kernels.features            what assembles where, and what runs here
-    python -m pytest_aisp.kernels.features --table    the table of docs/features.md
+    python -m pytest_aisp.kernels.feature_probe            what assembles where, and what runs here
+    python -m pytest_aisp.kernels.feature_probe --table    the table of docs/features.md
 
 Each feature has a probe, a kernel in `features.cu`. It is compiled for the plain target of an arch,
 for that of its family and for its own, ``sm_100``, ``sm_100f`` and ``sm_100a``, and launched where
@@ -22,14 +22,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeAlias
 
-from ..common.device import Machine
-from ..pages.skus import ASSEMBLED, GPU_ARCHS, GPUS, target_of
+from ..page.gpu_specs import ASSEMBLED, GPU_ARCHS, GPUS, target_of
+from ..util.device import Machine
 from .nvrtc import CompileError, NoCompiler, assembled, compiler
 
 SOURCE = Path(__file__).with_name("features.cu")
 BLOCKS, THREADS = 2, 128
 SUFFIXES = ("", "f", "a")
-LAUNCH = (sys.executable, "-m", "pytest_aisp.kernels.features", "--launch")
+LAUNCH = (sys.executable, "-m", "pytest_aisp.kernels.feature_probe", "--launch")
 SECONDS = 60.0
 """Longest wait for a launched probe; most of it is for CUDA to start."""
 ANSWERS = {0: "the kernel wrote no answer", 1: "", 2: "the instruction's result is wrong"}
@@ -251,7 +251,7 @@ def _gpu_words(machine: Machine) -> str:
 def main(arguments: list[str]) -> int:
     """Probe, print the table, or launch one probe; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m pytest_aisp.kernels.features", description=__doc__
+        prog="python -m pytest_aisp.kernels.feature_probe", description=__doc__
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--table", action="store_true", help="print the table and probe nothing")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..pages.signature import LaunchError
+from .launch_config import LaunchError
 
 if TYPE_CHECKING:
     import torch

@@ -56,7 +56,7 @@ two_cta              -     f     f     -
 """
 # What the assembler says of `features.cu`, for the least of three targets that takes it: + is
 # the plain ``sm_100``, f the family's ``sm_100f``, a the arch's own ``sm_100a``, - none of them.
-# `python -m pytest_aisp.kernels.features` derives it, and a test.
+# `python -m pytest_aisp.kernels.feature_probe` derives it, and a test.
 
 
 def _read(table: str) -> dict[str, dict[str, str]]:

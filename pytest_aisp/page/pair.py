@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
-from .skus import FEATURES, GPU_ARCHS
+from .gpu_specs import FEATURES, GPU_ARCHS
 
 __tracebackhide__ = True  # what a page's `when=` raises shows the page's lines, and none of these
 MARK = "aisp_pair"

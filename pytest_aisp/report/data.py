@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..results.samples import SamplesError
+from ..results.run_reader import SamplesError
 from ..results.verdict import LOOK
-from .listing import Page, diff
-from .run import Run, clean
-from .samples import blocks_for, embedded
+from .run import ReportRun, blocks_for, clean, embedded
+from .source_view import Page, diff
 
 ORDER: tuple[str, ...] = ("wrong", "invalid", "regressed", "fail", "inconclusive", "stale", "new")
 ORDER += ("improved", "pass", "checked", "compiled", "")
@@ -49,7 +48,10 @@ ROWS = ("votes", "reasons", "notes", "remarks")
 
 
 def report_data(
-    run: Run, history: Sequence[Run] = (), pages_root: Path | None = None, where: Path | None = None
+    run: ReportRun,
+    history: Sequence[ReportRun] = (),
+    pages_root: Path | None = None,
+    where: Path | None = None,
 ) -> dict[str, Any]:
     """Return what the report of `run` embeds; the cases that need a look first.
 
@@ -84,7 +86,7 @@ def report_data(
     }
 
 
-def _header(run: Run) -> dict[str, Any]:
+def _header(run: ReportRun) -> dict[str, Any]:
     told = run.manifest
     machine, git, packages = (_table(told, name) for name in ("machine", "git", "packages"))
     found: dict[str, Any] = {name: told.get(name) for name in HEADER}
@@ -128,7 +130,7 @@ def _three(speedup: object) -> list[float] | None:
     return [float(f"{v:.6g}") for v in found if v is not None] if usable else None
 
 
-def _samples(run: Run, told: Mapping[str, Any], most: int) -> dict[str, Any]:
+def _samples(run: ReportRun, told: Mapping[str, Any], most: int) -> dict[str, Any]:
     """Return what is embedded of a case's samples, or what is wrong with them."""
     try:
         return {"samples": embedded(run.timings(told), most)}
@@ -151,7 +153,7 @@ def _profile(case: Mapping[str, Any], folder: Path | None, where: Path | None) -
     return {"tool": str(told.get("tool") or ""), "files": files}
 
 
-def _roots(run: Run, pages_root: Path | None) -> list[Path]:
+def _roots(run: ReportRun, pages_root: Path | None) -> list[Path]:
     if pages_root is not None:
         return [pages_root]
     return [Path(str(run.manifest.get("root") or ".")), Path(".")]
@@ -211,7 +213,7 @@ def _names(case: Mapping[str, Any], page: Page) -> tuple[str, str]:
     return case["baseline"] or page.sides(case["function"])[0], case["variant"]
 
 
-def _past(run: Run, history: Sequence[Run]) -> dict[tuple[str, str], list[list[Any]]]:
+def _past(run: ReportRun, history: Sequence[ReportRun]) -> dict[tuple[str, str], list[list[Any]]]:
     """Return by case and product when, how fast and how it was judged, this run included."""
     found: dict[tuple[str, str], list[list[Any]]] = {}
     for one in sorted([*history, run], key=lambda r: r.started) if history else ():

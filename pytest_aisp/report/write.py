@@ -15,11 +15,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..common.answers import Answer, Unanswerable
 from ..results.artifacts import REPORT, publish
-from . import head, table
+from ..util.cli_result import CliError, CliResult
+from . import html as markup
 from .data import report_data
-from .run import Run
+from .run import ReportRun
 
 PARTS = Path(__file__).parent / "page"
 SCRIPTS = (
@@ -39,7 +39,9 @@ POLICY = "default-src 'none'; img-src data:; style-src {style}; script-src {scri
 """What the page may load: nothing, and it runs no script but its own, whatever a case is called."""
 
 
-def write(run: Run, out: Path, history: Sequence[Run] = (), pages_root: Path | None = None) -> Path:
+def write(
+    run: ReportRun, out: Path, history: Sequence[ReportRun] = (), pages_root: Path | None = None
+) -> Path:
     """Write the report of `run` to `out`, which is returned.
 
     Args:
@@ -55,48 +57,48 @@ def write(run: Run, out: Path, history: Sequence[Run] = (), pages_root: Path | N
     return out
 
 
-def answer(
+def report_result(
     folder: Path,
     history: Sequence[Path] = (),
     out: Path | None = None,
     pages_root: Path | None = None,
-) -> Answer:
+) -> CliResult:
     """Write the report of the run in `folder` and say where it is.
 
     Raises:
         Unanswerable: where a folder holds no run, or the report cannot be written.
     """
-    run, before = Run.read(folder), [Run.read(one) for one in history]
+    run, before = ReportRun.read(folder), [ReportRun.read(one) for one in history]
     path = out or (run.folder or folder) / REPORT
     try:
         if run.killed is not None:
             publish(run.killed)
         write(run, path, before, pages_root)
     except OSError as error:
-        raise Unanswerable(
+        raise CliError(
             f"{path}: cannot be written ({error})\n"
             "Name a file that can:\n"
             f"    aisp report {folder} --out=report.html"
         ) from None
-    return Answer([f"{path}: {len(run.cases)} cases, {path.stat().st_size / 1e6:.2f} MB"])
+    return CliResult([f"{path}: {len(run.cases)} cases, {path.stat().st_size / 1e6:.2f} MB"])
 
 
 def html(data: Mapping[str, Any]) -> str:
     """Return the page that embeds `data`."""
     style, script = _part("style.css"), _script()
-    axis = table.Axis.over(data["cases"])
+    axis = markup.Axis.over(data["cases"])
     parts = {
         "policy": POLICY.format(style=_digest(style), script=_digest(script)),
-        "title": escape(head.title(data["run"])),
+        "title": escape(markup.title(data["run"])),
         "style": style,
-        "grid": table.grid(axis),
+        "grid": markup.grid(axis),
         "heading": escape(str(data["run"].get("name") or "Unknown machine")),
-        "lead": head.lead(data["cases"]),
-        "facts": head.facts(data["run"]),
-        "banner": head.banner(data["run"]),
-        "tally": head.tally(data["cases"]),
-        "axis": table.head(axis),
-        "rows": table.rows(data["cases"], axis),
+        "lead": markup.lead(data["cases"]),
+        "facts": markup.facts(data["run"]),
+        "banner": markup.banner(data["run"]),
+        "tally": markup.tally(data["cases"]),
+        "axis": markup.head(axis),
+        "rows": markup.rows(data["cases"], axis),
         "data": embedded(data),
         "script": script,
     }

@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from . import runs, samples, sheets
-from .published import SCHEMA, below
+from . import export, run_reader
+from .export import SCHEMA, path_below
 
 WRITTEN = ("results.json", "results.md", "results.csv")
 REPORT = "report.html"
@@ -43,7 +43,7 @@ class Artifacts:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.path, self.canaries = folder / runs.JOURNAL, folder / runs.CANARIES
+        self.path, self.canaries = folder / run_reader.JOURNAL, folder / run_reader.CANARIES
         self._given: dict[Path, int] = {}
         self._lost: dict[Path, list[str]] = {}
         self._manifest: dict[str, Any] = {}
@@ -58,7 +58,9 @@ class Artifacts:
             Unclaimable: where it holds something else, or another run is writing to it.
             OSError: where it cannot be written.
         """
-        if not runs.is_ours(self.folder) and any(map(self._is_foreign, self.folder.iterdir())):
+        if not run_reader.is_ours(self.folder) and any(
+            map(self._is_foreign, self.folder.iterdir())
+        ):
             raise Unclaimable(
                 "it is not empty and holds no run: nothing in it is touched\n"
                 "Give another folder, or nothing for one named after the moment:\n"
@@ -95,33 +97,33 @@ class Artifacts:
         unended |= {"invalid": [], "not_written": [], "no_verdict": [], "no_canary": []}
         unended |= {"verdicts": {}}
         self._manifest = {"schema": SCHEMA, **manifest, **unended}
-        if not runs.is_ours(self.folder):
+        if not run_reader.is_ours(self.folder):
             self._begin()
 
     def _begin(self) -> None:
         """Remove what an earlier run has written, and nothing else; write what runs."""
         self.begun = True
-        for name in (runs.CANARIES, runs.MANIFEST, *WRITTEN, REPORT):
+        for name in (run_reader.CANARIES, run_reader.MANIFEST, *WRITTEN, REPORT):
             (self.folder / name).unlink(missing_ok=True)
-        samples.clear(self.folder)
+        run_reader.clear(self.folder)
         self.path.write_text("")  # the file stays the same one, which is locked
         if self._manifest:
             self._write_manifest()
 
     def _ensure_begun(self) -> None:
         if not self.begun:
-            self._try(self.folder / runs.MANIFEST, self._begin)
+            self._try(self.folder / run_reader.MANIFEST, self._begin)
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Append a row; where the disk refuses it, the run goes on and `error` says so."""
         self._ensure_begun()
-        line, answers = samples.split(row)
+        line, answers = run_reader.split(row)
         if profile := line["profile"]:
-            profile = {**profile, "folder": below(profile["folder"], str(self.folder))}
+            profile = {**profile, "folder": path_below(profile["folder"], str(self.folder))}
         number = self._given.get(self.path, 0) + 1
         at = self._try(
-            self.folder / samples.FOLDER,
-            lambda: samples.write(self.folder, number, line["nodeid"], answers),
+            self.folder / run_reader.FOLDER,
+            lambda: run_reader.write(self.folder, number, line["nodeid"], answers),
         )
         self._append(self.path, {"schema": SCHEMA, **line, "profile": profile, "samples": at})
 
@@ -147,14 +149,14 @@ class Artifacts:
         ended = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self._manifest |= {"complete": True, **facts, "ended": ended}
         self._manifest["peaks"] = {**self._manifest.get("peaks", {}), **peaks}
-        self._try(self.folder / runs.MANIFEST, self._write_manifest)
-        self._try(self.folder / WRITTEN[0], lambda: publish(runs.load(self.folder)))
+        self._try(self.folder / run_reader.MANIFEST, self._write_manifest)
+        self._try(self.folder / WRITTEN[0], lambda: publish(run_reader.load(self.folder)))
         if report is not None:
             self._try(self.folder / REPORT, lambda: report(self.folder))
 
     def _write_manifest(self) -> None:
         text = json.dumps(self._manifest, indent=2) + "\n"
-        samples.replace(self.folder / runs.MANIFEST, text.encode())
+        run_reader.replace(self.folder / run_reader.MANIFEST, text.encode())
 
     def _append(self, path: Path, plain: Mapping[str, Any]) -> None:
         line = json.dumps(plain).encode() + b"\n"
@@ -165,7 +167,7 @@ class Artifacts:
         self._given[path] = self._given.get(path, 0) + 1
         try:
             return write()
-        except (OSError, runs.RunError) as error:
+        except (OSError, run_reader.RunError) as error:
             self._lost.setdefault(path, []).append(str(error))
             return None
 
@@ -179,21 +181,21 @@ class Artifacts:
         return "\n".join([*lacking, free])
 
     def _lacking(self, path: Path, why: Sequence[str]) -> str:
-        if path.name in (runs.MANIFEST, *WRITTEN, REPORT):
+        if path.name in (run_reader.MANIFEST, *WRITTEN, REPORT):
             return f"{path} is not written: {why[0]}"
         return f"{path} lacks {len(why)} of {self._given[path]} results: {why[0]}"
 
 
-def publish(run: runs.Run) -> list[Path]:
+def publish(run: run_reader.RecordedRun) -> list[Path]:
     """Write `results.json`, `.md` and `.csv` of a run, ended or killed; return their paths.
 
     Raises:
         OSError: where they cannot be written.
     """
     plain = run.plain()
-    texts = (json.dumps(plain, indent=1) + "\n", sheets.markdown(plain), sheets.csv_text(plain))
+    texts = (json.dumps(plain, indent=1) + "\n", export.markdown(plain), export.csv_text(plain))
     for name, text in zip(WRITTEN, texts, strict=True):
-        samples.replace(run.path / name, text.encode("utf-8", "backslashreplace"))
+        run_reader.replace(run.path / name, text.encode("utf-8", "backslashreplace"))
     return [run.path / name for name in WRITTEN]
 
 
@@ -204,7 +206,7 @@ def stamped(base: Path) -> Path:
         OSError: where it cannot be made, or `latest` is something else than a link.
     """
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H%M%SZ")
-    latest = base / runs.LATEST
+    latest = base / run_reader.LATEST
     if latest.is_dir() and not latest.is_symlink():
         raise OSError(f"{latest} is a folder; it has to be a link to the newest run, or absent")
     base.mkdir(parents=True, exist_ok=True)

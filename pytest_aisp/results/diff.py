@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .goals import GOALS
-from .stored import Stored, session_sd
+from .metric_limits import GOALS
+from .models import Stored, session_sd
 from .verdict import DEFAULT_SPREAD, RED, UNKNOWN_SESSION, record_margin
 
 TIME_FLOOR = 0.05

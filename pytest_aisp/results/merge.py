@@ -6,7 +6,7 @@ import datetime
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from .stored import Environments, Result, Results, Stored, base_of, differences
+from .models import Environments, Result, Results, Stored, base_of, differences
 
 HOURS_APART = 6
 """Runs closer than this are one session: clocks, heat and placement last longer than minutes."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .remarks import amount
+from .row import amount
 
 Found = Mapping[str, float]
 """What a call of ``baseline`` and of ``optimized`` takes, and the relative ``noise`` of both."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
-from . import published, samples
+from . import export
+from .export import SAMPLES
 from .row import Row
 
 JOURNAL, CANARIES, MANIFEST = "results.jsonl", "canaries.jsonl", "manifest.json"
@@ -18,7 +21,7 @@ NAMED = {f.name for f in fields(Row) if f.default is f.default_factory is MISSIN
 ROW = NAMED | {"samples"}
 """What every line of a journal has."""
 _EMPTY: dict[str, Any] = asdict(Row(**dict.fromkeys(NAMED, cast(Any, ""))))
-DEFAULTS = {k: v for k, v in _EMPTY.items() if k not in {*NAMED, *published.SAMPLES}}
+DEFAULTS = {k: v for k, v in _EMPTY.items() if k not in {*NAMED, *export.SAMPLES}}
 """What a line is read with that was written before there was more to say."""
 KNOWN = {"root", "started", "complete", "invalid", "git", "machine", "peaks"}
 """What every manifest says, and is read here and by what stands on this."""
@@ -31,7 +34,7 @@ class RunError(Exception):
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """One run.
 
     Attributes:
@@ -53,12 +56,12 @@ class Run:
     def cases(self) -> list[dict[str, Any]]:
         """Return the cases as `results.json` has them."""
         root = self.manifest["root"]
-        return [published.case(line, root) for line in self.lines]
+        return [export.case(line, root) for line in self.lines]
 
     def plain(self) -> dict[str, Any]:
         """Return what `results.json` holds."""
         return {
-            "schema": published.SCHEMA,
+            "schema": export.SCHEMA,
             "run": dict(self.manifest),
             "cases": self.cases,
             "canaries": list(self.canaries),
@@ -72,8 +75,8 @@ class Run:
             RunError: where they are missing, or are others.
         """
         try:
-            return samples.read(self.path, case["samples"])
-        except samples.SamplesError as error:
+            return read(self.path, case["samples"])
+        except SamplesError as error:
             raise RunError(f"{case.get('id', case.get('nodeid'))}: {error}") from None
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -82,7 +85,7 @@ class Run:
             yield {**line, **self.samples(line)}
 
 
-def load(folder: Path | str) -> Run:
+def load(folder: Path | str) -> RecordedRun:
     """Return the run in `folder`.
 
     Raises:
@@ -95,7 +98,7 @@ def load(folder: Path | str) -> Run:
     lines, lost = journal(path / JOURNAL)
     canaries, torn = _lines(path / CANARIES) if (path / CANARIES).exists() else ([], [])
     named = [f"{JOURNAL}: {why}" for why in lost] + [f"{CANARIES}: {why}" for why in torn]
-    return Run(path, found, tuple(lines), tuple(canaries), tuple(named))
+    return RecordedRun(path, found, tuple(lines), tuple(canaries), tuple(named))
 
 
 def folder_of(path: Path) -> Path:
@@ -187,10 +190,10 @@ def _check_schema(file: Path, found: Mapping[str, Any], sign: str) -> None:
     if sign not in found:
         raise RunError(f"{file}: was not written by pytest-aisp: it says no {sign}\n{_MAKE}")
     schema = found.get("schema", 0)
-    if schema == published.SCHEMA:
+    if schema == export.SCHEMA:
         return
-    reads = f"schema {schema}; this one reads {published.SCHEMA}"
-    if isinstance(schema, int) and schema > published.SCHEMA:
+    reads = f"schema {schema}; this one reads {export.SCHEMA}"
+    if isinstance(schema, int) and schema > export.SCHEMA:
         way_out = "    pip install --upgrade pytest-aisp"
         raise RunError(f"{file}: was written by a newer pytest-aisp ({reads})\n{way_out}")
     raise RunError(f"{file}: was written by an older pytest-aisp ({reads})\n{_AGAIN}")
@@ -198,3 +201,85 @@ def _check_schema(file: Path, found: Mapping[str, Any], sign: str) -> None:
 
 _MAKE = "A run writes one where it is asked to:\n    pytest --aisp-artifacts=DIR"
 _AGAIN = "Measure again:\n    pytest --aisp-artifacts=DIR"
+
+
+FOLDER = "samples"
+LONGEST = 100
+"""Characters of a case in a file's name: file systems take 255 bytes."""
+OURS = re.compile(r"\d{4,}-[A-Za-z0-9.=,_-]+\.json")
+UNWRITTEN = "its samples were not written: the disk refused them"
+
+
+class SamplesError(Exception):
+    """Samples that are missing, or are not those that the journal means."""
+
+
+def split(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a row without its samples, and these."""
+    return (
+        {name: value for name, value in row.items() if name not in SAMPLES},
+        {name: row[name] for name in SAMPLES if name in row},
+    )
+
+
+def name_of(number: int, case: str) -> str:
+    """Return the file's name: letters that every file system takes; the number makes it unique."""
+    safe = re.sub(r"[^A-Za-z0-9.=,_-]", "_", case)[-LONGEST:]
+    return f"{number:04d}-{safe}.json"
+
+
+def write(folder: Path, number: int, case: str, samples: Mapping[str, Any]) -> dict[str, str]:
+    """Write the samples of a case as a whole; return their path below `folder`, and their hash.
+
+    Raises:
+        OSError: where they cannot be written; then there is no file.
+    """
+    data = json.dumps(samples).encode()
+    path = PurePosixPath(FOLDER, name_of(number, case))
+    replace(folder / path, data)
+    return {"path": str(path), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def read(folder: Path, at: Mapping[str, str] | None) -> dict[str, Any]:
+    """Return the samples that a line of the journal in `folder` means.
+
+    Raises:
+        SamplesError: where there are none, or others.
+    """
+    if at is None:
+        raise SamplesError(UNWRITTEN)
+    path = folder / at["path"]
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise SamplesError(f"{at['path']}: samples lie below their run's folder, in {FOLDER}/")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise SamplesError(
+            f"{path}: its samples are missing: {error.strerror}\n"
+            f"Copy the whole folder of the run, {FOLDER}/ too"
+        ) from None
+    found = hashlib.sha256(data).hexdigest()
+    if found != at["sha256"]:
+        raise SamplesError(
+            f"{path}: these are not the samples that the run has written: SHA-256"
+            f" {found[:12]}..., not {at['sha256'][:12]}...\nCopy the folder of the run again"
+        )
+    return dict(json.loads(data))
+
+
+def clear(folder: Path) -> None:
+    """Remove the samples of an earlier run, and nothing else."""
+    for file in (folder / FOLDER).glob("*.json"):
+        if OURS.fullmatch(file.name):
+            file.unlink()
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Write a file as a whole, or leave it as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

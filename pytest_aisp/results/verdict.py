@@ -2,7 +2,7 @@
 
 A gate compares ln(speedup) with one limit. A case past a gate's screen is a suspect and is measured
 again in up to five fresh processes; only three equal votes make it red. `docs/verdict.md` gives the
-reasons and the error rates, `pytest_aisp.results.simulated` the device on which they are tested.
+reasons and the error rates, `pytest_aisp.timing.fake_device` the device on which they are tested.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Reading(NamedTuple):
     error: float = 0.0
 
 
-def believed(spread: float, reading: Reading) -> float:
+def effective_spread(spread: float, reading: Reading) -> float:
     """Return the spread to judge `reading` with: the recorded one, unless its laps deny that.
 
     Some sessions scatter more than those that were recorded (docs/spread.md). Only a standard error
@@ -109,7 +109,7 @@ class Gate:
 
     def _is_red(self, vote: Reading, together: Reading) -> bool:
         """Whether `vote` is: for itself, and as uncertain as all processes of the case together."""
-        wide = max(believed(self.spread, vote), believed(self.spread, together))
+        wide = max(effective_spread(self.spread, vote), effective_spread(self.spread, together))
         excess = 0.0 if math.isinf(self.spread) else VOTE * (wide - self.spread)
         return self.deficit(vote.value) > self.red + excess
 
@@ -141,7 +141,7 @@ def code_gate(spread: float, first: Reading) -> Gate:
         first: what the first process says. Where its laps deny the spread, the screen, which costs
             votes and no verdict, widens less than what votes are held against.
     """
-    screen, vote = SCREEN * max(spread, believed(spread, first) / BELIEVED), VOTE * spread
+    screen, vote = SCREEN * max(spread, effective_spread(spread, first) / BELIEVED), VOTE * spread
     return Gate("code", 0.0, screen, vote, vote, spread=spread)
 
 
@@ -214,7 +214,7 @@ def verdict_of(decision: Decision, *, stored: bool, same_environment: bool) -> s
     return "pass" if stored else "new"
 
 
-def graver(one: str, other: str) -> str:
+def worst_of(one: str, other: str) -> str:
     """Return the verdict of a case of which two parts have these; empty is no verdict yet."""
     return min((word for word in (one, other) if word), key=ORDER.index, default="")
 

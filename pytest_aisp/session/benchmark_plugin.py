@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from ..tools.benchmarks import sides
+from ..tools.pytest_benchmark import sides
 
 MARKER = "aisp_timer"
 WINDOW, WINDOWS = 1e-3, 10
@@ -43,7 +43,7 @@ def lend_timer(fixture: Any) -> None:
 def _timed(fixture: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     call = partial(function, *args, **kwargs)
     if fixture.enabled:
-        from ..bench.callables import warm, window_times
+        from ..timing.microbench import warm, window_times
 
         stats = fixture._make_stats(iterations=1)
         stats.options = {"timer": "aisp", "min_rounds": fixture._min_rounds}

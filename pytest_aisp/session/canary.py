@@ -13,7 +13,7 @@ from typing import Any
 from ..results import verdict
 from ..results.row import ratio
 from ..results.verdict import Reading
-from .run import Failed, Run, Timed
+from .context import Failed, RunContext, Timed
 
 ATTEMPTS = 4
 """Processes in which the planted slowdown may be seen."""
@@ -53,7 +53,7 @@ class Canary:
         )
 
 
-def consider(run: Run, client: Timed) -> None:
+def offer_to_canary(run: RunContext, client: Timed) -> None:
     """Keep `client` for this process's canary if it is the finest scale so far."""
     if client.row.clock in CLOCKS:
         best = run.finest
@@ -66,7 +66,7 @@ def _coarseness(client: Timed) -> tuple[int, float]:
     return CLOCKS.index(client.row.clock), client.row.pair_seconds()[1]
 
 
-def sing(client: Timed) -> dict[str, Any]:
+def run_canary(client: Timed) -> dict[str, Any]:
     """Time the optimized side of `client`, which this process has measured, against itself."""
     row, numbers = client.row, iter(range(100))
     found = Canary(row.nodeid.rpartition("::")[2], row.clock)
@@ -90,7 +90,7 @@ def sing(client: Timed) -> dict[str, Any]:
 def judge(found: Canary, spread: float, itself: Itself) -> None:
     """Fill `found` with what `itself` says of a side whose processes scatter by `spread`."""
     first, _ = itself(0.0, False)
-    spread = verdict.believed(spread, first)  # as restless as it is now
+    spread = verdict.effective_spread(spread, first)  # as restless as it is now
     gates = verdict.same_gates(spread)
     decision = verdict.decide(first, gates, lambda: itself(0.0, True)[0])
     found.same, found.votes = first.value, [vote.value for vote in decision.votes]

@@ -6,19 +6,18 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from ..bench import kernels
-from ..kernels import tuner
-from ..pages.pair import Case
-from ..results import goals, remarks, verdict
-from ..results.goals import GOALS
-from ..results.row import duration
-from .canary import consider
-from .case_client import CaseClient, reading
+from ..kernels import autotune
+from ..page.pair import Case
+from ..results import metric_limits, verdict
+from ..results.metric_limits import GOALS
+from ..results.row import duration, graph_notes, launch_bound, launch_bound_note, memory_note
+from ..timing import kernel_profile
+from .canary import offer_to_canary
+from .case_client import CaseClient, reading, remeasuring
+from .context import Failed, RunContext
 from .judge import Judge
-from .place import COMPILER, Kernels
-from .run import Failed, Run
-from .untrusted import run_apart
-from .votes import voting
+from .placement import COMPILER, Kernels
+from .sandbox_case import run_apart
 
 
 class EndOfBody(Exception):
@@ -28,7 +27,9 @@ class EndOfBody(Exception):
 class CaseRun(CaseClient):
     """One case: `check`, then `measure`; `row` is what became of it."""
 
-    def __init__(self, run: Run, case: Case, where: Mapping[str, str], kernels: Kernels) -> None:
+    def __init__(
+        self, run: RunContext, case: Case, where: Mapping[str, str], kernels: Kernels
+    ) -> None:
         super().__init__(run, case, where, kernels)
         self.judge, self.kernels = Judge(self), kernels
 
@@ -68,7 +69,7 @@ class CaseRun(CaseClient):
             self._assemble(first)
         if self.run.settings.in_process:
             return self.judge.abstain()
-        consider(self.run, self)
+        offer_to_canary(self.run, self)
         self.judge.judge(first)
         for role in self.changed():
             self.judge.judge_against(role)
@@ -85,7 +86,7 @@ class CaseRun(CaseClient):
             for number in range(1, self.run.settings.processes):
                 self.bench(number)
 
-    def count(self, goal: goals.Name, limit: float) -> None:
+    def count(self, goal: metric_limits.Name, limit: float) -> None:
         """Judge what both sides take of `goal`. Where nothing is timed the case is `checked`.
 
         Raises:
@@ -107,7 +108,7 @@ class CaseRun(CaseClient):
         found = self.ask(self.task("count", goal=goal))
         row.checks.append(found)
         if goal == "goodput":
-            found = goals.shares(found, row.pair_seconds())
+            found = metric_limits.shares(found, row.pair_seconds())
         row.environment = row.environment or self.environment()
         self.judge.judge_count(goal, found, limit)
         if self.run.settings.update is not None:
@@ -137,8 +138,8 @@ class CaseRun(CaseClient):
             timed = self.timed(100 + number, self.bench(number))
             found = reading(timed)
             values.append(found.value)
-            gates = verdict.same_gates(verdict.believed(recorded, found))
-            with voting(self, self.vote) as vote:
+            gates = verdict.same_gates(verdict.effective_spread(recorded, found))
+            with remeasuring(self, self.vote) as vote:
                 decision = verdict.decide(found, gates, vote)
             self.row.votes += [vote.value for vote in decision.votes]
             verdicts.append(verdict.verdict_of(decision, stored=True, same_environment=True))
@@ -154,7 +155,7 @@ class CaseRun(CaseClient):
         row = self.row
         row.clock = str(timed["clock"])
         row.work, row.sources = dict(timed["work"]), dict(timed["sources"])
-        row.spread = verdict.believed(self.judge.spread(), reading(timed))
+        row.spread = verdict.effective_spread(self.judge.spread(), reading(timed))
         row.environment = self.environment()
         names = self._names()
         row.seconds = {
@@ -164,10 +165,10 @@ class CaseRun(CaseClient):
         self.judge.interval([timed["value"]])
         self.judge.limit(timed)
         self._other_clock(timed["details"])
-        row.notes += remarks.graphs(names, timed["details"])
+        row.notes += graph_notes(names, timed["details"])
         self._memory(timed["details"])
-        row.notes += kernels.words(timed.get("kernels", {}))
-        row.notes += tuner.words(timed["details"].get("choices", {}))
+        row.notes += kernel_profile.kernel_notes(timed.get("kernels", {}))
+        row.notes += autotune.choice_notes(timed["details"].get("choices", {}))
         for name, seconds in timed.get("one_off", {}).items():
             if seconds:
                 row.notes.append(self._break_even(name, seconds))
@@ -206,14 +207,14 @@ class CaseRun(CaseClient):
     def _launch_bound(self, as_called: Sequence[float]) -> None:
         """Say of which side it is no news that a graph makes it fast."""
         row = self.row
-        row.launch_bound = remarks.launch_bound(row.clock, row.seconds, as_called)
+        row.launch_bound = launch_bound(row.clock, row.seconds, as_called)
         if row.launch_bound:
-            row.remarks.append(remarks.launch_bound_words(row.launch_bound))
+            row.remarks.append(launch_bound_note(row.launch_bound))
 
     def _memory(self, details: Mapping[str, Any]) -> None:
         """Note what a call of each side needs; never in silence where it is traded for speed."""
         if "peak_bytes" in details:
-            said, traded = remarks.memory(details["peak_bytes"])
+            said, traded = memory_note(details["peak_bytes"])
             (self.row.remarks if traded else self.row.notes).append(said)
 
     def _break_even(self, name: str, seconds: float) -> str:
@@ -246,7 +247,7 @@ class CaseRun(CaseClient):
             optimized_us=row.seconds[names[1]] * 1e6,
             share=row.share,
             limit=row.limit or None,
-            choices=tuner.together(t["details"].get("choices", {}) for t in timed),
+            choices=autotune.merge_choices(t["details"].get("choices", {}) for t in timed),
         )
 
     def _store(self, **times: Any) -> None:

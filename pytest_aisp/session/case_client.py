@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..bench.client import START_SECONDS, Bench
-from ..common.device import Machine, cpu_machine
-from ..kernels.libraries import VERSIONS
-from ..pages.pair import Case
+from ..page.pair import Case
 from ..results.messages import Reply, Task
-from ..results.row import Row, size_text
-from ..results.verdict import Reading
-from .history import HistoryError
-from .place import Kernels, place_of
-from .reproduce import again
-from .run import Failed, Run, Unrecorded
+from ..results.models import HOST_CLOCKS
+from ..results.row import Row, ratio, size_text
+from ..results.verdict import VOTES, Reading
+from ..util.device import Machine, cpu_machine
+from ..util.versions import VERSIONS
+from ..worker.client import START_SECONDS, Bench
+from .context import Failed, RunContext, Unrecorded
+from .git_snapshot import SnapshotError
+from .placement import Kernels, placement_of
+from .terminal import rerun_commands
 
 CANARY = 1000
 """First number of the processes of a run's canary, beyond those that measure and record."""
@@ -36,11 +39,13 @@ class CaseClient:
         row: what became of it.
     """
 
-    def __init__(self, run: Run, case: Case, where: Mapping[str, str], kernels: Kernels) -> None:
+    def __init__(
+        self, run: RunContext, case: Case, where: Mapping[str, str], kernels: Kernels
+    ) -> None:
         self.run, self.case = run, case
         self.where = where
         self.timeout = run.settings.timeout
-        self.place = place_of(run, case, kernels)
+        self.place = placement_of(run, case, kernels)
         self.machine = self._machine()
         self.rule: dict[str, Any] | None = None
         folder = where["folder"]
@@ -121,7 +126,7 @@ class CaseClient:
 
     def commands(self, seed: int = 0) -> list[str]:
         """Return the lines that say how to run this case again, on the values of `seed`."""
-        return again(self.run.settings, self.where["typed"], seed)
+        return rerun_commands(self.run.settings, self.where["typed"], seed)
 
     def timed(self, replicate: int, bench: Bench | None = None) -> dict[str, Any]:
         """Return what process number `replicate` measured, and keep it in the row."""
@@ -207,7 +212,7 @@ class CaseClient:
         past = self.run.past
         try:
             page = past.page(Path(self.where["page"])) if past is not None and past.moved else None
-        except HistoryError as error:
+        except SnapshotError as error:
             self.row.verdict = "fail"
             self.row.reasons.append(str(error).splitlines()[0])
             raise Failed(str(error)) from None
@@ -258,3 +263,67 @@ class CaseClient:
 def reading(timed: Mapping[str, Any]) -> Reading:
     """Return what a process's answer says of the pair."""
     return Reading(float(timed["value"]), float(timed.get("error", 0.0)))
+
+
+Measure = Callable[[int, Bench], Reading]
+"""Returns what process number so-and-so, a fresh one, says."""
+
+
+@contextmanager
+def remeasuring(client: CaseClient, measure: Measure) -> Iterator[Callable[[], Reading | None]]:
+    """Yield what returns each time what `measure` finds in a fresh process.
+
+    It returns None when the run's budget for votes is spent, or the recording that is judged
+    again holds no more. Where a clock of the GPU judges, as many as a verdict takes at least
+    start together: importing torch is most of what a vote costs.
+    """
+    run, waiting, taken = client.run, list[Bench](), 0
+
+    def process() -> Bench:
+        if run.replay is not None:
+            return run.replay
+        if taken == 0 and client.ranks == 1 and _clock(client) not in HOST_CLOCKS:
+            waiting.extend(client.fresh_bench() for _ in range(VOTES))
+        return waiting.pop(0) if waiting else client.fresh_bench()
+
+    def fresh() -> Reading | None:
+        nonlocal taken
+        if run.confirmed > run.settings.confirm_budget:
+            client.row.notes.append("--aisp-confirm-budget is spent: no more votes in this run")
+            return None
+        bench = process()
+        taken += 1
+        return _vote(client, measure, bench)
+
+    try:
+        yield fresh
+    finally:
+        for bench in waiting:
+            bench.close()
+
+
+def _vote(client: CaseClient, measure: Measure, bench: Bench) -> Reading | None:
+    run, row, verdict = client.run, client.row, client.row.verdict
+    start = time.monotonic()
+    number = len(row.timings) + len(row.against)
+    name = f"vote of fresh process {number}"
+    run.progress(f"vote {number} in a fresh process")
+    try:
+        found = measure(number, bench)
+        said = f"{ratio(found.value)}, error {found.error:.2%}, {_clock(client)} clock"
+        row.notes.append(f"{name}: {said}")
+        return found
+    except Unrecorded:  # the row has the reason
+        row.verdict = verdict
+        return None
+    except Failed as failure:
+        row.notes.append(f"{name}: {str(failure).splitlines()[0]}")
+        raise
+    finally:
+        if run.replay is None:
+            bench.close()
+        run.confirmed += time.monotonic() - start
+
+
+def _clock(client: CaseClient) -> str:
+    return str((client.row.against or client.row.timings)[-1]["clock"])

@@ -1,6 +1,6 @@
 """What pytest collects, as one JSON file: what `aisp` knows of pages and cases.
 
-    pytest --collect-only -p pytest_aisp.session.catalogue --aisp-catalogue=FILE
+    pytest --collect-only -p pytest_aisp.session.collect --aisp-catalogue=FILE
 
 It is loaded by `-p` alone. Pages stand for themselves: markers and words that the ini file selects
 by leave nothing out, and nothing of the run before is written over.
@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from ..pages.pair import Case
-from ..pages.skus import ARCHS
-from ..pages.sources import digest
-from ..results.published import below
-from ..tools.catalogue import target_of
+from ..page.gpu_specs import ARCHS
+from ..page.pair import Case
+from ..page.sources import digest
+from ..results.export import path_below
+from ..tools.catalog import target_of
 from .case_client import key_of
 from .fixtures import chapter_of, where_is
-from .stash import SETTINGS
+from .options import SETTINGS
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -81,7 +81,7 @@ class Catalogue:
         return self._wanted is None or bool(self._wanted & {page["chapter"], page["name"]})
 
     def _relative(self, path: Path) -> str:
-        return below(str(path), str(self._config.rootpath))
+        return path_below(str(path), str(self._config.rootpath))
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         callspec = getattr(item, "callspec", None)

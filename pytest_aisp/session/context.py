@@ -12,22 +12,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..bench import peaks as peaks_module
-from ..bench.client import Bench, BenchProcess
-from ..bench.printed import STREAMS, Chunk, Name, shown
-from ..bench.sanitizer import Sanitized
-from ..bench.server import InProcess
-from ..common.device import Machine
-from ..pages.pair import Case
-from ..ranks.launcher import RankSet
+from ..distributed.launcher import RankSet
+from ..page.pair import Case
 from ..results import store
 from ..results.messages import Task
+from ..results.models import Stored
 from ..results.row import Row
-from ..results.stored import Stored
-from ..results.stored_text import StoreError
+from ..results.store import StoreError
 from ..results.verdict import Reading
-from .history import Past
-from .settings import SEEDS, Settings
+from ..timing import peaks as peaks_module
+from ..util.device import Machine
+from ..worker.client import Bench, BenchProcess
+from ..worker.nvidia_tools import Sanitized
+from ..worker.output_capture import STREAMS, Chunk, Name, shown
+from ..worker.server import InProcess
+from .git_snapshot import GitSnapshot
+from .options import SEEDS, Settings
 
 
 class Failed(Exception):
@@ -45,7 +45,7 @@ class Interrupted(Exception):
 class Timed(Protocol):
     """A case that was timed, and can be timed against itself."""
 
-    run: Run
+    run: RunContext
     case: Case
     row: Row
 
@@ -57,7 +57,7 @@ class Timed(Protocol):
 
 
 @dataclass
-class Run:
+class RunContext:
     """What the cases of one pytest process share.
 
     Attributes:
@@ -73,7 +73,7 @@ class Run:
     timer: Mapping[str, Any] | None = None
     worker: int = 0
     replay: Bench | None = None
-    past: Past | None = None
+    past: GitSnapshot | None = None
     progress: Callable[[str], None] = lambda text: None
     times_cpu: bool = False
     versions: dict[str, Any] | None = None
@@ -187,7 +187,7 @@ class Run:
 
     def links(self, count: int) -> str | None:
         """Return how the GPUs of a case of `count` are joined, or None on a CPU."""
-        from ..ranks import topology
+        from ..distributed import topology
 
         return topology.joined(self.gpus(count)) if len(self.machine.gpus) >= count else None
 

@@ -11,14 +11,14 @@ from typing import Any, NoReturn
 
 import pytest
 
-from ..bench.loader import pair_of
-from ..pages.pair import Case, Pair
+from ..page.pair import Case, Pair
 from ..results.row import Row
 from ..results.verdict import RED
-from .place import Kernels
-from .runner import CaseRun, EndOfBody
-from .stash import NO_LEASE, RUN, SETTINGS
-from .under_test import PairUnderTest
+from ..worker.loader import pair_of
+from .case import CaseRun, EndOfBody
+from .options import NO_LEASE, RUN, SETTINGS
+from .pair_fixture import PairUnderTest
+from .placement import Kernels
 
 CASE = pytest.StashKey[CaseRun]()
 
@@ -85,9 +85,9 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
         )
     run = config.stash.get(RUN, None)
     if run is None:  # a page outside aisp_pages, in a session that gave no option of ours
-        from . import sessions
+        from . import setup
 
-        sessions.configure(config)
+        setup.configure(config)
         run = config.stash[RUN]
     if run.settings.cold_start:
         run.end_benches()
@@ -132,7 +132,7 @@ def _typed(item: Any, config: pytest.Config) -> str:
 
 def _kernels(case: Case, config: pytest.Config) -> Kernels:
     """Return which kinds of kernels of its own the case launches."""
-    from ..pages.sources import kernel_files, triton_kernels
+    from ..page.sources import kernel_files, triton_kernels
 
     sides, root = [case.pair.baseline, case.variant.side], str(config.rootpath)
     return Kernels(bool(kernel_files(sides, root)), bool(triton_kernels(sides, root)))
@@ -219,7 +219,7 @@ def time_one(function: Callable[[], Any], *, window: float = 1e-3, windows: int 
     """Return the median seconds of a call of `function`, a window of at least `window` seconds."""
     from statistics import median
 
-    from ..bench.callables import warm, window_times
+    from ..timing.microbench import warm, window_times
 
     warm(function)
     return median(window_times(function, window=window, windows=windows))
@@ -227,8 +227,8 @@ def time_one(function: Callable[[], Any], *, window: float = 1e-3, windows: int 
 
 def rates(config: pytest.Config) -> Mapping[str, float]:
     """Return the stored peaks of this machine's product, or nothing."""
-    from ..bench.peaks import PeaksError, load
-    from ..common.device import Machine
+    from ..timing.peaks import PeaksError, load
+    from ..util.device import Machine
 
     path = config.stash[SETTINGS].baselines / Machine.here().product / "peaks.json"
     try:

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..common import git
+from ..util import git
 
 
-class HistoryError(Exception):
+class SnapshotError(Exception):
     """A commit that cannot be read; the last line says what to do."""
 
 
 @dataclass
-class Past:
+class GitSnapshot:
     """The tree under `root` as it was at a commit, unpacked in a folder of its own.
 
     Attributes:
@@ -38,7 +38,7 @@ class Past:
     _left_out: frozenset[str]
 
     @classmethod
-    def at(cls, root: Path, ref: str) -> Past:
+    def at(cls, root: Path, ref: str) -> GitSnapshot:
         """Return the tree under `root` as it was at `ref`.
 
         Raises:
@@ -52,8 +52,8 @@ class Past:
         tree = Path(os.path.realpath(folder.name)) / "tree"
         try:
             names = _check_out(root, sha, tree)
-        except HistoryError as error:
-            raise HistoryError(_fetch(ref, f"its files cannot be had: {error}")) from None
+        except SnapshotError as error:
+            raise SnapshotError(_fetch(ref, f"its files cannot be had: {error}")) from None
         left_out = frozenset(_drop_links_out(tree))
         moved = bool(_git(root, "diff", "--name-only", "--relative", sha).strip())
         return cls(root, sha, label, folder, tree, moved, _renamed(root, sha), names, left_out)
@@ -71,7 +71,7 @@ class Past:
             old = None if name is None else self.tree / name  # reached through a link to a folder
             return old if old is not None and old.exists() else None
         if not (self.tree / name).exists():
-            raise HistoryError(
+            raise SnapshotError(
                 f"{name} is in {self.sha[:8]}, but no longer in {self.tree}\n"
                 "Something removed it; run the same command again"
             )
@@ -124,13 +124,13 @@ def _drop_links_out(tree: Path) -> Iterator[str]:
 def _commit(root: Path, ref: str) -> str:
     try:
         return _git(root, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}").strip()
-    except HistoryError as error:
+    except SnapshotError as error:
         if "not a git repository" in str(error):
-            raise HistoryError(
+            raise SnapshotError(
                 f"--aisp-against={ref}: {root} is in no git repository\n"
                 "It compares with a commit; run it in a clone"
             ) from None
-    raise HistoryError(_fetch(ref, "there is no such commit in this clone"))
+    raise SnapshotError(_fetch(ref, "there is no such commit in this clone"))
 
 
 def _fetch(ref: str, why: str) -> str:
@@ -155,6 +155,6 @@ def _git(root: Path, *args: str) -> str:
 
 def _run(root: Path, *args: str, **variables: str) -> bytes:
     try:
-        return git.asked(root, *args, **variables)
+        return git.run_git(root, *args, **variables)
     except git.GitError as error:
-        raise HistoryError(str(error)) from None
+        raise SnapshotError(str(error)) from None

@@ -8,18 +8,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..bench import peaks as peaks_module
-from ..kernels import tuner
-from ..pages.pair import Work
+from ..kernels import autotune
+from ..page.pair import Work
 from ..results import stats, verdict
-from ..results.goals import GOALS
-from ..results.published import below
+from ..results.export import path_below
+from ..results.metric_limits import GOALS
+from ..results.models import Result, differences, pooled, session_sd
 from ..results.row import bare, duration, ratio
-from ..results.stored import Result, differences, pooled, session_sd
-from .case_client import CaseClient, reading
-from .reproduce import accept
-from .run import Failed
-from .votes import voting
+from ..timing import peaks as peaks_module
+from .case_client import CaseClient, reading, remeasuring
+from .context import Failed
+from .terminal import accept_commands
 
 
 class Judge:
@@ -36,7 +35,7 @@ class Judge:
         session = row.session = self._session()
         if gates:  # a yardstick without a stored result is held against nothing
             row.detectable = verdict.detectable(gates, row.spread or 0.0, session)
-        with voting(self.client, self.client.vote) as vote:
+        with remeasuring(self.client, self.client.vote) as vote:
             decision = verdict.decide(reading(first), gates, vote)
         row.votes = [vote.value for vote in decision.votes]
         if row.votes:
@@ -49,7 +48,7 @@ class Judge:
         found = verdict.verdict_of(
             decision, stored=has_record or settings.aa, same_environment=same_environment
         )
-        row.verdict = verdict.graver(row.verdict, found)
+        row.verdict = verdict.worst_of(row.verdict, found)
         self._explain(gates, decision, first)
         if row.verdict == "stale" and settings.strict_env and settings.update is None:
             row.verdict = "regressed"
@@ -92,7 +91,7 @@ class Judge:
             row.remarks.append(f"{name} is not compared with itself as it was: {why}")
             return
         gate = verdict.code_gate(self.spread(), first)
-        with voting(client, lambda *process: client.timed_against(role, *process)) as vote:
+        with remeasuring(client, lambda *process: client.timed_against(role, *process)) as vote:
             decision = verdict.decide(first, [gate], vote)
         votes = [vote.value for vote in decision.votes]
         value = fmean(votes) if votes else first.value
@@ -139,7 +138,7 @@ class Judge:
                 f"{name}: {now} against {then} (stored in {self._relative()}) -> red"
             )
             row.reasons += unlike
-        row.verdict = verdict.graver(row.verdict, word)
+        row.verdict = verdict.worst_of(row.verdict, word)
         self._end()
 
     def _mine(self) -> Result | None:
@@ -168,7 +167,7 @@ class Judge:
             return gates, True, False
         if mine.clock != row.clock:
             if self.run.settings.update != "all":
-                row.verdict = verdict.graver(row.verdict, "stale")
+                row.verdict = verdict.worst_of(row.verdict, "stale")
                 row.reasons.append(self._other_clock(mine, timed["details"]))
             return gates, True, True
         row.stored, row.origins["stored"] = mine.value, self._relative()
@@ -178,7 +177,7 @@ class Judge:
         gates += verdict.record_gates(mine.value, margin)
         self.unlike = self._unlike(mine)
         same_environment = not self.unlike
-        self.unlike += tuner.unlike(mine.choices, timed["details"].get("choices", {}))
+        self.unlike += autotune.differing_choices(mine.choices, timed["details"].get("choices", {}))
         return gates, same_environment, True
 
     def _other_clock(self, mine: Result, details: Mapping[str, Any]) -> str:
@@ -297,11 +296,11 @@ class Judge:
 
     def _relative(self, path: Path | None = None) -> str:
         """Return `path`, or that of the stored result, as people write it: below the root."""
-        return below(str(path or self.client.path), str(self.run.settings.root))
+        return path_below(str(path or self.client.path), str(self.run.settings.root))
 
     def _accept(self) -> list[str]:
         """Return how to accept a result; a claim is the page's, and accepted nowhere else."""
         stored = not self.run.settings.aa and self._mine() is not None
         if self.row.verdict == "fail" or (not stored and self.row.verdict != "new"):
             return []
-        return accept(self.client.where["typed"], stored=stored)
+        return accept_commands(self.client.where["typed"], stored=stored)

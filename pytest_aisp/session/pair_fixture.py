@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 
 import pytest
 
-from ..bench.printed import say
-from ..results.goals import Name
-from .run import Failed, Interrupted
-from .runner import CaseRun
+from ..results.metric_limits import Name
+from ..worker.output_capture import say
+from .case import CaseRun
+from .context import Failed, Interrupted
 
 LINES = 100
 """Lines of what each process printed that pytest gets to capture; with ``-s`` all are shown."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..common.device import Machine
-from ..pages.pair import Case
-from ..pages.skus import missing
-from .run import Run
+from ..page.gpu_specs import missing
+from ..page.pair import Case
+from ..util.device import Machine
+from .context import RunContext
 
 COMPILER = "compiler"
 """The device of a bench process that compiles: Triton's interpreter is off there."""
@@ -22,7 +22,7 @@ class Kernels(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class Placement:
     """Where a case can be shown: timed, checked, compiled, or (with a reason) not at all.
 
     Attributes:
@@ -38,44 +38,44 @@ class Place:
     archs: tuple[str, ...] = ()
 
 
-def place_of(run: Run, case: Case, kernels: Kernels) -> Place:
+def placement_of(run: RunContext, case: Case, kernels: Kernels) -> Placement:
     """Decide where `case` can be shown, by the `kernels` of its own that it launches."""
     archs = case.pair.archs(case.variant)
     if run.settings.compile:
         return _assembled(run.settings.compile, case, archs, kernels)
     checking = run.settings.check
     if case.kind == "cpu" and case.variant.gpu_only:
-        return Place("skip", "cpu", f"{case.variant.gpu_only} has no form on a CPU")
+        return Placement("skip", "cpu", f"{case.variant.gpu_only} has no form on a CPU")
     if case.kind == "cpu":
         if run.machine.arch == "cpu" or run.times_cpu or run.timer is not None:
-            return Place("check" if checking else "time", "cpu", "--aisp-check" * checking)
-        return Place("check", "cpu", "timed on a GPU machine only with -m cpu")
+            return Placement("check" if checking else "time", "cpu", "--aisp-check" * checking)
+        return Placement("check", "cpu", "timed on a GPU machine only with -m cpu")
     if run.timer is not None and run.machine.arch in archs:
-        return Place("check" if checking else "time", "cpu", "--aisp-check" * checking)
+        return Placement("check" if checking else "time", "cpu", "--aisp-check" * checking)
     if run.machine.arch in archs and len(run.machine.gpus) >= case.gpus:
-        return Place("check" if checking else "time", "cuda", "--aisp-check" * checking)
+        return Placement("check" if checking else "time", "cuda", "--aisp-check" * checking)
     need = _need(case, run.machine)
     if kernels.cuda:
-        return Place("compile", COMPILER, need, archs)
+        return Placement("compile", COMPILER, need, archs)
     if case.variant.gpu_only:
-        return Place("skip", "cpu", f"{need}; {case.variant.gpu_only} has no form on a CPU")
-    return Place("check", "cpu", need)
+        return Placement("skip", "cpu", f"{need}; {case.variant.gpu_only} has no form on a CPU")
+    return Placement("check", "cpu", need)
 
 
 def _assembled(
     asked: tuple[str, ...], case: Case, archs: tuple[str, ...], kernels: Kernels
-) -> Place:
+) -> Placement:
     """Return where a case is assembled, and for what."""
     mine = tuple(arch for arch in asked if arch in archs)
     if case.kind == "cpu":
-        return Place("skip", COMPILER, "a size for CPUs: no kernel is launched")
+        return Placement("skip", COMPILER, "a size for CPUs: no kernel is launched")
     if not any(kernels):
-        return Place("skip", COMPILER, "launches no kernel of its own: nothing to assemble")
+        return Placement("skip", COMPILER, "launches no kernel of its own: nothing to assemble")
     if not mine:
         features = ", ".join(case.pair.features(case.variant))
         why = f"needs {features} ({', '.join(archs)}); asked for {', '.join(asked)}"
-        return Place("skip", COMPILER, why)
-    return Place("compile", COMPILER, f"--aisp-compile={','.join(mine)}", mine)
+        return Placement("skip", COMPILER, why)
+    return Placement("compile", COMPILER, f"--aisp-compile={','.join(mine)}", mine)
 
 
 def _need(case: Case, machine: Machine) -> str:

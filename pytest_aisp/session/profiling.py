@@ -10,10 +10,10 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from ..bench import nsight
-from ..bench.nodes import ROLES
+from ..timing.graph_nodes import ROLES
+from ..worker import nvidia_tools
 from .case_client import CaseClient
-from .run import Failed
+from .context import Failed
 
 SEED = 0
 """The values shown here are no secret: the task is written beside the report."""
@@ -98,7 +98,7 @@ def _by_nsight(client: CaseClient, tool: str, folder: Path) -> dict[str, Any]:
         client.run.progress(f"profile {role} under {tool}")
         task = _task(client, side=role)
         where = folder.absolute()
-        files[role] = nsight.watch(tool, task, where, environment, client.timeout)
+        files[role] = nvidia_tools.watch(tool, task, where, environment, client.timeout)
     return {"files": files}
 
 

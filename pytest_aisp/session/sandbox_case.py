@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..bench.apart import seconds_apart
-from ..bench.client import Bench
-from ..proof.witness import now
+from ..isolation.monkeypatches import now
 from ..results.row import duration
+from ..worker.client import Bench
+from ..worker.sandbox import seconds_apart
 from .case_client import CaseClient
-from .run import Failed
-from .settings import SEEDS
+from .context import Failed
+from .options import SEEDS
 
 ROLES = ("baseline", "optimized")
 LIMIT = {"graph": 1.25, "host": 1.5, "cpu": 1.5}

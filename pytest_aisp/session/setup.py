@@ -13,18 +13,15 @@ from typing import Any
 
 import pytest
 
-from ..bench.leases import REMEDY, lease
-from ..common.device import Machine
-from ..pages.pair import Case
+from ..page.pair import Case
 from ..results.artifacts import Unclaimable, stamped
-from ..results.runs import folder_of
+from ..results.run_reader import folder_of
+from ..util.device import Machine
+from ..util.locks import REMEDY, lease
 from .canary import CLOCKS
-from .manifest import gather
-from .options import PROFILERS
-from .recorder import Recorder
-from .run import Run
-from .settings import Settings
-from .stash import NO_LEASE, RECORDER, RUN, SETTINGS
+from .context import RunContext
+from .options import NO_LEASE, PROFILERS, RECORDER, RUN, SETTINGS, Settings
+from .recorder import Recorder, build_manifest
 
 
 def configure(config: pytest.Config) -> None:
@@ -45,7 +42,7 @@ def configure(config: pytest.Config) -> None:
             "torch's profiler looks at operators on a CPU:\n    pytest --aisp-profile=torch"
         )
     elapsed = float((worker or {}).get("aisp_elapsed", 0.0))
-    config.stash[RUN] = run = Run(
+    config.stash[RUN] = run = RunContext(
         settings,
         machine,
         timer=timer,
@@ -54,29 +51,29 @@ def configure(config: pytest.Config) -> None:
         started=time.monotonic() - elapsed,
     )
     if settings.against is not None:
-        from .history import HistoryError, Past
+        from .git_snapshot import GitSnapshot, SnapshotError
 
         try:
-            run.past = Past.at(settings.root, settings.against)
-        except HistoryError as error:
+            run.past = GitSnapshot.at(settings.root, settings.against)
+        except SnapshotError as error:
             raise pytest.UsageError(str(error)) from None
     if worker is None:
         config.pluginmanager.register(_Live(config, run), "aisp-live")
     if settings.replay is not None:
-        from ..bench.replay import Recording, RecordingError
+        from ..worker.replay import ReplayBench, ReplayError
 
         try:
-            run.replay = recording = Recording(settings.replay)
-        except RecordingError as error:
+            run.replay = recording = ReplayBench(settings.replay)
+        except ReplayError as error:
             raise pytest.UsageError(str(error)) from None
         run.machine = recording.machine or run.machine
     if worker is None:
         config.stash[RECORDER] = recorder = _recorder(config, run)
         config.pluginmanager.register(_Gather(recorder, run), "aisp-gather")
         if hasattr(config.option, "benchmark_disable"):  # pytest-benchmark, under whichever name
-            from . import benchmarks
+            from . import benchmark_plugin
 
-            config.pluginmanager.register(benchmarks, "aisp-benchmarks")
+            config.pluginmanager.register(benchmark_plugin, "aisp-benchmarks")
 
 
 def _of_controller(config: pytest.Config, given: Mapping[str, Any]) -> Settings:
@@ -91,7 +88,7 @@ def _of_controller(config: pytest.Config, given: Mapping[str, Any]) -> Settings:
     return settings
 
 
-def _recorder(config: pytest.Config, run: Run) -> Recorder:
+def _recorder(config: pytest.Config, run: RunContext) -> Recorder:
     """Make the folder of artifacts, if asked for, and what writes to it."""
     settings = run.settings
     try:
@@ -101,7 +98,7 @@ def _recorder(config: pytest.Config, run: Run) -> Recorder:
         recorder = Recorder(settings, config.hook, config)
         if recorder.artifacts is not None:
             recorder.artifacts.claim()
-            recorder.artifacts.start(gather(config, run))
+            recorder.artifacts.start(build_manifest(config, run))
     except Unclaimable as error:
         raise pytest.UsageError(f"--aisp-artifacts={settings.artifacts}: {error}") from None
     except OSError as error:
@@ -116,7 +113,7 @@ def _recorder(config: pytest.Config, run: Run) -> Recorder:
 class _Gather:
     """On the controller: give every case's row to the recorder as its report arrives."""
 
-    def __init__(self, recorder: Recorder, run: Run) -> None:
+    def __init__(self, recorder: Recorder, run: RunContext) -> None:
         self._recorder, self._run = recorder, run
         self._judged: dict[Any, list[str]] = {}  # by worker, what its canary will stand for
 
@@ -156,7 +153,7 @@ class _Gather:
 class _Live:
     """With -v on a terminal: what is being measured, on the case's own line."""
 
-    def __init__(self, config: pytest.Config, run: Run) -> None:
+    def __init__(self, config: pytest.Config, run: RunContext) -> None:
         self._config, self._run, self._nodeid = config, run, ""
         self._terminal: Any = None
 
@@ -207,7 +204,7 @@ def canary(session: pytest.Session) -> None:
         session.config.hook.pytest_keyboard_interrupt(excinfo=found)
 
 
-def has_canary(run: Run) -> bool:
+def has_canary(run: RunContext) -> bool:
     """Return whether processes that judge cases of `run` end with a canary."""
     return not (run.settings.aa or run.settings.in_process or run.replay)
 
@@ -216,12 +213,12 @@ def _canary(config: pytest.Config) -> None:
     run = config.stash.get(RUN, None)
     if run is None or run.finest is None or not has_canary(run):
         return
-    from .canary import sing
+    from .canary import run_canary
 
     run.cases_done = True  # without its canary no verdict of a run that was in time would count
     with contextlib.ExitStack() as held:
         _hold(held, run, run.finest.case)  # as it was leased for the case itself
-        found = sing(run.finest)
+        found = run_canary(run.finest)
     recorder = config.stash.get(RECORDER, None)
     if recorder is not None:
         recorder.add_canary(found)
@@ -244,7 +241,7 @@ def leased(item: pytest.Item) -> Iterator[None]:
         yield
 
 
-def _hold(held: contextlib.ExitStack, run: Run, case: Case | None) -> None:
+def _hold(held: contextlib.ExitStack, run: RunContext, case: Case | None) -> None:
     alone = case is not None and (case.pair.as_called or case.kind == "cpu")
     measures = not (run.settings.check or run.settings.compile) and run.replay is None
     held.enter_context(lease("host", shared=not (alone and measures), waiting=run.progress))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..bench.replay import Recording
-from ..kernels.assembly import UNSEEN
+from ..kernels.assemble import UNSEEN
 from ..results.row import LETTERS, Row, bare, duration, size_text
 from ..results.verdict import INVALID_RUN, RED
+from ..worker.replay import ReplayBench
 from .canary import Canary
+from .options import Settings
 
 if TYPE_CHECKING:
+    from .context import RunContext
+    from .options import Settings
     from .recorder import Recorder
-    from .run import Run
-    from .settings import Settings
+
 
 NAMED = 5
 """Cases that a line names."""
@@ -46,7 +49,7 @@ def status(row: Mapping[str, Any], outcome: str) -> tuple[str, str, Any] | None:
     return category, letter, (verbose, {"green": True})
 
 
-def header(run: Run) -> list[str]:
+def header(run: RunContext) -> list[str]:
     """Return the header: machine, mode, limits."""
     settings, machine = run.settings, run.machine
     mode = settings.mode
@@ -56,7 +59,7 @@ def header(run: Run) -> list[str]:
     peaks = settings.baselines / machine.product / "peaks.json"
     if mode == "measure" and not peaks.exists() and run.timer is None:
         lines.append(f"aisp: no peaks stored for {machine.product}: shares of the limit are blank")
-    if isinstance(run.replay, Recording) and run.replay.dropped:
+    if isinstance(run.replay, ReplayBench) and run.replay.dropped:
         lines.append(f"aisp: --aisp-replay={settings.replay}: {run.replay.dropped}")
     return [line.rstrip() for line in lines]
 
@@ -173,3 +176,28 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
     return [lines[0], "  ".join("-" * w for w in widths), *lines[1:]]
+
+
+def rerun_commands(settings: Settings, case: str, seed: int = 0) -> list[str]:
+    """Return how to run `case` again, in this mode, on the values of `seed`.
+
+    0 is the seed of a task that draws none, and of a reproducible run.
+    """
+    values = {
+        "--aisp-check": "" if settings.check and not settings.sanitize else None,
+        "--aisp-sanitize": settings.sanitize or None,
+        "--aisp-aa": "" if settings.aa else None,
+        "--aisp-compile": ",".join(settings.compile) or None,
+        "--aisp-against": settings.against,
+        "--aisp-untrusted": "" if settings.untrusted else None,
+        "--aisp-reproducible": "" if settings.reproducible else None,
+        "--aisp-seed": f"{seed}" if seed and not settings.compile else None,
+    }
+    given = [f"{k}={shlex.quote(v)}" if v else k for k, v in values.items() if v is not None]
+    return ["reproduce:", " ".join([f"    pytest {shlex.quote(case)}", *given])]
+
+
+def accept_commands(case: str, *, stored: bool) -> list[str]:
+    """Return how to store what was measured of `case`, in place of what is `stored`."""
+    how = "=all" if stored else ""
+    return ["accept:", f"    pytest --aisp-update-expectations{how} {shlex.quote(case)}"]

@@ -14,11 +14,11 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ..common.answers import part_of, size_text
-from ..common.peers import here
-from ..proof.numerics import Wrong
-from ..proof.sides import Subject
-from ..results.sizing import calls_for
+from ..checking.inputs import BoundSide
+from ..checking.numerics import Wrong
+from ..util.cli_result import part_of, size_text
+from ..util.process_group import current_group
+from .schedule import calls_for
 from .windows import WINDOW, GraphWindow, Uncapturable, host_window, on_all_ranks
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def sweep(
     return {
         "rows": found,
         "notes": notes,
-        "ranks": here().world,
+        "ranks": current_group().world,
         "backend": dist.get_backend(),
         **_versions(device),
     }
@@ -109,7 +109,7 @@ def _collective(op: str, nbytes: int, device: str) -> Collective:
     import torch
     import torch.distributed as dist
 
-    rank, world = here().rank, here().world
+    rank, world = current_group().rank, current_group().world
     each = _each(nbytes)
     make = partial(torch.empty, dtype=torch.float32, device=device)
     whole, part = make(world * each), make(each)
@@ -135,7 +135,7 @@ def _collective(op: str, nbytes: int, device: str) -> Collective:
 
 def _each(nbytes: int) -> int:
     """Return the elements of a rank's part of `nbytes`: whole 16 bytes, as one-shot takes them."""
-    return max(1, nbytes // (4 * ITEM * here().world)) * 4
+    return max(1, nbytes // (4 * ITEM * current_group().world)) * 4
 
 
 def _one_shot_refused(device: str) -> str | None:
@@ -147,7 +147,7 @@ def _one_shot_refused(device: str) -> str | None:
         refused = None
     except Exception as error:  # a driver, a container or torch refuses, each in its own way
         refused = (str(error) or type(error).__name__).splitlines()[0]
-    return here().first(refused)
+    return current_group().first(refused)
 
 
 def _one_shot(nbytes: int, device: str) -> Collective:
@@ -156,7 +156,7 @@ def _one_shot(nbytes: int, device: str) -> Collective:
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as symmetric
 
-    group, world = dist.group.WORLD, here().world
+    group, world = dist.group.WORLD, current_group().world
     assert group is not None
     all_reduce = torch.ops.symm_mem.one_shot_all_reduce
     count, mine = world * _each(nbytes), torch.device(device, torch.cuda.current_device())
@@ -167,7 +167,7 @@ def _one_shot(nbytes: int, device: str) -> Collective:
     def run() -> None:
         last[:] = [all_reduce(buffer, "sum", group.group_name)]
 
-    fill = torch.full((1,), here().rank + 1.0, device=device).expand_as(buffer)
+    fill = torch.full((1,), current_group().rank + 1.0, device=device).expand_as(buffer)
     sums = torch.full((1,), world * (world + 1) / 2, device=device)
     return Collective(ONE_SHOT, count * ITEM, run, buffer, fill, lambda: last[0], sums)
 
@@ -177,12 +177,12 @@ def _timed(collective: Collective, device: str) -> dict[str, Any]:
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames; 2.9 has the old names
         collective.check()
         collective.sent.zero_()  # sums of sums would overflow; links carry any bits alike
-        subject = Subject(collective.run, [()])
+        subject = BoundSide(collective.run, [()])
         clock, seconds = _seconds(subject, device)
     return {"op": collective.name, "size": collective.nbytes, "seconds": seconds, "clock": clock}
 
 
-def _seconds(subject: Subject, device: str) -> tuple[str, float]:
+def _seconds(subject: BoundSide, device: str) -> tuple[str, float]:
     """Return the clock and the seconds of a call: the median window, each by its slowest rank."""
     for clock, make in _clocks(device):
         try:

@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from ..common.peers import here
-from ..guard.housekeeping import Housekeeping
-from ..proof.sides import Subject
-from ..proof.workbench import Workbench
-from ..results import timing
-from ..results.sizing import calls_for, calls_to_plant, extra_calls
-from ..results.timing import Budget
+from ..checking.inputs import BoundSide, InputPool
+from ..isolation.interference import InterferenceMonitor
+from ..util.process_group import current_group
+from . import schedule
+from .schedule import Budget, calls_for, calls_to_plant, extra_calls
 from .windows import host_window
 
 WINDOW = 10e-3
@@ -24,33 +22,33 @@ STOLEN = 0.05
 """A block is disturbed when the process waited this share of it for a core it was ready to use."""
 
 
-class HostBout:
+class CpuPairTimer:
     """Two subjects on a CPU."""
 
     clock = "cpu"
 
     def __init__(
         self,
-        bench: Workbench,
-        subjects: tuple[Subject, Subject],
+        bench: InputPool,
+        subjects: tuple[BoundSide, BoundSide],
         budget: Budget,
         planted: float = 0.0,
     ) -> None:
         self.bench, self.subjects = bench, subjects
-        self.keeping = Housekeeping(bench.pair.owns)
-        self._warmup = timing.settle(
+        self.keeping = InterferenceMonitor(bench.pair.owns)
+        self._warmup = schedule.settle(
             [self._caller(s) for s in subjects],
-            lambda: here().most(self.keeping.grew()) > 0,
+            lambda: current_group().most(self.keeping.grew()) > 0,
             least=budget.warmup,
             seconds=1.0,
-            clock=lambda: here().most(time.perf_counter()),
+            clock=lambda: current_group().most(time.perf_counter()),
         )
         seconds = [min(self._caller(s)() for _ in range(3)) for s in subjects]
         window = max(budget.window or WINDOW, *seconds)
         slots = len(bench.slots)
         counts = [calls_to_plant(calls_for(t, window, slots), slots, planted) for t in seconds]
         if bench.pair.state is not None:
-            counts = [min(count, timing.MOST_STEPS) for count in counts]
+            counts = [min(count, schedule.MOST_STEPS) for count in counts]
         extra = 0, extra_calls(counts[1], planted)
         a, b = (
             host_window(s, n, x, "cpu") for s, n, x in zip(subjects, counts, extra, strict=True)
@@ -60,12 +58,12 @@ class HostBout:
         self.keeping.begin()
 
     @staticmethod
-    def _caller(subject: Subject) -> Any:
+    def _caller(subject: BoundSide) -> Any:
         def call() -> float:
             subject.restore()
             start = time.perf_counter()
             subject.run(0)
-            return here().most(time.perf_counter() - start)
+            return current_group().most(time.perf_counter() - start)
 
         return call
 
@@ -76,7 +74,7 @@ class HostBout:
     def disturbance(self) -> str | None:
         causes = [self.keeping.look(), self._waited_for_a_core()]
         self.keeping.begin()
-        return here().first(", ".join(filter(None, causes)) or None)
+        return current_group().first(", ".join(filter(None, causes)) or None)
 
     def _waited_for_a_core(self) -> str | None:
         waited, now = _waiting(), time.perf_counter()
@@ -109,7 +107,7 @@ class HostBout:
             "calls": calls,
             "counted": counted,
             "threads": _threads(),
-            **here().details(),
+            **current_group().details(),
             "housekeeping": self.keeping.counts(),
         }
 

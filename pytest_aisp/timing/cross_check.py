@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..common.peers import here
-from ..common.protections import on
-from ..proof.witness import now_ns
+from ..isolation.monkeypatches import now_ns
+from ..isolation.protections import enabled
+from ..util.process_group import current_group
 
 if TYPE_CHECKING:
     import torch
@@ -55,19 +55,19 @@ class Clocks:
     @property
     def patience(self) -> float:
         """Seconds that `late` may be."""
-        if here().world > 1:
+        if current_group().world > 1:
             return SHARE * self.events + LATE_ON_RANKS
         return LATE_QUEUED if self.queued else SHARE * self.events + LATE
 
     def contradiction(self) -> str:
         """Return what contradicts the events in words, or nothing."""
         margin = SHARE * self.events
-        if on("no-late-work") and self.late > self.patience:
+        if enabled("no-late-work") and self.late > self.patience:
             return (
                 f"work goes on for {self.late * 1e6:.3g} us after the last call of"
                 f" {self.events * 1e6:.4g} us: a stream of its own is not waited for"
             )
-        if not on("clocks-agree"):
+        if not enabled("clocks-agree"):
             return ""
         if self.host is not None and not -margin < self.host - self.events < margin + HOST:
             return (
@@ -86,7 +86,7 @@ def contradiction(read: Callable[[], Clocks]) -> str:
     """Return what contradicts the events each time that the clocks are read, or nothing."""
     found = ""
     for _ in range(ATTEMPTS):
-        found = here().first(read().contradiction() or None) or ""
+        found = current_group().first(read().contradiction() or None) or ""
         if not found:
             return ""
     return found
@@ -151,7 +151,7 @@ class _Stamper:
 @functools.cache
 def stamper() -> _Stamper | None:
     """Return what stamps, or None where this machine cannot compile it."""
-    from ..kernels.build import cuda_module
+    from ..kernels.cuda_cpp import cuda_module
     from ..kernels.nvrtc import NoCompiler
 
     try:

@@ -11,20 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..common.device import Telemetry
-from ..common.peers import here
-from ..common.protections import on
-from ..guard import housekeeping
-from ..pages.pair import SideError
-from ..proof.sides import Subject
-from ..proof.workbench import Workbench
-from ..results import timing
-from ..results.sizing import calls_a_round, calls_for, calls_to_plant, extra_calls
-from ..results.timing import Budget
-from . import cold, nodes
-from .clocks import STRETCH, contradiction
-from .kernels import launched
+from ..checking.inputs import BoundSide, InputPool
+from ..isolation import interference
+from ..isolation.protections import enabled
+from ..page.pair import SideError
+from ..util.device import Telemetry
+from ..util.process_group import current_group
+from . import graph_nodes, l2_check, schedule
+from .cross_check import STRETCH, contradiction
+from .kernel_profile import launched
 from .memory import peak_bytes
+from .schedule import Budget, calls_a_round, calls_for, calls_to_plant, extra_calls
 from .windows import (
     WINDOW,
     WINDOWS,
@@ -50,7 +47,7 @@ THREADS = "the page owns threads, which a capture would disturb"
 """Why a page that owns threads is never captured."""
 
 
-class CudaBout:
+class CudaPairTimer:
     """Two subjects on one GPU, on the best clock that both can use.
 
     Args:
@@ -62,8 +59,8 @@ class CudaBout:
 
     def __init__(
         self,
-        bench: Workbench,
-        subjects: tuple[Subject, Subject],
+        bench: InputPool,
+        subjects: tuple[BoundSide, BoundSide],
         budget: Budget,
         order: tuple[int, int] = (0, 1),
         known: tuple[str, Sequence[int]] | None = None,
@@ -76,7 +73,7 @@ class CudaBout:
         self.telemetry = Telemetry(torch.cuda.current_device())
         self._l2 = torch.cuda.get_device_properties().L2_cache_size
         self.notes: dict[str, Any] = {}
-        self.keeping = housekeeping.Housekeeping(bench.pair.owns, _allocations)
+        self.keeping = interference.InterferenceMonitor(bench.pair.owns, _allocations)
         self.notes["warmup"] = self._warm(1.0 if known is None else 0.0)
         if known is None:
             self.clock, self.windows = self._choose()
@@ -84,12 +81,12 @@ class CudaBout:
             self.clock = known[0]
             a, b = self._build(WINDOWS[self.clock], known[1])
             self.windows = a, b
-        self._counts = self.clock in housekeeping.CLOCKS  # a replay runs no Python
+        self._counts = self.clock in interference.CLOCKS  # a replay runs no Python
 
     def _warm(self, seconds: float) -> int:
         import torch
 
-        def call(subject: Subject) -> Callable[[], float]:
+        def call(subject: BoundSide) -> Callable[[], float]:
             slots = len(subject.calls)
             turns = iter(range(10**9))
 
@@ -97,17 +94,17 @@ class CudaBout:
                 start = time.perf_counter()
                 subject.run(next(turns) % slots)
                 torch.cuda.synchronize()
-                return here().most(time.perf_counter() - start)
+                return current_group().most(time.perf_counter() - start)
 
             return once
 
         grew = _growth()
-        rounds = timing.settle(
+        rounds = schedule.settle(
             [call(s) for s in self.subjects],
-            lambda: here().most(any([grew(), self.keeping.grew()])) > 0,
+            lambda: current_group().most(any([grew(), self.keeping.grew()])) > 0,
             least=self.budget.warmup,
             seconds=seconds,
-            clock=lambda: here().most(time.perf_counter()),
+            clock=lambda: current_group().most(time.perf_counter()),
         )
         for subject in self.subjects:
             subject.restore()
@@ -116,7 +113,7 @@ class CudaBout:
     def _choose(self) -> tuple[str, tuple[Any, Any]]:
         if not self.bench.pair.as_called:
             # A kernel that blocks one GPU would block the others in their collectives.
-            for clock in ("graph", "queue") if here().world == 1 else ("graph",):
+            for clock in ("graph", "queue") if current_group().world == 1 else ("graph",):
                 try:
                     return clock, self._sized(clock)
                 except (Uncapturable, Unblockable) as error:
@@ -138,20 +135,22 @@ class CudaBout:
                 for t, n in zip(seconds, rounds, strict=True)
             ]
             if self.bench.pair.state is not None:
-                counts = [min(count, timing.MOST_STEPS) for count in counts]
+                counts = [min(count, schedule.MOST_STEPS) for count in counts]
             if all(abs(n - w.counted) <= NEAR * n for n, w in zip(counts, probes, strict=True)):
                 break
             probes = self._build(make, counts)
             seconds = self._estimates(probes)
         return probes[0], probes[1]
 
-    def _build(self, make: Callable[[Subject, int, int], Any], counts: Sequence[int]) -> list[Any]:
+    def _build(
+        self, make: Callable[[BoundSide, int, int], Any], counts: Sequence[int]
+    ) -> list[Any]:
         extra = [extra_calls(n, p) for n, p in zip(counts, self._planted, strict=True)]
         return self._made(make, counts, extra)
 
     def _made(
         self,
-        make: Callable[[Subject, int, int], Any],
+        make: Callable[[BoundSide, int, int], Any],
         counts: Sequence[int],
         extra: Sequence[int],
     ) -> list[Any]:
@@ -186,7 +185,7 @@ class CudaBout:
         Raises:
             SideError: with the times.
         """
-        found = nodes.check(self.windows) if self.clock == "graph" else {}
+        found = graph_nodes.check(self.windows) if self.clock == "graph" else {}
         found |= self._check_cold()
         for window in self.windows if self.clock != "host" else ():
             wrong = contradiction(functools.partial(window.clocks, STRETCH))
@@ -202,14 +201,14 @@ class CudaBout:
         pair = self.bench.pair
         rotates = pair.l2 == "cold" and pair.state is None and pair.bound not in LINKS
         rotates &= not pair.spread
-        if self.clock != "graph" or not rotates or not on("cold-l2"):
+        if self.clock != "graph" or not rotates or not enabled("cold-l2"):
             return {}
-        read = cold.reader()
+        read = l2_check.reader()
         if read is None:
             return {"l2_cycles": None}
         found = {}
         for window in self.windows:
-            name, latency = window.subject.name, cold.measure(window, read)
+            name, latency = window.subject.name, l2_check.measure(window, read)
             found[name] = list(latency)
             if not latency.cold and window.counted >= len(self.bench.slots):
                 raise SideError(
@@ -235,7 +234,7 @@ class CudaBout:
             kernels = launched(subject.round, len(subject.calls))
             subject.restore()
             wrong = kernels.contradiction(told)
-            if wrong and self.clock != "host" and here().world == 1:
+            if wrong and self.clock != "host" and current_group().world == 1:
                 raise SideError(f"{subject.name}: {wrong}")
             found[subject.name] = asdict(kernels)
         return found
@@ -258,7 +257,7 @@ class CudaBout:
     def memory(self) -> dict[str, Any]:
         """Return by side the bytes that a call needs beyond its inputs. Runs the sides again."""
         peaks = [peak_bytes(subject) for subject in self.subjects]
-        return {"peak_bytes": dict(zip(nodes.ROLES, peaks, strict=True))}
+        return {"peak_bytes": dict(zip(graph_nodes.ROLES, peaks, strict=True))}
 
     def refresh(self, *, last: bool) -> None:
         import torch
@@ -273,7 +272,7 @@ class CudaBout:
         causes = [self.keeping.look() if self._counts else None, self.telemetry.disturbance()]
         if self._counts:
             self.keeping.begin()
-        return here().first(", ".join(filter(None, causes)) or None)
+        return current_group().first(", ".join(filter(None, causes)) or None)
 
     def details(self) -> dict[str, Any]:
         return {
@@ -283,7 +282,7 @@ class CudaBout:
             "counted": [w.counted for w in self.windows],
             **self.telemetry.summary(),
             "looks": self.telemetry.looks(),
-            **here().details(),
+            **current_group().details(),
             **({"housekeeping": self.keeping.counts()} if self._counts else {}),
         }
 

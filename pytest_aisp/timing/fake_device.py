@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .sizing import calls_to_plant, extra_calls
-from .timing import Budget, Samples, join, measure
+from .schedule import Budget, Samples, calls_to_plant, extra_calls, join, measure
 
 WINDOW = 1e-3
 """Least seconds of a window."""

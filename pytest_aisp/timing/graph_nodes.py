@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any, Protocol
 
-from ..common.peers import here
-from ..common.protections import on
-from ..pages.pair import SideError
-from ..proof.sides import Subject
+from ..checking.inputs import BoundSide
+from ..isolation.protections import enabled
+from ..page.pair import SideError
+from ..util.process_group import current_group
 
 PREFIX = "CU_GRAPH_NODE_TYPE_"
 WORDS = {
@@ -41,7 +41,7 @@ class Uncounted(RuntimeError):
 class Captured(Protocol):
     """A window of calls in one graph."""
 
-    subject: Subject
+    subject: BoundSide
     calls: int
 
     def nodes(self) -> dict[str, int]: ...
@@ -93,10 +93,10 @@ def _word(name: str) -> str:
 
 def contradiction(nodes: Mapping[str, int]) -> str:
     """Return why a graph of these nodes is not what the graph clock may time, or nothing."""
-    if not on("graph-nodes"):
+    if not enabled("graph-nodes"):
         return ""
     calls, every = nodes.get("host node", 0), sum(nodes.values())
-    if here().world > 1:  # NCCL may put its own there, to drive a network
+    if current_group().world > 1:  # NCCL may put its own there, to drive a network
         calls = 0
     if calls:
         return (

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ..common.peers import here
-from ..common.protections import on
-from ..pages.pair import Side
-from ..proof.workbench import Workbench, alone
+from ..checking.inputs import InputPool, alone
+from ..isolation.protections import enabled
+from ..page.pair import Side
 from ..results.row import duration
+from ..util.process_group import current_group
 
 SHARE, SECONDS = 0.20, 1e-6
 """By how much the profiler's time may exceed that of the windows: it sees each kernel begin and
@@ -50,7 +50,7 @@ class Kernels:
         """Return what contradicts windows that say `seconds` a call, or nothing."""
         if not self.launches:
             return "nothing is launched on the GPU"
-        if on("kernels-agree") and self.busy > seconds * (1 + SHARE) + SECONDS:
+        if enabled("kernels-agree") and self.busy > seconds * (1 + SHARE) + SECONDS:
             return (
                 f"kernels are at work for {self.busy * 1e6:.4g} us a call, the windows say"
                 f" {seconds * 1e6:.4g} us"
@@ -58,7 +58,7 @@ class Kernels:
         return ""
 
 
-def words(by_side: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def kernel_notes(by_side: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return what to say of both sides' kernels, given as plain types."""
     said = []
     for name, kernels in by_side.items():
@@ -113,21 +113,21 @@ def computes(name: str) -> bool:
     return not any(word in name.lower() for word in NO_COMPUTE)
 
 
-def launches(bench: Workbench, side: Side) -> float:
+def launches(bench: InputPool, side: Side) -> float:
     """Return the kernels, copies and fills that a warm call launches; the most of any rank."""
     with _warm(bench, side) as run:
-        return here().most(sum(launched(run, 1).launches.values()))
+        return current_group().most(sum(launched(run, 1).launches.values()))
 
 
-def computing(bench: Workbench, side: Side) -> float:
+def computing(bench: InputPool, side: Side) -> float:
     """Return the seconds of a warm call in which a kernel computes; the least of any rank."""
     with _warm(bench, side) as run:
         busy = launched(lambda: [run() for _ in range(COMPUTING)], COMPUTING, computes).busy
-        return -here().most(-busy)
+        return -current_group().most(-busy)
 
 
 @contextmanager
-def _warm(bench: Workbench, side: Side) -> Iterator[Callable[[], Any]]:
+def _warm(bench: InputPool, side: Side) -> Iterator[Callable[[], Any]]:
     with alone(bench, side) as subject:
         for _ in range(WARM):
             subject.run(0)

@@ -62,7 +62,7 @@ def reader() -> Callable[[], float] | None:
     """Return what reads the lines and returns the cycles of a load, or None without a compiler."""
     import torch
 
-    from ..kernels.build import cuda_module
+    from ..kernels.cuda_cpp import cuda_module
     from ..kernels.nvrtc import NoCompiler
 
     following = torch.zeros(LINES, LINE, dtype=torch.int32)

@@ -13,20 +13,19 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from ..common.device import Machine, Telemetry, cpu_machine
-from ..common.quiet import no_gc
-from ..pages.skus import product_of
-from ..proof.sides import Subject
-from ..results.sizing import calls_for
-from ..results.timing import Window
+from ..checking.inputs import BoundSide
+from ..page.gpu_specs import product_of
+from ..util.device import Machine, Telemetry, cpu_machine
+from ..util.device_sync import no_gc
 from .peaks import DTYPES, Peaks
+from .schedule import Window, calls_for
 from .windows import WINDOW, GraphWindow, QueueWindow, host_window
 
 if TYPE_CHECKING:
     import torch
 
     Run = Callable[[], object]
-    MakeWindow = Callable[[Subject, int], Window]
+    MakeWindow = Callable[[BoundSide, int], Window]
 
 WINDOWS = 12
 
@@ -150,7 +149,7 @@ class _Survey:
 
 def _seconds(make: MakeWindow, least: float, run: Run, *, calls: int = 0) -> float:
     """Return seconds per run, the median of windows of `calls` runs or of `least` seconds."""
-    subject = Subject(run, [()])
+    subject = BoundSide(run, [()])
     subject.run(0)  # compiles and loads what must not happen inside a capture
     if not calls:
         probe = make(subject, 1)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from contextlib import closing
 
-from ..common.peers import here
-from ..common.quiet import release
-from ..pages.pair import Side
-from ..proof.sides import Subject
-from ..proof.workbench import Workbench, alone, one_slot
+from ..checking.inputs import BoundSide, InputPool, alone, one_slot
+from ..page.pair import Side
+from ..util.device_sync import release
+from ..util.process_group import current_group
 
 WATCHDOG = 0.25
 """Seconds in which NCCL's watchdog has looked at all that was sent: it looks every 0.1 s."""
@@ -24,13 +23,13 @@ def let_go() -> None:
     import torch
 
     torch.cuda.synchronize()
-    if here().world > 1:
+    if current_group().world > 1:
         time.sleep(WATCHDOG)
-        here().begin("cuda")
+        current_group().begin("cuda")
         torch.cuda.synchronize()
 
 
-def peak_bytes(subject: Subject) -> int:
+def peak_bytes(subject: BoundSide) -> int:
     """Return the most bytes that one call of `subject` holds on a GPU beyond its inputs.
 
     Outputs and what preparing keeps are counted. What a side has kept since an earlier call, what
@@ -45,33 +44,33 @@ def peak_bytes(subject: Subject) -> int:
     most = torch.cuda.max_memory_allocated()
     torch.cuda.synchronize()
     subject.restore()
-    return int(here().most(float(subject.held + most - before)))
+    return int(current_group().most(float(subject.held + most - before)))
 
 
-def allocated(bench: Workbench, side: Side) -> float:
+def allocated(bench: InputPool, side: Side) -> float:
     """Return the most bytes that calls of `side` hold on a GPU beyond inputs and state.
 
     Counted are outputs, temporaries, what preparing keeps, and what the first call has left for
     the second: an optimizer's moments. On several ranks, those of the rank that needs most.
     """
-    return here().most(_most(bench, side)[0])
+    return current_group().most(_most(bench, side)[0])
 
 
-def reserved(bench: Workbench, side: Side) -> float:
+def reserved(bench: InputPool, side: Side) -> float:
     """Return the most bytes that the allocator has taken from a GPU for calls of `side`.
 
     The state that it begins with is among them, the inputs are not.
     """
-    return here().most(_most(bench, side)[1])
+    return current_group().most(_most(bench, side)[1])
 
 
-def fragmentation(bench: Workbench, side: Side) -> float:
+def fragmentation(bench: InputPool, side: Side) -> float:
     """Return how many more bytes were taken from a GPU for `side` than it ever held."""
     held, taken = _most(bench, side)
-    return here().most(max(0.0, taken - held))
+    return current_group().most(max(0.0, taken - held))
 
 
-def _most(bench: Workbench, side: Side) -> tuple[float, float]:
+def _most(bench: InputPool, side: Side) -> tuple[float, float]:
     """Return the most bytes allocated and reserved for `side` while it is called.
 
     It has run before, so that a library's workspace is on nobody's account. What it holds is then
@@ -94,7 +93,7 @@ def _most(bench: Workbench, side: Side) -> tuple[float, float]:
             return held, float(torch.cuda.memory_reserved() - began)
 
 
-def _held(subject: Subject) -> float:
+def _held(subject: BoundSide) -> float:
     """Return the most bytes that a second call of `subject` holds beyond inputs and state."""
     import torch
 

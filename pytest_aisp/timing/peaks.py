@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..pages.pair import Work
+from ..page.pair import Work
 
 SCHEMA = 1
 TOLERANCE = 1.05

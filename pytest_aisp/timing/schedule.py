@@ -6,13 +6,14 @@ order the windows run, so that it is the same on a GPU, a CPU and the simulated 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
-from .stats import block_value, process_error, process_value
+from ..results.stats import block_value, process_error, process_value
 
 ROBUST_CLOCKS = ("host", "cpu", "process")
 """Clocks whose process value is the median of the blocks, not the mean of their middle half."""
@@ -39,7 +40,7 @@ class Window(Protocol):
     def __call__(self) -> float: ...
 
 
-class Bout(Protocol):
+class PairTimer(Protocol):
     """Two sides ready to be timed against each other on one clock."""
 
     clock: str
@@ -161,7 +162,7 @@ class Disturbed(RuntimeError):
     """Too many blocks were disturbed by a named cause."""
 
 
-def measure(bout: Bout, budget: Budget, rng: random.Random, first: int = 0) -> Samples:
+def measure(bout: PairTimer, budget: Budget, rng: random.Random, first: int = 0) -> Samples:
     """Run the blocks of `bout` and return its samples.
 
     The number of blocks is fixed after one discarded block. A block is dropped only for a cause
@@ -225,7 +226,7 @@ def _kept(asked: int, samples: Samples) -> int:
     return kept
 
 
-def _block(bout: Bout, order: str) -> tuple[list[float], list[float]]:
+def _block(bout: PairTimer, order: str) -> tuple[list[float], list[float]]:
     times: tuple[list[float], list[float]] = ([], [])
     for letter in order:
         side = "AB".index(letter)
@@ -262,3 +263,42 @@ def _steady(times: Sequence[float]) -> bool:
         return False
     before, now = sorted(times[-6:-3])[1], sorted(times[-3:])[1]
     return abs(now - before) <= 0.10 * before
+
+
+PLANTABLE = 0.85, 1.35
+"""A window may hold this many times the wanted calls to plant a slowdown exactly."""
+LONG, FEW_SLOTS = 5e-3, 2
+"""Seconds of a call that need not go through all slots to find the L2 cold, and those that do for
+it: bringing 60 MB of L2 from memory takes an H200 0.3 % of that."""
+
+
+def calls_a_round(seconds_per_call: float, slots: int) -> int:
+    """Return how many calls make a round: one a slot, or two slots' where a call is long."""
+    return min(slots, FEW_SLOTS) if seconds_per_call >= LONG else slots
+
+
+def calls_for(seconds_per_call: float, window: float, slots: int) -> int:
+    """Return how many calls fill `window` seconds best: whole rounds, at least one.
+
+    The nearest, so that both sides' windows last alike: what starting one costs is then the same.
+    """
+    calls = calls_a_round(seconds_per_call, slots)
+    rounds = max(1, round(window / max(seconds_per_call * calls, 1e-9)))
+    return min(rounds, 100_000) * calls
+
+
+def extra_calls(counted: int, planted: float) -> int:
+    """Return how many calls beside `counted` plant a slowdown of at least the share `planted`."""
+    return math.ceil(counted * planted - 1e-9)
+
+
+def calls_to_plant(calls: int, slots: int, planted: float) -> int:
+    """Return how many calls, near `calls`, let whole extra calls plant `planted` most exactly.
+
+    A multiple of `slots`; 100 calls plant 1 %, 101 would plant 2 %.
+    """
+    if not planted:
+        return calls
+    first = math.ceil(PLANTABLE[0] * calls / slots) * slots
+    near = range(first, max(first, math.floor(PLANTABLE[1] * calls)) + 1, slots)
+    return min(near, key=lambda n: (extra_calls(n, planted) / n, abs(n - calls)))

@@ -10,23 +10,22 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
-from ..common import trees
-from ..common.peers import here
-from ..common.protections import on
-from ..common.quiet import release, waiter
-from ..kernels import tuner
-from ..pages.pair import Precision, Side, size_words
-from ..proof import check, manners, numerics
-from ..proof.numerics import Rule
-from ..proof.oracle import Named, Oracle, observed
-from ..proof.repeats import check_repeats
-from ..proof.sides import Subject, slot_order
-from ..proof.witness import watching
-from ..proof.workbench import VALUE_SETS
-from ..results import timing
+from ..checking import check, compare, numerics
+from ..checking.inputs import VALUE_SETS, BoundSide, slot_order
+from ..checking.memoization import check_repeats
+from ..checking.numerics import Rule
+from ..checking.reference import Named, Reference, outputs_and_state
+from ..isolation.monkeypatches import watching
+from ..isolation.protections import enabled
+from ..kernels import autotune
+from ..page.pair import Precision, Side, size_words
 from ..results.messages import Task
-from ..results.timing import Budget, Samples
+from ..util import pytree
+from ..util.device_sync import release, synchronizer
+from ..util.process_group import current_group
+from . import schedule
 from .memory import let_go
+from .schedule import Budget, Samples
 
 PYTHON_RUNS = ("host", "cpu")
 """Clocks on which a side's Python runs at every timed call."""
@@ -36,7 +35,7 @@ FURTHER_CALLS = 4
 """Calls after the last window that are compared one by one."""
 
 
-class WatchedBout(timing.Bout, Protocol):
+class WatchedPairTimer(schedule.PairTimer, Protocol):
     """A bout whose clock can be held against others."""
 
     def check_times(self) -> dict[str, Any]:
@@ -66,7 +65,7 @@ class Trial:
     """
 
     task: Task
-    oracle: Oracle
+    oracle: Reference
     sides: Sequence[tuple[Side, Precision | None]]
     budget: Budget
     rng: random.Random
@@ -96,10 +95,10 @@ class Trial:
             parts = [self._lap(self.budget, first=self.rng.randrange(2), looks=True)]
         parts[0].details.update(notes | parts[0].details)
         if self.tuned:
-            parts[0].details["choices"] = tuner.together([self.tuned])
+            parts[0].details["choices"] = autotune.merge_choices([self.tuned])
         extra = {"one_off": self.one_off, "outputs_checked": self.outputs, "errors": self.worst}
         extra |= {"kernels": self.kernels} if self.kernels else {}
-        return timing.join(parts), extra
+        return schedule.join(parts), extra
 
     def _laps(self) -> int:
         """Return the laps: two where the baseline's one round alone takes long."""
@@ -115,22 +114,22 @@ class Trial:
     def _learn_types(self) -> None:
         """Run the baseline once: its outputs fix the types, and the bytes of a slot."""
         bench = self.bench
-        slot = trees.clone(bench.values[0])
+        slot = pytree.clone(bench.values[0])
         state = bench.new_state()
-        subject = Subject(self.pair.baseline, [slot], state)
+        subject = BoundSide(self.pair.baseline, [slot], state)
         outputs = subject.run(0)
-        wait = waiter(self.task.device)
+        wait = synchronizer(self.task.device)
         wait()
         start = time.perf_counter()
         subject.run(0)
         wait()
-        self.round_seconds = here().most(time.perf_counter() - start)
+        self.round_seconds = current_group().most(time.perf_counter() - start)
         subject.restore()
         outputs = subject.run(0)
         wait()  # a copy to the host may still be under way
-        self.output_bytes = trees.nbytes(outputs)
+        self.output_bytes = pytree.nbytes(outputs)
         check.judge(
-            self.oracle, self.pair.baseline, observed(outputs, state), (0,), None,
+            self.oracle, self.pair.baseline, outputs_and_state(outputs, state), (0,), None,
             self.rule, is_baseline=True,
         )  # fmt: skip
         subject.close()
@@ -142,7 +141,7 @@ class Trial:
         differs by the order of building alone, and cancels (docs/spread.md).
         """
         self._lay()
-        built: dict[int, Subject] = {}
+        built: dict[int, BoundSide] = {}
         try:
             with watching(self._names(), self.pair.owns), self.watch.phase("build"):
                 return self._build(built, budget, first=0).details()
@@ -151,11 +150,11 @@ class Trial:
                 subject.close()
 
     @contextmanager
-    def ready(self) -> Iterator[WatchedBout]:
+    def ready(self) -> Iterator[WatchedPairTimer]:
         """Yield both sides built on their slots, on the best clock that both can use."""
         self._learn_types()
         self._lay()
-        built: dict[int, Subject] = {}
+        built: dict[int, BoundSide] = {}
         try:
             with watching(self._names(), self.pair.owns):
                 yield self._build(built, self.budget, first=0)
@@ -173,9 +172,9 @@ class Trial:
     def _names(self) -> str:
         return " or ".join(dict.fromkeys(side.__name__ for side, _ in self.sides))
 
-    def _build(self, built: dict[int, Subject], budget: Budget, first: int) -> WatchedBout:
+    def _build(self, built: dict[int, BoundSide], budget: Budget, first: int) -> WatchedPairTimer:
         """Fill `built` with both sides, `first` first, and return their bout."""
-        with tuner.noting(self.tuned):
+        with autotune.record_choices(self.tuned):
             for side in (first, 1 - first):
                 built[side] = self.bench.subject(self.sides[side][0])
             return self._bout((built[0], built[1]), budget, (first, 1 - first))
@@ -188,7 +187,7 @@ class Trial:
             looks: whether to look at other clocks, the L2 and single calls afterwards.
         """
         self._lay(looks)
-        built: dict[int, Subject] = {}
+        built: dict[int, BoundSide] = {}
         names = self._names()
         try:
             with watching(names, self.pair.owns):
@@ -196,7 +195,7 @@ class Trial:
                     bout = self._build(built, budget, first)
                 self.progress(f"time on the {bout.clock} clock")
                 with self.watch.phase("time"):
-                    samples = timing.measure(bout, budget, self.rng, first)
+                    samples = schedule.measure(bout, budget, self.rng, first)
             with self.watch.phase("verify"):
                 self._verify_all(built, bout, names)
             if looks and self.task.replicate == 0:
@@ -206,7 +205,7 @@ class Trial:
                 with self.watch.phase("profile"):
                     told = [median(samples.baseline), median(samples.optimized)]
                     self.kernels = bout.profile(told)
-            if bout.clock in PYTHON_RUNS and on("repeats"):
+            if bout.clock in PYTHON_RUNS and enabled("repeats"):
                 with self.watch.phase("repeats"):
                     self._check_repeats((built[0], built[1]))
             if looks:
@@ -222,18 +221,22 @@ class Trial:
                 subject.close()
         return samples
 
-    def _check_repeats(self, subjects: tuple[Subject, Subject]) -> None:
+    def _check_repeats(self, subjects: tuple[BoundSide, BoundSide]) -> None:
         seed = self.bench.unseen_seed + 1  # as secret as the values that no side has seen
-        check_repeats(self.bench, subjects, waiter(self.task.device), seed)
+        check_repeats(self.bench, subjects, synchronizer(self.task.device), seed)
 
-    def _verify_all(self, built: Mapping[int, Subject], bout: timing.Bout, names: str) -> None:
+    def _verify_all(
+        self, built: Mapping[int, BoundSide], bout: schedule.PairTimer, names: str
+    ) -> None:
         """Compare what the last timed calls left: inputs, outputs and states of both sides."""
-        waiter(self.task.device)()  # who is late, `check_times` says: no luck of reading decides
+        synchronizer(
+            self.task.device
+        )()  # who is late, `check_times` says: no luck of reading decides
         size = size_words(self.bench.size)
         for slot, turn in zip(self.bench.slots, self.bench.pattern, strict=True):
-            manners.check_unchanged(names, slot, self.bench.value_set(turn), size)
+            compare.check_unchanged(names, slot, self.bench.value_set(turn), size)
         for number, (side, precision) in enumerate(self.sides):
-            manners.check_outputs(side.__name__, built[number].outputs, self.bench.slots, size)
+            compare.check_outputs(side.__name__, built[number].outputs, self.bench.slots, size)
             self._verify(built[number], side, precision, bout.windows[number])
             self.one_off[built[number].name] = built[number].one_off
 
@@ -245,54 +248,54 @@ class Trial:
         import torch
 
         l2 = torch.cuda.get_device_properties().L2_cache_size
-        free = here().least(torch.cuda.mem_get_info()[0])
+        free = current_group().least(torch.cuda.mem_get_info()[0])
         return self.bench.slots_for(self.output_bytes, l2, free)
 
     def _bout(
-        self, subjects: tuple[Subject, Subject], budget: Budget, order: tuple[int, int]
-    ) -> WatchedBout:
+        self, subjects: tuple[BoundSide, BoundSide], budget: Budget, order: tuple[int, int]
+    ) -> WatchedPairTimer:
         if self.task.device.startswith("cuda"):
-            from .cuda import CudaBout
+            from .cuda_timer import CudaPairTimer
 
             planted = self.task.planted
-            bout = CudaBout(self.bench, subjects, budget, order, self.known, planted)
+            bout = CudaPairTimer(self.bench, subjects, budget, order, self.known, planted)
             self.known = bout.clock, [w.counted for w in bout.windows]
             return bout
-        from .host import HostBout
+        from .cpu_timer import CpuPairTimer
 
-        return HostBout(self.bench, subjects, budget, self.task.planted)
+        return CpuPairTimer(self.bench, subjects, budget, self.task.planted)
 
     def _verify(
-        self, subject: Subject, side: Side, precision: Precision | None, window: timing.Window
+        self, subject: BoundSide, side: Side, precision: Precision | None, window: schedule.Window
     ) -> None:
         """Compare the outputs of the last timed calls, every called slot's, with the reference."""
-        if not on("timed-outputs"):
+        if not enabled("timed-outputs"):
             return
         pattern, slots = self.bench.pattern, len(self.bench.slots)
         order = slot_order(window.counted, slots, window.calls - window.counted)
         if self.pair.state is not None:
             turns = tuple(pattern[slot] for slot in order)
-            found = observed(subject.outputs[order[-1]], subject.state)
+            found = outputs_and_state(subject.outputs[order[-1]], subject.state)
             self._compare(side, found, turns, precision)
             return
         for slot in sorted(set(order)):
-            found = observed(subject.outputs[slot], None)
+            found = outputs_and_state(subject.outputs[slot], None)
             self._compare(side, found, (pattern[slot],), precision)
 
-    def _verify_each_call(self, subject: Subject) -> None:
+    def _verify_each_call(self, subject: BoundSide) -> None:
         """Call the second side a few times more, on other values each time, and compare each call.
 
         Inside a window values stay the same: who works at every second call only is right by the
         end of it.
         """
-        if self.pair.state is not None or not on("every-call"):
+        if self.pair.state is not None or not enabled("every-call"):
             return
         side, precision = self.sides[1]
-        wait = waiter(self.task.device)
+        wait = synchronizer(self.task.device)
         for call in range(FURTHER_CALLS):
             turn = call % VALUE_SETS
-            trees.copy_into(self.bench.slots[0], self.bench.value_set(turn))
-            found = observed(subject.run(0), None)
+            pytree.copy_into(self.bench.slots[0], self.bench.value_set(turn))
+            found = outputs_and_state(subject.run(0), None)
             wait()
             self._compare(side, found, (turn,), precision)
 

@@ -13,12 +13,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..common.peers import here
-from ..common.quiet import no_gc, waiter
-from ..proof.sides import Subject
-from ..proof.witness import now_ns
-from . import nodes
-from .clocks import Clocks, read_clocks
+from ..checking.inputs import BoundSide
+from ..isolation.monkeypatches import now_ns
+from ..util.device_sync import no_gc, synchronizer
+from ..util.process_group import current_group
+from . import graph_nodes
+from .cross_check import Clocks, read_clocks
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ class GraphWindow:
 
     repeats = 2
 
-    def __init__(self, subject: Subject, counted: int, extra: int = 0) -> None:
+    def __init__(self, subject: BoundSide, counted: int, extra: int = 0) -> None:
         import torch
 
         self.subject, self.counted, self.calls = subject, counted, counted + extra
@@ -58,17 +58,17 @@ class GraphWindow:
     def __call__(self) -> float:
         self._graph.replay()
         self.subject.restore()
-        here().begin("cuda")
+        current_group().begin("cuda")
         self._start.record()
         self._graph.replay()
         self._end.record()
         self._end.synchronize()
         seconds = float(self._start.elapsed_time(self._end)) * 1e-3
-        return here().slowest(seconds) / self.counted
+        return current_group().slowest(seconds) / self.counted
 
     def nodes(self) -> dict[str, int]:
         """Return how many nodes of each type the graph has. Raises `nodes.Uncounted`."""
-        return nodes.count(self._graph)
+        return graph_nodes.count(self._graph)
 
     def clocks(self, seconds: float) -> Clocks:
         """Return what the clocks say of replays that together last `seconds` or more."""
@@ -86,7 +86,7 @@ class QueueWindow:
 
     repeats = 1
 
-    def __init__(self, subject: Subject, counted: int, extra: int = 0) -> None:
+    def __init__(self, subject: BoundSide, counted: int, extra: int = 0) -> None:
         import torch
 
         self.subject, self.counted, self.calls = subject, counted, counted + extra
@@ -136,7 +136,7 @@ class HostWindow:
     repeats = 1
 
     def __init__(
-        self, subject: Subject, counted: int, extra: int, synchronize: Callable[[], None]
+        self, subject: BoundSide, counted: int, extra: int, synchronize: Callable[[], None]
     ) -> None:
         self.subject, self.counted, self.calls = subject, counted, counted + extra
         self._extra, self._synchronize = extra, synchronize
@@ -144,19 +144,21 @@ class HostWindow:
     def __call__(self) -> float:
         self.subject.restore()
         self._synchronize()
-        here().begin("cpu")
+        current_group().begin("cpu")
         start = now_ns()
         self.subject.cycle(self.counted, self._extra)
         self._synchronize()
-        return here().slowest((now_ns() - start) * 1e-9) / self.counted
+        return current_group().slowest((now_ns() - start) * 1e-9) / self.counted
 
 
-def host_window(subject: Subject, counted: int, extra: int = 0, device: str = "cuda") -> HostWindow:
+def host_window(
+    subject: BoundSide, counted: int, extra: int = 0, device: str = "cuda"
+) -> HostWindow:
     """Return a window on the host's clock, `device` idle at both ends."""
-    return HostWindow(subject, counted, extra, waiter(device))
+    return HostWindow(subject, counted, extra, synchronizer(device))
 
 
-WINDOWS: dict[str, Callable[[Subject, int, int], Any]] = {
+WINDOWS: dict[str, Callable[[BoundSide, int, int], Any]] = {
     "graph": GraphWindow,
     "queue": QueueWindow,
     "host": host_window,
@@ -175,7 +177,7 @@ def on_all_ranks(make: Callable[[], T]) -> T:
         made.append(make())
     except Uncapturable as error:
         refused = str(error)
-    refused = here().first(refused)
+    refused = current_group().first(refused)
     if refused is not None:
         raise Uncapturable(refused)
     return made[0]

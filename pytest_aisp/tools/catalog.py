@@ -12,13 +12,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..common.answers import Unanswerable
+from ..page.gpu_specs import ARCHS
+from ..util.cli_result import CliError, CliResult, columns
 
-COLLECTOR = "pytest_aisp.session.catalogue"
+COLLECTOR = "pytest_aisp.session.collect"
 LAST = 20
 """Lines of pytest's output that are shown where it collects nothing."""
 
@@ -72,13 +73,13 @@ def _is_of(page: Mapping[str, str], targets: Sequence[str]) -> bool:
     return page["chapter"] in targets or page["name"] in targets
 
 
-def _unknown(target: str, names: Sequence[str], chapters: Sequence[str]) -> Unanswerable:
+def _unknown(target: str, names: Sequence[str], chapters: Sequence[str]) -> CliError:
     among = names if ":" in target else [*chapters, *names]
     near = difflib.get_close_matches(target, among, n=3, cutoff=0.6)
     if not near:  # a page's name without its chapter, or with another's
         near = [name for name in names if name.partition(":")[2] == target.rpartition(":")[2]]
     legal = f"the nearest: {', '.join(near)}" if near else f"chapters: {', '.join(chapters)}"
-    return Unanswerable(f"unknown target {target!r}; {legal}\n    aisp bench list-targets")
+    return CliError(f"unknown target {target!r}; {legal}\n    aisp bench list-targets")
 
 
 def target_of(chapter: str, page: str) -> str:
@@ -105,7 +106,7 @@ def collect(
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if not file.exists():
             said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-LAST:])
-            raise Unanswerable(f"{said}\npytest cannot collect here\n    pytest --collect-only -q")
+            raise CliError(f"{said}\npytest cannot collect here\n    pytest --collect-only -q")
         found = read(file)
     found.known(targets or ())
     return found
@@ -115,3 +116,57 @@ def read(file: Path) -> Catalogue:
     """Return the catalogue that `session.catalogue` wrote."""
     plain = json.loads(file.read_bytes())
     return Catalogue(Path(plain.pop("root")), Path(plain.pop("baselines")), **plain)
+
+
+HEADS = ("target", "title", "variants", "bound", "needs", "archs")
+TITLE = 60
+"""Characters of a title in the table."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One page: what its pairs are called, bound by and need, each word once."""
+
+    target: str
+    path: str
+    title: str
+    variants: tuple[str, ...]
+    bound: tuple[str, ...]
+    needs: tuple[str, ...]
+    archs: tuple[str, ...]
+    gpus: tuple[int, ...]
+    cases: int
+
+    @classmethod
+    def of(cls, cases: Sequence[Mapping[str, Any]]) -> Listed:
+        """Return the page of `cases`."""
+        return cls(
+            cases[0]["name"],
+            cases[0]["path"],
+            cases[0]["title"],
+            tuple(dict.fromkeys(case["variant"] for case in cases)),
+            tuple(dict.fromkeys(case["bound"] for case in cases)),
+            tuple(dict.fromkeys(need for case in cases for need in case["needs"])),
+            tuple(sorted({a for case in cases for a in case["archs"]}, key=ARCHS.index)),
+            tuple(sorted({case["gpus"] for case in cases})),
+            len(cases),
+        )
+
+    def row(self) -> tuple[str, ...]:
+        """Return its line of the table."""
+        title = self.title if len(self.title) <= TITLE else f"{self.title[: TITLE - 3]}..."
+        needs = [*self.needs, *(f"{n} GPUs" for n in self.gpus if n > 1)]
+        words = (self.variants, self.bound, needs or ["-"], self.archs)
+        return self.target, title, *(", ".join(w) for w in words)
+
+
+def list_targets_result(found: Catalogue, *, as_json: bool) -> CliResult:
+    """Return the pages of `found` with their cases; exit code 1 where one cannot be imported."""
+    names = dict.fromkeys(case["name"] for case in found.cases)
+    pages = [Listed.of([case for case in found.cases if case["name"] == n]) for n in names]
+    code = 1 if found.broken else 0
+    if as_json:
+        plain = {"targets": [asdict(page) for page in pages], "broken": found.broken}
+        return CliResult([json.dumps(plain, indent=1)], code)
+    lines = columns([HEADS, *(page.row() for page in pages)]) if pages else ["no page is here"]
+    return CliResult([*lines, *(f"cannot be imported: {why}" for why in found.broken)], code)

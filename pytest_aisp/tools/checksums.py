@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ..common import git
-from ..common.answers import Answer, Unanswerable
-from ..results.stored import Stored
-from ..results.stored_text import COMMITTED, StoreError, parse
+from ..results.models import Stored
+from ..results.store import COMMITTED, StoreError, parse
+from ..util import git
+from ..util.cli_result import CliError, CliResult
 
 ADVICE = (
     "Restore the file, or record on the machine itself:",
@@ -23,7 +23,7 @@ STAGED = ""
 """The ref of what is staged: git's index."""
 
 
-def answer(files: Sequence[Path], baselines: Path, against: str) -> Answer:
+def checksums_result(files: Sequence[Path], baselines: Path, against: str) -> CliResult:
     """Return what is wrong with the staged `files`, by default all that differ from `against`.
 
     Raises:
@@ -35,14 +35,14 @@ def answer(files: Sequence[Path], baselines: Path, against: str) -> Answer:
     if wrong:
         own = all("\n" in fault for fault in wrong)  # each says its way out
         lines = [line for fault in wrong for line in fault.splitlines()]
-        return Answer(lines if own else [*lines, *ADVICE], 1)
+        return CliResult(lines if own else [*lines, *ADVICE], 1)
     if not names:
         none = f"no stored results staged below {baselines} differ from {against}"
         none = "none of these files holds stored results" if files else none
-        return Answer([f"{none}: nothing to refuse"])
+        return CliResult([f"{none}: nothing to refuse"])
     if len(names) == 1:
-        return Answer(["1 file of stored results is as runs recorded it"])
-    return Answer([f"{len(names)} files of stored results are as runs recorded them"])
+        return CliResult(["1 file of stored results is as runs recorded it"])
+    return CliResult([f"{len(names)} files of stored results are as runs recorded them"])
 
 
 def faults(name: str, against: str) -> Iterator[str]:
@@ -98,11 +98,11 @@ def _is_commit(commit: object) -> bool:
 def _git(*args: str, missing: bool = False) -> bytes | None:
     """Return what git says; None where it fails and what was asked for may be `missing`."""
     try:
-        return git.asked(Path(), *args)
+        return git.run_git(Path(), *args)
     except git.NoGit as error:
-        raise Unanswerable(str(error)) from None
+        raise CliError(str(error)) from None
     except git.GitError as error:
         if missing:
             return None
         why = "".join(str(error).splitlines()[:1])
-    raise Unanswerable(f"git {args[0]} fails: {why}\nRun it in a clone with that commit")
+    raise CliError(f"git {args[0]} fails: {why}\nRun it in a clone with that commit")

@@ -9,9 +9,13 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
-from ..common.answers import Answer, columns, size_text
-from .catalogue import Catalogue
+from ..results import store
+from ..results.store import StoreError
+from ..util.cli_result import CliError, CliResult, columns, size_text
+from . import products
+from .catalog import Catalogue
 
 PROFILES, ARTIFACTS = "aisp-profile", "artifacts"
 """Where profiles lie without ``--aisp-artifacts``, and where artifacts of runs are gathered."""
@@ -30,15 +34,15 @@ class Left:
     nbytes: int
 
 
-def answer(found: Catalogue, *, yes: bool, as_json: bool = False) -> Answer:
+def clean_result(found: Catalogue, *, yes: bool, as_json: bool = False) -> CliResult:
     """Return what runs left, with sizes; removed where `yes`. Exit code 2 where one stays."""
     left = list(find(found.root, found.baselines))
-    failed = {it.path: why for it in left if yes and (why := _removed(it.path)) is not None}
-    write = _json if as_json else _text
-    return Answer(write(left, failed, yes), 2 if failed else 0)
+    failed = {it.path: why for it in left if yes and (why := _remove_left(it.path)) is not None}
+    write = _clean_json if as_json else _clean_text
+    return CliResult(write(left, failed, yes), 2 if failed else 0)
 
 
-def _text(left: Sequence[Left], failed: Mapping[Path, str], yes: bool) -> list[str]:
+def _clean_text(left: Sequence[Left], failed: Mapping[Path, str], yes: bool) -> list[str]:
     if not left:
         return ["nothing to clean"]
     rows = [(_size(it.nbytes), os.path.relpath(it.path)) for it in left]
@@ -48,7 +52,7 @@ def _text(left: Sequence[Left], failed: Mapping[Path, str], yes: bool) -> list[s
     return [*columns(rows), *stays, *closing]
 
 
-def _json(left: Sequence[Left], failed: Mapping[Path, str], yes: bool) -> list[str]:
+def _clean_json(left: Sequence[Left], failed: Mapping[Path, str], yes: bool) -> list[str]:
     plain = [
         {
             "path": str(it.path),
@@ -106,7 +110,7 @@ def _size(nbytes: int) -> str:
     return size_text(nbytes) if nbytes else "0 B"
 
 
-def _removed(path: Path) -> str | None:
+def _remove_left(path: Path) -> str | None:
     """Remove `path`; return why that was not possible, or None."""
     try:
         if path.is_dir() and not path.is_symlink():
@@ -116,3 +120,92 @@ def _removed(path: Path) -> str | None:
     except OSError as error:
         return str(error)
     return None
+
+
+KEEP = "    aisp prune --yes"
+Gone: TypeAlias = Sequence[tuple[products.Chapter, str]]
+
+
+def prune_result(
+    found: Catalogue, product: str | None, *, yes: bool, as_json: bool = False
+) -> CliResult:
+    """Return which results have no case, removed where `yes`; of every product, or of one.
+
+    Pages that are skipped or broken here may have any case: their results are kept.
+
+    Raises:
+        Unanswerable: where not every page is known, or a file cannot be read or written.
+    """
+    if not found.folders:
+        raise CliError(
+            "the ini file names no folder of pages: which cases are gone cannot be known\n"
+            "Name them in [tool.pytest.ini_options] of pyproject.toml:\n"
+            '    aisp_pages = ["suites"]'
+        )
+    if absent := [f for f in found.folders if not (found.root / f).exists()]:
+        raise CliError(
+            f"{found.root / absent[0]} is not here: which of its cases are gone cannot be known\n"
+            "Check all of the repository out:\n    git sparse-checkout disable"
+        )
+    gone = [
+        (chapter, key)
+        for chapter, keys in gone_of(found, product)
+        for key in (_removed(chapter, keys) if yes else keys)
+    ]
+    return CliResult(_prune_json(found, gone, yes) if as_json else _prune_text(found, gone, yes))
+
+
+def _prune_text(found: Catalogue, gone: Gone, yes: bool) -> list[str]:
+    lines = [f"{chapter.path}: {key}" for chapter, key in gone]
+    kept = [f"kept, its page cannot be collected here: {page['path']}" for page in found.unread]
+    if not lines:
+        return ["every stored result has its case", *kept]
+    count = "1 result" if len(lines) == 1 else f"{len(lines)} results"
+    did = [f"{count} removed"] if yes else [f"{count} would be removed:", KEEP]
+    return [*lines, *kept, *did]
+
+
+def _prune_json(found: Catalogue, gone: Gone, yes: bool) -> list[str]:
+    plain = {
+        "removed": yes,
+        "gone": [
+            {
+                "product": chapter.stored.product,
+                "chapter": chapter.name,
+                "case": key,
+                "file": str(chapter.path),
+            }
+            for chapter, key in gone
+        ],
+        "unread": list(found.unread),
+    }
+    return [json.dumps(plain, indent=1)]
+
+
+def gone_of(
+    found: Catalogue, product: str | None
+) -> Iterator[tuple[products.Chapter, Sequence[str]]]:
+    """Yield the chapters that hold results without a case, with the keys of those."""
+    keys: dict[str, set[str]] = {}
+    for case in found.cases:
+        keys.setdefault(case["chapter"], set()).add(case["key"])
+    unread = {Path(page["path"]).name for page in found.unread}
+    for name in _products(found.baselines, product):
+        for chapter in products.chapters(found.baselines, name):
+            gone = set(chapter.stored.results) - keys.get(chapter.name, set())
+            if gone := {key for key in gone if key.partition("::")[0] not in unread}:
+                yield chapter, sorted(gone)
+
+
+def _products(baselines: Path, product: str | None) -> list[str]:
+    there = sorted({file.parent.name for file in baselines.glob("*/*.json")})
+    if product is not None and product not in there:
+        raise products.no_product(baselines, product, there)
+    return there if product is None else [product]
+
+
+def _removed(chapter: products.Chapter, gone: Sequence[str]) -> list[str]:
+    try:
+        return store.prune(chapter.path, gone)
+    except StoreError as error:
+        raise CliError(str(error)) from None

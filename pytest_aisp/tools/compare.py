@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ..common import git
-from ..common.answers import Answer, Unanswerable, columns
-from ..results import compared, runs, sheets
-from ..results.compared import Change, Comparison, Measured, Turned
-from ..results.goals import GOALS
+from ..results import diff, export, run_reader
+from ..results.diff import Change, Comparison, Measured, Turned
+from ..results.metric_limits import GOALS
 from ..results.row import duration
-from ..results.stored_text import StoreError, parse
+from ..results.store import StoreError, parse
+from ..util import git
+from ..util.cli_result import CliError, CliResult, columns
 
 FORMS = ("text", "markdown", "json")
 BASELINES = "baselines"
@@ -26,7 +26,7 @@ PEAKS = "peaks.json"
 """Beside the stored results, and none of them."""
 HEADS = ("", "case", "metric", "better", "old", "new", "change", "noise")
 WORDS = {"worse": "WORSE", "better": "better", "same": ""}
-CHANGED = compared.ORDER[:2]
+CHANGED = diff.ORDER[:2]
 """The outcomes of which rows are printed without ``--all``."""
 SCHEMA = 1
 """Version of the JSON."""
@@ -41,7 +41,9 @@ class Side:
     warnings: Sequence[str] = ()
 
 
-def answer(old: str, new: str, *, form: str = "text", every: bool = False, root: Path) -> Answer:
+def compare_result(
+    old: str, new: str, *, form: str = "text", every: bool = False, root: Path
+) -> CliResult:
     """Return what `aisp compare` prints; 1 where something got worse beyond its noise.
 
     Args:
@@ -53,27 +55,27 @@ def answer(old: str, new: str, *, form: str = "text", every: bool = False, root:
         Unanswerable: where a side cannot be read, or there is nothing in common.
     """
     sides = read(old, root), read(new, root)
-    found = compared.compare(sides[0].cases, sides[1].cases)
+    found = diff.compare(sides[0].cases, sides[1].cases)
     if not found.changes and not found.turned:
-        raise Unanswerable(_nothing(*sides, found))
+        raise CliError(_nothing(*sides, found))
     write = {"text": _text, "markdown": _markdown}.get(form)
     lines = write(sides, found, every) if write else _json(sides, found)
-    return Answer(lines, 1 if found.count("worse") else 0)
+    return CliResult(lines, 1 if found.count("worse") else 0)
 
 
 def read(name: str, root: Path) -> Side:
     """Return the side that `name` means: a folder where there is one, else a git ref."""
     path = Path(name)
-    if runs.folder_of(path).is_dir():
-        folder = runs.folder_of(path)
-        if any((folder / sign).exists() for sign in (runs.MANIFEST, runs.JOURNAL)):
+    if run_reader.folder_of(path).is_dir():
+        folder = run_reader.folder_of(path)
+        if any((folder / sign).exists() for sign in (run_reader.MANIFEST, run_reader.JOURNAL)):
             return _run(name, folder)
         return _stored(name, folder)
-    commit = git.told(
+    commit = git.try_git(
         root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}"
     )
     if commit is None:
-        raise Unanswerable(
+        raise CliError(
             f"{name}: neither a folder nor a git ref of {root}\n"
             "Give a run's artifacts, a folder of stored results, or a commit:\n"
             f"    aisp compare HEAD~1 {BASELINES}"
@@ -83,16 +85,16 @@ def read(name: str, root: Path) -> Side:
 
 def _run(name: str, folder: Path) -> Side:
     try:
-        run = runs.load(folder)
-    except runs.RunError as error:
-        raise Unanswerable(str(error)) from None
+        run = run_reader.load(folder)
+    except run_reader.RunError as error:
+        raise CliError(str(error)) from None
     manifest = run.manifest
     warnings = [f"{name}: no verdict of this run counts: {why}" for why in manifest["invalid"]]
     if not manifest["complete"]:
         warnings.append(f"{name}: the run did not come to its end; cases may be lacking")
     warnings += [f"{name}: {why}" for why in run.lost]
     words = f"the run {name} of {manifest['started']} on {manifest['machine']['name']}"
-    return Side(words, tuple(compared.of_run(run.cases)), tuple(warnings))
+    return Side(words, tuple(diff.of_run(run.cases)), tuple(warnings))
 
 
 def _stored(name: str, folder: Path) -> Side:
@@ -100,11 +102,11 @@ def _stored(name: str, folder: Path) -> Side:
     try:
         texts = {file: file.read_text(encoding="utf-8") for file in files if file.name != PEAKS}
     except (OSError, ValueError) as error:
-        raise Unanswerable(
+        raise CliError(
             f"{name}: cannot be read as stored results: {error}\n    ls -l {name}"
         ) from None
     if not texts:
-        raise Unanswerable(
+        raise CliError(
             f"{name}: holds neither a run nor stored results\n"
             "A run writes one where it is asked to:\n    pytest --aisp-artifacts=DIR"
         )
@@ -112,15 +114,15 @@ def _stored(name: str, folder: Path) -> Side:
 
 
 def _committed(name: str, commit: str, root: Path) -> Side:
-    listed = git.told(root, "ls-tree", "-r", "-z", "--name-only", commit, "--", BASELINES) or ""
+    listed = git.try_git(root, "ls-tree", "-r", "-z", "--name-only", commit, "--", BASELINES) or ""
     paths = [PurePosixPath(path) for path in listed.split("\0") if path.endswith(".json")]
     texts = {
-        root / path: git.told(root, "show", f"{commit}:./{path}") or ""
+        root / path: git.try_git(root, "show", f"{commit}:./{path}") or ""
         for path in paths
         if path.name != PEAKS
     }
     if not texts:
-        raise Unanswerable(
+        raise CliError(
             f"{name}: no results are stored in {BASELINES}/ at {commit[:12]}\n"
             "Results are stored on a quiet machine:\n    pytest --aisp-update-expectations"
         )
@@ -132,10 +134,10 @@ def _parsed(texts: Mapping[Path, str]) -> tuple[Measured, ...]:
         return tuple(
             case
             for path, text in texts.items()
-            for case in compared.of_stored(parse(path, text), path.stem)
+            for case in diff.of_stored(parse(path, text), path.stem)
         )
     except StoreError as error:
-        raise Unanswerable(str(error)) from None
+        raise CliError(str(error)) from None
 
 
 def _nothing(old: Side, new: Side, found: Comparison) -> str:
@@ -173,19 +175,19 @@ def _markdown(sides: tuple[Side, Side], found: Comparison, every: bool) -> list[
     lines += [f"- warning: {warning}" for side in sides for warning in side.warnings]
     if rows := _rows(found, every):
         marked = [(f"**{row[0]}**" if row[0].isupper() else row[0], *row[1:]) for row in rows]
-        lines += ["", *sheets.table(HEADS, marked), ""]
+        lines += ["", *export.table(HEADS, marked), ""]
     return lines + [f"- {line}" for line in _rest(found, every)]
 
 
 def _summary(found: Comparison) -> str:
-    worse, better, same = map(found.count, compared.ORDER)
+    worse, better, same = map(found.count, diff.ORDER)
     return f"{worse} worse, {better} better, {same} within the noise"
 
 
 def _rows(found: Comparison, every: bool) -> list[tuple[str, ...]]:
     """Return the table: first what got worse; what is the same only with `every`."""
     rows = []
-    for which in compared.ORDER if every else CHANGED:
+    for which in diff.ORDER if every else CHANGED:
         rows += [_turned(turned) for turned in found.turned if turned.outcome == which]
         rows += [_changed(change) for change in found.changes if change.outcome == which]
     return rows
@@ -215,7 +217,7 @@ def _amount(unit: str, value: float) -> str:
         return duration(value)
     if unit in GOALS:
         return GOALS[unit].unit(value)
-    return {"x": sheets.times_text(value), "share": f"{value:.0%}"}.get(unit, f"{value:g}")
+    return {"x": export.times_text(value), "share": f"{value:.0%}"}.get(unit, f"{value:g}")
 
 
 def _name(case: Measured) -> str:
@@ -239,7 +241,7 @@ def _json(sides: tuple[Side, Side], found: Comparison) -> list[str]:
         "old": sides[0].words,
         "new": sides[1].words,
         "warnings": [warning for side in sides for warning in side.warnings],
-        "counts": {which: found.count(which) for which in compared.ORDER},
+        "counts": {which: found.count(which) for which in diff.ORDER},
         "verdicts": [
             {**_case(t.case), "old": t.old, "new": t.new, "outcome": t.outcome}
             for t in found.turned

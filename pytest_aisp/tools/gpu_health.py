@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..bench import nsight
-from ..common import device
-from ..common.device import THROTTLED, _asked, said
-from .health import Finding, unread
+from ..util import device
+from ..util.device import THROTTLED, _asked, said
+from ..worker import nvidia_tools
+from .doctor import Finding, unread
 
 SHARED, ALONE = 0, 3
 """NVML's compute modes: any number of processes on a GPU, one alone; 2 is none at all."""
@@ -170,4 +170,4 @@ def counters(root: Path, *, admin: bool | None = None) -> Finding:
         return Finding("counters", "fine", "every user may read them")
     if os.geteuid() == 0 if admin is None else admin:
         return Finding("counters", "fine", "for administrators only, as this one is")
-    return Finding("counters", "note", *nsight.COUNTERS.split("\n", 1))
+    return Finding("counters", "note", *nvidia_tools.COUNTERS.split("\n", 1))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from typing import Any
+
+from ..util.cli_result import size_text
 
 INK, GRAY, GRID = "#1f2328", "#59636e", "#e4e8ec"
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -67,3 +72,61 @@ def text(
     style += f' transform="rotate({turn:.2f} {x:.1f} {y:.1f})"' if turn else ""
     style += f' stroke="{stroke}" stroke-width="3"' if stroke else ""
     return f'<text x="{x + by[0]:.1f}" y="{y + by[1]:.1f}" {style}>{escape(words)}</text>'
+
+
+WIDTH, HEIGHT = 900, 520
+LEFT, RIGHT, TOP, BOTTOM = 90, 740, 64, 450
+COLORS = {"all_reduce": "#0969da", "all_gather": "#1a7f37", "reduce_scatter": "#bc4c00"}
+COLORS |= {"all_to_all": "#8250df", "one_shot": "#cf222e"}
+STEP = 18
+"""Pixels between the names of two curves."""
+
+Row = Mapping[str, Any]
+Point = tuple[float, float]
+
+
+def draw(rows: Sequence[Row], title: str) -> str:
+    """Return the SVG of `rows`, which have `op`, `size` in bytes and `busbw` in bytes/s."""
+    sizes, rates = [row["size"] for row in rows], [row["busbw"] for row in rows]
+    across, up = (min(sizes) / 1.5, max(sizes) * 1.5), (min(rates) / 2, max(rates) * 2)
+    curves: dict[str, list[Point]] = {}
+    for row in rows:
+        x = LEFT + part(row["size"], *across) * (RIGHT - LEFT)
+        y = BOTTOM - part(row["busbw"], *up) * (BOTTOM - TOP)
+        curves.setdefault(row["op"], []).append((x, y))
+    parts = [
+        *opening(WIDTH, HEIGHT),
+        text(LEFT, 30, "Bus bandwidth of collectives", size=20, weight="bold"),
+        text(LEFT, 50, title, size=12, fill=GRAY),
+        *_grid(sorted(set(sizes)), across, up),
+        *_curves(curves),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _grid(sizes: Sequence[int], across: Point, up: Point) -> Iterator[str]:
+    for size in sizes[:: max(1, len(sizes) // 8)]:
+        x = LEFT + part(size, *across) * (RIGHT - LEFT)
+        yield line(x, TOP, x, BOTTOM, GRID)
+        yield text(x, BOTTOM + 18, size_text(size), anchor="middle", size=12)
+    for rate in decades(*up):
+        y = BOTTOM - part(rate, *up) * (BOTTOM - TOP)
+        yield line(LEFT, y, RIGHT, y, GRID)
+        yield text(LEFT - 8, y + 4, f"{si(rate)}B/s", anchor="end", size=12)
+    yield line(LEFT, BOTTOM, RIGHT, BOTTOM, GRAY)
+    yield line(LEFT, TOP, LEFT, BOTTOM, GRAY)
+    yield text((LEFT + RIGHT) / 2, BOTTOM + 42, "size in bytes a rank", anchor="middle")
+
+
+def _curves(curves: Mapping[str, Sequence[Point]]) -> Iterator[str]:
+    names = sorted(curves, key=lambda op: curves[op][-1][1])  # the fastest on top, as it ends
+    last = float(TOP - STEP)
+    for op in names:
+        points, color = curves[op], COLORS.get(op, INK)
+        dash = "5 4" if op == "one_shot" else ""
+        for (x1, y1), (x2, y2) in itertools.pairwise(points):
+            yield line(x1, y1, x2, y2, color, width=2, dash=dash)
+        yield from (circle(x, y, 2.6, color, color) for x, y in points)
+        last = max(last + STEP, points[-1][1] + 4)
+        yield text(RIGHT + 10, last, op, fill=color, size=12, weight="bold")

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..bench import peaks
-from ..bench.peaks import Peaks, PeaksError
-from ..common.answers import Unanswerable
-from ..common.device import Machine
-from ..pages.skus import ARCHS, GPUS
+from ..page.gpu_specs import ARCHS, GPUS
 from ..results import store
-from ..results.stored import Stored, base_of
-from ..results.stored_text import StoreError
+from ..results.models import Stored, base_of
+from ..results.store import StoreError
+from ..timing import peaks
+from ..timing.peaks import Peaks, PeaksError
+from ..util.cli_result import CliError
+from ..util.device import Machine
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ def chosen(baselines: Path, asked: str | None, machine: Machine) -> list[str]:
     return [p for p in there if p == asked or base_of(p) == asked]
 
 
-def no_product(baselines: Path, product: str, there: Sequence[str]) -> Unanswerable:
+def no_product(baselines: Path, product: str, there: Sequence[str]) -> CliError:
     """Return the error of a product without results, with those `there`."""
     if not there:
-        return Unanswerable(
+        return CliError(
             f"no results are stored in {baselines}; record them on a quiet machine\n"
             "    pytest --aisp-update-expectations"
         )
-    return Unanswerable(
+    return CliError(
         f"no results of {product} are stored in {baselines}; there are those of"
         f" {', '.join(there)}; choose with\n    --product={there[0]}"
     )
@@ -68,7 +68,7 @@ def chapters(baselines: Path, product: str) -> Iterator[Chapter]:
             try:
                 yield Chapter(path.stem, path, store.load(path))
             except StoreError as error:
-                raise Unanswerable(str(error)) from None
+                raise CliError(str(error)) from None
 
 
 def peaks_of(baselines: Path, product: str) -> Peaks | None:
@@ -81,7 +81,7 @@ def peaks_of(baselines: Path, product: str) -> Peaks | None:
     try:
         found = [peaks.stored(peaks.path_of(baselines, name)) for name in names]
     except (PeaksError, OSError) as error:
-        raise Unanswerable(str(error)) from None
+        raise CliError(str(error)) from None
     return found[0] if len(found) == 1 else peaks.joined(*found)
 
 
@@ -96,7 +96,7 @@ def arch_of(product: str, given: str | None, machine: Machine) -> str:
     """
     legal = f"legal are {', '.join(ARCHS)}"
     if given is not None and given not in ARCHS:
-        raise Unanswerable(f"--arch={given}: unknown arch; {legal}")
+        raise CliError(f"--arch={given}: unknown arch; {legal}")
     base = base_of(product)
     if given or machine.product == base:
         return given or machine.arch
@@ -105,6 +105,4 @@ def arch_of(product: str, given: str | None, machine: Machine) -> str:
     for arch, names in GPUS.items():
         if set(names.lower().split(", ")) & set(base.split("-")):
             return arch
-    raise Unanswerable(
-        f"nothing here says which arch {product} has; {legal}\n    --arch={ARCHS[1]}"
-    )
+    raise CliError(f"nothing here says which arch {product} has; {legal}\n    --arch={ARCHS[1]}")

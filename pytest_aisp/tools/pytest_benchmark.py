@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from ..results import run_reader
 from ..results.row import Row
+from ..util.cli_result import CliError, CliResult
 
 
 def sides(row: Mapping[str, Any]) -> list[Any]:
@@ -28,3 +31,38 @@ def sides(row: Mapping[str, Any]) -> list[Any]:
             side.update(seconds)
         found.append(side)
     return found
+
+
+def export_result(folder: Path) -> CliResult:
+    """Return the JSON that `pytest-benchmark compare` reads.
+
+    Raises:
+        Unanswerable: for a folder that holds no run, or no timed side; without pytest-benchmark.
+    """
+    try:
+        from pytest_benchmark.plugin import pytest_benchmark_generate_json
+        from pytest_benchmark.utils import safe_dumps
+    except ImportError:
+        raise CliError(
+            "export needs pytest-benchmark, whose form it writes\n    pip install pytest-benchmark"
+        ) from None
+
+    try:
+        rows = list(run_reader.load(folder).rows())
+    except run_reader.RunError as error:
+        raise CliError(str(error)) from None
+    found = [side for row in rows for side in sides(row)]
+    if not found:
+        raise CliError(
+            f"no side was timed in {folder}: {len(rows)} rows without times; legal is a run that"
+            " measured\n    pytest --aisp-artifacts=out"
+        )
+    plain = pytest_benchmark_generate_json(None, found, True, *_origin(rows))
+    return CliResult(safe_dumps(plain, ensure_ascii=True, indent=1).splitlines())
+
+
+def _origin(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the machine and the commit, as far as the rows know them."""
+    products = sorted({row["product"] for row in rows})
+    facts: dict[str, Any] = next((row["environment"] for row in rows if row["environment"]), {})
+    return {"node": ", ".join(products), **facts}, {"id": None}

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from subprocess import Popen
 
-from ..bench import nsight
-from ..bench.replay import Recording, RecordingError
-from ..common.answers import Unanswerable
+from ..util.cli_result import CliError
+from ..worker import nvidia_tools
+from ..worker.replay import ReplayBench, ReplayError
 
 PROFILES = ("none", "minimal", "full")
 PYTHON = ("python", "-m", "pytest")
@@ -49,7 +49,11 @@ def measuring(
     """
     if profile == "none":
         return [[*_kept(artifacts), *more, *paths]]
-    tools = [name for name in ("nsys", "ncu") if profile == "full" and nsight.installed(name)]
+    tools = [
+        name
+        for name in ("nsys", "ncu")
+        if profile == "full" and nvidia_tools.profiler_installed(name)
+    ]
     commands = [["--aisp-profile=torch", *_kept(artifacts), *more, *paths]]
     for tool in tools:
         folder = None if artifacts is None else artifacts / tool
@@ -68,14 +72,12 @@ def replaying(folder: Path, root: Path, paths: Collection[str], more: Sequence[s
         Unanswerable: where nothing is recorded, or nothing of `paths`.
     """
     try:
-        ids = [str(row["nodeid"]) for row in Recording(folder).rows.values()]
-    except RecordingError as error:
-        raise Unanswerable(str(error)) from None
+        ids = [str(row["nodeid"]) for row in ReplayBench(folder).rows.values()]
+    except ReplayError as error:
+        raise CliError(str(error)) from None
     ids = [i for i in ids if not paths or i.partition("::")[0] in paths]
     if not ids:
-        raise Unanswerable(
-            f"{folder} holds no case of what was asked for\n    aisp replay {folder}"
-        )
+        raise CliError(f"{folder} holds no case of what was asked for\n    aisp replay {folder}")
     return [f"--aisp-replay={folder}", *more, *(_from_here(root, i) for i in ids)]
 
 

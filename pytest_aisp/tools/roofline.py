@@ -7,19 +7,25 @@ or declares no work, what was stored with it is shown.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from ..bench import peaks
-from ..bench.peaks import PCIE, SECONDS, Peaks, PeaksError
-from ..common.answers import Answer, columns
-from ..pages.pair import Work
+from ..page.pair import Work
+from ..results.messages import Task
+from ..results.models import Result
 from ..results.row import digits, duration
-from ..results.stored import Result
+from ..timing import peaks
+from ..timing.peaks import PCIE, SECONDS, Peaks, PeaksError
+from ..util.cli_result import CliError, CliResult, columns
+from ..util.device import Machine
+from ..util.locks import lease, together
+from ..worker.client import BenchProcess
 from . import products
-from .catalogue import Catalogue, target_of
+from .catalog import Catalogue, target_of
 
 HEADS = ("product", "target", "case", "bound", "speedup", "time", "attained", "share", "limit")
 BYTES = ("copy", "read", "write", *PCIE, *peaks.LINKS, "peer_both")
@@ -71,19 +77,19 @@ def rate_text(limit: str | None, rate: float | None) -> str:
     return f"{rate / scale:.4g} {letter}{'B' if limit in BYTES else 'FLOP'}/s"
 
 
-def answer(
+def roofline_result(
     found: Catalogue, names: Sequence[str], targets: Sequence[str], *, as_json: bool
-) -> Answer:
+) -> CliResult:
     """Return the results of the products `names` of `targets`, the largest share last."""
     limits = {name: products.peaks_of(found.baselines, name) for name in names}
     points = [p for name in names for p in points_of(found, name, targets, limits[name])]
     if as_json:
-        return Answer([json.dumps([asdict(point) for point in points], indent=1)])
+        return CliResult([json.dumps([asdict(point) for point in points], indent=1)])
     points.sort(key=lambda p: (p.product, p.target.partition(":")[0], p.share or 0.0))
     lacking = [name for name in names if limits[name] is None]
     notes = [f"no peaks of {name} are stored\n    aisp peak --store" for name in lacking]
     lines = columns([HEADS, *(p.row() for p in points)]) if points else ["no result is stored"]
-    return Answer([*lines, *notes])
+    return CliResult([*lines, *notes])
 
 
 def points_of(
@@ -130,3 +136,85 @@ def _limit(
     if limit is None:
         return result.limit, result.share
     return limit.name, peaks.share(limit, result.seconds["optimized"])
+
+
+TIMEOUT = 120.0
+"""Seconds a bench process may be silent: it says nothing until all is measured."""
+
+
+def measure_peaks(machine: Machine, tell: Callable[[str], None]) -> Peaks:
+    """Return the peaks of `machine`'s first GPU, or of its CPU, from a process of its own.
+
+    Raises:
+        Unanswerable: where they cannot be measured; exit code 1.
+    """
+    device = "cuda" if machine.gpus else "cpu"
+    gpu, interpret = next(iter(machine.gpus), ""), None if machine.gpus else "1"
+    environment = {"CUDA_VISIBLE_DEVICES": gpu, "TRITON_INTERPRET": interpret}
+    with _leased(machine, tell), contextlib.closing(BenchProcess(environment)) as bench:
+        tell(f"measure the peaks of {machine.product}")
+        reply = bench.ask(Task(kind="peaks", device=device), TIMEOUT, tell)
+    if reply.error is not None:
+        said = f"{reply.trace}\n" if reply.trace else ""
+        raise CliError(
+            f"{said}the peaks of {machine.product} could not be measured: {reply.message}\n"
+            "See what is wrong with the machine:\n    aisp doctor",
+            code=1,
+        )
+    return Peaks(machine.product, reply.result["rates"], dict(reply.result["facts"]))
+
+
+@contextlib.contextmanager
+def _leased(machine: Machine, tell: Callable[[str], None]) -> Iterator[None]:
+    """Hold the GPU alone, or the host where it is what is measured."""
+    if machine.gpus:
+        with together(machine.gpus[:1], tell):
+            yield
+        return
+    with lease("host", waiting=tell):
+        yield
+
+
+def peak_result(measured: Peaks, *, as_json: bool) -> CliResult:
+    """Return the rates with the kernel that reached each; exit code 1 where the clocks were low."""
+    code = 1 if _throttled(measured) else 0
+    if as_json:
+        plain = {"product": measured.product, "rates": measured.rates, "facts": measured.facts}
+        return CliResult([json.dumps(plain, indent=1)], code)
+    rows = [(key, amount(key, rate), measured.facts.get(key, "")) for key, rate in _rates(measured)]
+    lines = [f"{measured.product}: {measured.facts.get('name', '')}", *columns(rows)]
+    if (why := _throttled(measured)) is not None:
+        lines.append(f"the GPU was slower than it should be: {why}\n    aisp doctor")
+    return CliResult(lines, code)
+
+
+def _rates(measured: Peaks) -> list[tuple[str, float]]:
+    return sorted(measured.rates.items(), key=lambda rate: peaks.RATES.index(rate[0]))
+
+
+def amount(key: str, rate: float) -> str:
+    """Return a rate in its unit."""
+    return duration(rate) if key in SECONDS else rate_text(key, rate)
+
+
+def _throttled(measured: Peaks) -> str | None:
+    why = measured.facts.get("throttled", "no")
+    return None if why == "no" else why
+
+
+def keep(measured: Peaks, baselines: Path) -> list[str]:
+    """Store what was measured in the place of what was; return each rate, old and new, in words.
+
+    Raises:
+        Unanswerable: where the clocks were low, or the file is something else or cannot be written.
+    """
+    path = peaks.path_of(baselines, measured.product)
+    if (why := _throttled(measured)) is not None:
+        raise CliError(f"nothing is stored: {why}\n    aisp doctor", code=1)
+    try:
+        before = peaks.load(path).rates if path.exists() else {}
+        peaks.save(path, measured)
+    except (PeaksError, OSError) as error:
+        raise CliError(f"nothing is stored: {error}") from None
+    was = {key: f"{amount(key, rate)} -> " for key, rate in before.items()}
+    return [f"stored in {path}: {k} {was.get(k, '')}{amount(k, r)}" for k, r in _rates(measured)]

@@ -10,14 +10,14 @@ UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 @dataclass(frozen=True)
-class Answer:
+class CliResult:
     """The lines to print, and the exit code."""
 
     lines: Sequence[str]
     code: int = 0
 
 
-class Unanswerable(Exception):
+class CliError(Exception):
     """A command cannot answer here; the message says why and what to do.
 
     Attributes:

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..pages.skus import arch_of, product_of
-from ..results.stored import joined
+from ..page.gpu_specs import arch_of, product_of
+from ..results.models import joined
 
 # NVML clock event reasons that make a measurement worthless: hardware slowdown, hardware thermal,
 # power brake, software thermal. The software power cap (0x4) is normal at full load.
@@ -196,7 +196,7 @@ def _is_bench(pid: int) -> bool:
         command, variables = (Path(f"/proc/{pid}/{f}").read_bytes() for f in ("cmdline", "environ"))
     except OSError:  # it has ended, or is not ours to see
         return False
-    if b"pytest_aisp.bench" not in command and b"pytest_aisp.ranks.rank" not in command:
+    if b"pytest_aisp.worker" not in command and b"pytest_aisp.distributed.rank" not in command:
         return False
     mine, prefix = os.fsencode(os.environ.get(LEASES, "")), os.fsencode(f"{LEASES}=")
     theirs = [v.removeprefix(prefix) for v in variables.split(b"\0") if v.startswith(prefix)]

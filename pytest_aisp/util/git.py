@@ -15,7 +15,7 @@ class NoGit(GitError):
     """Git cannot be run; the last line says what to do."""
 
 
-def asked(root: Path, *words: str, **variables: str) -> bytes:
+def run_git(root: Path, *words: str, **variables: str) -> bytes:
     """Return what `git words` prints in the folder `root`, with environment `variables` set.
 
     Raises:
@@ -36,9 +36,9 @@ def asked(root: Path, *words: str, **variables: str) -> bytes:
     return done.stdout
 
 
-def told(root: Path, *words: str) -> str | None:
+def try_git(root: Path, *words: str) -> str | None:
     """Return what `git words` prints in the folder `root`, or None where it has no answer."""
     try:
-        return asked(root, *words).decode()
+        return run_git(root, *words).decode()
     except GitError:
         return None

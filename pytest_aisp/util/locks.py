@@ -11,8 +11,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from ..common.answers import Unanswerable
-from ..common.device import LEASES
+from .cli_result import CliError
+from .device import LEASES
 
 REMEDY = f"Point {LEASES} at a folder that can be written, the same for all who share the GPUs"
 
@@ -65,5 +65,5 @@ def together(gpus: Iterable[str], waiting: Callable[[str], None]) -> Iterator[No
             for gpu in sorted(gpus):
                 held.enter_context(lease(gpu, waiting=waiting))
         except OSError as error:
-            raise Unanswerable(f"the machine cannot be leased: {error}\n{REMEDY}") from None
+            raise CliError(f"the machine cannot be leased: {error}\n{REMEDY}") from None
         yield

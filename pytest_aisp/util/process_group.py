@@ -14,7 +14,7 @@ from time import monotonic_ns
 from typing import Any
 
 
-class Alone:
+class SingleProcess:
     """One process by itself."""
 
     rank, world = 0, 1
@@ -51,7 +51,7 @@ class Alone:
         return {}
 
 
-class Ranks(Alone):
+class Ranks(SingleProcess):
     """`world` processes that `torch.distributed` has joined; this one is `rank`.
 
     What they agree on goes through a group of Gloo's, whatever the page's own collectives use.
@@ -144,15 +144,15 @@ class Ranks(Alone):
         return {"ranks": self.world, "launch_skew": [skews[len(skews) // 2], skews[-1]]}
 
 
-_here = Alone()
+_here = SingleProcess()
 
 
-def here() -> Alone:
+def current_group() -> SingleProcess:
     """Return the ranks that this process belongs to."""
     return _here
 
 
-def join(ranks: Alone) -> None:
+def join(ranks: SingleProcess) -> None:
     """Make `ranks` those that this process belongs to."""
     global _here
     _here = ranks

@@ -10,16 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..common.peers import here
-from ..common.quiet import free_bytes, release
-from ..common.stopwatch import Stopwatch
-from ..pages.pair import Pair, size_words
-from ..proof.check import Checked
-from ..proof.numerics import Rule
-from ..proof.oracle import Oracle
-from ..proof.workbench import Workbench
+from ..checking.check import Checked
+from ..checking.inputs import InputPool
+from ..checking.numerics import Rule
+from ..checking.reference import Reference
+from ..page.pair import Pair, size_words
 from ..results.messages import Task
-from . import windows
+from ..timing import windows
+from ..util.device_sync import Stopwatch, free_bytes, release
+from ..util.process_group import current_group
 
 CPU_ORACLES = 4
 """Most expected results kept on a CPU."""
@@ -28,7 +27,7 @@ KEPT, KEPT_BY_RANK = 1 / 8, 1 / 64
 
 
 @dataclass
-class Kept:
+class Cache:
     """The oracles and checks of one engine.
 
     Attributes:
@@ -38,11 +37,11 @@ class Kept:
     """
 
     watch: Stopwatch
-    oracles: dict[str, Oracle] = field(default_factory=dict)
+    oracles: dict[str, Reference] = field(default_factory=dict)
     checked: dict[str, Checked] = field(default_factory=dict)
     exhausted: bool = False
 
-    def oracle(self, task: Task, pair: Pair, size: Mapping[str, Any]) -> Oracle:
+    def oracle(self, task: Task, pair: Pair, size: Mapping[str, Any]) -> Reference:
         """Return what is expected at `size`, made once for check and timing.
 
         The timed size has fixed values, so that a stored result is measured again on the same
@@ -57,8 +56,8 @@ class Kept:
             self._make_room(page, task.device)
             seed, unseen = (seed_of(task, s) for s in (salt, f"unseen{task.seed}"))
             with self.watch.phase("inputs"):
-                bench = Workbench(pair, dict(size), task.device, seed, unseen)
-                self.oracles[key] = Oracle(bench, self.watch, exact)
+                bench = InputPool(pair, dict(size), task.device, seed, unseen)
+                self.oracles[key] = Reference(bench, self.watch, exact)
         return self.oracles[key]
 
     def _make_room(self, page: str, device: str) -> None:
@@ -88,9 +87,9 @@ class Kept:
         def keeps_over(share: float) -> bool:
             release(device)
             most = share * torch.cuda.mem_get_info()[1]
-            return here().most(torch.cuda.memory_reserved() > most) > 0
+            return current_group().most(torch.cuda.memory_reserved() > most) > 0
 
-        if keeps_over(KEPT if here().world == 1 else KEPT_BY_RANK):
+        if keeps_over(KEPT if current_group().world == 1 else KEPT_BY_RANK):
             self.oracles.clear()
             self.exhausted = keeps_over(KEPT)
         self.exhausted |= bool(windows.abandoned)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from ..results import messages
 from ..results.messages import Reply, Task, failed
-from .printed import Printed, Stream
+from .output_capture import OutputCapture, Stream
 
 Progress = Callable[[str], None]
 START_SECONDS = 120.0
@@ -52,11 +52,11 @@ class BenchProcess:
     ) -> None:
         ask_read, self._ask = os.pipe()
         self._answers, answer_write = os.pipe()
-        self.printed = (Printed(Stream(), Stream()),)
+        self.printed = (OutputCapture(Stream(), Stream()),)
         self._buffer = b""
         self._ready = self._killed = False
         self._process = Popen(
-            [*under, *python(), "-m", "pytest_aisp.bench", str(ask_read), str(answer_write)],
+            [*under, *python(), "-m", "pytest_aisp.worker", str(ask_read), str(answer_write)],
             stdin=DEVNULL,
             stdout=self.printed[0].stdout.file,
             stderr=self.printed[0].stderr.file,

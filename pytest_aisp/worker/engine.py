@@ -17,28 +17,24 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..common import trees
-from ..common.peers import here
-from ..common.protections import on, without
-from ..common.quiet import no_gc, waiter
-from ..common.stopwatch import Stopwatch
-from ..guard import originals
-from ..kernels import libraries
-from ..pages.pair import Pair, Side, is_plain, size_words
-from ..proof import check, witness
-from ..proof.check import Checked
-from ..proof.numerics import Rule
-from ..proof.oracle import Oracle, observed
-from ..proof.repeats import check_repeats
-from ..proof.sides import Subject
-from ..proof.workbench import VALUE_SETS, Workbench
+from ..checking import check
+from ..checking.check import Checked
+from ..checking.inputs import VALUE_SETS, BoundSide, InputPool
+from ..checking.memoization import check_repeats
+from ..checking.numerics import Rule
+from ..checking.reference import Reference, outputs_and_state
+from ..isolation import monkeypatches
+from ..isolation.protections import enabled, without
+from ..page.pair import Pair, Side, is_plain, size_words
 from ..results.messages import AT, Task
-from ..results.timing import Budget, Samples
-from . import apart
-from .asked import Asked, Declared, PageError
-from .kept import Kept, seed_of
-from .loader import pair_of
-from .nodes import ROLES
+from ..timing.graph_nodes import ROLES
+from ..timing.schedule import Budget, Samples
+from ..util import pytree, versions
+from ..util.device_sync import Stopwatch, no_gc, synchronizer
+from ..util.process_group import current_group
+from . import sandbox
+from .cache import Cache, seed_of
+from .loader import DeclaredSide, PageError, TaskContext, pair_of
 
 Progress = Callable[[str], None]
 
@@ -49,17 +45,17 @@ class Engine:
 
     progress: Progress = lambda text: None
     watch: Stopwatch = field(default_factory=Stopwatch)
-    kept: Kept = field(init=False)
-    _performer: apart.Performer | None = None
+    kept: Cache = field(init=False)
+    _performer: sandbox.SandboxedSide | None = None
 
     def __post_init__(self) -> None:
-        self.kept = Kept(self.watch)
-        originals.remember()  # before any page is imported
+        self.kept = Cache(self.watch)
+        monkeypatches.remember()  # before any page is imported
 
     def check(self, task: Task) -> dict[str, Any]:
         """Check the case's variant and its baseline; return what was found by size."""
         self.watch.start()
-        asked = Asked(task)
+        asked = TaskContext(task)
         asked.need_interpreter()
         rule = Rule(**task.rule)
         found = {}
@@ -73,7 +69,7 @@ class Engine:
         return {"sizes": found, "sources": sources, "spent": self.watch.read()}
 
     def _check_at(
-        self, asked: Asked, size: Mapping[str, Any], rule: Rule, *, controls: bool = True
+        self, asked: TaskContext, size: Mapping[str, Any], rule: Rule, *, controls: bool = True
     ) -> Checked:
         task = asked.task
         key = f"{task.page}{task.function}{task.variant}{task.device}{size_words(size)}{rule}"
@@ -92,8 +88,8 @@ class Engine:
     def _tell(self, what: str, size: Mapping[str, Any]) -> None:
         self.progress(f"{what}{AT}{size_words(size)}")
 
-    def _search(self, asked: Asked, rule: Rule) -> None:
-        from ..proof.search import smallest_failure
+    def _search(self, asked: TaskContext, rule: Rule) -> None:
+        from ..checking.shrink import smallest_failure
 
         for size in asked.pair.check_sizes:
             if not is_plain(size):
@@ -108,12 +104,12 @@ class Engine:
 
     def changed(self, task: Task) -> dict[str, Any]:
         """Return which sides of the case are not as they were at the commit of `task.past`."""
-        return Asked(task).changed()
+        return TaskContext(task).changed()
 
     def time(self, task: Task) -> dict[str, Any]:
         """Time the case's variant against its baseline; check the outputs of the timed calls."""
         self.watch.start()
-        asked = Asked(task)
+        asked = TaskContext(task)
         sides = asked.sides
         if task.versus == "self":
             sides = sides[1], sides[1]
@@ -121,7 +117,7 @@ class Engine:
             sides = (asked.old_side(), asked.side[1]), asked.side
         budget = Budget(**task.budget)
         with self._prepared(task, asked.pair):
-            witness.refuse_tracers()
+            monkeypatches.refuse_tracers()
             samples, extra = self._measure(asked, sides, budget)
         if task.replicate and not task.keep:  # one of many processes
             self.kept.oracles.clear()
@@ -137,7 +133,7 @@ class Engine:
         }
 
     def _measure(
-        self, asked: Asked, sides: tuple[Declared, Declared], budget: Budget
+        self, asked: TaskContext, sides: tuple[DeclaredSide, DeclaredSide], budget: Budget
     ) -> tuple[Samples, dict[str, Any]]:
         task = asked.task
         name = os.path.basename(task.page)
@@ -151,10 +147,10 @@ class Engine:
             options = {**task.timer.get("options", {}), "planted": task.planted}
             return simulate(names[0], names[1], options, budget, seed), {}
         if hasattr(sides[0][0], "environment"):
-            from .processes import measure_processes
+            from .process_timer import measure_processes
 
             return measure_processes(task, sides, budget, random.Random(seed), self.progress), {}
-        from .trial import Trial
+        from ..timing.trial import Trial
 
         oracle = self.kept.oracle(task, asked.pair, task.size)
         rng = random.Random(seed)
@@ -162,78 +158,78 @@ class Engine:
 
     def count(self, task: Task) -> dict[str, Any]:
         """Return by role what a call takes of a goal beyond time."""
-        from . import counting
-        from .trial import Trial
+        from ..timing.trial import Trial
+        from . import metrics
 
         if task.timer is not None:
             return dict(task.timer["options"]["details"]["goals"][task.goal])
-        asked = Asked(task)
+        asked = TaskContext(task)
         with self._prepared(task, asked.pair):
             oracle = self.kept.oracle(task, asked.pair, task.size)
             rng = random.Random(seed_of(task, "count"))
             trial = Trial(task, oracle, asked.sides, Budget(**task.budget), rng, self.progress)
-            return counting.count(task, trial)
+            return metrics.count(task, trial)
 
     def sample(self, task: Task) -> dict[str, Any]:
         """Time one process side in this process and check its output."""
-        from .processes import time_here
+        from .process_timer import time_here
 
-        asked = Asked(task)
+        asked = TaskContext(task)
         pair = asked.old_pair() if task.versus == "old" else asked.pair
         sides = [(pair.baseline, None), *((v.side, v.precision) for v in pair.variants)]
         side, precision = next((s, p) for s, p in sides if s.__name__ == task.side)
         seed = zlib.crc32(task.function.encode())
-        bench = Workbench(pair, dict(task.size), task.device, seed, task.seed)
-        slot = trees.clone(bench.values[0])
-        subject = Subject(side, [slot], None)
+        bench = InputPool(pair, dict(task.size), task.device, seed, task.seed)
+        slot = pytree.clone(bench.values[0])
+        subject = BoundSide(side, [slot], None)
         with self._prepared(task, pair):
-            witness.refuse_tracers()
+            monkeypatches.refuse_tracers()
             warmup = getattr(side, "warmup", 3)
-            seconds = time_here(lambda: subject.run(0), warmup, waiter(task.device))
-        oracle, rule = Oracle(bench), Rule(**task.rule)
+            seconds = time_here(lambda: subject.run(0), warmup, synchronizer(task.device))
+        oracle, rule = Reference(bench), Rule(**task.rule)
         for turn in range(VALUE_SETS):  # the timed output, then one that nobody can remember
             if turn:
-                trees.copy_into(slot, bench.values[turn])
+                pytree.copy_into(slot, bench.values[turn])
                 subject.run(0)
-            found = observed(subject.outputs[0], None)
+            found = outputs_and_state(subject.outputs[0], None)
             check.judge(oracle, side, found, (turn,), precision, rule, is_baseline=True)
-        if warmup and on("repeats"):
+        if warmup and enabled("repeats"):
             bench.slots = [slot]
-            check_repeats(bench, [subject], waiter(task.device), task.seed + 1)
+            check_repeats(bench, [subject], synchronizer(task.device), task.seed + 1)
         return {"seconds": seconds}
 
     def profile(self, task: Task) -> dict[str, Any]:
         """Run both sides under torch's profiler, or one for a profiler around this process."""
-        from . import profiler
+        from . import torch_profiler
 
-        asked = Asked(task)
+        asked = TaskContext(task)
         size = dict(asked.sizes[-1])
-        bench = Workbench(asked.pair, size, task.device, seed_of(task, "profile"), task.seed)
+        bench = InputPool(asked.pair, size, task.device, seed_of(task, "profile"), task.seed)
         with self._prepared(task, asked.pair):
             if task.side:
-                profiler.replay_side(bench, asked.side[0], task.side)
+                torch_profiler.replay_side(bench, asked.side[0], task.side)
                 return {}
             sides = dict(zip(ROLES, (side for side, _ in asked.sides), strict=True))
-            return profiler.profile_sides(bench, sides, Path(task.profile), self.progress)
+            return torch_profiler.profile_sides(bench, sides, Path(task.profile), self.progress)
 
     def draw(self, task: Task) -> dict[str, Any]:
         """Write the values that a performer will be shown, and keep what is expected of them."""
-        asked = Asked(task)
+        asked = TaskContext(task)
         size = dict(asked.sizes[-1])
         self._tell(task.kind, size)
-        bench = Workbench(asked.pair, size, task.device, seed_of(task, "apart"), task.seed)
-        self.kept.oracles["apart"] = Oracle(bench, self.watch, Rule(**task.rule).exact)
-        apart.draw(self.kept.oracles["apart"], Path(task.apart["values"]))
+        bench = InputPool(asked.pair, size, task.device, seed_of(task, "apart"), task.seed)
+        self.kept.oracles["apart"] = Reference(bench, self.watch, Rule(**task.rule).exact)
+        sandbox.draw(self.kept.oracles["apart"], Path(task.apart["values"]))
         return {}
 
     def perform(self, task: Task) -> dict[str, Any]:
         """Run one side: make it ready, do units of work, or show outputs for given values."""
-        asked, act = Asked(task), task.apart
+        asked, act = TaskContext(task), task.apart
         size = dict(asked.sizes[-1])
         self._tell(task.kind, size)
         if "clock" in act:
             seed = seed_of(task, "apart")
-            self._performer = apart.Performer(
+            self._performer = sandbox.SandboxedSide(
                 asked.pair, asked.side[0], size, task.device, seed, **act
             )
             return {"unit": self._performer.unit}
@@ -248,12 +244,12 @@ class Engine:
 
     def compare(self, task: Task) -> dict[str, Any]:
         """Compare what a performer of the side `task.side` has written with what is expected."""
-        side, precision = Asked(task).side
+        side, precision = TaskContext(task).side
         outputs, steps = Path(task.apart["outputs"]), int(task.apart["steps"])
         rule, is_baseline = Rule(**task.rule), task.side == "baseline"
         oracle = self.kept.oracles["apart"]
         return {
-            "compared": apart.compare(
+            "compared": sandbox.compare(
                 oracle, side, precision, outputs, steps, rule, is_baseline=is_baseline
             )
         }
@@ -262,7 +258,7 @@ class Engine:
         """Return versions and the device as this process sees them."""
         import torch
 
-        facts: dict[str, Any] = dict(libraries.versions())
+        facts: dict[str, Any] = dict(versions.versions())
         if task.device.startswith("cuda"):
             facts["cuda"] = torch.version.cuda
             facts["device"] = torch.cuda.get_device_name()
@@ -270,24 +266,24 @@ class Engine:
 
     def peaks(self, task: Task) -> dict[str, Any]:
         """Measure the machine's peaks."""
-        from . import survey
+        from ..timing import measure_peaks
 
-        measured = survey.measure(task.device)
+        measured = measure_peaks.measure(task.device)
         return {"rates": dict(measured.rates), "facts": dict(measured.facts)}
 
     def collectives(self, task: Task) -> dict[str, Any]:
         """Time collectives with the other ranks."""
-        from .collectives import sweep
+        from ..timing.collectives import sweep
 
-        if here().world == 1:
+        if current_group().world == 1:
             raise PageError("collectives need several ranks; this is one process\n    aisp nccl")
         return sweep(task.sweep["ops"], task.sweep["sizes"], task.device, self.progress)
 
     def compile(self, task: Task) -> dict[str, Any]:
         """Assemble every kernel that the case's sides launch, for each arch of `task`."""
-        from ..kernels.assembly import Assembly
+        from ..kernels.assemble import Assembly
 
-        asked = Asked(task)
+        asked = TaskContext(task)
         pair = asked.pair
         pairs = [p for p in map(pair_of, vars(sys.modules[task.module]).values()) if p is not None]
         case = pair, pair.variant(task.variant), task.size

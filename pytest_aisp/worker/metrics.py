@@ -6,26 +6,25 @@ of its own. What of a goal is good enough, `results.goals` says.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from ..pages.pair import Side
-from ..proof.workbench import Workbench
+from ..checking.inputs import InputPool
+from ..page.pair import Side
 from ..results.messages import Task
-from . import energy, kernels, memory
-from .energy import Uncountable
-from .nodes import ROLES
-from .processes import ask_fresh
-from .trial import Trial
+from ..timing import kernel_profile
+from ..timing.graph_nodes import ROLES
+from ..timing.memory import allocated, fragmentation, reserved
+from ..timing.trial import Trial
+from ..util.device import Telemetry
+from ..util.process_group import current_group
+from .process_timer import ask_fresh
 
-COUNTERS: dict[str, Callable[[Workbench, Side], float]] = {
-    "memory": memory.allocated,
-    "reserved": memory.reserved,
-    "fragmentation": memory.fragmentation,
-    "launches": kernels.launches,
-    "goodput": kernels.computing,
-}
-"""By goal, what counts one side alone; of goodput, the seconds at compute."""
+if TYPE_CHECKING:
+    from ..timing.schedule import Window
 
 
 def count(task: Task, trial: Trial) -> dict[str, float]:
@@ -38,7 +37,7 @@ def count(task: Task, trial: Trial) -> dict[str, float]:
     if task.goal == "energy":
         if any(hasattr(side, "environment") for side in sides):
             raise Uncountable("assert_energy: a process side's processes end before 5 s of work do")
-        return energy.joules(trial)
+        return joules(trial)
     counter = COUNTERS[task.goal]
     if task.side:  # in the process of a process side
         return {task.side: counter(trial.bench, sides[ROLES.index(task.side)])}
@@ -47,3 +46,106 @@ def count(task: Task, trial: Trial) -> dict[str, float]:
         baseline, optimized = ask_fresh(asked, trial.progress)
         return {**baseline, **optimized}
     return {r: counter(trial.bench, s) for r, s in zip(ROLES, sides, strict=True)}
+
+
+SECONDS = 5.0
+"""Least length of a window."""
+RAMP = 1.5
+"""Seconds of the same work before it: power follows load within one, the clock with it."""
+ORDER = (0, 1, 1, 0)
+"""The sides' windows: a GPU that warms up is on both accounts."""
+
+
+class Uncountable(Exception):
+    """A goal of which such a side or such a GPU has no figure; the message says why."""
+
+
+@dataclass
+class Steps:
+    """The counter's steps while calls run: (joules, calls) where it was seen to have stepped."""
+
+    read: Callable[[], float]
+    calls: float = 0.0
+    last: float = math.nan
+    first: tuple[float, float] | None = None
+    latest: tuple[float, float] | None = None
+
+    def look(self, calls: float, *, ramp: bool) -> None:
+        """Note a step, if there was one, after `calls` more calls."""
+        self.calls += calls
+        now, before = self.read(), self.last
+        self.last = now
+        if ramp or math.isnan(before) or now == before:
+            return
+        self.latest = now, self.calls
+        self.first = self.first or self.latest
+
+    @property
+    def joules(self) -> float:
+        """Joules of a call. Raises Uncountable where the counter has not stepped twice."""
+        if self.first is None or self.latest is None or self.latest == self.first:
+            raise Uncountable("assert_energy: the GPU's energy counter does not count")
+        joules = self.latest[0] - self.first[0]
+        return joules / (self.latest[1] - self.first[1])
+
+
+def joules(trial: Trial) -> dict[str, float]:
+    """Return by role the joules that a call takes, of all ranks together, and their ``noise``.
+
+    The noise is the larger of both sides' differences between their windows, as a share, halved.
+
+    Raises:
+        Uncountable: where NVML counts none.
+    """
+    with trial.ready() as bout:
+        read = counter()
+        found: dict[int, list[float]] = {0: [], 1: []}
+        for number, side in enumerate(ORDER):
+            trial.progress(f"energy of {ROLES[side]}, window {number + 1} of {len(ORDER)}")
+            found[side].append(_window(bout.windows[side], read, trial.progress))
+    means = {role: sum(found[side]) / len(found[side]) for side, role in enumerate(ROLES)}
+    noise = max(abs(a - b) / (a + b) for a, b in found.values())
+    return {**means, "noise": noise}
+
+
+def counter() -> Callable[[], float]:
+    """Return what reads the joules that this process's GPU has taken.
+
+    Raises:
+        Uncountable: where NVML does not say.
+    """
+    import torch
+
+    read = Telemetry(torch.cuda.current_device()).energy
+    if read() is None:
+        raise Uncountable("assert_energy: NVML counts no energy on this GPU")
+    return lambda: read() or 0.0
+
+
+def _window(
+    window: Window, read: Callable[[], float], tell: Callable[[str], Any] = lambda text: None
+) -> float:
+    """Return the joules of a call, from so many calls that they last `SECONDS`."""
+    window()
+    start = time.perf_counter()
+    window()
+    lasts = max(current_group().most(time.perf_counter() - start), 1e-6)
+    steps = Steps(lambda: current_group().total(read()))
+    ramp, rest = (math.ceil(seconds / lasts) for seconds in (RAMP, SECONDS))
+    every = max(1, (ramp + rest) // 10)
+    for turn in range(ramp + rest):
+        window()
+        steps.look(window.calls * window.repeats, ramp=turn < ramp)
+        if turn % every == 0:
+            tell("energy")  # a window is long: it renews the time limit
+    return steps.joules
+
+
+COUNTERS: dict[str, Callable[[InputPool, Side], float]] = {
+    "memory": allocated,
+    "reserved": reserved,
+    "fragmentation": fragmentation,
+    "launches": kernel_profile.launches,
+    "goodput": kernel_profile.computing,
+}
+"""By goal, what counts one side alone; of goodput, the seconds at compute."""

@@ -7,21 +7,23 @@ are none of the tool's business, and what was run can be run again by hand with 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..results import messages
-from ..results.messages import Task
-from .client import LONGER, bench_environment, how_it_ended, python
-from .printed import last_lines
-from .profiler import range_name
+from ..results.messages import Reply, Task
+from .client import LONGER, BenchProcess, bench_environment, how_it_ended, python
+from .output_capture import last_lines
+from .torch_profiler import range_name
 
-SLOWER = 20.0
+PROFILER_SLOWDOWN = 20.0
 """By how much time limits are longer: `ncu` runs each kernel some forty times."""
 LAUNCHES = 100
 """Most kernels of a side that `ncu` looks at."""
@@ -76,7 +78,7 @@ TOOLS = {
 }
 
 
-def absent(name: str) -> str:
+def absent_profiler(name: str) -> str:
     """Return what to say where the tool `name` is not installed."""
     product = TOOLS[name].product
     page = f"https://developer.nvidia.com/{product.lower().replace(' ', '-')}"
@@ -86,7 +88,7 @@ def absent(name: str) -> str:
     )
 
 
-def installed(name: str) -> str | None:
+def profiler_installed(name: str) -> str | None:
     """Return the path of the tool `name`, or None."""
     return shutil.which(name)
 
@@ -114,19 +116,21 @@ def watch(
     again.write_text(_script(command, environment))
     said = folder / f"{task.side}.{name}.txt"
     with open(said, "w+b") as output:
-        code = _finished(command, bench_environment(environment), output.fileno(), SLOWER * seconds)
+        code = _finished(
+            command, bench_environment(environment), output.fileno(), PROFILER_SLOWDOWN * seconds
+        )
         if not report.exists() or code != 0:
-            raise NsightError(_why(name, code, SLOWER * seconds, last_lines(output, 6)))
+            raise NsightError(_why(name, code, PROFILER_SLOWDOWN * seconds, last_lines(output, 6)))
     return [file.name for file in (report, again, said, given)]
 
 
 def _options(name: str, role: str, report: Path) -> list[str]:
     filled = {"range": range_name(role), "report": str(report.with_suffix(""))}
-    return [installed(name) or name, *(o.format(**filled) for o in TOOLS[name].options)]
+    return [profiler_installed(name) or name, *(o.format(**filled) for o in TOOLS[name].options)]
 
 
 def _program(given: Path) -> list[str]:
-    return [*python(), "-m", "pytest_aisp.bench.solo", str(given)]
+    return [*python(), "-m", "pytest_aisp.worker.profile_target", str(given)]
 
 
 def _script(command: Sequence[str], environment: Mapping[str, str | None]) -> str:
@@ -168,3 +172,60 @@ def _why(name: str, code: int | None, seconds: float, output: str) -> str:
         return f"{name} took longer than {seconds:g} s\n{LONGER}"
     ended = f"ended {how_it_ended(code)}" if code else "left no report"
     return "\n".join([f"{name} {ended}", *output.splitlines()])
+
+
+TOOL = "compute-sanitizer"
+ABSENT = f"{TOOL} is not on PATH; it comes with the CUDA toolkit, in bin/"
+SANITIZER_SLOWDOWN = 20.0
+"""By how much time limits are longer under it."""
+SHOWN = 12
+"""Lines of its report that a failure shows."""
+
+_NO_FINDING = re.compile(r"COMPUTE-SANITIZER|ERROR SUMMARY: 0 |^=+\s*$|Target application|LEAK SUM")
+ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+"""Each tensor is an allocation of its own, so that reading beyond it is reading beyond memory."""
+
+
+def sanitizer_installed() -> str | None:
+    """Return the path of compute-sanitizer, or None."""
+    return shutil.which(TOOL)
+
+
+class Sanitized(BenchProcess):
+    """A bench process whose kernels `check`, a tool of compute-sanitizer, watches."""
+
+    def __init__(self, check: str, environment: Mapping[str, str | None] | None = None) -> None:
+        handle, self._log = tempfile.mkstemp(prefix="aisp-sanitizer-", suffix=".log")
+        os.close(handle)
+        self._check, self._read = check, 0
+        # What a library does wrong while it initializes is none of a page's business.
+        watch = ("--tool", check, "--log-file", self._log, "--report-api-errors", "no")
+        tool = sanitizer_installed() or TOOL
+        super().__init__({**(environment or {}), **ENVIRONMENT}, [tool, *watch])
+
+    def ask(self, task: Task, seconds: float, progress: Callable[[str], None]) -> Reply:
+        """Return the reply to `task`, or what was found while it was answered."""
+        reply = super().ask(task, SANITIZER_SLOWDOWN * seconds, progress)
+        found = self._findings()
+        if not found:
+            return reply
+        self.kill()  # after an access beyond memory nothing works any more
+        first = f"{self._check} finds fault with a kernel:"
+        words = [first, *found[:SHOWN], *["..."] * (len(found) > SHOWN)]
+        return replace(reply, error="page", message="\n".join(words), trace="")
+
+    def _findings(self) -> list[str]:
+        """Return the report's new lines, without its frame."""
+        with open(self._log, errors="replace") as log:
+            log.seek(self._read)
+            lines = log.read().splitlines()
+            self._read = log.tell()
+        return [line.removeprefix("=========").strip() for line in lines if _is_finding(line)]
+
+    def close(self) -> None:
+        super().close()
+        os.unlink(self._log)
+
+
+def _is_finding(line: str) -> bool:
+    return bool(line.strip()) and not _NO_FINDING.search(line)

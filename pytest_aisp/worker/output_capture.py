@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Literal, NamedTuple, TextIO
 
-from ..pages.sources import PACKAGE
+from ..page.sources import PACKAGE
 
 Name = Literal["stdout", "stderr"]
 STREAMS: tuple[Name, Name] = ("stdout", "stderr")
@@ -85,7 +85,7 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Printed:
+class OutputCapture:
     """What one process prints.
 
     Attributes:

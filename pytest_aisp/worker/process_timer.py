@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..proof.witness import now
-from ..results import timing
+from ..isolation.monkeypatches import now
 from ..results.messages import Reply, Task
-from ..results.timing import Budget, Samples
-from .printed import Printed, say
+from ..timing import schedule
+from ..timing.schedule import Budget, Samples
+from .output_capture import OutputCapture, say
 
 if TYPE_CHECKING:
     from .client import BenchProcess
@@ -85,7 +85,7 @@ def measure_processes(
 ) -> Samples:
     """Run the blocks, one process a window; each reports itself, which renews the time limit."""
     few = replace(budget, blocks=min(budget.blocks, BLOCKS), least=BLOCKS, laps=1, seconds=1e9)
-    return timing.measure(_ProcessBout(task, [side for side, _ in sides], progress), few, rng)
+    return schedule.measure(_ProcessBout(task, [side for side, _ in sides], progress), few, rng)
 
 
 class _ProcessBout:
@@ -168,7 +168,7 @@ def _answer(bench: BenchProcess, task: Task, name: str) -> Mapping[str, Any]:
     return reply.result
 
 
-def _say_again(printed: Sequence[Printed]) -> None:
+def _say_again(printed: Sequence[OutputCapture]) -> None:
     """Print here what a sample's process has printed: this process's output is read."""
     for one in printed:
         say(sys.stdout, one.stdout.take().text)

@@ -1,6 +1,6 @@
 """One side of one case, a few times, alone: the program that NVIDIA's profilers are put around.
 
-    python -m pytest_aisp.bench.solo TASK.json
+    python -m pytest_aisp.worker.profile_target TASK.json
 
 The file holds a `messages.Task` of kind ``profile`` whose `side` is a role. The calls are in an
 NVTX range ``aisp-baseline`` or ``aisp-optimized``, between the start and the stop of CUDA's

@@ -7,20 +7,20 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ..common.device import Machine
-from ..results import runs, samples
+from ..results import run_reader
+from ..results.export import path_below
 from ..results.messages import Reply, Task
-from ..results.published import below
+from ..util.device import Machine
 
 Name = tuple[str, str, int]
 """What makes a case the same in another run: its page below the root, its key there, its GPUs."""
 
 
-class RecordingError(Exception):
+class ReplayError(Exception):
     """A file that holds no recorded rows."""
 
 
-class Recording:
+class ReplayBench:
     """A bench that answers from a recorded run.
 
     Args:
@@ -35,14 +35,14 @@ class Recording:
     """
 
     def __init__(self, path: Path) -> None:
-        folder = runs.folder_of(path)
-        file = folder / runs.JOURNAL if folder.is_dir() else path
+        folder = run_reader.folder_of(path)
+        file = folder / run_reader.JOURNAL if folder.is_dir() else path
         try:
-            lines, lost = runs.journal(file)
-            known = (file.parent / runs.MANIFEST).exists()
-            manifest = runs.manifest(file.parent) if known else {}
-        except runs.RunError as error:
-            raise RecordingError(f"--aisp-replay={path}: no run to judge again: {error}") from None
+            lines, lost = run_reader.journal(file)
+            known = (file.parent / run_reader.MANIFEST).exists()
+            manifest = run_reader.manifest(file.parent) if known else {}
+        except run_reader.RunError as error:
+            raise ReplayError(f"--aisp-replay={path}: no run to judge again: {error}") from None
         self._folder, self.dropped = file.parent, "; ".join(lost)
         self.machine = _machine(manifest["machine"]) if known else None
         self.rows: dict[Name, Any] = {_of_row(line, manifest.get("root")): line for line in lines}
@@ -61,8 +61,8 @@ class Recording:
             return Reply(result=row["environment"])
         kind = "checks" if task.kind in ("check", "count") else "timings"
         try:
-            answers = samples.read(self._folder, row["samples"])[kind]
-        except samples.SamplesError as error:
+            answers = run_reader.read(self._folder, row["samples"])[kind]
+        except run_reader.SamplesError as error:
             return Reply(error="page", message=f"the recording cannot be judged again: {error}")
         number = self._asked.get((asked, kind), 0)
         self._asked[asked, kind] = number + 1
@@ -78,13 +78,13 @@ class Recording:
 
 def _of_row(row: Mapping[str, Any], root: str | None) -> Name:
     # Without a manifest nothing says where the root was; an id is relative to it.
-    page = row["nodeid"].partition("::")[0] if root is None else below(row["page"], root)
+    page = row["nodeid"].partition("::")[0] if root is None else path_below(row["page"], root)
     return page, row["key"], row["gpus"]
 
 
 def _of_task(task: Task) -> Name:
     key = f"{Path(task.page).name}::{task.function}[{task.case}]"
-    return below(task.page, task.root), key, task.gpus
+    return path_below(task.page, task.root), key, task.gpus
 
 
 def _machine(plain: Mapping[str, Any]) -> Machine:

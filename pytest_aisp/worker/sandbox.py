@@ -12,18 +12,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..common import trees
-from ..common.quiet import waiter
-from ..pages.pair import Pair, Precision, Side, side_name
-from ..proof import check
-from ..proof.numerics import Rule, Wrong
-from ..proof.oracle import Named, Oracle, observed
-from ..proof.sides import Subject, make_inputs, make_state
-from ..proof.workbench import UNSEEN, VALUE_SETS
-from ..results.timing import MOST_STEPS
+from ..checking import check
+from ..checking.inputs import UNSEEN, VALUE_SETS, BoundSide, make_inputs, make_state
+from ..checking.numerics import Rule, Wrong
+from ..checking.reference import Named, Reference, outputs_and_state
+from ..page.pair import Pair, Precision, Side, side_name
+from ..timing.schedule import MOST_STEPS
+from ..util import pytree
+from ..util.device_sync import synchronizer
 
 
-class Performer:
+class SandboxedSide:
     """A side ready to be asked for calls, in a process of its own.
 
     Args:
@@ -47,14 +46,14 @@ class Performer:
         slots: int,
     ) -> None:
         values = [make_inputs(pair, device, size, seed + k) for k in range(VALUE_SETS)]
-        self._slots = [trees.clone(values[k % VALUE_SETS]) for k in range(slots)]
-        self._subject = Subject(side, self._slots, make_state(pair, device, size, seed))
-        self._device, self._wait = device, waiter(device)
+        self._slots = [pytree.clone(values[k % VALUE_SETS]) for k in range(slots)]
+        self._subject = BoundSide(side, self._slots, make_state(pair, device, size, seed))
+        self._device, self._wait = device, synchronizer(device)
         self._graph: Any = None
         self.unit = 1
         self._subject.round()
         if clock == "graph":
-            from .windows import capture
+            from ..timing.windows import capture
 
             self.unit = counted
             self._graph = capture(lambda: self._subject.cycle(counted))
@@ -82,7 +81,7 @@ class Performer:
 
         last = torch.load(values, map_location=self._device, weights_only=False)
         for slot in self._slots:
-            trees.copy_into(slot, last)
+            pytree.copy_into(slot, last)
         self._subject.restore()
         if self._graph is not None:
             self._graph.replay()
@@ -91,15 +90,15 @@ class Performer:
         self._wait()
         if self._subject.state is not None:
             kept = [(self.unit - 1) % len(self._slots)]
-        found = [observed(self._subject.outputs[k], self._subject.state) for k in kept]
+        found = [outputs_and_state(self._subject.outputs[k], self._subject.state) for k in kept]
         torch.save([[(path, t.detach().cpu()) for path, t in named] for named in found], outputs)
 
 
-def draw(oracle: Oracle, values: Path) -> None:
+def draw(oracle: Reference, values: Path) -> None:
     """Write the value set that no side has seen."""
     import torch
 
-    torch.save(trees.map_tensors(_bare, oracle.bench.value_set(UNSEEN)), values)
+    torch.save(pytree.map_tensors(_bare, oracle.bench.value_set(UNSEEN)), values)
 
 
 def _bare(tensor: Any) -> Any:
@@ -107,7 +106,7 @@ def _bare(tensor: Any) -> Any:
 
 
 def compare(
-    oracle: Oracle,
+    oracle: Reference,
     side: Side,
     precision: Precision | None,
     outputs: Path,

@@ -1,6 +1,6 @@
 """The bench process: answer tasks over a pipe, never inside pytest.
 
-    python -m pytest_aisp.bench READ_FD WRITE_FD
+    python -m pytest_aisp.worker READ_FD WRITE_FD
 
 It dies with its parent. Whatever a page prints goes to this process's own stdout and stderr, which
 are files (`printed`), never into an answer.
@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import IO, Any
 
-from ..pages.sources import PACKAGE
+from ..page.sources import PACKAGE
 from ..results import messages
 from ..results.messages import Reply, Task, failed
 
@@ -107,7 +107,7 @@ class Server:
 
     @property
     def _exhausted(self) -> bool:
-        from . import windows
+        from ..timing import windows
 
         return self.engine.kept.exhausted or bool(windows.abandoned)
 
@@ -134,33 +134,35 @@ def _answerable() -> tuple[type[BaseException], ...]:
 
 
 def _error_reply(error: BaseException, doing: str) -> Reply:
-    from ..common import trees
-    from ..kernels import assembly
-    from ..proof import controls, numerics, witness, workbench
-    from ..results import timing
-    from . import asked, energy, processes, windows
+    from ..checking import controls, inputs, numerics
+    from ..isolation import monkeypatches
+    from ..kernels import assemble
+    from ..page.pair import SideError
+    from ..timing import schedule, windows
+    from ..util import pytree
+    from . import loader, metrics, process_timer
 
     kinds: tuple[tuple[str, tuple[type[Exception], ...]], ...] = (
         ("wrong", (numerics.Wrong,)),
         (
             "page",
             (
-                asked.PageError,
-                assembly.AssemblyError,
+                loader.PageError,
+                assemble.AssemblyError,
                 SideError,
-                trees.TreeError,
+                pytree.TreeError,
                 controls.TooLoose,
                 controls.CannotTell,
-                workbench.NotCold,
+                inputs.NotCold,
                 windows.Unblockable,
-                energy.Uncountable,
+                metrics.Uncountable,
             ),
         ),
-        ("disturbed", (timing.Disturbed, witness.Traced)),
+        ("disturbed", (schedule.Disturbed, monkeypatches.Traced)),
     )
     if not isinstance(error, Exception) and type(error).__name__ == "Skipped":
         return Reply(error="page", message=f"{_first_line(error)}, during: {doing}\n{MARKS}")
-    if isinstance(error, processes.ProcessFailed):
+    if isinstance(error, process_timer.ProcessFailed):
         return replace(error.reply, message=str(error))
     for name, types in kinds:
         if isinstance(error, types):

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..common.peers import here
-from ..common.quiet import release, waiter
-from ..pages.pair import Side
-from ..proof.sides import Subject
-from ..proof.workbench import Workbench, alone, one_slot
-from ..results.profiles import Differences, Seen, gathered, table
+from ..checking.inputs import BoundSide, InputPool, alone, one_slot
+from ..page.pair import Side
+from ..results.row import duration
+from ..util.device_sync import release, synchronizer
+from ..util.process_group import current_group
 
 WARMUP, CALLS = 2, 3
 """Calls before the profiler looks, in which kernels are compiled and tuned; calls that it sees."""
@@ -33,7 +32,7 @@ def range_name(role: str) -> str:
 
 
 def profile_sides(
-    bench: Workbench, sides: Mapping[str, Side], folder: Path, tell: Callable[[str], Any]
+    bench: InputPool, sides: Mapping[str, Side], folder: Path, tell: Callable[[str], Any]
 ) -> dict[str, Any]:
     """Profile `sides`, by role, one after the other, and write what was seen below `folder`.
 
@@ -43,7 +42,7 @@ def profile_sides(
         and on a GPU `memory` by role, in bytes.
     """
     what = "kernels" if _on_gpu(bench) else "operators"
-    writes = here().rank == 0
+    writes = current_group().rank == 0
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
     seen: dict[str, dict[str, Seen]] = {}
@@ -71,7 +70,7 @@ def profile_sides(
     return {**said, "memory": memory} if memory else said
 
 
-def replay_side(bench: Workbench, side: Side, role: str) -> None:
+def replay_side(bench: InputPool, side: Side, role: str) -> None:
     """Call `side` a few times in a range of its role, for a profiler around this process.
 
     The range alone is between the start and the stop of CUDA's profiler; warm-up is before it.
@@ -91,12 +90,12 @@ def replay_side(bench: Workbench, side: Side, role: str) -> None:
                 torch.cuda.profiler.stop()
 
 
-def _on_gpu(bench: Workbench) -> bool:
+def _on_gpu(bench: InputPool) -> bool:
     return bench.device.startswith("cuda")
 
 
 @contextmanager
-def _warm(bench: Workbench, side: Side) -> Iterator[Subject]:
+def _warm(bench: InputPool, side: Side) -> Iterator[BoundSide]:
     """Yield `side` on one slot, called often enough to be steady."""
     with alone(bench, side) as subject:
         _run(bench, subject, WARMUP)
@@ -104,13 +103,13 @@ def _warm(bench: Workbench, side: Side) -> Iterator[Subject]:
         yield subject
 
 
-def _run(bench: Workbench, subject: Subject, calls: int) -> None:
+def _run(bench: InputPool, subject: BoundSide, calls: int) -> None:
     subject.cycle(calls)
-    waiter(bench.device)()
+    synchronizer(bench.device)()
 
 
 @contextmanager
-def _range(bench: Workbench, role: str) -> Iterator[None]:
+def _range(bench: InputPool, role: str) -> Iterator[None]:
     """Name what happens inside for torch's profiler and, on a GPU, for NVIDIA's."""
     import torch
 
@@ -121,7 +120,7 @@ def _range(bench: Workbench, role: str) -> Iterator[None]:
         yield
 
 
-def _traced(bench: Workbench, side: Side, role: str) -> Any:
+def _traced(bench: InputPool, side: Side, role: str) -> Any:
     """Return torch's profiler after it has seen `CALLS` calls of `side`."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -133,7 +132,7 @@ def _traced(bench: Workbench, side: Side, role: str) -> Any:
     return profiler
 
 
-def _events(profiler: Any, bench: Workbench) -> Iterable[tuple[str, float]]:
+def _events(profiler: Any, bench: InputPool) -> Iterable[tuple[str, float]]:
     """Return name and seconds of each kernel, copy and fill, or on a CPU of each operator.
 
     An operator's seconds are its own, without those of the operators that it calls.
@@ -146,13 +145,13 @@ def _events(profiler: Any, bench: Workbench) -> Iterable[tuple[str, float]]:
     return [(str(e.name), e.self_cpu_time_total * 1e-6) for e in own]
 
 
-def _torchs_own(profiler: Any, bench: Workbench) -> str:
+def _torchs_own(profiler: Any, bench: InputPool) -> str:
     """Return torch's own table, operators and kernels together."""
     by = "self_device_time_total" if _on_gpu(bench) else "self_cpu_time_total"
     return str(profiler.key_averages().table(sort_by=by, row_limit=ROWS))
 
 
-def _memory(bench: Workbench, side: Side, snapshot: Path) -> dict[str, dict[str, int]]:
+def _memory(bench: InputPool, side: Side, snapshot: Path) -> dict[str, dict[str, int]]:
     """Return what the allocator holds before `side` is made ready and after its calls.
 
     Between the two it records its history, which goes to `snapshot`. A pass of its own: recording
@@ -168,7 +167,7 @@ def _memory(bench: Workbench, side: Side, snapshot: Path) -> dict[str, dict[str,
             with closing(bench.subject(side)) as subject:
                 _run(bench, subject, CALLS)
                 after = _held()
-                if here().rank == 0:
+                if current_group().rank == 0:
                     torch.cuda.memory._dump_snapshot(str(snapshot))
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -181,3 +180,91 @@ def _held() -> dict[str, int]:
 
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     return {"allocated": allocated, "reserved": reserved, "difference": reserved - allocated}
+
+
+SHOWN, CUT = 4, 60
+"""Names in one line of words, and characters of each; the files have all of them."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """How often a call of a side runs one kernel or operator, and its seconds in that call."""
+
+    count: float
+    seconds: float
+
+
+def gathered(events: Iterable[tuple[str, float]], calls: int) -> dict[str, Seen]:
+    """Return by name what ``(name, seconds)`` events of `calls` calls are in one, longest first."""
+    found: dict[str, Seen] = {}
+    for name, seconds in events:
+        before = found.get(name, Seen(0.0, 0.0))
+        found[name] = Seen(before.count + 1 / calls, before.seconds + seconds / calls)
+    return dict(sorted(found.items(), key=lambda item: -item[1].seconds))
+
+
+def table(what: str, seen: Mapping[str, Seen]) -> list[str]:
+    """Return the lines of a side's table: count and time a call, share of all time, full name."""
+    total = sum(one.seconds for one in seen.values())
+    lines = [f"{'a call':>8}  {'time a call':>12}  {'share':>6}  {what}"]
+    for name, one in seen.items():
+        share = one.seconds / total if total else 0.0
+        lines.append(f"{one.count:8.4g}  {duration(one.seconds):>12}  {share:6.1%}  {name}")
+    return lines
+
+
+@dataclass(frozen=True)
+class Differences:
+    """What differs between the sides, by name, a call.
+
+    Attributes:
+        what: ``kernels`` or ``operators``.
+        new, gone: what only the optimized side runs, and only the baseline; how often.
+        counts: what both run, but not as often: the baseline's count, the optimized side's.
+    """
+
+    what: str
+    new: dict[str, float]
+    gone: dict[str, float]
+    counts: dict[str, tuple[float, float]]
+
+    @classmethod
+    def between(
+        cls, what: str, baseline: Mapping[str, Seen], optimized: Mapping[str, Seen]
+    ) -> Differences:
+        """Return the differences of two sides' tables; counts within 1e-6 are the same."""
+        both = {n: (baseline[n].count, optimized[n].count) for n in baseline if n in optimized}
+        return cls(
+            what,
+            {n: one.count for n, one in optimized.items() if n not in baseline},
+            {n: one.count for n, one in baseline.items() if n not in optimized},
+            {n: pair for n, pair in both.items() if abs(pair[0] - pair[1]) > 1e-6},
+        )
+
+    def words(self) -> str:
+        """Return one line: the first names of each kind, cut."""
+        parts = [_named("new", self.new), _named("gone", self.gone)]
+        changed = {n: f"{a:g} -> {b:g}" for n, (a, b) in self.counts.items()}
+        parts.append(_named("other counts", changed))
+        said = "; ".join(filter(None, parts))
+        return said or f"both sides run the same {self.what}, as often"
+
+    def lines(self) -> list[str]:
+        """Return the lines of the file: everything, full names."""
+        lines = [f"{self.what} a call: baseline -> optimized"]
+        lines += [f"new    0 -> {count:g}  {name}" for name, count in self.new.items()]
+        lines += [f"gone   {count:g} -> 0  {name}" for name, count in self.gone.items()]
+        lines += [f"count  {a:g} -> {b:g}  {name}" for name, (a, b) in self.counts.items()]
+        return lines if len(lines) > 1 else [*lines, self.words()]
+
+
+def _named(kind: str, found: Mapping[str, object]) -> str:
+    if not found:
+        return ""
+    names = [f"{name[:CUT]} ({_count(count)})" for name, count in list(found.items())[:SHOWN]]
+    more = [f"{len(found) - SHOWN} more"] if len(found) > SHOWN else []
+    return f"{kind}: {', '.join([*names, *more])}"
+
+
+def _count(count: object) -> str:
+    return f"{count:g}" if isinstance(count, float) else str(count)

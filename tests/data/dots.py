@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pytest_aisp.kernels import sass
-from pytest_aisp.pages.skus import GPU_ARCHS
+from pytest_aisp.page.gpu_specs import GPU_ARCHS
 
 
 @triton.jit
