@@ -25,13 +25,13 @@ __all__ = [
 ]
 
 _HOME = {
-    "Variant": "pages.pair",
-    "Work": "pages.pair",
-    "bottleneck": "loop.bottleneck",
-    "capture": "bench.graphs",
-    "compare": "pages.marks",
-    "cuda_module": "kernels.build",
-    "fresh_process": "bench.processes",
+    "Variant": "page.pair",
+    "Work": "page.pair",
+    "bottleneck": "bottleneck.find",
+    "capture": "timing.microbench",
+    "compare": "page.declare",
+    "cuda_module": "kernels.cuda_cpp",
+    "fresh_process": "worker.process_timer",
     "tensor_map": "kernels.tma",
 }
 
