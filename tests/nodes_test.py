@@ -126,6 +126,6 @@ def test_the_names_are_those_of_the_real_driver():
 
 def test_host_nodes_of_several_ranks_accuse_nobody(monkeypatch):
     """NCCL drives networks from the host, out of the graph."""
-    monkeypatch.setattr(graph_nodes, "here", lambda: SimpleNamespace(world=2))
+    monkeypatch.setattr(graph_nodes, "current_group", lambda: SimpleNamespace(world=2))
     assert graph_nodes.contradiction({"kernel": 2, "host node": 1}) == ""
     assert "nothing computes" in graph_nodes.contradiction({"host node": 1})

@@ -118,7 +118,7 @@ def test_no_output_is_read_before_the_device_is_idle(built, monkeypatch, tmp_pat
         PENDING.clear()
 
     for module in (check, trial):  # a window waits for its own stream alone
-        monkeypatch.setattr(module, "waiter", lambda device: wait)
+        monkeypatch.setattr(module, "synchronizer", lambda device: wait)
     monkeypatch.setitem(sys.modules, "trial_test", sys.modules[__name__])
     page = tmp_path / "late.py"
     page.write_text(LATE)
@@ -166,7 +166,7 @@ def test_a_process_keeps_no_more_than_its_share_of_a_gpu(
 @pytest.mark.parametrize(("still", "exhausted"), [(10, False), (30, True)])
 def test_a_rank_keeps_an_eighth_of_what_another_process_may(monkeypatch, still, exhausted):
     ranks, gib = SimpleNamespace(world=2, most=lambda value: value), iter([10, still])
-    monkeypatch.setattr("pytest_aisp.worker.cache.here", lambda: ranks)
+    monkeypatch.setattr("pytest_aisp.worker.cache.current_group", lambda: ranks)
     monkeypatch.setattr("pytest_aisp.worker.cache.release", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(gib) << 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 140 << 30))

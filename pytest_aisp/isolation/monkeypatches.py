@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import importlib
 import math
+import pkgutil
 import os
 import random
 import statistics
@@ -22,14 +23,8 @@ from .background_work import BackgroundWork
 from .global_state import ENVIRONMENT, OWNED, flags, restore
 from .protections import enabled
 
-OURS = {
-    "proof": "check controls fits manners numerics oracle repeats sides witness workbench",
-    "bench": "clocks cold cuda engine host kernels memory nodes processes trial windows",
-    "guard": "housekeeping leftovers switches",
-    "results": "stats timing",
-    "common": "trees",
-}
-"""Our modules whose functions and methods are watched, by room."""
+WATCHED = ("checking", "isolation", "results", "timing", "util", "worker")
+"""Our packages whose functions and methods are watched, every module of them."""
 TORCH = (
     *("cat", "empty", "empty_like", "equal", "full_like", "randint", "segment_reduce", "tensor"),
     *("where", "zeros_like", "linalg.vector_norm", "cuda.synchronize", "cuda.Event"),
@@ -45,7 +40,7 @@ _genuine: dict[str, tuple[_Place, Any]] = {}
 def remember() -> None:
     """Take everything as it is now. Called once, before a page loads."""
     if not _genuine:
-        for name in _ours():
+        for name in watched_modules():
             importlib.import_module(name)
         _genuine.update({what: (place, _at(place)) for what, place in _places()})
 
@@ -62,9 +57,15 @@ def put_back() -> None:
             setattr(*place, found)
 
 
-def _ours() -> list[str]:
+def watched_modules() -> list[str]:
+    """Return the names of our modules that a page must leave alone, as they are on the disk."""
     package = __name__.partition(".")[0]
-    return [f"{package}.{room}.{name}" for room, names in OURS.items() for name in names.split()]
+    return [
+        f"{package}.{name}.{module.name}"
+        for name in WATCHED
+        for module in pkgutil.iter_modules(importlib.import_module(f"{package}.{name}").__path__)
+        if module.name != "__main__"
+    ]
 
 
 def _at(place: _Place) -> Any:
@@ -88,7 +89,7 @@ def _places() -> Iterator[tuple[str, _Place]]:
         yield f"torch.{name}", (owner, last)
     yield from _methods("random.Random", random.Random)
     yield from _methods("torch.Tensor", torch.Tensor)
-    for name in _ours():
+    for name in watched_modules():
         yield from _functions(sys.modules[name])
 
 
