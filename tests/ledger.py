@@ -17,7 +17,7 @@ SECOND_LINES = {
         " values in the same order as the side before it, so such an answer is refused by the bound"
         " as well. Whether a freed block comes back is the allocator's choice, and no lie here may"
         " depend on that. It is a second line for what reads memory that it never wrote;"
-        " `workbench_test.py` shows that it is left full of NaN."
+        " `inputs_test.py` shows that it is left full of NaN."
     )
 }
 """Protections without a lie of their own, and why."""
@@ -80,26 +80,26 @@ _THROTTLED = (
     " decision_test.py::test_throttled_throughout_is_no_measurement"
 )
 _SLOTS = (
-    "workbench_test.py::test_slots_outgrow_the_cache_five_times_and_lie_apart"
-    " workbench_test.py::test_what_cannot_be_cold_is_refused_unless_the_page_says_warm"
-    " workbench_test.py::test_every_window_runs_through_all_slots"
+    "inputs_test.py::test_slots_outgrow_the_cache_five_times_and_lie_apart"
+    " inputs_test.py::test_what_cannot_be_cold_is_refused_unless_the_page_says_warm"
+    " inputs_test.py::test_every_window_runs_through_all_slots"
 )
 _STALE_RECORD = "modes_test.py::test_a_loss_in_another_environment_is_stale_unless_strict"
-_WARM = "workbench_test.py::test_warming_goes_on_while_memory_grows_or_times_fall"
+_WARM = "inputs_test.py::test_warming_goes_on_while_memory_grows_or_times_fall"
 _IMPORTS = (
-    "housekeeping_test.py::test_an_import_once_is_measured_again"
-    " housekeeping_test.py::test_an_import_at_every_call_fails_the_case"
+    "interference_test.py::test_an_import_once_is_measured_again"
+    " interference_test.py::test_an_import_at_every_call_fails_the_case"
 )
 _COMPILES = (
-    "housekeeping_test.py::test_what_dynamo_really_compiles_is_counted"
+    "interference_test.py::test_what_dynamo_really_compiles_is_counted"
     " tuner_test.py::test_what_triton_compiles_is_counted_and_who_listened_before_is_told"
 )
-_FAULTS = "housekeeping_test.py::test_pages_read_from_disk_disturb_unless_the_page_is_about_them"
+_FAULTS = "interference_test.py::test_pages_read_from_disk_disturb_unless_the_page_is_about_them"
 _POWER = "modes_test.py::test_a_loss_under_another_power_limit_is_stale_and_says_so"
 _FACTS = "store_test.py::test_facts_that_make_times_incomparable"
 _FAKES = "shown on fakes, on no GPU"
-_WRONG_SIDES = "sides_test.py::test_a_wrong_side_is_named_with_its_size"
-_ONE_GPU = "workbench_test.py::test_a_bench_process_sees_one_gpu"
+_WRONG_SIDES = "check_test.py::test_a_wrong_side_is_named_with_its_size"
+_ONE_GPU = "inputs_test.py::test_a_bench_process_sees_one_gpu"
 _GPU = "no exploit on a GPU yet; "
 _CLOCKS = (
     "clocks_test.py::test_a_lie_is_told_by_the_clock_that_it_forgot"
@@ -140,7 +140,7 @@ PEERS = (
     Item(
         "An answer found again by address, shape, or the call before",
         exploits=_STALE + " scans_inputs memo",
-        tests="mutants_test.py::test_a_lie_is_caught",
+        tests="page_mutants_test.py::test_a_lie_is_caught",
     ),
     Item(
         "Several calls done as one, the others skipped",
@@ -151,18 +151,18 @@ PEERS = (
     Item(
         "Inputs changed in place",
         exploits="sorted_inputs sorts_when_timed negative_zero sorted_list",
-        tests="sides_test.py::test_a_page_that_breaks_a_rule_is_refused",
+        tests="check_test.py::test_a_page_that_breaks_a_rule_is_refused",
     ),
     Item("An input handed back as the output", exploits="view view_when_timed"),
     Item(
         "The answer found in freed memory",
-        tests=f"{_WRONG_SIDES} workbench_test.py::test_free_memory_is_left_full_of_nan",
+        tests=f"{_WRONG_SIDES} inputs_test.py::test_free_memory_is_left_full_of_nan",
         why="the memory that is handed out next holds NaN; outputs are poisoned between windows",
     ),
     Item(
         "Expected values found in the process",
         exploits="gc_scan scans_inputs",
-        tests="workbench_test.py::test_the_unseen_values_do_not_exist_before_the_last_rewrite"
+        tests="inputs_test.py::test_the_unseen_values_do_not_exist_before_the_last_rewrite"
         f" {_APART}",
         why="under `--aisp-untrusted` they are in another process",
     ),
@@ -176,7 +176,7 @@ PEERS = (
         exploits="loose_tolerance constant zeros",
         tests="numerics_test.py::test_a_tolerance_that_a_control_passes_is_condemned"
         " numerics_test.py::test_a_loose_output_cannot_hide_behind_a_strict_one"
-        " mutants_test.py::test_a_lie_is_caught",
+        " page_mutants_test.py::test_a_lie_is_caught",
     ),
     Item(
         "Lower precision than declared",
@@ -263,7 +263,7 @@ PEERS = (
         "Short samples on a coarse clock",
         why="a window lasts 1 ms and more, and the mean is taken inside it",
         tests="decision_test.py::test_a_coarse_clock_does_not_bias"
-        " workbench_test.py::test_every_window_runs_through_all_slots",
+        " inputs_test.py::test_every_window_runs_through_all_slots",
     ),
     Item(
         "Clocks that differ between the sides",
@@ -336,7 +336,7 @@ PEERS = (
     Item(
         "A neighbour on the GPU",
         tests="terminal_test.py::test_a_lease_that_is_taken_says_so_before_it_waits"
-        f" workbench_test.py::test_a_block_that_waited_for_a_core_is_measured_again {_STRANGER}",
+        f" inputs_test.py::test_a_block_that_waited_for_a_core_is_measured_again {_STRANGER}",
         why="our own sessions take turns by lease; NVML names others that compute",
         open="where a container hides process ids nobody can be named",
     ),
@@ -348,7 +348,7 @@ PEERS = (
     Item(
         "A core lost, garbage collected, a loop that logs",
         exploits="affinity priority collects_garbage switch_interval fewer_threads",
-        tests="workbench_test.py::test_a_block_that_waited_for_a_core_is_measured_again",
+        tests="inputs_test.py::test_a_block_that_waited_for_a_core_is_measured_again",
     ),
     Item(
         "Noise that is called an improvement",
@@ -467,7 +467,7 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         ),
         Item(
             "The allocator's pool gives back the answer",
-            tests="workbench_test.py::test_free_memory_is_left_full_of_nan",
+            tests="inputs_test.py::test_free_memory_is_left_full_of_nan",
             why="the cache is released before each lap; both sides have slots of their own values",
         ),
         Item(
@@ -483,7 +483,7 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         ),
         Item(
             "Swapping",
-            tests="housekeeping_test.py"
+            tests="interference_test.py"
             f"::test_swapping_out_disturbs_and_swap_that_was_there_does_not {_FAULTS}",
             why="a block in which pages went to disk or came from it is measured again",
         ),
@@ -569,7 +569,7 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         Item(
             "Guards that fail and compile again",
             exploits="compiles",
-            tests=f"{_WARM} housekeeping_test.py::test_what_dynamo_really_compiles_is_counted",
+            tests=f"{_WARM} interference_test.py::test_what_dynamo_really_compiles_is_counted",
             why="a time that still moves is not timed yet; frames of Dynamo and graphs of Inductor"
             " are counted, and a block with one is measured again",
         ),
@@ -689,7 +689,7 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         ),
         Item(
             "A container's limits",
-            tests="workbench_test.py::test_a_block_that_waited_for_a_core_is_measured_again",
+            tests="inputs_test.py::test_a_block_that_waited_for_a_core_is_measured_again",
             why="no cgroup limit is refused: ordinary pods have one, and both sides share it",
         ),
         Item(
@@ -734,7 +734,7 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         Item(
             "Noise of other processes",
             why="a block that waited for a core is measured again; sessions take turns by lease",
-            tests="workbench_test.py::test_a_block_that_waited_for_a_core_is_measured_again"
+            tests="inputs_test.py::test_a_block_that_waited_for_a_core_is_measured_again"
             f" terminal_test.py::test_a_lease_that_is_taken_says_so_before_it_waits {_STRANGER}",
         ),
     ),
@@ -767,8 +767,8 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         Item(
             "Nothing held back",
             exploits="knows_the_seed remembers_values",
-            tests="workbench_test.py::test_the_values_that_checks_draw_are_the_runs_secret"
-            " workbench_test.py::test_the_unseen_values_do_not_exist_before_the_last_rewrite",
+            tests="inputs_test.py::test_the_values_that_checks_draw_are_the_runs_secret"
+            " inputs_test.py::test_the_unseen_values_do_not_exist_before_the_last_rewrite",
         ),
     ),
 }

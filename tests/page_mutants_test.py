@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from emulated import COMPILER, ONLY_ON_A_GPU, emulated
-from lies import LIES, nearly, plain, told, units_of, zeros
+from mutants import LIES, nearly, plain, told, units_of, zeros
 
 from pytest_aisp.checking import check
 from pytest_aisp.checking.controls import CannotTell, TooLoose

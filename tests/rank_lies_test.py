@@ -1,10 +1,10 @@
-"""No page on several ranks accepts a lie: those of mutants_test.py, told by two ranks at once."""
+"""No page on several ranks accepts a lie: those of page_mutants_test.py, told by two ranks at once."""
 
 from __future__ import annotations
 
 import pytest
-from lies import LIES, nearly, zeros
-from mutants_test import PAGES, ROOT, judged_on
+from mutants import LIES, nearly, zeros
+from page_mutants_test import PAGES, ROOT, judged_on
 
 from pytest_aisp.distributed.launcher import RankSet
 from pytest_aisp.page.pair import is_plain
@@ -16,7 +16,7 @@ CASES = [
     for path in SPREAD
     for name in judged_on(path)
 ]
-LYING = """from lies import lying_page
+LYING = """from mutants import lying_page
 
 globals().update(lying_page({path!r}, {root!r}))
 """

@@ -45,9 +45,9 @@ What catches each of them here, and where that is shown. Nothing in these tables
 """
 WHEN = {"check": "checked", "time": "timed"}
 WHEN_OF = {  # by test file: what its tests are about; the exploits say it themselves
-    **dict.fromkeys(("mutants_test", "numerics_test", "sides_test"), "checked"),
-    **dict.fromkeys(("exploits_test", "workbench_test", "clocks_test"), "timed"),
-    **dict.fromkeys(("cuda_bout_test", "housekeeping_test"), "timed"),
+    **dict.fromkeys(("page_mutants_test", "numerics_test", "check_test"), "checked"),
+    **dict.fromkeys(("exploits_test", "inputs_test", "clocks_test"), "timed"),
+    **dict.fromkeys(("cuda_bout_test", "interference_test"), "timed"),
     **dict.fromkeys(("cold_test", "device_test", "kernels_test", "untrusted_test"), "timed"),
     **dict.fromkeys(("cuda_bout_test", "nodes_test", "trial_test"), "timed"),
     **dict.fromkeys(
