@@ -191,7 +191,8 @@ echo kept > "${report}SUFFIX"
 )
 def test_what_it_cannot_do_is_refused(tools, pytester, monkeypatch, arguments, words):
     tools(HONEST)
-    monkeypatch.setattr("pytest_aisp.worker.nvidia_tools.sanitizer_installed", lambda: "compute-sanitizer")
+    found = "pytest_aisp.worker.nvidia_tools.sanitizer_installed"
+    monkeypatch.setattr(found, lambda: "compute-sanitizer")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     result = pytester.runpytest(*arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR

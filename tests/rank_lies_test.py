@@ -1,4 +1,4 @@
-"""No page on several ranks accepts a lie: those of page_mutants_test.py, told by two ranks at once."""
+"""Pages on several ranks reject the wrong sides of page_mutants_test.py, run by two ranks."""
 
 from __future__ import annotations
 

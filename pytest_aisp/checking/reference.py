@@ -187,8 +187,8 @@ class Reference:
         if not isinstance(outputs, (list, tuple)) or len(outputs) != current_group().world:
             many = f" of {len(outputs)}" if isinstance(outputs, (list, tuple)) else ""
             raise SideError(
-                f"reference must return what each of {current_group().world} ranks holds, as a list with one"
-                f" entry a rank; it returned {type(outputs).__name__}{many}"
+                f"reference must return what each of {current_group().world} ranks holds, as a"
+                f" list with one entry a rank; it returned {type(outputs).__name__}{many}"
             )
         return outputs[current_group().rank]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import builtins
 import importlib
 import math
-import pkgutil
 import os
+import pkgutil
 import random
 import statistics
 import sys
