@@ -278,7 +278,7 @@ def test_fixtures(device, timer, pair):
 
 def test_nothing_of_the_plugin_is_loaded():
     ours = {name for name in sys.modules if name.startswith("pytest_aisp")}
-    own = ("combinations", "options", "reading", "settings", "stash")
+    own = ("options", "parse_config")
     names = ("", ".plugin", ".session", *(f".session.{name}" for name in own))
     assert ours <= {f"pytest_aisp{name}" for name in names}
     assert "torch" not in sys.modules
