@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .metric_limits import GOALS
+from .metric_limits import METRICS
 from .models import Stored, session_sd
 from .verdict import DEFAULT_SPREAD, RED, UNKNOWN_SESSION, record_margin
 
@@ -228,7 +228,7 @@ def _timed(
 
 
 def _counted(old: Measured, new: Measured) -> Iterator[Change]:
-    for name, goal in GOALS.items():
+    for name, goal in METRICS.items():
         before, after = old.goals.get(name, {}), new.goals.get(name, {})
         for side in ("baseline", "optimized"):
             if side not in before or side not in after:

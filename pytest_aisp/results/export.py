@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from .metric_limits import GOALS
+from .metric_limits import METRICS
 from .row import digits, duration, size_text
 from .verdict import ORDER, RED
 
@@ -96,7 +96,7 @@ def _goals(line: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name, both in line["goals"].items():
         held = {"limit": line["limits"].get(name), "stored": line["held"].get(name)}
-        margin = {"margin": GOALS[name].margin, "slack": GOALS[name].slack}
+        margin = {"margin": METRICS[name].margin, "slack": METRICS[name].slack}
         found[name] = {**both, **held, **margin}
     return found
 
@@ -219,7 +219,7 @@ COLUMNS: tuple[str, ...] = (
 )
 COLUMNS += ("bound", "clock", "verdict", "not_timed", "speedup", "low", "high", "baseline_s")
 COLUMNS += ("optimized_s", "share", "limit", "claim", "stored", "spread", "detectable", "votes")
-COLUMNS += tuple(f"{goal}_{side}" for goal in GOALS for side in ("baseline", "optimized"))
+COLUMNS += tuple(f"{goal}_{side}" for goal in METRICS for side in ("baseline", "optimized"))
 COLUMNS += ("reasons", "wall", "samples")
 
 
@@ -243,7 +243,7 @@ def _flat(case: Case) -> dict[str, Any]:
     flat |= {"stored": (case["stored"] or {}).get("speedup")}
     flat |= {
         f"{name}_{side}": goals.get(name, {}).get(side)
-        for name in GOALS
+        for name in METRICS
         for side in ("baseline", "optimized")
     }
     flat |= {"size": "; ".join(f"{k}={v}" for k, v in case["size"].items())}

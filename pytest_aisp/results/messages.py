@@ -33,7 +33,7 @@ class Task:
         function, variant, size, gpus: the case; case: its id, as pytest has it.
         side: for `sample`, the name of the one side to time; with `versus="old"` ``baseline`` or
             ``optimized``; for `count`, the one role to count, in a process of its own.
-        goal: for `count`, what to count: a key of `goals.GOALS`.
+        goal: for `count`, what to count: a key of `metric_limits.METRICS`.
         device: ``cuda`` or ``cpu``.
         at: ``case`` checks the case's own size and a few fixed others, ``check`` the small ones
             only.

@@ -18,7 +18,7 @@ Name = Literal["memory", "reserved", "fragmentation", "launches", "energy", "goo
 
 
 @dataclass(frozen=True)
-class Goal:
+class Metric:
     """One thing that is counted.
 
     Attributes:
@@ -87,13 +87,15 @@ def joules(value: float) -> str:
 
 # Blocks are cut from segments of 2 or 20 MiB, and a library may choose another workspace.
 _ALLOCATED, _SEGMENTS = (0.01, 1 << 20), (0.01, 40 << 20)
-GOALS: dict[str, Goal] = {
-    "memory": Goal("beyond the inputs", "assert_memory", amount, True, *_ALLOCATED),
-    "reserved": Goal("taken from the GPU", "assert_memory", amount, True, *_SEGMENTS),
-    "fragmentation": Goal("taken and unused", "assert_memory", amount, True, *_SEGMENTS),
-    "launches": Goal("launches a call", "assert_count", "{:g}".format, False, 0.0, 0.0),
+METRICS: dict[str, Metric] = {
+    "memory": Metric("beyond the inputs", "assert_memory", amount, True, *_ALLOCATED),
+    "reserved": Metric("taken from the GPU", "assert_memory", amount, True, *_SEGMENTS),
+    "fragmentation": Metric("taken and unused", "assert_memory", amount, True, *_SEGMENTS),
+    "launches": Metric("launches a call", "assert_count", "{:g}".format, False, 0.0, 0.0),
     # Leakage grows with temperature, and no two GPUs of a product draw the same.
-    "energy": Goal("a call", "assert_energy", joules, True, 0.05, 0.0),
+    "energy": Metric("a call", "assert_energy", joules, True, 0.05, 0.0),
     # Loaders and hosts differ by more than clocks do.
-    "goodput": Goal("at compute", "assert_goodput", "{:.0%}".format, False, 0.05, 0.0, rises=True),
+    "goodput": Metric(
+        "at compute", "assert_goodput", "{:.0%}".format, False, 0.05, 0.0, rises=True
+    ),
 }

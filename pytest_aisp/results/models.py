@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, TypeAlias
 
-from .metric_limits import GOALS
+from .metric_limits import METRICS
 from .stats import rms, session_spread, trimmed_spread
 from .verdict import DEFAULT_SPREAD, UNKNOWN_SESSION
 
@@ -215,7 +215,7 @@ def plain_table(value: Any) -> dict[str, Any]:
 def _goals(value: Any) -> dict[str, Any]:
     """Return a sorted copy of what both sides take of each goal."""
     table = plain_table(value)
-    if not table.keys() <= GOALS.keys():
+    if not table.keys() <= METRICS.keys():
         raise ValueError
     for both in table.values():
         named = both.keys() - {"noise"} == {"baseline", "optimized"}
@@ -247,7 +247,7 @@ FORMS: dict[str, Form] = {
     "environments": (lambda v: _some(v, _word), "a list of names"),
     "sources": (_hashes, "two hex hashes, of baseline and optimized"),
     "choices": TABLE,
-    "goals": (_goals, f"by {' or '.join(GOALS)}, amounts of baseline and optimized, and noise"),
+    "goals": (_goals, f"by {' or '.join(METRICS)}, amounts of baseline and optimized, and noise"),
     "samples": (lambda v: _word(v, _HEX), "a hex hash"),
 }
 OPTIONAL = ("share", "limit", "samples")

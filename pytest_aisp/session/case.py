@@ -9,7 +9,7 @@ from typing import Any
 from ..kernels import autotune
 from ..page.pair import Case
 from ..results import metric_limits, verdict
-from ..results.metric_limits import GOALS
+from ..results.metric_limits import METRICS
 from ..results.row import duration, graph_notes, launch_bound, launch_bound_note, memory_note
 from ..timing import kernel_profile
 from .canary import offer_to_canary
@@ -93,7 +93,7 @@ class CaseRun(CaseClient):
             EndOfBody: where nothing is timed.
             Failed: for a red verdict.
         """
-        asked, row = GOALS[goal].asked, self.row
+        asked, row = METRICS[goal].asked, self.row
         self._begin(asked, "counted")
         row.sources = dict(row.checks[0]["sources"])
         if self.place.device == "cpu" and self.run.timer is None:

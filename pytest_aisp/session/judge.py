@@ -12,7 +12,7 @@ from ..kernels import autotune
 from ..page.pair import Work
 from ..results import stats, verdict
 from ..results.export import path_below
-from ..results.metric_limits import GOALS
+from ..results.metric_limits import METRICS
 from ..results.models import Result, differences, pooled, session_sd
 from ..results.row import bare, duration, ratio
 from ..timing import peaks as peaks_module
@@ -116,7 +116,7 @@ class Judge:
         Raises:
             Failed: for too much of it, or of goodput too little.
         """
-        row, settings, goal = self.row, self.run.settings, GOALS[name]
+        row, settings, goal = self.row, self.run.settings, METRICS[name]
         said = f"{name}: {goal.said(found, limit)}"
         row.goals[name], row.limits[name] = dict(found), limit
         row.remarks = [r for r in row.remarks if not r.startswith(f"{name}:")]

@@ -17,7 +17,7 @@ from ..results import store
 from ..results.artifacts import REPORT, Artifacts
 from ..results.export import path_below
 from ..results.merge import why_kept
-from ..results.metric_limits import GOALS
+from ..results.metric_limits import METRICS
 from ..results.models import Result
 from ..results.row import ratio
 from ..results.store import StoreError
@@ -154,7 +154,7 @@ def _as_result(recorded: Mapping[str, Any], environment: str) -> Result:
 def _said(result: Result) -> str:
     """Return ``3.530x, memory 600 MiB / 240 MiB``: what there is of it."""
     parts = [] if result.value is None else [ratio(result.value)]
-    parts += [f"{name} {GOALS[name].both(found)}" for name, found in result.goals.items()]
+    parts += [f"{name} {METRICS[name].both(found)}" for name, found in result.goals.items()]
     return ", ".join(parts)
 
 

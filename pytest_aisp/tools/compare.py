@@ -14,7 +14,7 @@ from typing import Any
 
 from ..results import diff, export, run_reader
 from ..results.diff import Change, Comparison, Measured, Turned
-from ..results.metric_limits import GOALS
+from ..results.metric_limits import METRICS
 from ..results.row import duration
 from ..results.store import StoreError, parse
 from ..util import git
@@ -215,8 +215,8 @@ def _changed(change: Change) -> tuple[str, ...]:
 def _amount(unit: str, value: float) -> str:
     if unit == "s":
         return duration(value)
-    if unit in GOALS:
-        return GOALS[unit].unit(value)
+    if unit in METRICS:
+        return METRICS[unit].unit(value)
     return {"x": export.times_text(value), "share": f"{value:.0%}"}.get(unit, f"{value:g}")
 
 

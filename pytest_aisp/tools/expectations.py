@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..results.metric_limits import GOALS
+from ..results.metric_limits import METRICS
 from ..results.models import Result, Stored, session_sd
 from ..results.row import bare, duration
 from ..results.store import load
@@ -191,7 +191,7 @@ def _taken_by(result: Result, side: str) -> str:
     """Return a side's time; where nothing was timed, what it takes of each goal."""
     if side in result.seconds:
         return duration(result.seconds[side])
-    return ", ".join(f"{name} {GOALS[name].unit(n[side])}" for name, n in result.goals.items())
+    return ", ".join(f"{name} {METRICS[name].unit(n[side])}" for name, n in result.goals.items())
 
 
 def _speedup(result: Result, stored: Stored) -> str:
