@@ -1,13 +1,14 @@
 # make bench   the first chapter on the machine at hand
 # make test    every page checked, its kernels assembled for every GPU, then the project's own tests
-# Both set up .venv; test also a browser for the report, where it may: as root, where there is apt.
+# make docs    the documentation as a site in site/, its links checked
+# All set up .venv; test also a browser for the report, where it may: as root, where there is apt.
 # PYTHON=... names the interpreter to make it with; VENV=... an environment to use.
 
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 
-.PHONY: bench test lint browser
+.PHONY: bench test lint docs browser
 
 # Rewritten assertions and compiled modules are kept: the tests start pytest some hundred times.
 unexport PYTHONDONTWRITEBYTECODE
@@ -32,6 +33,11 @@ lint: $(VENV)/.ready
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+docs: $(VENV)/.ready
+	$(PY) -m pip install -q -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "site/index.html"
 
 # torch by itself and first: only the pinned version is sure to be the build meant here.
 $(VENV)/.ready: pyproject.toml constraints.txt

@@ -8,7 +8,7 @@
 `record` times eight unlike kernels against themselves, unchanged and with a planted slowdown, in
 fresh bench processes, as the plugin times a changed side against itself as it was; besides, as
 `triton.testing.do_bench` and pytest-benchmark would. `judge` prints the tables of
-docs/code-gate.md; with `--check` it exits 1 where they differ from a stored one.
+docs/explanation/code-gate.md; with `--check` it exits 1 where they differ from a stored one.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ PILOT = 5
 HEADROOM = 1.2
 """What is planted beyond what the spread so far can detect; the whole record may say more."""
 NOISE = {"window": 0.002, "capture": 0.0015, "process": 0.0004}
-"""Noise of the simulated device: about what docs/spread.md measured."""
+"""Noise of the simulated device: about what docs/explanation/spread.md measured."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
     python benchmarks/error_rates.py --code     the code gate (`--aisp-against`) instead
     python benchmarks/error_rates.py --canary   how often a run's canary misbehaves by chance
     python benchmarks/error_rates.py --full     15,000 and 2,000 planted losses, the table of
-    docs/verdict.md
+    docs/explanation/verdict.md
 
 A suite of 250 unlike cases is recorded as a product is (8 processes in each of two sessions), then
 run again and again in new sessions: screen, vote, claim gate and record gate, with the code that
@@ -31,7 +31,7 @@ CASES, PROCESSES = 250, 8
 BUDGET = Budget()
 SESSION = 0.0010
 
-# Levels: docs/spread.md for windows, captures and processes; the rest is what each model adds.
+# Levels: docs/explanation/spread.md for windows, captures and processes; the rest is what each model adds.
 MEASURED = Noise(window=0.0020, capture=0.0015, process=0.0004)
 MODELS = {
     "white": MEASURED,

@@ -142,7 +142,7 @@ def test_the_adapter_is_small():
 
 
 def test_the_marked_test_of_the_guide_is_timed(pytester):
-    guide = (Path(__file__).parents[1] / "docs" / "pytest-benchmark.md").read_text()
+    guide = (Path(__file__).parents[1] / "docs/how-to/pytest-benchmark.md").read_text()
     pytester.makepyfile(guide_test=re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1])
     done = pytester.runpytest_subprocess("guide_test.py")
     done.stdout.fnmatch_lines(["*benchmark: 1 tests*", "test_matmul *10 *1", "*1 passed*"])

@@ -201,7 +201,7 @@ def test_too_short_a_loop_says_what_to_do():
 
 
 def test_the_example_of_the_guide_works(capsys):
-    guide = (Path(__file__).parents[1] / "docs" / "tools.md").read_text()
+    guide = (Path(__file__).parents[1] / "docs/reference/cli.md").read_text()
     example = re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1]
     trained = []
     exec(example, {"loader": range(20), "train": trained.append})

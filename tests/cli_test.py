@@ -53,7 +53,7 @@ def test_help_names_every_command_and_option(command, capsys):
 
 
 def test_every_option_and_command_is_in_the_guide():
-    guide = (ROOT / "docs" / "tools.md").read_text()
+    guide = (ROOT / "docs/reference/cli.md").read_text()
     for name, options in OPTIONS.items():
         assert f"aisp {' '.join(name)}".strip() in guide
         assert all(option in guide for option in options), (name, options)

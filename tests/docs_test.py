@@ -25,7 +25,7 @@ SHOWN = re.compile(r"^(?:\$ )?(aisp .*?)(?: +[#>|].*)?$", re.MULTILINE)
 NAMED = re.compile(r"`(aisp [a-z][^`]*)`")
 """A command that a document speaks of; its arguments may be left out."""
 READMES = [ROOT / "README.md", ROOT / "README.ko.md"]
-DOCUMENTS = [*READMES, ROOT / "ci/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*READMES, ROOT / "ci/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CHAPTERS = sorted((ROOT / "suites").glob("ch*/README.md"))
 
 
@@ -43,9 +43,18 @@ def test_a_readme_without_a_place_for_the_table_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
-def test_links_lead_somewhere(document):
-    for target in re.findall(r"\]\(([\w./-]+)\)", document.read_text()):
+def test_every_link_leads_to_a_file(document):
+    for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", document.read_text()):
         assert (document.parent / target).exists(), target
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", tmp_path]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "index.html").exists()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
@@ -186,7 +195,7 @@ def test_every_command_is_shown():
 
 
 PAGES = re.findall(
-    r"```python\n(.*?)```", (ROOT / "docs" / "write-a-page.md").read_text(), re.DOTALL
+    r"```python\n(.*?)```", (ROOT / "docs/tutorial/write-a-page.md").read_text(), re.DOTALL
 )
 
 

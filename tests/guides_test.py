@@ -13,7 +13,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```\n(.*?)^```", re.MULTILINE | re.DOTALL)
 """A block of commands; those in a language are run where they are tested."""
 ELSEWHERE = ("bench", "out", "artifacts/latest")
@@ -62,8 +62,8 @@ def test_the_settings_and_the_hook_of_the_gate_are_taken(page, gpu, pytester):
     page(folder="bench")
     (pytester.path / "tox.ini").unlink()
     plugins = pytester.path / "pyproject.toml"
-    plugins.write_text(code("gate.md", "toml"))
-    hook = code("gate.md", "python")
+    plugins.write_text(code("how-to/gate.md", "toml"))
+    hook = code("how-to/gate.md", "python")
     with (pytester.path / "conftest.py").open("a") as file:
         file.write(f"\n\n{hook}")
     result = pytester.runpytest_subprocess("-s", "bench")
@@ -73,7 +73,7 @@ def test_the_settings_and_the_hook_of_the_gate_are_taken(page, gpu, pytester):
 
 
 def test_what_the_guide_to_ranks_shows_adds_up(monkeypatch):
-    block = code("ranks.md", "python")
+    block = code("how-to/several-gpus.md", "python")
     assert [n.name for n in ast.parse(block).body] == ["inputs", "reference", "summed"]
     shared = []
     names = {"torch": torch, "dist": SimpleNamespace(all_reduce=shared.append)}

@@ -207,7 +207,7 @@ def test_an_old_recording_without_a_manifest_is_called_old(write):
 
 
 def test_the_guides_python_reads_a_run(tmp_path, monkeypatch, capsys):
-    guide = (Path(__file__).parents[1] / "docs" / "artifacts.md").read_text()
+    guide = (Path(__file__).parents[1] / "docs/reference/results.md").read_text()
     shutil.copytree(DATA, tmp_path / "artifacts" / "latest")
     monkeypatch.chdir(tmp_path)
     exec(re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1], {})

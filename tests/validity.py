@@ -1,6 +1,6 @@
 """The table of lies and protections, from the exploits that the tests run.
 
-python tests/validity.py          writes docs/validity.md
+python tests/validity.py          writes docs/reference/validity.md
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pytest_aisp.isolation.protections import PROTECTIONS
 
 ROOT = Path(__file__).parents[1]
 EXPLOITS = ROOT / "tests" / "exploits"
-DOCUMENT = ROOT / "docs" / "validity.md"
+DOCUMENT = ROOT / "docs/reference/validity.md"
 INTRODUCTION = """
 Each protection has a name, and for each there are lies: small pages in `tests/exploits` whose
 optimized side cheats. `tests/exploits_test.py` shows of every lie that each of the protections it
@@ -29,7 +29,7 @@ is none.
 
 A process that times a page's code is no proof against a side that attacks the harness itself: these
 are the mistakes and the shortcuts, and `--aisp-untrusted` is for the attacks
-([checking](checking.md)). What else there is say two lists that others have drawn up, at the end:
+([checking](../explanation/checking.md)). What else there is say two lists that others have drawn up, at the end:
 [40 lies of public benchmarks](#40-lies-of-public-benchmarks) and
 [95 validity issues](#95-validity-issues).
 
@@ -113,7 +113,7 @@ def _read(path: Path) -> Exploit:
 
 
 def document() -> str:
-    """Return docs/validity.md."""
+    """Return docs/reference/validity.md."""
     lies = exploits()
     on_gpu = sum(lie.device == "cuda" for lie in lies)
     intro = INTRODUCTION.format(lies=len(lies), protections=len(PROTECTIONS), gpu=on_gpu)
@@ -173,13 +173,13 @@ def _what(item: Item, lies: Sequence[Exploit]) -> str:
 
 
 def _link(exploit: Exploit) -> str:
-    return f"[{exploit.name}](../{exploit.path.relative_to(ROOT).as_posix()})"
+    return f"[{exploit.name}](../../{exploit.path.relative_to(ROOT).as_posix()})"
 
 
 def _test(name: str) -> str:
     file, _, function = name.partition("::")
     words = function.removeprefix("test_").replace("_", " ")
-    return f"[{words}](../tests/{file})"
+    return f"[{words}](../../tests/{file})"
 
 
 if __name__ == "__main__":

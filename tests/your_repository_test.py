@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-GUIDE = ROOT / "docs" / "your-repository.md"
+GUIDE = ROOT / "docs/how-to/your-repository.md"
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "artifacts")
 OFFLINE = {"wheel": "--no-build-isolation -q", "install": "--no-deps --no-index -q --target lib"}
 """What pip is told here besides: what it needs is installed, and nothing is fetched."""
@@ -43,7 +43,7 @@ def test_a_new_repository_gates_with_the_wheel(pytester, gpu, monkeypatch):
     gpu(chained=2e-5, reduced=3e-6)
     subprocess.run(["git", "init", "-q", "."], check=True)
     [shown] = blocks(GUIDE, "sh")
-    page = blocks(ROOT / "docs" / "write-a-page.md", "python")[0]
+    page = blocks(ROOT / "docs/tutorial/write-a-page.md", "python")[0]
     page = page.replace("65536", "1024").replace('    cpu_sizes=[{"n": 4096}],\n', "")
     for line in shown.splitlines():
         words = shlex.split(line, comments=True)

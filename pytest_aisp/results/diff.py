@@ -18,7 +18,7 @@ from .verdict import DEFAULT_SPREAD, RED, UNKNOWN_SESSION, record_margin
 TIME_FLOOR = 0.05
 """Least noise of a time: both sides share what moves a GPU's clocks, their ratio is rid of it.
 
-Times of the same kernel differ by up to 3.4 % from process to process (docs/spread.md).
+Times of the same kernel differ by up to 3.4 % from process to process (docs/explanation/spread.md).
 """
 Outcome = Literal["worse", "better", "same"]
 ORDER: tuple[Outcome, ...] = ("worse", "better", "same")

@@ -1,7 +1,7 @@
 """The gate is gated: each run times one side against itself, once alike and once slowed down.
 
 The first must pass as no difference, the second must become a suspect; otherwise no verdict of the
-run counts. docs/verdict.md has the chance that either goes wrong by itself.
+run counts. docs/explanation/verdict.md has the chance that either goes wrong by itself.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from .schedule import Budget, Samples
 PYTHON_RUNS = ("host", "cpu")
 """Clocks on which a side's Python runs at every timed call."""
 LONG_ROUND = 3e-3
-"""Seconds of a call above which two laps must do: its captures scatter least (docs/spread.md)."""
+"""Seconds of a call above which two laps must do: its captures scatter least (docs/explanation/spread.md)."""
 FURTHER_CALLS = 4
 """Calls after the last window that are compared one by one."""
 
@@ -138,7 +138,7 @@ class Trial:
         """Build both sides once, untimed, and return what the bout says of it.
 
         It chooses the clock, and leaves the memory as each lap finds it: what the laps then lie in
-        differs by the order of building alone, and cancels (docs/spread.md).
+        differs by the order of building alone, and cancels (docs/explanation/spread.md).
         """
         self._lay()
         built: dict[int, BoundSide] = {}
