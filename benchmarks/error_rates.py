@@ -31,7 +31,7 @@ CASES, PROCESSES = 250, 8
 BUDGET = Budget()
 SESSION = 0.0010
 
-# Levels: docs/explanation/spread.md for windows, captures and processes; the rest is what each model adds.
+# Levels: spread.md for windows, captures and processes; the rest is what each model adds.
 MEASURED = Noise(window=0.0020, capture=0.0015, process=0.0004)
 MODELS = {
     "white": MEASURED,

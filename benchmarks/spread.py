@@ -1,7 +1,7 @@
 """How far repeated measurements of one ratio lie apart, by block, capture, process and session.
 
     python benchmarks/spread.py run OUT.json [--processes 8]     one session, on a GPU
-    python benchmarks/spread.py table OUT1.json OUT2.json ...    the table of docs/explanation/spread.md
+    python benchmarks/spread.py table OUT1.json OUT2.json ...    the table of spread.md
 
 Six unlike pairs and, for each, the optimized side against an independent copy of itself (A/A). In
 each process every pair is built 4 times (buffers freed, allocated and captured anew), 10 blocks

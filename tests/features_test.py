@@ -21,6 +21,7 @@ from pytest_aisp.util.device import Machine
 from pytest_aisp.worker import loader
 
 ROOT = Path(__file__).parents[1]
+DOCUMENT = ROOT / "docs/reference/gpu-features.md"
 H200 = Machine("sm90", "nvidia-h200", "NVIDIA H200", ("GPU-1",))
 RTX = Machine("sm120", "nvidia-rtx", "NVIDIA RTX", ("GPU-1",))
 CPU = Machine("cpu", "cpu-few-2c", "few, 2 cores")
@@ -63,14 +64,14 @@ def test_the_targets_of_an_arch_are_its_own_and_its_family_s():
 
 
 def test_the_document_shows_the_table():
-    text = (ROOT / "docs/reference/gpu-features.md").read_text()
+    text = DOCUMENT.read_text()
     shown = text.partition("<!-- features -->\n")[2].partition("<!-- end of features -->")[0]
     assert shown == feature_probe.table(), "python -m pytest_aisp.kernels.feature_probe --table"
 
 
 @needs_nvrtc
 def test_the_words_that_the_document_quotes_are_the_assembler_s():
-    text = " ".join((ROOT / "docs/reference/gpu-features.md").read_text().split())
+    text = " ".join(DOCUMENT.read_text().split())
     quoted = set(re.findall(r"`((?:Feature|Instruction) '[^`]*? '(sm_\w+)')`", text))
     assert len(quoted) >= 6
     names = {"multicast::cluster::all": "clc_multicast", "tcgen05.alloc": "tcgen05"}
@@ -83,7 +84,7 @@ def test_the_words_that_the_document_quotes_are_the_assembler_s():
 
 @needs_nvrtc
 def test_the_advice_that_the_document_quotes_is_the_assembler_s():
-    text = " ".join(re.sub(r"\n> ", " ", (ROOT / "docs/reference/gpu-features.md").read_text()).split())
+    text = " ".join(re.sub(r"\n> ", " ", DOCUMENT.read_text()).split())
     advised = feature_probe.attempt("multicast", "sm_121a")
     assert advised.code
     assert advised.words.partition(" should be used on .target")[0] in text

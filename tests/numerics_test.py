@@ -1,4 +1,4 @@
-"""The derived bound: honest arithmetic passes, the mutants of docs/explanation/checking.md do not."""
+"""The derived bound: honest arithmetic passes, the mutants of checking.md do not."""
 
 from __future__ import annotations
 

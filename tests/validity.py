@@ -21,25 +21,26 @@ ROOT = Path(__file__).parents[1]
 EXPLOITS = ROOT / "tests" / "exploits"
 DOCUMENT = ROOT / "docs/reference/validity.md"
 INTRODUCTION = """
-Each protection has a name, and for each there are lies: small pages in `tests/exploits` whose
-optimized side cheats. `tests/exploits_test.py` shows of every lie that each of the protections it
-names catches it with the others switched off, and that it is believed with all of them off.
-{lies} lies, {protections} protections; {gpu} of the lies need a GPU, and are skipped where there
-is none.
+Each protection has a name. For each there are exploits: small pages in `tests/exploits` whose
+optimized side cheats. `tests/exploits_test.py` runs every exploit with only one of its protections
+on, which must catch it, and with all of them off, which must let it pass.
+{lies} exploits, {protections} protections. {gpu} exploits need a GPU and are skipped without one.
 
-A process that times a page's code is no proof against a side that attacks the harness itself: these
-are the mistakes and the shortcuts, and `--aisp-untrusted` is for the attacks
-([checking](../explanation/checking.md)). What else there is say two lists that others have drawn up, at the end:
+The protections run in the process that runs the side. They stop mistakes and shortcuts, not a side
+that attacks the harness itself. `--aisp-untrusted` is for attacks
+([how a result is checked](../explanation/checking.md)).
+
+Two public checklists follow the protections:
 [40 lies of public benchmarks](#40-lies-of-public-benchmarks) and
 [95 validity issues](#95-validity-issues).
 
-This page is written by `python tests/validity.py`, and tests hold it to the files.
+`python tests/validity.py` writes this page, and a test compares it with the files.
 """
 LEDGER = """
-What catches each of them here, and where that is shown. Nothing in these tables is ticked by hand:
+The tables say what catches each item here, and which test shows it. A script fills them in:
 
-- **caught**: the exploits and tests in the last column show it, and nothing is known to be missing;
-- **in part**: they show some of it; what is missing stands behind *Open*;
+- **caught**: the tests in the last column show it, and we know of no gap;
+- **in part**: the tests show some of it. The gap follows *Open*;
 - **by design**: there is nothing to catch, for the reason given;
 - **open**: not shown, or not done.
 """
@@ -117,7 +118,7 @@ def document() -> str:
     lies = exploits()
     on_gpu = sum(lie.device == "cuda" for lie in lies)
     intro = INTRODUCTION.format(lies=len(lies), protections=len(PROTECTIONS), gpu=on_gpu)
-    lines = ["# What is refused, and how that is known", "", *intro.strip().splitlines(), ""]
+    lines = ["# Cheats and protections", "", *intro.strip().splitlines(), ""]
     for name, meaning in PROTECTIONS.items():
         mine = [lie for lie in lies if name in lie.protections]
         lines += [f"## {name}", "", f"{meaning[0].upper()}{meaning[1:]}.", ""]
@@ -131,7 +132,7 @@ def document() -> str:
 
 
 def _lies_table(lies: Sequence[Exploit]) -> Iterator[str]:
-    yield "| lie | caught when |"
+    yield "| exploit | caught when |"
     yield "| --- | --- |"
     for lie in lies:
         on_gpu = " on a GPU" if lie.device == "cuda" else ""

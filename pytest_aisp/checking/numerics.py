@@ -2,7 +2,7 @@
 
 The reference is computed in float64 from the inputs as the sides get them. The allowed error of
 each element is a standard deviation derived from the types, the longest sum and the reference's own
-sensitivity to its operands; `docs/explanation/checking.md` derives it. Two tests must hold: the rms of the
+sensitivity to its operands; `checking.md` derives it. Two tests must hold: the rms of the
 error over all elements, and the worst element.
 """
 

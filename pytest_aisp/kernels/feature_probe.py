@@ -1,7 +1,7 @@
 """What the compiler and the GPU of this machine can do, feature by feature.
 
     python -m pytest_aisp.kernels.feature_probe            what assembles where, and what runs here
-    python -m pytest_aisp.kernels.feature_probe --table    the table of docs/reference/gpu-features.md
+    python -m pytest_aisp.kernels.feature_probe --table    the table of gpu-features.md
 
 Each feature has a probe, a kernel in `features.cu`. It is compiled for the plain target of an arch,
 for that of its family and for its own, ``sm_100``, ``sm_100f`` and ``sm_100a``, and launched where

@@ -29,7 +29,7 @@ def process_value(blocks: Sequence[float], firsts: Sequence[int] = (), *, robust
     """Return a process's value: the mean of the middle half of its blocks, or their median.
 
     A GPU now and then runs a few windows 10 % slower, once in half of the processes on one board
-    (docs/explanation/spread.md): no block may move the value by itself. The host's clock, `robust`, is worse.
+    (spread.md): no block may move the value by itself. The host's clock, `robust`, is worse.
 
     Args:
         firsts: by block, which side was built first. Where memory came to lie favours one of them

@@ -1,7 +1,7 @@
 """The decision: gates, screen, vote, verdict.
 
 A gate compares ln(speedup) with one limit. A case past a gate's screen is a suspect and is measured
-again in up to five fresh processes; only three equal votes make it red. `docs/explanation/verdict.md` gives the
+again in up to five fresh processes; only three equal votes make it red. `verdict.md` gives the
 reasons and the error rates, `pytest_aisp.timing.fake_device` the device on which they are tested.
 """
 
@@ -35,7 +35,7 @@ RECORD_SPREADS = 10.0
 SESSION_SHIFTS = 5.0
 """Session spreads by which a detectable loss must clear the margin: all votes share the session."""
 UNKNOWN_SESSION = {"graph": 0.010, "queue": 0.020, "host": 0.10, "cpu": 0.05, "process": 0.05}
-"""Session-to-session spread by clock, assumed until sessions are recorded (docs/explanation/spread.md)."""
+"""Session-to-session spread by clock, assumed until sessions are recorded (spread.md)."""
 
 DEFAULT_SPREAD = {"graph": 0.0025, "queue": 0.005, "host": 0.030, "cpu": 0.030, "process": 0.030}
 """Spread of one process's value by clock, assumed until this product has recorded its own."""
@@ -63,7 +63,7 @@ class Reading(NamedTuple):
 def effective_spread(spread: float, reading: Reading) -> float:
     """Return the spread to judge `reading` with: the recorded one, unless its laps deny that.
 
-    Some sessions scatter more than those that were recorded (docs/explanation/spread.md). Only a standard error
+    Some sessions scatter more than those that were recorded (spread.md). Only a standard error
     of `BELIEVED` times the spread counts: four laps, two of either order, exceed that in 6 % of
     processes by chance alone, and less than that misses too much of what scatters.
     """

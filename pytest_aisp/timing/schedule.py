@@ -68,7 +68,7 @@ class Budget:
     Attributes:
         blocks: most blocks.
         laps: how often both sides are built and captured anew, where that is cheap. Most of the
-            spread between processes turned out to be spread between captures (docs/explanation/spread.md).
+            spread between processes turned out to be spread between captures (spread.md).
         seconds: what the blocks may take together.
         window: least seconds a window lasts (None: the clock's own).
         warmup: least calls a side is warmed with.

@@ -30,7 +30,7 @@ from .schedule import Budget, Samples
 PYTHON_RUNS = ("host", "cpu")
 """Clocks on which a side's Python runs at every timed call."""
 LONG_ROUND = 3e-3
-"""Seconds of a call above which two laps must do: its captures scatter least (docs/explanation/spread.md)."""
+"""Seconds of a call above which two laps must do: its captures scatter least (spread.md)."""
 FURTHER_CALLS = 4
 """Calls after the last window that are compared one by one."""
 

@@ -13,7 +13,7 @@ Optimized  eight_bits: moments as codes of 8 bits with one fp32 scale per 256 of
 Bound      DRAM: 28 / 16.06 bytes = 1.74x; 2^27 parameters take 0.89 ms against 0.51 ms at
            4.24 TB/s. Codes take 68 instructions a parameter, as nvdisasm counts them for sm90: 0.28
            ms at one an issue slot. Memory is the point: 0.27 GB of moments against 1.07, 0.254. The
-           accepted error is that of int8 (docs/explanation/checking.md), 2^-6 a rounding, two roundings a step:
+           accepted error is that of int8 (checking.md), 2^-6 a rounding, two roundings a step:
            after 3 steps sqrt(4 * 3 / 3) * 2^-6 = 3.1 % of what moves a parameter. A code is off by
            up to half a step of 15 % and 7 %, 4 % and 2 % rms, the first update by nothing and a
            third by what both earlier ones left: on a CPU the parameters are then off by 0.67 of
