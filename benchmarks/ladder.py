@@ -20,6 +20,7 @@ from typing import Any
 
 from pytest_aisp.kernels import sass
 from pytest_aisp.kernels.assemble import Assembly, Built
+from pytest_aisp.results import store
 from pytest_aisp.results.row import duration
 from pytest_aisp.worker.loader import load_page, pair_of
 
@@ -119,7 +120,7 @@ def main() -> int:
     options = parser.parse_args()
     file = ROOT / "baselines" / options.product / f"{options.page.resolve().parent.name}.json"
     start = f"{options.page.name}::{options.function}["
-    known = file.load(file).results if file.exists() else {}
+    known = store.load(file).results if file.exists() else {}
     mine = {key: result for key, result in known.items() if key.startswith(start)}
     results = {key: result for key, result in mine.items() if result.value is not None}
     where = options.page.resolve(), options.function, ARCH_OF[options.product], results

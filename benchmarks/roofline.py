@@ -18,11 +18,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from pytest_aisp.distributed import plot
+from pytest_aisp.distributed.plot import GRAY, GRID, INK
 from pytest_aisp.results import run_reader
 from pytest_aisp.results.row import duration, ratio
 from pytest_aisp.timing.peaks import Peaks, load
-from pytest_aisp.tools import plot
-from pytest_aisp.tools.plot import GRAY, GRID, INK
 
 WIDTH, HEIGHT = 1120, 600
 LEFT, RIGHT, TOP, BOTTOM = 96, 970, 76, 540

@@ -6,15 +6,14 @@ import json
 import re
 
 import pytest
-from catalogues import case, catalogue
+from fake_results import case, fake_catalog
 
 from pytest_aisp.cli import app
 from pytest_aisp.page.gpu_specs import ARCHS
 from pytest_aisp.tools import catalog
-from pytest_aisp.tools import catalog as catalogues
 from pytest_aisp.util.cli_result import CliError
 
-COLLECT = ("--collect-only", "-q", "-p", catalogues.COLLECTOR)
+COLLECT = ("--collect-only", "-q", "-p", catalog.COLLECTOR)
 
 
 @pytest.fixture
@@ -32,9 +31,9 @@ def collect(pytester, page):
     (pytester.path / "out" / "results.jsonl").write_text("of the run before")
 
     def collect(*options):
-        file = pytester.path / "catalogue.json"
-        pytester.runpytest_subprocess(*COLLECT, f"--aisp-catalogue={file}", *options)
-        return catalogues.read(file)
+        file = pytester.path / "catalog.json"
+        pytester.runpytest_subprocess(*COLLECT, f"--aisp-catalog={file}", *options)
+        return catalog.read(file)
 
     return collect
 
@@ -78,13 +77,13 @@ def test_every_page_is_collected_whatever_the_ini_file_selects(collect, pytester
 
 
 def test_only_the_pages_asked_for_are_imported_and_all_are_named(collect):
-    found = collect("--aisp-catalogue-of=ch98:other")
+    found = collect("--aisp-catalog-of=ch98:other")
     assert [c["name"] for c in found.cases] == ["ch98:other"]
     assert (len(found.pages), found.unread) == (4, [])
 
 
 def test_targets_become_paths(tmp_path, monkeypatch):
-    found = catalogue(tmp_path, [case("ch07:scan"), case("ch07:gather"), case("ch10:gemm")])
+    found = fake_catalog(tmp_path, [case("ch07:scan"), case("ch07:gather"), case("ch10:gemm")])
     monkeypatch.chdir(tmp_path)
     assert found.paths(["ch07"]) == ["suites/ch07/scan_test.py", "suites/ch07/gather_test.py"]
     assert found.paths(["ch07:scan", "ch10"]) == [
@@ -106,7 +105,7 @@ def test_targets_become_paths(tmp_path, monkeypatch):
     ],
 )
 def test_an_unknown_target_is_answered_with_the_nearest(tmp_path, target, said):
-    found = catalogue(tmp_path, [case("ch07:online_softmax"), case("ch10:gemm")])
+    found = fake_catalog(tmp_path, [case("ch07:online_softmax"), case("ch10:gemm")])
     with pytest.raises(CliError) as error:
         found.known([target])
     assert str(error.value).splitlines() == [said, "    aisp bench list-targets"]
@@ -117,7 +116,7 @@ def test_where_pytest_cannot_collect_its_words_are_shown(tmp_path, monkeypatch):
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CliError) as error:
-        catalogues.collect(())
+        catalog.collect(())
     lines = str(error.value).splitlines()
     assert any("unrecognized arguments: --no-such-option" in line for line in lines)
     assert lines[-2:] == ["pytest cannot collect here", "    pytest --collect-only -q"]
@@ -129,7 +128,7 @@ def test_pages_are_listed_with_what_their_pairs_are_and_need(tmp_path):
         case("ch10:gemm", "wgmma", needs=["tma", "wgmma"], bound="tensor", archs=["sm90"]),
     ]
     ring = case("ch04:ring", gpus=2, title="A ring: " + "long " * 20)
-    found = catalogue(tmp_path, [*ladder, ring])
+    found = fake_catalog(tmp_path, [*ladder, ring])
     answer = catalog.list_targets_result(found, as_json=False)
     assert answer.code == 0
     heads, gemm, other = answer.lines
@@ -157,7 +156,7 @@ def test_pages_are_listed_with_what_their_pairs_are_and_need(tmp_path):
 
 def test_a_page_that_cannot_be_imported_is_exit_code_1(tmp_path):
     why = {"path": "suites/ch07/x_test.py", "outcome": "failed", "text": "E\nNameError: y\n"}
-    found = catalogue(tmp_path, [], unread=[why])
+    found = fake_catalog(tmp_path, [], unread=[why])
     answer = catalog.list_targets_result(found, as_json=False)
     assert (answer.code, answer.lines) == (
         1,

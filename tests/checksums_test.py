@@ -6,7 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
-import catalogues
+import fake_results
 import pytest
 
 from pytest_aisp.cli import app
@@ -44,8 +44,8 @@ def file(tmp_path, monkeypatch):
 def record(path, session, *, key="a", speedup=2.0, **facts):
     """Write a result as a run of this session does."""
     commit = {"commit": git("rev-parse", "--short=12", "HEAD")}
-    environment = {**catalogues.FACTS, **commit, **facts}
-    result = catalogues.result(speedup, values=((0.7, 0.69),), environments=(session,))
+    environment = {**fake_results.FACTS, **commit, **facts}
+    result = fake_results.result(speedup, values=((0.7, 0.69),), environments=(session,))
     store.write(path, "nvidia-h200", {key: result}, {session: environment}, replace=True)
 
 
@@ -185,7 +185,7 @@ def test_a_branch_is_held_against_what_it_came_from(file, capsys):
 
 
 def test_lines_may_go_and_peaks_are_no_results(file, capsys):
-    file.prune(file, ["a"])
+    store.prune(file, ["a"])
     file.with_name("peaks.json").write_text("{}")
     git("add", ".")
     assert seals(capsys)[0] == 0

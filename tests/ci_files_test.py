@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import catalogues
+import fake_results
 import pytest
 
 CI = Path(__file__).parents[1] / "ci"
@@ -159,9 +159,9 @@ def machine(tmp_path, monkeypatch):
         stand_in(tmp_path / "bin" / name, text)
     stand_in(tmp_path / "bin" / "aisp", AISP.format(python=sys.executable))
     (tmp_path / "ci").symlink_to(CI)
-    case = catalogues.case("ch10:gemm")
-    row = catalogues.row(case, "regressed", value=0.5, low=0.4, high=0.6, reasons=["too slow"])
-    catalogues.artifacts(tmp_path / "left", [row], code=1)
+    case = fake_results.case("ch10:gemm")
+    row = fake_results.row(case, "regressed", value=0.5, low=0.4, high=0.6, reasons=["too slow"])
+    fake_results.artifacts(tmp_path / "left", [row], code=1)
     monkeypatch.chdir(tmp_path)
     for name in ("GITHUB_STEP_SUMMARY", "GITLAB_CI"):
         monkeypatch.delenv(name, raising=False)
@@ -236,7 +236,7 @@ def test_a_killed_machine_leaves_no_green_run(machine, tmp_path):
         tmp_path / "bin" / "python", PYTHON.format(code="0").replace("exit", "kill $PPID; exit")
     )
     shutil.rmtree(tmp_path / "left")
-    catalogues.artifacts(tmp_path / "left", [], code=None)
+    fake_results.artifacts(tmp_path / "left", [], code=None)
     assert machine("ci/aisp.sh measure", AISP_OUT="out/a").returncode != 0
     done = machine("ci/aisp.sh gate out")
     assert (done.returncode, "pytest was killed" in done.stdout) == (1, True)

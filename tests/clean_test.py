@@ -6,11 +6,10 @@ import json
 import shutil
 
 import pytest
-from catalogues import case, catalogue, result, stored
+from fake_results import case, fake_catalog, result, stored
 
 from pytest_aisp.cli import app
-from pytest_aisp.tools import catalog as catalogues
-from pytest_aisp.tools import cleanup
+from pytest_aisp.tools import catalog, cleanup
 
 
 @pytest.fixture
@@ -26,8 +25,8 @@ def root(tmp_path, monkeypatch):
     kept = stored(root, {"scan_test.py::test_scan[tiled-n64]": result(2.0)})
     for name in (".ch07.json.lock", ".ch07.json.tmp", ".peaks.json.123", ".gitkeep"):
         (kept.parent / name).write_text("")
-    found = catalogue(root, [case("ch07:scan")])
-    monkeypatch.setattr(catalogues, "collect", lambda targets, *, tell: found)
+    found = fake_catalog(root, [case("ch07:scan")])
+    monkeypatch.setattr(catalog, "collect", lambda targets, *, tell: found)
     monkeypatch.chdir(root)
     return root
 

@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from catalogues import case, catalogue
+from fake_results import case, fake_catalog
 
 from pytest_aisp.cli import app, suite
 from pytest_aisp.results import export
-from pytest_aisp.tools import catalog as catalogues
-from pytest_aisp.tools import pytest_command
+from pytest_aisp.tools import catalog
 from pytest_aisp.util.cli_result import CliError
 from pytest_aisp.worker import nvidia_tools
 
@@ -23,9 +22,9 @@ PAGE = "suites/ch10/gemm_test.py"
 @pytest.fixture
 def ran(tmp_path, monkeypatch):
     """Two pages in a folder; the commands that would have been run, each ending with a code."""
-    told = catalogue(tmp_path, [case("ch10:gemm"), case("ch07:scan")])
+    told = fake_catalog(tmp_path, [case("ch10:gemm"), case("ch07:scan")])
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(catalogues, "collect", lambda *targets, tell: told)
+    monkeypatch.setattr(catalog, "collect", lambda *targets, tell: told)
     ran = []
 
     class Ended:
@@ -37,7 +36,7 @@ def ran(tmp_path, monkeypatch):
         def wait(self):
             return next(self.codes, 0)
 
-    monkeypatch.setattr(pytest_command, "Popen", Ended)
+    monkeypatch.setattr(catalog, "Popen", Ended)
     monkeypatch.setattr(ran_codes := Ended, "codes", iter(()))
     return ran, ran_codes
 
@@ -75,7 +74,7 @@ def test_what_pytest_is_given(ran, capsys, given, expected):
 def test_a_full_profile_is_a_run_for_each_profiler_that_is_installed(ran, monkeypatch, capsys):
     commands, ended = ran
     monkeypatch.setattr(
-        nvidia_tools, "installed", lambda name: "/bin/ncu" if name == "ncu" else None
+        nvidia_tools, "profiler_installed", lambda name: "/bin/ncu" if name == "ncu" else None
     )
     ended.codes = iter((0, 1))
     line = ["bench", "run", "--targets", "ch10", "--profile", "full", "--artifacts-dir", "out"]
@@ -88,7 +87,7 @@ def test_a_full_profile_is_a_run_for_each_profiler_that_is_installed(ran, monkey
         f"$ python -m pytest --aisp-profile=torch --aisp-artifacts=out -x {PAGE}",
         f"$ python -m pytest --aisp-profile=ncu --aisp-artifacts=out/ncu -x {PAGE}",
     ]
-    assert pytest_command.measuring(["p"], "full", None, []) == [
+    assert catalog.measuring(["p"], "full", None, []) == [
         *(["--aisp-profile=torch", "p"], ["--aisp-profile=ncu", "p"])
     ]
 
@@ -204,18 +203,18 @@ def test_a_folder_without_a_recording_is_refused(ran, recorded, tmp_path, capsys
 def test_pytest_is_really_run_and_its_exit_code_returned(tmp_path, capfd):
     (tmp_path / "red_test.py").write_text("def test_red():\n    assert 1 == 2\n")
     command = ["-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", str(tmp_path)]
-    assert pytest_command.run(command, lambda text: print(text, flush=True)) == 1
+    assert catalog.run(command, lambda text: print(text, flush=True)) == 1
     lines = capfd.readouterr().out.splitlines()
     assert lines[0] == f"$ python -m pytest -q -p no:cacheprovider --rootdir={tmp_path} {tmp_path}"
     assert lines[-1].startswith("1 failed")
-    assert Path(pytest_command.shown(["a b"]).split("'")[1]).name == "a b"
+    assert Path(catalog.shown(["a b"]).split("'")[1]).name == "a b"
 
 
 @pytest.fixture
 def completes(tmp_path, monkeypatch, capsys):
     """What bash would offer for a line that ends where the cursor is; words as bash cuts them."""
-    told = catalogue(tmp_path, [case("ch10:gemm"), case("ch10:group"), case("ch07:scan")])
-    monkeypatch.setattr(catalogues, "collect", lambda *targets: told)
+    told = fake_catalog(tmp_path, [case("ch10:gemm"), case("ch10:group"), case("ch07:scan")])
+    monkeypatch.setattr(catalog, "collect", lambda *targets: told)
     monkeypatch.setenv("_AISP_COMPLETE", "complete_bash")
 
     def offered(line):
@@ -260,5 +259,5 @@ def test_where_nothing_can_be_collected_a_shell_is_offered_nothing(completes, mo
     def refused(*targets):
         raise CliError("pytest cannot collect here")
 
-    monkeypatch.setattr(catalogues, "collect", refused)
+    monkeypatch.setattr(catalog, "collect", refused)
     assert completes("aisp bench run --targets ch") == []

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from pytest_aisp.cli import app
-from pytest_aisp.results import diff, run_reader
+from pytest_aisp.results import diff, run_reader, store
 from pytest_aisp.results.artifacts import Artifacts
 from pytest_aisp.results.diff import Measured
 from pytest_aisp.results.models import Result, Stored
-from pytest_aisp.tools import compare
+from pytest_aisp.tools import compare_results
 from pytest_aisp.util.cli_result import CliError
 
 DATA = Path(__file__).parent / "data" / "run"
@@ -173,13 +173,13 @@ def test_a_case_of_another_chapter_or_product_is_another_case():
 
 
 def said(old, new, form="text", root=Path(), *, every=False):
-    found = compare.compare_result(str(old), str(new), form=form, every=every, root=root)
+    found = compare_results.compare_result(str(old), str(new), form=form, every=every, root=root)
     return "\n".join(found.lines), found.code
 
 
 def refused(old, new, root=Path()):
     with pytest.raises(CliError) as why:
-        compare.compare_result(str(old), str(new), root=root)
+        compare_results.compare_result(str(old), str(new), root=root)
     assert why.value.code == 2
     return str(why.value)
 
@@ -324,7 +324,7 @@ def repository(tmp_path):
     git = ["git", "-C", str(root), "-c", "user.name=t", "-c", "user.email=t@t"]
     subprocess.run([*git, "init", "-q"], check=True)
     for value in (0.7, 0.4):
-        file.write(file, "a-gpu", {"a_test.py::t[v]": result(value)}, {"then": {}}, replace=True)
+        store.write(file, "a-gpu", {"a_test.py::t[v]": result(value)}, {"then": {}}, replace=True)
         subprocess.run([*git, "add", "."], check=True)
         subprocess.run([*git, "commit", "-qm", "x", "--no-gpg-sign"], check=True)
     return root
@@ -367,12 +367,14 @@ def test_the_command_prints_the_answer_and_returns_its_code(run, capsys):
 def test_two_thousand_cases_are_compared_and_written():
     many = [replace(CASE, key=f"odd|{n}\n") for n in range(2000)]
     found = diff.compare(many, many)
-    sides = compare.Side("a", many), compare.Side("b", many)
+    sides = compare_results.Side("a", many), compare_results.Side("b", many)
     assert found.count("same") == 12000
-    text = "\n".join(compare._text(sides, found, True))
+    text = "\n".join(compare_results._text(sides, found, True))
     assert len(text.splitlines()) == 12000 + 6
     assert "ch01/odd|7\\n on a-gpu" in text
     assert all(
-        line.count(" | ") == 7 for line in compare._markdown(sides, found, True)[4:-1] if line
+        line.count(" | ") == 7
+        for line in compare_results._markdown(sides, found, True)[4:-1]
+        if line
     )
-    assert len(json.loads("".join(compare._json(sides, found)))["metrics"]) == 12000
+    assert len(json.loads("".join(compare_results._json(sides, found)))["metrics"]) == 12000

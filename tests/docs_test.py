@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import catalogues
+import fake_results
 import pytest
 import typer
 
 from pytest_aisp import plugin
 from pytest_aisp.cli import app
-from pytest_aisp.tools import catalog, expectations, pytest_command
+from pytest_aisp.tools import catalog, expectations
 
 ROOT = Path(__file__).parents[1]
 SHOWN = re.compile(r"^(?:\$ )?(aisp .*?)(?: +[#>|].*)?$", re.MULTILINE)
@@ -167,19 +167,19 @@ def test_every_other_command_line_runs(line, tmp_path, monkeypatch, capsys):
     if line[0] == "export":
         pytest.importorskip("pytest_benchmark")
     names = ("ch03:threads", "ch10:gemm", "ch10:split_k")
-    cases = [catalogues.case(name) for name in names]
-    found = catalogues.catalogue(tmp_path, cases)
-    catalogues.stored(tmp_path, {cases[1]["key"]: catalogues.result(2.0)}, chapter="ch10")
+    cases = [fake_results.case(name) for name in names]
+    found = fake_results.fake_catalog(tmp_path, cases)
+    fake_results.stored(tmp_path, {cases[1]["key"]: fake_results.result(2.0)}, chapter="ch10")
     (tmp_path / "suites").mkdir()
-    again = {"kept_test.py::test_doubling[doubled-n1001]": catalogues.result(2.0)}
-    catalogues.stored(tmp_path, again, product="simulated-gpu")  # what the run has measured
+    again = {"kept_test.py::test_doubling[doubled-n1001]": fake_results.result(2.0)}
+    fake_results.stored(tmp_path, again, product="simulated-gpu")  # what the run has measured
     for folder in ("out", "mon", "tue", "artifacts/latest"):
         shutil.copytree(ROOT / "tests/data/run", tmp_path / folder)
     commit_twice(tmp_path)
     shutil.rmtree(tmp_path / "baselines/simulated-gpu")  # of two products none is the one meant
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(catalog, "collect", lambda targets=None, *, tell: found)
-    monkeypatch.setattr(pytest_command, "Popen", lambda command: SimpleNamespace(wait=lambda: 0))
+    monkeypatch.setattr(catalog, "Popen", lambda command: SimpleNamespace(wait=lambda: 0))
     code = app.main(list(line))
     said = capsys.readouterr()
     finds = line[0] == "gate" or " HARMS " in f" {said.out}"  # that run has red cases

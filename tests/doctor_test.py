@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from pytest_aisp.cli import app
-from pytest_aisp.tools import doctor, gpu_health
+from pytest_aisp.tools import doctor
 from pytest_aisp.tools.doctor import Finding
 from pytest_aisp.util import device
 
@@ -76,13 +76,13 @@ def every_gpu_is_visible(monkeypatch):
 
 
 def gpu(root, cores=(0, 1), **answers):
-    found = gpu_health.findings(Nvml(**answers), root, cores)
+    found = doctor.gpu_findings(Nvml(**answers), root, cores)
     return {finding.name: finding for finding in found}
 
 
 def host(root, limits=(resource.RLIM_INFINITY,) * 2, versions=lambda name: "1.2", cores=(0, 1)):
     limit = limits if callable(limits) else lambda number: limits
-    found = doctor.findings(root, limit=limit, installed=versions, cores=cores)
+    found = doctor.host_findings(root, limit=limit, installed=versions, cores=cores)
     return {finding.name: finding for finding in found}
 
 
@@ -180,20 +180,20 @@ def test_cpus_far_from_the_gpu_harm(root):
 
 
 def test_cpu_lists_are_read():
-    assert gpu_health.cpus_of("0-2,8,10-11") == {0, 1, 2, 8, 10, 11}
-    assert gpu_health.cpus_of("") == set()
+    assert doctor.cpus_of("0-2,8,10-11") == {0, 1, 2, 8, 10, 11}
+    assert doctor.cpus_of("") == set()
 
 
 def test_counters_are_for_administrators_where_the_driver_says_so(root):
     params = root / "proc/driver/nvidia/params"
     params.write_text("RmProfilingAdminOnly: 1\n")
-    assert gpu_health.counters(root, admin=True).state == "fine"
-    found = gpu_health.counters(root, admin=False)
+    assert doctor.counters(root, admin=True).state == "fine"
+    found = doctor.counters(root, admin=False)
     assert found.state == "note"
     assert found.said.startswith("ncu may not read the GPU's performance counters")
     assert "NVreg_RestrictProfilingToAdminUsers=0" in found.change
     params.unlink()
-    assert gpu_health.counters(root).state == "unread"
+    assert doctor.counters(root).state == "unread"
 
 
 def test_limits_that_are_low_say_how_to_raise_them(root):

@@ -10,7 +10,7 @@ from pytest_aisp.results import store
 from pytest_aisp.results.artifacts import Artifacts
 from pytest_aisp.results.models import Result
 from pytest_aisp.results.row import Row
-from pytest_aisp.tools.catalog import Catalogue
+from pytest_aisp.tools.catalog import Catalog
 
 FACTS = {"driver": "580.65", "cuda": "13.0", "torch": "2.11.0", "triton": "3.6.0"}
 SOURCES = {"baseline": "0a", "optimized": "1b"}
@@ -66,11 +66,11 @@ def row(case: dict, verdict: str = "pass", **fields: object) -> dict:
     return {**plain.to_json(), **fields}
 
 
-def catalogue(root: Path, cases: list[dict], **fields: object) -> Catalogue:
+def fake_catalog(root: Path, cases: list[dict], **fields: object) -> Catalog:
     """Return what would be collected of `cases`, results in `root`/baselines."""
     pages = list({c["name"]: page(c["name"]) for c in cases}.values())
     plain = {"folders": ["suites"], "pages": pages, "cases": cases, "unread": []}
-    return Catalogue(root, root / "baselines", **{**plain, **fields})
+    return Catalog(root, root / "baselines", **{**plain, **fields})
 
 
 def result(speedup: float, **fields: object) -> Result:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import catalogues
+import fake_results
 import pytest
 
 from pytest_aisp.cli import app
@@ -26,8 +26,8 @@ def run(tmp_path, monkeypatch):
     def write(name, product="nvidia-h200", *, code=0, canary="", more=(), **verdicts):
         folder = tmp_path / name
         rows = [
-            catalogues.row(
-                catalogues.case(f"ch10:{stem}"),
+            fake_results.row(
+                fake_results.case(f"ch10:{stem}"),
                 verdict,
                 product=product,
                 value=0.5,
@@ -38,7 +38,7 @@ def run(tmp_path, monkeypatch):
             for stem, verdict in verdicts.items()
         ]
         canaries = [{"wrong": canary}] if canary else []
-        catalogues.artifacts(folder, [*rows, *more], canaries, code=code)
+        fake_results.artifacts(folder, [*rows, *more], canaries, code=code)
         return name
 
     return write
@@ -74,7 +74,7 @@ def test_one_red_case_makes_it_red_and_says_why(run, gate, verdict):
 
 
 def test_of_an_invalid_run_no_verdict_counts(run, gate):
-    moved = [catalogues.row(catalogues.case("ch10:a"), suspect=1)] * 6
+    moved = [fake_results.row(fake_results.case("ch10:a"), suspect=1)] * 6
     invalid = {
         run("canary", gemm="regressed", canary="a copy differs"): "canary: a copy differs",
         run("moved", more=moved): "environment moved",
@@ -104,7 +104,7 @@ def test_a_run_that_is_not_whole_is_red(run, gate, verdicts, code, why):
 
 def test_a_product_that_no_run_has_timed_is_named(run, gate):
     untimed = {"product": "nvidia-b200", "value": None}
-    checked = catalogues.row(catalogues.case("ch10:a"), "checked", **untimed)
+    checked = fake_results.row(fake_results.case("ch10:a"), "checked", **untimed)
     folder = run("a", gemm="pass", more=[checked])
     code, lines = gate(folder, "--products=nvidia-h200,nvidia-b200,nvidia-b300")
     assert code == 1
@@ -114,7 +114,7 @@ def test_a_product_that_no_run_has_timed_is_named(run, gate):
 def test_a_product_of_which_goals_alone_were_counted_was_there(run, gate):
     untimed = {"value": None, "low": None, "high": None, "seconds": {}}
     goals = {"memory": {"baseline": 2.0, "optimized": 1.0}}
-    case = catalogues.row(catalogues.case("ch10:gemm"), goals=goals, **untimed)
+    case = fake_results.row(fake_results.case("ch10:gemm"), goals=goals, **untimed)
     assert gate(run("h200", more=[case]), "--products=nvidia-h200") == (
         0,
         ["green: 1 runs, 1 cases", "h200 (nvidia-h200): green"],

@@ -13,14 +13,13 @@ from peaks_test import H200
 
 from pytest_aisp.checking.numerics import Wrong
 from pytest_aisp.cli import app
-from pytest_aisp.distributed import nccl
+from pytest_aisp.distributed import nccl, plot
 from pytest_aisp.distributed.nccl import Sweep
 from pytest_aisp.results.messages import Reply, Task
 from pytest_aisp.session.context import Failed, RunContext
 from pytest_aisp.session.judge import Judge
 from pytest_aisp.timing import collectives, peaks, windows
 from pytest_aisp.timing.collectives import OPS, bandwidths, bus_factor
-from pytest_aisp.tools import plot
 from pytest_aisp.util import locks, process_group
 from pytest_aisp.util.cli_result import CliError
 from pytest_aisp.util.device import Machine

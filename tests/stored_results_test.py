@@ -7,7 +7,7 @@ import json
 import math
 
 import pytest
-from catalogues import SOURCES, case, catalogue, result, stored
+from fake_results import SOURCES, case, fake_catalog, result, stored
 
 from pytest_aisp.cli import app
 from pytest_aisp.results import store
@@ -15,8 +15,7 @@ from pytest_aisp.results.models import Result
 from pytest_aisp.results.store import StoreError
 from pytest_aisp.timing import peaks
 from pytest_aisp.timing.peaks import Peaks
-from pytest_aisp.tools import catalog as catalogues
-from pytest_aisp.tools import cleanup, expectations, products, roofline
+from pytest_aisp.tools import catalog, cleanup, expectations, roofline, stored_results
 from pytest_aisp.util.cli_result import CliError
 from pytest_aisp.util.device import Machine
 
@@ -27,13 +26,13 @@ SCAN = "scan_test.py::test_scan[tiled-n64]"
 
 @pytest.fixture
 def told(tmp_path, monkeypatch):
-    """Return what makes a catalogue of cases, which the command collects."""
+    """Return what makes a catalog of cases, which the command collects."""
 
     (tmp_path / "suites").mkdir()
 
     def told(*cases, **fields):
-        found = catalogue(tmp_path, list(cases), **fields)
-        monkeypatch.setattr(catalogues, "collect", lambda targets=None, *, tell: found)
+        found = fake_catalog(tmp_path, list(cases), **fields)
+        monkeypatch.setattr(catalog, "collect", lambda targets=None, *, tell: found)
         monkeypatch.setattr(Machine, "here", classmethod(lambda cls: LAPTOP))
         monkeypatch.chdir(tmp_path)
         return found
@@ -52,18 +51,18 @@ def rates(root, product="nvidia-h200", **known):
 
 def test_the_product_is_the_machines_else_the_only_one(tmp_path):
     with pytest.raises(CliError, match=r"^no results are stored in .*baselines; record them"):
-        products.chosen(tmp_path / "baselines", None, H200)
+        stored_results.chosen(tmp_path / "baselines", None, H200)
     stored(tmp_path, {SCAN: result(2.0)})
     stored(tmp_path, {SCAN: result(2.0)}, "nvidia-h200-x2")
     both = ["nvidia-h200", "nvidia-h200-x2"]
-    assert products.chosen(tmp_path / "baselines", None, H200) == both
-    assert products.chosen(tmp_path / "baselines", None, LAPTOP) == both
-    assert products.chosen(tmp_path / "baselines", "nvidia-h200-x2", LAPTOP) == both[1:]
+    assert stored_results.chosen(tmp_path / "baselines", None, H200) == both
+    assert stored_results.chosen(tmp_path / "baselines", None, LAPTOP) == both
+    assert stored_results.chosen(tmp_path / "baselines", "nvidia-h200-x2", LAPTOP) == both[1:]
     stored(tmp_path, {SCAN: result(2.0)}, "nvidia-b200")
-    assert products.chosen(tmp_path / "baselines", None, H200) == both
+    assert stored_results.chosen(tmp_path / "baselines", None, H200) == both
     for asked, named in ((None, "cpu-some-4c"), ("nvidia-h100", "nvidia-h100")):
         with pytest.raises(CliError) as error:
-            products.chosen(tmp_path / "baselines", asked, LAPTOP)
+            stored_results.chosen(tmp_path / "baselines", asked, LAPTOP)
         assert str(error.value).splitlines() == [
             f"no results of {named} are stored in {tmp_path / 'baselines'}; there are those of"
             " nvidia-b200, nvidia-h200, nvidia-h200-x2; choose with",
@@ -82,27 +81,27 @@ def test_the_product_is_the_machines_else_the_only_one(tmp_path):
     ],
 )
 def test_the_arch_follows_from_the_product(product, given, arch):
-    assert products.arch_of(product, given, LAPTOP) == arch
-    assert products.arch_of("nvidia-y1", None, Machine("sm100", "nvidia-y1", "Y1")) == "sm100"
+    assert stored_results.arch_of(product, given, LAPTOP) == arch
+    assert stored_results.arch_of("nvidia-y1", None, Machine("sm100", "nvidia-y1", "Y1")) == "sm100"
 
 
 def test_an_arch_that_nobody_knows_is_asked_for():
     with pytest.raises(CliError) as error:
-        products.arch_of("nvidia-y1", None, LAPTOP)
+        stored_results.arch_of("nvidia-y1", None, LAPTOP)
     said = "nothing here says which arch nvidia-y1 has; legal are cpu, sm90, sm100, sm103, sm121"
     assert str(error.value).splitlines() == [said, "    --arch=sm90"]
     with pytest.raises(CliError, match="--arch=sm80: unknown arch; legal are cpu, sm90"):
-        products.arch_of("nvidia-y1", "sm80", LAPTOP)
+        stored_results.arch_of("nvidia-y1", "sm80", LAPTOP)
 
 
 def test_files_that_cannot_be_read_say_so(tmp_path):
     path = stored(tmp_path, {SCAN: result(2.0)})
     (path.parent / "peaks.json").write_text("{}")
     with pytest.raises(CliError, match=r"peaks.json is no peaks file"):
-        products.peaks_of(tmp_path / "baselines", "nvidia-h200")
+        stored_results.peaks_of(tmp_path / "baselines", "nvidia-h200")
     path.write_text("{")
     with pytest.raises(CliError, match=r"ch07.json is truncated"):
-        list(products.chapters(tmp_path / "baselines", "nvidia-h200"))
+        list(stored_results.chapters(tmp_path / "baselines", "nvidia-h200"))
 
 
 # Roofline
@@ -146,7 +145,7 @@ def test_targets_and_json(told, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("page", ["test_scan.py", "scan_test.py", "test_scan_test.py", "scan.py"])
-def test_a_target_is_called_what_the_catalogue_calls_it(told, tmp_path, capsys, page):
+def test_a_target_is_called_what_the_catalog_calls_it(told, tmp_path, capsys, page):
     told(case("ch07:scan", key=f"{page}::test_scan[tiled-n64]"))
     stored(tmp_path, {f"{page}::test_scan[tiled-n64]": result(0.5)})
     assert app.main(["roofline", "--targets", "ch07:scan", "--json"]) == 0
@@ -157,7 +156,7 @@ def test_a_target_is_called_what_the_catalogue_calls_it(told, tmp_path, capsys, 
 def test_peaks_are_read_once(told, tmp_path, monkeypatch):
     found, read = told(case("ch07:scan")), []
     stored(tmp_path, {SCAN: result(0.5)})
-    monkeypatch.setattr(products, "peaks_of", lambda _, name: read.append(name))
+    monkeypatch.setattr(stored_results, "peaks_of", lambda _, name: read.append(name))
     roofline.roofline_result(found, ["nvidia-h200"], (), as_json=False)
     assert read == ["nvidia-h200"]
 
@@ -178,7 +177,7 @@ def test_links_are_those_of_several_gpus(told, tmp_path):
     rates(tmp_path, copy=4e12)
     rates(tmp_path, "nvidia-h200-x2", peer=4e11)
     stored(tmp_path, {SCAN: result(0.2)}, "nvidia-h200-x2")
-    limits = products.peaks_of(found.baselines, "nvidia-h200-x2")
+    limits = stored_results.peaks_of(found.baselines, "nvidia-h200-x2")
     (point,) = roofline.points_of(found, "nvidia-h200-x2", [], limits)
     assert (point.limit, point.share, point.attained) == ("peer", 0.5, 2e11)
     assert point.row()[-3:] == ("200 GB/s", "50%", "peer 400 GB/s")

@@ -80,7 +80,7 @@ def nccl(
 ) -> None:
     """Time collectives by size, on ranks of our own."""
     from ..distributed import bandwidth, nccl
-    from ..tools.plot import draw
+    from ..distributed.plot import draw
     from ..util.device import Machine
 
     wanted = parsed("--ops", nccl.parse_ops, ops)

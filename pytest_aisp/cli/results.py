@@ -27,12 +27,12 @@ def add_stored_commands(app: typer.Typer) -> None:
 
 def roofline(targets: Targets = None, product: Product = None, as_json: Json = False) -> None:
     """Hold stored results against the measured peaks."""
-    from ..tools import catalog, products, roofline
+    from ..tools import catalog, roofline, stored_results
     from ..util.device import Machine
 
     with telling() as tell:
         found = catalog.collect(targets, tell=tell)
-    names = products.chosen(found.baselines, product, Machine.here())
+    names = stored_results.chosen(found.baselines, product, Machine.here())
     finish(roofline.roofline_result(found, names, targets or (), as_json=as_json))
 
 
@@ -46,14 +46,14 @@ def expectations(
     ] = None,
 ) -> None:
     """Hold stored results against what pages claim."""
-    from ..tools import catalog, expectations, products
+    from ..tools import catalog, expectations, stored_results
     from ..util.device import Machine
 
     wanted, machine = one_of(expectations.FORMATS, "--format", form), Machine.here()
     with telling() as tell:
         found = catalog.collect(tell=tell)
-    names = products.chosen(found.baselines, product, machine)
-    archs = {name: products.arch_of(name, arch, machine) for name in names}
+    names = stored_results.chosen(found.baselines, product, machine)
+    archs = {name: stored_results.arch_of(name, arch, machine) for name in names}
     finish(expectations.expectations_result(found, archs, form=wanted))
 
 
@@ -83,10 +83,10 @@ def compare(
     ] = False,
 ) -> None:
     """Compare two runs, or the stored results of two commits: what changed, the worst first."""
-    from ..tools import compare
+    from ..tools import compare_results
 
-    wanted = one_of(compare.FORMS, "--format", form)
-    finish(compare.compare_result(old, new, form=wanted, every=every, root=Path.cwd()))
+    wanted = one_of(compare_results.FORMS, "--format", form)
+    finish(compare_results.compare_result(old, new, form=wanted, every=every, root=Path.cwd()))
 
 
 def seals(
@@ -99,9 +99,9 @@ def seals(
     baselines: Baselines = HERE,
 ) -> None:
     """Refuse staged results that no run has recorded."""
-    from ..tools import checksums
+    from ..tools import stored_results
 
-    finish(checksums.checksums_result(files or (), baselines, against))
+    finish(stored_results.checksums_result(files or (), baselines, against))
 
 
 def add_folder_commands(app: typer.Typer) -> None:
@@ -114,9 +114,9 @@ def export(
     folder: Annotated[Path, typer.Argument(help="what --aisp-artifacts wrote")],
 ) -> None:
     """Print a run's timed sides as a file of pytest-benchmark."""
-    from ..tools import pytest_benchmark
+    from ..session import benchmark_plugin
 
-    finish(pytest_benchmark.export_result(folder))
+    finish(benchmark_plugin.export_result(folder))
 
 
 def gate(

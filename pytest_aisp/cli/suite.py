@@ -13,7 +13,7 @@ from ..util.cli_result import CliError
 from .console import Json, finish, one_of, say, telling
 
 if TYPE_CHECKING:
-    from ..tools.catalog import Catalogue
+    from ..tools.catalog import Catalog
 
 
 def add_to(app: typer.Typer) -> None:
@@ -63,11 +63,11 @@ def run(
 
     The command is shown first; what stands behind -- goes to pytest.
     """
-    from ..tools import pytest_command
+    from ..tools import catalog
 
-    wanted = one_of(pytest_command.PROFILES, "--profile", profile)
-    commands = pytest_command.measuring(_paths(targets), wanted, artifacts_dir, rest(ctx))
-    raise typer.Exit(pytest_command.worst(commands, say))
+    wanted = one_of(catalog.PROFILES, "--profile", profile)
+    commands = catalog.measuring(_paths(targets), wanted, artifacts_dir, rest(ctx))
+    raise typer.Exit(catalog.worst(commands, say))
 
 
 def verify(ctx: typer.Context, targets: Targets = None) -> None:
@@ -75,11 +75,9 @@ def verify(ctx: typer.Context, targets: Targets = None) -> None:
 
     What stands behind -- goes to pytest.
     """
-    from ..tools import pytest_command
+    from ..tools import catalog
 
-    raise typer.Exit(
-        pytest_command.worst(pytest_command.verifying(_paths(targets), rest(ctx)), say)
-    )
+    raise typer.Exit(catalog.worst(catalog.verifying(_paths(targets), rest(ctx)), say))
 
 
 def replay(
@@ -91,13 +89,11 @@ def replay(
 
     What stands behind -- goes to pytest.
     """
-    from ..tools import pytest_command
+    from ..tools import catalog
 
     found = _named(targets)
     pages = found.chosen(targets) if targets else ()
-    raise typer.Exit(
-        pytest_command.run(pytest_command.replaying(folder, found.root, pages, rest(ctx)), say)
-    )
+    raise typer.Exit(catalog.run(catalog.replaying(folder, found.root, pages, rest(ctx)), say))
 
 
 def report(
@@ -124,7 +120,7 @@ def _paths(targets: list[str] | None) -> list[str]:
     return _named(targets).paths(targets or ())
 
 
-def _named(targets: list[str] | None) -> Catalogue:
+def _named(targets: list[str] | None) -> Catalog:
     """Return the pages here by name; none is imported for it, and `targets` are among them."""
     from ..tools import catalog
 

@@ -1,46 +1,53 @@
-"""Where pytest-benchmark is installed: it is given each timed side, and its fixture our GPU timer.
+"""The adapter to pytest-benchmark: our timed sides in its results, our timer under its fixture.
 
-There is no public way in; what is used of its insides stands here and in `tools.benchmarks`.
+pytest-benchmark has no public interface for either. This module alone uses its internals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from ..tools.pytest_benchmark import sides
+from ..results.row import Row
+from ..util.cli_result import CliError, CliResult
+
+if TYPE_CHECKING:
+    from pytest_benchmark.stats import Metadata
 
 MARKER = "aisp_timer"
 WINDOW, WINDOWS = 1e-3, 10
 OURS = pytest.StashKey[int]()
+"""How many of the session's benchmarks are sides of ours."""
 
 
 def pytest_aisp_result(config: Any, row: dict[str, Any]) -> None:
-    """Hand over a case's sides; on the controller, so under xdist too."""
-    session, said = config._benchmarksession, config.getoption
-    if not (session.skip or (said("benchmark_disable") and not said("benchmark_enable"))):
+    """Add a case's sides to the benchmarks; called on the controller, so xdist works too."""
+    session, option = config._benchmarksession, config.getoption
+    if not (session.skip or (option("benchmark_disable") and not option("benchmark_enable"))):
         session.benchmarks += (made := sides(row))
         config.stash[OURS] = config.stash.get(OURS, 0) + len(made)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_terminal_summary(config: pytest.Config) -> None:
-    """Leave out its table where it would say no more than ours, and nobody asked for it."""
+    """Hide the table of pytest-benchmark if it only repeats ours and nobody asked for it."""
     session: Any = config._benchmarksession  # type: ignore[attr-defined]
-    asked = any(str(word).startswith("--benchmark") for word in config.invocation_params.args)
-    session.quiet |= not asked and len(session.benchmarks) == config.stash.get(OURS, 0)
+    requested = any(str(word).startswith("--benchmark") for word in config.invocation_params.args)
+    session.quiet |= not requested and len(session.benchmarks) == config.stash.get(OURS, 0)
 
 
 def lend_timer(fixture: Any) -> None:
-    """Let our timer time what a marked test gives to pytest-benchmark's `benchmark`."""
+    """Make the `benchmark` fixture of a marked test use our timer."""
     if fixture is not None:
         fixture._raw, fixture._raw_pedantic = partial(_timed, fixture), _refuse
 
 
-def _timed(fixture: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _timed(fixture: Any, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     call = partial(function, *args, **kwargs)
     if fixture.enabled:
         from ..timing.microbench import warm, window_times
@@ -54,8 +61,71 @@ def _timed(fixture: Any, function: Callable[..., Any], *args: Any, **kwargs: Any
     return call()
 
 
-def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+def _refuse(*args: object, **kwargs: object) -> NoReturn:
     raise TypeError(
         f"benchmark.pedantic under @pytest.mark.{MARKER}: our timer chooses rounds itself; legal is"
         f" benchmark(function)\nCall benchmark(function), or remove @pytest.mark.{MARKER}"
     )
+
+
+def sides(row: Mapping[str, Any]) -> list[Metadata]:
+    """Return both timed sides of a row as one group of benchmarks; none if nothing was timed.
+
+    A round is one timing window. Its value is the seconds of one call in that window. The windows
+    of every process count, those of repeated measurements included.
+    """
+    from pytest_benchmark.stats import Metadata
+
+    case, found = row["nodeid"], []
+    for name, role in zip(row["seconds"], ("baseline", "optimized"), strict=False):
+        fixture = SimpleNamespace(
+            name=f"{case.rpartition('::')[2]} {name}",
+            fullname=f"{case} {name}",
+            group=case,
+            param=f"{row['variant']} {name}",
+            params={**row["size"], "variant": row["variant"], "side": role},
+            extra_info=dict(Row.of(row).properties()),
+            cprofile_stats=None,
+            has_error=False,
+        )
+        side = Metadata(fixture, iterations=1, options={"timer": f"aisp, {row['clock']} clock"})
+        for seconds in (s for timing in row["timings"] for s in timing[role]):
+            side.update(seconds)
+        found.append(side)
+    return found
+
+
+def export_result(folder: Path) -> CliResult:
+    """Return the JSON that `pytest-benchmark compare` reads.
+
+    Raises:
+        CliError: if pytest-benchmark is missing, or `folder` holds no run or no timed side.
+    """
+    from ..results import run_reader
+
+    try:
+        from pytest_benchmark.plugin import pytest_benchmark_generate_json
+        from pytest_benchmark.utils import safe_dumps
+    except ImportError:
+        raise CliError(
+            "export writes a file of pytest-benchmark, which is not installed\n"
+            "    pip install pytest-benchmark"
+        ) from None
+    try:
+        rows = list(run_reader.load(folder).rows())
+    except run_reader.RunError as error:
+        raise CliError(str(error)) from None
+    benchmarks = [side for row in rows for side in sides(row)]
+    if not benchmarks:
+        raise CliError(
+            f"no side was timed in {folder}: its {len(rows)} rows have no times\n"
+            "Export a run that measured:\n    pytest --aisp-artifacts=out"
+        )
+    machine = {"node": ", ".join(sorted({row["product"] for row in rows})), **_environment(rows)}
+    commit = {"id": None}
+    plain = pytest_benchmark_generate_json(None, benchmarks, True, machine, commit)
+    return CliResult(safe_dumps(plain, ensure_ascii=True, indent=1).splitlines())
+
+
+def _environment(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    return next((dict(row["environment"]) for row in rows if row["environment"]), {})

@@ -1,6 +1,6 @@
 """What pytest collects, as one JSON file: what `aisp` knows of pages and cases.
 
-    pytest --collect-only -p pytest_aisp.session.collect --aisp-catalogue=FILE
+    pytest --collect-only -p pytest_aisp.session.collect --aisp-catalog=FILE
 
 It is loaded by `-p` alone. Pages stand for themselves: markers and words that the ini file selects
 by leave nothing out, and nothing of the run before is written over.
@@ -28,9 +28,9 @@ from .options import SETTINGS
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("aisp")
-    group.addoption("--aisp-catalogue", metavar="FILE", help="write what is collected to FILE")
+    group.addoption("--aisp-catalog", metavar="FILE", help="write what is collected to FILE")
     group.addoption(
-        "--aisp-catalogue-of",
+        "--aisp-catalog-of",
         metavar="TARGETS",
         help="import only the pages of these, as ch10:gemm,ch12; none where empty",
     )
@@ -38,18 +38,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    if (file := config.getoption("aisp_catalogue")) is None:
+    if (file := config.getoption("aisp_catalog")) is None:
         return
     config.option.aisp_artifacts = None  # of the ini's addopts: a new run starts that folder anew
     pages = [str(path) for path in config.getini("aisp_pages") if path.exists()]
     if pages and config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.args = pages
-    of = config.getoption("aisp_catalogue_of")
+    of = config.getoption("aisp_catalog_of")
     wanted = None if of is None else set(filter(None, of.split(",")))
-    config.pluginmanager.register(Catalogue(config, Path(file), wanted), "aisp-catalogue")
+    config.pluginmanager.register(CatalogPlugin(config, Path(file), wanted), "aisp-catalog")
 
 
-class Catalogue:
+class CatalogPlugin:
     """Gathers what is collected.
 
     Args:

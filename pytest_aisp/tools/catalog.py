@@ -8,16 +8,20 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 from ..page.gpu_specs import ARCHS
 from ..util.cli_result import CliError, CliResult, columns
+from ..worker import nvidia_tools
+from ..worker.replay import ReplayBench, ReplayError
 
 COLLECTOR = "pytest_aisp.session.collect"
 LAST = 20
@@ -25,7 +29,7 @@ LAST = 20
 
 
 @dataclass(frozen=True)
-class Catalogue:
+class Catalog:
     """What pytest collects here.
 
     Attributes:
@@ -34,7 +38,7 @@ class Catalogue:
         folders: those of pages that the ini file names, relative to root too; without any, pages
             are what pytest finds from here.
         pages: ``path``, ``chapter`` and ``name`` (the target) of each, whether imported or not.
-        cases: of the pages that were imported, as `session.catalogue` writes them.
+        cases: of the pages that were imported, as `session.collect` writes them.
         unread: ``path``, ``outcome`` and ``text`` of pages that could not be collected.
     """
 
@@ -89,7 +93,7 @@ def target_of(chapter: str, page: str) -> str:
 
 def collect(
     targets: Sequence[str] | None = None, *, tell: Callable[[str], None] = lambda text: None
-) -> Catalogue:
+) -> Catalog:
     """Return what pytest collects from here; of all pages, or of those of `targets`.
 
     No target at all names the pages and imports none.
@@ -98,11 +102,11 @@ def collect(
         Unanswerable: where pytest cannot be started here, or a target is unknown.
     """
     tell("collect the pages")
-    with tempfile.TemporaryDirectory(prefix="aisp-catalogue-") as folder:
-        file = Path(folder) / "catalogue.json"
+    with tempfile.TemporaryDirectory(prefix="aisp-catalog-") as folder:
+        file = Path(folder) / "catalog.json"
         command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", COLLECTOR]
-        command += ["-p", "no:cacheprovider", f"--aisp-catalogue={file}"]
-        command += [] if targets is None else [f"--aisp-catalogue-of={','.join(targets)}"]
+        command += ["-p", "no:cacheprovider", f"--aisp-catalog={file}"]
+        command += [] if targets is None else [f"--aisp-catalog-of={','.join(targets)}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if not file.exists():
             said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-LAST:])
@@ -112,10 +116,10 @@ def collect(
     return found
 
 
-def read(file: Path) -> Catalogue:
-    """Return the catalogue that `session.catalogue` wrote."""
+def read(file: Path) -> Catalog:
+    """Return the catalog that `session.collect` wrote."""
     plain = json.loads(file.read_bytes())
-    return Catalogue(Path(plain.pop("root")), Path(plain.pop("baselines")), **plain)
+    return Catalog(Path(plain.pop("root")), Path(plain.pop("baselines")), **plain)
 
 
 HEADS = ("target", "title", "variants", "bound", "needs", "archs")
@@ -160,7 +164,7 @@ class Listed:
         return self.target, title, *(", ".join(w) for w in words)
 
 
-def list_targets_result(found: Catalogue, *, as_json: bool) -> CliResult:
+def list_targets_result(found: Catalog, *, as_json: bool) -> CliResult:
     """Return the pages of `found` with their cases; exit code 1 where one cannot be imported."""
     names = dict.fromkeys(case["name"] for case in found.cases)
     pages = [Listed.of([case for case in found.cases if case["name"] == n]) for n in names]
@@ -170,3 +174,87 @@ def list_targets_result(found: Catalogue, *, as_json: bool) -> CliResult:
         return CliResult([json.dumps(plain, indent=1)], code)
     lines = columns([HEADS, *(page.row() for page in pages)]) if pages else ["no page is here"]
     return CliResult([*lines, *(f"cannot be imported: {why}" for why in found.broken)], code)
+
+
+PROFILES = ("none", "minimal", "full")
+PYTHON = ("python", "-m", "pytest")
+"""As it is shown; what is run is this Python, wherever it is."""
+
+
+def shown(words: Sequence[str]) -> str:
+    """Return the command as one types it."""
+    return shlex.join([*PYTHON, *words])
+
+
+def run(words: Sequence[str], say: Callable[[str], None]) -> int:
+    """Show a pytest command, run it, return its exit code."""
+    say(f"$ {shown(words)}")
+    process = Popen([sys.executable, *PYTHON[1:], *words])
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:  # the terminal has told pytest too, which closes its run
+        code = process.wait()
+    return code if code >= 0 else 128 - code  # as a shell says it: ended by a signal
+
+
+def worst(commands: Sequence[Sequence[str]], say: Callable[[str], None]) -> int:
+    """Run each of `commands`, whatever the others say; return the highest exit code."""
+    return max(run(words, say) for words in commands)
+
+
+def measuring(
+    paths: Sequence[str], profile: str, artifacts: Path | None, more: Sequence[str]
+) -> list[list[str]]:
+    """Return the commands that measure `paths`: one, and one more for each further profiler.
+
+    A run has one profiler, and each one's reports need a folder of their own: `minimal` is torch's,
+    `full` also `nsys` and `ncu` where they are installed.
+    """
+    if profile == "none":
+        return [[*_kept(artifacts), *more, *paths]]
+    tools = [
+        name
+        for name in ("nsys", "ncu")
+        if profile == "full" and nvidia_tools.profiler_installed(name)
+    ]
+    commands = [["--aisp-profile=torch", *_kept(artifacts), *more, *paths]]
+    for tool in tools:
+        folder = None if artifacts is None else artifacts / tool
+        commands.append([f"--aisp-profile={tool}", *_kept(folder), *more, *paths])
+    return commands
+
+
+def replaying(folder: Path, root: Path, paths: Collection[str], more: Sequence[str]) -> list[str]:
+    """Return the command that judges the recorded cases in `folder` again, and no others.
+
+    Args:
+        root: pytest's, which recorded ids are relative to.
+        paths: pages to which it is restricted, relative to `root`; none means all.
+
+    Raises:
+        Unanswerable: where nothing is recorded, or nothing of `paths`.
+    """
+    try:
+        ids = [str(row["nodeid"]) for row in ReplayBench(folder).rows.values()]
+    except ReplayError as error:
+        raise CliError(str(error)) from None
+    ids = [i for i in ids if not paths or i.partition("::")[0] in paths]
+    if not ids:
+        raise CliError(f"{folder} holds no case of what was asked for\n    aisp replay {folder}")
+    return [f"--aisp-replay={folder}", *more, *(_from_here(root, i) for i in ids)]
+
+
+def _from_here(root: Path, nodeid: str) -> str:
+    """Return a case's id, relative to pytest's root, as one writes it in this folder."""
+    path, colons, case = nodeid.partition("::")
+    return f"{os.path.relpath(root / path)}{colons}{case}"
+
+
+def _kept(folder: Path | None) -> list[str]:
+    return [] if folder is None else [f"--aisp-artifacts={folder}"]
+
+
+def verifying(paths: Sequence[str], more: Sequence[str]) -> list[list[str]]:
+    """Return the commands that prove `paths` without timing: collect, check, compile."""
+    stages = (["--collect-only", "-q"], ["--aisp-check"], ["--aisp-compile"])
+    return [[*stage, *more, *paths] for stage in stages]

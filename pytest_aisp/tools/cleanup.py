@@ -14,8 +14,8 @@ from typing import TypeAlias
 from ..results import store
 from ..results.store import StoreError
 from ..util.cli_result import CliError, CliResult, columns, size_text
-from . import products
-from .catalog import Catalogue
+from . import stored_results
+from .catalog import Catalog
 
 PROFILES, ARTIFACTS = "aisp-profile", "artifacts"
 """Where profiles lie without ``--aisp-artifacts``, and where artifacts of runs are gathered."""
@@ -34,7 +34,7 @@ class Left:
     nbytes: int
 
 
-def clean_result(found: Catalogue, *, yes: bool, as_json: bool = False) -> CliResult:
+def clean_result(found: Catalog, *, yes: bool, as_json: bool = False) -> CliResult:
     """Return what runs left, with sizes; removed where `yes`. Exit code 2 where one stays."""
     left = list(find(found.root, found.baselines))
     failed = {it.path: why for it in left if yes and (why := _remove_left(it.path)) is not None}
@@ -123,11 +123,11 @@ def _remove_left(path: Path) -> str | None:
 
 
 KEEP = "    aisp prune --yes"
-Gone: TypeAlias = Sequence[tuple[products.Chapter, str]]
+Gone: TypeAlias = Sequence[tuple[stored_results.Chapter, str]]
 
 
 def prune_result(
-    found: Catalogue, product: str | None, *, yes: bool, as_json: bool = False
+    found: Catalog, product: str | None, *, yes: bool, as_json: bool = False
 ) -> CliResult:
     """Return which results have no case, removed where `yes`; of every product, or of one.
 
@@ -155,7 +155,7 @@ def prune_result(
     return CliResult(_prune_json(found, gone, yes) if as_json else _prune_text(found, gone, yes))
 
 
-def _prune_text(found: Catalogue, gone: Gone, yes: bool) -> list[str]:
+def _prune_text(found: Catalog, gone: Gone, yes: bool) -> list[str]:
     lines = [f"{chapter.path}: {key}" for chapter, key in gone]
     kept = [f"kept, its page cannot be collected here: {page['path']}" for page in found.unread]
     if not lines:
@@ -165,7 +165,7 @@ def _prune_text(found: Catalogue, gone: Gone, yes: bool) -> list[str]:
     return [*lines, *kept, *did]
 
 
-def _prune_json(found: Catalogue, gone: Gone, yes: bool) -> list[str]:
+def _prune_json(found: Catalog, gone: Gone, yes: bool) -> list[str]:
     plain = {
         "removed": yes,
         "gone": [
@@ -183,15 +183,15 @@ def _prune_json(found: Catalogue, gone: Gone, yes: bool) -> list[str]:
 
 
 def gone_of(
-    found: Catalogue, product: str | None
-) -> Iterator[tuple[products.Chapter, Sequence[str]]]:
+    found: Catalog, product: str | None
+) -> Iterator[tuple[stored_results.Chapter, Sequence[str]]]:
     """Yield the chapters that hold results without a case, with the keys of those."""
     keys: dict[str, set[str]] = {}
     for case in found.cases:
         keys.setdefault(case["chapter"], set()).add(case["key"])
     unread = {Path(page["path"]).name for page in found.unread}
     for name in _products(found.baselines, product):
-        for chapter in products.chapters(found.baselines, name):
+        for chapter in stored_results.chapters(found.baselines, name):
             gone = set(chapter.stored.results) - keys.get(chapter.name, set())
             if gone := {key for key in gone if key.partition("::")[0] not in unread}:
                 yield chapter, sorted(gone)
@@ -200,11 +200,11 @@ def gone_of(
 def _products(baselines: Path, product: str | None) -> list[str]:
     there = sorted({file.parent.name for file in baselines.glob("*/*.json")})
     if product is not None and product not in there:
-        raise products.no_product(baselines, product, there)
+        raise stored_results.no_product(baselines, product, there)
     return there if product is None else [product]
 
 
-def _removed(chapter: products.Chapter, gone: Sequence[str]) -> list[str]:
+def _removed(chapter: stored_results.Chapter, gone: Sequence[str]) -> list[str]:
     try:
         return store.prune(chapter.path, gone)
     except StoreError as error:

@@ -22,8 +22,8 @@ from ..results.row import bare, duration
 from ..results.store import load
 from ..results.verdict import DEFAULT_SPREAD, NEUTRAL_FLOOR, interval
 from ..util.cli_result import CliResult, columns
-from . import products
-from .catalog import Catalogue
+from . import stored_results
+from .catalog import Catalog
 
 FORMATS = ("text", "csv", "json")
 PROCESSES, SESSIONS = 8, 2
@@ -64,7 +64,7 @@ class Stand:
         return self.product, self.chapter, self.case, claim, speed, *counts, ", ".join(self.states)
 
 
-def expectations_result(found: Catalogue, archs: Mapping[str, str], *, form: str) -> CliResult:
+def expectations_result(found: Catalog, archs: Mapping[str, str], *, form: str) -> CliResult:
     """Return how the results of the products `archs` stand; exit code 1 where one is below.
 
     Args:
@@ -77,11 +77,11 @@ def expectations_result(found: Catalogue, archs: Mapping[str, str], *, form: str
     return CliResult(_csv(stands) if form == "csv" else _words(stands), code)
 
 
-def stands_of(found: Catalogue, product: str, arch: str) -> Iterator[Stand]:
+def stands_of(found: Catalog, product: str, arch: str) -> Iterator[Stand]:
     """Yield how each stored result of `product` stands."""
     cases = {(case["chapter"], case["key"]): case for case in found.cases}
     unread = {page["path"].rpartition("/")[2] for page in found.unread}
-    for chapter in products.chapters(found.baselines, product):
+    for chapter in stored_results.chapters(found.baselines, product):
         for key, result in sorted(chapter.stored.results.items()):
             case = cases.get((chapter.name, key))
             ends = interval_of(result, chapter.stored)

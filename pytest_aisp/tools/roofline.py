@@ -24,8 +24,8 @@ from ..util.cli_result import CliError, CliResult, columns
 from ..util.device import Machine
 from ..util.locks import lease, together
 from ..worker.client import BenchProcess
-from . import products
-from .catalog import Catalogue, target_of
+from . import stored_results
+from .catalog import Catalog, target_of
 
 HEADS = ("product", "target", "case", "bound", "speedup", "time", "attained", "share", "limit")
 BYTES = ("copy", "read", "write", *PCIE, *peaks.LINKS, "peer_both")
@@ -78,10 +78,10 @@ def rate_text(limit: str | None, rate: float | None) -> str:
 
 
 def roofline_result(
-    found: Catalogue, names: Sequence[str], targets: Sequence[str], *, as_json: bool
+    found: Catalog, names: Sequence[str], targets: Sequence[str], *, as_json: bool
 ) -> CliResult:
     """Return the results of the products `names` of `targets`, the largest share last."""
-    limits = {name: products.peaks_of(found.baselines, name) for name in names}
+    limits = {name: stored_results.peaks_of(found.baselines, name) for name in names}
     points = [p for name in names for p in points_of(found, name, targets, limits[name])]
     if as_json:
         return CliResult([json.dumps([asdict(point) for point in points], indent=1)])
@@ -93,11 +93,11 @@ def roofline_result(
 
 
 def points_of(
-    found: Catalogue, product: str, targets: Sequence[str], limits: Peaks | None
+    found: Catalog, product: str, targets: Sequence[str], limits: Peaks | None
 ) -> Iterator[Point]:
     """Yield each stored result of `product` against the one of its `limits` that holds it."""
     cases = {(case["chapter"], case["key"]): case for case in found.cases}
-    for chapter in products.chapters(found.baselines, product):
+    for chapter in stored_results.chapters(found.baselines, product):
         for key, result in sorted(chapter.stored.results.items()):
             page, _, name = key.partition("::")
             target = target_of(chapter.name, page)
