@@ -56,7 +56,7 @@ def pytest_load_initial_conftests(
     early_config: pytest.Config, parser: pytest.Parser, args: list[str]
 ) -> None:
     given = list(args)
-    options.keep_paths(args)
+    options.fill_in_values(args)
     if args != given:  # pytest has read them already, and loads the conftests of what it found
         known = parser.parse_known_args(args, namespace=copy.copy(early_config.option))
         known.confcutdir = early_config.known_args_namespace.confcutdir
@@ -65,7 +65,7 @@ def pytest_load_initial_conftests(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_parse(args: list[str]) -> None:
-    options.keep_paths(args)
+    options.fill_in_values(args)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -124,7 +124,7 @@ def test_the_suites_time_is_that_of_its_cases(page, gpu, pytester):
     with (pytester.path / "conftest.py").open("a") as conftest:
         conftest.write("\n\nfrom pytest_aisp.plugin import RUN\n\n\n")
         conftest.write(f"def pytest_aisp_result(config, row):{late}")
-    result = pytester.runpytest_subprocess("--aisp-suite-timeout=100000")
+    result = pytester.runpytest_subprocess("-o", "aisp_suite_timeout=100000")
     assert result.ret == 0
     result.stdout.fnmatch_lines(["canary: *", "=* 1 new in *"])
 

@@ -341,15 +341,15 @@ def test_the_bare_option_is_every_arch_and_swallows_no_path(write, pytester):
         ),
         (
             ["--aisp-compile", "--aisp-untrusted"],
-            "--aisp-untrusted cannot be combined with --aisp-compile: it runs sides",
+            "--aisp-untrusted cannot be combined with --aisp-compile: it runs nothing",
         ),
         (
             ["--aisp-compile", "--aisp-audit"],
-            "--aisp-audit cannot be combined with --aisp-compile: it runs sides",
+            "--aisp-audit cannot be combined with --aisp-compile: it runs nothing, so",
         ),
         (
             ["--aisp-compile", "--aisp-against=HEAD"],
-            "--aisp-against cannot be combined with --aisp-compile: it runs sides",
+            "--aisp-against cannot be combined with --aisp-compile: it runs nothing, so",
         ),
     ],
 )

@@ -96,7 +96,7 @@ def test_out_of_memory_shows_the_line_that_asked_for_it(run):
 
 
 def test_a_hang_says_how_to_give_it_longer(run):
-    line = "E       give it longer with --aisp-timeout-multiplier=2"
+    line = "E       give it longer with -o aisp_timeout_multiplier=2"
     assert line in run["told"]["hangs"].failure.splitlines()
 
 
@@ -107,7 +107,7 @@ def test_the_marker_sets_the_limit_of_a_case(page, pytester, workers):
         .read_text()
         .replace("@compare(", "@pytest.mark.aisp_timeout(1)\n@compare(")
     )
-    options = ["--aisp-check", "--aisp-timeout-multiplier=2", workers]
+    options = ["--aisp-check", "-o", "aisp_timeout_multiplier=2", workers]
     result = pytester.runpytest_subprocess(*options)
     result.stdout.fnmatch_lines(["*doubled at n=33: no answer within 2 s during: check doubled"])
 
@@ -231,7 +231,7 @@ def test_a_longer_limit_is_longer_for_the_start_too(monkeypatch, tmp_path):
             said.append(bench.ask(Task(kind="check"), seconds, lambda text: None).message)
         finally:
             bench.close()
-    late = "no answer within 0.7 s during: start\ngive it longer with --aisp-timeout-multiplier=2"
+    late = "no answer within 0.7 s during: start\ngive it longer with -o aisp_timeout_multiplier=2"
     assert said == [late, ""]
 
 

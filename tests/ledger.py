@@ -677,7 +677,7 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         Item(
             "Another driver",
             tests=_STALE_RECORD,
-            why="a loss in another environment is `stale`, or red with `--aisp-strict-env`",
+            why="a loss in another environment is `stale`, or red with `-o aisp_strict_env=true`",
         ),
         Item(
             "Another library",

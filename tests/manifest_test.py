@@ -127,7 +127,7 @@ class Config:
 
     def __init__(self, root, arguments="", ini=""):
         args = arguments.split()
-        options.keep_paths(args)
+        options.fill_in_values(args)
         pairs = [arg.removeprefix("--").replace("-", "_").partition("=") for arg in args]
         self.given = {name: value if equals else True for name, equals, value in pairs}
         self.rootpath, self._ini, self.stash = root, ini, {}

@@ -127,7 +127,7 @@ def test_a_loss_in_another_environment_is_stale_unless_strict(page, gpu, recorde
     result = pytester.runpytest_subprocess("-v")
     result.stdout.fnmatch_lines(["*STALE 1.???x*"])
     assert result.ret == 0
-    assert pytester.runpytest_subprocess("--aisp-strict-env").ret == 1
+    assert pytester.runpytest_subprocess("-o", "aisp_strict_env=true").ret == 1
 
 
 def test_nothing_below_its_claim_is_stored_where_votes_are_open(page, gpu, pytester, monkeypatch):
@@ -203,7 +203,7 @@ def test_a_result_of_another_clock_is_stale_and_says_so(page, gpu, recorded, pyt
         ]
     )
     assert result.ret == 0
-    assert pytester.runpytest_subprocess("--aisp-strict-env").ret == 1
+    assert pytester.runpytest_subprocess("-o", "aisp_strict_env=true").ret == 1
     accepted = pytester.runpytest_subprocess("--aisp-update-expectations=all", "-v")
     accepted.stdout.fnmatch_lines(["*PASSED*", "stored: *"])
 

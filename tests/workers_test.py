@@ -99,7 +99,7 @@ def test_a_worker_in_the_place_of_another_has_no_more_time_than_the_run(page, gp
         conftest.write(LATE)
     page(KILL, defs=IMPORTS, name="first_test.py")
     page(name="second_test.py")
-    result = pytester.runpytest_subprocess("-n1", "--aisp-suite-timeout=100000")
+    result = pytester.runpytest_subprocess("-n1", "-o", "aisp_suite_timeout=100000")
     result.stdout.fnmatch_lines(["=* aisp =*", "NO VERDICT: worker 'gw0' crashed while running *"])
-    result.stdout.fnmatch_lines(["!* --aisp-suite-timeout: 100000 s are over !*"])
+    result.stdout.fnmatch_lines(["!* aisp_suite_timeout: 100000 s are over !*"])
     assert result.ret == pytest.ExitCode.INTERRUPTED

@@ -289,7 +289,7 @@ def remeasuring(client: CaseClient, measure: Measure) -> Iterator[Callable[[], R
     def fresh() -> Reading | None:
         nonlocal taken
         if run.confirmed > run.settings.confirm_budget:
-            client.row.notes.append("--aisp-confirm-budget is spent: no more votes in this run")
+            client.row.notes.append("aisp_confirm_budget is spent: no more votes in this run")
             return None
         bench = process()
         taken += 1

@@ -27,7 +27,7 @@ from ..worker.nvidia_tools import Sanitized
 from ..worker.output_capture import STREAMS, Chunk, Name, shown
 from ..worker.server import InProcess
 from .git_snapshot import GitSnapshot
-from .options import SEEDS, Settings
+from .options import MAX_SEED, Settings
 
 
 class Failed(Exception):
@@ -86,7 +86,7 @@ class RunContext:
     _stored: dict[Path, Stored] = field(default_factory=dict)
     _peaks: dict[str, peaks_module.Peaks | None] = field(default_factory=dict)
     _caches: list[str] = field(default_factory=list)
-    secret: int = field(default_factory=lambda: random.SystemRandom().randrange(1, SEEDS))
+    secret: int = field(default_factory=lambda: random.SystemRandom().randint(1, MAX_SEED))
 
     @property
     def seed(self) -> int:
@@ -237,7 +237,7 @@ class RunContext:
         if limit is None or self.cases_done:
             return
         if time.monotonic() - self.started > limit:
-            raise Interrupted(f"--aisp-suite-timeout: {limit:g} s are over")
+            raise Interrupted(f"aisp_suite_timeout: {limit:g} s are over")
 
     def end_benches(self) -> None:
         """End every bench process; its caches go with it."""

@@ -16,7 +16,7 @@ from ..results.row import Row
 from ..results.verdict import RED
 from ..worker.loader import pair_of
 from .case import CaseRun, EndOfBody
-from .options import NO_LEASE, RUN, SETTINGS
+from .options import LOCK_ERROR, RUN, SETTINGS
 from .pair_fixture import PairUnderTest
 from .placement import Kernels
 
@@ -75,7 +75,7 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
     case = getattr(request, "param", None)
     if not isinstance(case, Case):
         _refuse(item, "the fixture `pair` needs @compare on the test")
-    if (why := item.stash.get(NO_LEASE, None)) is not None:
+    if (why := item.stash.get(LOCK_ERROR, None)) is not None:
         _refuse(item, why)
     if CASE in item.stash:
         _refuse(
@@ -95,8 +95,7 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
     if case_run.place.kind == "skip":
         pytest.skip(case_run.place.need)
     if (marker := item.get_closest_marker("aisp_timeout")) is not None:
-        multiplier = config.getoption("aisp_timeout_multiplier")
-        case_run.timeout = float(marker.args[0]) * multiplier
+        case_run.timeout = float(marker.args[0]) * run.settings.timeout_multiplier
     if reruns := config.getoption("reruns", None):
         case_run.row.notes.append(f"--reruns={reruns} leaves cases alone: the first verdict stands")
     item.stash[CASE] = case_run

@@ -50,7 +50,7 @@ class Judge:
         )
         row.verdict = verdict.worst_of(row.verdict, found)
         self._explain(gates, decision, first)
-        if row.verdict == "stale" and settings.strict_env and settings.update is None:
+        if row.verdict == "stale" and settings.strict_environment and settings.update is None:
             row.verdict = "regressed"
         self._end()
 
@@ -132,7 +132,7 @@ class Judge:
             row.reasons.append(f"{said} ({goal.asked} on the page) -> red")
         elif mine and before and settings.update != "all" and goal.worse(before, found):
             unlike = self.unlike or self._unlike(mine)
-            word = "stale" if unlike and not settings.strict_env else "regressed"
+            word = "stale" if unlike and not settings.strict_environment else "regressed"
             now, then = goal.unit(found["optimized"]), goal.unit(before["optimized"])
             row.reasons.append(
                 f"{name}: {now} against {then} (stored in {self._relative()}) -> red"

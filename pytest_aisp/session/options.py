@@ -1,7 +1,9 @@
-"""Every option and ini key, declared; `reading` reads them."""
+"""Command-line options and ini keys, and the `Settings` that `parse_config` reads them into."""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,159 +15,150 @@ if TYPE_CHECKING:
     from .recorder import Recorder
 
 
+SETTINGS: pytest.StashKey[Settings] = pytest.StashKey()
+RUN: pytest.StashKey[RunContext] = pytest.StashKey()
+RECORDER: pytest.StashKey[Recorder] = pytest.StashKey()
+LOCK_ERROR: pytest.StashKey[str] = pytest.StashKey()
+"""On an item: why the machine could not be locked for it."""
+
 EVERY_ARCH = "all"
+UPDATES = ("missing", "all")
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
-"""Tools of compute-sanitizer: addresses, races in shared memory, reads of what was never written,
+"""Tools of compute-sanitizer: addresses, races in shared memory, reads of uninitialized memory,
 barriers."""
 PROFILERS = ("torch", "nsys", "ncu")
 """torch's profiler, Nsight Systems, Nsight Compute."""
-STAMPED = "<timestamp>"
-"""The value of a bare `--aisp-artifacts`: a folder named after the moment."""
+TIMESTAMPED = "<timestamp>"
+"""The value of `--aisp-artifacts` without a value: a folder named after the current time."""
 ARTIFACTS = "artifacts"
-"""Where such folders are made, unless the ini file says otherwise."""
-BARE = {
-    "--aisp-update-expectations": "missing",
+"""Parent of timestamped folders, unless the ini file names another."""
+WITHOUT_VALUE = {
+    "--aisp-update-expectations": UPDATES[0],
     "--aisp-compile": EVERY_ARCH,
     "--aisp-sanitize": SANITIZERS[0],
     "--aisp-profile": PROFILERS[0],
-    "--aisp-artifacts": STAMPED,
+    "--aisp-artifacts": TIMESTAMPED,
 }
-"""Options with an optional value, and the value that they have without one."""
+"""Options whose value may be left out, and the value they then have."""
 IN_PROCESS = {"--aisp-in-process": "aisp_in_process", "--pdb": "usepdb", "--trace": "trace"}
-"""The options for which sides run inside pytest."""
-RECORDED = 8
-"""Processes that a result is recorded from."""
+"""The options that run sides inside the pytest process."""
+RECORD_PROCESSES = 8
+"""Processes that a stored result is recorded from."""
+MAX_SEED = 2**31 - 1
 
 
 def add_options(parser: pytest.Parser) -> None:
     """Register the options and the ini keys."""
     group = parser.getgroup("aisp", "GPU performance pairs (pytest-aisp)")
-    add = group.addoption
-    add("--aisp-check", action="store_true", help="check only: prove results, time nothing")
-    add(
-        "--aisp-compile",
-        metavar="ARCHS",
-        nargs="?",
-        const=EVERY_ARCH,
-        help="assemble the kernels that pages launch, for sm90,sm100 (only after `=`; else all)",
+
+    def flag(name: str, text: str) -> None:
+        group.addoption(name, action="store_true", help=text)
+
+    def value(
+        name: str, metavar: str, text: str, convert: Callable[[str], object] | None = None
+    ) -> None:
+        group.addoption(name, metavar=metavar, type=convert, help=text)
+
+    # argparse `choices` would refuse the path after an option without a value.
+    def optional_value(name: str, metavar: str, text: str) -> None:
+        const = WITHOUT_VALUE[name]
+        group.addoption(
+            name,
+            metavar=metavar,
+            nargs="?",
+            const=const,
+            help=f"{text} (default {const}; give another as {name}={metavar})",
+        )
+
+    flag("--aisp-check", "check results only, time nothing")
+    optional_value("--aisp-compile", "ARCHS", "compile each page's kernels for these archs")
+    value("--aisp-against", "REF", "also judge each changed side against its version at REF")
+    flag("--aisp-aa", "time each side against a copy of itself")
+    value("--aisp-replay", "FOLDER", "judge the samples of a recorded run again")
+    optional_value(
+        "--aisp-update-expectations", "|".join(UPDATES), "store results for this product"
     )
-    add(
-        "--aisp-against",
-        metavar="REF",
-        help="besides, judge each changed side against itself as it was at REF",
-    )
-    add("--aisp-aa", action="store_true", help="time each side against a copy of itself")
-    add("--aisp-replay", metavar="FILE", help="judge the recorded samples in FILE again")
-    add(
-        "--aisp-update-expectations",
-        metavar="missing|all",
-        nargs="?",
-        const="missing",
-        help="record results for this product; `=all` also rewrites (the value only after `=`)",
-    )
-    add(
-        "--aisp-artifacts",
-        metavar="DIR",
-        nargs="?",
-        const=STAMPED,
-        help=f"write results and samples to DIR (only after `=`; else {ARTIFACTS}/<UTC time>)",
-    )
-    add("--aisp-warmup", metavar="CALLS", type=int, help="least warm-up calls of each side")
-    add(
-        "--aisp-iterations",
-        metavar="BLOCKS[xUS]",
-        help="blocks to time, and optionally the least window in microseconds: 20x400",
-    )
-    add(
+    optional_value("--aisp-artifacts", "FOLDER", "keep results and samples in FOLDER")
+    value(
         "--aisp-processes",
-        metavar="N",
-        type=int,
-        help="processes to record from (8), or to repeat an A/A trial in (1)",
+        "N",
+        f"processes to record from ({RECORD_PROCESSES}), or to repeat an A/A trial in (1)",
+        _whole_number(1),
     )
-    add("--aisp-reproducible", action="store_true", help="fixed seeds, deterministic algorithms")
-    add("--aisp-seed", metavar="N", type=int, help="draw the values of a run that failed again")
-    add("--aisp-cold-start", action="store_true", help="fresh caches and context for each case")
-    add("--aisp-in-process", action="store_true", help="run sides inside pytest, for debuggers")
-    add(
-        "--aisp-audit",
-        action="store_true",
-        help="let the profiler see which kernels each side launches, and for how long",
+    flag("--aisp-reproducible", "fixed seeds, deterministic algorithms")
+    value(
+        "--aisp-seed", "N", "use the input values of a run that failed", _whole_number(1, MAX_SEED)
     )
-    add("--aisp-energy", action="store_true", help="count energy where pages ask for it: 30 s each")
-    add(
-        "--aisp-untrusted",
-        action="store_true",
-        help="run the sides once more where they reach neither clock nor expected values",
-    )
-    add(
-        "--aisp-sanitize",
-        metavar="TOOL",
-        nargs="?",
-        const=SANITIZERS[0],
-        help=f"check under compute-sanitizer: {', '.join(SANITIZERS)} (only after `=`)",
-    )
-    add(
-        "--aisp-profile",
-        metavar="TOOL",
-        nargs="?",
-        const=PROFILERS[0],
-        help=f"profile both sides after their verdict: {', '.join(PROFILERS)} (only after `=`)",
-    )
-    add("--aisp-strict-env", action="store_true", help="`stale` is red")
-    add("--aisp-timeout-multiplier", metavar="X", type=float, default=1.0, help="scale time limits")
-    add("--aisp-suite-timeout", metavar="SECONDS", type=float, help="stop the run after SECONDS")
-    add(
-        "--aisp-confirm-budget",
-        metavar="SECONDS",
-        type=float,
-        default=600.0,
-        help="most seconds spent on votes in a run (600)",
-    )
-    parser.addini("aisp_pages", "folders that hold pages", type="paths", default=[])
-    parser.addini("aisp_baselines", "folder of stored results", default="baselines")
-    parser.addini("aisp_artifacts", "keep every run that measures, in a folder of its own in here")
-    parser.addini("aisp_timeout", "seconds for one request to a bench process", default="120")
-    parser.addini("aisp_missing", "what `new` does to the run: pass or fail", default="pass")
-    parser.addini("aisp_inconclusive", "what `inconclusive` does: pass or fail", default="pass")
+    group.addoption("--aisp-cold-start", action="store_true", help=argparse.SUPPRESS)
+    flag("--aisp-in-process", "run sides inside pytest, for debuggers")
+    flag("--aisp-audit", "let the profiler list the kernels that each side launches")
+    flag("--aisp-energy", "measure energy where a page asks for it (30 s a case)")
+    flag("--aisp-untrusted", "run sides again where they cannot reach the clock or the answers")
+    optional_value("--aisp-sanitize", "TOOL", "check under compute-sanitizer")
+    optional_value("--aisp-profile", "TOOL", "profile both sides after the verdict")
+
+    add_ini = parser.addini
+    add_ini("aisp_pages", "folders that hold pages", type="paths", default=[])
+    add_ini("aisp_baselines", "folder of stored results", default="baselines")
+    add_ini("aisp_artifacts", "keep every measuring run in a timestamped folder in here")
+    add_ini("aisp_timeout", "seconds for one request to a bench process", default="120")
+    add_ini("aisp_timeout_multiplier", "scale every time limit by this", default="1")
+    add_ini("aisp_suite_timeout", "stop the run after this many seconds", default="")
+    add_ini("aisp_confirm_budget", "most seconds a run spends on votes", default="600")
+    add_ini("aisp_warmup", "least warm-up calls of each side", default="")
+    add_ini("aisp_iterations", "blocks to time, or blocks and least window: 20x400 us", default="")
+    add_ini("aisp_strict_env", "whether `stale` is red", type="bool", default=False)
+    add_ini("aisp_missing", "what `new` does to the run: pass or fail", default="pass")
+    add_ini("aisp_inconclusive", "what `inconclusive` does: pass or fail", default="pass")
 
 
-def keep_paths(args: list[str]) -> None:
-    """Give bare options their value, so that they cannot swallow the path after them."""
+def _whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return an argparse type: an integer from `least` to `most`."""
+
+    def convert(text: str) -> int:
+        number = int(text)
+        if number < least or (most is not None and number > most):
+            limits = f"at least {least}" if most is None else f"between {least} and {most}"
+            raise argparse.ArgumentTypeError(f"{text} must be {limits}")
+        return number
+
+    return convert
+
+
+def fill_in_values(args: list[str]) -> None:
+    """Give options without a value their default, so that they cannot swallow the next path."""
     for index, arg in enumerate(args):
-        if arg in BARE:
-            args[index] = f"{arg}={BARE[arg]}"
-
-
-SEEDS = 2**31
-"""Seeds of values lie below this."""
+        if arg in WITHOUT_VALUE:
+            args[index] = f"{arg}={WITHOUT_VALUE[arg]}"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line and the ini file say.
+    """The command line and the ini file of a session.
 
     Attributes:
-        ours: whether this session collects pages: an ``--aisp-*`` option, or a path under `pages`.
+        ours: whether this session may collect pages: it has an ``--aisp-*`` option, or a path
+            below one of `pages`.
         pages: folders that hold pages (ini ``aisp_pages``).
         baselines: folder of stored results (ini ``aisp_baselines``).
-        check, aa, replay, update, compile: the mode; none of them is to measure.
-            `compile` holds the archs to assemble for.
-        against: commit with whose sides changed ones are compared besides, or None.
-        artifacts: folder for the run's results and samples, or None; `stamped`: in which folder one
-            named after the moment is made for them (ini ``aisp_artifacts``), or None.
-        warmup, blocks, window: the measuring budget, where the command line sets it.
-        processes: processes a result is recorded from, or an A/A trial is repeated in.
-        audit: whether the profiler looks at the kernels of both sides too.
-        sanitize: the tool of compute-sanitizer under which pages are checked, or empty.
-        energy: whether `assert_energy` counts: it takes half a minute a case.
-        profile: the profiler that looks at both sides after their verdict, or empty.
-        reproducible, cold_start, untrusted: see ``pytest --help``.
-        seed: from which values are drawn, or None for a secret one.
-        in_process: the option for which sides run inside pytest, or empty.
+        check, aa, replay, update, compile: the mode; without one of them the run measures.
+            `compile` holds the archs to compile for.
+        against: commit whose sides today's are compared with, or None.
+        artifacts: folder for the run's results and samples, or None.
+        timestamped: parent of the timestamped folder to make for `artifacts`, or None.
+        warmup, blocks, window: the timing budget, where the ini file sets it; window in seconds.
+        processes: processes that a result is recorded from, or an A/A trial is repeated in.
+        audit: whether the profiler lists the kernels of both sides.
+        sanitize: the compute-sanitizer tool that checks run under, or empty.
+        energy: whether `assert_energy` measures.
+        profile: the profiler for both sides after their verdict, or empty.
+        seed: seed of the input values, or None for a secret one.
+        in_process: the option that runs sides inside pytest, or empty.
         timeout: seconds for one request to a bench process, already multiplied.
-        suite_timeout, confirm_budget: seconds, for the run and for its votes.
-        missing, inconclusive: ``pass`` or ``fail``: what those verdicts do to the run.
-        strict_env: whether a loss against a record of another environment is red.
+        timeout_multiplier: the factor in `timeout`.
+        suite_timeout, confirm_budget: seconds for the whole run, and for its votes.
+        missing, inconclusive: ``pass`` or ``fail``, the effect of these verdicts on the run.
+        strict_environment: whether a loss against a result of another environment is red.
     """
 
     ours: bool
@@ -179,7 +172,7 @@ class Settings:
     replay: Path | None
     update: str | None
     artifacts: Path | None
-    stamped: Path | None
+    timestamped: Path | None
     warmup: int | None
     blocks: int | None
     window: float | None
@@ -194,27 +187,21 @@ class Settings:
     energy: bool
     profile: str
     timeout: float
+    timeout_multiplier: float
     suite_timeout: float | None
     confirm_budget: float
     missing: str
     inconclusive: str
-    strict_env: bool
+    strict_environment: bool
 
     @property
     def mode(self) -> str:
-        """What the run does, in one word."""
+        """The mode of the run in one word."""
         modes: dict[str, object] = {"check": self.check, "compile": self.compile, "aa": self.aa}
         modes |= {"replay": self.replay, "record": self.update}
         return next((name for name, on in modes.items() if on), "measure")
 
     @property
     def profiles(self) -> Path:
-        """The folder of profiles: in that of artifacts, or one of their own under the root."""
+        """Folder of profiles: inside `artifacts` if there is one."""
         return self.artifacts / "profile" if self.artifacts else self.root / "aisp-profile"
-
-
-SETTINGS: pytest.StashKey[Settings] = pytest.StashKey()
-RUN: pytest.StashKey[RunContext] = pytest.StashKey()
-RECORDER: pytest.StashKey[Recorder] = pytest.StashKey()
-NO_LEASE: pytest.StashKey[str] = pytest.StashKey()
-"""On an item: why the machine could not be leased for it."""

@@ -1,9 +1,10 @@
-"""The command line and the ini file, read once into `Settings`."""
+"""Read the command line and the ini file into `Settings`; refuse options that contradict."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,10 @@ from .options import (
     EVERY_ARCH,
     IN_PROCESS,
     PROFILERS,
-    RECORDED,
+    RECORD_PROCESSES,
     SANITIZERS,
-    SEEDS,
-    STAMPED,
+    TIMESTAMPED,
+    UPDATES,
     Settings,
 )
 
@@ -28,61 +29,86 @@ def read_settings(config: pytest.Config) -> Settings:
         pytest.UsageError: for an illegal value or combination.
     """
     get = config.getoption
-    blocks, window = _iterations(get("aisp_iterations"))
+    blocks, window = _iterations(config)
+    update, sanitize, profile = (
+        get(f"aisp_{name}") for name in ("update_expectations", "sanitize", "profile")
+    )
+    if update is not None:
+        _one_of("--aisp-update-expectations", update, UPDATES)
+    multiplier = _number(config, "aisp_timeout_multiplier", above=0) or 1.0
+    warmup = _number(config, "aisp_warmup", least=1)
     settings = Settings(
         ours=_is_ours(config),
         root=config.rootpath,
         pages=tuple(config.getini("aisp_pages")),
         baselines=config.rootpath / config.getini("aisp_baselines"),
-        check=get("aisp_check") or get("aisp_sanitize") is not None,
+        check=get("aisp_check") or sanitize is not None,
         compile=_archs(get("aisp_compile")),
         aa=get("aisp_aa"),
         against=get("aisp_against"),
         replay=Path(get("aisp_replay")) if get("aisp_replay") else None,
-        update=get("aisp_update_expectations"),
-        artifacts=_folder(config),
-        stamped=_stamped(config),
-        warmup=_positive("--aisp-warmup", get("aisp_warmup")),
+        update=update,
+        artifacts=_artifacts(config),
+        timestamped=_timestamped(config),
+        warmup=None if warmup is None else int(warmup),
         blocks=blocks,
         window=window,
-        processes=_positive("--aisp-processes", get("aisp_processes"))
-        or (RECORDED if get("aisp_update_expectations") else 1),
+        processes=get("aisp_processes") or (RECORD_PROCESSES if update else 1),
         reproducible=get("aisp_reproducible"),
-        seed=_seed(get("aisp_seed")),
+        seed=get("aisp_seed"),
         cold_start=get("aisp_cold_start"),
         in_process=next((option for option, name in IN_PROCESS.items() if get(name)), ""),
         untrusted=get("aisp_untrusted"),
-        sanitize=_sanitizer(get("aisp_sanitize")),
-        audit=get("aisp_audit") or get("aisp_update_expectations") is not None,
-        energy=get("aisp_energy") or get("aisp_update_expectations") is not None,
-        profile=_profiler(get("aisp_profile")),
-        timeout=_timeout(config),
-        suite_timeout=_seconds("--aisp-suite-timeout", get("aisp_suite_timeout"), above=0),
-        confirm_budget=_seconds("--aisp-confirm-budget", get("aisp_confirm_budget")) or 0.0,
-        missing=_word(config, "aisp_missing"),
-        inconclusive=_word(config, "aisp_inconclusive"),
-        strict_env=get("aisp_strict_env"),
+        sanitize=_sanitizer(sanitize),
+        audit=get("aisp_audit") or update is not None,
+        energy=get("aisp_energy") or update is not None,
+        profile=_profiler(profile),
+        timeout=(_number(config, "aisp_timeout", above=0) or 120.0) * multiplier,
+        timeout_multiplier=multiplier,
+        suite_timeout=_number(config, "aisp_suite_timeout", above=0),
+        confirm_budget=_number(config, "aisp_confirm_budget", least=0) or 0.0,
+        missing=_pass_or_fail(config, "aisp_missing"),
+        inconclusive=_pass_or_fail(config, "aisp_inconclusive"),
+        strict_environment=config.getini("aisp_strict_env"),
     )
-    refuse(settings, config)
+    _refuse_combinations(settings, config)
     return settings
 
 
 def _is_ours(config: pytest.Config) -> bool:
-    given = vars(config.option)
-    defaults = {"aisp_timeout_multiplier": 1.0, "aisp_confirm_budget": 600.0}
-    if any(v not in (None, False, defaults.get(k)) for k, v in given.items() if k[:5] == "aisp_"):
+    """Return whether this session may collect pages."""
+    options = vars(config.option).items()
+    if any(name.startswith("aisp_") and value not in (None, False) for name, value in options):
+        return True
+    if any(text.startswith("aisp_") for text in config.getoption("override_ini") or ()):
         return True
     pages = [Path(p).resolve() for p in config.getini("aisp_pages")]
-    collected = [_resolved(config, arg) for arg in config.args]
+    folder = config.invocation_params.dir
+    collected = [(folder / str(arg).split("::")[0]).resolve() for arg in config.args]
     return any(c.is_relative_to(p) or p.is_relative_to(c) for c in collected for p in pages)
 
 
-def _resolved(config: pytest.Config, arg: str) -> Path:
-    return (config.invocation_params.dir / str(arg).split("::")[0]).resolve()
+def _number(
+    config: pytest.Config, key: str, *, least: float = 0.0, above: float | None = None
+) -> float | None:
+    """Return the number of ini key `key`, or None where it is empty."""
+    text = str(config.getini(key)).strip()
+    if not text:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (least <= number < math.inf) or (above is not None and number <= above):
+        limit = f"at least {least:g}" if above is None else f"above {above:g}"
+        raise pytest.UsageError(f"{key} = {text}: give a number {limit}, as in {key} = 120")
+    return number
 
 
-def _iterations(text: str | None) -> tuple[int | None, float | None]:
-    if text is None:
+def _iterations(config: pytest.Config) -> tuple[int | None, float | None]:
+    """Return the blocks and the least window in seconds of ``aisp_iterations``."""
+    text = str(config.getini("aisp_iterations")).strip()
+    if not text:
         return None, None
     blocks, cross, window = text.partition("x")
     try:
@@ -91,9 +117,21 @@ def _iterations(text: str | None) -> tuple[int | None, float | None]:
         count, seconds = 0, None
     if count < 1 or (seconds is not None and not 0 < seconds < math.inf):
         raise pytest.UsageError(
-            f"--aisp-iterations={text}: give blocks, or blocks and microseconds, as in 20x400"
+            f"aisp_iterations = {text}: give blocks, or blocks and microseconds, as in 20x400"
         )
     return count, seconds
+
+
+def _pass_or_fail(config: pytest.Config, key: str) -> str:
+    word = str(config.getini(key))
+    if word not in ("pass", "fail"):
+        raise pytest.UsageError(f"{key} = {word}: legal are pass and fail")
+    return word
+
+
+def _one_of(option: str, value: str, legal: Sequence[str]) -> None:
+    if value not in legal:
+        raise pytest.UsageError(f"{option}={value}: legal are {', '.join(legal)}")
 
 
 def _archs(text: str | None) -> tuple[str, ...]:
@@ -114,32 +152,33 @@ def _archs(text: str | None) -> tuple[str, ...]:
     return words
 
 
-def _folder(config: pytest.Config) -> Path | None:
+def _artifacts(config: pytest.Config) -> Path | None:
+    """Return the folder that the command line names for artifacts."""
     text: str | None = config.getoption("aisp_artifacts")
     if text == "":
         raise pytest.UsageError(
-            "--aisp-artifacts=: give a folder, or nothing for one named after the moment\n"
+            "--aisp-artifacts=: give a folder, or nothing for a timestamped one\n"
             "    pytest --aisp-artifacts"
         )
-    if text is None or text == STAMPED or _shows_only(config):
+    if text is None or text == TIMESTAMPED or _runs_nothing(config):
         return None
     return Path(text)
 
 
-def _stamped(config: pytest.Config) -> Path | None:
-    """Return where a folder named after the moment is made; by the ini file for what measures."""
-    get, ini = config.getoption, str(config.getini("aisp_artifacts") or "")
-    if _shows_only(config) or get("aisp_artifacts") not in (None, STAMPED):
+def _timestamped(config: pytest.Config) -> Path | None:
+    """Return the parent of this run's timestamped folder; the ini key needs a measuring run."""
+    option, ini = config.getoption("aisp_artifacts"), str(config.getini("aisp_artifacts") or "")
+    if _runs_nothing(config) or option not in (None, TIMESTAMPED):
         return None
-    other = ("aisp_check", "aisp_compile", "aisp_replay", "aisp_sanitize")
-    measures = not any(get(name) for name in other)
-    if get("aisp_artifacts") == STAMPED or (ini and measures):
+    other_modes = ("aisp_check", "aisp_compile", "aisp_replay", "aisp_sanitize")
+    measures = not any(config.getoption(name) for name in other_modes)
+    if option == TIMESTAMPED or (ini and measures):
         return config.rootpath / (ini or ARTIFACTS)
     return None
 
 
-def _shows_only(config: pytest.Config) -> bool:
-    """Whether pytest runs nothing: its ``--collect-only``, ``--help`` and their like."""
+def _runs_nothing(config: pytest.Config) -> bool:
+    """Return whether pytest only shows something: ``--collect-only``, ``--help`` and the like."""
     names = (
         "collectonly help version markers showfixtures show_fixtures_per_test cacheshow setupplan"
     )
@@ -149,8 +188,7 @@ def _shows_only(config: pytest.Config) -> bool:
 def _sanitizer(tool: str | None) -> str:
     if tool is None:
         return ""
-    if tool not in SANITIZERS:
-        raise pytest.UsageError(f"--aisp-sanitize={tool}: legal are {', '.join(SANITIZERS)}")
+    _one_of("--aisp-sanitize", tool, SANITIZERS)
     from ..worker import nvidia_tools
 
     if nvidia_tools.sanitizer_installed() is None:
@@ -161,10 +199,7 @@ def _sanitizer(tool: str | None) -> str:
 def _profiler(tool: str | None) -> str:
     if tool is None or tool == PROFILERS[0]:
         return tool or ""
-    if tool not in PROFILERS:
-        raise pytest.UsageError(
-            f"--aisp-profile={tool}: legal are {', '.join(PROFILERS)}\n    pytest --aisp-profile"
-        )
+    _one_of("--aisp-profile", tool, PROFILERS)
     from ..worker import nvidia_tools
 
     if nvidia_tools.profiler_installed(tool) is None:
@@ -172,132 +207,88 @@ def _profiler(tool: str | None) -> str:
     return tool
 
 
-def _positive(name: str, value: int | None) -> int | None:
-    if value is not None and value < 1:
-        raise pytest.UsageError(f"{name}={value} must be at least 1")
-    return value
+MODES = (
+    "--aisp-sanitize",
+    "--aisp-check",
+    "--aisp-aa",
+    "--aisp-compile",
+    "--aisp-replay",
+    "--aisp-update-expectations",
+)
+"""Options that choose what a run does: at most one."""
+CONFLICTS: dict[str, dict[str, str]] = {
+    "--aisp-update-expectations": {
+        "in-process": "stored results come from processes of their own",
+        "xdist": "results are recorded on a quiet machine\n"
+        "Record without -n:\n    pytest -n0 --aisp-update-expectations",
+    },
+    "--aisp-profile": {
+        "--aisp-compile": "it runs nothing, so there is nothing to profile",
+        "--aisp-replay": "it runs nothing, so there is nothing to profile",
+        "--aisp-aa": "both sides would be the same",
+        "--aisp-sanitize": "only one tool can watch a kernel",
+    },
+    "--aisp-against": {
+        "--aisp-compile": "it runs nothing, so there is nothing to compare",
+        "--aisp-replay": "it runs nothing, so there is nothing to compare",
+        "--aisp-aa": "both sides would be the same",
+    },
+    "--aisp-untrusted": {
+        "--aisp-compile": "it runs nothing",
+        "--aisp-replay": "it runs nothing",
+        "in-process": "untrusted sides need processes of their own",
+    },
+    "--aisp-audit": {"--aisp-compile": "it runs nothing, so there is nothing to list"},
+    "--aisp-sanitize": {"in-process": "the sanitizer needs a process of its own"},
+    "--aisp-seed": {
+        "--aisp-compile": "it draws no values",
+        "--aisp-replay": "it draws no values",
+        "--aisp-update-expectations": "a stored result is checked on secret values",
+    },
+}
+"""Options that cannot be combined, and why."""
 
 
-def _seed(value: int | None) -> int | None:
-    if value is not None and not 0 < value < SEEDS:
-        raise pytest.UsageError(f"--aisp-seed={value} must be between 1 and {SEEDS - 1}")
-    return value
-
-
-def _seconds(name: str, value: float | None, above: float | None = None) -> float | None:
-    if value is not None and not (0 <= value < math.inf and value != above):
-        least = "above 0" if above is not None else "0 or more"
-        raise pytest.UsageError(f"{name}={value:g} must be {least} and finite")
-    return value
-
-
-def _timeout(config: pytest.Config) -> float:
-    text = config.getini("aisp_timeout")
-    multiplier: float = config.getoption("aisp_timeout_multiplier")
-    if not 0 < multiplier < math.inf:
-        raise pytest.UsageError(f"--aisp-timeout-multiplier={multiplier} must be above 0")
-    try:
-        seconds = float(text) * multiplier
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise pytest.UsageError(f"aisp_timeout = {text}: give seconds, as in 120")
-    return seconds
-
-
-def _word(config: pytest.Config, key: str) -> str:
-    word = str(config.getini(key))
-    if word not in ("pass", "fail"):
-        raise pytest.UsageError(f"{key} = {word}: legal are pass and fail")
-    return word
-
-
-UPDATES = ("missing", "all")
-
-
-def refuse(settings: Settings, config: pytest.Config) -> None:
-    """Refuse combinations that would lie or lose something."""
-    if settings.update is not None:
-        _refuse_update(settings, config)
-    if settings.profile:
-        _refuse_profile(settings)
-    runs = {"--aisp-against": settings.against, "--aisp-untrusted": settings.untrusted}
-    for option, wanted in {**runs, "--aisp-audit": config.getoption("aisp_audit")}.items():
-        if wanted and settings.compile:
-            raise pytest.UsageError(
-                f"{option} cannot be combined with --aisp-compile: it runs sides"
-            )
-    if settings.replay and settings.artifacts and _same(settings.replay, settings.artifacts):
+def _refuse_combinations(settings: Settings, config: pytest.Config) -> None:
+    """Raise `pytest.UsageError` for options that contradict or would lose something."""
+    get = config.getoption
+    given: dict[str, object] = {
+        option: get(option.removeprefix("--").replace("-", "_"))
+        for option in {*MODES, *CONFLICTS, *(other for row in CONFLICTS.values() for other in row)}
+        if option.startswith("--")
+    }
+    given["in-process"] = settings.in_process
+    given["xdist"] = get("numprocesses", 0) or get("tx", None)
+    for option, others in CONFLICTS.items():
+        for other, reason in others.items():
+            if given[option] and given[other]:
+                name = settings.in_process if other == "in-process" else other
+                raise pytest.UsageError(f"{option} cannot be combined with {name}: {reason}")
+    same_mode = {"--aisp-check"} if settings.sanitize else set()
+    modes = [option for option in MODES if given[option] and option not in same_mode]
+    if len(modes) > 1:
+        raise pytest.UsageError(f"{modes[0]} cannot be combined with {modes[1]}: choose one mode")
+    if settings.update is not None and os.environ.get("CI"):
         raise pytest.UsageError(
-            f"--aisp-artifacts={settings.artifacts} would write over what --aisp-replay reads\n"
+            "--aisp-update-expectations is refused where CI is set: a gate must not move its own"
+            " limits.\nRecord on the machine by hand and commit the file"
+        )
+    if settings.replay and settings.artifacts and _overwrites(settings.artifacts, settings.replay):
+        raise pytest.UsageError(
+            f"--aisp-artifacts={settings.artifacts} would overwrite what --aisp-replay reads\n"
             "Give another folder"
         )
-    if settings.against is not None and (settings.replay or settings.aa):
-        other = "--aisp-replay" if settings.replay else "--aisp-aa"
-        raise pytest.UsageError(f"--aisp-against cannot be combined with {other}: it times sides")
-    if settings.sanitize and settings.in_process:
-        raise pytest.UsageError(
-            f"--aisp-sanitize cannot be combined with {settings.in_process}: it needs a process"
-        )
-    if settings.untrusted and (settings.in_process or settings.replay):
-        other = "--aisp-replay" if settings.replay else "a run inside pytest (--pdb, --trace)"
-        raise pytest.UsageError(
-            f"--aisp-untrusted cannot be combined with {other}: it needs processes of its own"
-        )
-    if settings.seed is not None:
-        _refuse_seed(settings)
-    check = "--aisp-sanitize" if settings.sanitize else "--aisp-check"
-    modes: dict[str, object] = {check: settings.check, "--aisp-aa": settings.aa}
-    modes["--aisp-compile"] = settings.compile
-    modes |= {"--aisp-replay": settings.replay, "--aisp-update-expectations": settings.update}
-    given = [name for name, value in modes.items() if value]
-    if len(given) > 1:
-        raise pytest.UsageError(f"{given[0]} cannot be combined with {given[1]}: choose one mode")
     if settings.ours:
         _refuse_reruns(config)
-    if settings.ours and config.getoption("dist", "no") == "each":
-        raise pytest.UsageError("--dist each reports every case twice; use --dist load")
 
 
-def _same(recording: Path, folder: Path) -> bool:
-    """Whether `recording`, a folder or its file, is what a run to `folder` writes over."""
+def _overwrites(folder: Path, recording: Path) -> bool:
+    """Return whether a run that writes to `folder` overwrites `recording`, a folder or a file."""
     return folder.resolve() in (recording.resolve(), recording.resolve().parent)
 
 
-def _refuse_seed(settings: Settings) -> None:
-    """Refuse a known seed where nothing is drawn from it, or where no side may know it."""
-    why = {
-        "--aisp-compile": (settings.compile, "it draws no values"),
-        "--aisp-replay": (settings.replay, "it draws no values"),
-        "--aisp-update-expectations": (
-            settings.update,
-            "a record is checked on secret values",
-        ),
-    }
-    for other, (given, reason) in why.items():
-        if given:
-            raise pytest.UsageError(f"--aisp-seed cannot be combined with {other}: {reason}")
-
-
-def _refuse_profile(settings: Settings) -> None:
-    """Refuse modes in which no two sides run, or in which something else watches them."""
-    why = {
-        "--aisp-compile": (settings.compile, "it runs sides"),
-        "--aisp-replay": (settings.replay, "it runs sides"),
-        "--aisp-aa": (settings.aa, "both sides would be the same"),
-        "--aisp-sanitize": (settings.sanitize, "a kernel has one watcher"),
-    }
-    for other, (given, reason) in why.items():
-        if given:
-            raise pytest.UsageError(
-                f"--aisp-profile cannot be combined with {other}: {reason}\n"
-                "Profile in a run of its own:\n"
-                f"    pytest --aisp-check --aisp-profile={settings.profile}"
-            )
-
-
 def _refuse_reruns(config: pytest.Config) -> None:
-    """Refuse what makes pytest-rerunfailures overrule that cases are never rerun."""
+    """Refuse options of other plugins under which a case would run or be reported twice."""
     for option, given in (
         ("--force-reruns", config.getoption("force_reruns", None)),
         ("--reruns-mode=append", config.getoption("reruns_mode", None) == "append"),
@@ -307,29 +298,5 @@ def _refuse_reruns(config: pytest.Config) -> None:
                 f"{option} reruns cases too, and a rerun would turn a red verdict green\n"
                 "Use --reruns, which leaves cases alone"
             )
-
-
-def _refuse_update(settings: Settings, config: pytest.Config) -> None:
-    if settings.update not in UPDATES:
-        raise pytest.UsageError(
-            f"--aisp-update-expectations={settings.update}: legal are {' and '.join(UPDATES)}"
-        )
-    if settings.in_process:
-        raise pytest.UsageError(
-            f"--aisp-update-expectations cannot be combined with {settings.in_process}: what is"
-            " stored comes from processes of its own"
-        )
-    if _workers(config):
-        raise pytest.UsageError(
-            "--aisp-update-expectations cannot be combined with xdist: results are recorded on a"
-            " quiet machine.\nRecord without -n:\n    pytest -n0 --aisp-update-expectations"
-        )
-    if os.environ.get("CI"):
-        raise pytest.UsageError(
-            "--aisp-update-expectations is refused where CI is set: a gate must not move its own"
-            " limits.\nRecord on the machine by hand and commit the file"
-        )
-
-
-def _workers(config: pytest.Config) -> bool:
-    return bool(config.getoption("numprocesses", 0)) or bool(config.getoption("tx", None))
+    if config.getoption("dist", "no") == "each":
+        raise pytest.UsageError("--dist each reports every case twice; use --dist load")

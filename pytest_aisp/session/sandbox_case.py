@@ -14,7 +14,7 @@ from ..worker.client import Bench
 from ..worker.sandbox import seconds_apart
 from .case_client import CaseClient
 from .context import Failed
-from .options import SEEDS
+from .options import MAX_SEED
 
 ROLES = ("baseline", "optimized")
 LIMIT = {"graph": 1.25, "host": 1.5, "cpu": 1.5}
@@ -63,7 +63,7 @@ class _Apart:
         self.slots = int(details.get("slots", 2))
         self.counted = [int(n) for n in details.get("counted", (1, 1))]
         given = client.run.settings.seed  # else no process of the sides has ever known it
-        self.secret = random.SystemRandom().randrange(1, SEEDS) if given is None else given
+        self.secret = random.SystemRandom().randint(1, MAX_SEED) if given is None else given
 
     def run(self) -> None:
         referee = self.client.fresh_bench()

@@ -20,7 +20,7 @@ from ..util.device import Machine
 from ..util.locks import REMEDY, lease
 from .canary import CLOCKS
 from .context import RunContext
-from .options import NO_LEASE, PROFILERS, RECORDER, RUN, SETTINGS, Settings
+from .options import LOCK_ERROR, PROFILERS, RECORDER, RUN, SETTINGS, Settings
 from .recorder import Recorder, build_manifest
 
 
@@ -92,8 +92,8 @@ def _recorder(config: pytest.Config, run: RunContext) -> Recorder:
     """Make the folder of artifacts, if asked for, and what writes to it."""
     settings = run.settings
     try:
-        if settings.stamped is not None:
-            settings = replace(settings, artifacts=stamped(settings.stamped))
+        if settings.timestamped is not None:
+            settings = replace(settings, artifacts=stamped(settings.timestamped))
             run.settings = config.stash[SETTINGS] = settings
         recorder = Recorder(settings, config.hook, config)
         if recorder.artifacts is not None:
@@ -102,7 +102,7 @@ def _recorder(config: pytest.Config, run: RunContext) -> Recorder:
     except Unclaimable as error:
         raise pytest.UsageError(f"--aisp-artifacts={settings.artifacts}: {error}") from None
     except OSError as error:
-        where = settings.artifacts or settings.stamped
+        where = settings.artifacts or settings.timestamped
         raise pytest.UsageError(
             f"--aisp-artifacts={where}: cannot be written: {error}\n"
             "Give a folder that can be written"
@@ -237,7 +237,7 @@ def leased(item: pytest.Item) -> Iterator[None]:
         try:
             _hold(held, item.config.stash[RUN], _case(item))
         except OSError as error:  # raised here it would end the whole run
-            item.stash[NO_LEASE] = f"the machine cannot be leased: {error}\n{REMEDY}"
+            item.stash[LOCK_ERROR] = f"the machine cannot be leased: {error}\n{REMEDY}"
         yield
 
 

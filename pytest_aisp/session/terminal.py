@@ -94,7 +94,7 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
     lines += _profiles(recorder.settings, rows)
     lines += [f"stored: {change}" for change in recorder.changes]
     lines += [f"not stored: {kept}" for kept in recorder.kept]
-    if recorder.settings.stamped is not None:
+    if recorder.settings.timestamped is not None:
         lines.append(f"artifacts: {recorder.settings.artifacts}")
     lines += [recorder.left] if recorder.left else []
     lines += [f"NOT STORED: {error}" for error in recorder.errors]

@@ -189,7 +189,7 @@ def bench_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
-LONGER = "give it longer with --aisp-timeout-multiplier=2"
+LONGER = "give it longer with -o aisp_timeout_multiplier=2"
 """The last line of what is said of anything that took too long."""
 
 
