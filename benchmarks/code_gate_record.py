@@ -23,7 +23,7 @@ from typing import Any
 from code_gate_others import CALLS
 
 from pytest_aisp.results import stats, verdict
-from pytest_aisp.results.messages import Reply, Task
+from pytest_aisp.results.messages import CaseTask, FactsTask, Reply, TimeTask
 from pytest_aisp.timing.schedule import Budget
 from pytest_aisp.util.device import Machine
 from pytest_aisp.worker.client import Bench, BenchProcess
@@ -223,11 +223,10 @@ class Recorder:
         share = verdict.planted_share(spread)
         return share if share == verdict.PLANTED else verdict.planted_share(HEADROOM * spread)
 
-    def task(self, kernel: str, **changes: Any) -> Task:
+    def task(self, kernel: str, **changes: Any) -> TimeTask:
         """Return a task to time `kernel` against itself."""
         spec = KERNELS[kernel]
-        return Task(
-            kind="time",
+        return TimeTask(
             page=str(PAGE),
             root=str(HERE.parent),
             module=PAGE.stem,
@@ -269,7 +268,7 @@ class Recorder:
         names = ("page", "root", "module", "function", "size")
         return {name: getattr(self.task(kernel), name) for name in names}
 
-    def ask(self, task: Task) -> dict[str, Any] | None:
+    def ask(self, task: CaseTask) -> dict[str, Any] | None:
         """Return the answer, or None for an error, which is written and counted."""
         reply: Reply = self.bench.ask(task, SILENCE, lambda doing: None)
         if reply.error is None:
@@ -294,7 +293,7 @@ class Recorder:
         """Write once what this machine is."""
         if self.described:
             return
-        facts = self.ask(Task(kind="facts", device="cpu" if self.plan.simulated else "cuda"))
+        facts = self.ask(FactsTask(device="cpu" if self.plan.simulated else "cuda"))
         self.described = True
         self.write("environment", **self._environment(facts or {}))
 

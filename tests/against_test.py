@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from pytest_aisp.results import run_reader
-from pytest_aisp.results.messages import Reply, Task
+from pytest_aisp.results.messages import PageSource, Reply, TimeTask
 
 GIT = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
 SLOWER = {"added": 2e-5, "doubled": 1e-5, "doubled@old": 0.98e-5, "added@old": 2e-5}
@@ -364,7 +364,7 @@ def test_each_process_of_an_old_side_has_the_old_page(pytester, monkeypatch):
 
         def ask(self, task, seconds, progress):
             found = Engine().sample(task)
-            page = sys.modules[task.past["module"] if task.versus == "old" else task.module]
+            page = sys.modules[task.past.module if task.past else task.module]
             asked.append(set(page.AGES))
             page.AGES.clear()
             return Reply(result=found)
@@ -377,12 +377,12 @@ def test_each_process_of_an_old_side_has_the_old_page(pytester, monkeypatch):
     today, old = pytester.mkdir("today"), pytester.mkdir("old")
     (today / "aged_test.py").write_text(PROCESSES.replace('"then"', '"now"'))
     (old / "aged_test.py").write_text(PROCESSES)
-    past = {"page": str(old / "aged_test.py"), "root": str(old), "module": "aisp_past_aged"}
+    past = PageSource(page=str(old / "aged_test.py"), root=str(old), module="aisp_past_aged")
     where = {"page": str(today / "aged_test.py"), "root": str(today), "module": "aged_test"}
     case = {"function": "test_doubling", "variant": "doubled", "size": {"n": 5}}
     rule = {"exact": False, "rtol": None, "atol": None}
     given = {**where, **case, "rule": rule, "versus": "old", "side": "optimized", "past": past}
-    Engine().time(Task(kind="time", **given))
+    Engine().time(TimeTask(**given))
     first, second = asked[:2]
     assert first | second == {"then", "now"}
     assert len(first) == len(second) == 1

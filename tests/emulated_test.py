@@ -17,7 +17,7 @@ from emulated import COMPILER, ONLY_ON_A_GPU, CannotEmulate, Fault, emulated, un
 from pytest_aisp import cuda_module
 from pytest_aisp.kernels.cuda_cpp import LaunchError
 from pytest_aisp.page.sources import kernel_files
-from pytest_aisp.results.messages import Task
+from pytest_aisp.results.messages import CheckTask
 from pytest_aisp.worker.engine import Engine
 from pytest_aisp.worker.loader import load_page, pair_of
 
@@ -68,7 +68,7 @@ def check(path, module, function, variant, seed):
     common |= {"variant": variant, "size": dict(pair.sizes[0]), "device": "cpu", "at": "check"}
     rule = keywords(path, function)
     with emulated(seed):
-        return Engine().check(Task(kind="check", seed=seed, rule=rule, **common))
+        return Engine().check(CheckTask(seed=seed, rule=rule, **common))
 
 
 def names(case):

@@ -9,13 +9,12 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from benches import benches, wait_for
 
-from pytest_aisp.results.messages import Task
+from pytest_aisp.results.messages import CheckTask, DrawTask, PrepareTask, case_fields
 from pytest_aisp.worker import client
 from pytest_aisp.worker.client import BenchProcess
 
@@ -138,8 +137,7 @@ def members(session: int) -> list[int]:
 
 def checked(path):
     """Return the task that checks a page."""
-    return Task(
-        kind="check",
+    return CheckTask(
         page=str(path),
         root=str(path.parent.parent),
         module="ch99.doubling_test",
@@ -149,13 +147,15 @@ def checked(path):
     )
 
 
-APART = {"draw": {"values": "values.pt"}, "perform": {"clock": "host", "counted": 1, "slots": 2}}
+PREPARE = {"side": "optimized", "clock": "host", "counted": 1, "slots": 2}
+SANDBOXED = {"draw": (DrawTask, {"values": "values.pt"}), "prepare": (PrepareTask, PREPARE)}
 
 
-@pytest.mark.parametrize("kind", APART)
+@pytest.mark.parametrize("kind", SANDBOXED)
 def test_what_is_run_apart_says_at_which_size(page, kind):
     path = page(defs="def inputs(device, n):\n    return (torch.zeros(3)[n],)")
-    task = replace(checked(path), kind=kind, at="check", side="optimized", apart=APART[kind])
+    task_type, given = SANDBOXED[kind]
+    task = task_type(**case_fields(checked(path)) | {"at": "check"}, **given)
     bench = BenchProcess()
     try:
         reply = bench.ask(task, 500, lambda text: None)
@@ -197,9 +197,9 @@ SLOW = """#!{python}
 import os, sys, time
 
 time.sleep(2)
-os.write(int(sys.argv[-1]), b'{{"progress": "ready"}}\\n')
+os.write(int(sys.argv[-1]), b'{{"type": "progress", "text": "ready"}}\\n')
 time.sleep({answers_after})
-os.write(int(sys.argv[-1]), b'{{"result": {{"found": 1}}}}\\n')
+os.write(int(sys.argv[-1]), b'{{"type": "reply", "result": {{"found": 1}}}}\\n')
 """
 
 
@@ -213,7 +213,7 @@ def test_the_limit_counts_from_when_the_process_is_ready(
     monkeypatch.setattr(sys, "executable", str(python))
     bench = BenchProcess()
     try:
-        assert bench.ask(Task(kind="check"), 1.5, lambda text: None).error == error
+        assert bench.ask(CheckTask(), 1.5, lambda text: None).error == error
     finally:
         bench.close()
 
@@ -228,7 +228,7 @@ def test_a_longer_limit_is_longer_for_the_start_too(monkeypatch, tmp_path):
     for seconds in (0.5, 60):
         bench = BenchProcess()
         try:
-            said.append(bench.ask(Task(kind="check"), seconds, lambda text: None).message)
+            said.append(bench.ask(CheckTask(), seconds, lambda text: None).message)
         finally:
             bench.close()
     late = "no answer within 0.7 s during: start\ngive it longer with -o aisp_timeout_multiplier=2"
@@ -238,7 +238,8 @@ def test_a_longer_limit_is_longer_for_the_start_too(monkeypatch, tmp_path):
 LAST = """#!{python}
 import os, sys, time
 
-os.write(int(sys.argv[-1]), b'{{"result": {{"found": 1}}, "exhausted": {exhausted}}}\\n')
+reply = b'{{"type": "reply", "result": {{"found": 1}}, "exhausted": {exhausted}}}\\n'
+os.write(int(sys.argv[-1]), reply)
 time.sleep(1000)
 """
 
@@ -251,7 +252,7 @@ def test_a_process_that_is_exhausted_is_asked_no_more(monkeypatch, tmp_path, exh
     monkeypatch.setattr(sys, "executable", str(python))
     bench = BenchProcess()
     try:
-        reply = bench.ask(Task(kind="check"), 9, lambda text: None)
+        reply = bench.ask(CheckTask(), 9, lambda text: None)
         assert (reply.error, reply.result, bench.alive) == (None, {"found": 1}, alive)
     finally:
         bench.close()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aisp.results.messages import Task
+from pytest_aisp.results.messages import CountTask
 from pytest_aisp.results.metric_limits import METRICS, joules, shares
 from pytest_aisp.util import device, process_group
 from pytest_aisp.worker import metrics
@@ -245,7 +245,7 @@ def trial_of(clock, *calls):
 
 
 def test_the_energy_of_a_call_is_that_of_all_calls_of_a_window(monkeypatch):
-    found = metrics.count(Task(kind="count", goal="energy"), trial_of(Clock(monkeypatch), 10, 20))
+    found = metrics.count(CountTask(metric="energy"), trial_of(Clock(monkeypatch), 10, 20))
     assert found["baseline"] == pytest.approx(100 * 0.01 / 20, rel=0.01)
     assert found["optimized"] == pytest.approx(100 * 0.01 / 40, rel=0.01)
     assert found["noise"] < 0.01
@@ -337,7 +337,7 @@ def count(pytester, monkeypatch):
         path.write_text(text)
         where = {"page": str(path), "root": str(pytester.path), "module": path.stem}
         case = {"function": "test_doubling", "variant": "doubled", "size": {"n": 5}}
-        return Engine().count(Task(kind="count", goal=goal, **where, **case))
+        return Engine().count(CountTask(metric=goal, **where, **case))
 
     return ask
 

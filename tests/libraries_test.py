@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_aisp.results.messages import Task
+from pytest_aisp.results.messages import FactsTask
 from pytest_aisp.util import versions
 from pytest_aisp.worker.engine import Engine
 
 
 def test_a_bench_process_tells_every_version_that_is_compared():
-    facts = Engine().facts(Task(kind="facts"))
+    facts = Engine().facts(FactsTask())
     assert set(versions.VERSIONS) <= set(facts)
     assert facts["torch"] == torch.__version__
 

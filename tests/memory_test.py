@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_aisp.results.messages import Task
+from pytest_aisp.results.messages import CountTask
 from pytest_aisp.util import process_group
 from pytest_aisp.worker import metrics
 
@@ -184,7 +184,7 @@ def test_what_is_kept_and_what_passes_count_and_a_librarys_workspace_does_not(mo
     bench = Bench(Allocator(monkeypatch))
     sides = (5, 40, 300), (0, 20, 100)
     trial = SimpleNamespace(bench=bench, sides=[(side, None) for side in sides])
-    assert metrics.count(Task(kind="count", goal="memory"), trial) == {
+    assert metrics.count(CountTask(metric="memory"), trial) == {
         "baseline": 345,
         "optimized": 120,
     }

@@ -15,7 +15,7 @@ from pytest_aisp.checking.numerics import Wrong
 from pytest_aisp.cli import app
 from pytest_aisp.distributed import nccl, plot
 from pytest_aisp.distributed.nccl import Sweep
-from pytest_aisp.results.messages import Reply, Task
+from pytest_aisp.results.messages import CollectivesTask, Reply
 from pytest_aisp.session.context import Failed, RunContext
 from pytest_aisp.session.judge import Judge
 from pytest_aisp.timing import collectives, peaks, windows
@@ -241,7 +241,7 @@ def test_symmetric_memory_that_is_refused_is_said(symmetric, monkeypatch):
 
 
 def test_one_process_alone_is_told_how_to_ask():
-    task = Task(kind="collectives", sweep={"ops": ["all_reduce"], "sizes": [4096]})
+    task = CollectivesTask(ops=("all_reduce",), sizes=(4096,))
     reply = bench.InProcess().ask(task, 60, lambda text: None)
     assert reply.error == "page"
     assert reply.message == "collectives need several ranks; this is one process\n    aisp nccl"
@@ -293,8 +293,8 @@ def test_the_ranks_of_two_gpus_are_asked_under_lease(ranks, tmp_path, capsys):
     assert app.main(["nccl", "--ops=all_reduce", "--sizes=4KiB", "--timeout=30"]) == 0
     seen = ranks.seen
     assert (seen.count, seen.environment) == (2, {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"})
-    assert (seen.task.kind, seen.task.device, seen.seconds) == ("collectives", "cuda", 30)
-    assert seen.task.sweep == {"ops": ["all_reduce"], "sizes": [4096]}
+    assert seen.seconds == 30
+    assert seen.task == CollectivesTask(device="cuda", ops=("all_reduce",), sizes=(4096,))
     assert seen.closed
     assert {p.name for p in tmp_path.glob("*.lock")} == {"host.lock", "GPU-a.lock", "GPU-b.lock"}
     assert capsys.readouterr().out.splitlines() == [
@@ -308,9 +308,9 @@ def test_the_ranks_of_two_gpus_are_asked_under_lease(ranks, tmp_path, capsys):
 
 def test_without_options_gpus_get_large_sizes_and_every_collective(ranks):
     assert app.main(["nccl"]) == 0
-    sweep = ranks.seen.task.sweep
-    assert sweep["ops"] == list(OPS)
-    assert (sweep["sizes"][0], sweep["sizes"][-1], len(sweep["sizes"])) == (4 * KIB, 512 * MIB, 18)
+    task = ranks.seen.task
+    assert task.ops == tuple(OPS)
+    assert (task.sizes[0], task.sizes[-1], len(task.sizes)) == (4 * KIB, 512 * MIB, 18)
 
 
 def test_without_gpus_there_are_two_ranks_and_smaller_sizes(ranks, monkeypatch):
@@ -318,7 +318,7 @@ def test_without_gpus_there_are_two_ranks_and_smaller_sizes(ranks, monkeypatch):
     assert app.main(["nccl"]) == 0
     assert (ranks.seen.count, ranks.seen.environment) == (2, {"CUDA_VISIBLE_DEVICES": ""})
     assert ranks.seen.task.device == "cpu"
-    assert ranks.seen.task.sweep["sizes"][-1] == 4 * MIB
+    assert ranks.seen.task.sizes[-1] == 4 * MIB
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from pytest_aisp import fresh_process
-from pytest_aisp.results.messages import Reply, Task
+from pytest_aisp.results.messages import CheckTask, CountTask, Reply
 from pytest_aisp.worker import client, output_capture, process_timer, server
 
 
@@ -51,7 +51,7 @@ def log(monkeypatch):
 
 def asked(*roles):
     sides = (doubled, alone)
-    tasks = (Task(kind="count", side=role, limit=1200.0) for role in roles)
+    tasks = (CountTask(metric="memory", side=role, limit=1200.0) for role in roles)
     return list(zip(tasks, sides, strict=True))
 
 
@@ -95,7 +95,7 @@ def test_a_task_says_how_long_it_may_take(monkeypatch):
     try:
         monkeypatch.setattr(bench, "_ask", write)
         monkeypatch.setattr(bench, "_line", lambda deadline: b'{"result": {}}\n')
-        bench.ask(Task(kind="check"), 77.0, lambda text: None)
+        bench.ask(CheckTask(), 77.0, lambda text: None)
         assert json.loads(os.read(read, 1 << 16))["limit"] == 77.0
     finally:
         monkeypatch.undo()
@@ -108,4 +108,4 @@ def test_a_task_says_how_long_it_may_take(monkeypatch):
 def test_a_task_in_this_process_says_it_too(monkeypatch, seconds):
     inside = server.InProcess()
     monkeypatch.setattr(inside._server.engine, "check", lambda task: {"limit": task.limit})
-    assert inside.ask(Task(kind="check"), seconds, print).result == {"limit": seconds}
+    assert inside.ask(CheckTask(), seconds, print).result == {"limit": seconds}

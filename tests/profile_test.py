@@ -15,7 +15,7 @@ from ranks_test import write as write_ranks
 
 from pytest_aisp import Work, compare
 from pytest_aisp.checking.inputs import InputPool
-from pytest_aisp.results.messages import Reply, Task
+from pytest_aisp.results.messages import ProfileTask, Reply
 from pytest_aisp.session import profiling
 from pytest_aisp.session.context import Interrupted
 from pytest_aisp.worker import nvidia_tools, torch_profiler
@@ -230,7 +230,7 @@ def task(page, pytester):
         path = page(**more)
         where = {"page": str(path), "root": str(pytester.path), "module": "ch99.doubling_test"}
         case = {"function": "test_doubling", "variant": "doubled", "size": {"n": 1001}}
-        return Task(kind="profile", side=role, **where, **case)
+        return ProfileTask(side=role, **where, **case)
 
     return of
 

@@ -8,7 +8,7 @@ from page_mutants_test import PAGES, ROOT, judged_on
 
 from pytest_aisp.distributed.launcher import RankSet
 from pytest_aisp.page.pair import is_plain
-from pytest_aisp.results.messages import Task
+from pytest_aisp.results.messages import CheckTask
 
 SPREAD = sorted(set((ROOT / "suites").rglob("*_test.py")) - set(PAGES))
 CASES = [
@@ -52,6 +52,6 @@ def test_a_lie_is_caught(both, tmp_path_factory, path, name, lie):
     where = {"page": str(page), "root": str(ROOT), "module": f"{path.stem}_lies"}
     case = {"function": name, "variant": lie.__name__, "size": dict(size), "gpus": 2}
     asked = {"rule": vars(rule), "seed": 1, "at": "case"}
-    reply = both.ask(Task(kind="check", **where, **case, **asked), 60, lambda text: None)
+    reply = both.ask(CheckTask(**where, **case, **asked), 60, lambda text: None)
     assert reply.error in ("wrong", "page"), reply
     assert lie.__name__ in reply.message

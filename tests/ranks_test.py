@@ -14,7 +14,7 @@ import pytest
 from benches import benches, wait_for
 
 from pytest_aisp.distributed.launcher import Nodes, RankSet
-from pytest_aisp.results.messages import Task
+from pytest_aisp.results.messages import CheckTask, Task, TimeTask
 from pytest_aisp.session.context import Failed, RunContext
 from pytest_aisp.util.device import Machine
 
@@ -153,10 +153,10 @@ def test_what_all_ranks_say_alike_names_none(run):
         assert "rank 0:" not in run["told"][name].failure
 
 
-def task(path: Path, kind: str = "check", **more: object) -> Task:
+def task(path: Path, kind: type[Task] = CheckTask, **more: object) -> Task:
     where = {"page": str(path), "root": str(path.parents[1]), "module": f"ch99.{path.stem}"}
     case = {"function": "test_summing", "variant": "other", "size": {"n": 1001}, "gpus": 2}
-    return Task(kind=kind, at="check", **where, **case, **more)
+    return kind(at="check", **where, **case, **more)
 
 
 SHORT = {"blocks": 4, "least": 4, "seconds": 0.05, "window": 1e-3}
@@ -240,7 +240,7 @@ def test_ranks_of_two_launchers_meet_at_an_endpoint(ranks, tmp_path, unused_port
     def ask(number: int) -> None:
         # Each has drawn a seed of its own: the ranks use the first one's.
         # Two ranks on a busy machine scatter more than what an answer remembered by value saves.
-        timing = task(path, "time", seed=number, budget=SHORT, without=("repeats",))
+        timing = task(path, TimeTask, seed=number, budget=SHORT, without=("repeats",))
         asked = (task(path, seed=number), timing)
         replies[number] = [nodes[number].ask(one, 120, quiet) for one in asked]
 
@@ -273,7 +273,7 @@ def test_ranks_that_do_not_start_say_so(ranks, monkeypatch):
     monkeypatch.setattr(
         "pytest_aisp.distributed.launcher.RankSet._arguments", lambda self: ["--no-such-option"]
     )
-    reply = ranks(2).ask(Task(kind="check"), 60, quiet)
+    reply = ranks(2).ask(CheckTask(), 60, quiet)
     assert reply.error == "died"
     assert reply.message == "the ranks' launcher ended before every rank had started"
     assert "no-such-option" in reply.trace

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pytest_aisp.results.artifacts import Artifacts
-from pytest_aisp.results.messages import Task
+from pytest_aisp.results.messages import CheckTask
 from pytest_aisp.results.row import Row
 from pytest_aisp.util.device import cpu_machine
 from pytest_aisp.worker.replay import ReplayBench
@@ -34,7 +34,7 @@ def task(chapter, case, gpus):
     """Return a request for the checks of a case, in a checkout elsewhere."""
     where = {"page": f"/now/{chapter}/a_test.py", "root": "/now"}
     names = {"function": "test_f", "variant": "v", "case": case, "size": {"n": 1}, "gpus": gpus}
-    return Task(kind="check", **where, **names)
+    return CheckTask(**where, **names)
 
 
 @pytest.mark.parametrize("manifest", [True, False])

@@ -14,7 +14,7 @@ import pytest
 
 from pytest_aisp.results import export, run_reader
 from pytest_aisp.results.artifacts import Artifacts, publish, stamped
-from pytest_aisp.results.messages import Task
+from pytest_aisp.results.messages import TimeTask
 from pytest_aisp.results.row import Row
 from pytest_aisp.worker.replay import ReplayBench, ReplayError
 
@@ -235,7 +235,7 @@ def replayed(write):
         artifacts = write(row())
         [file] = (artifacts.folder / "samples").iterdir()
         spoil(artifacts.folder, file)
-        task = Task(kind="time", page="ch99/a_test.py", function="test_f", case="v")
+        task = TimeTask(page="ch99/a_test.py", function="test_f", case="v")
         return ReplayBench(artifacts.path).ask(task, 1.0, print)
 
     return replayed

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from pytest_aisp.results.messages import Task
+from pytest_aisp.results.messages import FactsTask
 from pytest_aisp.worker import nvidia_tools
 from pytest_aisp.worker.nvidia_tools import ABSENT, Sanitized
 
@@ -56,7 +56,7 @@ def bench():
 
 
 def ask(bench):
-    return bench.ask(Task(kind="facts", device="cpu"), 60.0, lambda doing: None)
+    return bench.ask(FactsTask(device="cpu"), 60.0, lambda doing: None)
 
 
 def test_a_clean_report_changes_no_answer(reports, bench):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_aisp.results.messages import Task
+from pytest_aisp.results.messages import CheckTask, CountTask, TimeTask
 from pytest_aisp.timing import windows
 from pytest_aisp.worker import server
 from pytest_aisp.worker.server import _error_reply
@@ -65,7 +65,7 @@ def test_what_cuda_refused_may_have_spoilt_the_process(monkeypatch, error, expec
         raise error
 
     monkeypatch.setattr(served.engine, "time", refuse)
-    reply = served.answer(Task(kind="time"))
+    reply = served.answer(TimeTask())
     assert reply.error == expected
 
 
@@ -84,13 +84,13 @@ def test_what_cuda_refused_may_have_spoilt_the_process(monkeypatch, error, expec
 def test_a_side_that_skips_is_told_what_to_declare(monkeypatch, outcome, kind, says):
     served = server.Server(lambda text: None)
     monkeypatch.setattr(served.engine, "check", lambda task: outcome())
-    reply = served.answer(Task(kind="check"))
+    reply = served.answer(CheckTask())
     assert (reply.error, reply.message) == (kind, says)
 
 
-@pytest.mark.parametrize("kind", ["time", "count"])
+@pytest.mark.parametrize("task", [TimeTask(), CountTask(metric="memory")])
 @pytest.mark.parametrize("abandoned", [[], [(0, 1)]])
-def test_every_answer_after_a_failed_capture_is_the_last(monkeypatch, abandoned, kind):
+def test_every_answer_after_a_failed_capture_is_the_last(monkeypatch, abandoned, task):
     monkeypatch.setattr(windows, "abandoned", abandoned)
     served = server.Server(lambda text: None)
 
@@ -99,4 +99,4 @@ def test_every_answer_after_a_failed_capture_is_the_last(monkeypatch, abandoned,
 
     monkeypatch.setattr(served.engine, "time", refuse)
     monkeypatch.setattr(served.engine, "count", lambda task: {"baseline": 1.0})
-    assert served.answer(Task(kind=kind)).exhausted is bool(abandoned)
+    assert served.answer(task).exhausted is bool(abandoned)

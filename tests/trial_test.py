@@ -12,7 +12,7 @@ from validity import EXPLOITS
 
 from pytest_aisp.checking import check
 from pytest_aisp.checking.inputs import slot_order
-from pytest_aisp.results.messages import Task
+from pytest_aisp.results.messages import CheckTask, TimeTask
 from pytest_aisp.timing import cpu_timer, trial
 from pytest_aisp.timing.trial import Trial
 from pytest_aisp.util.device_sync import Stopwatch
@@ -45,7 +45,7 @@ COMMON |= {"size": {"n": 257}, "without": ("own-clock",)}  # the fixture replace
 
 
 def timed(replicate=0, **budget):
-    task = Task(kind="time", budget={**SHORT, **budget}, replicate=replicate, **COMMON)
+    task = TimeTask(budget={**SHORT, **budget}, replicate=replicate, **COMMON)
     return Engine().time(task)
 
 
@@ -125,9 +125,9 @@ def test_no_output_is_read_before_the_device_is_idle(built, monkeypatch, tmp_pat
     off = ("own-clock",)
     where = {"page": str(page), "root": str(tmp_path), "module": "late", "without": off}
     engine, common = Engine(), COMMON | where
-    found = engine.check(Task(kind="check", **common))
+    found = engine.check(CheckTask(**common))
     assert {size["exact"] for size in found["sizes"].values()} == {"bit for bit"}
-    result = engine.time(Task(kind="time", budget=SHORT, **common))
+    result = engine.time(TimeTask(budget=SHORT, **common))
     assert result["outputs_checked"] > 0
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from pytest_aisp.checking.numerics import Wrong
 from pytest_aisp.isolation import monkeypatches
-from pytest_aisp.results.messages import Task
+from pytest_aisp.results.messages import PerformTask, PrepareTask, TimeTask
 from pytest_aisp.session import sandbox_case
 from pytest_aisp.timing import cpu_timer, windows
 from pytest_aisp.worker import sandbox
@@ -151,13 +151,13 @@ def test_the_clock_that_is_read_can_be_replaced_from_inside_and_is_not_believed_
     common = {"page": str(path), "root": str(path.parent), "module": module, "variant": "doubled"}
     common |= {"function": "test_doubling", "size": {"n": 1001}, "side": "optimized"}
     short = {"blocks": 4, "least": 2, "seconds": 0.01, "window": 2e-4, "warmup": 3}
-    told = engine.time(Task(kind="time", budget=short, **common))
-    how = {"clock": "cpu", "counted": 1, "slots": 2}
-    unit = engine.perform(Task(kind="perform", apart=how, **common))["unit"]
+    told = engine.time(TimeTask(budget=short, **common))
+    prepare = PrepareTask(clock="cpu", counted=1, slots=2, **common)
+    unit = engine.prepare(prepare)["unit"]
 
     def work(units):
         start = time.perf_counter()
-        engine.perform(Task(kind="perform", apart={"units": units}, **common))
+        engine.perform(PerformTask(units=units, **common))
         return time.perf_counter() - start
 
     seconds = sandbox.seconds_apart(work, unit, least=0.01, times=3)

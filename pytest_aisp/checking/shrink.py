@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from random import Random
 from typing import Any
 
-from ..results.messages import Task
+from ..results.messages import CaseTask
 from ..util.process_group import current_group
 
 EXAMPLES = 20
@@ -15,7 +15,7 @@ Size = Mapping[str, Any]
 
 
 def smallest_failure(
-    strategies: Mapping[str, Any], check: Callable[[Size], Any], task: Task
+    strategies: Mapping[str, Any], check: Callable[[Size], Any], task: CaseTask
 ) -> Exception | None:
     """Return the failure of the smallest size that fails, or None when none of 20 does.
 
@@ -50,7 +50,7 @@ def _first_failure(sizes: Iterable[Size], check: Callable[[Size], Any]) -> Excep
     return None
 
 
-def _drawn(strategies: Mapping[str, Any], task: Task) -> list[Size]:
+def _drawn(strategies: Mapping[str, Any], task: CaseTask) -> list[Size]:
     """Return sizes that the search would try, the smallest first."""
     drawn: list[Size] = []
 
@@ -67,7 +67,9 @@ def _rank_of(value: Any) -> tuple[bool, Any]:
     return isinstance(value, str), value
 
 
-def _found(strategies: Mapping[str, Any], fails: Callable[[Size], bool], task: Task) -> Size | None:
+def _found(
+    strategies: Mapping[str, Any], fails: Callable[[Size], bool], task: CaseTask
+) -> Size | None:
     from hypothesis import HealthCheck, Phase, find, settings
     from hypothesis import strategies as st
     from hypothesis.errors import NoSuchExample

@@ -19,10 +19,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from ..results import messages
-from ..results.messages import Reply, Task, failed
+from ..results.messages import ProgressUpdate, RankStarted, RankStep, Reply, Task, failed
 from ..worker.client import START_SECONDS, Progress, bench_environment, how_it_ended, late_reply
 from ..worker.output_capture import STREAMS, OutputCapture, Stream
 from .rank import Member, printed_of, waited_for
@@ -186,12 +188,13 @@ class RankSet:
         if not line:  # it has ended before its first word: the launcher ends, and says how
             connection.close()
             return
-        said = messages.decode(line)
+        started = messages.decode(line)
+        assert isinstance(started, RankStarted)
         connection.settimeout(None)
-        number = int(said["rank"])
+        number = started.rank
         out, err = (printed_of(self._folder, name, number) for name in STREAMS)
         printed = OutputCapture(Stream.at(out), Stream.at(err), f"rank {number}")
-        self._ranks[number] = Member(number, int(said["pid"]), connection, printed)
+        self._ranks[number] = Member(number, started.pid, connection, printed)
 
     def _answers(self, task: Task, seconds: float, progress: Progress) -> Reply | None:
         """Ask every rank and wait for all; None where all have a result."""
@@ -222,15 +225,15 @@ class RankSet:
         for connection in select.select(list(listening), [], [], seconds)[0]:
             rank = listening[connection]
             for line in rank.lines():
-                said = messages.decode(line)
-                if "step" in said:
-                    rank.step = said["step"]
-                elif "progress" not in said:
-                    rank.reply = Reply(**said)
-                elif said["progress"] == messages.READY:
+                answer = messages.decode(line)
+                if isinstance(answer, RankStep):
+                    rank.step = answer.number
+                elif isinstance(answer, Reply):
+                    rank.reply = answer
+                elif isinstance(answer, ProgressUpdate) and answer.text == messages.READY:
                     rank.ready = True
-                else:
-                    rank.doing = said["progress"]
+                elif isinstance(answer, ProgressUpdate):
+                    rank.doing = answer.text
                     heard.append(rank.doing)
         return heard
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..results.messages import Task
+from ..results.messages import CollectivesTask
 from ..results.row import duration
 from ..timing.collectives import ONE_SHOT, OPS, WINDOWS, bandwidths
 from ..util.cli_result import CliError, CliResult, columns, rate_text, size_text
@@ -101,7 +101,7 @@ def run(
     """
     device, count = place(machine, ranks)
     gpus = sorted(machine.gpus)[:count] if device == "cuda" else []
-    task = Task(kind="collectives", device=device, sweep={"ops": list(ops), "sizes": list(sizes)})
+    task = CollectivesTask(device=device, ops=tuple(ops), sizes=tuple(sizes))
     with together(gpus, tell):
         started = RankSet(count, {"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
         try:

@@ -18,12 +18,23 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from ..page.sources import libraries
 from ..results import messages
-from ..results.messages import AT, Reply
+from ..results.messages import (
+    AT,
+    Answer,
+    CaseTask,
+    ProgressUpdate,
+    RankStarted,
+    RankStep,
+    Reply,
+    StopTask,
+)
 from ..util import process_group
 from ..util.process_group import Ranks
 from ..worker.output_capture import STREAMS, OutputCapture
@@ -54,19 +65,20 @@ def serve(address: str) -> None:
         connection.connect(address)
         with connection.makefile("rb") as tasks, connection.makefile("wb", 0) as replies:
 
-            def say(**what: Any) -> None:
-                replies.write(messages.encode(what))
+            def say(message: Answer) -> None:
+                replies.write(messages.encode(message))
 
-            say(rank=rank, pid=os.getpid())
-            _join(rank, world, lambda number: say(step=number))
-            server = Server(lambda text: say(progress=text))
-            say(progress=messages.READY)
+            say(RankStarted(rank, os.getpid()))
+            _join(rank, world, lambda number: say(RankStep(number)))
+            server = Server(lambda text: say(ProgressUpdate(text)))
+            say(ProgressUpdate(messages.READY))
             for line in tasks:
-                task = messages.task_from(messages.decode(line))
-                if task.kind == "stop":
+                task = messages.decode_task(line)
+                if isinstance(task, StopTask):
                     break
                 # Each launcher has drawn a seed of its own: values are those of rank 0's.
-                task = replace(task, seed=process_group.current_group().shared(task.seed))
+                if isinstance(task, CaseTask):
+                    task = replace(task, seed=process_group.current_group().shared(task.seed))
                 replies.write(encoded(server.answer(task)))
     os._exit(0)  # whoever is left waiting in a collective is not waited for
 

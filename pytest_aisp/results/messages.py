@@ -1,164 +1,311 @@
-"""What the pytest process and a bench process say to each other: one JSON object a line.
+"""The messages between the pytest process and its bench processes: one JSON object a line.
 
-A `Task` goes to the bench process; `progress` lines and one final `Reply` come back. Only plain
-types cross, so that the two may run different interpreters, and a recorded reply can be replayed.
+A `Task` goes to the bench process. `ProgressUpdate` messages and one `Reply` come back. Each class
+has a tag, and both ends dispatch on the type. Only plain types cross the pipe, so that the two ends
+may run different interpreters, and a recorded reply can be replayed.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+Json: TypeAlias = Any
+"""A JSON value of no fixed type: numbers, text, lists and tables."""
 
 READY = "ready"
-"""The progress line of a process that has started; time limits of requests count from it."""
+"""The first progress message of a process. The time limit of a task starts at it."""
 
 AT = " at "
-"""What a progress line has before the size at which something is done."""
-
-Timing = Literal["check", "time", "count", "changed", "sample"]
-Apart = Literal["draw", "perform", "compare"]
-Other = Literal["compile", "profile", "peaks", "facts", "collectives", "stop"]
-Kind = Timing | Apart | Other
+"""What separates the work from the size in a progress message."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """One request.
+class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
+    """A request.
 
     Attributes:
-        kind: what to do.
-        page: path of the page; `root` and `module` say under which name to import it.
-        function, variant, size, gpus: the case; case: its id, as pytest has it.
-        side: for `sample`, the name of the one side to time; with `versus="old"` ``baseline`` or
-            ``optimized``; for `count`, the one role to count, in a process of its own.
-        goal: for `count`, what to count: a key of `metric_limits.METRICS`.
         device: ``cuda`` or ``cpu``.
-        at: ``case`` checks the case's own size and a few fixed others, ``check`` the small ones
-            only.
-        rule: keywords of `numerics.Rule`.
-        apart: for `draw`, `perform` and `compare`: files, clock, slots and units (`apart.py`).
-        versus: ``baseline``, ``self`` for an A/A trial, ``old`` for the side as it was at a commit.
-        past: for `changed` and ``old``: `root`, `page` and `module` of the page as it was.
-        budget: keywords of `timing.Budget`.
-        seed: from which the values of check sizes and the unseen ones are drawn; secret.
-        replicate: number of the process among those that measure this case.
-        keep: whether the expected results of a `replicate` are kept for the next task.
-        planted: slowdown planted in the second side: this share of extra calls is not counted.
-        audit: whether the profiler looks at the kernels of both sides too, after the windows.
-        reproducible: deterministic algorithms only.
-        timer: ``module:function`` of another timer with its options, or None for the device's own.
-        archs: for `compile`, what to assemble for.
-        profile: for `profile`, the folder that torch's profiler fills; with `side` instead, the
-            role of the one side that runs for a profiler around its process.
-        sweep: for `collectives`, `ops` and `sizes` in bytes.
-        limit: seconds of silence allowed, also to the fresh process of a process side.
-        search: whether strategies among the check sizes are searched.
-        without: protections switched off; the exploits' tests prove each that way, nothing else.
+        limit: seconds without a message after which the process is killed.
     """
 
-    kind: Kind
+    device: str = "cpu"
+    limit: float = 120.0
+
+    @property
+    def kind(self) -> str:
+        """The tag, which is also the word for the work in messages to the user."""
+        return str(self.__struct_config__.tag)
+
+
+class PageSource(Struct, frozen=True, kw_only=True):
+    """A page's file, the root of its tree, and the module name to import it as."""
+
+    page: str
+    root: str
+    module: str
+
+
+class CaseTask(Task, frozen=True, kw_only=True):
+    """A request about one case of a page.
+
+    Attributes:
+        page: path of the page. `root` is the root of its tree, `module` its import name.
+        function, variant, size, gpus: the case. `case` is its pytest id.
+        at: ``case`` checks the case's own size and a few fixed ones, ``check`` small ones only.
+        rule: keywords of `numerics.Rule`.
+        seed: secret seed of the values at check sizes and of unseen values.
+        reproducible: use deterministic algorithms only.
+        without: protections to switch off. Only the tests of exploits do that.
+    """
+
     page: str = ""
     root: str = ""
     module: str = ""
     function: str = ""
     variant: str = ""
     case: str = ""
-    side: str = ""
-    goal: str = ""
-    size: Mapping[str, Any] = field(default_factory=dict)
+    size: Mapping[str, Json] = {}
     gpus: int = 1
-    device: str = "cpu"
     at: Literal["case", "check"] = "case"
-    rule: Mapping[str, Any] = field(default_factory=dict)
-    apart: Mapping[str, Any] = field(default_factory=dict)
-    versus: Literal["baseline", "self", "old"] = "baseline"
-    past: Mapping[str, str] = field(default_factory=dict)
-    budget: Mapping[str, Any] = field(default_factory=dict)
+    rule: Mapping[str, Json] = {}
     seed: int = 0
+    reproducible: bool = False
+    without: tuple[str, ...] = ()
+
+
+class CheckTask(CaseTask, frozen=True, kw_only=True, tag="check"):
+    """Check both sides against the reference; `search` looks for failing sizes too."""
+
+    search: bool = False
+
+
+class TimeTask(CaseTask, frozen=True, kw_only=True, tag="time"):
+    """Time two sides against each other.
+
+    Attributes:
+        versus: ``baseline``, ``self`` for an A/A trial, ``old`` for a side as of a commit.
+        side: for ``old``, the role of that side.
+        past: for ``old``, the page as of the commit.
+        budget: keywords of `schedule.Budget`.
+        replicate: number of this process among those that measure the case.
+        keep: keep the expected results of a `replicate` for the next task.
+        planted: slowdown planted in the second side: this share of extra calls is not counted.
+        audit: profile the kernels of both sides after the last window.
+        timer: ``target`` (module:function) and ``options`` of a timer other than the device's own.
+    """
+
+    versus: Literal["baseline", "self", "old"] = "baseline"
+    side: str = ""
+    past: PageSource | None = None
+    budget: Mapping[str, Json] = {}
     replicate: int = 0
     keep: bool = False
     planted: float = 0.0
     audit: bool = False
-    reproducible: bool = False
-    timer: Mapping[str, Any] | None = None
-    archs: tuple[str, ...] = ()
-    profile: str = ""
-    sweep: Mapping[str, Any] = field(default_factory=dict)
-    limit: float = 120.0
-    search: bool = False
-    without: tuple[str, ...] = ()
-
-    def key(self) -> str:
-        """Return what identifies the request in a recording."""
-        what = asdict(self)
-        where = {
-            "root",
-            "page",
-            "seed",
-            "device",
-            "budget",
-            "timer",
-            "reproducible",
-            "past",
-            "keep",
-            "limit",
-        }
-        return json.dumps({k: v for k, v in what.items() if k not in where}, sort_keys=True)
+    timer: Mapping[str, Json] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reply:
-    """One answer: a result, or an error with its kind.
+class CountTask(CaseTask, frozen=True, kw_only=True, tag="count"):
+    """Count a metric of `metric_limits.METRICS`, for a process side of the one role `side`."""
 
-    Attributes:
-        error: ``wrong`` (a result is not what it should be), ``page`` (the page breaks a rule),
-            ``side`` (a side raised), ``fault`` (and its process has lost its GPU), ``memory``,
-            ``disturbed``, ``died``, ``timeout``, ``unrecorded`` (a recording holds no more of it);
-            or None.
-        message: the error in words, its last line what to do.
-        at: the size at which the error happened; empty where it is the task's own.
-        trace: the side's own lines.
-        result: plain types.
-        exhausted: whether this was its last answer: it keeps more of a GPU than its share.
+    metric: str
+    side: str = ""
+    budget: Mapping[str, Json] = {}
+    timer: Mapping[str, Json] | None = None
+
+
+class ChangedTask(CaseTask, frozen=True, kw_only=True, tag="changed"):
+    """Name the sides whose sources differ from the page as of a commit, `past`."""
+
+    past: PageSource
+
+
+class SampleTask(CaseTask, frozen=True, kw_only=True, tag="sample"):
+    """Time the process side named `side` in this process; with `past`, the side of that page."""
+
+    side: str
+    past: PageSource | None = None
+
+
+class CompileTask(CaseTask, frozen=True, kw_only=True, tag="compile"):
+    """Assemble every kernel of the case for each of `archs`."""
+
+    archs: tuple[str, ...]
+
+
+class ProfileTask(CaseTask, frozen=True, kw_only=True, tag="profile"):
+    """Profile both sides with torch into `folder`, or run the one role `side` for a profiler."""
+
+    folder: str = ""
+    side: str = ""
+
+
+class FactsTask(CaseTask, frozen=True, kw_only=True, tag="facts"):
+    """Report library versions and the device as the process sees them."""
+
+
+class DrawTask(CaseTask, frozen=True, kw_only=True, tag="draw"):
+    """Draw input values for a sandboxed side and write them to the file `values`."""
+
+    values: str
+
+
+class PrepareTask(CaseTask, frozen=True, kw_only=True, tag="prepare"):
+    """Get the role `side` ready in the sandbox, with as many `slots` as were timed.
+
+    With ``clock="graph"`` a unit of work is a graph of `counted` calls, else one call.
     """
 
-    error: str | None = None
+    side: str
+    clock: str
+    counted: int
+    slots: int
+
+
+class PerformTask(CaseTask, frozen=True, kw_only=True, tag="perform"):
+    """Do `units` of work in the sandbox."""
+
+    side: str
+    units: int
+
+
+class ShowTask(CaseTask, frozen=True, kw_only=True, tag="show"):
+    """Run the sandboxed side on the file `values`; write the outputs of `slots` to `outputs`."""
+
+    side: str
+    values: str
+    outputs: str
+    slots: tuple[int, ...]
+
+
+class CompareTask(CaseTask, frozen=True, kw_only=True, tag="compare"):
+    """Compare the file `outputs` of the role `side` with the reference after `steps` calls."""
+
+    side: str
+    outputs: str
+    steps: int
+
+
+class PeaksTask(Task, frozen=True, kw_only=True, tag="peaks"):
+    """Measure the machine's peak rates."""
+
+
+class CollectivesTask(Task, frozen=True, kw_only=True, tag="collectives"):
+    """Time the collectives `ops` at `sizes` in bytes."""
+
+    ops: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+
+class StopTask(Task, frozen=True, kw_only=True, tag="stop"):
+    """End the process."""
+
+
+AnyTask: TypeAlias = (
+    CheckTask
+    | TimeTask
+    | CountTask
+    | ChangedTask
+    | SampleTask
+    | CompileTask
+    | ProfileTask
+    | FactsTask
+    | DrawTask
+    | PrepareTask
+    | PerformTask
+    | ShowTask
+    | CompareTask
+    | PeaksTask
+    | CollectivesTask
+    | StopTask
+)
+"""Every request that a bench process answers."""
+
+
+def case_fields(task: CaseTask) -> dict[str, Json]:
+    """Return the fields that every task about the same case shares."""
+    return {name: getattr(task, name) for name in CaseTask.__struct_fields__}
+
+
+class ProgressUpdate(Struct, frozen=True, tag="progress"):
+    """What the process is doing now. It also renews the time limit."""
+
+    text: str
+
+
+class RankStarted(Struct, frozen=True, tag="rank started"):
+    """The first message of a rank: its number and its process id."""
+
+    rank: int
+    pid: int
+
+
+class RankStep(Struct, frozen=True, tag="rank step"):
+    """How many agreements with the other ranks a rank has reached."""
+
+    number: int
+
+
+ErrorKind = Literal[
+    "wrong", "page", "side", "fault", "memory", "disturbed", "died", "timeout", "unrecorded"
+]
+"""``wrong``: a result is wrong. ``page``: the page breaks a rule. ``side``: a side raised.
+``fault``: a side raised, and its process lost its GPU. ``unrecorded``: the recording has ended."""
+
+
+class Reply(Struct, frozen=True, kw_only=True, tag="reply"):
+    """The answer to a task: a result, or an error.
+
+    Attributes:
+        error: the kind of error, or None.
+        message: the error in words. The last line says what to do.
+        at: the size at which the error happened; empty for the task's own size.
+        trace: the traceback lines of the page.
+        result: plain types.
+        exhausted: the process holds more GPU memory than its share and must be replaced.
+    """
+
+    error: ErrorKind | None = None
     message: str = ""
     at: str = ""
     trace: str = ""
-    result: Mapping[str, Any] = field(default_factory=dict)
+    result: Mapping[str, Json] = {}
     exhausted: bool = False
 
 
-def failed(error: str, message: str, doing: str, trace: str) -> Reply:
-    """Return the reply of what failed during `doing`: at a size that is said apart."""
-    what, _, size = doing.partition(AT)
-    return Reply(error=error, message=f"{message} during: {what}", at=size, trace=trace)
+Answer: TypeAlias = ProgressUpdate | RankStarted | RankStep | Reply
+"""Every message that a bench process sends."""
 
 
-def encode(message: Task | Reply | Mapping[str, Any]) -> bytes:
-    """Return one line. Raises TypeError for anything but plain types, NaN included."""
-    plain = asdict(message) if isinstance(message, (Task, Reply)) else dict(message)
-    return json.dumps(_plain(plain), allow_nan=False).encode() + b"\n"
+def failed(error: ErrorKind, message: str, doing: str, trace: str) -> Reply:
+    """Return the reply for a failure during `doing`, a progress message."""
+    work, _, size = doing.partition(AT)
+    return Reply(error=error, message=f"{message} during: {work}", at=size, trace=trace)
 
 
-def decode(line: bytes) -> dict[str, Any]:
-    """Return the object of one line."""
-    value = json.loads(line)
-    if not isinstance(value, dict):
-        raise ValueError(f"not a message: {line[:80]!r}")
-    return value
+def encode(message: Task | Answer) -> bytes:
+    """Return one line. Raises TypeError for values that are no plain types."""
+    return json.dumps(plain(message)).encode() + b"\n"
 
 
-def task_from(plain: Mapping[str, Any]) -> Task:
+def decode(line: bytes) -> Answer:
+    """Return the message that a bench process sent."""
+    answer: Answer = msgspec.convert(json.loads(line), Answer)
+    return answer
+
+
+def decode_task(line: bytes) -> AnyTask:
     """Return the task that `encode` wrote."""
-    return Task(**{**plain, "archs": tuple(plain["archs"]), "without": tuple(plain["without"])})
+    task: AnyTask = msgspec.convert(json.loads(line), AnyTask)
+    return task
 
 
-def _plain(value: Any) -> Any:
-    """Return `value` with infinities as text and tuples as lists; refuse what is no plain type."""
+def plain(value: Json) -> Json:
+    """Return `value` with infinities as text and tuples as lists; refuse all but plain types."""
     if isinstance(value, float) and type(value) is float:
         return value if value - value == 0 else str(value)
     if isinstance(value, str):
@@ -166,7 +313,11 @@ def _plain(value: Any) -> Any:
     if value is None or type(value) in (bool, int):
         return value
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
+    if isinstance(value, Struct):
+        config = value.__struct_config__
+        tag = {config.tag_field: config.tag} if config.tag is not None else {}
+        return tag | {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     raise TypeError(f"{type(value).__name__} is not a plain type: {value!r:.80}")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .messages import encode
+from .messages import plain as plain_types
 
 LETTERS = {
     "pass": (".", "PASSED"),
@@ -111,7 +111,7 @@ class Row:
     def to_json(self) -> dict[str, Any]:
         """Return plain types, tested to be nothing else."""
         plain = asdict(self)
-        encode(plain)
+        plain_types(plain)
         return plain
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 from ..kernels import autotune
 from ..page.pair import Case
 from ..results import metric_limits, verdict
+from ..results.messages import CheckTask, CompileTask, CountTask
 from ..results.metric_limits import METRICS
 from ..results.row import duration, graph_notes, launch_bound, launch_bound_note, memory_note
 from ..timing import kernel_profile
@@ -37,7 +38,7 @@ class CaseRun(CaseClient):
         """Prove both sides right under `rule`, or assemble kernels where that is all we can."""
         self.rule = rule
         if self.place.kind == "compile":
-            found = self.ask(self.task("compile"))
+            found = self.ask(self.task(CompileTask, archs=self.place.archs))
             self.row.verdict = "compiled"
             self.row.checks.append(found)
             self.row.notes += found["words"]
@@ -46,7 +47,7 @@ class CaseRun(CaseClient):
         if timed and self.run.settings.update is not None:
             self._start_others()
         at = "case" if timed else "check"
-        found = self.ask(self.task("check", at=at, search=self.run.settings.check))
+        found = self.ask(self.task(CheckTask, at=at, search=self.run.settings.check))
         self.row.checks.append(found)
         self.row.notes.append("checked at " + "; ".join(found["sizes"]))
         for size, checked in found["sizes"].items():
@@ -105,7 +106,7 @@ class CaseRun(CaseClient):
                 f"{asked}() before assert_speedup(): it is a share of the time that this takes\n"
                 "Call pair.assert_speedup() first"
             )
-        found = self.ask(self.task("count", goal=goal))
+        found = self.ask(self.task(CountTask, metric=goal, timer=self.run.timer))
         row.checks.append(found)
         if goal == "goodput":
             found = metric_limits.shares(found, row.pair_seconds())
@@ -177,7 +178,7 @@ class CaseRun(CaseClient):
         """Note what each kernel uses on this arch; whether it may, ``--aisp-compile`` says."""
         if self.run.replay is not None or self.run.settings.in_process:
             return
-        task = self.task("compile", archs=(self.machine.arch,))
+        task = self.task(CompileTask, archs=(self.machine.arch,))
         reply = self.run.bench(COMPILER).ask(task, self.timeout, self.run.progress)
         if reply.error is None:
             timed["assembled"] = reply.result["assembled"]

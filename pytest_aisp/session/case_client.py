@@ -6,10 +6,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..page.pair import Case
-from ..results.messages import Reply, Task
+from ..results.messages import (
+    CaseTask,
+    ChangedTask,
+    FactsTask,
+    PageSource,
+    Reply,
+    TimeTask,
+)
 from ..results.models import HOST_CLOCKS
 from ..results.row import Row, ratio, size_text
 from ..results.verdict import VOTES, Reading
@@ -28,6 +35,9 @@ CANARY = 1000
 def key_of(case: Case, where: Mapping[str, str]) -> str:
     """Return the name of a case's stored result in its chapter's file."""
     return f"{Path(where['page']).name}::{where['function']}[{case.id}]"
+
+
+T = TypeVar("T", bound=CaseTask)
 
 
 class CaseClient:
@@ -81,11 +91,10 @@ class CaseClient:
         where = self.machine.arch, self.case.gpus
         return self.case.pair.claim(self.case.variant, *where) if timed else None
 
-    def task(self, kind: Any, **changes: Any) -> Task:
-        """Return a task of `kind` for this case."""
+    def task(self, kind: type[T], **changes: Any) -> T:
+        """Return a task of the type `kind` for this case."""
         where, settings = self.where, self.run.settings
         given: dict[str, Any] = {
-            "kind": kind,
             "page": where["page"],
             "root": str(settings.root),
             "module": where["module"],
@@ -98,12 +107,10 @@ class CaseClient:
             "rule": self.rule or {},
             "seed": self.run.seed,
             "reproducible": settings.reproducible,
-            "timer": self.run.timer,
-            "archs": self.place.archs,
         }
-        return Task(**{**given, **changes})
+        return kind(**{**given, **changes})
 
-    def ask(self, task: Task, bench: Bench | None = None) -> dict[str, Any]:
+    def ask(self, task: CaseTask, bench: Bench | None = None) -> dict[str, Any]:
         """Return the result of `task`; raise `Failed` with the verdict set for an error."""
         self.run.check_time()
         bench = bench or self.bench()
@@ -132,7 +139,8 @@ class CaseClient:
         """Return what process number `replicate` measured, and keep it in the row."""
         versus = "self" if self.run.settings.aa else "baseline"
         task = self.task(
-            "time",
+            TimeTask,
+            timer=self.run.timer,
             versus=versus,
             replicate=replicate,
             budget=self._budget(),
@@ -149,9 +157,9 @@ class CaseClient:
             self.row.remarks.append(f"not compared with itself as it was: {why}")
             return []
         past = self._past()
-        if not past:
+        if past is None:
             return []
-        found = self.ask(self.task("changed", past=past))
+        found = self.ask(self.task(ChangedTask, past=past))
         if found["why"]:
             self.row.remarks.append(f"not compared with itself as it was: {found['why']}")
         return [role for role in ("baseline", "optimized") if found[role]]
@@ -159,7 +167,8 @@ class CaseClient:
     def timed_against(self, role: str, replicate: int, bench: Bench | None = None) -> Reading:
         """Return what one process says of the side `role` against itself as it was."""
         task = self.task(
-            "time",
+            TimeTask,
+            timer=self.run.timer,
             versus="old",
             side=role,
             past=self._past(),
@@ -178,7 +187,8 @@ class CaseClient:
         Also returns the share of calls that was planted indeed, which is a whole number of calls.
         """
         task = self.task(
-            "time",
+            TimeTask,
+            timer=self.run.timer,
             versus="self",
             planted=planted,
             replicate=CANARY + number,
@@ -208,7 +218,7 @@ class CaseClient:
         alone = self.place.kind not in ("time", "check") or self.run.timer is not None
         return 1 if alone else self.case.gpus
 
-    def _past(self) -> dict[str, str]:
+    def _past(self) -> PageSource | None:
         past = self.run.past
         try:
             page = past.page(Path(self.where["page"])) if past is not None and past.moved else None
@@ -217,9 +227,9 @@ class CaseClient:
             self.row.reasons.append(str(error).splitlines()[0])
             raise Failed(str(error)) from None
         if past is None or page is None:
-            return {}
+            return None
         module = f"aisp_past_{past.sha[:12]}.{self.where['module']}"
-        return {"root": str(past.tree), "page": str(page), "module": module}
+        return PageSource(page=str(page), root=str(past.tree), module=module)
 
     def _budget(self) -> dict[str, Any]:
         settings = self.run.settings
@@ -253,7 +263,7 @@ class CaseClient:
         return run.versions
 
     def _asked_facts(self, bench: Bench) -> dict[str, Any]:
-        task = self.task("facts", seed=0)
+        task = self.task(FactsTask, seed=0)
         reply = bench.ask(task, START_SECONDS + self.timeout, self.run.progress)
         if reply.error is not None:
             self._fail(reply, task.seed)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from ..distributed.launcher import RankSet
 from ..page.pair import Case
 from ..results import store
-from ..results.messages import Task
+from ..results.messages import PeaksTask
 from ..results.models import Stored
 from ..results.row import Row
 from ..results.store import StoreError
@@ -223,7 +223,7 @@ class RunContext:
         """Measure the peaks of a machine that is being recorded for the first time."""
         device = "cuda" if product == self.machine.product and self.machine.gpus else "cpu"
         self.progress(f"measure the peaks of {product}")
-        task = Task(kind="peaks", device=device)
+        task = PeaksTask(device=device)
         reply = self.bench(device).ask(task, self.settings.timeout, self.progress)
         if reply.error is not None:
             raise Failed(f"the peaks of {product} could not be measured: {reply.message}")

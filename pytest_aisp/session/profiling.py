@@ -10,6 +10,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from ..results.messages import ProfileTask
 from ..timing.graph_nodes import ROLES
 from ..worker import nvidia_tools
 from .case_client import CaseClient
@@ -73,14 +74,14 @@ def _why_not(client: CaseClient, tool: str) -> str | None:
     return None
 
 
-def _task(client: CaseClient, **changes: Any) -> Any:
+def _task(client: CaseClient, **changes: Any) -> ProfileTask:
     at = "case" if client.place.kind == "time" else "check"
-    return client.task("profile", at=at, seed=SEED, timer=None, **changes)
+    return client.task(ProfileTask, at=at, seed=SEED, **changes)
 
 
 def _by_torch(client: CaseClient, folder: Path) -> dict[str, Any]:
     """Profile both sides in a fresh bench process: none that measures ever has a profiler in it."""
-    task = _task(client, profile=str(folder.absolute()))
+    task = _task(client, folder=str(folder.absolute()))
     bench = client.fresh_bench()
     try:
         reply = bench.ask(task, client.timeout, client.run.progress)

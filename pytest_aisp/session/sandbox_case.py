@@ -9,6 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ..isolation.monkeypatches import now
+from ..results.messages import (
+    CaseTask,
+    CompareTask,
+    DrawTask,
+    PerformTask,
+    PrepareTask,
+    ShowTask,
+)
 from ..results.row import duration
 from ..worker.client import Bench
 from ..worker.sandbox import seconds_apart
@@ -69,7 +77,7 @@ class _Apart:
         referee = self.client.fresh_bench()
         try:
             values = str(self.folder / "values.pt")
-            self._ask(referee, "draw", seed=self.secret, apart={"values": values})
+            self._ask(referee, DrawTask, seed=self.secret, values=values)
             for number, role in enumerate(ROLES):
                 self._side(referee, role, number, values)
         finally:
@@ -78,22 +86,31 @@ class _Apart:
     def _side(self, referee: Bench, role: str, number: int, values: str) -> None:
         performer = self.client.fresh_bench()
         try:
-            how = {"clock": self.clock, "counted": self.counted[number], "slots": self.slots}
-            unit = int(self._ask(performer, "perform", side=role, apart=how)["unit"])
+            prepared = self._ask(
+                performer,
+                PrepareTask,
+                side=role,
+                clock=self.clock,
+                counted=self.counted[number],
+                slots=self.slots,
+            )
+            unit = int(prepared["unit"])
             if self.clock in LIMIT:
                 self._time(performer, role, number, unit)
             outputs = str(self.folder / f"{role}.pt")
             kept = sorted({0, random.SystemRandom().randrange(self.slots)})
-            show = {"values": values, "outputs": outputs, "kept": kept}
-            self._ask(performer, "perform", side=role, apart=show)
+            self._ask(
+                performer, ShowTask, side=role, values=values, outputs=outputs, slots=tuple(kept)
+            )
         finally:
             performer.close()
         steps = self.counted[number] if self.clock == "graph" else 1
-        given = {"outputs": outputs, "steps": steps}
-        self._ask(referee, "compare", side=role, seed=self.secret, apart=given)
+        self._ask(referee, CompareTask, side=role, seed=self.secret, outputs=outputs, steps=steps)
         self.client.row.notes.append(f"{role} run apart: its outputs are right")
 
-    def _ask(self, bench: Bench, kind: str, *, seed: int = 0, **changes: Any) -> dict[str, Any]:
+    def _ask(
+        self, bench: Bench, kind: type[CaseTask], *, seed: int = 0, **changes: Any
+    ) -> dict[str, Any]:
         at = "case" if self.client.place.kind == "time" else "check"
         return self.client.ask(self.client.task(kind, at=at, seed=seed, **changes), bench)
 
@@ -102,7 +119,7 @@ class _Apart:
 
         def work(units: int) -> float:
             start = now()
-            self._ask(performer, "perform", side=role, apart={"units": units})
+            self._ask(performer, PerformTask, side=role, units=units)
             return now() - start
 
         told = list(self.client.row.pair_seconds())[number]

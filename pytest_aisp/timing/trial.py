@@ -19,7 +19,7 @@ from ..isolation.monkeypatches import watching
 from ..isolation.protections import enabled
 from ..kernels import autotune
 from ..page.pair import Precision, Side, size_words
-from ..results.messages import Task
+from ..results.messages import TimeTask
 from ..util import pytree
 from ..util.device_sync import release, synchronizer
 from ..util.process_group import current_group
@@ -64,7 +64,7 @@ class Trial:
         known: clock and counted calls of the first lap, with which the others are built.
     """
 
-    task: Task
+    task: TimeTask
     oracle: Reference
     sides: Sequence[tuple[Side, Precision | None]]
     budget: Budget

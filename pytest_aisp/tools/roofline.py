@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..page.pair import Work
-from ..results.messages import Task
+from ..results.messages import PeaksTask
 from ..results.models import Result
 from ..results.row import digits, duration
 from ..timing import peaks
@@ -153,7 +153,7 @@ def measure_peaks(machine: Machine, tell: Callable[[str], None]) -> Peaks:
     environment = {"CUDA_VISIBLE_DEVICES": gpu, "TRITON_INTERPRET": interpret}
     with _leased(machine, tell), contextlib.closing(BenchProcess(environment)) as bench:
         tell(f"measure the peaks of {machine.product}")
-        reply = bench.ask(Task(kind="peaks", device=device), TIMEOUT, tell)
+        reply = bench.ask(PeaksTask(device=device), TIMEOUT, tell)
     if reply.error is not None:
         said = f"{reply.trace}\n" if reply.trace else ""
         raise CliError(

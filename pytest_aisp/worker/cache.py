@@ -15,7 +15,7 @@ from ..checking.inputs import InputPool
 from ..checking.numerics import Rule
 from ..checking.reference import Reference
 from ..page.pair import Pair, size_words
-from ..results.messages import Task
+from ..results.messages import CaseTask
 from ..timing import windows
 from ..util.device_sync import Stopwatch, free_bytes, release
 from ..util.process_group import current_group
@@ -41,7 +41,7 @@ class Cache:
     checked: dict[str, Checked] = field(default_factory=dict)
     exhausted: bool = False
 
-    def oracle(self, task: Task, pair: Pair, size: Mapping[str, Any]) -> Reference:
+    def oracle(self, task: CaseTask, pair: Pair, size: Mapping[str, Any]) -> Reference:
         """Return what is expected at `size`, made once for check and timing.
 
         The timed size has fixed values, so that a stored result is measured again on the same
@@ -95,6 +95,6 @@ class Cache:
         self.exhausted |= bool(windows.abandoned)
 
 
-def seed_of(task: Task, salt: str) -> int:
+def seed_of(task: CaseTask, salt: str) -> int:
     """Return a seed of `task`'s page for one purpose."""
     return zlib.crc32(f"{task.function}{salt}".encode())

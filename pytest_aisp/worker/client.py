@@ -9,12 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from ..results import messages
-from ..results.messages import Reply, Task, failed
+from ..results.messages import ProgressUpdate, Reply, Task, failed
 from .output_capture import OutputCapture, Stream
 
 Progress = Callable[[str], None]
@@ -95,10 +96,11 @@ class BenchProcess:
                     return self._late(limit, doing)
                 if not line:
                     return self._dead(doing)
-                plain = messages.decode(line)
-                if "progress" not in plain:
-                    return self._answered(Reply(**plain))
-                doing = plain["progress"]
+                answer = messages.decode(line)
+                if isinstance(answer, Reply):
+                    return self._answered(answer)
+                assert isinstance(answer, ProgressUpdate)
+                doing = answer.text
                 deadline = time.monotonic() + seconds  # the limit is on silence, not on long work
                 if doing == messages.READY:
                     self._ready, limit, doing = True, seconds, task.kind

@@ -26,7 +26,8 @@ from ..checking.reference import Reference, outputs_and_state
 from ..isolation import monkeypatches
 from ..isolation.protections import enabled, without
 from ..page.pair import Pair, Side, is_plain, size_words
-from ..results.messages import AT, Task
+from ..results import messages
+from ..results.messages import AT, CaseTask, Task, TimeTask, case_fields
 from ..timing.graph_nodes import ROLES
 from ..timing.schedule import Budget, Samples
 from ..util import pytree, versions
@@ -52,7 +53,42 @@ class Engine:
         self.kept = Cache(self.watch)
         monkeypatches.remember()  # before any page is imported
 
-    def check(self, task: Task) -> dict[str, Any]:
+    def answer(self, task: Task) -> Mapping[str, Any]:
+        """Return the result of `task`."""
+        match task:
+            case messages.CheckTask():
+                return self.check(task)
+            case messages.TimeTask():
+                return self.time(task)
+            case messages.CountTask():
+                return self.count(task)
+            case messages.ChangedTask():
+                return self.changed(task)
+            case messages.SampleTask():
+                return self.sample(task)
+            case messages.CompileTask():
+                return self.compile(task)
+            case messages.ProfileTask():
+                return self.profile(task)
+            case messages.FactsTask():
+                return self.facts(task)
+            case messages.DrawTask():
+                return self.draw(task)
+            case messages.PrepareTask():
+                return self.prepare(task)
+            case messages.PerformTask():
+                return self.perform(task)
+            case messages.ShowTask():
+                return self.show(task)
+            case messages.CompareTask():
+                return self.compare(task)
+            case messages.PeaksTask():
+                return self.peaks(task)
+            case messages.CollectivesTask():
+                return self.collectives(task)
+        raise TypeError(f"no engine answers {task.kind!r}")
+
+    def check(self, task: messages.CheckTask) -> dict[str, Any]:
         """Check the case's variant and its baseline; return what was found by size."""
         self.watch.start()
         asked = TaskContext(task)
@@ -102,23 +138,24 @@ class Engine:
                 if failure is not None:
                     raise failure
 
-    def changed(self, task: Task) -> dict[str, Any]:
+    def changed(self, task: messages.ChangedTask) -> dict[str, Any]:
         """Return which sides of the case are not as they were at the commit of `task.past`."""
-        return TaskContext(task).changed()
+        return TaskContext(task, task.past).changed()
 
-    def time(self, task: Task) -> dict[str, Any]:
+    def time(self, task: TimeTask) -> dict[str, Any]:
         """Time the case's variant against its baseline; check the outputs of the timed calls."""
         self.watch.start()
-        asked = TaskContext(task)
+        asked = TaskContext(task, task.past)
         sides = asked.sides
         if task.versus == "self":
             sides = sides[1], sides[1]
         if task.versus == "old":
-            sides = (asked.old_side(), asked.side[1]), asked.side
+            now = asked.side(task.side)
+            sides = (asked.old_side(task.side), now[1]), now
         budget = Budget(**task.budget)
         with self._prepared(task, asked.pair):
             monkeypatches.refuse_tracers()
-            samples, extra = self._measure(asked, sides, budget)
+            samples, extra = self._measure(task, asked, sides, budget)
         if task.replicate and not task.keep:  # one of many processes
             self.kept.oracles.clear()
         self.kept.leave_memory(task.device)
@@ -133,9 +170,12 @@ class Engine:
         }
 
     def _measure(
-        self, asked: TaskContext, sides: tuple[DeclaredSide, DeclaredSide], budget: Budget
+        self,
+        task: TimeTask,
+        asked: TaskContext,
+        sides: tuple[DeclaredSide, DeclaredSide],
+        budget: Budget,
     ) -> tuple[Samples, dict[str, Any]]:
-        task = asked.task
         name = os.path.basename(task.page)
         seed = f"{name}{task.function}{task.variant}{task.size}{task.replicate}"
         names = [s.__name__ for s, _ in sides]
@@ -156,26 +196,27 @@ class Engine:
         rng = random.Random(seed)
         return Trial(task, oracle, sides, budget, rng, self.progress).run()
 
-    def count(self, task: Task) -> dict[str, Any]:
+    def count(self, task: messages.CountTask) -> dict[str, Any]:
         """Return by role what a call takes of a goal beyond time."""
         from ..timing.trial import Trial
         from . import metrics
 
         if task.timer is not None:
-            return dict(task.timer["options"]["details"]["goals"][task.goal])
+            return dict(task.timer["options"]["details"]["goals"][task.metric])
         asked = TaskContext(task)
         with self._prepared(task, asked.pair):
             oracle = self.kept.oracle(task, asked.pair, task.size)
             rng = random.Random(seed_of(task, "count"))
-            trial = Trial(task, oracle, asked.sides, Budget(**task.budget), rng, self.progress)
+            budget, timed = Budget(**task.budget), TimeTask(**case_fields(task))
+            trial = Trial(timed, oracle, asked.sides, budget, rng, self.progress)
             return metrics.count(task, trial)
 
-    def sample(self, task: Task) -> dict[str, Any]:
+    def sample(self, task: messages.SampleTask) -> dict[str, Any]:
         """Time one process side in this process and check its output."""
         from .process_timer import time_here
 
-        asked = TaskContext(task)
-        pair = asked.old_pair() if task.versus == "old" else asked.pair
+        asked = TaskContext(task, task.past)
+        pair = asked.pair if task.past is None else asked.old_pair()
         sides = [(pair.baseline, None), *((v.side, v.precision) for v in pair.variants)]
         side, precision = next((s, p) for s, p in sides if s.__name__ == task.side)
         seed = zlib.crc32(task.function.encode())
@@ -198,7 +239,7 @@ class Engine:
             check_repeats(bench, [subject], synchronizer(task.device), task.seed + 1)
         return {"seconds": seconds}
 
-    def profile(self, task: Task) -> dict[str, Any]:
+    def profile(self, task: messages.ProfileTask) -> dict[str, Any]:
         """Run both sides under torch's profiler, or one for a profiler around this process."""
         from . import torch_profiler
 
@@ -207,45 +248,58 @@ class Engine:
         bench = InputPool(asked.pair, size, task.device, seed_of(task, "profile"), task.seed)
         with self._prepared(task, asked.pair):
             if task.side:
-                torch_profiler.replay_side(bench, asked.side[0], task.side)
+                torch_profiler.replay_side(bench, asked.side(task.side)[0], task.side)
                 return {}
             sides = dict(zip(ROLES, (side for side, _ in asked.sides), strict=True))
-            return torch_profiler.profile_sides(bench, sides, Path(task.profile), self.progress)
+            return torch_profiler.profile_sides(bench, sides, Path(task.folder), self.progress)
 
-    def draw(self, task: Task) -> dict[str, Any]:
+    def draw(self, task: messages.DrawTask) -> dict[str, Any]:
         """Write the values that a performer will be shown, and keep what is expected of them."""
         asked = TaskContext(task)
         size = dict(asked.sizes[-1])
         self._tell(task.kind, size)
         bench = InputPool(asked.pair, size, task.device, seed_of(task, "apart"), task.seed)
         self.kept.oracles["apart"] = Reference(bench, self.watch, Rule(**task.rule).exact)
-        sandbox.draw(self.kept.oracles["apart"], Path(task.apart["values"]))
+        sandbox.draw(self.kept.oracles["apart"], Path(task.values))
         return {}
 
-    def perform(self, task: Task) -> dict[str, Any]:
-        """Run one side: make it ready, do units of work, or show outputs for given values."""
-        asked, act = TaskContext(task), task.apart
+    def prepare(self, task: messages.PrepareTask) -> dict[str, Any]:
+        """Get one side ready in this process; return the calls in a unit of work."""
+        asked = TaskContext(task)
         size = dict(asked.sizes[-1])
         self._tell(task.kind, size)
-        if "clock" in act:
-            seed = seed_of(task, "apart")
-            self._performer = sandbox.SandboxedSide(
-                asked.pair, asked.side[0], size, task.device, seed, **act
-            )
-            return {"unit": self._performer.unit}
-        if self._performer is None:
-            raise PageError("a performer was asked to work before it was made ready")
-        if "units" in act:
-            self._performer.work(act["units"])
-            return {}
-        values, outputs = Path(act["values"]), Path(act["outputs"])
-        self._performer.show(values, outputs, act["kept"])
+        self._performer = sandbox.SandboxedSide(
+            asked.pair,
+            asked.side(task.side)[0],
+            size,
+            task.device,
+            seed_of(task, "apart"),
+            clock=task.clock,
+            counted=task.counted,
+            slots=task.slots,
+        )
+        return {"unit": self._performer.unit}
+
+    def perform(self, task: messages.PerformTask) -> dict[str, Any]:
+        """Do units of work with the prepared side."""
+        self._prepared_side(task).work(task.units)
         return {}
 
-    def compare(self, task: Task) -> dict[str, Any]:
-        """Compare what a performer of the side `task.side` has written with what is expected."""
-        side, precision = TaskContext(task).side
-        outputs, steps = Path(task.apart["outputs"]), int(task.apart["steps"])
+    def show(self, task: messages.ShowTask) -> dict[str, Any]:
+        """Write the outputs of the prepared side for given values."""
+        self._prepared_side(task).show(Path(task.values), Path(task.outputs), task.slots)
+        return {}
+
+    def _prepared_side(self, task: CaseTask) -> sandbox.SandboxedSide:
+        self._tell(task.kind, TaskContext(task).sizes[-1])
+        if self._performer is None:
+            raise PageError("a side was asked to work before it was prepared")
+        return self._performer
+
+    def compare(self, task: messages.CompareTask) -> dict[str, Any]:
+        """Compare the outputs that the sandboxed side has written with the reference."""
+        side, precision = TaskContext(task).side(task.side)
+        outputs, steps = Path(task.outputs), task.steps
         rule, is_baseline = Rule(**task.rule), task.side == "baseline"
         oracle = self.kept.oracles["apart"]
         return {
@@ -254,7 +308,7 @@ class Engine:
             )
         }
 
-    def facts(self, task: Task) -> dict[str, Any]:
+    def facts(self, task: messages.FactsTask) -> dict[str, Any]:
         """Return versions and the device as this process sees them."""
         import torch
 
@@ -264,22 +318,22 @@ class Engine:
             facts["device"] = torch.cuda.get_device_name()
         return facts
 
-    def peaks(self, task: Task) -> dict[str, Any]:
+    def peaks(self, task: messages.PeaksTask) -> dict[str, Any]:
         """Measure the machine's peaks."""
         from ..timing import measure_peaks
 
         measured = measure_peaks.measure(task.device)
         return {"rates": dict(measured.rates), "facts": dict(measured.facts)}
 
-    def collectives(self, task: Task) -> dict[str, Any]:
+    def collectives(self, task: messages.CollectivesTask) -> dict[str, Any]:
         """Time collectives with the other ranks."""
         from ..timing.collectives import sweep
 
         if current_group().world == 1:
             raise PageError("collectives need several ranks; this is one process\n    aisp nccl")
-        return sweep(task.sweep["ops"], task.sweep["sizes"], task.device, self.progress)
+        return sweep(task.ops, task.sizes, task.device, self.progress)
 
-    def compile(self, task: Task) -> dict[str, Any]:
+    def compile(self, task: messages.CompileTask) -> dict[str, Any]:
         """Assemble every kernel that the case's sides launch, for each arch of `task`."""
         from ..kernels.assemble import Assembly
 
@@ -296,7 +350,7 @@ class Engine:
         }
 
     @contextlib.contextmanager
-    def _prepared(self, task: Task, pair: Pair) -> Iterator[None]:
+    def _prepared(self, task: CaseTask, pair: Pair) -> Iterator[None]:
         """Hold the process still: no garbage collection, deterministic where asked."""
         import torch
 

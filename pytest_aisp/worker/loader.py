@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from ..kernels.fake_gpu import drive_interpreter, interpreting
 from ..page.pair import MARK, Pair, Precision, Side, is_plain
 from ..page.sources import libraries
-from ..results.messages import Task
+from ..results.messages import CaseTask, PageSource
 from ..timing.graph_nodes import ROLES
 
 
@@ -164,7 +164,8 @@ class PageError(Exception):
 class TaskContext:
     """One task's part of a page; a page is imported when something of it is asked for."""
 
-    task: Task
+    task: CaseTask
+    past: PageSource | None = None
 
     @cached_property
     def pair(self) -> Pair:
@@ -181,10 +182,9 @@ class TaskContext:
         variant = self.pair.variant(self.task.variant)
         return (self.pair.baseline, None), (variant.side, variant.precision)
 
-    @property
-    def side(self) -> DeclaredSide:
-        """The side that the task names by its role."""
-        return self.sides[ROLES.index(self.task.side)]
+    def side(self, role: str) -> DeclaredSide:
+        """Return the side with this role."""
+        return self.sides[ROLES.index(role)]
 
     @property
     def sizes(self) -> list[Mapping[str, Any]]:
@@ -215,9 +215,10 @@ class TaskContext:
 
     @cached_property
     def old(self) -> Pair | None:
-        """The pair of the page as it was at the commit of `task.past`, or None."""
-        past = self.task.past
-        page = load_past(past["page"], past["root"], past["module"], self.task.root)
+        """The pair of the page as it was at the commit of `past`, or None."""
+        assert self.past is not None
+        past = self.past
+        page = load_past(past.page, past.root, past.module, self.task.root)
         return pair_of(getattr(page, self.task.function, None))
 
     def old_pair(self) -> Pair:
@@ -226,10 +227,10 @@ class TaskContext:
             raise PageError(f"{self.task.function} has no pair in the old page")
         return self.old
 
-    def old_side(self) -> Side:
-        """Return the side that the task names by its role, as it was."""
+    def old_side(self, role: str) -> Side:
+        """Return the side with this role, as it was."""
         then = self._then(self.pair, self.old_pair())
-        return next(old for role, _, old in then if role == self.task.side)
+        return next(old for name, _, old in then if name == role)
 
     def changed(self) -> dict[str, Any]:
         """Return which sides of the case are not as they were.
@@ -239,6 +240,7 @@ class TaskContext:
         """
         from ..page.sources import digest, imported_late
 
+        assert self.past is not None
         pair = self.pair  # before the old page, which is imported past what is there
         found: dict[str, Any] = {"baseline": False, "optimized": False, "why": ""}
         try:
@@ -250,11 +252,11 @@ class TaskContext:
             return {**found, "why": why}
         root = self.task.root
         for role, now, then in () if old is None else self._then(pair, old):
-            late = imported_late(then, self.task.past["root"])
+            late = imported_late(then, self.past.root)
             if late := [name for name in late if leads_to(name, root)]:
                 found["why"] = f"{then.__name__} imports {', '.join(late)} when it is called"
                 continue
-            before = digest(then, self.task.past["root"], constants=True)
+            before = digest(then, self.past.root, constants=True)
             found[role] = digest(now, root, constants=True) != before
         return found
 

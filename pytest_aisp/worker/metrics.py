@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from ..checking.inputs import InputPool
 from ..page.pair import Side
-from ..results.messages import Task
+from ..results.messages import CountTask
 from ..timing import kernel_profile
 from ..timing.graph_nodes import ROLES
 from ..timing.memory import allocated, fragmentation, reserved
@@ -27,18 +29,18 @@ if TYPE_CHECKING:
     from ..timing.schedule import Window
 
 
-def count(task: Task, trial: Trial) -> dict[str, float]:
-    """Return by role what a call takes of `task.goal`.
+def count(task: CountTask, trial: Trial) -> dict[str, float]:
+    """Return by role what a call takes of `task.metric`.
 
     Raises:
         Uncountable: for a goal that such a side has no figure of.
     """
     sides = [side for side, _ in trial.sides]
-    if task.goal == "energy":
+    if task.metric == "energy":
         if any(hasattr(side, "environment") for side in sides):
             raise Uncountable("assert_energy: a process side's processes end before 5 s of work do")
         return joules(trial)
-    counter = COUNTERS[task.goal]
+    counter = COUNTERS[task.metric]
     if task.side:  # in the process of a process side
         return {task.side: counter(trial.bench, sides[ROLES.index(task.side)])}
     if all(hasattr(side, "environment") for side in sides):

@@ -14,11 +14,13 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from ..results import messages
-from ..results.messages import Reply, Task
+from ..results.messages import ProfileTask, Reply, Task
 from .client import LONGER, BenchProcess, bench_environment, how_it_ended, python
 from .output_capture import last_lines
 from .torch_profiler import range_name
@@ -94,7 +96,11 @@ def profiler_installed(name: str) -> str | None:
 
 
 def watch(
-    name: str, task: Task, folder: Path, environment: Mapping[str, str | None], seconds: float
+    name: str,
+    task: ProfileTask,
+    folder: Path,
+    environment: Mapping[str, str | None],
+    seconds: float,
 ) -> list[str]:
     """Run the side `task.side` under the tool `name`; return the files that it left in `folder`.
 

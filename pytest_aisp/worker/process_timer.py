@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..isolation.monkeypatches import now
-from ..results.messages import Reply, Task
+from ..results.messages import PageSource, Reply, SampleTask, Task, TimeTask, case_fields
 from ..timing import schedule
 from ..timing.schedule import Budget, Samples
 from .output_capture import OutputCapture, say
@@ -77,7 +77,7 @@ def fresh_process(
 
 
 def measure_processes(
-    task: Task,
+    task: TimeTask,
     sides: Sequence[tuple[Any, Any]],
     budget: Budget,
     rng: random.Random,
@@ -91,12 +91,14 @@ def measure_processes(
 class _ProcessBout:
     clock = "process"
 
-    def __init__(self, task: Task, sides: Sequence[Any], progress: Callable[[str], None]) -> None:
+    def __init__(
+        self, task: TimeTask, sides: Sequence[Any], progress: Callable[[str], None]
+    ) -> None:
         first, second = sides
-        now = replace(task, versus="baseline") if task.versus == "old" else task
+        past = task.past if task.versus == "old" else None
         self.windows = (
-            _ProcessWindow(task, first, progress),
-            _ProcessWindow(now, second, progress),
+            _ProcessWindow(task, first, past, progress),
+            _ProcessWindow(task, second, None, progress),
         )
 
     def refresh(self, *, last: bool) -> None:
@@ -115,9 +117,15 @@ class _ProcessBout:
 class _ProcessWindow:
     calls = counted = repeats = 1
 
-    def __init__(self, task: Task, side: Any, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        task: TimeTask,
+        side: Any,
+        past: PageSource | None,
+        progress: Callable[[str], None],
+    ) -> None:
         self._progress = progress
-        self.task = replace(task, kind="sample", side=side.__name__)
+        self.task = SampleTask(**case_fields(task), side=side.__name__, past=past)
         self.environment, self.started = side.environment, 0
 
     def __call__(self) -> float:

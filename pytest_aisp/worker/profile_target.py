@@ -2,7 +2,7 @@
 
     python -m pytest_aisp.worker.profile_target TASK.json
 
-The file holds a `messages.Task` of kind ``profile`` whose `side` is a role. The calls are in an
+The file holds a `ProfileTask` whose `side` is a role. The calls are in an
 NVTX range ``aisp-baseline`` or ``aisp-optimized``, between the start and the stop of CUDA's
 profiler. The exit code is 1 where the side cannot be run; stderr says why.
 """
@@ -19,7 +19,7 @@ from .server import Server
 
 def main(path: str) -> int:
     """Run the task in the file `path`; return the exit code."""
-    task = messages.task_from(messages.decode(Path(path).read_bytes()))
+    task = messages.decode_task(Path(path).read_bytes())
     reply = Server(lambda text: None).answer(task)
     if reply.error is not None:
         sys.stderr.write(f"{reply.trace}{reply.message}\n")

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..results import run_reader
 from ..results.export import path_below
-from ..results.messages import Reply, Task
+from ..results.messages import CaseTask, CheckTask, CountTask, FactsTask, Reply, Task
 from ..util.device import Machine
 
 Name = tuple[str, str, int]
@@ -51,15 +51,17 @@ class ReplayBench:
     def ask(self, task: Task, seconds: float, progress: Callable[[str], None]) -> Reply:
         """Return what was recorded for `task`, timings in the order in which they were taken."""
         del seconds, progress
+        if not isinstance(task, CaseTask):
+            return Reply(error="page", message=f"the recording holds no {task.kind}")
         asked = _of_task(task)
         row = self.rows.get(asked)
         if row is None:
             name = f"{task.function}[{task.variant}] at {dict(task.size)}"
             why = f"; {self.dropped}" if self.dropped else ""
             return Reply(error="page", message=f"the recording holds no {name}{why}")
-        if task.kind == "facts":
+        if isinstance(task, FactsTask):
             return Reply(result=row["environment"])
-        kind = "checks" if task.kind in ("check", "count") else "timings"
+        kind = "checks" if isinstance(task, (CheckTask, CountTask)) else "timings"
         try:
             answers = run_reader.read(self._folder, row["samples"])[kind]
         except run_reader.SamplesError as error:
@@ -82,7 +84,7 @@ def _of_row(row: Mapping[str, Any], root: str | None) -> Name:
     return page, row["key"], row["gpus"]
 
 
-def _of_task(task: Task) -> Name:
+def _of_task(task: CaseTask) -> Name:
     key = f"{Path(task.page).name}::{task.function}[{task.case}]"
     return path_below(task.page, task.root), key, task.gpus
 

@@ -18,12 +18,13 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import IO, Any
+
+from msgspec.structs import replace
 
 from ..page.sources import PACKAGE
 from ..results import messages
-from ..results.messages import Reply, Task, failed
+from ..results.messages import ErrorKind, ProgressUpdate, Reply, StopTask, Task, failed
 
 C_LINES = 1
 """Linux's _IOLBF: a stream of C's writes at the end of a line."""
@@ -37,15 +38,15 @@ def main(read_fd: int, write_fd: int) -> None:
     print_at_once()
     with os.fdopen(read_fd, "rb") as tasks, os.fdopen(write_fd, "wb", buffering=0) as replies:
         keep_from_children(tasks, replies)
-        server = Server(lambda text: replies.write(messages.encode({"progress": text})))
+        server = Server(lambda text: replies.write(messages.encode(ProgressUpdate(text))))
         import torch  # noqa: F401 - slow: the time limit of the first request starts after it
 
         gc.freeze()  # torch's half a million objects are no garbage: a collection takes 0.1 s less
 
         server.tell(messages.READY)
         for line in tasks:
-            task = messages.task_from(messages.decode(line))
-            if task.kind == "stop":
+            task = messages.decode_task(line)
+            if isinstance(task, StopTask):
                 return
             replies.write(encoded(server.answer(task)))
 
@@ -96,7 +97,7 @@ class Server:
         """Return the reply to `task`; an exception becomes an error reply."""
         self._doing = task.kind
         try:
-            reply = Reply(result=getattr(self.engine, task.kind)(task))
+            reply = Reply(result=self.engine.answer(task))
         except _answerable() as error:
             reply = _error_reply(error, self._doing)
             if _has_lost_gpu(error):
@@ -142,7 +143,7 @@ def _error_reply(error: BaseException, doing: str) -> Reply:
     from ..util import pytree
     from . import loader, metrics, process_timer
 
-    kinds: tuple[tuple[str, tuple[type[Exception], ...]], ...] = (
+    kinds: tuple[tuple[ErrorKind, tuple[type[Exception], ...]], ...] = (
         ("wrong", (numerics.Wrong,)),
         (
             "page",
