@@ -19,7 +19,7 @@ bench: $(VENV)/.ready
 test: $(VENV)/.ready browser
 	$(PY) -m pytest -q -n 2 --aisp-check suites
 	$(PY) -m pytest -q -n 2 --aisp-compile suites
-	$(PY) -m pytest -q -n 2 -p no:benchmark tests
+	$(PY) -m pytest -q -n 2 -p no:benchmark tests emulator
 
 # Some 25 s once. Where it cannot be installed its test says so, or fails with CI_BROWSER_REQUIRED=1.
 browser:
@@ -40,8 +40,8 @@ docs: $(VENV)/.ready
 	@echo "site/index.html"
 
 # torch by itself and first: only the pinned version is sure to be the build meant here.
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: pyproject.toml emulator/pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q torch==2.13.0
-	$(PY) -m pip install -q -c constraints.txt -e '.[test,lint]'
+	$(PY) -m pip install -q -c constraints.txt -e '.[test,lint]' -e ./emulator
 	touch $@

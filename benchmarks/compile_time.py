@@ -26,7 +26,7 @@ def timed(paths: list[Path], arch: str) -> None:
     import triton
 
     from pytest_aisp.kernels import nvrtc
-    from pytest_aisp.kernels.capture_launches import recorded
+    from pytest_aisp.kernels.capture_launches import capture_launches
     from pytest_aisp.page.sources import kernel_files
     from pytest_aisp.worker.loader import load_page, pair_of
 
@@ -44,7 +44,7 @@ def timed(paths: list[Path], arch: str) -> None:
                 sides = pair.baseline, variant.side
                 modules |= {module.path: module for module in kernel_files(sides, str(ROOT))}
                 for side in sides:
-                    recorded(pair, side, pair.sizes[0], arch, assemble=True)
+                    capture_launches(pair, side, pair.sizes[0], arch, assemble=True)
     for path, module in sorted(modules.items()):
         start = time.perf_counter()
         module.assemble(arch)

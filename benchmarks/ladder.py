@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_aisp.kernels import sass
-from pytest_aisp.kernels.assemble import Assembly, Built
+from pytest_aisp.kernels.assemble import AssembledKernel, Assembly
 from pytest_aisp.results import store
 from pytest_aisp.results.row import duration
 from pytest_aisp.worker.loader import load_page, pair_of
@@ -35,7 +35,7 @@ TELLING = re.compile(
 DULL = ("E", "SYS", "DEFER_BLOCKING", "ALL", "SYNC")
 
 
-def built(page: Path, function: str, arch: str) -> Iterator[tuple[str, list[Built]]]:
+def built(page: Path, function: str, arch: str) -> Iterator[tuple[str, list[AssembledKernel]]]:
     """Yield the baseline and each variant with the kernels that it launches at its first size."""
     module = load_page(str(page), str(ROOT), f"ladder.{page.stem}")
     pairs = [pair for pair in map(pair_of, vars(module).values()) if pair is not None]
@@ -43,19 +43,19 @@ def built(page: Path, function: str, arch: str) -> Iterator[tuple[str, list[Buil
     if pair is None:
         raise SystemExit(f"{page} has no test {function!r} with @compare")
     for variant in (v for v in pair.variants if arch in pair.archs(v)):
-        assembly = Assembly(pairs, pair, variant, pair.sizes[0], root=str(ROOT), tell=_quiet)
+        assembly = Assembly(pairs, pair, variant, pair.sizes[0], root=str(ROOT), progress=_quiet)
         assembly.run((arch,))
         if variant is pair.variants[0]:
             name = pair.baseline.__name__
-            yield name, [found for found in assembly.built if found.side == name]
-        yield variant.name, [found for found in assembly.built if found.side == variant.name]
+            yield name, [found for found in assembly.assembled if found.side == name]
+        yield variant.name, [found for found in assembly.assembled if found.side == variant.name]
 
 
 def _quiet(text: str) -> None:
     """Show no progress."""
 
 
-def telling(kernels: list[Built]) -> set[str]:
+def telling(kernels: list[AssembledKernel]) -> set[str]:
     """Return the instructions of `kernels` that move data, multiply, or wait."""
     found: set[str] = set()
     for kernel in kernels:

@@ -39,6 +39,14 @@ class Hooks:
     def pytest_aisp_timer(self, config: pytest.Config) -> Mapping[str, Any] | None:
         """Return ``{"target": "module:function", "options": {...}}`` of another timer, or None."""
 
+    @pytest.hookspec(firstresult=True)
+    def pytest_aisp_cuda_emulator(self, config: pytest.Config) -> str | None:
+        """Return the name of a module that emulates CUDA C++ on the CPU, or None.
+
+        Its ``unsupported(cuda_module)`` names what needs a GPU, or is empty; its ``install()``
+        makes this process emulate every launch.
+        """
+
     @pytest.hookspec
     def pytest_aisp_result(self, config: pytest.Config, row: Mapping[str, Any]) -> None:
         """See each case's row on the controller as it finishes."""

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from pytest_aisp import capture
 from pytest_aisp.kernels import assemble, cuda_cpp, sass
-from pytest_aisp.kernels.assemble import Assembly, AssemblyError, Built
-from pytest_aisp.kernels.capture_launches import Launch, Launches, recorded
+from pytest_aisp.kernels.assemble import AssembledKernel, Assembly, AssemblyError
+from pytest_aisp.kernels.capture_launches import CapturedLaunch, CapturedLaunches, capture_launches
 from pytest_aisp.kernels.cuda_cpp import LaunchError
 from pytest_aisp.page.gpu_specs import GPU_ARCHS, LIMITS
 from pytest_aisp.page.pair import Pair, Variant, Work
@@ -373,8 +373,8 @@ def test_without_a_disassembler_the_row_says_that_nothing_was_looked_for(monkeyp
     monkeypatch.setattr(sass, "disassemblers", tuple)
     looked = made(needs="tma")
     for arch in ("sm90", "sm100"):
-        looked.built.append(Built(arch, "other", launch(), 16, 0, 0, 0, b""))
-        looked._keep_promises(arch)
+        looked.assembled.append(AssembledKernel(arch, "other", launch(), 16, 0, 0, 0, b""))
+        looked._check_promises(arch)
     assert looked.notes == [
         "NOT LOOKED FOR: tma: there is no nvdisasm here: pip install nvidia-cuda-nvdisasm"
     ]
@@ -387,8 +387,8 @@ def test_what_the_disassembler_here_does_not_know_is_not_called_broken(tmp_path,
     old.chmod(0o755)
     monkeypatch.setattr(sass, "disassemblers", lambda: (str(old),))
     looked = made(needs="tma")
-    looked.built.append(Built("sm103", "other", launch(), 16, 0, 0, 0, b"newer"))
-    looked._keep_promises("sm103")
+    looked.assembled.append(AssembledKernel("sm103", "other", launch(), 16, 0, 0, 0, b"newer"))
+    looked._check_promises("sm103")
     assert looked.notes == [
         f"NOT LOOKED FOR: tma: {old} cannot read it: Cannot decode architecture 'SM103':"
         " pip install -U nvidia-cuda-nvdisasm"
@@ -457,10 +457,10 @@ def asks(x):
 
 
 def launched(side, arch="sm90"):
-    found = recorded(made().pair, side, {"n": 7}, arch, assemble=False)
+    found = capture_launches(made().pair, side, {"n": 7}, arch, assemble=False)
     if found.error is not None:
         raise found.error
-    return [(launch.name, launch.how, launch.grid) for launch in found.made.values()]
+    return [(launch.name, launch.config, launch.grid) for launch in found.unique.values()]
 
 
 def test_a_side_and_a_prepared_one_are_run_without_values():
@@ -485,9 +485,9 @@ def spread(x):
 
 def test_a_side_of_several_ranks_is_run_as_the_first_of_each_count(monkeypatch):
     grids = []
-    monkeypatch.setattr(Launches, "add", lambda self, launch: grids.append(launch.grid))
+    monkeypatch.setattr(CapturedLaunches, "add", lambda self, launch: grids.append(launch.grid))
     pair = dataclasses.replace(made().pair, gpus=(2, 4))
-    assert recorded(pair, spread, {"n": 7}, "sm90", assemble=False).error is None
+    assert capture_launches(pair, spread, {"n": 7}, "sm90", assemble=False).error is None
     assert grids == [(10,), (20,)]
     assert not dist.is_initialized()
 
@@ -503,7 +503,7 @@ def test_a_prepared_side_that_yields_no_callable_is_named():
 
 
 def launch(grid=(1,), threads=128):
-    return Launch("k", "k", "", grid, threads)
+    return CapturedLaunch("k", "k", "", grid, threads)
 
 
 def made(**variant):
@@ -529,7 +529,7 @@ def made(**variant):
 
 def test_what_an_assembler_says_alike_of_several_kernels_is_said_once():
     broken = made()
-    broken.broken = {
+    broken.refused = {
         "x.cu(4): error": {"a (block 1)": ["sm90", "sm100"], "b (block 1)": ["sm90", "sm100"]},
         "x.cu(9): error": {"c (block 1)": ["sm90"], "d (block 1)": ["sm100"]},
     }
@@ -558,8 +558,8 @@ def test_what_an_assembler_says_alike_of_several_kernels_is_said_once():
 def test_what_is_beyond_the_arch_cannot_be_launched_there(changes, words):
     built = {"registers": 16, "shared": 0, "grid": (1,), "threads": 128, **changes}
     shape = launch(built["grid"], built["threads"])
-    used = Built("sm90", "s", shape, built["registers"], 0, 0, built["shared"], b"")
-    found = list(assemble._misfits(used))
+    used = AssembledKernel("sm90", "s", shape, built["registers"], 0, 0, built["shared"], b"")
+    found = list(assemble._limit_faults(used))
     assert len(found) == len(words)
     assert all(word in fault for word, fault in zip(words, found, strict=True))
 
@@ -582,10 +582,10 @@ def test_every_arch_has_limits():
     ],
 )
 def test_blocks_that_fit_on_a_processor(arch, threads, registers, shared, blocks, occupancy):
-    built = Built(arch, "side", launch(threads=threads), registers, 0, 0, shared, b"")
+    built = AssembledKernel(arch, "side", launch(threads=threads), registers, 0, 0, shared, b"")
     assert built.resident == blocks
     assert built.occupancy == pytest.approx(occupancy)
-    assert built.plain()["resident"] == blocks
+    assert built.to_json()["resident"] == blocks
     assert f"{blocks} blocks a processor" in str(built)
 
 
@@ -615,6 +615,6 @@ def test_an_audit_goes_on_where_kernels_cannot_be_assembled(write, gpu, pytester
 
 def test_of_what_an_assembler_says_the_first_lines_are_shown():
     said = [f"line {number}" for number in range(40)]
-    assert assemble._beginning("\n".join(said)).splitlines() == [*said[:12], "... 28 lines more"]
-    assert assemble._beginning("\n".join(said[:13])).splitlines() == said[:13]
-    assert assemble._beginning("one\n") == "one"
+    assert assemble._first_lines("\n".join(said)).splitlines() == [*said[:12], "... 28 lines more"]
+    assert assemble._first_lines("\n".join(said[:13])).splitlines() == said[:13]
+    assert assemble._first_lines("one\n") == "one"

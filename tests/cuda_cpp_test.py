@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from pytest_aisp.kernels import cuda_cpp, launch_config, nvrtc
-from pytest_aisp.kernels.cuda_cpp import CudaModule, LaunchError, assemble, check, cuda_module
+from pytest_aisp.kernels.cuda_cpp import CudaModule, LaunchError, cuda_module
+from pytest_aisp.kernels.launch_config import check_arguments
 from pytest_aisp.kernels.nvrtc import CompileError, NoCompiler
 from pytest_aisp.kernels.tma import TensorMap
 from pytest_aisp.page.gpu_specs import GPU_ARCHS
@@ -54,7 +55,7 @@ def params_of(module_of):
 
 @dataclass
 class OnGpu:
-    """What `check` reads of a CUDA tensor."""
+    """What `check_arguments` reads of a CUDA tensor."""
 
     dtype: torch.dtype = torch.float32
     shape: tuple[int, ...] = (4, 4)
@@ -199,10 +200,10 @@ def test_a_module_can_be_copied():
 def test_pointers_take_tensors_of_their_element_type(params_of, c_type, dtypes, align):
     (param,) = params_of(f"const {c_type}* __restrict__ x")
     every = {str(d).removeprefix("torch."): d for d in vars(torch).values() if is_dtype(d)}
-    taken = {name for name, d in every.items() if param.fit(OnGpu(d), 0) is not None}
+    taken = {name for name, d in every.items() if param.convert(OnGpu(d), 0) is not None}
     assert taken == set(dtypes.split())
     good = every[dtypes.split()[0]]
-    steps = [n for n in (1, 2, 4, 8, 16) if param.fit(OnGpu(good, address=0x1000 + n), 0)]
+    steps = [n for n in (1, 2, 4, 8, 16) if param.convert(OnGpu(good, address=0x1000 + n), 0)]
     assert steps[0] == align
 
 
@@ -212,13 +213,13 @@ def is_dtype(value):
 
 def test_void_pointers_take_any_tensor(params_of):
     (param,) = params_of("const void* x")
-    assert param.fit(OnGpu(torch.bfloat16, address=0x1001), 0) == 0x1001
-    assert param.fit(7, 0) is None
+    assert param.convert(OnGpu(torch.bfloat16, address=0x1001), 0) == 0x1001
+    assert param.convert(7, 0) is None
     assert param.needs == "a contiguous tensor on cuda:{device}"
 
 
 def test_an_empty_tensor_is_a_null_pointer(params_of):
-    assert check("k", params_of("float* x"), [OnGpu(shape=(0,), address=0)], 0) == [0]
+    assert check_arguments("k", params_of("float* x"), [OnGpu(shape=(0,), address=0)], 0) == [0]
 
 
 @pytest.mark.parametrize(
@@ -238,21 +239,21 @@ def test_an_empty_tensor_is_a_null_pointer(params_of):
 def test_scalars_become_the_c_type_of_the_signature(params_of, c_type, ctype, good, bad):
     (param,) = params_of(f"{c_type} n")
     for value in good:
-        (converted,) = check("k", [param], [value], 0)
+        (converted,) = check_arguments("k", [param], [value], 0)
         assert type(converted) is ctype
         assert converted.value == pytest.approx(value)
     for value in bad:
         with pytest.raises(LaunchError, match=f"`{c_type} n` needs a number that"):
-            check("k", [param], [value], 0)
+            check_arguments("k", [param], [value], 0)
 
 
 def test_tensor_maps_are_handed_through(params_of):
     (param,) = params_of("const __grid_constant__ CUtensorMap map")
     descriptor = type("TensorMapDescriptor", (), {})()
-    assert check("k", [param], [descriptor], 0) == [descriptor]
-    assert check("k", [param], [TensorMap(OnGpu(), (8,), descriptor)], 0) == [descriptor]
+    assert check_arguments("k", [param], [descriptor], 0) == [descriptor]
+    assert check_arguments("k", [param], [TensorMap(OnGpu(), (8,), descriptor)], 0) == [descriptor]
     with pytest.raises(LaunchError, match=r"needs a tensor_map"):
-        check("k", [param], [OnGpu()], 0)
+        check_arguments("k", [param], [OnGpu()], 0)
 
 
 FAULTS = {
@@ -270,7 +271,7 @@ FAULTS = {
 def test_a_wrong_tensor_names_kernel_parameter_given_and_needed(fault):
     wide, (given, words) = cuda_module("data/build.cu").wide, FAULTS[fault]
     with pytest.raises(LaunchError) as error:
-        check(wide.name, wide.params, [OnGpu(), given, 4], 0)
+        check_arguments(wide.name, wide.params, [OnGpu(), given, 4], 0)
     start, end = str(error.value).split("; ")
     assert start.startswith("wide: parameter 'out' was given ")
     assert start.endswith(words)
@@ -281,7 +282,7 @@ def test_a_wrong_tensor_names_kernel_parameter_given_and_needed(fault):
 def test_a_tensor_where_a_number_is_needed():
     rows = cuda_module("data/build.cu").rows
     with pytest.raises(LaunchError, match=r"'n' was given a int64 tensor of shape \(\) on the CPU"):
-        check(rows.name, rows.params, [OnGpu(), OnGpu(), torch.tensor(4)], 0)
+        check_arguments(rows.name, rows.params, [OnGpu(), OnGpu(), torch.tensor(4)], 0)
 
 
 @pytest.mark.parametrize("count", [0, 2, 4])
@@ -289,7 +290,7 @@ def test_a_wrong_count_shows_the_signature(count):
     rows = cuda_module("data/build.cu").rows
     words = rf"rows\(const float\* x, .*int n\) needs 3 arguments; {count} were given"
     with pytest.raises(LaunchError, match=words):
-        check(rows.name, rows.params, [OnGpu()] * count, 0)
+        check_arguments(rows.name, rows.params, [OnGpu()] * count, 0)
 
 
 def test_a_launch_checks_before_it_touches_a_gpu():
@@ -328,11 +329,11 @@ def test_a_wrong_geometry_says_what_is_legal(where, words):
 def test_a_geometry_is_made_once():
     rows = cuda_module("data/build.cu").rows
     assert rows[(2, 3), 256, 1024] is rows[(2, 3), 256, 1024]
-    assert rows[(2, 3), 256, 1024].geometry == launch_config.LaunchConfig((2, 3), (256,), 1024)
+    assert rows[(2, 3), 256, 1024].config == launch_config.LaunchConfig((2, 3), (256,), 1024)
     launch = rows.launch((2, 3), 256, cluster=2)
     assert launch is rows.launch((2, 3), 256, cluster=2)
     assert launch is not rows.launch((2, 3), 256, cooperative=True)
-    assert str(launch.geometry) == "block 256, cluster 2x1"
+    assert str(launch.config) == "block 256, cluster 2x1"
 
 
 @pytest.mark.parametrize(
@@ -366,7 +367,7 @@ class Gpu:
             Stream=SimpleNamespace(from_handle=self.wrap),
             Device=self.device,
         )
-        monkeypatch.setattr(nvrtc, "toolchain", lambda: (core, "13.0", 1))
+        monkeypatch.setattr(nvrtc, "toolchain", lambda: nvrtc.Toolchain(core, "13.0", 1))
         monkeypatch.setattr(cuda_cpp, "_streams", {})
         monkeypatch.setattr(cuda_cpp, "_thread", cuda_cpp._Thread())
         monkeypatch.setattr(cuda_cpp, "import_module", {"cuda.bindings.driver": self.driver()}.get)
@@ -500,7 +501,7 @@ def test_too_much_shared_memory_names_the_limit(gpu):
 @needs_nvrtc
 @pytest.mark.parametrize("arch", GPU_ARCHS)
 def test_real_kernels_assemble_for_every_arch(arch):
-    used = assemble(cuda_module("data/build.cu"), arch)
+    used = cuda_module("data/build.cu").assemble(arch)
     assert list(used) == ["saxpy", "rows", "wide", "pair"]
     assert all(0 < u["registers"] <= 64 and u["spilled"] == 0 for u in used.values())
     assert [u["shared"] for u in used.values()] == [0, 1024, 0, 0]
@@ -578,21 +579,21 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch, error):
 @pytest.fixture
 def compilations(monkeypatch):
     """Count what really is compiled."""
-    real, seen = nvrtc._nvrtc, []
+    real, seen = nvrtc._compile, []
 
-    def counted(core, module, options):
-        seen.append(options["arch"])
-        return real(core, module, options)
+    def counted(core, module, target, options):
+        seen.append(target)
+        return real(core, module, target, options)
 
-    monkeypatch.setattr(nvrtc, "_nvrtc", counted)
+    monkeypatch.setattr(nvrtc, "_compile", counted)
     return seen
 
 
 @needs_nvrtc
 def test_a_second_process_finds_what_the_first_compiled(cache, compilations):
-    first = nvrtc.compiled(cuda_module("data/build.cu"), "sm_90")
-    assert nvrtc.compiled(cuda_module("data/build.cu"), "sm_90") == first
-    nvrtc.compiled(cuda_module("data/build.cu"), "sm_100")
+    first = nvrtc.compile_module(cuda_module("data/build.cu"), "sm_90")
+    assert nvrtc.compile_module(cuda_module("data/build.cu"), "sm_90") == first
+    nvrtc.compile_module(cuda_module("data/build.cu"), "sm_100")
     assert compilations == ["sm_90", "sm_100"]
     assert len(list(cache.iterdir())) == 2
 
@@ -601,12 +602,12 @@ def test_a_second_process_finds_what_the_first_compiled(cache, compilations):
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
 def test_a_corrupt_entry_is_compiled_again(cache, compilations, damage):
     module = cuda_module("data/build.cu")
-    good = nvrtc.compiled(module, "sm_90")
+    good = nvrtc.compile_module(module, "sm_90")
     (entry,) = cache.iterdir()
     stored = entry.read_bytes()
     flipped = stored[:-9] + bytes([stored[-9] ^ 1]) + stored[-8:]
     entry.write_bytes({"truncate": stored[:-1], "flip": flipped, "empty": b""}[damage])
-    assert nvrtc.compiled(module, "sm_90") == good
+    assert nvrtc.compile_module(module, "sm_90") == good
     assert compilations == ["sm_90", "sm_90"]
     assert entry.read_bytes()[:32] == stored[:32]
 
@@ -618,14 +619,14 @@ def test_source_header_options_and_compiler_are_in_the_key(
     source = '#include "deep.cuh"\nextern "C" __global__ void k(int* x) { x[0] = N; }'
     (tmp_path / "deep.cuh").write_text('#include "deeper.cuh"\n')
     (tmp_path / "deeper.cuh").write_text("#define N 1\n")
-    cubins = [nvrtc.compiled(module_of(source), "sm_90")]
+    cubins = [nvrtc.compile_module(module_of(source), "sm_90")]
     (tmp_path / "deeper.cuh").write_text("#define N 2\n")
-    cubins += [nvrtc.compiled(module_of(source), "sm_90")]
-    cubins += [nvrtc.compiled(module_of(source + " "), "sm_90")]
-    cubins += [nvrtc.compiled(module_of(source, options={"lineinfo": True}), "sm_90")]
-    toolchain = (nvrtc.toolchain()[0], "99.0", 1)
+    cubins += [nvrtc.compile_module(module_of(source), "sm_90")]
+    cubins += [nvrtc.compile_module(module_of(source + " "), "sm_90")]
+    cubins += [nvrtc.compile_module(module_of(source, options={"lineinfo": True}), "sm_90")]
+    toolchain = nvrtc.toolchain()._replace(version="99.0")
     monkeypatch.setattr(nvrtc, "toolchain", lambda: toolchain)
-    nvrtc.compiled(module_of(source), "sm_90")
+    nvrtc.compile_module(module_of(source), "sm_90")
     assert len(compilations) == 5
     assert cubins[0] != cubins[1]
 
@@ -643,7 +644,7 @@ def test_a_header_edited_after_the_import_is_not_cached(module_of, tmp_path, cac
 def test_processes_that_compile_at_once_agree(cache):
     module = cuda_module("data/build.cu")
     with multiprocessing.get_context("spawn").Pool(4) as pool:
-        used = pool.starmap(assemble, [(module, "sm90")] * 8, chunksize=1)
+        used = pool.starmap(CudaModule.assemble, [(module, "sm90")] * 8, chunksize=1)
     assert all(u == used[0] for u in used)
     assert [entry.suffix for entry in cache.iterdir()] == [".cubin"]
     assert module.assemble("sm90") == used[0]

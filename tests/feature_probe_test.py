@@ -11,10 +11,11 @@ import uuid
 from pathlib import Path
 from types import SimpleNamespace
 
+import feature_probe
 import pytest
+from feature_probe import Attempt
 
-from pytest_aisp.kernels import feature_probe, nvrtc
-from pytest_aisp.kernels.feature_probe import Attempt
+from pytest_aisp.kernels import nvrtc
 from pytest_aisp.page import gpu_specs
 from pytest_aisp.page.gpu_specs import ASSEMBLED, target_of
 from pytest_aisp.util.device import Machine
@@ -66,7 +67,7 @@ def test_the_targets_of_an_arch_are_its_own_and_its_family_s():
 def test_the_document_shows_the_table():
     text = DOCUMENT.read_text()
     shown = text.partition("<!-- features -->\n")[2].partition("<!-- end of features -->")[0]
-    assert shown == feature_probe.table(), "python -m pytest_aisp.kernels.feature_probe --table"
+    assert shown == feature_probe.table(), "python benchmarks/feature_probe.py --table"
 
 
 @needs_nvrtc
@@ -174,10 +175,12 @@ def command(monkeypatch, capsys):
         *arguments, machine=CPU, attempt=by_the_table, known=(90, 100, 103, 121), faults=()
     ):
         monkeypatch.setattr(feature_probe, "attempt", attempt)
-        monkeypatch.setattr(feature_probe, "compiler", lambda: (None, "13.5"))
+        toolchain = nvrtc.Toolchain(None, "13.5", 0)
+        monkeypatch.setattr(feature_probe, "toolchain", lambda: toolchain)
         monkeypatch.setattr(feature_probe, "known", lambda: known)
         monkeypatch.setattr(Machine, "here", lambda: machine)
-        monkeypatch.setattr(feature_probe, "_launched_apart", lambda f: dict(faults).get(f, ""))
+        launched = dict.fromkeys(ASSEMBLED, "") | dict(faults)
+        monkeypatch.setattr(feature_probe, "_launch_in_subprocess", launched.get)
         code = feature_probe.main([*arguments])
         return code, capsys.readouterr().out.splitlines()
 
@@ -217,7 +220,7 @@ def test_a_launch_that_fails_is_a_line_and_a_difference(command):
     fault = "no: CUDA_ERROR_ILLEGAL_INSTRUCTION"
     assert f"wgmma                sm_90a   -        -        -        {fault}" in lines
     assert lines[-2:] == [
-        "not as in the table of pytest_aisp/skus.py:",
+        "not as in the table of pytest_aisp/page/gpu_specs.py:",
         "wgmma on sm90: on this GPU: CUDA_ERROR_ILLEGAL_INSTRUCTION",
     ]
 
@@ -241,7 +244,7 @@ def test_a_table_that_is_wrong_is_a_difference(command, monkeypatch):
     code, lines = command(attempt=attempt)
     assert code == 1
     assert lines[-2:] == [
-        "not as in the table of pytest_aisp/skus.py:",
+        "not as in the table of pytest_aisp/page/gpu_specs.py:",
         "wgmma on sm100: the table says sm_100a, nothing takes it",
     ]
 
@@ -251,7 +254,7 @@ def test_a_compiler_that_is_too_old_for_an_arch_is_a_difference(command):
     assert code == 1
     assert lines[3] == "                     sm90     sm100"
     assert lines[-3:] == [
-        "not as in the table of pytest_aisp/skus.py:",
+        "not as in the table of pytest_aisp/page/gpu_specs.py:",
         "sm103: NVRTC 13.5 does not know it",
         "sm121: NVRTC 13.5 does not know it",
     ]
@@ -281,7 +284,7 @@ def test_nvrtc_is_asked_which_archs_it_knows():
 
 
 def test_the_command_prints_the_table():
-    command = [sys.executable, "-m", "pytest_aisp.kernels.feature_probe", "--table"]
+    command = [sys.executable, feature_probe.__file__, "--table"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == feature_probe.table()
     assert "| `wgmma` | wgmma.mma_async," in done.stdout
@@ -311,11 +314,11 @@ def test_an_unknown_feature_cannot_be_launched(capsys):
 def test_a_launch_is_a_process_of_its_own(monkeypatch, code, says):
     monkeypatch.setattr(feature_probe, "LAUNCH", (sys.executable, "-c", code))
     monkeypatch.setattr(feature_probe, "SECONDS", 2.0)
-    assert feature_probe._launched_apart("tma") == says
+    assert feature_probe._launch_in_subprocess("tma") == says
 
 
 def test_every_feature_of_the_arch_is_launched_but_those_with_a_reason(monkeypatch):
-    monkeypatch.setattr(feature_probe, "_launched_apart", lambda feature: "")
+    monkeypatch.setattr(feature_probe, "_launch_in_subprocess", lambda feature: "")
     on_b200 = {feature for feature, archs in ASSEMBLED.items() if "sm100" in archs}
     launched = feature_probe.launches(Machine("sm100", "nvidia-b200", "NVIDIA B200", ("GPU-1",)))
     assert set(launched) == on_b200 - set(feature_probe.NOT_LAUNCHED)
@@ -364,7 +367,7 @@ class Core:
 )
 def test_a_launched_probe_says_whether_its_result_is_right(monkeypatch, answers, says):
     core = Core(answers)
-    monkeypatch.setattr(feature_probe, "compiler", lambda: (core, "13.5"))
+    monkeypatch.setattr(feature_probe, "toolchain", lambda: nvrtc.Toolchain(core, "13.5", 0))
     monkeypatch.setattr(feature_probe, "attempt", by_the_table)
     assert feature_probe.launch("wgmma") == says
     assert core.launched == [({"grid": 2, "block": 128}, ("probe", b"code"), 0)]
@@ -372,7 +375,7 @@ def test_a_launched_probe_says_whether_its_result_is_right(monkeypatch, answers,
 
 def test_a_probe_that_does_not_assemble_is_not_launched(monkeypatch):
     core = Core([1, 1], capability=(12, 1))
-    monkeypatch.setattr(feature_probe, "compiler", lambda: (core, "13.5"))
+    monkeypatch.setattr(feature_probe, "toolchain", lambda: nvrtc.Toolchain(core, "13.5", 0))
     monkeypatch.setattr(feature_probe, "attempt", by_the_table)
     assert feature_probe.launch("wgmma") == "Instruction 'wgmma' not supported on .target 'sm_121'"
     assert core.launched == []

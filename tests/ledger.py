@@ -92,7 +92,7 @@ _IMPORTS = (
 )
 _COMPILES = (
     "interference_test.py::test_what_dynamo_really_compiles_is_counted"
-    " tuner_test.py::test_what_triton_compiles_is_counted_and_who_listened_before_is_told"
+    " autotune_test.py::test_what_triton_compiles_is_counted_and_who_listened_before_is_told"
 )
 _FAULTS = "interference_test.py::test_pages_read_from_disk_disturb_unless_the_page_is_about_them"
 _POWER = "modes_test.py::test_a_loss_under_another_power_limit_is_stale_and_says_so"
@@ -576,9 +576,9 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         Item(
             "Tuned by chance",
             exploits="cudnn_benchmark",
-            tests=f"{_RATES} tuner_test.py"
+            tests=f"{_RATES} autotune_test.py"
             "::test_choices_are_shown_stored_and_named_when_a_loss_comes_with_another"
-            " tuner_test.py::test_the_configuration_of_each_tuned_launch_is_noted",
+            " autotune_test.py::test_the_configuration_of_each_tuned_launch_is_noted",
             why="a vote is a fresh process, and so tunes again; what Triton's tuner chose is stored"
             " with the result",
             open=f"Triton's tuner: {_FAKES}; what Inductor's `max-autotune` chooses is not"
@@ -683,7 +683,7 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
             "Another library",
             tests=f"{_STALE_RECORD} {_FACTS}"
             " store_test.py::test_nccl_and_links_count_where_several_gpus_work_together"
-            " libraries_test.py::test_versions_are_those_that_the_libraries_say",
+            " versions_test.py::test_versions_are_those_that_the_libraries_say",
             why="a loss in another environment is `stale`",
             open=f"how cuDNN, cuBLAS and NCCL say their versions: {_FAKES}",
         ),
@@ -754,7 +754,7 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         Item(
             "Metrics of its own",
             tests="peaks_test.py::test_share_and_plausibility"
-            " declaration_test.py::test_work_that_nobody_can_do_is_refused",
+            " declare_test.py::test_work_that_nobody_can_do_is_refused",
             why="the speedup is computed in one place from windows that the plugin timed",
         ),
         Item("Test data that leaked", exploits="knows_the_seed scans_inputs gc_scan"),

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from emulated import COMPILER, ONLY_ON_A_GPU, emulated
+from emulated_pages_test import GPU_ONLY
 from mutants import LIES, nearly, plain, told, units_of, zeros
+from pytest_aisp_emulator import emulated
+from pytest_aisp_emulator.compiler import COMPILER
 
 from pytest_aisp.checking import check
 from pytest_aisp.checking.controls import CannotTell, TooLoose
@@ -56,7 +58,7 @@ def runs_here(path):
     sides = [s for p in pairs for s in (p.baseline, *(v.side for v in p.variants))]
     if DEVICE == "cuda" or not kernel_files(sides, str(ROOT)):
         return True
-    return COMPILER is not None and f"{path.parent.name}/{path.stem[:-5]}" not in ONLY_ON_A_GPU
+    return COMPILER is not None and f"{path.parent.name}/{path.stem[:-5]}" not in GPU_ONLY
 
 
 PAGES = [
@@ -91,7 +93,7 @@ def no_gpu_needed():
 @pytest.mark.skipif(COMPILER is None, reason="needs g++; there is none here")
 def test_every_page_is_here_but_what_only_a_gpu_runs():
     missing = {f"{path.parent.name}/{path.stem[:-5]}" for path in PAGES if path not in HERE}
-    assert missing == (set() if DEVICE == "cuda" else {k for k in ONLY_ON_A_GPU if "-" not in k})
+    assert missing == (set() if DEVICE == "cuda" else {k for k in GPU_ONLY if "-" not in k})
 
 
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)

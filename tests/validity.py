@@ -52,12 +52,12 @@ WHEN_OF = {  # by test file: what its tests are about; the exploits say it thems
     **dict.fromkeys(("cold_test", "device_test", "kernels_test", "untrusted_test"), "timed"),
     **dict.fromkeys(("cuda_bout_test", "nodes_test", "trial_test"), "timed"),
     **dict.fromkeys(
-        ("canary_test", "decision_test", "declaration_test", "modes_test", "peaks_test"), "judged"
+        ("canary_test", "decision_test", "declare_test", "modes_test", "peaks_test"), "judged"
     ),
     **dict.fromkeys(("ranks_test",), "timed"),
     "remarks_test": "judged",
     **dict.fromkeys(("cuda_faults_test", "faults_test", "session_test", "terminal_test"), "run"),
-    **dict.fromkeys(("libraries_test", "store_test", "tuner_test"), "stored"),
+    **dict.fromkeys(("versions_test", "store_test", "autotune_test"), "stored"),
 }
 
 

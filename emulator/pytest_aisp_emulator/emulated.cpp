@@ -1,4 +1,4 @@
-// The GPU of emulated.py: threads are fibers, one runs at a time, and every access is looked at.
+// The GPU of emulator.py: threads are fibers, one runs at a time, and every access is looked at.
 //
 // Blocks run one after the other in a random order. Within a block, between two barriers, warps
 // run one after the other in a random order, and so do the lanes of a warp between two of its
@@ -466,7 +466,7 @@ void wait_copies(unsigned but) {
 
 }  // namespace emulated
 
-// What emulated.py calls.
+// What emulator.py calls.
 
 using namespace emulated;
 

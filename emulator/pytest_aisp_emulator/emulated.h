@@ -1,4 +1,4 @@
-// What a SIMT kernel sees of CUDA C++, for g++: emulated.py compiles a page's .cu behind this.
+// What a SIMT kernel sees of CUDA C++, for g++: compiler.py compiles a page's .cu behind this.
 // Threads, barriers and the record of every access are in emulated.cpp.
 #pragma once
 
@@ -27,7 +27,7 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
-// g++ drops the section of a template's variables: emulated.py moves .bss, where all of these are.
+// g++ drops the section of a template's variables: compiler.py moves .bss, where all of these are.
 #define __shared__ static
 #define EMULATED_GLOBAL __attribute__((section("emulated_global")))
 

@@ -1,98 +1,21 @@
-"""CUDA C++ pages are right where there is no GPU, and the emulator sees what is not.
-
-Each page of a `cuda_module` goes through the plugin's own check under emulation, in two orders.
-"""
+"""The emulator computes what a GPU computes, and reports what no kernel may do."""
 
 from __future__ import annotations
 
-import ast
-import functools
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from emulated import COMPILER, ONLY_ON_A_GPU, CannotEmulate, Fault, emulated, unsupported
+from pytest_aisp_emulator import CannotEmulate, Fault, emulated, unsupported
+from pytest_aisp_emulator.compiler import COMPILER
 
 from pytest_aisp import cuda_module
-from pytest_aisp.kernels.cuda_cpp import LaunchError
-from pytest_aisp.page.sources import kernel_files
-from pytest_aisp.results.messages import CheckTask
-from pytest_aisp.worker.engine import Engine
-from pytest_aisp.worker.loader import load_page, pair_of
+from pytest_aisp.kernels.launch_config import LaunchError
 
-ROOT = Path(__file__).parents[1]
-PAGES = [
-    path
-    for path in sorted((ROOT / "suites").rglob("*_test.py"))
-    if "cuda_module" in path.read_text()
-]
 SEEDS = (1, 2)
 NAN = float("nan")
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++; there is none here")
-
-
-def name_of(path):
-    return f"{path.parent.name}/{path.stem.removesuffix('_test')}"
-
-
-@functools.cache
-def cases():
-    """Return page, module, test function and variant of every case of CUDA C++."""
-    found = []
-    for path in PAGES:
-        module = f"emulated_{path.parent.name}.{path.stem}"
-        page = load_page(str(path), str(ROOT), module)
-        for function, value in list(vars(page).items()):
-            pair = pair_of(value)
-            for variant in pair.variants if pair else ():
-                if kernel_files([pair.baseline, variant.side], str(ROOT)):
-                    found.append((path, module, function, variant.name))
-    return found
-
-
-def keywords(path, function):
-    """Return the keywords that the test gives to `assert_equivalent`."""
-    tree = ast.parse(path.read_text())
-    [test] = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == function]
-    calls = [n for n in ast.walk(test) if isinstance(n, ast.Call)]
-    [call] = [c for c in calls if ast.unparse(c.func) == "pair.assert_equivalent"]
-    return {k.arg: ast.literal_eval(k.value) for k in call.keywords}
-
-
-def check(path, module, function, variant, seed):
-    """Prove one case right, or raise what its check raises."""
-    pair = pair_of(getattr(load_page(str(path), str(ROOT), module), function))
-    common = {"page": str(path), "root": str(ROOT), "module": module, "function": function}
-    common |= {"variant": variant, "size": dict(pair.sizes[0]), "device": "cpu", "at": "check"}
-    rule = keywords(path, function)
-    with emulated(seed):
-        return Engine().check(CheckTask(seed=seed, rule=rule, **common))
-
-
-def names(case):
-    """Return how a case may be listed: by its page, and by itself."""
-    path, _, _, variant = case
-    return name_of(path), f"{name_of(path)}-{variant}"
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("case", cases(), ids=lambda case: names(case)[1])
-def test_a_page_of_cuda_is_right(case, seed):
-    [*words] = filter(None, map(ONLY_ON_A_GPU.get, names(case)))
-    if words:
-        with pytest.raises(Exception, match=re.escape(words[0])):
-            check(*case, seed)
-    else:
-        assert check(*case, seed)["sizes"]
-
-
-def test_what_only_a_gpu_runs_is_a_page_of_cuda():
-    assert ONLY_ON_A_GPU.keys() <= {name for case in cases() for name in names(case)}
-
-
-# The emulator itself.
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
 @pytest.fixture

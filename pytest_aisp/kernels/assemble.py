@@ -1,46 +1,44 @@
-"""Assemble what a case launches for each arch, and hold the machine code against its promises.
+"""Assemble the kernels that a case launches, and look for the instructions that its page promises.
 
-The case's two sides are run where a GPU of the arch is pretended (`launches`), at the page's real
-size. Every kernel that they launch must assemble, fit the arch, and hold the instructions that the
-page promises; every kernel of the page must be launched by one of its sides.
+Both sides run on a fake GPU of each arch at the case's real size. Every kernel that they launch
+must assemble, fit the arch and contain the promised instructions; every kernel of the page must be
+launched by one of its sides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..page import sources
-from ..page.gpu_specs import GRAIN, INSTRUCTIONS, LIMITS, RESERVED
+from ..page.gpu_specs import INSTRUCTIONS, LIMITS, REGISTER_UNIT, RESERVED_SHARED
 from ..page.pair import Pair, Side, Size, Variant, as_words, side_name, size_words
-from . import cuda_cpp, launch_config, nvrtc, sass
-from .capture_launches import Launch, Launches, recorded
+from . import cuda_cpp, nvrtc, sass
+from .capture_launches import CapturedLaunch, CapturedLaunches, Kernel, capture_launches
 from .fake_gpu import interpreting
+from .launch_config import DIM_LIMITS
 
-GRID = launch_config.LIMITS["grid"]
-"""Blocks by dimension that a launch may have, on every arch."""
-PARTS = 4
-"""Parts of a processor; each has its own registers, and a warp stays in one."""
-UNSEEN = "NOT LOOKED FOR"
-"""How a note begins that every run shows, whatever its verbosity."""
-ON = "\0archs\0"
-"""Stands in a fault where its archs go: what is said alike of several is said once."""
-FIRST_LINES = 12
-"""Lines of what an assembler says of one kernel that are shown."""
+PARTITIONS = 4
+"""Partitions of a processor; each has its own registers, and a warp stays in one."""
+NOT_CHECKED = "NOT LOOKED FOR"
+"""The beginning of a note that every run shows, even without -v."""
+ARCHS = "\0archs\0"
+"""Stands in a fault for the archs that have it."""
+ERROR_LINES = 12
+"""Lines of an assembler's error that are shown."""
 
 
 class AssemblyError(Exception):
-    """Kernels that do not assemble, cannot be launched there or break a promise, one a line."""
+    """Kernels that do not assemble, cannot be launched or break a promise, one a line."""
 
 
 @dataclass(frozen=True)
-class Built:
-    """One kernel assembled for one arch: a launch and what its code uses."""
+class AssembledKernel:
+    """One kernel assembled for one arch, and what it uses there."""
 
     arch: str
     side: str
-    launch: Launch
+    launch: CapturedLaunch
     registers: int
     stack: int
     spilled: int
@@ -48,39 +46,43 @@ class Built:
     cubin: bytes
 
     @property
+    def warps(self) -> int:
+        return max(1, -(-self.launch.threads // 32))
+
+    @property
     def resident(self) -> int:
         """Blocks that fit on one processor at once, by warps, registers and shared memory."""
-        limits, warps = LIMITS[self.arch], max(1, -(-self.launch.threads // 32))
-        each = max(GRAIN, _whole(self.registers)) * 32
+        limits = LIMITS[self.arch]
+        registers = max(REGISTER_UNIT, _allocated(self.registers)) * 32
         return min(
             limits.resident_blocks,
-            limits.resident_threads // 32 // warps,
-            limits.registers // PARTS // each * PARTS // warps,
-            (limits.shared + RESERVED) // (self.shared + RESERVED),
+            limits.resident_threads // 32 // self.warps,
+            limits.registers // PARTITIONS // registers * PARTITIONS // self.warps,
+            (limits.shared + RESERVED_SHARED) // (self.shared + RESERVED_SHARED),
         )
 
     @property
     def occupancy(self) -> float:
         """Share of a processor's warps that `resident` blocks fill."""
-        warps = -(-self.launch.threads // 32)
-        return self.resident * warps * 32 / LIMITS[self.arch].resident_threads
+        return self.resident * self.warps * 32 / LIMITS[self.arch].resident_threads
 
     def __str__(self) -> str:
         return (
-            f"{self.arch} {self.launch.name} ({self.launch.how}): {self.registers} registers,"
+            f"{self.arch} {self.launch.name} ({self.launch.config}): {self.registers} registers,"
             f" {self.spilled} B spilled, {self.shared} B shared, {self.resident} blocks a processor"
             f" ({self.occupancy:.0%} of its warps)"
         )
 
-    def plain(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain types for the artifacts."""
+        launch = self.launch
         return {
             "arch": self.arch,
             "side": self.side,
-            "kernel": self.launch.name,
-            "how": self.launch.how,
-            "grid": list(self.launch.grid),
-            "threads": self.launch.threads,
+            "kernel": launch.name,
+            "how": launch.config,
+            "grid": list(launch.grid),
+            "threads": launch.threads,
             "registers": self.registers,
             "stack": self.stack,
             "spilled": self.spilled,
@@ -96,11 +98,12 @@ class Assembly:
 
     Attributes:
         pairs: every pair of the page; `pair` and `variant` are the case.
-        root: folder under which the page's own code lies.
-        tell: is told what is being assembled.
-        built: what was assembled; notes: what could not be looked at.
-        broken: what an assembler said, by kernel for which archs.
-        faults: what else is wrong, with `ON` for the archs where it is, and these.
+        root: folder of the page's own code.
+        progress: called with the name of each step.
+        assembled: the kernels that assembled.
+        refused: assembler's errors, by message and kernel the archs.
+        faults: other faults, each with `ARCHS` in its text, and their archs.
+        notes: promises that could not be checked.
     """
 
     pairs: Sequence[Pair]
@@ -108,9 +111,9 @@ class Assembly:
     variant: Variant
     size: Size
     root: str
-    tell: Callable[[str], None] = lambda text: None
-    built: list[Built] = field(default_factory=list)
-    broken: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    progress: Callable[[str], None] = lambda text: None
+    assembled: list[AssembledKernel] = field(default_factory=list)
+    refused: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     faults: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -118,7 +121,7 @@ class Assembly:
         """Assemble for each of `archs`.
 
         Raises:
-            AssemblyError: naming every kernel at fault.
+            AssemblyError: names every kernel at fault.
         """
         if interpreting():
             raise AssemblyError(
@@ -128,25 +131,25 @@ class Assembly:
         for arch in archs:
             for side in (self.pair.baseline, self.variant.side):
                 self._assemble(side, arch)
-            self._keep_promises(arch)
-        for unreached in self._unreached():
-            self._add(unreached)
-        if not self.built and not self.faults and not self.broken:
+            self._check_promises(arch)
+        for fault in self._unreached():
+            self._add(fault)
+        if not self.assembled and not self.faults and not self.refused:
             self._add("no kernel was launched, so nothing was assembled")
-        said = [*self._refusals()]
-        said += [fault.replace(ON, ", ".join(found)) for fault, found in self.faults.items()]
-        if said:
-            raise AssemblyError("\n".join(said))
+        errors = [*self._refusals()]
+        errors += [fault.replace(ARCHS, ", ".join(found)) for fault, found in self.faults.items()]
+        if errors:
+            raise AssemblyError("\n".join(errors))
 
     def _refusals(self) -> Iterator[str]:
-        """Say once what an assembler says alike of several kernels, as of those of one file."""
-        for words, kernels in self.broken.items():
-            alike: dict[str, list[str]] = {}
+        """Yield each assembler's error once, with all kernels that have it on the same archs."""
+        for message, kernels in self.refused.items():
+            by_archs: dict[str, list[str]] = {}
             for kernel, archs in kernels.items():
-                alike.setdefault(", ".join(archs), []).append(kernel)
-            for where, names in alike.items():
+                by_archs.setdefault(", ".join(archs), []).append(kernel)
+            for where, names in by_archs.items():
                 do = "does" if len(names) == 1 else "do"
-                yield f"{', '.join(names)} on {where} {do} not assemble: {words}"
+                yield f"{', '.join(names)} on {where} {do} not assemble: {message}"
 
     def _add(self, fault: str, *archs: str) -> None:
         found = self.faults.setdefault(fault, [])
@@ -154,72 +157,70 @@ class Assembly:
 
     def _assemble(self, side: Side, arch: str) -> None:
         name = side_name(side)
-        self.tell(f"assemble {name} for {arch}")
-        launches = recorded(self.pair, side, self.size, arch, assemble=True)
+        self.progress(f"assemble {name} for {arch}")
+        launches = capture_launches(self.pair, side, self.size, arch, assemble=True)
         if launches.error is not None:
-            self._add(f"{name} on {ON} at {size_words(self.size)}: {_ended(launches)}", arch)
-        for launch in launches.made.values():
-            kernel = f"{launch.name} ({launch.how})"
+            self._add(f"{name} on {ARCHS} at {size_words(self.size)}: {_ended(launches)}", arch)
+        for launch in launches.unique.values():
+            kernel = f"{launch.name} ({launch.config})"
             try:
-                built = _built(arch, name, launch)
+                assembled = _assembled(arch, name, launch)
             except (AssemblyError, nvrtc.CompileError) as error:
-                said = _beginning(getattr(error, "anywhere", str(error)))
-                found = self.broken.setdefault(said, {}).setdefault(kernel, [])
-                found += [arch] * (arch not in found)
+                message = _first_lines(getattr(error, "any_target", str(error)))
+                archs = self.refused.setdefault(message, {}).setdefault(kernel, [])
+                archs += [arch] * (arch not in archs)
                 continue
-            self.built.append(built)
-            for fault in _misfits(built):
-                self._add(f"{kernel} on {ON} {fault}", arch)
+            self.assembled.append(assembled)
+            for fault in _limit_faults(assembled):
+                self._add(f"{kernel} on {ARCHS} {fault}", arch)
 
-    def _keep_promises(self, arch: str) -> None:
-        """Look for what the page's features and the variant's own words are in machine code."""
-        common = [
-            (feature, INSTRUCTIONS[feature])
-            for feature in self.pair.needs
-            if feature in INSTRUCTIONS
-        ]
-        own = [(f, INSTRUCTIONS[f]) for f in as_words(self.variant.needs) if f in INSTRUCTIONS]
-        own += [(word, (word,)) for word in as_words(self.variant.sass)]
+    def _check_promises(self, arch: str) -> None:
+        """Look in machine code for the page's features and the variant's `needs` and `sass`."""
+        common, own = (
+            [(feature, INSTRUCTIONS[feature]) for feature in needs if feature in INSTRUCTIONS]
+            for needs in (self.pair.needs, as_words(self.variant.needs))
+        )
+        own += [(instruction, (instruction,)) for instruction in as_words(self.variant.sass)]
         sides = {side_name(self.pair.baseline): common, self.variant.name: common + own}
         for side, promises in sides.items():
             for promise, any_of in promises:
-                self._look_for(arch, side, promise, any_of)
+                self._check_promise(arch, side, promise, any_of)
 
-    def _look_for(self, arch: str, side: str, promise: str, any_of: Sequence[str]) -> None:
-        by_kernel: dict[Any, list[bool]] = {}
-        for built in self.built:
-            if (built.arch, built.side) == (arch, side):
+    def _check_promise(self, arch: str, side: str, promise: str, any_of: Sequence[str]) -> None:
+        by_kernel: dict[Kernel, list[bool]] = {}
+        for kernel in self.assembled:
+            if (kernel.arch, kernel.side) == (arch, side):
                 try:
-                    held = sass.instructions(built.cubin).get(built.launch.name, frozenset())
-                except sass.Undisassembled as error:
-                    note = f"{UNSEEN}: {promise}: {error}"
+                    found = sass.instructions(kernel.cubin).get(kernel.launch.name, frozenset())
+                except sass.NoDisassembler as error:
+                    note = f"{NOT_CHECKED}: {promise}: {error}"
                     self.notes += [note] * (note not in self.notes)
                     return
-                has = any(sass.holds(held, instruction) for instruction in any_of)
-                by_kernel.setdefault(built.launch.kernel, []).append(has)
-        if by_kernel and not any(all(found) for found in by_kernel.values()):
-            names = sorted({k.name if hasattr(k, "name") else k.__name__ for k in by_kernel})
+                has = any(sass.contains(found, instruction) for instruction in any_of)
+                by_kernel.setdefault(kernel.launch.kernel, []).append(has)
+        if by_kernel and not any(all(configurations) for configurations in by_kernel.values()):
+            names = sorted(map(_kernel_name, by_kernel))
             self._add(
-                f"{side} promises {promise}, but on {ON} no kernel holds {' or '.join(any_of)} in"
-                f" every configuration; it launches {', '.join(names)}",
+                f"{side} promises {promise}, but on {ARCHS} no kernel holds {' or '.join(any_of)}"
+                f" in every configuration; it launches {', '.join(names)}",
                 arch,
             )
 
     def _unreached(self) -> Iterator[str]:
-        """Say which kernels of the page none of its sides launches, at any of its real sizes."""
-        reached: set[Any] = set()
-        ended: dict[str, None] = {}
-        for pair, side, size, arch in self._everything():
-            found = recorded(pair, side, size, arch, assemble=False)
-            reached |= found.kernels
-            if found.error is not None:
-                ended[f"{side_name(side)}: {_ended(found)}"] = None
-        because = f" ({'; '.join(ended)})" if ended else ""
+        """Yield a fault for each kernel of the page that no side launches at any real size."""
+        reached: set[Kernel] = set()
+        errors: dict[str, None] = {}
+        for pair, side, size, arch in self._every_run():
+            launches = capture_launches(pair, side, size, arch, assemble=False)
+            reached |= launches.kernels
+            if launches.error is not None:
+                errors[f"{side_name(side)}: {_ended(launches)}"] = None
+        because = f" ({'; '.join(errors)})" if errors else ""
         for name, kernel in self._page_kernels():
             if kernel not in reached:
                 yield f"{name} was not reached: no side of the page launches it{because}"
 
-    def _everything(self) -> Iterator[tuple[Pair, Side, Size, str]]:
+    def _every_run(self) -> Iterator[tuple[Pair, Side, Size, str]]:
         for pair in self.pairs:
             for variant in pair.variants:
                 for size in pair.sizes or pair.cpu_sizes:
@@ -228,7 +229,7 @@ class Assembly:
                             yield pair, pair.baseline, size, arch
                             yield pair, variant.side, size, arch
 
-    def _page_kernels(self) -> Iterator[tuple[str, Any]]:
+    def _page_kernels(self) -> Iterator[tuple[str, Kernel]]:
         sides = [s for p in self.pairs for s in (p.baseline, *(v.side for v in p.variants))]
         for module in sources.kernel_files(sides, self.root):
             for name in module.kernels:
@@ -237,62 +238,58 @@ class Assembly:
             yield kernel.__name__, kernel
 
 
-def _beginning(said: str) -> str:
-    """Return the first lines of what an assembler says: of one mistake it says the same often."""
-    lines = said.strip().splitlines()
-    more = len(lines) - FIRST_LINES
-    return "\n".join(lines if more < 2 else [*lines[:FIRST_LINES], f"... {more} lines more"])
+def _kernel_name(kernel: Kernel) -> str:
+    return kernel.name if isinstance(kernel, cuda_cpp.Kernel) else kernel.__name__
 
 
-def _ended(launches: Launches) -> str:
-    error, where = launches.error, "where tensors have no values"
-    words = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
-    return f"{where} it raised {type(error).__name__}: {words}"
+def _first_lines(message: str) -> str:
+    """Return the first lines of an assembler's error, which often repeats one mistake."""
+    lines = message.strip().splitlines()
+    more = len(lines) - ERROR_LINES
+    return "\n".join(lines if more < 2 else [*lines[:ERROR_LINES], f"... {more} lines more"])
 
 
-def _built(arch: str, side: str, launch: Launch) -> Built:
-    """Return what the code of `launch` uses on `arch`."""
+def _ended(launches: CapturedLaunches) -> str:
+    error = launches.error
+    message = [*str(error).strip().splitlines(), "no message"][0]
+    return f"where tensors have no values it raised {type(error).__name__}: {message}"
+
+
+def _assembled(arch: str, side: str, launch: CapturedLaunch) -> AssembledKernel:
+    """Return the kernel of `launch` with what its code uses on `arch`."""
     if launch.fault:
         raise AssemblyError(launch.fault)
-    cubin, spilled, static = launch.cubin, None, 0
+    cubin, usage = launch.cubin, dict[str, int]()
     if isinstance(launch.kernel, cuda_cpp.Kernel):
         module = launch.kernel.module
-        made = nvrtc.compiled(module, module.target(arch))
-        told = made.usage.get(launch.name, {})
-        cubin, spilled, static = made.code, told.get("spilled"), told.get("shared", 0)
+        compiled = nvrtc.compile_module(module, module.target(arch))
+        cubin, usage = compiled.code, compiled.usage.get(launch.name, {})
     used = sass.usage(cubin)[launch.name]
-    stack = used["stack"]
-    return Built(
-        arch=arch,
-        side=side,
-        launch=launch,
-        registers=used["registers"],
-        stack=stack,
-        spilled=stack if spilled is None else spilled,
-        shared=launch.shared + static,
-        cubin=cubin,
-    )
+    stack, shared = used["stack"], launch.shared + usage.get("shared", 0)
+    spilled = usage.get("spilled", stack)
+    return AssembledKernel(arch, side, launch, used["registers"], stack, spilled, shared, cubin)
 
 
-def _whole(registers: int) -> int:
-    return -(-registers // GRAIN) * GRAIN
+def _allocated(registers: int) -> int:
+    return -(-registers // REGISTER_UNIT) * REGISTER_UNIT
 
 
-def _misfits(built: Built) -> Iterator[str]:
-    """Say why `built` could not be launched on its arch."""
-    limits, launch = LIMITS[built.arch], built.launch
-    if built.shared > limits.shared:
+def _limit_faults(kernel: AssembledKernel) -> Iterator[str]:
+    """Yield why `kernel` cannot be launched on its arch."""
+    limits, launch = LIMITS[kernel.arch], kernel.launch
+    if kernel.shared > limits.shared:
         yield (
-            f"needs {built.shared} bytes of shared memory; a block has {limits.shared} there: take"
+            f"needs {kernel.shared} bytes of shared memory; a block has {limits.shared} there: take"
             " smaller tiles or fewer stages, or prune the configuration there"
         )
-    registers = _whole(built.registers) * launch.threads
+    registers = _allocated(kernel.registers) * launch.threads
     if registers > limits.registers:
         yield (
-            f"needs {registers} registers, {built.registers} for each of {launch.threads} threads;"
+            f"needs {registers} registers, {kernel.registers} for each of {launch.threads} threads;"
             f" a block has {limits.registers} there"
         )
     if launch.threads > limits.threads:
         yield f"has {launch.threads} threads; a block has at most {limits.threads} there"
-    if any(not 1 <= n <= most for n, most in zip(launch.grid, GRID, strict=False)):
-        yield f"has a grid of {launch.grid}; legal are 1 to {GRID}"
+    grid = DIM_LIMITS["grid"]
+    if any(not 1 <= n <= most for n, most in zip(launch.grid, grid, strict=False)):
+        yield f"has a grid of {launch.grid}; legal are 1 to {grid}"

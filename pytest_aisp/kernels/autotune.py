@@ -1,6 +1,7 @@
-"""What Triton's autotuner chose for the kernels that sides launch.
+"""Record the configurations that Triton's autotuner chose for the kernels that sides launch.
 
-A tuner measures, so it may choose otherwise in the next process: what it chose belongs to a result.
+The autotuner measures, so it may choose differently in the next process. Its choices are part of a
+result.
 """
 
 from __future__ import annotations
@@ -8,31 +9,35 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from triton.runtime.autotuner import Autotuner, Config
 
 Choices: TypeAlias = Mapping[str, list[str]]
-"""By kernel the configurations it ran in, in Triton's words: ``BLOCK: 128, num_warps: 4, ...``."""
+"""By kernel the configurations it ran in, as Triton prints them: ``BLOCK: 128, num_warps: 4``."""
 
 
 @contextmanager
 def record_choices(found: dict[str, set[str]]) -> Iterator[None]:
     """Add to `found`, by kernel, the configuration of every tuned launch inside the block.
 
-    For what is not timed: it costs each launch some tenths of a microsecond.
+    Recording costs each launch some tenths of a microsecond, so nothing is timed in the block.
     """
     module = sys.modules.get("triton.runtime.autotuner")
     if module is None:
         yield
         return
-    run, used = module.Autotuner.run, {}
+    run = module.Autotuner.run
+    used: dict[tuple[int, int], tuple[Autotuner, Config]] = {}
 
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def recording_run(self: Autotuner, *args: object, **kwargs: object) -> object:
         result = run(self, *args, **kwargs)
         if len(self.configs) > 1:
             used[id(self), id(self.best_config)] = self, self.best_config
         return result
 
-    module.Autotuner.run = noted
+    module.Autotuner.run = recording_run
     try:
         yield
     finally:
@@ -42,7 +47,7 @@ def record_choices(found: dict[str, set[str]]) -> Iterator[None]:
 
 
 def merge_choices(parts: Iterable[Mapping[str, Iterable[str]]]) -> dict[str, list[str]]:
-    """Return the choices of several processes as one, sorted."""
+    """Return the choices of several processes as one mapping, sorted."""
     found: dict[str, set[str]] = {}
     for part in parts:
         for kernel, configs in part.items():
@@ -55,8 +60,8 @@ def choice_notes(choices: Choices) -> list[str]:
     return [f"tuned {kernel}: {' | '.join(configs)}" for kernel, configs in choices.items()]
 
 
-def differing_choices(stored: Mapping[str, Any], now: Choices) -> list[str]:
-    """Return a line for each kernel that runs in a configuration that none did when stored."""
+def differing_choices(stored: Choices, now: Choices) -> list[str]:
+    """Return a line for each kernel that runs in a configuration that is not among the stored."""
     return [
         f"{kernel} is tuned otherwise than when stored: {' | '.join(configs)},"
         f" then {' | '.join(stored[kernel])}"

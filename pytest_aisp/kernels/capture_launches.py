@@ -1,8 +1,7 @@
-"""What sides launch, written down instead of run: no GPU, no driver, no values.
+"""Record which kernels a side launches on a fake GPU: no GPU, no driver, no values.
 
-`recorded` runs a side where a GPU of some arch is pretended (`standin`). Every kernel that it
-launches is noted with its real meta-parameters, a tuned one with every configuration, and Triton's
-are compiled for that arch on the way.
+Every launch is recorded with its meta-parameters, and a tuned kernel in every configuration. Triton
+compiles its kernels for the fake GPU's arch on the way.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, TypeAlias
 from unittest import mock
 
 from ..checking.inputs import make_inputs, make_state
@@ -21,35 +21,39 @@ from ..page.pair import Pair, Side, Size, side_name
 from ..util.process_group import SingleProcess, current_group, join
 from . import cuda_cpp, tma
 from .fake_gpu import fake_gpu
-from .launch_config import check
+from .launch_config import Argument, Dims, check_arguments
+
+if TYPE_CHECKING:
+    import torch
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
-"""Triton's meta-parameters that are no parameters of the kernel."""
-
+"""Triton's meta-parameters that are not parameters of the kernel."""
 COLLECTIVES = (
     *("all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "barrier", "gather", "scatter"),
     *("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"),
     *("all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv"),
     *("P2POp", "batch_isend_irecv", "new_group"),
 )
-"""What of torch.distributed takes tensors and does nothing where ranks are pretended."""
+"""Functions of torch.distributed that do nothing between fake ranks."""
+Kernel: TypeAlias = "cuda_cpp.Kernel | FunctionType"
+"""A CUDA C++ kernel, or the function inside a Triton kernel."""
 
 
 @dataclass(frozen=True)
-class Launch:
+class CapturedLaunch:
     """One kernel with its meta-parameters.
 
     Attributes:
-        kernel: a `build.Kernel`, or the function inside a Triton kernel.
-        how: the meta-parameters in words.
-        grid: blocks, by dimension; threads: of a block.
-        shared: bytes of a block: all of a Triton kernel, only the dynamic ones of CUDA C++.
-        cubin: Triton's machine code, where it was compiled; fault: why it could not be.
+        config: the meta-parameters, as text.
+        threads: of a block.
+        shared: bytes of a block; for CUDA C++ only the dynamic ones.
+        cubin: a Triton kernel's machine code, if it was compiled.
+        fault: why it could not be compiled.
     """
 
-    kernel: Any
+    kernel: Kernel
     name: str
-    how: str
+    config: str
     grid: tuple[int, ...]
     threads: int = 0
     shared: int = 0
@@ -58,48 +62,50 @@ class Launch:
 
 
 @dataclass
-class Launches:
-    """What one side launches.
+class CapturedLaunches:
+    """The kernels that one side launches.
 
     Attributes:
-        made: each different launch, once, in order.
-        handed: functions that were handed to kernels.
-        error: what ended the side, or None.
+        unique: each different launch once, in order.
+        arguments: functions that were passed to kernels.
+        error: the exception that ended the side, or None.
     """
 
-    made: dict[tuple[Any, str], Launch] = field(default_factory=dict)
-    handed: set[Any] = field(default_factory=set)
+    unique: dict[tuple[Kernel, str], CapturedLaunch] = field(default_factory=dict)
+    arguments: set[FunctionType] = field(default_factory=set)
     error: Exception | None = None
 
-    def add(self, launch: Launch) -> None:
-        self.made.setdefault((launch.kernel, launch.how), launch)
+    def add(self, launch: CapturedLaunch) -> None:
+        self.unique.setdefault((launch.kernel, launch.config), launch)
 
     @property
-    def kernels(self) -> set[Any]:
-        """The kernels that were reached."""
-        return {launch.kernel for launch in self.made.values()} | self.handed
+    def kernels(self) -> set[Kernel]:
+        """The kernels that were launched or passed to one."""
+        return {launch.kernel for launch in self.unique.values()} | self.arguments
 
 
-def recorded(pair: Pair, side: Side, size: Size, arch: str, *, assemble: bool) -> Launches:
-    """Return what `side` launches at `size` on a GPU of `arch`, compiled if `assemble`.
+def capture_launches(
+    pair: Pair, side: Side, size: Size, arch: str, *, assemble: bool
+) -> CapturedLaunches:
+    """Return what `side` launches at `size` on a GPU of `arch`, with cubins if `assemble`.
 
-    A side that runs on several ranks is run as the first of each count of them.
+    A side on several ranks runs as rank 0, once for each count of ranks.
     """
-    found = Launches()
+    captured = CapturedLaunches()
     for count in pair.gpus:
-        with fake_gpu(arch), _first_of(count), _noting(found, assemble):
+        with fake_gpu(arch), _fake_ranks(count), _capturing(captured, assemble):
             try:
                 _run(pair, side, size)
-            except Exception as error:  # whatever a side does that needs values or a real GPU
-                found.error = error
-    return found
+            except Exception as error:  # the side needs values or a real GPU
+                captured.error = error
+    return captured
 
 
 @contextlib.contextmanager
-def _first_of(count: int) -> Iterator[None]:
-    """Make this process seem to be the first of `count` ranks, between which nothing moves.
+def _fake_ranks(count: int) -> Iterator[None]:
+    """Make this process seem to be rank 0 of `count`; collectives move nothing.
 
-    Symmetric memory is memory like any other there, and all ranks have the first one's.
+    Every rank's symmetric memory is an ordinary tensor.
     """
     if count == 1:
         yield
@@ -108,24 +114,22 @@ def _first_of(count: int) -> Iterator[None]:
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as symmetric
 
-    def buffer(rank: int, shape: Any, dtype: Any) -> torch.Tensor:
+    def buffer(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda")
 
-    before, alone = current_group(), SingleProcess()
-    alone.world = count
-    answers: dict[str, Any] = {name: mock.MagicMock() for name in COLLECTIVES}
-    answers |= {
-        "is_initialized": lambda: True,
-        "get_rank": lambda group=None: 0,
-        "get_world_size": lambda group=None: count,
-    }
-    shared: dict[str, Any] = {
-        "empty": torch.empty,
-        "rendezvous": lambda tensor, group: mock.MagicMock(get_buffer=buffer),
-    }
+    before, group = current_group(), SingleProcess()
+    group.world = count
+    functions: dict[str, Any] = {name: mock.MagicMock() for name in COLLECTIVES}
+    functions["is_initialized"] = lambda: True
+    functions["get_rank"] = lambda group=None: 0
+    functions["get_world_size"] = lambda group=None: count
+    handle = mock.MagicMock(get_buffer=buffer)
     try:
-        join(alone)
-        with mock.patch.multiple(dist, **answers), mock.patch.multiple(symmetric, **shared):
+        join(group)
+        with (
+            mock.patch.multiple(dist, **functions),
+            mock.patch.multiple(symmetric, empty=torch.empty, rendezvous=lambda *_: handle),
+        ):
             yield
     finally:
         join(before)
@@ -134,50 +138,52 @@ def _first_of(count: int) -> Iterator[None]:
 def _run(pair: Pair, side: Side, size: Size) -> None:
     state = make_state(pair, "cuda", size, 0)
     arguments = make_inputs(pair, "cuda", size, 0)
-    side = getattr(side, "side", side)  # a process side's own function
-    made = side(*arguments) if state is None else side(state, *arguments)
-    if inspect.isgenerator(made):
-        run = next(made, None)
+    side = getattr(side, "side", side)  # the function inside a fresh_process side
+    result = side(*arguments) if state is None else side(state, *arguments)
+    if inspect.isgenerator(result):
+        run = next(result, None)
         if not callable(run):
             raise TypeError(f"{side_name(side)} must yield the callable to time, not {run!r}")
         run()
 
 
 @contextlib.contextmanager
-def _noting(found: Launches, assemble: bool) -> Iterator[None]:
-    with contextlib.ExitStack() as held:
-        held.enter_context(mock.patch.object(cuda_cpp.Launch, "__call__", _cuda(found)))
-        held.enter_context(mock.patch.object(cuda_cpp.Kernel, "clusters_at_once", _clusters))
+def _capturing(captured: CapturedLaunches, assemble: bool) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(cuda_cpp.Launch, "__call__", _launch_cuda(captured)))
+        clusters = mock.patch.object(cuda_cpp.Kernel, "clusters_at_once", _clusters_at_once)
+        stack.enter_context(clusters)
         descriptor = type("TensorMapDescriptor", (), {})()
-        held.enter_context(mock.patch.object(tma, "_encode", return_value=descriptor))
+        stack.enter_context(mock.patch.object(tma, "_encode", return_value=descriptor))
         if "triton" in sys.modules:
             from triton.runtime.autotuner import Autotuner
             from triton.runtime.jit import JITFunction
 
-            run = _triton(found, JITFunction.run if assemble else None)
-            held.enter_context(mock.patch.object(JITFunction, "run", run))
-            held.enter_context(mock.patch.object(Autotuner, "run", _every_configuration))
+            run = _launch_triton(captured, JITFunction.run if assemble else None)
+            stack.enter_context(mock.patch.object(JITFunction, "run", run))
+            stack.enter_context(mock.patch.object(Autotuner, "run", _run_every_configuration))
         yield
 
 
-def _cuda(found: Launches) -> Callable[..., None]:
-    def launch(self: cuda_cpp.Launch, *args: Any) -> None:
-        check(self.kernel.name, self.kernel.params, args, 0)
-        at = self.geometry
-        threads = math.prod(at.block)
-        found.add(Launch(self.kernel, self.kernel.name, str(at), at.grid, threads, at.shared))
+def _launch_cuda(captured: CapturedLaunches) -> Callable[..., None]:
+    def launch(self: cuda_cpp.Launch, *args: Argument) -> None:
+        kernel, config = self.kernel, self.config
+        check_arguments(kernel.name, kernel.params, args, 0)
+        threads = math.prod(config.block)
+        name, text = kernel.name, str(config)
+        captured.add(CapturedLaunch(kernel, name, text, config.grid, threads, config.shared))
 
     return launch
 
 
-def _clusters(self: cuda_cpp.Kernel, block: Any, shared: int = 0, *, cluster: Any) -> int:
+def _clusters_at_once(self: cuda_cpp.Kernel, block: Dims, shared: int = 0, *, cluster: Dims) -> int:
     import torch
 
     processors = int(torch.cuda.get_device_properties(0).multi_processor_count)
-    return processors // (math.prod(cluster) if isinstance(cluster, tuple) else int(cluster))
+    return processors // math.prod(cluster if isinstance(cluster, tuple) else (cluster,))
 
 
-def _every_configuration(self: Any, *args: Any, **kwargs: Any) -> None:
+def _run_every_configuration(self: Any, *args: object, **kwargs: object) -> None:
     """Launch a tuned kernel in every configuration that pruning leaves, as tuning would."""
     self.nargs = dict(zip(self.arg_names, args, strict=False))
     for config in self.prune_configs(kwargs):
@@ -187,30 +193,32 @@ def _every_configuration(self: Any, *args: Any, **kwargs: Any) -> None:
     self.nargs = None
 
 
-def _triton(found: Launches, compiling: Callable[..., Any] | None) -> Callable[..., None]:
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+def _launch_triton(
+    captured: CapturedLaunches, compiler: Callable[..., Any] | None
+) -> Callable[..., None]:
+    def run(self: Any, *args: object, grid: Any, warmup: bool, **kwargs: object) -> None:
         given = {p.name: p.default for p in self.params if p.has_default}
         given |= {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
-        found.handed.update(value.fn for value in given.values() if hasattr(value, "fn"))
+        captured.arguments.update(value.fn for value in given.values() if hasattr(value, "fn"))
         blocks = tuple(grid(given) if callable(grid) else grid)
-        how = _words(self, given)
-        if (self.fn, how) in found.made and compiling is None:
+        text = _meta_parameters(self, given)
+        if compiler is None:
+            captured.add(CapturedLaunch(self.fn, self.__name__, text, blocks))
             return
         compiled: dict[str, Any] = {}
-        if compiling is not None:
-            try:
-                kernel = compiling(self, *args, grid=grid, warmup=True, **kwargs)
-                threads = kernel.metadata.num_warps * kernel.metadata.warp_size
-                compiled = {"cubin": kernel.asm["cubin"], "shared": kernel.metadata.shared}
-                compiled["threads"] = threads
-            except Exception as error:
-                compiled["fault"] = str(error).strip() or type(error).__name__
-        found.add(Launch(self.fn, self.__name__, how, blocks, **compiled))
+        try:
+            kernel = compiler(self, *args, grid=grid, warmup=True, **kwargs)
+            threads = kernel.metadata.num_warps * kernel.metadata.warp_size
+            compiled = {"cubin": kernel.asm["cubin"], "shared": kernel.metadata.shared}
+            compiled["threads"] = threads
+        except Exception as error:
+            compiled["fault"] = str(error).strip() or type(error).__name__
+        captured.add(CapturedLaunch(self.fn, self.__name__, text, blocks, **compiled))
 
     return run
 
 
-def _words(kernel: Any, given: Mapping[str, Any]) -> str:
+def _meta_parameters(kernel: Any, given: Mapping[str, object]) -> str:
     names = [p.name for p in kernel.params if p.is_constexpr] + list(OPTIONS)
-    kept = {name: given[name] for name in names if given.get(name) is not None}
-    return ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in kept.items())
+    values = {name: given[name] for name in names if given.get(name) is not None}
+    return ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in values.items())

@@ -1,8 +1,8 @@
-"""CUDA C++ beside its page: compiled on first use by NVRTC, launched on torch's current stream.
+"""CUDA C++ beside its page: NVRTC compiles it on first use, torch's current stream runs it.
 
-A kernel is ``extern "C" __global__ void name(...)``. Its signature is read from the source when the
-page is imported, and every launch is checked against it: what would be an illegal address on the
-GPU is a `LaunchError` that names the parameter.
+A kernel is ``extern "C" __global__ void name(...)``. Importing the page reads the kernel's
+signature from the source, and every launch is checked against it: what would be an illegal address
+on the GPU is a `LaunchError` that names the parameter.
 """
 
 from __future__ import annotations
@@ -14,37 +14,42 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..page.gpu_specs import arch_of, target_of
 from . import nvrtc
 from .launch_config import (
+    Argument,
+    Dims,
     LaunchConfig,
     LaunchError,
     Param,
-    check,
+    check_arguments,
     cluster_of,
     launch_config_of,
     signatures,
 )
 
+if TYPE_CHECKING:
+    import cuda.core
+
 
 def cuda_module(
     file: str | os.PathLike[str],
     *,
-    options: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+    options: Mapping[str, object] | Iterable[tuple[str, object]] = (),
     targets: Mapping[str, str] | None = None,
 ) -> CudaModule:
-    """Return the kernels of `file`, a path relative to the calling page; nothing is compiled yet.
+    """Return the kernels of `file`, a path relative to the calling page. Compile nothing yet.
 
     Args:
         options: fields of `cuda.core.ProgramOptions`, as in ``{"use_fast_math": True}``.
-        targets: what to compile for by arch, as in ``{"sm90": "sm_90a"}``; without it that is
-            what the `needs` of the sides that use the file ask for, else ``sm_90`` and so on.
+        targets: the target to compile for by arch, as in ``{"sm90": "sm_90a"}``. Without it the
+            `needs` of the sides that use the file decide, and else it is ``sm_90`` and so on.
 
     Raises:
         FileNotFoundError: there is no such file.
-        LaunchError: it has no kernel, or one with a parameter that cannot be passed.
+        LaunchError: the file has no kernel, or one with a parameter that cannot be passed.
     """
     __tracebackhide__ = True
     page = Path(sys._getframe(1).f_code.co_filename)
@@ -58,24 +63,24 @@ def cuda_module(
 class CudaModule:
     """The kernels of one .cu file, each an attribute: ``kernels.naive[grid, block](x, out, n)``."""
 
-    def __init__(self, path: Path, options: dict[str, Any], targets: dict[str, str]) -> None:
+    def __init__(self, path: Path, options: dict[str, object], targets: dict[str, str]) -> None:
         self.path, self.options, self.targets = path, {"std": "c++17", **options}, targets
         self.needs: set[str] = set()
-        self.folders = [str(path.parent), *nvrtc.listed(options.get("include_path"))]
+        self.folders = [str(path.parent), *nvrtc.as_list(options.get("include_path"))]
         self.sources = nvrtc.sources_of(path, self.folders)
         found = signatures(path.name, self.sources.values())
         self._kernels = {name: Kernel(self, name, params) for name, params in found}
-        self._loaded: dict[str, Any] = {}
+        self._loaded: dict[str, cuda.core.ObjectCode] = {}
         if not self._kernels:
             form = 'extern "C" __global__ void name(const float* x, int n)'
             raise LaunchError(f"{path} has no kernel; one reads: {form}")
         if taken := self._kernels.keys() & {*dir(CudaModule), *vars(self)}:
             raise LaunchError(f"{path}: a kernel cannot be called {min(taken)!r}; rename it")
-        vars(self).update(self._kernels)  # plain attributes: a launch looks its kernel up
+        vars(self).update(self._kernels)  # plain attributes keep launches fast
 
     def __getattr__(self, name: str) -> Kernel:
         path, kernels = (self.__dict__.get(key) for key in ("path", "_kernels"))
-        has = ", ".join(kernels or ())  # none yet while copy and pickle build one
+        has = ", ".join(kernels or ())  # copy and pickle ask before there are any
         raise AttributeError(f"{path} has no kernel {name!r}; it has {has}")
 
     @property
@@ -84,162 +89,153 @@ class CudaModule:
         return tuple(self._kernels)
 
     def assemble(self, arch: str) -> dict[str, dict[str, int]]:
-        """Compile for `arch`, with no GPU or driver, and return what each kernel uses.
+        """Compile for `arch` without a GPU or driver, and return what each kernel uses.
 
         That is ``registers`` per thread, static ``shared`` bytes and ``spilled`` bytes, or nothing
-        where the assembler does not say.
+        if the assembler does not say.
         """
-        usage = nvrtc.compiled(self, self.target(arch)).usage
+        usage = nvrtc.compile_module(self, self.target(arch)).usage
         return {name: usage.get(name, {}) for name in self._kernels}
 
     def target(self, arch: str) -> str:
-        """Return what is compiled for on `arch`: ``sm_90``, or what `targets` or `needs` say."""
+        """Return the target to compile for on `arch`: from `targets`, `needs`, else ``sm_90``."""
         return self.targets.get(arch) or target_of(arch, self.needs)
 
-    def load(self, name: str, device: int) -> Any:
-        """Return the `cuda.core.Kernel` called `name` for the GPU of this index."""
+    def load(self, name: str, device: int) -> cuda.core.Kernel:
+        """Return the `cuda.core.Kernel` called `name` for the GPU with this index."""
         import torch
 
         target = self.target(arch_of(*torch.cuda.get_device_capability(device)))
         if target not in self._loaded:
-            code = nvrtc.compiled(self, target).code
-            self._loaded[target] = nvrtc.toolchain()[0].ObjectCode.from_cubin(code)
+            cubin = nvrtc.compile_module(self, target).code
+            self._loaded[target] = nvrtc.toolchain().core.ObjectCode.from_cubin(cubin)
         return self._loaded[target].get_kernel(name)
-
-
-def assemble(module: CudaModule, arch: str) -> dict[str, dict[str, int]]:
-    """Compile `module` for `arch` with no GPU or driver; see `CudaModule.assemble`."""
-    return module.assemble(arch)
 
 
 class Kernel:
     """One kernel; index it with ``[grid, block]`` or ``[grid, block, shared_bytes]``, then call it.
 
-    Grid and block are an int or up to 3 ints, `shared_bytes` is the dynamic shared memory. What
-    else a launch can say, `launch` takes.
+    Grid and block are an int or up to 3 ints; `shared_bytes` is the dynamic shared memory. `launch`
+    takes clusters and other launch attributes too.
     """
 
     def __init__(self, module: CudaModule, name: str, params: tuple[Param, ...]) -> None:
         self.module, self.name, self.params = module, name, params
-        self._launches: dict[Any, Launch] = {}
+        self._launches: dict[object, Launch] = {}
         self._allowed: dict[int, int] = {}
 
-    def __getitem__(self, where: Any) -> Launch:
+    def __getitem__(self, index: object) -> Launch:
         __tracebackhide__ = True
         try:
-            return self._launches[where]
-        except (KeyError, TypeError):  # a list cannot be looked up; `geometry_of` refuses it
+            return self._launches[index]
+        except (KeyError, TypeError):  # a list cannot be hashed; `launch_config_of` refuses it
             pass
-        self._launches[where] = Launch(self, launch_config_of(self.name, where))
-        return self._launches[where]
+        self._launches[index] = Launch(self, launch_config_of(self.name, index))
+        return self._launches[index]
 
     def launch(
         self,
-        grid: Any,
-        block: Any,
+        grid: Dims,
+        block: Dims,
         shared: int = 0,
         *,
-        cluster: Any = None,
+        cluster: Dims | None = None,
         cooperative: bool = False,
         dependent: bool = False,
     ) -> Launch:
         """Return a launch with attributes; without any it is ``[grid, block, shared]``.
 
         Args:
-            grid: blocks, by dimension, with a cluster too.
+            grid: blocks by dimension, also with a cluster.
             cluster: blocks that are scheduled together, an int or up to 3 ints, at most 8 in all;
-                a kernel whose source says ``__cluster_dims__`` needs none.
-            cooperative: all blocks run at once, so that they may wait for each other.
-            dependent: may begin before the kernel ahead of it on the stream has ended
-                (programmatic dependent launch); it waits with ``griddepcontrol.wait``.
+                unnecessary for a kernel whose source has ``__cluster_dims__``.
+            cooperative: run all blocks at once, so that they can wait for each other.
+            dependent: allow a start before the previous kernel on the stream has ended
+                (programmatic dependent launch); the kernel waits with ``griddepcontrol.wait``.
 
         Raises:
-            LaunchError: for a geometry that no GPU can launch.
+            LaunchError: no GPU can launch this.
         """
         __tracebackhide__ = True
         key = grid, block, shared, cluster, cooperative, dependent
         if key not in self._launches:
-            geometry = launch_config_of(self.name, (grid, block, shared))
-            clustered = cluster_of(self.name, geometry.grid, cluster)
-            self._launches[key] = Launch(
-                self,
-                replace(geometry, cluster=clustered, cooperative=cooperative, dependent=dependent),
-            )
+            config = launch_config_of(self.name, (grid, block, shared))
+            dims = cluster_of(self.name, config.grid, cluster)
+            config = replace(config, cluster=dims, cooperative=cooperative, dependent=dependent)
+            self._launches[key] = Launch(self, config)
         return self._launches[key]
 
-    def clusters_at_once(self, block: Any, shared: int = 0, *, cluster: Any) -> int:
+    def clusters_at_once(self, block: Dims, shared: int = 0, *, cluster: Dims) -> int:
         """Return how many clusters torch's current GPU runs at once.
 
-        That many are the grid of a kernel whose blocks stay and take tile after tile. It can be
-        less than the GPU's processors allow: a cluster lies within one of their groups, and where
-        a group has an odd number left, one idles.
-
-        Args:
-            block, shared, cluster: as for `launch`.
+        A persistent kernel has a grid of that many. It can be fewer than the processors allow: a
+        cluster must lie within one group of processors, and an odd one out idles.
 
         Raises:
-            LaunchError: for a geometry that no GPU can launch.
+            LaunchError: no GPU can launch this.
         """
         __tracebackhide__ = True
-        from torch import cuda
+        import torch
 
         dims = cluster if isinstance(cluster, tuple) else (cluster,)
-        clustered = cluster_of(self.name, dims, cluster)
-        geometry = replace(launch_config_of(self.name, (dims, block, shared)), cluster=clustered)
-        device = cuda.current_device()
-        core = nvrtc.toolchain()[0]
+        dims = cluster_of(self.name, dims, cluster)
+        config = replace(launch_config_of(self.name, (dims, block, shared)), cluster=dims)
+        device = torch.cuda.current_device()
+        core = nvrtc.toolchain().core
         _make_current(device)
-        handle = self.module.load(self.name, device)
-        self.allow_shared(handle, shared, device)
-        stream = _wrap(cuda.current_stream(device).cuda_stream)
-        return int(handle.occupancy.max_active_clusters(geometry.config(core), stream=stream))
+        kernel = self.module.load(self.name, device)
+        self.allow_shared(kernel, shared, device)
+        stream = _stream(torch.cuda.current_stream(device).cuda_stream)
+        most = kernel.occupancy.max_active_clusters(config.for_cuda_core(core), stream=stream)
+        return int(most)
 
-    def allow_shared(self, handle: Any, shared: int, device: int) -> None:
-        """Raise the limit of dynamic shared memory, which is 48 KiB with the static by default."""
+    def allow_shared(self, kernel: cuda.core.Kernel, shared: int, device: int) -> None:
+        """Raise the limit of dynamic shared memory, 48 KiB by default, static memory included."""
         if shared <= self._allowed.get(device, 0):
             return
         driver = import_module("cuda.bindings.driver")
-        most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        (status,) = driver.cuKernelSetAttribute(most, shared, handle.handle, device)
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (status,) = driver.cuKernelSetAttribute(limit, shared, kernel.handle, device)
         if status != driver.CUresult.CUDA_SUCCESS:
-            limit = nvrtc.toolchain()[0].Device(device).properties.max_shared_memory_per_block_optin
+            properties = nvrtc.toolchain().core.Device(device).properties
+            most = properties.max_shared_memory_per_block_optin
             fault = f"{self.name}: {shared} bytes of dynamic shared memory: {status.name}"
-            raise LaunchError(f"{fault}; this GPU has {limit} a block, the static included")
+            raise LaunchError(f"{fault}; this GPU has {most} a block, the static included")
         self._allowed[device] = shared
 
 
 class Launch:
-    """A kernel with its geometry: ``kernels.naive[grid, block]``; call it with the arguments."""
+    """A kernel with its launch config, ``kernels.naive[grid, block]``; call it with arguments."""
 
-    def __init__(self, kernel: Kernel, geometry: LaunchConfig) -> None:
-        self.kernel, self.geometry = kernel, geometry
-        self._ready: dict[int, tuple[Any, Any, Any]] = {}
+    def __init__(self, kernel: Kernel, config: LaunchConfig) -> None:
+        self.kernel, self.config = kernel, config
+        self._ready: dict[int, tuple[Callable[..., None], object, cuda.core.Kernel]] = {}
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: Argument) -> None:
         """Launch on the current stream of torch's current GPU; legal while it is captured.
 
         Raises:
-            LaunchError: an argument is not what the kernel's signature asks for.
+            LaunchError: an argument does not match the kernel's signature.
         """
         __tracebackhide__ = True
         from torch import cuda
 
-        # Without a GPU nothing is initialized, and wrong arguments still deserve our error.
+        # Without a GPU nothing is initialized, and wrong arguments still get our error.
         initialized: Callable[[], bool] = cuda.is_initialized
         device = cuda.current_device() if initialized() else 0
-        values = check(self.kernel.name, self.kernel.params, args, device)
-        launch, config, handle = self._ready.get(device) or self._prepare(device)
+        values = check_arguments(self.kernel.name, self.kernel.params, args, device)
+        launch, config, kernel = self._ready.get(device) or self._prepare(device)
         if not _thread.has_context:
             _make_current(device)
         stream = cuda.current_stream(device).cuda_stream
-        launch(_streams.get(stream) or _wrap(stream), config, handle, *values)
+        launch(_streams.get(stream) or _stream(stream), config, kernel, *values)
 
-    def _prepare(self, device: int) -> tuple[Any, Any, Any]:
-        core = nvrtc.toolchain()[0]
+    def _prepare(self, device: int) -> tuple[Callable[..., None], object, cuda.core.Kernel]:
+        core = nvrtc.toolchain().core
         _make_current(device)
-        handle = self.kernel.module.load(self.kernel.name, device)
-        self.kernel.allow_shared(handle, self.geometry.shared, device)
-        self._ready[device] = core.launch, self.geometry.config(core), handle
+        kernel = self.kernel.module.load(self.kernel.name, device)
+        self.kernel.allow_shared(kernel, self.config.shared, device)
+        self._ready[device] = core.launch, self.config.for_cuda_core(core), kernel
         return self._ready[device]
 
 
@@ -248,14 +244,14 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_streams: dict[int, Any] = {}
+_streams: dict[int, cuda.core.Stream] = {}
 
 
 def _make_current(device: int) -> None:
     # A thread that has not called CUDA yet has no context; torch's is the device's primary one.
-    nvrtc.toolchain()[0].Device(device).set_current()
+    nvrtc.toolchain().core.Device(device).set_current()
     _thread.has_context = True
 
 
-def _wrap(stream: int) -> Any:
-    return _streams.setdefault(stream, nvrtc.toolchain()[0].Stream.from_handle(stream))
+def _stream(handle: int) -> cuda.core.Stream:
+    return _streams.setdefault(handle, nvrtc.toolchain().core.Stream.from_handle(handle))

@@ -1,4 +1,4 @@
-"""The signature of a CUDA kernel: read from its source, and arguments checked against it."""
+"""How a CUDA C++ kernel is launched: its signature, its arguments, grid, block and cluster."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral, Real
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeAlias
 
-# Torch's names of C's types; `_dtype` spells the integers from their bits.
+Argument: TypeAlias = Any
+"""What a page passes to a kernel: a tensor, a number, a tensor map, or a mistake."""
+Dims: TypeAlias = "int | tuple[int, ...]"
+"""A grid, a block or a cluster: an int or up to 3 ints."""
+
+# PyTorch's names for C types. `_dtype` derives the integers from their bits.
 _DTYPES = {"float": "float32", "double": "float64", "bool": "bool", "size_t": "uint64"}
 _DTYPES |= {"half": "float16", "__half": "float16", "__nv_bfloat16": "bfloat16"}
 _DTYPES |= {"__nv_fp8_e4m3": "float8_e4m3fn", "__nv_fp8_e5m2": "float8_e5m2"}
@@ -26,8 +32,11 @@ _ATTRIBUTE = re.compile(r"__\w+__\s*\((?:[^()]|\([^()]*\))*\)")
 _QUALIFIER = re.compile(r"\b(const|volatile|__restrict__|__restrict|__grid_constant__)\b|std::")
 
 
+Number: TypeAlias = "ctypes._SimpleCData[Any]"
+
+
 class LaunchError(TypeError):
-    """A kernel cannot be launched this way; the message names the parameter and what it needs."""
+    """A kernel cannot be launched this way; the message says what it needs."""
 
 
 @dataclass(frozen=True)
@@ -35,28 +44,30 @@ class Param:
     """One parameter of a kernel.
 
     Attributes:
-        text: as declared: ``const float4* x``.
-        needs: what it takes, in words, with a ``{device}``.
-        fit: returns an argument as cuda.core takes it, or None; called with it and the device.
+        text: the declaration: ``const float4* x``.
+        needs: what it accepts, for error messages; has a ``{device}``.
+        convert: returns an argument, given with the device, as cuda.core takes it; or None.
     """
 
     text: str
     name: str
     needs: str
-    fit: Callable[[Any, int], Any]
+    convert: Callable[[Argument, int], object]
 
 
-def check(name: str, params: Sequence[Param], args: Sequence[Any], device: int) -> list[Any]:
+def check_arguments(
+    name: str, params: Sequence[Param], args: Sequence[Argument], device: int
+) -> list[object]:
     """Return `args` as cuda.core takes them.
 
     Raises:
-        LaunchError: one does not fit its parameter, or there are too few or too many.
+        LaunchError: an argument does not match its parameter, or their counts differ.
     """
     __tracebackhide__ = True
     if len(args) != len(params):
         texts = ", ".join(p.text for p in params)
         raise LaunchError(f"{name}({texts}) needs {len(params)} arguments; {len(args)} were given")
-    values = [param.fit(given, device) for param, given in zip(params, args, strict=True)]
+    values = [param.convert(given, device) for param, given in zip(params, args, strict=True)]
     if None in values:
         at = values.index(None)
         fault = f"{name}: parameter {params[at].name!r} was given {_describe(args[at])}"
@@ -65,7 +76,7 @@ def check(name: str, params: Sequence[Param], args: Sequence[Any], device: int) 
     return values
 
 
-def _describe(given: Any) -> str:
+def _describe(given: Argument) -> str:
     if not hasattr(given, "data_ptr"):
         return f"{reprlib.repr(given)} ({type(given).__name__})"
     where = f"cuda:{given.get_device()}" if given.get_device() >= 0 else "the CPU"
@@ -75,11 +86,11 @@ def _describe(given: Any) -> str:
 
 
 @functools.cache
-def _torch_name(dtype: Any) -> str:
+def _torch_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _tensor(dtypes: frozenset[str], align: int, given: Any, device: int) -> int | None:
+def _tensor(dtypes: frozenset[str], align: int, given: Argument, device: int) -> int | None:
     try:
         right = not dtypes or _torch_name(given.dtype) in dtypes
         if right and given.get_device() == device and given.is_contiguous():
@@ -90,13 +101,13 @@ def _tensor(dtypes: frozenset[str], align: int, given: Any, device: int) -> int 
     return None
 
 
-def _integer(ctype: Any, given: Any, device: int) -> Any:
-    # A Python int would be taken for an address by cuda.core; what does not fit, ctypes wraps.
+def _integer(ctype: type[Number], given: Argument, device: int) -> Number | None:
+    # cuda.core would take a Python int for an address. ctypes wraps a number that is too large.
     number = ctype(int(given)) if isinstance(given, (int, Integral)) else None
     return number if number is not None and number.value == given else None
 
 
-def _real(ctype: Any, given: Any, device: int) -> Any:
+def _real(ctype: type[Number], given: Argument, device: int) -> Number | None:
     if not isinstance(given, (float, Real)) or isinstance(given, bool):
         return None
     try:
@@ -106,15 +117,20 @@ def _real(ctype: Any, given: Any, device: int) -> Any:
         return None
 
 
-def _tensor_map(given: Any, device: int) -> Any:
-    found = getattr(given, "descriptor", given)  # a `tma.TensorMap`, or cuda.core's own
+def _tensor_map(given: Argument, device: int) -> object:
+    found = getattr(given, "descriptor", given)  # a `tma.TensorMap`, or cuda.core's descriptor
     return found if type(found).__name__ == "TensorMapDescriptor" else None
+
+
+def without_comments(source: str) -> str:
+    """Return `source` without comments, every line in its place."""
+    return _COMMENT.sub(lambda found: found[1] or " " + "\n" * found[0].count("\n"), source)
 
 
 def signatures(file: str, sources: Iterable[str]) -> Iterator[tuple[str, tuple[Param, ...]]]:
     """Yield the name and the parameters of every kernel in the sources of `file`."""
     for source in sources:
-        for header in _KERNEL.findall(_COMMENT.sub(lambda m: m[1] or " ", source)):
+        for header in _KERNEL.findall(without_comments(source)):
             words = " ".join(_ATTRIBUTE.sub("", header).split())
             if not (found := re.fullmatch(r"void (\w+) ?\(([^()]*)\)", words)):
                 raise LaunchError(f"{file}: cannot read the signature of `{words}`")
@@ -134,8 +150,8 @@ def _param(kernel: str, text: str) -> Param:
     if c_type == "CUtensorMap":
         return Param(text, name, "a tensor_map(...)", _tensor_map)
     if not stars and width == 1 and ctype:
-        fit = _real if dtype.startswith("float") else _integer
-        return Param(text, name, f"a number that {dtype} holds", partial(fit, ctype))
+        convert = _real if dtype.startswith("float") else _integer
+        return Param(text, name, f"a number that {dtype} holds", partial(convert, ctype))
     raise LaunchError(
         f"{kernel}: `{text}` cannot be passed; legal are pointers to integers, float, double,"
         " __half, __nv_bfloat16, fp8, their vectors (float4) and void, integer, float, double and"
@@ -143,9 +159,9 @@ def _param(kernel: str, text: str) -> Param:
     )
 
 
-def _pointer(dtype: str, width: int) -> tuple[str, Callable[[Any, int], Any]]:
-    """Return what a pointer needs, in words, and the function that converts it."""
-    # Torch computes next to nothing in its wide unsigned dtypes; the signed ones hold the bits.
+def _pointer(dtype: str, width: int) -> tuple[str, Callable[[Argument, int], object]]:
+    """Return what a pointer needs, in words, and the function that converts an argument to it."""
+    # PyTorch has few operations for wide unsigned dtypes, so signed tensors are accepted too.
     signed = dtype if dtype == "uint8" else dtype.removeprefix("u")
     names = " or ".join(dict.fromkeys((dtype, signed)))
     found = re.search(r"\d+", dtype)
@@ -156,7 +172,7 @@ def _pointer(dtype: str, width: int) -> tuple[str, Callable[[Any, int], Any]]:
 
 
 def _element(c_type: str) -> tuple[str, int]:
-    """Return the torch dtype and the width of a C type: float32 and 4 for float4."""
+    """Return the PyTorch dtype and the width of a C type: float32 and 4 for float4."""
     if dtype := _dtype(c_type):
         return dtype, 1
     found = re.fullmatch(r"(.+)([1-4])", c_type)
@@ -173,14 +189,14 @@ def _dtype(c_type: str) -> str:
     return f"{'u' * unsigned}int{bits}"
 
 
-CLUSTER = 8
-"""Blocks in a cluster that every GPU with clusters can schedule."""
-LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64)}
+MAX_CLUSTER = 8
+"""Blocks in the largest cluster that every GPU with clusters can schedule."""
+DIM_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64)}
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How a kernel is launched: blocks, threads of a block, bytes of dynamic shared memory, ..."""
+    """Grid and block; `shared` is bytes of dynamic shared memory."""
 
     grid: tuple[int, ...]
     block: tuple[int, ...]
@@ -190,40 +206,41 @@ class LaunchConfig:
     dependent: bool = False
 
     def __str__(self) -> str:
-        said = [f"block {_by(self.block)}"]
-        said += [f"cluster {_by(self.cluster)}"] * bool(self.cluster)
-        said += [f"{self.shared} B dynamic"] * bool(self.shared)
-        said += ["cooperative"] * self.cooperative + ["dependent"] * self.dependent
-        return ", ".join(said)
+        words = [f"block {_by(self.block)}"]
+        words += [f"cluster {_by(self.cluster)}"] * bool(self.cluster)
+        words += [f"{self.shared} B dynamic"] * bool(self.shared)
+        words += ["cooperative"] * self.cooperative + ["dependent"] * self.dependent
+        return ", ".join(words)
 
-    def config(self, core: Any) -> Any:
-        """Return it as cuda.core takes it, which counts the grid in clusters."""
+    def for_cuda_core(self, core: ModuleType) -> object:
+        """Return the `cuda.core.LaunchConfig`, whose grid counts clusters."""
         grid = self.grid
-        more: dict[str, Any] = {}
+        attributes: dict[str, object] = {}
         if self.cluster:
             grid = tuple(n // c for n, c in zip(grid, self.cluster, strict=True))
-            more["cluster"] = self.cluster
+            attributes["cluster"] = self.cluster
         if self.cooperative:
-            more["is_cooperative"] = True
+            attributes["is_cooperative"] = True
         if self.dependent:
-            more["programmatic_stream_serialization"] = True
-        return core.LaunchConfig(grid=grid, block=self.block, shmem_size=self.shared, **more)
+            attributes["programmatic_stream_serialization"] = True
+        return core.LaunchConfig(grid=grid, block=self.block, shmem_size=self.shared, **attributes)
 
 
 def _by(dims: tuple[int, ...]) -> str:
     return "x".join(map(str, dims))
 
 
-def launch_config_of(name: str, where: Any) -> LaunchConfig:
-    if not isinstance(where, tuple) or len(where) not in (2, 3):
-        raise LaunchError(f"{name}[{where!r}]: needs [grid, block] or [grid, block, shared_bytes]")
-    grid, block = (dims if isinstance(dims, tuple) else (dims,) for dims in where[:2])
+def launch_config_of(name: str, index: object) -> LaunchConfig:
+    """Return the launch config of ``kernel[index]``."""
+    if not isinstance(index, tuple) or len(index) not in (2, 3):
+        raise LaunchError(f"{name}[{index!r}]: needs [grid, block] or [grid, block, shared_bytes]")
+    grid, block = (dims if isinstance(dims, tuple) else (dims,) for dims in index[:2])
     for what, dims in (("grid", grid), ("block", block)):
         ints = 1 <= len(dims) <= 3 and all(isinstance(d, int) for d in dims)
-        if not ints or not all(1 <= d <= m for d, m in zip(dims, LIMITS[what], strict=False)):
-            needs = f"1 to 3 ints from 1 to at most {LIMITS[what]}"
+        if not ints or not all(1 <= d <= m for d, m in zip(dims, DIM_LIMITS[what], strict=False)):
+            needs = f"1 to 3 ints from 1 to at most {DIM_LIMITS[what]}"
             raise LaunchError(f"{name}: {what} is {dims!r}; needs {needs}")
-    threads, shared = math.prod(block), (*where, 0)[2]
+    threads, shared = math.prod(block), (*index, 0)[2]
     if threads > 1024:
         raise LaunchError(f"{name}: block {block} has {threads} threads; needs at most 1024")
     if not isinstance(shared, int) or shared < 0:
@@ -231,16 +248,15 @@ def launch_config_of(name: str, where: Any) -> LaunchConfig:
     return LaunchConfig(grid, block, shared)
 
 
-def cluster_of(name: str, grid: tuple[int, ...], cluster: Any) -> tuple[int, ...]:
-    """Return `cluster` with as many dimensions as `grid`; empty for none."""
+def cluster_of(name: str, grid: tuple[int, ...], cluster: Dims | None) -> tuple[int, ...]:
+    """Return `cluster` with as many dimensions as `grid`; empty for None."""
     if cluster is None:
         return ()
     dims = cluster if isinstance(cluster, tuple) else (cluster,)
     dims += (1,) * (len(grid) - len(dims))
-    if not all(isinstance(d, int) and d >= 1 for d in dims) or math.prod(dims) > CLUSTER:
-        raise LaunchError(
-            f"{name}: cluster is {cluster!r}; needs 1 to 3 ints from 1, together at most {CLUSTER}"
-        )
+    if not all(isinstance(d, int) and d >= 1 for d in dims) or math.prod(dims) > MAX_CLUSTER:
+        needs = f"1 to 3 ints from 1, together at most {MAX_CLUSTER}"
+        raise LaunchError(f"{name}: cluster is {cluster!r}; needs {needs}")
     if len(dims) != len(grid) or any(n % c for n, c in zip(grid, dims, strict=True)):
         raise LaunchError(f"{name}: a grid of {grid} is no multiple of its cluster {cluster!r}")
     return dims

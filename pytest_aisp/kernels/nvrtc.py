@@ -1,4 +1,4 @@
-"""CUDA C++ to machine code: NVRTC, what it needs, and the cubins that are kept on disk."""
+"""Compile CUDA C++ to machine code with NVRTC, and cache the cubins on disk."""
 
 from __future__ import annotations
 
@@ -9,31 +9,35 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
+from typing import NamedTuple, Protocol, TypeAlias
 
 INSTALL = (
     "cuda_module needs cuda.core and NVRTC: pip install cuda-core cuda-bindings nvidia-cuda-nvrtc"
 )
 HEADERS = "CUDA's headers are not here: pip install nvidia-cuda-runtime nvidia-cuda-cccl"
 
+Options: TypeAlias = "Mapping[str, object]"
+"""Fields of `cuda.core.ProgramOptions`."""
+
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 
 
 class CompileError(RuntimeError):
-    """A .cu file does not compile; the message has file, line and the compiler's words.
+    """A .cu file does not compile; the message has file, line and the compiler's error.
 
     Attributes:
-        anywhere: the message without the target: the same where the compiler says the same.
+        any_target: the message without the target, equal for targets with the same error.
     """
 
-    def __init__(self, message: str, anywhere: str = "") -> None:
+    def __init__(self, message: str, any_target: str = "") -> None:
         super().__init__(message)
-        self.anywhere = anywhere or message
+        self.any_target = any_target or message
 
 
 class NoCompiler(RuntimeError):
@@ -41,71 +45,79 @@ class NoCompiler(RuntimeError):
 
 
 class Module(Protocol):
-    """A .cu file: where it is, how it is compiled, its text and that of its headers by path."""
+    """A .cu file: its path, compiler options, and the text of it and its headers by path."""
 
     path: Path
-    options: dict[str, Any]
+    options: dict[str, object]
     folders: list[str]
     sources: dict[str, str]
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """The names of the kernels that its text has."""
+        """The names of the kernels in its text."""
 
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code, and what each kernel uses in the assembler's words."""
+    """Machine code, and what each kernel uses according to the assembler."""
 
     code: bytes
     usage: dict[str, dict[str, int]]
 
 
-def compiled(module: Module, target: str) -> Cubin:
+class Toolchain(NamedTuple):
+    """`cuda.core`, NVRTC's version, and its size, which tells builds of one version apart."""
+
+    core: ModuleType
+    version: str
+    size: int
+
+
+def compile_module(module: Module, target: str) -> Cubin:
     """Return `module` compiled for `target`, from the cache on disk or by NVRTC.
 
     Raises:
-        CompileError: with file, line and the compiler's words.
+        CompileError: with file, line and the compiler's error.
         NoCompiler: cuda.core or NVRTC is not installed.
     """
     core, *version = toolchain()
     options = {**module.options, "name": module.path.name, "arch": target}
     toolkit = _toolkit() if any(map(_INCLUDE.search, module.sources.values())) else []
     options["include_path"] = [*module.folders, *toolkit]
-    options["ptxas_options"] = [*listed(options.get("ptxas_options")), "-v"]
+    options["ptxas_options"] = [*as_list(options.get("ptxas_options")), "-v"]
     key = repr((version, sorted(options.items()), sorted(module.sources.items())))
-    entry = _cache() / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
+    home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    entry = Path(home, "pytest-aisp", f"{hashlib.sha256(key.encode()).hexdigest()}.cubin")
     if cached := _read(entry):
         return cached
-    cubin = _nvrtc(core, module, options)
+    cubin = _compile(core, module, target, options)
     # NVRTC reads headers from disk: one edited since the import must not go under the old key.
     if sources_of(module.path, module.folders) == module.sources:
         _write(entry, cubin)
     return cubin
 
 
-def _nvrtc(core: Any, module: Module, options: dict[str, Any]) -> Cubin:
+def _compile(core: ModuleType, module: Module, target: str, options: Options) -> Cubin:
     try:
-        code, log = assembled(core, module.sources[str(module.path)], options)
+        code, log = compile_source(core, module.sources[str(module.path)], options)
     except CompileError as error:
-        words = str(error)
-        if "cannot open source file" in words and not _toolkit():
-            words += f"\n{HEADERS}"
-        raise _error(module, options["arch"], f"\n{words}") from None
-    # ELF section names: a kernel inside `#if` has a signature for us, yet no code for every target.
+        message = f"\n{error}"
+        if "cannot open source file" in message and not _toolkit():
+            message += f"\n{HEADERS}"
+        raise _error(module, target, message) from None
+    # A kernel inside `#if` has a signature, but not a section of the ELF file for every target.
     if absent := [k for k in module.kernels if f".text.{k}\0".encode() not in code]:
-        words = f" no code for {', '.join(absent)}; is it inside an #if?"
-        raise _error(module, options["arch"], words)
+        raise _error(module, target, f" no code for {', '.join(absent)}; is it inside an #if?")
     return Cubin(code, _usage(log))
 
 
-def _error(module: Module, target: str, words: str) -> CompileError:
-    what, how = f"{module.path} does not compile", f"(NVRTC {toolchain()[1]}):{words}"
+def _error(module: Module, target: str, message: str) -> CompileError:
+    what, how = f"{module.path} does not compile", f"(NVRTC {toolchain().version}):{message}"
     return CompileError(f"{what} for {target} {how}", f"{what} {how}")
 
 
-def assembled(core: Any, source: str, options: Mapping[str, Any]) -> tuple[bytes, str]:
-    """Return the machine code of CUDA C++ and the compiler's log, or raise its words."""
+def compile_source(core: ModuleType, source: str, options: Options) -> tuple[bytes, str]:
+    """Return the machine code of CUDA C++ and the compiler's log, or raise `CompileError`."""
     log = io.StringIO()
     try:
         program = core.Program(source, "c++", core.ProgramOptions(**options))
@@ -126,20 +138,15 @@ def _usage(log: str) -> dict[str, dict[str, int]]:
 
 
 @functools.cache
-def toolchain() -> tuple[Any, str, int]:
-    """Return `cuda.core`, NVRTC's version, and its size, which tells builds of a version apart."""
+def toolchain() -> Toolchain:
+    """Return the toolchain, or raise `NoCompiler`."""
     try:
         core = import_module("cuda.core")
         _, major, minor = import_module("cuda.bindings.nvrtc").nvrtcVersion()
         library = import_module("cuda.pathfinder").load_nvidia_dynamic_lib("nvrtc").abs_path
     except (ImportError, RuntimeError) as error:
         raise NoCompiler(f"{INSTALL}\n({error})") from error
-    return core, f"{major}.{minor}", os.path.getsize(library) if library else 0
-
-
-def compiler() -> tuple[Any, str]:
-    """Return `cuda.core` and NVRTC's version, or raise `NoCompiler`."""
-    return toolchain()[:2]
+    return Toolchain(core, f"{major}.{minor}", os.path.getsize(library) if library else 0)
 
 
 @functools.cache
@@ -150,7 +157,7 @@ def _toolkit() -> list[str]:
 
 
 def sources_of(path: Path, folders: list[str]) -> dict[str, str]:
-    """Return the text of `path` and of every header of ours that it includes, by path."""
+    """Return the text of `path` and of every header that it includes from `folders`, by path."""
     sources: dict[str, str] = {}
     todo = [path]
     while todo:
@@ -164,13 +171,11 @@ def sources_of(path: Path, folders: list[str]) -> dict[str, str]:
     return sources
 
 
-def listed(value: Any) -> list[Any]:
-    return [value] if isinstance(value, str) else list(value or ())
-
-
-def _cache() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    return Path(home, "pytest-aisp")
+def as_list(value: object) -> list[str]:
+    """Return an option that may be a string, several strings or None as a list."""
+    if isinstance(value, str):
+        return [value]
+    return [str(each) for each in value] if isinstance(value, Iterable) else []
 
 
 def _read(entry: Path) -> Cubin | None:
@@ -185,7 +190,7 @@ def _read(entry: Path) -> Cubin | None:
 
 def _write(entry: Path, cubin: Cubin) -> None:
     body = json.dumps(cubin.usage).encode() + b"\n" + cubin.code
-    with suppress(OSError):  # without a cache every process compiles once more, and that is all
+    with suppress(OSError):  # without a cache each process compiles again
         entry.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=entry.parent, delete=False) as file:
             file.write(hashlib.sha256(body).digest() + body)

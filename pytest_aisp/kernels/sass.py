@@ -1,7 +1,7 @@
-"""What machine code says of itself: registers and stack from its ELF notes, its instructions.
+"""Read a cubin: registers and stack from its ELF notes, instructions (SASS) by ``nvdisasm``.
 
-Instructions are found by ``nvdisasm``, which comes with Triton, with CUDA, and as a package. An old
-one knows no newer arch: that of Triton 3.6 reads no sm103.
+``nvdisasm`` comes with Triton, with CUDA, and as a package. An old one does not know newer archs:
+Triton 3.6's cannot read sm103.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _KERNEL = re.compile(r"^\.text\.(\w+):$", re.MULTILINE)
 
 
 def usage(cubin: bytes) -> dict[str, dict[str, int]]:
-    """Return by kernel its ``registers`` a thread and the bytes of its ``stack`` a thread.
+    """Return by kernel the ``registers`` and the bytes of ``stack`` of a thread.
 
-    The stack holds what was spilled and arrays that fit no registers: local memory, which is what
-    Triton calls spills.
+    The stack is local memory: spilled registers, and arrays that do not fit into registers. Triton
+    calls all of it spills.
     """
     sections = dict(_sections(cubin))
     names = list(_symbols(sections[".symtab"], sections[".strtab"]))
@@ -42,7 +42,7 @@ def usage(cubin: bytes) -> dict[str, dict[str, int]]:
 
 
 def _sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield name and content of each section of a 64-bit little-endian ELF file."""
+    """Yield the name and content of each section of a 64-bit little-endian ELF file."""
     (start,) = struct.unpack_from("<Q", cubin, 0x28)
     length, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
     headers = [struct.unpack_from("<II4Q", cubin, start + i * length) for i in range(count)]
@@ -59,7 +59,7 @@ def _symbols(table: bytes, names: bytes) -> Iterator[str]:
 
 
 def _attributes(info: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield attribute, symbol and value of those that have both."""
+    """Yield attribute, symbol and value of the entries that have both."""
     at = 0
     while at < len(info):
         kind, attribute, size = struct.unpack_from("<BBH", info, at)
@@ -69,13 +69,13 @@ def _attributes(info: bytes) -> Iterator[tuple[int, int, int]]:
         at += 4 + size * sized
 
 
-class Undisassembled(Exception):
-    """No nvdisasm here reads this machine code, or there is none; the message says what to do."""
+class NoDisassembler(Exception):
+    """There is no nvdisasm that reads this machine code; the message says what to install."""
 
 
 @functools.cache
 def disassemblers() -> tuple[str, ...]:
-    """Return the paths of every nvdisasm here: that on the PATH, Triton's, that of a package."""
+    """Return the paths of every nvdisasm: on the PATH, Triton's, and the package's."""
     found = [tool] if (tool := shutil.which("nvdisasm")) else []
     for package, folder in (("triton", "backends/nvidia/bin"), ("nvidia", "")):
         spec = importlib.util.find_spec(package)
@@ -88,10 +88,10 @@ def disassemblers() -> tuple[str, ...]:
 
 @functools.cache
 def instructions(cubin: bytes) -> dict[str, frozenset[str]]:
-    """Return by kernel the instructions that it holds, modifiers included: ``LDG.E.128``.
+    """Return by kernel its instructions with their modifiers: ``LDG.E.128``.
 
     Raises:
-        Undisassembled: there is no disassembler, or none that reads this machine code.
+        NoDisassembler: no nvdisasm reads this machine code.
     """
     refused = ""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -105,11 +105,11 @@ def instructions(cubin: bytes) -> dict[str, frozenset[str]]:
                 return {name: frozenset(_INSTRUCTION.findall(text)) for name, text in pairs}
             refused = refused or f"{tool} cannot read it: {done.stderr.strip()}"
     if refused:
-        raise Undisassembled(f"{refused}: {NEWER}")
-    raise Undisassembled(f"there is no nvdisasm here: {INSTALL}")
+        raise NoDisassembler(f"{refused}: {NEWER}")
+    raise NoDisassembler(f"there is no nvdisasm here: {INSTALL}")
 
 
-def holds(found: Iterable[str], promised: str) -> bool:
+def contains(found: Iterable[str], promised: str) -> bool:
     """Return whether one of `found` is `promised`, with at least its modifiers.
 
     ``LDG.128`` is also LDG.E.128.CONSTANT, and ``UTMALDG`` also UTMALDG.2D.

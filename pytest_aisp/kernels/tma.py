@@ -1,4 +1,4 @@
-"""Tensor maps: where the tensor memory accelerator (TMA) finds the tiles of a torch tensor.
+"""Tensor maps, which tell the tensor memory accelerator (TMA) where a tensor's tiles are.
 
 A kernel takes one as ``const __grid_constant__ CUtensorMap map``.
 """
@@ -8,34 +8,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .launch_config import LaunchError
 
 if TYPE_CHECKING:
+    import cuda.core
     import torch
 
 SWIZZLES = {0: "NONE", 32: "SWIZZLE_32B", 64: "SWIZZLE_64B", 128: "SWIZZLE_128B"}
 PROMOTIONS = {0: "NONE", 64: "L2_64B", 128: "L2_128B", 256: "L2_256B"}
 BOX = 256
-"""Elements of a tile along one dimension."""
+"""Most elements of a tile along one dimension."""
 GRAIN = 16
-"""Bytes at whose multiples a tensor, its rows and a tile's rows begin."""
+"""Alignment in bytes of a tensor, its rows and a tile's rows."""
 RANK = 5
 
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A map of `tensor`, which it keeps alive; hand it to a kernel.
-
-    Attributes:
-        box: elements of a tile, by dimension.
-        descriptor: the `cuda.core.TensorMapDescriptor`.
-    """
+    """A map of `tensor`, which it keeps alive, in tiles of `box` elements; pass it to a kernel."""
 
     tensor: torch.Tensor
     box: tuple[int, ...]
-    descriptor: Any
+    descriptor: cuda.core.TensorMapDescriptor
 
 
 def tensor_map(
@@ -43,28 +39,26 @@ def tensor_map(
 ) -> TensorMap:
     """Return a map of `tensor` in tiles of `box` elements, by dimension as in its shape.
 
-    What a tile has beyond the tensor's edge is read as zero and not written. Elements of one and
-    two bytes go as integers: a kernel can load and store them, but not reduce into them.
+    Elements beyond the tensor's edge are read as zero and never written. Elements of one and two
+    bytes are passed as integers: a kernel can load and store them, but not reduce into them.
 
     Args:
-        box: each 1 to 256; a row of it, the last dimension, is a multiple of 16 bytes long.
-        swizzle: 32, 64 or 128: bytes of the pattern in which 16-byte pieces of a tile's rows are
-            exchanged in shared memory; a row is then no longer than that.
-        promotion: 64, 128 or 256: bytes that a miss brings into the L2.
+        box: 1 to 256 elements in each dimension; a row (the last dimension) must be a multiple of
+            16 bytes.
+        swizzle: 32, 64 or 128 bytes: the pattern in which 16-byte pieces of a tile's rows are
+            exchanged in shared memory. A row must not be longer.
+        promotion: 64, 128 or 256 bytes that a miss brings into the L2.
 
     Raises:
-        LaunchError: for what the accelerator cannot address.
+        LaunchError: the accelerator cannot address this.
     """
     __tracebackhide__ = True
     box = tuple(box)
     for fault in _faults(tensor, box, swizzle, promotion):
-        raise LaunchError(f"tensor_map of {_words(tensor)} in tiles of {box}: {fault}")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        what = f"a {dtype} tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+        raise LaunchError(f"tensor_map of {what} in tiles of {box}: {fault}")
     return TensorMap(tensor, box, _encode(tensor, box, swizzle, promotion))
-
-
-def _words(tensor: torch.Tensor) -> str:
-    kind = str(tensor.dtype).removeprefix("torch.")
-    return f"a {kind} tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
 
 
 def _faults(
@@ -94,11 +88,13 @@ def _faults(
 _SAME_WIDTH = {1: "uint8", 2: "uint16", 4: "int32", 8: "int64"}
 
 
-def _encode(tensor: torch.Tensor, box: tuple[int, ...], swizzle: int, promotion: int) -> Any:
+def _encode(
+    tensor: torch.Tensor, box: tuple[int, ...], swizzle: int, promotion: int
+) -> cuda.core.TensorMapDescriptor:
     """Return the descriptor; nothing waits, so this is legal while a graph is captured."""
     import torch
 
-    maps = import_module("cuda.core._tensor_map")  # its enums have no public name
+    maps = import_module("cuda.core._tensor_map")  # cuda.core does not export its enums
     plain = tensor.detach()
     if not tensor.is_floating_point() or tensor.element_size() < 4:
         plain = plain.view(getattr(torch, _SAME_WIDTH[tensor.element_size()]))

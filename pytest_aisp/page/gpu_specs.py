@@ -56,7 +56,7 @@ two_cta              -     f     f     -
 """
 # What the assembler says of `features.cu`, for the least of three targets that takes it: + is
 # the plain ``sm_100``, f the family's ``sm_100f``, a the arch's own ``sm_100a``, - none of them.
-# `python -m pytest_aisp.kernels.feature_probe` derives it, and a test.
+# `python benchmarks/feature_probe.py` derives it, and a test.
 
 
 def _read(table: str) -> dict[str, dict[str, str]]:
@@ -103,9 +103,9 @@ INSTRUCTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
-RESERVED = 1024
+RESERVED_SHARED = 1024
 """Bytes of shared memory that CUDA keeps of each block."""
-GRAIN = 8
+REGISTER_UNIT = 8
 """Registers are given to a warp in units of 8 a thread."""
 
 
@@ -118,7 +118,7 @@ class Limits:
         registers: of a block; threads: of a block; per_thread: registers of a thread.
         processors: for the grids of kernels that stay on their processor.
         resident_threads, resident_blocks: of a processor at once; its shared memory is that of a
-            block and `RESERVED` more.
+            block and `RESERVED_SHARED` more.
     """
 
     shared: int

@@ -63,6 +63,7 @@ class RunContext:
     Attributes:
         make_bench: starts one more bench process with changed environment variables.
         timer: another timer than the device's own, from the hook, or None.
+        emulator: module that emulates CUDA C++ on the CPU, from the hook, or None.
         worker: number of this xdist worker; chooses its GPU.
         finest: the case that this process's canary will use: its clock and call the finest.
         versions: of libraries as a bench process has them, once one was asked.
@@ -71,6 +72,7 @@ class RunContext:
     settings: Settings
     machine: Machine
     timer: Mapping[str, Any] | None = None
+    emulator: str | None = None
     worker: int = 0
     replay: Bench | None = None
     past: GitSnapshot | None = None
@@ -165,6 +167,7 @@ class RunContext:
             changes["CUDA_VISIBLE_DEVICES"] = ""
         if device == "cpu":
             changes["TRITON_INTERPRET"] = "1"
+            changes["AISP_CUDA_EMULATOR"] = self.emulator
         if self.settings.reproducible:
             changes["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         if self.settings.cold_start:

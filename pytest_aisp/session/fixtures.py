@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from ..results.row import Row
 from ..results.verdict import RED
 from ..worker.loader import pair_of
 from .case import CaseRun, EndOfBody
+from .context import RunContext
 from .options import LOCK_ERROR, RUN, SETTINGS
 from .pair_fixture import PairUnderTest
 from .placement import Kernels
@@ -91,7 +93,7 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
         run = config.stash[RUN]
     if run.settings.cold_start:
         run.end_benches()
-    case_run = CaseRun(run, case, where_is(item, config), _kernels(case, config))
+    case_run = CaseRun(run, case, where_is(item, config), _kernels(case, run))
     if case_run.place.kind == "skip":
         pytest.skip(case_run.place.need)
     if (marker := item.get_closest_marker("aisp_timeout")) is not None:
@@ -129,12 +131,16 @@ def _typed(item: Any, config: pytest.Config) -> str:
     return f"{os.path.relpath(config.rootpath / path, config.invocation_params.dir)}{colons}{case}"
 
 
-def _kernels(case: Case, config: pytest.Config) -> Kernels:
+def _kernels(case: Case, run: RunContext) -> Kernels:
     """Return which kinds of kernels of its own the case launches."""
     from ..page.sources import kernel_files, triton_kernels
 
-    sides, root = [case.pair.baseline, case.variant.side], str(config.rootpath)
-    return Kernels(bool(kernel_files(sides, root)), bool(triton_kernels(sides, root)))
+    sides, root = [case.pair.baseline, case.variant.side], str(run.settings.root)
+    modules = kernel_files(sides, root)
+    emulated = False
+    if modules and run.emulator and not case.variant.gpu_only and not run.settings.in_process:
+        emulated = not any(map(importlib.import_module(run.emulator).unsupported, modules))
+    return Kernels(bool(modules), bool(triton_kernels(sides, root)), emulated)
 
 
 @contextlib.contextmanager

@@ -15,10 +15,11 @@ COMPILER = "compiler"
 
 
 class Kernels(NamedTuple):
-    """Which kernels of its own a case launches: of CUDA C++, which no CPU can check; of Triton."""
+    """Which kernels of its own a case launches; only an emulator runs CUDA C++ on a CPU."""
 
     cuda: bool = False
     triton: bool = False
+    emulated: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ def placement_of(run: RunContext, case: Case, kernels: Kernels) -> Placement:
     if run.machine.arch in archs and len(run.machine.gpus) >= case.gpus:
         return Placement("check" if checking else "time", "cuda", "--aisp-check" * checking)
     need = _need(case, run.machine)
+    if kernels.emulated:
+        return Placement("check", "cpu", f"{need}; its CUDA C++ kernels were emulated")
     if kernels.cuda:
         return Placement("compile", COMPILER, need, archs)
     if case.variant.gpu_only:

@@ -46,6 +46,7 @@ def configure(config: pytest.Config) -> None:
         settings,
         machine,
         timer=timer,
+        emulator=config.hook.pytest_aisp_cuda_emulator(config=config),
         worker=int(worker["workerid"].removeprefix("gw")) if worker else 0,
         times_cpu=_selects_cpu(config.option.markexpr),
         started=time.monotonic() - elapsed,

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..kernels.assemble import UNSEEN
+from ..kernels.assemble import NOT_CHECKED
 from ..results.row import LETTERS, Row, bare, duration, size_text
 from ..results.verdict import INVALID_RUN, RED
 from ..worker.replay import ReplayBench
@@ -126,10 +126,10 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
 def _unseen(rows: Sequence[Row]) -> list[str]:
     """Say which promises machine code was not searched for, once for each reason."""
     promises: dict[str, set[str]] = {}
-    for note in (note for row in rows for note in row.notes if note.startswith(UNSEEN)):
+    for note in (note for row in rows for note in row.notes if note.startswith(NOT_CHECKED)):
         _, promise, why = note.split(": ", 2)
         promises.setdefault(why, set()).add(promise)
-    return [f"{UNSEEN}: {', '.join(sorted(promises[why]))}: {why}" for why in sorted(promises)]
+    return [f"{NOT_CHECKED}: {', '.join(sorted(promises[why]))}: {why}" for why in sorted(promises)]
 
 
 def _unguarded(worker: str, keys: Sequence[str]) -> str:

@@ -51,6 +51,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.kept = Cache(self.watch)
+        if emulator := os.environ.get("AISP_CUDA_EMULATOR"):
+            importlib.import_module(emulator).install()
         monkeypatches.remember()  # before any page is imported
 
     def answer(self, task: Task) -> Mapping[str, Any]:
@@ -341,11 +343,11 @@ class Engine:
         pair = asked.pair
         pairs = [p for p in map(pair_of, vars(sys.modules[task.module]).values()) if p is not None]
         case = pair, pair.variant(task.variant), task.size
-        assembly = Assembly(pairs, *case, root=task.root, tell=self.progress)
+        assembly = Assembly(pairs, *case, root=task.root, progress=self.progress)
         assembly.run(task.archs)
         return {
-            "assembled": [built.plain() for built in assembly.built],
-            "words": [*assembly.notes, *map(str, assembly.built)],
+            "assembled": [kernel.to_json() for kernel in assembly.assembled],
+            "words": [*assembly.notes, *map(str, assembly.assembled)],
             "sources": asked.sources(),
         }
 

@@ -1,4 +1,4 @@
-// Kernels that tests/build_test.py assembles and reads the signatures of.
+// Kernels that tests/cuda_cpp_test.py assembles and reads the signatures of.
 //   saxpy   out = a * x + y
 //   rows    sums rows of at most 256 floats in static shared memory
 //   wide    copies float4 by float4 through dynamic shared memory

@@ -1,11 +1,11 @@
-"""What the compiler and the GPU of this machine can do, feature by feature.
+"""Derive the table of features in `gpu_specs` from this machine's compiler and GPU.
 
-    python -m pytest_aisp.kernels.feature_probe            what assembles where, and what runs here
-    python -m pytest_aisp.kernels.feature_probe --table    the table of gpu-features.md
+    python benchmarks/feature_probe.py            what assembles for each arch, and what runs here
+    python benchmarks/feature_probe.py --table    the table of docs/gpu-features.md
 
-Each feature has a probe, a kernel in `features.cu`. It is compiled for the plain target of an arch,
-for that of its family and for its own, ``sm_100``, ``sm_100f`` and ``sm_100a``, and launched where
-there is a GPU. The exit code is 0 when all that agrees with the table of `skus`, else 1.
+The probe of a feature is a kernel in `features.cu`. It is compiled for an arch's plain target, its
+family's and its own (``sm_100``, ``sm_100f``, ``sm_100a``), and launched if there is a GPU. The
+exit code is 0 if the results match the table, else 1.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeAlias
 
-from ..page.gpu_specs import ASSEMBLED, GPU_ARCHS, GPUS, target_of
-from ..util.device import Machine
-from .nvrtc import CompileError, NoCompiler, assembled, compiler
+from pytest_aisp.kernels.nvrtc import CompileError, NoCompiler, compile_source, toolchain
+from pytest_aisp.page.gpu_specs import ASSEMBLED, GPU_ARCHS, GPUS, target_of
+from pytest_aisp.util.device import Machine
 
 SOURCE = Path(__file__).with_name("features.cu")
 BLOCKS, THREADS = 2, 128
 SUFFIXES = ("", "f", "a")
-LAUNCH = (sys.executable, "-m", "pytest_aisp.kernels.feature_probe", "--launch")
+LAUNCH = (sys.executable, __file__, "--launch")
 SECONDS = 60.0
-"""Longest wait for a launched probe; most of it is for CUDA to start."""
+"""Longest wait for a launched probe; starting CUDA takes most of it."""
 ANSWERS = {0: "the kernel wrote no answer", 1: "", 2: "the instruction's result is wrong"}
 NOT_LAUNCHED = {
     "tma": "needs a tensor map",
@@ -40,22 +40,22 @@ NOT_LAUNCHED = {
     "multimem": "needs memory that several GPUs share",
     "tcgen05_block_scale": "needs scales in tensor memory",
 }
-"""Features whose probe is only assembled, with what a launch would need."""
+"""Features whose probe is only assembled, and what a launch would need."""
 
 _ADVICE = re.compile(r"\bAdvisory: (.*)")
 _ERROR = re.compile(r"\berror\s*:\s*(.*)")
-# What ptxas says of an instruction that it knows and the target lacks.
+# ptxas's errors for an instruction that it knows but the target lacks.
 _LACKS = re.compile(r"not supported on \.target|requires \.target|cannot be compiled for arch")
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What became of one feature's probe for one target.
+    """The result of assembling one feature's probe for one target.
 
     Attributes:
         target: ``sm_100a``.
-        code: the machine code, empty where it does not assemble.
-        words: what the compiler said then, or advises against where it does.
+        code: the machine code; empty if it does not assemble.
+        words: the compiler's errors, or its advice if it does assemble.
     """
 
     target: str
@@ -69,12 +69,12 @@ class Attempt:
 
     @property
     def refused(self) -> bool:
-        """Whether it fails for no other reason than that the target lacks the feature."""
+        """Whether every error says that the target lacks the feature."""
         return not self.code and all(map(_LACKS.search, self.errors))
 
 
 ByArch: TypeAlias = "Mapping[str, tuple[Attempt, ...]]"
-"""A feature's attempts by arch, the least target first."""
+"""A feature's attempts by arch, the plain target first."""
 
 
 @functools.cache
@@ -84,7 +84,7 @@ def purposes() -> dict[str, str]:
 
 
 def targets(arch: str) -> tuple[str, ...]:
-    """Return what code for `arch` can be compiled for, the least first."""
+    """Return the targets for `arch`, the plain one first."""
     suffixes = [s for s in SUFFIXES if s != "f" or arch != "sm90"]  # families begin with sm_100
     return tuple(arch.replace("sm", "sm_") + suffix for suffix in suffixes)
 
@@ -97,7 +97,7 @@ def attempt(feature: str, to: str) -> Attempt:
     """
     options = {"std": "c++17", "arch": to, "name": SOURCE.name, "define_macro": f"PROBE_{feature}"}
     try:
-        code, log = assembled(compiler()[0], SOURCE.read_text(), options)
+        code, log = compile_source(toolchain().core, SOURCE.read_text(), options)
     except CompileError as error:
         return Attempt(to, words=str(error))
     return Attempt(to, code, "".join(_ADVICE.findall(log)[:1]))
@@ -109,18 +109,18 @@ def survey(feature: str, archs: Sequence[str] = GPU_ARCHS) -> ByArch:
 
 
 def least(attempts: tuple[Attempt, ...]) -> str:
-    """Return the first target that takes the feature, or nothing."""
+    """Return the first target that has the feature, or an empty string."""
     return next((a.target for a in attempts if a.code), "")
 
 
 def expected(feature: str, arch: str) -> str:
-    """Return the least target by the table of `skus`, or nothing."""
+    """Return the first target that has the feature by the table, or an empty string."""
     suffix = ASSEMBLED.get(feature, {}).get(arch)
     return "" if suffix is None else target_of(arch) + suffix
 
 
 def differences(feature: str, found: ByArch) -> Iterator[str]:
-    """Yield where what was found of `feature` is not what the table of `skus` says, a line each."""
+    """Yield a line for each difference between the results for `feature` and the table."""
     for arch, attempts in found.items():
         for a in attempts:
             if not a.code and not a.refused:
@@ -130,21 +130,21 @@ def differences(feature: str, found: ByArch) -> Iterator[str]:
             says = f"the table says {told or 'nothing'}, {seen or 'nothing'} takes it"
             yield f"{feature} on {arch}: {says}"
         taken = [bool(a.code) for a in attempts]
-        if taken != sorted(taken):  # what the plain target takes its arch's own must take
+        if taken != sorted(taken):  # the arch's own target must take what the plain one takes
             yield f"{feature} on {arch}: {seen} takes it and {attempts[-1].target} does not"
 
 
 def launches(machine: Machine) -> dict[str, str]:
-    """Launch the probe of every feature of this GPU's arch; return by feature what went wrong.
+    """Launch the probe of every feature of this GPU's arch, and return its error by feature.
 
-    An empty text is a launch that did what it should; what is never launched is left out.
+    An empty error is success. Features in `NOT_LAUNCHED` are left out.
     """
     here = [f for f, archs in ASSEMBLED.items() if machine.arch in archs and f not in NOT_LAUNCHED]
-    return {feature: _launched_apart(feature) for feature in here}
+    return {feature: _launch_in_subprocess(feature) for feature in here}
 
 
-def _launched_apart(feature: str) -> str:
-    # A fault ends CUDA for its process, and a hang ends with it.
+def _launch_in_subprocess(feature: str) -> str:
+    # A fault makes CUDA useless in its process, and a hang is killed with it.
     command = [*LAUNCH, feature]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
@@ -158,8 +158,8 @@ def _launched_apart(feature: str) -> str:
 
 
 def launch(feature: str) -> str:
-    """Launch the probe of `feature` on this process's first GPU; return what went wrong."""
-    core = compiler()[0]
+    """Launch the probe of `feature` on this process's first GPU, and return its error."""
+    core = toolchain().core
     device = core.Device(0)
     device.set_current()
     arch = "sm{}{}".format(*device.compute_capability)
@@ -174,11 +174,11 @@ def launch(feature: str) -> str:
     config = core.LaunchConfig(grid=BLOCKS, block=THREADS)
     core.launch(stream, config, kernel, int(pinned.handle), 0)
     stream.sync()
-    return ANSWERS[max(answers)]  # one block may cancel the other, which then says nothing
+    return ANSWERS[max(answers)]  # one block may cancel the other, which then writes nothing
 
 
 def table() -> str:
-    """Return the table of `skus` in Markdown: the least target of each arch that has a feature."""
+    """Return the table in Markdown: by arch the first target that has each feature."""
     heads = ["feature", "probe", *(f"{arch} ({GPUS[arch]})" for arch in GPU_ARCHS)]
     rows = [heads, ["---"] * len(heads)]
     for feature, purpose in purposes().items():
@@ -188,9 +188,9 @@ def table() -> str:
 
 
 def report(found: Mapping[str, ByArch], here: str, launched: Mapping[str, str]) -> Iterator[str]:
-    """Yield what was found, a row a feature; below it who refuses it, and in which words.
+    """Yield a row for each feature, and below it the errors of the targets that refuse it.
 
-    `here` is the arch of this machine's GPU, or ``cpu``; `launched` is what `launches` returned.
+    `here` is the arch of this machine's GPU, or ``cpu``; `launched` is from `launches`.
     """
     archs = list(next(iter(found.values()), ()))
     last = "runs on this GPU" if here in archs else ""
@@ -220,9 +220,9 @@ def known() -> tuple[int, ...]:
 
 
 def probe() -> int:
-    """Print what this machine can do; return 0 when the table of `skus` says the same."""
+    """Print what this machine can do; return 0 if it matches the table."""
     try:
-        version, capabilities = compiler()[1], known()
+        version, capabilities = toolchain().version, known()
     except NoCompiler as error:
         print(error)
         return 1
@@ -235,7 +235,9 @@ def probe() -> int:
     differing = [f"{a}: NVRTC {version} does not know it" for a in GPU_ARCHS if a not in archs]
     differing += [line for feature in found for line in differences(feature, found[feature])]
     differing += [f"{f} on {machine.arch}: on this GPU: {w}" for f, w in launched.items() if w]
-    verdict = "not as in the table of pytest_aisp/skus.py:" if differing else "as in the table"
+    verdict = (
+        "not as in the table of pytest_aisp/page/gpu_specs.py:" if differing else "as in the table"
+    )
     print("", verdict, *differing, sep="\n")
     return int(bool(differing))
 
@@ -250,9 +252,7 @@ def _gpu_words(machine: Machine) -> str:
 
 def main(arguments: list[str]) -> int:
     """Probe, print the table, or launch one probe; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pytest_aisp.kernels.feature_probe", description=__doc__
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--table", action="store_true", help="print the table and probe nothing")
     parser.add_argument("--launch", choices=list(ASSEMBLED), help="launch one probe on the GPU")

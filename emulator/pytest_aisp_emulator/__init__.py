@@ -1,0 +1,44 @@
+"""Run CUDA C++ kernels on the CPU: ``pytest -p pytest_aisp_emulator --aisp-check``.
+
+Or without pytest::
+
+    with emulated(seed=1):
+        kernels.rows[grid, block](x, out, n)  # CPU tensors
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from typing import TYPE_CHECKING
+
+from .compiler import CannotEmulate, unsupported
+from .emulator import Fault, emulated
+
+if TYPE_CHECKING:
+    import pytest
+
+__all__ = ["CannotEmulate", "Fault", "emulated", "install", "unsupported"]
+
+SEED = "PYTEST_AISP_EMULATOR_SEED"
+"""The environment variable with the seed from which thread orders are drawn."""
+
+
+_installed = contextlib.ExitStack()
+
+
+def install() -> None:
+    """Emulate every launch in this process from now on."""
+    _installed.enter_context(emulated(int(os.environ.get(SEED, "0"))))
+
+
+def pytest_aisp_cuda_emulator(config: pytest.Config) -> str:
+    """Tell pytest-aisp which module emulates CUDA C++."""
+    os.environ.setdefault(SEED, str(random.SystemRandom().randrange(1 << 31)))
+    return __name__
+
+
+def pytest_report_header() -> str:
+    """Say how to repeat this run's thread orders."""
+    return f"CUDA C++ runs emulated; repeat its thread orders with {SEED}={os.environ[SEED]}"

@@ -1,0 +1,96 @@
+"""Every page with CUDA C++ kernels is checked on the CPU, in two thread orders."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+from pytest_aisp_emulator import emulated
+from pytest_aisp_emulator.compiler import COMPILER
+
+from pytest_aisp.page.sources import kernel_files
+from pytest_aisp.results.messages import CheckTask
+from pytest_aisp.worker.engine import Engine
+from pytest_aisp.worker.loader import load_page, pair_of
+
+ROOT = Path(__file__).parents[1]
+GPU_ONLY = {
+    "ch04/symmetric_all_reduce-pushed": "Default process group has not been initialized",
+    "ch07/histogram-library": "not implemented for 'Int'",
+    "ch07/l2_persistence": "inline assembly",
+    "ch07/tile_copy": "inline assembly, tensor maps",
+    "ch10/cluster_reduction": "clusters, cooperative groups",
+    "ch10/gemm": "inline assembly",
+    "ch10/tcgen05": "the accelerator reads GPU memory",
+}
+"""Pages and cases that cannot be emulated, with their error. A test fails when one works."""
+PAGES = [
+    path
+    for path in sorted((ROOT / "suites").rglob("*_test.py"))
+    if "cuda_module" in path.read_text()
+]
+SEEDS = (1, 2)
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+def name_of(path):
+    return f"{path.parent.name}/{path.stem.removesuffix('_test')}"
+
+
+@functools.cache
+def cases():
+    """Return page, module, test function and variant of every case with CUDA C++ kernels."""
+    found = []
+    for path in PAGES:
+        module = f"emulated_{path.parent.name}.{path.stem}"
+        page = load_page(str(path), str(ROOT), module)
+        for function, value in list(vars(page).items()):
+            pair = pair_of(value)
+            for variant in pair.variants if pair else ():
+                if kernel_files([pair.baseline, variant.side], str(ROOT)):
+                    found.append((path, module, function, variant.name))
+    return found
+
+
+def keywords(path, function):
+    """Return the keywords that the test gives to `assert_equivalent`."""
+    tree = ast.parse(path.read_text())
+    [test] = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == function]
+    calls = [n for n in ast.walk(test) if isinstance(n, ast.Call)]
+    [call] = [c for c in calls if ast.unparse(c.func) == "pair.assert_equivalent"]
+    return {k.arg: ast.literal_eval(k.value) for k in call.keywords}
+
+
+def check(path, module, function, variant, seed):
+    """Prove one case right, or raise what its check raises."""
+    pair = pair_of(getattr(load_page(str(path), str(ROOT), module), function))
+    common = {"page": str(path), "root": str(ROOT), "module": module, "function": function}
+    common |= {"variant": variant, "size": dict(pair.sizes[0]), "device": "cpu", "at": "check"}
+    rule = keywords(path, function)
+    with emulated(seed):
+        return Engine().check(CheckTask(seed=seed, rule=rule, **common))
+
+
+def names(case):
+    """Return the names that `GPU_ONLY` may list a case under: its page's and its own."""
+    path, _, _, variant = case
+    return name_of(path), f"{name_of(path)}-{variant}"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("case", cases(), ids=lambda case: names(case)[1])
+def test_page_is_correct(case, seed):
+    [*errors] = filter(None, map(GPU_ONLY.get, names(case)))
+    if errors:
+        with pytest.raises(Exception, match=re.escape(errors[0])):
+            check(*case, seed)
+    else:
+        assert check(*case, seed)["sizes"]
+
+
+def test_every_gpu_only_entry_names_a_page():
+    assert GPU_ONLY.keys() <= {name for case in cases() for name in names(case)}
