@@ -20,18 +20,18 @@ from pytest_aisp.timing.schedule import Budget
 SPEEDS = {"added": 2e-5, "doubled": 1e-5}
 INVALID = 17
 DEAF = """
-from pytest_aisp.results import simulated
+from pytest_aisp.timing import fake_device
 
 def simulate(baseline, optimized, options, budget, seed):
-    return simulated.simulate(baseline, optimized, {**options, "planted": 0.0}, budget, seed)
+    return fake_device.simulate(baseline, optimized, {**options, "planted": 0.0}, budget, seed)
 """
 BROKEN = """
-from pytest_aisp.results import simulated
+from pytest_aisp.timing import fake_device
 
 def simulate(baseline, optimized, *rest):
     if baseline == optimized:
         raise RuntimeError("the context is lost")
-    return simulated.simulate(baseline, optimized, *rest)
+    return fake_device.simulate(baseline, optimized, *rest)
 """
 
 
@@ -181,7 +181,7 @@ def interrupted(client):
     raise KeyboardInterrupt
 
 
-canary.sing = interrupted
+canary.run_canary = interrupted
 """
 
 

@@ -357,18 +357,23 @@ class Even:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "both"),
+    ("words", "strict", "expected"),
     [
-        ("", "", ""),
-        ("pass", "", "pass"),
-        ("", "checked", "checked"),
-        ("pass", "new", "new"),
-        ("stale", "improved", "stale"),
-        ("new", "regressed", "regressed"),
+        ([], False, ""),
+        (["pass"], False, "pass"),
+        (["pass", "new"], False, "new"),
+        (["stale", "improved"], False, "stale"),
+        (["stale", "inconclusive"], False, "stale"),
+        (["stale", "inconclusive"], True, "regressed"),
+        (["new", "regressed"], False, "regressed"),
+        (["checked", "pass"], False, "pass"),
+        (["inconclusive", "invalid"], False, "invalid"),
     ],
 )
-def test_of_two_parts_the_graver_verdict_is_the_cases(one, other, both):
-    assert verdict.worst_of(one, other) == verdict.worst_of(other, one) == both
+def test_the_verdict_is_the_worst_finding(words, strict, expected):
+    findings = [verdict.Finding(word) for word in words]
+    for order in (findings, findings[::-1]):
+        assert verdict.case_verdict(order, strict_environment=strict) == expected
 
 
 class Watched:

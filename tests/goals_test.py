@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pytest_aisp.results import store
 from pytest_aisp.results.messages import CountTask
 from pytest_aisp.results.metric_limits import METRICS, joules, shares
 from pytest_aisp.util import device, process_group
@@ -34,14 +35,14 @@ def counting_gpu(gpu):
 
 def stored(pytester):
     file = pytester.path / "baselines/simulated-gpu/ch99.json"
-    return file.load(file).results[NAME].goals
+    return store.load(file).results[NAME].goals
 
 
 def test_energy_is_counted_on_request_and_when_recording(page, counting_gpu, pytester):
     page(body=ENERGY)
     counting_gpu(energy=JOULES)
     silent = pytester.runpytest_subprocess("-vv")
-    silent.stdout.fnmatch_lines(["*: energy: counted with --aisp-energy, and when recording"])
+    silent.stdout.fnmatch_lines(["*: energy: measured with --aisp-energy, and when recording"])
     recorded = pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=1")
     said = "energy: 2 mJ / 1 mJ a call, 0.5 of the baseline's against 0.8, noise 1.0%"
     recorded.stdout.fnmatch_lines([f"*: {said}"])
@@ -79,7 +80,7 @@ def test_goodput_is_a_share_of_the_time_that_was_measured(page, counting_gpu, py
         ),
         (
             "pair.assert_goodput(at_least=0.5)",
-            "assert_goodput() before assert_speedup(): it is a share of the time that this takes",
+            "assert_goodput() before assert_speedup(): goodput is a share of the call's time",
         ),
     ],
 )
@@ -132,7 +133,7 @@ def test_goals_without_a_time_are_stored_held_and_added_to(page, judged, pyteste
         ]
     )
     file = pytester.path / "baselines/simulated-gpu/ch99.json"
-    found = {k.partition("_")[0]: result for k, result in file.load(file).results.items()}
+    found = {k.partition("_")[0]: result for k, result in store.load(file).results.items()}
     assert set(found) == {"alone", "ahead", "more"}  # nothing of a test that failed
     assert set(found["alone"].goals) == {"memory", "reserved"}
     assert (found["alone"].processes, found["ahead"].processes) == (0, 1)
@@ -142,7 +143,7 @@ def test_goals_without_a_time_are_stored_held_and_added_to(page, judged, pyteste
     page(body=ASKS["alone"] + "\npair.assert_energy(at_most=0.9)", name="more_test.py")
     *_, verdicts = judged(240, 700, *record)
     assert verdicts == {"alone": "pass", "ahead": "pass", "more": "new"}  # two goals more
-    found = file.load(file).results[f"more{NAME[8:]}"]
+    found = store.load(file).results[f"more{NAME[8:]}"]
     assert set(found.goals) == {"energy", "memory", "reserved"}
 
     before = file.read_text()

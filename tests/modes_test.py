@@ -144,13 +144,13 @@ def test_nothing_below_its_claim_is_stored_where_votes_are_open(page, gpu, pytes
 
 
 SHAKEN = """
-    from pytest_aisp.results import simulated
+    from pytest_aisp.timing import fake_device
 
 
     def simulate(baseline, optimized, options, budget, seed):
         if seed.endswith("}0"):  # the first process of the case
             options = {**options, "seconds": {"added": 2e-5, "doubled": 1.4e-5}}
-        return simulated.simulate(baseline, optimized, options, budget, seed)
+        return fake_device.simulate(baseline, optimized, options, budget, seed)
 """
 
 
@@ -176,11 +176,11 @@ def stored_entries(root):
 SYNCING = """
     import dataclasses
 
-    from pytest_aisp.results import simulated
+    from pytest_aisp.timing import fake_device
 
 
     def simulate(*args):
-        found = simulated.simulate(*args)
+        found = fake_device.simulate(*args)
         found.details["no graph"] = "it waits for the GPU"
         return dataclasses.replace(found, clock="host")
 """

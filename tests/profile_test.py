@@ -182,10 +182,10 @@ echo kept > "${report}SUFFIX"
     ("arguments", "words"),
     [
         (["--aisp-profile=perf"], ["*--aisp-profile=perf: legal are torch, nsys, ncu"]),
-        (["--aisp-profile", "--aisp-replay=x"], ["*combined with --aisp-replay: it runs sides"]),
-        (["--aisp-profile", "--aisp-compile"], ["*combined with --aisp-compile: it runs sides"]),
+        (["--aisp-profile", "--aisp-replay=x"], ["*combined with --aisp-replay: it runs nothing*"]),
+        (["--aisp-profile", "--aisp-compile"], ["*combined with --aisp-compile: it runs nothing*"]),
         (["--aisp-profile", "--aisp-aa"], ["*combined with --aisp-aa: both sides would be the *"]),
-        (["--aisp-profile", "--aisp-sanitize"], ["*with --aisp-sanitize: a kernel has one watch*"]),
+        (["--aisp-profile", "--aisp-sanitize"], ["*with --aisp-sanitize: only one tool *"]),
         (["--aisp-profile=ncu"], ["*--aisp-profile=ncu needs a GPU: it watches kernels; none *"]),
     ],
 )
@@ -283,7 +283,7 @@ def test_a_side_that_raises_in_a_tool_is_named(tools, task, tmp_path):
 
 def test_a_tool_that_hangs_is_ended(tools, task, tmp_path):
     tools(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
-    with pytest.raises(NsightError, match=r"nsys took longer than 4 s\n.*timeout-multiplier=2"):
+    with pytest.raises(NsightError, match=r"nsys took longer than 4 s\n.*timeout_multiplier=2"):
         watch("nsys", task(), tmp_path, {}, 4 / nvidia_tools.PROFILER_SLOWDOWN)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
@@ -393,10 +393,9 @@ def test_on_a_gpu_kernels_are_counted_and_neither_operators_nor_ranges():
     assert found == [("add_kernel", pytest.approx(2e-6))]
 
 
-def client(**changes):
+def judged_case(**changes):
     """Return a case as `profiling` sees it."""
     settings = SimpleNamespace(profile="torch", profiles=Path("out"))
-    row = SimpleNamespace(value=0.1, verdict="pass", memory={}, remarks=[], notes=[], profile={})
     base = {
         "run": SimpleNamespace(
             settings=settings,
@@ -404,14 +403,16 @@ def client(**changes):
             check_time=lambda: None,
             environment=lambda device: ENVIRONMENT,
         ),
-        "row": row,
-        "place": SimpleNamespace(kind="time", device="cuda"),
+        "placement": SimpleNamespace(kind="time", device="cuda"),
         "ranks": 1,
         "timeout": 60.0,
         "case": SimpleNamespace(id="a-n1", pair=SimpleNamespace(baseline=len)),
         "where": {"folder": "ch99", "page": "/x/p_test.py", "function": "test_it"},
     }
-    return SimpleNamespace(**{**base, **changes})
+    seen = SimpleNamespace(**{**base, **changes})
+    results = {"timing": object(), "verdict": "pass", "metrics": {}}
+    lists = {"remarks": [], "notes": [], "profile": {}}
+    return SimpleNamespace(client=seen, run=seen.run, **results, **lists)
 
 
 ONE_BY_ONE = SimpleNamespace(environment={})
@@ -421,10 +422,14 @@ ONE_BY_ONE = SimpleNamespace(environment={})
     ("tool", "changes", "words"),
     [
         ("ncu", {"ranks": 2}, "its sides run on 2 ranks, ncu is put around one"),
-        ("nsys", {"place": SimpleNamespace(kind="check", device="cpu")}, "it runs on the CPU, "),
+        (
+            "nsys",
+            {"placement": SimpleNamespace(kind="check", device="cpu")},
+            "it runs on the CPU, ",
+        ),
         (
             "torch",
-            {"place": SimpleNamespace(kind="compile", device="compiler")},
+            {"placement": SimpleNamespace(kind="compile", device="compiler")},
             "its kernels are only assembled here, nothing runs",
         ),
         (
@@ -435,12 +440,12 @@ ONE_BY_ONE = SimpleNamespace(environment={})
     ],
 )
 def test_a_case_that_a_tool_cannot_watch_says_why(tool, changes, words):
-    case = client(**changes)
+    case = judged_case(**changes)
     case.run.settings.profile = tool
     profiling.profile(case)
-    [remark] = case.row.remarks
+    [remark] = case.remarks
     assert remark.startswith(f"not profiled ({tool}): {words}")
-    assert case.row.profile == {}
+    assert case.profile == {}
 
 
 def test_a_process_that_measures_nothing_is_asked_and_ended():
@@ -451,34 +456,34 @@ def test_a_process_that_measures_nothing_is_asked_and_ended():
         return Reply(result={"files": {}, "words": "none"})
 
     bench = SimpleNamespace(ask=ask, close=lambda: said.append("closed"))
-    case = client(
+    case = judged_case(
         task=lambda kind, **changes: (kind, changes["seed"], changes["at"]),
         fresh_bench=lambda: bench,  # and no other way to a bench
     )
     profiling.profile(case)
-    assert said == [("profile", profiling.SEED, "case"), "closed"]
-    assert case.row.notes[1] == "profile: none"
+    assert said == [(ProfileTask, profiling.SEED, "case"), "closed"]
+    assert case.notes[1] == "profile: none"
 
 
 def test_no_profile_begins_when_the_runs_time_is_over():
     def over():
         raise Interrupted("aisp_suite_timeout: 5 s are over")
 
-    case = client()
+    case = judged_case()
     case.run.check_time = over
     profiling.profile(case)
-    assert case.row.remarks == ["not profiled (torch): aisp_suite_timeout: 5 s are over"]
+    assert case.remarks == ["not profiled (torch): aisp_suite_timeout: 5 s are over"]
 
 
 def test_each_side_of_a_case_on_a_gpu_is_put_in_the_tool(tools, task, tmp_path):
     tools(HONEST)
-    case = client(task=lambda kind, at, seed, timer, side: task(side))
+    case = judged_case(task=lambda kind, at, seed, side: task(side))
     case.run.settings.profile, case.run.settings.profiles = "ncu", tmp_path / "profile"
     profiling.profile(case)
-    assert case.row.remarks == []
+    assert case.remarks == []
     folder = tmp_path / "profile" / "ch99.p_test.test_it.a-n1"
-    assert case.row.notes == [f"profile (ncu): {folder}"]
-    files = case.row.profile["files"]
+    assert case.notes == [f"profile (ncu): {folder}"]
+    files = case.profile["files"]
     assert set(files) == {"baseline", "optimized"}
     assert all((folder / name).exists() for names in files.values() for name in names)
 
@@ -492,7 +497,7 @@ def test_memory_is_said_in_the_notes():
 
 def test_two_cases_never_share_a_folder():
     ids = ["a-n1", "a-s x", "a-s_x", "b" * 200, "b" * 201]
-    cases = [client(case=SimpleNamespace(id=name)) for name in ids]
+    cases = [judged_case(case=SimpleNamespace(id=name)).client for name in ids]
     names = [profiling.folder_of(case).name for case in cases]
     assert len(set(names)) == len(ids)
     assert max(map(len, names)) < 255

@@ -10,7 +10,7 @@ import pytest
 
 from pytest_aisp.results import store
 from pytest_aisp.session import recorder
-from pytest_aisp.session.case import CaseRun
+from pytest_aisp.session.case_client import CaseClient
 from pytest_aisp.session.recorder import Recorder
 
 UPDATE = ["--aisp-update-expectations", "--aisp-processes=1"]
@@ -128,11 +128,11 @@ def test_the_entry_of_a_page_that_is_gone_stays(page, gpu, pytester, make, row):
 def test_on_a_gpu_all_processes_that_record_start_at_once(device, timer, started):
     asked = []
     case = SimpleNamespace(
-        place=SimpleNamespace(device=device),
+        placement=SimpleNamespace(device=device),
         run=SimpleNamespace(timer=timer, settings=SimpleNamespace(processes=3)),
         bench=asked.append,
     )
-    CaseRun._start_others(case)
+    CaseClient.start_recording_processes(case)
     assert asked == started
 
 

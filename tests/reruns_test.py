@@ -11,7 +11,6 @@ import pytest
 
 from pytest_aisp.isolation import monkeypatches
 from pytest_aisp.results import run_reader
-from pytest_aisp.results.row import Row
 from pytest_aisp.results.verdict import Reading
 from pytest_aisp.session.case_client import CaseClient, remeasuring
 
@@ -54,8 +53,7 @@ def test_on_a_clock_of_the_gpu_the_votes_that_a_verdict_takes_start_together(clo
 
     class Client(CaseClient):
         def __init__(self):
-            self.row = Row("id", "f", "k", "p", "t", "v", {}, "dram")
-            self.row.timings.append({"clock": clock})
+            self.timings, self.against, self.notes = [{"clock": clock}], [], []
             settings = SimpleNamespace(confirm_budget=60)
             said = SimpleNamespace(replay=None, confirmed=0.0, settings=settings, progress=len)
             self.run = said
@@ -94,13 +92,13 @@ def test_on_a_clock_of_the_gpu_the_votes_that_a_verdict_takes_start_together(clo
 DIES = """
 import os
 
-from pytest_aisp.results import simulated
+from pytest_aisp.timing import fake_device
 
 def simulate(baseline, optimized, *args):
     if "voting" in os.listdir() and baseline != optimized:  # the canary lives
         os._exit(3)
     open("voting", "w").close()
-    return simulated.simulate(baseline, optimized, *args)
+    return fake_device.simulate(baseline, optimized, *args)
 """
 
 
@@ -287,7 +285,7 @@ def test_what_is_timed_beside_a_debugger_decides_nothing(page, gpu, pytester, in
     gpu(**TIMES)
     command = [sys.executable, "-m", "pytest", "--pdb", "-o", f"aisp_inconclusive={ini}"]
     result = pytester.run(*command, stdin=b"c\n")
-    says = "timed inside pytest (--pdb), not in a process of its own: nothing is decided on that"
+    says = "timed inside pytest (--pdb), not in a process of its own: no verdict"
     result.stdout.fnmatch_lines([f"*{says}", f"=* {ends} in *"])
 
 
@@ -305,6 +303,6 @@ def test_what_was_timed_inside_pytest_is_not_stored(page, pytester):
     page()
     result = pytester.runpytest_inprocess("--aisp-update-expectations", "--pdb")
     result.stderr.fnmatch_lines(
-        ["ERROR: --aisp-update-expectations cannot be combined with --pdb: what is stored comes *"]
+        ["ERROR: --aisp-update-expectations cannot be combined with --pdb: stored results *"]
     )
     assert result.ret == pytest.ExitCode.USAGE_ERROR

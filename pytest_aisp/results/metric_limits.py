@@ -91,7 +91,7 @@ METRICS: dict[str, Metric] = {
     "memory": Metric("beyond the inputs", "assert_memory", amount, True, *_ALLOCATED),
     "reserved": Metric("taken from the GPU", "assert_memory", amount, True, *_SEGMENTS),
     "fragmentation": Metric("taken and unused", "assert_memory", amount, True, *_SEGMENTS),
-    "launches": Metric("launches a call", "assert_count", "{:g}".format, False, 0.0, 0.0),
+    "launches": Metric("launches a call", "assert_launches", "{:g}".format, False, 0.0, 0.0),
     # Leakage grows with temperature, and no two GPUs of a product draw the same.
     "energy": Metric("a call", "assert_energy", joules, True, 0.05, 0.0),
     # Loaders and hosts differ by more than clocks do.

@@ -214,9 +214,23 @@ def verdict_of(decision: Decision, *, stored: bool, same_environment: bool) -> s
     return "pass" if stored else "new"
 
 
-def worst_of(one: str, other: str) -> str:
-    """Return the verdict of a case of which two parts have these; empty is no verdict yet."""
-    return min((word for word in (one, other) if word), key=ORDER.index, default="")
+class Finding(NamedTuple):
+    """What one stage of a case found: the verdict that it alone would give, and the reasons."""
+
+    verdict: str
+    reasons: tuple[str, ...] = ()
+
+
+def case_verdict(findings: Iterable[Finding], *, strict_environment: bool = False) -> str:
+    """Return the verdict of a case: the worst of its findings, or empty without any.
+
+    Args:
+        strict_environment: whether a loss in another environment is a regression.
+    """
+    words = [finding.verdict for finding in findings]
+    if strict_environment:
+        words = ["regressed" if word == "stale" else word for word in words]
+    return min(words, key=ORDER.index, default="")
 
 
 def detectable(gates: Sequence[Gate], spread: float, session: float) -> float:

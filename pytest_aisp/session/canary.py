@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..results import verdict
 from ..results.row import ratio
 from ..results.verdict import Reading
-from .context import Failed, RunContext, Timed
+from .context import Failed
+
+if TYPE_CHECKING:
+    from .case import CaseRun
 
 ATTEMPTS = 4
 """Processes in which the planted slowdown may be seen."""
@@ -53,35 +56,37 @@ class Canary:
         )
 
 
-def offer_to_canary(run: RunContext, client: Timed) -> None:
-    """Keep `client` for this process's canary if it is the finest scale so far."""
-    if client.row.clock in CLOCKS:
-        best = run.finest
-        if best is None or _coarseness(client) < _coarseness(best):
-            run.finest = client
+def offer_to_canary(case: CaseRun) -> None:
+    """Keep `case` for this process's canary if it has the finest time scale so far."""
+    if case.timing is not None and case.timing.clock in CLOCKS:
+        best = case.run.finest
+        if best is None or _coarseness(case) < _coarseness(best):
+            case.run.finest = case
 
 
-def _coarseness(client: Timed) -> tuple[int, float]:
+def _coarseness(case: CaseRun) -> tuple[int, float]:
     # A short call fills a window many times, so that one in a hundred can be planted.
-    return CLOCKS.index(client.row.clock), client.row.pair_seconds()[1]
+    assert case.timing is not None
+    return CLOCKS.index(case.timing.clock), case.timing.pair_seconds[1]
 
 
-def run_canary(client: Timed) -> dict[str, Any]:
-    """Time the optimized side of `client`, which this process has measured, against itself."""
-    row, numbers = client.row, iter(range(100))
-    found = Canary(row.nodeid.rpartition("::")[2], row.clock)
+def run_canary(case: CaseRun) -> dict[str, Any]:
+    """Time the optimized side of `case`, which this process has measured, against itself."""
+    assert case.timing is not None
+    client, numbers = case.client, iter(range(100))
+    found = Canary(case.where["nodeid"].rpartition("::")[2], case.timing.clock)
 
     def itself(planted: float, fresh: bool) -> tuple[Reading, float]:
         if not fresh:
-            return client.timed_itself(planted, next(numbers))
+            return client.time_itself(planted, next(numbers))
         bench = client.fresh_bench()
         try:
-            return client.timed_itself(planted, next(numbers), bench)
+            return client.time_itself(planted, next(numbers), bench)
         finally:
             bench.close()
 
     try:
-        judge(found, row.spread or 0.0, itself)
+        judge(found, case.timing.spread, itself)
     except Failed as failure:
         found.wrong = f"cannot be timed again: {str(failure).splitlines()[0]}"
     return asdict(found)

@@ -1,258 +1,362 @@
-"""One case from its declaration to its verdict. No pytest here: glue calls it."""
+"""One case, from its page to its row, top to bottom.
+
+The stages are called by the test body: `check` by ``pair.assert_equivalent()``, `measure` by
+``pair.assert_speedup()``, `measure_metric` by ``pair.assert_memory()`` and its kin. A stage asks
+bench processes through `CaseClient`, and leaves typed results and findings. The verdict is a
+function of all findings (`results.verdict.case_verdict`); `row` is built once from the results.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from statistics import median
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from statistics import fmean, median
 from typing import Any
 
 from ..kernels import autotune
 from ..page.pair import Case
 from ..results import metric_limits, verdict
 from ..results.messages import CheckTask, CompileTask, CountTask
-from ..results.metric_limits import METRICS
-from ..results.row import duration, graph_notes, launch_bound, launch_bound_note, memory_note
-from ..timing import kernel_profile
+from ..results.row import Row, bare, ratio
+from ..results.verdict import Finding
 from .canary import offer_to_canary
-from .case_client import CaseClient, reading, remeasuring
+from .case_client import CaseClient, key_of, reading, remeasuring
 from .context import Failed, RunContext
-from .judge import Judge
-from .placement import COMPILER, Kernels
-from .sandbox_case import run_apart
+from .judge import (
+    Judgement,
+    MetricJudgement,
+    Stored,
+    judge_changed_side,
+    judge_metric,
+    judge_speedup,
+)
+from .placement import COMPILER, Kernels, placement_of
+from .sandbox_case import run_sandboxed
+from .terminal import accept_commands
+from .timing_result import Timing, read_timing
 
 
 class EndOfBody(Exception):
-    """Nothing is timed here, so the test body has said all it can."""
+    """Nothing is timed here, so the test body has nothing left to do."""
 
 
-class CaseRun(CaseClient):
-    """One case: `check`, then `measure`; `row` is what became of it."""
+class CaseRun:
+    """One case in one run.
+
+    Attributes:
+        placement: where the case can be shown: timed, checked, compiled or skipped.
+        client: its bench processes, and what they answered.
+        stored: its stored result, and those of its chapter.
+        timing, judgement, metrics: what the stages returned; None or empty before them.
+        findings: the verdict that each stage alone would give, with its reasons.
+    """
 
     def __init__(
         self, run: RunContext, case: Case, where: Mapping[str, str], kernels: Kernels
     ) -> None:
-        super().__init__(run, case, where, kernels)
-        self.judge, self.kernels = Judge(self), kernels
+        self.run, self.case, self.where, self.kernels = run, case, where, kernels
+        self.placement = placement_of(run, case, kernels)
+        self.client = CaseClient(run, case, where, self.placement)
+        self.stored = Stored(run, self.client.path, key_of(case, where), case)
+        timed = self.placement.kind == "time" and not run.settings.aa
+        target = case.variant, self.client.machine.arch, case.gpus
+        self.claim = case.pair.claim(*target) if timed else None
+        self.claim_origin = case.pair.origin(*target) if self.claim is not None else ""
+        self.checks: list[dict[str, Any]] = []
+        self.timing: Timing | None = None
+        self.judgement: Judgement | None = None
+        self.metrics: dict[str, MetricJudgement] = {}
+        self.findings: list[Finding] = []
+        self.notes, self.remarks = self.client.notes, self.client.remarks
+        self.values: list[float] = []
+        self.trials: list[list[Any]] = []
+        self.profile: dict[str, Any] = {}
+        self.recorded: dict[str, Any] = {}
+        self.wall = 0.0
 
     def check(self, rule: dict[str, Any]) -> None:
-        """Prove both sides right under `rule`, or assemble kernels where that is all we can."""
-        self.rule = rule
-        if self.place.kind == "compile":
-            found = self.ask(self.task(CompileTask, archs=self.place.archs))
-            self.row.verdict = "compiled"
-            self.row.checks.append(found)
-            self.row.notes += found["words"]
-            raise EndOfBody
-        timed = self.place.kind == "time"
-        if timed and self.run.settings.update is not None:
-            self._start_others()
-        at = "case" if timed else "check"
-        found = self.ask(self.task(CheckTask, at=at, search=self.run.settings.check))
-        self.row.checks.append(found)
-        self.row.notes.append("checked at " + "; ".join(found["sizes"]))
-        for size, checked in found["sizes"].items():
-            if checked["controls"]:
-                self.row.notes.append(f"controls at {size}: {'; '.join(checked['controls'])}")
-        if self.run.settings.untrusted and not timed:
-            run_apart(self, None)
+        """Prove both sides right under `rule`, or compile their kernels where nothing can run."""
+        with self._stage():
+            self.client.rule = rule
+            if self.placement.kind == "compile":
+                found = self.client.ask(self.client.task(CompileTask, archs=self.placement.archs))
+                self.checks.append(found)
+                self.notes += found["words"]
+                self.findings.append(Finding("compiled"))
+                raise EndOfBody
+            times = self.placement.kind == "time"
+            if times and self.run.settings.update is not None:
+                self.client.start_recording_processes()
+            at = "case" if times else "check"
+            task = self.client.task(CheckTask, at=at, search=self.run.settings.check)
+            found = self.client.ask(task)
+            self.checks.append(found)
+            self.notes.append("checked at " + "; ".join(found["sizes"]))
+            for size, checked in found["sizes"].items():
+                if checked["controls"]:
+                    self.notes.append(f"controls at {size}: {'; '.join(checked['controls'])}")
+            if self.run.settings.untrusted and not times:
+                run_sandboxed(self.client, None)
 
     def measure(self) -> None:
-        """Time the sides, screen, vote, judge. Where nothing is timed the case is `checked`.
+        """Time both sides, judge the speedup, and record it where the run records.
 
         Raises:
             EndOfBody: where nothing is timed.
             Failed: for a red verdict.
         """
-        self._begin("assert_speedup", "timed")
-        first = self.timed(0)
-        self._fill(first)
-        if self.run.settings.audit and any(self.kernels):
-            self._assemble(first)
-        if self.run.settings.in_process:
-            return self.judge.abstain()
-        offer_to_canary(self.run, self)
-        self.judge.judge(first)
-        for role in self.changed():
-            self.judge.judge_against(role)
-        if self.run.settings.untrusted:
-            run_apart(self, first)
-        if self.run.settings.update is not None:
-            self._record()
-        if self.run.settings.aa:
-            self._repeat(first)
-
-    def _start_others(self) -> None:
-        """Start the processes that record after the first: they import torch while it checks."""
-        if self.place.device == "cuda" and self.run.timer is None:
-            for number in range(1, self.run.settings.processes):
-                self.bench(number)
-
-    def count(self, goal: metric_limits.Name, limit: float) -> None:
-        """Judge what both sides take of `goal`. Where nothing is timed the case is `checked`.
-
-        Raises:
-            EndOfBody: where nothing is timed.
-            Failed: for a red verdict.
-        """
-        asked, row = METRICS[goal].asked, self.row
-        self._begin(asked, "counted")
-        row.sources = dict(row.checks[0]["sources"])
-        if self.place.device == "cpu" and self.run.timer is None:
-            return self._uncounted(goal, "counted on GPUs alone")
-        if goal == "energy" and not self.run.settings.energy:
-            return self._uncounted(goal, "counted with --aisp-energy, and when recording")
-        if goal == "goodput" and not row.seconds:
-            raise Failed(
-                f"{asked}() before assert_speedup(): it is a share of the time that this takes\n"
-                "Call pair.assert_speedup() first"
+        settings = self.run.settings
+        with self._stage():
+            self._require_check("assert_speedup", "timed")
+            first = self.client.time(0)
+            self.timing = timing = read_timing(self.client, self.stored, first)
+            self.values = [timing.reading.value]
+            timing.refuse_impossible()
+            if settings.audit and any(self.kernels):
+                self._compile_too(first)
+            if settings.in_process:
+                self.findings.append(_no_verdict_in_process(settings.in_process))
+                return self._stop_if_red()
+            offer_to_canary(self)
+            self.judgement = judged = judge_speedup(
+                self.client, self.stored, timing, self.claim, self.claim_origin
             )
-        found = self.ask(self.task(CountTask, metric=goal, timer=self.run.timer))
-        row.checks.append(found)
-        if goal == "goodput":
-            found = metric_limits.shares(found, row.pair_seconds())
-        row.environment = row.environment or self.environment()
-        self.judge.judge_count(goal, found, limit)
-        if self.run.settings.update is not None:
-            self._store()
+            self.values = judged.votes or self.values
+            self.findings += judged.findings
+            self._stop_if_red(accept=True)
+            for role in self.client.changed_sides():
+                self.findings += judge_changed_side(self.client, self.stored, timing, role)
+                self._stop_if_red()
+            if settings.untrusted:
+                run_sandboxed(self.client, timing)
+            if settings.update is not None:
+                self._record(timing)
+            if settings.aa:
+                self._repeat_aa(timing)
 
-    def _begin(self, asked: str, done: str) -> None:
-        """Refuse what is not proved; end the body where nothing is `done`."""
-        if self.rule is None:
+    def measure_metric(self, metric: metric_limits.Name, limit: float) -> None:
+        """Judge what a call of each side takes of `metric`.
+
+        Raises:
+            EndOfBody: where nothing is timed.
+            Failed: for a red verdict.
+        """
+        asked = metric_limits.METRICS[metric].asked
+        with self._stage():
+            self._require_check(asked, "measured")
+            why = self._not_measurable(metric)
+            if why:
+                self.notes.append(f"{metric}: {why}")
+                self.findings.append(Finding("checked"))
+                return
+            if metric == "goodput" and self.timing is None:
+                raise Failed(
+                    f"{asked}() before assert_speedup(): goodput is a share of the call's time\n"
+                    "Call pair.assert_speedup() first"
+                )
+            found = self.client.ask(
+                self.client.task(CountTask, metric=metric, timer=self.run.timer)
+            )
+            self.checks.append(found)
+            if metric == "goodput" and self.timing is not None:
+                found = metric_limits.shares(found, self.timing.pair_seconds)
+            environment = self._environment()
+            judged = judge_metric(
+                self.stored, metric, found, limit, environment, self._sources(), self.judgement
+            )
+            self.metrics[metric] = judged
+            self.findings += judged.findings
+            self._stop_if_red(accept=True)
+            if self.run.settings.update is not None:
+                self._store()
+
+    @contextmanager
+    def _stage(self) -> Iterator[None]:
+        """Turn the failure of a stage into a finding."""
+        try:
+            yield
+        except Failed as failure:
+            if failure.finding is not None:
+                self.findings.append(failure.finding)
+            raise
+
+    @property
+    def verdict(self) -> str:
+        """The verdict of everything found so far; empty before any finding."""
+        settings = self.run.settings
+        strict = settings.strict_environment and settings.update is None
+        return verdict.case_verdict(self.findings, strict_environment=strict)
+
+    def _stop_if_red(self, *, accept: bool = False) -> None:
+        """Raise `Failed` where the findings so far fail the run, here or by the ini file.
+
+        Args:
+            accept: whether storing today's result is a way out.
+        """
+        settings, word = self.run.settings, self.verdict
+        red = word in verdict.RED
+        red |= word == "new" and settings.missing == "fail" and settings.update is None
+        red |= word == "inconclusive" and settings.inconclusive == "fail"
+        if not red:
+            return
+        lines = [*self._reasons(), *self.client.commands()]
+        stored = not settings.aa and self.stored.result is not None
+        if accept and word != "fail" and (stored or word == "new"):
+            lines += accept_commands(self.where["typed"], stored=stored)
+        raise Failed("\n".join(lines), verdict=None)
+
+    def _reasons(self) -> list[str]:
+        return [reason for finding in self.findings for reason in finding.reasons]
+
+    def _require_check(self, asked: str, done: str) -> None:
+        """Refuse a pair that is not checked; end the body where nothing is timed."""
+        if self.client.rule is None:
             raise Failed(
                 f"{asked}() before assert_equivalent(): nothing is {done} before it is proved"
                 " right\nCall pair.assert_equivalent() first"
             )
-        if self.place.kind != "time":
-            self.row.verdict = self.row.verdict or "checked"
+        if self.placement.kind != "time":
+            self.findings.append(Finding("checked"))
             raise EndOfBody
 
-    def _uncounted(self, goal: str, why: str) -> None:
-        self.row.notes.append(f"{goal}: {why}")
-        self.row.verdict = self.row.verdict or "checked"
+    def _not_measurable(self, metric: str) -> str:
+        """Return why `metric` is not measured here, or an empty text."""
+        if self.placement.device == "cpu" and self.run.timer is None:
+            return "measured on GPUs only"
+        if metric == "energy" and not self.run.settings.energy:
+            return "measured with --aisp-energy, and when recording"
+        return ""
 
-    def _repeat(self, first: Mapping[str, Any]) -> None:
-        """Repeat an A/A trial in more processes, each a trial of its own, judged alike."""
-        values = [float(first["value"])]
-        recorded = self.judge.spread()
-        verdicts = [self.row.verdict]
-        for number in range(1, self.run.settings.processes):
-            timed = self.timed(100 + number, self.bench(number))
-            found = reading(timed)
-            values.append(found.value)
-            gates = verdict.same_gates(verdict.effective_spread(recorded, found))
-            with remeasuring(self, self.vote) as vote:
-                decision = verdict.decide(found, gates, vote)
-            self.row.votes += [vote.value for vote in decision.votes]
-            verdicts.append(verdict.verdict_of(decision, stored=True, same_environment=True))
-        self.row.trials = [[v, w] for v, w in zip(values, verdicts, strict=True)]
-        if len(values) > 1:
-            self.judge.interval(values)
-        worst = next((v for v in ("regressed", "improved", "inconclusive") if v in verdicts), None)
-        self.row.verdict = worst or self.row.verdict
-        if worst == "regressed":
-            raise Failed("\n".join(["a side differs from a copy of itself", *self.commands()]))
+    def _environment(self) -> dict[str, Any]:
+        return self.timing.environment if self.timing is not None else self.client.environment()
 
-    def _fill(self, timed: Mapping[str, Any]) -> None:
-        row = self.row
-        row.clock = str(timed["clock"])
-        row.work, row.sources = dict(timed["work"]), dict(timed["sources"])
-        row.spread = verdict.effective_spread(self.judge.spread(), reading(timed))
-        row.environment = self.environment()
-        names = self._names()
-        row.seconds = {
-            names[0]: median(timed["baseline"]),
-            names[1]: median(timed["optimized"]),
-        }
-        self.judge.interval([timed["value"]])
-        self.judge.limit(timed)
-        self._other_clock(timed["details"])
-        row.notes += graph_notes(names, timed["details"])
-        self._memory(timed["details"])
-        row.notes += kernel_profile.kernel_notes(timed.get("kernels", {}))
-        row.notes += autotune.choice_notes(timed["details"].get("choices", {}))
-        for name, seconds in timed.get("one_off", {}).items():
-            if seconds:
-                row.notes.append(self._break_even(name, seconds))
+    def _sources(self) -> dict[str, str]:
+        if self.timing is not None:
+            return self.timing.sources
+        return dict(self.checks[0]["sources"]) if self.metrics or self.checks else {}
 
-    def _assemble(self, timed: dict[str, Any]) -> None:
-        """Note what each kernel uses on this arch; whether it may, ``--aisp-compile`` says."""
+    def _compile_too(self, first: dict[str, Any]) -> None:
+        """Note what each kernel uses on this arch."""
         if self.run.replay is not None or self.run.settings.in_process:
             return
-        task = self.task(CompileTask, archs=(self.machine.arch,))
-        reply = self.run.bench(COMPILER).ask(task, self.timeout, self.run.progress)
+        task = self.client.task(CompileTask, archs=(self.client.machine.arch,))
+        reply = self.run.bench(COMPILER).ask(task, self.client.timeout, self.run.progress)
         if reply.error is None:
-            timed["assembled"] = reply.result["assembled"]
-            self.row.notes += reply.result["words"]
+            first["assembled"] = reply.result["assembled"]
+            self.notes += reply.result["words"]
         else:
-            first = (reply.message.splitlines() or [reply.error])[0]
-            self.row.notes.append(f"what its kernels use is not known: {first}")
+            why = (reply.message.splitlines() or [reply.error])[0]
+            self.notes.append(f"the resources of its kernels are unknown: {why}")
 
-    def _names(self) -> tuple[str, str]:
-        baseline = self.case.pair.baseline.__name__
-        variant = self.case.variant_name
-        return (f"{variant}, a copy", variant) if self.run.settings.aa else (baseline, variant)
+    def _record(self, timing: Timing) -> None:
+        """Measure the case in every recording process, and hand its result to the recorder.
 
-    def _other_clock(self, details: Mapping[str, Any]) -> None:
-        """Note the times on the clock that does not judge, and the goodput of host-bound sides."""
-        for key in ("as_called", "gpu_only"):
-            if key in details:
-                times = " / ".join(duration(t) for t in details[key])
-                self.row.notes.append(f"{key.replace('_', ' ')}: {times}")
-        if "as_called" in details:
-            self._launch_bound(details["as_called"])
-        if "gpu_only" in details:
-            busy = zip(details["gpu_only"], self.row.pair_seconds(), strict=True)
-            shares = " / ".join(f"{min(1.0, gpu / wall):.0%}" for gpu, wall in busy)
-            self.row.notes.append(f"goodput, GPU time over wall time: {shares}")
-
-    def _launch_bound(self, as_called: Sequence[float]) -> None:
-        """Say of which side it is no news that a graph makes it fast."""
-        row = self.row
-        row.launch_bound = launch_bound(row.clock, row.seconds, as_called)
-        if row.launch_bound:
-            row.remarks.append(launch_bound_note(row.launch_bound))
-
-    def _memory(self, details: Mapping[str, Any]) -> None:
-        """Note what a call of each side needs; never in silence where it is traded for speed."""
-        if "peak_bytes" in details:
-            said, traded = memory_note(details["peak_bytes"])
-            (self.row.remarks if traded else self.row.notes).append(said)
-
-    def _break_even(self, name: str, seconds: float) -> str:
-        slow, fast = self.row.pair_seconds()
-        gain = slow - fast
-        calls = f"pays after {seconds / gain:.3g} calls" if gain > 0 else "never pays"
-        return f"preparing {name} took {duration(seconds)}: {calls}"
-
-    def _record(self) -> None:
-        """Measure the case in every recording process and have it stored.
-
-        Votes are processes too: without them a value that they did not confirm would stand alone.
+        Votes count as recording processes: a first value that they refuted must not stand alone.
         """
-        run, row = self.run, self.row
-        count = 1 if self.row.clock == "process" else run.settings.processes
-        timed = list(row.timings)
-        for number in range(len(timed), count):
-            run.progress(f"record {number + 1}/{count}")
-            timed.append(self.timed(100 + number, self.bench(number)))
-        values = [float(t["value"]) for t in timed]
-        self.judge.interval(values)
-        self.judge.refuse_below_claim(values)
-        names = list(row.seconds)
-        for name, side in zip(names, ("baseline", "optimized"), strict=True):
-            row.seconds[name] = median(median(t[side]) for t in timed)
+        count = 1 if timing.clock == "process" else self.run.settings.processes
+        answers = list(self.client.timings)
+        for number in range(len(answers), count):
+            self.run.progress(f"record {number + 1}/{count}")
+            answers.append(self.client.time(100 + number, self.client.bench(number)))
+        self.values = [float(answer["value"]) for answer in answers]
+        mean = fmean(self.values)
+        open_claim = self.verdict == "inconclusive" and isinstance(self.claim, (int, float))
+        if open_claim and mean < math.log(float(self.claim or 1.0)):
+            raise Failed(
+                "\n".join(
+                    [
+                        f"{ratio(mean)} in {len(self.values)} processes is below"
+                        f" {bare(math.log(float(self.claim or 1.0)))} ({self.claim_origin}):"
+                        " not stored",
+                        *self.client.commands(),
+                    ]
+                )
+            )
+        seconds = [
+            median(median(answer[side]) for answer in answers) for side in ("baseline", "optimized")
+        ]
+        self.timing = timing.with_seconds(seconds)
         self._store(
-            values=[values],
-            clock=row.clock,
-            baseline_us=row.seconds[names[0]] * 1e6,
-            optimized_us=row.seconds[names[1]] * 1e6,
-            share=row.share,
-            limit=row.limit or None,
-            choices=autotune.merge_choices(t["details"].get("choices", {}) for t in timed),
+            values=[self.values],
+            clock=timing.clock,
+            baseline_us=seconds[0] * 1e6,
+            optimized_us=seconds[1] * 1e6,
+            share=timing.share,
+            limit=timing.limit or None,
+            choices=autotune.merge_choices(a["details"].get("choices", {}) for a in answers),
         )
 
     def _store(self, **times: Any) -> None:
-        """Put what to store in the row: what was counted so far, and the `times` once there are."""
-        row = self.row
-        row.recorded |= {"sources": dict(row.sources), "goals": dict(row.goals), **times}
-        row.recorded["replace"] = self.run.settings.update == "all"
+        """Put what is to be stored in the row: metrics so far, and `times` once there are any."""
+        metrics = {name: dict(judged.found) for name, judged in self.metrics.items()}
+        self.recorded |= {"sources": self._sources(), "goals": metrics, **times}
+        self.recorded["replace"] = self.run.settings.update == "all"
+
+    def _repeat_aa(self, timing: Timing) -> None:
+        """Repeat an A/A trial in more processes; each is a trial of its own."""
+        recorded = self.stored.spread(timing.clock)
+        trials = [(timing.reading.value, self.verdict)]
+        for number in range(1, self.run.settings.processes):
+            found = reading(self.client.time(100 + number, self.client.bench(number)))
+            gates = verdict.same_gates(verdict.effective_spread(recorded, found))
+            with remeasuring(self.client, self.client.vote) as vote:
+                decision = verdict.decide(found, gates, vote)
+            word = verdict.verdict_of(decision, stored=True, same_environment=True)
+            trials.append((found.value, word))
+            self.findings.append(Finding(word))
+            if self.judgement is not None:
+                self.judgement.votes += [vote.value for vote in decision.votes]
+        self.trials = [list(trial) for trial in trials]
+        self.values = [value for value, _ in trials] if len(trials) > 1 else self.values
+        if self.verdict == "regressed":
+            message = "a side differs from a copy of itself"
+            raise Failed("\n".join([message, *self.client.commands()]), verdict=None)
+
+    def row(self) -> Row:
+        """Return everything that is said about the case."""
+        timing, judged, client = self.timing, self.judgement, self.client
+        row = Row(
+            nodeid=self.where["nodeid"],
+            file=str(client.path),
+            key=self.stored.key,
+            page=self.where["page"],
+            function=self.where["function"],
+            variant=self.case.variant_name,
+            size=dict(self.case.size),
+            bound=self.case.pair.bound,
+            gpus=self.case.gpus,
+            baseline=self.case.pair.baseline.__name__,
+            product=client.machine.with_count(self.case.gpus),
+            arch=client.machine.arch,
+            need=self.placement.need,
+            verdict=self.verdict,
+            claim=self.claim,
+            origins={"claim": self.claim_origin} if self.claim is not None else {},
+            trials=self.trials,
+            reasons=self._reasons(),
+            notes=list(self.notes),
+            remarks=[*self.remarks, *(m.remark for m in self.metrics.values() if m.remark)],
+            goals={name: dict(m.found) for name, m in self.metrics.items()},
+            limits={name: m.limit for name, m in self.metrics.items()},
+            held={name: m.stored for name, m in self.metrics.items() if m.stored is not None},
+            profile=self.profile,
+            recorded=self.recorded,
+            sources=self._sources() if timing is not None or self.metrics else {},
+            environment=self._environment() if timing is not None or self.metrics else {},
+            checks=self.checks,
+            timings=client.timings,
+            against=client.against,
+            wall=self.wall,
+        )
+        if timing is not None:
+            timing.fill(row, self.values)
+        if judged is not None:
+            judged.fill(row)
+        return row
+
+
+def _no_verdict_in_process(option: str) -> Finding:
+    """Return the finding for a case timed inside pytest, where no vote is a fresh process."""
+    reason = f"timed inside pytest ({option}), not in a process of its own: no verdict"
+    return Finding("inconclusive", (reason,))

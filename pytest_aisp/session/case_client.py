@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ..page.pair import Case
 from ..results.messages import (
@@ -18,14 +18,14 @@ from ..results.messages import (
     TimeTask,
 )
 from ..results.models import HOST_CLOCKS
-from ..results.row import Row, ratio, size_text
+from ..results.row import ratio, size_text
 from ..results.verdict import VOTES, Reading
 from ..util.device import Machine, cpu_machine
 from ..util.versions import VERSIONS
 from ..worker.client import START_SECONDS, Bench
 from .context import Failed, RunContext, Unrecorded
 from .git_snapshot import SnapshotError
-from .placement import Kernels, placement_of
+from .placement import Placement
 from .terminal import rerun_commands
 
 CANARY = 1000
@@ -41,55 +41,37 @@ T = TypeVar("T", bound=CaseTask)
 
 
 class CaseClient:
-    """One case on one machine.
+    """One case on one machine, as its bench processes see it.
 
     Attributes:
-        place: where it can be shown.
+        placement: where the case can be shown.
         path: the file of its stored result.
-        row: what became of it.
+        rule: the rule of comparison that its check was asked with; None before.
+        timings, against: the full answers of all processes that timed it, and that timed a changed
+            side against its version at a commit.
+        missing_votes: why votes were not taken.
+        notes, remarks: what else there is to say; remarks are shown without ``-vv``, too.
     """
 
     def __init__(
-        self, run: RunContext, case: Case, where: Mapping[str, str], kernels: Kernels
+        self, run: RunContext, case: Case, where: Mapping[str, str], placement: Placement
     ) -> None:
-        self.run, self.case = run, case
-        self.where = where
+        self.run, self.case, self.where, self.placement = run, case, where, placement
         self.timeout = run.settings.timeout
-        self.place = placement_of(run, case, kernels)
         self.machine = self._machine()
-        self.rule: dict[str, Any] | None = None
-        folder = where["folder"]
         product = self.machine.with_count(case.gpus)
-        self.path = run.settings.baselines / product / f"{folder}.json"
-        self.row = Row(
-            nodeid=where["nodeid"],
-            file=str(self.path),
-            key=key_of(case, where),
-            page=where["page"],
-            function=where["function"],
-            variant=case.variant_name,
-            size=dict(case.size),
-            bound=case.pair.bound,
-            gpus=case.gpus,
-            baseline=case.pair.baseline.__name__,
-            product=product,
-            arch=self.machine.arch,
-            need=self.place.need,
-            claim=self._claim(),
-        )
-        if self.row.claim is not None:
-            self.row.origins["claim"] = case.pair.origin(case.variant, self.machine.arch, case.gpus)
+        self.path = run.settings.baselines / product / f"{where['folder']}.json"
+        self.rule: dict[str, Any] | None = None
+        self.timings: list[dict[str, Any]] = []
+        self.against: list[dict[str, Any]] = []
+        self.missing_votes: list[str] = []
+        self.notes: list[str] = []
+        self.remarks: list[str] = []
 
     def _machine(self) -> Machine:
-        run, on_gpu = self.run, self.place.kind == "time" and self.place.device == "cuda"
+        run, on_gpu = self.run, self.placement.kind == "time" and self.placement.device == "cuda"
         recorded = run.replay is not None and run.machine.arch == "cpu"  # maybe by another CPU
         return run.machine if on_gpu or recorded or run.timer is not None else cpu_machine()
-
-    def _claim(self) -> float | str | None:
-        """Return the claim that is judged here; none where nothing is timed."""
-        timed = self.place.kind == "time" and not self.run.settings.aa
-        where = self.machine.arch, self.case.gpus
-        return self.case.pair.claim(self.case.variant, *where) if timed else None
 
     def task(self, kind: type[T], **changes: Any) -> T:
         """Return a task of the type `kind` for this case."""
@@ -103,7 +85,7 @@ class CaseClient:
             "case": self.case.id,
             "size": dict(self.case.size),
             "gpus": self.case.gpus,
-            "device": self.place.device,
+            "device": self.placement.device,
             "rule": self.rule or {},
             "seed": self.run.seed,
             "reproducible": settings.reproducible,
@@ -111,7 +93,7 @@ class CaseClient:
         return kind(**{**given, **changes})
 
     def ask(self, task: CaseTask, bench: Bench | None = None) -> dict[str, Any]:
-        """Return the result of `task`; raise `Failed` with the verdict set for an error."""
+        """Return the result of `task`; raise `Failed` with its verdict for an error."""
         self.run.check_time()
         bench = bench or self.bench()
         reply = bench.ask(task, self.timeout, self.run.progress)
@@ -119,24 +101,23 @@ class CaseClient:
             self._fail(reply, task.seed)
         return dict(reply.result)
 
-    def _fail(self, reply: Reply, seed: int) -> None:
+    def _fail(self, reply: Reply, seed: int) -> NoReturn:
         verdicts = {"wrong": "wrong", "disturbed": "invalid"}
-        self.row.verdict = verdicts.get(reply.error or "", "fail")
         size = reply.at or size_text(1, self.case.size)
         where = f"{self.case.variant_name} at {size}" if size else self.case.variant_name
         plain = reply.error in ("wrong", "page", "unrecorded")
         parts = [reply.message if plain else f"{where}: {reply.message}"]
-        self.row.reasons.append(parts[0].splitlines()[0])
         parts += [reply.trace.rstrip()] if reply.trace else []
         failed = Unrecorded if reply.error == "unrecorded" else Failed
-        raise failed("\n".join([*parts, *self.commands(seed)]))
+        message = "\n".join([*parts, *self.commands(seed)])
+        raise failed(message, verdict=verdicts.get(reply.error or "", "fail"))
 
     def commands(self, seed: int = 0) -> list[str]:
         """Return the lines that say how to run this case again, on the values of `seed`."""
         return rerun_commands(self.run.settings, self.where["typed"], seed)
 
-    def timed(self, replicate: int, bench: Bench | None = None) -> dict[str, Any]:
-        """Return what process number `replicate` measured, and keep it in the row."""
+    def time(self, replicate: int, bench: Bench | None = None) -> dict[str, Any]:
+        """Return the answer of timing process number `replicate`, and keep it."""
         versus = "self" if self.run.settings.aa else "baseline"
         task = self.task(
             TimeTask,
@@ -147,24 +128,24 @@ class CaseClient:
             audit=self.run.settings.audit and replicate == 0,
         )
         result = self.ask(task, bench)
-        self.row.timings.append(result)
+        self.timings.append(result)
         return result
 
-    def changed(self) -> list[str]:
+    def changed_sides(self) -> list[str]:
         """Return which sides differ from the commit of ``--aisp-against``: of those both had."""
         old = self.run.past
         if old is not None and (why := old.unreached(Path(self.where["page"]))):
-            self.row.remarks.append(f"not compared with itself as it was: {why}")
+            self.remarks.append(f"not compared with its version at the commit: {why}")
             return []
         past = self._past()
         if past is None:
             return []
         found = self.ask(self.task(ChangedTask, past=past))
         if found["why"]:
-            self.row.remarks.append(f"not compared with itself as it was: {found['why']}")
+            self.remarks.append(f"not compared with its version at the commit: {found['why']}")
         return [role for role in ("baseline", "optimized") if found[role]]
 
-    def timed_against(self, role: str, replicate: int, bench: Bench | None = None) -> Reading:
+    def time_against(self, role: str, replicate: int, bench: Bench | None = None) -> Reading:
         """Return what one process says of the side `role` against itself as it was."""
         task = self.task(
             TimeTask,
@@ -176,10 +157,10 @@ class CaseClient:
             budget=self._budget(),
         )
         result = self.ask(task, bench)
-        self.row.against.append({"side": role, **result})
+        self.against.append({"side": role, **result})
         return reading(result)
 
-    def timed_itself(
+    def time_itself(
         self, planted: float, number: int, bench: Bench | None = None
     ) -> tuple[Reading, float]:
         """Return what one process says of the optimized side against itself, slowed by `planted`.
@@ -201,11 +182,17 @@ class CaseClient:
 
     def bench(self, number: int = 0) -> Bench:
         """Return bench process `number` for this case, or its ranks."""
-        return self.run.bench(self.place.device, number, self.ranks, self._variables)
+        return self.run.bench(self.placement.device, number, self.ranks, self._variables)
+
+    def start_recording_processes(self) -> None:
+        """Start the processes that record after the first: they import torch while it checks."""
+        if self.placement.device == "cuda" and self.run.timer is None:
+            for number in range(1, self.run.settings.processes):
+                self.bench(number)
 
     def fresh_bench(self) -> Bench:
         """Start one more bench process for this case's device, or its ranks."""
-        return self.run.start(self.place.device, self.ranks, self._variables)
+        return self.run.start(self.placement.device, self.ranks, self._variables)
 
     @property
     def _variables(self) -> Mapping[str, str]:
@@ -215,7 +202,7 @@ class CaseClient:
     @property
     def ranks(self) -> int:
         """Processes that this case's sides run on; kernels are assembled in one."""
-        alone = self.place.kind not in ("time", "check") or self.run.timer is not None
+        alone = self.placement.kind not in ("time", "check") or self.run.timer is not None
         return 1 if alone else self.case.gpus
 
     def _past(self) -> PageSource | None:
@@ -223,8 +210,6 @@ class CaseClient:
         try:
             page = past.page(Path(self.where["page"])) if past is not None and past.moved else None
         except SnapshotError as error:
-            self.row.verdict = "fail"
-            self.row.reasons.append(str(error).splitlines()[0])
             raise Failed(str(error)) from None
         if past is None or page is None:
             return None
@@ -244,7 +229,7 @@ class CaseClient:
 
     def vote(self, number: int, bench: Bench) -> Reading:
         """Return what process `number` says of the case."""
-        return reading(self.timed(number, bench))
+        return reading(self.time(number, bench))
 
     def environment(self) -> dict[str, Any]:
         """Return what a stored result depends on besides its sources."""
@@ -258,7 +243,7 @@ class CaseClient:
         if run.timer is not None:
             return {"torch": "simulated", **run.timer.get("environment", {})}
         if run.versions is None:
-            found = self._asked_facts(run.bench(self.place.device))
+            found = self._asked_facts(run.bench(self.placement.device))
             run.versions = {k: v for k, v in found.items() if k in VERSIONS}
         return run.versions
 
@@ -299,7 +284,7 @@ def remeasuring(client: CaseClient, measure: Measure) -> Iterator[Callable[[], R
     def fresh() -> Reading | None:
         nonlocal taken
         if run.confirmed > run.settings.confirm_budget:
-            client.row.notes.append("aisp_confirm_budget is spent: no more votes in this run")
+            client.notes.append("aisp_confirm_budget is spent: no more votes in this run")
             return None
         bench = process()
         taken += 1
@@ -313,21 +298,20 @@ def remeasuring(client: CaseClient, measure: Measure) -> Iterator[Callable[[], R
 
 
 def _vote(client: CaseClient, measure: Measure, bench: Bench) -> Reading | None:
-    run, row, verdict = client.run, client.row, client.row.verdict
-    start = time.monotonic()
-    number = len(row.timings) + len(row.against)
+    run, start = client.run, time.monotonic()
+    number = len(client.timings) + len(client.against)
     name = f"vote of fresh process {number}"
     run.progress(f"vote {number} in a fresh process")
     try:
         found = measure(number, bench)
         said = f"{ratio(found.value)}, error {found.error:.2%}, {_clock(client)} clock"
-        row.notes.append(f"{name}: {said}")
+        client.notes.append(f"{name}: {said}")
         return found
-    except Unrecorded:  # the row has the reason
-        row.verdict = verdict
+    except Unrecorded as failure:
+        client.missing_votes.append(str(failure).splitlines()[0])
         return None
     except Failed as failure:
-        row.notes.append(f"{name}: {str(failure).splitlines()[0]}")
+        client.notes.append(f"{name}: {str(failure).splitlines()[0]}")
         raise
     finally:
         if run.replay is None:
@@ -336,4 +320,4 @@ def _vote(client: CaseClient, measure: Measure, bench: Bench) -> Reading | None:
 
 
 def _clock(client: CaseClient) -> str:
-    return str((client.row.against or client.row.timings)[-1]["clock"])
+    return str((client.against or client.timings)[-1]["clock"])

@@ -10,16 +10,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..distributed.launcher import RankSet
-from ..page.pair import Case
 from ..results import store
 from ..results.messages import PeaksTask
 from ..results.models import Stored
-from ..results.row import Row
 from ..results.store import StoreError
-from ..results.verdict import Reading
+from ..results.verdict import Finding
 from ..timing import peaks as peaks_module
 from ..util.device import Machine
 from ..worker.client import Bench, BenchProcess
@@ -29,31 +27,29 @@ from ..worker.server import InProcess
 from .git_snapshot import GitSnapshot
 from .options import MAX_SEED, Settings
 
+if TYPE_CHECKING:
+    from .case import CaseRun
+
 
 class Failed(Exception):
-    """A case that is red; the message says why and what to do."""
+    """A case that is red; the message says why and what to do.
+
+    Attributes:
+        finding: for the case's verdict; None where that is recorded already.
+    """
+
+    def __init__(self, message: str, verdict: str | None = "fail") -> None:
+        super().__init__(message)
+        reason = message.partition("\n")[0]
+        self.finding = None if verdict is None else Finding(verdict, (reason,))
 
 
 class Unrecorded(Failed):
-    """A case that is judged again, of which more is asked than was recorded."""
+    """A replayed case that needs more samples than were recorded."""
 
 
 class Interrupted(Exception):
     """The run's own time is over."""
-
-
-class Timed(Protocol):
-    """A case that was timed, and can be timed against itself."""
-
-    run: RunContext
-    case: Case
-    row: Row
-
-    def timed_itself(
-        self, planted: float, number: int, bench: Bench | None = None
-    ) -> tuple[Reading, float]: ...
-
-    def fresh_bench(self) -> Bench: ...
 
 
 @dataclass
@@ -79,7 +75,7 @@ class RunContext:
     progress: Callable[[str], None] = lambda text: None
     times_cpu: bool = False
     versions: dict[str, Any] | None = None
-    finest: Timed | None = None
+    finest: CaseRun | None = None
     started: float = field(default_factory=time.monotonic)
     cases_done: bool = False
     confirmed: float = 0.0

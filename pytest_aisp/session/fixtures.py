@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 import pytest
 
 from ..page.pair import Case, Pair
-from ..results.row import Row
-from ..results.verdict import RED
+from ..results.verdict import RED, Finding
 from ..worker.loader import pair_of
 from .case import CaseRun, EndOfBody
 from .context import RunContext
@@ -94,12 +93,12 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
     if run.settings.cold_start:
         run.end_benches()
     case_run = CaseRun(run, case, where_is(item, config), _kernels(case, run))
-    if case_run.place.kind == "skip":
-        pytest.skip(case_run.place.need)
+    if case_run.placement.kind == "skip":
+        pytest.skip(case_run.placement.need)
     if (marker := item.get_closest_marker("aisp_timeout")) is not None:
-        case_run.timeout = float(marker.args[0]) * run.settings.timeout_multiplier
+        case_run.client.timeout = float(marker.args[0]) * run.settings.timeout_multiplier
     if reruns := config.getoption("reruns", None):
-        case_run.row.notes.append(f"--reruns={reruns} leaves cases alone: the first verdict stands")
+        case_run.notes.append(f"--reruns={reruns} leaves cases alone: the first verdict stands")
     item.stash[CASE] = case_run
     run.printed(0)  # what an earlier case's threads or profiler have printed since is not its own
     return PairUnderTest(case_run, request.session)
@@ -156,26 +155,23 @@ def call_body(item: pytest.Function) -> Iterator[None]:
                 _ended(item, pair)
     finally:
         if isinstance(pair, PairUnderTest):
-            pair._run.run.progress("")
-            pair._run.row.wall = time.monotonic() - start
+            pair._case.run.progress("")
+            pair._case.wall = time.monotonic() - start
 
 
 def _ended(item: pytest.Function, pair: PairUnderTest) -> None:
     """Refuse a body that ended without judging its pair, or a speedup that its page claims."""
-    row = pair._run.row
+    case = pair._case
     if not pair.judged:
-        row.verdict = "fail"
         _refuse(item, "this page never judged its pair\nEnd the body with pair.assert_speedup()")
-    if row.value is None and row.claim is not None:  # judged by other goals, and never timed
-        if row.claim not in (1.0, "yardstick"):
-            row.verdict = "fail"
+    if case.timing is None and case.claim is not None:  # judged by metrics, and never timed
+        if case.claim not in (1.0, "yardstick"):
             _refuse(
                 item,
-                f"this page never judged what it claims, {row.claim} by {row.origins['claim']}\n"
+                f"this page never judged what it claims, {case.claim} by {case.claim_origin}\n"
                 "Call pair.assert_speedup(), or claim nothing",
             )
-        row.claim = None
-        del row.origins["claim"]
+        case.claim = None
 
 
 def attach(item: pytest.Item, call: Any, report: pytest.TestReport) -> None:
@@ -183,31 +179,31 @@ def attach(item: pytest.Item, call: Any, report: pytest.TestReport) -> None:
     case_run = item.stash.get(CASE, None)
     if case_run is None:
         return
-    row: Row = case_run.row
-    if report.skipped and not row.verdict:
+    if report.skipped and not case_run.findings:
         return
     if report.failed:
-        _fail(item, call, row, report)
+        _fail(item, call, case_run, report)
     if report.failed or hasattr(report, "wasxfail"):
-        row.recorded = {}
+        case_run.recorded = {}
     if case_run.run.settings.profile:
         _profile(case_run)
+    row = case_run.row()
     report.aisp = row.to_json()  # type: ignore[attr-defined]
     # JUnit reads the properties of the teardown report, which are the item's.
     item.user_properties += row.properties()
     report.user_properties += row.properties()
 
 
-def _fail(item: pytest.Item, call: Any, row: Row, report: pytest.TestReport) -> None:
-    """Make the row as red as the test: a body may assert more than its pair's claims."""
+def _fail(item: pytest.Item, call: Any, case: CaseRun, report: pytest.TestReport) -> None:
+    """Make the verdict as red as the test: a body may assert more than its pair's claims."""
     pair = getattr(item, "funcargs", {}).get("pair")
     error = call.excinfo.value if call.excinfo else None
     ours = error is not None and error is getattr(pair, "refusal", None)
-    if not ours and row.verdict not in RED:
-        said = call.excinfo.exconly(tryshort=True) if call.excinfo else report.longreprtext
-        row.reasons.append(said.partition("\n")[0])
-        row.verdict = "fail"
-    row.verdict = row.verdict or "fail"
+    # Ours and not red: `new` or `inconclusive`, which fail the run by the ini file.
+    if case.verdict in RED or (ours and case.verdict):
+        return
+    text = call.excinfo.exconly(tryshort=True) if call.excinfo else report.longreprtext
+    case.findings.append(Finding("fail", (text.partition("\n")[0],)))
 
 
 def _profile(case_run: CaseRun) -> None:
@@ -217,7 +213,7 @@ def _profile(case_run: CaseRun) -> None:
     try:
         profile(case_run)
     except pytest.fail.Exception as late:  # pytest-timeout, whose clock goes on after the verdict
-        case_run.row.remarks.append(f"not profiled: {late.msg}")
+        case_run.remarks.append(f"not profiled: {late.msg}")
 
 
 def time_one(function: Callable[[], Any], *, window: float = 1e-3, windows: int = 10) -> float:

@@ -1,306 +1,303 @@
-"""Hold a case's numbers against its gates: spread, limits, screen, vote, verdict, words."""
+"""Judge a case: hold its speedup, its changed sides and its metrics against their limits.
+
+Each function returns findings; none decides alone, and none touches the row.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..kernels import autotune
-from ..page.pair import Work
-from ..results import stats, verdict
+from ..page.pair import Case
+from ..results import models, stats, verdict
 from ..results.export import path_below
 from ..results.metric_limits import METRICS
-from ..results.models import Result, differences, pooled, session_sd
-from ..results.row import bare, duration, ratio
-from ..timing import peaks as peaks_module
-from .case_client import CaseClient, reading, remeasuring
-from .context import Failed
-from .terminal import accept_commands
+from ..results.row import Row, bare, ratio
+from ..results.verdict import Finding, Gate
+from .case_client import CaseClient, remeasuring
+from .context import Failed, RunContext
+
+if TYPE_CHECKING:
+    from .timing_result import Timing
 
 
-class Judge:
-    """The judge of one case."""
+@dataclass
+class Stored:
+    """The stored result of a case, among those of its chapter.
 
-    def __init__(self, client: CaseClient) -> None:
-        self.client, self.run, self.case, self.row = client, client.run, client.case, client.row
-        self.unlike: list[str] = []
+    Attributes:
+        path: the chapter's file of this product.
+        key: the case's name in it.
+    """
 
-    def judge(self, first: Mapping[str, Any]) -> None:
-        """Screen and vote on what the first process measured, and give the row its verdict."""
-        row, settings = self.row, self.run.settings
-        gates, same_environment, has_record = self._gates(first)
-        session = row.session = self._session()
-        if gates:  # a yardstick without a stored result is held against nothing
-            row.detectable = verdict.detectable(gates, row.spread or 0.0, session)
-        with remeasuring(self.client, self.client.vote) as vote:
-            decision = verdict.decide(reading(first), gates, vote)
-        row.votes = [vote.value for vote in decision.votes]
-        if row.votes:
-            # The first value was singled out for being extreme; the votes were not.
-            self.interval(row.votes)
-            row.notes.append(
-                f"measured {1 + len(row.votes)} times; the first gave {ratio(first['value'])}"
-            )
-        row.suspect = self._direction(gates, reading(first)) if decision.suspect else 0
-        found = verdict.verdict_of(
-            decision, stored=has_record or settings.aa, same_environment=same_environment
-        )
-        row.verdict = verdict.worst_of(row.verdict, found)
-        self._explain(gates, decision, first)
-        if row.verdict == "stale" and settings.strict_environment and settings.update is None:
-            row.verdict = "regressed"
-        self._end()
+    run: RunContext
+    path: Path
+    key: str
+    case: Case
 
-    def _end(self) -> None:
-        """Fail where the verdict so far is red, here or by the ini file."""
-        row, settings = self.row, self.run.settings
-        red = row.verdict in verdict.RED
-        red |= row.verdict == "new" and settings.missing == "fail" and settings.update is None
-        red |= row.verdict == "inconclusive" and settings.inconclusive == "fail"
-        if red:
-            raise Failed("\n".join([*row.reasons, *self.client.commands(), *self._accept()]))
+    @property
+    def result(self) -> models.Result | None:
+        """The case's stored result."""
+        return self.run.stored(self.path).results.get(self.key)
 
-    def abstain(self) -> None:
-        """Give no verdict on what was timed inside pytest, where no vote is a fresh process."""
-        row, settings = self.row, self.run.settings
-        row.verdict = "inconclusive"
-        row.reasons.append(
-            f"timed inside pytest ({settings.in_process}), not in a process of its own: nothing is"
-            " decided on that"
-        )
-        if settings.inconclusive == "fail":
-            raise Failed("\n".join([*row.reasons, *self.client.commands()]))
-
-    def judge_against(self, role: str) -> None:
-        """Judge a changed side against itself as it was: red for a loss that the vote confirms.
-
-        Raises:
-            Failed: for a loss; the message names the commits.
-        """
-        client, row, past = self.client, self.row, self.run.past
-        name = self.case.pair.baseline.__name__ if role == "baseline" else row.variant
-        before, reasons = row.verdict, list(row.reasons)
-        try:
-            first = client.timed_against(role, 0)
-        except Failed:
-            why = row.reasons[-1]
-            row.verdict, row.reasons = before, reasons
-            row.remarks.append(f"{name} is not compared with itself as it was: {why}")
-            return
-        gate = verdict.code_gate(self.spread(), first)
-        with remeasuring(client, lambda *process: client.timed_against(role, *process)) as vote:
-            decision = verdict.decide(first, [gate], vote)
-        votes = [vote.value for vote in decision.votes]
-        value = fmean(votes) if votes else first.value
-        range_ = past.label if past is not None else ""
-        smallest = 1 - math.exp(-verdict.DETECTABLE_CODE * gate.spread)
-        row.notes.append(
-            f"{name} against itself at {range_}: {ratio(value)}; detects {smallest:.1%}"
-        )
-        if decision.outcomes["code"] == "red":
-            row.verdict = "regressed"
-            row.reasons.append(
-                f"{name} is {ratio(value)} of itself as it was, {range_}: margin {gate.red:.2%};"
-                f" votes of fresh processes: {', '.join(map(bare, votes))} -> red"
-            )
-            raise Failed("\n".join([*row.reasons, *client.commands()]))
-        if decision.outcomes["code"] == "open":
-            row.verdict = "inconclusive"
-
-    def judge_count(self, name: str, found: Mapping[str, float], limit: float) -> None:
-        """Hold what both sides take of a goal against the page's limit and the stored result.
-
-        Raises:
-            Failed: for too much of it, or of goodput too little.
-        """
-        row, settings, goal = self.row, self.run.settings, METRICS[name]
-        said = f"{name}: {goal.said(found, limit)}"
-        row.goals[name], row.limits[name] = dict(found), limit
-        row.remarks = [r for r in row.remarks if not r.startswith(f"{name}:")]
-        if settings.aa:
-            return
-        row.remarks.append(said)
-        mine = self._mine()
-        before = mine.goals.get(name) if mine is not None else None
-        row.held |= {} if before is None else {name: before["optimized"]}
-        word = "new" if before is None else "pass"
-        if goal.missed(found, limit):
-            word = "fail"
-            row.reasons.append(f"{said} ({goal.asked} on the page) -> red")
-        elif mine and before and settings.update != "all" and goal.worse(before, found):
-            unlike = self.unlike or self._unlike(mine)
-            word = "stale" if unlike and not settings.strict_environment else "regressed"
-            now, then = goal.unit(found["optimized"]), goal.unit(before["optimized"])
-            row.reasons.append(
-                f"{name}: {now} against {then} (stored in {self._relative()}) -> red"
-            )
-            row.reasons += unlike
-        row.verdict = verdict.worst_of(row.verdict, word)
-        self._end()
-
-    def _mine(self) -> Result | None:
-        """Return the case's stored result."""
-        return self.run.stored(self.client.path).results.get(self.row.key)
-
-    @staticmethod
-    def _direction(gates: list[verdict.Gate], first: verdict.Reading) -> int:
-        losing = [g.sign for g in gates if g.name != "claim" and g.decide(first, []) != "clear"]
-        return losing[0] if losing else 0
-
-    def _gates(self, timed: Mapping[str, Any]) -> tuple[list[verdict.Gate], bool, bool]:
-        """Return the gates, whether the record's environment is this one, whether there is one."""
-        row = self.row
-        spread = row.spread or 0.0
-        if self.run.settings.aa:
-            return list(verdict.same_gates(spread)), True, True
-        gates: list[verdict.Gate] = []
-        if row.claim == "neutral":
-            margin = max(verdict.NEUTRAL_FLOOR[row.clock], verdict.DETECTABLE * spread)
-            gates.append(verdict.neutral_gate(margin))
-        elif row.claim != "yardstick":
-            gates.append(verdict.claim_gate(float(row.claim or 1.0), spread))
-        mine = self._mine()
-        if mine is None or mine.value is None:
-            return gates, True, False
-        if mine.clock != row.clock:
-            if self.run.settings.update != "all":
-                row.verdict = verdict.worst_of(row.verdict, "stale")
-                row.reasons.append(self._other_clock(mine, timed["details"]))
-            return gates, True, True
-        row.stored, row.origins["stored"] = mine.value, self._relative()
-        if self.run.settings.update == "all":  # it is to be replaced: only the claim counts
-            return gates, True, True
-        margin = verdict.record_margin(spread, self._session(), row.clock)
-        gates += verdict.record_gates(mine.value, margin)
-        self.unlike = self._unlike(mine)
-        same_environment = not self.unlike
-        self.unlike += autotune.differing_choices(mine.choices, timed["details"].get("choices", {}))
-        return gates, same_environment, True
-
-    def _other_clock(self, mine: Result, details: Mapping[str, Any]) -> str:
-        """Say that nothing was held against `mine`, and why a side is on a clock of its own."""
-        why = next((f": {details[k]}" for k in ("no graph", "no queue") if k in details), "")
-        return (
-            f"timed on the {self.row.clock} clock{why}; the result stored in {self._relative()} is"
-            f" of the {mine.clock} clock: not compared"
-        )
-
-    def _session(self) -> float:
-        """Return this product's session-to-session spread on this clock."""
-        return session_sd(self.run.stored(self.client.path).results.values(), self.row.clock)
-
-    def _unlike(self, mine: Result) -> list[str]:
-        """Return for which reasons a loss against `mine` need not be the code's."""
-        stored, row = self.run.stored(self.client.path), self.row
-        then, now = stored.environments.get(mine.environments[-1], {}), row.environment
-        names = differences(then, now, row.clock, several=self.case.gpus > 1)
-        unlike = [f"{n} was {then.get(n)} when stored, and is {now.get(n)}" for n in names]
-        if mine.sources.get("baseline") != row.sources["baseline"]:
-            unlike.append("the baseline is not the one that was stored")
-        return unlike
-
-    def limit(self, timed: Mapping[str, Any]) -> None:
-        """Put the share of the machine's limit in the row.
-
-        Raises:
-            Failed: for a side that is faster than the machine can be.
-        """
-        peaks = self.run.peaks(self.client.machine.product)
-        if self.case.gpus > 1:
-            several = self.run.link_peaks(self.client.machine.with_count(self.case.gpus))
-            peaks = peaks_module.joined(peaks, several)
-        if peaks is None or self.run.settings.aa:
-            return
-        limit = peaks_module.limit_of(Work(**timed["work"]), self.row.bound, peaks)
-        if limit is None:
-            return
-        seconds = min(self.row.pair_seconds())
-        self.row.share = peaks_module.share(limit, self.row.pair_seconds()[1])
-        self.row.limit = limit.name
-        linked = self.case.gpus if limit.name in peaks_module.LINKS else 1
-        product = self.client.machine.with_count(linked)
-        path = peaks_module.path_of(self.run.settings.baselines, product)
-        self.row.origins["limit"] = self._relative(path)
-        cold = self.case.pair.l2 == "cold" and self.row.clock == "graph"
-        if cold and peaks_module.implausible(limit, seconds):
-            self.row.verdict = "invalid"
-            raise Failed(
-                f"{duration(seconds)} is less than the {duration(limit.seconds)} that this"
-                f" machine's measured {limit.name} rate allows for the declared work:\n"
-                "the work is overstated, or a side does less of it"
-            )
-
-    def spread(self) -> float:
-        """Return the spread of one process's value: recorded, pooled, or this clock's default."""
-        clock = self.row.clock
-        results = list(self.run.stored(self.client.path).results.values())
-        others = pooled(results, clock)
-        mine = self._mine()
+    def spread(self, clock: str) -> float:
+        """Return the spread of one process's value: recorded, pooled, or the clock's default."""
+        others = models.pooled(list(self.run.stored(self.path).results.values()), clock)
+        mine = self.result
         own = mine.own_spread if mine is not None and mine.clock == clock else None
         if own is not None and mine is not None:
             return stats.pooled_spread(own, mine.processes, others)
         return stats.rms(others) if len(others) >= 3 else verdict.DEFAULT_SPREAD[clock]
 
-    def interval(self, values: list[float]) -> None:
-        """Put the mean of `values` and its 99 % interval in the row."""
-        row = self.row
-        row.value = fmean(values)
-        spread = row.spread or 0.0
-        row.low, row.high = verdict.interval(row.value, spread, len(values))
+    def session_spread(self, clock: str) -> float:
+        """Return the spread from session to session of this product and clock."""
+        return models.session_sd(self.run.stored(self.path).results.values(), clock)
 
-    def refuse_below_claim(self, values: list[float]) -> None:
-        """Fail what the votes left open where all recorded processes together are below the claim.
+    def environment_differences(
+        self,
+        mine: models.Result,
+        environment: Mapping[str, Any],
+        sources: Mapping[str, str],
+        clock: str,
+    ) -> list[str]:
+        """Return the reasons for which a loss against `mine` need not be the code's fault."""
+        then = self.run.stored(self.path).environments.get(mine.environments[-1], {})
+        names = models.differences(then, environment, clock, several=self.case.gpus > 1)
+        found = [f"{n} was {then.get(n)} when stored, and is {environment.get(n)}" for n in names]
+        if mine.sources.get("baseline") != sources["baseline"]:
+            found.append("the baseline is not the one that was stored")
+        return found
 
-        Raises:
-            Failed: nothing is stored then.
-        """
-        row = self.row
-        if row.verdict != "inconclusive" or not isinstance(row.claim, (int, float)):
-            return
-        value, claim = fmean(values), math.log(row.claim)
-        if value < claim:
-            row.verdict = "fail"
-            row.reasons.append(
-                f"{ratio(value)} in {len(values)} processes is below {bare(claim)}"
-                f" ({row.origins['claim']}): not stored"
-            )
-            raise Failed("\n".join([*row.reasons, *self.client.commands()]))
+    def relative(self, path: Path | None = None) -> str:
+        """Return `path`, or that of the stored results, relative to the root."""
+        return path_below(str(path or self.path), str(self.run.settings.root))
 
-    def _explain(
-        self, gates: list[verdict.Gate], decision: verdict.Decision, first: Mapping[str, Any]
-    ) -> None:
-        """Say for each missed gate which number missed which limit, and where that came from."""
-        origin = {
-            "claim": "at_least on the page",
-            "neutral": "at_least='neutral' on the page",
-            "record": f"stored in {self._relative()}",
-            "improvement": f"stored in {self._relative()}",
-            "same-slower": "the same side, built again",
-            "same-faster": "the same side, built again",
-        }
-        for gate in gates:
-            outcome = decision.outcomes[gate.name]
-            if outcome in ("clear", "green"):
-                continue
-            votes = ", ".join(bare(v.value) for v in decision.votes)
-            self.row.reasons.append(
-                f"{ratio(first['value'])} against {ratio(gate.limit)} ({origin[gate.name]}),"
-                f" margin {gate.red:.1%}; votes of fresh processes: {votes or 'none'}"
-                f" -> {outcome}"
-            )
-            if gate.name in ("record", "improvement"):
-                self.row.reasons += self.unlike
 
-    def _relative(self, path: Path | None = None) -> str:
-        """Return `path`, or that of the stored result, as people write it: below the root."""
-        return path_below(str(path or self.client.path), str(self.run.settings.root))
+@dataclass
+class Judgement:
+    """What the gates say of a speedup; every number is ln(speedup).
 
-    def _accept(self) -> list[str]:
-        """Return how to accept a result; a claim is the page's, and accepted nowhere else."""
-        stored = not self.run.settings.aa and self._mine() is not None
-        if self.row.verdict == "fail" or (not stored and self.row.verdict != "new"):
-            return []
-        return accept_commands(self.client.where["typed"], stored=stored)
+    Attributes:
+        votes: of the fresh processes.
+        suspect: -1 or 1 where the first value is past a gate's screen: direction of the change.
+        session: spread from session to session.
+        detectable: the smallest loss found in 99 % of trials; None where nothing is judged.
+        stored: the stored value that it was held against, and `stored_in` its file.
+        differences: why a loss against the stored result need not be the code's fault.
+    """
+
+    votes: list[float]
+    suspect: int
+    session: float
+    detectable: float | None
+    stored: float | None
+    stored_in: str
+    differences: list[str]
+    findings: list[Finding]
+
+    def fill(self, row: Row) -> None:
+        """Put the judgement in `row`."""
+        row.votes, row.suspect, row.session = self.votes, self.suspect, self.session
+        row.detectable, row.stored = self.detectable, self.stored
+        if self.stored is not None:
+            row.origins["stored"] = self.stored_in
+
+
+@dataclass
+class MetricJudgement:
+    """What a call of each side takes of a metric.
+
+    Attributes:
+        found: by role, and its relative ``noise`` where there is any.
+        limit: the page's limit; stored: the optimized side's stored amount.
+        remark: both amounts in words; empty in an A/A trial.
+    """
+
+    found: Mapping[str, float]
+    limit: float
+    stored: float | None = None
+    remark: str = ""
+    findings: list[Finding] = field(default_factory=list)
+
+
+def judge_speedup(
+    client: CaseClient,
+    stored: Stored,
+    timing: Timing,
+    claim: float | str | None,
+    claim_origin: str,
+) -> Judgement:
+    """Screen the first value, vote where it is suspect, and judge claim and stored result."""
+    settings, clock, spread = client.run.settings, timing.clock, timing.spread
+    session, mine = stored.session_spread(clock), stored.result
+    findings: list[Finding] = []
+    differences: list[str] = []
+    has_record, same_environment = settings.aa, True
+    held: float | None = None
+    gates = list(verdict.same_gates(spread)) if settings.aa else _claim_gates(claim, timing)
+    if not settings.aa and mine is not None and mine.value is not None:
+        has_record = True
+        if mine.clock != clock:
+            if settings.update != "all":
+                findings.append(Finding("stale", (_other_clock(stored, mine, timing),)))
+        else:
+            held = mine.value
+            if settings.update != "all":  # else it is to be replaced, and only the claim counts
+                margin = verdict.record_margin(spread, session, clock)
+                gates += verdict.record_gates(mine.value, margin)
+                differences = stored.environment_differences(
+                    mine, timing.environment, timing.sources, clock
+                )
+                same_environment = not differences
+                chosen = timing.details.get("choices", {})
+                differences += autotune.differing_choices(mine.choices, chosen)
+    detectable = verdict.detectable(gates, spread, session) if gates else None
+    with remeasuring(client, client.vote) as vote:
+        decision = verdict.decide(timing.reading, gates, vote)
+    votes = [vote.value for vote in decision.votes]
+    if votes:
+        # The first value was singled out for being extreme; the votes were not.
+        client.notes.append(
+            f"measured {1 + len(votes)} times; the first gave {ratio(timing.reading.value)}"
+        )
+    word = verdict.verdict_of(decision, stored=has_record, same_environment=same_environment)
+    reasons = list(client.missing_votes)
+    reasons += _missed_gates(gates, decision, timing.reading.value, differences, stored)
+    findings.append(Finding(word, tuple(reasons)))
+    return Judgement(
+        votes=votes,
+        suspect=_direction(gates, timing.reading) if decision.suspect else 0,
+        session=session,
+        detectable=detectable,
+        stored=held,
+        stored_in=stored.relative(),
+        differences=differences,
+        findings=findings,
+    )
+
+
+def _claim_gates(claim: float | str | None, timing: Timing) -> list[Gate]:
+    if claim == "neutral":
+        floor = verdict.NEUTRAL_FLOOR[timing.clock]
+        return [verdict.neutral_gate(max(floor, verdict.DETECTABLE * timing.spread))]
+    if claim == "yardstick":
+        return []
+    return [verdict.claim_gate(float(claim or 1.0), timing.spread)]
+
+
+def _other_clock(stored: Stored, mine: models.Result, timing: Timing) -> str:
+    """Say that the stored result was timed by another clock, and why today's differs."""
+    keys = ("no graph", "no queue")
+    why = next((f": {timing.details[k]}" for k in keys if k in timing.details), "")
+    return (
+        f"timed on the {timing.clock} clock{why}; the result stored in {stored.relative()} is"
+        f" of the {mine.clock} clock: not compared"
+    )
+
+
+def _direction(gates: list[Gate], first: verdict.Reading) -> int:
+    past = [g.sign for g in gates if g.name != "claim" and g.decide(first, []) != "clear"]
+    return past[0] if past else 0
+
+
+def _missed_gates(
+    gates: list[Gate],
+    decision: verdict.Decision,
+    first: float,
+    differences: list[str],
+    stored: Stored,
+) -> list[str]:
+    """Say for each missed gate which number missed which limit, and where the limit is written."""
+    origin = {
+        "claim": "at_least on the page",
+        "neutral": "at_least='neutral' on the page",
+        "record": f"stored in {stored.relative()}",
+        "improvement": f"stored in {stored.relative()}",
+        "same-slower": "the same side, built again",
+        "same-faster": "the same side, built again",
+    }
+    reasons = []
+    votes = ", ".join(bare(vote.value) for vote in decision.votes) or "none"
+    for gate in gates:
+        outcome = decision.outcomes[gate.name]
+        if outcome in ("clear", "green"):
+            continue
+        reasons.append(
+            f"{ratio(first)} against {ratio(gate.limit)} ({origin[gate.name]}),"
+            f" margin {gate.red:.1%}; votes of fresh processes: {votes} -> {outcome}"
+        )
+        if gate.name in ("record", "improvement"):
+            reasons += differences
+    return reasons
+
+
+def judge_changed_side(
+    client: CaseClient, stored: Stored, timing: Timing, role: str
+) -> list[Finding]:
+    """Judge a changed side against its version at the commit: red for a loss that votes confirm."""
+    past = client.run.past
+    name = client.case.variant_name
+    name = client.case.pair.baseline.__name__ if role == "baseline" else name
+    try:
+        first = client.time_against(role, 0)
+    except Failed as failure:
+        why = failure.finding.reasons[0] if failure.finding else str(failure).splitlines()[0]
+        client.remarks.append(f"{name} is not compared with its version at the commit: {why}")
+        return []
+    gate = verdict.code_gate(stored.spread(timing.clock), first)
+    with remeasuring(client, lambda *process: client.time_against(role, *process)) as vote:
+        decision = verdict.decide(first, [gate], vote)
+    votes = [vote.value for vote in decision.votes]
+    value = fmean(votes) if votes else first.value
+    commits = past.label if past is not None else ""
+    smallest = 1 - math.exp(-verdict.DETECTABLE_CODE * gate.spread)
+    client.notes.append(
+        f"{name} against its version at {commits}: {ratio(value)}; detects {smallest:.1%}"
+    )
+    listed = ", ".join(map(bare, votes)) or "none"
+    outcome = decision.outcomes["code"]
+    reason = (
+        f"{name} runs at {ratio(value)} of its version at {commits}: margin {gate.red:.2%};"
+        f" votes of fresh processes: {listed} -> {outcome}"
+    )
+    words = {"red": "regressed", "open": "inconclusive"}
+    return [Finding(words[outcome], (reason,))] if outcome in words else []
+
+
+def judge_metric(
+    stored: Stored,
+    name: str,
+    found: Mapping[str, float],
+    limit: float,
+    environment: Mapping[str, Any],
+    sources: Mapping[str, str],
+    speedup: Judgement | None,
+) -> MetricJudgement:
+    """Hold both sides' `found` amounts of a metric against the page's limit and the stored one."""
+    settings, metric = stored.run.settings, METRICS[name]
+    if settings.aa:
+        return MetricJudgement(found, limit)
+    text = f"{name}: {metric.said(found, limit)}"
+    mine = stored.result
+    before = mine.goals.get(name) if mine is not None else None
+    judged = MetricJudgement(found, limit, before["optimized"] if before else None, text)
+    if metric.missed(found, limit):
+        reason = f"{text} ({metric.asked} on the page) -> red"
+        judged.findings.append(Finding("fail", (reason,)))
+    elif mine and before and settings.update != "all" and metric.worse(before, found):
+        differences = list(speedup.differences) if speedup is not None else []
+        differences = differences or stored.environment_differences(
+            mine, environment, sources, mine.clock or ""
+        )
+        now, then = metric.unit(found["optimized"]), metric.unit(before["optimized"])
+        reason = f"{name}: {now} against {then} (stored in {stored.relative()}) -> red"
+        word = "stale" if differences else "regressed"
+        judged.findings.append(Finding(word, (reason, *differences)))
+    else:
+        judged.findings.append(Finding("new" if before is None else "pass"))
+    return judged

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
+from statistics import fmean
 from typing import Any, NoReturn
 
 import pytest
 
+from ..results import verdict
 from ..results.metric_limits import Name
 from ..worker.output_capture import say
 from .case import CaseRun
@@ -31,12 +34,12 @@ class PairUnderTest:
         judged: whether a verdict was asked for; refusal: the error of one that is red.
     """
 
-    def __init__(self, run: CaseRun, session: pytest.Session) -> None:
-        self._run, self._session = run, session
+    def __init__(self, case: CaseRun, session: pytest.Session) -> None:
+        self._case, self._session = case, session
         self.judged = False
         self.refusal: AssertionError | None = None
-        self.variant: str = run.case.variant_name
-        self.size: Mapping[str, Any] = dict(run.case.size)
+        self.variant: str = case.case.variant_name
+        self.size: Mapping[str, Any] = dict(case.case.size)
 
     def assert_equivalent(
         self, *, exact: bool = False, rtol: float | None = None, atol: float | None = None
@@ -52,7 +55,7 @@ class PairUnderTest:
             AssertionError: naming the output, the worst coordinate, both values and the bound.
         """
         __tracebackhide__ = True
-        self._red(lambda: self._run.check({"exact": exact, "rtol": rtol, "atol": atol}))
+        self._red(lambda: self._case.check({"exact": exact, "rtol": rtol, "atol": atol}))
 
     def assert_speedup(self) -> None:
         """Time both sides and judge the claim and the stored result.
@@ -64,7 +67,7 @@ class PairUnderTest:
         """
         __tracebackhide__ = True
         self.judged = True
-        self._red(self._run.measure)
+        self._red(self._case.measure)
 
     def assert_memory(self, *, at_most: float, of: str = "allocated") -> None:
         """Judge the variant's peak memory on the GPU against the baseline's, and the stored result.
@@ -87,7 +90,7 @@ class PairUnderTest:
             raise ValueError(f"assert_memory(of={of!r}): legal are {', '.join(MEMORY)}")
         if not at_most > 0:
             raise ValueError(f"{at_most=} of the baseline's memory: it must be above 0")
-        self._count(MEMORY[of], at_most)
+        self._limit(MEMORY[of], at_most)
 
     def assert_energy(self, *, at_most: float) -> None:
         """Judge the joules of a call against the baseline's, and the stored result.
@@ -106,7 +109,7 @@ class PairUnderTest:
         __tracebackhide__ = True
         if not at_most > 0:
             raise ValueError(f"{at_most=} of the baseline's energy: it must be above 0")
-        self._count("energy", at_most)
+        self._limit("energy", at_most)
 
     def assert_goodput(self, *, at_least: float) -> None:
         """Judge the share of the variant's wall time in which the GPU computes, and the stored one.
@@ -124,32 +127,30 @@ class PairUnderTest:
         __tracebackhide__ = True
         if not 0 < at_least <= 1:
             raise ValueError(f"{at_least=} of the wall time: it must be above 0 and at most 1")
-        self._count("goodput", at_least)
+        self._limit("goodput", at_least)
 
-    def assert_count(self, what: str, *, at_most: float) -> None:
+    def assert_launches(self, *, at_most: float) -> None:
         """Judge how many launches a call of the variant makes, and the stored result.
 
-        Where nothing is timed this ends the body: the case is `checked`.
+        Launches are kernels, copies and fills on the GPU, as the profiler sees them. Where nothing
+        is timed this ends the body: the case is `checked`.
 
         Args:
-            what: ``launches``: kernels, copies and fills on the GPU, as the profiler sees them.
-            at_most: of the variant, a call.
+            at_most: launches of a call of the variant.
 
         Raises:
             AssertionError: naming both numbers, the limit that was missed and where it came from.
-            ValueError: for something else to count, or a limit that is not above 0.
+            ValueError: for a limit that is not above 0.
         """
         __tracebackhide__ = True
-        if what != "launches":
-            raise ValueError(f"assert_count({what!r}): legal is 'launches'")
         if not at_most > 0:
             raise ValueError(f"{at_most=} launches: it must be above 0")
-        self._count("launches", at_most)
+        self._limit("launches", at_most)
 
-    def _count(self, goal: Name, limit: float) -> None:
+    def _limit(self, metric: Name, limit: float) -> None:
         __tracebackhide__ = True
         self.judged = True
-        self._red(lambda: self._run.count(goal, float(limit)))
+        self._red(lambda: self._case.measure_metric(metric, float(limit)))
 
     def _red(self, step: Callable[[], None]) -> None:
         __tracebackhide__ = True
@@ -167,9 +168,9 @@ class PairUnderTest:
     def _say_again(self) -> None:
         """Print here what the sides have printed in their processes; pytest does the rest."""
         captured = self._session.config.getoption("capture", "fd") != "no"
-        for name, text in self._run.run.printed(LINES if captured else None).items():
+        for name, text in self._case.run.printed(LINES if captured else None).items():
             if text:
-                self._run.run.progress("")
+                self._case.run.progress("")
                 say(getattr(sys, name), text)
 
     def _stop(self, why: str) -> NoReturn:
@@ -182,17 +183,17 @@ class PairUnderTest:
     @property
     def speedup(self) -> float:
         """How many times faster the variant was."""
-        value = self._run.row.speedup
-        if value is None:
-            raise AssertionError("pair.speedup before assert_speedup(): nothing was timed yet")
-        return value
+        return math.exp(fmean(self._values("speedup")))
 
     @property
     def interval(self) -> tuple[float, float]:
         """The 99 % interval of `speedup`."""
-        import math
+        values, timing = self._values("interval"), self._case.timing
+        assert timing is not None
+        low, high = verdict.interval(fmean(values), timing.spread, len(values))
+        return math.exp(low), math.exp(high)
 
-        row = self._run.row
-        if row.low is None or row.high is None:
-            raise AssertionError("pair.interval before assert_speedup(): nothing was timed yet")
-        return math.exp(row.low), math.exp(row.high)
+    def _values(self, name: str) -> list[float]:
+        if not self._case.values:
+            raise AssertionError(f"pair.{name} before assert_speedup(): nothing was timed yet")
+        return self._case.values

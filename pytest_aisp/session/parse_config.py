@@ -131,7 +131,9 @@ def _pass_or_fail(config: pytest.Config, key: str) -> str:
 
 def _one_of(option: str, value: str, legal: Sequence[str]) -> None:
     if value not in legal:
-        raise pytest.UsageError(f"{option}={value}: legal are {', '.join(legal)}")
+        raise pytest.UsageError(
+            f"{option}={value}: legal are {', '.join(legal)}\n    pytest {option}={legal[0]}"
+        )
 
 
 def _archs(text: str | None) -> tuple[str, ...]:
@@ -219,8 +221,7 @@ MODES = (
 CONFLICTS: dict[str, dict[str, str]] = {
     "--aisp-update-expectations": {
         "in-process": "stored results come from processes of their own",
-        "xdist": "results are recorded on a quiet machine\n"
-        "Record without -n:\n    pytest -n0 --aisp-update-expectations",
+        "xdist": "results are recorded on a quiet machine",
     },
     "--aisp-profile": {
         "--aisp-compile": "it runs nothing, so there is nothing to profile",
@@ -247,6 +248,10 @@ CONFLICTS: dict[str, dict[str, str]] = {
     },
 }
 """Options that cannot be combined, and why."""
+ADVICE = {
+    "--aisp-profile": "\nProfile in a run of its own:\n    pytest --aisp-check --aisp-profile",
+    "--aisp-update-expectations": "\nRecord alone:\n    pytest -n0 --aisp-update-expectations",
+}
 
 
 def _refuse_combinations(settings: Settings, config: pytest.Config) -> None:
@@ -263,7 +268,9 @@ def _refuse_combinations(settings: Settings, config: pytest.Config) -> None:
         for other, reason in others.items():
             if given[option] and given[other]:
                 name = settings.in_process if other == "in-process" else other
-                raise pytest.UsageError(f"{option} cannot be combined with {name}: {reason}")
+                raise pytest.UsageError(
+                    f"{option} cannot be combined with {name}: {reason}{ADVICE.get(option, '')}"
+                )
     same_mode = {"--aisp-check"} if settings.sanitize else set()
     modes = [option for option in MODES if given[option] and option not in same_mode]
     if len(modes) > 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..results.messages import ProfileTask
 from ..timing.graph_nodes import ROLES
@@ -16,27 +16,30 @@ from ..worker import nvidia_tools
 from .case_client import CaseClient
 from .context import Failed
 
+if TYPE_CHECKING:
+    from .case import CaseRun
+
 SEED = 0
 """The values shown here are no secret: the task is written beside the report."""
 LONGEST = 120
 """Characters of a folder's name: file systems take 255 bytes."""
 
 
-def profile(client: CaseClient) -> None:
-    """Profile both sides of `client`'s case and link what was written in its row.
+def profile(case: CaseRun) -> None:
+    """Profile both sides of `case` and link what was written in its row.
 
     Cases whose sides were not shown to be right are left alone: they would fail here, too.
     """
-    row, tool = client.row, client.run.settings.profile
-    shown = row.value is not None or row.verdict in ("checked", "compiled") or bool(row.goals)
+    tool = case.run.settings.profile
+    shown = case.timing is not None or case.verdict in ("checked", "compiled") or case.metrics
     if not shown:
         return
     try:
-        _profile(client, tool)
+        _profile(case, tool)
     except Exception as error:  # whatever it is, the verdict stands, and the run goes on
-        row.remarks.append(f"not profiled ({tool}): {error}")
+        case.remarks.append(f"not profiled ({tool}): {error}")
     finally:
-        client.run.progress("")
+        case.run.progress("")
 
 
 def folder_of(client: CaseClient) -> Path:
@@ -49,33 +52,34 @@ def folder_of(client: CaseClient) -> Path:
     return client.run.settings.profiles / name
 
 
-def _profile(client: CaseClient, tool: str) -> None:
+def _profile(case: CaseRun, tool: str) -> None:
+    client = case.client
     if (why := _why_not(client, tool)) is not None:
         raise Failed(why)
     client.run.check_time()
     folder = folder_of(client)
     found = _by_torch(client, folder) if tool == "torch" else _by_nsight(client, tool, folder)
-    client.row.profile = {"tool": tool, "folder": str(folder), **found}
-    client.row.notes.append(f"profile ({tool}): {folder}")
-    client.row.notes += _words(found)
+    case.profile = {"tool": tool, "folder": str(folder), **found}
+    case.notes.append(f"profile ({tool}): {folder}")
+    case.notes += _words(found)
 
 
 def _why_not(client: CaseClient, tool: str) -> str | None:
     """Return why this case cannot be profiled by `tool`, or None."""
-    if client.place.kind not in ("time", "check"):
+    if client.placement.kind not in ("time", "check"):
         return "its kernels are only assembled here, nothing runs"
     if hasattr(client.case.pair.baseline, "environment"):
         return "each of its samples is a process of its own"
     torch_does = "\n    pytest --aisp-profile=torch"
     if tool != "torch" and client.ranks > 1:
         return f"its sides run on {client.ranks} ranks, {tool} is put around one{torch_does}"
-    if tool != "torch" and client.place.device != "cuda":
+    if tool != "torch" and client.placement.device != "cuda":
         return f"it runs on the CPU, {tool} is for GPUs{torch_does}"
     return None
 
 
 def _task(client: CaseClient, **changes: Any) -> ProfileTask:
-    at = "case" if client.place.kind == "time" else "check"
+    at = "case" if client.placement.kind == "time" else "check"
     return client.task(ProfileTask, at=at, seed=SEED, **changes)
 
 
@@ -93,7 +97,7 @@ def _by_torch(client: CaseClient, folder: Path) -> dict[str, Any]:
 
 
 def _by_nsight(client: CaseClient, tool: str, folder: Path) -> dict[str, Any]:
-    environment = client.run.environment(client.place.device)
+    environment = client.run.environment(client.placement.device)
     files = {}
     for role in ROLES:
         client.run.progress(f"profile {role} under {tool}")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..isolation.monkeypatches import now
 from ..results.messages import (
@@ -24,6 +23,9 @@ from .case_client import CaseClient
 from .context import Failed
 from .options import MAX_SEED
 
+if TYPE_CHECKING:
+    from .timing_result import Timing
+
 ROLES = ("baseline", "optimized")
 LIMIT = {"graph": 1.25, "host": 1.5, "cpu": 1.5}
 """By clock: how far apart the judging process's clock and this one's may be. Calls behind a
@@ -33,27 +35,27 @@ ATTEMPTS = 3
 """A machine that is busy for a moment accuses nobody."""
 
 
-def run_apart(client: CaseClient, timed: Mapping[str, Any] | None) -> None:
+def run_sandboxed(client: CaseClient, timing: Timing | None) -> None:
     """Run both sides of `client` apart: their outputs must be right, and their times those told.
 
     Args:
-        timed: what the bench process said of them, or None where nothing was timed.
+        timing: what the bench process measured, or None where nothing was timed.
 
     Raises:
         Failed: for a wrong output (`wrong`) or a time that is not true (`invalid`).
     """
     side = client.case.pair.baseline
     if hasattr(side, "environment"):
-        client.row.notes.append("not run apart: each of its samples is a process of its own")
+        client.notes.append("not run apart: each of its samples is a process of its own")
         return
     if client.ranks > 1:
-        client.row.verdict = "invalid"
         raise Failed(
             f"--aisp-untrusted: the sides run on {client.ranks} ranks, which cannot be run apart;"
-            " leave the option out for pages that you trust"
+            " leave the option out for pages that you trust",
+            verdict="invalid",
         )
     with tempfile.TemporaryDirectory(prefix="aisp-apart-") as folder:
-        _Apart(client, timed, Path(folder)).run()
+        _Sandbox(client, timing, Path(folder)).run()
 
 
 def untrue(apart: float, told: float, clock: str) -> bool:
@@ -61,13 +63,13 @@ def untrue(apart: float, told: float, clock: str) -> bool:
     return not 1 / LIMIT[clock] <= apart / told <= LIMIT[clock]
 
 
-class _Apart:
-    def __init__(self, client: CaseClient, timed: Mapping[str, Any] | None, folder: Path) -> None:
+class _Sandbox:
+    def __init__(self, client: CaseClient, timing: Timing | None, folder: Path) -> None:
         self.client, self.folder = client, folder
         # A simulated device has times of its own; its sides run on the CPU.
-        self.timed = None if client.run.timer is not None else timed
-        details = (self.timed or {}).get("details", {})
-        self.clock = str(self.timed["clock"]) if self.timed is not None else ""
+        self.timing = timing = None if client.run.timer is not None else timing
+        details = timing.details if timing is not None else {}
+        self.clock = timing.clock if timing is not None else ""
         self.slots = int(details.get("slots", 2))
         self.counted = [int(n) for n in details.get("counted", (1, 1))]
         given = client.run.settings.seed  # else no process of the sides has ever known it
@@ -95,8 +97,9 @@ class _Apart:
                 slots=self.slots,
             )
             unit = int(prepared["unit"])
-            if self.clock in LIMIT:
-                self._time(performer, role, number, unit)
+            if self.timing is not None and self.clock in LIMIT:
+                told = self.timing.pair_seconds[number]
+                self._time(performer, role, told, unit)
             outputs = str(self.folder / f"{role}.pt")
             kept = sorted({0, random.SystemRandom().randrange(self.slots)})
             self._ask(
@@ -106,15 +109,15 @@ class _Apart:
             performer.close()
         steps = self.counted[number] if self.clock == "graph" else 1
         self._ask(referee, CompareTask, side=role, seed=self.secret, outputs=outputs, steps=steps)
-        self.client.row.notes.append(f"{role} run apart: its outputs are right")
+        self.client.notes.append(f"{role} run apart: its outputs are right")
 
     def _ask(
         self, bench: Bench, kind: type[CaseTask], *, seed: int = 0, **changes: Any
     ) -> dict[str, Any]:
-        at = "case" if self.client.place.kind == "time" else "check"
+        at = "case" if self.client.placement.kind == "time" else "check"
         return self.client.ask(self.client.task(kind, at=at, seed=seed, **changes), bench)
 
-    def _time(self, performer: Bench, role: str, number: int, unit: int) -> None:
+    def _time(self, performer: Bench, role: str, told: float, unit: int) -> None:
         """Refuse a side whose time by this process's clock is not the one that was told."""
 
         def work(units: int) -> float:
@@ -122,16 +125,13 @@ class _Apart:
             self._ask(performer, PerformTask, side=role, units=units)
             return now() - start
 
-        told = list(self.client.row.pair_seconds())[number]
         for _ in range(ATTEMPTS):
             apart = seconds_apart(work, unit, least=LEAST, times=TIMES)
             if not untrue(apart, told, self.clock):
-                self.client.row.notes.append(f"{role} run apart: {duration(apart)} a call")
+                self.client.notes.append(f"{role} run apart: {duration(apart)} a call")
                 return
-        self.client.row.verdict = "invalid"
         message = (
             f"{role} takes {duration(apart)} by the clock of a process that it does not run in,"
             f" and {duration(told)} by that of its own"
         )
-        self.client.row.reasons.append(message)
-        raise Failed("\n".join([message, *self.client.commands()]))
+        raise Failed("\n".join([message, *self.client.commands()]), verdict="invalid")
