@@ -15,7 +15,7 @@ fixes the types of the outputs and is never timed.
 
 import torch
 
-from pytest_aisp import Work, compare
+from pytest_aisp import Conditions, Work, compare
 
 
 def randn(device, *shape, dtype=torch.float32):
@@ -70,7 +70,7 @@ def scaled(x):
     check_sizes=[{"n": 1023}],
     work=lambda n: Work(read=4 * n, write=4 * n, roundings=2),
     bound="l2",
-    l2="warm",
+    conditions=Conditions(l2="warm"),
 )
 def test_scaled(pair):
     pair.assert_equivalent()
@@ -94,7 +94,7 @@ def transposed(x):
     check_sizes=[{"rows": 33, "columns": 65}],
     work=lambda rows, columns: Work(read=4 * rows * columns, write=4 * rows * columns),
     bound="l2",
-    l2="warm",
+    conditions=Conditions(l2="warm"),
 )
 def test_transposed(pair):
     pair.assert_equivalent(exact=True)
@@ -129,7 +129,7 @@ def gemm_work(m, n, k):
     check_sizes=[{"m": 65, "n": 33, "k": 129}],
     work=gemm_work,
     bound="tensor",
-    l2="warm",
+    conditions=Conditions(l2="warm"),
 )
 def test_projected(pair):
     pair.assert_equivalent()

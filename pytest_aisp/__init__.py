@@ -9,11 +9,12 @@ if TYPE_CHECKING:
     from .kernels.cuda_cpp import cuda_module
     from .kernels.tma import tensor_map
     from .page.declare import compare
-    from .page.pair import Variant, Work
+    from .page.pair import Conditions, Variant, Work
     from .timing.microbench import capture
     from .worker.process_timer import fresh_process
 
 __all__ = [
+    "Conditions",
     "Variant",
     "Work",
     "bottleneck",
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Conditions": "page.pair",
     "Variant": "page.pair",
     "Work": "page.pair",
     "bottleneck": "bottleneck.find",

@@ -32,7 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pytest_aisp import Variant, Work, compare, cuda_module
+from pytest_aisp import Conditions, Variant, Work, compare, cuda_module
 
 
 @triton.jit
@@ -307,7 +307,7 @@ def test_what_is_said_of_one_arch_alone_names_it_alone(red):
 
 def test_what_cannot_be_assembled_is_skipped_with_its_reason(page, write, pytester):
     page(more="cpu_sizes=[{'n': 99}],")
-    write("hopper", more="needs='wgmma', cpu_sizes=[{'n': 99}],")
+    write("hopper", more="conditions=Conditions(needs='wgmma'), cpu_sizes=[{'n': 99}],")
     result = compiled(pytester, "-rs", "--aisp-compile=sm100", "ch99")
     for why in (
         "launches no kernel of its own: nothing to assemble",

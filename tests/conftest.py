@@ -27,7 +27,7 @@ PAGE = '''
 
     import torch
 
-    from pytest_aisp import Variant, Work, compare
+    from pytest_aisp import Conditions, Variant, Work, compare
 
     CALLS = []
 

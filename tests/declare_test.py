@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_aisp import Variant, Work, compare, fresh_process
+from pytest_aisp import Conditions, Variant, Work, compare, fresh_process
 from pytest_aisp.page.pair import PairError
 
 
@@ -36,7 +36,9 @@ def declared(**changes):
         "work": lambda n: Work(read=4 * n),
         "bound": "dram",
     }
-    wanted = {**right, **changes}
+    names = ("needs", "gpus", "l2", "owns", "environment")
+    conditions = {name: changes.pop(name) for name in names if name in changes}
+    wanted = {**right, **changes, "conditions": Conditions(**conditions)}
     return compare(**{k: v for k, v in wanted.items() if v is not None})
 
 
@@ -78,6 +80,26 @@ WORDS = {
 def test_an_unknown_word_is_refused_with_the_legal_ones(name):
     changes, says = WORDS[name]
     assert message(**changes).startswith(f"@compare: {says}")
+
+
+def test_a_keyword_that_moved_to_conditions_names_its_new_form():
+    right = declared().kwargs["pair"]
+    with pytest.raises(PairError) as refused:
+        compare(
+            baseline=slow,
+            optimized=[fast],
+            inputs=inputs,
+            reference=reference,
+            sizes=right.sizes,
+            work=right.work,
+            bound="dram",
+            gpus=(2, 4),
+            l2="warm",
+        )
+    assert str(refused.value) == (
+        "@compare: gpus= is one of the conditions of a page: needs, gpus, l2, owns, environment\n"
+        "    conditions=Conditions(gpus=(2, 4), l2='warm')"
+    )
 
 
 CLAIMS = [
@@ -293,7 +315,7 @@ AT_COMPARE = {
         "E   pytest_aisp.page.pair.PairError: @compare: optimized= is a list of sides, as in *",
     ),
     "gpus": (
-        ('bound="dram"', 'bound="dram", gpus=lambda: 2'),
+        ('bound="dram"', 'bound="dram", conditions=Conditions(gpus=lambda: 2)'),
         "E   pytest_aisp.page.pair.PairError: @compare: gpus=(<function *,) must be a count of *",
     ),
     "unknown": (

@@ -412,7 +412,7 @@ def test_the_target_is_the_least_that_has_what_is_needed(arch, needs, target):
 PAGE = """
 import torch
 
-from pytest_aisp import Variant, Work, compare, cuda_module
+from pytest_aisp import Conditions, Variant, Work, compare, cuda_module
 
 plain = cuda_module("plain.cu")
 special = cuda_module("special.cu"{targets})
@@ -485,18 +485,20 @@ def test_a_variant_s_need_is_told_to_the_files_that_it_launches(page):
 
 
 def test_a_page_s_need_is_told_to_all_its_files(page):
-    made = page(more="needs='wgmma'")
+    made = page(more="conditions=Conditions(needs='wgmma')")
     assert made.special.target("sm90") == made.plain.target("sm90") == "sm_90a"
 
 
 def test_a_need_that_every_target_has_changes_nothing(page):
-    made = page(more="needs='tma'")
+    made = page(more="conditions=Conditions(needs='tma')")
     assert made.special.target("sm90") == "sm_90"
     assert made.special.needs == set()
 
 
 def test_explicit_targets_win(page):
-    made = page(more="needs='setmaxnreg'", targets=', targets={"sm100": "sm_100f"}')
+    made = page(
+        more="conditions=Conditions(needs='setmaxnreg')", targets=', targets={"sm100": "sm_100f"}'
+    )
     assert made.special.target("sm100") == "sm_100f"
     assert made.special.target("sm103") == "sm_103a"
     assert made.plain.target("sm100") == "sm_100a"
@@ -505,7 +507,9 @@ def test_explicit_targets_win(page):
 @needs_nvrtc
 def test_what_is_needed_assembles_and_what_is_not_declared_does_not(page, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert list(page(more="needs='wgmma'").special.assemble("sm90")) == ["warpgroup"]
+    assert list(page(more="conditions=Conditions(needs='wgmma')").special.assemble("sm90")) == [
+        "warpgroup"
+    ]
     with pytest.raises(nvrtc.CompileError, match=r"'wgmma.fence' not supported on .target 'sm_90'"):
         page().special.assemble("sm90")
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_aisp import Work, compare
+from pytest_aisp import Conditions, Work, compare
 from pytest_aisp.checking import check
 from pytest_aisp.checking.inputs import COLD_FOOTPRINT, UNSEEN, InputPool, NotCold
 from pytest_aisp.session.context import RunContext
@@ -40,7 +40,7 @@ def bench_of(*, n=1000, seed=1, unseen=2, l2="cold"):
         check_sizes=[{"n": 33}],
         work=lambda n: Work(read=4 * n, write=4 * n),
         bound="dram",
-        l2=l2,
+        conditions=Conditions(l2=l2),
     )
     def test_doubling(pair):
         pair.assert_speedup()

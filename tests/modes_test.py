@@ -269,14 +269,14 @@ def test_check_mode_says_once_why_nothing_is_timed_whatever_is_lacking(page, pyt
 
 
 def test_without_a_gpu_a_gpu_case_is_checked_and_says_need_and_fact(page, pytester):
-    page(more="needs='tcgen05',")
+    page(more="conditions=Conditions(needs='tcgen05'),")
     result = pytester.runpytest_subprocess("-v")
     result.stdout.fnmatch_lines(["*CHECKED needs tcgen05 (sm100, sm103); there is none here*"])
     assert result.ret == 0
 
 
 def test_need_names_the_gpu_at_hand(page, gpu, pytester):
-    page(more="needs='wgmma',")
+    page(more="conditions=Conditions(needs='wgmma'),")
     gpu(added=1e-5, doubled=1e-5)
     text = pytester.path.joinpath("conftest.py").read_text().replace("sm90", "sm100")
     pytester.path.joinpath("conftest.py").write_text(text)
@@ -388,7 +388,7 @@ def test_an_interrupted_run_stays_interrupted_whatever_its_cases_said(moved, pyt
 
 
 def test_the_marker_of_each_arch_selects(page, pytester):
-    page(more="cpu_sizes=[{'n': 99}], needs='wgmma',")
+    page(more="cpu_sizes=[{'n': 99}], conditions=Conditions(needs='wgmma'),")
     ids = {
         "sm90": ["doubled-n1001"],
         "cpu": ["doubled-cpu-n99"],

@@ -28,7 +28,7 @@ PAGE = '''
     import torch
     import torch.distributed as dist
 
-    from pytest_aisp import Work, compare
+    from pytest_aisp import Conditions, Work, compare
 
 
     def inputs(device, n):
@@ -60,7 +60,7 @@ PAGE = '''
         check_sizes=[{{"n": 33}}],
         work=lambda n: Work(wire=4 * n, terms=2),
         bound="latency",
-        gpus={gpus},
+        conditions=Conditions(gpus={gpus}),
     )
     def test_summing(pair):
         pair.assert_equivalent()
@@ -371,6 +371,8 @@ def test_ranks_start_with_the_environment_of_their_page(page, pytester, told):
     for name, mode in {"first": None, "middle": "'a'", "next": "'b'", "zenith": None}.items():
         path = write(pytester.path, name, sees.format(mode))
         declared = f'environment={{"AISP_MODE": {mode}}},' if mode else ""
-        path.write_text(path.read_text().replace("    gpus=2,", f"    gpus=2,{declared}"))
+        path.write_text(
+            path.read_text().replace("Conditions(gpus=2", f"Conditions(gpus=2,{declared}")
+        )
     result = pytester.runpytest_subprocess("--aisp-check", "ch99")
     result.stdout.fnmatch_lines(["*= 5 checked in *"])

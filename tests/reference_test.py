@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_aisp import Work, compare
+from pytest_aisp import Conditions, Work, compare
 from pytest_aisp.checking import check
 from pytest_aisp.checking.inputs import InputPool
 from pytest_aisp.checking.numerics import Rule, Wrong
@@ -57,7 +57,7 @@ def oracle_of(reference, state=weights, gpus=1):
         check_sizes=[{"n": 33}],
         work=lambda n: Work(read=4 * n * n, terms=n),
         bound="dram",
-        gpus=gpus,
+        conditions=Conditions(gpus=gpus),
     )
     def test(pair):
         pass

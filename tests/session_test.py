@@ -33,7 +33,7 @@ def run(request, page, gpu, pytester, kept):
         append(pytester, SEEN)
         page(name="new_test.py")
         page("torch.zeros_like(x)", name="wrong_test.py")
-        page(name="checked_test.py", more="needs='tcgen05',")
+        page(name="checked_test.py", more="conditions=Conditions(needs='tcgen05'),")
         result = pytester.runpytest_subprocess("--aisp-artifacts=kept", *WORKERS[request.param])
         rows = (pytester.path / "kept" / "results.jsonl").read_text().splitlines()
         seen = (pytester.path / "seen").read_text().splitlines()

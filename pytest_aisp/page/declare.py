@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from dataclasses import fields
+from typing import Any, TypeVar
 
 import pytest
 
@@ -17,7 +18,7 @@ from .pair import (
     WORDS,
     Bound,
     Claims,
-    Owned,
+    Conditions,
     Pair,
     PairError,
     Side,
@@ -47,11 +48,8 @@ def compare(
     cpu_sizes: Sequence[Size] = (),
     state: Callable[..., Any] | None = None,
     at_least: Claims = 1.0,
-    needs: str | Sequence[str] = (),
-    gpus: int | Sequence[int] = 1,
-    l2: Literal["cold", "warm"] = "cold",
-    owns: Sequence[Owned] = (),
-    environment: Mapping[str, str] | None = None,
+    conditions: Conditions | None = None,
+    **unknown: object,
 ) -> Callable[[F], F]:
     """Declare a pair on a test function that takes the `pair` fixture.
 
@@ -76,18 +74,16 @@ def compare(
             and reference get it as first argument, and it is compared after one and after N steps.
         at_least: the claim: a speedup, ``"neutral"``, or ``"yardstick"`` for a library that may
             lose; everywhere or by arch (``sm90``, ``cpu``).
-        needs: features without which no side runs, as in ``"tma"``.
-        gpus: ranks that the sides run on; several counts make cases of each.
-        l2: ``cold`` (the working set rotates through five L2 caches) or ``warm``.
-        owns: what the page varies itself and the harness must leave alone.
-        environment: variables with which the page's ranks start, for what a process decides once;
-            pages that ask for the same ones share ranks. With `gpus` above 1 only.
+        conditions: features, GPUs, L2 and switches that the sides need: `Conditions`.
 
     Raises:
         PairError: for a declaration that cannot be meant, at the page's own line.
     """
     __tracebackhide__ = True
     try:
+        _refuse(unknown)
+        under = conditions or Conditions()
+        gpus = under.gpus
         pair = Pair(
             baseline=baseline,
             variants=_variants(optimized),
@@ -100,17 +96,32 @@ def compare(
             bound=bound,
             state=state,
             at_least=at_least,
-            needs=as_words(needs),
+            needs=as_words(under.needs),
             gpus=tuple(gpus) if isinstance(gpus, Sequence) else (gpus,),
-            l2=l2,
-            owns=tuple(owns),
-            environment=dict(environment or {}),
+            l2=under.l2,
+            owns=tuple(under.owns),
+            environment=dict(under.environment),
         )
         validate(pair)
     except PairError as error:
         raise PairError(f"@compare: {error}") from None
     _tell_kernel_files(pair)
     return pytest.mark.aisp_pair(pair=pair)
+
+
+def _refuse(unknown: Mapping[str, object]) -> None:
+    """Refuse keywords that `compare` does not take; those that moved name their new place."""
+    __tracebackhide__ = True
+    names = [each.name for each in fields(Conditions)]
+    for name in unknown:
+        if name not in names:
+            raise TypeError(f"compare() got an unexpected keyword argument {name!r}")
+    if unknown:
+        given = ", ".join(f"{name}={value!r}" for name, value in unknown.items())
+        raise PairError(
+            f"{min(unknown)}= is one of the conditions of a page: {', '.join(names)}\n"
+            f"    conditions=Conditions({given})"
+        )
 
 
 def _variants(optimized: Sequence[Side | Variant]) -> tuple[Variant, ...]:

@@ -108,6 +108,26 @@ class Variant:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """The conditions that a page's sides run under; most pages need none of them.
+
+    Attributes:
+        needs: features without which no side runs, as in ``"tma"``.
+        gpus: ranks that the sides run on; several counts make cases of each.
+        l2: ``cold`` (the working set rotates through five L2 caches) or ``warm``.
+        owns: what the page varies itself and the harness must leave alone.
+        environment: variables with which the page's ranks start. Pages with the same variables
+            share ranks. With `gpus` above 1 only.
+    """
+
+    needs: str | Sequence[str] = ()
+    gpus: int | Sequence[int] = 1
+    l2: Literal["cold", "warm"] = "cold"
+    owns: Sequence[Owned] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pair:
     """Everything `compare` was told. See `pytest_aisp.compare` for the fields."""
 

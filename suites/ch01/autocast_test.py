@@ -16,7 +16,7 @@ import contextlib
 import torch
 from torch.nn import functional as F
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Conditions, Variant, Work, compare
 
 LAYERS = 3
 
@@ -80,7 +80,7 @@ def bf16(x, weights):
         roundings=2 * LAYERS,
     ),
     bound="tensor",
-    owns=["tf32"],
+    conditions=Conditions(owns=["tf32"]),
 )
 def test_autocast(pair):
     pair.assert_equivalent()

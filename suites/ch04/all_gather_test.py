@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 
-from pytest_aisp import Work, compare
+from pytest_aisp import Conditions, Work, compare
 
 
 def inputs(device, rows, columns):
@@ -68,7 +68,7 @@ def into_tensor(shard):
     ],
     work=lambda rows, columns, world: Work(wire=2 * (world - 1) * rows * columns),
     bound="nvlink",
-    gpus=(2, 4),
+    conditions=Conditions(gpus=(2, 4)),
     at_least={"sm90": 1.1},
 )
 def test_all_gather(pair):

@@ -17,7 +17,7 @@ Seen       Two H200s: per_tensor 4.1 to 6.5 ms, as the host has it, bucketed 0.1
 import torch
 import torch.distributed as dist
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Conditions, Variant, Work, compare
 
 
 def inputs(device, count, numel):
@@ -60,7 +60,7 @@ def coalesced(grads):
     check_sizes=[{"count": 3, "numel": 17}],
     work=lambda count, numel: Work(wire=4 * count * numel, terms=2),
     bound="launch",
-    gpus=2,
+    conditions=Conditions(gpus=2),
 )
 def test_bucketed(pair):
     pair.assert_equivalent()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Conditions, Variant, Work, compare
 
 BLOCK = tl.constexpr(32)  # elements that share a scale
 ROWS = 128  # blocks a program
@@ -139,7 +139,7 @@ def int8(g):
     # The least that is sent: 33 bytes for 32 elements.
     work=lambda n, world: Work(wire=2 * (world - 1) / world * 33 / 32 * n, terms=world),
     bound="nvlink",
-    gpus=(2, 4),
+    conditions=Conditions(gpus=(2, 4)),
 )
 def test_compressed(pair):
     pair.assert_equivalent()

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from pytest_aisp import Work, compare
+from pytest_aisp import Conditions, Work, compare
 
 from .host_memory import shared_by_all
 
@@ -117,7 +117,7 @@ def pipelined(x, to_next, to_cache):
         roundings=2 * layers,
     ),
     bound="tensor",
-    gpus=2,
+    conditions=Conditions(gpus=2),
 )
 def test_kv_hand_off(pair):
     pair.assert_equivalent()

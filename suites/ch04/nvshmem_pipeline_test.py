@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Conditions, Variant, Work, compare
 
 FIRST, SECOND = 0, 1
 
@@ -126,9 +126,7 @@ def signalled(x, first, second):
         roundings=2,
     ),
     bound="launch",
-    gpus=2,
-    l2="warm",
-    environment={"TORCH_SYMMMEM": "NVSHMEM"},
+    conditions=Conditions(gpus=2, l2="warm", environment={"TORCH_SYMMMEM": "NVSHMEM"}),
 )
 def test_nvshmem_pipeline(pair):
     pair.assert_equivalent()

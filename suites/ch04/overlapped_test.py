@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Conditions, Variant, Work, compare
 
 from .copy_engines import CopiedSums
 
@@ -181,7 +181,7 @@ def ddp(state, x, dy):
         roundings=2 * layers + 2,
     ),
     bound="nvlink",
-    gpus=(2, 4),
+    conditions=Conditions(gpus=(2, 4)),
 )
 def test_overlapped(pair):
     pair.assert_equivalent()

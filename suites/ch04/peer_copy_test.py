@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from hypothesis import strategies as st
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Conditions, Variant, Work, compare
 
 from .host_memory import shared_by_all
 
@@ -95,7 +95,7 @@ def written(x):
     check_sizes=[{"numel": 1023}, {"numel": st.integers(33, 2000)}],
     work=lambda numel: Work(wire=4 * numel),
     bound="nvlink",
-    gpus=(2, 4),
+    conditions=Conditions(gpus=(2, 4)),
 )
 def test_peer_copy(pair):
     pair.assert_equivalent(exact=True)

@@ -36,7 +36,7 @@ from torch.distributed.pipelining import (
 )
 from torch.nn import functional as F
 
-from pytest_aisp import Work, compare
+from pytest_aisp import Conditions, Work, compare
 
 LAYERS, BLOCKS = 2, 2  # layers a block, blocks a rank
 
@@ -174,7 +174,7 @@ def work(rows, width, world):
     work=work,
     bound="tensor",
     at_least="neutral",
-    gpus=(2, 4),
+    conditions=Conditions(gpus=(2, 4)),
 )
 def test_pipeline(pair):
     pair.assert_equivalent()
@@ -192,7 +192,7 @@ def test_pipeline(pair):
     check_sizes=[{"rows": 5, "width": 17}],
     work=work,
     bound="tensor",
-    gpus=(2, 4),
+    conditions=Conditions(gpus=(2, 4)),
     at_least="yardstick",
 )
 def test_pipeline_interleaved(pair):

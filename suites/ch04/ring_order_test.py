@@ -23,7 +23,7 @@ import itertools
 import torch
 import torch.distributed as dist
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Conditions, Variant, Work, compare
 
 
 def inputs(device, numel):
@@ -95,7 +95,7 @@ def library(x):
     work=lambda numel: Work(wire=3 * 4 * numel),
     bound="nvlink",
     at_least="neutral",
-    gpus=4,
+    conditions=Conditions(gpus=4),
 )
 def test_ring_order(pair):
     pair.assert_equivalent(exact=True)

@@ -24,7 +24,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from pytest_aisp import Work, compare
+from pytest_aisp import Conditions, Work, compare
 
 BETAS = 0.9, 1 - 2**-10  # the fused kernel computes 1 - beta in fp32: 1.3e-5 off for 0.999
 
@@ -95,7 +95,7 @@ def sharded(state, gradient):
         roundings=8 * 16,
     ),
     bound="nvlink",
-    gpus=(2, 4),
+    conditions=Conditions(gpus=(2, 4)),
 )
 def test_sharded_optimizer(pair):
     pair.assert_equivalent()

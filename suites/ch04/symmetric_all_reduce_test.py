@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
-from pytest_aisp import Variant, Work, compare, cuda_module
+from pytest_aisp import Conditions, Variant, Work, compare, cuda_module
 
 kernels = cuda_module("symmetric_all_reduce.cu")
 BLOCK, GENERATIONS = 256, 3
@@ -151,8 +151,7 @@ def windowed(x):
     check_sizes=[{"numel": 33}, {"numel": 1023}],
     work=lambda numel, world: Work(wire=2 * (world - 1) / world * 4 * numel, terms=4),
     bound="latency",
-    gpus=(2, 4),
-    l2="warm",
+    conditions=Conditions(gpus=(2, 4), l2="warm"),
 )
 def test_symmetric_all_reduce(pair):
     pair.assert_equivalent()

@@ -28,7 +28,7 @@ Seen       Two H200s. At an inner dimension of 8192: halves 1.03x, quarters 1.07
 import torch
 import torch.distributed as dist
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Conditions, Variant, Work, compare
 
 from .copy_engines import CopiedSums
 
@@ -114,7 +114,7 @@ def copied(x, w, parts=8):
         roundings=2,
     ),
     bound="nvlink",
-    gpus=(2, 4),
+    conditions=Conditions(gpus=(2, 4)),
 )
 def test_tensor_parallel(pair):
     pair.assert_equivalent()

@@ -14,7 +14,7 @@ Bound      Tensor cores: 2 m n k operations, if shared memory can feed them: a 1
 
 import torch
 
-from pytest_aisp import Variant, Work, compare, cuda_module, tensor_map
+from pytest_aisp import Conditions, Variant, Work, compare, cuda_module, tensor_map
 
 kernels = cuda_module("tcgen05.cu")
 M, K, THREADS = 128, 64, 128
@@ -66,7 +66,7 @@ def library(a, b):
         read=2 * (m * k + k * n), write=2 * m * n, flops={"bf16": 2 * m * n * k}, terms=k
     ),
     bound="tensor",
-    needs=("tma", "tcgen05"),
+    conditions=Conditions(needs=("tma", "tcgen05")),
 )
 def test_tcgen05(pair):
     pair.assert_equivalent()

@@ -27,7 +27,7 @@ import contextlib
 
 import torch
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Conditions, Variant, Work, compare
 
 from .transformer import batch, flops_of, reference_step, training, weights_of
 
@@ -119,7 +119,7 @@ def fp16(state, tokens, labels):
         roundings=8 * layers + 8,
     ),
     bound="tensor",
-    owns=["tf32"],
+    conditions=Conditions(owns=["tf32"]),
 )
 def test_amp_training(pair):
     pair.assert_equivalent()

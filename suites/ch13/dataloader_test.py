@@ -36,7 +36,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Conditions, Variant, Work, compare
 
 BATCH, CLASSES, HIDDEN, RATE = 16, 10, 64, 0.01
 QUANTIZED = torch.arange(1, 65).view(8, 8) / 64  # steps of the 64 frequencies
@@ -198,7 +198,7 @@ LASTING = {"sm90": 2.0, "cpu": "yardstick"}  # on a CPU steps and workers share 
         roundings=16,
     ),
     bound="host",
-    owns=["threads"],  # workers live on from epoch to epoch
+    conditions=Conditions(owns=["threads"]),  # workers live on from epoch to epoch
 )
 def test_dataloader(pair):
     pair.assert_equivalent()

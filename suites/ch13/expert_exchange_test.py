@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Conditions, Variant, Work, compare
 
 LISTS = "all_to_all of lists before torch 2.13" if torch.__version__ < (2, 13) else ""
 """What Gloo, by which ranks talk on CPUs, lacks there."""
@@ -118,7 +118,7 @@ def overlapped(x, order, own, shared):
         roundings=5,
     ),
     bound="tensor",
-    gpus=(2, 4),
+    conditions=Conditions(gpus=(2, 4)),
 )
 def test_expert_exchange(pair):
     pair.assert_equivalent()

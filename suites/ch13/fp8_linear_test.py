@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Conditions, Variant, Work, compare
 
 from .rounding import to_even
 
@@ -128,7 +128,7 @@ def fused(w, x):
         read=2 * (m * k + n * k), write=2 * m * n, flops={"fp8": 2 * m * n * k}, terms=k
     ),
     bound="tensor",
-    needs="fp8",
+    conditions=Conditions(needs="fp8"),
 )
 def test_fp8_linear(pair):
     pair.assert_equivalent()

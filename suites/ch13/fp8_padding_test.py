@@ -24,7 +24,7 @@ Seen       An H200: as_is takes 2.1 to 2.3 ms, 260 TFLOP/s, worse than predicted
 import torch
 from torch.nn import functional as F
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Conditions, Variant, Work, compare
 
 LARGEST = 448.0  # of e4m3
 GRAIN = 16
@@ -91,7 +91,7 @@ def prepared(w, x):
         read=2 * (m * k + n * k), write=2 * m * n, flops={"fp8": 2 * m * n * k}, terms=k
     ),
     bound="tensor",
-    needs="fp8",
+    conditions=Conditions(needs="fp8"),
 )
 def test_fp8_padding(pair):
     pair.assert_equivalent()

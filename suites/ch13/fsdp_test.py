@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Conditions, Variant, Work, compare
 
 BATCH, RATE, MOMENTUM = 256, 0.5, 0.9
 
@@ -129,7 +129,7 @@ def fsdp(state, x, dy):
         roundings=2 * layers + 4,
     ),
     bound="host",
-    gpus=(2, 4),
+    conditions=Conditions(gpus=(2, 4)),
 )
 def test_fsdp(pair):
     pair.assert_equivalent()

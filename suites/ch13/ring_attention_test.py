@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Conditions, Variant, Work, compare
 
 
 def inputs(device, rows, heads, dim):
@@ -180,7 +180,7 @@ def zigzag(q, k, v):
         roundings=4,
     ),
     bound="tensor",
-    gpus=(2, 4),
+    conditions=Conditions(gpus=(2, 4)),
 )
 def test_ring_attention(pair):
     pair.assert_equivalent()
