@@ -85,7 +85,7 @@ def test_the_korean_readme_says_what_the_english_one_does(found):
     assert found(korean.replace("(README.md)", "(README.ko.md)")) == found(english)
 
 
-BLOCK = re.compile(r"^```\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def bare(text):
