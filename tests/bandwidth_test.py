@@ -1,6 +1,6 @@
-"""`aisp bandwidth` on GPUs that are only told of: which hops are slow, what is stored and said.
+"""`aisp links bandwidth` on simulated GPUs: slow hops, stored peaks, messages.
 
-No GPU has run it yet: what copies and times here are tensors of a CPU and events of our own.
+CPU tensors and fake events stand in for CUDA.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from topology_test import SWITCHED, nvml_of
 
 from pytest_aisp.cli import app
 from pytest_aisp.distributed import bandwidth
-from pytest_aisp.distributed.bandwidth import Copier, Hop, judged
-from pytest_aisp.distributed.topology import Way
+from pytest_aisp.distributed.bandwidth import CudaCopier, Hop, flag_slow_hops
+from pytest_aisp.distributed.topology import Route
 from pytest_aisp.timing import peaks
 from pytest_aisp.util import device, locks
 from pytest_aisp.util.device import Machine
@@ -33,7 +33,7 @@ def hop(rate, kind=NV18, pair=(0, 1), *, both=False):
 
 
 def slow(rates, kind=NV18, nbytes=GIB, *, both=False):
-    return [h.slow for h in judged([hop(rate, kind, both=both) for rate in rates], nbytes)]
+    return [h.slow for h in flag_slow_hops([hop(rate, kind, both=both) for rate in rates], nbytes)]
 
 
 def test_a_hop_far_below_the_median_of_its_kind_is_slow():
@@ -42,34 +42,31 @@ def test_a_hop_far_below_the_median_of_its_kind_is_slow():
     assert slow([390, 391, 388, 313]) == [""] * 4
 
 
-def test_all_hops_below_the_floor_are_slow_though_they_are_alike():
+def test_equal_hops_below_the_floor_are_all_slow():
     assert slow([249] * 2) == ["below the 250 GB/s that NVLink 4 x18 must reach"] * 2
     assert slow([251] * 2) == [""] * 2
     assert slow([499] * 2, both=True)[0] == "below the 500 GB/s that NVLink 4 x18 must reach"
     assert slow([260] * 2, ("NVLink 5 x18", 900 * GB)) == [""] * 2
 
 
-def test_a_bridge_of_few_links_is_held_against_what_it_can_carry():
+def test_the_floor_of_a_narrow_bridge_scales_with_its_limit():
     assert slow([90] * 2, ("NVLink 3 x4", 100 * GB)) == [""] * 2
     assert slow([50] * 2, ("NVLink 3 x4", 100 * GB))[0].startswith("below the 55.56 GB/s")
 
 
-@pytest.mark.parametrize("kind", [("NVLink ? x18", None), ("PCIe 5 x16, SYS", 63 * GB)])
-def test_where_no_floor_is_known_none_holds(kind):
-    assert slow([20] * 2, kind) == [""] * 2
-
-
-def test_small_copies_are_held_against_no_floor():
+def test_no_floor_over_pcie_unknown_links_or_for_small_copies():
+    assert slow([20] * 2, ("NVLink ? x18", None)) == [""] * 2
+    assert slow([20] * 2, ("PCIe 5 x16, SYS", 63 * GB)) == [""] * 2
     assert slow([20] * 2, nbytes=1 << 20) == [""] * 2
 
 
-def test_kinds_are_not_held_against_each_other():
+def test_hops_are_compared_within_their_kind():
     hops = [hop(390), hop(50, ("PCIe 5 x16, SYS", 63 * GB)), hop(700, both=True)]
-    assert [h.slow for h in judged(hops, GIB)] == [""] * 3
+    assert [h.slow for h in flag_slow_hops(hops, GIB)] == [""] * 3
 
 
-class Copies:
-    """Copies that take as long as `rates` says, in GB/s by ordered pair."""
+class FakeCopier:
+    """A copier with the given rates in GB/s by ordered pair."""
 
     def __init__(self, nbytes, rates=None, *, loses=()):
         self.nbytes, self.rates, self.loses, self.asked = nbytes, rates or {}, loses, []
@@ -82,16 +79,18 @@ class Copies:
         return not any(pair in self.loses for pair in pairs)
 
 
-def ways(count, links=18):
+def routes(count, links=18):
     pairs = itertools.permutations(range(count), 2)
-    return {(a, b): Way(a, b, "SYS", {}, links, "4") for a, b in pairs}
+    return {(a, b): Route(a, b, "SYS", {}, links, "4") for a, b in pairs}
 
 
 def measured(count, *args, nbytes=GIB, **kwargs):
-    return bandwidth.measure(Copies(nbytes, *args, **kwargs), ways(count), nbytes, lambda t: None)
+    return bandwidth.measure(
+        FakeCopier(nbytes, *args, **kwargs), routes(count), nbytes, lambda t: None
+    )
 
 
-def test_every_ordered_pair_is_measured_and_every_pair_in_both_directions():
+def test_measure_covers_each_direction_and_both_at_once():
     found = measured(3)
     assert [h.label for h in found if not h.both] == [
         *("GPU 0 -> GPU 1", "GPU 0 -> GPU 2", "GPU 1 -> GPU 0"),
@@ -105,15 +104,15 @@ def test_every_ordered_pair_is_measured_and_every_pair_in_both_directions():
     assert found[-1].share == pytest.approx(780 / 900)
 
 
-def test_a_window_copies_much_but_not_for_ever():
+def test_a_window_has_4_to_64_copies():
     for nbytes, count in ((4 << 10, 64), (256 << 20, 16), (8 << 30, 4)):
-        copies = Copies(nbytes)
-        bandwidth.measure(copies, ways(2), nbytes, lambda t: None)
-        assert {c for _, c in copies.asked} == {count}
-        assert len(copies.asked) == 3 * bandwidth.WINDOWS
+        copier = FakeCopier(nbytes)
+        bandwidth.measure(copier, routes(2), nbytes, lambda t: None)
+        assert {c for _, c in copier.asked} == {count}
+        assert len(copier.asked) == 3 * bandwidth.WINDOWS
 
 
-def test_the_table_and_the_exit_code_of_a_healthy_machine():
+def test_table_and_exit_code_of_a_healthy_machine():
     found = bandwidth.bandwidth_result(measured(2), GIB, as_json=False)
     assert found.code == 0
     pytest.LineMatcher(list(found.lines)).fnmatch_lines(
@@ -127,7 +126,7 @@ def test_the_table_and_the_exit_code_of_a_healthy_machine():
     )
 
 
-def test_a_slow_hop_is_named_and_the_exit_code_is_1():
+def test_a_slow_hop_is_reported_with_exit_code_1():
     found = bandwidth.bandwidth_result(measured(3, {(2, 0): 120}), GIB, as_json=False)
     assert found.code == 1
     assert list(found.lines[-4:]) == [
@@ -139,13 +138,13 @@ def test_a_slow_hop_is_named_and_the_exit_code_is_1():
     assert [line.split("  ")[-1] for line in found.lines].count("slow") == 2
 
 
-def test_data_that_do_not_arrive_are_named_and_the_exit_code_is_1():
+def test_lost_data_is_reported_with_exit_code_1():
     found = bandwidth.bandwidth_result(measured(2, loses=[(1, 0)]), GIB, as_json=False)
     assert found.code == 1
-    assert "WRONG: GPU 1 -> GPU 0: the target does not hold what was sent" in found.lines
+    assert "WRONG: GPU 1 -> GPU 0: the target does not hold the sent data" in found.lines
 
 
-def test_what_is_not_known_is_a_question_mark():
+def test_an_unknown_limit_shows_as_a_question_mark():
     found = bandwidth.bandwidth_result([hop(390, ("NVLink ? x18", None))], GIB, as_json=False)
     words = "GPU 0 -> GPU 1 390 GB/s ? ? NVLink ? x18"
     assert " ".join(found.lines[2].split()) == words
@@ -160,7 +159,7 @@ def test_json_has_every_hop():
 
 
 class Event:
-    """An event that happens when it is recorded; its clock goes a millisecond a copy."""
+    """A fake event; its clock advances by a millisecond per copy."""
 
     now = 0.0
 
@@ -188,7 +187,7 @@ class Stream:
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Stand in for torch's CUDA with two GPUs whose memory is the CPU's."""
+    """Replace torch.cuda by two fake GPUs with CPU memory; return the streams that were used."""
     entered = []
 
     @contextlib.contextmanager
@@ -206,29 +205,29 @@ def gpus(monkeypatch):
     return entered
 
 
-def test_the_copier_times_all_its_copies_and_uses_streams_of_its_own(gpus):
-    copier = Copier(["cpu", "cpu"], 1 << 10)
+def test_copier_times_all_copies_on_its_own_streams(gpus):
+    copier = CudaCopier(["cpu", "cpu"], 1 << 10)
     assert copier.seconds([(0, 1)], 4) == pytest.approx(4e-3)
     assert copier.seconds([(0, 1), (1, 0)], 4) == pytest.approx(8e-3)
     there, back = copier._streams
     assert gpus[-4:] == [there[1], there[0], back[0], back[1]]  # target's, then source's
-    assert len(back[1].waited) == 1  # the way back begins with the way there
-    assert len(there[0].waited) == 2 + 3  # and the end is that of both
+    assert len(back[1].waited) == 1  # both directions begin together
+    assert len(there[0].waited) == 2 + 3  # and the end waits for both
 
 
-def test_the_copier_sees_whether_every_byte_arrives(gpus, monkeypatch):
-    copier = Copier(["cpu", "cpu"], 1 << 10)
+def test_copier_detects_bytes_that_do_not_arrive(gpus, monkeypatch):
+    copier = CudaCopier(["cpu", "cpu"], 1 << 10)
     assert copier.arrived([(0, 1), (1, 0)])
     copier._send[1][5] = 9
     assert copier.arrived([(0, 1)])
     assert not copier.arrived([(1, 0)])
-    monkeypatch.setattr(Copier, "_copy", lambda self, way, pair: None)
-    assert not copier.arrived([(0, 1)])  # what an earlier copy brought is no proof
+    monkeypatch.setattr(CudaCopier, "_copy", lambda self, direction, pair: None)
+    assert not copier.arrived([(0, 1)])  # the buffers are cleared first
 
 
 @pytest.fixture
 def two(gpus, monkeypatch, tmp_path):
-    """Two H200s as the command sees them; `two(rates)` says how fast they copy."""
+    """Two fake H200s; `two(rates)` sets how fast they copy."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(locks, "folder", lambda: tmp_path)
     monkeypatch.setattr(device, "_nvml", lambda: nvml_of(2, SWITCHED))
@@ -236,13 +235,15 @@ def two(gpus, monkeypatch, tmp_path):
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: machine))
 
     def copy(rates=None):
-        monkeypatch.setattr(bandwidth, "Copier", lambda devices, nbytes: Copies(nbytes, rates))
+        monkeypatch.setattr(
+            bandwidth, "CudaCopier", lambda devices, nbytes: FakeCopier(nbytes, rates)
+        )
 
     copy()
     return copy
 
 
-def test_the_command_measures_leases_and_stores(two, tmp_path, capsys):
+def test_command_locks_the_gpus_and_stores_peaks(two, tmp_path, capsys):
     kept = tmp_path / "kept"
     assert app.main(["bandwidth", "--store", f"--baselines={kept}"]) == 0
     said = capsys.readouterr()
@@ -269,7 +270,7 @@ def test_a_machine_with_a_slow_hop_has_no_peaks(two, tmp_path, capsys):
     assert not (tmp_path / "kept").exists()
 
 
-def test_small_copies_are_no_peak(two, tmp_path, capsys):
+def test_small_copies_are_not_stored(two, tmp_path, capsys):
     kept = tmp_path / "kept"
     assert app.main(["bandwidth", "--size=1MiB", "--store", f"--baselines={kept}"]) == 2
     assert capsys.readouterr().err.splitlines() == [
@@ -287,7 +288,7 @@ def test_gpus_of_two_products_have_no_peaks(two, tmp_path, capsys, monkeypatch):
     )
 
 
-def test_a_peaks_file_that_is_none_is_left_as_it_is(two, tmp_path, capsys):
+def test_an_invalid_peaks_file_is_left_unchanged(two, tmp_path, capsys):
     path = tmp_path / "nvidia-h200-x2" / "peaks.json"
     path.parent.mkdir()
     path.write_text("mine")
@@ -296,7 +297,7 @@ def test_a_peaks_file_that_is_none_is_left_as_it_is(two, tmp_path, capsys):
     assert path.read_text() == "mine"
 
 
-def test_under_ci_nothing_is_stored_or_measured(two, capsys, monkeypatch):
+def test_store_is_refused_under_ci(two, capsys, monkeypatch):
     monkeypatch.setenv("CI", "1")
     assert app.main(["bandwidth", "--store"]) == 2
     said = capsys.readouterr()
@@ -305,7 +306,7 @@ def test_under_ci_nothing_is_stored_or_measured(two, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("count", "have"), [(0, "none is"), (1, "one is")])
-def test_fewer_than_two_gpus_are_exit_code_2(gpus, monkeypatch, capsys, count, have):
+def test_fewer_than_two_gpus_exit_with_code_2(gpus, monkeypatch, capsys, count, have):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     assert app.main(["bandwidth"]) == 2
@@ -315,7 +316,7 @@ def test_fewer_than_two_gpus_are_exit_code_2(gpus, monkeypatch, capsys, count, h
     ]
 
 
-def test_a_slice_of_a_gpu_has_no_links(two, monkeypatch, capsys):
+def test_a_mig_slice_is_refused(two, monkeypatch, capsys):
     properties = SimpleNamespace(uuid="slice")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda k: properties)
     assert app.main(["bandwidth"]) == 2
@@ -323,18 +324,18 @@ def test_a_slice_of_a_gpu_has_no_links(two, monkeypatch, capsys):
     assert capsys.readouterr().err == said
 
 
-def test_no_room_says_what_to_do(two, monkeypatch, capsys):
+def test_out_of_memory_suggests_smaller_copies(two, monkeypatch, capsys):
     def full(devices, nbytes):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(bandwidth, "Copier", full)
+    monkeypatch.setattr(bandwidth, "CudaCopier", full)
     assert app.main(["bandwidth"]) == 2
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "no room for two buffers of 1 GiB on each GPU"
     assert "    aisp bandwidth --size=256MiB" in said
 
 
-def test_a_machine_that_cannot_be_leased_says_so(two, monkeypatch, capsys, tmp_path):
+def test_unwritable_lock_folder_is_reported(two, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(locks, "folder", lambda: tmp_path / "not there")
     assert app.main(["bandwidth"]) == 2
     said = capsys.readouterr().err
@@ -342,6 +343,6 @@ def test_a_machine_that_cannot_be_leased_says_so(two, monkeypatch, capsys, tmp_p
     assert said.endswith(f"{locks.REMEDY}\n")
 
 
-def test_a_size_that_is_none_is_refused(capsys):
+def test_an_invalid_size_is_refused(capsys):
     assert app.main(["bandwidth", "--size=1GB"]) == 2
     assert "'1GB' is no size; write it like 4KiB, 512MiB or 1GiB" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`aisp nccl-env`: what is set is shown and explained, and nothing is set by us."""
+"""`aisp links nccl-env` explains the variables that are set and changes none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def lines(environment):
     return list(nccl.nccl_env_result(environment, "NCCL 2.28.9, in torch 2.11.0").lines)
 
 
-def test_what_is_set_is_shown_with_its_meaning():
+def test_set_variables_are_shown_with_their_meaning():
     found = lines({"NCCL_DEBUG": "INFO", "TORCH_NCCL_BLOCKING_WAIT": "1", "HOME": "/root"})
     assert found[:5] == [
         "NCCL 2.28.9, in torch 2.11.0",
@@ -31,18 +31,18 @@ def test_what_is_set_is_shown_with_its_meaning():
     assert not any("HOME" in line for line in found)
 
 
-def test_nothing_set_says_so():
+def test_no_variable_set():
     assert lines({})[2] == ("none of NCCL_, TORCH_NCCL_, TORCH_SYMM_MEM_, NVSHMEM_* is set here")
 
 
-def test_a_variable_that_is_not_in_the_table_is_shown_too():
+def test_an_unknown_variable_is_shown_too():
     assert "NCCL_NEW=x  not in this table: see the library's documentation" in lines(
         {"NCCL_NEW": "x"}
     )
 
 
-@pytest.mark.parametrize(("name", "value"), nccl.RESPECTED.items())
-def test_what_keeps_multicast_off_is_respected(name, value, monkeypatch):
+@pytest.mark.parametrize(("name", "value"), nccl.MULTICAST_OFF.items())
+def test_variables_that_turn_multicast_off_reach_the_ranks(name, value, monkeypatch):
     (shown,) = [line for line in lines({name: value}) if line.startswith(f"{name}=")]
     assert shown.endswith(RESPECTED)
     assert nccl.MEANINGS[name] in shown
@@ -52,7 +52,7 @@ def test_what_keeps_multicast_off_is_respected(name, value, monkeypatch):
     assert bench_environment({"CUDA_VISIBLE_DEVICES": ""})[name] == value  # as ranks are started
 
 
-def test_advice_for_several_nodes_says_what_is_set():
+def test_advice_for_several_nodes_shows_current_values():
     found = lines({"MASTER_ADDR": "10.0.0.1"})
     assert "for several nodes (advice; nothing was set)" in found
     (address,) = [line for line in found if line.startswith("MASTER_ADDR")]
@@ -62,7 +62,7 @@ def test_advice_for_several_nodes_says_what_is_set():
     assert any(line.startswith("interfaces here: ") and "lo" in line for line in found)
 
 
-def test_adapters_are_those_of_the_kernel(monkeypatch, tmp_path):
+def test_adapters_come_from_sysfs(monkeypatch, tmp_path):
     monkeypatch.setattr(nccl, "INFINIBAND", tmp_path / "none")
     assert lines({})[-1] == "InfiniBand or RoCE adapters here: none"
     for name in ("mlx5_1", "mlx5_0"):
@@ -71,9 +71,9 @@ def test_adapters_are_those_of_the_kernel(monkeypatch, tmp_path):
     assert lines({})[-1] == "InfiniBand or RoCE adapters here: mlx5_0, mlx5_1"
 
 
-def test_every_variable_of_the_table_has_a_prefix_that_is_looked_for():
+def test_every_known_variable_has_a_known_prefix():
     assert all(name.startswith(nccl.PREFIXES) for name in nccl.MEANINGS)
-    assert set(nccl.RESPECTED) <= set(nccl.MEANINGS)
+    assert set(nccl.MULTICAST_OFF) <= set(nccl.MEANINGS)
 
 
 def test_the_command_changes_no_variable(monkeypatch, capsys):
@@ -82,14 +82,14 @@ def test_the_command_changes_no_variable(monkeypatch, capsys):
     assert app.main(["nccl-env"]) == 0
     assert dict(os.environ) == before
     said = capsys.readouterr().out
-    assert said.startswith(nccl.version())
+    assert said.startswith(nccl.nccl_version())
     assert "NCCL_NVLS_ENABLE=0" in said
 
 
-def test_the_version_is_torchs_or_there_is_none(monkeypatch):
+def test_version_of_nccl_in_torch(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     without = f"torch {torch.__version__} has no NCCL: it was built without CUDA"
-    assert nccl.version() == without
+    assert nccl.nccl_version() == without
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "nccl", SimpleNamespace(version=lambda: (2, 28, 9)))
-    assert nccl.version() == f"NCCL 2.28.9, in torch {torch.__version__}"
+    assert nccl.nccl_version() == f"NCCL 2.28.9, in torch {torch.__version__}"

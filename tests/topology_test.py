@@ -1,4 +1,4 @@
-"""`aisp topology` on machines that are only told of: NVSwitch, a mesh, bridges, PCIe alone."""
+"""`aisp links topology` on simulated machines: NVSwitch, a mesh, bridges, PCIe only."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 
 from pytest_aisp.cli import app
 from pytest_aisp.distributed import topology
-from pytest_aisp.distributed.topology import Link, Way
+from pytest_aisp.distributed.topology import Link, Route
 from pytest_aisp.util import device
 
 OK, NOT_SUPPORTED, TOPOLOGY = 0, 5, 3
 
 
 class Refused(Exception):
-    """What NVML raises where it does not answer."""
+    """The exception of an NVML that does not answer."""
 
 
 def bus_of(gpu):
@@ -24,10 +24,10 @@ def bus_of(gpu):
 
 
 class Nvml:
-    """An NVML of `count` GPUs.
+    """A fake NVML with `count` GPUs.
 
-    `links` has by GPU what is at the other end of each link: a GPU's number, ``switch``, ``hidden``
-    or ``down``.
+    `links` lists for each GPU the far end of each link: a GPU's number, ``switch``, ``hidden`` or
+    ``down``.
     """
 
     def __init__(self, count, links=(), *, version=6, nvlink=OK, read=OK, level=50):
@@ -91,12 +91,12 @@ class Nvml:
         return self.level
 
     def nvmlDeviceGetP2PStatus(self, a, b, capability):
-        assert isinstance(capability, int)  # pynvml's own name for reading is a tuple
+        assert isinstance(capability, int)  # pynvml's constant for reading is a tuple
         return self.nvlink if capability == 2 else self.read
 
 
 def nvml_of(*args, refused=(), **kwargs):
-    """Return an NVML in which the functions named in `refused` raise."""
+    """Return a fake NVML whose functions in `refused` raise."""
     nvml = Nvml(*args, **kwargs)
 
     def no(*args):
@@ -109,81 +109,81 @@ def nvml_of(*args, refused=(), **kwargs):
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Tell of a machine; its GPUs' NUMA nodes are not in this machine's /sys."""
+    """Simulate a machine whose NUMA nodes are not in this machine's /sys; return its topology."""
     monkeypatch.setattr(topology, "PCI", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def tell(*args, **kwargs):
+    def simulate(*args, **kwargs):
         monkeypatch.setattr(device, "_nvml", lambda: nvml_of(*args, **kwargs))
-        return topology.read()
+        return topology.read_topology()
 
-    return tell
+    return simulate
 
 
 SWITCHED = [["switch"] * 18] * 2
 
 
-def test_through_switches_the_fewer_links_count(machine):
+def test_a_switched_route_has_the_smaller_number_of_links(machine):
     found = machine(2, [["switch"] * 18, ["switch"] * 17 + ["down"]])
     assert found.gpus[0].links[0] == Link(0, "4", "NVSwitch")
-    way = found.way(0, 1)
-    assert (way.links, way.kind, way.cell) == (17, "NVLink 4 x17", "NV17")
-    assert way.limit == 17 * 25e9
+    route = found.route(0, 1)
+    assert (route.links, route.kind, route.label) == (17, "NVLink 4 x17", "NV17")
+    assert route.limit == 17 * 25e9
 
 
-def test_direct_links_count_for_their_peer_alone(machine):
+def test_direct_links_belong_to_one_pair(machine):
     found = machine(3, [[1, 1, 2], [0, 0], [0]], version=5)  # an A100 says 5: NVLink 3
-    assert found.way(0, 1).kind == found.way(1, 0).kind == "NVLink 3 x2"
-    assert found.way(0, 2).limit == 25e9
-    assert found.way(1, 2).kind == "PCIe 5 x16, SYS"  # NVLink each, but not to each other
-    assert found.way(1, 2).limit == pytest.approx(16 * 3.938e9)
+    assert found.route(0, 1).kind == found.route(1, 0).kind == "NVLink 3 x2"
+    assert found.route(0, 2).limit == 25e9
+    assert found.route(1, 2).kind == "PCIe 5 x16, SYS"  # NVLink each, but not to each other
+    assert found.route(1, 2).limit == pytest.approx(16 * 3.938e9)
 
 
-def test_ends_that_are_hidden_are_believed_where_nvml_says_that_nvlink_works(machine):
+def test_hidden_link_ends_count_if_nvml_reports_nvlink_access(machine):
     ends = [["hidden"] * 18] * 2
-    assert machine(2, ends).way(0, 1).kind == "NVLink 4 x18"
-    assert machine(2, ends, nvlink=NOT_SUPPORTED).way(0, 1).kind == "PCIe 5 x16, SYS"
+    assert machine(2, ends).route(0, 1).kind == "NVLink 4 x18"
+    assert machine(2, ends, nvlink=NOT_SUPPORTED).route(0, 1).kind == "PCIe 5 x16, SYS"
     silent = {"refused": ["nvmlDeviceGetP2PStatus"]}
-    assert machine(2, ends, **silent).way(0, 1).links == 0
-    assert machine(2, SWITCHED, **silent).way(0, 1).links == 18
+    assert machine(2, ends, **silent).route(0, 1).links == 0
+    assert machine(2, SWITCHED, **silent).route(0, 1).links == 18
 
 
-def test_how_some_gpus_are_joined_says_each_kind_of_way_once(machine):
+def test_route_kinds_lists_each_kind_once(machine):
     machine(3, [[1, 1, 2], [0, 0], [0]], version=5)
-    assert topology.joined(["GPU-0", "GPU-1"]) == "NVLink 3 x2"
-    assert topology.joined(["GPU-0", "GPU-1", "GPU-2"]) == (
+    assert topology.route_kinds(["GPU-0", "GPU-1"]) == "NVLink 3 x2"
+    assert topology.route_kinds(["GPU-0", "GPU-1", "GPU-2"]) == (
         "NVLink 3 x1; NVLink 3 x2; PCIe 5 x16, SYS"
     )
-    assert topology.joined(["GPU-0", "another's"]) is None
-    assert topology.joined(["GPU-0"]) is None
+    assert topology.route_kinds(["GPU-0", "another's"]) is None
+    assert topology.route_kinds(["GPU-0"]) is None
 
 
-def test_a_switch_whose_fabric_is_not_up_is_no_link(machine):
-    assert machine(2, SWITCHED, nvlink=NOT_SUPPORTED).way(0, 1).kind == "PCIe 5 x16, SYS"
+def test_a_switch_without_a_running_fabric_is_no_link(machine):
+    assert machine(2, SWITCHED, nvlink=NOT_SUPPORTED).route(0, 1).kind == "PCIe 5 x16, SYS"
 
 
-def test_a_version_that_nobody_knows_has_no_limit(machine):
-    way = machine(2, SWITCHED, version=99).way(0, 1)
-    assert (way.kind, way.limit) == ("NVLink ? x18", None)
+def test_an_unknown_nvlink_version_has_no_limit(machine):
+    route = machine(2, SWITCHED, version=99).route(0, 1)
+    assert (route.kind, route.limit) == ("NVLink ? x18", None)
 
 
-def test_without_peer_access_the_kind_says_so(machine):
-    way = machine(2, nvlink=NOT_SUPPORTED, read=TOPOLOGY).way(0, 1)
-    assert way.kind == "PCIe 5 x16, SYS, no peer access"
-    assert way.access["read"] == "topology not supported"
+def test_kind_mentions_missing_peer_access(machine):
+    route = machine(2, nvlink=NOT_SUPPORTED, read=TOPOLOGY).route(0, 1)
+    assert route.kind == "PCIe 5 x16, SYS, no peer access"
+    assert route.access["read"] == "topology not supported"
 
 
-def test_what_is_refused_is_unknown_and_no_error(machine):
+def test_refused_queries_show_as_unknown(machine):
     names = ["TopologyCommonAncestor", "P2PStatus", "MaxPcieLinkWidth"]
     names += ["CpuAffinity", "MemoryAffinity"]
     found = machine(2, refused=[f"nvmlDeviceGet{name}" for name in names])
-    gpu, way = found.gpus[0], found.way(0, 1)
+    gpu, route = found.gpus[0], found.route(0, 1)
     assert (gpu.pcie, gpu.cpus, gpu.numa) == (None, "", None)
-    assert (way.kind, way.limit, way.cell) == ("PCIe, ?", None, "?")
-    assert topology.words(found)[1].split()[5:] == ["?", "?", "?", "no", "link"]
+    assert (route.kind, route.limit, route.label) == ("PCIe, ?", None, "?")
+    assert topology.topology_tables(found)[1].split()[5:] == ["?", "?", "?", "no", "link"]
 
 
-def test_the_numa_node_is_the_kernels_word_and_else_nvmls(machine, tmp_path):
+def test_numa_node_comes_from_the_kernel_then_from_nvml(machine, tmp_path):
     folder = tmp_path / "0000:01:00.0"
     folder.mkdir()
     node = folder / "numa_node"
@@ -193,18 +193,18 @@ def test_the_numa_node_is_the_kernels_word_and_else_nvmls(machine, tmp_path):
     assert machine(2).gpus[0].numa == 0
 
 
-def test_cores_are_ranges(machine):
+def test_cores_are_shown_as_ranges(machine):
     assert [gpu.cpus for gpu in machine(2).gpus] == ["0-1,3", "4-5,7"]
 
 
-def test_gpus_that_are_not_visible_are_shown_as_such(machine, monkeypatch):
+def test_hidden_gpus_are_marked(machine, monkeypatch):
     machine(2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1")
-    assert [gpu.visible for gpu in topology.read().gpus] == [False, True]
-    assert "0 (not visible)" in "\n".join(topology.words(topology.read()))
+    assert [gpu.visible for gpu in topology.read_topology().gpus] == [False, True]
+    assert "0 (not visible)" in "\n".join(topology.topology_tables(topology.read_topology()))
 
 
-def test_the_tables(machine, capsys):
+def test_tables_show_gpus_routes_and_access(machine, capsys):
     machine(2, SWITCHED, level=20)
     assert app.main(["topology"]) == 0
     pytest.LineMatcher(capsys.readouterr().out.splitlines()).fnmatch_lines(
@@ -227,7 +227,7 @@ def test_one_gpu_has_no_matrix(machine, capsys):
     assert "between them" not in capsys.readouterr().out
 
 
-def test_json_holds_all_of_it(machine, capsys):
+def test_json_holds_links_limits_and_access(machine, capsys):
     machine(2, SWITCHED)
     assert app.main(["topology", "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
@@ -236,13 +236,13 @@ def test_json_holds_all_of_it(machine, capsys):
     assert plain["ways"][0]["access"]["read"] == "OK"
 
 
-def test_the_words_for_an_access_that_is_refused():
-    said = {"read": "chipset not supported"}
-    assert topology._access(Way(0, 1, "", said), "read") == "no: chipset not supported"
-    assert topology._access(Way(0, 1, "", {}), "read") == "?"
+def test_refused_access_shows_the_reason():
+    refused = Route(0, 1, "", {"read": "chipset not supported"})
+    assert topology.read_access(refused) == "no: chipset not supported"
+    assert topology.read_access(Route(0, 1, "", {})) == "?"
 
 
-def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+def test_no_gpu_is_an_error_with_a_next_step(monkeypatch, capsys):
     monkeypatch.setattr(device, "_nvml", lambda: None)
     assert app.main(["topology"]) == 1
     said = capsys.readouterr()

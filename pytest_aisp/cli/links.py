@@ -49,13 +49,13 @@ def bandwidth(
     if store:
         bandwidth.refuse_under_ci()
     with telling() as tell:
-        count, hops = bandwidth.here(nbytes, tell)
+        count, hops = bandwidth.measure_visible_gpus(nbytes, tell)
     found = bandwidth.bandwidth_result(hops, nbytes, as_json=as_json)
     if store:
         found = kept(
             found,
-            lambda: bandwidth.keep(
-                baselines, Machine.here(), count, *bandwidth.rates(hops, nbytes)
+            lambda: bandwidth.store_peaks(
+                baselines, Machine.here(), count, *bandwidth.peer_peaks(hops, nbytes)
             ),
         )
     finish(found)
@@ -88,16 +88,21 @@ def nccl(
     if store:
         bandwidth.refuse_under_ci()
     machine = Machine.here()
-    device, _ = nccl.place(machine, ranks)
+    device, _ = nccl.choose_ranks(machine, ranks)
     asked = given or parse_sizes(SIZES[device])
     with telling() as tell:
-        sweep = nccl.run(machine, wanted, asked, ranks=ranks, timeout=timeout, tell=tell)
+        sweep = nccl.measure_collectives(
+            machine, wanted, asked, ranks=ranks, timeout=timeout, progress=tell
+        )
     found = nccl.nccl_result(sweep)
     if plot is not None:
         found = _drawn(found, plot, draw(sweep.rows, sweep.title))
     if store:
         found = kept(
-            found, lambda: bandwidth.keep(baselines, machine, sweep.ranks, *nccl.rates(sweep))
+            found,
+            lambda: bandwidth.store_peaks(
+                baselines, machine, sweep.ranks, *nccl.collective_peaks(sweep)
+            ),
         )
     finish(found)
 
@@ -116,7 +121,7 @@ def nccl_env() -> None:
     """Show the variables of NCCL that are set, and what they mean."""
     from ..distributed import nccl
 
-    finish(nccl.nccl_env_result(os.environ, nccl.version()))
+    finish(nccl.nccl_env_result(os.environ, nccl.nccl_version()))
 
 
 def bottleneck(

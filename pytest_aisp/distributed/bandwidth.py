@@ -1,7 +1,8 @@
-"""Copies between every two GPUs, each held against its link and against the others of its kind.
+"""`aisp links bandwidth`: copy between every two GPUs, and name the slow links.
 
-One process, one buffer to send and one to receive a GPU, allocated once. A hop is timed by CUDA
-events around a few copies on the source's stream, the median of several such windows.
+Each rate is compared with the limit of its link and with the other links of its kind. One process
+allocates one send and one receive buffer on each GPU. CUDA events on the source's stream time a few
+copies; the median of several such windows counts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -22,33 +23,33 @@ from ..timing import peaks
 from ..util.cli_result import CliError, CliResult, columns, part_of, rate_text, size_text
 from ..util.device import Machine
 from ..util.locks import together
-from . import topology
-from .topology import Way
+from .topology import Route, read_topology
 
 WINDOWS = 7
-IN_WINDOW = 4 << 30
-"""Bytes that a window copies, in 4 copies at the least and 64 at most."""
-SLOW = 0.8
+WINDOW_BYTES = 4 << 30
+"""Bytes that one window copies, in at least 4 and at most 64 copies."""
+SLOW_SHARE = 0.8
 """A hop below this share of the median of its kind is slow."""
-FLOOR, FULL = 250e9, 450e9
-"""The least bytes/s of an NVLink hop, on a way that has 450 GB/s; on a narrower way in proportion:
-a bridge of 4 links can never carry 250 GB/s."""
-ENOUGH = 256 << 20
-"""Smaller copies do not fill a link, so that the floor says nothing of them."""
+NVLINK_FLOOR, NVLINK_FULL = 250e9, 450e9
+"""The lowest good rate in bytes/s of a hop whose NVLink links carry 450 GB/s. The floor scales with
+the limit: a bridge of 4 links can never carry 250 GB/s."""
+FULL_RATE_BYTES = 256 << 20
+"""Smaller copies do not fill a link, so the floor does not apply to them."""
 
 Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One measured way.
+    """The measured rate between two GPUs.
 
     Attributes:
         source, target: NVML's indices of the GPUs.
-        both: whether both directions were busy at once; `rate` is then their sum.
+        both: True if both directions were busy at once; `rate` is then their sum.
         rate: bytes/s.
-        kind, limit: as in `topology.Way`; `limit` in bytes/s of as many directions as `rate`.
-        arrived: whether the target held what the source had sent.
+        kind: as in `topology.Route`.
+        limit: bytes/s of as many directions as `rate`, or None.
+        arrived: True if the target received what the source had sent.
         slow: why the hop is slow, or empty.
     """
 
@@ -67,19 +68,21 @@ class Hop:
 
     @property
     def share(self) -> float | None:
-        """The reached part of the limit, or None where that is unknown."""
+        """The rate as a share of the limit, or None if that is unknown."""
         return None if self.limit is None else self.rate / self.limit
 
 
-class Copies(Protocol):
-    """What copies between GPUs by number, and says how long it took."""
+class Copier(Protocol):
+    """Copies between GPUs, which it knows by number."""
 
-    def seconds(self, pairs: Sequence[Pair], copies: int) -> float: ...
+    def seconds(self, pairs: Sequence[Pair], copies: int) -> float:
+        """Return the seconds that `copies` copies along each of `pairs` took, all at once."""
 
-    def arrived(self, pairs: Sequence[Pair]) -> bool: ...
+    def arrived(self, pairs: Sequence[Pair]) -> bool:
+        """Copy along each of `pairs` into cleared buffers; return True if every byte arrives."""
 
 
-class Copier:
+class CudaCopier:
     """Copies of `nbytes` between `devices`, timed by CUDA events."""
 
     def __init__(self, devices: Sequence[str], nbytes: int) -> None:
@@ -88,118 +91,112 @@ class Copier:
         self._devices = devices
         self._send, self._receive = [], []
         for number, name in enumerate(devices):
-            made = torch.empty(2, nbytes, dtype=torch.uint8, device=name)
-            self._send.append(made[0].fill_(number + 1))
-            self._receive.append(made[1])
-        # Two streams a GPU: a copy waits for both of its GPUs' current streams, so that the two
-        # directions would take turns on one.
+            buffers = torch.empty(2, nbytes, dtype=torch.uint8, device=name)
+            self._send.append(buffers[0].fill_(number + 1))
+            self._receive.append(buffers[1])
+        # Two streams per GPU: a copy waits for the current streams of both of its GPUs, so on one
+        # stream the two directions would take turns.
         self._streams = [[torch.cuda.Stream(name) for name in devices] for _ in range(2)]
 
-    def _copy(self, way: int, pair: Pair) -> None:
+    def _copy(self, direction: int, pair: Pair) -> None:
         import torch
 
         source, target = pair
-        streams = self._streams[way]
+        streams = self._streams[direction]
         with torch.cuda.stream(streams[target]), torch.cuda.stream(streams[source]):
             self._receive[target].copy_(self._send[source], non_blocking=True)
 
-    def seconds(self, pairs: Sequence[Pair], copies: int) -> float:
-        """Return the seconds that `copies` copies along each of `pairs` took, all at once."""
+    def _synchronize(self) -> None:
         import torch
 
         for name in self._devices:
             torch.cuda.synchronize(name)
+
+    def seconds(self, pairs: Sequence[Pair], copies: int) -> float:
+        import torch
+
+        self._synchronize()
         first = self._streams[0][pairs[0][0]]
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record(first)
-        for way, (source, _) in enumerate(pairs):
-            self._streams[way][source].wait_event(start)
+        for direction, (source, _) in enumerate(pairs):
+            self._streams[direction][source].wait_event(start)
         for _ in range(copies):
-            for way, pair in enumerate(pairs):
-                self._copy(way, pair)
-        for way, (source, _) in enumerate(pairs):
+            for direction, pair in enumerate(pairs):
+                self._copy(direction, pair)
+        for direction, (source, _) in enumerate(pairs):
             done = torch.cuda.Event()
-            done.record(self._streams[way][source])
+            done.record(self._streams[direction][source])
             first.wait_event(done)
         end.record(first)
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e-3
 
     def arrived(self, pairs: Sequence[Pair]) -> bool:
-        """Say whether a copy along each of `pairs` brings every byte, into emptied buffers."""
-        import torch
-
         for _, target in pairs:
             self._receive[target].zero_()
-        for name in self._devices:
-            torch.cuda.synchronize(name)
-        for way, pair in enumerate(pairs):
-            self._copy(way, pair)
-        for name in self._devices:
-            torch.cuda.synchronize(name)
+        self._synchronize()
+        for direction, pair in enumerate(pairs):
+            self._copy(direction, pair)
+        self._synchronize()
         extremes = [(s, self._receive[t].aminmax()) for s, t in pairs]
         return all(int(e.min) == int(e.max) == s + 1 for s, e in extremes)
 
 
 def measure(
-    copies: Copies, ways: Mapping[Pair, Way], nbytes: int, tell: Callable[[str], None]
+    copier: Copier, routes: Mapping[Pair, Route], nbytes: int, progress: Callable[[str], None]
 ) -> list[Hop]:
-    """Return every ordered pair alone, and every pair in both directions at once.
+    """Measure each direction of each route alone, then both directions at once.
 
     Args:
-        ways: by the numbers that `copies` knows the GPUs by.
+        routes: by the numbers that `copier` uses for the GPUs.
     """
-    count = min(64, max(4, math.ceil(IN_WINDOW / nbytes)))
+    count = min(64, max(4, math.ceil(WINDOW_BYTES / nbytes)))
+    pairs = sorted(routes)
+    plan = [[pair] for pair in pairs] + [[(a, b), (b, a)] for a, b in pairs if a < b]
     found: list[Hop] = []
-    plans = list(_plans(ways))
-    for pairs in plans:
-        way, both = ways[pairs[0]], len(pairs) == 2
-        hop = Hop(way.source, way.target, both, 0.0, way.kind, way.limit)
-        tell(part_of(hop.label, len(found), len(plans)))
-        arrived = copies.arrived(pairs)  # also the first time that the way is used
-        seconds = median(copies.seconds(pairs, count) for _ in range(WINDOWS))
-        limit = None if way.limit is None else way.limit * len(pairs)
-        rate = len(pairs) * nbytes * count / seconds
-        found.append(replace(hop, rate=rate, limit=limit, arrived=arrived))
-    return judged(found, nbytes)
+    for directions in plan:
+        route = routes[directions[0]]
+        limit = None if route.limit is None else route.limit * len(directions)
+        hop = Hop(route.source, route.target, len(directions) == 2, 0.0, route.kind, limit)
+        progress(part_of(hop.label, len(found), len(plan)))
+        arrived = copier.arrived(directions)  # warms the route up, too
+        seconds = median(copier.seconds(directions, count) for _ in range(WINDOWS))
+        rate = len(directions) * nbytes * count / seconds
+        found.append(replace(hop, rate=rate, arrived=arrived))
+    return flag_slow_hops(found, nbytes)
 
 
-def _plans(ways: Iterable[Pair]) -> Iterator[list[Pair]]:
-    pairs = sorted(ways)
-    yield from ([pair] for pair in pairs)
-    yield from ([(a, b), (b, a)] for a, b in pairs if a < b)
-
-
-def judged(hops: Sequence[Hop], nbytes: int) -> list[Hop]:
-    """Return `hops` with the slow ones named: against the median of their kind, and the floor."""
+def flag_slow_hops(hops: Sequence[Hop], nbytes: int) -> list[Hop]:
+    """Return `hops` with `slow` set where one is below its kind's median or its floor."""
     kinds: dict[tuple[str, bool], list[float]] = {}
     for hop in hops:
         kinds.setdefault((hop.kind, hop.both), []).append(hop.rate)
-    return [replace(h, slow=_slow(h, median(kinds[h.kind, h.both]), nbytes)) for h in hops]
+    return [replace(h, slow=_why_slow(h, median(kinds[h.kind, h.both]), nbytes)) for h in hops]
 
 
-def _slow(hop: Hop, usual: float, nbytes: int) -> str:
-    if hop.rate < SLOW * usual:
+def _why_slow(hop: Hop, usual: float, nbytes: int) -> str:
+    if hop.rate < SLOW_SHARE * usual:
         return f"{hop.rate / usual:.0%} of the median of {hop.kind}, {rate_text(usual)}"
-    least = _floor(hop)
-    if nbytes >= ENOUGH and hop.rate < least:
-        return f"below the {rate_text(least)} that {hop.kind} must reach"
+    floor = _floor(hop)
+    if nbytes >= FULL_RATE_BYTES and hop.rate < floor:
+        return f"below the {rate_text(floor)} that {hop.kind} must reach"
     return ""
 
 
 def _floor(hop: Hop) -> float:
-    """Return the least rate of a hop: none over PCIe, nor where the links' rate is unknown."""
+    """Return the lowest good rate of a hop; 0 over PCIe or links of unknown rate."""
     if not hop.kind.startswith("NVLink") or hop.limit is None:
         return 0.0
     directions = 2 if hop.both else 1
-    return min(FLOOR * directions, FLOOR / FULL * hop.limit)
+    return min(NVLINK_FLOOR * directions, NVLINK_FLOOR / NVLINK_FULL * hop.limit)
 
 
-def here(nbytes: int, tell: Callable[[str], None]) -> tuple[int, list[Hop]]:
-    """Return how many GPUs are visible here, and the hops between them; they are leased meanwhile.
+def measure_visible_gpus(nbytes: int, progress: Callable[[str], None]) -> tuple[int, list[Hop]]:
+    """Return the number of visible GPUs and the hops between them; hold their locks meanwhile.
 
     Raises:
-        Unanswerable: for fewer than two GPUs, GPUs that NVML does not know, or no memory.
+        CliError: for fewer than two GPUs, GPUs that NVML does not know, or no memory.
     """
     import torch
 
@@ -207,88 +204,82 @@ def here(nbytes: int, tell: Callable[[str], None]) -> tuple[int, list[Hop]]:
     if count < 2:
         have = {0: "none is", 1: "one is"}[count]
         raise CliError(f"aisp bandwidth needs 2 GPUs; {have} visible here\n    aisp topology")
-    known = topology.read()
+    known = read_topology()
     uuids = [f"GPU-{torch.cuda.get_device_properties(k).uuid}" for k in range(count)]
-    gpus = [known.gpu(uuid) for uuid in uuids]
-    lost = [uuid for uuid, gpu in zip(uuids, gpus, strict=True) if gpu is None]
-    if lost:
-        raise CliError(f"NVML does not know {lost[0]}: MIG slices have no links of their own")
-    index = {k: gpu.index for k, gpu in enumerate(gpus) if gpu is not None}
+    indices = []
+    for uuid in uuids:
+        gpu = known.gpu(uuid)
+        if gpu is None:
+            raise CliError(f"NVML does not know {uuid}: MIG slices have no links of their own")
+        indices.append(gpu.index)
     pairs = itertools.permutations(range(count), 2)
-    ways = {(a, b): known.way(index[a], index[b]) for a, b in pairs}
-    with together(uuids, tell):
+    routes = {(a, b): known.route(indices[a], indices[b]) for a, b in pairs}
+    with together(uuids, progress):
         try:
-            copier = Copier([f"cuda:{k}" for k in range(count)], nbytes)
+            copier = CudaCopier([f"cuda:{k}" for k in range(count)], nbytes)
         except torch.OutOfMemoryError:
             raise CliError(
                 f"no room for two buffers of {size_text(nbytes)} on each GPU\n"
-                "Take smaller ones, or see who holds the memory:\n"
+                "Take smaller ones, or find out who holds the memory:\n"
                 "    aisp bandwidth --size=256MiB\n    nvidia-smi"
             ) from None
-        return count, measure(copier, ways, nbytes, tell)
-
-
-def best(hops: Sequence[Hop], *, both: bool) -> Hop:
-    """Return the fastest hop in one direction, or in both."""
-    return max((h for h in hops if h.both is both), key=lambda hop: hop.rate)
+        return count, measure(copier, routes, nbytes, progress)
 
 
 def bandwidth_result(hops: Sequence[Hop], nbytes: int, *, as_json: bool) -> CliResult:
-    """Return the lines and the exit code: 1 where a hop is slow or loses data."""
+    """Return the output and the exit code, which is 1 if a hop is slow or loses data."""
     bad = [hop for hop in hops if hop.slow or not hop.arrived]
+    code = 1 if bad else 0
     if as_json:
         plain = [asdict(hop) | {"share": hop.share} for hop in hops]
-        text = json.dumps({"size": nbytes, "windows": WINDOWS, "hops": plain}, indent=1)
-        return CliResult([text], int(bool(bad)))
-    return CliResult([*_table(hops, nbytes), *_faults(bad)], int(bool(bad)))
+        document = {"size": nbytes, "windows": WINDOWS, "hops": plain}
+        return CliResult([json.dumps(document, indent=1)], code)
+    title = f"device-to-device copies of {size_text(nbytes)}, median of {WINDOWS} windows"
+    table = columns([("hop", "rate", "limit", "share", "kind", ""), *map(_hop_row, hops)])
+    return CliResult([title, *table, *_describe_bad_hops(bad)], code)
 
 
-def _table(hops: Sequence[Hop], nbytes: int) -> list[str]:
-    heads = ("hop", "rate", "limit", "share", "kind", "")
-    rows = [heads, *map(_row, hops)]
-    size = size_text(nbytes)
-    return [f"device-to-device copies of {size}, median of {WINDOWS} windows", *columns(rows)]
-
-
-def _row(hop: Hop) -> tuple[str, ...]:
+def _hop_row(hop: Hop) -> tuple[str, ...]:
     limit = "?" if hop.limit is None else rate_text(hop.limit)
     share = "?" if hop.share is None else f"{hop.share:.0%}"
     mark = "slow" if hop.slow else ""
     return hop.label, rate_text(hop.rate), limit, share, hop.kind, mark if hop.arrived else "WRONG"
 
 
-def _faults(bad: Sequence[Hop]) -> list[str]:
+def _describe_bad_hops(bad: Sequence[Hop]) -> list[str]:
     if not bad:
         return ["no slow hop"]
     lines = [
-        f"WRONG: {h.label}: the target does not hold what was sent" for h in bad if not h.arrived
+        f"WRONG: {h.label}: the target does not hold the sent data" for h in bad if not h.arrived
     ]
     lines += [f"slow: {hop.label}: {rate_text(hop.rate)}, {hop.slow}" for hop in bad if hop.slow]
     advice = "Measure again with nothing else on the GPUs, then look at the links' errors:"
     return [*lines, advice, "    nvidia-smi nvlink -e"]
 
 
-def rates(hops: Sequence[Hop], nbytes: int) -> tuple[dict[str, float], dict[str, str]]:
-    """Return what is stored as peaks, ``peer`` and ``peer_both``, and how each was taken.
+def peer_peaks(hops: Sequence[Hop], nbytes: int) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the peaks ``peer`` and ``peer_both`` to store, and how each was measured.
 
     Raises:
-        Unanswerable: where a hop is slow (exit code 1), or copies are small: that is no peak.
+        CliError: if a hop is slow (exit code 1), or the copies are too small for a peak.
     """
     if any(hop.slow or not hop.arrived for hop in hops):
         raise CliError("nothing is stored: a machine with a slow hop has no peaks", code=1)
-    if nbytes < ENOUGH:
+    if nbytes < FULL_RATE_BYTES:
         raise CliError(
             f"nothing is stored: copies of {size_text(nbytes)} do not fill a link\n"
             "    aisp bandwidth --size=1GiB --store"
         )
-    found = {"peer": best(hops, both=False), "peer_both": best(hops, both=True)}
-    how = f"{size_text(nbytes)}, median of {WINDOWS} windows"
-    facts = {key: f"{hop.label}, {hop.kind}, {how}" for key, hop in found.items()}
-    return {key: hop.rate for key, hop in found.items()}, facts
+    rates, facts = {}, {}
+    for key, both in (("peer", False), ("peer_both", True)):
+        hop = max((h for h in hops if h.both is both), key=lambda hop: hop.rate)
+        rates[key] = hop.rate
+        facts[key] = f"{hop.label}, {hop.kind}, {size_text(nbytes)}, median of {WINDOWS} windows"
+    return rates, facts
 
 
 def refuse_under_ci() -> None:
-    """Refuse to store where CI is set, before anything is measured."""
+    """Refuse to store if CI is set, before anything is measured."""
     if os.environ.get("CI"):
         raise CliError(
             "--store is refused where CI is set: a gate must not move its own limits\n"
@@ -296,20 +287,20 @@ def refuse_under_ci() -> None:
         )
 
 
-def keep(
+def store_peaks(
     baselines: Path,
     machine: Machine,
     count: int,
     rates: Mapping[str, float],
     facts: Mapping[str, str],
 ) -> list[str]:
-    """Add `rates` of `count` GPUs of `machine` to their peaks; return what was written, in words.
+    """Add `rates` of `count` GPUs of `machine` to their peaks; return a line for each.
 
     Args:
-        facts: by rate, how it was taken; versions and the date are put behind.
+        facts: how each rate was measured; versions and the date are appended.
 
     Raises:
-        Unanswerable: where the GPUs are not of one product, or the file cannot be written.
+        CliError: if the GPUs are not of one product, or the file cannot be written.
     """
     if count > len(machine.gpus):
         raise CliError(
@@ -320,13 +311,10 @@ def keep(
     path = peaks.path_of(baselines, product)
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     versions = ", ".join(f"{k} {v}" for k, v in machine.versions.items())
-    told = {key: f"{how}, {versions}, {date}" for key, how in facts.items()}
+    dated = {key: f"{how}, {versions}, {date}" for key, how in facts.items()}
     try:
-        peaks.add(path, product, rates, {"name": f"{count} x {machine.name}", **told})
+        peaks.add(path, product, rates, {"name": f"{count} x {machine.name}", **dated})
     except (peaks.PeaksError, OSError) as error:
         raise CliError(f"nothing is stored: {error}") from None
-    return [f"stored in {path}: {key} {_amount(key, rates[key])}" for key in rates]
-
-
-def _amount(key: str, rate: float) -> str:
-    return duration(rate) if key in peaks.SECONDS else rate_text(rate)
+    texts = {k: duration(r) if k in peaks.SECONDS else rate_text(r) for k, r in rates.items()}
+    return [f"stored in {path}: {key} {text}" for key, text in texts.items()]

@@ -1,6 +1,6 @@
-"""`aisp nccl`: start ranks, have them run collectives, say how fast they were.
+"""`aisp links nccl`: time collectives on ranks; `nccl-env`: explain the variables that are set.
 
-The ranks are those of pages (`ranks.RankSet`): NCCL on GPUs, Gloo on CPUs.
+The ranks are the ones that pages use (`launcher.RankSet`): NCCL on GPUs, Gloo on CPUs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from ..results.messages import CollectivesTask
 from ..results.row import duration
@@ -19,37 +19,47 @@ from ..util.device import Machine
 from ..util.locks import together
 from .launcher import RankSet
 
-LEAST_STORED = 64 << 20
-"""An all-reduce of fewer bytes does not fill the links: its busbw is no peak."""
+SMALLEST_PEAK = 64 << 20
+"""A smaller all-reduce does not fill the links, so its busbw is no peak."""
 GLOO = "Gloo on a CPU (not a measurement of links)"
+
+
+class SweepRow(TypedDict):
+    """One collective at one size: bytes, seconds of a call, bandwidths in bytes/s."""
+
+    op: str
+    size: int
+    seconds: float
+    clock: str
+    algbw: float
+    busbw: float
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What the ranks answered.
+    """What the ranks measured.
 
     Attributes:
-        rows: plain rows of `collectives.sweep`, with `algbw` and `busbw` in bytes/s.
         device: ``cuda`` or ``cpu``.
-        facts: backend, versions, name of the GPU.
-        notes: what was not available, in words.
+        backend: versions of NCCL and torch, and the GPU's name.
+        notes: what was not available.
     """
 
     ranks: int
     device: str
-    rows: Sequence[Mapping[str, Any]]
-    facts: Mapping[str, Any]
+    rows: Sequence[SweepRow]
+    backend: Mapping[str, str]
     notes: Sequence[str]
 
-    def of(self, op: str) -> list[Mapping[str, Any]]:
-        """Return the rows of one collective, the sizes ascending."""
+    def of(self, op: str) -> list[SweepRow]:
+        """Return the rows of one collective in ascending order of size."""
         return [row for row in self.rows if row["op"] == op]
 
     @property
     def title(self) -> str:
-        """What the numbers were taken on and with."""
-        versions = [f"{k} {self.facts[k]}" for k in ("nccl", "torch") if self.facts.get(k)]
-        where = self.facts.get("device") or GLOO
+        """The ranks, the device and the versions."""
+        versions = [f"{k} {self.backend[k]}" for k in ("nccl", "torch") if self.backend.get(k)]
+        where = self.backend.get("device") or GLOO
         return f"{self.ranks} ranks, {where}, {', '.join(versions)}"
 
 
@@ -57,7 +67,7 @@ def parse_ops(text: str) -> tuple[str, ...]:
     """Return the collectives named in ``all_reduce,all_gather``.
 
     Raises:
-        ValueError: for one that is none.
+        ValueError: for an unknown collective.
     """
     ops = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for op in ops:
@@ -66,11 +76,11 @@ def parse_ops(text: str) -> tuple[str, ...]:
     return ops
 
 
-def place(machine: Machine, ranks: int | None) -> tuple[str, int]:
-    """Return where and how many ranks run: one a GPU, or two on a CPU with fewer than two GPUs.
+def choose_ranks(machine: Machine, ranks: int | None) -> tuple[str, int]:
+    """Return the device and the number of ranks: one per GPU, or two on a CPU without two GPUs.
 
     Raises:
-        Unanswerable: for fewer than two ranks, or more than the machine has GPUs.
+        CliError: for fewer than two ranks, or more than the machine has GPUs.
     """
     have = len(machine.gpus)
     if ranks is not None and ranks < 2:
@@ -82,101 +92,85 @@ def place(machine: Machine, ranks: int | None) -> tuple[str, int]:
     return "cuda", ranks or have
 
 
-def run(
+def measure_collectives(
     machine: Machine,
     ops: Sequence[str],
     sizes: Sequence[int],
     *,
     ranks: int | None,
     timeout: float,
-    tell: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> Sweep:
-    """Start the ranks, ask them, end them.
+    """Start the ranks, measure, and stop them.
 
     Args:
         timeout: seconds that the ranks may be silent.
 
     Raises:
-        Unanswerable: with exit code 1 where a rank fails; the message names it.
+        CliError: with exit code 1 if a rank fails; the message names it.
     """
-    device, count = place(machine, ranks)
+    device, count = choose_ranks(machine, ranks)
     gpus = sorted(machine.gpus)[:count] if device == "cuda" else []
     task = CollectivesTask(device=device, ops=tuple(ops), sizes=tuple(sizes))
-    with together(gpus, tell):
-        started = RankSet(count, {"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
+    with together(gpus, progress):
+        group = RankSet(count, {"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
         try:
-            reply = started.ask(task, timeout, tell)
+            reply = group.ask(task, timeout, progress)
         finally:
-            started.close()
+            group.close()
     if reply.error is not None:
-        raise CliError(_fault(reply.error, reply.message, reply.trace, timeout), code=1)
-    result = dict(reply.result)
-    rows = [_with_bandwidths(row, count) for row in result.pop("rows")]
-    return Sweep(count, device, rows, result, result.pop("notes"))
-
-
-def _fault(error: str, message: str, trace: str, timeout: float) -> str:
-    if error == "timeout":  # its last line names an option of pytest
-        message = message.splitlines()[0] + f"\nGive it longer with --timeout={2 * timeout:g}"
-    return "\n".join(part for part in (trace.rstrip(), message) if part)
-
-
-def _with_bandwidths(row: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    algbw, busbw = bandwidths(row, ranks)
-    return {**row, "algbw": algbw, "busbw": busbw}
+        message = reply.message
+        if reply.error == "timeout":  # its last line names an option of pytest
+            message = f"{message.splitlines()[0]}\nGive it longer with --timeout={2 * timeout:g}"
+        raise CliError("\n".join(filter(None, (reply.trace.rstrip(), message))), code=1)
+    backend = dict(reply.result)
+    rows, notes = [], backend.pop("notes")
+    for row in backend.pop("rows"):
+        algbw, busbw = bandwidths(row, count)
+        rows.append(SweepRow(**row, algbw=algbw, busbw=busbw))
+    return Sweep(count, device, rows, backend, notes)
 
 
 def nccl_result(sweep: Sweep) -> CliResult:
-    """Return the table: each collective by size, one-shot beside NCCL's all-reduce."""
-    shots = {row["size"]: row for row in sweep.of(ONE_SHOT)}
+    """Return the table of collectives by size, with one-shot beside NCCL's all-reduce."""
+    one_shot = {row["size"]: row for row in sweep.of(ONE_SHOT)}
     heads = ["collective", "size", "time", "algbw", "busbw", "clock"]
-    heads += ["one-shot", "its busbw"] if shots else []
-    rows = [heads]
+    table = [heads + (["one-shot", "its busbw"] if one_shot else [])]
     for row in sweep.rows:
-        if row["op"] != ONE_SHOT:
-            rows.append([*_cells(row), *(_beside(row, shots) if shots else [])])
+        if row["op"] == ONE_SHOT:
+            continue
+        rates = [rate_text(row["algbw"]), rate_text(row["busbw"])]
+        cells = [row["op"], size_text(row["size"]), duration(row["seconds"]), *rates, row["clock"]]
+        if one_shot:
+            beside = one_shot.get(row["size"]) if row["op"] == "all_reduce" else None
+            cells += (
+                [duration(beside["seconds"]), rate_text(beside["busbw"])] if beside else ["", ""]
+            )
+        table.append(cells)
     how = f"slowest rank, median of {WINDOWS} windows"
-    return CliResult([f"{sweep.title}; {how}", *columns(rows), *sweep.notes])
+    return CliResult([f"{sweep.title}; {how}", *columns(table), *sweep.notes])
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    size, seconds = size_text(row["size"]), duration(row["seconds"])
-    return [
-        row["op"],
-        size,
-        seconds,
-        rate_text(row["algbw"]),
-        rate_text(row["busbw"]),
-        row["clock"],
-    ]
+def collective_peaks(sweep: Sweep) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the peaks to store, and how each was measured.
 
-
-def _beside(row: Mapping[str, Any], shots: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    shot = shots.get(row["size"]) if row["op"] == "all_reduce" else None
-    return ["", ""] if shot is None else [duration(shot["seconds"]), rate_text(shot["busbw"])]
-
-
-def rates(sweep: Sweep) -> tuple[dict[str, float], dict[str, str]]:
-    """Return what is stored as peaks: ``busbw`` of the largest all-reduce, ``all_reduce`` seconds.
+    They are ``busbw`` of the largest all-reduce, and ``all_reduce``, seconds of the smallest.
 
     Raises:
-        Unanswerable: where there is no all-reduce large enough, or no GPU.
+        CliError: without a GPU, or without a large all-reduce.
     """
     if sweep.device == "cpu":
         raise CliError(f"nothing is stored: {GLOO}")
     reduced = sweep.of("all_reduce")
-    if not reduced or reduced[-1]["size"] < LEAST_STORED:
+    if not reduced or reduced[-1]["size"] < SMALLEST_PEAK:
         raise CliError(
-            f"nothing is stored: the peak needs an all-reduce of {size_text(LEAST_STORED)} or more"
+            f"nothing is stored: the peak needs an all-reduce of {size_text(SMALLEST_PEAK)} or more"
             "\n    aisp nccl --ops=all_reduce --sizes=4KiB:512MiB --store"
         )
     first, last = reduced[0], reduced[-1]
-    values = {"busbw": last["busbw"], "all_reduce": first["seconds"]}
-    words = {
-        k: f"{size_text(r['size'])}, {sweep.title}"
-        for k, r in zip(values, (last, first), strict=True)
-    }
-    return values, words
+    rates = {"busbw": last["busbw"], "all_reduce": first["seconds"]}
+    rows = {"busbw": last, "all_reduce": first}
+    return rates, {k: f"{size_text(row['size'])}, {sweep.title}" for k, row in rows.items()}
 
 
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_MEM_", "NVSHMEM_")
@@ -249,14 +243,14 @@ MEANINGS = {
     "NVSHMEM_HCA_LIST": "InfiniBand or RoCE adapters to use",
     "NVSHMEM_IB_GID_INDEX": "entry of the GID table, which RoCE may need",
 }
-"""By variable, one line."""
-RESPECTED = {
+"""What each variable does, in one line."""
+MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-"""Values that keep NVLink multicast off: shown as respected, since no rank of ours changes them."""
-NODES = {
+"""Values that keep NVLink multicast off. No rank of ours changes them, and the output says so."""
+MULTI_NODE_ADVICE = {
     "MASTER_ADDR": "the first node's address, the same on all: torchrun takes --rdzv-endpoint",
     "MASTER_PORT": "a free port there",
     "NCCL_SOCKET_IFNAME": "the interface that the nodes reach each other by",
@@ -268,19 +262,21 @@ NODES = {
 
 
 def nccl_env_result(environment: Mapping[str, str], version: str) -> CliResult:
-    """Return what `aisp nccl-env` prints of these variables; it changes none of them.
+    """Explain the variables of `environment` that concern NCCL, without changing any.
 
     Args:
-        version: of NCCL, in words.
+        version: `nccl_version`.
     """
     found = sorted(name for name in environment if name.startswith(PREFIXES))
     lines = [version, "", "set here" if found else f"none of {', '.join(PREFIXES)}* is set here"]
     if found:
-        lines += columns(
-            [(f"{name}={environment[name]}", _meaning(name, environment)) for name in found]
-        )
+        meanings = [(f"{name}={environment[name]}", _meaning(name, environment)) for name in found]
+        lines += columns(meanings)
     lines += ["", "for several nodes (advice; nothing was set)"]
-    lines += columns([_advice(name, environment) for name in NODES])
+    values = {
+        n: f"is {environment[n]}" if n in environment else "not set" for n in MULTI_NODE_ADVICE
+    }
+    lines += columns([(name, values[name], text) for name, text in MULTI_NODE_ADVICE.items()])
     names = (name for _, name in socket.if_nameindex())
     lines.append(f"interfaces here: {', '.join(names)}")
     adapters = sorted(p.name for p in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
@@ -290,17 +286,12 @@ def nccl_env_result(environment: Mapping[str, str], version: str) -> CliResult:
 
 def _meaning(name: str, environment: Mapping[str, str]) -> str:
     known = MEANINGS.get(name, "not in this table: see the library's documentation")
-    respected = RESPECTED.get(name) == environment[name].strip()
+    respected = MULTICAST_OFF.get(name) == environment[name].strip()
     return known + (" (respected: the ranks get it as it is)" if respected else "")
 
 
-def _advice(name: str, environment: Mapping[str, str]) -> tuple[str, str, str]:
-    value = environment.get(name)
-    return name, "not set" if value is None else f"is {value}", NODES[name]
-
-
-def version() -> str:
-    """Return which NCCL this torch has, in words."""
+def nccl_version() -> str:
+    """Return one line with the version of NCCL in this torch."""
     import torch
 
     if torch.version.cuda is None:

@@ -188,7 +188,7 @@ class RunContext:
         """Return how the GPUs of a case of `count` are joined, or None on a CPU."""
         from ..distributed import topology
 
-        return topology.joined(self.gpus(count)) if len(self.machine.gpus) >= count else None
+        return topology.route_kinds(self.gpus(count)) if len(self.machine.gpus) >= count else None
 
     def stored(self, path: Path) -> Stored:
         """Return the stored results in `path`, read once."""
