@@ -127,7 +127,7 @@ def measure_collectives(
     rows, notes = [], backend.pop("notes")
     for row in backend.pop("rows"):
         algbw, busbw = bandwidths(row, count)
-        rows.append(SweepRow(**row, algbw=algbw, busbw=busbw))
+        rows.append({**row, "algbw": algbw, "busbw": busbw})
     return Sweep(count, device, rows, backend, notes)
 
 
