@@ -127,7 +127,16 @@ def measure_collectives(
     rows, notes = [], backend.pop("notes")
     for row in backend.pop("rows"):
         algbw, busbw = bandwidths(row, count)
-        rows.append({**row, "algbw": algbw, "busbw": busbw})
+        rows.append(
+            SweepRow(
+                op=row["op"],
+                size=row["size"],
+                seconds=row["seconds"],
+                clock=row["clock"],
+                algbw=algbw,
+                busbw=busbw,
+            )
+        )
     return Sweep(count, device, rows, backend, notes)
 
 
