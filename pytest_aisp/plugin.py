@@ -25,8 +25,8 @@ MARKERS = {
     "sm100": "runs on Blackwell B200, GB200",
     "sm103": "runs on Blackwell B300, GB300",
     "sm121": "runs on GB10",
-    "cpu": "a size that a CPU times",
-    "gpus(n)": "needs n GPUs, as in -m 'gpus(n=2)'",
+    "aisp_cpu": "a size that a CPU times",
+    "aisp_gpus(n)": "needs n GPUs, as in -m 'aisp_gpus(n=2)'",
     "aisp_timer": "pytest-benchmark's `benchmark` is timed by our GPU timer",
     "aisp_timeout(seconds)": "time limit of one request to a bench process",
 }
@@ -116,7 +116,7 @@ def pair(request: pytest.FixtureRequest) -> PairUnderTest:
 
 
 @pytest.fixture
-def device() -> str:
+def aisp_device() -> str:
     """The device of this machine: ``cuda`` where there is a GPU, else ``cpu``."""
     import torch
 
@@ -140,7 +140,7 @@ def cuda_graph() -> Any:
 
 
 @pytest.fixture
-def timer() -> Any:
+def aisp_timer() -> Any:
     """Time one callable: ``timer(f)`` returns seconds per call, GPU time where there is a GPU."""
     from .session.fixtures import time_one
 
@@ -148,7 +148,7 @@ def timer() -> Any:
 
 
 @pytest.fixture
-def peaks(request: pytest.FixtureRequest) -> Any:
+def aisp_peaks(request: pytest.FixtureRequest) -> Any:
     """The measured peaks of this machine's product: a mapping of rates, empty if never measured."""
     from .session.fixtures import rates
 

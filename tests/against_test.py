@@ -386,3 +386,16 @@ def test_each_process_of_an_old_side_has_the_old_page(pytester, monkeypatch):
     first, second = asked[:2]
     assert first | second == {"then", "now"}
     assert len(first) == len(second) == 1
+
+
+def test_an_undecided_code_gate_fails_the_run_where_the_ini_file_says_so(committed, pytester):
+    change(committed)
+    undecided = ["--aisp-against=HEAD", "-o", "aisp_confirm_budget=0"]
+    result = pytester.runpytest_subprocess(*undecided)
+    result.stdout.fnmatch_lines(
+        ["inconclusive: *doubled runs at 0.98*x *-> open", "*1 inconclusive*"]
+    )
+    assert result.ret == 0
+    result = pytester.runpytest_subprocess(*undecided, "-o", "aisp_inconclusive=fail")
+    result.stdout.fnmatch_lines(["E  *doubled runs at 0.9*x *-> open"])
+    assert result.ret == 1

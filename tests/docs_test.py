@@ -225,12 +225,12 @@ def test_the_fixtures_for_other_tests_work(pytester):
         import torch
 
 
-        def test_them(device, warmup, cuda_graph, timer, peaks):
-            x = torch.ones(64, 64, device=device)
+        def test_them(aisp_device, warmup, cuda_graph, aisp_timer, aisp_peaks):
+            x = torch.ones(64, 64, device=aisp_device)
             assert warmup(lambda: x @ x) >= 3
             assert torch.equal(cuda_graph(lambda: x @ x)(), x @ x)
-            assert 0 < timer(lambda: x @ x) < 1
-            assert all(rate > 0 for rate in peaks.values())
+            assert 0 < aisp_timer(lambda: x @ x) < 1
+            assert all(rate > 0 for rate in aisp_peaks.values())
         """
     )
     assert pytester.runpytest_subprocess().ret == 0

@@ -251,12 +251,12 @@ import pytest
 
 
 @pytest.fixture
-def device():
+def aisp_device():
     return "mine"
 
 
 @pytest.fixture
-def timer():
+def aisp_timer():
     return "mine"
 
 
@@ -265,8 +265,8 @@ def pair():
     return "mine"
 
 
-def test_fixtures(device, timer, pair):
-    assert (device, timer, pair) == ("mine",) * 3
+def test_fixtures(aisp_device, aisp_timer, pair):
+    assert (aisp_device, aisp_timer, pair) == ("mine",) * 3
 
 
 def test_nothing_of_the_plugin_is_loaded():

@@ -3,36 +3,36 @@
 The stages are called by the test body: `check` by ``pair.assert_equivalent()``, `measure` by
 ``pair.assert_speedup()``, `measure_metric` by ``pair.assert_memory()`` and its kin. A stage asks
 bench processes through `CaseClient`, and leaves typed results and findings. The verdict is a
-function of all findings (`results.verdict.case_verdict`); `row` is built once from the results.
+function of all findings (`results.verdict.case_verdict`); `case_row.build_row` makes the row.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from ..kernels import autotune
 from ..page.pair import Case
 from ..results import metric_limits, verdict
 from ..results.messages import CheckTask, CompileTask, CountTask
-from ..results.row import Row, bare, ratio
 from ..results.verdict import Finding
 from .canary import offer_to_canary
-from .case_client import CaseClient, key_of, reading, remeasuring
+from .case_client import CaseClient, key_of
 from .context import Failed, RunContext
 from .judge import (
     Judgement,
     MetricJudgement,
-    Stored,
+    judge_aa_repeat,
     judge_changed_side,
     judge_metric,
+    judge_recorded_claim,
     judge_speedup,
 )
 from .placement import COMPILER, Kernels, placement_of
 from .sandbox_case import run_sandboxed
+from .stored_result import StoredResult
 from .terminal import accept_commands
 from .timing_result import Timing, read_timing
 
@@ -58,7 +58,7 @@ class CaseRun:
         self.run, self.case, self.where, self.kernels = run, case, where, kernels
         self.placement = placement_of(run, case, kernels)
         self.client = CaseClient(run, case, where, self.placement)
-        self.stored = Stored(run, self.client.path, key_of(case, where), case)
+        self.stored = StoredResult(run, self.client.path, key_of(case, where), case)
         timed = self.placement.kind == "time" and not run.settings.aa
         target = case.variant, self.client.machine.arch, case.gpus
         self.claim = case.pair.claim(*target) if timed else None
@@ -161,9 +161,9 @@ class CaseRun:
             self.checks.append(found)
             if metric == "goodput" and self.timing is not None:
                 found = metric_limits.shares(found, self.timing.pair_seconds)
-            environment = self._environment()
+            environment = self.environment()
             judged = judge_metric(
-                self.stored, metric, found, limit, environment, self._sources(), self.judgement
+                self.stored, metric, found, limit, environment, self.sources(), self.judgement
             )
             self.metrics[metric] = judged
             self.findings += judged.findings
@@ -200,13 +200,14 @@ class CaseRun:
         red |= word == "inconclusive" and settings.inconclusive == "fail"
         if not red:
             return
-        lines = [*self._reasons(), *self.client.commands()]
+        lines = [*self.reasons(), *self.client.commands()]
         stored = not settings.aa and self.stored.result is not None
         if accept and word != "fail" and (stored or word == "new"):
             lines += accept_commands(self.where["typed"], stored=stored)
         raise Failed("\n".join(lines), verdict=None)
 
-    def _reasons(self) -> list[str]:
+    def reasons(self) -> list[str]:
+        """Return the reasons of all findings."""
         return [reason for finding in self.findings for reason in finding.reasons]
 
     def _require_check(self, asked: str, done: str) -> None:
@@ -228,18 +229,20 @@ class CaseRun:
             return "measured with --aisp-energy, and when recording"
         return ""
 
-    def _environment(self) -> dict[str, Any]:
+    def environment(self) -> dict[str, Any]:
+        """Return the facts that a stored result depends on besides its sources."""
         return self.timing.environment if self.timing is not None else self.client.environment()
 
-    def _sources(self) -> dict[str, str]:
+    def sources(self) -> dict[str, str]:
+        """Return the digests of both sides."""
         if self.timing is not None:
             return self.timing.sources
-        return dict(self.checks[0]["sources"]) if self.metrics or self.checks else {}
+        return dict(self.checks[0]["sources"]) if self.checks else {}
 
     def _compile_too(self, first: dict[str, Any]) -> None:
         """Note what each kernel uses on this arch."""
         if self.run.replay is not None or self.run.settings.in_process:
-            return
+            return  # there is no process to ask
         task = self.client.task(CompileTask, archs=(self.client.machine.arch,))
         reply = self.run.bench(COMPILER).ask(task, self.client.timeout, self.run.progress)
         if reply.error is None:
@@ -260,19 +263,7 @@ class CaseRun:
             self.run.progress(f"record {number + 1}/{count}")
             answers.append(self.client.time(100 + number, self.client.bench(number)))
         self.values = [float(answer["value"]) for answer in answers]
-        mean = fmean(self.values)
-        open_claim = self.verdict == "inconclusive" and isinstance(self.claim, (int, float))
-        if open_claim and mean < math.log(float(self.claim or 1.0)):
-            raise Failed(
-                "\n".join(
-                    [
-                        f"{ratio(mean)} in {len(self.values)} processes is below"
-                        f" {bare(math.log(float(self.claim or 1.0)))} ({self.claim_origin}):"
-                        " not stored",
-                        *self.client.commands(),
-                    ]
-                )
-            )
+        judge_recorded_claim(self.claim, self.claim_origin, self.values, self.verdict)
         seconds = [
             median(median(answer[side]) for answer in answers) for side in ("baseline", "optimized")
         ]
@@ -290,70 +281,24 @@ class CaseRun:
     def _store(self, **times: Any) -> None:
         """Put what is to be stored in the row: metrics so far, and `times` once there are any."""
         metrics = {name: dict(judged.found) for name, judged in self.metrics.items()}
-        self.recorded |= {"sources": self._sources(), "goals": metrics, **times}
+        self.recorded |= {"sources": self.sources(), "goals": metrics, **times}
         self.recorded["replace"] = self.run.settings.update == "all"
 
     def _repeat_aa(self, timing: Timing) -> None:
         """Repeat an A/A trial in more processes; each is a trial of its own."""
-        recorded = self.stored.spread(timing.clock)
+        spread = self.stored.spread(timing.clock)
         trials = [(timing.reading.value, self.verdict)]
         for number in range(1, self.run.settings.processes):
-            found = reading(self.client.time(100 + number, self.client.bench(number)))
-            gates = verdict.same_gates(verdict.effective_spread(recorded, found))
-            with remeasuring(self.client, self.client.vote) as vote:
-                decision = verdict.decide(found, gates, vote)
-            word = verdict.verdict_of(decision, stored=True, same_environment=True)
-            trials.append((found.value, word))
+            value, word, votes = judge_aa_repeat(self.client, spread, number)
+            trials.append((value, word))
             self.findings.append(Finding(word))
             if self.judgement is not None:
-                self.judgement.votes += [vote.value for vote in decision.votes]
+                self.judgement.votes += votes
         self.trials = [list(trial) for trial in trials]
         self.values = [value for value, _ in trials] if len(trials) > 1 else self.values
         if self.verdict == "regressed":
             message = "a side differs from a copy of itself"
             raise Failed("\n".join([message, *self.client.commands()]), verdict=None)
-
-    def row(self) -> Row:
-        """Return everything that is said about the case."""
-        timing, judged, client = self.timing, self.judgement, self.client
-        row = Row(
-            nodeid=self.where["nodeid"],
-            file=str(client.path),
-            key=self.stored.key,
-            page=self.where["page"],
-            function=self.where["function"],
-            variant=self.case.variant_name,
-            size=dict(self.case.size),
-            bound=self.case.pair.bound,
-            gpus=self.case.gpus,
-            baseline=self.case.pair.baseline.__name__,
-            product=client.machine.with_count(self.case.gpus),
-            arch=client.machine.arch,
-            need=self.placement.need,
-            verdict=self.verdict,
-            claim=self.claim,
-            origins={"claim": self.claim_origin} if self.claim is not None else {},
-            trials=self.trials,
-            reasons=self._reasons(),
-            notes=list(self.notes),
-            remarks=[*self.remarks, *(m.remark for m in self.metrics.values() if m.remark)],
-            goals={name: dict(m.found) for name, m in self.metrics.items()},
-            limits={name: m.limit for name, m in self.metrics.items()},
-            held={name: m.stored for name, m in self.metrics.items() if m.stored is not None},
-            profile=self.profile,
-            recorded=self.recorded,
-            sources=self._sources() if timing is not None or self.metrics else {},
-            environment=self._environment() if timing is not None or self.metrics else {},
-            checks=self.checks,
-            timings=client.timings,
-            against=client.against,
-            wall=self.wall,
-        )
-        if timing is not None:
-            timing.fill(row, self.values)
-        if judged is not None:
-            judged.fill(row)
-        return row
 
 
 def _no_verdict_in_process(option: str) -> Finding:

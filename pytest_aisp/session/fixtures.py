@@ -16,6 +16,7 @@ from ..page.pair import Case, Pair
 from ..results.verdict import RED, Finding
 from ..worker.loader import pair_of
 from .case import CaseRun, EndOfBody
+from .case_row import build_row
 from .context import RunContext
 from .options import LOCK_ERROR, RUN, SETTINGS
 from .pair_fixture import PairUnderTest
@@ -64,9 +65,9 @@ def _refuse(item: pytest.Item, message: str) -> NoReturn:
 
 def _marks(pair: Pair, case: Case) -> list[Any]:
     mark = pytest.mark
-    names = ("cpu",) if case.kind == "cpu" else pair.archs(case.variant)
+    names = ("aisp_cpu",) if case.kind == "cpu" else pair.archs(case.variant)
     marks = [getattr(mark, name) for name in names]
-    marks += [mark.gpus(n=case.gpus)] if case.gpus > 1 else []
+    marks += [mark.aisp_gpus(n=case.gpus)] if case.gpus > 1 else []
     return [*marks, *case.variant.marks]
 
 
@@ -187,7 +188,7 @@ def attach(item: pytest.Item, call: Any, report: pytest.TestReport) -> None:
         case_run.recorded = {}
     if case_run.run.settings.profile:
         _profile(case_run)
-    row = case_run.row()
+    row = build_row(case_run)
     report.aisp = row.to_json()  # type: ignore[attr-defined]
     # JUnit reads the properties of the teardown report, which are the item's.
     item.user_properties += row.properties()

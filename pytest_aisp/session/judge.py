@@ -8,74 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ..kernels import autotune
-from ..page.pair import Case
-from ..results import models, stats, verdict
-from ..results.export import path_below
+from ..results import models, verdict
 from ..results.metric_limits import METRICS
-from ..results.row import Row, bare, ratio
+from ..results.row import bare, ratio
 from ..results.verdict import Finding, Gate
-from .case_client import CaseClient, remeasuring
-from .context import Failed, RunContext
+from .case_client import CaseClient, reading, remeasuring
+from .context import Failed
+from .stored_result import StoredResult
 
 if TYPE_CHECKING:
     from .timing_result import Timing
-
-
-@dataclass
-class Stored:
-    """The stored result of a case, among those of its chapter.
-
-    Attributes:
-        path: the chapter's file of this product.
-        key: the case's name in it.
-    """
-
-    run: RunContext
-    path: Path
-    key: str
-    case: Case
-
-    @property
-    def result(self) -> models.Result | None:
-        """The case's stored result."""
-        return self.run.stored(self.path).results.get(self.key)
-
-    def spread(self, clock: str) -> float:
-        """Return the spread of one process's value: recorded, pooled, or the clock's default."""
-        others = models.pooled(list(self.run.stored(self.path).results.values()), clock)
-        mine = self.result
-        own = mine.own_spread if mine is not None and mine.clock == clock else None
-        if own is not None and mine is not None:
-            return stats.pooled_spread(own, mine.processes, others)
-        return stats.rms(others) if len(others) >= 3 else verdict.DEFAULT_SPREAD[clock]
-
-    def session_spread(self, clock: str) -> float:
-        """Return the spread from session to session of this product and clock."""
-        return models.session_sd(self.run.stored(self.path).results.values(), clock)
-
-    def environment_differences(
-        self,
-        mine: models.Result,
-        environment: Mapping[str, Any],
-        sources: Mapping[str, str],
-        clock: str,
-    ) -> list[str]:
-        """Return the reasons for which a loss against `mine` need not be the code's fault."""
-        then = self.run.stored(self.path).environments.get(mine.environments[-1], {})
-        names = models.differences(then, environment, clock, several=self.case.gpus > 1)
-        found = [f"{n} was {then.get(n)} when stored, and is {environment.get(n)}" for n in names]
-        if mine.sources.get("baseline") != sources["baseline"]:
-            found.append("the baseline is not the one that was stored")
-        return found
-
-    def relative(self, path: Path | None = None) -> str:
-        """Return `path`, or that of the stored results, relative to the root."""
-        return path_below(str(path or self.path), str(self.run.settings.root))
 
 
 @dataclass
@@ -100,13 +46,6 @@ class Judgement:
     differences: list[str]
     findings: list[Finding]
 
-    def fill(self, row: Row) -> None:
-        """Put the judgement in `row`."""
-        row.votes, row.suspect, row.session = self.votes, self.suspect, self.session
-        row.detectable, row.stored = self.detectable, self.stored
-        if self.stored is not None:
-            row.origins["stored"] = self.stored_in
-
 
 @dataclass
 class MetricJudgement:
@@ -127,7 +66,7 @@ class MetricJudgement:
 
 def judge_speedup(
     client: CaseClient,
-    stored: Stored,
+    stored: StoredResult,
     timing: Timing,
     claim: float | str | None,
     claim_origin: str,
@@ -190,7 +129,7 @@ def _claim_gates(claim: float | str | None, timing: Timing) -> list[Gate]:
     return [verdict.claim_gate(float(claim or 1.0), timing.spread)]
 
 
-def _other_clock(stored: Stored, mine: models.Result, timing: Timing) -> str:
+def _other_clock(stored: StoredResult, mine: models.Result, timing: Timing) -> str:
     """Say that the stored result was timed by another clock, and why today's differs."""
     keys = ("no graph", "no queue")
     why = next((f": {timing.details[k]}" for k in keys if k in timing.details), "")
@@ -210,7 +149,7 @@ def _missed_gates(
     decision: verdict.Decision,
     first: float,
     differences: list[str],
-    stored: Stored,
+    stored: StoredResult,
 ) -> list[str]:
     """Say for each missed gate which number missed which limit, and where the limit is written."""
     origin = {
@@ -237,7 +176,7 @@ def _missed_gates(
 
 
 def judge_changed_side(
-    client: CaseClient, stored: Stored, timing: Timing, role: str
+    client: CaseClient, stored: StoredResult, timing: Timing, role: str
 ) -> list[Finding]:
     """Judge a changed side against its version at the commit: red for a loss that votes confirm."""
     past = client.run.past
@@ -270,7 +209,7 @@ def judge_changed_side(
 
 
 def judge_metric(
-    stored: Stored,
+    stored: StoredResult,
     name: str,
     found: Mapping[str, float],
     limit: float,
@@ -301,3 +240,33 @@ def judge_metric(
     else:
         judged.findings.append(Finding("new" if before is None else "pass"))
     return judged
+
+
+def judge_recorded_claim(
+    claim: float | str | None, claim_origin: str, values: list[float], word: str
+) -> None:
+    """Refuse to record a claim that votes left open and all recorded processes together miss.
+
+    Raises:
+        Failed: where the mean of `values` is below the claim.
+    """
+    if word != "inconclusive" or not isinstance(claim, (int, float)):
+        return
+    mean, limit = fmean(values), math.log(claim)
+    if mean < limit:
+        raise Failed(
+            f"{ratio(mean)} in {len(values)} processes is below {bare(limit)} ({claim_origin}):"
+            " not stored"
+        )
+
+
+def judge_aa_repeat(
+    client: CaseClient, spread: float, number: int
+) -> tuple[float, str, list[float]]:
+    """Repeat an A/A trial in process `number`; return its value, its verdict and its votes."""
+    found = reading(client.time(100 + number, client.bench(number)))
+    gates = verdict.same_gates(verdict.effective_spread(spread, found))
+    with remeasuring(client, client.vote) as vote:
+        decision = verdict.decide(found, gates, vote)
+    word = verdict.verdict_of(decision, stored=True, same_environment=True)
+    return found.value, word, [vote.value for vote in decision.votes]

@@ -50,7 +50,7 @@ def placement_of(run: RunContext, case: Case, kernels: Kernels) -> Placement:
     if case.kind == "cpu":
         if run.machine.arch == "cpu" or run.times_cpu or run.timer is not None:
             return Placement("check" if checking else "time", "cpu", "--aisp-check" * checking)
-        return Placement("check", "cpu", "timed on a GPU machine only with -m cpu")
+        return Placement("check", "cpu", "timed on a GPU machine only with -m aisp_cpu")
     if run.timer is not None and run.machine.arch in archs:
         return Placement("check" if checking else "time", "cpu", "--aisp-check" * checking)
     if run.machine.arch in archs and len(run.machine.gpus) >= case.gpus:

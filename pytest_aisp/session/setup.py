@@ -189,7 +189,8 @@ def _interrupt_on_sigterm() -> None:
 
 
 def _selects_cpu(expression: str) -> bool:
-    return "cpu" in expression.replace("(", " ").split() and "not cpu" not in expression
+    words = expression.replace("(", " ").replace(")", " ").split()
+    return "aisp_cpu" in words and "not aisp_cpu" not in expression
 
 
 def canary(session: pytest.Session) -> None:

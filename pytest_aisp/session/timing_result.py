@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from ..kernels import autotune
 from ..page.pair import Work
 from ..results import verdict
 from ..results.row import (
-    Row,
     duration,
     graph_notes,
     launch_bound,
@@ -23,7 +22,7 @@ from ..results.verdict import Reading
 from ..timing import kernel_profile, peaks
 from .case_client import CaseClient, reading
 from .context import Failed
-from .judge import Stored
+from .stored_result import StoredResult
 
 
 @dataclass(frozen=True)
@@ -79,20 +78,8 @@ class Timing:
                 verdict="invalid",
             )
 
-    def fill(self, row: Row, values: Sequence[float]) -> None:
-        """Put the timing in `row`; `values` are the ln(speedup) that the row's is the mean of."""
-        row.clock, row.spread = self.clock, self.spread
-        row.work = dict(self.answer["work"])
-        row.seconds = dict(self.seconds)
-        row.launch_bound = self.launch_bound
-        row.share, row.limit = self.share, self.limit
-        row.value = fmean(values)
-        row.low, row.high = verdict.interval(row.value, self.spread, len(values))
-        if self.limit_origin:
-            row.origins["limit"] = self.limit_origin
 
-
-def read_timing(client: CaseClient, stored: Stored, answer: Mapping[str, Any]) -> Timing:
+def read_timing(client: CaseClient, stored: StoredResult, answer: Mapping[str, Any]) -> Timing:
     """Return the timing in a bench process's `answer`; note in `client` what else it says."""
     clock, first = str(answer["clock"]), reading(answer)
     names = _names(client)
@@ -156,7 +143,7 @@ def _note(
             notes.append(f"preparing {name} took {duration(cost)}: {calls}")
 
 
-def _with_limit(client: CaseClient, stored: Stored, timing: Timing) -> Timing:
+def _with_limit(client: CaseClient, stored: StoredResult, timing: Timing) -> Timing:
     """Return `timing` with the share of the machine's limit, where its peaks are stored."""
     run, case = client.run, client.case
     rates = run.peaks(client.machine.product)
