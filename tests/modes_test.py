@@ -391,7 +391,7 @@ def test_the_marker_of_each_arch_selects(page, pytester):
     page(more="cpu_sizes=[{'n': 99}], conditions=Conditions(needs='wgmma'),")
     ids = {
         "sm90": ["doubled-n1001"],
-        "cpu": ["doubled-cpu-n99"],
+        "aisp_cpu": ["doubled-cpu-n99"],
         "sm100": [],
     }
     for marker, expected in ids.items():

@@ -117,7 +117,10 @@ if __name__ == "__main__":
 STACK_SECONDS = 0.5
 """Seconds that silent ranks get to print where they stand."""
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\w+)')
-_WAITING = re.compile(r"/torch/distributed/|/torch/cuda/\S+\", line \d+ in synchronize|/peers\.py")
+_WAITING = re.compile(
+    r"/torch/distributed/|/torch/cuda/\S+\", line \d+ in synchronize"
+    rf"|{re.escape(process_group.__file__)}"
+)
 
 
 @dataclass
