@@ -27,13 +27,13 @@ measure() {
 gate() {
     local runs=("$1"/*/) code=0
     runs+=("--products=${AISP_PRODUCTS:-}")
-    aisp gate "${runs[@]}" || code=$?
+    aisp ci gate "${runs[@]}" || code=$?
     if [ -n "${GITHUB_STEP_SUMMARY:-}" ]; then
-        aisp gate "${runs[@]}" --format=github || true
-        aisp gate "${runs[@]}" --format=markdown >> "$GITHUB_STEP_SUMMARY" || true
+        aisp ci gate "${runs[@]}" --format=github || true
+        aisp ci gate "${runs[@]}" --format=markdown >> "$GITHUB_STEP_SUMMARY" || true
     fi
     if [ -n "${GITLAB_CI:-}" ]; then
-        aisp gate "${runs[@]}" --format=gitlab > gl-code-quality-report.json || true
+        aisp ci gate "${runs[@]}" --format=gitlab > gl-code-quality-report.json || true
     fi
     return "$code"
 }

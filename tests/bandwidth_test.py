@@ -275,7 +275,7 @@ def test_small_copies_are_not_stored(two, tmp_path, capsys):
     assert app.main(["bandwidth", "--size=1MiB", "--store", f"--baselines={kept}"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "nothing is stored: copies of 1 MiB do not fill a link",
-        "    aisp bandwidth --size=1GiB --store",
+        "    aisp links bandwidth --size=1GiB --store",
     ]
 
 
@@ -311,8 +311,8 @@ def test_fewer_than_two_gpus_exit_with_code_2(gpus, monkeypatch, capsys, count, 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     assert app.main(["bandwidth"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        f"aisp bandwidth needs 2 GPUs; {have} visible here",
-        "    aisp topology",
+        f"aisp links bandwidth needs 2 GPUs; {have} visible here",
+        "    aisp links topology",
     ]
 
 
@@ -332,7 +332,7 @@ def test_out_of_memory_suggests_smaller_copies(two, monkeypatch, capsys):
     assert app.main(["bandwidth"]) == 2
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "no room for two buffers of 1 GiB on each GPU"
-    assert "    aisp bandwidth --size=256MiB" in said
+    assert "    aisp links bandwidth --size=256MiB" in said
 
 
 def test_unwritable_lock_folder_is_reported(two, monkeypatch, capsys, tmp_path):

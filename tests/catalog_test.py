@@ -108,7 +108,7 @@ def test_an_unknown_target_is_answered_with_the_nearest(tmp_path, target, said):
     found = fake_catalog(tmp_path, [case("ch07:online_softmax"), case("ch10:gemm")])
     with pytest.raises(CliError) as error:
         found.known([target])
-    assert str(error.value).splitlines() == [said, "    aisp bench list-targets"]
+    assert str(error.value).splitlines() == [said, "    aisp suite list"]
     assert error.value.code == 2
 
 

@@ -1,4 +1,4 @@
-"""`aisp seals`: what is staged and was recorded by no run is refused."""
+"""`aisp results checksums`: what is staged and was recorded by no run is refused."""
 
 from __future__ import annotations
 

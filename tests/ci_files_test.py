@@ -143,7 +143,7 @@ def test_jobs_of_kubernetes_run_once_and_ask_for_a_gpu():
 
 def test_the_hook_runs_a_command_of_ours_on_stored_results():
     [hook] = load(CI / "pre-commit-config.yaml")[0]["repos"][0]["hooks"]
-    assert hook["entry"] == "aisp seals"  # tests/seals_test.py says what it refuses
+    assert hook["entry"] == "aisp results checksums"  # tests/checksums_test.py says what it refuses
     assert re.search(hook["files"], "baselines/nvidia-h200/ch07.json")
     assert not re.search(hook["files"], "bench/baselines.py")
 

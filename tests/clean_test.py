@@ -1,4 +1,4 @@
-"""`aisp clean`: what runs left is listed, removed when told to, and nothing else ever."""
+"""`aisp machine clean`: what runs left is listed, removed when told to, and nothing else ever."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_runs_left_is_listed_with_its_size(root, capsys):
         "0 B   baselines/nvidia-h200/.ch07.json.tmp",
         "0 B   baselines/nvidia-h200/.peaks.json.123",
         "15 B would be removed:",
-        "    aisp clean --yes",
+        "    aisp machine clean --yes",
     ]
     assert files(root) == before
 

@@ -1,4 +1,4 @@
-"""`aisp bench run`, `verify`, `replay`: which pytest command stands for what was asked."""
+"""`aisp suite run`, `verify`, `replay`: which pytest command stands for what was asked."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_verify_goes_on_after_a_stage_and_ends_as_the_worst(ran):
 def test_an_unknown_target_runs_nothing(ran, capsys, command):
     commands, _ = ran
     assert app.main([*command, "--targets", "ch10:gemn"]) == 2
-    said = "unknown target 'ch10:gemn'; the nearest: ch10:gemm\n    aisp bench list-targets\n"
+    said = "unknown target 'ch10:gemn'; the nearest: ch10:gemm\n    aisp suite list\n"
     assert capsys.readouterr().err == said
     assert commands == []
 
@@ -126,7 +126,7 @@ def test_targets_without_a_word_are_refused(ran, capsys, given):
 
 def test_only_runs_hand_anything_to_pytest(capsys):
     assert app.main(["roofline", "--targets", "ch10", "--", "-x"]) == 2
-    said = "nothing goes from here to pytest: leave out -- and what stands behind it"
+    said = "this command does not run pytest: remove -- and the words after it"
     assert said in capsys.readouterr().err
 
 
@@ -194,8 +194,8 @@ def test_a_folder_without_a_recording_is_refused(ran, recorded, tmp_path, capsys
     (recorded / "results.jsonl").write_text(line(case("ch10:gemm")))
     assert app.main(["replay", "out", "--targets", "ch07"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "out holds no case of what was asked for",
-        "    aisp replay out",
+        "out holds no case of these targets",
+        "    aisp suite replay out",
     ]
     assert ran[0] == []
 
@@ -252,7 +252,7 @@ def test_a_shell_completes_the_option_of_targets(completes, command):
     ],
 )
 def test_a_shell_completes_targets(completes, line, offered):
-    assert completes(f"aisp bench run {line}") == offered
+    assert completes(f"aisp suite run {line}") == offered
 
 
 def test_where_nothing_can_be_collected_a_shell_is_offered_nothing(completes, monkeypatch):
@@ -260,4 +260,4 @@ def test_where_nothing_can_be_collected_a_shell_is_offered_nothing(completes, mo
         raise CliError("pytest cannot collect here")
 
     monkeypatch.setattr(catalog, "collect", refused)
-    assert completes("aisp bench run --targets ch") == []
+    assert completes("aisp suite run --targets ch") == []

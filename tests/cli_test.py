@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import re
 import subprocess
@@ -21,10 +22,11 @@ ROOT = Path(__file__).parents[1]
 
 
 def commands(command, name=()):
-    """Yield each command's name, word by word, with its options; groups too."""
+    """Yield the name of each visible command, word by word, with its options; groups too."""
     yield name, [o.opts[0] for o in command.params if o.opts[0].startswith("--")]
     for word, inner in getattr(command, "commands", {}).items():
-        yield from commands(inner, (*name, word))
+        if not inner.hidden:
+            yield from commands(inner, (*name, word))
 
 
 OPTIONS = dict(commands(typer.main.get_command(app.build())))
@@ -40,7 +42,7 @@ def test_it_runs_as_a_module():
     command = [sys.executable, "-m", "pytest_aisp.cli", "nccl-env"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(nccl.version())
+    assert done.stdout.startswith(nccl.nccl_version())
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -59,6 +61,52 @@ def test_every_option_and_command_is_in_the_guide():
         assert all(option in guide for option in options), (name, options)
 
 
+SPELLINGS = {
+    "suite list": "bench list-targets",
+    "suite run": "bench run",
+    "suite verify": "verify",
+    "suite replay": "replay",
+    "results compare": "compare",
+    "results expectations": "expectations",
+    "results prune": "prune",
+    "results checksums": "seals",
+    "results report": "report",
+    "results export": "export",
+    "results roofline": "roofline",
+    "machine doctor": "doctor",
+    "machine peak": "peak",
+    "machine clean": "clean",
+    "links topology": "topology",
+    "links bandwidth": "bandwidth",
+    "links nccl": "nccl",
+    "links nccl-env": "nccl-env",
+    "ci gate": "gate",
+}
+"""Each command of a group, and its spelling before there were groups."""
+
+
+def found(words):
+    command = typer.main.get_command(app.build())
+    for word in words.split():
+        command = command.commands[word]
+    return command
+
+
+@pytest.mark.parametrize(("spelling", "old"), SPELLINGS.items())
+def test_a_command_has_its_old_spelling_too(spelling, old):
+    new, same = found(spelling), found(old)
+    assert inspect.unwrap(new.callback) is inspect.unwrap(same.callback)
+    assert [p.opts for p in new.params] == [p.opts for p in same.params]
+    assert not new.hidden
+    assert found(old.split()[0]).hidden
+
+
+def test_help_shows_groups_and_hides_old_spellings():
+    visible = {" ".join(name) for name in COMMANDS}
+    groups = {spelling.split()[0] for spelling in SPELLINGS}
+    assert visible == {"", "bottleneck", *groups, *SPELLINGS}
+
+
 def test_without_a_command_it_is_asked_wrongly(capsys):
     assert app.main([]) == 2
     assert "Error: Missing command." in capsys.readouterr().err
@@ -71,12 +119,12 @@ def test_a_command_that_is_none_is_answered_with_the_nearest(capsys):
 
 
 def test_what_is_being_done_is_shown_on_a_terminal_alone(monkeypatch, capsys):
-    with console.telling() as tell:
+    with console.show_progress() as tell:
         tell("GPU 0 -> GPU 1")
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    with console.telling() as tell:
+    with console.show_progress() as tell:
         tell("GPU [0] -> GPU 1 (1 of 2 done)")
     said = capsys.readouterr()
     assert "GPU [0] -> GPU 1" in said.err

@@ -1,4 +1,4 @@
-"""`aisp compare`: metrics with direction and noise, the worst first; what cannot be compared."""
+"""`aisp results compare`: metrics with direction and noise, the worst change first."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_what_is_no_side_is_refused_with_what_would_be(tmp_path):
     assert refused("nosuch", DATA, tmp_path) == (
         f"nosuch: neither a folder nor a git ref of {tmp_path}\n"
         "Give a run's artifacts, a folder of stored results, or a commit:\n"
-        "    aisp compare HEAD~1 baselines"
+        "    aisp results compare HEAD~1 baselines"
     )
     assert refused(tmp_path, DATA).startswith(f"{tmp_path}: holds neither a run nor stored results")
     (tmp_path / "results.jsonl").touch()

@@ -1,4 +1,4 @@
-"""`aisp doctor`: machines that are told of, and what it says of each."""
+"""`aisp machine doctor`: machines that are told of, and what it says of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`aisp gate`: several runs, one verdict, in each form; rows are read, nothing is measured."""
+"""`aisp ci gate`: several runs, one verdict, in each form; rows are read, nothing is measured."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(tmp_path, monkeypatch):
 
 @pytest.fixture
 def gate(capsys):
-    """Return exit code and lines of `aisp gate`."""
+    """Return exit code and lines of `aisp ci gate`."""
 
     def ask(*words):
         code = app.main(["gate", *words])

@@ -72,7 +72,8 @@ def test_collectives_in_one_process_are_refused():
     task = CollectivesTask(ops=("all_reduce",), sizes=(4096,))
     reply = bench.InProcess().ask(task, 60, lambda text: None)
     assert reply.error == "page"
-    assert reply.message == "collectives need several ranks; this is one process\n    aisp nccl"
+    expected = "collectives need several ranks; this is one process\n    aisp links nccl"
+    assert reply.message == expected
 
 
 class Ranks:
@@ -224,7 +225,7 @@ def test_small_all_reduces_are_not_stored(ranks, monkeypatch, tmp_path, capsys):
         assert said.out.startswith("2 ranks")  # the results are shown anyway
         assert said.err.splitlines() == [
             "nothing is stored: the peak needs an all-reduce of 64 MiB or more",
-            "    aisp nccl --ops=all_reduce --sizes=4KiB:512MiB --store",
+            "    aisp links nccl --ops=all_reduce --sizes=4KiB:512MiB --store",
         ]
 
 

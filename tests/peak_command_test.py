@@ -1,4 +1,4 @@
-"""`aisp peak`: what is asked of a bench process, under which lease, what is shown and stored."""
+"""`aisp machine peak`: what a bench process is asked, under which lock, what is stored."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ def test_a_gpu_that_was_throttled_has_no_peaks(machine, tmp_path, capsys):
     said = capsys.readouterr()
     assert said.out.splitlines()[-2:] == [
         "the GPU was slower than it should be: power brake",
-        "    aisp doctor",
+        "    aisp machine doctor",
     ]
-    assert said.err == "nothing is stored: power brake\n    aisp doctor\n"
+    assert said.err == "nothing is stored: power brake\n    aisp machine doctor\n"
     assert not (tmp_path / "nvidia-h200").exists()
 
 
@@ -105,7 +105,7 @@ def test_peaks_that_cannot_be_measured_say_why(machine, capsys):
         "its last words",
         "the peaks of nvidia-h200 could not be measured: out of memory",
         "See what is wrong with the machine:",
-        "    aisp doctor",
+        "    aisp machine doctor",
     ]
     assert Bench.seen[-1] == "closed"
 

@@ -57,7 +57,7 @@ def test_both_sides_are_in_its_table_and_files_and_compared(ran, pytester):
 
 
 def exported(found):
-    """Return the benchmarks of `aisp export out`, which `pytest-benchmark compare` can read."""
+    """Return the benchmarks that `aisp results export out` prints for pytest-benchmark."""
     command = [sys.executable, "-c", "from pytest_aisp.cli import app; app.main()"]
     text = subprocess.run([*command, "export", "out"], capture_output=True, text=True, check=True)
     Path("other.json").write_text(text.stdout)

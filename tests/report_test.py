@@ -394,5 +394,5 @@ def test_a_report_that_cannot_be_written_says_how_to_name_another(tmp_path):
     assert str(refused.value) == (
         f"{tmp_path}: cannot be written ([Errno 21] Is a directory: '{tmp_path}')\n"
         "Name a file that can:\n"
-        f"    aisp report {folder} --out=report.html"
+        f"    aisp results report {folder} --out=report.html"
     )

@@ -1,4 +1,4 @@
-"""`aisp roofline`, `expectations`, `prune`: what stored results say, on results told of."""
+"""`aisp results roofline`, `expectations`, `prune`: what stored results say, on results told of."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_without_peaks_it_says_how_to_measure_them(told, tmp_path, capsys):
     stored(tmp_path, {SCAN: result(0.5)})
     assert app.main(["roofline"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2:] == ["no peaks of nvidia-h200 are stored", "    aisp peak --store"]
+    assert lines[-2:] == ["no peaks of nvidia-h200 are stored", "    aisp machine peak --store"]
     assert app.main(["roofline", "--targets", "ch08"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "no result is stored"
 
@@ -295,7 +295,7 @@ def test_prune_lists_and_removes_only_when_told(told, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [
         f"{path}: {gone}",
         "1 result would be removed:",
-        "    aisp prune --yes",
+        "    aisp results prune --yes",
     ]
     assert path.read_text() == before
     assert app.main(["prune", "--yes"]) == 0

@@ -1,46 +1,111 @@
-"""The command line `aisp`: every command of it, and how it ends.
+"""The command line `aisp`: its groups of commands, and the exit codes.
 
-Exit codes: 0, all is well; 1, something here is wrong (no GPU, a slow hop, a result below its
-claim); 2, the question cannot be answered here, or was asked wrongly. Where pytest or a script is
-run, theirs.
+Exit codes: 0, all is well; 1, something here is wrong (no GPU, a slow link, a result below its
+claim); 2, the command cannot answer here, or its arguments are wrong. A command that runs pytest or
+a script ends with the exit code of that program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import typer
+from typer.core import TyperCommand
 
 from ..util.cli_result import CliError
-from . import links, machine, results, suite
-from .console import complain
+from . import machine, results, suite
+from .console import print_error
+
+Command = Callable[..., None]
+
+GROUPS: Mapping[str, tuple[str, Mapping[str, Command]]] = {
+    "suite": (
+        "List pages, and measure or check them with pytest.",
+        {
+            "list": suite.list_pages,
+            "run": suite.run,
+            "verify": suite.verify,
+            "replay": suite.replay,
+        },
+    ),
+    "results": (
+        "Compare, check, show and export runs and stored results.",
+        {
+            "compare": results.compare,
+            "expectations": results.expectations,
+            "prune": results.prune,
+            "checksums": results.checksums,
+            "report": results.report,
+            "export": results.export,
+            "roofline": results.roofline,
+        },
+    ),
+    "machine": (
+        "Check this machine, measure its peak rates, and clean up.",
+        {"doctor": machine.doctor, "peak": machine.peak, "clean": machine.clean},
+    ),
+    "links": (
+        "Show and measure the links between GPUs.",
+        {
+            "topology": machine.topology,
+            "bandwidth": machine.bandwidth,
+            "nccl": machine.nccl,
+            "nccl-env": machine.nccl_env,
+        },
+    ),
+    "ci": ("Give a CI one verdict of several runs.", {"gate": results.gate}),
+}
+OLD_SPELLINGS = {
+    "suite list": "bench list-targets",
+    "suite run": "bench run",
+    "results checksums": "seals",
+}
+"""The spellings before there were groups. Any other command was called by its last word alone."""
+CLASSES: Mapping[Command, type[TyperCommand]] = {
+    suite.run: suite.PytestCommand,
+    suite.verify: suite.PytestCommand,
+    suite.replay: suite.PytestCommand,
+    results.roofline: suite.TargetsCommand,
+}
 
 
 def build() -> typer.Typer:
-    """Return the app with all of its commands."""
-    app = typer.Typer(
-        name="aisp",
-        help="Pages, stored results and the machine, for those who compare sides on GPUs.",
-        rich_markup_mode=None,  # errors go into logs: a message is not wrapped into a frame
-        pretty_exceptions_enable=False,
-    )
-    suite.add_to(app)
-    results.add_stored_commands(app)
-    results.add_folder_commands(app)
-    machine.add_to(app)
-    links.add_to(app)
+    """Return the app: groups of commands, and every old spelling as a hidden command."""
+    app = _group("Measure pages with pytest, judge stored results, look at the machine.")
+    bench = _group("The old spelling of `aisp suite`.")
+    for name, (text, commands) in GROUPS.items():
+        group = _group(text)
+        for word, command in commands.items():
+            _add(group, word, command)
+            *parents, old = OLD_SPELLINGS.get(f"{name} {word}", word).split()
+            _add(bench if parents else app, old, command, hidden=not parents)
+        app.add_typer(group, name=name)
+    app.add_typer(bench, name="bench", hidden=True)
+    # The words after the script are its own arguments, `--json` included.
+    app.command(context_settings={"allow_interspersed_args": False})(machine.bottleneck)
     return app
 
 
+def _group(text: str) -> typer.Typer:
+    # Plain errors: a message in a log must not be wrapped into a frame.
+    return typer.Typer(
+        name="aisp", help=text, rich_markup_mode=None, pretty_exceptions_enable=False
+    )
+
+
+def _add(group: typer.Typer, name: str, command: Command, *, hidden: bool = False) -> None:
+    group.command(name, cls=CLASSES.get(command, TyperCommand), hidden=hidden)(command)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, print its answer, return its exit code."""
+    """Run one command, print its result, return its exit code."""
     command = typer.main.get_command(build())
     try:
         command.main(None if arguments is None else list(arguments), prog_name="aisp")
     except CliError as error:
-        complain(str(error))
+        print_error(str(error))
         return error.code
-    except SystemExit as ended:  # what Typer ends with, errors and help included
+    except SystemExit as ended:  # how Typer ends, also after an error or --help
         if isinstance(ended.code, str):
             raise
         return ended.code or 0

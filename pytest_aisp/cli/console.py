@@ -1,4 +1,4 @@
-"""What every command shares: its answer printed, what it is doing shown, its words read."""
+"""What all commands share: printing results, showing progress, checking option values."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ from ..util.cli_result import CliError, CliResult, parted
 T = TypeVar("T")
 Tell: TypeAlias = Callable[[str], None]
 
-Json = Annotated[bool, typer.Option("--json", help="one JSON object, with all that is known")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON with all that is known")]
 Store = Annotated[
-    bool, typer.Option("--store", help="keep the rates in BASELINES/<product>/peaks.json")
+    bool, typer.Option("--store", help="store the rates in BASELINES/<product>/peaks.json")
 ]
-Yes = Annotated[bool, typer.Option("--yes", help="do it; without, it is only listed")]
+Yes = Annotated[bool, typer.Option("--yes", help="remove what is listed")]
 Baselines = Annotated[Path, typer.Option(metavar="DIR", help="folder of stored results")]
-HERE = Path("baselines")
+DEFAULT_BASELINES = Path("baselines")
 
 
 def finish(found: CliResult) -> NoReturn:
-    """Print an answer and end with its exit code."""
+    """Print a result and end with its exit code."""
     say("\n".join(found.lines))
     raise typer.Exit(found.code)
 
 
-def kept(found: CliResult, keep: Callable[[], Sequence[str]]) -> CliResult:
-    """Store what was measured, and say what `keep` did; it is shown all the same where not."""
+def store_measured(found: CliResult, keep: Callable[[], Sequence[str]]) -> CliResult:
+    """Store a measurement and report it on stderr; return its result, even if storing fails."""
     try:
-        complain("\n".join(keep()))
+        print_error("\n".join(keep()))
     except CliError as error:
-        complain(str(error))
+        print_error(str(error))
         return replace(found, code=error.code)
     return found
 
 
 def say(text: str) -> None:
-    """Print `text` at once, so that what a process of ours prints comes behind it."""
+    """Print `text` and flush, so that the output of child processes follows it."""
     print(text, flush=True)
 
 
-def complain(text: str) -> None:
-    """Print `text` on stderr: an answer in JSON stays whole."""
+def print_error(text: str) -> None:
+    """Print `text` on stderr, so that JSON on stdout stays valid."""
     print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
-def telling() -> Iterator[Tell]:
-    """Show on a terminal what is being done, and for how long; elsewhere nothing.
+def show_progress() -> Iterator[Tell]:
+    """Show a progress bar with the current step and its time; without a terminal, nothing.
 
-    The bar fills where the work says how much is done (`part_of`), and else only moves.
+    The bar fills if the text says how much is done (`part_of`); otherwise it only moves.
     """
     if not sys.stderr.isatty():
         yield lambda text: None
@@ -75,15 +75,15 @@ def telling() -> Iterator[Tell]:
 
 
 def one_of(words: Collection[str], option: str, text: str) -> str:
-    """Return an option's text, which is to be one of `words`."""
+    """Return `text` if it is one of `words`; otherwise fail with the legal values."""
     if text in words:
         return text
     said = f"{text!r} is no {option.removeprefix('--')}; legal are {', '.join(words)}"
     raise typer.BadParameter(said, param_hint=f"'{option}'")
 
 
-def parsed(option: str, parse: Callable[[str], T], text: str) -> T:
-    """Return what `parse` makes of an option's text; its ValueError is the command's error."""
+def parse_option(option: str, parse: Callable[[str], T], text: str) -> T:
+    """Return `parse(text)`; a ValueError becomes the error of this option."""
     try:
         return parse(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`aisp roofline | expectations | prune | compare | seals`: what stored results and runs say."""
+"""`aisp results ...` and `aisp ci gate`: what runs and stored results show."""
 
 from __future__ import annotations
 
@@ -7,30 +7,21 @@ from typing import Annotated
 
 import typer
 
-from .console import HERE, Baselines, Json, Yes, finish, one_of, telling
-from .suite import Several, Targets
+from .console import DEFAULT_BASELINES, Baselines, Json, Yes, finish, one_of, show_progress
+from .suite import Targets
 
 Product = Annotated[
     str | None,
-    typer.Option(metavar="PRODUCT", help="default: this machine's, else the only one stored"),
+    typer.Option(metavar="PRODUCT", help="default: this machine's product, or the only one stored"),
 ]
 
 
-def add_stored_commands(app: typer.Typer) -> None:
-    """Add the commands of this module to `app`."""
-    app.command(cls=Several)(roofline)
-    app.command()(expectations)
-    app.command()(prune)
-    app.command()(compare)
-    app.command()(seals)
-
-
 def roofline(targets: Targets = None, product: Product = None, as_json: Json = False) -> None:
-    """Hold stored results against the measured peaks."""
+    """Compare stored results with the peak rates of their machine."""
     from ..tools import catalog, roofline, stored_results
     from ..util.device import Machine
 
-    with telling() as tell:
+    with show_progress() as tell:
         found = catalog.collect(targets, tell=tell)
     names = stored_results.chosen(found.baselines, product, Machine.here())
     finish(roofline.roofline_result(found, names, targets or (), as_json=as_json))
@@ -39,18 +30,18 @@ def roofline(targets: Targets = None, product: Product = None, as_json: Json = F
 def expectations(
     product: Product = None,
     form: Annotated[
-        str, typer.Option("--format", metavar="text|csv|json", help="how it is printed")
+        str, typer.Option("--format", metavar="text|csv|json", help="output format")
     ] = "text",
     arch: Annotated[
-        str | None, typer.Option(metavar="ARCH", help="whose claims count, as sm90")
+        str | None, typer.Option(metavar="ARCH", help="the arch whose claims count, as sm90")
     ] = None,
 ) -> None:
-    """Hold stored results against what pages claim."""
+    """Compare stored results with the claims of their pages."""
     from ..tools import catalog, expectations, stored_results
     from ..util.device import Machine
 
     wanted, machine = one_of(expectations.FORMATS, "--format", form), Machine.here()
-    with telling() as tell:
+    with show_progress() as tell:
         found = catalog.collect(tell=tell)
     names = stored_results.chosen(found.baselines, product, machine)
     archs = {name: stored_results.arch_of(name, arch, machine) for name in names}
@@ -59,70 +50,84 @@ def expectations(
 
 def prune(
     product: Annotated[
-        str | None, typer.Option(metavar="PRODUCT", help="default: every one")
+        str | None, typer.Option(metavar="PRODUCT", help="default: all products")
     ] = None,
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """List stored results whose case is gone."""
+    """List stored results whose case no longer exists."""
     from ..tools import catalog, cleanup
 
-    with telling() as tell:
+    with show_progress() as tell:
         found = catalog.collect(tell=tell)
     finish(cleanup.prune_result(found, product, yes=yes, as_json=as_json))
 
 
 def compare(
-    old: Annotated[str, typer.Argument(help="a run's folder, one of stored results, or a commit")],
-    new: Annotated[str, typer.Argument(help="likewise")],
+    old: Annotated[str, typer.Argument(help="a run, a folder of stored results, or a commit")],
+    new: Annotated[str, typer.Argument(help="the same")],
     form: Annotated[
-        str, typer.Option("--format", metavar="text|markdown|json", help="how it is printed")
+        str, typer.Option("--format", metavar="text|markdown|json", help="output format")
     ] = "text",
     every: Annotated[
-        bool, typer.Option("--all", help="also what is within its noise; json always has it")
+        bool, typer.Option("--all", help="also list changes within the noise; json always does")
     ] = False,
 ) -> None:
-    """Compare two runs, or the stored results of two commits: what changed, the worst first."""
+    """Compare two runs or commits, the worst change first."""
     from ..tools import compare_results
 
     wanted = one_of(compare_results.FORMS, "--format", form)
     finish(compare_results.compare_result(old, new, form=wanted, every=every, root=Path.cwd()))
 
 
-def seals(
+def checksums(
     files: Annotated[
-        list[Path] | None, typer.Argument(help="default: those that differ from REF")
+        list[Path] | None, typer.Argument(help="default: all that differ from REF")
     ] = None,
     against: Annotated[
-        str, typer.Option(metavar="REF", help="the commit before, as origin/main")
+        str, typer.Option(metavar="REF", help="the commit to compare with, as origin/main")
     ] = "HEAD",
-    baselines: Baselines = HERE,
+    baselines: Baselines = DEFAULT_BASELINES,
 ) -> None:
-    """Refuse staged results that no run has recorded."""
+    """Refuse staged results that no run recorded."""
     from ..tools import stored_results
 
     finish(stored_results.checksums_result(files or (), baselines, against))
 
 
-def add_folder_commands(app: typer.Typer) -> None:
-    """Add the commands of this module to `app`."""
-    app.command()(export)
-    app.command()(gate)
+def report(
+    folder: Annotated[Path, typer.Argument(help="the folder that --aisp-artifacts wrote")],
+    history: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FOLDER", help="an earlier run, for the history of cases; repeatable"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="default: report.html in FOLDER")
+    ] = None,
+    pages: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="folder of the pages; default: the root of the run"),
+    ] = None,
+) -> None:
+    """Write a run as one HTML file."""
+    from ..report import write
+
+    finish(write.report_result(folder, history or (), out, pages))
 
 
 def export(
-    folder: Annotated[Path, typer.Argument(help="what --aisp-artifacts wrote")],
+    folder: Annotated[Path, typer.Argument(help="the folder that --aisp-artifacts wrote")],
 ) -> None:
-    """Print a run's timed sides as a file of pytest-benchmark."""
+    """Print the timed sides of a run as JSON of pytest-benchmark."""
     from ..session import benchmark_plugin
 
     finish(benchmark_plugin.export_result(folder))
 
 
 def gate(
-    folders: Annotated[list[Path], typer.Argument(help="what --aisp-artifacts wrote, each")],
+    folders: Annotated[list[Path], typer.Argument(help="folders that --aisp-artifacts wrote")],
     products: Annotated[
-        str, typer.Option(metavar="P,P", help="those that are to be there, as nvidia-h200")
+        str, typer.Option(metavar="P,P", help="products that must be there, as nvidia-h200")
     ] = "",
     form: Annotated[
         str,

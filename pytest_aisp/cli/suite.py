@@ -1,4 +1,4 @@
-"""`aisp bench | verify | replay`: runs of pytest, shown as commands; and `aisp report`."""
+"""`aisp suite list | run | verify | replay`: find pages and run pytest on them."""
 
 from __future__ import annotations
 
@@ -10,37 +10,22 @@ import typer
 from typer.core import TyperCommand
 
 from ..util.cli_result import CliError
-from .console import Json, finish, one_of, say, telling
+from .console import Json, finish, one_of, say, show_progress
 
 if TYPE_CHECKING:
     from ..tools.catalog import Catalog
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the commands of this module to `app`."""
-    bench = typer.Typer(
-        help="List pages, and measure them with pytest.",
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-    )
-    bench.command("list-targets")(list_targets)
-    bench.command("run", cls=Passing)(run)
-    app.add_typer(bench, name="bench")
-    app.command(cls=Passing)(verify)
-    app.command(cls=Passing)(replay)
-    app.command()(report)
-
-
-def list_targets(
+def list_pages(
     chapter: Annotated[
         str | None, typer.Option(metavar="CHAPTER", help="only its pages, as ch10")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the pages that can be run, with their variants, bounds, needs and archs."""
+    """List pages with their variants, bounds, needs and archs."""
     from ..tools import catalog
 
-    with telling() as tell:
+    with show_progress() as tell:
         found = catalog.collect(None if chapter is None else [chapter], tell=tell)
     finish(catalog.list_targets_result(found, as_json=as_json))
 
@@ -61,7 +46,7 @@ def run(
 ) -> None:
     """Measure pages with pytest.
 
-    The command is shown first; what stands behind -- goes to pytest.
+    Prints the pytest command first. Words after -- go to pytest.
     """
     from ..tools import catalog
 
@@ -71,9 +56,9 @@ def run(
 
 
 def verify(ctx: typer.Context, targets: Targets = None) -> None:
-    """Collect, check and compile pages: no timing.
+    """Collect, check and compile pages without timing them.
 
-    What stands behind -- goes to pytest.
+    Words after -- go to pytest.
     """
     from ..tools import catalog
 
@@ -82,12 +67,12 @@ def verify(ctx: typer.Context, targets: Targets = None) -> None:
 
 def replay(
     ctx: typer.Context,
-    folder: Annotated[Path, typer.Argument(help="what --aisp-artifacts wrote")],
+    folder: Annotated[Path, typer.Argument(help="the folder that --aisp-artifacts wrote")],
     targets: Targets = None,
 ) -> None:
     """Judge recorded samples again.
 
-    What stands behind -- goes to pytest.
+    Words after -- go to pytest.
     """
     from ..tools import catalog
 
@@ -96,35 +81,15 @@ def replay(
     raise typer.Exit(catalog.run(catalog.replaying(folder, found.root, pages, rest(ctx)), say))
 
 
-def report(
-    folder: Annotated[Path, typer.Argument(help="what --aisp-artifacts wrote")],
-    history: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FOLDER", help="another run, for each case's history; repeatable"),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="default: report.html in FOLDER")
-    ] = None,
-    pages: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="where the pages lie; default: the run's root"),
-    ] = None,
-) -> None:
-    """Write a run as one HTML file to look at."""
-    from ..report import write
-
-    finish(write.report_result(folder, history or (), out, pages))
-
-
 def _paths(targets: list[str] | None) -> list[str]:
     return _named(targets).paths(targets or ())
 
 
 def _named(targets: list[str] | None) -> Catalog:
-    """Return the pages here by name; none is imported for it, and `targets` are among them."""
+    """Return the catalog without importing a page; fail if it lacks one of `targets`."""
     from ..tools import catalog
 
-    with telling() as tell:
+    with show_progress() as tell:
         found = catalog.collect((), tell=tell)
     found.known(targets or ())
     return found
@@ -132,13 +97,13 @@ def _named(targets: list[str] | None) -> Catalog:
 
 OPTION = "--targets"
 REST, GIVEN = "pytest_aisp.rest", "pytest_aisp.given"
-"""Where a command's context keeps what stands behind ``--``, and which targets stand last."""
+"""Keys of a command's context: the words after ``--``, and the targets at the end of a line."""
 
 
 def complete(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return how a shell could complete a target: chapters, and the pages of one written whole.
+    """Return completions of a target: chapters, and the pages of a chapter that is complete.
 
-    bash takes `ch10:ge` for three words and replaces the last.
+    bash splits `ch10:ge` into three words and replaces the last one.
     """
     words = list(ctx.meta.get(GIVEN) or ())
     begun = f"{words[-2]}:" if words[1:] and words[-1] == ":" else ""
@@ -154,7 +119,7 @@ def _names(incomplete: str) -> list[str]:
 
     try:
         pages = catalog.collect(()).pages
-    except CliError:  # a shell that completes has no use for the reason
+    except CliError:  # a completion cannot show the reason
         return []
     chapters = sorted({page["chapter"] for page in pages})
     names = [page["name"] for page in pages if page["chapter"] == incomplete.partition(":")[0]]
@@ -172,19 +137,19 @@ Targets = Annotated[
 ]
 
 
-class Several(TyperCommand):
-    """A command whose `--targets` takes words up to the next option."""
+class TargetsCommand(TyperCommand):
+    """A command whose `--targets` takes all words up to the next option."""
 
-    passes = False
+    takes_pytest_arguments = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Give Typer one option a word, which is all that it knows."""
+        """Repeat `--targets` before each of its words, the only form that Typer knows."""
         ours, dashes, rest = _split(args)
-        if dashes and not self.passes:
-            ctx.fail("nothing goes from here to pytest: leave out -- and what stands behind it")
+        if dashes and not self.takes_pytest_arguments:
+            ctx.fail("this command does not run pytest: remove -- and the words after it")
         ctx.meta[REST] = rest
         words = list(_one_each(ours))
-        if ctx.resilient_parsing:  # a shell completes: what it has so far may lack a word
+        if ctx.resilient_parsing:  # the shell completes a line that is not finished
             ctx.meta[GIVEN] = None if dashes else _last_given(ours)
             words = [word for word in words if word != OPTION]
         if OPTION in words:
@@ -192,7 +157,7 @@ class Several(TyperCommand):
         return super().parse_args(ctx, words)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Complete the second target and those after it, as Typer does the first."""
+        """Complete any target; Typer itself completes only the first."""
         if ctx.meta.get(GIVEN) is None or incomplete.startswith("-"):
             return list(super().shell_complete(ctx, incomplete))
         if incomplete == ":":
@@ -202,10 +167,10 @@ class Several(TyperCommand):
         return list(option.shell_complete(ctx, incomplete))
 
 
-class Passing(Several):
-    """One that also hands to pytest what stands behind ``--``."""
+class PytestCommand(TargetsCommand):
+    """A command that also passes the words after ``--`` to pytest."""
 
-    passes = True
+    takes_pytest_arguments = True
 
 
 def _split(args: Sequence[str]) -> tuple[list[str], bool, list[str]]:
@@ -216,9 +181,9 @@ def _split(args: Sequence[str]) -> tuple[list[str], bool, list[str]]:
 
 
 def _one_each(args: Sequence[str]) -> Iterator[str]:
-    """Yield ``--targets=a --targets=b`` for ``--targets a b``; itself where no word follows."""
+    """Yield ``--targets=a --targets=b`` for ``--targets a b``; ``--targets`` if no word follows."""
     pending, inside = False, False
-    for word in [*args, "--"]:  # which ends every option
+    for word in [*args, "--"]:  # ends the last option
         if inside and not word.startswith("-"):
             yield f"{OPTION}={word}"
             pending = False
@@ -232,7 +197,7 @@ def _one_each(args: Sequence[str]) -> Iterator[str]:
 
 
 def _last_given(args: Sequence[str]) -> list[str] | None:
-    """Return the targets at the end of `args`, or None where another option stands there."""
+    """Return the targets at the end of `args`, or None if the last option is another one."""
     words: list[str] = []
     for word in reversed(args):
         if not word.startswith("-"):
@@ -244,5 +209,5 @@ def _last_given(args: Sequence[str]) -> list[str] | None:
 
 
 def rest(ctx: typer.Context) -> list[str]:
-    """Return what stands behind ``--`` on the command line."""
+    """Return the words after ``--`` on the command line."""
     return list(ctx.meta[REST])

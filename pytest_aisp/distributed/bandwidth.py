@@ -203,7 +203,9 @@ def measure_visible_gpus(nbytes: int, progress: Callable[[str], None]) -> tuple[
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
         have = {0: "none is", 1: "one is"}[count]
-        raise CliError(f"aisp bandwidth needs 2 GPUs; {have} visible here\n    aisp topology")
+        raise CliError(
+            f"aisp links bandwidth needs 2 GPUs; {have} visible here\n    aisp links topology"
+        )
     known = read_topology()
     uuids = [f"GPU-{torch.cuda.get_device_properties(k).uuid}" for k in range(count)]
     indices = []
@@ -221,7 +223,7 @@ def measure_visible_gpus(nbytes: int, progress: Callable[[str], None]) -> tuple[
             raise CliError(
                 f"no room for two buffers of {size_text(nbytes)} on each GPU\n"
                 "Take smaller ones, or find out who holds the memory:\n"
-                "    aisp bandwidth --size=256MiB\n    nvidia-smi"
+                "    aisp links bandwidth --size=256MiB\n    nvidia-smi"
             ) from None
         return count, measure(copier, routes, nbytes, progress)
 
@@ -268,7 +270,7 @@ def peer_peaks(hops: Sequence[Hop], nbytes: int) -> tuple[dict[str, float], dict
     if nbytes < FULL_RATE_BYTES:
         raise CliError(
             f"nothing is stored: copies of {size_text(nbytes)} do not fill a link\n"
-            "    aisp bandwidth --size=1GiB --store"
+            "    aisp links bandwidth --size=1GiB --store"
         )
     rates, facts = {}, {}
     for key, both in (("peer", False), ("peer_both", True)):

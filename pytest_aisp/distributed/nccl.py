@@ -174,7 +174,7 @@ def collective_peaks(sweep: Sweep) -> tuple[dict[str, float], dict[str, str]]:
     if not reduced or reduced[-1]["size"] < SMALLEST_PEAK:
         raise CliError(
             f"nothing is stored: the peak needs an all-reduce of {size_text(SMALLEST_PEAK)} or more"
-            "\n    aisp nccl --ops=all_reduce --sizes=4KiB:512MiB --store"
+            "\n    aisp links nccl --ops=all_reduce --sizes=4KiB:512MiB --store"
         )
     first, last = reduced[0], reduced[-1]
     rates = {"busbw": last["busbw"], "all_reduce": first["seconds"]}

@@ -78,7 +78,7 @@ def report_result(
         raise CliError(
             f"{path}: cannot be written ({error})\n"
             "Name a file that can:\n"
-            f"    aisp report {folder} --out=report.html"
+            f"    aisp results report {folder} --out=report.html"
         ) from None
     return CliResult([f"{path}: {len(run.cases)} cases, {path.stat().st_size / 1e6:.2f} MB"])
 

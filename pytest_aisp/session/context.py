@@ -212,7 +212,7 @@ class RunContext:
         return self._peaks[product]
 
     def link_peaks(self, product: str) -> peaks_module.Peaks | None:
-        """Return what `aisp bandwidth` and `aisp nccl` have stored of several GPUs, or None."""
+        """Return the stored peaks of the links between several GPUs, or None."""
         try:
             return peaks_module.stored(peaks_module.path_of(self.settings.baselines, product))
         except (peaks_module.PeaksError, OSError) as error:

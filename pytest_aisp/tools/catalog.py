@@ -83,7 +83,7 @@ def _unknown(target: str, names: Sequence[str], chapters: Sequence[str]) -> CliE
     if not near:  # a page's name without its chapter, or with another's
         near = [name for name in names if name.partition(":")[2] == target.rpartition(":")[2]]
     legal = f"the nearest: {', '.join(near)}" if near else f"chapters: {', '.join(chapters)}"
-    return CliError(f"unknown target {target!r}; {legal}\n    aisp bench list-targets")
+    return CliError(f"unknown target {target!r}; {legal}\n    aisp suite list")
 
 
 def target_of(chapter: str, page: str) -> str:
@@ -240,7 +240,7 @@ def replaying(folder: Path, root: Path, paths: Collection[str], more: Sequence[s
         raise CliError(str(error)) from None
     ids = [i for i in ids if not paths or i.partition("::")[0] in paths]
     if not ids:
-        raise CliError(f"{folder} holds no case of what was asked for\n    aisp replay {folder}")
+        raise CliError(f"{folder} holds no case of these targets\n    aisp suite replay {folder}")
     return [f"--aisp-replay={folder}", *more, *(_from_here(root, i) for i in ids)]
 
 

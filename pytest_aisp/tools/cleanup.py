@@ -1,4 +1,4 @@
-"""`aisp clean`: what runs left under the root of the pages; never stored results."""
+"""`aisp machine clean`: what runs left under the root of the pages; never stored results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OURS = ("results.jsonl", "results.json")
 """A folder that holds one of these was written by a run."""
 LEFT = re.compile(r"\.(\w|-|\.)+\.json\.(lock|tmp|\d+)")
 """What a process that was killed leaves beside stored results."""
-GO = "    aisp clean --yes"
+GO = "    aisp machine clean --yes"
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _remove_left(path: Path) -> str | None:
     return None
 
 
-KEEP = "    aisp prune --yes"
+KEEP = "    aisp results prune --yes"
 Gone: TypeAlias = Sequence[tuple[stored_results.Chapter, str]]
 
 

@@ -1,4 +1,4 @@
-"""`aisp compare OLD NEW`: two runs, or two states of the stored results, metric by metric.
+"""`aisp results compare OLD NEW`: two runs, or two states of the stored results, metric by metric.
 
 Each side is a folder of artifacts, a folder of stored results, or a git ref, which means the stored
 results that were committed there.
@@ -44,7 +44,7 @@ class Side:
 def compare_result(
     old: str, new: str, *, form: str = "text", every: bool = False, root: Path
 ) -> CliResult:
-    """Return what `aisp compare` prints; 1 where something got worse beyond its noise.
+    """Return what `aisp results compare` prints; 1 where something got worse beyond its noise.
 
     Args:
         old, new: folders, as seen from here, or git refs of the repository that `root` is in.
@@ -78,7 +78,7 @@ def read(name: str, root: Path) -> Side:
         raise CliError(
             f"{name}: neither a folder nor a git ref of {root}\n"
             "Give a run's artifacts, a folder of stored results, or a commit:\n"
-            f"    aisp compare HEAD~1 {BASELINES}"
+            f"    aisp results compare HEAD~1 {BASELINES}"
         )
     return _committed(name, commit.strip(), root)
 

@@ -1,4 +1,4 @@
-"""`aisp doctor`: what of this machine is well for measuring, what is not, and what to change."""
+"""`aisp machine doctor`: find what disturbs measurements on this machine, and how to fix it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`aisp expectations`: does each stored result show the benefit that its page claims?
+"""`aisp results expectations`: does each stored result show the benefit that its page claims?
 
 What is held against what: the stored ln(speedup) against today's claim, its sides' sources against
 today's pages, its processes and sessions against what a spread can be told from.

@@ -1,4 +1,4 @@
-"""`aisp gate`: the runs of several machines as one verdict.
+"""`aisp ci gate`: the runs of several machines as one verdict.
 
 A run is a folder of artifacts. Of a run that is invalid no verdict counts; a product that was
 expected and not timed by a valid run is as red as a case. The exit code is pytest's: 0, 1 or 17.

@@ -1,4 +1,4 @@
-"""`aisp roofline`: what each stored result reaches of what its machine can do, and what limits it.
+"""`aisp results roofline`: which rate limits each stored result, and the share reached of it.
 
 A result of goals alone has no time to hold against a limit, and no line.
 The work is the page's of today, the seconds and the peaks are stored. Of a case whose page is gone
@@ -87,7 +87,7 @@ def roofline_result(
         return CliResult([json.dumps([asdict(point) for point in points], indent=1)])
     points.sort(key=lambda p: (p.product, p.target.partition(":")[0], p.share or 0.0))
     lacking = [name for name in names if limits[name] is None]
-    notes = [f"no peaks of {name} are stored\n    aisp peak --store" for name in lacking]
+    notes = [f"no peaks of {name} are stored\n    aisp machine peak --store" for name in lacking]
     lines = columns([HEADS, *(p.row() for p in points)]) if points else ["no result is stored"]
     return CliResult([*lines, *notes])
 
@@ -158,7 +158,7 @@ def measure_peaks(machine: Machine, tell: Callable[[str], None]) -> Peaks:
         said = f"{reply.trace}\n" if reply.trace else ""
         raise CliError(
             f"{said}the peaks of {machine.product} could not be measured: {reply.message}\n"
-            "See what is wrong with the machine:\n    aisp doctor",
+            "See what is wrong with the machine:\n    aisp machine doctor",
             code=1,
         )
     return Peaks(machine.product, reply.result["rates"], dict(reply.result["facts"]))
@@ -184,7 +184,7 @@ def peak_result(measured: Peaks, *, as_json: bool) -> CliResult:
     rows = [(key, amount(key, rate), measured.facts.get(key, "")) for key, rate in _rates(measured)]
     lines = [f"{measured.product}: {measured.facts.get('name', '')}", *columns(rows)]
     if (why := _throttled(measured)) is not None:
-        lines.append(f"the GPU was slower than it should be: {why}\n    aisp doctor")
+        lines.append(f"the GPU was slower than it should be: {why}\n    aisp machine doctor")
     return CliResult(lines, code)
 
 
@@ -210,7 +210,7 @@ def keep(measured: Peaks, baselines: Path) -> list[str]:
     """
     path = peaks.path_of(baselines, measured.product)
     if (why := _throttled(measured)) is not None:
-        raise CliError(f"nothing is stored: {why}\n    aisp doctor", code=1)
+        raise CliError(f"nothing is stored: {why}\n    aisp machine doctor", code=1)
     try:
         before = peaks.load(path).rates if path.exists() else {}
         peaks.save(path, measured)

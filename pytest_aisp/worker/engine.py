@@ -332,7 +332,9 @@ class Engine:
         from ..timing.collectives import sweep
 
         if current_group().world == 1:
-            raise PageError("collectives need several ranks; this is one process\n    aisp nccl")
+            raise PageError(
+                "collectives need several ranks; this is one process\n    aisp links nccl"
+            )
         return sweep(task.ops, task.sizes, task.device, self.progress)
 
     def compile(self, task: messages.CompileTask) -> dict[str, Any]:
