@@ -1,27 +1,45 @@
-# make bench   the first chapter on the machine at hand
-# make test    every page checked, its kernels assembled for every GPU, then the project's own tests
-# make docs    the documentation as a site in site/, its links checked
-# All set up .venv; test also a browser for the report, where it may: as root, where there is apt.
-# PYTHON=... names the interpreter to make it with; VENV=... an environment to use.
+# make bench     measure the first chapter on this machine
+# make test      lint, build the docs, check and assemble every page, run the project's own tests
+# make lint      ruff, mypy, and the import layers of pyproject.toml
+# make docs      build the documentation site into site/
+# make release   build the sdist and the wheel into dist/ and try the wheel out
+# Each target sets up .venv first. `make test` also installs a browser, if it runs as root with apt.
+# PYTHON=... is the interpreter that makes .venv; VENV=... is an environment to use instead.
 
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 
-.PHONY: bench test lint docs browser
+.PHONY: bench test lint docs release browser
 
-# Rewritten assertions and compiled modules are kept: the tests start pytest some hundred times.
+# The tests start pytest hundreds of times: keep compiled modules and rewritten assertions.
 unexport PYTHONDONTWRITEBYTECODE
 
 bench: $(VENV)/.ready
 	$(PY) -m pytest suites/ch01
 
-test: $(VENV)/.ready browser
+test: $(VENV)/.ready lint docs browser
 	$(PY) -m pytest -q -n 2 --aisp-check suites
 	$(PY) -m pytest -q -n 2 --aisp-compile suites
 	$(PY) -m pytest -q -n 2 -p no:benchmark tests emulator
 
-# Some 25 s once. Where it cannot be installed its test says so, or fails with CI_BROWSER_REQUIRED=1.
+lint: $(VENV)/.ready
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
+
+docs: $(VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
+release: $(VENV)/.ready
+	$(PY) -m pip install -q -c constraints.txt build twine
+	rm -rf dist
+	$(PY) -m build
+	$(PY) -m twine check --strict dist/*
+	PYTHON=$(PY) .ci/try-wheel dist/*.whl
+
+# About 25 s, once. Without a browser its tests skip with the reason; CI_BROWSER_REQUIRED=1 fails them.
 browser:
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \
 	  || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null \
@@ -29,19 +47,9 @@ browser:
 	       apt-get install -q -y --no-install-recommends chromium chromium-driver; } \
 	  || echo "no browser could be installed"
 
-lint: $(VENV)/.ready
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
-	$(PY) -m mypy
-
-docs: $(VENV)/.ready
-	$(PY) -m pip install -q -c constraints.txt -e '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
-	@echo "site/index.html"
-
-# torch by itself and first: only the pinned version is sure to be the build meant here.
+# torch comes first and alone: only the pinned version is sure to resolve to the intended build.
 $(VENV)/.ready: pyproject.toml emulator/pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q torch==2.13.0
-	$(PY) -m pip install -q -c constraints.txt -e '.[test,lint]' -e ./emulator
+	$(PY) -m pip install -q -c constraints.txt -e '.[test,lint,docs]' -e ./emulator
 	touch $@

@@ -1,3 +1,3 @@
-"""Nothing but pytester: the plugin is installed, the pages need no conftest."""
+"""Only pytester: the installed plugin does the rest, and pages need no conftest."""
 
 pytest_plugins = ["pytester"]
