@@ -21,7 +21,6 @@ from ..results.verdict import Finding
 from ..timing import peaks as peaks_module
 from ..util.device import Machine
 from ..worker.client import Bench, BenchProcess
-from ..worker.nvidia_tools import Sanitized
 from ..worker.output_capture import STREAMS, Chunk, Name, shown
 from ..worker.server import InProcess
 from .git_snapshot import GitSnapshot
@@ -151,6 +150,8 @@ class RunContext:
             return InProcess()
         environment = self.environment(device)
         if self.settings.sanitize and device == "cuda":
+            from ..worker.nvidia_tools import Sanitized
+
             return Sanitized(self.settings.sanitize, environment)
         return BenchProcess(environment)
 

@@ -20,7 +20,6 @@ from typing import Any
 
 from ..page.gpu_specs import ARCHS
 from ..util.cli_result import CliError, CliResult, columns
-from ..worker import nvidia_tools
 from ..worker.replay import ReplayBench, ReplayError
 
 COLLECTOR = "pytest_aisp.session.collect"
@@ -212,11 +211,9 @@ def measuring(
     """
     if profile == "none":
         return [[*_kept(artifacts), *more, *paths]]
-    tools = [
-        name
-        for name in ("nsys", "ncu")
-        if profile == "full" and nvidia_tools.profiler_installed(name)
-    ]
+    from ..worker.nvidia_tools import profiler_installed
+
+    tools = [name for name in ("nsys", "ncu") if profile == "full" and profiler_installed(name)]
     commands = [["--aisp-profile=torch", *_kept(artifacts), *more, *paths]]
     for tool in tools:
         folder = None if artifacts is None else artifacts / tool
