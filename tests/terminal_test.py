@@ -63,7 +63,7 @@ def test_without_v_nothing_is_rewritten(page, gpu, on_a_terminal):
 
 
 def test_a_lease_that_is_taken_says_so_before_it_waits(monkeypatch, tmp_path):
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("AISP_LEASES", str(tmp_path))
     said, done = [], threading.Event()
 
     def wait_for_it():
@@ -82,7 +82,7 @@ def test_a_lease_that_is_taken_says_so_before_it_waits(monkeypatch, tmp_path):
 
 
 def test_a_free_lease_says_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("AISP_LEASES", str(tmp_path))
     said = []
     with (
         lease("host", shared=True, waiting=said.append),
