@@ -174,7 +174,7 @@ class Bench:
             yield kind[process][_below(len(kind[process]), rng)]
 
     def outcome(self, trial: Trial, spread: float, rng: random.Random) -> verdict.Outcome:
-        """Return what the code gate says, as `judge.Judge.judge_against` asks it."""
+        """Return what the code gate says, as `judge.judge_changed_side` asks it."""
         gate = verdict.code_gate(spread, trial.reading)
         votes = self.votes(trial, rng)
         decision = verdict.decide(trial.reading, [gate], lambda: next(votes, None))

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pytest_aisp.results import store
 from pytest_aisp.results.messages import CountTask
 from pytest_aisp.util import process_group
 from pytest_aisp.worker import metrics
@@ -82,7 +83,7 @@ def test_memory_is_stored_and_a_growth_is_regressed_or_stale(page, needs, pytest
     needs(600, 240, environment={"power_limit_w": 700})
     pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=1")
     file = pytester.path / "baselines/simulated-gpu/ch99.json"
-    peaks = file.load(file).results[NAME].goals["memory"]
+    peaks = store.load(file).results[NAME].goals["memory"]
     assert peaks == {"baseline": 600 * MIB, "optimized": 240 * MIB}
     needs(600, 243, environment={"power_limit_w": 700})  # 1 % and 1 MiB: rounding
     assert pytester.runpytest_subprocess().ret == 0
@@ -97,7 +98,7 @@ def test_memory_is_stored_and_a_growth_is_regressed_or_stale(page, needs, pytest
     assert stale.ret == 0
     accepted = pytester.runpytest_subprocess("--aisp-update-expectations=all")
     assert accepted.ret == 0
-    assert file.load(file).results[NAME].goals["memory"]["optimized"] == 244 * MIB
+    assert store.load(file).results[NAME].goals["memory"]["optimized"] == 244 * MIB
 
 
 def test_without_a_gpu_it_is_checked(page, pytester):

@@ -14,8 +14,10 @@ from pytest_aisp.cli import app
 from pytest_aisp.distributed import nccl, plot
 from pytest_aisp.distributed.nccl import Sweep
 from pytest_aisp.results.messages import CollectivesTask, Reply
+from pytest_aisp.results.verdict import Reading
 from pytest_aisp.session.context import Failed, RunContext
-from pytest_aisp.session.judge import Judge
+from pytest_aisp.session.stored_result import StoredResult
+from pytest_aisp.session.timing_result import Timing, with_limit
 from pytest_aisp.timing import peaks
 from pytest_aisp.timing.collectives import OPS
 from pytest_aisp.util import locks
@@ -272,17 +274,25 @@ def test_peaks_of_links_are_added_to_those_of_one_gpu():
 
 @pytest.fixture
 def page_on_links(tmp_path):
-    """Judge a page bound by NVLink on two GPUs: `page_on_links(seconds)` returns its row."""
+    """Judge a page bound by NVLink on two GPUs: `page_on_links(seconds)` returns its timing."""
     settings = SimpleNamespace(root=tmp_path, baselines=tmp_path, aa=False, update=None)
     peaks.save(tmp_path / "nvidia-h200" / "peaks.json", H200)
 
     def judge(seconds, gpus=2):
-        case = SimpleNamespace(gpus=gpus, pair=SimpleNamespace(l2="cold"))
-        row = SimpleNamespace(bound="nvlink", clock="graph", share=None, limit="", verdict="")
-        row.origins, row.pair_seconds = {}, lambda: (2 * seconds, seconds)
-        client = SimpleNamespace(machine=TWO, case=case, row=row, run=RunContext(settings, TWO))
-        Judge(client).limit({"work": {"wire": 3.9e8, "read": 1e6}})
-        return row
+        case = SimpleNamespace(gpus=gpus, pair=SimpleNamespace(l2="cold", bound="nvlink"))
+        run = RunContext(settings, TWO)
+        client = SimpleNamespace(machine=TWO, case=case, run=run)
+        timing = Timing(
+            answer={"work": {"wire": 3.9e8, "read": 1e6}},
+            reading=Reading(0.7),
+            clock="graph",
+            spread=0.0,
+            seconds={"slow": 2 * seconds, "fast": seconds},
+            environment={},
+            sources={},
+            launch_bound={},
+        )
+        return with_limit(client, StoredResult(run, tmp_path / "ch99.json", "key", case), timing)
 
     return judge
 
@@ -293,7 +303,7 @@ def test_a_case_on_two_gpus_has_a_share_of_the_link_peak(page_on_links, tmp_path
     peaks.save(path, peaks.Peaks("nvidia-h200-x2", {"peer": 3.9e11}))
     row = page_on_links(2e-3)
     assert (row.limit, row.share) == ("peer", pytest.approx(0.5))
-    assert page_on_links(0.5e-3).verdict == ""  # above the peak is not an error
+    assert page_on_links(0.5e-3).shortest is None  # above the peak is not an error
     assert page_on_links(2e-3, gpus=1).limit == ""
     path.write_text("mine")
     with pytest.raises(Failed, match="is no peaks file"):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pytest_aisp.page.pair import WORDS, Pair
+from pytest_aisp.results import store
 from pytest_aisp.worker.loader import load_page, pair_of
 
 ROOT = Path(__file__).parents[1]
@@ -136,7 +137,7 @@ def test_a_claim_stands_clear_of_what_was_recorded(path):
     for file in sorted((ROOT / "baselines").glob(f"*/{path.parent.name}.json")):
         if file.name == "peaks.json":
             continue
-        results = file.load(file).results
+        results = store.load(file).results
         arch = ARCH_OF[re.sub(r"-x\d+$", "", file.parent.name)]
         declared = ((name, pair_of(thing)) for name, thing in vars(imported(path)).items())
         named = [(name, case) for name, pair in declared if pair for case in pair.cases()]

@@ -100,7 +100,7 @@ def read_timing(client: CaseClient, stored: StoredResult, answer: Mapping[str, A
         sources=dict(answer["sources"]),
         launch_bound=slow,
     )
-    return _with_limit(client, stored, timing)
+    return with_limit(client, stored, timing)
 
 
 def _names(client: CaseClient) -> tuple[str, str]:
@@ -143,7 +143,7 @@ def _note(
             notes.append(f"preparing {name} took {duration(cost)}: {calls}")
 
 
-def _with_limit(client: CaseClient, stored: StoredResult, timing: Timing) -> Timing:
+def with_limit(client: CaseClient, stored: StoredResult, timing: Timing) -> Timing:
     """Return `timing` with the share of the machine's limit, where its peaks are stored."""
     run, case = client.run, client.case
     rates = run.peaks(client.machine.product)
