@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 import fake_results
 import pytest
 import typer
+from _pytest.fixtures import FixtureFunctionDefinition
 
 from pytest_aisp import plugin
 from pytest_aisp.cli import app
@@ -83,6 +85,79 @@ def test_every_option_named_exists(document, pytestconfig):
 def test_the_korean_readme_says_what_the_english_one_does(found):
     english, korean = (readme.read_text() for readme in READMES)
     assert found(korean.replace("(README.md)", "(README.ko.md)")) == found(english)
+
+
+OPTIONS = (ROOT / "docs/reference/options.md").read_text()
+FIXTURES = (ROOT / "docs/reference/fixtures.md").read_text()
+
+
+def listed(text, pattern):
+    """Return the names that open a row of a table and match `pattern`, in order."""
+    return re.findall(rf"^\| `({pattern})[^`]*` \|", text, re.MULTILINE)
+
+
+def test_options_page_lists_exactly_the_visible_options(pytestconfig):
+    [group] = [each for each in pytestconfig._parser._groups if each.name == "aisp"]
+    visible = [
+        option.names()[0]
+        for option in group.options
+        if option.attrs().get("help") != argparse.SUPPRESS
+    ]
+    assert sorted(listed(OPTIONS, "--aisp-[a-z-]+")) == sorted(visible)
+
+
+def test_options_page_lists_exactly_the_ini_keys_with_defaults(pytestconfig):
+    rows = re.findall(r"^\| `(aisp_\w+)` \| (.*?) \|", OPTIONS, re.MULTILINE)
+    registered = {
+        name: default
+        for name, (_, _, default) in pytestconfig._parser._inidict.items()
+        if name.startswith("aisp_")
+    }
+    shown = {
+        name: f"`{str(default).lower()}`" if default not in (None, "", []) else "none"
+        for name, default in registered.items()
+    }
+    assert sorted(rows) == sorted(shown.items())
+
+
+def test_fixtures_page_lists_exactly_the_fixtures_markers_and_hooks():
+    fixtures, markers, hooks = FIXTURES.split("\n## ")[1:]
+    defined = {
+        name for name, value in vars(plugin).items() if isinstance(value, FixtureFunctionDefinition)
+    }
+    assert sorted(listed(fixtures, r"\w+")) == sorted(defined)
+    rows = re.findall(r"^\| `([^`]+)` \|", markers, re.MULTILINE)
+    assert sorted(rows) == sorted(plugin.MARKERS)
+    assert sorted(listed(hooks, "pytest_aisp_[a-z_]+")) == sorted(
+        name for name in vars(plugin.Hooks) if name.startswith("pytest_")
+    )
+
+
+[README_PAGE] = re.findall(r"```python\n(.*?)```", READMES[0].read_text(), re.DOTALL)
+[README_RED] = re.findall(r"```text\n(.*?)```", READMES[0].read_text(), re.DOTALL)
+
+
+def test_the_page_in_the_readme_is_checked(pytester):
+    pytester.makepyfile(row_sums_test=README_PAGE)
+    result = pytester.runpytest_subprocess("--aisp-check", "-p", "no:randomly")
+    result.stdout.fnmatch_lines(["*= 2 checked in *"])
+
+
+def test_the_red_test_in_the_readme_is_what_pytest_prints(pytester):
+    right, wrong = "return x.sum(dim=1)", "return x[:, :63].sum(dim=1)"
+    assert README_PAGE.count(right) == 1
+    pytester.mkdir("bench").joinpath("row_sums_test.py").write_text(
+        README_PAGE.replace(right, wrong)
+    )
+    seed = re.search(r"--aisp-seed=\d+", README_RED)[0]
+    result = pytester.runpytest_subprocess("bench", "-k", "cpu", seed, "-p", "no:randomly")
+    assert pattern_of(README_RED) in pattern_of(result.stdout.str())
+
+
+def pattern_of(printed):
+    """Return printed lines as one, with a placeholder for each number of a result."""
+    joined = " ".join(re.sub(r"^E +", "", line) for line in printed.splitlines())
+    return re.sub(r"-?\d+\.\d+(e[+-]\d+)?", "NUMBER", " ".join(joined.split()))
 
 
 BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
