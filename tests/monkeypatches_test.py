@@ -1,0 +1,74 @@
+"""A page replaces no function of this package: every module is watched, a new one too."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import pytest_aisp
+from pytest_aisp.checking.inputs import InputPool
+from pytest_aisp.isolation import monkeypatches
+from pytest_aisp.page.pair import SideError
+from pytest_aisp.util import locks
+from pytest_aisp.worker.cache import Cache
+
+ROOT = Path(pytest_aisp.__file__).parent
+WATCHED = ("checking", "isolation", "results", "timing", "util", "worker")
+MODULES = sorted(
+    f"pytest_aisp.{package}.{path.stem}"
+    for package in WATCHED
+    for path in (ROOT / package).rglob("*.py")
+    if path.stem not in ("__init__", "__main__")
+)
+
+
+@pytest.fixture(autouse=True)
+def remembered():
+    monkeypatches.remember()
+    yield
+    monkeypatches.put_back()
+
+
+@pytest.mark.parametrize(
+    ("owner", "genuine"),
+    [
+        (Cache, Cache.oracle),
+        (InputPool, InputPool.value_set),
+        (locks, locks.lease),
+        (monkeypatches, monkeypatches.replaced),
+    ],
+)
+def test_a_side_that_replaces_our_function_is_refused_and_the_function_named(owner, genuine):
+    def replacement(*args, **kwargs):
+        return genuine(*args, **kwargs)
+
+    name = f"{genuine.__module__}.{genuine.__qualname__}"
+    with (
+        pytest.raises(SideError, match=rf"^doubled replaced {re.escape(name)}: its times"),
+        monkeypatches.watching("doubled"),
+    ):
+        setattr(owner, genuine.__name__, replacement)
+    monkeypatches.put_back()
+    assert getattr(owner, genuine.__name__) is genuine
+
+
+def test_a_side_that_replaces_nothing_passes():
+    with monkeypatches.watching("doubled"):
+        pass
+
+
+def test_every_module_of_the_watched_packages_is_watched():
+    assert sorted(monkeypatches.watched_modules()) == MODULES
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_function_of_a_watched_module_is_remembered(module):
+    functions = {
+        f"{module}.{name}"
+        for name, value in vars(sys.modules[module]).items()
+        if callable(value) and getattr(value, "__module__", None) == module
+    }
+    assert functions <= monkeypatches._genuine.keys()
