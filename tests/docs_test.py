@@ -27,7 +27,12 @@ SHOWN = re.compile(r"^(?:\$ )?(aisp .*?)(?: +[#>|].*)?$", re.MULTILINE)
 NAMED = re.compile(r"`(aisp [a-z][^`]*)`")
 """A command that a document speaks of; its arguments may be left out."""
 READMES = [ROOT / "README.md", ROOT / "README.ko.md"]
-DOCUMENTS = [*READMES, ROOT / "ci/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    *READMES,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "ci/README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 CHAPTERS = sorted((ROOT / "suites").glob("ch*/README.md"))
 
 
@@ -134,7 +139,7 @@ def test_fixtures_page_lists_exactly_the_fixtures_markers_and_hooks():
 
 
 [README_PAGE] = re.findall(r"```python\n(.*?)```", READMES[0].read_text(), re.DOTALL)
-[README_RED] = re.findall(r"```text\n(.*?)```", READMES[0].read_text(), re.DOTALL)
+README_RED = re.search(r"```text\n(.*?)```", READMES[0].read_text(), re.DOTALL)[1]
 
 
 def test_the_page_in_the_readme_is_checked(pytester):
