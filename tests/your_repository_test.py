@@ -78,4 +78,4 @@ def holds_the_plugin_alone(wheel):
     files = {str(p.relative_to(ROOT)) for p in package.rglob("*") if p.is_file()}
     wanted = {name for name in files if "__pycache__" not in name}
     assert {name for name in names if ".dist-info/" not in name} == wanted
-    assert {os.path.splitext(name)[1] for name in wanted} >= {".py", ".cu", ".typed"}
+    assert {os.path.splitext(name)[1] for name in wanted} >= {".py", ".js", ".json", ".typed"}
