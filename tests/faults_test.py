@@ -267,6 +267,11 @@ def endless(x):
 """
 
 
+def hears_interrupts():
+    """Undo in a child what `nohup` and a shell's `&` hand down: an ignored SIGINT."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture
 def busy(request, page, pytester):
     """A running pytest whose first case is finished, and whose second one never ends."""
@@ -276,7 +281,12 @@ def busy(request, page, pytester):
     command += ["--aisp-check", "--aisp-artifacts=kept"]
     with open(pytester.path / "log", "wb") as log:
         process = pytester.popen(
-            command, log, subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+            command,
+            log,
+            subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=hears_interrupts,
         )
         wait_for((pytester.path / "busy").exists)
         yield process
