@@ -14,8 +14,12 @@ from dataclasses import dataclass
 
 from ..page.sources import libraries
 
-NAP, LOOKS = 1e-3, 4
-"""A thread in a library's code is at work if it wants a core whenever we look, naps apart."""
+NAP, RESTS = 1e-3, 4
+"""A thread in a library's code is idle once it has slept through so many of our naps."""
+WORK_NS = 4_000_000
+"""It is at work once it has used so much CPU time instead: winding down takes less."""
+PATIENCE = 2.0
+"""Seconds after which a thread that never rests is at work, even if it hardly gets a core."""
 
 _TIMERS = ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF")
 _SERVANTS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
@@ -52,17 +56,35 @@ class BackgroundWork:
 def _at_work(thread: threading.Thread) -> bool:
     """Return whether `thread` runs a page's code, or is busy in a library's.
 
-    Idle pools have torch's and Python's code alone on their stacks, and want no core.
+    Idle pools have torch's and Python's code alone on their stacks, and use no CPU time. CPU time
+    decides, because on a busy machine an idle thread may wait for a core to go to sleep on, and
+    a busy one may sleep for a moment until it gets Python's lock.
     """
-    if _in_a_page(sys._current_frames().get(thread.ident or 0)):
-        return True
-    busy = 0
-    for _ in range(LOOKS):
-        time.sleep(NAP)  # else it waits for us to give up Python's lock, and looks idle
-        busy += _state(f"/proc/self/task/{thread.native_id}") == "R"
-        if not busy:
+    started = _cpu_ns(thread.native_id)
+    deadline = time.monotonic() + PATIENCE
+    rests = 0
+    while time.monotonic() < deadline:
+        if _in_a_page(sys._current_frames().get(thread.ident or 0)):
+            return True
+        before = _cpu_ns(thread.native_id)
+        time.sleep(NAP)  # gives up Python's lock, so that a thread that waits for it goes on
+        used = _cpu_ns(thread.native_id)
+        if used - started > WORK_NS:
+            return True
+        rests += used == before and _state(f"/proc/self/task/{thread.native_id}") != "R"
+        if rests == RESTS:
             return False
-    return busy == LOOKS or _in_a_page(sys._current_frames().get(thread.ident or 0))
+    return True
+
+
+def _cpu_ns(thread: int | None) -> int:
+    """Return the CPU time of a thread by its native id, 0 where Linux does not say."""
+    if thread is None:
+        return 0
+    try:
+        return time.clock_gettime_ns(~thread << 3 | 6)  # CPUCLOCK_PERTHREAD | CPUCLOCK_SCHED
+    except OSError:  # it has ended
+        return 0
 
 
 def _in_a_page(frame: types.FrameType | None) -> bool:
