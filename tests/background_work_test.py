@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import queue
 import subprocess
@@ -15,6 +16,7 @@ from logging.handlers import QueueListener
 import pytest
 import torch
 
+from pytest_aisp.isolation import background_work
 from pytest_aisp.isolation.background_work import BackgroundWork
 
 BUSY = "while True: pass"
@@ -85,3 +87,16 @@ def test_a_thread_that_waits_for_a_queue_is_not_accused():
         assert before.left() is None
     finally:
         listener.stop()
+
+
+def test_a_pool_that_waits_for_a_lock_for_a_moment_is_found(pool, monkeypatch):
+    monkeypatch.setattr(background_work, "_state", lambda folder: "S")
+    before = BackgroundWork.now()
+    pool.submit(hashlib.pbkdf2_hmac, "sha256", b"", b"", 200_000)
+    assert before.left()
+
+
+def test_an_idle_thread_that_waits_for_a_core_is_not_accused(monkeypatch):
+    states = itertools.chain("R" * 8, itertools.repeat("S"))
+    monkeypatch.setattr(background_work, "_state", lambda folder: next(states))
+    test_a_thread_that_waits_for_a_queue_is_not_accused()
