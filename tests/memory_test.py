@@ -10,6 +10,7 @@ import torch
 
 from pytest_aisp.results import store
 from pytest_aisp.results.messages import CountTask
+from pytest_aisp.timing import memory
 from pytest_aisp.util import process_group
 from pytest_aisp.worker import metrics
 
@@ -138,7 +139,7 @@ class Allocator:
             "memory_reserved": lambda: self.taken,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(metrics, "release", self.release)
+        monkeypatch.setattr(memory, "release", self.release)
 
     def release(self, device):
         self.taken = self.now  # what no tensor holds goes back to the GPU
@@ -194,7 +195,7 @@ def test_what_is_kept_and_what_passes_count_and_a_librarys_workspace_does_not(mo
 
 
 def test_what_was_taken_from_the_gpu_counts_from_the_first_call(monkeypatch):
-    for counter, found in ((metrics.reserved, 352), (metrics.fragmentation, 7)):
+    for counter, found in ((memory.reserved, 352), (memory.fragmentation, 7)):
         bench = Bench(Allocator(monkeypatch))
         bench.workspace = 0
         assert counter(bench, (5, 40, 300)) == found
@@ -205,8 +206,8 @@ def test_the_rank_that_needs_most_counts(monkeypatch):
     bench.workspace = 0
     rank = SimpleNamespace(most=lambda value: max(value, 200.0), world=1)
     monkeypatch.setattr(process_group, "_here", rank)
-    assert metrics.allocated(bench, (5, 40, 300)) == 345
-    assert metrics.allocated(bench, (0, 20, 100)) == 200
+    assert memory.allocated(bench, (5, 40, 300)) == 345
+    assert memory.allocated(bench, (0, 20, 100)) == 200
 
 
 class Sending(Bench):
@@ -240,7 +241,7 @@ def test_what_a_rank_still_holds_of_the_last_side_is_not_counted_as_there(monkey
     bench.workspace = 0
     rank = SimpleNamespace(most=lambda value: value, world=2, begin=bench.begin)
     monkeypatch.setattr(process_group, "_here", rank)
-    monkeypatch.setattr(metrics, "WATCHDOG", 0)
-    assert metrics.allocated(bench, (5, 40, 300)) == 345
+    monkeypatch.setattr(memory, "WATCHDOG", 0)
+    assert memory.allocated(bench, (5, 40, 300)) == 345
     monkeypatch.setattr(rank, "world", 1)
-    assert metrics.allocated(bench, (5, 40, 300)) == 345 - 500
+    assert memory.allocated(bench, (5, 40, 300)) == 345 - 500
