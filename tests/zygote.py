@@ -114,6 +114,9 @@ class Zygote:
         return Forked(ours)
 
     def close(self) -> None:
+        # Not only closed: a process that a failed test left behind may hold a copy.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         if self._process is not None:
             self._process.wait()
