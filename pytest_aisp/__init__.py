@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .bottleneck.find import bottleneck
     from .kernels.cuda_cpp import cuda_module
     from .kernels.tma import tensor_map
     from .page.declare import compare
     from .page.pair import Conditions, Variant, Work
     from .timing.microbench import capture
+    from .training_loop.find import bottleneck
     from .worker.process_timer import fresh_process
 
 __all__ = [
@@ -29,7 +29,7 @@ _HOME = {
     "Conditions": "page.pair",
     "Variant": "page.pair",
     "Work": "page.pair",
-    "bottleneck": "bottleneck.find",
+    "bottleneck": "training_loop.find",
     "capture": "timing.microbench",
     "compare": "page.declare",
     "cuda_module": "kernels.cuda_cpp",

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_aisp.bottleneck import advice
-from pytest_aisp.bottleneck.breakdown import Breakdown, Loader
-from pytest_aisp.bottleneck.find import plain, text
-from pytest_aisp.bottleneck.stages import Stage
-from pytest_aisp.bottleneck.steps import BODY, COPY, ITEM, Event, Gpu, Step, summarize
+from pytest_aisp.training_loop import advice
+from pytest_aisp.training_loop.breakdown import Breakdown, Loader
+from pytest_aisp.training_loop.find import plain, text
+from pytest_aisp.training_loop.stages import Stage
+from pytest_aisp.training_loop.steps import BODY, COPY, ITEM, Event, Gpu, Step, summarize
 
 
 def gpu(name, start, end):

@@ -12,9 +12,9 @@ import torch
 from torch.optim import optimizer
 from torch.utils.data import DataLoader
 
-from pytest_aisp.bottleneck import script
-from pytest_aisp.bottleneck.steps import BODY, Event, Instruments, Plan
 from pytest_aisp.cli import app
+from pytest_aisp.training_loop import script
+from pytest_aisp.training_loop.steps import BODY, Event, Instruments, Plan
 from pytest_aisp.util.cli_result import CliError
 
 HEAD = """
@@ -334,7 +334,7 @@ def test_workers_of_a_script_are_timed_and_pickled_classes_found(tmp_path):
 
 def test_the_steps_of_the_optimizer_can_be_profiled():
     """The annotation of a step begins within one of PyTorch's own, and ends in the next."""
-    from pytest_aisp.bottleneck.find import Profiled
+    from pytest_aisp.training_loop.find import Profiled
 
     weights = torch.nn.Linear(2, 2)
     stepper = torch.optim.SGD(weights.parameters(), lr=0.1)

@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from pytest_aisp import bottleneck
-from pytest_aisp.bottleneck import find, stages
-from pytest_aisp.bottleneck.find import Watch
-from pytest_aisp.bottleneck.stages import Stages, name_of, places
-from pytest_aisp.bottleneck.steps import BODY, Event, Instruments, Plan, Step
+from pytest_aisp.training_loop import find, stages
+from pytest_aisp.training_loop.find import Watch
+from pytest_aisp.training_loop.stages import Stages, name_of, places
+from pytest_aisp.training_loop.steps import BODY, Event, Instruments, Plan, Step
 from pytest_aisp.util.cli_result import CliError
 
 

@@ -170,8 +170,8 @@ def bottleneck(
     profiled: Annotated[str, typer.Option(metavar="N", help="steps to profile on a GPU")] = "10",
 ) -> None:
     """Run a training script and show what its steps wait for."""
-    from ..bottleneck import script as scripts
-    from ..bottleneck.steps import Plan
+    from ..training_loop import script as scripts
+    from ..training_loop.steps import Plan
 
     plan = Plan(
         parse_option("--warmup", _count(0), warmup),

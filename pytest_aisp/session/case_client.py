@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ..page.pair import Case
-from ..results.messages import (
-    CaseTask,
-    ChangedTask,
-    FactsTask,
-    PageSource,
-    Reply,
-    TimeTask,
-)
+from ..results.messages import CaseTask, ChangedTask, FactsTask, PageSource, Reply, TimeTask
 from ..results.models import HOST_CLOCKS
 from ..results.row import ratio, size_text
 from ..results.verdict import VOTES, Reading

@@ -8,14 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..isolation.monkeypatches import now
-from ..results.messages import (
-    CaseTask,
-    CompareTask,
-    DrawTask,
-    PerformTask,
-    PrepareTask,
-    ShowTask,
-)
+from ..results.messages import CaseTask, CompareTask, DrawTask, PerformTask, PrepareTask, ShowTask
 from ..results.row import duration
 from ..worker.client import Bench
 from ..worker.sandbox import seconds_apart

@@ -11,13 +11,7 @@ from typing import Any
 from ..kernels import autotune
 from ..page.pair import Work
 from ..results import verdict
-from ..results.row import (
-    duration,
-    graph_notes,
-    launch_bound,
-    launch_bound_note,
-    memory_note,
-)
+from ..results.row import duration, graph_notes, launch_bound, launch_bound_note, memory_note
 from ..results.verdict import Reading
 from ..timing import kernel_profile, peaks
 from .case_client import CaseClient, reading
