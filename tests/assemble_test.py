@@ -401,7 +401,7 @@ def test_what_was_not_looked_for_is_said_without_v():
     notes = [f"NOT LOOKED FOR: {promise}: {why}" for promise in ("tma", "LDG.128")]
     notes += ["NOT LOOKED FOR: tma: it knows no SM103: too old", "other"]
     row = Row("id", "f", "k", "p", "t", "v", {}, "dram", verdict="compiled", notes=notes)
-    settings = SimpleNamespace(stamped=None, check=False)
+    settings = SimpleNamespace(timestamped=None, check=False)
     told = {name: [] for name in ("changes", "kept", "errors", "crashes", "unguarded", "canaries")}
     recorder = SimpleNamespace(left="", settings=settings, why_invalid=list, **told)
     assert terminal._closing(recorder, [row, row]) == [
@@ -608,7 +608,7 @@ def test_an_audit_goes_on_where_kernels_cannot_be_assembled(write, gpu, pytester
     gpu(added=2e-5, doubled=1e-5)
     result = pytester.runpytest_subprocess("--aisp-audit", "-vv")
     result.stdout.fnmatch_lines(
-        ["*what its kernels use is not known: doubled on sm90 at n=1048576: *"]
+        ["*the resources of its kernels are unknown: doubled on sm90 at n=1048576: *"]
     )
     assert result.ret == 0
 

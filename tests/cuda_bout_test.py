@@ -17,15 +17,22 @@ import torch
 from drivers import Driver, graph
 from drivers import nodes as kinds
 
-from pytest_aisp import Work, compare
+from pytest_aisp import Conditions, Work, compare
 from pytest_aisp.checking.inputs import InputPool
 from pytest_aisp.isolation import interference
 from pytest_aisp.isolation.protections import without
 from pytest_aisp.page.pair import SideError
-from pytest_aisp.timing import cross_check, cuda_timer, graph_nodes, l2_check, schedule, windows
+from pytest_aisp.timing import (
+    cross_check,
+    cuda_timer,
+    graph_nodes,
+    l2_check,
+    memory,
+    schedule,
+    windows,
+)
 from pytest_aisp.timing.schedule import Budget
 from pytest_aisp.util import device
-from pytest_aisp.worker import metrics
 from pytest_aisp.worker.loader import pair_of
 
 CALLS = 4
@@ -142,7 +149,7 @@ def test_the_best_clock_that_both_sides_can_use(gpu, captures, bound, clock):
 )
 def test_a_page_with_threads_of_its_own_is_never_captured(gpu, monkeypatch, bound, clock, note):
     monkeypatch.setattr(windows, "capture", None)
-    bout = bout_of(bench_of(bound=bound, owns=["threads"]))
+    bout = bout_of(bench_of(bound=bound, conditions=Conditions(owns=["threads"])))
     assert bout.clock == clock
     assert {**bout.notes, **bout.other()}[note] == cuda_timer.THREADS
 
@@ -234,7 +241,7 @@ def test_what_preparing_keeps_is_counted_by_slot(gpu, monkeypatch):
     subject = bench_of().subject(ahead)
     gpu.most = gpu.allocated
     assert subject.held == 4096
-    assert metrics.peak_bytes(subject) == 4096
+    assert memory.peak_bytes(subject) == 4096
     assert bench_of().subject(doubled).held == 0
 
 
@@ -258,7 +265,7 @@ def test_a_long_call_runs_on_two_slots_and_needs_no_cold_l2(gpu, monkeypatch):
         bout.check_times()
 
 
-@pytest.mark.parametrize("changes", [{"l2": "warm"}, {"bound": "pcie"}])
+@pytest.mark.parametrize("changes", [{"conditions": Conditions(l2="warm")}, {"bound": "pcie"}])
 def test_where_nothing_need_be_cold_nothing_is_asked(gpu, changes):
     gpu.latency.clear()
     assert bout_of(bench_of(**changes)).check_times().keys() == {"graph_nodes"}

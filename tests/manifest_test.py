@@ -162,15 +162,15 @@ def test_a_folder_is_made_where_and_when_it_is_asked_for(
     tmp_path, arguments, ini, stamped, exactly
 ):
     config = Config(tmp_path, arguments, ini)
-    assert parse_config._stamped(config) == (stamped and tmp_path / stamped)
-    assert str(parse_config._folder(config)) == str(exactly)
+    assert parse_config._timestamped(config) == (stamped and tmp_path / stamped)
+    assert str(parse_config._artifacts(config)) == str(exactly)
 
 
 def test_a_folder_without_a_name_is_refused(tmp_path):
     with pytest.raises(pytest.UsageError) as refused:
-        parse_config._folder(Config(tmp_path, "--aisp-artifacts="))
+        parse_config._artifacts(Config(tmp_path, "--aisp-artifacts="))
     assert str(refused.value) == (
-        "--aisp-artifacts=: give a folder, or nothing for one named after the moment\n"
+        "--aisp-artifacts=: give a folder, or nothing for a timestamped one\n"
         "    pytest --aisp-artifacts"
     )
 
@@ -179,7 +179,7 @@ def test_what_is_replayed_is_not_written_over(pytester):
     with pytest.raises(pytest.UsageError) as refused:
         pytester.parseconfigure("--aisp-replay=out/results.jsonl", "--aisp-artifacts=./out/")
     assert str(refused.value) == (
-        "--aisp-artifacts=out would write over what --aisp-replay reads\nGive another folder"
+        "--aisp-artifacts=out would overwrite what --aisp-replay reads\nGive another folder"
     )
 
 

@@ -108,7 +108,7 @@ def test_without_a_gpu_it_is_checked(page, pytester):
     result.stdout.fnmatch_lines(["*CHECKED*", "*1 checked*"])
     page(body=BODY.format(0.5), more="cpu_sizes=[{'n': 99}],", at_least="'yardstick'")
     result = pytester.runpytest_subprocess("-vv", "-m", "aisp_cpu")
-    result.stdout.fnmatch_lines(["*NEW*", "*memory: counted on GPUs alone*"])
+    result.stdout.fnmatch_lines(["*NEW*", "*memory: measured on GPUs only*"])
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_ranks_are_told_apart(page, pytester):
 
 def test_samples_in_fresh_processes_are_heard(page, pytester):
     path = page("says(x, 1)", defs=PRINTS)
-    text = path.read_text().replace("import Variant", "import fresh_process, Variant")
+    text = path.read_text().replace("import Conditions", "import fresh_process, Conditions")
     for side in ("added", "doubled"):
         text = text.replace(f"def {side}(x)", f"@fresh_process\ndef {side}(x)")
     path.write_text(text)

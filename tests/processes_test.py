@@ -94,7 +94,7 @@ def test_a_task_says_how_long_it_may_take(monkeypatch):
     read, write = os.pipe()
     try:
         monkeypatch.setattr(bench, "_ask", write)
-        monkeypatch.setattr(bench, "_line", lambda deadline: b'{"result": {}}\n')
+        monkeypatch.setattr(bench, "_line", lambda deadline: b'{"type": "reply", "result": {}}\n')
         bench.ask(CheckTask(), 77.0, lambda text: None)
         assert json.loads(os.read(read, 1 << 16))["limit"] == 77.0
     finally:

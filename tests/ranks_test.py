@@ -283,7 +283,7 @@ def test_what_has_no_form_on_a_cpu_is_skipped_and_says_why(page, pytester):
     page()
     path = write(pytester.path, "symmetric")
     text = path.read_text().replace("[other]", "[Variant(other, gpu_only='symmetric memory')]")
-    path.write_text(text.replace("import Work", "import Variant, Work"))
+    path.write_text(text.replace("import Conditions", "import Variant, Conditions"))
     result = pytester.runpytest_subprocess("-rs", "ch99/symmetric_test.py")
     result.stdout.fnmatch_lines(
         ["SKIPPED * needs a GPU; there is none here; symmetric memory has no form on a CPU"]

@@ -24,7 +24,9 @@ from .global_state import ENVIRONMENT, OWNED, flags, restore
 from .protections import enabled
 
 WATCHED = ("checking", "isolation", "results", "timing", "util", "worker")
-"""Our packages whose functions and methods are watched, every module of them."""
+"""Our packages whose functions and methods are watched, every module of them but these."""
+NOT_WATCHED = ("worker.__main__", "worker.client")
+"""A program, and the end of the pipe that no side shares a process with."""
 TORCH = (
     *("cat", "empty", "empty_like", "equal", "full_like", "randint", "segment_reduce", "tensor"),
     *("where", "zeros_like", "linalg.vector_norm", "cuda.synchronize", "cuda.Event"),
@@ -64,7 +66,7 @@ def watched_modules() -> list[str]:
         f"{package}.{name}.{module.name}"
         for name in WATCHED
         for module in pkgutil.iter_modules(importlib.import_module(f"{package}.{name}").__path__)
-        if module.name != "__main__"
+        if f"{name}.{module.name}" not in NOT_WATCHED
     ]
 
 
