@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -69,7 +69,7 @@ def test_every_module_of_the_watched_packages_is_watched():
 def test_every_function_of_a_watched_module_is_remembered(module):
     functions = {
         f"{module}.{name}"
-        for name, value in vars(sys.modules[module]).items()
+        for name, value in vars(importlib.import_module(module)).items()
         if callable(value) and getattr(value, "__module__", None) == module
     }
     assert functions <= monkeypatches._genuine.keys()
