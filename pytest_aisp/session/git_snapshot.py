@@ -42,7 +42,7 @@ class GitSnapshot:
         """Return the tree under `root` as it was at `ref`.
 
         Raises:
-            HistoryError: where there is no repository or no such commit here.
+            SnapshotError: where there is no repository or no such commit here.
         """
         sha = _commit(root, ref)
         changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".").strip()
@@ -64,7 +64,7 @@ class GitSnapshot:
         None for a page that the commit does not have.
 
         Raises:
-            HistoryError: for a page that it has, and that is not in the old tree.
+            SnapshotError: for a page that it has, and that is not in the old tree.
         """
         name = self._name(path)
         if name is None or name not in self._names:

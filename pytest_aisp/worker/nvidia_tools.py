@@ -204,7 +204,7 @@ class Sanitized(BenchProcess):
         handle, self._log = tempfile.mkstemp(prefix="aisp-sanitizer-", suffix=".log")
         os.close(handle)
         self._check, self._read = check, 0
-        # What a library does wrong while it initializes is none of a page's business.
+        # A library's own faults while it initializes are not the page's.
         watch = ("--tool", check, "--log-file", self._log, "--report-api-errors", "no")
         tool = sanitizer_installed() or TOOL
         super().__init__({**(environment or {}), **ENVIRONMENT}, [tool, *watch])
