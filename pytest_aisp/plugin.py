@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from .session import options, parse_config
+from .session import options
+from .session.config import read_settings
 from .session.options import RECORDER, RUN, SETTINGS
 
 if TYPE_CHECKING:
@@ -79,11 +80,11 @@ def pytest_cmdline_parse(args: list[str]) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for marker, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{marker}: {meaning}")
-    config.stash[SETTINGS] = settings = parse_config.read_settings(config)
+    config.stash[SETTINGS] = settings = read_settings(config)
     if settings.ours:
-        from .session import setup
+        from .session import startup
 
-        setup.configure(config)
+        startup.configure(config)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -179,7 +180,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         item.add_marker(pytest.mark.flaky(reruns=0), append=False)
     if item.config.stash.get(RUN, None) is None:
         return (yield)
-    from .session.setup import leased
+    from .session.startup import leased
 
     with leased(item):
         return (yield)
@@ -220,7 +221,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     # A part of the suite says nothing of the whole.
     if session.exitstatus != pytest.ExitCode.INTERRUPTED:
         if session.config.stash.get(RUN, None) is not None:
-            from .session.setup import canary
+            from .session.startup import canary
 
             canary(session)
         session.exitstatus = _exit_code(session, recorder)

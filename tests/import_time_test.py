@@ -36,13 +36,13 @@ def test_the_plugin_loads_only_its_options():
         "pytest_aisp.plugin",
         "pytest_aisp.session",
         "pytest_aisp.session.options",
-        "pytest_aisp.session.parse_config",
+        "pytest_aisp.session.config",
     }
     assert {name.partition(".")[0] for name in modules - ours} <= sys.stdlib_module_names
 
 
 def test_a_session_loads_profilers_only_on_request():
-    modules = loaded("from pytest_aisp.session import case, collect, fixtures, recorder, setup")
+    modules = loaded("from pytest_aisp.session import case, collect, fixtures, recorder, startup")
     assert modules & PROFILERS == set()
 
 

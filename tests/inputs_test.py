@@ -11,8 +11,8 @@ import torch
 from pytest_aisp import Conditions, Work, compare
 from pytest_aisp.checking import check
 from pytest_aisp.checking.inputs import COLD_FOOTPRINT, UNSEEN, InputPool, NotCold
-from pytest_aisp.session.context import RunContext
 from pytest_aisp.session.placement import COMPILER
+from pytest_aisp.session.run_context import RunContext
 from pytest_aisp.timing import cpu_timer
 from pytest_aisp.timing.schedule import calls_for, settle
 from pytest_aisp.util import pytree

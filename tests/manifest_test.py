@@ -12,7 +12,8 @@ import jsonschema
 import pytest
 
 from pytest_aisp.results import export, run_reader
-from pytest_aisp.session import options, parse_config, recorder, setup
+from pytest_aisp.session import config as session_config
+from pytest_aisp.session import options, recorder, startup
 from pytest_aisp.session.options import SETTINGS
 from pytest_aisp.timing import peaks
 from pytest_aisp.util import device
@@ -162,13 +163,13 @@ def test_a_folder_is_made_where_and_when_it_is_asked_for(
     tmp_path, arguments, ini, stamped, exactly
 ):
     config = Config(tmp_path, arguments, ini)
-    assert parse_config._timestamped(config) == (stamped and tmp_path / stamped)
-    assert str(parse_config._artifacts(config)) == str(exactly)
+    assert session_config._timestamped(config) == (stamped and tmp_path / stamped)
+    assert str(session_config._artifacts(config)) == str(exactly)
 
 
 def test_a_folder_without_a_name_is_refused(tmp_path):
     with pytest.raises(pytest.UsageError) as refused:
-        parse_config._artifacts(Config(tmp_path, "--aisp-artifacts="))
+        session_config._artifacts(Config(tmp_path, "--aisp-artifacts="))
     assert str(refused.value) == (
         "--aisp-artifacts=: give a folder, or nothing for a timestamped one\n"
         "    pytest --aisp-artifacts"
@@ -197,18 +198,18 @@ def test_a_worker_has_the_folders_of_its_controller(tmp_path):
     latest.symlink_to("then")
     config = Config(tmp_path)
     config.stash[SETTINGS] = Folders(replay=latest)
-    assert setup._of_controller(config, {}).replay == made
+    assert startup._of_controller(config, {}).replay == made
     latest.unlink()
     latest.symlink_to("now")  # as the controller has done by the time that a worker starts
     config.stash[SETTINGS] = Folders(replay=latest)
     given = {"aisp_folders": {"artifacts": "artifacts/now", "replay": str(made)}}
-    found = setup._of_controller(config, given)
+    found = startup._of_controller(config, given)
     assert found == Folders(Path("artifacts/now"), made) == config.stash[SETTINGS]
 
 
 def test_the_controller_hands_its_folders_to_workers(tmp_path):
     kept = SimpleNamespace(artifacts=tmp_path, replay=None)
-    gather = setup._Gather(None, SimpleNamespace(settings=kept, started=0.0))
+    gather = startup._Gather(None, SimpleNamespace(settings=kept, started=0.0))
     node = SimpleNamespace(workerinput={})
     gather.pytest_configure_node(node)
     assert node.workerinput["aisp_folders"] == {"artifacts": str(tmp_path)}

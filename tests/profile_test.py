@@ -17,7 +17,7 @@ from pytest_aisp import Work, compare
 from pytest_aisp.checking.inputs import InputPool
 from pytest_aisp.results.messages import ProfileTask, Reply
 from pytest_aisp.session import profiling
-from pytest_aisp.session.context import Interrupted
+from pytest_aisp.session.run_context import Interrupted
 from pytest_aisp.worker import nvidia_tools, torch_profiler
 from pytest_aisp.worker.loader import pair_of
 from pytest_aisp.worker.nvidia_tools import NsightError, absent_profiler, watch

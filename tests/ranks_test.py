@@ -15,7 +15,7 @@ from benches import benches, wait_for
 
 from pytest_aisp.distributed.launcher import Nodes, RankSet
 from pytest_aisp.results.messages import CheckTask, Task, TimeTask
-from pytest_aisp.session.context import Failed, RunContext
+from pytest_aisp.session.run_context import Failed, RunContext
 from pytest_aisp.util.device import Machine
 
 PAGE = '''
@@ -308,7 +308,7 @@ def test_ranks_are_not_called_untrusted_and_judged_all_the_same(page, pytester):
 )
 def test_a_case_leases_all_its_gpus_in_one_order(monkeypatch, gpus, worker, leased):
     """Whoever holds one of them is waited for, and nobody waits in a ring."""
-    from pytest_aisp.session import setup
+    from pytest_aisp.session import startup
 
     taken = []
 
@@ -316,12 +316,12 @@ def test_a_case_leases_all_its_gpus_in_one_order(monkeypatch, gpus, worker, leas
         taken.append(name)
         return contextlib.nullcontext()
 
-    monkeypatch.setattr(setup, "lease", lease)
+    monkeypatch.setattr(startup, "lease", lease)
     settings = SimpleNamespace(check=False, compile=())
     run = RunContext(settings, Machine("sm90", "nvidia-h200", "H200", ("b", "a")), worker=worker)
     case = SimpleNamespace(kind="gpu", gpus=gpus, pair=SimpleNamespace(as_called=False))
     with contextlib.ExitStack() as held:
-        setup._hold(held, run, case)
+        startup._hold(held, run, case)
     assert taken == ["host", *leased]
 
 

@@ -271,7 +271,7 @@ def test_fixtures(aisp_device, aisp_timer, pair):
 
 def test_nothing_of_the_plugin_is_loaded():
     ours = {name for name in sys.modules if name.startswith("pytest_aisp")}
-    own = ("options", "parse_config")
+    own = ("options", "config")
     names = ("", ".plugin", ".session", *(f".session.{name}" for name in own))
     assert ours <= {f"pytest_aisp{name}" for name in names}
     assert "torch" not in sys.modules

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..results import verdict
 from ..results.row import ratio
 from ..results.verdict import Reading
-from .context import Failed
+from .run_context import Failed
 
 if TYPE_CHECKING:
     from .case import CaseRun

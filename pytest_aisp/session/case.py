@@ -20,7 +20,6 @@ from ..results.messages import CheckTask, CompileTask, CountTask
 from ..results.verdict import Finding
 from .canary import offer_to_canary
 from .case_client import CaseClient, key_of
-from .context import Failed, RunContext
 from .judge import (
     Judgement,
     MetricJudgement,
@@ -30,11 +29,12 @@ from .judge import (
     judge_recorded_claim,
     judge_speedup,
 )
+from .measurement import Timing, read_timing
 from .placement import COMPILER, Kernels, placement_of
+from .run_context import Failed, RunContext
 from .sandbox_case import run_sandboxed
 from .stored_result import StoredResult
 from .terminal import accept_commands
-from .timing_result import Timing, read_timing
 
 
 class EndOfBody(Exception):

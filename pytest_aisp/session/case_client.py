@@ -16,9 +16,9 @@ from ..results.verdict import VOTES, Reading
 from ..util.device import Machine, cpu_machine
 from ..util.versions import VERSIONS
 from ..worker.client import START_SECONDS, Bench
-from .context import Failed, RunContext, Unrecorded
 from .git_snapshot import SnapshotError
 from .placement import Placement
+from .run_context import Failed, RunContext, Unrecorded
 from .terminal import rerun_commands
 
 CANARY = 1000

@@ -8,7 +8,7 @@ from ..results import verdict
 from ..results.row import Row
 from .case import CaseRun
 from .judge import Judgement
-from .timing_result import Timing
+from .measurement import Timing
 
 
 def build_row(run: CaseRun) -> Row:

@@ -17,10 +17,10 @@ from ..results.verdict import RED, Finding
 from ..worker.loader import pair_of
 from .case import CaseRun, EndOfBody
 from .case_row import build_row
-from .context import RunContext
 from .options import LOCK_ERROR, RUN, SETTINGS
 from .pair_fixture import PairUnderTest
 from .placement import Kernels
+from .run_context import RunContext
 
 CASE = pytest.StashKey[CaseRun]()
 
@@ -87,9 +87,9 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
         )
     run = config.stash.get(RUN, None)
     if run is None:  # a page outside aisp_pages, in a session that gave no option of ours
-        from . import setup
+        from . import startup
 
-        setup.configure(config)
+        startup.configure(config)
         run = config.stash[RUN]
     if run.settings.cold_start:
         run.end_benches()

@@ -17,11 +17,11 @@ from ..results.metric_limits import METRICS
 from ..results.row import bare, ratio
 from ..results.verdict import Finding, Gate
 from .case_client import CaseClient, reading, remeasuring
-from .context import Failed
+from .run_context import Failed
 from .stored_result import StoredResult
 
 if TYPE_CHECKING:
-    from .timing_result import Timing
+    from .measurement import Timing
 
 
 @dataclass

@@ -15,7 +15,7 @@ from ..results.row import duration, graph_notes, launch_bound, launch_bound_note
 from ..results.verdict import Reading
 from ..timing import kernel_profile, peaks
 from .case_client import CaseClient, reading
-from .context import Failed
+from .run_context import Failed
 from .stored_result import StoredResult
 
 

@@ -1,4 +1,4 @@
-"""Command-line options and ini keys, and the `Settings` that `parse_config` reads them into."""
+"""Command-line options and ini keys; `config.read_settings` reads them into `Settings`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from .context import RunContext
     from .recorder import Recorder
+    from .run_context import RunContext
 
 
 SETTINGS: pytest.StashKey[Settings] = pytest.StashKey()

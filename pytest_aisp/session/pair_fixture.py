@@ -14,7 +14,7 @@ from ..results import verdict
 from ..results.metric_limits import Name
 from ..worker.output_capture import say
 from .case import CaseRun
-from .context import Failed, Interrupted
+from .run_context import Failed, Interrupted
 
 LINES = 100
 """Lines of what each process printed that pytest gets to capture; with ``-s`` all are shown."""

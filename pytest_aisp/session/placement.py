@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..page.gpu_specs import missing
 from ..page.pair import Case
 from ..util.device import Machine
-from .context import RunContext
+from .run_context import RunContext
 
 COMPILER = "compiler"
 """The device of a bench process that compiles: Triton's interpreter is off there."""

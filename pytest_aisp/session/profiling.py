@@ -14,7 +14,7 @@ from ..results.messages import ProfileTask
 from ..timing.graph_nodes import ROLES
 from ..worker import nvidia_tools
 from .case_client import CaseClient
-from .context import Failed
+from .run_context import Failed
 
 if TYPE_CHECKING:
     from .case import CaseRun

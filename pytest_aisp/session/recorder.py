@@ -25,8 +25,8 @@ from ..results.verdict import environment_moved
 from ..timing import peaks as peaks_module
 from ..util import device, git
 from .canary import Canary
-from .context import RunContext
 from .options import Settings
+from .run_context import RunContext
 
 BROKEN_OFF = (2, 3, 4)
 """Exit codes of pytest where a run was interrupted, by hand or by an error of its own or in use."""

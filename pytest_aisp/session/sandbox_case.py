@@ -13,11 +13,11 @@ from ..results.row import duration
 from ..worker.client import Bench
 from ..worker.sandbox import seconds_apart
 from .case_client import CaseClient
-from .context import Failed
 from .options import MAX_SEED
+from .run_context import Failed
 
 if TYPE_CHECKING:
-    from .timing_result import Timing
+    from .measurement import Timing
 
 ROLES = ("baseline", "optimized")
 LIMIT = {"graph": 1.25, "host": 1.5, "cpu": 1.5}

@@ -19,9 +19,9 @@ from ..results.run_reader import folder_of
 from ..util.device import Machine
 from ..util.locks import REMEDY, lease
 from .canary import CLOCKS
-from .context import RunContext
 from .options import LOCK_ERROR, PROFILERS, RECORDER, RUN, SETTINGS, Settings
 from .recorder import Recorder, build_manifest
+from .run_context import RunContext
 
 
 def configure(config: pytest.Config) -> None:

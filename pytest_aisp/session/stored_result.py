@@ -10,7 +10,7 @@ from typing import Any
 from ..page.pair import Case
 from ..results import models, stats, verdict
 from ..results.export import path_below
-from .context import RunContext
+from .run_context import RunContext
 
 
 @dataclass

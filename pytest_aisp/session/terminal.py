@@ -15,9 +15,9 @@ from .canary import Canary
 from .options import Settings
 
 if TYPE_CHECKING:
-    from .context import RunContext
     from .options import Settings
     from .recorder import Recorder
+    from .run_context import RunContext
 
 
 NAMED = 5
