@@ -6,6 +6,7 @@ import copy
 import ctypes
 import importlib.util
 import multiprocessing
+import re
 import subprocess
 import sys
 import threading
@@ -655,3 +656,36 @@ def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert cuda_module("data/build.cu").assemble("sm90")["saxpy"]
+
+
+PACKAGE = Path(cuda_cpp.__file__).parents[1]
+
+
+def own_kernels():
+    """Yield each .cu file that a module of the package asks for, and the kernels it launches."""
+    for module in sorted(PACKAGE.rglob("*.py")):
+        for name, kernel in re.findall(r'cuda_module\("(.+?\.cu)"\)\.(\w+)', module.read_text()):
+            yield pytest.param(module.parent / name, kernel, id=f"{name}-{kernel}")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("path", "kernel"), own_kernels())
+def test_kernels_of_the_package_itself_compile(path, kernel):
+    """Only a GPU launches them, so nothing else here would notice a missing file."""
+    assert getattr(cuda_module(path), kernel).name == kernel
+    for arch in ("sm_90", "sm_100", "sm_103", "sm_120", "sm_121"):
+        assert kernel in nvrtc.compile_module(cuda_module(path), arch).usage
+
+
+def test_every_kernel_source_is_package_data():
+    tomllib = pytest.importorskip("tomllib")
+    configured = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    data = configured["tool"]["setuptools"]["package-data"]
+    shipped = {
+        path
+        for package, patterns in data.items()
+        if package != "*"
+        for pattern in patterns
+        for path in (PACKAGE.parent / package.replace(".", "/")).glob(pattern)
+    }
+    assert set(PACKAGE.rglob("*.cu")) <= shipped
