@@ -6,7 +6,7 @@
     python benchmarks/code_gate.py laps FILE.jsonl ...               what the order of building does
 
 `record` times eight unlike kernels against themselves, unchanged and with a planted slowdown, in
-fresh bench processes, as the plugin times a changed side against itself as it was; besides, as
+fresh worker processes, as the plugin times a changed side against itself as it was; besides, as
 `triton.testing.do_bench` and pytest-benchmark would. `judge` prints the tables of
 docs/explanation/code-gate.md; with `--check` it exits 1 where they differ from a stored one.
 """
@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     recorder.add_argument("--minutes", type=float, help="of wall-clock time for everything")
     recorder.add_argument("--others", type=int, default=2, help="kernels timed as others do")
     recorder.add_argument("--simulated", action="store_true", help="no GPU: arithmetic instead")
-    recorder.add_argument("--in-process", action="store_true", help="no bench process; for tests")
+    recorder.add_argument("--in-process", action="store_true", help="no worker process; for tests")
     recorder.add_argument("--seed", type=int, default=0)
     recorder.set_defaults(run=record)
     judger = commands.add_parser("judge")

@@ -1,6 +1,6 @@
 """The same kernels timed as others do: `triton.testing.do_bench`, and pytest-benchmark's fixture.
 
-A bench process runs this as a timer of its own. What is timed is one CUDA graph of `CALLS` calls,
+A worker process runs this as a timer of its own. What is timed is one CUDA graph of `CALLS` calls,
 which keeps Python out of both; the slow one has a few calls more, which are not counted. That is
 kinder to them than the single call they are used with: one call of 2 us is mostly launch.
 """

@@ -1,6 +1,6 @@
 """Record the trials of `code_gate.py`: each kernel against itself, unchanged and slowed down.
 
-Every trial is asked of a bench process as the plugin asks it, and written at once: one JSON object
+Every trial is asked of a worker process as the plugin asks it, and written at once: one JSON object
 a line, so that a recording that was stopped is a shorter recording.
 """
 
@@ -26,13 +26,13 @@ from pytest_aisp.results import stats, verdict
 from pytest_aisp.results.messages import CaseTask, FactsTask, Reply, TimeTask
 from pytest_aisp.timing.schedule import Budget
 from pytest_aisp.util.device import Machine
-from pytest_aisp.worker.client import Bench, BenchProcess
+from pytest_aisp.worker.client import Worker, WorkerProcess
 from pytest_aisp.worker.server import InProcess
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "code_gate_kernels.py"
 SILENCE = 90.0
-"""Seconds after which a bench process that says nothing is given up."""
+"""Seconds after which a worker process that says nothing is given up."""
 ROUND = (False, False, True)
 """Whether a slowdown is planted, for a kernel's trials in one round."""
 MOST_ERRORS = 3
@@ -71,12 +71,12 @@ class Plan:
     """What to record.
 
     Attributes:
-        processes: fresh bench processes, one after the other.
+        processes: fresh worker processes, one after the other.
         rounds: most rounds over all kernels in each (None: as many as its share of the time).
         minutes: of wall-clock time for everything, shared evenly by the processes (None: no limit).
         others: kernels that each process also times as others do.
         simulated: time on the simulated device instead of a GPU.
-        in_process: no bench process at all; for tests.
+        in_process: no worker process at all; for tests.
         seed: of every random order.
     """
 
@@ -90,7 +90,7 @@ class Plan:
 
 
 class Lost(Exception):
-    """A bench process that can no longer be asked."""
+    """A worker process that can no longer be asked."""
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Recorder:
         self.machine = None if self.plan.simulated else Machine.here()
         self.started = time.monotonic()
         with self.out.open("x") as self.file:
-            self.spare: Bench | None = self.start()
+            self.spare: Worker | None = self.start()
             try:
                 for process in range(self.plan.processes):
                     self._process(process)
@@ -127,17 +127,17 @@ class Recorder:
                 if self.spare is not None:
                     self.spare.close()
 
-    def start(self) -> Bench:
-        """Start a bench process as the plugin does: pinned to the first GPU."""
+    def start(self) -> Worker:
+        """Start a worker process as the plugin does: pinned to the first GPU."""
         if self.plan.in_process:
             return InProcess()
         if self.machine is None:
-            return BenchProcess({"CUDA_VISIBLE_DEVICES": ""})
+            return WorkerProcess({"CUDA_VISIBLE_DEVICES": ""})
         gpus = self.machine.gpus
-        return BenchProcess({"CUDA_VISIBLE_DEVICES": gpus[0]} if gpus else {})
+        return WorkerProcess({"CUDA_VISIBLE_DEVICES": gpus[0]} if gpus else {})
 
     def _process(self, process: int) -> None:
-        self.bench, self.spare = self.spare or self.start(), None
+        self.worker, self.spare = self.spare or self.start(), None
         self.number, self.process = 0, process
         self.rng = random.Random(f"{self.plan.seed} {process}")
         try:
@@ -151,7 +151,7 @@ class Recorder:
         except Lost:
             self.failed += 1
         finally:
-            self.bench.close()
+            self.worker.close()
 
     def _kernels(self) -> Iterator[str]:
         """Yield kernels, round by round in random order, until this process's time is over."""
@@ -270,7 +270,7 @@ class Recorder:
 
     def ask(self, task: CaseTask) -> dict[str, Any] | None:
         """Return the answer, or None for an error, which is written and counted."""
-        reply: Reply = self.bench.ask(task, SILENCE, lambda doing: None)
+        reply: Reply = self.worker.ask(task, SILENCE, lambda doing: None)
         if reply.error is None:
             return dict(reply.result)
         self.failed += 1

@@ -29,7 +29,7 @@ MARKERS = {
     "aisp_cpu": "a size that a CPU times",
     "aisp_gpus(n)": "needs n GPUs, as in -m 'aisp_gpus(n=2)'",
     "aisp_timer": "pytest-benchmark's `benchmark` is timed by our GPU timer",
-    "aisp_timeout(seconds)": "time limit of one request to a bench process",
+    "aisp_timeout(seconds)": "time limit of one request to a worker process",
 }
 
 

@@ -373,7 +373,7 @@ def test_each_process_of_an_old_side_has_the_old_page(pytester, monkeypatch):
             pass
 
     asked: list[set[str]] = []
-    monkeypatch.setattr(client, "BenchProcess", Here)
+    monkeypatch.setattr(client, "WorkerProcess", Here)
     today, old = pytester.mkdir("today"), pytester.mkdir("old")
     (today / "aged_test.py").write_text(PROCESSES.replace('"then"', '"now"'))
     (old / "aged_test.py").write_text(PROCESSES)

@@ -1,6 +1,6 @@
 """Sides that break the rules of being compared, and sides that keep them.
 
-All pages are checked in one run, by one bench process; each test asks what was said of its page.
+All pages are checked in one run, by one worker process; each test asks what was said of its page.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ def test_a_recording_is_not_overwritten(recorded):
         Recorder(PLAN, recorded).run()
 
 
-def test_record_and_judge_through_bench_processes(tmp_path, capsys):
+def test_record_and_judge_through_worker_processes(tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     record = ["record", str(out), "--simulated", "--processes", "1", "--rounds", "1"]
     assert code_gate.main([*record, "--others", "1"]) == 0

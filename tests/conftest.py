@@ -93,7 +93,7 @@ def no_ci(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Name the marker of tests that are about processes."""
-    text = "new_processes: the bench processes of its runs are no forks of a warm one"
+    text = "new_processes: the worker processes of its runs are no forks of a warm one"
     config.addinivalue_line("markers", text)
 
 
@@ -118,14 +118,14 @@ def pytester(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> pytest.Pytester:
-    """Fork what `runpytest_subprocess` starts, and its bench processes; all else starts as ever.
+    """Fork what `runpytest_subprocess` starts, and its worker processes; all else starts as ever.
 
     Where a test is about processes, `pytestmark = pytest.mark.new_processes` has them new.
     """
     for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
         monkeypatch.delenv(name)  # a run that is started here is no worker's
     popen = pytester.popen
-    benches = request.node.get_closest_marker("new_processes") is None
+    workers = request.node.get_closest_marker("new_processes") is None
     pytest_itself = [sys.executable, "-mpytest"]
 
     def start(command: Any, *pipes: Any, **how: Any) -> Any:
@@ -135,7 +135,7 @@ def pytester(
         with monkeypatch.context() as patch:
             patch.setenv("PYTHONPATH", os.getcwd(), prepend=os.pathsep)
             files = how["stdout"].fileno(), how["stderr"].fileno()
-            return zygote.run(command[2:], *files, benches=benches)
+            return zygote.run(command[2:], *files, workers=workers)
 
     monkeypatch.setattr(pytester, "popen", start)
     return pytester

@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 import torch
-from benches import benches
+from worker_processes import alive_workers
 
 from pytest_aisp import cuda_module
 
@@ -92,7 +92,7 @@ def test_an_illegal_access_costs_one_case(written, pytester):
             "=* 1 failed, 2 checked in *",
         ]
     )
-    assert benches(pytester.path) == []
+    assert alive_workers(pytester.path) == []
 
 
 @needs_gpu
@@ -108,7 +108,7 @@ def test_a_kernel_without_end_costs_one_case(written, pytester):
             "=* 1 failed, 2 checked in *",
         ]
     )
-    assert benches(pytester.path) == []
+    assert alive_workers(pytester.path) == []
 
 
 # What torch says of a GPU after an illegal access, said without one

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benches import wait_for
+from worker_processes import wait_for
 
 from pytest_aisp.util import device, locks
 from pytest_aisp.util.device import Telemetry
 
-STRANGER = 1  # init: never a bench process
+STRANGER = 1  # init: never a worker process
 
 
 class Nvml:
@@ -74,7 +74,7 @@ def test_another_process_that_computes_is_named(telemetry):
 
 def test_we_are_no_stranger_and_nobody_is_where_ids_are_hidden(telemetry, monkeypatch):
     assert telemetry(busy=[STRANGER], known=[STRANGER]).look() is None
-    monkeypatch.setattr(device, "_is_bench", lambda pid: pid == os.getpid())
+    monkeypatch.setattr(device, "_is_worker", lambda pid: pid == os.getpid())
     assert telemetry(busy=[os.getpid()]).look() is None
 
 
@@ -182,17 +182,17 @@ def test_a_cpu_is_recorded_by_its_model():
     assert device.cpu_machine().facts["cpu"] == device._cpu_name()
 
 
-def test_a_bench_process_is_known_by_its_command_and_by_its_leases(tmp_path, monkeypatch):
-    assert not device._is_bench(os.getpid())
-    assert not device._is_bench(2**30)
+def test_a_worker_process_is_known_by_its_command_and_by_its_leases(tmp_path, monkeypatch):
+    assert not device._is_worker(os.getpid())
+    assert not device._is_worker(2**30)
     monkeypatch.setenv("AISP_LEASES", str(tmp_path))
     command = [sys.executable, "-c", "input()", "pytest_aisp.worker"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as other:
-        wait_for(lambda: device._is_bench(other.pid))  # it may not have begun yet
+        wait_for(lambda: device._is_worker(other.pid))  # it may not have begun yet
         monkeypatch.setenv("AISP_LEASES", str(tmp_path / "elsewhere"))
-        assert not device._is_bench(other.pid), "nobody takes turns with it"
+        assert not device._is_worker(other.pid), "nobody takes turns with it"
         monkeypatch.delenv("AISP_LEASES")
-        assert not device._is_bench(other.pid)
+        assert not device._is_worker(other.pid)
         other.communicate(b"\n")
 
 

@@ -153,7 +153,7 @@ def test_what_is_not_well_says_what_to_change(root, answers, name, state, said, 
 
 
 def test_our_own_processes_are_no_others(root, monkeypatch):
-    monkeypatch.setattr(device, "_is_bench", lambda pid: pid == 7)
+    monkeypatch.setattr(device, "_is_worker", lambda pid: pid == 7)
     ours = [SimpleNamespace(pid=os.getpid()), SimpleNamespace(pid=7)]
     found = gpu(root, nvmlDeviceGetComputeRunningProcesses=ours)["GPU 0 processes"]
     assert (found.state, found.said) == ("fine", "no other computes here")

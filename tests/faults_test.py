@@ -12,15 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from benches import benches, wait_for
+from worker_processes import alive_workers, wait_for
 
 from pytest_aisp.results.messages import CheckTask, DrawTask, PrepareTask, case_fields
 from pytest_aisp.worker import client
-from pytest_aisp.worker.client import BenchProcess
+from pytest_aisp.worker.client import WorkerProcess
 
 pytestmark = pytest.mark.new_processes
 IMPORTS = "import ctypes, os, signal, sys, time"
-DIED = "E       AssertionError: doubled at n=33: the bench process ended"
+DIED = "E       AssertionError: doubled at n=33: the worker process ended"
 # By page: what its optimized side does, and a line of the failure.
 FAULTS = {
     "exits": ("os._exit(3)", f"{DIED} with exit code 3 during: check doubled"),
@@ -55,7 +55,7 @@ def run(request, page, pytester, told, kept):
         options = ["--aisp-check", "-o", "aisp_timeout=8", "--junitxml=junit.xml"]
         kept[request.param] = {
             "result": pytester.runpytest_subprocess(*options, *WORKERS[request.param]),
-            "left": benches(pytester.path),
+            "left": alive_workers(pytester.path),
             "told": told(pytester.path / "junit.xml"),
         }
     return kept[request.param]
@@ -79,7 +79,7 @@ def test_every_other_case_has_its_verdict(run):
     assert run["result"].ret == pytest.ExitCode.TESTS_FAILED
 
 
-def test_no_bench_process_is_left(run):
+def test_no_worker_process_is_left(run):
     assert run["left"] == []
 
 
@@ -156,7 +156,7 @@ def test_what_is_run_apart_says_at_which_size(page, kind):
     path = page(defs="def inputs(device, n):\n    return (torch.zeros(3)[n],)")
     task_type, given = SANDBOXED[kind]
     task = task_type(**case_fields(checked(path)) | {"at": "check"}, **given)
-    bench = BenchProcess()
+    bench = WorkerProcess()
     try:
         reply = bench.ask(task, 500, lambda text: None)
     finally:
@@ -169,7 +169,7 @@ def test_what_is_run_apart_says_at_which_size(page, kind):
 def test_a_module_in_the_current_folder_takes_nobodys_place(page, pytester):
     pytester.makepyfile(statistics="raise ImportError('not me')")
     pytester.mkpydir("torch")
-    bench = BenchProcess()
+    bench = WorkerProcess()
     try:
         reply = bench.ask(checked(page()), 500, lambda text: None)
     finally:
@@ -181,12 +181,12 @@ def test_a_module_in_the_current_folder_takes_nobodys_place(page, pytester):
 def test_what_outlives_a_side_keeps_nobody_waiting(page, what):
     optimized, how = LASTING[what]
     path = page(optimized, defs=f"{IMPORTS}\nimport subprocess, threading")
-    bench = BenchProcess()
+    bench = WorkerProcess()
     try:
         since = time.monotonic()
         reply = bench.ask(checked(path), 500, lambda text: None)
         assert time.monotonic() - since < 300
-        message = f"the bench process {how} during: check doubled"
+        message = f"the worker process {how} during: check doubled"
         assert (reply.error, reply.message, reply.at) == ("died", message, "n=33")
         wait_for(lambda: not members(bench.pid))
     finally:
@@ -211,7 +211,7 @@ def test_the_limit_counts_from_when_the_process_is_ready(
     python.write_text(SLOW.format(python=sys.executable, answers_after=answers_after))
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    bench = BenchProcess()
+    bench = WorkerProcess()
     try:
         assert bench.ask(CheckTask(), 1.5, lambda text: None).error == error
     finally:
@@ -226,7 +226,7 @@ def test_a_longer_limit_is_longer_for_the_start_too(monkeypatch, tmp_path):
     monkeypatch.setattr(client, "START_SECONDS", 0.2)
     said = []
     for seconds in (0.5, 60):
-        bench = BenchProcess()
+        bench = WorkerProcess()
         try:
             said.append(bench.ask(CheckTask(), seconds, lambda text: None).message)
         finally:
@@ -250,7 +250,7 @@ def test_a_process_that_is_exhausted_is_asked_no_more(monkeypatch, tmp_path, exh
     python.write_text(LAST.format(python=sys.executable, exhausted=exhausted))
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    bench = BenchProcess()
+    bench = WorkerProcess()
     try:
         reply = bench.ask(CheckTask(), 9, lambda text: None)
         assert (reply.error, reply.result, bench.alive) == (None, {"found": 1}, alive)
@@ -292,7 +292,7 @@ def busy(request, page, pytester):
         yield process
         process.kill()
         process.wait()
-    for left in benches(pytester.path):  # only where a test failed
+    for left in alive_workers(pytester.path):  # only where a test failed
         os.kill(left, signal.SIGKILL)
 
 
@@ -313,12 +313,12 @@ def test_an_interrupt_keeps_what_is_finished(busy, pytester, number, send):
     assert [json.loads(row)["verdict"] for row in rows] == ["checked"]
     ended = json.loads((pytester.path / "kept" / "manifest.json").read_text())
     assert (ended["complete"], ended["exit_code"]) == (False, pytest.ExitCode.INTERRUPTED)
-    wait_for(lambda: benches(pytester.path) == [])  # a worker's goes when the kernel ends it
+    wait_for(lambda: alive_workers(pytester.path) == [])  # a worker's goes when the kernel ends it
 
 
 @pytest.mark.parametrize("busy", ["-n0"], indirect=True)
-def test_a_bench_process_dies_with_the_run(busy, pytester):
-    assert len(benches(pytester.path)) == 1
+def test_a_worker_process_dies_with_the_run(busy, pytester):
+    assert len(alive_workers(pytester.path)) == 1
     busy.kill()
     busy.wait()
-    wait_for(lambda: benches(pytester.path) == [])
+    wait_for(lambda: alive_workers(pytester.path) == [])

@@ -110,16 +110,16 @@ def test_the_values_that_checks_draw_are_the_runs_secret():
     assert len(seeds) == 8
 
 
-def test_a_bench_process_sees_one_gpu():
+def test_a_worker_process_sees_one_gpu():
     settings = SimpleNamespace(reproducible=False, seed=None, cold_start=False)
     machine = Machine("sm90", "nvidia-h200", "NVIDIA H200", ("GPU-a", "GPU-b"))
     for worker, gpu in ((0, "GPU-a"), (1, "GPU-b"), (2, "GPU-a")):
-        run = RunContext(settings, machine, worker=worker)
+        run = RunContext(settings, machine, xdist_worker=worker)
         assert run.environment("cuda")["CUDA_VISIBLE_DEVICES"] == gpu
         assert run.environment("cpu")["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_a_bench_process_interprets_triton_or_compiles():
+def test_a_worker_process_interprets_triton_or_compiles():
     run = RunContext(
         SimpleNamespace(reproducible=False, seed=None, cold_start=False),
         Machine("cpu", "cpu", "cpu"),

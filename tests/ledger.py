@@ -99,7 +99,7 @@ _POWER = "modes_test.py::test_a_loss_under_another_power_limit_is_stale_and_says
 _FACTS = "store_test.py::test_facts_that_make_times_incomparable"
 _FAKES = "shown on fakes, on no GPU"
 _WRONG_SIDES = "check_test.py::test_a_wrong_side_is_named_with_its_size"
-_ONE_GPU = "inputs_test.py::test_a_bench_process_sees_one_gpu"
+_ONE_GPU = "inputs_test.py::test_a_worker_process_sees_one_gpu"
 _GPU = "no exploit on a GPU yet; "
 _CLOCKS = (
     "clocks_test.py::test_a_lie_is_told_by_the_clock_that_it_forgot"
@@ -518,12 +518,12 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         Item(
             "More GPUs than declared",
             tests=_ONE_GPU,
-            why="a bench process sees one GPU",
+            why="a worker process sees one GPU",
         ),
         Item(
             "Contexts that change",
             tests=_STRANGER,
-            why="a bench process has one GPU and one context, and is alone on it by lease",
+            why="a worker process has one GPU and one context, and is alone on it by lease",
         ),
         Item(
             "Driver calls in the window",

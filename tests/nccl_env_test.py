@@ -10,7 +10,7 @@ import torch
 
 from pytest_aisp.cli import app
 from pytest_aisp.distributed import nccl
-from pytest_aisp.worker.client import bench_environment
+from pytest_aisp.worker.client import worker_environment
 
 RESPECTED = "(respected: the ranks get it as it is)"
 
@@ -49,7 +49,7 @@ def test_variables_that_turn_multicast_off_reach_the_ranks(name, value, monkeypa
     other = {"0": "1", "1": "0"}[value]
     assert RESPECTED not in "\n".join(lines({name: other}))
     monkeypatch.setenv(name, value)
-    assert bench_environment({"CUDA_VISIBLE_DEVICES": ""})[name] == value  # as ranks are started
+    assert worker_environment({"CUDA_VISIBLE_DEVICES": ""})[name] == value  # as ranks are started
 
 
 def test_advice_for_several_nodes_shows_current_values():

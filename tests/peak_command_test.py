@@ -1,4 +1,4 @@
-"""`aisp machine peak`: what a bench process is asked, under which lock, what is stored."""
+"""`aisp machine peak`: what a worker process is asked, under which lock, what is stored."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ RATES = {"copy": 4.239e12, "bf16": 7.714e14, "launch": 7.118e-6}
 FACTS = {"name": "NVIDIA H200", "copy": "neg", "throttled": "no"}
 
 
-class Bench:
-    """A bench process that answers `reply`."""
+class Worker:
+    """A worker process that answers `reply`."""
 
     reply = Reply(result={"rates": RATES, "facts": FACTS})
 
     def __init__(self, environment):
-        Bench.seen.append(environment)
+        Worker.seen.append(environment)
 
     def ask(self, task, seconds, progress):
-        Bench.seen.append((task.kind, task.device))
+        Worker.seen.append((task.kind, task.device))
         return self.reply
 
     def close(self):
-        Bench.seen.append("closed")
+        Worker.seen.append("closed")
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: H200))
-    monkeypatch.setattr(roofline, "BenchProcess", Bench)
+    monkeypatch.setattr(roofline, "WorkerProcess", Worker)
     monkeypatch.setattr(locks, "folder", lambda: tmp_path)
-    monkeypatch.setattr(Bench, "seen", [], raising=False)
-    return lambda reply: monkeypatch.setattr(Bench, "reply", reply)
+    monkeypatch.setattr(Worker, "seen", [], raising=False)
+    return lambda reply: monkeypatch.setattr(Worker, "reply", reply)
 
 
 def test_one_gpu_is_leased_and_measured_in_a_process_of_its_own(tmp_path, capsys):
     assert app.main(["peak"]) == 0
     environment = {"CUDA_VISIBLE_DEVICES": "GPU-a", "TRITON_INTERPRET": None}
-    assert Bench.seen == [environment, ("peaks", "cuda"), "closed"]
+    assert Worker.seen == [environment, ("peaks", "cuda"), "closed"]
     assert {p.name for p in tmp_path.glob("*.lock")} == {"host.lock", "GPU-a.lock"}
     assert capsys.readouterr().out.splitlines() == [
         "nvidia-h200: NVIDIA H200",
@@ -61,8 +61,8 @@ def test_a_cpu_is_measured_alone(monkeypatch, tmp_path):
     laptop = Machine("cpu", "cpu-some-4c", "Some, 4 cores")
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: laptop))
     assert app.main(["peak", "--json"]) == 0
-    assert Bench.seen[0] == {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-    assert Bench.seen[1] == ("peaks", "cpu")
+    assert Worker.seen[0] == {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    assert Worker.seen[1] == ("peaks", "cpu")
     assert {p.name for p in tmp_path.glob("*.lock")} == {"host.lock"}
 
 
@@ -107,7 +107,7 @@ def test_peaks_that_cannot_be_measured_say_why(machine, capsys):
         "See what is wrong with the machine:",
         "    aisp machine doctor",
     ]
-    assert Bench.seen[-1] == "closed"
+    assert Worker.seen[-1] == "closed"
 
 
 def test_a_file_that_is_none_is_left_as_it_is_and_ci_stores_nothing(tmp_path, monkeypatch, capsys):
@@ -118,7 +118,7 @@ def test_a_file_that_is_none_is_left_as_it_is_and_ci_stores_nothing(tmp_path, mo
     assert "nothing is stored: " + str(path) + " is no peaks file" in capsys.readouterr().err
     assert path.read_text() == "mine"
     monkeypatch.setenv("CI", "1")
-    monkeypatch.setattr(Bench, "seen", [])
+    monkeypatch.setattr(Worker, "seen", [])
     assert app.main(["peak", "--store"]) == 2
-    assert Bench.seen == []
+    assert Worker.seen == []
     assert capsys.readouterr().err.startswith("--store is refused where CI is set")

@@ -113,7 +113,7 @@ def test_the_last_words_of_a_process_that_dies_are_shown(page, pytester, new):
     result = checked(pytester)
     result.stdout.fnmatch_lines(
         [
-            "E * doubled at n=33: the bench process ended by SIGABRT during: check doubled",
+            "E * doubled at n=33: the worker process ended by SIGABRT during: check doubled",
             OUT,
             "so far",
             ERR,

@@ -45,7 +45,7 @@ def log(monkeypatch):
         def close(self):
             log.append(f"close {self.name}")
 
-    monkeypatch.setattr(client, "BenchProcess", Bench)
+    monkeypatch.setattr(client, "WorkerProcess", Bench)
     return log
 
 
@@ -66,7 +66,7 @@ def test_processes_start_together_answer_in_turn_and_may_be_silent_as_long_as_th
 
 
 def test_what_processes_print_is_said_in_the_order_in_which_they_answer(log, monkeypatch, capsys):
-    class Speaks(client.BenchProcess):
+    class Speaks(client.WorkerProcess):
         def __init__(self, environment):
             super().__init__(environment)
             self.printed = (
@@ -78,7 +78,7 @@ def test_what_processes_print_is_said_in_the_order_in_which_they_answer(log, mon
             self.printed[0].stdout.file.flush()
             return super().ask(task, seconds, progress)
 
-    monkeypatch.setattr(client, "BenchProcess", Speaks)
+    monkeypatch.setattr(client, "WorkerProcess", Speaks)
     process_timer.ask_fresh(asked("baseline", "optimized"), lambda text: None)
     assert capsys.readouterr().out == "baseline\noptimized\n"
 
@@ -90,7 +90,7 @@ def test_where_one_process_fails_none_is_left(log):
 
 
 def test_a_task_says_how_long_it_may_take(monkeypatch):
-    bench = client.BenchProcess()
+    bench = client.WorkerProcess()
     read, write = os.pipe()
     try:
         monkeypatch.setattr(bench, "_ask", write)

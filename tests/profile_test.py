@@ -120,7 +120,7 @@ FAILS = """
     ("does", "said"),
     [
         ("raise RuntimeError('no profiler, please')", "RuntimeError: no profiler, please, during:"),
-        ("import os; os._exit(3)", "the bench process ended with exit code 3 during: profile"),
+        ("import os; os._exit(3)", "the worker process ended with exit code 3 during: profile"),
     ],
 )
 def test_a_side_that_fails_under_the_profiler_is_noted_and_stays_green(page, pytester, does, said):
@@ -458,7 +458,7 @@ def test_a_process_that_measures_nothing_is_asked_and_ended():
     bench = SimpleNamespace(ask=ask, close=lambda: said.append("closed"))
     case = judged_case(
         task=lambda kind, **changes: (kind, changes["seed"], changes["at"]),
-        fresh_bench=lambda: bench,  # and no other way to a bench
+        fresh_worker=lambda: bench,  # and no other way to a worker
     )
     profiling.profile(case)
     assert said == [(ProfileTask, profiling.SEED, "case"), "closed"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from benches import benches, wait_for
+from worker_processes import alive_workers, wait_for
 
 from pytest_aisp.distributed.launcher import Nodes, RankSet
 from pytest_aisp.results.messages import CheckTask, Task, TimeTask
@@ -126,7 +126,7 @@ def run(page, pytester, told, kept):
             write(pytester.path, name)
         options = ["--aisp-check", "-o", "aisp_timeout=12", "--junitxml=junit.xml", "ch99"]
         kept["result"] = pytester.runpytest_subprocess(*options)
-        kept["left"] = benches(pytester.path)
+        kept["left"] = alive_workers(pytester.path)
         kept["told"] = told(pytester.path / "junit.xml")
     return kept
 
@@ -318,7 +318,9 @@ def test_a_case_leases_all_its_gpus_in_one_order(monkeypatch, gpus, worker, leas
 
     monkeypatch.setattr(startup, "lease", lease)
     settings = SimpleNamespace(check=False, compile=())
-    run = RunContext(settings, Machine("sm90", "nvidia-h200", "H200", ("b", "a")), worker=worker)
+    run = RunContext(
+        settings, Machine("sm90", "nvidia-h200", "H200", ("b", "a")), xdist_worker=worker
+    )
     case = SimpleNamespace(kind="gpu", gpus=gpus, pair=SimpleNamespace(as_called=False))
     with contextlib.ExitStack() as held:
         startup._hold(held, run, case)

@@ -130,7 +130,7 @@ def test_on_a_gpu_all_processes_that_record_start_at_once(device, timer, started
     case = SimpleNamespace(
         placement=SimpleNamespace(device=device),
         run=SimpleNamespace(timer=timer, settings=SimpleNamespace(processes=3)),
-        bench=asked.append,
+        worker=asked.append,
     )
     CaseClient.start_recording_processes(case)
     assert asked == started

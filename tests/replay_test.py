@@ -11,7 +11,7 @@ from pytest_aisp.results.artifacts import Artifacts
 from pytest_aisp.results.messages import CheckTask
 from pytest_aisp.results.row import Row
 from pytest_aisp.util.device import cpu_machine
-from pytest_aisp.worker.replay import ReplayBench
+from pytest_aisp.worker.replay import ReplayWorker
 
 CASES = [("ch01", "v-n1", 1), ("ch99", "v-n1", 1), ("ch99", "v-cpu-n1", 1), ("ch99", "v-n1", 2)]
 """Chapter, id and GPUs of cases of one function, variant and size."""
@@ -41,7 +41,7 @@ def task(chapter, case, gpus):
 def test_a_case_is_its_page_below_the_root_its_id_and_its_gpus(recording: Path, manifest):
     if not manifest:
         (recording / "manifest.json").unlink()
-    bench = ReplayBench(recording)
+    bench = ReplayWorker(recording)
     found = [bench.ask(task(*case), 1.0, str).result["number"] for case in CASES]
     assert found == [0, 1, 2, 3]
     lacking = bench.ask(task("ch07", "v-n1", 1), 1.0, str)

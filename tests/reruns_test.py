@@ -60,7 +60,7 @@ def test_on_a_clock_of_the_gpu_the_votes_that_a_verdict_takes_start_together(clo
 
         ranks = world
 
-        def fresh_bench(self):
+        def fresh_worker(self):
             bench = SimpleNamespace(close=lambda: closed.append(bench))
             started.append(bench)
             return bench
@@ -109,7 +109,7 @@ def test_a_vote_that_dies_is_logged_too(page, gpu, pytester):
     conftest = pytester.path / "conftest.py"
     conftest.write_text(conftest.read_text().replace("pytest_aisp.timing.fake_device", "dies"))
     result = pytester.runpytest_subprocess("-vv")
-    died = "doubled at n=1001: the bench process ended with exit code 3 during: time"
+    died = "doubled at n=1001: the worker process ended with exit code 3 during: time"
     result.stdout.fnmatch_lines(
         [f"E *{died}", f"test_doubling[[]doubled[]]: vote of fresh process 1: {died}"]
     )

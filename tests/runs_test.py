@@ -16,7 +16,7 @@ from pytest_aisp.results import export, run_reader
 from pytest_aisp.results.artifacts import Artifacts, publish, stamped
 from pytest_aisp.results.messages import TimeTask
 from pytest_aisp.results.row import Row
-from pytest_aisp.worker.replay import ReplayBench, ReplayError
+from pytest_aisp.worker.replay import ReplayError, ReplayWorker
 
 DATA = Path(__file__).parent / "data" / "run"
 ODD = "ch99/a_test.py::test_f[é/..\\|<b>\n\"',;= ☃" + "x" * 300 + "]"
@@ -236,7 +236,7 @@ def replayed(write):
         [file] = (artifacts.folder / "samples").iterdir()
         spoil(artifacts.folder, file)
         task = TimeTask(page="ch99/a_test.py", function="test_f", case="v")
-        return ReplayBench(artifacts.path).ask(task, 1.0, print)
+        return ReplayWorker(artifacts.path).ask(task, 1.0, print)
 
     return replayed
 
@@ -290,7 +290,7 @@ def test_a_recording_of_an_older_version_is_refused(tmp_path):
     old = tmp_path / "results.jsonl"
     old.write_text('{"nodeid": "a", "key": "a", "timings": []}\n')
     with pytest.raises(ReplayError, match=r"by an older pytest-aisp \(schema 0; this"):
-        ReplayBench(tmp_path)
+        ReplayWorker(tmp_path)
 
 
 # Folders named after the moment
@@ -317,7 +317,7 @@ def test_where_there_are_no_links_latest_is_a_file_that_names_it(tmp_path, write
     write(row(), folder=folder)
     assert (tmp_path / "latest").read_text() == f"{folder.name}\n"
     assert run_reader.load(tmp_path / "latest").path == folder
-    [found] = ReplayBench(tmp_path / "latest").rows.values()
+    [found] = ReplayWorker(tmp_path / "latest").rows.values()
     assert found["nodeid"] == "ch99/a_test.py::test_f[v]"
 
 

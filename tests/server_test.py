@@ -1,4 +1,4 @@
-"""What a bench process says of an error that a side raised."""
+"""What a worker process says of an error that a side raised."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ def test_nothing_of_the_plugin_is_loaded():
     assert "torch" not in sys.modules
 
 
-def test_there_is_no_bench_process():
+def test_there_is_no_worker_process():
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     assert not [c for c in children if "aisp" in Path(f"/proc/{c}/cmdline").read_text()]
 """

@@ -13,7 +13,7 @@ from pytest_aisp.util import versions
 from pytest_aisp.worker.engine import Engine
 
 
-def test_a_bench_process_tells_every_version_that_is_compared():
+def test_a_worker_process_tells_every_version_that_is_compared():
     facts = Engine().facts(FactsTask())
     assert set(versions.VERSIONS) <= set(facts)
     assert facts["torch"] == torch.__version__

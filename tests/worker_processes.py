@@ -1,4 +1,4 @@
-"""Bench processes as another process sees them, and waiting for what other processes do."""
+"""Worker processes as another process sees them, and waiting for what other processes do."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from zygote import BENCH
+from zygote import WORKER
 
 
-def benches(folder: Path) -> list[int]:
-    """Return the bench processes that were started in `folder` and are alive."""
-    return [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _is_bench(entry, folder)]
+def alive_workers(folder: Path) -> list[int]:
+    """Return the worker processes that were started in `folder` and are alive."""
+    return [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _is_worker(entry, folder)]
 
 
-def _is_bench(entry: Path, folder: Path) -> bool:
+def _is_worker(entry: Path, folder: Path) -> bool:
     try:
         command = (entry / "cmdline").read_bytes() + (entry / "comm").read_bytes()
-        names = (b"pytest_aisp.worker", b"pytest_aisp.distributed.rank", BENCH.encode())
+        names = (b"pytest_aisp.worker", b"pytest_aisp.distributed.rank", WORKER.encode())
         return any(name in command for name in names) and os.readlink(entry / "cwd") == str(folder)
     except OSError:  # it has ended meanwhile
         return False

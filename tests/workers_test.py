@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from benches import benches, wait_for
+from worker_processes import alive_workers, wait_for
 
 IMPORTS = "import os, signal, time"
 # The parent of a side's process is the worker; with it goes the side's own process.
@@ -38,7 +38,7 @@ def test_a_killed_worker_costs_the_case_that_it_was_running(page, gpu, pytester)
     verdicts = {row["page"].rpartition("/")[2]: row["verdict"] for row in rows}
     assert verdicts == {"first_test.py": "pass", "middle_test.py": "new", "zenith_test.py": "new"}
     assert stored.read_bytes() == before
-    wait_for(lambda: not benches(pytester.path))
+    wait_for(lambda: not alive_workers(pytester.path))
 
 
 # While the worker of the first page holds the machine, that of the second asks for it.
@@ -80,7 +80,7 @@ def test_a_killed_worker_leaves_the_machine_to_the_one_that_waits(page, gpu, pyt
     assert said.startswith("wait for host, which another run holds")
     result.stdout.fnmatch_lines(["worker 'gw?' crashed while running 'ch99/first_test.py::*'"])
     result.stdout.fnmatch_lines(["second *doubled *new", "=* 1 failed, 1 new in *"])
-    wait_for(lambda: not benches(pytester.path))
+    wait_for(lambda: not alive_workers(pytester.path))
 
 
 LATE = """

@@ -1,9 +1,9 @@
 """Processes that need not import torch again: forked from one that has done so.
 
-A run of pytest costs seconds of imports before its first line, and so does each bench process that
+A run of pytest costs seconds of imports before its first line, and so does each worker process that
 it starts. `Zygote` imports once and forks a process for each run, with the arguments, environment,
 folder and output files that a new process would have had. A run gets a zygote of its own, forked
-before anything of the plugin is imported, from which its bench processes are forked in turn, so
+before anything of the plugin is imported, from which its worker processes are forked in turn, so
 that they die with it as ever.
 """
 
@@ -24,8 +24,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 DIE_WITH_PARENT, SET_NAME = 1, 15
-BENCH = "aisp-bench"
-"""The name of a forked bench process, whose command line is another's."""
+WORKER = "aisp-bench"
+"""The name of a forked worker process, whose command line is another's."""
 FORKED = ("PYTHONPATH", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG")
 """Variables that nothing imported here has read yet; with another one changed a process is new."""
 
@@ -83,17 +83,17 @@ class Zygote:
         theirs.close()
         return cls(ours, None)
 
-    def run(self, args: Sequence[str], stdout: int, stderr: int, *, benches: bool) -> Forked:
+    def run(self, args: Sequence[str], stdout: int, stderr: int, *, workers: bool) -> Forked:
         """Start `pytest args` as this process would start it, in its folder and environment.
 
         Args:
-            benches: whether its bench processes are forked, too.
+            workers: whether its worker processes are forked, too.
         """
         fds = {1: stdout, 2: stderr}
-        return self._start(fds, dict(os.environ), what="pytest", args=list(args), benches=benches)
+        return self._start(fds, dict(os.environ), what="pytest", args=list(args), workers=workers)
 
     def bench(self, command: Sequence[str], **how: Any) -> Any:
-        """Start a bench process as `subprocess.Popen(command, **how)` would."""
+        """Start a worker process as `subprocess.Popen(command, **how)` would."""
         kept, given = os.environ, how["env"]
         changed = {k for k in {*kept, *given} if kept.get(k) != given.get(k)}
         options = [option for option in command[1:] if option != "-P"]
@@ -200,16 +200,16 @@ def _become(cwd: str, environ: dict[str, str], first: list[str]) -> None:
     ]
 
 
-def _pytest(args: list[str], benches: bool) -> NoReturn:
+def _pytest(args: list[str], workers: bool) -> NoReturn:
     import pytest
 
-    plugins = [ForkedBenches(Zygote.of_this_process())] if benches else []
+    plugins = [ForkedWorkers(Zygote.of_this_process())] if workers else []
     sys.argv = [os.path.join(os.path.dirname(pytest.__file__), "__main__.py"), *args]
     raise SystemExit(pytest.main(plugins=plugins))
 
 
-class ForkedBenches:
-    """Has a run fork its bench processes."""
+class ForkedWorkers:
+    """Has a run fork its worker processes."""
 
     def __init__(self, zygote: Zygote) -> None:
         self._zygote = zygote
@@ -223,7 +223,7 @@ class ForkedBenches:
 def _bench(args: list[str]) -> NoReturn:
     from pytest_aisp.worker.server import main
 
-    _prctl(SET_NAME, BENCH.encode())
+    _prctl(SET_NAME, WORKER.encode())
     main(*map(int, args))
     raise SystemExit(0)
 

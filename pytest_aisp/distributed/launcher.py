@@ -1,6 +1,6 @@
 """Start the ranks of a page, ask them all, and say which one is at fault.
 
-A `RankSet` is a `Bench` of n processes: torch's elastic launcher starts them once, every task goes
+A `RankSet` is a `Worker` of n processes: torch's elastic launcher starts them once, every task goes
 to all, and rank 0's result is the answer. A rank that fails, dies or falls silent ends them all:
 the others may be waiting for it in a collective for ever.
 """
@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from ..results import messages
 from ..results.messages import ProgressUpdate, RankStarted, RankStep, Reply, Task, failed
-from ..worker.client import START_SECONDS, Progress, bench_environment, how_it_ended, late_reply
+from ..worker.client import START_SECONDS, Progress, how_it_ended, late_reply, worker_environment
 from ..worker.output_capture import STREAMS, OutputCapture, Stream
 from .rank import Member, printed_of, waited_for
 
@@ -108,7 +108,7 @@ class RankSet:
             stdin=subprocess.DEVNULL,
             stdout=self._output.file,
             stderr=self._output.file,
-            env=bench_environment({**_no_job(), **_threads(self.count), **self.environment}),
+            env=worker_environment({**_no_job(), **_threads(self.count), **self.environment}),
             start_new_session=True,
         )
 

@@ -1,10 +1,10 @@
-"""One rank of a page that runs on several: a bench process that is started n times and joined.
+"""One rank of a page that runs on several: a worker process that is started n times and joined.
 
     python -m pytest_aisp.distributed.rank launch SOCKET [arguments of torchrun]
     python -m pytest_aisp.distributed.rank SOCKET                     what that starts, once a rank
 
 The first runs torch's elastic launcher; each rank connects to SOCKET, joins the others, and answers
-the same tasks as a bench process does. All of them die with the process that launched them.
+the same tasks as a worker process does. All of them die with the process that launched them.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from .verdict import ORDER, RED
 SCHEMA = 1
 """Version of `results.json`, of the manifest, and of the journal's lines."""
 SAMPLES = ("checks", "timings", "against")
-"""What of a row is the bench process's full answers, and lies in a file of its own."""
+"""What of a row is the worker process's full answers, and lies in a file of its own."""
 
 
 def schema() -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The messages between the pytest process and its bench processes: one JSON object a line.
+"""The messages between the pytest process and its worker processes: one JSON object a line.
 
-A `Task` goes to the bench process. `ProgressUpdate` messages and one `Reply` come back. Each class
+A `Task` goes to the worker process. `ProgressUpdate` messages and one `Reply` come back. Each class
 has a tag, and both ends dispatch on the type. Only plain types cross the pipe, so that the two ends
 may run different interpreters, and a recorded reply can be replayed.
 """
@@ -223,7 +223,7 @@ AnyTask: TypeAlias = (
     | CollectivesTask
     | StopTask
 )
-"""Every request that a bench process answers."""
+"""Every request that a worker process answers."""
 
 
 def case_fields(task: CaseTask) -> dict[str, Json]:
@@ -278,7 +278,7 @@ class Reply(Struct, frozen=True, kw_only=True, tag="reply"):
 
 
 Answer: TypeAlias = ProgressUpdate | RankStarted | RankStep | Reply
-"""Every message that a bench process sends."""
+"""Every message that a worker process sends."""
 
 
 def failed(error: ErrorKind, message: str, doing: str, trace: str) -> Reply:
@@ -293,7 +293,7 @@ def encode(message: Task | Answer) -> bytes:
 
 
 def decode(line: bytes) -> Answer:
-    """Return the message that a bench process sent."""
+    """Return the message that a worker process sent."""
     answer: Answer = msgspec.convert(json.loads(line), Answer)
     return answer
 

@@ -52,7 +52,7 @@ class Row:
             limits: the page's limit for it; held: the optimized side's stored amount.
         profile: the profiler, its folder and files, and what it found to differ.
         recorded: what to store, when recording.
-        checks, timings, against: the bench process's replies, for the artifacts' samples.
+        checks, timings, against: the worker process's replies, for the artifacts' samples.
     """
 
     nodeid: str

@@ -79,11 +79,11 @@ def run_canary(case: CaseRun) -> dict[str, Any]:
     def itself(planted: float, fresh: bool) -> tuple[Reading, float]:
         if not fresh:
             return client.time_itself(planted, next(numbers))
-        bench = client.fresh_bench()
+        worker = client.fresh_worker()
         try:
-            return client.time_itself(planted, next(numbers), bench)
+            return client.time_itself(planted, next(numbers), worker)
         finally:
-            bench.close()
+            worker.close()
 
     try:
         judge(found, case.timing.spread, itself)

@@ -2,7 +2,7 @@
 
 The stages are called by the test body: `check` by ``pair.assert_equivalent()``, `measure` by
 ``pair.assert_speedup()``, `measure_metric` by ``pair.assert_memory()`` and its kin. A stage asks
-bench processes through `CaseClient`, and leaves typed results and findings. The verdict is a
+worker processes through `CaseClient`, and leaves typed results and findings. The verdict is a
 function of all findings (`results.verdict.case_verdict`); `case_row.build_row` makes the row.
 """
 
@@ -46,7 +46,7 @@ class CaseRun:
 
     Attributes:
         placement: where the case can be shown: timed, checked, compiled or skipped.
-        client: its bench processes, and what they answered.
+        client: its worker processes, and what they answered.
         stored: its stored result, and those of its chapter.
         timing, judgement, metrics: what the stages returned; None or empty before them.
         findings: the verdict that each stage alone would give, with its reasons.
@@ -244,7 +244,7 @@ class CaseRun:
         if self.run.replay is not None or self.run.settings.in_process:
             return  # there is no process to ask
         task = self.client.task(CompileTask, archs=(self.client.machine.arch,))
-        reply = self.run.bench(COMPILER).ask(task, self.client.timeout, self.run.progress)
+        reply = self.run.worker(COMPILER).ask(task, self.client.timeout, self.run.progress)
         if reply.error is None:
             first["assembled"] = reply.result["assembled"]
             self.notes += reply.result["words"]
@@ -261,7 +261,7 @@ class CaseRun:
         answers = list(self.client.timings)
         for number in range(len(answers), count):
             self.run.progress(f"record {number + 1}/{count}")
-            answers.append(self.client.time(100 + number, self.client.bench(number)))
+            answers.append(self.client.time(100 + number, self.client.worker(number)))
         self.values = [float(answer["value"]) for answer in answers]
         judge_recorded_claim(self.claim, self.claim_origin, self.values, self.verdict)
         seconds = [

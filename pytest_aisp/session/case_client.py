@@ -1,4 +1,4 @@
-"""One case as a client of bench processes: its tasks, their answers, and its row."""
+"""One case as a client of worker processes: its tasks, their answers, and its row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..results.row import ratio, size_text
 from ..results.verdict import VOTES, Reading
 from ..util.device import Machine, cpu_machine
 from ..util.versions import VERSIONS
-from ..worker.client import START_SECONDS, Bench
+from ..worker.client import START_SECONDS, Worker
 from .git_snapshot import SnapshotError
 from .placement import Placement
 from .run_context import Failed, RunContext, Unrecorded
@@ -34,7 +34,7 @@ T = TypeVar("T", bound=CaseTask)
 
 
 class CaseClient:
-    """One case on one machine, as its bench processes see it.
+    """One case on one machine, as its worker processes see it.
 
     Attributes:
         placement: where the case can be shown.
@@ -85,11 +85,11 @@ class CaseClient:
         }
         return kind(**{**given, **changes})
 
-    def ask(self, task: CaseTask, bench: Bench | None = None) -> dict[str, Any]:
+    def ask(self, task: CaseTask, worker: Worker | None = None) -> dict[str, Any]:
         """Return the result of `task`; raise `Failed` with its verdict for an error."""
         self.run.check_time()
-        bench = bench or self.bench()
-        reply = bench.ask(task, self.timeout, self.run.progress)
+        worker = worker or self.worker()
+        reply = worker.ask(task, self.timeout, self.run.progress)
         if reply.error is not None:
             self._fail(reply, task.seed)
         return dict(reply.result)
@@ -109,7 +109,7 @@ class CaseClient:
         """Return the lines that say how to run this case again, on the values of `seed`."""
         return rerun_commands(self.run.settings, self.where["typed"], seed)
 
-    def time(self, replicate: int, bench: Bench | None = None) -> dict[str, Any]:
+    def time(self, replicate: int, worker: Worker | None = None) -> dict[str, Any]:
         """Return the answer of timing process number `replicate`, and keep it."""
         versus = "self" if self.run.settings.aa else "baseline"
         task = self.task(
@@ -120,7 +120,7 @@ class CaseClient:
             budget=self._budget(),
             audit=self.run.settings.audit and replicate == 0,
         )
-        result = self.ask(task, bench)
+        result = self.ask(task, worker)
         self.timings.append(result)
         return result
 
@@ -138,7 +138,7 @@ class CaseClient:
             self.remarks.append(f"not compared with its version at the commit: {found['why']}")
         return [role for role in ("baseline", "optimized") if found[role]]
 
-    def time_against(self, role: str, replicate: int, bench: Bench | None = None) -> Reading:
+    def time_against(self, role: str, replicate: int, worker: Worker | None = None) -> Reading:
         """Return what one process says of the side `role` against itself as it was."""
         task = self.task(
             TimeTask,
@@ -149,12 +149,12 @@ class CaseClient:
             replicate=replicate,
             budget=self._budget(),
         )
-        result = self.ask(task, bench)
+        result = self.ask(task, worker)
         self.against.append({"side": role, **result})
         return reading(result)
 
     def time_itself(
-        self, planted: float, number: int, bench: Bench | None = None
+        self, planted: float, number: int, worker: Worker | None = None
     ) -> tuple[Reading, float]:
         """Return what one process says of the optimized side against itself, slowed by `planted`.
 
@@ -169,22 +169,22 @@ class CaseClient:
             keep=True,
             budget=self._budget(),
         )
-        result = self.ask(task, bench)
+        result = self.ask(task, worker)
         details = result["details"]
         return reading(result), details["calls"][1] / details["counted"][1] - 1
 
-    def bench(self, number: int = 0) -> Bench:
-        """Return bench process `number` for this case, or its ranks."""
-        return self.run.bench(self.placement.device, number, self.ranks, self._variables)
+    def worker(self, number: int = 0) -> Worker:
+        """Return worker process `number` for this case, or its ranks."""
+        return self.run.worker(self.placement.device, number, self.ranks, self._variables)
 
     def start_recording_processes(self) -> None:
         """Start the processes that record after the first: they import torch while it checks."""
         if self.placement.device == "cuda" and self.run.timer is None:
             for number in range(1, self.run.settings.processes):
-                self.bench(number)
+                self.worker(number)
 
-    def fresh_bench(self) -> Bench:
-        """Start one more bench process for this case's device, or its ranks."""
+    def fresh_worker(self) -> Worker:
+        """Start one more worker process for this case's device, or its ranks."""
         return self.run.start(self.placement.device, self.ranks, self._variables)
 
     @property
@@ -220,9 +220,9 @@ class CaseClient:
             budget["warmup"] = settings.warmup
         return budget
 
-    def vote(self, number: int, bench: Bench) -> Reading:
+    def vote(self, number: int, worker: Worker) -> Reading:
         """Return what process `number` says of the case."""
-        return reading(self.time(number, bench))
+        return reading(self.time(number, worker))
 
     def environment(self) -> dict[str, Any]:
         """Return what a stored result depends on besides its sources."""
@@ -236,13 +236,13 @@ class CaseClient:
         if run.timer is not None:
             return {"torch": "simulated", **run.timer.get("environment", {})}
         if run.versions is None:
-            found = self._asked_facts(run.bench(self.placement.device))
+            found = self._asked_facts(run.worker(self.placement.device))
             run.versions = {k: v for k, v in found.items() if k in VERSIONS}
         return run.versions
 
-    def _asked_facts(self, bench: Bench) -> dict[str, Any]:
+    def _asked_facts(self, worker: Worker) -> dict[str, Any]:
         task = self.task(FactsTask, seed=0)
-        reply = bench.ask(task, START_SECONDS + self.timeout, self.run.progress)
+        reply = worker.ask(task, START_SECONDS + self.timeout, self.run.progress)
         if reply.error is not None:
             self._fail(reply, task.seed)
         return dict(reply.result)
@@ -253,7 +253,7 @@ def reading(timed: Mapping[str, Any]) -> Reading:
     return Reading(float(timed["value"]), float(timed.get("error", 0.0)))
 
 
-Measure = Callable[[int, Bench], Reading]
+Measure = Callable[[int, Worker], Reading]
 """Returns what process number so-and-so, a fresh one, says."""
 
 
@@ -265,38 +265,38 @@ def remeasuring(client: CaseClient, measure: Measure) -> Iterator[Callable[[], R
     again holds no more. Where a clock of the GPU judges, as many as a verdict takes at least
     start together: importing torch is most of what a vote costs.
     """
-    run, waiting, taken = client.run, list[Bench](), 0
+    run, waiting, taken = client.run, list[Worker](), 0
 
-    def process() -> Bench:
+    def process() -> Worker:
         if run.replay is not None:
             return run.replay
         if taken == 0 and client.ranks == 1 and _clock(client) not in HOST_CLOCKS:
-            waiting.extend(client.fresh_bench() for _ in range(VOTES))
-        return waiting.pop(0) if waiting else client.fresh_bench()
+            waiting.extend(client.fresh_worker() for _ in range(VOTES))
+        return waiting.pop(0) if waiting else client.fresh_worker()
 
     def fresh() -> Reading | None:
         nonlocal taken
         if run.confirmed > run.settings.confirm_budget:
             client.notes.append("aisp_confirm_budget is spent: no more votes in this run")
             return None
-        bench = process()
+        worker = process()
         taken += 1
-        return _vote(client, measure, bench)
+        return _vote(client, measure, worker)
 
     try:
         yield fresh
     finally:
-        for bench in waiting:
-            bench.close()
+        for worker in waiting:
+            worker.close()
 
 
-def _vote(client: CaseClient, measure: Measure, bench: Bench) -> Reading | None:
+def _vote(client: CaseClient, measure: Measure, worker: Worker) -> Reading | None:
     run, start = client.run, time.monotonic()
     number = len(client.timings) + len(client.against)
     name = f"vote of fresh process {number}"
     run.progress(f"vote {number} in a fresh process")
     try:
-        found = measure(number, bench)
+        found = measure(number, worker)
         said = f"{ratio(found.value)}, error {found.error:.2%}, {_clock(client)} clock"
         client.notes.append(f"{name}: {said}")
         return found
@@ -308,7 +308,7 @@ def _vote(client: CaseClient, measure: Measure, bench: Bench) -> Reading | None:
         raise
     finally:
         if run.replay is None:
-            bench.close()
+            worker.close()
         run.confirmed += time.monotonic() - start
 
 

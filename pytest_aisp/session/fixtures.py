@@ -92,7 +92,7 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
         startup.configure(config)
         run = config.stash[RUN]
     if run.settings.cold_start:
-        run.end_benches()
+        run.end_workers()
     case_run = CaseRun(run, case, where_is(item, config), _kernels(case, run))
     if case_run.placement.kind == "skip":
         pytest.skip(case_run.placement.need)
@@ -114,7 +114,7 @@ def chapter_of(path: Path, config: pytest.Config) -> str:
 
 
 def where_is(item: Any, config: pytest.Config) -> dict[str, str]:
-    """Return what a bench process must know to find an item's page and test."""
+    """Return what a worker process must know to find an item's page and test."""
     return {
         "nodeid": item.nodeid,
         "typed": _typed(item, config),

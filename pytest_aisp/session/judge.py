@@ -264,7 +264,7 @@ def judge_aa_repeat(
     client: CaseClient, spread: float, number: int
 ) -> tuple[float, str, list[float]]:
     """Repeat an A/A trial in process `number`; return its value, its verdict and its votes."""
-    found = reading(client.time(100 + number, client.bench(number)))
+    found = reading(client.time(100 + number, client.worker(number)))
     gates = verdict.same_gates(verdict.effective_spread(spread, found))
     with remeasuring(client, client.vote) as vote:
         decision = verdict.decide(found, gates, vote)

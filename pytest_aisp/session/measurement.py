@@ -1,4 +1,4 @@
-"""What the first bench process measured, with the machine's limit and the words for the row."""
+"""What the first worker process measured, with the machine's limit and the words for the row."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Timing:
 
 
 def read_timing(client: CaseClient, stored: StoredResult, answer: Mapping[str, Any]) -> Timing:
-    """Return the timing in a bench process's `answer`; note in `client` what else it says."""
+    """Return the timing in a worker process's `answer`; note in `client` what else it says."""
     clock, first = str(answer["clock"]), reading(answer)
     names = _names(client)
     medians = median(answer["baseline"]), median(answer["optimized"])

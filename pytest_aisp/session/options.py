@@ -101,7 +101,7 @@ def add_options(parser: pytest.Parser) -> None:
     add_ini("aisp_pages", "folders that hold pages", type="paths", default=[])
     add_ini("aisp_baselines", "folder of stored results", default="baselines")
     add_ini("aisp_artifacts", "keep every measuring run in a timestamped folder in here")
-    add_ini("aisp_timeout", "seconds for one request to a bench process", default="120")
+    add_ini("aisp_timeout", "seconds for one request to a worker process", default="120")
     add_ini("aisp_timeout_multiplier", "scale every time limit by this", default="1")
     add_ini("aisp_suite_timeout", "stop the run after this many seconds", default="")
     add_ini("aisp_confirm_budget", "most seconds a run spends on votes", default="600")
@@ -154,7 +154,7 @@ class Settings:
         profile: the profiler for both sides after their verdict, or empty.
         seed: seed of the input values, or None for a secret one.
         in_process: the option that runs sides inside pytest, or empty.
-        timeout: seconds for one request to a bench process, already multiplied.
+        timeout: seconds for one request to a worker process, already multiplied.
         timeout_multiplier: the factor in `timeout`.
         suite_timeout, confirm_budget: seconds for the whole run, and for its votes.
         missing, inconclusive: ``pass`` or ``fail``, the effect of these verdicts on the run.

@@ -11,7 +11,7 @@ from ..util.device import Machine
 from .run_context import RunContext
 
 COMPILER = "compiler"
-"""The device of a bench process that compiles: Triton's interpreter is off there."""
+"""The device of a worker process that compiles: Triton's interpreter is off there."""
 
 
 class Kernels(NamedTuple):

@@ -84,13 +84,13 @@ def _task(client: CaseClient, **changes: Any) -> ProfileTask:
 
 
 def _by_torch(client: CaseClient, folder: Path) -> dict[str, Any]:
-    """Profile both sides in a fresh bench process: none that measures ever has a profiler in it."""
+    """Profile both sides in a fresh worker process, one that measures nothing."""
     task = _task(client, folder=str(folder.absolute()))
-    bench = client.fresh_bench()
+    worker = client.fresh_worker()
     try:
-        reply = bench.ask(task, client.timeout, client.run.progress)
+        reply = worker.ask(task, client.timeout, client.run.progress)
     finally:
-        bench.close()
+        worker.close()
     if reply.error is not None:
         raise Failed(reply.message)
     return dict(reply.result)

@@ -1,4 +1,4 @@
-"""What the cases of one pytest process share: machine, bench processes, stored results, peaks."""
+"""What the cases of one pytest process share: machine, worker processes, stored results, peaks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..results.store import StoreError
 from ..results.verdict import Finding
 from ..timing import peaks as peaks_module
 from ..util.device import Machine
-from ..worker.client import Bench, BenchProcess
+from ..worker.client import Worker, WorkerProcess
 from ..worker.output_capture import STREAMS, Chunk, Name, shown
 from ..worker.server import InProcess
 from .git_snapshot import GitSnapshot
@@ -56,20 +56,20 @@ class RunContext:
     """What the cases of one pytest process share.
 
     Attributes:
-        make_bench: starts one more bench process with changed environment variables.
+        make_worker: starts one more worker process with changed environment variables.
         timer: another timer than the device's own, from the hook, or None.
         emulator: module that emulates CUDA C++ on the CPU, from the hook, or None.
-        worker: number of this xdist worker; chooses its GPU.
+        xdist_worker: number of this xdist worker; chooses its GPU.
         finest: the case that this process's canary will use: its clock and call the finest.
-        versions: of libraries as a bench process has them, once one was asked.
+        versions: of libraries as a worker process has them, once one was asked.
     """
 
     settings: Settings
     machine: Machine
     timer: Mapping[str, Any] | None = None
     emulator: str | None = None
-    worker: int = 0
-    replay: Bench | None = None
+    xdist_worker: int = 0
+    replay: Worker | None = None
     past: GitSnapshot | None = None
     progress: Callable[[str], None] = lambda text: None
     times_cpu: bool = False
@@ -78,8 +78,8 @@ class RunContext:
     started: float = field(default_factory=time.monotonic)
     cases_done: bool = False
     confirmed: float = 0.0
-    _benches: dict[tuple[Any, ...], Bench] = field(default_factory=dict)
-    _print: list[BenchProcess | RankSet] = field(default_factory=list)
+    _workers: dict[tuple[Any, ...], Worker] = field(default_factory=dict)
+    _print: list[WorkerProcess | RankSet] = field(default_factory=list)
     _stored: dict[Path, Stored] = field(default_factory=dict)
     _peaks: dict[str, peaks_module.Peaks | None] = field(default_factory=dict)
     _caches: list[str] = field(default_factory=list)
@@ -92,36 +92,36 @@ class RunContext:
             return self.settings.seed
         return 0 if self.settings.reproducible else self.secret
 
-    def bench(
+    def worker(
         self,
         device: str,
         number: int = 0,
         ranks: int = 1,
         variables: Mapping[str, str] | None = None,
-    ) -> Bench:
-        """Return bench process `number` for `device`, or such `ranks`, started if need be.
+    ) -> Worker:
+        """Return worker process `number` for `device`, or such `ranks`, started if need be.
 
         Ranks that were started with other environment `variables` are others.
         """
         if self.replay is not None:
             return self.replay
         key = device, number, ranks, *sorted((variables or {}).items())
-        current = self._benches.get(key)
-        if isinstance(current, (BenchProcess, RankSet)) and not current.alive:
+        current = self._workers.get(key)
+        if isinstance(current, (WorkerProcess, RankSet)) and not current.alive:
             current.close()
             current = None
         if current is None:
-            current = self._benches[key] = self.start(device, ranks, variables)
+            current = self._workers[key] = self.start(device, ranks, variables)
         return current
 
     def start(
         self, device: str, ranks: int = 1, variables: Mapping[str, str] | None = None
-    ) -> Bench:
-        """Start one more bench process for `device`, or `ranks` that work together."""
-        bench = self._new(device, ranks, variables)
-        if isinstance(bench, (BenchProcess, RankSet)):
-            self._print.append(bench)
-        return bench
+    ) -> Worker:
+        """Start one more worker process for `device`, or `ranks` that work together."""
+        worker = self._new(device, ranks, variables)
+        if isinstance(worker, (WorkerProcess, RankSet)):
+            self._print.append(worker)
+        return worker
 
     def printed(self, most: int | None = None) -> dict[Name, str]:
         """Return what the processes of this run have printed since the last time.
@@ -129,8 +129,8 @@ class RunContext:
         Args:
             most: lines that are shown of each process, votes together; None for all.
         """
-        every = [(p, p.who) for bench in self._print for p in bench.printed]
-        self._print = [bench for bench in self._print if not bench.closed]
+        every = [(p, p.who) for worker in self._print for p in worker.printed]
+        self._print = [worker for worker in self._print if not worker.closed]
         found: dict[Name, str] = {}
         for name in STREAMS:
             by_process: dict[str, list[Chunk]] = {}
@@ -139,7 +139,7 @@ class RunContext:
             found[name] = "".join(shown(each, who, most) for who, each in by_process.items())
         return found
 
-    def _new(self, device: str, ranks: int, variables: Mapping[str, str] | None) -> Bench:
+    def _new(self, device: str, ranks: int, variables: Mapping[str, str] | None) -> Worker:
         if ranks > 1:
             if self.settings.in_process:
                 raise Failed(
@@ -153,7 +153,7 @@ class RunContext:
             from ..worker.nvidia_tools import Sanitized
 
             return Sanitized(self.settings.sanitize, environment)
-        return BenchProcess(environment)
+        return WorkerProcess(environment)
 
     def environment(self, device: str, ranks: int = 1) -> dict[str, str | None]:
         """Return what a process for `device` has changed in its variables; None removes one."""
@@ -183,7 +183,9 @@ class RunContext:
         One is this worker's own; several are the machine's first, the same for every worker.
         """
         every = self.machine.gpus
-        return (every[self.worker % len(every)],) if count == 1 else tuple(sorted(every)[:count])
+        return (
+            (every[self.xdist_worker % len(every)],) if count == 1 else tuple(sorted(every)[:count])
+        )
 
     def links(self, count: int) -> str | None:
         """Return how the GPUs of a case of `count` are joined, or None on a CPU."""
@@ -224,7 +226,7 @@ class RunContext:
         device = "cuda" if product == self.machine.product and self.machine.gpus else "cpu"
         self.progress(f"measure the peaks of {product}")
         task = PeaksTask(device=device)
-        reply = self.bench(device).ask(task, self.settings.timeout, self.progress)
+        reply = self.worker(device).ask(task, self.settings.timeout, self.progress)
         if reply.error is not None:
             raise Failed(f"the peaks of {product} could not be measured: {reply.message}")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -239,17 +241,17 @@ class RunContext:
         if time.monotonic() - self.started > limit:
             raise Interrupted(f"aisp_suite_timeout: {limit:g} s are over")
 
-    def end_benches(self) -> None:
-        """End every bench process; its caches go with it."""
-        for bench in self._benches.values():
-            bench.close()
-        self._benches.clear()
+    def end_workers(self) -> None:
+        """End every worker process; its caches go with it."""
+        for worker in self._workers.values():
+            worker.close()
+        self._workers.clear()
         for folder in self._caches:
             shutil.rmtree(folder, ignore_errors=True)
         self._caches.clear()
 
     def close(self) -> None:
-        """End every bench process, and remove the old tree."""
-        self.end_benches()
+        """End every worker process, and remove the old tree."""
+        self.end_workers()
         if self.past is not None:
             self.past.folder.cleanup()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..isolation.monkeypatches import now
 from ..results.messages import CaseTask, CompareTask, DrawTask, PerformTask, PrepareTask, ShowTask
 from ..results.row import duration
-from ..worker.client import Bench
+from ..worker.client import Worker
 from ..worker.sandbox import seconds_apart
 from .case_client import CaseClient
 from .options import MAX_SEED
@@ -32,7 +32,7 @@ def run_sandboxed(client: CaseClient, timing: Timing | None) -> None:
     """Run both sides of `client` apart: their outputs must be right, and their times those told.
 
     Args:
-        timing: what the bench process measured, or None where nothing was timed.
+        timing: what the worker process measured, or None where nothing was timed.
 
     Raises:
         Failed: for a wrong output (`wrong`) or a time that is not true (`invalid`).
@@ -69,7 +69,7 @@ class _Sandbox:
         self.secret = random.SystemRandom().randint(1, MAX_SEED) if given is None else given
 
     def run(self) -> None:
-        referee = self.client.fresh_bench()
+        referee = self.client.fresh_worker()
         try:
             values = str(self.folder / "values.pt")
             self._ask(referee, DrawTask, seed=self.secret, values=values)
@@ -78,8 +78,8 @@ class _Sandbox:
         finally:
             referee.close()
 
-    def _side(self, referee: Bench, role: str, number: int, values: str) -> None:
-        performer = self.client.fresh_bench()
+    def _side(self, referee: Worker, role: str, number: int, values: str) -> None:
+        performer = self.client.fresh_worker()
         try:
             prepared = self._ask(
                 performer,
@@ -105,12 +105,12 @@ class _Sandbox:
         self.client.notes.append(f"{role} run apart: its outputs are right")
 
     def _ask(
-        self, bench: Bench, kind: type[CaseTask], *, seed: int = 0, **changes: Any
+        self, worker: Worker, kind: type[CaseTask], *, seed: int = 0, **changes: Any
     ) -> dict[str, Any]:
         at = "case" if self.client.placement.kind == "time" else "check"
-        return self.client.ask(self.client.task(kind, at=at, seed=seed, **changes), bench)
+        return self.client.ask(self.client.task(kind, at=at, seed=seed, **changes), worker)
 
-    def _time(self, performer: Bench, role: str, told: float, unit: int) -> None:
+    def _time(self, performer: Worker, role: str, told: float, unit: int) -> None:
         """Refuse a side whose time by this process's clock is not the one that was told."""
 
         def work(units: int) -> float:

@@ -47,7 +47,7 @@ def configure(config: pytest.Config) -> None:
         machine,
         timer=timer,
         emulator=config.hook.pytest_aisp_cuda_emulator(config=config),
-        worker=int(worker["workerid"].removeprefix("gw")) if worker else 0,
+        xdist_worker=int(worker["workerid"].removeprefix("gw")) if worker else 0,
         times_cpu=_selects_cpu(config.option.markexpr),
         started=time.monotonic() - elapsed,
     )
@@ -61,10 +61,10 @@ def configure(config: pytest.Config) -> None:
     if worker is None:
         config.pluginmanager.register(_Live(config, run), "aisp-live")
     if settings.replay is not None:
-        from ..worker.replay import ReplayBench, ReplayError
+        from ..worker.replay import ReplayError, ReplayWorker
 
         try:
-            run.replay = recording = ReplayBench(settings.replay)
+            run.replay = recording = ReplayWorker(settings.replay)
         except ReplayError as error:
             raise pytest.UsageError(str(error)) from None
         run.machine = recording.machine or run.machine
@@ -78,7 +78,7 @@ def configure(config: pytest.Config) -> None:
 
 
 def _of_controller(config: pytest.Config, given: Mapping[str, Any]) -> Settings:
-    """Return the settings; on a worker with the controller's folders, as they were at its start."""
+    """Return the settings; an xdist worker has the folders that its controller had at its start."""
     settings = config.stash[SETTINGS]
     folders: dict[str, Any] = {
         name: Path(path) for name, path in given.get("aisp_folders", {}).items()
@@ -116,13 +116,11 @@ class _Gather:
 
     def __init__(self, recorder: Recorder, run: RunContext) -> None:
         self._recorder, self._run = recorder, run
-        self._judged: dict[Any, list[str]] = {}  # by worker, what its canary will stand for
+        self._judged: dict[Any, list[str]] = {}  # by xdist worker, what its canary will stand for
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """A worker, be it in the place of one that died, has the run's folders and what is left of
-        its time.
-        """
+        """Give an xdist worker, also a replacement, the run's folders and its remaining time."""
         node.workerinput["aisp_elapsed"] = time.monotonic() - self._run.started
         settings = self._run.settings
         folders = {"artifacts": settings.artifacts, "replay": settings.replay}
@@ -137,9 +135,11 @@ class _Gather:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """Take a worker's canary, or note which of its verdicts stand without one."""
+        """Take an xdist worker's canary, or note which of its verdicts stand without one."""
         found = getattr(node, "workeroutput", {}).get("aisp_canary")
-        judged = self._judged.pop(node, [])  # asked twice about a worker that was interrupted
+        judged = self._judged.pop(
+            node, []
+        )  # asked twice about an xdist worker that was interrupted
         if found is not None:
             self._recorder.add_canary(found)
         elif judged and has_canary(self._run):
@@ -147,7 +147,7 @@ class _Gather:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, report: pytest.TestReport) -> None:
-        """A worker of xdist is gone with the case that it was running: there is no row."""
+        """An xdist worker is gone with the case that it was running: there is no row."""
         self._recorder.crashes.append(str(report.longrepr))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..kernels.assemble import NOT_CHECKED
 from ..results.row import LETTERS, Row, bare, duration, size_text
 from ..results.verdict import INVALID_RUN, RED
-from ..worker.replay import ReplayBench
+from ..worker.replay import ReplayWorker
 from .canary import Canary
 from .options import Settings
 
@@ -59,7 +59,7 @@ def header(run: RunContext) -> list[str]:
     peaks = settings.baselines / machine.product / "peaks.json"
     if mode == "measure" and not peaks.exists() and run.timer is None:
         lines.append(f"aisp: no peaks stored for {machine.product}: shares of the limit are blank")
-    if isinstance(run.replay, ReplayBench) and run.replay.dropped:
+    if isinstance(run.replay, ReplayWorker) and run.replay.dropped:
         lines.append(f"aisp: --aisp-replay={settings.replay}: {run.replay.dropped}")
     return [line.rstrip() for line in lines]
 

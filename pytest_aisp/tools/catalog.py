@@ -20,7 +20,7 @@ from typing import Any
 
 from ..page.gpu_specs import ARCHS
 from ..util.cli_result import CliError, CliResult, columns
-from ..worker.replay import ReplayBench, ReplayError
+from ..worker.replay import ReplayError, ReplayWorker
 
 COLLECTOR = "pytest_aisp.session.collect"
 LAST = 20
@@ -232,7 +232,7 @@ def replaying(folder: Path, root: Path, paths: Collection[str], more: Sequence[s
         Unanswerable: where nothing is recorded, or nothing of `paths`.
     """
     try:
-        ids = [str(row["nodeid"]) for row in ReplayBench(folder).rows.values()]
+        ids = [str(row["nodeid"]) for row in ReplayWorker(folder).rows.values()]
     except ReplayError as error:
         raise CliError(str(error)) from None
     ids = [i for i in ids if not paths or i.partition("::")[0] in paths]

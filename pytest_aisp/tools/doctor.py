@@ -320,7 +320,7 @@ class _Gpu:
         found = self._ask("nvmlDeviceGetComputeRunningProcesses")
         if found is None:
             return self._unread("processes")
-        pids = [p.pid for p in found if p.pid != os.getpid() and not device._is_bench(p.pid)]
+        pids = [p.pid for p in found if p.pid != os.getpid() and not device._is_worker(p.pid)]
         if not pids:
             return self._finding("processes", "fine", "no other computes here")
         text = f"others compute here: {', '.join(map(str, pids))}"

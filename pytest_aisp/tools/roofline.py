@@ -23,7 +23,7 @@ from ..timing.peaks import PCIE, SECONDS, Peaks, PeaksError
 from ..util.cli_result import CliError, CliResult, columns
 from ..util.device import Machine
 from ..util.locks import lease, together
-from ..worker.client import BenchProcess
+from ..worker.client import WorkerProcess
 from . import stored_results
 from .catalog import Catalog, target_of
 
@@ -139,7 +139,7 @@ def _limit(
 
 
 TIMEOUT = 120.0
-"""Seconds a bench process may be silent: it says nothing until all is measured."""
+"""Seconds a worker process may be silent: it says nothing until all is measured."""
 
 
 def measure_peaks(machine: Machine, tell: Callable[[str], None]) -> Peaks:
@@ -151,9 +151,9 @@ def measure_peaks(machine: Machine, tell: Callable[[str], None]) -> Peaks:
     device = "cuda" if machine.gpus else "cpu"
     gpu, interpret = next(iter(machine.gpus), ""), None if machine.gpus else "1"
     environment = {"CUDA_VISIBLE_DEVICES": gpu, "TRITON_INTERPRET": interpret}
-    with _leased(machine, tell), contextlib.closing(BenchProcess(environment)) as bench:
+    with _leased(machine, tell), contextlib.closing(WorkerProcess(environment)) as worker:
         tell(f"measure the peaks of {machine.product}")
-        reply = bench.ask(PeaksTask(device=device), TIMEOUT, tell)
+        reply = worker.ask(PeaksTask(device=device), TIMEOUT, tell)
     if reply.error is not None:
         said = f"{reply.trace}\n" if reply.trace else ""
         raise CliError(

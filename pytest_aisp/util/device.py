@@ -35,7 +35,7 @@ class Machine:
         product: what stored results belong to: ``nvidia-h200``, ``cpu-<model>-<cores>``.
         name: as the driver says it.
         gpus: UUIDs of the visible GPUs of this product.
-        versions: driver, CUDA, and (once the bench process has told) torch and triton.
+        versions: driver, CUDA, and (once the worker process has told) torch and triton.
         facts: power limit, MIG, NUMA node, CPU and its governor; None for what nobody says.
     """
 
@@ -190,8 +190,8 @@ def _asked(question: Any, *args: Any) -> Any:
         return None
 
 
-def _is_bench(pid: int) -> bool:
-    """Return whether `pid` is a bench process with leases where ours are: they take turns."""
+def _is_worker(pid: int) -> bool:
+    """Return whether `pid` is a worker process with leases where ours are: they take turns."""
     try:
         command, variables = (Path(f"/proc/{pid}/{f}").read_bytes() for f in ("cmdline", "environ"))
     except OSError:  # it has ended, or is not ours to see
@@ -275,7 +275,7 @@ class Telemetry:
             return []
         samples = _asked(nvml.nvmlDeviceGetProcessUtilization, handle, since) or []
         busy = {int(s.pid) for s in samples if s.smUtil > 0 and s.timeStamp > since}
-        return sorted(pid for pid in busy if not _is_bench(pid))
+        return sorted(pid for pid in busy if not _is_worker(pid))
 
     def summary(self) -> dict[str, Any]:
         """Return the range of what was seen."""

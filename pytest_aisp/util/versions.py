@@ -1,4 +1,4 @@
-"""Versions of the libraries that compute, as a bench process has loaded them."""
+"""Versions of the libraries that compute, as a worker process has loaded them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench process as a program: see `server`."""
+"""The worker process as a program: see `server`."""
 
 import sys
 

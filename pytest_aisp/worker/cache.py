@@ -1,4 +1,4 @@
-"""What a bench process keeps from one task to the next, and what memory it gives back.
+"""What a worker process keeps from one task to the next, and what memory it gives back.
 
 Cases are ordered size by size, so those of a ladder share what is expected of them.
 """

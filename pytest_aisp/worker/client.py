@@ -1,4 +1,4 @@
-"""The other end of the pipe: start a bench process, ask it, kill it when it is late."""
+"""The other end of the pipe: start a worker process, ask it, kill it when it is late."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .output_capture import OutputCapture, Stream
 
 Progress = Callable[[str], None]
 START_SECONDS = 120.0
-"""Time to start a bench process, beside a task's: torch from a cold disk takes a minute."""
+"""Time to start a worker process, beside a task's: torch from a cold disk takes a minute."""
 END_SECONDS = 3.0
 """Time to end for a process whose pipe is closed; what ends by itself takes less than a second."""
 LOOK_SECONDS = 0.5
@@ -29,7 +29,7 @@ STUCK = "was left and does not end (a thread of a side keeps it)"
 """What is said of a process that neither answers nor ends."""
 
 
-class Bench(Protocol):
+class Worker(Protocol):
     """Whatever answers tasks: a process, this process, a recording."""
 
     def ask(self, task: Task, seconds: float, progress: Progress) -> Reply: ...
@@ -37,8 +37,8 @@ class Bench(Protocol):
     def close(self) -> None: ...
 
 
-class BenchProcess:
-    """A bench process of our own, started at once, killed at the first fault.
+class WorkerProcess:
+    """A worker process of our own, started at once, killed at the first fault.
 
     Args:
         environment: variables to set for it; None as a value removes one.
@@ -62,7 +62,7 @@ class BenchProcess:
             stdout=self.printed[0].stdout.file,
             stderr=self.printed[0].stderr.file,
             pass_fds=(ask_read, answer_write),
-            env=bench_environment(environment or {}),
+            env=worker_environment(environment or {}),
             start_new_session=True,
         )
         os.close(ask_read)
@@ -148,7 +148,7 @@ class BenchProcess:
         self.kill()
         code = self._process.wait()
         how = STUCK if stuck and code == -signal.SIGKILL else f"ended {how_it_ended(code)}"
-        return failed("died", f"the bench process {how}", doing, self.output())
+        return failed("died", f"the worker process {how}", doing, self.output())
 
     def output(self, lines: int = 20) -> str:
         """Return the last lines that the process printed, a crash's stack without our frames."""
@@ -179,12 +179,12 @@ class BenchProcess:
 def python() -> list[str]:
     """Return the interpreter, which takes nothing in the current folder for a module of its path.
 
-    What pytest's own path has, the current folder where that is so, is in `bench_environment`.
+    What pytest's own path has, the current folder where that is so, is in `worker_environment`.
     """
     return [sys.executable, "-P"] if sys.version_info >= (3, 11) else [sys.executable]
 
 
-def bench_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
+def worker_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
     """Return the variables that a process of ours starts with: these, the path, the changes."""
     path = os.pathsep.join(p for p in sys.path if p)
     merged = {**os.environ, "PYTHONPATH": path, **changes}

@@ -1,4 +1,4 @@
-"""The engine of a bench process: it loads a page, checks its sides, times them, checks again.
+"""The engine of a worker process: it loads a page, checks its sides, times them, checks again.
 
 An `Engine` answers `Task`s, one method a kind.
 """

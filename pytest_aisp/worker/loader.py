@@ -202,7 +202,7 @@ class TaskContext:
         return {r: digest(s, self.task.root) for r, s in zip(ROLES, sides, strict=True)}
 
     def need_interpreter(self) -> None:
-        """Refuse Triton kernels on a CPU without its interpreter; bench processes are given it."""
+        """Refuse Triton kernels on a CPU without its interpreter; worker processes are given it."""
         from ..page.sources import triton_kernels
 
         sides, on_cpu = [side for side, _ in self.sides], self.task.device == "cpu"

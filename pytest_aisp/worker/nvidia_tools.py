@@ -1,6 +1,6 @@
 """One side under NVIDIA's Nsight Systems (`nsys`) or Nsight Compute (`ncu`): `solo` inside it.
 
-The tool gets a program with one side in it, and no bench process: its own pipes and time limits
+The tool gets a program with one side in it, and no worker process: its own pipes and time limits
 are none of the tool's business, and what was run can be run again by hand with other options.
 """
 
@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from ..results import messages
 from ..results.messages import ProfileTask, Reply, Task
-from .client import LONGER, BenchProcess, bench_environment, how_it_ended, python
+from .client import LONGER, WorkerProcess, how_it_ended, python, worker_environment
 from .output_capture import last_lines
 from .torch_profiler import range_name
 
@@ -123,7 +123,7 @@ def watch(
     said = folder / f"{task.side}.{name}.txt"
     with open(said, "w+b") as output:
         code = _finished(
-            command, bench_environment(environment), output.fileno(), PROFILER_SLOWDOWN * seconds
+            command, worker_environment(environment), output.fileno(), PROFILER_SLOWDOWN * seconds
         )
         if not report.exists() or code != 0:
             raise NsightError(_why(name, code, PROFILER_SLOWDOWN * seconds, last_lines(output, 6)))
@@ -141,7 +141,7 @@ def _program(given: Path) -> list[str]:
 
 def _script(command: Sequence[str], environment: Mapping[str, str | None]) -> str:
     """Return the lines that run `command` once more, by hand."""
-    path = bench_environment({})["PYTHONPATH"]
+    path = worker_environment({})["PYTHONPATH"]
     unset = [f"-u {name}" for name, value in environment.items() if value is None]
     assigned = {"PYTHONPATH": path} | {k: v for k, v in environment.items() if v is not None}
     variables = [f"{name}={shlex.quote(value)}" for name, value in assigned.items()]
@@ -197,8 +197,8 @@ def sanitizer_installed() -> str | None:
     return shutil.which(TOOL)
 
 
-class Sanitized(BenchProcess):
-    """A bench process whose kernels `check`, a tool of compute-sanitizer, watches."""
+class Sanitized(WorkerProcess):
+    """A worker process whose kernels `check`, a tool of compute-sanitizer, watches."""
 
     def __init__(self, check: str, environment: Mapping[str, str | None] | None = None) -> None:
         handle, self._log = tempfile.mkstemp(prefix="aisp-sanitizer-", suffix=".log")

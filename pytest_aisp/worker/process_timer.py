@@ -21,7 +21,7 @@ from ..timing.schedule import Budget, Samples
 from .output_capture import OutputCapture, say
 
 if TYPE_CHECKING:
-    from .client import BenchProcess
+    from .client import WorkerProcess
 
 BLOCKS = 5
 SAMPLE_SECONDS = 0.05
@@ -157,11 +157,11 @@ def ask_fresh(
 
 
 @contextlib.contextmanager
-def _fresh(environment: Mapping[str, str | None]) -> Iterator[BenchProcess]:
+def _fresh(environment: Mapping[str, str | None]) -> Iterator[WorkerProcess]:
     """Start a process; print here what it has printed when it ends."""
-    from .client import BenchProcess
+    from .client import WorkerProcess
 
-    bench = BenchProcess(environment)
+    bench = WorkerProcess(environment)
     try:
         yield bench
     finally:
@@ -169,7 +169,7 @@ def _fresh(environment: Mapping[str, str | None]) -> Iterator[BenchProcess]:
         _say_again(bench.printed)
 
 
-def _answer(bench: BenchProcess, task: Task, name: str) -> Mapping[str, Any]:
+def _answer(bench: WorkerProcess, task: Task, name: str) -> Mapping[str, Any]:
     reply = bench.ask(task, task.limit, lambda text: None)
     if reply.error is not None:
         raise ProcessFailed(name, reply)

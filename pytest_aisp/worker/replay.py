@@ -20,7 +20,7 @@ class ReplayError(Exception):
     """A file that holds no recorded rows."""
 
 
-class ReplayBench:
+class ReplayWorker:
     """A bench that answers from a recorded run.
 
     Args:

@@ -1,4 +1,4 @@
-"""The bench process: answer tasks over a pipe, never inside pytest.
+"""The worker process: answer tasks over a pipe, never inside pytest.
 
     python -m pytest_aisp.worker READ_FD WRITE_FD
 

@@ -1,6 +1,6 @@
 """Both sides under torch's profiler, a few calls each: traces, tables, what memory they hold.
 
-It runs in a bench process that measures nothing, after the verdict: a profiler that was on once
+It runs in a worker process that measures nothing, after the verdict: a profiler that was on once
 leaves its hooks in the process.
 """
 
