@@ -34,6 +34,7 @@ from pytest_aisp.results.models import (
 from pytest_aisp.results.stats import trimmed_spread
 from pytest_aisp.results.store import StoreError, dump, load, prune, write
 from pytest_aisp.results.verdict import UNKNOWN_SESSION
+from pytest_aisp.timing import peaks
 
 PRODUCT = "nvidia-h200"
 KEY = "transpose_test.py::test_transpose[tiled-n4096]"
@@ -493,13 +494,26 @@ def test_another_nccl_is_no_second_session_where_gpus_worked_together(tmp_path, 
     assert load(path).results[KEY].environments == kept
 
 
-@pytest.mark.parametrize("file", sorted(Path(__file__).parents[1].glob("baselines/*/ch*.json")))
+STORED = sorted(Path(__file__).parents[1].glob("baselines/*/*.json"))
+
+
+@pytest.mark.parametrize("file", [file for file in STORED if file.name != "peaks.json"])
 def test_the_files_of_this_repository_are_read_and_compared(file):
     stored = load(file)
     assert stored.results
     for facts in stored.environments.values():
         now = {**KNOWN, **{name: fact for name, fact in facts.items() if fact is not None}}
         assert differences(facts, now, "host") == []
+
+
+@pytest.mark.parametrize("file", STORED, ids=lambda file: "-".join(file.parts[-2:]))
+def test_committed_files_are_rewritten_byte_for_byte(file, tmp_path):
+    if file.name == "peaks.json":
+        copy = tmp_path / file.name
+        peaks.save(copy, peaks.load(file))
+        assert copy.read_bytes() == file.read_bytes()
+    else:
+        assert dump(load(file)).encode() == file.read_bytes()
 
 
 def test_a_third_session_is_left_alone(path):
