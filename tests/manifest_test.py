@@ -163,13 +163,14 @@ def test_a_folder_is_made_where_and_when_it_is_asked_for(
     tmp_path, arguments, ini, stamped, exactly
 ):
     config = Config(tmp_path, arguments, ini)
-    assert session_config._timestamped(config) == (stamped and tmp_path / stamped)
-    assert str(session_config._artifacts(config)) == str(exactly)
+    folder, parent = session_config._artifact_folders(config)
+    assert parent == (stamped and tmp_path / stamped)
+    assert str(folder) == str(exactly)
 
 
 def test_a_folder_without_a_name_is_refused(tmp_path):
     with pytest.raises(pytest.UsageError) as refused:
-        session_config._artifacts(Config(tmp_path, "--aisp-artifacts="))
+        session_config._artifact_folders(Config(tmp_path, "--aisp-artifacts="))
     assert str(refused.value) == (
         "--aisp-artifacts=: give a folder, or nothing for a timestamped one\n"
         "    pytest --aisp-artifacts"

@@ -181,7 +181,7 @@ echo kept > "${report}SUFFIX"
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--aisp-profile=perf"], ["*--aisp-profile=perf: legal are torch, nsys, ncu"]),
+        (["--aisp-profile=perf"], ["*--aisp-profile=perf: choose one of torch, nsys, ncu"]),
         (["--aisp-profile", "--aisp-replay=x"], ["*combined with --aisp-replay: it runs nothing*"]),
         (["--aisp-profile", "--aisp-compile"], ["*combined with --aisp-compile: it runs nothing*"]),
         (["--aisp-profile", "--aisp-aa"], ["*combined with --aisp-aa: both sides would be the *"]),

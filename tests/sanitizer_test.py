@@ -95,7 +95,7 @@ def test_where_it_is_not_installed_the_error_says_where_to_get_it(pytester, monk
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--aisp-sanitize=leakcheck"], "*--aisp-sanitize=leakcheck: legal are memcheck, *"),
+        (["--aisp-sanitize=leakcheck"], "*--aisp-sanitize=leakcheck: choose one of memcheck, *"),
         (["--aisp-sanitize"], "*--aisp-sanitize needs a GPU: it watches kernels; none is here"),
         (["--aisp-sanitize", "--aisp-aa"], "*--aisp-sanitize cannot be combined with --aisp-aa*"),
         (["--aisp-sanitize", "--pdb"], "*--aisp-sanitize cannot be combined with --pdb: *"),

@@ -30,11 +30,9 @@ def read_settings(config: pytest.Config) -> Settings:
     """
     get = config.getoption
     blocks, window = _iterations(config)
-    update, sanitize, profile = (
-        get(f"aisp_{name}") for name in ("update_expectations", "sanitize", "profile")
-    )
-    if update is not None:
-        _one_of("--aisp-update-expectations", update, UPDATES)
+    artifacts, timestamped = _artifact_folders(config)
+    update = get("aisp_update_expectations")
+    _one_of("--aisp-update-expectations", update, UPDATES)
     multiplier = _number(config, "aisp_timeout_multiplier", above=0) or 1.0
     warmup = _number(config, "aisp_warmup", least=1)
     settings = Settings(
@@ -42,14 +40,14 @@ def read_settings(config: pytest.Config) -> Settings:
         root=config.rootpath,
         pages=tuple(config.getini("aisp_pages")),
         baselines=config.rootpath / config.getini("aisp_baselines"),
-        check=get("aisp_check") or sanitize is not None,
+        check=get("aisp_check") or get("aisp_sanitize") is not None,
         compile=_archs(get("aisp_compile")),
         aa=get("aisp_aa"),
         against=get("aisp_against"),
         replay=Path(get("aisp_replay")) if get("aisp_replay") else None,
         update=update,
-        artifacts=_artifacts(config),
-        timestamped=_timestamped(config),
+        artifacts=artifacts,
+        timestamped=timestamped,
         warmup=None if warmup is None else int(warmup),
         blocks=blocks,
         window=window,
@@ -59,10 +57,10 @@ def read_settings(config: pytest.Config) -> Settings:
         cold_start=get("aisp_cold_start"),
         in_process=next((option for option, name in IN_PROCESS.items() if get(name)), ""),
         untrusted=get("aisp_untrusted"),
-        sanitize=_sanitizer(sanitize),
+        sanitize=_sanitizer(get("aisp_sanitize")),
         audit=get("aisp_audit") or update is not None,
         energy=get("aisp_energy") or update is not None,
-        profile=_profiler(profile),
+        profile=_profiler(get("aisp_profile")),
         timeout=(_number(config, "aisp_timeout", above=0) or 120.0) * multiplier,
         timeout_multiplier=multiplier,
         suite_timeout=_number(config, "aisp_suite_timeout", above=0),
@@ -125,14 +123,14 @@ def _iterations(config: pytest.Config) -> tuple[int | None, float | None]:
 def _pass_or_fail(config: pytest.Config, key: str) -> str:
     word = str(config.getini(key))
     if word not in ("pass", "fail"):
-        raise pytest.UsageError(f"{key} = {word}: legal are pass and fail")
+        raise pytest.UsageError(f"{key} = {word}: it must be pass or fail")
     return word
 
 
-def _one_of(option: str, value: str, legal: Sequence[str]) -> None:
-    if value not in legal:
+def _one_of(option: str, value: str | None, legal: Sequence[str]) -> None:
+    if value is not None and value not in legal:
         raise pytest.UsageError(
-            f"{option}={value}: legal are {', '.join(legal)}\n    pytest {option}={legal[0]}"
+            f"{option}={value}: choose one of {', '.join(legal)}\n    pytest {option}={legal[0]}"
         )
 
 
@@ -154,29 +152,25 @@ def _archs(text: str | None) -> tuple[str, ...]:
     return words
 
 
-def _artifacts(config: pytest.Config) -> Path | None:
-    """Return the folder that the command line names for artifacts."""
-    text: str | None = config.getoption("aisp_artifacts")
-    if text == "":
+def _artifact_folders(config: pytest.Config) -> tuple[Path | None, Path | None]:
+    """Return the folder for artifacts that the command line names, and the parent of a timestamped
+    one. The ini key makes a timestamped folder for measuring runs only.
+    """
+    option, ini = config.getoption("aisp_artifacts"), str(config.getini("aisp_artifacts") or "")
+    if option == "":
         raise pytest.UsageError(
             "--aisp-artifacts=: give a folder, or nothing for a timestamped one\n"
             "    pytest --aisp-artifacts"
         )
-    if text is None or text == TIMESTAMPED or _runs_nothing(config):
-        return None
-    return Path(text)
-
-
-def _timestamped(config: pytest.Config) -> Path | None:
-    """Return the parent of this run's timestamped folder; the ini key needs a measuring run."""
-    option, ini = config.getoption("aisp_artifacts"), str(config.getini("aisp_artifacts") or "")
-    if _runs_nothing(config) or option not in (None, TIMESTAMPED):
-        return None
+    if _runs_nothing(config):
+        return None, None
+    if option not in (None, TIMESTAMPED):
+        return Path(option), None
     other_modes = ("aisp_check", "aisp_compile", "aisp_replay", "aisp_sanitize")
     measures = not any(config.getoption(name) for name in other_modes)
     if option == TIMESTAMPED or (ini and measures):
-        return config.rootpath / (ini or ARTIFACTS)
-    return None
+        return None, config.rootpath / (ini or ARTIFACTS)
+    return None, None
 
 
 def _runs_nothing(config: pytest.Config) -> bool:
@@ -188,9 +182,9 @@ def _runs_nothing(config: pytest.Config) -> bool:
 
 
 def _sanitizer(tool: str | None) -> str:
+    _one_of("--aisp-sanitize", tool, SANITIZERS)
     if tool is None:
         return ""
-    _one_of("--aisp-sanitize", tool, SANITIZERS)
     from ..worker import nvidia_tools
 
     if nvidia_tools.sanitizer_installed() is None:
@@ -199,9 +193,9 @@ def _sanitizer(tool: str | None) -> str:
 
 
 def _profiler(tool: str | None) -> str:
-    if tool is None or tool == PROFILERS[0]:
-        return tool or ""
     _one_of("--aisp-profile", tool, PROFILERS)
+    if tool is None or tool == "torch":
+        return tool or ""
     from ..worker import nvidia_tools
 
     if nvidia_tools.profiler_installed(tool) is None:
@@ -218,36 +212,39 @@ MODES = (
     "--aisp-update-expectations",
 )
 """Options that choose what a run does: at most one."""
-CONFLICTS: dict[str, dict[str, str]] = {
-    "--aisp-update-expectations": {
-        "in-process": "stored results come from processes of their own",
-        "xdist": "results are recorded on a quiet machine",
-    },
-    "--aisp-profile": {
-        "--aisp-compile": "it runs nothing, so there is nothing to profile",
-        "--aisp-replay": "it runs nothing, so there is nothing to profile",
-        "--aisp-aa": "both sides would be the same",
-        "--aisp-sanitize": "only one tool can watch a kernel",
-    },
-    "--aisp-against": {
-        "--aisp-compile": "it runs nothing, so there is nothing to compare",
-        "--aisp-replay": "it runs nothing, so there is nothing to compare",
-        "--aisp-aa": "both sides would be the same",
-    },
-    "--aisp-untrusted": {
-        "--aisp-compile": "it runs nothing",
-        "--aisp-replay": "it runs nothing",
-        "in-process": "untrusted sides need processes of their own",
-    },
-    "--aisp-audit": {"--aisp-compile": "it runs nothing, so there is nothing to list"},
-    "--aisp-sanitize": {"in-process": "the sanitizer needs a process of its own"},
-    "--aisp-seed": {
-        "--aisp-compile": "it draws no values",
-        "--aisp-replay": "it draws no values",
-        "--aisp-update-expectations": "a stored result is checked on secret values",
-    },
-}
-"""Options that cannot be combined, and why."""
+IN_THIS_PROCESS, XDIST = "in-process", "xdist"
+CONFLICTS: list[tuple[str, tuple[str, ...], str]] = [
+    (
+        "--aisp-update-expectations",
+        (IN_THIS_PROCESS,),
+        "stored results come from processes of their own",
+    ),
+    ("--aisp-update-expectations", (XDIST,), "results are recorded on a quiet machine"),
+    (
+        "--aisp-profile",
+        ("--aisp-compile", "--aisp-replay"),
+        "it runs nothing, so there is nothing to profile",
+    ),
+    ("--aisp-profile", ("--aisp-aa",), "both sides would be the same"),
+    ("--aisp-profile", ("--aisp-sanitize",), "only one tool can watch a kernel"),
+    (
+        "--aisp-against",
+        ("--aisp-compile", "--aisp-replay"),
+        "it runs nothing, so there is nothing to compare",
+    ),
+    ("--aisp-against", ("--aisp-aa",), "both sides would be the same"),
+    ("--aisp-untrusted", ("--aisp-compile", "--aisp-replay"), "it runs nothing"),
+    ("--aisp-untrusted", (IN_THIS_PROCESS,), "untrusted sides need processes of their own"),
+    ("--aisp-audit", ("--aisp-compile",), "it runs nothing, so there is nothing to list"),
+    ("--aisp-sanitize", (IN_THIS_PROCESS,), "the sanitizer needs a process of its own"),
+    ("--aisp-seed", ("--aisp-compile", "--aisp-replay"), "it draws no values"),
+    (
+        "--aisp-seed",
+        ("--aisp-update-expectations",),
+        "a stored result is checked on secret values",
+    ),
+]
+"""Options, others that they cannot be combined with, and why."""
 ADVICE = {
     "--aisp-profile": "\nProfile in a run of its own:\n    pytest --aisp-check --aisp-profile",
     "--aisp-update-expectations": "\nRecord alone:\n    pytest -n0 --aisp-update-expectations",
@@ -256,23 +253,23 @@ ADVICE = {
 
 def _refuse_combinations(settings: Settings, config: pytest.Config) -> None:
     """Raise `pytest.UsageError` for options that contradict or would lose something."""
-    get = config.getoption
-    given: dict[str, object] = {
-        option: get(option.removeprefix("--").replace("-", "_"))
-        for option in {*MODES, *CONFLICTS, *(other for row in CONFLICTS.values() for other in row)}
-        if option.startswith("--")
-    }
-    given["in-process"] = settings.in_process
-    given["xdist"] = get("numprocesses", 0) or get("tx", None)
-    for option, others in CONFLICTS.items():
-        for other, reason in others.items():
-            if given[option] and given[other]:
-                name = settings.in_process if other == "in-process" else other
+
+    def given(option: str) -> object:
+        if option == IN_THIS_PROCESS:
+            return settings.in_process
+        if option == XDIST:
+            return config.getoption("numprocesses", 0) or config.getoption("tx", None)
+        return config.getoption(option)
+
+    for option, others, reason in CONFLICTS:
+        for other in others:
+            if given(option) and given(other):
+                name = settings.in_process if other == IN_THIS_PROCESS else other
                 raise pytest.UsageError(
                     f"{option} cannot be combined with {name}: {reason}{ADVICE.get(option, '')}"
                 )
     same_mode = {"--aisp-check"} if settings.sanitize else set()
-    modes = [option for option in MODES if given[option] and option not in same_mode]
+    modes = [option for option in MODES if given(option) and option not in same_mode]
     if len(modes) > 1:
         raise pytest.UsageError(f"{modes[0]} cannot be combined with {modes[1]}: choose one mode")
     if settings.update is not None and os.environ.get("CI"):
@@ -280,26 +277,24 @@ def _refuse_combinations(settings: Settings, config: pytest.Config) -> None:
             "--aisp-update-expectations is refused where CI is set: a gate must not move its own"
             " limits.\nRecord on the machine by hand and commit the file"
         )
-    if settings.replay and settings.artifacts and _overwrites(settings.artifacts, settings.replay):
-        raise pytest.UsageError(
-            f"--aisp-artifacts={settings.artifacts} would overwrite what --aisp-replay reads\n"
-            "Give another folder"
-        )
+    if settings.replay and settings.artifacts:
+        recording, folder = settings.replay.resolve(), settings.artifacts.resolve()
+        if folder in (recording, recording.parent):
+            raise pytest.UsageError(
+                f"--aisp-artifacts={settings.artifacts} would overwrite what --aisp-replay reads\n"
+                "Give another folder"
+            )
     if settings.ours:
         _refuse_reruns(config)
 
 
-def _overwrites(folder: Path, recording: Path) -> bool:
-    """Return whether a run that writes to `folder` overwrites `recording`, a folder or a file."""
-    return folder.resolve() in (recording.resolve(), recording.resolve().parent)
-
-
 def _refuse_reruns(config: pytest.Config) -> None:
     """Refuse options of other plugins under which a case would run or be reported twice."""
-    for option, given in (
-        ("--force-reruns", config.getoption("force_reruns", None)),
-        ("--reruns-mode=append", config.getoption("reruns_mode", None) == "append"),
-    ):
+    options = {
+        "--force-reruns": config.getoption("force_reruns", None),
+        "--reruns-mode=append": config.getoption("reruns_mode", None) == "append",
+    }
+    for option, given in options.items():
         if given:
             raise pytest.UsageError(
                 f"{option} reruns cases too, and a rerun would turn a red verdict green\n"

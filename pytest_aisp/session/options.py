@@ -24,10 +24,7 @@ LOCK_ERROR: pytest.StashKey[str] = pytest.StashKey()
 EVERY_ARCH = "all"
 UPDATES = ("missing", "all")
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
-"""Tools of compute-sanitizer: addresses, races in shared memory, reads of uninitialized memory,
-barriers."""
 PROFILERS = ("torch", "nsys", "ncu")
-"""torch's profiler, Nsight Systems, Nsight Compute."""
 TIMESTAMPED = "<timestamp>"
 """The value of `--aisp-artifacts` without a value: a folder named after the current time."""
 ARTIFACTS = "artifacts"
@@ -54,41 +51,28 @@ def add_options(parser: pytest.Parser) -> None:
     def flag(name: str, text: str) -> None:
         group.addoption(name, action="store_true", help=text)
 
-    def value(
-        name: str, metavar: str, text: str, convert: Callable[[str], object] | None = None
-    ) -> None:
-        group.addoption(name, metavar=metavar, type=convert, help=text)
+    def value(name: str, metavar: str, text: str, type: Callable[[str], object] = str) -> None:
+        group.addoption(name, metavar=metavar, type=type, help=text)
 
     # argparse `choices` would refuse the path after an option without a value.
     def optional_value(name: str, metavar: str, text: str) -> None:
         const = WITHOUT_VALUE[name]
-        group.addoption(
-            name,
-            metavar=metavar,
-            nargs="?",
-            const=const,
-            help=f"{text} (default {const}; give another as {name}={metavar})",
-        )
+        text = f"{text} (default {const}; give another as {name}={metavar})"
+        group.addoption(name, metavar=metavar, nargs="?", const=const, help=text)
 
     flag("--aisp-check", "check results only, time nothing")
     optional_value("--aisp-compile", "ARCHS", "compile each page's kernels for these archs")
     value("--aisp-against", "REF", "also judge each changed side against its version at REF")
     flag("--aisp-aa", "time each side against a copy of itself")
     value("--aisp-replay", "FOLDER", "judge the samples of a recorded run again")
-    optional_value(
-        "--aisp-update-expectations", "|".join(UPDATES), "store results for this product"
-    )
+    update = "--aisp-update-expectations"
+    optional_value(update, "|".join(UPDATES), "store results for this product")
     optional_value("--aisp-artifacts", "FOLDER", "keep results and samples in FOLDER")
-    value(
-        "--aisp-processes",
-        "N",
-        f"processes to record from ({RECORD_PROCESSES}), or to repeat an A/A trial in (1)",
-        _whole_number(1),
-    )
+    processes = f"processes to record from ({RECORD_PROCESSES}), or to repeat an A/A trial in (1)"
+    value("--aisp-processes", "N", processes, _whole_number(1))
     flag("--aisp-reproducible", "fixed seeds, deterministic algorithms")
-    value(
-        "--aisp-seed", "N", "use the input values of a run that failed", _whole_number(1, MAX_SEED)
-    )
+    seed = "use the input values of a run that failed"
+    value("--aisp-seed", "N", seed, _whole_number(1, MAX_SEED))
     group.addoption("--aisp-cold-start", action="store_true", help=argparse.SUPPRESS)
     flag("--aisp-in-process", "run sides inside pytest, for debuggers")
     flag("--aisp-audit", "let the profiler list the kernels that each side launches")
@@ -134,31 +118,19 @@ def fill_in_values(args: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """The command line and the ini file of a session.
+    """The command line and the ini file of a session; `options.add_options` describes each.
 
     Attributes:
         ours: whether this session may collect pages: it has an ``--aisp-*`` option, or a path
             below one of `pages`.
-        pages: folders that hold pages (ini ``aisp_pages``).
-        baselines: folder of stored results (ini ``aisp_baselines``).
-        check, aa, replay, update, compile: the mode; without one of them the run measures.
-            `compile` holds the archs to compile for.
-        against: commit whose sides today's are compared with, or None.
+        compile: the archs to compile for.
         artifacts: folder for the run's results and samples, or None.
         timestamped: parent of the timestamped folder to make for `artifacts`, or None.
         warmup, blocks, window: the timing budget, where the ini file sets it; window in seconds.
-        processes: processes that a result is recorded from, or an A/A trial is repeated in.
-        audit: whether the profiler lists the kernels of both sides.
-        sanitize: the compute-sanitizer tool that checks run under, or empty.
-        energy: whether `assert_energy` measures.
-        profile: the profiler for both sides after their verdict, or empty.
         seed: seed of the input values, or None for a secret one.
         in_process: the option that runs sides inside pytest, or empty.
-        timeout: seconds for one request to a worker process, already multiplied.
-        timeout_multiplier: the factor in `timeout`.
-        suite_timeout, confirm_budget: seconds for the whole run, and for its votes.
-        missing, inconclusive: ``pass`` or ``fail``, the effect of these verdicts on the run.
-        strict_environment: whether a loss against a result of another environment is red.
+        sanitize, profile: the tool to use, or empty.
+        timeout: seconds for one request to a worker process, `timeout_multiplier` included.
     """
 
     ours: bool
