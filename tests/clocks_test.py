@@ -75,7 +75,7 @@ def test_one_clean_reading_is_enough():
 def test_beside_nccl_a_device_may_take_longer_to_say_that_it_is_idle(monkeypatch):
     slow = replace(HONEST, events=1e-3, host=None, counter=None, late=1.2e-4)
     assert "work goes on" in slow.contradiction()
-    monkeypatch.setattr(process_group, "_here", SimpleNamespace(world=2))
+    monkeypatch.setattr(process_group, "_current", SimpleNamespace(world=2))
     assert slow.contradiction() == ""
     assert "work goes on for 300 us" in replace(HONEST, late=3e-4).contradiction()
     monkeypatch.undo()

@@ -43,7 +43,7 @@ class Third(process_group.SingleProcess):
 @pytest.fixture
 def third(monkeypatch):
     """Be rank 1 of three; `at` is an index where the collectives return a wrong value."""
-    monkeypatch.setattr(process_group, "_here", Third())
+    monkeypatch.setattr(process_group, "_current", Third())
     wrong = SimpleNamespace(at=None)
 
     def spoil(out):
@@ -124,10 +124,10 @@ def test_graph_clock_falls_back_to_the_host_clock(monkeypatch):
 
 def test_a_failed_capture_on_one_rank_stops_all(monkeypatch):
     class Other(process_group.SingleProcess):
-        def first(self, text):
+        def first_message(self, text):
             return "rank 1: refused"
 
-    monkeypatch.setattr(process_group, "_here", Other())
+    monkeypatch.setattr(process_group, "_current", Other())
     with pytest.raises(windows.Uncapturable, match="rank 1: refused"):
         windows.on_all_ranks(lambda: "a window")
 

@@ -260,8 +260,8 @@ def test_a_gpu_that_grows_warm_shows_as_noise_and_favours_nobody(monkeypatch):
 
 def test_all_ranks_take_energy_together(monkeypatch):
     clock = Clock(monkeypatch)
-    two = SimpleNamespace(most=lambda value: value, total=lambda value: 2 * value)
-    monkeypatch.setattr(process_group, "_here", two)
+    two = SimpleNamespace(max=lambda value: value, sum=lambda value: 2 * value)
+    monkeypatch.setattr(process_group, "_current", two)
     assert metrics.joules(trial_of(clock, 10, 10))["baseline"] == pytest.approx(0.1, rel=0.01)
 
 

@@ -204,8 +204,8 @@ def test_what_was_taken_from_the_gpu_counts_from_the_first_call(monkeypatch):
 def test_the_rank_that_needs_most_counts(monkeypatch):
     bench = Bench(Allocator(monkeypatch))
     bench.workspace = 0
-    rank = SimpleNamespace(most=lambda value: max(value, 200.0), world=1)
-    monkeypatch.setattr(process_group, "_here", rank)
+    rank = SimpleNamespace(max=lambda value: max(value, 200.0), world=1)
+    monkeypatch.setattr(process_group, "_current", rank)
     assert memory.allocated(bench, (5, 40, 300)) == 345
     assert memory.allocated(bench, (0, 20, 100)) == 200
 
@@ -239,8 +239,8 @@ class Sending(Bench):
 def test_what_a_rank_still_holds_of_the_last_side_is_not_counted_as_there(monkeypatch):
     bench = Sending(Allocator(monkeypatch))
     bench.workspace = 0
-    rank = SimpleNamespace(most=lambda value: value, world=2, begin=bench.begin)
-    monkeypatch.setattr(process_group, "_here", rank)
+    rank = SimpleNamespace(max=lambda value: value, world=2, start_window=bench.begin)
+    monkeypatch.setattr(process_group, "_current", rank)
     monkeypatch.setattr(memory, "WATCHDOG", 0)
     assert memory.allocated(bench, (5, 40, 300)) == 345
     monkeypatch.setattr(rank, "world", 1)

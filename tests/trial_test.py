@@ -165,7 +165,7 @@ def test_a_process_keeps_no_more_than_its_share_of_a_gpu(
 
 @pytest.mark.parametrize(("still", "exhausted"), [(10, False), (30, True)])
 def test_a_rank_keeps_an_eighth_of_what_another_process_may(monkeypatch, still, exhausted):
-    ranks, gib = SimpleNamespace(world=2, most=lambda value: value), iter([10, still])
+    ranks, gib = SimpleNamespace(world=2, max=lambda value: value), iter([10, still])
     monkeypatch.setattr("pytest_aisp.worker.cache.current_group", lambda: ranks)
     monkeypatch.setattr("pytest_aisp.worker.cache.release", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(gib) << 30)

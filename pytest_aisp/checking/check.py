@@ -249,9 +249,9 @@ def _exact_probe(oracle: Reference, sides: Sequence[Side]) -> str:
         return "n/a: the page has a state"
     ranks = [_integers(values, rank) for rank, values in enumerate(bench.everyone(0))]
     expected = oracle.expected_of(pytree.clone(ranks))
-    if current_group().most(any(not _is_exact(value) for _, value in expected)):
+    if current_group().max(any(not _is_exact(value) for _, value in expected)):
         return "n/a: not exact on small integers"
-    if pair.spread and current_group().most(not _fits(oracle, expected)):
+    if pair.spread and current_group().max(not _fits(oracle, expected)):
         return "n/a: ranks round what they add"
     for side in sides:
         subject = BoundSide(side, [pytree.clone(ranks[current_group().rank])])

@@ -71,4 +71,4 @@ def _time(
                 start = now()
                 subject.run(0)
                 wait()
-                which.append(current_group().most(now() - start))
+                which.append(current_group().max(now() - start))

@@ -133,7 +133,7 @@ class Reference:
             return True
         held = pytree.state_tensors(self.bench.new_state()).values()
         needed = 8 * 2 * sum(t.numel() for t in held) * (3 * count + current_group().world)
-        return current_group().most(needed > free_bytes() / 2) == 0
+        return current_group().max(needed > free_bytes() / 2) == 0
 
     def learn(self, types: Iterable[tuple[str, torch.dtype]]) -> None:
         """Learn in which type the sides return what is not known yet."""

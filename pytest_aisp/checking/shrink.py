@@ -28,7 +28,7 @@ def smallest_failure(
         check: raises for a size at which a side is wrong.
     """
     if current_group().world > 1:
-        return _first_failure(current_group().shared(_drawn(strategies, task)), check)
+        return _first_failure(current_group().broadcast(_drawn(strategies, task)), check)
     failures: dict[str, Exception] = {}
 
     def fails(size: Size) -> bool:

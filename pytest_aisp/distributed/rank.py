@@ -78,7 +78,7 @@ def serve(address: str) -> None:
                     break
                 # Each launcher has drawn a seed of its own: values are those of rank 0's.
                 if isinstance(task, CaseTask):
-                    task = replace(task, seed=process_group.current_group().shared(task.seed))
+                    task = replace(task, seed=process_group.current_group().broadcast(task.seed))
                 replies.write(encoded(server.answer(task)))
     os._exit(0)  # whoever is left waiting in a collective is not waited for
 
@@ -104,7 +104,7 @@ def _join(rank: int, world: int, tell: Any) -> None:
         dist.init_process_group("cuda:nccl,cpu:gloo", device_id=device)
     else:
         dist.init_process_group("gloo")
-    process_group.join(Ranks(rank, world, tell))
+    process_group.set_current_group(Ranks(rank, world, tell))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from unittest import mock
 
 from ..checking.inputs import make_inputs, make_state
 from ..page.pair import Pair, Side, Size, side_name
-from ..util.process_group import SingleProcess, current_group, join
+from ..util.process_group import SingleProcess, current_group, set_current_group
 from . import cuda_cpp, tma
 from .fake_gpu import fake_gpu
 from .launch_config import Argument, Dims, check_arguments
@@ -125,14 +125,14 @@ def _fake_ranks(count: int) -> Iterator[None]:
     functions["get_world_size"] = lambda group=None: count
     handle = mock.MagicMock(get_buffer=buffer)
     try:
-        join(group)
+        set_current_group(group)
         with (
             mock.patch.multiple(dist, **functions),
             mock.patch.multiple(symmetric, empty=torch.empty, rendezvous=lambda *_: handle),
         ):
             yield
     finally:
-        join(before)
+        set_current_group(before)
 
 
 def _run(pair: Pair, side: Side, size: Size) -> None:

@@ -147,7 +147,7 @@ def _one_shot_refused(device: str) -> str | None:
         refused = None
     except Exception as error:  # a driver, a container or torch refuses, each in its own way
         refused = (str(error) or type(error).__name__).splitlines()[0]
-    return current_group().first(refused)
+    return current_group().first_message(refused)
 
 
 def _one_shot(nbytes: int, device: str) -> Collective:

@@ -38,10 +38,10 @@ class CpuPairTimer:
         self.keeping = InterferenceMonitor(bench.pair.owns)
         self._warmup = schedule.settle(
             [self._caller(s) for s in subjects],
-            lambda: current_group().most(self.keeping.grew()) > 0,
+            lambda: current_group().max(self.keeping.grew()) > 0,
             least=budget.warmup,
             seconds=1.0,
-            clock=lambda: current_group().most(time.perf_counter()),
+            clock=lambda: current_group().max(time.perf_counter()),
         )
         seconds = [min(self._caller(s)() for _ in range(3)) for s in subjects]
         window = max(budget.window or WINDOW, *seconds)
@@ -63,7 +63,7 @@ class CpuPairTimer:
             subject.restore()
             start = time.perf_counter()
             subject.run(0)
-            return current_group().most(time.perf_counter() - start)
+            return current_group().max(time.perf_counter() - start)
 
         return call
 
@@ -74,7 +74,7 @@ class CpuPairTimer:
     def disturbance(self) -> str | None:
         causes = [self.keeping.look(), self._waited_for_a_core()]
         self.keeping.begin()
-        return current_group().first(", ".join(filter(None, causes)) or None)
+        return current_group().first_message(", ".join(filter(None, causes)) or None)
 
     def _waited_for_a_core(self) -> str | None:
         waited, now = _waiting(), time.perf_counter()

@@ -86,7 +86,7 @@ def contradiction(read: Callable[[], Clocks]) -> str:
     """Return what contradicts the events each time that the clocks are read, or nothing."""
     found = ""
     for _ in range(ATTEMPTS):
-        found = current_group().first(read().contradiction() or None) or ""
+        found = current_group().first_message(read().contradiction() or None) or ""
         if not found:
             return ""
     return found

@@ -94,17 +94,17 @@ class CudaPairTimer:
                 start = time.perf_counter()
                 subject.run(next(turns) % slots)
                 torch.cuda.synchronize()
-                return current_group().most(time.perf_counter() - start)
+                return current_group().max(time.perf_counter() - start)
 
             return once
 
         grew = _growth()
         rounds = schedule.settle(
             [call(s) for s in self.subjects],
-            lambda: current_group().most(any([grew(), self.keeping.grew()])) > 0,
+            lambda: current_group().max(any([grew(), self.keeping.grew()])) > 0,
             least=self.budget.warmup,
             seconds=seconds,
-            clock=lambda: current_group().most(time.perf_counter()),
+            clock=lambda: current_group().max(time.perf_counter()),
         )
         for subject in self.subjects:
             subject.restore()
@@ -272,7 +272,7 @@ class CudaPairTimer:
         causes = [self.keeping.look() if self._counts else None, self.telemetry.disturbance()]
         if self._counts:
             self.keeping.begin()
-        return current_group().first(", ".join(filter(None, causes)) or None)
+        return current_group().first_message(", ".join(filter(None, causes)) or None)
 
     def details(self) -> dict[str, Any]:
         return {

@@ -116,14 +116,14 @@ def computes(name: str) -> bool:
 def launches(bench: InputPool, side: Side) -> float:
     """Return the kernels, copies and fills that a warm call launches; the most of any rank."""
     with _warm(bench, side) as run:
-        return current_group().most(sum(launched(run, 1).launches.values()))
+        return current_group().max(sum(launched(run, 1).launches.values()))
 
 
 def computing(bench: InputPool, side: Side) -> float:
     """Return the seconds of a warm call in which a kernel computes; the least of any rank."""
     with _warm(bench, side) as run:
         busy = launched(lambda: [run() for _ in range(COMPUTING)], COMPUTING, computes).busy
-        return -current_group().most(-busy)
+        return -current_group().max(-busy)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def let_go() -> None:
     torch.cuda.synchronize()
     if current_group().world > 1:
         time.sleep(WATCHDOG)
-        current_group().begin("cuda")
+        current_group().start_window("cuda")
         torch.cuda.synchronize()
 
 
@@ -44,7 +44,7 @@ def peak_bytes(subject: BoundSide) -> int:
     most = torch.cuda.max_memory_allocated()
     torch.cuda.synchronize()
     subject.restore()
-    return int(current_group().most(float(subject.held + most - before)))
+    return int(current_group().max(float(subject.held + most - before)))
 
 
 def allocated(bench: InputPool, side: Side) -> float:
@@ -53,7 +53,7 @@ def allocated(bench: InputPool, side: Side) -> float:
     Counted are outputs, temporaries, what preparing keeps, and what the first call has left for
     the second: an optimizer's moments. On several ranks, those of the rank that needs most.
     """
-    return current_group().most(_most(bench, side)[0])
+    return current_group().max(_most(bench, side)[0])
 
 
 def reserved(bench: InputPool, side: Side) -> float:
@@ -61,13 +61,13 @@ def reserved(bench: InputPool, side: Side) -> float:
 
     The state that it begins with is among them, the inputs are not.
     """
-    return current_group().most(_most(bench, side)[1])
+    return current_group().max(_most(bench, side)[1])
 
 
 def fragmentation(bench: InputPool, side: Side) -> float:
     """Return how many more bytes were taken from a GPU for `side` than it ever held."""
     held, taken = _most(bench, side)
-    return current_group().most(max(0.0, taken - held))
+    return current_group().max(max(0.0, taken - held))
 
 
 def _most(bench: InputPool, side: Side) -> tuple[float, float]:

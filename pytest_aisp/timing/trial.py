@@ -123,7 +123,7 @@ class Trial:
         start = time.perf_counter()
         subject.run(0)
         wait()
-        self.round_seconds = current_group().most(time.perf_counter() - start)
+        self.round_seconds = current_group().max(time.perf_counter() - start)
         subject.restore()
         outputs = subject.run(0)
         wait()  # a copy to the host may still be under way
@@ -248,7 +248,7 @@ class Trial:
         import torch
 
         l2 = torch.cuda.get_device_properties().L2_cache_size
-        free = current_group().least(torch.cuda.mem_get_info()[0])
+        free = current_group().min(torch.cuda.mem_get_info()[0])
         return self.bench.slots_for(self.output_bytes, l2, free)
 
     def _bout(

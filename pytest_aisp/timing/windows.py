@@ -58,7 +58,7 @@ class GraphWindow:
     def __call__(self) -> float:
         self._graph.replay()
         self.subject.restore()
-        current_group().begin("cuda")
+        current_group().start_window("cuda")
         self._start.record()
         self._graph.replay()
         self._end.record()
@@ -144,7 +144,7 @@ class HostWindow:
     def __call__(self) -> float:
         self.subject.restore()
         self._synchronize()
-        current_group().begin("cpu")
+        current_group().start_window("cpu")
         start = now_ns()
         self.subject.cycle(self.counted, self._extra)
         self._synchronize()
@@ -177,7 +177,7 @@ def on_all_ranks(make: Callable[[], T]) -> T:
         made.append(make())
     except Uncapturable as error:
         refused = str(error)
-    refused = current_group().first(refused)
+    refused = current_group().first_message(refused)
     if refused is not None:
         raise Uncapturable(refused)
     return made[0]

@@ -1,77 +1,81 @@
-"""The ranks that run a pair together: one when a page needs one device, `gpus` otherwise.
+"""The ranks that run a pair together: one process, or several that `torch.distributed` joined.
 
-Every rank runs the same engine on the same task. What they must not do is decide apart: a rank
-that makes one more call waits in a collective for ever. So whatever a decision rests on that a rank
-finds out by itself (times, free memory, a capture that fails) goes through `here()`, after which
-all ranks hold the same, and random choices are drawn from seeds that they share. Alone, `here()`
-returns what it is given.
+All ranks must reach the same decision: a rank that makes one more call waits in a collective
+forever. So every value that a rank finds out by itself and that a decision depends on (times, free
+memory, a failed capture) goes through `current_group()`, which returns the same on all ranks.
+Random choices come from seeds that the ranks share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from time import monotonic_ns
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
 
 
 class SingleProcess:
-    """One process by itself."""
+    """One process by itself, for which each method returns its argument."""
 
     rank, world = 0, 1
 
-    def most(self, value: float) -> float:
+    def max(self, value: float) -> float:
         """Return the largest `value` of all ranks."""
         return value
 
-    def least(self, value: int) -> int:
-        """Return the least `value` of all ranks."""
+    def min(self, value: int) -> int:
+        """Return the smallest `value` of all ranks."""
         return value
 
-    def total(self, value: float) -> float:
+    def sum(self, value: float) -> float:
         """Return the sum of all ranks' `value`."""
         return value
 
-    def first(self, text: str | None) -> str | None:
-        """Return the text of the first rank that has one, with its name, or None."""
+    def first_message(self, text: str | None) -> str | None:
+        """Return the text of the first rank that has one, with the rank's number, or None."""
         return text
 
-    def shared(self, value: Any) -> Any:
+    def broadcast(self, value: T) -> T:
         """Return the `value` of rank 0."""
         return value
 
-    def begin(self, device: str) -> None:
-        """Let all ranks begin a window together: the last thing before its start is stamped."""
+    def start_window(self, device: str) -> None:
+        """Wait until all ranks can start a window, as the last step before its start time."""
 
     def slowest(self, seconds: float) -> float:
         """Return the seconds of the window's slowest rank."""
         return seconds
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, object]:
         """Return facts of JSON types for the row."""
         return {}
 
 
 class Ranks(SingleProcess):
-    """`world` processes that `torch.distributed` has joined; this one is `rank`.
+    """`world` processes that `torch.distributed` joined; this one is `rank`.
 
-    What they agree on goes through a group of Gloo's, whatever the page's own collectives use.
+    They agree through a Gloo group of their own, whatever backend the page's collectives use.
 
     Args:
-        tell: is told the number of each agreement before this rank waits for it: the rank that is
-            not heard of again is the one that hangs.
+        tell: called with the number of each agreement before this rank waits for it. The rank with
+            the lowest number is the one that hangs.
     """
 
-    def __init__(self, rank: int, world: int, tell: Callable[[int], Any]) -> None:
+    def __init__(self, rank: int, world: int, tell: Callable[[int], object]) -> None:
         import torch.distributed as dist
 
         self.rank, self.world, self._tell = rank, world, tell
         self._group = dist.new_group(backend="gloo")
         self._agreements = 0
-        self._begun = 0
+        self._started_ns = 0
         self._skews: list[float] = []
-        self._flag: Any = None
+        self._flag: torch.Tensor | None = None
 
-    def _agree(self) -> None:
+    def _count_agreement(self) -> None:
         self._agreements += 1
         self._tell(self._agreements)
 
@@ -80,63 +84,62 @@ class Ranks(SingleProcess):
         import torch
         import torch.distributed as dist
 
-        self._agree()
+        self._count_agreement()
         mine = torch.tensor(values, dtype=torch.float64)
-        all_ = [torch.empty_like(mine) for _ in range(self.world)]
-        dist.all_gather(all_, mine, group=self._group)
-        return [one.tolist() for one in all_]
+        gathered = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(gathered, mine, group=self._group)
+        return [each.tolist() for each in gathered]
 
-    def most(self, value: float) -> float:
-        return max(one for (one,) in self._gather(value))
+    def max(self, value: float) -> float:
+        return max(each for (each,) in self._gather(value))
 
-    def total(self, value: float) -> float:
-        return sum(one for (one,) in self._gather(value))
+    def sum(self, value: float) -> float:
+        return sum(each for (each,) in self._gather(value))
 
-    def least(self, value: int) -> int:
-        return int(min(one for (one,) in self._gather(value)))
+    def min(self, value: int) -> int:
+        return int(min(each for (each,) in self._gather(value)))
 
-    def first(self, text: str | None) -> str | None:
-        has = [bool(one) for (one,) in self._gather(text is not None)]
-        if not any(has):
+    def first_message(self, text: str | None) -> str | None:
+        has_text = [bool(each) for (each,) in self._gather(text is not None)]
+        if not any(has_text):
             return None
-        source = has.index(True)
-        return f"rank {source}: {self._broadcast(text, source)}"
+        source = has_text.index(True)
+        return f"rank {source}: {self._broadcast_from(source, text)}"
 
-    def shared(self, value: Any) -> Any:
-        self._agree()
-        return self._broadcast(value, 0)
+    def broadcast(self, value: T) -> T:
+        self._count_agreement()
+        return self._broadcast_from(0, value)
 
-    def _broadcast(self, value: Any, source: int) -> Any:
+    def _broadcast_from(self, source: int, value: T) -> T:
         import torch.distributed as dist
 
-        said = [value]
-        dist.broadcast_object_list(said, src=source, group=self._group)
-        return said[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=source, group=self._group)
+        return values[0]
 
-    def begin(self, device: str) -> None:
+    def start_window(self, device: str) -> None:
         import torch
         import torch.distributed as dist
 
         if not device.startswith("cuda"):
             dist.barrier(group=self._group)
         else:
-            # On the stream, so that what was launched before runs on, and no GPU starts alone.
+            # On the stream: work launched before still runs, and no GPU starts alone.
             if self._flag is None:
                 self._flag = torch.zeros(1, device="cuda")
             dist.all_reduce(self._flag)
-        self._begun = monotonic_ns()
+        self._started_ns = monotonic_ns()
 
     def slowest(self, seconds: float) -> float:
-        found = self._gather(seconds, float(self._begun % 10**15))
-        begun = [at for _, at in found]
-        self._skews.append((max(begun) - min(begun)) * 1e-9)
-        return max(one for one, _ in found)
+        gathered = self._gather(seconds, float(self._started_ns % 10**15))
+        starts = [start for _, start in gathered]
+        self._skews.append((max(starts) - min(starts)) * 1e-9)
+        return max(each for each, _ in gathered)
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, object]:
         """Return the median and the largest seconds between the first and the last rank's start.
 
-        That is on the host, where a window is launched; on ranks of several machines, whose clocks
-        differ, it says nothing.
+        These are host times of the launch. Between machines they mean nothing: clocks differ.
         """
         if not self._skews:
             return {}
@@ -144,15 +147,15 @@ class Ranks(SingleProcess):
         return {"ranks": self.world, "launch_skew": [skews[len(skews) // 2], skews[-1]]}
 
 
-_here = SingleProcess()
+_current = SingleProcess()
 
 
 def current_group() -> SingleProcess:
     """Return the ranks that this process belongs to."""
-    return _here
+    return _current
 
 
-def join(ranks: SingleProcess) -> None:
-    """Make `ranks` those that this process belongs to."""
-    global _here
-    _here = ranks
+def set_current_group(ranks: SingleProcess) -> None:
+    """Make `ranks` the ranks that this process belongs to."""
+    global _current
+    _current = ranks

@@ -87,7 +87,7 @@ class Cache:
         def keeps_over(share: float) -> bool:
             release(device)
             most = share * torch.cuda.mem_get_info()[1]
-            return current_group().most(torch.cuda.memory_reserved() > most) > 0
+            return current_group().max(torch.cuda.memory_reserved() > most) > 0
 
         if keeps_over(KEPT if current_group().world == 1 else KEPT_BY_RANK):
             self.oracles.clear()

@@ -131,8 +131,8 @@ def _window(
     window()
     start = time.perf_counter()
     window()
-    lasts = max(current_group().most(time.perf_counter() - start), 1e-6)
-    steps = Steps(lambda: current_group().total(read()))
+    lasts = max(current_group().max(time.perf_counter() - start), 1e-6)
+    steps = Steps(lambda: current_group().sum(read()))
     ramp, rest = (math.ceil(seconds / lasts) for seconds in (RAMP, SECONDS))
     every = max(1, (ramp + rest) // 10)
     for turn in range(ramp + rest):
