@@ -1,4 +1,4 @@
-"""Threads that are at work after a call are told from idle ones, on a busy machine too."""
+"""Threads that still work after a call are told from idle ones, on a busy machine too."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from logging.handlers import QueueListener
 import pytest
 import torch
 
-from pytest_aisp.isolation import background_work
-from pytest_aisp.isolation.background_work import BackgroundWork
+from pytest_aisp.isolation import interference
+from pytest_aisp.isolation.interference import BackgroundWork
 
-BUSY = "while True: pass"
+BUSY_LOOP = "while True: pass"
+IN_C_CODE = (hashlib.pbkdf2_hmac, "sha256", b"", b"", 200_000)
+IN_LIBRARY_CODE = (textwrap.wrap, "words " * 200_000)
 
 
 @pytest.fixture(params=["free", "busy"], autouse=True)
 def machine(request):
-    """One core for this process, and two others that want it where the machine is busy."""
+    """Pin this process to one core, which two busy loops share on the busy machine."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     count = {"free": 0, "busy": 2}[request.param]
-    others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
+    others = [subprocess.Popen([sys.executable, "-c", BUSY_LOOP]) for _ in range(count)]
     yield
     os.sched_setaffinity(0, cores)
     for other in others:
@@ -42,19 +44,14 @@ def pool():
         yield pool
 
 
-def test_a_pool_at_work_in_c_code_is_found(pool):
+@pytest.mark.parametrize("work", [IN_C_CODE, IN_LIBRARY_CODE], ids=["c", "library"])
+def test_a_working_pool_is_found(pool, work):
     before = BackgroundWork.now()
-    pool.submit(hashlib.pbkdf2_hmac, "sha256", b"", b"", 200_000)
+    pool.submit(*work)
     assert "a thread at work after its call: ThreadPoolExecutor" in (before.left() or "")
 
 
-def test_a_pool_at_work_in_library_code_is_found(pool):
-    before = BackgroundWork.now()
-    pool.submit(textwrap.wrap, "words " * 200_000)
-    assert "a thread at work after its call: ThreadPoolExecutor" in (before.left() or "")
-
-
-def test_an_idle_pool_is_not_accused(pool):
+def test_an_idle_pool_is_accepted():
     for _ in range(5):
         before = BackgroundWork.now()
         with ThreadPoolExecutor(4) as fresh:
@@ -62,16 +59,16 @@ def test_an_idle_pool_is_not_accused(pool):
             assert before.left() is None
 
 
-def test_threads_of_torch_are_not_accused():
+def test_the_threads_of_torch_are_accepted():
     before = BackgroundWork.now()
     x = torch.ones(512, 512, requires_grad=True)
     (x @ x).sum().backward()  # OpenMP's and autograd's threads
     assert before.left() is None
 
 
-def test_a_thread_that_waits_for_its_time_is_not_accused():
+def test_a_thread_that_waits_for_a_time_is_accepted():
     before = BackgroundWork.now()
-    timer = threading.Timer(60, print)  # waits as the monitor of a tqdm bar does
+    timer = threading.Timer(60, print)  # waits like the monitor of a tqdm bar
     timer.start()
     try:
         assert before.left() is None
@@ -79,9 +76,9 @@ def test_a_thread_that_waits_for_its_time_is_not_accused():
         timer.cancel()
 
 
-def test_a_thread_that_waits_for_a_queue_is_not_accused():
+def test_a_thread_that_waits_for_a_queue_is_accepted():
     before = BackgroundWork.now()
-    listener = QueueListener(queue.Queue())  # waits as DataLoader's pinning thread does
+    listener = QueueListener(queue.Queue())  # waits like the pinning thread of DataLoader
     listener.start()
     try:
         assert before.left() is None
@@ -89,15 +86,15 @@ def test_a_thread_that_waits_for_a_queue_is_not_accused():
         listener.stop()
 
 
-def test_a_pool_that_waits_for_a_lock_for_a_moment_is_found(pool, monkeypatch):
+def test_a_working_pool_that_sleeps_for_a_moment_is_found(pool, monkeypatch):
     states = itertools.chain("S", itertools.repeat("R"))
-    monkeypatch.setattr(background_work, "_state", lambda folder: next(states))
+    monkeypatch.setattr(interference, "_state", lambda folder: next(states))
     before = BackgroundWork.now()
-    pool.submit(hashlib.pbkdf2_hmac, "sha256", b"", b"", 200_000)
+    pool.submit(*IN_C_CODE)
     assert before.left()
 
 
-def test_an_idle_thread_that_waits_for_a_core_is_not_accused(monkeypatch):
+def test_an_idle_thread_that_waits_for_a_core_is_accepted(monkeypatch):
     states = itertools.chain("R" * 8, itertools.repeat("S"))
-    monkeypatch.setattr(background_work, "_state", lambda folder: next(states))
-    test_a_thread_that_waits_for_a_queue_is_not_accused()
+    monkeypatch.setattr(interference, "_state", lambda folder: next(states))
+    test_a_thread_that_waits_for_a_queue_is_accepted()

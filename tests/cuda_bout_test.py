@@ -162,7 +162,7 @@ def test_what_python_does_in_a_window_is_counted_where_it_runs_there(
     gpu, monkeypatch, captures, bound, counted
 ):
     gpu.captures = captures
-    monkeypatch.setattr(interference, "swapped", lambda: None)
+    monkeypatch.setattr(interference, "swapped_kib", lambda: None)
     bout = bout_of(bench_of(bound=bound))
     bout.refresh(last=False)
     monkeypatch.setitem(sys.modules, "imported_by_a_test", ModuleType("imported_by_a_test"))

@@ -30,7 +30,7 @@ def quiet(monkeypatch):
     """A system on which nothing happens by itself; set `used` and `swap` to make it."""
     state = SimpleNamespace(used=USED, swap=0)
     monkeypatch.setattr(resource, "getrusage", lambda who: state.used)
-    monkeypatch.setattr(interference, "swapped", lambda: state.swap)
+    monkeypatch.setattr(interference, "swapped_kib", lambda: state.swap)
     return state
 
 
@@ -131,7 +131,7 @@ def test_where_nobody_says_what_is_swapped_nothing_is_said(quiet):
 def test_this_system_says_how_much_is_swapped():
     if not sys.platform.startswith("linux"):
         pytest.skip("needs /proc, which is Linux's")
-    assert isinstance(interference.swapped(), int)
+    assert isinstance(interference.swapped_kib(), int)
 
 
 def test_allocations_are_counted_and_disturb_nothing(quiet):

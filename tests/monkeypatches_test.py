@@ -48,7 +48,7 @@ def test_a_side_that_replaces_our_function_is_refused_and_the_function_named(own
 
     name = f"{genuine.__module__}.{genuine.__qualname__}"
     with (
-        pytest.raises(SideError, match=rf"^doubled replaced {re.escape(name)}: its times"),
+        pytest.raises(SideError, match=rf"^doubled replaced {re.escape(name)}; its times"),
         monkeypatches.watching("doubled"),
     ):
         setattr(owner, genuine.__name__, replacement)
@@ -72,4 +72,4 @@ def test_every_function_of_a_watched_module_is_remembered(module):
         for name, value in vars(importlib.import_module(module)).items()
         if callable(value) and getattr(value, "__module__", None) == module
     }
-    assert functions <= monkeypatches._genuine.keys()
+    assert functions <= monkeypatches._originals.keys()

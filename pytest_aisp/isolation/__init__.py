@@ -1,1 +1,1 @@
-"""What a side may do beside its work: switches, leftovers, replaced functions, imports."""
+"""Detects what a side changes outside its own work: settings, threads, functions, imports."""

@@ -1,6 +1,6 @@
-"""Global switches that change results or times of whatever runs next: torch's and the process's.
+"""Global settings of torch and the process that change results or times of whatever runs next.
 
-`flags` reads them all, `restore` puts back those that have moved.
+`snapshot` reads them all, `restore` puts back those that have changed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
 
 ENVIRONMENT = "environment variables"
 PERSISTING_L2 = "the GPU's bytes of persisting L2"
@@ -26,47 +32,56 @@ OWNED = {
     "gc": ("Python's garbage collection",),
     "l2_persistence": (PERSISTING_L2,),
 }
-"""The switches that a page may leave as it likes, by what it says in ``owns=``."""
+"""The settings that a page may change for good, by the word in its ``owns=``."""
 MIXED = "mixed"
-"""What is read where torch refuses to say: it was set by both of its interfaces."""
+"""The matmul precision where torch refuses to read it: both of its interfaces have set it."""
 
-Switch = tuple[Callable[[], Any], Callable[[Any], None]]
-
-# Read by the libraries below us whenever something starts or is loaded.
-_READ = (
+# Variables that the libraries below us read whenever something starts or is loaded.
+_WATCHED = (
     *("CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_", "OMP_", "GOMP_", "KMP_", "MKL_"),
     *("OPENBLAS_", "PYTORCH_", "TORCH_", "MALLOC_", "LD_", "PYTHON"),
 )
-# What torch and Inductor set for themselves.
-_THEIRS = (
+# Variables that torch and Inductor set themselves.
+_SET_BY_TORCH = (
     *("CUDA_MODULE_LOADING", "CUDA_HOME", "CUBLAS_WORKSPACE_CONFIG", "KMP_DUPLICATE_LIB_OK"),
     "TORCH_WARM_POOL",
 )
 
 
-def flags() -> dict[str, Any]:
-    """Return the switches as they are."""
-    return {what: read() for what, (read, _) in _switches().items()}
+@dataclass(frozen=True)
+class Setting(Generic[T]):
+    """How one global setting is read and written."""
+
+    read: Callable[[], T]
+    write: Callable[[T], object]
 
 
-def restore(before: Mapping[str, Any]) -> None:
-    """Put every switch that has moved back to where `flags` found it."""
-    for what, (read, write) in _switches().items():
-        # What is new was not there to be moved: CUDA has been initialised meanwhile.
-        if what in before and read() != before[what]:
-            with suppress(OSError):  # a higher priority is root's to give back
-                write(before[what])
+Settings = dict[str, Setting[Any]]
 
 
-def _switches() -> dict[str, Switch]:
-    """Return how each switch is read and set; what sets others too comes before them."""
-    torchs = {**_modes(), **_precision(), **_behaviour(), **_hooks()}
-    named = {f"torch's {what}": switch for what, switch in torchs.items()}
-    return {**named, **_l2(), **_process()}
+def snapshot() -> dict[str, object]:
+    """Return the value of every setting by name."""
+    return {name: setting.read() for name, setting in _settings().items()}
 
 
-def _l2() -> dict[str, Switch]:
-    """Return the share of the L2 that is set aside for persisting data, where there is a GPU."""
+def restore(before: Mapping[str, object]) -> None:
+    """Put every setting that has changed back to its value in `before`."""
+    for name, setting in _settings().items():
+        # A setting that is missing in `before` is new: CUDA was initialized meanwhile.
+        if name in before and setting.read() != before[name]:
+            with suppress(OSError):  # only root may lower a priority value
+                setting.write(before[name])
+
+
+def _settings() -> Settings:
+    """Return every setting. A setting whose writing changes others comes before them."""
+    torch_settings = {**_modes(), **_precision(), **_behavior(), **_hooks()}
+    named = {f"torch's {name}": setting for name, setting in torch_settings.items()}
+    return {**named, **_persisting_l2(), **_process()}
+
+
+def _persisting_l2() -> Settings:
+    """Return the share of the L2 that is set aside for persisting data, if there is a GPU."""
     import torch
 
     if not torch.cuda.is_initialized():
@@ -83,37 +98,40 @@ def _l2() -> dict[str, Switch]:
         runtime.cudaDeviceSetLimit(limit, value)
         runtime.cudaCtxResetPersistingL2Cache()
 
-    return {PERSISTING_L2: (read, write)}
+    return {PERSISTING_L2: Setting(read, write)}
 
 
-def _modes() -> dict[str, Switch]:
-    """Return the stacks of active modes, which see every operation: they come off first."""
-    import torch
+def _modes() -> Settings:
+    """Return the depths of the stacks of active modes. Modes see every operation."""
+    from torch import _C
 
-    stacks = torch._C
+    def unwind(depth: Callable[[], int], pop: Callable[[], object]) -> Setting[int]:
+        def write(wanted: int) -> None:
+            while depth() > wanted:
+                pop()
+
+        return Setting(depth, write)
+
     return {
-        "modes": _stack(stacks._len_torch_function_stack, stacks._pop_torch_function_stack),
-        "dispatch modes": _stack(
-            stacks._len_torch_dispatch_stack, lambda: stacks._pop_torch_dispatch_stack(None)
+        "modes": unwind(_C._len_torch_function_stack, _C._pop_torch_function_stack),
+        "dispatch modes": unwind(
+            _C._len_torch_dispatch_stack, lambda: _C._pop_torch_dispatch_stack(None)
         ),
     }
 
 
-def _precision() -> dict[str, Switch]:
+def _precision() -> Settings:
     import torch
 
     backends = torch.backends
     matmul, cudnn = backends.cuda.matmul, backends.cudnn
-    found: dict[str, Switch] = {
-        "float32 matmul precision": (
-            _or_mixed(torch.get_float32_matmul_precision),
-            torch.set_float32_matmul_precision,
-        ),
+    settings: Settings = {
+        "float32 matmul precision": Setting(_matmul_precision, torch.set_float32_matmul_precision),
         "cudnn.allow_tf32": _attribute(cudnn, "allow_tf32"),
         "reduced-precision bf16 sums": _attribute(matmul, "allow_bf16_reduced_precision_reduction"),
         "reduced-precision fp16 sums": _attribute(matmul, "allow_fp16_reduced_precision_reduction"),
-        "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-        "flush denormals": (_flushes_denormals, lambda on: _none(torch.set_flush_denormal(on))),
+        "default dtype": Setting(torch.get_default_dtype, torch.set_default_dtype),
+        "flush denormals": Setting(_flushes_denormals, torch.set_flush_denormal),
         "autocast on cuda": _autocast("cuda"),
         "autocast on cpu": _autocast("cpu"),
     }
@@ -121,11 +139,20 @@ def _precision() -> dict[str, Switch]:
         for kind in ("matmul", "conv", "rnn"):
             owner = getattr(getattr(backends, library), kind, None)
             if hasattr(owner, "fp32_precision"):
-                found[f"{library}.{kind}.fp32_precision"] = _attribute(owner, "fp32_precision")
-    return found
+                settings[f"{library}.{kind}.fp32_precision"] = _attribute(owner, "fp32_precision")
+    return settings
 
 
-def _behaviour() -> dict[str, Switch]:
+def _matmul_precision() -> str:
+    import torch
+
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return MIXED
+
+
+def _behavior() -> Settings:
     import torch
 
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
@@ -133,26 +160,24 @@ def _behaviour() -> dict[str, Switch]:
         "cudnn.enabled": _attribute(cudnn, "enabled"),
         "cudnn.benchmark": _attribute(cudnn, "benchmark"),
         "cudnn.deterministic": _attribute(cudnn, "deterministic"),
-        "flash attention": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
-        "memory-efficient attention": (
-            cuda.mem_efficient_sdp_enabled,
-            cuda.enable_mem_efficient_sdp,
+        "flash attention": Setting(cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+        "memory-efficient attention": Setting(
+            cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp
         ),
-        "plain attention": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
-        "cudnn attention": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-        "default device": (torch.get_default_device, _set_default_device),
-        "grad mode": (torch.is_grad_enabled, lambda on: _none(torch.set_grad_enabled(on))),
-        "anomaly detection": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
-        "deterministic algorithms": (
-            torch.are_deterministic_algorithms_enabled,
-            torch.use_deterministic_algorithms,
+        "plain attention": Setting(cuda.math_sdp_enabled, cuda.enable_math_sdp),
+        "cudnn attention": Setting(cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+        "default device": Setting(torch.get_default_device, _set_default_device),
+        "grad mode": Setting(torch.is_grad_enabled, torch.set_grad_enabled),
+        "anomaly detection": Setting(torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+        "deterministic algorithms": Setting(
+            torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
         ),
-        "threads": (torch.get_num_threads, torch.set_num_threads),
+        "threads": Setting(torch.get_num_threads, torch.set_num_threads),
     }
 
 
-def _hooks() -> dict[str, Switch]:
-    """Return the hooks that run with every module of everybody."""
+def _hooks() -> Settings:
+    """Return the number of hooks in each table of hooks that run with every module."""
     from torch.nn.modules import module
 
     names = [name for name in vars(module) if name.startswith("_global") and "hooks" in name]
@@ -163,63 +188,39 @@ def _hooks() -> dict[str, Switch]:
             while len(table) > count:
                 table.popitem()
 
-    return {"module hooks": (lambda: [len(table) for table in tables], trim)}
+    return {"module hooks": Setting(lambda: [len(table) for table in tables], trim)}
 
 
-def _process() -> dict[str, Switch]:
-    found: dict[str, Switch] = {
-        "Python's garbage collection": (
-            lambda: (gc.isenabled(), gc.get_threshold()),
-            _set_collection,
+def _process() -> Settings:
+    settings: Settings = {
+        "Python's garbage collection": Setting(
+            lambda: (gc.isenabled(), gc.get_threshold()), _set_collection
         ),
-        "Python's switch interval": (sys.getswitchinterval, sys.setswitchinterval),
-        "the process's priority": (
+        "Python's switch interval": Setting(sys.getswitchinterval, sys.setswitchinterval),
+        "the process's priority": Setting(
             lambda: os.getpriority(os.PRIO_PROCESS, 0),
             lambda priority: os.setpriority(os.PRIO_PROCESS, 0, priority),
         ),
-        ENVIRONMENT: (_environment, _set_environment),
+        ENVIRONMENT: Setting(_environment, _set_environment),
     }
     if hasattr(os, "sched_getaffinity"):
-        found["the CPU affinity"] = (
-            lambda: os.sched_getaffinity(0),
-            lambda cores: os.sched_setaffinity(0, cores),
+        settings["the CPU affinity"] = Setting(
+            lambda: os.sched_getaffinity(0), lambda cores: os.sched_setaffinity(0, cores)
         )
-    return found
+    return settings
 
 
-def _stack(depth: Callable[[], int], pop: Callable[[], Any]) -> Switch:
-    def unwind(to: int) -> None:
-        while depth() > to:
-            pop()
-
-    return depth, unwind
+def _attribute(owner: object, name: str) -> Setting[object]:
+    return Setting(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
 
 
-def _or_mixed(read: Callable[[], str]) -> Callable[[], str]:
-    def asked() -> str:
-        try:
-            return read()
-        except RuntimeError:
-            return MIXED
-
-    return asked
-
-
-def _attribute(owner: Any, name: str) -> Switch:
-    return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
-
-
-def _autocast(device: str) -> Switch:
+def _autocast(device: str) -> Setting[bool]:
     import torch
 
-    return (
+    return Setting(
         lambda: torch.is_autocast_enabled(device),
         lambda on: torch.set_autocast_enabled(device, on),
     )
-
-
-def _none(_: object) -> None:
-    """Drop what a setter returns."""
 
 
 def _flushes_denormals() -> bool:
@@ -228,20 +229,25 @@ def _flushes_denormals() -> bool:
     return float(torch.tensor(1e-310, dtype=torch.float64, device="cpu") * 1.0) == 0.0
 
 
-def _set_default_device(device: Any) -> None:
+def _set_default_device(device: torch.device) -> None:
     import torch
 
-    # Set to a device, even to the CPU, it stays active as a mode and slows every call.
+    # A default device that was set, even to the CPU, stays active as a mode and slows every call.
     torch.set_default_device(None if str(device) == "cpu" else device)
 
 
 def _set_collection(state: tuple[bool, tuple[int, int, int]]) -> None:
-    (gc.enable if state[0] else gc.disable)()
-    gc.set_threshold(*state[1])
+    enabled, thresholds = state
+    if enabled:
+        gc.enable()
+    else:
+        gc.disable()
+    gc.set_threshold(*thresholds)
 
 
 def _environment() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if k.startswith(_READ) and k not in _THEIRS}
+    variables = os.environ.items()
+    return {k: v for k, v in variables if k.startswith(_WATCHED) and k not in _SET_BY_TORCH}
 
 
 def _set_environment(before: Mapping[str, str]) -> None:

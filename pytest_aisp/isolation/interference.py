@@ -1,30 +1,158 @@
-"""What a process does beside a side's work while that is timed: imports, compiling, page faults.
+"""Work besides a side's own: threads and processes it leaves, imports, compilation, page faults.
 
-Read between blocks, never inside of a window, and only on clocks on which a side's Python runs in
-its windows. A window in which a module was imported or something compiled is measured again: that
-belongs to the top of the page or to warming, and who does it at every call is never timed.
+`BackgroundWork` finds what still runs when a side has returned.
+
+`InterferenceMonitor` counts events between blocks, never inside a window, and only on clocks on
+which a side's Python runs in its windows. A window in which a module was imported or something was
+compiled is measured again: that work belongs at the top of the page or in the warmup.
 """
 
 from __future__ import annotations
 
+import glob
 import resource
+import signal
 import sys
+import threading
+import time
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
+from ..page.sources import libraries
 from .protections import enabled
 
-CLOCKS = ("host", "cpu", "queue")
-"""Clocks on which a side's Python runs in its windows; a graph's replay runs none of it."""
-FAULTS = "page_faults"
-"""What a page says in ``owns=`` that means to read mapped files inside its windows."""
-GRAPHS = ("fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass")
-"""Inductor's counters of graphs; each one that it compiles or finds compiled is in one of them."""
+POLL_SECONDS, IDLE_POLLS = 1e-3, 4
+"""A thread in a library's code is idle after this many polls in which it slept."""
+BUSY_NS = 4_000_000
+"""A thread is busy once it has used this much CPU time. Shutting down takes less."""
+POLL_TIMEOUT = 2.0
+"""Seconds after which a thread that never slept counts as busy, even if it hardly gets a core."""
+_TIMERS = ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF")
+_PYTHON_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
-_kernels = [0]
-"""How many kernels Triton has compiled in this process, or loaded from its cache."""
+CLOCKS = ("host", "cpu", "queue")
+"""Clocks on which a side's Python runs in its windows. The replay of a graph runs none."""
+FAULTS = "page_faults"
+"""The word in ``owns=`` of a page that reads mapped files inside its windows on purpose."""
+_GRAPH_COUNTERS = ("fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass")
+"""Inductor counts each graph that it compiles or loads in one of these."""
+_COMPILING = {"frames": "Dynamo frame", "graphs": "Inductor graph", "kernels": "Triton kernel"}
+_EVENTS = (*_COMPILING, "graph_breaks", "allocations", "major_faults", "minor_faults")
+_triton_kernels = [0]
+"""How many kernels Triton has compiled in this process or loaded from its cache."""
+
+
+@dataclass(frozen=True)
+class BackgroundWork:
+    """The threads, child processes and signal timers that ran at one moment."""
+
+    threads: frozenset[threading.Thread]
+    children: frozenset[int]
+    timers: frozenset[str]
+
+    @classmethod
+    def now(cls) -> BackgroundWork:
+        """Return what runs now."""
+        threads = frozenset(threading.enumerate())
+        return cls(threads, frozenset(_children()), frozenset(_timers()))
+
+    def left(self) -> str | None:
+        """Describe something that was started since and still works, or return None."""
+        for thread in threading.enumerate():
+            if thread not in self.threads and _is_busy(thread):
+                return f"a thread at work after its call: {thread.name}"
+        for pid in _children():
+            if pid not in self.children and not _ended(pid) and not _of_a_library(pid):
+                return f"a process at work after its call: {pid}"
+        for timer in _timers():
+            if timer not in self.timers:
+                return f"a timer running after its call: signal.{timer}"
+        return None
+
+
+def _is_busy(thread: threading.Thread) -> bool:
+    """Return whether `thread` runs a page's code or uses CPU time in a library's code.
+
+    Idle pools of torch and Python have only library code on their stacks and use no CPU time. The
+    scheduler's state alone would mislead on a busy machine: an idle thread may wait for a core
+    before it can sleep, and a busy one may sleep until it gets Python's lock.
+    """
+    started = _cpu_ns(thread.native_id)
+    deadline = time.monotonic() + POLL_TIMEOUT
+    idle = 0
+    while time.monotonic() < deadline:
+        if _in_a_page(sys._current_frames().get(thread.ident or 0)):
+            return True
+        before = _cpu_ns(thread.native_id)
+        time.sleep(POLL_SECONDS)  # releases Python's lock, so that a waiting thread can go on
+        used = _cpu_ns(thread.native_id)
+        if used - started > BUSY_NS:
+            return True
+        idle += used == before and _state(f"/proc/self/task/{thread.native_id}") != "R"
+        if idle == IDLE_POLLS:
+            return False
+    return True
+
+
+def _cpu_ns(thread: int | None) -> int:
+    """Return the CPU time of a thread by its native id, 0 if it has ended."""
+    if thread is None:
+        return 0
+    try:
+        return time.clock_gettime_ns(~thread << 3 | 6)  # CPUCLOCK_PERTHREAD | CPUCLOCK_SCHED
+    except OSError:
+        return 0
+
+
+def _in_a_page(frame: types.FrameType | None) -> bool:
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(libraries()) and not file.startswith("<"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _children() -> Iterator[int]:
+    """Yield the ids of this process's children; none where there is no /proc."""
+    for path in glob.glob("/proc/self/task/*/children"):
+        with suppress(OSError), open(path) as file:
+            yield from map(int, file.read().split())
+
+
+def _of_a_library(pid: int) -> bool:
+    """Return whether a library started the process for itself, as Inductor does its compilers."""
+    try:
+        with open(f"/proc/{pid}/cmdline") as file:
+            arguments = file.read().split("\0")[1:]
+    except OSError:
+        return True
+    return any(
+        argument.startswith(libraries()) or any(name in argument for name in _PYTHON_HELPERS)
+        for argument in arguments
+    )
+
+
+def _ended(pid: int) -> bool:
+    return _state(f"/proc/{pid}") in ("", "X", "Z")
+
+
+def _state(folder: str) -> str:
+    """Return the letter of a process's or thread's state, empty if it has none."""
+    try:
+        with open(f"{folder}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def _timers() -> Iterator[str]:
+    for name in _TIMERS:
+        if hasattr(signal, name) and signal.getitimer(getattr(signal, name))[0]:
+            yield name
 
 
 @dataclass(frozen=True)
@@ -32,22 +160,22 @@ class Counts:
     """What was counted at one moment.
 
     Attributes:
-        modules: a copy of `sys.modules`: who imports a module again has another one.
-        counted: events by name, all of which only grow.
-        swapped: KiB of this process that are swapped out; None where the system does not say.
+        modules: a copy of `sys.modules`. A module that is imported again is another object.
+        events: events by name. These only grow.
+        swapped: KiB of this process that are swapped out, None where the system does not say.
     """
 
-    modules: Mapping[str, Any]
-    counted: Mapping[str, int]
+    modules: Mapping[str, object]
+    events: Mapping[str, int]
     swapped: int | None
 
 
 class InterferenceMonitor:
-    """Count what goes on between `begin` and `look`, block after block.
+    """Count events between `begin` and `look`, block after block.
 
     Args:
-        owns: what the page varies itself; with ``page_faults`` they are counted, and no fault.
-        allocations: how often memory was asked of the device so far.
+        owns: what the page varies itself. With ``page_faults`` they are counted but no fault.
+        allocations: returns how often memory was allocated on the device so far.
     """
 
     def __init__(
@@ -58,103 +186,95 @@ class InterferenceMonitor:
         self.begin()
 
     def begin(self) -> None:
-        """Count from here on."""
-        _listen()
+        """Count from now on."""
+        _listen_to_triton()
         self._before = self._now()
 
     def look(self) -> str | None:
-        """Add what went on since `begin`, and name what of it disturbs a block, or None."""
+        """Count the events since `begin`; describe those that disturb a block, or return None."""
         now, before = self._now(), self._before
         imported = _imported(before.modules, now.modules)
-        events = Counter({k: n - before.counted[k] for k, n in now.counted.items()})
-        grown = max(0, (now.swapped or 0) - (before.swapped or 0))
-        self._totals.update({"imports": len(imported), **events, "swapped_kib": grown})
-        return ", ".join(self._causes(imported, events, grown)) or None
+        events = Counter({name: n - before.events[name] for name, n in now.events.items()})
+        swapped = max(0, (now.swapped or 0) - (before.swapped or 0))
+        self._totals.update({"imports": len(imported), **events, "swapped_kib": swapped})
+        return ", ".join(self._causes(imported, events, swapped)) or None
 
     def grew(self) -> bool:
-        """Return whether anything was imported or compiled since `begin`, and begin anew."""
+        """Return whether anything was imported or compiled since `begin`, and begin again."""
         before, self._before = self._before, self._now()
-        same = all(before.counted[k] == self._before.counted[k] for k in _COMPILING)
-        return bool(_imported(before.modules, self._before.modules)) or not same
+        compiled = any(before.events[name] != self._before.events[name] for name in _COMPILING)
+        return compiled or bool(_imported(before.modules, self._before.modules))
 
     def counts(self) -> dict[str, int]:
-        """Return what went on in all blocks together, the discarded one and dropped ones too."""
+        """Return the events of all blocks together, dropped blocks included."""
         unknown = self._before.swapped is None
         names = ("imports", *_EVENTS, *(() if unknown else ("swapped_kib",)))
         return {name: self._totals[name] for name in names}
 
     def _now(self) -> Counts:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        counted = {**_dynamo(), "kernels": _kernels[0], "allocations": self._allocations()}
-        counted |= {"major_faults": used.ru_majflt, "minor_faults": used.ru_minflt}
-        return Counts(dict(sys.modules), counted, swapped())
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        events = {**_dynamo(), "kernels": _triton_kernels[0], "allocations": self._allocations()}
+        events |= {"major_faults": usage.ru_majflt, "minor_faults": usage.ru_minflt}
+        return Counts(dict(sys.modules), events, swapped_kib())
 
     def _causes(
-        self, imported: Sequence[str], events: Mapping[str, int], grown: int
+        self, imported: Sequence[str], events: Mapping[str, int], swapped: int
     ) -> Iterator[str]:
         if imported and enabled("no-imports"):
             more = f" and {len(imported) - 1} more" if len(imported) > 1 else ""
             yield f"{imported[0]}{more} imported inside a timed window (import at the page's top)"
         compiled = [_count(events[k], word) for k, word in _COMPILING.items() if events[k]]
         if compiled and enabled("no-compiling"):
-            what = " and ".join(compiled)
-            yield f"{what} compiled inside a timed window (only fresh processes time that)"
+            names = " and ".join(compiled)
+            yield f"{names} compiled inside a timed window (only fresh processes time that)"
         if events["major_faults"] and FAULTS not in self._owns:
             yield f"{_count(events['major_faults'], 'page')} read from disk inside a timed window"
-        if grown:
-            yield f"{grown} KiB of this process swapped out inside a timed window"
+        if swapped:
+            yield f"{swapped} KiB of this process swapped out inside a timed window"
 
 
-_COMPILING = {
-    "frames": "Dynamo frame",
-    "graphs": "Inductor graph",
-    "kernels": "Triton kernel",
-}
-_EVENTS = (*_COMPILING, "graph_breaks", "allocations", "major_faults", "minor_faults")
-
-
-def swapped() -> int | None:
-    """Return how many KiB of this process are swapped out, or None where nobody says."""
+def swapped_kib() -> int | None:
+    """Return how many KiB of this process are swapped out, None where the system does not say."""
     try:
         with open("/proc/self/status") as lines:
-            said = next((ln for ln in lines if ln.startswith("VmSwap:")), None)
+            line = next((line for line in lines if line.startswith("VmSwap:")), None)
     except OSError:
         return None
-    return None if said is None else int(said.split()[1])
+    return None if line is None else int(line.split()[1])
 
 
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" + "s" * (number > 1)
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number > 1)
 
 
-def _imported(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _imported(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     return [name for name, module in now.items() if before.get(name) is not module]
 
 
 def _dynamo() -> dict[str, int]:
-    """Return what Dynamo and Inductor have counted; nothing where they were never imported."""
+    """Return the counters of Dynamo and Inductor, zeros if they were never imported."""
     utils = sys.modules.get("torch._dynamo.utils")
     counters: Mapping[str, Mapping[str, int]] = getattr(utils, "counters", {})
     inductor = counters.get("inductor", {})
     return {
         "frames": counters.get("frames", {}).get("total", 0),
-        "graphs": sum(inductor.get(name, 0) for name in GRAPHS),
+        "graphs": sum(inductor.get(name, 0) for name in _GRAPH_COUNTERS),
         "graph_breaks": sum(counters.get("graph_break", {}).values()),
     }
 
 
-def _listen() -> None:
-    """Have Triton tell of each kernel that it compiles, and whoever listened before as well."""
+def _listen_to_triton() -> None:
+    """Count each kernel that Triton compiles. A listener that was set before is still called."""
     triton = sys.modules.get("triton")
     compilation = getattr(getattr(triton, "knobs", None), "compilation", None)
     before = getattr(compilation, "listener", None)
     if compilation is None or getattr(before, "counts_for_aisp", False):
         return
 
-    def told(**facts: Any) -> None:
-        _kernels[0] += 1
+    def count(**facts: object) -> None:
+        _triton_kernels[0] += 1
         if before is not None:
             before(**facts)
 
-    told.counts_for_aisp = True  # type: ignore[attr-defined]
-    compilation.listener = told
+    count.counts_for_aisp = True  # type: ignore[attr-defined]
+    compilation.listener = count

@@ -1,6 +1,7 @@
 """What a page must not replace: clocks, waits, arithmetic, and the functions of this package.
 
-They are remembered once, before a page is loaded, and compared by identity.
+`remember` takes them once, before a page is loaded; `replaced` compares them by identity.
+`watching` refuses a side that replaces one, or that leaves anything else behind.
 """
 
 from __future__ import annotations
@@ -16,17 +17,21 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import ModuleType
 
 from ..page.pair import SideError
-from .background_work import BackgroundWork
-from .global_state import ENVIRONMENT, OWNED, flags, restore
+from .global_state import ENVIRONMENT, OWNED, restore, snapshot
+from .interference import BackgroundWork
 from .protections import enabled
 
+now_ns = time.perf_counter_ns
+now = time.perf_counter
+"""The clocks that are read. A page can replace those in `time`, not these."""
+
 WATCHED = ("checking", "isolation", "results", "timing", "util", "worker")
-"""Our packages whose functions and methods are watched, every module of them but these."""
+"""Our packages whose functions and methods are watched, in every module but these."""
 NOT_WATCHED = ("worker.__main__", "worker.client")
-"""A program, and the end of the pipe that no side shares a process with."""
+"""A program, and the client in pytest's process, where no side runs."""
 TORCH = (
     *("cat", "empty", "empty_like", "equal", "full_like", "randint", "segment_reduce", "tensor"),
     *("where", "zeros_like", "linalg.vector_norm", "cuda.synchronize", "cuda.Event"),
@@ -34,33 +39,36 @@ TORCH = (
     *("cuda.CUDAGraph", "cuda.CUDAGraph.replay", "cuda.CUDAGraph.raw_cuda_graph"),
     *("cuda.Stream", "cuda.current_stream"),
 )
+COVERAGE_VARIABLES = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE")
+"""The variables with which coverage and pytest-cov start in every new process."""
 
-_Place = tuple[Any, str]
-_genuine: dict[str, tuple[_Place, Any]] = {}
+_Attribute = tuple[object, str]
+_originals: dict[str, tuple[_Attribute, object]] = {}
 
 
 def remember() -> None:
-    """Take everything as it is now. Called once, before a page loads."""
-    if not _genuine:
+    """Remember every watched function as it is now. Called before a page is loaded."""
+    if not _originals:
         for name in watched_modules():
             importlib.import_module(name)
-        _genuine.update({what: (place, _at(place)) for what, place in _places()})
+        _originals.update({name: (place, _value(place)) for name, place in _attributes()})
 
 
 def replaced() -> str | None:
-    """Return the name of something that is not what was remembered, or None."""
-    return next((what for what, (at, found) in _genuine.items() if _at(at) is not found), None)
+    """Return the name of a watched function that was replaced, or None."""
+    changed = (name for name, (place, old) in _originals.items() if _value(place) is not old)
+    return next(changed, None)
 
 
 def put_back() -> None:
-    """Put everything back that was replaced."""
-    for place, found in _genuine.values():
-        if _at(place) is not found:
-            setattr(*place, found)
+    """Put back everything that was replaced."""
+    for place, original in _originals.values():
+        if _value(place) is not original:
+            setattr(*place, original)
 
 
 def watched_modules() -> list[str]:
-    """Return the names of our modules that a page must leave alone, as they are on the disk."""
+    """Return the names of our modules on disk that a page must not change."""
     package = __name__.partition(".")[0]
     return [
         f"{package}.{name}.{module.name}"
@@ -70,12 +78,12 @@ def watched_modules() -> list[str]:
     ]
 
 
-def _at(place: _Place) -> Any:
+def _value(place: _Attribute) -> object:
     return getattr(*place, None)
 
 
-def _places() -> Iterator[tuple[str, _Place]]:
-    """Yield everything that is watched, by name, with the object that holds it."""
+def _attributes() -> Iterator[tuple[str, _Attribute]]:
+    """Yield every watched attribute by name, with the object that holds it."""
     import torch
 
     for module in (time, math, statistics):
@@ -85,7 +93,7 @@ def _places() -> Iterator[tuple[str, _Place]]:
             yield name, (builtins, name)
     for name in TORCH:
         *path, last = name.split(".")
-        owner: Any = torch
+        owner: object = torch
         for step in path:
             owner = getattr(owner, step)
         yield f"torch.{name}", (owner, last)
@@ -95,7 +103,7 @@ def _places() -> Iterator[tuple[str, _Place]]:
         yield from _functions(sys.modules[name])
 
 
-def _functions(module: Any) -> Iterator[tuple[str, _Place]]:
+def _functions(module: ModuleType) -> Iterator[tuple[str, _Attribute]]:
     for name, value in vars(module).items():
         if callable(value):
             yield f"{module.__name__}.{name}", (module, name)
@@ -103,104 +111,93 @@ def _functions(module: Any) -> Iterator[tuple[str, _Place]]:
             yield from _methods(f"{module.__name__}.{name}", value)
 
 
-def _methods(prefix: str, kind: type) -> Iterator[tuple[str, _Place]]:
+def _methods(prefix: str, kind: type) -> Iterator[tuple[str, _Attribute]]:
     for name in dir(kind):
         method = getattr(kind, name, None)
-        # What is made anew at each access, as class methods are, cannot be compared.
+        # Class methods are made anew at each access, so they cannot be compared.
         if callable(method) and not name.startswith("__") and method is getattr(kind, name):
             yield f"{prefix}.{name}", (kind, name)
     if "__call__" in vars(kind):
         yield f"{prefix}.__call__", (kind, "__call__")
 
 
-now_ns = time.perf_counter_ns
-now = time.perf_counter
-"""The clocks that are read; a page may replace those in `time`, not these."""
-STARTS_COVERAGE = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE")
-"""The variables with which coverage and pytest-cov start in every process of a user's."""
-
-
-class Traced(RuntimeError):
-    """A tracer runs along with what was to be timed."""
-
-
 @contextmanager
 def watching(name: str, owns: Sequence[str] = ()) -> Iterator[None]:
-    """Refuse a side `name` that leaves switches, threads or clocks other than it found them.
+    """Refuse a side `name` that changes settings, leaves work running or replaces functions.
 
     Args:
-        owns: what the page declares as its own: ``threads`` (processes too), ``tf32``, ``gc``,
-            ``affinity``.
+        owns: what the page may change: ``threads`` (processes too), ``tf32``, ``gc``, ``affinity``.
 
     Raises:
         SideError: naming what was changed.
     """
-    before, running, tracer = flags(), BackgroundWork.now(), tracing()
+    before, running, tracer = snapshot(), BackgroundWork.now(), active_tracer()
     try:
         yield
         check_clocks(name)
-        if enabled("untraced") and (now_on := tracing()) and now_on != tracer:
-            raise SideError(f"{now_on} was switched on while {name} ran\nMeasure without it")
+        if enabled("untraced") and (started := active_tracer()) and started != tracer:
+            raise SideError(f"{started} was switched on while {name} ran\nMeasure without it")
         if enabled("global-flags"):
-            _check_flags(name, before, [what for own in owns for what in OWNED.get(own, ())])
+            _check_settings(name, before, [what for own in owns for what in OWNED.get(own, ())])
         if enabled("threads") and "threads" not in owns and (left := running.left()):
-            raise SideError(f"{name} leaves {left}; what it does is not timed")
+            raise SideError(f"{name} leaves {left}; that work is not timed")
     finally:
         restore(before)
 
 
 def check_clocks(name: str) -> None:
     """Refuse replaced clocks, waits and comparisons."""
-    if enabled("own-clock") and (what := replaced()):
-        raise SideError(f"{name} replaced {what}: its times and results are worth nothing")
+    if enabled("own-clock") and (function := replaced()):
+        raise SideError(f"{name} replaced {function}; its times and results cannot be trusted")
+
+
+def _check_settings(name: str, before: Mapping[str, object], owned: Sequence[str]) -> None:
+    after = snapshot()
+    for setting, old in before.items():
+        new = after[setting]
+        if new == old or setting in owned:
+            continue
+        change = f"from {old} to {new}"
+        if setting == ENVIRONMENT and isinstance(old, dict) and isinstance(new, dict):
+            change = ", ".join(sorted(dict(new.items() ^ old.items())))  # values may be secret
+        raise SideError(
+            f"{name} changed {setting}: {change}; a side restores every setting that it changes"
+        )
+
+
+class Traced(RuntimeError):
+    """A tracer runs in the process that would time something."""
 
 
 def refuse_tracers() -> None:
-    """Refuse to time anything where a debugger, coverage or a profiler runs along.
+    """Refuse to time anything while a debugger, coverage or a profiler runs.
 
     Raises:
-        Traced: naming who, and what to do.
+        Traced: naming the tracer, and how to switch it off.
     """
-    if enabled("untraced") and (tracer := tracing()):
-        started = next((name for name in STARTS_COVERAGE if name in os.environ), None)
+    if enabled("untraced") and (tracer := active_tracer()):
+        variable = next((name for name in COVERAGE_VARIABLES if name in os.environ), None)
         raise Traced(
             f"{tracer} traces the process that measures: it slows Python down many times\n"
-            "Measure without it" + (f": unset {started}" if started else "")
+            "Measure without it" + (f": unset {variable}" if variable else "")
         )
 
 
-def tracing() -> str | None:
-    """Return who traces this process's Python: a debugger, coverage, a profiler; or None."""
-    hooks = {"settrace": sys.gettrace(), "setprofile": sys.getprofile()}
-    names = (f"{_owner(hook)} (sys.{by})" for by, hook in hooks.items() if hook is not None)
-    found = next(names, None)
-    monitoring = getattr(sys, "monitoring", None)
-    if found is None and monitoring is not None:
-        tools = filter(None, map(monitoring.get_tool, range(6)))
-        found = next((f"{tool} (sys.monitoring)" for tool in tools), None)
-    return found or ("torch's profiler" if _torch_profiles() else None)
-
-
-def _owner(hook: Any) -> str:
-    """Return the module that a hook is from: ``pdb``, ``coverage.tracer``."""
-    owner = getattr(hook, "__self__", hook)
-    return str(getattr(owner, "__module__", None) or type(owner).__module__)
-
-
-def _torch_profiles() -> bool:
+def active_tracer() -> str | None:
+    """Return what traces this process: a debugger, coverage, a profiler; or None."""
     import torch
 
-    return bool(torch._C._autograd._profiler_enabled())
+    for hook, function in ((sys.gettrace(), "settrace"), (sys.getprofile(), "setprofile")):
+        if hook is not None:
+            return f"{_module_of(hook)} (sys.{function})"
+    if hasattr(sys, "monitoring"):
+        for number in range(6):
+            if tool := sys.monitoring.get_tool(number):
+                return f"{tool} (sys.monitoring)"
+    return "torch's profiler" if torch._C._autograd._profiler_enabled() else None
 
 
-def _check_flags(name: str, before: Mapping[str, Any], owned: Sequence[str]) -> None:
-    after = flags()
-    for what, was in before.items():
-        if after[what] == was or what in owned:
-            continue
-        how = f"at {after[what]}, it found {was}"
-        if what == ENVIRONMENT:  # by name only: values may be secret
-            how = "changed: " + ", ".join(sorted(dict(after[what].items() ^ was.items())))
-        raise SideError(
-            f"{name} leaves {what} {how}; a side that needs it otherwise sets it and puts it back"
-        )
+def _module_of(hook: object) -> str:
+    """Return the module that a hook comes from: ``pdb``, ``coverage.tracer``."""
+    owner = getattr(hook, "__self__", hook)
+    return str(getattr(owner, "__module__", None) or type(owner).__module__)
