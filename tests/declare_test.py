@@ -1,4 +1,4 @@
-"""Every mistake in a declaration is an error at collection, in words, at the page's own line."""
+"""A mistake in a declaration is an error at collection, shown at the page's own line."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def fast(x):
 
 
 def declared(**changes):
-    """Declare a pair that is right but for `changes`; None removes a keyword."""
-    right = {
+    """Declare a valid pair with `changes`. None removes a keyword."""
+    valid = {
         "baseline": slow,
         "optimized": [fast],
         "inputs": inputs,
@@ -38,7 +38,7 @@ def declared(**changes):
     }
     names = ("needs", "gpus", "l2", "owns", "environment")
     conditions = {name: changes.pop(name) for name in names if name in changes}
-    wanted = {**right, **changes, "conditions": Conditions(**conditions)}
+    wanted = {**valid, **changes, "conditions": Conditions(**conditions)}
     return compare(**{k: v for k, v in wanted.items() if v is not None})
 
 
@@ -48,23 +48,23 @@ def message(**changes):
     return str(refused.value)
 
 
-def test_a_right_declaration_is_a_mark_with_its_cases():
+def test_valid_declaration_is_a_mark_with_its_cases():
     pair = declared().kwargs["pair"]
     assert [case.id for case in pair.cases()] == ["fast-n4096"]
 
 
-def test_work_may_depend_on_how_many_ranks_do_it():
+def test_work_may_depend_on_the_number_of_ranks():
     given = declared(work=lambda n, world: Work(wire=n * (world - 1))).kwargs["pair"]
     assert [given.work_at({"n": 7}, world).wire for world in (1, 4)] == [0, 21]
     assert declared().kwargs["pair"].work_at({"n": 7}, 4).read == 28
 
 
-WORDS = {
+UNKNOWN_WORDS = {
     "bound": ({"bound": "disk"}, "unknown bound 'disk'; legal: dram, l2, tensor, issue, "),
     "l2": ({"l2": "tepid"}, "unknown l2 'tepid'; legal: cold, warm"),
     "owns": ({"owns": ["clock"]}, "unknown owns 'clock'; legal: gc, affinity, "),
     "feature": ({"needs": "tensors"}, "unknown feature in needs 'tensors'; legal: cp_async, "),
-    "variant": (
+    "feature of a variant": (
         {"optimized": [Variant(fast, needs="tensors")]},
         "unknown feature in needs 'tensors'; legal: cp_async, ",
     ),
@@ -74,96 +74,23 @@ WORDS = {
     ),
     "arch": ({"at_least": {"sm91": 2.0}}, "unknown arch in at_least 'sm91'; legal: cpu, sm90, "),
 }
-
-
-@pytest.mark.parametrize("name", WORDS)
-def test_an_unknown_word_is_refused_with_the_legal_ones(name):
-    changes, says = WORDS[name]
-    assert message(**changes).startswith(f"@compare: {says}")
-
-
-def test_a_keyword_that_moved_to_conditions_names_its_new_form():
-    right = declared().kwargs["pair"]
-    with pytest.raises(PairError) as refused:
-        compare(
-            baseline=slow,
-            optimized=[fast],
-            inputs=inputs,
-            reference=reference,
-            sizes=right.sizes,
-            work=right.work,
-            bound="dram",
-            gpus=(2, 4),
-            l2="warm",
-        )
-    assert str(refused.value) == (
-        "@compare: gpus= is one of the conditions of a page: needs, gpus, l2, owns, environment\n"
-        "    conditions=Conditions(gpus=(2, 4), l2='warm')"
-    )
-
-
-CLAIMS = [
-    (0.9, "at_least=0.9 claims a slowdown; where nothing is gained say at_least='neutral'"),
-    ({"cpu": 0}, "at_least=0 claims a slowdown; where nothing is gained say at_least='neutral'"),
-    ("fast", "at_least='fast' is neither a number nor 'neutral' or 'yardstick'"),
-    (True, "at_least=True is neither a number nor 'neutral' or 'yardstick'"),
-    (float("nan"), "at_least=nan claims a slowdown; "),
-]
-
-
-@pytest.mark.parametrize(("claim", "says"), CLAIMS)
-def test_a_claim_that_claims_nothing_is_refused(claim, says):
-    assert message(at_least=claim).startswith(f"@compare: {says}")
-
-
-def test_a_variants_own_claim_is_checked_too():
-    assert "claims a slowdown" in message(optimized=[Variant(fast, at_least=0.5)])
-
-
-@pytest.mark.parametrize(
-    ("state", "form"),
-    [(None, "reference(ranks)"), (lambda device, n: None, "reference(states, ranks)")],
+SLOWDOWN = (
+    "claims a slowdown; write at_least='neutral' where nothing is gained, or at_least='yardstick'"
 )
-def test_a_reference_for_ranks_takes_what_all_of_them_have(state, form):
-    said = message(reference=lambda a, b, c: a, gpus=2, state=state)
-    assert said.startswith("@compare: with gpus= above 1 the reference takes ")
-    assert said.endswith(form)
-
-
-PROMISES = {"sm90": 1.5, "sm100": 1.8, "sm90-x4": 1.2}
-
-
-@pytest.mark.parametrize(
-    ("claims", "arch", "gpus", "claim", "origin"),
-    [
-        (1.5, "sm90", 2, 1.5, "at_least on the page"),
-        (1.5, "sm90", 4, "yardstick", "yardstick, for there is no at_least['sm90-x4'] on the page"),
-        (PROMISES, "sm90", 2, 1.5, "at_least['sm90'] on the page"),
-        (PROMISES, "sm90", 4, 1.2, "at_least['sm90-x4'] on the page"),
-        (PROMISES, "sm100", 4, "yardstick", "yardstick, for there is no at_least['sm100-x4'] *"),
-        (PROMISES, "sm103", 2, 1.0, "1.0, for there is no at_least['sm103'] on the page"),
-        (PROMISES, "sm90", None, 1.5, "at_least['sm90'] on the page"),
-    ],
-)
-def test_what_two_gpus_promise_four_do_not(claims, arch, gpus, claim, origin):
-    pair = declared(at_least=claims, gpus=(2, 4)).kwargs["pair"]
-    assert pair.claim(pair.variants[0], arch, gpus) == claim
-    assert pair.origin(pair.variants[0], arch, gpus).startswith(origin.rstrip("*"))
-
-
-def test_a_claim_for_a_count_of_gpus_that_the_page_has_not_is_refused():
-    said = message(at_least={"sm90-x8": 1.5}, gpus=(2, 4))
-    assert said.startswith("@compare: unknown arch in at_least 'sm90-x8'; legal: ")
-    assert "sm90-x4" in said
-
-
-@pytest.mark.parametrize(
-    "claim", [1, 1.0, 2.5, "neutral", "yardstick", {"sm90": 2.0, "cpu": "neutral"}]
-)
-def test_claims_of_one_and_more_are_legal(claim):
-    assert declared(at_least=claim)
-
-
+CLAIMS = {
+    "below one": ({"at_least": 0.9}, f"at_least=0.9 {SLOWDOWN}"),
+    "zero on a CPU": ({"at_least": {"cpu": 0}}, f"at_least=0 {SLOWDOWN}"),
+    "not a number": ({"at_least": float("nan")}, f"at_least=nan {SLOWDOWN}"),
+    "variant below one": ({"optimized": [Variant(fast, at_least=0.5)]}, f"at_least=0.5 {SLOWDOWN}"),
+    "a word": (
+        {"at_least": "fast"},
+        "at_least='fast' is neither a number nor 'neutral' or 'yardstick'",
+    ),
+    "a boolean": (
+        {"at_least": True},
+        "at_least=True is neither a number nor 'neutral' or 'yardstick'",
+    ),
+}
 SIDES = {
     "empty": ({"optimized": []}, "optimized=[] is empty: a pair needs at least one variant"),
     "not a list": ({"optimized": fast}, "optimized= is a list of sides, as in optimized=[tiled]"),
@@ -185,47 +112,34 @@ SIDES = {
     ),
     "environment": (
         {"environment": {"A": "1"}},
-        "environment= is for the ranks of a page on several GPUs; a page on one has"
+        "environment= is for the ranks of a page on several GPUs; a page on one GPU has"
         " fresh_process(environment=...)",
     ),
     "an owner's variable": (
         {"gpus": 2, "environment": {"NVSHMEM_DISABLE_NVLS": "0"}},
-        "environment= sets NVSHMEM_DISABLE_NVLS, which is the machine's owner's to set",
+        "environment= sets NVSHMEM_DISABLE_NVLS, which only the machine's owner may set",
     ),
     "no ranks": ({"gpus": 0}, "gpus=(0,) must be a count of GPUs or several counts"),
     "ranks a sample": (
         {"gpus": 2, "baseline": fresh_process(slow), "optimized": [fresh_process(fast)]},
-        "fresh_process with gpus= above 1: ranks are started once, not a sample",
+        "fresh_process with gpus= above 1: ranks start once, not for every sample",
     ),
 }
-
-
-@pytest.mark.parametrize("name", SIDES)
-def test_variants_that_cannot_be_meant_are_refused(name):
-    changes, says = SIDES[name]
-    assert message(**changes) == f"@compare: {says}"
-
-
-def test_page_and_variant_features_that_one_gpu_has_are_legal():
-    pair = declared(needs="tma", optimized=[Variant(fast, needs="wgmma")]).kwargs["pair"]
-    assert pair.archs(pair.variants[0]) == ("sm90",)
-
-
-MISSING = (
+NO_CHECK_SIZES = (
     "check_sizes= is missing: give a small odd size that a laptop can check, as in"
     ' check_sizes=[{"n": 33}]'
 )
 SIZES = {
     "nothing": (
         {"sizes": [], "check_sizes": []},
-        "sizes=[] and cpu_sizes=[] are both empty: nothing would run",
+        "sizes=[] and cpu_sizes=[] are both empty: no case would run",
     ),
-    "nothing small": ({"check_sizes": []}, MISSING),
-    "only strategies": ({"check_sizes": [{"n": object()}]}, MISSING),
+    "nothing small": ({"check_sizes": []}, NO_CHECK_SIZES),
+    "only strategies": ({"check_sizes": [{"n": object()}]}, NO_CHECK_SIZES),
     "no mapping": ({"sizes": [4096]}, "sizes: 4096 is not a mapping such as {'n': 4096}"),
     "no value": (
         {"sizes": [{"n": (1, 2)}]},
-        "sizes: {'n': (1, 2)} holds something else than numbers and words",
+        "sizes: the values of {'n': (1, 2)} must be numbers or text",
     ),
     "unknown key": (
         {"sizes": [{"n": 4096, "m": 1}]},
@@ -268,15 +182,97 @@ SIZES = {
         "two cases have the id 'fast-cpu-n1'",
     ),
 }
+REFUSED = UNKNOWN_WORDS | CLAIMS | SIDES | SIZES
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_sizes_that_cannot_run_are_refused(name):
-    changes, says = SIZES[name]
-    assert message(**changes) == f"@compare: {says}"
+@pytest.mark.parametrize("name", REFUSED)
+def test_declaration_that_makes_no_sense_is_refused(name):
+    changes, expected = REFUSED[name]
+    assert message(**changes).startswith(f"@compare: {expected}")
 
 
-def test_what_inputs_and_state_get_besides_the_size_is_no_key():
+def test_keyword_of_conditions_is_refused_with_its_new_form():
+    valid = declared().kwargs["pair"]
+    with pytest.raises(PairError) as refused:
+        compare(
+            baseline=slow,
+            optimized=[fast],
+            inputs=inputs,
+            reference=reference,
+            sizes=valid.sizes,
+            work=valid.work,
+            bound="dram",
+            gpus=(2, 4),
+            l2="warm",
+        )
+    assert str(refused.value) == (
+        "@compare: gpus= is one of the conditions of a page: needs, gpus, l2, owns, environment\n"
+        "    conditions=Conditions(gpus=(2, 4), l2='warm')"
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "form"),
+    [(None, "reference(ranks)"), (lambda device, n: None, "reference(states, ranks)")],
+)
+def test_reference_of_a_multi_rank_page_takes_all_ranks(state, form):
+    error = message(reference=lambda a, b, c: a, gpus=2, state=state)
+    assert error.startswith("@compare: with gpus= above 1 the reference takes ")
+    assert error.endswith(form)
+
+
+PROMISES = {"sm90": 1.5, "sm100": 1.8, "sm90-x4": 1.2}
+
+
+@pytest.mark.parametrize(
+    ("claims", "arch", "gpus", "claim", "origin"),
+    [
+        (1.5, "sm90", 2, 1.5, "at_least on the page"),
+        (
+            1.5,
+            "sm90",
+            4,
+            "yardstick",
+            "yardstick, because there is no at_least['sm90-x4'] on the page",
+        ),
+        (PROMISES, "sm90", 2, 1.5, "at_least['sm90'] on the page"),
+        (PROMISES, "sm90", 4, 1.2, "at_least['sm90-x4'] on the page"),
+        (
+            PROMISES,
+            "sm100",
+            4,
+            "yardstick",
+            "yardstick, because there is no at_least['sm100-x4'] *",
+        ),
+        (PROMISES, "sm103", 2, 1.0, "1.0, because there is no at_least['sm103'] on the page"),
+        (PROMISES, "sm90", None, 1.5, "at_least['sm90'] on the page"),
+    ],
+)
+def test_claim_for_two_gpus_promises_nothing_for_four(claims, arch, gpus, claim, origin):
+    pair = declared(at_least=claims, gpus=(2, 4)).kwargs["pair"]
+    assert pair.claim(pair.variants[0], arch, gpus) == claim
+    assert pair.origin(pair.variants[0], arch, gpus).startswith(origin.rstrip("*"))
+
+
+def test_claim_for_a_gpu_count_that_the_page_lacks_is_refused():
+    error = message(at_least={"sm90-x8": 1.5}, gpus=(2, 4))
+    assert error.startswith("@compare: unknown arch in at_least 'sm90-x8'; legal: ")
+    assert "sm90-x4" in error
+
+
+@pytest.mark.parametrize(
+    "claim", [1, 1.0, 2.5, "neutral", "yardstick", {"sm90": 2.0, "cpu": "neutral"}]
+)
+def test_claims_of_one_and_more_are_legal(claim):
+    assert declared(at_least=claim)
+
+
+def test_page_and_variant_features_that_one_gpu_has_are_legal():
+    pair = declared(needs="tma", optimized=[Variant(fast, needs="wgmma")]).kwargs["pair"]
+    assert pair.archs(pair.variants[0]) == ("sm90",)
+
+
+def test_inputs_may_also_take_rank_and_world():
     def spread(device, n, rank, world):
         return (n,)
 
@@ -284,7 +280,7 @@ def test_what_inputs_and_state_get_besides_the_size_is_no_key():
 
 
 @pytest.mark.parametrize(
-    ("keywords", "says"),
+    ("keywords", "expected"),
     [
         ({"read": -1}, "Work(read=-1) must be a number >= 0"),
         ({"write": float("nan")}, "Work(write=nan) must be a number >= 0"),
@@ -298,13 +294,13 @@ def test_what_inputs_and_state_get_besides_the_size_is_no_key():
         ({"roundings": 0}, "Work(terms=, roundings=) must be at least 1"),
     ],
 )
-def test_work_that_nobody_can_do_is_refused(keywords, says):
+def test_impossible_work_is_refused(keywords, expected):
     with pytest.raises(PairError) as refused:
         Work(**keywords)
-    assert str(refused.value) == says
+    assert str(refused.value) == expected
 
 
-# By page: what is changed in a right page, and the error. Every one is raised by `@compare(`.
+# By page: the change to a valid page, and the error that `@compare(` raises.
 AT_COMPARE = {
     "word": (
         ('bound="dram"', 'bound="disk"'),
@@ -327,7 +323,7 @@ AT_COMPARE = {
         "E   TypeError: compare() missing 1 required keyword-only argument: 'reference'",
     ),
 }
-# By page: the same, of an error that a function of the page raises; the line that shows it follows.
+# By page: the change, and the error that a function of the page raises.
 IN_PAGE = {
     "when": (
         ("optimized=[doubled]", "optimized=[Variant(doubled, when=lambda n: {}[n])]"),
@@ -355,7 +351,7 @@ AT_TEST = {
 
 @pytest.fixture
 def broken(page, pytester, kept):
-    """The output of one run of all broken pages, and each page's text."""
+    """Run all broken pages once. Return the output and the lines of each page."""
     if not kept:
         for name, (*changes, _) in {**AT_COMPARE, **IN_PAGE, **AT_TEST}.items():
             path = page(name=f"{name}_test.py")
@@ -371,7 +367,7 @@ def line_of(text, start):
 
 
 @pytest.mark.parametrize("name", AT_COMPARE)
-def test_an_error_shows_the_pages_own_line_and_nothing_else(broken, name):
+def test_error_in_a_declaration_shows_only_the_line_of_the_page(broken, name):
     line = line_of(broken[name], "@compare(")
     section = [
         f"_* ERROR collecting ch99/{name}_test.py _*",
@@ -383,7 +379,7 @@ def test_an_error_shows_the_pages_own_line_and_nothing_else(broken, name):
 
 
 @pytest.mark.parametrize("name", IN_PAGE)
-def test_an_error_of_a_page_s_own_function_shows_its_line_and_none_of_the_plugin(broken, name):
+def test_error_in_a_page_function_shows_only_lines_of_the_page(broken, name):
     lines = [line_of(broken[name], start) for start in ("@compare(", "optimized=")]
     broken["run"].stdout.fnmatch_lines(
         [
@@ -406,11 +402,11 @@ def test_an_error_of_a_page_s_own_function_shows_its_line_and_none_of_the_plugin
         ("bare", "def test_", "_* ERROR at setup of test_doubling _*"),
     ],
 )
-def test_a_test_that_cannot_be_a_case_is_named_by_its_line(broken, name, start, title):
-    says = f"ch99/{name}_test.py:{line_of(broken[name], start)}: {AT_TEST[name][-1]}"
-    broken["run"].stdout.fnmatch_lines([title, says], consecutive=True)
+def test_compare_on_the_wrong_kind_of_test_names_its_line(broken, name, start, title):
+    expected = f"ch99/{name}_test.py:{line_of(broken[name], start)}: {AT_TEST[name][-1]}"
+    broken["run"].stdout.fnmatch_lines([title, expected], consecutive=True)
 
 
-def test_no_line_of_the_plugin_is_shown_and_the_run_is_red(broken):
+def test_broken_pages_fail_the_run_without_plugin_lines(broken):
     assert "pytest_aisp/" not in broken["run"].stdout.str()
     assert broken["run"].ret == pytest.ExitCode.TESTS_FAILED

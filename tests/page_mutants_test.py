@@ -64,7 +64,7 @@ def runs_here(path):
 PAGES = [
     path
     for path in sorted((ROOT / "suites").rglob("*_test.py"))
-    if not any(pair.spread for pair, _ in judged_on(path).values())
+    if not any(pair.multi_rank for pair, _ in judged_on(path).values())
 ]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aisp.page.pair import WORDS, Pair
+from pytest_aisp.page.pair import CLAIM_WORDS, Pair
 from pytest_aisp.results import store
 from pytest_aisp.worker.loader import load_page, pair_of
 
@@ -144,6 +144,6 @@ def test_a_claim_stands_clear_of_what_was_recorded(path):
         for name, case in named:
             key = f"{path.name}::{name}[{case.id}]"
             claim = case.pair.claim(case.variant, arch, case.gpus)
-            if key in results and results[key].value is not None and claim not in WORDS:
+            if key in results and results[key].value is not None and claim not in CLAIM_WORDS:
                 spread = results[key].own_spread or 0.0
                 assert math.log(claim) < results[key].value - 5 * spread, key

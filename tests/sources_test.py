@@ -1,4 +1,4 @@
-"""What a side is made of: its own source and what it uses of ours, libraries left out."""
+"""The digest of a side covers its source and the page code it uses, not libraries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def other(x):
 
 @pytest.fixture
 def digest_of(tmp_path, monkeypatch):
-    """Return the digest of `side` with `twice` as written, in `ours` or in an installed library."""
+    """Return a function that digests `side`, with `twice` defined in the module `package`."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # two versions within one second
 
@@ -49,19 +49,19 @@ def digest_of(tmp_path, monkeypatch):
     return digest
 
 
-def test_the_same_source_has_the_same_digest(digest_of):
+def test_equal_sources_have_equal_digests(digest_of):
     assert digest_of() == digest_of()
 
 
-def test_a_changed_helper_counts(digest_of):
+def test_changed_helper_changes_the_digest(digest_of):
     assert digest_of() != digest_of("return x + x")
 
 
-def test_what_the_side_does_not_use_does_not_count(digest_of):
+def test_unused_function_does_not_change_the_digest(digest_of):
     assert digest_of() == digest_of(page=SIDE.replace("return x\n", "return -x\n"))
 
 
-def test_a_library_under_the_root_does_not_count(digest_of, tmp_path, monkeypatch):
+def test_library_under_the_root_does_not_change_the_digest(digest_of, tmp_path, monkeypatch):
     installed = (f"{tmp_path / 'installed'}", *sources.libraries())
     monkeypatch.setattr(sources, "libraries", lambda: installed)
     before = digest_of(package="installed")
@@ -69,8 +69,8 @@ def test_a_library_under_the_root_does_not_count(digest_of, tmp_path, monkeypatc
     assert digest_of() != digest_of("return x + x")
 
 
-@pytest.mark.parametrize("of", ["stdlib", "purelib", "torch", "pytest_aisp"])
-def test_python_what_is_installed_and_this_package_are_libraries(of):
+@pytest.mark.parametrize("kind", ["stdlib", "purelib", "torch", "pytest_aisp"])
+def test_python_installed_packages_and_this_package_are_libraries(kind):
     import pytest_aisp
 
     files = {
@@ -79,16 +79,14 @@ def test_python_what_is_installed_and_this_package_are_libraries(of):
         "torch": sys.modules["torch"].__file__,
         "pytest_aisp": pytest_aisp.__file__,
     }
-    assert str(Path(files[of])).startswith(sources.libraries())
+    assert str(Path(files[kind])).startswith(sources.libraries())
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [("2", "3"), ("(1, 'x')", "(1, 'y')"), ("{'BLOCK': [64]}", "{'BLOCK': [128]}"), ("None", "0")],
 )
-def test_a_constant_that_the_code_names_counts_for_what_changed_and_not_for_what_is_stored(
-    digest_of, before, after
-):
+def test_used_constant_changes_only_the_digest_with_constants(digest_of, before, after):
     pages = [SIDE.replace("FACTOR = 2", f"FACTOR = {value}") for value in (before, after)]
     pages = [page.replace("{'", "{{'").replace("]}", "]}}") for page in pages]
     one, other = (digest_of(page=page, constants=True) for page in pages)
@@ -96,12 +94,12 @@ def test_a_constant_that_the_code_names_counts_for_what_changed_and_not_for_what
     assert digest_of(page=pages[0]) == digest_of(page=pages[1])
 
 
-def test_a_constant_that_the_code_does_not_name_does_not_count(digest_of):
+def test_unused_constant_does_not_change_the_digest(digest_of):
     more = SIDE.replace("FACTOR = 2", "FACTOR = 2\nOTHER = 3")
     assert digest_of(constants=True) == digest_of(page=more, constants=True)
 
 
-def test_the_options_of_a_kernel_file_count(tmp_path):
+def test_options_of_a_kernel_file_change_the_digest(tmp_path):
     from pytest_aisp.kernels.cuda_cpp import CudaModule
 
     file = tmp_path / "k.cu"
@@ -111,11 +109,11 @@ def test_the_options_of_a_kernel_file_count(tmp_path):
     assert found[0] != found[1]
 
 
-def test_a_configuration_reads_alike_in_every_version_of_triton():
-    said = {"num_warps": 4, "num_ctas": 1, "num_stages": 3, "maxnreg": None}
-    older = SimpleNamespace(kwargs={"BLOCK": 64}, **said)
-    newer = SimpleNamespace(kwargs={"BLOCK": 64}, **said, ir_override=None)
-    words = "\nBLOCK: 64, num_warps: 4, num_ctas: 1, num_stages: 3, maxnreg: None"
-    assert sources._config(older) == sources._config(newer) == words
+def test_triton_config_has_the_same_text_in_every_version():
+    options = {"num_warps": 4, "num_ctas": 1, "num_stages": 3, "maxnreg": None}
+    older = SimpleNamespace(kwargs={"BLOCK": 64}, **options)
+    newer = SimpleNamespace(kwargs={"BLOCK": 64}, **options, ir_override=None)
+    text = "\nBLOCK: 64, num_warps: 4, num_ctas: 1, num_stages: 3, maxnreg: None"
+    assert sources._config_text(older) == sources._config_text(newer) == text
     newer.ir_override = "kernel.ttir"
-    assert sources._config(newer) == f"{words}, ir_override: kernel.ttir"
+    assert sources._config_text(newer) == f"{text}, ir_override: kernel.ttir"

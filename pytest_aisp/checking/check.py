@@ -251,7 +251,7 @@ def _exact_probe(oracle: Reference, sides: Sequence[Side]) -> str:
     expected = oracle.expected_of(pytree.clone(ranks))
     if current_group().max(any(not _is_exact(value) for _, value in expected)):
         return "n/a: not exact on small integers"
-    if pair.spread and current_group().max(not _fits(oracle, expected)):
+    if pair.multi_rank and current_group().max(not _fits(oracle, expected)):
         return "n/a: ranks round what they add"
     for side in sides:
         subject = BoundSide(side, [pytree.clone(ranks[current_group().rank])])

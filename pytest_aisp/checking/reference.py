@@ -55,11 +55,11 @@ class Reference:
         pair, bench = self.bench.pair, self.bench
         if pair.state is None:
             return False
-        states = bench.every_state() if pair.spread else [bench.new_state()]
+        states = bench.every_state() if pair.multi_rank else [bench.new_state()]
         begun = [pytree.clone(_held(state)) for state in states]
         with self.watch.phase("reference"):
             for turn in range(VALUE_SETS):
-                if pair.spread:
+                if pair.multi_rank:
                     pair.reference(states, list(_promoted(tuple(bench.everyone(turn)), None)))
                 else:
                     pair.reference(states[0], *_promoted(bench.value_set(turn), None))
@@ -155,7 +155,7 @@ class Reference:
     def _after(self, turns: tuple[int, ...], probe: int | None) -> Iterator[Named]:
         """Run the reference on each of `turns`; yield what it returns and its state, as it is."""
         pair, bench = self.bench.pair, self.bench
-        if pair.spread:
+        if pair.multi_rank:
             yield from self._after_everyone(turns, probe)
             return
         state = bench.new_state()
@@ -211,7 +211,9 @@ class Reference:
         """Return what the reference says, without a state, of these inputs, one tuple a rank."""
         pair = self.bench.pair
         with self.watch.phase("reference"):
-            made = self._mine(pair.reference(ranks)) if pair.spread else pair.reference(*ranks[0])
+            made = (
+                self._mine(pair.reference(ranks)) if pair.multi_rank else pair.reference(*ranks[0])
+            )
         return outputs_and_state(made, None)
 
 

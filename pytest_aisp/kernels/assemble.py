@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ..page import sources
 from ..page.gpu_specs import INSTRUCTIONS, LIMITS, REGISTER_UNIT, RESERVED_SHARED
-from ..page.pair import Pair, Side, Size, Variant, as_words, side_name, size_words
+from ..page.pair import Pair, Side, Size, Variant, as_tuple, side_name, size_words
 from . import cuda_cpp, nvrtc, sass
 from .capture_launches import CapturedLaunch, CapturedLaunches, Kernel, capture_launches
 from .fake_gpu import interpreting
@@ -178,9 +178,9 @@ class Assembly:
         """Look in machine code for the page's features and the variant's `needs` and `sass`."""
         common, own = (
             [(feature, INSTRUCTIONS[feature]) for feature in needs if feature in INSTRUCTIONS]
-            for needs in (self.pair.needs, as_words(self.variant.needs))
+            for needs in (self.pair.needs, as_tuple(self.variant.needs))
         )
-        own += [(instruction, (instruction,)) for instruction in as_words(self.variant.sass)]
+        own += [(instruction, (instruction,)) for instruction in as_tuple(self.variant.sass)]
         sides = {side_name(self.pair.baseline): common, self.variant.name: common + own}
         for side, promises in sides.items():
             for promise, any_of in promises:

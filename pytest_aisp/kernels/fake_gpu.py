@@ -30,7 +30,7 @@ class FakeDriver:
     def __init__(self, arch: str = GPU_ARCHS[0]) -> None:
         self.major, self.minor = capability_of(arch)
         properties = {
-            "multiprocessor_count": LIMITS[arch].processors,
+            "multiprocessor_count": LIMITS[arch].sms,
             "max_shared_mem": LIMITS[arch].shared,
             "max_num_regs": LIMITS[arch].registers,
             "warpSize": 32,
@@ -103,7 +103,7 @@ def cuda_functions(arch: str) -> dict[str, Any]:
         name=f"a GPU of {arch}",
         major=capability[0],
         minor=capability[1],
-        multi_processor_count=limits.processors,
+        multi_processor_count=limits.sms,
         shared_memory_per_block_optin=limits.shared,
         regs_per_multiprocessor=limits.registers,
         max_threads_per_multi_processor=2048,

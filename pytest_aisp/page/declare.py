@@ -1,4 +1,4 @@
-"""`compare`: the one declaration a page makes."""
+"""`compare`: how a page declares its pair."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from .gpu_specs import ARCHS, FEATURES
 from .pair import (
     BOUNDS,
-    MARK,
+    CLAIM_WORDS,
     OWNED,
     PRECISIONS,
-    WORDS,
     Bound,
+    CheckSize,
     Claims,
     Conditions,
     Pair,
@@ -25,14 +25,19 @@ from .pair import (
     Size,
     Variant,
     Work,
-    as_words,
+    as_tuple,
     is_plain,
-    one_of,
+    require_known,
     side_name,
 )
 from .sources import kernel_files
 
-F = TypeVar("F", bound=Callable[..., Any])
+TestFunction = TypeVar("TestFunction", bound=Callable[..., object])
+MULTICAST_SWITCHES = {"NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST"}
+MULTICAST_SWITCHES |= {"NVSHMEM_DISABLE_NVLS"}
+"""Variables that only the owner of a machine sets: NVLink multicast can hang its GPUs."""
+
+__tracebackhide__ = True  # an error in a page's `when=` shows lines of the page only
 
 
 def compare(
@@ -44,46 +49,44 @@ def compare(
     sizes: Sequence[Size],
     work: Callable[..., Work],
     bound: Bound,
-    check_sizes: Sequence[Mapping[str, Any]] = (),
+    check_sizes: Sequence[CheckSize] = (),
     cpu_sizes: Sequence[Size] = (),
     state: Callable[..., Any] | None = None,
     at_least: Claims = 1.0,
     conditions: Conditions | None = None,
     **unknown: object,
-) -> Callable[[F], F]:
+) -> Callable[[TestFunction], TestFunction]:
     """Declare a pair on a test function that takes the `pair` fixture.
 
     Every optimized side becomes a case at every size. Nothing runs when the page is imported.
 
     Args:
-        baseline: the side a competent engineer would write first; `f(*inputs)` returns new outputs.
-            A generator function is *prepared*: it gets the inputs once and yields the callable to
-            time; it may compute ahead only what depends on `state`.
-        optimized: the sides to compare with it, each named by its idea.
-        inputs: `inputs(device, **size)` returns the tuple of arguments of every side, seeded by the
-            plugin; with `gpus` above 1 it may also take `rank` and `world`.
-        reference: independent of the sides and more exact: it is given the same arguments and
-            computes in float64.
-        sizes: sizes timed on a GPU, one mapping of keywords each.
+        baseline: the side that a competent engineer would write first. `f(*inputs)` returns new
+            outputs. A generator function is *prepared*: it gets the inputs once and yields the
+            callable to time. It may compute ahead only what depends on `state`.
+        optimized: the sides to compare with the baseline, each named by its idea.
+        inputs: `inputs(device, **size)` returns the arguments of every side as a tuple. The plugin
+            seeds it. With `gpus` above 1 it may also take `rank` and `world`.
+        reference: takes the arguments of a side and computes in float64, independent of the sides.
+        sizes: sizes to time on a GPU, one mapping of keywords each.
         work: `work(**size)` returns the `Work` that any implementation must do.
         bound: what limits the faster side. ``launch`` and ``host`` are judged as called and never
             captured in a graph by the harness; everything else by GPU time alone.
-        check_sizes: small, odd sizes checked everywhere; values may be Hypothesis strategies.
+        check_sizes: small, odd sizes to check everywhere. Values may be Hypothesis strategies.
         cpu_sizes: sizes that a CPU can time honestly.
-        state: `state(device, **size)` builds what sides may change (model, optimizer, cache); sides
-            and reference get it as first argument, and it is compared after one and after N steps.
+        state: `state(device, **size)` builds what sides may change (model, optimizer, cache).
+            Sides and reference get it as first argument. It is compared after one and N steps.
         at_least: the claim: a speedup, ``"neutral"``, or ``"yardstick"`` for a library that may
-            lose; everywhere or by arch (``sm90``, ``cpu``).
+            lose. One for all archs, or a mapping by arch (``sm90``, ``cpu``).
         conditions: features, GPUs, L2 and switches that the sides need: `Conditions`.
 
     Raises:
-        PairError: for a declaration that cannot be meant, at the page's own line.
+        PairError: for a declaration that makes no sense, at the page's own line.
     """
     __tracebackhide__ = True
     try:
-        _refuse(unknown)
-        under = conditions or Conditions()
-        gpus = under.gpus
+        _refuse_unknown_keywords(unknown)
+        given = conditions or Conditions()
         pair = Pair(
             baseline=baseline,
             variants=_variants(optimized),
@@ -96,21 +99,20 @@ def compare(
             bound=bound,
             state=state,
             at_least=at_least,
-            needs=as_words(under.needs),
-            gpus=tuple(gpus) if isinstance(gpus, Sequence) else (gpus,),
-            l2=under.l2,
-            owns=tuple(under.owns),
-            environment=dict(under.environment),
+            needs=as_tuple(given.needs),
+            gpus=tuple(given.gpus) if isinstance(given.gpus, Sequence) else (given.gpus,),
+            l2=given.l2,
+            owns=tuple(given.owns),
+            environment=dict(given.environment),
         )
         validate(pair)
     except PairError as error:
         raise PairError(f"@compare: {error}") from None
-    _tell_kernel_files(pair)
-    return pytest.mark.aisp_pair(pair=pair)
+    _set_kernel_file_needs(pair)
+    return pytest.mark.aisp_pair(pair=pair)  # `pair.MARK`
 
 
-def _refuse(unknown: Mapping[str, object]) -> None:
-    """Refuse keywords that `compare` does not take; those that moved name their new place."""
+def _refuse_unknown_keywords(unknown: Mapping[str, object]) -> None:
     __tracebackhide__ = True
     names = [each.name for each in fields(Conditions)]
     for name in unknown:
@@ -130,8 +132,8 @@ def _variants(optimized: Sequence[Side | Variant]) -> tuple[Variant, ...]:
     return tuple(s if isinstance(s, Variant) else Variant(s) for s in optimized)
 
 
-def _tell_kernel_files(pair: Pair) -> None:
-    """Tell the kernel files of each side what it needs: some features have targets of their own."""
+def _set_kernel_file_needs(pair: Pair) -> None:
+    """Pass each side's needs to its kernel files: some features need a compile target."""
     needs = [(pair.baseline, pair.needs), *((v.side, pair.features(v)) for v in pair.variants)]
     for side, features in needs:
         if any(any(FEATURES[feature].values()) for feature in features):
@@ -139,77 +141,77 @@ def _tell_kernel_files(pair: Pair) -> None:
                 module.needs.update(features)
 
 
-assert MARK == "aisp_pair"
-
-
-__tracebackhide__ = True  # what a page's `when=` raises shows the page's lines, and none of these
-OWNERS = {"NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS"}
-"""Variables of NVLink multicast, which can put a host's GPUs out of service where it is off."""
-
-
 def validate(pair: Pair) -> None:
-    """Raise `PairError` for what the author of `pair` cannot have meant."""
-    _words(pair)
-    _check_variants(pair)
-    _sizes(pair)
-    _claims(pair)
+    """Raise `PairError` if the declaration of `pair` makes no sense."""
+    _validate_words(pair)
+    _validate_sides(pair)
+    _validate_ranks(pair)
+    _validate_sizes(pair)
+    _validate_claims(pair)
 
 
-def _words(pair: Pair) -> None:
-    one_of("bound", [pair.bound], BOUNDS)
-    one_of("l2", [pair.l2], ("cold", "warm"))
-    one_of("owns", pair.owns, OWNED)
+def _validate_words(pair: Pair) -> None:
+    require_known("bound", [pair.bound], BOUNDS)
+    require_known("l2", [pair.l2], ("cold", "warm"))
+    require_known("owns", pair.owns, OWNED)
     for variant in pair.variants:
-        one_of("feature in needs", pair.features(variant), tuple(FEATURES))
-        one_of("precision", [variant.precision] if variant.precision else [], PRECISIONS)
-    if not pair.gpus or any(not isinstance(n, int) or n < 1 for n in pair.gpus):
-        raise PairError(f"gpus={pair.gpus!r} must be a count of GPUs or several counts")
+        require_known("feature in needs", pair.features(variant), tuple(FEATURES))
+        require_known("precision", as_tuple(variant.precision or ()), PRECISIONS)
 
 
-def _check_variants(pair: Pair) -> None:
+def _validate_sides(pair: Pair) -> None:
     if not pair.variants:
         raise PairError("optimized=[] is empty: a pair needs at least one variant")
-    fresh = [hasattr(s, "environment") for s in (pair.baseline, *(v.side for v in pair.variants))]
-    if any(fresh) and not all(fresh):
-        raise PairError("fresh_process on some sides only: put it on every side or on none")
-    if any(fresh) and pair.spread:
-        raise PairError("fresh_process with gpus= above 1: ranks are started once, not a sample")
     names = [side_name(pair.baseline), *(v.name for v in pair.variants)]
     for name in names:
         if names.count(name) > 1:
             raise PairError(f"two sides are called {name!r}; name each by its idea")
-    if pair.environment and not pair.spread:
-        raise PairError(
-            "environment= is for the ranks of a page on several GPUs; a page on one has"
-            " fresh_process(environment=...)"
-        )
-    if pair.spread:
-        _reference(pair)
-    if owners := sorted(pair.environment.keys() & OWNERS):
-        raise PairError(f"environment= sets {owners[0]}, which is the machine's owner's to set")
     for variant in pair.variants:
         if not pair.archs(variant):
             needs = ", ".join(pair.features(variant))
             raise PairError(f"{variant.name!r}: no known GPU has all of {needs}")
 
 
-def _reference(pair: Pair) -> None:
-    given = ("ranks",) if pair.state is None else ("states", "ranks")
+def _validate_ranks(pair: Pair) -> None:
+    if not pair.gpus or any(not isinstance(n, int) or n < 1 for n in pair.gpus):
+        raise PairError(f"gpus={pair.gpus!r} must be a count of GPUs or several counts")
+    sides = [pair.baseline, *(v.side for v in pair.variants)]
+    fresh = [hasattr(side, "environment") for side in sides]
+    if any(fresh) and not all(fresh):
+        raise PairError("fresh_process on some sides only: put it on every side or on none")
+    if any(fresh) and pair.multi_rank:
+        raise PairError("fresh_process with gpus= above 1: ranks start once, not for every sample")
+    if pair.environment and not pair.multi_rank:
+        raise PairError(
+            "environment= is for the ranks of a page on several GPUs; a page on one GPU has"
+            " fresh_process(environment=...)"
+        )
+    if switches := sorted(pair.environment.keys() & MULTICAST_SWITCHES):
+        raise PairError(f"environment= sets {switches[0]}, which only the machine's owner may set")
+    if pair.multi_rank:
+        _validate_rank_reference(pair)
+
+
+def _validate_rank_reference(pair: Pair) -> None:
+    parameters = ("ranks",) if pair.state is None else ("states", "ranks")
     try:
-        inspect.signature(pair.reference).bind(*given)
+        inspect.signature(pair.reference).bind(*parameters)
     except TypeError:
         raise PairError(
-            f"with gpus= above 1 the reference takes {' and '.join(given)}: what each rank has, as"
-            f" lists with one entry a rank; it is\n    reference({', '.join(given)})"
+            f"with gpus= above 1 the reference takes {' and '.join(parameters)}, lists with one"
+            f" entry per rank:\n    reference({', '.join(parameters)})"
         ) from None
 
 
-def _sizes(pair: Pair) -> None:
+def _validate_sizes(pair: Pair) -> None:
     if not pair.sizes and not pair.cpu_sizes:
-        raise PairError("sizes=[] and cpu_sizes=[] are both empty: nothing would run")
-    for which in ("sizes", "check_sizes", "cpu_sizes"):
-        for size in getattr(pair, which):
-            _size(pair, which, size)
+        raise PairError("sizes=[] and cpu_sizes=[] are both empty: no case would run")
+    for size in pair.sizes:
+        _validate_size(pair, "sizes", size)
+    for check_size in pair.check_sizes:
+        _validate_size(pair, "check_sizes", check_size)
+    for size in pair.cpu_sizes:
+        _validate_size(pair, "cpu_sizes", size)
     if not pair.cpu_sizes and not any(map(is_plain, pair.check_sizes)):
         raise PairError(
             "check_sizes= is missing: give a small odd size that a laptop can check,"
@@ -222,52 +224,54 @@ def _sizes(pair: Pair) -> None:
         raise PairError(f"two cases have the id {max(cases, key=cases.count)!r}")
 
 
-def _size(pair: Pair, which: str, size: object) -> None:
+def _validate_size(pair: Pair, argument: str, size: CheckSize) -> None:
     if not isinstance(size, Mapping):
-        raise PairError(f"{which}: {size!r} is not a mapping such as {{'n': 4096}}")
-    if which != "check_sizes" and not is_plain(size):
-        raise PairError(f"{which}: {dict(size)!r} holds something else than numbers and words")
-    callables = {"inputs": pair.inputs, "work": pair.work, "state": pair.state}
-    whens = {f"when of {v.name!r}": v.when for v in pair.variants}
-    for name, function in {**callables, **whens}.items():
-        if function is not None:
-            made = name in ("inputs", "state")
-            given = {"device", "rank", "world"} if made else {"world"} if name == "work" else set()
-            if made and next(iter(inspect.signature(function).parameters), "") != "device":
+        raise PairError(f"{argument}: {size!r} is not a mapping such as {{'n': 4096}}")
+    if argument != "check_sizes" and not is_plain(size):
+        raise PairError(f"{argument}: the values of {dict(size)!r} must be numbers or text")
+    for name in ("inputs", "state"):
+        if (function := getattr(pair, name)) is not None:
+            if next(iter(inspect.signature(function).parameters), "") != "device":
                 raise PairError(f"{name} takes the device first, as in def {name}(device, n)")
-            _keys(which, name, function, set(size), given)
+            _validate_keys(argument, size, name, function, {"device", "rank", "world"})
+    _validate_keys(argument, size, "work", pair.work, {"world"})
+    for variant in pair.variants:
+        if variant.when is not None:
+            _validate_keys(argument, size, f"when of {variant.name!r}", variant.when, set())
 
 
-def _keys(
-    which: str, name: str, function: Callable[..., Any], keys: set[str], given: set[str]
+def _validate_keys(
+    argument: str, size: CheckSize, name: str, function: Callable[..., object], extra: set[str]
 ) -> None:
+    """Check that `function` takes the keys of `size`. It may take the `extra` names too."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
-    unknown = sorted(keys - set(parameters))
-    if unknown:
-        takes = ", ".join(p for p in parameters if p not in given)
-        raise PairError(f"{which} has the key {unknown[0]!r}, which {name} does not take ({takes})")
-    required = {n for n, p in parameters.items() if p.default is p.empty} - given
-    if required - keys:
-        raise PairError(f"{which} lacks the key {min(required - keys)!r}, which {name} needs")
+    if unknown := sorted(size.keys() - parameters.keys()):
+        names = ", ".join(p for p in parameters if p not in extra)
+        raise PairError(
+            f"{argument} has the key {unknown[0]!r}, which {name} does not take ({names})"
+        )
+    required = {n for n, p in parameters.items() if p.default is p.empty} - extra
+    if missing := sorted(required - size.keys()):
+        raise PairError(f"{argument} lacks the key {missing[0]!r}, which {name} needs")
 
 
-def _claims(pair: Pair) -> None:
-    for claims in (pair.at_least, *(v.at_least for v in pair.variants)):
+def _validate_claims(pair: Pair) -> None:
+    counts = [f"{arch}-x{gpus}" for arch in ARCHS for gpus in pair.gpus[1:]]
+    for claims in (pair.at_least, *(v.at_least for v in pair.variants if v.at_least is not None)):
         table = claims if isinstance(claims, Mapping) else {"sm90": claims}
-        counts = [f"{arch}-x{gpus}" for arch in ARCHS for gpus in pair.gpus[1:]]
-        one_of("arch in at_least", list(table), [*ARCHS, *counts])
+        require_known("arch in at_least", list(table), [*ARCHS, *counts])
         for claim in table.values():
-            if claim is not None and claim not in WORDS:
-                _claim(claim)
+            if claim not in CLAIM_WORDS:
+                _validate_speedup(claim)
 
 
-def _claim(claim: object) -> None:
+def _validate_speedup(claim: object) -> None:
     if not isinstance(claim, (int, float)) or isinstance(claim, bool):
         raise PairError(f"at_least={claim!r} is neither a number nor 'neutral' or 'yardstick'")
     if not claim >= 1:
         raise PairError(
-            f"at_least={claim} claims a slowdown; where nothing is gained say at_least='neutral',"
-            " of a library that is there to compare with at_least='yardstick'"
+            f"at_least={claim} claims a slowdown; write at_least='neutral' where nothing is gained,"
+            " or at_least='yardstick' for a library that is there to compare with"
         )

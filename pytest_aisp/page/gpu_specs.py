@@ -1,7 +1,7 @@
-"""GPUs: what each arch can do, and what a product is called.
+"""GPUs: the features and limits of each arch, and the names of products.
 
-An arch is what code is compiled for and the name of a marker; a product is what a stored result
-belongs to. Products are mapped by compute capability, never guessed from a name.
+Code is compiled for an arch, and markers are named after archs. A stored result belongs to a
+product. The arch of a product follows from its compute capability, never from its name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GPUS = {
     "sm103": "B300, GB300",
     "sm121": "GB10",
 }
-"""Which products have an arch, in words."""
+"""The products of each arch, in words."""
 
 _ASSEMBLED = """
                      sm90  sm100 sm103 sm121
@@ -54,19 +54,22 @@ tcgen05_int8         -     a     -     -
 tcgen05_block_scale  -     f     f     -
 two_cta              -     f     f     -
 """
-# What the assembler says of `features.cu`, for the least of three targets that takes it: + is
-# the plain ``sm_100``, f the family's ``sm_100f``, a the arch's own ``sm_100a``, - none of them.
-# `python benchmarks/feature_probe.py` derives it, and a test.
+# What the assembler accepts of `features.cu`, as the least target that compiles it: + is the plain
+# ``sm_100``, f the family's ``sm_100f``, a the arch's own ``sm_100a``, - no target. A test holds
+# this table against `python benchmarks/feature_probe.py`.
 
 
-def _read(table: str) -> dict[str, dict[str, str]]:
-    """Return by feature which archs have it, each with the suffix that its target needs."""
+def _parse(table: str) -> dict[str, dict[str, str]]:
+    """Return by feature the archs that have it, each with the suffix that its target needs."""
     archs, *rows = (line.split() for line in table.split("\n") if line)
-    cells = {feature: zip(archs, found, strict=True) for feature, *found in rows}
-    return {f: {a: s.strip("+") for a, s in row if s != "-"} for f, row in cells.items()}
+    parsed = {}
+    for feature, *cells in rows:
+        by_arch = zip(archs, cells, strict=True)
+        parsed[feature] = {arch: cell.strip("+") for arch, cell in by_arch if cell != "-"}
+    return parsed
 
 
-ASSEMBLED = _read(_ASSEMBLED)
+ASSEMBLED = _parse(_ASSEMBLED)
 """Features that are instructions."""
 
 OTHERS: dict[str, dict[str, str]] = {
@@ -75,22 +78,17 @@ OTHERS: dict[str, dict[str, str]] = {
     "nvlink": dict.fromkeys(("sm90", "sm100", "sm103"), ""),
     "nvshmem": dict.fromkeys(("sm90", "sm100", "sm103"), ""),
 }
-"""Features that no assembler knows of: libraries, and wires between GPUs."""
+"""Features that no assembler knows: libraries, and links between GPUs."""
 
-EMULATED = {"multicast": ("sm121",)}
-"""What an arch assembles to a call of the assembler's own, not to an instruction (`sass_test`)."""
-
-FEATURES = {
-    feature: {a: s for a, s in archs.items() if a not in EMULATED.get(feature, ())}
-    for feature, archs in (ASSEMBLED | OTHERS).items()
-}
+FEATURES = ASSEMBLED | OTHERS
 """Which archs have a feature."""
+# The assembler replaces multicast on sm121 by a call of its own (`sass_test`).
+FEATURES["multicast"] = {a: s for a, s in ASSEMBLED["multicast"].items() if a != "sm121"}
 
-
-# What a feature is in machine code: at least one of these instructions, with these modifiers. Found
-# by disassembling probes of NVRTC 13.5 and Triton 3.9 (tests/sass_test.py). A feature without a
-# line has no instruction of its own, or none that was looked for: clusters are a launch attribute,
-# remote shared memory is read by an ordinary load.
+# Code that uses a feature holds at least one of these instructions, with these modifiers. Found by
+# disassembling probes of NVRTC 13.5 and Triton 3.9 (tests/sass_test.py). Features without a line
+# have no instruction of their own: clusters are a launch attribute, and remote shared memory is
+# read by an ordinary load.
 INSTRUCTIONS: dict[str, tuple[str, ...]] = {
     "tma": ("UTMALDG", "UTMASTG", "UTMAREDG"),
     "bulk_copy": ("UBLKCP", "UBLKRED"),
@@ -104,25 +102,26 @@ INSTRUCTIONS: dict[str, tuple[str, ...]] = {
 
 
 RESERVED_SHARED = 1024
-"""Bytes of shared memory that CUDA keeps of each block."""
+"""Bytes of shared memory that CUDA reserves in each block."""
 REGISTER_UNIT = 8
-"""Registers are given to a warp in units of 8 a thread."""
+"""Registers are allocated in units of 8 per thread."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a block may use on an arch, and how many processors its largest product has.
+    """The limits of a block and of an SM on an arch, and the SM count of its largest product.
 
     Attributes:
-        shared: bytes of shared memory of a block, dynamic and static together.
-        registers: of a block; threads: of a block; per_thread: registers of a thread.
-        processors: for the grids of kernels that stay on their processor.
-        resident_threads, resident_blocks: of a processor at once; its shared memory is that of a
-            block and `RESERVED_SHARED` more.
+        shared: bytes of shared memory per block, dynamic and static together.
+        sms: SMs of the largest product, for the grids of persistent kernels.
+        registers: per block.
+        threads: per block.
+        per_thread: registers per thread.
+        resident_threads, resident_blocks: at once on an SM.
     """
 
     shared: int
-    processors: int
+    sms: int
     registers: int = 65536
     threads: int = 1024
     per_thread: int = 255
@@ -130,24 +129,23 @@ class Limits:
     resident_blocks: int = 32
 
 
-# CUDA C++ Programming Guide 13, "Technical Specifications per Compute Capability"; processors: H200
-# 132, B200 148, B300 160, GB10 48.
+# CUDA C++ Programming Guide 13, "Technical Specifications per Compute Capability". SMs: H200 132,
+# B200 148, B300 160, GB10 48.
 LIMITS = {
-    "sm90": Limits(shared=227 * 1024, processors=132),
-    "sm100": Limits(shared=227 * 1024, processors=148),
-    "sm103": Limits(shared=227 * 1024, processors=160),
-    "sm121": Limits(shared=99 * 1024, processors=48, resident_threads=1536, resident_blocks=24),
+    "sm90": Limits(shared=227 * 1024, sms=132),
+    "sm100": Limits(shared=227 * 1024, sms=148),
+    "sm103": Limits(shared=227 * 1024, sms=160),
+    "sm121": Limits(shared=99 * 1024, sms=48, resident_threads=1536, resident_blocks=24),
 }
 
 
 def capability_of(arch: str) -> tuple[int, int]:
     """Return the compute capability of an arch: (9, 0) for ``sm90``, (12, 1) for ``sm121``."""
-    number = int(arch.removeprefix("sm"))
-    return number // 10, number % 10
+    return divmod(int(arch.removeprefix("sm")), 10)
 
 
 def arch_of(major: int, minor: int) -> str:
-    """Return the arch of a compute capability, ``sm90`` for (9, 0), known to the table or not."""
+    """Return the arch of a compute capability, also of one that is not in the table."""
     return f"sm{major}{minor}"
 
 
@@ -156,8 +154,8 @@ def product_of(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def missing(features: tuple[str, ...], arch: str) -> str | None:
-    """Say which of `features` `arch` lacks, as ``tcgen05 (sm100, sm103)``, or None."""
+def missing_feature(features: tuple[str, ...], arch: str) -> str | None:
+    """Return the first feature that `arch` lacks, as ``tcgen05 (sm100, sm103)``, or None."""
     for feature in features:
         if arch not in FEATURES[feature]:
             return f"{feature} ({', '.join(a for a in GPU_ARCHS if a in FEATURES[feature])})"
@@ -165,7 +163,7 @@ def missing(features: tuple[str, ...], arch: str) -> str | None:
 
 
 def target_of(arch: str, features: Iterable[str] = ()) -> str:
-    """Return what to compile for on `arch`: ``sm_90a`` where one of `features` needs it."""
+    """Return the target to compile for on `arch`: ``sm_90a`` if one of `features` needs it."""
     suffixes = [FEATURES[feature].get(arch) for feature in features]
-    # What a family's target takes the arch's own does too, and it is this arch that will run it.
+    # The arch's own target accepts all that the family's does, and the code runs on this arch.
     return arch.replace("sm", "sm_") + "a" * any(suffixes)

@@ -1,6 +1,6 @@
-"""A pair: one baseline, its optimized variants, and everything a page says about them.
+"""A pair: one baseline, its optimized variants, and everything a page declares about them.
 
-Plain data. Whether a page's declaration can be meant, `declared` says.
+These are plain data. `declare` refuses declarations that make no sense.
 """
 
 from __future__ import annotations
@@ -8,16 +8,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from .gpu_specs import FEATURES, GPU_ARCHS
 
-__tracebackhide__ = True  # what a page's `when=` raises shows the page's lines, and none of these
+if TYPE_CHECKING:
+    import pytest
+
+__tracebackhide__ = True  # an error in a page's `when=` shows lines of the page only
 MARK = "aisp_pair"
 """Name of the mark with which `compare` attaches a pair to its test function."""
 
 Side: TypeAlias = Callable[..., Any]
 Size: TypeAlias = Mapping[str, "int | float | bool | str"]
+CheckSize: TypeAlias = Mapping[str, object]
+"""A size that may also hold Hypothesis strategies."""
 Claim: TypeAlias = "float | Literal['neutral', 'yardstick']"
 Claims: TypeAlias = "Claim | Mapping[str, Claim]"
 Bound = Literal["dram", "l2", "tensor", "issue", "latency", "launch", "nvlink", "pcie", "host"]
@@ -27,29 +32,31 @@ Owned = Literal["gc", "affinity", "allocator", "l2_persistence", "page_faults", 
 BOUNDS: tuple[str, ...] = get_args(Bound)
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 ARITHMETIC = ("fp64", "fp32", *PRECISIONS)
-"""Legal keys of ``Work(flops=)``; a type without a measured rate has no limit."""
+"""Legal keys of ``Work(flops=)``. A type without a measured rate has no limit."""
 OWNED: tuple[str, ...] = get_args(Owned)
 HOST_BOUNDS = ("launch", "host")
-"""Bounds whose sides are judged as called; all others are judged by GPU time alone."""
+"""Bounds whose sides are judged as called. All others are judged by GPU time alone."""
+CLAIM_WORDS = ("neutral", "yardstick")
+"""Claims without a number: no gain is promised; nothing is promised, it is there to compare."""
 
 
 class PairError(ValueError):
-    """A declaration that cannot be what its author meant."""
+    """A declaration that makes no sense."""
 
 
 class SideError(Exception):
-    """A side that broke the rules of being compared; the message says which and how."""
+    """A side broke a rule of the comparison. The message names the rule."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the algorithm must move and compute, whoever implements it.
+    """What the algorithm must move and compute, in any implementation.
 
     Attributes:
         read, write: bytes that must come from and go to memory (DRAM on a GPU).
         flops: operations by arithmetic type, as in ``{"bf16": 2 * n**3}``.
-        wire: bytes each rank must send, or bytes that must cross PCIe.
-        terms: the longest sum in a result; with the types it gives the tolerance.
+        wire: bytes that each rank must send, or bytes that must cross PCIe.
+        terms: the longest sum in a result. With the types it gives the tolerance.
         roundings: how many results in a row are rounded to the storage type on the way
             to an output (1: only the output is).
     """
@@ -66,29 +73,25 @@ class Work:
         for name, value in {**numbers, **dict(self.flops)}.items():
             if not value >= 0:
                 raise PairError(f"Work({name}={value!r}) must be a number >= 0")
-        one_of("type in Work(flops=)", list(self.flops), ARITHMETIC)
+        require_known("type in Work(flops=)", list(self.flops), ARITHMETIC)
         if self.terms < 1 or self.roundings < 1:
             raise PairError("Work(terms=, roundings=) must be at least 1")
 
 
-WORDS = "neutral", "yardstick"
-"""Claims without a number: nothing is gained; nothing is claimed, it is there to compare with."""
-
-
 @dataclass(frozen=True)
 class Variant:
-    """One optimized side with what sets it apart from the page's other variants.
+    """One optimized side, and how it differs from the page's other variants.
 
     Attributes:
         side: the callable to compare with the baseline.
         needs: features this variant needs besides the page's, as in ``needs="tma"``.
-        when: sizes it exists for; called with the size's keys.
-        at_least: its claim, where it is not the page's.
-        precision: the lower arithmetic it uses on purpose; it widens the derived tolerance.
+        when: returns whether the variant exists at a size. Called with the size's keys.
+        at_least: its claim, if it is not the page's.
+        precision: the lower arithmetic it uses on purpose. It widens the derived tolerance.
         sass: instructions that its machine code must hold besides those of `needs`, as in
-            ``sass="LDG.128"``; looked for where its kernels are assembled.
-        gpu_only: why no CPU can check it, as in ``gpu_only="symmetric memory"``; without the GPUs
-            it needs its cases are then skipped, and not called checked.
+            ``sass="LDG.128"``. Looked for when its kernels are assembled.
+        gpu_only: why no CPU can check it, as in ``gpu_only="symmetric memory"``. Without the GPUs
+            it needs, its cases are skipped instead of checked.
         marks: pytest marks for its cases, as in ``pytest.param(marks=...)``.
     """
 
@@ -100,7 +103,7 @@ class Variant:
     precision: Precision | None = None
     sass: str | Sequence[str] = ()
     gpu_only: str = ""
-    marks: Sequence[Any] = ()
+    marks: Sequence[pytest.Mark | pytest.MarkDecorator] = ()
 
     @property
     def name(self) -> str:
@@ -109,15 +112,15 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """The conditions that a page's sides run under; most pages need none of them.
+    """The conditions that a page's sides run under. Most pages need none of them.
 
     Attributes:
-        needs: features without which no side runs, as in ``"tma"``.
-        gpus: ranks that the sides run on; several counts make cases of each.
+        needs: features that every side needs, as in ``"tma"``.
+        gpus: number of ranks that the sides run on. Several counts make cases of each.
         l2: ``cold`` (the working set rotates through five L2 caches) or ``warm``.
         owns: what the page varies itself and the harness must leave alone.
-        environment: variables with which the page's ranks start. Pages with the same variables
-            share ranks. With `gpus` above 1 only.
+        environment: variables that the page's ranks start with, if `gpus` is above 1. Pages with
+            the same variables share ranks.
     """
 
     needs: str | Sequence[str] = ()
@@ -129,14 +132,14 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Everything `compare` was told. See `pytest_aisp.compare` for the fields."""
+    """Everything that a page declared. See `pytest_aisp.compare` for the fields."""
 
     baseline: Side
     variants: tuple[Variant, ...]
     inputs: Callable[..., tuple[Any, ...]]
     reference: Callable[..., Any]
     sizes: tuple[Size, ...]
-    check_sizes: tuple[Mapping[str, Any], ...]
+    check_sizes: tuple[CheckSize, ...]
     cpu_sizes: tuple[Size, ...]
     work: Callable[..., Work]
     bound: str
@@ -149,22 +152,28 @@ class Pair:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def spread(self) -> bool:
-        """Whether the sides run on several ranks: the reference then gets every rank's inputs."""
+    def multi_rank(self) -> bool:
+        """Whether the sides run on several ranks. The reference then gets every rank's inputs."""
         return max(self.gpus) > 1
+
+    @property
+    def as_called(self) -> bool:
+        """Whether the launch itself is judged, so that the harness must not capture a side."""
+        return self.bound in HOST_BOUNDS
 
     def variant(self, name: str) -> Variant:
         """Return the variant called `name`."""
         return next(v for v in self.variants if v.name == name)
 
     def work_at(self, size: Size, world: int) -> Work:
-        """Return the work at `size` of one of `world` ranks."""
-        asked = inspect.signature(self.work).parameters
-        return self.work(**size, **({"world": world} if "world" in asked else {}))
+        """Return the work of one of `world` ranks at `size`."""
+        if "world" in inspect.signature(self.work).parameters:
+            return self.work(**size, world=world)
+        return self.work(**size)
 
     def features(self, variant: Variant) -> tuple[str, ...]:
         """Return the features that `variant` needs, the page's first."""
-        return tuple(dict.fromkeys((*self.needs, *as_words(variant.needs))))
+        return tuple(dict.fromkeys((*self.needs, *as_tuple(variant.needs))))
 
     def archs(self, variant: Variant) -> tuple[str, ...]:
         """Return the GPU archs on which `variant` can run."""
@@ -172,42 +181,37 @@ class Pair:
         return tuple(a for a in GPU_ARCHS if all(a in archs for archs in needed))
 
     def claim(self, variant: Variant, arch: str, gpus: int | None = None) -> Claim:
-        """Return the speedup that `variant` promises on `arch`; 1.0 where the page is silent.
+        """Return the speedup that `variant` promises on `arch`, 1.0 if the page promises none.
 
-        On more GPUs than the page's first count nothing is promised but what is said of that count,
-        as in ``{"sm90": 1.5, "sm90-x4": 1.2}``: what two show is no measurement of four.
+        On more GPUs than the page's first count only a claim for that count counts, as in
+        ``{"sm90": 1.5, "sm90-x4": 1.2}``: a measurement of two GPUs says nothing about four.
         """
-        claims, key = self._claims(variant, arch, gpus)
-        if key != arch and key not in claims:
-            return "yardstick"
-        claim: Claim = claims.get(key, 1.0) if isinstance(claims, Mapping) else claims
-        return claim
+        claims, first = self._claims(variant), self._is_first_count(gpus)
+        if not isinstance(claims, Mapping):
+            return claims if first else "yardstick"
+        default: Claim = 1.0 if first else "yardstick"
+        return claims.get(arch if first else f"{arch}-x{gpus}", default)
 
     def origin(self, variant: Variant, arch: str, gpus: int | None = None) -> str:
         """Return in words where `claim` is written."""
-        claims, key = self._claims(variant, arch, gpus)
-        where = "on the page" if variant.at_least is None else f"of {variant.name} on the page"
-        if key == arch and not isinstance(claims, Mapping):
-            return f"at_least {where}"
-        said = f"at_least[{key!r}] {where}"
-        if key in claims:
-            return said
-        return f"{'1.0' if key == arch else 'yardstick'}, for there is no {said}"
+        claims, first = self._claims(variant), self._is_first_count(gpus)
+        place = "on the page" if variant.at_least is None else f"of {variant.name} on the page"
+        if first and not isinstance(claims, Mapping):
+            return f"at_least {place}"
+        key = arch if first else f"{arch}-x{gpus}"
+        entry = f"at_least[{key!r}] {place}"
+        if isinstance(claims, Mapping) and key in claims:
+            return entry
+        return f"{'1.0' if first else 'yardstick'}, because there is no {entry}"
 
-    def _claims(self, variant: Variant, arch: str, gpus: int | None) -> tuple[Any, str]:
-        """Return the claims of `variant`, and under which key that for `gpus` GPUs stands."""
-        claims = self.at_least if variant.at_least is None else variant.at_least
-        if gpus in (None, self.gpus[0]):
-            return claims, arch
-        return claims if isinstance(claims, Mapping) else {}, f"{arch}-x{gpus}"
+    def _claims(self, variant: Variant) -> Claims:
+        return self.at_least if variant.at_least is None else variant.at_least
 
-    @property
-    def as_called(self) -> bool:
-        """Whether the launch is the point, so that the harness must never capture a side."""
-        return self.bound in HOST_BOUNDS
+    def _is_first_count(self, gpus: int | None) -> bool:
+        return gpus in (None, self.gpus[0])
 
     def cases(self) -> Iterator[Case]:
-        """Yield the cases, size by size, so that neighbours share baseline and reference."""
+        """Yield the cases size by size, so that neighbors share baseline and reference."""
         for kind, sizes in (("gpu", self.sizes), ("cpu", self.cpu_sizes)):
             for size in sizes:
                 for gpus in self.gpus:
@@ -232,38 +236,42 @@ class Case:
 
     @property
     def id(self) -> str:
-        """The id between brackets, the same on every machine: ``tiled-cpu-n256``."""
-        parts = [self.variant_name, *(["cpu"] if self.kind == "cpu" else [])]
-        parts += [f"x{self.gpus}"] if len(self.pair.gpus) > 1 else []
-        return "-".join(parts + [f"{k}{_short(v)}" for k, v in self.size.items()])
+        """The id in the brackets of a test, the same on every machine: ``tiled-cpu-n256``."""
+        parts = [self.variant_name]
+        if self.kind == "cpu":
+            parts.append("cpu")
+        if len(self.pair.gpus) > 1:
+            parts.append(f"x{self.gpus}")
+        parts += [f"{key}{_without_brackets(value)}" for key, value in self.size.items()]
+        return "-".join(parts)
+
+
+def _without_brackets(value: object) -> str:
+    return str(value).replace(" ", "").replace("[", "(").replace("]", ")")
 
 
 def side_name(side: Side) -> str:
-    """Return the name a side goes by: the name of its function."""
+    """Return the name of a side: the name of its function."""
     return getattr(side, "__name__", type(side).__name__)
 
 
-def size_words(size: Mapping[str, Any]) -> str:
-    """Return ``n=4096, m=33``: a size as messages show it."""
+def size_words(size: CheckSize) -> str:
+    """Return a size as messages show it: ``n=4096, m=33``."""
     return ", ".join(f"{k}={v}" for k, v in size.items()) or "its only size"
 
 
-def is_plain(size: Mapping[str, Any]) -> bool:
+def is_plain(size: CheckSize) -> bool:
     """Return whether `size` holds values only, no Hypothesis strategy."""
     return all(isinstance(value, (int, float, bool, str)) for value in size.values())
 
 
-def as_words(words: str | Sequence[str]) -> tuple[str, ...]:
-    """Return `words` as a tuple, a single word as a tuple of one."""
+def as_tuple(words: str | Sequence[str]) -> tuple[str, ...]:
+    """Return one word or several as a tuple."""
     return (words,) if isinstance(words, str) else tuple(words)
 
 
-def _short(value: object) -> str:
-    return str(value).replace(" ", "").replace("[", "(").replace("]", ")")
-
-
-def one_of(what: str, words: Sequence[str], legal: Sequence[str]) -> None:
+def require_known(kind: str, words: Sequence[str], legal: Sequence[str]) -> None:
     """Raise `PairError` for a word that is not `legal`."""
     for word in words:
         if word not in legal:
-            raise PairError(f"unknown {what} {word!r}; legal: {', '.join(legal)}")
+            raise PairError(f"unknown {kind} {word!r}; legal: {', '.join(legal)}")

@@ -1,4 +1,4 @@
-"""What a side is made of: a digest of its source and of everything of ours that it uses."""
+"""Digests of the sources of a side: its own code and everything under the root that it uses."""
 
 from __future__ import annotations
 
@@ -9,160 +9,176 @@ import importlib.util
 import inspect
 import os
 import sysconfig
-import types
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import CodeType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:
+    from ..kernels.cuda_cpp import CudaModule
 
 PACKAGE = str(Path(__file__).parents[1])
 """The folder of this package."""
 
-TUNED = ("num_warps", "num_ctas", "num_stages", "maxnreg")
-"""What a configuration of Triton says besides a kernel's own arguments."""
+TRITON_OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg")
+"""What a `triton.Config` holds besides a kernel's own arguments."""
 CONSTANTS = "\0constants"
-"""What stands between a thing's source and the constants that it names."""
+"""Separates the source of an object from the constants that it names."""
 
 
-def digest(side: Any, root: str, *, constants: bool = False) -> str:
+def digest(side: object, root: str, *, constants: bool = False) -> str:
     """Return 16 hex digits of the source of `side` and of what it reaches under `root`.
 
-    Followed are functions, Triton kernels, kernel files and modules by the names that the code
-    uses; libraries outside `root` are the environment's business, not the source's.
+    Functions, Triton kernels, kernel files and modules are followed by the names that the code
+    uses. Libraries belong to the environment, not to the source.
 
     Args:
-        constants: whether the plain constants that the code names count too, and the options of its
-            kernel files. They do for what changed since a commit; the digests of stored results
-            were made without them.
+        constants: also count plain constants that the code names, and the options of kernel
+            files. True to compare two commits; the digests of stored results do not count them.
     """
-    seen: dict[str, str] = {}
-    _visit(side, Path(root).resolve(), seen)
+    texts = _reach([side], root).texts
     if not constants:
-        seen = {name: text.partition(CONSTANTS)[0] for name, text in seen.items()}
-    text = "\0".join(f"{name}\0{seen[name]}" for name in sorted(seen))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+        texts = {name: text.partition(CONSTANTS)[0] for name, text in texts.items()}
+    joined = "\0".join(f"{name}\0{texts[name]}" for name in sorted(texts))
+    return hashlib.sha256(joined.encode()).hexdigest()[:16]
 
 
 @functools.cache
 def libraries() -> tuple[str, ...]:
-    """Return the folders of what is no page's code: Python, what is installed, this package.
+    """Return the folders of Python, of installed packages, and of this package.
 
     They may lie under the root of the pages, as a virtual environment often does.
     """
     folders = {sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")}
-    torch = importlib.util.find_spec("torch")  # a distribution may keep it elsewhere
-    folders |= {str(Path(torch.origin).parents[1])} if torch and torch.origin else set()
+    torch = importlib.util.find_spec("torch")  # some distributions keep it elsewhere
+    if torch and torch.origin:
+        folders.add(str(Path(torch.origin).parents[1]))
     return tuple(f"{folder}{os.sep}" for folder in sorted(folders | {PACKAGE}))
 
 
-def kernel_files(sides: Iterable[Any], root: str) -> list[Any]:
+def kernel_files(sides: Iterable[object], root: str) -> list[CudaModule]:
     """Return the `cuda_module`s that `sides` reach, in the order of their paths."""
-    return [thing for thing in _kernels(sides, root) if hasattr(thing, "assemble")]
+    return [kernel for kernel in _sorted_kernels(sides, root) if _is_cuda_module(kernel)]
 
 
-def triton_kernels(sides: Iterable[Any], root: str) -> list[Any]:
-    """Return the Triton kernels that `sides` name themselves, not those called by kernels only.
+def triton_kernels(sides: Iterable[object], root: str) -> list[FunctionType]:
+    """Return the Python functions of the Triton kernels that `sides` launch.
 
-    They are returned as the Python functions inside the decorators.
+    Kernels that only other kernels call are left out.
     """
-    return [thing for thing in _kernels(sides, root) if not hasattr(thing, "assemble")]
+    return [k for k in _sorted_kernels(sides, root) if isinstance(k, FunctionType)]
 
 
-def imported_late(side: Any, root: str) -> list[str]:
+def imported_late(side: object, root: str) -> list[str]:
     """Return the modules that `side` and what it reaches under `root` import when called.
 
-    Those of relative imports are left out. The digest does not follow what such an import finds.
+    Relative imports are left out. The digest does not follow these imports.
     """
-    reached: list[Any] = []
-    _visit(side, Path(root).resolve(), {}, reached=reached)
-    codes = [getattr(thing, "__code__", None) for thing in reached]
+    codes = [getattr(each, "__code__", None) for each in _reach([side], root).objects]
     return sorted({name for code in codes if code is not None for name in _imports(code)})
 
 
-def _imports(code: types.CodeType) -> Iterator[str]:
+def _imports(code: CodeType) -> Iterator[str]:
     steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
     for level, _, step in zip(steps, steps[1:], steps[2:], strict=False):
         if step.opname == "IMPORT_NAME" and level.argval == 0:
             yield str(step.argval)
     for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
+        if isinstance(constant, CodeType):
             yield from _imports(constant)
 
 
-def _kernels(sides: Iterable[Any], root: str) -> list[Any]:
-    found: dict[str, Any] = {}
+@dataclass
+class _Reach:
+    """What sides reach under a root.
+
+    Attributes:
+        texts: the source and the constants of each object, by path and qualified name.
+        kernels: kernel files, and Triton kernels that are launched from the host.
+    """
+
+    root: Path
+    texts: dict[str, str] = field(default_factory=dict)
+    objects: list[object] = field(default_factory=list)
+    kernels: dict[str, object] = field(default_factory=dict)
+
+    def visit(self, wrapped: object, *, from_kernel: bool = False) -> None:
+        is_kernel, thing = _is_triton(wrapped), _unwrapped(wrapped)
+        file = _kernel_path(thing) or _source_file(thing)
+        if file is None or str(file).startswith(libraries()):
+            return
+        path = Path(file).resolve()
+        if not path.is_relative_to(self.root):
+            return
+        name = f"{path.relative_to(self.root)}:{getattr(thing, '__qualname__', '')}"
+        if _is_cuda_module(thing) or (is_kernel and not from_kernel):
+            self.kernels[name] = thing
+        if name in self.texts:
+            return
+        source = _source(thing, Path(file)) + _tuning(wrapped)
+        self.texts[name] = source + CONSTANTS + _constants(thing)
+        self.objects.append(thing)
+        for used in _used(thing):
+            self.visit(used, from_kernel=is_kernel)
+
+
+def _reach(sides: Iterable[object], root: str) -> _Reach:
+    reach = _Reach(Path(root).resolve())
     for side in sides:
-        _visit(side, Path(root).resolve(), {}, found)
-    return [found[name] for name in sorted(found)]
+        reach.visit(side)
+    return reach
 
 
-def _visit(
-    thing: Any,
-    root: Path,
-    seen: dict[str, str],
-    kernels: dict[str, Any] | None = None,
-    *,
-    from_kernel: bool = False,
-    reached: list[Any] | None = None,
-) -> None:
-    is_kernel, tuned, thing = _is_triton(thing), _tuned(thing), _unwrapped(thing)
-    file = _kernel_file(thing) or _file_of(thing)
-    if file is None or str(file).startswith(libraries()):
-        return
-    if not Path(file).resolve().is_relative_to(root):
-        return
-    name = f"{Path(file).resolve().relative_to(root)}:{getattr(thing, '__qualname__', '')}"
-    if kernels is not None and (hasattr(thing, "assemble") or (is_kernel and not from_kernel)):
-        kernels[name] = thing
-    if name in seen:
-        return
-    seen[name] = _text(thing, Path(file)) + tuned + CONSTANTS + _constants(thing)
-    if reached is not None:
-        reached.append(thing)
-    for used in _used(thing):
-        _visit(used, root, seen, kernels, from_kernel=is_kernel, reached=reached)
+def _sorted_kernels(sides: Iterable[object], root: str) -> list[object]:
+    return [kernel for _, kernel in sorted(_reach(sides, root).kernels.items())]
 
 
-def _constants(thing: Any) -> str:
+def _constants(thing: object) -> str:
     """Return the plain constants that a function names, or the options of a kernel file."""
-    if _kernel_file(thing):
+    if _kernel_path(thing):
         settings = (getattr(thing, name, None) for name in ("options", "targets"))
-        return repr([sorted(given.items()) for given in settings if isinstance(given, Mapping)])
+        return repr([sorted(table.items()) for table in settings if isinstance(table, Mapping)])
     code, scope = getattr(thing, "__code__", None), getattr(thing, "__globals__", {})
     names = sorted(_names(code)) if code is not None else []
     return "".join(f"\n{n}={scope[n]!r}" for n in names if n in scope and _is_plain(scope[n]))
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
     if isinstance(value, Mapping):
         return all(_is_plain(k) and _is_plain(v) for k, v in value.items())
-    named = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
-    return value is None or named or isinstance(value, (bool, int, float, str, bytes))
+    is_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
+    return value is None or is_dtype or isinstance(value, (bool, int, float, str, bytes))
 
 
-def _is_triton(thing: Any) -> bool:
-    """Return whether `thing` is a Triton function, tuned or interpreted ones included."""
+def _is_cuda_module(thing: object) -> TypeGuard[CudaModule]:
+    return hasattr(thing, "assemble")
+
+
+def _is_triton(thing: object) -> bool:
+    """Return whether `thing` is a Triton function, autotuned or interpreted ones included."""
     return type(thing).__module__.startswith("triton.") and hasattr(thing, "fn")
 
 
-def _tuned(thing: Any) -> str:
-    """Return what a Triton kernel is tuned over, which may stand far from its source."""
+def _tuning(thing: object) -> str:
+    """Return the configurations of an autotuned kernel, which may stand far from its source."""
     if not _is_triton(thing):
         return ""
-    return "".join(map(_config, getattr(thing, "configs", ()))) + _tuned(thing.fn)
+    configs = "".join(map(_config_text, getattr(thing, "configs", ())))
+    return configs + _tuning(getattr(thing, "fn", None))
 
 
-def _config(config: Any) -> str:
-    """Return a configuration as Triton 3.6 printed it: later versions know more to print."""
-    known = {**config.kwargs}
-    known |= {name: getattr(config, name, None) for name in TUNED}
-    override = getattr(config, "ir_override", None)
-    known |= {} if override is None else {"ir_override": override}
+def _config_text(config: Any) -> str:
+    """Return a configuration as Triton 3.6 prints it. Later versions print more."""
+    known = {**config.kwargs, **{name: getattr(config, name, None) for name in TRITON_OPTIONS}}
+    if (override := getattr(config, "ir_override", None)) is not None:
+        known["ir_override"] = override
     return "\n" + ", ".join(f"{name}: {value}" for name, value in known.items())
 
 
-def _unwrapped(thing: Any) -> Any:
+def _unwrapped(thing: object) -> object:
     """Return the function inside decorators: partials, Triton kernels, compiled functions."""
     for attribute in ("side", "fn", "func", "_torchdynamo_orig_callable", "__wrapped__"):
         inner = getattr(thing, attribute, None)
@@ -171,13 +187,13 @@ def _unwrapped(thing: Any) -> Any:
     return thing
 
 
-def _kernel_file(thing: Any) -> Path | None:
-    path = getattr(thing, "path", None)  # `os` has one too, and it is a module
+def _kernel_path(thing: object) -> Path | None:
+    path = getattr(thing, "path", None)  # the module `os` has a `path` too
     return path if isinstance(path, Path) else None
 
 
-def _file_of(thing: Any) -> str | None:
-    if isinstance(thing, types.ModuleType):
+def _source_file(thing: Any) -> str | None:
+    if isinstance(thing, ModuleType):
         return getattr(thing, "__file__", None)
     try:
         return inspect.getsourcefile(thing)
@@ -185,8 +201,8 @@ def _file_of(thing: Any) -> str | None:
         return None
 
 
-def _text(thing: Any, file: Path) -> str:
-    if _kernel_file(thing) or isinstance(thing, types.ModuleType):
+def _source(thing: Any, file: Path) -> str:
+    if _kernel_path(thing) or isinstance(thing, ModuleType):
         return file.read_text()
     try:
         return inspect.getsource(thing)
@@ -194,30 +210,27 @@ def _text(thing: Any, file: Path) -> str:
         return file.read_text()
 
 
-def _used(thing: Any) -> Iterator[Any]:
-    code = getattr(thing, "__code__", None)
-    scope = getattr(thing, "__globals__", {})
+def _used(thing: object) -> Iterator[object]:
+    """Yield the functions, modules and kernels that a function names."""
+    code: CodeType | None = getattr(thing, "__code__", None)
     if code is None:
         return
-    names = sorted(_names(code))
+    scope, names = getattr(thing, "__globals__", {}), sorted(_names(code))
     for value in map(scope.get, names):
-        if callable(value) or isinstance(value, types.ModuleType) or _launches(value):
+        if callable(value) or isinstance(value, ModuleType) or _is_launched(value):
             yield value
-        if isinstance(value, types.ModuleType):
-            yield from filter(_launches, map(vars(value).get, names))
+        if isinstance(value, ModuleType):
+            yield from filter(_is_launched, map(vars(value).get, names))
     for cell in getattr(thing, "__closure__", None) or ():
-        if callable(cell.cell_contents) or _launches(cell.cell_contents):
+        if callable(cell.cell_contents) or _is_launched(cell.cell_contents):
             yield cell.cell_contents
 
 
-def _launches(value: Any) -> bool:
-    """Return whether `value` is launched by index: a tuned kernel cannot even be called."""
-    return _kernel_file(value) is not None or _is_triton(value)
+def _is_launched(value: object) -> bool:
+    """Return whether `value` is launched by index. An autotuned kernel is not callable."""
+    return _kernel_path(value) is not None or _is_triton(value)
 
 
-def _names(code: types.CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _names(constant)
-    return names
+def _names(code: CodeType) -> set[str]:
+    nested = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*nested)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..page.gpu_specs import missing
+from ..page.gpu_specs import missing_feature
 from ..page.pair import Case
 from ..util.device import Machine
 from .run_context import RunContext
@@ -86,7 +86,7 @@ def _need(case: Case, machine: Machine) -> str:
     here = "there is none here"
     if machine.arch != "cpu":
         here = f"this GPU is {machine.arch} ({machine.name})"
-    lacking = missing(features, machine.arch) if features else None
+    lacking = missing_feature(features, machine.arch) if features else None
     if machine.arch != "cpu" and len(machine.gpus) < case.gpus:
         return f"needs {case.gpus} GPUs; this machine has {len(machine.gpus)}"
     if lacking:

@@ -200,7 +200,7 @@ class CudaPairTimer:
         """
         pair = self.bench.pair
         rotates = pair.l2 == "cold" and pair.state is None and pair.bound not in LINKS
-        rotates &= not pair.spread
+        rotates &= not pair.multi_rank
         if self.clock != "graph" or not rotates or not enabled("cold-l2"):
             return {}
         read = l2_check.reader()
