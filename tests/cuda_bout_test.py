@@ -87,7 +87,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(windows, "capture", capture)
     monkeypatch.setattr(graph_nodes, "import_module", lambda name: Driver())
     monkeypatch.setattr(cuda_timer, "evict", lambda l2: None)
-    monkeypatch.setattr(device, "_nvml", lambda: None)
+    monkeypatch.setattr(device, "load_nvml", lambda: None)
     monkeypatch.setattr(cross_check, "stamper", lambda: None)
     monkeypatch.setattr(l2_check, "reader", lambda: lambda: state.latency.pop(0))
     # Sides run on the CPU while they are called, so nothing is under way when they return; but the

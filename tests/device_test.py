@@ -12,8 +12,8 @@ import pytest
 import torch
 from worker_processes import wait_for
 
-from pytest_aisp.util import device, locks
-from pytest_aisp.util.device import Telemetry
+from pytest_aisp.util import device, device_state
+from pytest_aisp.util.device_state import Telemetry
 
 STRANGER = 1  # init: never a worker process
 
@@ -49,7 +49,7 @@ def telemetry(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
 
     def make(**answers):
-        monkeypatch.setattr(device, "_nvml", lambda: Nvml(**answers))
+        monkeypatch.setattr(device, "load_nvml", lambda: Nvml(**answers))
         return Telemetry(0)
 
     return make
@@ -59,7 +59,7 @@ def test_a_quiet_gpu_is_not_disturbed(telemetry):
     assert telemetry().look() is None
 
 
-@pytest.mark.parametrize(("bit", "name"), device.THROTTLED.items())
+@pytest.mark.parametrize(("bit", "name"), device_state.THROTTLED.items())
 def test_throttling_is_named(telemetry, bit, name):
     assert telemetry(reasons=bit).look() == name
 
@@ -74,7 +74,7 @@ def test_another_process_that_computes_is_named(telemetry):
 
 def test_we_are_no_stranger_and_nobody_is_where_ids_are_hidden(telemetry, monkeypatch):
     assert telemetry(busy=[STRANGER], known=[STRANGER]).look() is None
-    monkeypatch.setattr(device, "_is_worker", lambda pid: pid == os.getpid())
+    monkeypatch.setattr(device, "is_worker", lambda pid: pid == os.getpid())
     assert telemetry(busy=[os.getpid()]).look() is None
 
 
@@ -131,7 +131,7 @@ def whole(monkeypatch):
         "DeviceGetPciInfo": SimpleNamespace(busId="0000FFFF:0F:00.0"),
     }.items():
         monkeypatch.setattr(nvml, f"nvml{name}", lambda *args, answer=answer: answer, raising=False)
-    monkeypatch.setattr(device, "_nvml", lambda: nvml)
+    monkeypatch.setattr(device, "load_nvml", lambda: nvml)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return nvml
 
@@ -140,7 +140,7 @@ def test_what_a_gpu_runs_under_is_recorded(whole):
     facts = device.Machine.here().facts
     assert (facts["power_limit_w"], facts["mig"]) == (700, True)
     assert facts["numa_node"] is None  # no such device here
-    assert facts["cpu"] == device._cpu_name()
+    assert facts["cpu"] == device.cpu_name()
     assert "governor" in facts
 
 
@@ -165,7 +165,7 @@ def test_a_gpu_is_visible_by_its_index_or_the_beginning_of_its_uuid(
     monkeypatch.setattr(whole, "nvmlDeviceGetUUID", lambda handle: "GPU-ab12cd34", raising=False)
     monkeypatch.setattr(whole, "nvmlDeviceGetIndex", lambda handle: 0, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
-    assert device._visible(whole, 0) is seen
+    assert device.is_visible(whole, 0) is seen
 
 
 def test_what_nvml_does_not_tell_is_unknown(whole, monkeypatch):
@@ -179,27 +179,27 @@ def test_what_nvml_does_not_tell_is_unknown(whole, monkeypatch):
 
 
 def test_a_cpu_is_recorded_by_its_model():
-    assert device.cpu_machine().facts["cpu"] == device._cpu_name()
+    assert device.cpu_machine().facts["cpu"] == device.cpu_name()
 
 
 def test_a_worker_process_is_known_by_its_command_and_by_its_leases(tmp_path, monkeypatch):
-    assert not device._is_worker(os.getpid())
-    assert not device._is_worker(2**30)
+    assert not device.is_worker(os.getpid())
+    assert not device.is_worker(2**30)
     monkeypatch.setenv("AISP_LEASES", str(tmp_path))
     command = [sys.executable, "-c", "input()", "pytest_aisp.worker"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as other:
-        wait_for(lambda: device._is_worker(other.pid))  # it may not have begun yet
+        wait_for(lambda: device.is_worker(other.pid))  # it may not have begun yet
         monkeypatch.setenv("AISP_LEASES", str(tmp_path / "elsewhere"))
-        assert not device._is_worker(other.pid), "nobody takes turns with it"
+        assert not device.is_worker(other.pid), "nobody takes turns with it"
         monkeypatch.delenv("AISP_LEASES")
-        assert not device._is_worker(other.pid)
+        assert not device.is_worker(other.pid)
         other.communicate(b"\n")
 
 
 def test_leases_lie_in_one_place_whatever_tmpdir_says(tmp_path, monkeypatch):
     monkeypatch.delenv("AISP_LEASES", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    assert locks.folder() == Path(f"/tmp/pytest-aisp-{os.getuid()}")
+    assert device.lease_folder() == Path(f"/tmp/pytest-aisp-{os.getuid()}")
     monkeypatch.setenv("AISP_LEASES", str(tmp_path / "shared"))
-    assert locks.folder() == tmp_path / "shared"
-    assert locks.folder().is_dir()
+    assert device.lease_folder() == tmp_path / "shared"
+    assert device.lease_folder().is_dir()

@@ -153,7 +153,7 @@ def test_what_is_not_well_says_what_to_change(root, answers, name, state, said, 
 
 
 def test_our_own_processes_are_no_others(root, monkeypatch):
-    monkeypatch.setattr(device, "_is_worker", lambda pid: pid == 7)
+    monkeypatch.setattr(device, "is_worker", lambda pid: pid == 7)
     ours = [SimpleNamespace(pid=os.getpid()), SimpleNamespace(pid=7)]
     found = gpu(root, nvmlDeviceGetComputeRunningProcesses=ours)["GPU 0 processes"]
     assert (found.state, found.said) == ("fine", "no other computes here")
@@ -267,7 +267,7 @@ def test_something_that_harms_is_exit_code_1_and_its_change_stands_below():
 
 
 def test_without_a_gpu_the_host_is_looked_at(monkeypatch, capsys):
-    monkeypatch.setattr(device, "_nvml", lambda: None)
+    monkeypatch.setattr(device, "load_nvml", lambda: None)
     code = app.main(["doctor", "--json"])
     found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert code == any(finding["state"] == "harms" for finding in found.values())

@@ -12,7 +12,7 @@ import pytest
 from pytest_aisp.results import store
 from pytest_aisp.results.messages import CountTask
 from pytest_aisp.results.metric_limits import METRICS, joules, shares
-from pytest_aisp.util import device, process_group
+from pytest_aisp.util import device_state, process_group
 from pytest_aisp.worker import metrics
 from pytest_aisp.worker.metrics import Steps, Uncountable
 
@@ -272,7 +272,7 @@ def test_the_counter_is_nvmls(monkeypatch, millijoules, reads):
             raise RuntimeError("not supported")
         return millijoules
 
-    telemetry = object.__new__(device.Telemetry)
+    telemetry = object.__new__(device_state.Telemetry)
     telemetry._nvml = SimpleNamespace(nvmlDeviceGetTotalEnergyConsumption=counted)
     telemetry._handle = "handle"
     assert telemetry.energy() == reads

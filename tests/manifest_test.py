@@ -107,7 +107,7 @@ def test_the_clocks_are_asked_of_the_first_visible_gpu(monkeypatch):
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     nvml = Nvml()
-    monkeypatch.setattr(device, "_nvml", lambda: nvml)
+    monkeypatch.setattr(device, "load_nvml", lambda: nvml)
     # What this driver does not say is None.
     monkeypatch.setattr(Nvml, "nvmlDeviceGetMaxClockInfo", staticmethod(lambda: 1), raising=False)
     assert device.clocks() == {
@@ -116,7 +116,7 @@ def test_the_clocks_are_asked_of_the_first_visible_gpu(monkeypatch):
         "sm_max_mhz": None,
         "memory_max_mhz": None,
     }
-    monkeypatch.setattr(device, "_nvml", lambda: None)
+    monkeypatch.setattr(device, "load_nvml", lambda: None)
     assert device.clocks() == {}
 
 

@@ -12,7 +12,7 @@ import pytest_aisp
 from pytest_aisp.checking.inputs import InputPool
 from pytest_aisp.isolation import monkeypatches
 from pytest_aisp.page.pair import SideError
-from pytest_aisp.util import locks
+from pytest_aisp.util import device
 from pytest_aisp.worker.cache import Cache
 
 ROOT = Path(pytest_aisp.__file__).parent
@@ -38,7 +38,7 @@ def remembered():
     [
         (Cache, Cache.oracle),
         (InputPool, InputPool.value_set),
-        (locks, locks.lease),
+        (device, device.lease),
         (monkeypatches, monkeypatches.replaced),
     ],
 )

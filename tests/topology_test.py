@@ -114,7 +114,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def simulate(*args, **kwargs):
-        monkeypatch.setattr(device, "_nvml", lambda: nvml_of(*args, **kwargs))
+        monkeypatch.setattr(device, "load_nvml", lambda: nvml_of(*args, **kwargs))
         return topology.read_topology()
 
     return simulate
@@ -243,7 +243,7 @@ def test_refused_access_shows_the_reason():
 
 
 def test_no_gpu_is_an_error_with_a_next_step(monkeypatch, capsys):
-    monkeypatch.setattr(device, "_nvml", lambda: None)
+    monkeypatch.setattr(device, "load_nvml", lambda: None)
     assert app.main(["topology"]) == 1
     said = capsys.readouterr()
     assert said.out == ""

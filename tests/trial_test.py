@@ -15,7 +15,7 @@ from pytest_aisp.checking.inputs import slot_order
 from pytest_aisp.results.messages import CheckTask, TimeTask
 from pytest_aisp.timing import cpu_timer, trial
 from pytest_aisp.timing.trial import Trial
-from pytest_aisp.util.device_sync import Stopwatch
+from pytest_aisp.util.device_state import Stopwatch
 from pytest_aisp.worker.cache import Cache
 from pytest_aisp.worker.engine import Engine
 

@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from pytest_aisp.results.messages import FactsTask
-from pytest_aisp.util import versions
+from pytest_aisp.util import device
 from pytest_aisp.worker.engine import Engine
 
 
 def test_a_worker_process_tells_every_version_that_is_compared():
     facts = Engine().facts(FactsTask())
-    assert set(versions.VERSIONS) <= set(facts)
+    assert set(device.VERSIONS) <= set(facts)
     assert facts["torch"] == torch.__version__
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="about a torch without CUDA")
 def test_what_torch_was_built_without_has_no_version():
-    found = versions.versions()
+    found = device.versions()
     assert {found[name] for name in ("cudnn", "cublas", "nccl")} == {None}
 
 
@@ -42,7 +42,7 @@ def test_versions_are_those_that_the_libraries_say(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 7))
-    found = versions.versions()
+    found = device.versions()
     assert asked == ["libcublas.so.13"]
     assert (found["cudnn"], found["cublas"], found["nccl"]) == ("91002", "13.1.4", "2.27.7")
 
@@ -55,7 +55,7 @@ def test_a_cublas_that_is_not_loaded_or_says_nothing_is_unknown(monkeypatch, sta
         return SimpleNamespace(cublasGetProperty=lambda part, value: status)
 
     monkeypatch.setattr(ctypes, "CDLL", opened)
-    assert versions._cublas("13.0") is None
+    assert device._cublas_version("13.0") is None
 
 
 def test_a_cudnn_of_another_version_than_torchs_is_unknown(monkeypatch):
@@ -63,4 +63,4 @@ def test_a_cudnn_of_another_version_than_torchs_is_unknown(monkeypatch):
         raise RuntimeError("cuDNN version incompatibility")
 
     monkeypatch.setattr(torch.backends.cudnn, "version", refused)
-    assert versions.versions()["cudnn"] is None
+    assert device.versions()["cudnn"] is None

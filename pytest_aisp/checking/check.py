@@ -14,7 +14,7 @@ from ..isolation.monkeypatches import watching
 from ..isolation.protections import enabled
 from ..page.pair import Pair, Precision, Side, SideError, side_name, size_words
 from ..util import pytree
-from ..util.device_sync import synchronizer
+from ..util.device_state import synchronizer
 from ..util.process_group import current_group
 from . import compare, numerics
 from .compare import Comparison, compare_all, explain
@@ -298,4 +298,4 @@ def _integers(values: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
         made.copy_(torch.where(draws.abs() <= 2, draws, 0))
         return made.requires_grad_(tensor.requires_grad)
 
-    return pytree.map_tensors(drawn, values)  # type: ignore[no-any-return]
+    return pytree.map_tensors(drawn, values)

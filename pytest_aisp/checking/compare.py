@@ -248,7 +248,7 @@ def check_unchanged(name: str, slot: Any, values: Any, size: str) -> None:
     if [path for path, _ in now] != [path for path, _ in before]:
         raise _changed(name, "", size)
     for (path, leaf), (_, was) in zip(now, before, strict=True):
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor) and isinstance(was, torch.Tensor):
             same = torch.equal(_bits(leaf), _bits(was))
         else:
             same = leaf is was or not isinstance(leaf, (int, float, str)) or leaf == was

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..isolation.protections import enabled
 from ..page.pair import Pair, Side, SideError, Size, side_name
 from ..util import pytree
-from ..util.device_sync import synchronizer
+from ..util.device_state import synchronizer
 from ..util.process_group import current_group
 
 if TYPE_CHECKING:

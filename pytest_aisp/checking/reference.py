@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..page.pair import SideError
 from ..util import pytree
-from ..util.device_sync import Stopwatch, free_bytes
+from ..util.device_state import Stopwatch, free_bytes
 from ..util.process_group import current_group
 from . import numerics
 from .inputs import VALUE_SETS, InputPool
@@ -248,7 +248,7 @@ def outputs_and_state(outputs: Any, state: Any) -> Named:
 def _promoted(values: tuple[Any, ...], probe: int | None) -> tuple[Any, ...]:
     """Return a copy of `values`; for a probe in float64 and perturbed."""
     if probe is None:
-        return pytree.clone(values)  # type: ignore[no-any-return]
+        return pytree.clone(values)
     import torch
 
     generator = _generators(probe)
@@ -260,7 +260,7 @@ def _promoted(values: tuple[Any, ...], probe: int | None) -> tuple[Any, ...]:
         numerics.perturb(moved, generator(tensor))
         return moved.requires_grad_(tensor.requires_grad)
 
-    return pytree.map_tensors(perturbed, values)  # type: ignore[no-any-return]
+    return pytree.map_tensors(perturbed, values)
 
 
 def _perturb_in_place(tensors: dict[str, torch.Tensor], probe: int) -> None:

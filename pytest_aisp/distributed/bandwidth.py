@@ -21,8 +21,7 @@ from typing import Protocol
 from ..results.row import duration
 from ..timing import peaks
 from ..util.cli_result import CliError, CliResult, columns, part_of, rate_text, size_text
-from ..util.device import Machine
-from ..util.locks import together
+from ..util.device import Machine, lease_gpus
 from .topology import Route, read_topology
 
 WINDOWS = 7
@@ -216,7 +215,7 @@ def measure_visible_gpus(nbytes: int, progress: Callable[[str], None]) -> tuple[
         indices.append(gpu.index)
     pairs = itertools.permutations(range(count), 2)
     routes = {(a, b): known.route(indices[a], indices[b]) for a, b in pairs}
-    with together(uuids, progress):
+    with lease_gpus(uuids, progress):
         try:
             copier = CudaCopier([f"cuda:{k}" for k in range(count)], nbytes)
         except torch.OutOfMemoryError:

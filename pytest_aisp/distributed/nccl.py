@@ -15,8 +15,7 @@ from ..results.messages import CollectivesTask
 from ..results.row import duration
 from ..timing.collectives import ONE_SHOT, OPS, WINDOWS, bandwidths
 from ..util.cli_result import CliError, CliResult, columns, rate_text, size_text
-from ..util.device import Machine
-from ..util.locks import together
+from ..util.device import Machine, lease_gpus
 from .launcher import RankSet
 
 SMALLEST_PEAK = 64 << 20
@@ -112,7 +111,7 @@ def measure_collectives(
     device, count = choose_ranks(machine, ranks)
     gpus = sorted(machine.gpus)[:count] if device == "cuda" else []
     task = CollectivesTask(device=device, ops=tuple(ops), sizes=tuple(sizes))
-    with together(gpus, progress):
+    with lease_gpus(gpus, progress):
         group = RankSet(count, {"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
         try:
             reply = group.ask(task, timeout, progress)

@@ -14,7 +14,7 @@ from types import ModuleType
 
 from ..util import device
 from ..util.cli_result import CliError, CliResult, columns
-from ..util.device import PCI, _asked, numa_node
+from ..util.device import PCI, numa_node, query
 
 NVSWITCH = "NVSwitch"
 MAX_LINKS = 36
@@ -148,10 +148,10 @@ class Topology:
 
 def read_topology() -> Topology:
     """Return the machine's topology; without a GPU it is empty."""
-    nvml = device._nvml()
+    nvml = device.load_nvml()
     if nvml is None:
         return Topology((), ())
-    handles = device._handles(nvml)
+    handles = device.gpu_handles(nvml)
     buses = [_bus_id(nvml.nvmlDeviceGetPciInfo(handle)) for handle in handles]
     gpus = tuple(_read_gpu(nvml, i, handle, buses) for i, handle in enumerate(handles))
     routes = [_read_route(nvml, handles, a, b) for a in gpus for b in gpus if a is not b]
@@ -167,10 +167,10 @@ def route_kinds(uuids: Sequence[str]) -> str | None:
 
 
 def _read_gpu(nvml: ModuleType, index: int, handle: object, buses: Sequence[str]) -> Gpu:
-    generation = _asked(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
-    lanes = _asked(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
+    generation = query(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
+    lanes = query(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
     words = max(os.cpu_count() or 1, os.sysconf("SC_NPROCESSORS_CONF")) // 64 + 1
-    cores = _set_bits(_asked(nvml.nvmlDeviceGetCpuAffinity, handle, words) or [])
+    cores = _set_bits(query(nvml.nvmlDeviceGetCpuAffinity, handle, words) or [])
     return Gpu(
         index,
         str(nvml.nvmlDeviceGetName(handle)),
@@ -180,7 +180,7 @@ def _read_gpu(nvml: ModuleType, index: int, handle: object, buses: Sequence[str]
         _as_ranges(cores),
         (generation, lanes) if generation and lanes else None,
         tuple(_read_links(nvml, handle, buses)),
-        device._visible(nvml, handle),
+        device.is_visible(nvml, handle),
     )
 
 
@@ -194,7 +194,7 @@ def _read_numa_node(nvml: ModuleType, handle: object, bus: str) -> int | None:
     node = numa_node(bus, PCI)
     if node is not None:
         return node
-    nodes = _set_bits(_asked(nvml.nvmlDeviceGetMemoryAffinity, handle, 16, 0) or [])
+    nodes = _set_bits(query(nvml.nvmlDeviceGetMemoryAffinity, handle, 16, 0) or [])
     return nodes[0] if len(nodes) == 1 else None
 
 
@@ -216,11 +216,11 @@ def _as_ranges(numbers: Sequence[int]) -> str:
 def _read_links(nvml: ModuleType, handle: object, buses: Sequence[str]) -> list[Link]:
     found = []
     for number in range(MAX_LINKS):
-        if not _asked(nvml.nvmlDeviceGetNvLinkState, handle, number):
+        if not query(nvml.nvmlDeviceGetNvLinkState, handle, number):
             continue  # not there, or down
-        version = _asked(nvml.nvmlDeviceGetNvLinkVersion, handle, number) or 0
-        remote = _asked(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, number)
-        kind = _asked(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, number)
+        version = query(nvml.nvmlDeviceGetNvLinkVersion, handle, number) or 0
+        remote = query(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, number)
+        kind = query(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, number)
         peer = _peer_name(remote and _bus_id(remote), kind, buses)
         found.append(Link(number, NVLINK_VERSIONS.get(version, ""), peer))
     return found
@@ -234,15 +234,16 @@ def _peer_name(bus: str | None, kind: int | None, buses: Sequence[str]) -> str:
 
 def _read_route(nvml: ModuleType, handles: Sequence[object], a: Gpu, b: Gpu) -> Route:
     pair = handles[a.index], handles[b.index]
-    level = _asked(nvml.nvmlDeviceGetTopologyCommonAncestor, *pair)
+    level: int | None = query(nvml.nvmlDeviceGetTopologyCommonAncestor, *pair)
+    ancestor = "" if level is None else ANCESTORS.get(level, "")
     access = {}
     for name, capability in P2P_CAPABILITIES.items():
-        status = _asked(nvml.nvmlDeviceGetP2PStatus, *pair, capability)
+        status = query(nvml.nvmlDeviceGetP2PStatus, *pair, capability)
         if status is not None:
             access[name] = P2P_STATUS.get(status, "unknown")
     links, version = _shared_links(a, b, access.get("nvlink"))
     pcie = min(a.pcie, b.pcie) if a.pcie and b.pcie else None
-    return Route(a.index, b.index, ANCESTORS.get(level, ""), access, links, version, pcie)
+    return Route(a.index, b.index, ancestor, access, links, version, pcie)
 
 
 def _shared_links(a: Gpu, b: Gpu, nvlink: str | None) -> tuple[int, str]:

@@ -13,8 +13,7 @@ from ..results.messages import CaseTask, ChangedTask, FactsTask, PageSource, Rep
 from ..results.models import HOST_CLOCKS
 from ..results.row import ratio, size_text
 from ..results.verdict import VOTES, Reading
-from ..util.device import Machine, cpu_machine
-from ..util.versions import VERSIONS
+from ..util.device import VERSIONS, Machine, cpu_machine
 from ..worker.client import START_SECONDS, Worker
 from .git_snapshot import SnapshotError
 from .placement import Placement

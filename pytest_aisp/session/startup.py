@@ -16,8 +16,7 @@ import pytest
 from ..page.pair import Case
 from ..results.artifacts import Unclaimable, stamped
 from ..results.run_reader import folder_of
-from ..util.device import Machine
-from ..util.locks import REMEDY, lease
+from ..util.device import REMEDY, Machine, lease
 from .canary import CLOCKS
 from .options import LOCK_ERROR, PROFILERS, RECORDER, RUN, SETTINGS, Settings
 from .recorder import Recorder, build_manifest

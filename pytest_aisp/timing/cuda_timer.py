@@ -15,7 +15,7 @@ from ..checking.inputs import BoundSide, InputPool
 from ..isolation import interference
 from ..isolation.protections import enabled
 from ..page.pair import SideError
-from ..util.device import Telemetry
+from ..util.device_state import Telemetry
 from ..util.process_group import current_group
 from . import graph_nodes, l2_check, schedule
 from .cross_check import STRETCH, contradiction

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from ..checking.inputs import BoundSide
 from ..page.gpu_specs import product_of
-from ..util.device import Machine, Telemetry, cpu_machine
-from ..util.device_sync import no_gc
+from ..util.device import Machine, cpu_machine
+from ..util.device_state import Telemetry, no_gc
 from .peaks import DTYPES, Peaks
 from .schedule import Window, calls_for
 from .windows import WINDOW, GraphWindow, QueueWindow, host_window
@@ -70,7 +70,7 @@ def _measure_gpu() -> Peaks:
         survey.product(key, 8192, "cuda")
     survey.facts["throttled"] = telemetry.look() or "no"
     for key, seen in telemetry.summary().items():
-        survey.facts[key] = "-".join(map(str, seen or ["?"]))
+        survey.facts[key] = "-".join(map(str, seen)) if seen else "?"
     return Peaks(product_of(gpu.name), survey.rates, survey.facts)
 
 

@@ -7,7 +7,7 @@ from contextlib import closing
 
 from ..checking.inputs import BoundSide, InputPool, alone, one_slot
 from ..page.pair import Side
-from ..util.device_sync import release
+from ..util.device_state import release
 from ..util.process_group import current_group
 
 WATCHDOG = 0.25

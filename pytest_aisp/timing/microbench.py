@@ -19,7 +19,7 @@ def warm(function: Callable[[], Any]) -> int:
     """Call `function` until its time is steady and return the number of calls."""
     import torch
 
-    from ..util.device_sync import synchronizer
+    from ..util.device_state import synchronizer
 
     wait = synchronizer("cuda" if torch.cuda.is_available() else "cpu")
 

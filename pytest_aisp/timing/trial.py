@@ -21,7 +21,7 @@ from ..kernels import autotune
 from ..page.pair import Precision, Side, size_words
 from ..results.messages import TimeTask
 from ..util import pytree
-from ..util.device_sync import release, synchronizer
+from ..util.device_state import release, synchronizer
 from ..util.process_group import current_group
 from . import schedule
 from .memory import let_go

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..checking.inputs import BoundSide
 from ..isolation.monkeypatches import now_ns
-from ..util.device_sync import no_gc, synchronizer
+from ..util.device_state import no_gc, synchronizer
 from ..util.process_group import current_group
 from . import graph_nodes
 from .cross_check import Clocks, read_clocks

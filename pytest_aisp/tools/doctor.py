@@ -15,7 +15,8 @@ from typing import Any
 
 from ..util import device
 from ..util.cli_result import CliResult, columns
-from ..util.device import THROTTLED, _asked, cores_here, governor, said
+from ..util.device import cores_here, governor, query, read_text
+from ..util.device_state import THROTTLED
 from ..worker import nvidia_tools
 
 
@@ -24,7 +25,7 @@ def look(root: Path = Path("/")) -> list[Finding]:
 
     cores = device.cores_here()
     return [
-        *gpu_findings(device._nvml(), root, cores),
+        *gpu_findings(device.load_nvml(), root, cores),
         *host_findings(root, cores=cores),
     ]
 
@@ -160,7 +161,7 @@ def _amount(name: str, value: int) -> str:
 
 def _huge_pages(root: Path) -> Finding:
     file = root / "sys/kernel/mm/transparent_hugepage/enabled"
-    chosen = re.search(r"\[(\w+)\]", said(file) or "")
+    chosen = re.search(r"\[(\w+)\]", read_text(file) or "")
     if chosen is None:
         return unread("huge pages", f"{file} does not say")
     if chosen[1] != "never":
@@ -214,7 +215,9 @@ def gpu_findings(nvml: Any | None, root: Path, cores: Collection[int]) -> Iterat
         root: where ``proc`` and ``sys`` lie.
         cores: CPUs that this process may use.
     """
-    handles = [] if nvml is None else [h for h in device._handles(nvml) if device._visible(nvml, h)]
+    handles = (
+        [] if nvml is None else [h for h in device.gpu_handles(nvml) if device.is_visible(nvml, h)]
+    )
     if nvml is None or not handles:
         yield unread("GPU", NO_GPU)
         return
@@ -237,7 +240,7 @@ class _Gpu:
 
     def _ask(self, question: str, *more: Any) -> Any:
         asked = getattr(self._nvml, question, None)
-        return None if asked is None else _asked(asked, self._handle, *more)
+        return None if asked is None else query(asked, self._handle, *more)
 
     def _finding(self, what: str, state: str, text: str, change: str = "") -> Finding:
         return Finding(f"{self._name} {what}", state, text, change)
@@ -320,7 +323,7 @@ class _Gpu:
         found = self._ask("nvmlDeviceGetComputeRunningProcesses")
         if found is None:
             return self._unread("processes")
-        pids = [p.pid for p in found if p.pid != os.getpid() and not device._is_worker(p.pid)]
+        pids = [p.pid for p in found if p.pid != os.getpid() and not device.is_worker(p.pid)]
         if not pids:
             return self._finding("processes", "fine", "no other computes here")
         text = f"others compute here: {', '.join(map(str, pids))}"
@@ -332,7 +335,7 @@ class _Gpu:
         text = bus.decode() if isinstance(bus, bytes) else str(bus)
         folder = root / "sys/bus/pci/devices"
         node = device.numa_node(text.strip("\0"), folder) if text else None
-        near = said(root / f"sys/devices/system/node/node{node}/cpulist")
+        near = read_text(root / f"sys/devices/system/node/node{node}/cpulist")
         if node is None or near is None:
             return unread(f"{self._name} NUMA", "the system does not say where it is")
         if set(cores) & cpus_of(near):
@@ -350,7 +353,7 @@ def cpus_of(text: str) -> set[int]:
 
 def counters(root: Path, *, admin: bool | None = None) -> Finding:
     """Return whether `ncu` may read the GPU's performance counters."""
-    text = said(root / "proc/driver/nvidia/params")
+    text = read_text(root / "proc/driver/nvidia/params")
     if text is None:
         return unread("counters", f"{root / 'proc/driver/nvidia/params'} cannot be read")
     if "RmProfilingAdminOnly: 1" not in text:

@@ -21,8 +21,7 @@ from ..results.row import digits, duration
 from ..timing import peaks
 from ..timing.peaks import PCIE, SECONDS, Peaks, PeaksError
 from ..util.cli_result import CliError, CliResult, columns
-from ..util.device import Machine
-from ..util.locks import lease, together
+from ..util.device import Machine, lease, lease_gpus
 from ..worker.client import WorkerProcess
 from . import stored_results
 from .catalog import Catalog, target_of
@@ -168,7 +167,7 @@ def measure_peaks(machine: Machine, tell: Callable[[str], None]) -> Peaks:
 def _leased(machine: Machine, tell: Callable[[str], None]) -> Iterator[None]:
     """Hold the GPU alone, or the host where it is what is measured."""
     if machine.gpus:
-        with together(machine.gpus[:1], tell):
+        with lease_gpus(machine.gpus[:1], tell):
             yield
         return
     with lease("host", waiting=tell):

@@ -1,29 +1,39 @@
-"""Which machine this is: arch, product, clocks, power, throttling.
+"""The machine: its GPUs or its CPU, the versions of its libraries, and which run may use it.
 
 `Machine.here` asks NVML and never touches CUDA, so the pytest process may call it.
+
+A lease is an advisory lock on a file in a folder that all of a user's runs share. It ends with the
+process that holds it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
+import importlib
 import os
 import platform
-import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TypeVar
 
 from ..page.gpu_specs import arch_of, product_of
 from ..results.models import joined
+from .cli_result import CliError
 
-# NVML clock event reasons that make a measurement worthless: hardware slowdown, hardware thermal,
-# power brake, software thermal. The software power cap (0x4) is normal at full load.
-THROTTLED = {0x8: "hardware slowdown", 0x20: "software thermal slowdown"}
-THROTTLED |= {0x40: "hardware thermal slowdown", 0x80: "power brake"}
+T = TypeVar("T")
+
+CPUS, PCI = Path("/sys/devices/system/cpu"), Path("/sys/bus/pci/devices")
 LEASES = "AISP_LEASES"
 """The variable that names the folder of leases."""
-CPUS, PCI = Path("/sys/devices/system/cpu"), Path("/sys/bus/pci/devices")
+REMEDY = f"Point {LEASES} at a folder that can be written, the same for all who share the GPUs"
+VERSIONS = ("torch", "triton", "cudnn", "cublas", "nccl")
+"""The libraries whose versions `versions` returns."""
+CUBLAS_PARTS = 0, 1, 2
+"""cuBLAS's MAJOR_VERSION, MINOR_VERSION and PATCH_LEVEL (library_types.h)."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +45,8 @@ class Machine:
         product: what stored results belong to: ``nvidia-h200``, ``cpu-<model>-<cores>``.
         name: as the driver says it.
         gpus: UUIDs of the visible GPUs of this product.
-        versions: driver, CUDA, and (once the worker process has told) torch and triton.
-        facts: power limit, MIG, NUMA node, CPU and its governor; None for what nobody says.
+        versions: of the driver and CUDA.
+        facts: power limit, MIG, NUMA node, CPU and its governor; None for an unknown one.
     """
 
     arch: str
@@ -44,33 +54,40 @@ class Machine:
     name: str
     gpus: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
     def here(cls) -> Machine:
-        """Return this machine, by its first visible GPU, or by its CPU without one."""
+        """Return this machine by its first visible GPU, or by its CPU without one."""
         return _gpu_machine() or cpu_machine()
 
     def with_count(self, count: int) -> str:
         """Return the product slug for `count` GPUs: ``nvidia-h200-x2``."""
         return joined(self.product, count)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain types."""
         return asdict(self) | {"gpus": list(self.gpus)}
 
 
 def cpu_machine() -> Machine:
-    """Return the machine by its CPU: model and usable cores are its product."""
+    """Return this machine by its CPU: model and usable cores are its product."""
     cores = len(cores_here())
-    name = _cpu_name()
+    name = cpu_name()
     product = f"cpu-{product_of(name)}-{cores}c"
     return Machine("cpu", product, f"{name}, {cores} cores", facts=_cpu_facts())
 
 
 @functools.cache
-def _cpu_facts() -> Mapping[str, Any]:
-    return {"cpu": _cpu_name(), "governor": governor()}
+def _cpu_facts() -> Mapping[str, object]:
+    return {"cpu": cpu_name(), "governor": governor()}
+
+
+def cpu_name() -> str:
+    """Return the CPU's model."""
+    lines = (read_text(Path("/proc/cpuinfo")) or "").splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def cores_here() -> Collection[int]:
@@ -81,75 +98,64 @@ def cores_here() -> Collection[int]:
 
 
 def governor(folder: Path = CPUS, cores: Collection[int] | None = None) -> str | None:
-    """Return the frequency governors of `cores` (those usable here), or None in a VM."""
+    """Return the frequency governors of `cores` (by default the usable ones), or None in a VM."""
     cores = cores_here() if cores is None else cores
     files = [folder / f"cpu{core}" / "cpufreq" / "scaling_governor" for core in cores]
-    return ", ".join(sorted({word for file in files if (word := said(file))})) or None
+    return ", ".join(sorted({word for file in files if (word := read_text(file))})) or None
 
 
 def numa_node(bus: str, folder: Path = PCI) -> int | None:
     """Return the NUMA node of the PCI device at NVML's `bus` (``00000000:0F:00.0``), or None."""
     domain, _, rest = bus.lower().partition(":")
-    node = said(folder / f"{domain[-4:]}:{rest}" / "numa_node")
+    node = read_text(folder / f"{domain[-4:]}:{rest}" / "numa_node")
     return None if node is None or int(node) < 0 else int(node)  # -1: the system does not know
 
 
-def said(file: Path) -> str | None:
-    """Return what a file says, or None."""
+def read_text(file: Path) -> str | None:
+    """Return the stripped text of a file, or None if it cannot be read."""
     try:
         return file.read_text().strip()
     except OSError:
         return None
 
 
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            names = [ln.split(":", 1)[1].strip() for ln in lines if ln.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def _gpu_machine() -> Machine | None:
-    nvml = _nvml()
-    if nvml is None:
-        return None
-    handles = [h for h in _handles(nvml) if _visible(nvml, h)]
-    if not handles:
+    nvml = load_nvml()
+    handles = visible_gpus(nvml)
+    if nvml is None or not handles:
         return None
     name = str(nvml.nvmlDeviceGetName(handles[0]))
     arch = arch_of(*nvml.nvmlDeviceGetCudaComputeCapability(handles[0]))
-    alike = [h for h in handles if str(nvml.nvmlDeviceGetName(h)) == name]
+    same = [h for h in handles if str(nvml.nvmlDeviceGetName(h)) == name]
     cuda = int(nvml.nvmlSystemGetCudaDriverVersion())
     versions = {
         "driver": str(nvml.nvmlSystemGetDriverVersion()),
         "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
     }
-    uuids = tuple(str(nvml.nvmlDeviceGetUUID(h)) for h in alike)
+    uuids = tuple(str(nvml.nvmlDeviceGetUUID(h)) for h in same)
     facts = {**_gpu_facts(nvml, handles[0]), **_cpu_facts()}
     return Machine(arch, product_of(name), name, uuids, versions, facts)
 
 
 def clocks() -> dict[str, int | None]:
     """Return the MHz of SM and memory of the first visible GPU, and their maxima; or nothing."""
-    nvml = _nvml()
-    handle = next((h for h in _handles(nvml) if _visible(nvml, h)), None) if nvml else None
-    if nvml is None or handle is None:
+    nvml = load_nvml()
+    handles = visible_gpus(nvml)
+    if nvml is None or not handles:
         return {}
     domains = {"sm": nvml.NVML_CLOCK_SM, "memory": nvml.NVML_CLOCK_MEM}
-    now = {f"{d}_mhz": _asked(nvml.nvmlDeviceGetClockInfo, handle, c) for d, c in domains.items()}
-    most = {
-        f"{d}_max_mhz": _asked(nvml.nvmlDeviceGetMaxClockInfo, handle, c)
-        for d, c in domains.items()
-    }
-    return {**now, **most}
+    found = {}
+    for name, domain in domains.items():
+        found[f"{name}_mhz"] = query(nvml.nvmlDeviceGetClockInfo, handles[0], domain)
+    for name, domain in domains.items():
+        found[f"{name}_max_mhz"] = query(nvml.nvmlDeviceGetMaxClockInfo, handles[0], domain)
+    return found
 
 
-def _gpu_facts(nvml: Any, handle: Any) -> Mapping[str, Any]:
-    limit = _asked(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
-    mode = _asked(nvml.nvmlDeviceGetMigMode, handle)  # now, and after the next reset
-    pci = _asked(nvml.nvmlDeviceGetPciInfo, handle)
+def _gpu_facts(nvml: ModuleType, handle: object) -> Mapping[str, object]:
+    limit = query(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+    mode = query(nvml.nvmlDeviceGetMigMode, handle)  # now, and after the next reset
+    pci = query(nvml.nvmlDeviceGetPciInfo, handle)
     return {
         "power_limit_w": None if limit is None else limit // 1000,
         "mig": None if mode is None else bool(mode[0]),
@@ -158,22 +164,30 @@ def _gpu_facts(nvml: Any, handle: Any) -> Mapping[str, Any]:
 
 
 @functools.cache
-def _nvml() -> Any | None:
+def load_nvml() -> ModuleType | None:
+    """Return pynvml, initialized; None without a GPU that this process may use."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # no package, no driver, no permission: each means no GPU for us
+    except Exception:  # no package, no driver, no permission
         return None
-    return pynvml
+    module: ModuleType = pynvml
+    return module
 
 
-def _handles(nvml: Any) -> list[Any]:
+def gpu_handles(nvml: ModuleType) -> list[object]:
+    """Return NVML's handle of each GPU of this machine."""
     return [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
 
 
-def _visible(nvml: Any, handle: Any) -> bool:
-    """Return whether ``CUDA_VISIBLE_DEVICES`` names the GPU: its index, or a UUID's beginning."""
+def visible_gpus(nvml: ModuleType | None) -> list[object]:
+    """Return NVML's handle of each GPU that this process may use."""
+    return [h for h in gpu_handles(nvml) if is_visible(nvml, h)] if nvml else []
+
+
+def is_visible(nvml: ModuleType, handle: object) -> bool:
+    """Return whether ``CUDA_VISIBLE_DEVICES`` names the GPU by index or start of UUID."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return True
@@ -182,110 +196,135 @@ def _visible(nvml: Any, handle: Any) -> bool:
     return index in named or uuid.startswith(tuple(n for n in named if n.startswith("GPU-")))
 
 
-def _asked(question: Any, *args: Any) -> Any:
-    """Return NVML's answer, or None where this GPU or container does not give it."""
+def query(function: Callable[..., T], *args: object) -> T | None:
+    """Return the answer of an NVML function, or None if this GPU or container refuses it."""
     try:
-        return question(*args)
-    except Exception:  # NVML raises a class of its own per refusal
+        return function(*args)
+    except Exception:  # NVML raises a different class for each refusal
         return None
 
 
-def _is_worker(pid: int) -> bool:
-    """Return whether `pid` is a worker process with leases where ours are: they take turns."""
+def versions() -> dict[str, str | None]:
+    """Return the version of each library, None for a missing one. Load no library, touch no GPU."""
+    import torch
+
+    return {
+        "torch": str(torch.__version__),
+        "triton": version_of("triton"),
+        "cudnn": _cudnn_version(),
+        "cublas": _cublas_version(torch.version.cuda),
+        "nccl": _nccl_version(),
+    }
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of a Python package, or None without it."""
+    try:
+        return str(importlib.import_module(package).__version__)
+    except ImportError:
+        return None
+
+
+def _cudnn_version() -> str | None:
+    import torch
+
+    try:
+        version = torch.backends.cudnn.version()
+    except RuntimeError:  # not the version that torch was built with
+        return None
+    return None if version is None else str(version)
+
+
+def _nccl_version() -> str | None:
+    import torch
+
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except (AttributeError, RuntimeError):  # torch was built without it
+        return None
+
+
+def _cublas_version(cuda: str | None) -> str | None:
+    """Return the version of the cuBLAS that torch has loaded, according to the library itself."""
+    import ctypes
+
+    if cuda is None:
+        return None
+    value = ctypes.c_int()
+    parts = []
+    try:
+        library = ctypes.CDLL(f"libcublas.so.{cuda.partition('.')[0]}", os.RTLD_NOLOAD)
+        for part in CUBLAS_PARTS:
+            if library.cublasGetProperty(part, ctypes.byref(value)):
+                return None
+            parts.append(str(value.value))
+    except (OSError, AttributeError):  # not loaded, or not cuBLAS
+        return None
+    return ".".join(parts)
+
+
+def lease_folder() -> Path:
+    """Return the folder of this machine's leases, created if necessary.
+
+    It does not follow TMPDIR, which jobs and containers set differently.
+    """
+    path = Path(os.environ.get(LEASES) or f"/tmp/pytest-aisp-{os.getuid()}")
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+@contextlib.contextmanager
+def lease(
+    name: str, *, shared: bool = False, waiting: Callable[[str], None] = lambda text: None
+) -> Iterator[None]:
+    """Wait for the lease `name`, and hold it alone or with other `shared` holders.
+
+    Args:
+        waiting: called with a message before a wait.
+    """
+    with open(lease_folder() / f"{name}.lock", "w") as file:
+        mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        try:
+            fcntl.flock(file, mode | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting(f"wait for {name}, which another run holds")
+            fcntl.flock(file, mode)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a forked child may still have the file open
+
+
+@contextlib.contextmanager
+def lease_gpus(gpus: Iterable[str], waiting: Callable[[str], None]) -> Iterator[None]:
+    """Hold the leases of `gpus` by UUID and share the host's, as a case on several GPUs does.
+
+    The order is the same everywhere, which prevents deadlocks.
+
+    Raises:
+        CliError: the folder of leases cannot be written.
+    """
+    with contextlib.ExitStack() as leases:
+        try:
+            leases.enter_context(lease("host", shared=True, waiting=waiting))
+            for gpu in sorted(gpus):
+                leases.enter_context(lease(gpu, waiting=waiting))
+        except OSError as error:
+            raise CliError(f"the machine cannot be leased: {error}\n{REMEDY}") from None
+        yield
+
+
+def is_worker(pid: int) -> bool:
+    """Return whether `pid` is a worker process that leases in the same folder as this process.
+
+    Then the two take turns, so it does not disturb a measurement here.
+    """
     try:
         command, variables = (Path(f"/proc/{pid}/{f}").read_bytes() for f in ("cmdline", "environ"))
-    except OSError:  # it has ended, or is not ours to see
+    except OSError:  # it has ended, or belongs to another user
         return False
     if b"pytest_aisp.worker" not in command and b"pytest_aisp.distributed.rank" not in command:
         return False
-    mine, prefix = os.fsencode(os.environ.get(LEASES, "")), os.fsencode(f"{LEASES}=")
+    ours, prefix = os.fsencode(os.environ.get(LEASES, "")), os.fsencode(f"{LEASES}=")
     theirs = [v.removeprefix(prefix) for v in variables.split(b"\0") if v.startswith(prefix)]
-    return mine in (theirs or [b""])
-
-
-class Telemetry:
-    """Clocks, power, temperature and throttling of one GPU while it is measured.
-
-    NVML can cost a millisecond a call, so it is asked at every `EVERY`-th block only, and at each
-    while the GPU is throttled.
-    """
-
-    EVERY = 5
-
-    def __init__(self, index: int) -> None:
-        import torch
-
-        self._nvml = _nvml()
-        uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-        self._handle = self._nvml and _asked(self._nvml.nvmlDeviceGetHandleByUUID, uuid)
-        self._blocks, self._bad = 0, False
-        self._began = time.time_ns() // 1000
-        self._named: bool | None = None
-        self._seen: list[dict[str, Any]] = [self._read()]
-        self._when = [0]
-
-    def _read(self) -> dict[str, Any]:
-        nvml, handle = self._nvml, self._handle
-        if nvml is None or handle is None:
-            return {}
-        return {
-            "sm_mhz": _asked(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
-            "watts": (_asked(nvml.nvmlDeviceGetPowerUsage, handle) or 0) // 1000 or None,
-            "celsius": _asked(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
-            "reasons": _asked(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle),
-        }
-
-    def energy(self) -> float | None:
-        """Return the joules that the GPU has taken since its driver was loaded, or None."""
-        nvml, handle = self._nvml, self._handle
-        if nvml is None or handle is None:
-            return None
-        millijoules = _asked(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
-        return None if millijoules is None else millijoules * 1e-3
-
-    def disturbance(self) -> str | None:
-        """Return why the GPU is slower than it should be, or None; looks at some blocks only."""
-        self._blocks += 1
-        return self.look() if self._bad or self._blocks % self.EVERY == 0 else None
-
-    def look(self) -> str | None:
-        """Return why the GPU is slower now than it should be, or None."""
-        self._seen.append(self._read())
-        self._when.append(self._blocks)
-        reasons = self._seen[-1].get("reasons") or 0
-        names = [name for bit, name in THROTTLED.items() if reasons & bit]
-        names += [f"process {pid} computes on this GPU too" for pid in self._strangers()]
-        self._bad = bool(names)
-        return ", ".join(names) or None
-
-    def _strangers(self) -> list[int]:
-        """Return the processes that have computed here since the last question and are not ours.
-
-        Where a container hides process ids, ours is not among those that NVML knows: then nobody
-        can be told from ourselves, and nobody is accused.
-        """
-        nvml, handle, since = self._nvml, self._handle, self._began
-        self._began = time.time_ns() // 1000
-        if nvml is None or handle is None:
-            return []
-        if self._named is None:
-            known = _asked(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
-            self._named = os.getpid() in {process.pid for process in known}
-        if not self._named:
-            return []
-        samples = _asked(nvml.nvmlDeviceGetProcessUtilization, handle, since) or []
-        busy = {int(s.pid) for s in samples if s.smUtil > 0 and s.timeStamp > since}
-        return sorted(pid for pid in busy if not _is_worker(pid))
-
-    def summary(self) -> dict[str, Any]:
-        """Return the range of what was seen."""
-        out: dict[str, Any] = {}
-        for key in ("sm_mhz", "watts", "celsius"):
-            values = [s[key] for s in self._seen if s.get(key) is not None]
-            out[key] = [min(values), max(values)] if values else None
-        return out
-
-    def looks(self) -> list[list[Any]]:
-        """Return each look at the GPU: after how many blocks, its MHz, watts, degrees Celsius."""
-        looks = zip(self._when, self._seen, strict=True)
-        return [[n, *map(s.get, ("sm_mhz", "watts", "celsius"))] for n, s in looks if s]
+    return ours in (theirs or [b""])

@@ -1,41 +1,53 @@
-"""Hold a process still while it is measured: no garbage collection, no GPU work under way."""
+"""The state of a GPU and of this process while something is measured.
+
+Pending work, free memory and garbage collection; clocks, power, throttling and other processes.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+
+from . import device
+from .device import query
+
+THROTTLED = {
+    0x8: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+"""NVML's clock event reasons that make a measurement worthless. The software power cap (0x4) is
+normal at full load."""
 
 
 @contextmanager
 def no_gc() -> Iterator[None]:
-    """Keep Python's garbage collector out of the block."""
-    was = gc.isenabled()
+    """Turn off Python's garbage collector inside the block."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if was_enabled:
             gc.enable()
 
 
 def synchronizer(device: str) -> Callable[[], None]:
-    """Return what waits until `device` has done its work: on a CPU there is nothing to wait for."""
+    """Return a function that waits until `device` has finished its work."""
     if not device.startswith("cuda"):
-        return _nothing
+        return lambda: None  # a call on a CPU is done when it returns
     import torch
 
     return torch.cuda.synchronize
 
 
-def _nothing() -> None:
-    """Calls on a CPU are done when they return."""
-
-
 def free_bytes() -> int:
-    """Return the GPU's free memory, what torch's allocator keeps and nobody uses included."""
+    """Return the GPU's free memory, including unused memory that torch's allocator caches."""
     import torch
 
     unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -43,11 +55,11 @@ def free_bytes() -> int:
 
 
 def release(device: str) -> None:
-    """Give back what nothing holds any more, so that the next buffers lie elsewhere."""
+    """Free unreferenced memory, so that the next buffers get other addresses."""
     import torch
 
     gc.collect()
-    gc.freeze()  # what is alive now stays: later collections do not walk through torch again
+    gc.freeze()  # later collections do not walk through torch again
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
 
@@ -59,27 +71,125 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
         self._phase, self._since = "other", time.perf_counter()
 
-    @contextlib.contextmanager
+    @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what passes in the block as `name`."""
-        outer = self._turn(name)
+        """Count the time inside the block as `name`."""
+        outer = self._switch(name)
         try:
             yield
         finally:
-            self._turn(outer)
+            self._switch(outer)
 
-    def _turn(self, name: str) -> str:
+    def _switch(self, name: str) -> str:
         now, before = time.perf_counter(), self._phase
         self.seconds[before] = self.seconds.get(before, 0.0) + now - self._since
         self._phase, self._since = name, now
         return before
 
     def start(self) -> None:
-        """Forget what was counted: what follows is another request's."""
+        """Start from zero for the next request."""
         self._since, self.seconds = time.perf_counter(), {}
 
     def read(self) -> dict[str, float]:
-        """Return the seconds by phase since the last reading, and begin anew."""
-        self._turn(self._phase)
+        """Return the seconds by phase since the last reading, and start from zero."""
+        self._switch(self._phase)
         seconds, self.seconds = self.seconds, {}
         return {name: round(value, 4) for name, value in seconds.items()}
+
+
+@dataclass(frozen=True)
+class Look:
+    """What NVML says of a GPU after `block` blocks."""
+
+    block: int
+    sm_mhz: int | None
+    watts: int | None
+    celsius: int | None
+
+
+class Telemetry:
+    """Clocks, power, temperature and throttling of one GPU while it is measured.
+
+    An NVML call can take a millisecond. So NVML is asked after every `EVERY`-th block only, and
+    after each block while the GPU is throttled.
+    """
+
+    EVERY = 5
+
+    def __init__(self, index: int) -> None:
+        import torch
+
+        self._nvml = device.load_nvml()
+        uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+        self._handle = self._nvml and query(self._nvml.nvmlDeviceGetHandleByUUID, uuid)
+        self._blocks, self._disturbed = 0, False
+        self._asked_us = time.time_ns() // 1000
+        self._lists_us: bool | None = None
+        self._looks: list[Look] = []
+        self._read()
+
+    def _read(self) -> int:
+        """Record a look; return NVML's clock event reasons."""
+        nvml, handle = self._nvml, self._handle
+        if nvml is None or handle is None:
+            return 0
+        look = Look(
+            self._blocks,
+            query(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
+            (query(nvml.nvmlDeviceGetPowerUsage, handle) or 0) // 1000 or None,
+            query(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        )
+        self._looks.append(look)
+        return query(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle) or 0
+
+    def energy(self) -> float | None:
+        """Return the joules that the GPU has used since its driver was loaded, or None."""
+        nvml, handle = self._nvml, self._handle
+        if nvml is None or handle is None:
+            return None
+        millijoules = query(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+        return None if millijoules is None else millijoules * 1e-3
+
+    def disturbance(self) -> str | None:
+        """Return why the GPU is slower than it should be, or None. Only some blocks are checked."""
+        self._blocks += 1
+        return self.look() if self._disturbed or self._blocks % self.EVERY == 0 else None
+
+    def look(self) -> str | None:
+        """Return why the GPU is slower than it should be now, or None."""
+        reasons = self._read()
+        causes = [name for bit, name in THROTTLED.items() if reasons & bit]
+        causes += [f"process {pid} computes on this GPU too" for pid in self._other_processes()]
+        self._disturbed = bool(causes)
+        return ", ".join(causes) or None
+
+    def _other_processes(self) -> list[int]:
+        """Return the processes that have computed here since the last call and are not ours.
+
+        If a container hides process ids, NVML does not list ours. Then our own work cannot be told
+        from another's, and no process is reported.
+        """
+        nvml, handle, since = self._nvml, self._handle, self._asked_us
+        self._asked_us = time.time_ns() // 1000
+        if nvml is None or handle is None:
+            return []
+        if self._lists_us is None:
+            listed = query(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
+            self._lists_us = os.getpid() in {process.pid for process in listed}
+        if not self._lists_us:
+            return []
+        samples = query(nvml.nvmlDeviceGetProcessUtilization, handle, since) or []
+        busy = {int(s.pid) for s in samples if s.smUtil > 0 and s.timeStamp > since}
+        return sorted(pid for pid in busy if not device.is_worker(pid))
+
+    def summary(self) -> dict[str, list[int] | None]:
+        """Return the smallest and the largest value of each quantity."""
+        ranges: dict[str, list[int] | None] = {}
+        for name in ("sm_mhz", "watts", "celsius"):
+            values = [v for look in self._looks if (v := getattr(look, name)) is not None]
+            ranges[name] = [min(values), max(values)] if values else None
+        return ranges
+
+    def looks(self) -> list[list[int | None]]:
+        """Return each look as the number of blocks before it, MHz, watts and degrees Celsius."""
+        return [[look.block, look.sm_mhz, look.watts, look.celsius] for look in self._looks]

@@ -6,19 +6,19 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
-Leaf = tuple[str, Any]
+Tree = TypeVar("Tree")
 
 
 class TreeError(TypeError):
     """A value that can be neither compared nor restored."""
 
 
-def leaves(tree: Any, path: str = "") -> Iterator[Leaf]:
+def leaves(tree: object, path: str = "") -> Iterator[tuple[str, object]]:
     """Yield ``(path, leaf)`` of nested tuples, lists, mappings, dataclasses and namespaces."""
     children = _children(tree)
     if children is None:
@@ -28,7 +28,7 @@ def leaves(tree: Any, path: str = "") -> Iterator[Leaf]:
         yield from leaves(child, f"{path}{key}" if path else key.lstrip("."))
 
 
-def tensors(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors(tree: object) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors among the leaves of `tree`."""
     import torch
 
@@ -37,27 +37,32 @@ def tensors(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield path, leaf
 
 
-def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """Return `tree` with `function` applied to each tensor, everything else as it is."""
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Tree) -> Tree:
+    """Return `tree` with `function` applied to each tensor; everything else stays."""
+    mapped: Tree = _map(function, tree)
+    return mapped
+
+
+def _map(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     import torch
 
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, child) for child in tree))
+        return type(tree)(*(_map(function, child) for child in tree))
     if isinstance(tree, (tuple, list)):
-        return type(tree)(map_tensors(function, child) for child in tree)
+        return type(tree)(_map(function, child) for child in tree)
     if isinstance(tree, Mapping):
-        return {key: map_tensors(function, child) for key, child in tree.items()}
-    if _is_record(tree):
-        made = copy.copy(tree)
-        for name, child in _fields(tree):
-            object.__setattr__(made, name, map_tensors(function, child))  # frozen ones too
-        return made
+        return {key: _map(function, child) for key, child in tree.items()}
+    if (fields := _fields(tree)) is not None:
+        mapped = copy.copy(tree)
+        for name, child in fields:
+            object.__setattr__(mapped, name, _map(function, child))  # also in a frozen dataclass
+        return mapped
     return tree
 
 
-def clone(tree: Any) -> Any:
+def clone(tree: Tree) -> Tree:
     """Return `tree` with every tensor copied, keeping strides and pinned memory."""
     return map_tensors(_clone, tree)
 
@@ -65,20 +70,15 @@ def clone(tree: Any) -> Any:
 def _clone(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
+    pinned = tensor.device.type == "cpu" and torch.cuda.is_available() and tensor.is_pinned()
     with torch.no_grad():
-        copy = torch.empty_like(tensor, pin_memory=_pinned(tensor))
-        copy.copy_(tensor)
-    return copy.requires_grad_(tensor.requires_grad)
+        copied = torch.empty_like(tensor, pin_memory=pinned)
+        copied.copy_(tensor)
+    return copied.requires_grad_(tensor.requires_grad)
 
 
-def _pinned(tensor: torch.Tensor) -> bool:
-    import torch
-
-    return tensor.device.type == "cpu" and torch.cuda.is_available() and tensor.is_pinned()
-
-
-def copy_into(target: Any, source: Any) -> None:
-    """Copy every tensor of `source` into its place in `target`, in place."""
+def copy_into(target: object, source: object) -> None:
+    """Copy every tensor of `source` into its place in `target`."""
     import torch
 
     with torch.no_grad():
@@ -86,8 +86,8 @@ def copy_into(target: Any, source: Any) -> None:
             t.copy_(s)
 
 
-def poison(tree: Any) -> None:
-    """Overwrite every tensor of `tree` with NaN, or with all bits set where there is no NaN."""
+def poison(tree: object) -> None:
+    """Overwrite every tensor of `tree` with NaN, or with all bits set if there is no NaN."""
     import torch
 
     with torch.no_grad():
@@ -102,24 +102,24 @@ def poison(tree: Any) -> None:
                 tensor.fill_(-1)
 
 
-def nbytes(tree: Any) -> int:
-    """Return the bytes of all tensors in `tree`, views of one storage counted once."""
+def nbytes(tree: object) -> int:
+    """Return the bytes of all tensors in `tree`, counting a storage that views share once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for _, t in tensors(tree)}
     return sum(s.nbytes() for s in storages.values())
 
 
-def state_tensors(state: Any) -> dict[str, torch.Tensor]:
+def state_tensors(state: object) -> dict[str, torch.Tensor]:
     """Return by name every tensor that `state` holds, gradients included.
 
     A state may be tensors, modules, optimizers, and containers of them.
 
     Raises:
-        TreeError: for anything else, by name; it could change unseen.
+        TreeError: the state holds something else, which could change undetected.
     """
     return dict(_state(state, "state"))
 
 
-def _state(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _state(value: object, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -146,25 +146,22 @@ def _state(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
         )
 
 
-def _children(tree: Any) -> list[Leaf] | None:
+def _children(tree: object) -> list[tuple[str, object]] | None:
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return [(f".{name}", getattr(tree, name)) for name in tree._fields]
     if isinstance(tree, (tuple, list)):
         return [(f"[{i}]", child) for i, child in enumerate(tree)]
     if isinstance(tree, Mapping):
         return [(f"[{key!r}]", child) for key, child in tree.items()]
-    if _is_record(tree):
-        return [(f".{name}", child) for name, child in _fields(tree)]
+    if (fields := _fields(tree)) is not None:
+        return [(f".{name}", child) for name, child in fields]
     return None
 
 
-def _is_record(tree: Any) -> bool:
-    if isinstance(tree, SimpleNamespace):
-        return True
-    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
-
-
-def _fields(tree: Any) -> list[tuple[str, Any]]:
+def _fields(tree: object) -> list[tuple[str, object]] | None:
+    """Return names and values of a dataclass or a namespace; None for anything else."""
     if isinstance(tree, SimpleNamespace):
         return list(vars(tree).items())
-    return [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+    return None

@@ -17,7 +17,7 @@ from ..checking.reference import Reference
 from ..page.pair import Pair, size_words
 from ..results.messages import CaseTask
 from ..timing import windows
-from ..util.device_sync import Stopwatch, free_bytes, release
+from ..util.device_state import Stopwatch, free_bytes, release
 from ..util.process_group import current_group
 
 CPU_ORACLES = 4

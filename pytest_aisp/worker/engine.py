@@ -30,8 +30,8 @@ from ..results import messages
 from ..results.messages import AT, CaseTask, Task, TimeTask, case_fields
 from ..timing.graph_nodes import ROLES
 from ..timing.schedule import Budget, Samples
-from ..util import pytree, versions
-from ..util.device_sync import Stopwatch, no_gc, synchronizer
+from ..util import device, pytree
+from ..util.device_state import Stopwatch, no_gc, synchronizer
 from ..util.process_group import current_group
 from . import sandbox
 from .cache import Cache, seed_of
@@ -314,7 +314,7 @@ class Engine:
         """Return versions and the device as this process sees them."""
         import torch
 
-        facts: dict[str, Any] = dict(versions.versions())
+        facts: dict[str, Any] = dict(device.versions())
         if task.device.startswith("cuda"):
             facts["cuda"] = torch.version.cuda
             facts["device"] = torch.cuda.get_device_name()

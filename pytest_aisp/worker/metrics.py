@@ -21,7 +21,7 @@ from ..timing import kernel_profile
 from ..timing.graph_nodes import ROLES
 from ..timing.memory import allocated, fragmentation, reserved
 from ..timing.trial import Trial
-from ..util.device import Telemetry
+from ..util.device_state import Telemetry
 from ..util.process_group import current_group
 from .process_timer import ask_fresh
 

@@ -19,7 +19,7 @@ from ..checking.reference import Named, Reference, outputs_and_state
 from ..page.pair import Pair, Precision, Side, side_name
 from ..timing.schedule import MOST_STEPS
 from ..util import pytree
-from ..util.device_sync import synchronizer
+from ..util.device_state import synchronizer
 
 
 class SandboxedSide:

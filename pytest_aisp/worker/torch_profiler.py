@@ -15,7 +15,7 @@ from typing import Any
 from ..checking.inputs import BoundSide, InputPool, alone, one_slot
 from ..page.pair import Side
 from ..results.row import duration
-from ..util.device_sync import release, synchronizer
+from ..util.device_state import release, synchronizer
 from ..util.process_group import current_group
 
 WARMUP, CALLS = 2, 3
