@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .page.declare import compare
     from .page.pair import Conditions, Variant, Work
     from .timing.microbench import capture
-    from .training_loop.find import bottleneck
+    from .training_loop.watch import bottleneck
     from .worker.process_timer import fresh_process
 
 __all__ = [
@@ -29,7 +29,7 @@ _HOME = {
     "Conditions": "page.pair",
     "Variant": "page.pair",
     "Work": "page.pair",
-    "bottleneck": "training_loop.find",
+    "bottleneck": "training_loop.watch",
     "capture": "timing.microbench",
     "compare": "page.declare",
     "cuda_module": "kernels.cuda_cpp",

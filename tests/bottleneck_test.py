@@ -1,4 +1,4 @@
-"""A watched loop: its steps on a clock of our own, its stages, what it leaves behind."""
+"""`bottleneck(loader)`: steps on a fake clock, stages of loading, and what is restored."""
 
 from __future__ import annotations
 
@@ -14,62 +14,63 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from pytest_aisp import bottleneck
-from pytest_aisp.training_loop import find, stages
-from pytest_aisp.training_loop.find import Watch
+from pytest_aisp.training_loop import breakdown, loop, stages
+from pytest_aisp.training_loop.loop import BODY, Event, Instruments, Plan, Step, TorchProfile
 from pytest_aisp.training_loop.stages import Stages, name_of, places
-from pytest_aisp.training_loop.steps import BODY, Event, Instruments, Plan, Step
+from pytest_aisp.training_loop.watch import Watch
 from pytest_aisp.util.cli_result import CliError
 
 
-class Machine:
-    """A clock that moves when told, a GPU with a queue, a profiler that writes down its calls."""
+class FakeMachine(Instruments):
+    """A clock that tests advance, a GPU with a queue, and a profiler that records its calls."""
 
     def __init__(self, gpu=False):
         self.now, self.queue, self.calls, self.gpu = 0.0, 0.0, [], gpu
-        self.seen = [Event("kernel", 0.0, 3.0, on_gpu=True), Event(BODY, 0.0, 4.0)]
-        self.instruments = Instruments(lambda: self.now, self.drain, self.stretch)
+        self.recorded = [Event("kernel", 0.0, 3.0, on_gpu=True), Event(BODY, 0.0, 4.0)]
 
-    def drain(self):
+    def clock(self):
+        return self.now
+
+    def synchronize(self):
         self.now, self.queue = self.now + self.queue, 0.0
 
-    def stretch(self):
-        return self if self.gpu else find.NO_GPU
+    def profile(self):
+        return self if self.gpu else "no GPU is used"
 
-    def body(self):
-        self.calls.append("body")
+    def begin_step(self):
+        self.calls.append("begin")
 
-    def rest(self):
-        self.calls.append("rest")
+    def end_step(self):
+        self.calls.append("end")
 
     def stop(self):
         self.calls.append("stop")
 
     def events(self):
-        return self.seen
-
-    def batches(self, waits, made=0.0):
-        self.now += made
-        for wait in waits:
-            self.now += wait
-            yield wait
+        return self.recorded
 
 
 class Loader:
-    """An iterable that takes what time it is told."""
+    """An iterable whose batches take the seconds in `waits`, and its iterator `made` seconds."""
 
     def __init__(self, machine, waits, made=0.0):
         self.machine, self.waits, self.made = machine, waits, made
 
     def __iter__(self):
         self.machine.now += self.made
-        return self.machine.batches(self.waits)
+        return self.batches()
+
+    def batches(self):
+        for wait in self.waits:
+            self.machine.now += wait
+            yield wait
 
     def __len__(self):
         return len(self.waits)
 
 
 def watched(machine, waits, plan, made=0.0):
-    return Watch(Loader(machine, waits, made), plan, machine.instruments)
+    return Watch(Loader(machine, waits, made), plan, machine)
 
 
 def work(machine, watch, seconds, stop=None):
@@ -79,19 +80,19 @@ def work(machine, watch, seconds, stop=None):
         machine.now += seconds
 
 
-def test_a_step_is_a_wait_and_the_work_until_the_next_request():
-    machine = Machine()
+def test_a_step_is_the_wait_for_a_batch_and_the_work_until_the_next_request():
+    machine = FakeMachine()
     watch = watched(machine, [9, 1, 2, 3], Plan(warmup=1), made=5)
     work(machine, watch, 10)
     found = watch.measured()
     assert found.warm == (Step(14, 10, first=True),)
     assert found.steps == (Step(1, 10), Step(2, 10), Step(3, 10))
     assert (found.wait, found.body, found.step) == (2, 10, 12)
-    assert (found.gpu, found.note, len(watch)) == (None, find.NO_GPU, 4)
+    assert (found.gpu, found.note, len(watch)) == (None, "no GPU is used", 4)
 
 
-def test_epochs_add_up_and_what_is_between_them_does_not_count():
-    machine = Machine()
+def test_time_between_epochs_does_not_count():
+    machine = FakeMachine()
     watch = watched(machine, [1, 1], Plan(warmup=0), made=4)
     for _ in range(2):
         work(machine, watch, 3)
@@ -100,8 +101,8 @@ def test_epochs_add_up_and_what_is_between_them_does_not_count():
     assert watch.measured().starts == 2
 
 
-def test_a_loop_that_breaks_drops_its_last_step():
-    machine = Machine()
+def test_a_step_that_ends_in_a_break_does_not_count():
+    machine = FakeMachine()
     watch = watched(machine, [1, 1, 1, 1], Plan(warmup=0))
     for stop in (2, 1):
         work(machine, watch, 3, stop=stop)
@@ -109,28 +110,28 @@ def test_a_loop_that_breaks_drops_its_last_step():
     assert [s.wait + s.body for s in watch.measured().steps] == [4, 4, 4]
 
 
-def test_as_many_steps_are_timed_as_asked_for_and_all_batches_come():
-    machine = Machine()
+def test_the_loop_gets_all_batches_after_the_last_timed_step():
+    machine = FakeMachine()
     watch = watched(machine, [1] * 9, Plan(warmup=2, steps=3))
     assert list(watch) == [1] * 9
     assert len(watch.measured().steps) == 3
 
 
 def test_a_gpu_is_profiled_between_warm_up_and_the_timed_steps():
-    machine = Machine(gpu=True)
+    machine = FakeMachine(gpu=True)
     watch = watched(machine, [1] * 6, Plan(warmup=1, profiled=2))
     work(machine, watch, 3)
-    assert machine.calls == ["body", "rest", "body", "rest", "stop"]
+    assert machine.calls == ["begin", "end", "begin", "end", "stop"]
     found = watch.measured()
     assert (len(found.warm), found.gpu.steps, found.gpu.busy, len(found.steps)) == (1, 2, 1.5, 3)
 
 
-def test_what_the_gpu_still_does_after_an_epoch_is_counted():
-    machine = Machine()
+def test_work_that_the_gpu_finishes_after_an_epoch_is_counted():
+    machine = FakeMachine()
     watch = watched(machine, [1] * 3, Plan(warmup=1))
     for _ in watch:
         machine.now += 1
-        machine.queue += 5  # that of warm-up is emptied before the first timed step
+        machine.queue += 5  # the warm-up's queue is emptied before the first timed step
     found = watch.measured()
     assert (found.drained, found.drain, found.step) == (10, 5, 7)
 
@@ -138,13 +139,13 @@ def test_what_the_gpu_still_does_after_an_epoch_is_counted():
 @pytest.mark.parametrize(
     ("waits", "stop", "calls", "timed"),
     [
-        ([1], None, ["stop", "body", "rest", "stop"], 1),
-        ([1, 1], None, ["body", "rest", "stop"], 4),
-        ([1, 1, 1], 1, ["body", "rest", "stop"], 2),
+        ([1], None, ["stop", "begin", "end", "stop"], 1),
+        ([1, 1], None, ["begin", "end", "stop"], 4),
+        ([1, 1, 1], 1, ["begin", "end", "stop"], 2),
     ],
 )
 def test_the_profile_ends_with_its_epoch(waits, stop, calls, timed):
-    machine = Machine(gpu=True)
+    machine = FakeMachine(gpu=True)
     watch = watched(machine, waits, Plan(warmup=1, profiled=5))
     for _ in range(3):
         work(machine, watch, 3, stop=stop)
@@ -153,49 +154,54 @@ def test_the_profile_ends_with_its_epoch(waits, stop, calls, timed):
     assert (found.gpu.steps, len(found.steps)) == (1, timed)
 
 
-def test_the_profile_ends_where_loading_fails():
-    machine = Machine(gpu=True)
+def test_the_profile_ends_if_loading_fails():
+    machine = FakeMachine(gpu=True)
     watch = watched(machine, [1, 1, "no seconds"], Plan(warmup=1))
     with pytest.raises(TypeError):
         list(watch)
-    assert machine.calls == ["body", "rest", "stop"]
+    assert machine.calls == ["begin", "end", "stop"]
 
 
 @pytest.mark.parametrize(
-    ("seen", "note"),
+    ("recorded", "note"),
     [
         ([Event(BODY, 0.0, 4.0)], "2 profiled steps launched nothing on it"),
         ([], "the loop's own profiler took over while steps were profiled"),
     ],
 )
-def test_a_profile_without_figures_says_why(seen, note):
-    machine = Machine(gpu=True)
-    machine.seen = seen
+def test_a_profile_without_figures_says_why(recorded, note):
+    machine = FakeMachine(gpu=True)
+    machine.recorded = recorded
     watch = watched(machine, [1] * 6, Plan(warmup=1, profiled=2))
     work(machine, watch, 3)
     assert (watch.measured().gpu, watch.measured().note) == (None, note)
 
 
-def test_a_profiler_that_begins_within_ours_takes_over():
-    cpu = [torch.profiler.ProfilerActivity.CPU]
-    ours = Instruments(lambda: 0.0, lambda: None, lambda: find.Profiled(gpu=False))
-    watch = Watch(range(5), Plan(1, 3), ours)
+class CpuProfile(FakeMachine):
+    """Profiles the CPU with torch.profiler."""
+
+    def profile(self):
+        return TorchProfile(gpu=False)
+
+
+def test_the_loops_own_profiler_takes_over():
+    watch = Watch(range(5), Plan(1, 3), CpuProfile())
     for index in watch:
         if index == 2:
-            with torch.profiler.profile(activities=cpu):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
                 torch.ones(2).sum()
     assert watch.measured().note.startswith("the loop's own profiler took over")
 
 
-def test_too_short_a_loop_says_what_to_do():
-    watch = watched(Machine(), [1, 1], Plan())
+def test_a_loop_that_is_too_short_says_what_to_do():
+    watch = watched(FakeMachine(), [1, 1], Plan())
     assert list(watch) == [1, 1]
-    with pytest.raises(CliError) as said:
+    with pytest.raises(CliError) as error:
         watch.report()
-    assert str(said.value) == (
-        "the loop ended after 2 steps, and none was left to time: the first 5 are warm-up,"
-        " 10 more are profiled where there is a GPU\n"
-        "let it run for longer, or ask for fewer: --warmup=1 --profiled=1,"
+    assert str(error.value) == (
+        "the loop ended after 2 steps, before any step was timed: the first 5 are warm-up,"
+        " and with a GPU 10 more are profiled\n"
+        "let it run longer, or ask for fewer: --warmup=1 --profiled=1,"
         " or bottleneck(loader, warmup=1, profiled=1)"
     )
 
@@ -234,33 +240,29 @@ class Data(Dataset):
         return self.transform(torch.ones(2))
 
 
-def named(dataset):
+def transforms_of(dataset):
     return [name_of(place.get()) for place in places(dataset)]
 
 
-def test_transforms_are_found_where_datasets_keep_them():
+def test_transforms_are_found_in_datasets_and_in_what_they_wrap():
     lone, inner = Data(double), Data(Compose(Compose(double), functools.partial(double)))
-    assert named(lone) == ["double"]
-    assert named(inner) == ["double", "double"]
-    assert named(Subset(ConcatDataset([lone, inner]), [0])) == ["double"] * 3
-    assert named(Data(None)) == named([1, 2]) == named(Data(3)) == []
-    assert named(Data([double, Compose()])) == ["double", "Compose"]
+    assert transforms_of(lone) == ["double"]
+    assert transforms_of(inner) == ["double", "double"]
+    assert transforms_of(Subset(ConcatDataset([lone, inner]), [0])) == ["double"] * 3
+    assert transforms_of(Data(None)) == transforms_of([1, 2]) == transforms_of(Data(3)) == []
+    assert transforms_of(Data([double, Compose()])) == ["double", "Compose"]
+    assert transforms_of(Data(Compose)) == ["Compose"]  # a class
+    (place,) = places(Data(lambda x: x))
+    assert name_of(place.get()).startswith("lambda in bottleneck_test.py:")
 
 
-def test_a_compose_that_a_dataset_keeps_twice_is_timed_once():
+def test_a_transform_that_is_reached_twice_is_timed_once():
     both = Data(Compose(double))
     both.transforms = SimpleNamespace(transform=both.transform, target_transform=None)
-    assert named(both) == ["double"]
-
-
-def test_a_dataset_that_holds_itself_is_walked_once():
-    data = Data(double)
-    data.dataset = data
-    assert named(data) == ["double"]
-
-
-def test_a_lambda_is_named_by_its_line():
-    assert name_of(lambda x: x).startswith("lambda in bottleneck_test.py:")
+    assert transforms_of(both) == ["double"]
+    cycle = Data(double)
+    cycle.dataset = cycle
+    assert transforms_of(cycle) == ["double"]
 
 
 @pytest.mark.parametrize("start", [None, "fork", "spawn"])
@@ -273,17 +275,18 @@ def test_stages_are_counted_in_every_process(start):
     assert [batch.tolist() for batch in watch] == [[[4.0, 4.0]] * 2] * 3
     found = watch.measured()
     calls = {stage.name: stage.calls for stage in found.stages}
-    items = {} if start == "spawn" else {"Data.__getitem__": 2}  # a class is imported anew there
+    items = {} if start == "spawn" else {"Data.__getitem__": 2}  # spawn imports the class anew
     assert calls == {"double": 2, "double #2": 2, "collate": 1, **items}
     assert all(stage.seconds > 0 for stage in found.stages)
-    own = watch._stages._cells[: watch._stages._width]
-    assert any(own) == (workers == 0)  # two processes that add to one cell lose counts
+    timed = watch._source.stages
+    own = timed._cells[: timed._width]
+    assert any(own) == (workers == 0)  # two processes that add to one cell would lose counts
     assert "collate" in watch.report()
     assert watch.to_json()["loader"]["workers"] == workers
 
 
-def test_what_a_stage_does_inside_another_is_its_own_time(monkeypatch):
-    seconds = iter(range(100))  # each look at the clock is a second after the one before
+def test_time_inside_another_stage_counts_only_for_the_inner_one(monkeypatch):
+    seconds = iter(range(100))  # the clock advances by a second each time it is read
     monkeypatch.setattr(stages.time, "perf_counter", lambda: next(seconds))
     loader = DataLoader(Data(Compose(double, double)), 1, sampler=[0])
     timed = Stages(loader)
@@ -293,26 +296,26 @@ def test_what_a_stage_does_inside_another_is_its_own_time(monkeypatch):
     assert found == {"Data.__getitem__": 3, "double": 1, "double #2": 1, "collate": 1}
 
 
-class Heir(Data):
-    """Its `__getitem__` is inherited."""
+class Subclass(Data):
+    """Inherits its `__getitem__`."""
 
 
-def test_the_items_of_a_loaders_own_datasets_are_timed_and_no_others():
-    one, other, heir = Data(double), Data(double), Heir(double)
-    mixed = Subset(ConcatDataset([one, heir, [1, 2]]), [0, 1, 6])
-    assert [type(d) for d in stages.innermost(mixed)] == [Data, Heir, list]
+def test_only_items_of_the_loaders_own_datasets_are_timed():
+    one, other, subclass = Data(double), Data(double), Subclass(double)
+    mixed = Subset(ConcatDataset([one, subclass, [1, 2]]), [0, 1, 6])
+    assert [type(d) for d in stages.innermost(mixed)] == [Data, Subclass, list]
     timed = Stages(DataLoader(mixed, 3))
     with timed.attached():
-        for dataset in (one, other, heir):
+        for dataset in (one, other, subclass):
             dataset[0]
-        timed._cells[timed._width - 2] = 1  # as if a batch had been made
+        timed._cells[timed._width - 2] = 1  # as if a batch had been collated
     found = {stage.name: stage.calls for stage in timed.read()}
-    assert found["Data.__getitem__"] == found["Heir.__getitem__"] == 1
-    assert "__getitem__" not in vars(Heir)
+    assert found["Data.__getitem__"] == found["Subclass.__getitem__"] == 1
+    assert "__getitem__" not in vars(Subclass)
     assert not hasattr(Data.__getitem__, "__wrapped__")
 
 
-def test_everything_is_put_back_even_where_the_loop_breaks():
+def test_everything_is_restored_even_if_the_loop_breaks():
     data = Data(Compose(double))
     loader = DataLoader(data, 2)
     before = (data.transform.transforms[0], loader.collate_fn)
@@ -322,41 +325,40 @@ def test_everything_is_put_back_even_where_the_loop_breaks():
     assert (data.transform.transforms[0], loader.collate_fn) == before
 
 
-def test_a_timed_callable_is_what_it_was_to_others():
+def test_a_timed_callable_has_the_attributes_and_copies_of_the_original():
     data = Data(Compose(Compose()))
-    loader = DataLoader(data)
-    with Stages(loader).attached():
+    with Stages(DataLoader(data)).attached():
         timed = data.transform.transforms[0]
         assert timed.transforms == []
         assert type(copy.deepcopy(timed)) is type(pickle.loads(pickle.dumps(timed))) is Compose
 
 
-def test_a_transform_that_fails_is_counted_and_fails():
+def test_the_error_of_a_transform_reaches_the_loop():
     def fails(x):
         raise ValueError("no image")
 
-    watch = bottleneck(DataLoader(Data(fails)), warmup=0)
     with pytest.raises(ValueError, match="no image"):
-        list(watch)
+        list(bottleneck(DataLoader(Data(fails)), warmup=0))
 
 
-def test_running_workers_are_not_seen_and_that_is_said():
+def test_workers_that_are_already_running_are_not_timed():
     loader = DataLoader(Data(double), 2, num_workers=1, persistent_workers=True)
     list(loader)
     watch = bottleneck(loader, warmup=0)
     list(watch)
     assert watch.measured().stages == ()
-    assert "loading: nothing was timed: its workers ran before the watch began" in watch.report()
+    why = "loading: not timed, because the workers started before the measurement"
+    assert why in watch.report()
 
 
-def test_the_profiler_gives_events_in_seconds():
-    stretch = find.Profiled(gpu=False)
+def test_the_profiler_returns_events_in_seconds():
+    profile = TorchProfile(gpu=False)
     for _ in range(2):
-        stretch.body()
+        profile.begin_step()
         torch.ones(3).sum().item()
-        stretch.rest()
-    stretch.stop()
-    events = stretch.events()
+        profile.end_step()
+    profile.stop()
+    events = profile.events()
     bodies = [e for e in events if e.name == BODY]
     items = [e for e in events if e.name == "aten::_local_scalar_dense"]
     assert len(bodies) == len(items) == 2
@@ -365,22 +367,23 @@ def test_the_profiler_gives_events_in_seconds():
         assert body.start < item.start <= item.end < body.end
 
 
-def test_nothing_is_profiled_without_a_gpu_or_under_another_profiler(monkeypatch):
+def test_nothing_is_profiled_without_a_gpu_or_beside_another_profiler(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert find._stretch() == "no GPU is used"
-    assert find.memory_of_gpu() == (0, 0)
+    assert Instruments().profile() == "no GPU is used"
+    assert loop.gpu_memory() == (0, 0)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert find._stretch() == "another profiler was running, and there can be one only"
+        why = "another profiler was running, and a process can have only one"
+        assert Instruments().profile() == why
 
 
-def test_a_gpu_is_asked_for_its_name_its_memory_and_to_finish(monkeypatch):
-    asked = []
+def test_a_gpu_is_synchronized_and_named_with_its_memory(monkeypatch):
+    calls = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 100))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 40)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    find.here().drain()
-    assert (find.device(), find.memory_of_gpu()) == ("NVIDIA H200", (100, 40))
-    assert asked == ["synchronize"]
+    Instruments().synchronize()
+    assert (breakdown.device_name(), loop.gpu_memory()) == ("NVIDIA H200", (100, 40))
+    assert calls == ["synchronize"]

@@ -170,15 +170,15 @@ def bottleneck(
     profiled: Annotated[str, typer.Option(metavar="N", help="steps to profile on a GPU")] = "10",
 ) -> None:
     """Run a training script and show what its steps wait for."""
-    from ..training_loop import script as scripts
-    from ..training_loop.steps import Plan
+    from ..training_loop.loop import Plan
+    from ..training_loop.watch import bottleneck_result
 
     plan = Plan(
         parse_option("--warmup", _count(0), warmup),
         parse_option("--profiled", _count(1), profiled),
         None if steps is None else parse_option("--steps", _count(1), steps),
     )
-    finish(scripts.run_script(script, arguments or [], plan=plan, as_json=as_json))
+    finish(bottleneck_result(script, arguments or [], plan=plan, as_json=as_json))
 
 
 def _count(least: int) -> Callable[[str], int]:

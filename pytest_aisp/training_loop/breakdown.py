@@ -1,27 +1,33 @@
-"""Where the time of a loop's steps goes: the figures, as lines and as plain types."""
+"""Where the time of a loop's steps goes, and what to change.
+
+No change on the host makes a step shorter than the GPU's busy time, so the time in which the GPU is
+idle limits what most changes can save. Savings overlap: they do not add up.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from statistics import median
-from typing import Any
+from typing import TypeAlias
 
 from ..results.row import duration
-from ..util.cli_result import columns
-from .stages import Stage
-from .steps import Gpu, Step
+from ..util.cli_result import columns, size_text
+from ..util.device import cores_here, cpu_machine
+from .loop import GpuStep, Step
+from .stages import Stage, is_dataloader
 
 
 @dataclass(frozen=True)
 class Loader:
-    """What batches come from.
+    """What the batches come from.
 
     Attributes:
-        name: its class; cores: how many its workers may use.
-        batch: samples a batch, or None for unknown.
-        workers, pinned, persistent: of a DataLoader, None where it is none.
+        name: its class; cores: how many cores its workers may use.
+        batch: samples per batch, or None if unknown.
+        workers, pinned, persistent: settings of a DataLoader; None for any other iterable.
     """
 
     name: str
@@ -31,6 +37,15 @@ class Loader:
     pinned: bool | None = None
     persistent: bool | None = None
 
+    @classmethod
+    def of(cls, loader: object) -> Loader:
+        """Return the description of `loader`."""
+        name, cores = type(loader).__name__, len(cores_here())
+        if not is_dataloader(loader):
+            return cls(name, cores)
+        settings = (loader.num_workers, loader.pin_memory, loader.persistent_workers)
+        return cls(name, cores, loader.batch_size, *settings)
+
     def __str__(self) -> str:
         if self.workers is None:
             return self.name
@@ -38,16 +53,25 @@ class Loader:
         return f"{self.name} (batch {self.batch}, {self.workers} workers{pinned})"
 
 
+def device_name() -> str:
+    """Return the name of this process's GPU, or of its CPU if it uses none."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        return torch.cuda.get_device_name()
+    return cpu_machine().name
+
+
 @dataclass(frozen=True)
 class Breakdown:
-    """The steps of one loop and what they were for host and GPU.
+    """The steps of one loop, and what host and GPU did in them. Times are seconds per step.
 
     Attributes:
-        name: the script's, or the loader's; device: the GPU, or the CPU without one.
-        loader: None where steps were told by the optimizer, and what they waited for is unknown.
-        steps, warm: those that count, and those before them.
-        drained: seconds that the GPU still worked after the last step of each epoch, in total.
-        gpu: a step on the GPU, or None, and `note` why.
+        name: of the script or the loader; device: the GPU, or else the CPU.
+        loader: None if the optimizer marks the steps; then waiting for data is not measured.
+        steps, warm: the timed steps, and the warm-up steps before them.
+        drained: total seconds that the GPU kept working after the last step of each epoch.
+        gpu: the GPU's work in a step; if it is None, `note` says why.
         stages: of loading a batch, the slowest first.
     """
 
@@ -57,60 +81,59 @@ class Breakdown:
     steps: tuple[Step, ...]
     warm: tuple[Step, ...] = ()
     drained: float = 0.0
-    gpu: Gpu | None = None
+    gpu: GpuStep | None = None
     note: str = ""
     stages: tuple[Stage, ...] = ()
 
-    @cached_property
+    @property
     def step(self) -> float:
-        """Seconds a step."""
         return self.wait + self.body + self.drain
 
     @cached_property
     def wait(self) -> float:
-        """Seconds a step that the loop waits for its batch."""
+        """The loop waits for its batch."""
         return sum(step.wait for step in self.steps) / len(self.steps)
 
     @cached_property
     def body(self) -> float:
-        """Seconds a step between a batch and the next request."""
+        """From a batch to the next request."""
         return sum(step.body for step in self.steps) / len(self.steps)
 
-    @cached_property
+    @property
     def drain(self) -> float:
-        """Seconds a step that the GPU needs on top: the host had run ahead of it."""
+        """The GPU finishes the work of an epoch whose last step has ended on the host."""
         return self.drained / len(self.steps)
 
     @cached_property
     def starts(self) -> float:
-        """Seconds a step of `wait` that the first batches of epochs took longer than the others."""
+        """The part of `wait` by which the first batch of an epoch takes longer than the others."""
         usual = [step.wait for step in self.steps if not step.first]
-        late = [step.wait for step in self.steps if step.first]
         if not usual:
             return 0.0
-        return sum(max(0.0, wait - median(usual)) for wait in late) / len(self.steps)
+        late = [step.wait - median(usual) for step in self.steps if step.first]
+        return sum(max(0.0, seconds) for seconds in late) / len(self.steps)
 
-    @cached_property
+    @property
     def stalls(self) -> float:
-        """Seconds a step in which the host waits for the GPU; 0 without one."""
+        """The host waits for the GPU."""
         return 0.0 if self.gpu is None else min(self.gpu.stalls, self.body)
 
-    @cached_property
+    @property
     def host(self) -> float:
-        """Seconds a step of Python and launching; on a CPU of the operators, too."""
+        """Python and kernel launches; without a GPU, the operators too."""
         return self.body - self.stalls
 
-    @cached_property
+    @property
     def idle(self) -> float:
-        """Seconds a step in which the GPU has nothing to do; without one, the whole step."""
+        """The GPU has nothing to do; without a GPU, the whole step."""
         return self.step if self.gpu is None else max(0.0, self.step - self.gpu.busy)
 
     def share(self, seconds: float) -> float:
-        """Return what part of a step `seconds` are."""
+        """Return `seconds` as a share of a step."""
         return seconds / self.step if self.step else 0.0
 
     def rows(self) -> dict[str, float]:
-        """Return seconds a step by what they were spent on: what adds up, then the GPU's."""
+        """Return the seconds per step by activity: the host's, which add up, then the GPU's."""
         host = {"host": self.host}
         if self.loader is not None:
             host = {"data": self.wait, **host}
@@ -119,67 +142,177 @@ class Breakdown:
         gpu = {"GPU busy": self.gpu.busy, "kernels": self.gpu.kernels, "copies": self.gpu.copies}
         return {**host, "stalls": self.stalls, "drain": self.drain, **gpu, "GPU idle": self.idle}
 
-    def lines(self) -> list[str]:
-        """Return what to print."""
-        return [*self._head(), "", *self._table(), *self._stages()]
+    def report(self) -> list[str]:
+        """Return the figures and the advice as lines of text."""
+        return [*self._head(), "", *self._table(), *self._stage_table(), "", *self._advice_lines()]
 
     def _head(self) -> list[str]:
-        batches = "steps of the optimizer" if self.loader is None else f"steps of {self.loader}"
+        steps = "optimizer steps" if self.loader is None else f"steps over {self.loader}"
         early = sum(step.wait + step.body for step in self.warm)
-        warm = f", after {len(self.warm)} of warm-up in {duration(early)}" if self.warm else ""
-        profiled = (
-            f"GPU: no figures: {self.note}"
-            if self.gpu is None
-            else f"GPU: {self.gpu.steps} other steps under torch.profiler,"
-            f" {self.gpu.launches:.4g} kernels and {self.gpu.items:.4g} .item() a step"
-        )
-        return [f"{self.name} on {self.device}: {len(self.steps)} {batches}{warm}", profiled]
+        warm = f", after {len(self.warm)} warm-up steps in {duration(early)}" if self.warm else ""
+        gpu = f"GPU: no figures: {self.note}"
+        if self.gpu is not None:
+            gpu = f"GPU: {self.gpu.steps} more steps under torch.profiler,"
+            gpu += f" {self.gpu.launches:.4g} kernels and {self.gpu.items:.4g} .item() per step"
+        return [f"{self.name} on {self.device}: {len(self.steps)} {steps}{warm}", gpu]
 
     def _table(self) -> list[str]:
-        count = len(self.steps)
-        rows = {"step": self.step, **self.rows()}
-        cells = [
-            (self._meaning(name), *self._cells(seconds), duration(seconds * count))
-            for name, seconds in rows.items()
-        ]
-        return columns([("", "a step", "share", "in total"), *cells])
-
-    def _cells(self, seconds: float) -> tuple[str, str]:
-        return duration(seconds), f"{self.share(seconds):.0%}"
-
-    def _meaning(self, name: str) -> str:
-        host = "Python and operators" if self.gpu is None else "Python and launching"
-        host += "; data too, which nobody was seen to ask for" if self.loader is None else ""
-        said = {
+        host = "Python and operators" if self.gpu is None else "Python and kernel launches"
+        meanings = {
             "data": "waiting for the next batch",
-            "host": host,
+            "host": host + ("; loading data too" if self.loader is None else ""),
             "stalls": "the host waits for the GPU",
-            "drain": "the GPU still works after an epoch",
+            "drain": "the GPU finishes after an epoch",
         }
-        return f"{name}: {said[name]}" if name in said else name
+        table = [("", "per step", "share", "total")]
+        for name, seconds in {"step": self.step, **self.rows()}.items():
+            label = f"{name}: {meanings[name]}" if name in meanings else name
+            total = duration(seconds * len(self.steps))
+            table.append((label, duration(seconds), f"{self.share(seconds):.0%}", total))
+        return columns(table)
 
-    def _stages(self) -> list[str]:
+    def _stage_table(self) -> list[str]:
         if self.loader is None or self.loader.workers is None:
             return []
         if not self.stages:
-            return ["", "loading: nothing was timed: its workers ran before the watch began"]
-        where = f", summed over {self.loader.workers} workers" if self.loader.workers else ""
-        rows = [(s.name, f"{s.calls:.4g}", duration(s.seconds)) for s in self._all_stages()]
-        return ["", *columns([("loading" + where, "calls a batch", "a batch"), *rows])]
+            return ["", "loading: not timed, because the workers started before the measurement"]
+        head = f"loading, summed over {self.loader.workers} workers"
+        stages = list(self.stages)
+        if not self.loader.workers:  # the loop itself loads, while it waits
+            head = "loading"
+            rest = self.wait - sum(stage.seconds for stage in stages)
+            stages += [Stage("other", 1, rest)] if rest > 0 else []
+        rows = [(stage.name, f"{stage.calls:.4g}", duration(stage.seconds)) for stage in stages]
+        return ["", *columns([(head, "calls per batch", "time per batch"), *rows])]
 
-    def _all_stages(self) -> Sequence[Stage]:
-        """Return the stages, and what else there is where the loop loads its batches itself."""
-        rest = self.wait - sum(stage.seconds for stage in self.stages)
-        if self.loader is None or self.loader.workers or rest <= 0:
-            return self.stages
-        return [*self.stages, Stage("the rest", 1, rest)]
+    def _advice_lines(self) -> list[str]:
+        if advice := advise(self):
+            head = "What each change can save of a step at most (savings overlap: do not add them):"
+            return [head, *(f"{change.share:4.0%}  {change.text}" for change in advice)]
+        reason = f"the step's own Python and operators take {self.share(self.host):.0%}"
+        if self.gpu is not None:
+            reason = f"the GPU is busy for {self.share(self.gpu.busy):.0%} of a step"
+        return [f"Nothing stands out: {reason}, and no known change can save {NOTICEABLE:.0%}."]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain types, times in seconds: means a step, totals, and every step."""
-        rows = {"step": self.step, **self.rows()}
-        count = len(self.steps)
-        table = {
-            name: {"a_step": s, "share": self.share(s), "total": s * count}
-            for name, s in rows.items()
+    def to_json(self) -> dict[str, object]:
+        """Return the figures and the advice as plain types: means per step, totals, every step."""
+        rows = {
+            name: {"a_step": s, "share": self.share(s), "total": s * len(self.steps)}
+            for name, s in {"step": self.step, **self.rows()}.items()
         }
-        return {**asdict(self), "rows": table}
+        return {**asdict(self), "rows": rows, "advice": [asdict(a) for a in advise(self)]}
+
+
+NOTICEABLE = 0.05
+"""The smallest share of a step for which a change is listed."""
+ROOM = 0.5
+"""The share of the GPU's memory up to which a batch twice as large fits."""
+Rule: TypeAlias = Iterator[tuple[float, str]]
+"""The seconds per step that a change can save at most, and the change with its reason."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One change, and the most that it can save of a step."""
+
+    seconds: float
+    share: float
+    text: str
+
+
+def advise(found: Breakdown) -> list[Advice]:
+    """Return the changes that can save a noticeable share, the largest first."""
+    rules = [*_loading(found), *_gpu(found)]
+    every = [Advice(seconds, found.share(seconds), text) for seconds, text in rules]
+    return sorted((a for a in every if a.share >= NOTICEABLE), key=lambda a: -a.seconds)
+
+
+def _loading(found: Breakdown) -> Rule:
+    """Yield the changes to the loader."""
+    loader = found.loader
+    if loader is None:
+        return
+    wait = found.wait - found.starts
+    waits = f"the loop waits {duration(wait)} per step for its batch"
+    if loader.workers is None:
+        yield min(wait, found.idle), f"load ahead, in a DataLoader with workers: {waits}"
+    else:
+        yield _workers(found, loader, loader.workers, wait, waits)
+    if found.stages:
+        slowest, whole = found.stages[0], sum(stage.seconds for stage in found.stages)
+        yield (
+            min(slowest.seconds / (loader.workers or 1), wait, found.idle),
+            f"{slowest.name} is the slowest stage of loading, {duration(slowest.seconds)} of the"
+            f" {duration(whole)} timed per batch: make it cheaper, cache its result, or apply it"
+            " to whole batches",
+        )
+    if loader.workers and not loader.persistent:
+        yield (
+            min(found.starts, found.idle),
+            "persistent_workers=True: the first batch of an epoch takes longer than the others,"
+            f" which costs {duration(found.starts)} per step",
+        )
+
+
+def _workers(
+    found: Breakdown, loader: Loader, workers: int, wait: float, waits: str
+) -> tuple[float, str]:
+    # If the workers cannot keep up, each one loads a batch per step of all of them.
+    loading = workers * (found.step - found.starts) if workers else wait
+    work = found.body + found.drain
+    wanted = max(1, min(math.ceil(loading / work) if work else loader.cores, loader.cores))
+    if wanted <= workers:
+        limit = f"{loader.cores} cores have no room for more than {workers} workers"
+        return min(wait, found.idle), f"load less data, or load it faster: {waits}, and {limit}"
+    return (
+        min(wait, found.step - max(work, loading / wanted), found.idle),
+        f"num_workers={wanted} instead of {workers}: {waits}; loading a batch takes"
+        f" {duration(loading)}, working on it {duration(found.body)}",
+    )
+
+
+def _gpu(found: Breakdown) -> Rule:
+    """Yield the changes to the step's own work."""
+    gpu, idle = found.gpu, found.idle
+    if gpu is None:
+        return
+    copying = f"the host waits {duration(gpu.copy)} per step in copies"
+    if gpu.pageable:
+        yield (
+            min(max(gpu.uploads, gpu.copy), idle + gpu.uploads),
+            "pin_memory=True and .to(device, non_blocking=True): copies from unpinned memory take"
+            f" {duration(gpu.pageable)} per step, and {copying}",
+        )
+    else:
+        yield min(gpu.copy, idle), f"non_blocking=True where tensors are copied: {copying}"
+    yield (
+        min(gpu.item, idle),
+        f"fewer .item() calls: {gpu.items:.4g} per step, float() and bool() included, wait"
+        f" {duration(gpu.item)}; keep losses on the GPU and read them every 100 steps",
+    )
+    other = max(0.0, found.stalls - gpu.item - gpu.copy)
+    yield (
+        min(other, idle),
+        f"fewer other waits: {duration(other)} per step in cudaStreamSynchronize and similar calls,"
+        " which torch.cuda.synchronize(), nonzero() and boolean masks make",
+    )
+    if gpu.launches:
+        yield (
+            min(found.host, idle),
+            'a CUDA graph (torch.cuda.graph, or torch.compile with mode="reduce-overhead"): the'
+            f" host takes {duration(found.host)} per step to launch {gpu.launches:.4g} kernels of"
+            f" {duration(gpu.kernels / gpu.launches)}, and the GPU is idle for"
+            f" {found.share(idle):.0%} of a step",
+        )
+    if gpu.memory and gpu.used <= ROOM * gpu.memory:
+        yield (
+            min(found.host, idle) / 2,
+            f"a batch twice as large: the host's {duration(found.host)} are per batch, and only"
+            f" {size_text(gpu.used)} of the GPU's {size_text(gpu.memory)} are used",
+        )
+    if gpu.busy >= idle:  # shorter kernels help if the GPU sets the pace
+        yield (
+            gpu.fusible,
+            "torch.compile, which fuses kernels: PyTorch's elementwise and reduction kernels take"
+            f" {duration(gpu.fusible)} per step",
+        )

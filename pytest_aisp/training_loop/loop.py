@@ -1,23 +1,28 @@
-"""The steps of a training loop, as a clock sees them: waiting for a batch, then working on it."""
+"""The steps of a training loop: their time on the host's clock, and the GPU's work in them."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from ..timing.kernel_profile import union
+
+if TYPE_CHECKING:
+    from torch.profiler import record_function
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How many steps serve what; the profiled ones come between warm-up and timed ones.
+    """How many steps are warm-up, profiled, and timed, in this order.
 
     Attributes:
-        warmup: steps that are not measured: compilation, allocation, starting workers.
-        profiled: steps under the profiler, on a GPU alone.
-        steps: steps timed at most, or None for all the others.
+        profiled: steps under the profiler, if a GPU is used.
+        steps: the most steps to time; None means all remaining ones.
     """
 
     warmup: int = 5
@@ -27,7 +32,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: seconds until its batch was there, seconds until the next one was asked for.
+    """One step: the seconds waiting for its batch, then the seconds until the next request.
 
     Attributes:
         first: whether its batch was the first of an epoch.
@@ -38,162 +43,170 @@ class Step:
     first: bool = False
 
 
-class Stretch(Protocol):
-    """Some steps under a profiler that is already running."""
-
-    def body(self) -> None:
-        """Mark that a batch is there and the step's work begins."""
-
-    def rest(self) -> None:
-        """Mark that the step's work is done."""
-
-    def stop(self) -> None:
-        """Wait for the GPU and stop the profiler."""
-
-    def events(self) -> list[Event]:
-        """Return what was seen."""
-
-
-@dataclass(frozen=True)
 class Instruments:
-    """What a loop is measured with.
+    """The clock, the GPU synchronization, and the profiler that measure a loop."""
 
-    Attributes:
-        clock: the host's seconds.
-        drain: waits until the GPU has done all its work.
-        stretch: starts the profiler, or says why there is nothing to profile.
-    """
+    def clock(self) -> float:
+        return time.perf_counter()
 
-    clock: Callable[[], float]
-    drain: Callable[[], None]
-    stretch: Callable[[], Stretch | str]
+    def synchronize(self) -> None:
+        """Wait for the GPU. A loop that uses no GPU gets no CUDA context."""
+        import torch
+
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+    def profile(self) -> TorchProfile | str:
+        """Start the profiler, or return why that is not possible."""
+        import torch
+
+        if not torch.cuda.is_initialized():
+            return "no GPU is used"
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            return "another profiler was running, and a process can have only one"
+        self.synchronize()
+        return TorchProfile(gpu=True)
 
 
 class Loop:
-    """One loop, told when it asks for a batch and when it has it.
+    """Times one loop, which reports when it requests a batch and when it has received it.
+
+    Args:
+        ready: whether warm-up may end.
 
     Attributes:
-        warm, timed: the steps of warm-up, and those that count.
-        drained: seconds that the GPU worked on after the last timed step of an epoch.
-        stretch, profiled: the profiler's steps and how many, or `note`: why there are none.
+        drained: seconds that the GPU kept working after the last timed step of each epoch.
+        profile, profiled: the profiler and how many steps it saw; without one, `note` says why.
     """
 
     def __init__(
         self, plan: Plan, instruments: Instruments, *, ready: Callable[[], bool] = lambda: True
     ) -> None:
-        self.plan, self._with, self._ready = plan, instruments, ready
+        self.plan, self._instruments, self._ready = plan, instruments, ready
         self.warm: list[Step] = []
         self.timed: list[Step] = []
         self.drained, self.profiled = 0.0, 0
-        self.stretch: Stretch | None = None
+        self.profile: TorchProfile | None = None
         self.note = ""
-        self._phase = "warmup"
+        self._phase: Literal["warmup", "profiled", "timed", "done"] = "warmup"
         self._first, self._wait, self._since = False, 0.0, 0.0
         self._working = False
 
     @property
     def done(self) -> bool:
-        """Whether as many steps were timed as planned."""
+        """Whether all planned steps are timed."""
         return self._phase == "done"
 
-    def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Return the iterator of a new epoch; what making it takes, its first batch takes."""
-        since = self._with.clock()
-        made = make()
-        self._first, self._wait = True, self._with.clock() - since
-        return made
+    def begin_epoch(self, make: Callable[[], Iterator[T]]) -> Iterator[T]:
+        """Return the iterator of a new epoch; making it counts as waiting for the first batch."""
+        since = self._instruments.clock()
+        batches = make()
+        self._first, self._wait = True, self._instruments.clock() - since
+        return batches
 
-    def asked(self) -> None:
-        """Note that the next batch is asked for: the step before is over."""
-        now = self._with.clock()
+    def request(self) -> None:
+        """Record that the loop requests a batch, which ends the previous step."""
+        now = self._instruments.clock()
         if self._working:
             self._close(now)
-        self._turn()
-        self._since = self._with.clock()
+        self._advance()
+        self._since = self._instruments.clock()
 
-    def got(self) -> None:
-        """Note that the batch is there."""
-        now = self._with.clock()
+    def receive(self) -> None:
+        """Record that the batch has arrived."""
+        now = self._instruments.clock()
         self._wait += now - self._since
         self._working, self._since = True, now
-        if self._phase == "profiled" and self.stretch is not None:
-            self.stretch.body()
+        if self._phase == "profiled" and self.profile is not None:
+            self.profile.begin_step()
 
-    def ended(self) -> None:
-        """Note that there was no further batch."""
+    def end_epoch(self) -> None:
+        """Record that there are no more batches."""
         self._drain()
         if self._phase == "profiled":
-            self._unprofile()
+            self._stop_profile()
 
-    def left(self) -> None:
-        """Note that the loop was left within a step, which is not counted."""
-        if self._phase == "profiled" and self.stretch is not None:
+    def leave(self) -> None:
+        """Record that the loop ended in the middle of a step, which does not count."""
+        if self._phase == "profiled" and self.profile is not None:
             if self._working:
-                self.stretch.rest()
+                self.profile.end_step()
                 self.profiled += 1  # its kernels are in the profile
-            self._unprofile()
+            self._stop_profile()
         self._working = False
+
+    def gpu_step(self) -> tuple[GpuStep | None, str]:
+        """Return the GPU's work in a mean step, or None and the reason."""
+        if self.profile is None:
+            return None, self.note
+        events = self.profile.events()
+        if not any(event.name == BODY for event in events):
+            return None, "the loop's own profiler took over while steps were profiled"
+        memory, used = gpu_memory()
+        gpu = summarize(events, self.profiled, memory=memory, used=used)
+        return gpu, "" if gpu else f"{self.profiled} profiled steps launched nothing on it"
 
     def _close(self, now: float) -> None:
         step = Step(self._wait, now - self._since, self._first)
         self._first, self._wait, self._working = False, 0.0, False
-        if self._phase == "profiled" and self.stretch is not None:
-            self.stretch.rest()
+        if self._phase == "profiled" and self.profile is not None:
+            self.profile.end_step()
             self.profiled += 1
         elif self._phase == "timed":
             self.timed.append(step)
         elif self._phase == "warmup":
             self.warm.append(step)
 
-    def _turn(self) -> None:
-        """Begin the next phase where this one has all its steps."""
+    def _advance(self) -> None:
+        """Begin the next phase if this one has all its steps."""
         if self._phase == "warmup" and len(self.warm) >= self.plan.warmup and self._ready():
-            self._profile()
+            self._start_profile()
         if self._phase == "profiled" and self.profiled >= self.plan.profiled:
-            self._unprofile()
+            self._stop_profile()
         if self._phase == "timed" and len(self.timed) == self.plan.steps:
             self._drain()
             self._phase = "done"
 
-    def _profile(self) -> None:
-        opened = self._with.stretch()
-        if isinstance(opened, str):
-            self.note = opened
-            self._time()
+    def _start_profile(self) -> None:
+        profile = self._instruments.profile()
+        if isinstance(profile, str):
+            self.note = profile
+            self._start_timing()
         else:
-            self.stretch, self._phase = opened, "profiled"
+            self.profile, self._phase = profile, "profiled"
 
-    def _unprofile(self) -> None:
-        assert self.stretch is not None
-        self.stretch.stop()
+    def _stop_profile(self) -> None:
+        assert self.profile is not None
+        self._instruments.synchronize()
+        self.profile.stop()
         if self.profiled:
-            self._time()
-        else:  # the epoch ended at once: the next one is profiled
-            self.stretch, self._phase = None, "warmup"
+            self._start_timing()
+        else:  # the epoch ended at once: profile the next one
+            self.profile, self._phase = None, "warmup"
 
-    def _time(self) -> None:
-        self._with.drain()  # what warm-up left in the GPU's queue is nobody's step
+    def _start_timing(self) -> None:
+        self._instruments.synchronize()  # queued work of warm-up belongs to no timed step
         self._phase = "timed"
 
     def _drain(self) -> None:
         if self._phase == "timed":
-            since = self._with.clock()
-            self._with.drain()
-            self.drained += self._with.clock() - since
+            since = self._instruments.clock()
+            self._instruments.synchronize()
+            self.drained += self._instruments.clock() - since
 
 
 BODY = "aisp.body"
-"""The annotation around a step's work, from its batch to the next request."""
+"""The profiler annotation around a step's work, from its batch to the next request."""
 ITEM, COPY = "aten::_local_scalar_dense", "aten::copy_"
-"""Operators: `.item()`, `float()`, `bool()` and the like; and every copy."""
+"""Operators: `.item()`, `float()`, `bool()` and similar, and every copy."""
 BLOCKS = re.compile(r"\w*Synchronize|cudaMemcpy(Async)?")
-"""Calls of the runtime and the driver in which the host waits; a copy of pageable memory too."""
+"""CUDA calls in which the host waits; copies of unpinned memory wait too."""
 FUSIBLE = re.compile(r"elementwise|reduce_kernel|multi_tensor_apply|layer_norm|softmax", re.I)
-"""PyTorch's kernels that move more than they compute: what a fusing compiler merges."""
+"""PyTorch's memory-bound kernels, which a compiler can fuse."""
 
 
 class Event(NamedTuple):
-    """One thing that the profiler saw, in seconds; an annotation is no work."""
+    """One profiler event; times in seconds. An annotation is not work."""
 
     name: str
     start: float
@@ -202,19 +215,64 @@ class Event(NamedTuple):
     annotation: bool = False
 
 
+class TorchProfile:
+    """Steps under torch.profiler, which starts at once.
+
+    It records operators as well as the GPU's work: only they tell `.item()` from other waits.
+    """
+
+    def __init__(self, *, gpu: bool) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
+        self._profiler = profile(activities=activities)
+        self._lost = False
+        self._annotation: record_function | None = None
+        self._profiler.start()
+
+    def begin_step(self) -> None:
+        from torch.profiler import record_function
+
+        self._annotation = record_function(BODY)
+        self._annotation.__enter__()
+
+    def end_step(self) -> None:
+        assert self._annotation is not None
+        self._annotation.__exit__(None, None, None)
+
+    def stop(self) -> None:
+        try:
+            self._profiler.stop()
+        except RuntimeError:  # the loop's own profiler ran meanwhile; torch 2.13 does not raise
+            self._lost = True
+
+    def events(self) -> list[Event]:
+        """Return the events; none if another profiler took over."""
+        events = [] if self._lost else self._profiler.events() or []
+        return [
+            Event(
+                str(event.name),
+                event.time_range.start * 1e-6,
+                event.time_range.end * 1e-6,
+                event.device_type.name == "CUDA",
+                bool(event.is_user_annotation),
+            )
+            for event in events
+        ]
+
+
 @dataclass(frozen=True)
-class Gpu:
-    """What a step is for the GPU, in seconds a step, the mean of `steps` profiled ones.
+class GpuStep:
+    """The GPU's work in a step, in seconds: the mean of `steps` profiled ones.
 
     Attributes:
-        busy: at least one kernel, copy or fill was at work; kernels, copies: one of these was.
-        uploads: copies from the host's memory while no kernel was at work; pageable: those from
-            memory that is not pinned.
-        stalls: the host waited for the GPU within the step's work; item, copy: in `.item()` and
+        busy: at least one kernel, copy or fill ran; kernels, copies: at least one of these ran.
+        uploads: copies from host memory while no kernel ran; pageable: those from unpinned memory.
+        stalls: the host waited for the GPU during the step's work; item, copy: in `.item()` and
             in copies.
-        fusible: elementwise, reducing and normalizing kernels of PyTorch were at work.
-        launches, items: how many kernels, and how many `.item()`.
-        memory, used: bytes of the GPU, and the most that PyTorch had reserved; 0 for unknown.
+        fusible: PyTorch's elementwise, reduction and normalization kernels ran.
+        launches, items: how many kernels, and how many `.item()` calls.
+        memory, used: bytes of the GPU, and the most that PyTorch reserved; 0 if unknown.
     """
 
     steps: int
@@ -233,57 +291,57 @@ class Gpu:
     used: int = 0
 
 
-Span = tuple[float, float]
+def gpu_memory() -> tuple[int, int]:
+    """Return the bytes of the GPU and the most that PyTorch reserved; zeros without a GPU."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return 0, 0
+    return torch.cuda.mem_get_info()[1], torch.cuda.max_memory_reserved()
 
 
-def summarize(events: Iterable[Event], steps: int, *, memory: int = 0, used: int = 0) -> Gpu | None:
-    """Return what `steps` steps were for the GPU, or None where it had nothing to do."""
-    seen = list(events)
-    work = [e for e in seen if e.on_gpu and not e.annotation]
-    host = [e for e in seen if not e.on_gpu]
+def summarize(
+    events: Sequence[Event], steps: int, *, memory: int = 0, used: int = 0
+) -> GpuStep | None:
+    """Return the GPU's work in a mean step, or None if it did nothing."""
+    work = [e for e in events if e.on_gpu and not e.annotation]
+    host = [e for e in events if not e.on_gpu]
     if not work:
         return None
     kernels = [e for e in work if not e.name.startswith(("Memcpy", "Memset"))]
     copies = [e for e in work if e.name.startswith("Memcpy")]
-    return Gpu(
+    waits = _inside(
+        [e for e in host if BLOCKS.fullmatch(e.name)], [e for e in host if e.name == BODY]
+    )
+    items = [e for e in host if e.name == ITEM]
+    # .item() copies without aten::copy_; float(x.cpu()) waits only in the copy.
+    return GpuStep(
         steps,
-        busy=_seconds(work, steps),
-        kernels=_seconds(kernels, steps),
-        copies=_seconds(copies, steps),
-        uploads=_exposed([e for e in copies if "HtoD" in e.name], kernels, steps),
-        pageable=_exposed([e for e in copies if "(Pageable ->" in e.name], kernels, steps),
-        fusible=_seconds([e for e in kernels if FUSIBLE.search(e.name)], steps),
+        busy=_seconds(work) / steps,
+        kernels=_seconds(kernels) / steps,
+        copies=_seconds(copies) / steps,
+        uploads=_exposed([e for e in copies if "HtoD" in e.name], kernels) / steps,
+        pageable=_exposed([e for e in copies if "(Pageable ->" in e.name], kernels) / steps,
+        stalls=_seconds(waits) / steps,
+        item=_seconds(_inside(waits, items)) / steps,
+        copy=_seconds(_inside(waits, [e for e in host if e.name == COPY])) / steps,
+        fusible=_seconds([e for e in kernels if FUSIBLE.search(e.name)]) / steps,
         launches=len(kernels) / steps,
-        items=sum(e.name == ITEM for e in host) / steps,
+        items=len(items) / steps,
         memory=memory,
         used=used,
-        **_waits(host, steps),
     )
 
 
-def _waits(host: Sequence[Event], steps: int) -> dict[str, float]:
-    bodies = _spans(e for e in host if e.name == BODY)
-    blocks = inside(_spans(e for e in host if BLOCKS.fullmatch(e.name)), bodies)
-    item = inside(blocks, _spans(e for e in host if e.name == ITEM))
-    # .item() copies too, but not through aten::copy_; float(x.cpu()) waits in the copy alone.
-    copy = inside(blocks, _spans(e for e in host if e.name == COPY))
-    named = {"stalls": blocks, "item": item, "copy": copy}
-    return {name: union(spans) / steps for name, spans in named.items()}
+def _inside(events: Iterable[Event], outer: Sequence[Event]) -> list[Event]:
+    """Return the `events` that lie within one of `outer`."""
+    return [e for e in events if any(o.start <= e.start and e.end <= o.end for o in outer)]
 
 
-def inside(spans: Iterable[Span], outer: Iterable[Span]) -> list[Span]:
-    """Return those `spans` that lie in one of `outer`."""
-    around = list(outer)
-    return [s for s in spans if any(start <= s[0] and s[1] <= end for start, end in around)]
+def _seconds(events: Iterable[Event]) -> float:
+    return union((e.start, e.end) for e in events)
 
 
-def _spans(events: Iterable[Event]) -> list[Span]:
-    return [(e.start, e.end) for e in events]
-
-
-def _seconds(events: Iterable[Event], steps: int) -> float:
-    return union(_spans(events)) / steps
-
-
-def _exposed(copies: Sequence[Event], kernels: Sequence[Event], steps: int) -> float:
-    return _seconds([*copies, *kernels], steps) - _seconds(kernels, steps)
+def _exposed(copies: Sequence[Event], kernels: Sequence[Event]) -> float:
+    """Return the seconds in which a copy ran and no kernel did."""
+    return _seconds([*copies, *kernels]) - _seconds(kernels)

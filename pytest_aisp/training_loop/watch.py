@@ -1,28 +1,30 @@
-"""What a training loop waits for: data, Python, the GPU, or itself.
-
-watch = bottleneck(loader)
-for batch in watch:
-    ...
-print(watch.report())
-"""
+"""Watch a training loop: `bottleneck(loader)` in Python, `aisp bottleneck` for a whole script."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import runpy
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
-from typing import Any, Generic, TypeVar
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from ..util.cli_result import CliError
-from ..util.device import cores_here
-from . import advice
-from .breakdown import Breakdown, Loader
-from .stages import Stages
-from .steps import BODY, Event, Gpu, Instruments, Loop, Plan, Stretch, summarize
+from ..util.cli_result import CliError, CliResult
+from .breakdown import Breakdown, Loader, device_name
+from .loop import Instruments, Loop, Plan
+from .stages import Stages, is_dataloader
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
 
 T = TypeVar("T")
+INTERRUPTED = 130
+"""The exit code of a process that Ctrl-C ended, as a shell reports it."""
 
 
 def bottleneck(
@@ -32,19 +34,69 @@ def bottleneck(
     warmup: int = 5,
     profiled: int = 10,
 ) -> Watch[T]:
-    """Return `loader`, watched: iterate it instead, as often as you like, then ask for the report.
+    """Return a watched `loader`: iterate it instead, for any number of epochs, then call `report`.
 
-    A step is what happens between one request for a batch and the next. The loop itself is not
-    changed: it gets the same batches in the same order. The transforms and the collate function
-    of a `torch.utils.data.DataLoader` are replaced by timed ones while it is iterated.
+    A step lasts from one request for a batch to the next. The loop gets the same batches in the
+    same order. While a `torch.utils.data.DataLoader` is iterated, its transforms and its collate
+    function are replaced by timed ones.
 
     Args:
-        loader: any iterable; of a DataLoader, the transforms are timed, too.
-        steps: how many steps to time at most; all of them by default.
-        warmup: how many to leave out first.
-        profiled: how many after these run under torch.profiler, where a GPU is used.
+        loader: any iterable.
+        steps: the most steps to time; all by default.
+        warmup: how many steps to leave out first.
+        profiled: how many steps after these run under torch.profiler, if a GPU is used.
     """
     return Watch(loader, Plan(warmup, profiled, steps))
+
+
+class Source:
+    """A loop with the loader of its batches.
+
+    Attributes:
+        loader: None if the optimizer marks the steps.
+        trained: how many optimizer steps the loop made.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[object] | None,
+        plan: Plan,
+        instruments: Instruments,
+        *,
+        needs_optimizer: bool = False,
+    ) -> None:
+        self.loader = loader
+        self.trained = 0
+        self.loop = Loop(plan, instruments, ready=lambda: self.trained > 0 or not needs_optimizer)
+        self.stages = Stages(loader) if is_dataloader(loader) else None
+
+    def breakdown(self, name: str) -> Breakdown:
+        """Return the figures.
+
+        Raises:
+            CliError: if no step was timed.
+        """
+        loop = self.loop
+        if not loop.timed:
+            raise CliError(
+                f"the loop ended after {len(loop.warm) + loop.profiled} steps, before any step was"
+                f" timed: the first {loop.plan.warmup} are warm-up, and with a GPU"
+                f" {loop.plan.profiled} more are profiled\n"
+                "let it run longer, or ask for fewer: --warmup=1 --profiled=1,"
+                " or bottleneck(loader, warmup=1, profiled=1)"
+            )
+        gpu, note = loop.gpu_step()
+        return Breakdown(
+            name,
+            device_name(),
+            None if self.loader is None else Loader.of(self.loader),
+            tuple(loop.timed),
+            tuple(loop.warm),
+            loop.drained,
+            gpu,
+            note,
+            self.stages.read() if self.stages else (),
+        )
 
 
 class Watch(Generic[T]):
@@ -54,16 +106,16 @@ class Watch(Generic[T]):
         self, loader: Iterable[T], plan: Plan, instruments: Instruments | None = None
     ) -> None:
         self.loader = loader
-        self._loop = Loop(plan, instruments or here())
-        self._stages = Stages(loader) if is_loader(loader) else None
+        self._source = Source(loader, plan, instruments or Instruments())
 
     def __iter__(self) -> Iterator[T]:
-        with self._stages.attached() if self._stages else contextlib.nullcontext():
-            batches = Batches(self._loop, lambda: iter(self.loader))
+        stages = self._source.stages
+        with stages.attached() if stages else contextlib.nullcontext():
+            batches = Batches(self._source.loop, lambda: iter(self.loader))
             try:
                 yield from batches
             finally:
-                batches.close()
+                self._source.loop.leave()
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -72,216 +124,227 @@ class Watch(Generic[T]):
         """Return the figures.
 
         Raises:
-            Unanswerable: where no step was timed yet.
+            CliError: if no step was timed yet, as for `report` and `to_json`.
         """
-        return breakdown(type(self.loader).__name__, self._loop, self.loader, self._stages)
+        return self._source.breakdown(type(self.loader).__name__)
 
     def report(self) -> str:
-        """Return the figures and the advice as text.
+        """Return the figures and the advice as text."""
+        return "\n".join(self.measured().report())
 
-        Raises:
-            Unanswerable: where no step was timed yet.
-        """
-        return "\n".join(text(self.measured()))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures and the advice as plain types, times in seconds.
-
-        Raises:
-            Unanswerable: where no step was timed yet.
-        """
-        return plain(self.measured())
+    def to_json(self) -> dict[str, object]:
+        """Return the figures and the advice as plain types, times in seconds."""
+        return self.measured().to_json()
 
 
 class Batches(Iterator[T]):
-    """The iterator of one epoch, which tells its loop when a batch is asked for and there."""
+    """The iterator of one epoch, which reports each request and each batch to the loop."""
 
     def __init__(self, loop: Loop, make: Callable[[], Iterator[T]]) -> None:
         self._loop = loop
-        self._batches: Iterator[T] = loop.begin(make)
+        self._batches: Iterator[T] = loop.begin_epoch(make)
 
     def __next__(self) -> T:
-        self._loop.asked()
+        self._loop.request()
         try:
             batch = next(self._batches)
         except StopIteration:
-            self._loop.ended()
+            self._loop.end_epoch()
             raise
-        self._loop.got()
+        self._loop.receive()
         return batch
 
-    def close(self) -> None:
-        """Forget the step that was begun."""
-        self._loop.left()
+
+class ScriptBatches(Batches[object]):
+    """The iterator of a script's DataLoader, which also tells the `LoopFinder` where it is."""
+
+    def __init__(
+        self, finder: LoopFinder, source: Source, make: Callable[[], Iterator[object]]
+    ) -> None:
+        self._finder, self._source = finder, source
+        super().__init__(source.loop, make)
+
+    def __next__(self) -> object:
+        try:
+            batch = super().__next__()
+        except StopIteration:
+            self._finder.leave(self._source)
+            raise
+        self._finder.enter(self._source)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> object:
+        if name == "_batches":  # it could not be made
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+    def __del__(self) -> None:
+        # A loop that breaks drops its iterator: what follows belongs to none of its steps.
+        self._loop.leave()
+        self._finder.leave(self._source)
 
 
-def is_loader(loader: object) -> bool:
-    """Return whether `loader` is a DataLoader; PyTorch is not imported to find out."""
-    data = sys.modules.get("torch.utils.data")
-    return data is not None and isinstance(loader, data.DataLoader)
+class StepsDone(SystemExit):
+    """Ends the script when it requests a batch after the last step to time."""
 
 
-def breakdown(name: str, loop: Loop, loader: Any, stages: Stages | None) -> Breakdown:
-    """Return the figures of one loop; `loader` is None where the optimizer told its steps.
+class LoopFinder:
+    """Watches every DataLoader and optimizer of a script to find its training loop."""
+
+    def __init__(self, plan: Plan, instruments: Instruments) -> None:
+        self._plan, self._instruments = plan, instruments
+        self._sources: dict[int, Source] = {}
+        self._inside: list[Source] = []
+        self._no_loader = Source(None, plan, instruments, needs_optimizer=True)
+        self._first_optimizer: Optimizer | None = None
+        self._stopped = False
+        self._restore = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Watch inside the block, and restore everything after it."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+        from torch.utils.data import DataLoader
+
+        original = DataLoader.__iter__
+
+        def watched(loader: DataLoader[object]) -> Iterator[object]:
+            return self._watched(loader, lambda: original(loader))
+
+        with self._restore:
+            self._restore.callback(setattr, DataLoader, "__iter__", original)
+            DataLoader.__iter__ = watched  # type: ignore[assignment,method-assign]
+            self._restore.callback(register_optimizer_step_post_hook(self._stepped).remove)
+            try:
+                yield
+            finally:
+                for source in [*self._inside, self._no_loader]:
+                    source.loop.leave()
+                self._no_loader.loop.end_epoch()
+                self._stopped = True
+
+    def enter(self, source: Source) -> None:
+        """Record that `source` returned a batch, so its loop works now."""
+        self.leave(source)
+        self._inside.append(source)
+        self._stop_if_done(source.loop)
+
+    def leave(self, source: Source) -> None:
+        """Record that `source` is no longer iterated."""
+        if source in self._inside:
+            self._inside.remove(source)
+
+    def training_loop(self, script: Path) -> Source:
+        """Return the loop in which an optimizer stepped for the longest time.
+
+        Raises:
+            CliError: if no optimizer made a step.
+        """
+        sources = [s for s in (*self._sources.values(), self._no_loader) if s.trained]
+        if not sources:
+            raise CliError(
+                f"{script}: no training loop found: it iterated {len(self._sources)} DataLoaders,"
+                " and no optimizer made a step\n"
+                "A loop must call step() of a torch.optim.Optimizer, usually while it iterates a"
+                " torch.utils.data.DataLoader. Watch any other loop with pytest_aisp.bottleneck:\n"
+                "for batch in (watch := bottleneck(loader)): ..."
+            )
+        return max(sources, key=lambda s: (sum(t.wait + t.body for t in s.loop.timed), s.trained))
+
+    def _watched(
+        self, loader: DataLoader[object], make: Callable[[], Iterator[object]]
+    ) -> ScriptBatches:
+        if id(loader) not in self._sources:  # a source keeps its loader alive: ids are unique
+            source = Source(loader, self._plan, self._instruments, needs_optimizer=True)
+            if source.stages is not None:
+                self._restore.enter_context(source.stages.attached())
+            self._sources[id(loader)] = source
+        return ScriptBatches(self, self._sources[id(loader)], make)
+
+    def _stepped(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        source = self._inside[-1] if self._inside else self._no_loader
+        source.trained += 1
+        self._first_optimizer = self._first_optimizer or optimizer
+        # Only one of several optimizers may mark the steps: each of them steps in every iteration.
+        if source is self._no_loader and optimizer is self._first_optimizer:
+            source.loop.request()
+            source.loop.receive()
+            self._stop_if_done(source.loop)
+
+    def _stop_if_done(self, loop: Loop) -> None:
+        if loop.done and not self._stopped:
+            self._stopped = True
+            raise StepsDone(0)
+
+
+def bottleneck_result(
+    script: Path,
+    arguments: Sequence[str],
+    *,
+    plan: Plan,
+    as_json: bool = False,
+    instruments: Instruments | None = None,
+) -> CliResult:
+    """Run `script` and return the breakdown of its training loop, with the script's exit code.
 
     Raises:
-        Unanswerable: where no step was timed.
+        CliError: if there is no such script, or no loop in it that is long enough.
     """
-    if not loop.timed:
-        raise CliError(too_few(loop))
-    gpu, note = on_gpu(loop)
-    return Breakdown(
-        name,
-        device(),
-        None if loader is None else described(loader),
-        tuple(loop.timed),
-        tuple(loop.warm),
-        loop.drained,
-        gpu,
-        note,
-        stages.read() if stages else (),
-    )
+    if not script.is_file():
+        raise CliError(f"{script}: no such script\naisp bottleneck train.py [its arguments]")
+    finder = LoopFinder(plan, instruments or Instruments())
+    with _stdout_to_stderr() if as_json else contextlib.nullcontext(), finder.installed():
+        code = _run(script, arguments)
+    try:
+        found = finder.training_loop(script).breakdown(script.name)
+    except CliError as error:
+        if not code:
+            raise
+        early = f"{script} ended with exit code {code} before a step was timed"
+        raise CliError(f"{early}\n{error}", code) from None
+    lines = [json.dumps(found.to_json(), indent=2)] if as_json else found.report()
+    return CliResult(lines, code)
 
 
-def on_gpu(loop: Loop) -> tuple[Gpu | None, str]:
-    """Return what a step was for the GPU, or None and why."""
-    if loop.stretch is None:
-        return None, loop.note
-    events = loop.stretch.events()
-    if not any(event.name == BODY for event in events):
-        return None, "the loop's own profiler took over while steps were profiled"
-    memory, used = memory_of_gpu()
-    found = summarize(events, loop.profiled, memory=memory, used=used)
-    return found, "" if found else f"{loop.profiled} profiled steps launched nothing on it"
+def _run(script: Path, arguments: Sequence[str]) -> int:
+    """Run `script` as Python does, and return the exit code that Python would return."""
+    argv, path = sys.argv, sys.path
+    # Python puts the script's folder first, so that it can import its neighbors.
+    sys.argv, sys.path = [str(script), *arguments], [str(script.resolve().parent), *path]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return ended.code or 0
+        print(ended.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        traceback.print_exception(type(error), error, _from(script, error.__traceback__))
+        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    finally:
+        sys.argv, sys.path = argv, path
+    return 0
 
 
-def too_few(loop: Loop) -> str:
-    """Return why there are no figures, and what to do."""
-    seen = len(loop.warm) + loop.profiled
-    plan = loop.plan
-    return (
-        f"the loop ended after {seen} steps, and none was left to time: the first {plan.warmup}"
-        f" are warm-up, {plan.profiled} more are profiled where there is a GPU\n"
-        "let it run for longer, or ask for fewer: --warmup=1 --profiled=1,"
-        " or bottleneck(loader, warmup=1, profiled=1)"
-    )
+def _from(script: Path, trace: TracebackType | None) -> TracebackType | None:
+    """Return `trace` without the frames above the script."""
+    while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
+        trace = trace.tb_next
+    return trace
 
 
-def described(loader: Any) -> Loader:
-    """Return what there is to know of what batches come from."""
-    cores = len(cores_here())
-    name = type(loader).__name__
-    if not is_loader(loader):
-        return Loader(name, cores)
-    return Loader(
-        name,
-        cores,
-        loader.batch_size,
-        loader.num_workers,
-        loader.pin_memory,
-        loader.persistent_workers,
-    )
-
-
-def text(found: Breakdown) -> list[str]:
-    """Return the figures and the advice as lines."""
-    return [*found.lines(), *advice.lines(found)]
-
-
-def plain(found: Breakdown) -> dict[str, Any]:
-    """Return the figures and the advice as plain types."""
-    return {**found.to_json(), "advice": [asdict(a) for a in advice.advise(found)]}
-
-
-NO_GPU = "no GPU is used"
-OTHER = "another profiler was running, and there can be one only"
-
-
-def here() -> Instruments:
-    """Return the instruments of this process."""
-    return Instruments(time.perf_counter, _drain, _stretch)
-
-
-def device() -> str:
-    """Return what to call this process's device."""
-    import torch
-
-    if torch.cuda.is_initialized():
-        return torch.cuda.get_device_name()
-    from ..util.device import cpu_machine
-
-    return cpu_machine().name
-
-
-def memory_of_gpu() -> tuple[int, int]:
-    """Return the bytes of the GPU and the most that PyTorch had reserved, or zeros without one."""
-    import torch
-
-    if not torch.cuda.is_initialized():
-        return 0, 0
-    return torch.cuda.mem_get_info()[1], torch.cuda.max_memory_reserved()
-
-
-def _drain() -> None:
-    import torch
-
-    # A loop that never used a GPU shall not be given a context by us.
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
-def _stretch() -> Stretch | str:
-    import torch
-
-    if not torch.cuda.is_initialized():
-        return NO_GPU
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        return OTHER
-    return Profiled(gpu=True)
-
-
-class Profiled:
-    """A stretch under torch.profiler, started at once.
-
-    Operators are recorded besides the GPU's work: only they tell `.item()` from other waits.
-    """
-
-    def __init__(self, *, gpu: bool) -> None:
-        from torch.profiler import ProfilerActivity, profile
-
-        on_gpu = [ProfilerActivity.CUDA] if gpu else []
-        _drain()
-        self._profiler = profile(activities=[ProfilerActivity.CPU, *on_gpu])
-        self._lost = False
-        self._profiler.start()
-        self._mark: Any = None
-
-    def body(self) -> None:
-        """Open the annotation of a step's work."""
-        from torch.profiler import record_function
-
-        self._mark = record_function(BODY)
-        self._mark.__enter__()
-
-    def rest(self) -> None:
-        """Close it."""
-        self._mark.__exit__(None, None, None)
-
-    def stop(self) -> None:
-        """Wait for the GPU and stop the profiler."""
-        _drain()
-        try:
-            self._profiler.stop()
-        except RuntimeError:  # the loop's own has begun and ended: torch 2.11 raises, 2.13 does not
-            self._lost = True
-
-    def events(self) -> list[Event]:
-        """Return what was seen, times in seconds; nothing where another profiler took over."""
-        return [] if self._lost else [_event(e) for e in self._profiler.events() or []]
-
-
-def _event(e: Any) -> Event:
-    span, on_gpu = e.time_range, e.device_type.name == "CUDA"
-    return Event(
-        str(e.name), span.start * 1e-6, span.end * 1e-6, on_gpu, bool(e.is_user_annotation)
-    )
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send the output of the script and its child processes to stderr: stdout is for JSON."""
+    sys.stdout.flush()
+    original = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(original, 1)
+        os.close(original)
