@@ -1,4 +1,4 @@
-"""`aisp machine doctor`: machines that are told of, and what it says of each."""
+"""`aisp machine doctor`: the findings on fake machines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ANSWERS = {
 
 
 class Nvml:
-    """An NVML of one GPU; what it has no answer to it refuses."""
+    """An NVML of one GPU, which refuses every function without an answer."""
 
     def __init__(self, **answers):
         for name, answer in {**ANSWERS, **answers}.items():
@@ -54,7 +54,7 @@ class Nvml:
 
 @pytest.fixture
 def root(tmp_path):
-    """The files of a machine on which all is well."""
+    """The files of a machine without problems."""
     files = {
         "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
         "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance\n",
@@ -86,52 +86,52 @@ def host(root, limits=(resource.RLIM_INFINITY,) * 2, versions=lambda name: "1.2"
     return {finding.name: finding for finding in found}
 
 
-def test_a_machine_on_which_all_is_well(root):
+def test_a_machine_without_problems(root):
     found = {**gpu(root), **host(root)}
     assert {f.state for name, f in found.items() if name != "/dev/shm"} == {"fine"}
-    assert found["driver"].said == "580.159.04"
-    assert found["GPU 0 clocks"].said == "SM at 345 MHz now, 1980 at most"
-    assert found["GPU 0 NUMA"].said == "node 1, CPUs 1,4-7"
-    assert found["huge pages"].said == "transparent: madvise"
-    assert [found[n].said for n in ("torch", "triton", "cuda-core", "NVRTC", "NCCL")] == ["1.2"] * 5
+    assert found["driver"].text == "580.159.04"
+    assert found["GPU 0 clocks"].text == "SM at 345 MHz now, 1980 at most"
+    assert found["GPU 0 NUMA"].text == "node 1, CPUs 1,4-7"
+    assert found["huge pages"].text == "transparent: madvise"
+    assert [found[n].text for n in ("torch", "triton", "cuda-core", "NVRTC", "NCCL")] == ["1.2"] * 5
 
 
 @pytest.mark.parametrize(
-    ("answers", "name", "state", "said", "change"),
+    ("answers", "name", "state", "text", "change"),
     [
         (
             {"nvmlDeviceGetCurrentClocksEventReasons": 0x2},
-            *("clocks", "note", "SM at 345 MHz now, 1980 at most, held by a clock that was set"),
-            "sudo nvidia-smi -rgc && sudo nvidia-smi -rac, unless it is meant",
+            *("clocks", "note", "SM at 345 MHz now, 1980 at most, limited by a user setting"),
+            "unless you want this: sudo nvidia-smi -rgc && sudo nvidia-smi -rac",
         ),
         (
             {"nvmlDeviceGetCurrentClocksEventReasons": 0x40},
             *("throttling", "harms", "hardware thermal slowdown"),
-            "look after cooling and power: nvidia-smi -q -d PERFORMANCE",
+            "check cooling and power: nvidia-smi -q -d PERFORMANCE",
         ),
         (
             {"nvmlDeviceGetEnforcedPowerLimit": 500_000},
-            *("power", "note", "limit 500 W, by default 700 W"),
-            "sudo nvidia-smi -pl 700, unless it is meant",
+            *("power", "note", "limit 500 W, default 700 W"),
+            "unless you want this: sudo nvidia-smi -pl 700",
         ),
         (
             {"nvmlDeviceGetPersistenceMode": 0},
-            *("persistence", "note", "off: the driver unloads between processes, each starts it "),
+            *("persistence", "note", "off: the driver unloads between processes, and each one "),
             "sudo nvidia-smi -pm 1",
         ),
         (
             {"nvmlDeviceGetEccMode": [1, 0]},
-            *("ECC", "note", "on, and off after the next reset: results will not compare"),
-            "record again after the reset",
+            *("ECC", "note", "on, but off after the next reset: times before and after "),
+            "record the results again after the reset",
         ),
         (
             {"nvmlDeviceGetMigMode": [1, 1]},
             *("MIG", "note", "on: slices share the memory"),
-            "measure on a GPU that is not divided",
+            "measure on a GPU without MIG",
         ),
         (
             {"nvmlDeviceGetComputeMode": 3},
-            *("compute mode", "harms", "exclusive: a vote's process cannot start beside the first"),
+            *("compute mode", "harms", "exclusive: a remeasurement's process cannot start beside "),
             "sudo nvidia-smi -c 0",
         ),
         (
@@ -141,25 +141,25 @@ def test_a_machine_on_which_all_is_well(root):
         ),
         (
             {"nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=1)]},
-            *("processes", "harms", "others compute here: 1"),
-            "wait for them, or measure elsewhere",
+            *("processes", "harms", "other processes use this GPU: 1"),
+            "wait for them, or use another GPU",
         ),
     ],
 )
-def test_what_is_not_well_says_what_to_change(root, answers, name, state, said, change):
+def test_a_problem_of_the_gpu_says_what_to_change(root, answers, name, state, text, change):
     found = gpu(root, **answers)[f"GPU 0 {name}"]
     assert (found.state, found.change) == (state, change)
-    assert found.said.startswith(said)
+    assert found.text.startswith(text)
 
 
-def test_our_own_processes_are_no_others(root, monkeypatch):
+def test_worker_processes_of_aisp_are_not_other_processes(root, monkeypatch):
     monkeypatch.setattr(device, "is_worker", lambda pid: pid == 7)
     ours = [SimpleNamespace(pid=os.getpid()), SimpleNamespace(pid=7)]
     found = gpu(root, nvmlDeviceGetComputeRunningProcesses=ours)["GPU 0 processes"]
-    assert (found.state, found.said) == ("fine", "no other computes here")
+    assert (found.state, found.text) == ("fine", "no other process uses this GPU")
 
 
-def test_what_nvml_does_not_say_is_unread_and_nothing_is_harmed(root):
+def test_an_nvml_function_without_an_answer_is_unread(root):
     silent = [name for name in ANSWERS if name[13:] not in ("Index", "UUID", "Name")]
     found = gpu(root, **dict.fromkeys(silent))
     unread = {name for name, f in found.items() if f.state == "unread"}
@@ -167,55 +167,57 @@ def test_what_nvml_does_not_say_is_unread_and_nothing_is_harmed(root):
         *(f"GPU 0 {what}" for what in ("clocks", "throttling", "power", "persistence", "ECC")),
         *(f"GPU 0 {what}" for what in ("compute mode", "processes", "NUMA")),
     }
-    assert found["GPU 0 MIG"].said == "this GPU has none"
+    assert found["GPU 0 MIG"].text == "this GPU has none"
 
 
-def test_cpus_far_from_the_gpu_harm(root):
+def test_cpus_of_another_numa_node_harm(root):
     found = gpu(root, cores=(0, 2, 3))["GPU 0 NUMA"]
     assert found.state == "harms"
-    assert found.said == "node 1, CPUs 1,4-7; this process may use none of them"
+    assert found.text == "node 1, CPUs 1,4-7; this process may use none of them"
     assert found.change == "numactl --cpunodebind=1 --membind=1 pytest ..."
     (root / "sys/bus/pci/devices/0000:18:00.0/numa_node").write_text("-1\n")
     assert gpu(root)["GPU 0 NUMA"].state == "unread"
 
 
-def test_cpu_lists_are_read():
+def test_cpu_lists_are_parsed():
     assert doctor.cpus_of("0-2,8,10-11") == {0, 1, 2, 8, 10, 11}
     assert doctor.cpus_of("") == set()
 
 
-def test_counters_are_for_administrators_where_the_driver_says_so(root):
+def test_counters_may_be_restricted_to_administrators(root):
     params = root / "proc/driver/nvidia/params"
     params.write_text("RmProfilingAdminOnly: 1\n")
     assert doctor.counters(root, admin=True).state == "fine"
     found = doctor.counters(root, admin=False)
     assert found.state == "note"
-    assert found.said.startswith("ncu may not read the GPU's performance counters")
+    assert found.text.startswith("ncu may not read the GPU's performance counters")
     assert "NVreg_RestrictProfilingToAdminUsers=0" in found.change
     params.unlink()
     assert doctor.counters(root).state == "unread"
 
 
-def test_limits_that_are_low_say_how_to_raise_them(root):
+def test_low_limits_say_how_to_raise_them(root):
     found = host(root, lambda number: (1024, resource.RLIM_INFINITY))
-    assert found["nofile"].said.startswith("ulimit: 1024, less than 4096: ranks and loader workers")
+    assert found["nofile"].text.startswith(
+        "ulimit: 1024, less than 4096: ranks and loader workers open files"
+    )
     changes = [found[name].change for name in ("memlock", "nofile", "stack")]
     assert changes == ["ulimit -l 65536", "ulimit -n 4096", "ulimit -s 8192"]
     hard = host(root, (MIB, MIB))["memlock"]
-    assert hard.said.startswith("ulimit: 1 MiB, less than 64 MiB: ")
-    assert hard.change == "raise the hard limit in limits.conf: memlock"
+    assert hard.text.startswith("ulimit: 1 MiB, less than 64 MiB: ")
+    assert hard.change == "raise the hard limit of memlock in limits.conf"
 
 
-def test_a_governor_that_follows_the_load_harms(root):
+def test_a_cpu_governor_other_than_performance_harms(root):
     file = root / "sys/devices/system/cpu/cpu1/cpufreq/scaling_governor"
     file.write_text("powersave\n")
     found = host(root)["governor"]
-    assert (found.state, found.said.partition(":")[0]) == ("harms", "performance, powersave")
+    assert (found.state, found.text.partition(":")[0]) == ("harms", "performance, powersave")
     assert found.change == "sudo cpupower frequency-set -g performance"
     assert host(root, cores=(7,))["governor"].state == "unread"
 
 
-def test_huge_pages_that_are_off_are_noted(root):
+def test_disabled_huge_pages_are_noted(root):
     file = root / "sys/kernel/mm/transparent_hugepage/enabled"
     file.write_text("always madvise [never]\n")
     found = host(root)["huge pages"]
@@ -227,20 +229,20 @@ def test_huge_pages_that_are_off_are_noted(root):
 @pytest.mark.parametrize(
     ("size", "state"), [(64 * MIB, "harms"), (512 * MIB, "note"), (1 << 30, "fine")]
 )
-def test_shared_memory_of_a_container_is_small(size, state):
+def test_small_shared_memory_says_how_to_enlarge_it(size, state):
     found = doctor.shared_memory(size)
     assert found.state == state
     assert bool(found.change) is (state != "fine")
 
 
-def test_shared_memory_is_asked_for_or_unread(root, monkeypatch):
+def test_the_size_of_shared_memory_is_read_from_the_file_system(root, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_frsize=4096, f_blocks=16384))
-    assert host(root)["/dev/shm"].said.startswith("64 MiB, less than 1 GiB: ranks and")
+    assert host(root)["/dev/shm"].text.startswith("64 MiB, less than 1 GiB: ranks and")
     monkeypatch.undo()
     assert host(root / "nowhere")["/dev/shm"].state == "unread"
 
 
-def test_what_is_not_installed_is_said_with_its_command(root):
+def test_a_missing_package_says_how_to_install_it(root):
     found = host(root, versions=lambda name: None)
     assert (found["triton"].state, found["triton"].change) == ("note", "pip install triton")
     assert found["NCCL"].state == "unread"
@@ -248,9 +250,9 @@ def test_what_is_not_installed_is_said_with_its_command(root):
     assert re.match(r"\d+\.\d+", doctor.version_of("pytest"))
 
 
-def test_something_that_harms_is_exit_code_1_and_its_change_stands_below():
+def test_a_harmful_finding_is_exit_code_1_with_its_change_below():
     found = [Finding("a", "harms", "bad", "do\nthis"), Finding("bcd", "fine", "good")]
-    found.append(doctor.unread("e", "silent"))
+    found.append(Finding("e", "unread", "silent"))
     answer = doctor.doctor_result(found, as_json=False)
     assert answer.code == 1
     assert answer.lines == [
@@ -259,14 +261,14 @@ def test_something_that_harms_is_exit_code_1_and_its_change_stands_below():
         "         this",
         "fine   bcd  good",
         "?      e    silent",
-        "1 of 3 harm what is measured; 1 could not be read",
+        "1 of 3 findings harm measurements; 1 could not be read",
     ]
     plain = json.loads("\n".join(doctor.doctor_result(found[1:], as_json=True).lines))
     assert plain[0] == {"name": "bcd", "state": "fine", "said": "good", "change": ""}
     assert doctor.doctor_result(found[1:2], as_json=False).lines[-1] == "nothing harms"
 
 
-def test_without_a_gpu_the_host_is_looked_at(monkeypatch, capsys):
+def test_without_a_gpu_the_host_is_examined(monkeypatch, capsys):
     monkeypatch.setattr(device, "load_nvml", lambda: None)
     code = app.main(["doctor", "--json"])
     found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
@@ -276,6 +278,6 @@ def test_without_a_gpu_the_host_is_looked_at(monkeypatch, capsys):
     assert found["torch"]["state"] == "fine"
 
 
-def test_a_gpu_that_is_not_visible_is_not_looked_at(root, monkeypatch):
+def test_an_invisible_gpu_is_not_examined(root, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert list(gpu(root)) == ["GPU"]

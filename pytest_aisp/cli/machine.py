@@ -51,7 +51,7 @@ def doctor(as_json: Json = False) -> None:
     """Find what disturbs measurements on this machine."""
     from ..tools import doctor
 
-    finish(doctor.doctor_result(doctor.look(), as_json=as_json))
+    finish(doctor.doctor_result(doctor.examine(), as_json=as_json))
 
 
 def clean(yes: Yes = False, as_json: Json = False) -> None:

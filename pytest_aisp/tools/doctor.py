@@ -2,93 +2,73 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
 import resource
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal, TypeAlias
+
+import msgspec
 
 from ..util import device
 from ..util.cli_result import CliResult, columns
-from ..util.device import cores_here, governor, query, read_text
+from ..util.device import read_text
 from ..util.device_state import THROTTLED
 from ..worker import nvidia_tools
 
-
-def look(root: Path = Path("/")) -> list[Finding]:
-    """Return everything that there is to say of this machine."""
-
-    cores = device.cores_here()
-    return [
-        *gpu_findings(device.load_nvml(), root, cores),
-        *host_findings(root, cores=cores),
-    ]
+State: TypeAlias = Literal["fine", "note", "harms", "unread"]
+LABELS: dict[State, str] = {"fine": "fine", "note": "note", "harms": "HARMS", "unread": "?"}
+"""`note` may cost time or affect others, `harms` makes times wrong or noisy, and `unread` is
+unknown."""
 
 
-def doctor_result(findings: Sequence[Finding], *, as_json: bool) -> CliResult:
-    """Return the findings; exit code 1 where something harms what is measured."""
-    states = [finding.state for finding in findings]
-    code = 1 if "harms" in states else 0
-    if as_json:
-        return CliResult([json.dumps([asdict(finding) for finding in findings], indent=1)], code)
-    harms, unread = states.count("harms"), states.count("unread")
-    closing = f"{harms} of {len(findings)} harm what is measured" if harms else "nothing harms"
-    closing += f"; {unread} could not be read" if unread else ""
-    return CliResult([*words(findings), closing], code)
-
-
-WORDS = {
-    "fine": "fine",
-    "note": "note",
-    "harms": "HARMS",
-    "unread": "?",
-}
-"""`note` may cost something, or somebody; `harms` makes measurements wrong or spread; `unread` is
-what this machine does not say."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at.
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that was examined.
 
     Attributes:
-        state: of `WORDS`.
-        said: what it is; change: what to do where it is not fine, the command last.
+        text: what it is; change: how to fix it, the command last.
     """
 
     name: str
-    state: str
-    said: str
+    state: State
+    text: str = msgspec.field(name="said")
     change: str = ""
 
 
-def unread(name: str, why: str) -> Finding:
-    """Return the finding of what could not be read."""
-    return Finding(name, "unread", why)
+def examine(root: Path = Path("/")) -> list[Finding]:
+    """Return the findings on this machine."""
+    cores = device.cores_here()
+    return [*gpu_findings(device.load_nvml(), root, cores), *host_findings(root, cores=cores)]
 
 
-def words(findings: Sequence[Finding]) -> list[str]:
-    """Return a line a finding; what to change stands below it."""
-    lines = columns([(WORDS[f.state], f.name, f.said) for f in findings])
-    out = []
-    for line, finding in zip(lines, findings, strict=True):
-        out += [line, *(f"         {change}" for change in finding.change.splitlines())]
-    return out
+def doctor_result(findings: Sequence[Finding], *, as_json: bool) -> CliResult:
+    """Return the findings; exit code 1 if something harms measurements."""
+    states = [finding.state for finding in findings]
+    harms, unread = states.count("harms"), states.count("unread")
+    code = 1 if harms else 0
+    if as_json:
+        text = msgspec.json.format(msgspec.json.encode(findings), indent=1).decode()
+        return CliResult([text], code)
+    rows = columns([(LABELS[f.state], f.name, f.text) for f in findings])
+    lines = []
+    for row, finding in zip(rows, findings, strict=True):
+        lines += [row, *(f"         {change}" for change in finding.change.splitlines())]
+    summary = f"{harms} of {len(findings)} findings harm measurements" if harms else "nothing harms"
+    summary += f"; {unread} could not be read" if unread else ""
+    return CliResult([*lines, summary], code)
 
 
 MIB, GIB = 1 << 20, 1 << 30
 LIMITS = {
-    "memlock": (resource.RLIMIT_MEMLOCK, 64 * MIB, "adapters between nodes pin memory"),
-    "nofile": (resource.RLIMIT_NOFILE, 4096, "ranks and loader workers hold files and pipes"),
-    "stack": (resource.RLIMIT_STACK, 8 * MIB, "compilers recurse deeply"),
+    "memlock": (resource.RLIMIT_MEMLOCK, 64 * MIB, "network adapters pin memory", "-l"),
+    "nofile": (resource.RLIMIT_NOFILE, 4096, "ranks and loader workers open files", "-n"),
+    "stack": (resource.RLIMIT_STACK, 8 * MIB, "compilers recurse deeply", "-s"),
 }
-"""By name: the limit, the least that is well, and what needs it."""
-UNLIMITED = resource.RLIM_INFINITY
+"""By name: the limit, the least good value, what needs it, and the option of `ulimit`."""
 PACKAGES = {
     "torch": ("torch",),
     "triton": ("triton",),
@@ -96,7 +76,8 @@ PACKAGES = {
     "NVRTC": ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12"),
     "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
 }
-"""By name: the distributions that bring it."""
+"""By name: the distributions that contain it."""
+SHM_FIX = "docker run --shm-size=8g ..., or sudo mount -o remount,size=8G /dev/shm"
 
 
 def host_findings(
@@ -106,19 +87,20 @@ def host_findings(
     installed: Callable[[str], str | None] | None = None,
     cores: Collection[int] | None = None,
 ) -> Iterator[Finding]:
-    """Yield what there is to say of the host.
+    """Yield the findings on the host.
 
     Args:
-        root: where ``proc``, ``sys`` and ``dev`` lie.
-        limit: soft and hard limit of this process; installed: the version of a distribution.
+        root: the folder of ``proc``, ``sys`` and ``dev``.
+        limit: returns the soft and hard limit of this process.
+        installed: returns the version of a distribution.
         cores: CPUs that this process may use.
     """
     yield Finding("python", "fine", platform.python_version())
     yield from _versions(installed or version_of)
-    for name, (number, least, why) in LIMITS.items():
-        yield _limit(name, limit(number), least, why)
+    for name, (number, least, why, option) in LIMITS.items():
+        yield _limit(name, limit(number), least, why, option)
     yield _huge_pages(root)
-    yield _governor(root, cores_here() if cores is None else cores)
+    yield _governor(root, device.cores_here() if cores is None else cores)
     yield _shared_memory(root / "dev" / "shm")
 
 
@@ -132,29 +114,28 @@ def version_of(distribution: str) -> str | None:
 
 def _versions(installed: Callable[[str], str | None]) -> Iterator[Finding]:
     for name, distributions in PACKAGES.items():
-        found = next((v for d in distributions if (v := installed(d)) is not None), None)
-        if found is not None:
-            yield Finding(name, "fine", found)
-        elif name == "NCCL":  # a torch built by oneself, or for CPUs, has it inside or not at all
-            yield unread(name, "not installed as a package")
+        version = next(filter(None, map(installed, distributions)), None)
+        if version is not None:
+            yield Finding(name, "fine", version)
+        elif name == "NCCL":  # a torch for CPUs has none, and one built from source contains it
+            yield Finding(name, "unread", "not installed as a package")
         else:
             yield Finding(name, "note", "not installed", f"pip install {distributions[0]}")
 
 
-def _limit(name: str, found: tuple[int, int], least: int, why: str) -> Finding:
-    soft, hard = found
-    said = f"ulimit: {_amount(name, soft)}"
-    if soft == UNLIMITED or soft >= least:
-        return Finding(name, "fine", said)
-    option = {"memlock": "-l", "nofile": "-n", "stack": "-s"}[name]
-    number = least if name == "nofile" else least >> 10
-    able = hard == UNLIMITED or hard >= least
-    change = f"ulimit {option} {number}" if able else f"raise the hard limit in limits.conf: {name}"
-    return Finding(name, "note", f"{said}, less than {_amount(name, least)}: {why}", change)
+def _limit(name: str, limits: tuple[int, int], least: int, why: str, option: str) -> Finding:
+    soft, hard = limits
+    text = f"ulimit: {_amount(name, soft)}"
+    if soft == resource.RLIM_INFINITY or soft >= least:
+        return Finding(name, "fine", text)
+    change = f"raise the hard limit of {name} in limits.conf"
+    if hard == resource.RLIM_INFINITY or hard >= least:
+        change = f"ulimit {option} {least if name == 'nofile' else least >> 10}"
+    return Finding(name, "note", f"{text}, less than {_amount(name, least)}: {why}", change)
 
 
 def _amount(name: str, value: int) -> str:
-    if value == UNLIMITED:
+    if value == resource.RLIM_INFINITY:
         return "unlimited"
     return str(value) if name == "nofile" else f"{value / MIB:.4g} MiB"
 
@@ -163,7 +144,7 @@ def _huge_pages(root: Path) -> Finding:
     file = root / "sys/kernel/mm/transparent_hugepage/enabled"
     chosen = re.search(r"\[(\w+)\]", read_text(file) or "")
     if chosen is None:
-        return unread("huge pages", f"{file} does not say")
+        return Finding("huge pages", "unread", f"{file} names no setting")
     if chosen[1] != "never":
         return Finding("huge pages", "fine", f"transparent: {chosen[1]}")
     change = f"echo madvise | sudo tee {file}"
@@ -171,173 +152,168 @@ def _huge_pages(root: Path) -> Finding:
 
 
 def _governor(root: Path, cores: Collection[int]) -> Finding:
-    found = governor(root / "sys/devices/system/cpu", cores)
-    if found is None:
-        return unread("governor", "the CPUs do not say: a virtual machine")
-    if found == "performance":
+    governor = device.governor(root / "sys/devices/system/cpu", cores)
+    if governor is None:
+        return Finding("governor", "unread", "unknown, as in a virtual machine")
+    if governor == "performance":
         return Finding("governor", "fine", "performance")
-    text = f"{found}: clocks follow the load, and host-clock times with them"
+    text = f"{governor}: CPU clocks, and so times on the host's clock, change with the load"
     return Finding("governor", "harms", text, "sudo cpupower frequency-set -g performance")
 
 
 def _shared_memory(folder: Path) -> Finding:
     try:
-        size = os.statvfs(folder).f_frsize * os.statvfs(folder).f_blocks
+        status = os.statvfs(folder)
     except OSError as error:
-        return unread("/dev/shm", str(error))
-    return shared_memory(size)
+        return Finding("/dev/shm", "unread", str(error))
+    return shared_memory(status.f_frsize * status.f_blocks)
 
 
 def shared_memory(size: int) -> Finding:
-    """Return the finding of a /dev/shm of `size` bytes: a container's default is 64 MiB."""
+    """Return the finding on a /dev/shm of `size` bytes; the default of containers is 64 MiB."""
     text = f"{size / GIB:.4g} GiB" if size >= GIB else f"{size / MIB:.4g} MiB"
     if size >= GIB:
         return Finding("/dev/shm", "fine", text)
-    why = f"{text}, less than 1 GiB: ranks and loader workers share memory there"
-    return Finding("/dev/shm", "harms" if size <= 64 * MIB else "note", why, CONTAINER)
+    text = f"{text}, less than 1 GiB: ranks and loader workers share memory there"
+    return Finding("/dev/shm", "harms" if size <= 64 * MIB else "note", text, SHM_FIX)
 
 
-CONTAINER = "docker run --shm-size=8g ..., or sudo mount -o remount,size=8G /dev/shm"
-
-
-SHARED, ALONE = 0, 3
-"""NVML's compute modes: any number of processes on a GPU, one alone; 2 is none at all."""
+COMPUTE_DEFAULT, COMPUTE_EXCLUSIVE = 0, 3
+"""NVML's compute modes: any number of processes on a GPU, or only one; 2 prohibits all."""
 SM, LOCKED = 1, 0x2
-"""NVML's clock of the processors, and the reason that a clock was set (-lgc, -ac)."""
-NO_GPU = "NVML finds no GPU, or its driver is not loaded: nothing is known of GPUs"
+"""NVML's SM clock, and the reason that a clock was set (-lgc, -ac)."""
+NO_GPU = "NVML finds no GPU, or its driver is not loaded"
 
 
-def gpu_findings(nvml: Any | None, root: Path, cores: Collection[int]) -> Iterator[Finding]:
-    """Yield what there is to say of the visible GPUs.
+def gpu_findings(nvml: ModuleType | None, root: Path, cores: Collection[int]) -> Iterator[Finding]:
+    """Yield the findings on the visible GPUs.
 
     Args:
-        nvml: pynvml, initialised, or None where there is none.
-        root: where ``proc`` and ``sys`` lie.
+        nvml: pynvml, initialized.
+        root: the folder of ``proc`` and ``sys``.
         cores: CPUs that this process may use.
     """
-    handles = (
-        [] if nvml is None else [h for h in device.gpu_handles(nvml) if device.is_visible(nvml, h)]
-    )
+    handles = device.visible_gpus(nvml)
     if nvml is None or not handles:
-        yield unread("GPU", NO_GPU)
+        yield Finding("GPU", "unread", NO_GPU)
         return
     yield Finding("driver", "fine", str(nvml.nvmlSystemGetDriverVersion()))
     for handle in handles:
         name = f"GPU {nvml.nvmlDeviceGetIndex(handle)}"
         yield Finding(name, "fine", str(nvml.nvmlDeviceGetName(handle)))
-        asked = _Gpu(nvml, handle, name)
-        yield from (asked.clocks(), asked.throttling(), asked.power(), asked.persistence())
-        yield from (asked.ecc(), asked.mig(), asked.compute_mode(), asked.others())
-        yield asked.numa(root, cores)
+        gpu = _Gpu(nvml, handle, name)
+        yield from (gpu.clocks(), gpu.throttling(), gpu.power(), gpu.persistence())
+        yield from (gpu.ecc(), gpu.mig(), gpu.compute_mode(), gpu.processes())
+        yield gpu.numa(root, cores)
     yield counters(root)
 
 
 class _Gpu:
-    """Questions about one GPU."""
+    """The findings on one GPU."""
 
-    def __init__(self, nvml: Any, handle: Any, name: str) -> None:
+    def __init__(self, nvml: ModuleType, handle: object, name: str) -> None:
         self._nvml, self._handle, self._name = nvml, handle, name
 
-    def _ask(self, question: str, *more: Any) -> Any:
-        asked = getattr(self._nvml, question, None)
-        return None if asked is None else query(asked, self._handle, *more)
+    def _query(self, function: str, *args: object) -> Any:
+        """Return the answer of an NVML function, or None; each has a type of its own."""
+        return device.query(lambda: getattr(self._nvml, function)(self._handle, *args))
 
-    def _finding(self, what: str, state: str, text: str, change: str = "") -> Finding:
-        return Finding(f"{self._name} {what}", state, text, change)
+    def _finding(self, name: str, state: State, text: str, change: str = "") -> Finding:
+        return Finding(f"{self._name} {name}", state, text, change)
 
-    def _unread(self, what: str) -> Finding:
-        return unread(f"{self._name} {what}", "NVML does not say")
+    def _unread(self, name: str) -> Finding:
+        return self._finding(name, "unread", "NVML gives no answer")
 
     def clocks(self) -> Finding:
-        now = self._ask("nvmlDeviceGetClockInfo", SM)
-        most = self._ask("nvmlDeviceGetMaxClockInfo", SM)
+        now = self._query("nvmlDeviceGetClockInfo", SM)
+        most = self._query("nvmlDeviceGetMaxClockInfo", SM)
         if now is None or most is None:
             return self._unread("clocks")
         text = f"SM at {now} MHz now, {most} at most"
-        if (self._ask("nvmlDeviceGetCurrentClocksEventReasons") or 0) & LOCKED:
-            change = "sudo nvidia-smi -rgc && sudo nvidia-smi -rac, unless it is meant"
-            return self._finding("clocks", "note", f"{text}, held by a clock that was set", change)
+        if (self._query("nvmlDeviceGetCurrentClocksEventReasons") or 0) & LOCKED:
+            change = "unless you want this: sudo nvidia-smi -rgc && sudo nvidia-smi -rac"
+            return self._finding("clocks", "note", f"{text}, limited by a user setting", change)
         return self._finding("clocks", "fine", text)
 
     def throttling(self) -> Finding:
-        reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons")
+        reasons = self._query("nvmlDeviceGetCurrentClocksEventReasons")
         if reasons is None:
             return self._unread("throttling")
         names = [name for bit, name in THROTTLED.items() if reasons & bit]
         if not names:
             return self._finding("throttling", "fine", "none now")
-        change = "look after cooling and power: nvidia-smi -q -d PERFORMANCE"
+        change = "check cooling and power: nvidia-smi -q -d PERFORMANCE"
         return self._finding("throttling", "harms", ", ".join(names), change)
 
     def power(self) -> Finding:
-        now = self._ask("nvmlDeviceGetEnforcedPowerLimit")
-        default = self._ask("nvmlDeviceGetPowerManagementDefaultLimit")
+        now = self._query("nvmlDeviceGetEnforcedPowerLimit")
+        default = self._query("nvmlDeviceGetPowerManagementDefaultLimit")
         if now is None:
             return self._unread("power")
         text = f"limit {now // 1000} W"
         if default is None or now >= default:
             return self._finding("power", "fine", text)
-        change = f"sudo nvidia-smi -pl {default // 1000}, unless it is meant"
-        return self._finding("power", "note", f"{text}, by default {default // 1000} W", change)
+        change = f"unless you want this: sudo nvidia-smi -pl {default // 1000}"
+        return self._finding("power", "note", f"{text}, default {default // 1000} W", change)
 
     def persistence(self) -> Finding:
-        on = self._ask("nvmlDeviceGetPersistenceMode")
+        on = self._query("nvmlDeviceGetPersistenceMode")
         if on is None:
             return self._unread("persistence")
         if on:
             return self._finding("persistence", "fine", "on")
-        text = "off: the driver unloads between processes, each starts it anew"
+        text = "off: the driver unloads between processes, and each one loads it again"
         return self._finding("persistence", "note", text, "sudo nvidia-smi -pm 1")
 
     def ecc(self) -> Finding:
-        modes = self._ask("nvmlDeviceGetEccMode")  # now, and after the next reset
+        modes = self._query("nvmlDeviceGetEccMode")  # now, and after the next reset
         if modes is None:
             return self._unread("ECC")
         now, pending = ("on" if mode else "off" for mode in modes)
         if now == pending:
             return self._finding("ECC", "fine", now)
-        text = f"{now}, and {pending} after the next reset: results will not compare"
-        return self._finding("ECC", "note", text, "record again after the reset")
+        text = f"{now}, but {pending} after the next reset: times before and after will differ"
+        return self._finding("ECC", "note", text, "record the results again after the reset")
 
     def mig(self) -> Finding:
-        modes = self._ask("nvmlDeviceGetMigMode")
+        modes = self._query("nvmlDeviceGetMigMode")
         if modes is None:
             return self._finding("MIG", "fine", "this GPU has none")
         if not modes[0]:
             return self._finding("MIG", "fine", "off")
-        text = "on: slices share the memory, and their results are those of no whole GPU"
-        return self._finding("MIG", "note", text, "measure on a GPU that is not divided")
+        text = "on: slices share the memory, and their times are not those of a whole GPU"
+        return self._finding("MIG", "note", text, "measure on a GPU without MIG")
 
     def compute_mode(self) -> Finding:
-        mode = self._ask("nvmlDeviceGetComputeMode")
+        mode = self._query("nvmlDeviceGetComputeMode")
         if mode is None:
             return self._unread("compute mode")
-        if mode == SHARED:
+        if mode == COMPUTE_DEFAULT:
             return self._finding("compute mode", "fine", "default")
-        text = {ALONE: "exclusive: a vote's process cannot start beside the first one"}.get(
-            mode, "prohibited: no process may compute here"
-        )
+        text = "prohibited: no process may compute here"
+        if mode == COMPUTE_EXCLUSIVE:
+            text = "exclusive: a remeasurement's process cannot start beside the first one"
         return self._finding("compute mode", "harms", text, "sudo nvidia-smi -c 0")
 
-    def others(self) -> Finding:
-        found = self._ask("nvmlDeviceGetComputeRunningProcesses")
-        if found is None:
+    def processes(self) -> Finding:
+        processes = self._query("nvmlDeviceGetComputeRunningProcesses")
+        if processes is None:
             return self._unread("processes")
-        pids = [p.pid for p in found if p.pid != os.getpid() and not device.is_worker(p.pid)]
+        pids = [p.pid for p in processes if p.pid != os.getpid() and not device.is_worker(p.pid)]
         if not pids:
-            return self._finding("processes", "fine", "no other computes here")
-        text = f"others compute here: {', '.join(map(str, pids))}"
-        return self._finding("processes", "harms", text, "wait for them, or measure elsewhere")
+            return self._finding("processes", "fine", "no other process uses this GPU")
+        text = f"other processes use this GPU: {', '.join(map(str, pids))}"
+        return self._finding("processes", "harms", text, "wait for them, or use another GPU")
 
     def numa(self, root: Path, cores: Collection[int]) -> Finding:
-        pci = self._ask("nvmlDeviceGetPciInfo")
+        pci = self._query("nvmlDeviceGetPciInfo")
         bus = "" if pci is None else pci.busId
         text = bus.decode() if isinstance(bus, bytes) else str(bus)
         folder = root / "sys/bus/pci/devices"
         node = device.numa_node(text.strip("\0"), folder) if text else None
         near = read_text(root / f"sys/devices/system/node/node{node}/cpulist")
         if node is None or near is None:
-            return unread(f"{self._name} NUMA", "the system does not say where it is")
+            return self._finding("NUMA", "unread", "the system does not know the node")
         if set(cores) & cpus_of(near):
             return self._finding("NUMA", "fine", f"node {node}, CPUs {near}")
         change = f"numactl --cpunodebind={node} --membind={node} pytest ..."
@@ -353,11 +329,12 @@ def cpus_of(text: str) -> set[int]:
 
 def counters(root: Path, *, admin: bool | None = None) -> Finding:
     """Return whether `ncu` may read the GPU's performance counters."""
-    text = read_text(root / "proc/driver/nvidia/params")
+    file = root / "proc/driver/nvidia/params"
+    text = read_text(file)
     if text is None:
-        return unread("counters", f"{root / 'proc/driver/nvidia/params'} cannot be read")
+        return Finding("counters", "unread", f"{file} cannot be read")
     if "RmProfilingAdminOnly: 1" not in text:
         return Finding("counters", "fine", "every user may read them")
     if os.geteuid() == 0 if admin is None else admin:
-        return Finding("counters", "fine", "for administrators only, as this one is")
+        return Finding("counters", "fine", "only administrators may read them, and you are one")
     return Finding("counters", "note", *nvidia_tools.COUNTERS.split("\n", 1))
