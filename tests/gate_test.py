@@ -1,4 +1,4 @@
-"""`aisp ci gate`: several runs, one verdict, in each form; rows are read, nothing is measured."""
+"""`aisp ci gate`: one verdict for several runs, in each output format."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def run(tmp_path, monkeypatch):
 
 @pytest.fixture
 def gate(capsys):
-    """Return exit code and lines of `aisp ci gate`."""
+    """Return the exit code and the lines of `aisp ci gate`."""
 
     def ask(*words):
         code = app.main(["gate", *words])
-        said = capsys.readouterr()
-        assert said.err == ""
-        return code, said.out.splitlines()
+        output = capsys.readouterr()
+        assert output.err == ""
+        return code, output.out.splitlines()
 
     return ask
 
 
-def test_all_green_is_green(run, gate):
+def test_green_runs_are_green(run, gate):
     folders = run("a", gemm="pass", code=0), run("b", "nvidia-b200", gemm="new", split_k="stale")
     code, lines = gate(*folders, "--products=nvidia-h200,nvidia-b200")
     assert (code, lines[0]) == (0, "green: 2 runs, 3 cases")
@@ -65,7 +65,7 @@ def test_all_green_is_green(run, gate):
 
 
 @pytest.mark.parametrize("verdict", ["fail", "regressed", "wrong", "invalid"])
-def test_one_red_case_makes_it_red_and_says_why(run, gate, verdict):
+def test_one_red_case_makes_the_gate_red(run, gate, verdict):
     code, lines = gate(run("a", gemm="pass"), run("b", "nvidia-b200", gemm=verdict, code=1))
     assert (code, lines[0]) == (1, "red: 2 runs, 2 cases")
     assert lines[2] == "b (nvidia-b200): 1 of 1 cases are red"
@@ -73,45 +73,45 @@ def test_one_red_case_makes_it_red_and_says_why(run, gate, verdict):
     assert lines[3] == f"    {verdict} {nodeid}: {WHY}"
 
 
-def test_of_an_invalid_run_no_verdict_counts(run, gate):
+def test_verdicts_of_an_invalid_run_do_not_count(run, gate):
     moved = [fake_results.row(fake_results.case("ch10:a"), suspect=1)] * 6
     invalid = {
         run("canary", gemm="regressed", canary="a copy differs"): "canary: a copy differs",
         run("moved", more=moved): "environment moved",
-        run("ended", gemm="pass", code=17): "pytest ended with 17: no verdict counts",
+        run("ended", gemm="pass", code=17): "pytest ended with exit code 17",
     }
     for folder, why in invalid.items():
         code, lines = gate(folder, run(f"{folder}-green", gemm="pass"), "--products=nvidia-h200")
         assert (code, lines[0].partition(":")[0]) == (17, "invalid")
-        assert f"invalid, no verdict counts ({why})" in lines[1]
+        assert f"invalid, its verdicts do not count ({why})" in lines[1]
     assert gate(*invalid, run("red", gemm="fail"))[0] == 1
 
 
 @pytest.mark.parametrize(
     ("verdicts", "code", "why"),
     [
-        ({}, 0, "it holds no case"),
-        ({"gemm": "pass"}, 2, "pytest ended with 2"),
+        ({}, 0, "it contains no case"),
+        ({"gemm": "pass"}, 2, "pytest ended with exit code 2"),
         ({"gemm": "pass"}, None, "pytest was killed"),
-        ({"gemm": "pass"}, 1, "pytest ended with 1, though none of its cases is red"),
+        ({"gemm": "pass"}, 1, "pytest ended with exit code 1, but no case is red"),
     ],
 )
-def test_a_run_that_is_not_whole_is_red(run, gate, verdicts, code, why):
+def test_an_unfinished_run_is_red(run, gate, verdicts, code, why):
     found, lines = gate(run("a", code=code, **verdicts))
     assert found == 1
     assert lines[1].endswith(f": {why}")
 
 
-def test_a_product_that_no_run_has_timed_is_named(run, gate):
+def test_an_expected_product_that_no_run_timed_is_red(run, gate):
     untimed = {"product": "nvidia-b200", "value": None}
     checked = fake_results.row(fake_results.case("ch10:a"), "checked", **untimed)
     folder = run("a", gemm="pass", more=[checked])
     code, lines = gate(folder, "--products=nvidia-h200,nvidia-b200,nvidia-b300")
     assert code == 1
-    assert lines[2:] == [f"missing: no run has timed nvidia-{name}" for name in ("b200", "b300")]
+    assert lines[2:] == [f"missing: no run timed nvidia-{name}" for name in ("b200", "b300")]
 
 
-def test_a_product_of_which_goals_alone_were_counted_was_there(run, gate):
+def test_a_product_with_counted_goals_only_is_not_missing(run, gate):
     untimed = {"value": None, "low": None, "high": None, "seconds": {}}
     goals = {"memory": {"baseline": 2.0, "optimized": 1.0}}
     case = fake_results.row(fake_results.case("ch10:gemm"), goals=goals, **untimed)
@@ -121,7 +121,7 @@ def test_a_product_of_which_goals_alone_were_counted_was_there(run, gate):
     )
 
 
-def test_a_last_line_that_was_cut_off_is_left_out(run, gate):
+def test_an_incomplete_last_line_is_left_out(run, gate):
     folder = run("a", gemm="pass", code=None)
     with Path(folder, "results.jsonl").open("a") as file:
         file.write('{"nodeid": "suites/ch10/ge')
@@ -129,7 +129,7 @@ def test_a_last_line_that_was_cut_off_is_left_out(run, gate):
     assert (code, lines[0]) == (1, "red: 1 runs, 1 cases")
 
 
-def test_annotations_stand_at_the_tests_line(run, gate):
+def test_github_annotations_are_at_the_line_of_the_test(run, gate):
     folders = run("a", gemm="regressed"), run("b", gone="fail"), run("c", canary="50% off,\nmore")
     code, lines = gate(*folders, "--format=github", "--products=nvidia-b200")
     assert code == 1
@@ -138,13 +138,14 @@ def test_annotations_stand_at_the_tests_line(run, gate):
         f"::error file=suites/ch10/gemm_test.py,line=9,{title}::{WHY.replace('%', '%25')}",
         "::error file=suites/ch10/gone_test.py,line=1,"
         f"title=fail on nvidia-h200%3A test_gone[tiled]::{WHY.replace('%', '%25')}",
-        "::error title=Performance gate::c: invalid, no verdict counts (canary: 50%25 off,%0Amore)",
-        "::error title=Performance gate::no run has timed nvidia-b200",
+        "::error title=Performance gate::c: invalid, its verdicts do not count"
+        " (canary: 50%25 off,%0Amore)",
+        "::error title=Performance gate::no run timed nvidia-b200",
     ]
     assert gate(run("d", gemm="pass"), "--format=github")[1][0].startswith("::notice ")
 
 
-def test_the_summary_is_a_table_of_runs_and_one_of_red_cases(run, gate):
+def test_markdown_has_a_table_of_runs_and_one_of_red_cases(run, gate):
     folders = run("a|b", gemm="regressed"), run("c", "nvidia-b200", gemm="pass")
     code, lines = gate(*folders, "--format=markdown", "--products=nvidia-b300")
     assert code == 1
@@ -155,7 +156,7 @@ def test_the_summary_is_a_table_of_runs_and_one_of_red_cases(run, gate):
     assert lines[-1] == f"| {case} | nvidia-h200 | regressed | 1.649x [1.632, 1.665] | {WHY} |"
 
 
-def test_gitlab_is_given_a_report_and_programs_all_that_is_known(run, gate):
+def test_gitlab_gets_a_code_quality_report_and_json_has_everything(run, gate):
     folder = run("a", gemm="regressed", split_k="pass")
     [issue] = json.loads("\n".join(gate(folder, "--format=gitlab")[1]))
     place = {"path": "suites/ch10/gemm_test.py", "lines": {"begin": 9}}
@@ -166,13 +167,13 @@ def test_gitlab_is_given_a_report_and_programs_all_that_is_known(run, gate):
     assert found["runs"][0]["red"][0]["reasons"] == [WHY]
 
 
-def test_a_format_that_is_none_is_refused(run, capsys):
+def test_an_unknown_format_is_refused(run, capsys):
     assert app.main(["gate", run("a"), "--format=xml"]) == 2
     legal = ", ".join(FORMS)
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"'xml' is no format; legal are {legal}" in said
+    message = " ".join(capsys.readouterr().err.split())
+    assert f"'xml' is no format; legal are {legal}" in message
 
 
-def test_a_folder_that_is_missing_is_no_green_run(run, capsys):
+def test_a_missing_folder_is_an_error(run, capsys):
     assert app.main(["gate", run("a", gemm="pass"), "b"]) == 2
     assert "b: there is no such folder" in capsys.readouterr().err
