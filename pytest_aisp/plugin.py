@@ -7,7 +7,7 @@ page needs it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -96,7 +96,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "pair" in metafunc.fixturenames:
-        from .session.fixtures import parametrize
+        from .session.collect import parametrize
 
         parametrize(metafunc)
     elif metafunc.definition.get_closest_marker("aisp_pair") is not None:
@@ -111,7 +111,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def pair(request: pytest.FixtureRequest) -> PairUnderTest:
     """The case under test: `assert_equivalent()`, then `assert_speedup()`."""
-    from .session.fixtures import pair_under_test
+    from .session.pair_fixture import pair_under_test
 
     return pair_under_test(request)
 
@@ -125,7 +125,7 @@ def aisp_device() -> str:
 
 
 @pytest.fixture
-def warmup() -> Any:
+def warmup() -> Callable[[Callable[[], object]], int]:
     """Run a callable until it is steady: ``warmup(f)`` returns the number of calls it took."""
     from .timing.microbench import warm
 
@@ -133,7 +133,7 @@ def warmup() -> Any:
 
 
 @pytest.fixture
-def cuda_graph() -> Any:
+def cuda_graph() -> Callable[[Callable[[], object]], Callable[[], object]]:
     """Capture a callable in a CUDA graph: ``cuda_graph(f)`` returns a callable that replays it."""
     from .timing.microbench import capture
 
@@ -141,19 +141,33 @@ def cuda_graph() -> Any:
 
 
 @pytest.fixture
-def aisp_timer() -> Any:
-    """Time one callable: ``timer(f)`` returns seconds per call, GPU time where there is a GPU."""
-    from .session.fixtures import time_one
+def aisp_timer() -> Callable[..., float]:
+    """Time one callable: ``aisp_timer(f)`` returns the median seconds of a call.
 
-    return time_one
+    ``window`` is the length of a timing window in seconds, ``windows`` their number.
+    """
+    from statistics import median
+
+    from .timing.microbench import warm, window_times
+
+    def timer(function: Callable[[], object], *, window: float = 1e-3, windows: int = 10) -> float:
+        warm(function)
+        return median(window_times(function, window=window, windows=windows))
+
+    return timer
 
 
 @pytest.fixture
-def aisp_peaks(request: pytest.FixtureRequest) -> Any:
+def aisp_peaks(pytestconfig: pytest.Config) -> Mapping[str, float]:
     """The measured peaks of this machine's product: a mapping of rates, empty if never measured."""
-    from .session.fixtures import rates
+    from .timing.peaks import PeaksError, load
+    from .util.device import Machine
 
-    return rates(request.config)
+    path = pytestconfig.stash[SETTINGS].baselines / Machine.here().product / "peaks.json"
+    try:
+        return load(path).rates if path.exists() else {}
+    except PeaksError as error:
+        pytest.fail(str(error), pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -165,9 +179,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 
             lend_timer(pyfuncitem.funcargs.get("benchmark"))
         return (yield)
-    from .session.fixtures import call_body
+    from .session.pair_fixture import run_body
 
-    with call_body(pyfuncitem):
+    with run_body(pyfuncitem):
         return (yield)
 
 
@@ -192,9 +206,9 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if call.when == "call" and item.get_closest_marker("aisp_pair") is not None:
-        from .session.fixtures import attach
+        from .session.pair_fixture import add_row
 
-        attach(item, call, report)
+        add_row(item, call, report)
     return report
 
 

@@ -76,7 +76,7 @@ def test_goodput_is_a_share_of_the_time_that_was_measured(page, counting_gpu, py
         ),
         (
             "pair.assert_memory(at_most=1, of='cached')",
-            "assert_memory(of='cached'): legal are allocated, reserved, fragmentation",
+            "assert_memory(of='cached'): choose one of allocated, reserved, fragmentation",
         ),
         (
             "pair.assert_goodput(at_least=0.5)",

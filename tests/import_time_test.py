@@ -42,7 +42,7 @@ def test_the_plugin_loads_only_its_options():
 
 
 def test_a_session_loads_profilers_only_on_request():
-    modules = loaded("from pytest_aisp.session import case, collect, fixtures, recorder, startup")
+    modules = loaded("from pytest_aisp.session import collect, pair_fixture, recorder, startup")
     assert modules & PROFILERS == set()
 
 

@@ -15,9 +15,8 @@ from pytest_aisp.distributed import nccl, plot
 from pytest_aisp.distributed.nccl import Sweep
 from pytest_aisp.results.messages import CollectivesTask, Reply
 from pytest_aisp.results.verdict import Reading
-from pytest_aisp.session.measurement import Timing, with_limit
+from pytest_aisp.session.measurement import StoredResult, Timing, with_limit
 from pytest_aisp.session.run_context import Failed, RunContext
-from pytest_aisp.session.stored_result import StoredResult
 from pytest_aisp.timing import peaks
 from pytest_aisp.timing.collectives import OPS
 from pytest_aisp.util import device
@@ -283,7 +282,7 @@ def page_on_links(tmp_path):
         run = RunContext(settings, TWO)
         client = SimpleNamespace(machine=TWO, case=case, run=run)
         timing = Timing(
-            answer={"work": {"wire": 3.9e8, "read": 1e6}},
+            reply={"work": {"wire": 3.9e8, "read": 1e6}},
             reading=Reading(0.7),
             clock="graph",
             spread=0.0,

@@ -407,7 +407,7 @@ def judged_case(**changes):
         "ranks": 1,
         "timeout": 60.0,
         "case": SimpleNamespace(id="a-n1", pair=SimpleNamespace(baseline=len)),
-        "where": {"folder": "ch99", "page": "/x/p_test.py", "function": "test_it"},
+        "location": SimpleNamespace(chapter="ch99", page=Path("/x/p_test.py"), function="test_it"),
     }
     seen = SimpleNamespace(**{**base, **changes})
     results = {"timing": object(), "verdict": "pass", "metrics": {}}

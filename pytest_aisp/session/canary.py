@@ -74,7 +74,7 @@ def run_canary(case: CaseRun) -> dict[str, Any]:
     """Time the optimized side of `case`, which this process has measured, against itself."""
     assert case.timing is not None
     client, numbers = case.client, iter(range(100))
-    found = Canary(case.where["nodeid"].rpartition("::")[2], case.timing.clock)
+    found = Canary(case.location.nodeid.rpartition("::")[2], case.timing.clock)
 
     def itself(planted: float, fresh: bool) -> tuple[Reading, float]:
         if not fresh:

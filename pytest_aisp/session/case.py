@@ -1,9 +1,9 @@
 """One case, from its page to its row, top to bottom.
 
-The stages are called by the test body: `check` by ``pair.assert_equivalent()``, `measure` by
+The test body calls the stages: `check` by ``pair.assert_equivalent()``, `measure` by
 ``pair.assert_speedup()``, `measure_metric` by ``pair.assert_memory()`` and its kin. A stage asks
 worker processes through `CaseClient`, and leaves typed results and findings. The verdict is a
-function of all findings (`results.verdict.case_verdict`); `case_row.build_row` makes the row.
+function of all findings (`results.verdict.case_verdict`); `measurement.build_row` makes the row.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from statistics import median
-from typing import Any
 
 from ..kernels import autotune
 from ..page.pair import Case
 from ..results import metric_limits, verdict
-from ..results.messages import CheckTask, CompileTask, CountTask
+from ..results.messages import CheckTask, CompileTask, CountTask, Json
 from ..results.verdict import Finding
 from .canary import offer_to_canary
-from .case_client import CaseClient, key_of
+from .case_client import CaseClient
+from .collect import CaseLocation
 from .judge import (
     Judgement,
     MetricJudgement,
@@ -29,11 +29,10 @@ from .judge import (
     judge_recorded_claim,
     judge_speedup,
 )
-from .measurement import Timing, read_timing
-from .placement import COMPILER, Kernels, placement_of
+from .measurement import StoredResult, Timing, read_timing
+from .placement import COMPILER, kernels_of, placement_of
 from .run_context import Failed, RunContext
 from .sandbox_case import run_sandboxed
-from .stored_result import StoredResult
 from .terminal import accept_commands
 
 
@@ -46,43 +45,45 @@ class CaseRun:
 
     Attributes:
         placement: where the case can be shown: timed, checked, compiled or skipped.
-        client: its worker processes, and what they answered.
+        client: its worker processes, and what they replied.
         stored: its stored result, and those of its chapter.
         timing, judgement, metrics: what the stages returned; None or empty before them.
         findings: the verdict that each stage alone would give, with its reasons.
+        values: ln(speedup) of the processes that count.
+        recorded: what to store, when recording.
+        wall: seconds that the test body took.
     """
 
-    def __init__(
-        self, run: RunContext, case: Case, where: Mapping[str, str], kernels: Kernels
-    ) -> None:
-        self.run, self.case, self.where, self.kernels = run, case, where, kernels
-        self.placement = placement_of(run, case, kernels)
-        self.client = CaseClient(run, case, where, self.placement)
-        self.stored = StoredResult(run, self.client.path, key_of(case, where), case)
+    def __init__(self, run: RunContext, case: Case, location: CaseLocation) -> None:
+        self.run, self.case, self.location = run, case, location
+        self.kernels = kernels_of(run, case)
+        self.placement = placement_of(run, case, self.kernels)
+        self.client = CaseClient(run, case, location, self.placement)
+        self.stored = StoredResult(run, self.client.path, location.key(case), case)
         timed = self.placement.kind == "time" and not run.settings.aa
         target = case.variant, self.client.machine.arch, case.gpus
         self.claim = case.pair.claim(*target) if timed else None
         self.claim_origin = case.pair.origin(*target) if self.claim is not None else ""
-        self.checks: list[dict[str, Any]] = []
+        self.checks: list[dict[str, Json]] = []
         self.timing: Timing | None = None
         self.judgement: Judgement | None = None
         self.metrics: dict[str, MetricJudgement] = {}
         self.findings: list[Finding] = []
         self.notes, self.remarks = self.client.notes, self.client.remarks
         self.values: list[float] = []
-        self.trials: list[list[Any]] = []
-        self.profile: dict[str, Any] = {}
-        self.recorded: dict[str, Any] = {}
+        self.trials: list[list[float | str]] = []
+        self.profile: dict[str, Json] = {}
+        self.recorded: dict[str, Json] = {}
         self.wall = 0.0
 
-    def check(self, rule: dict[str, Any]) -> None:
+    def check(self, rule: Mapping[str, float | None]) -> None:
         """Prove both sides right under `rule`, or compile their kernels where nothing can run."""
         with self._stage():
             self.client.rule = rule
             if self.placement.kind == "compile":
-                found = self.client.ask(self.client.task(CompileTask, archs=self.placement.archs))
-                self.checks.append(found)
-                self.notes += found["words"]
+                reply = self.client.ask(self.client.task(CompileTask, archs=self.placement.archs))
+                self.checks.append(reply)
+                self.notes += reply["words"]
                 self.findings.append(Finding("compiled"))
                 raise EndOfBody
             times = self.placement.kind == "time"
@@ -90,10 +91,10 @@ class CaseRun:
                 self.client.start_recording_processes()
             at = "case" if times else "check"
             task = self.client.task(CheckTask, at=at, search=self.run.settings.check)
-            found = self.client.ask(task)
-            self.checks.append(found)
-            self.notes.append("checked at " + "; ".join(found["sizes"]))
-            for size, checked in found["sizes"].items():
+            reply = self.client.ask(task)
+            self.checks.append(reply)
+            self.notes.append("checked at " + "; ".join(reply["sizes"]))
+            for size, checked in reply["sizes"].items():
                 if checked["controls"]:
                     self.notes.append(f"controls at {size}: {'; '.join(checked['controls'])}")
             if self.run.settings.untrusted and not times:
@@ -109,21 +110,21 @@ class CaseRun:
         settings = self.run.settings
         with self._stage():
             self._require_check("assert_speedup", "timed")
-            first = self.client.time(0)
-            self.timing = timing = read_timing(self.client, self.stored, first)
+            reply = self.client.time(0)
+            self.timing = timing = read_timing(self.client, self.stored, reply)
             self.values = [timing.reading.value]
             timing.refuse_impossible()
             if settings.audit and any(self.kernels):
-                self._compile_too(first)
-            if settings.in_process:
-                self.findings.append(_no_verdict_in_process(settings.in_process))
+                self._note_kernel_resources(reply)
+            if settings.in_process:  # no vote would be a fresh process
+                option = settings.in_process
+                reason = f"timed inside pytest ({option}), not in a process of its own: no verdict"
+                self.findings.append(Finding("inconclusive", (reason,)))
                 return self._stop_if_red()
             offer_to_canary(self)
-            self.judgement = judged = judge_speedup(
-                self.client, self.stored, timing, self.claim, self.claim_origin
-            )
-            self.values = judged.votes or self.values
-            self.findings += judged.findings
+            self.judgement = judge_speedup(self.client, self.stored, timing, self.claim)
+            self.values = self.judgement.votes or self.values
+            self.findings += self.judgement.findings
             self._stop_if_red(accept=True)
             for role in self.client.changed_sides():
                 self.findings += judge_changed_side(self.client, self.stored, timing, role)
@@ -142,9 +143,9 @@ class CaseRun:
             EndOfBody: where nothing is timed.
             Failed: for a red verdict.
         """
-        asked = metric_limits.METRICS[metric].asked
+        method = metric_limits.METRICS[metric].asked
         with self._stage():
-            self._require_check(asked, "measured")
+            self._require_check(method, "measured")
             why = self._not_measurable(metric)
             if why:
                 self.notes.append(f"{metric}: {why}")
@@ -152,18 +153,17 @@ class CaseRun:
                 return
             if metric == "goodput" and self.timing is None:
                 raise Failed(
-                    f"{asked}() before assert_speedup(): goodput is a share of the call's time\n"
+                    f"{method}() before assert_speedup(): goodput is a share of the call's time\n"
                     "Call pair.assert_speedup() first"
                 )
-            found = self.client.ask(
-                self.client.task(CountTask, metric=metric, timer=self.run.timer)
-            )
-            self.checks.append(found)
+            task = self.client.task(CountTask, metric=metric, timer=self.run.timer)
+            amounts = self.client.ask(task)
+            self.checks.append(amounts)
             if metric == "goodput" and self.timing is not None:
-                found = metric_limits.shares(found, self.timing.pair_seconds)
-            environment = self.environment()
+                amounts = metric_limits.shares(amounts, self.timing.pair_seconds)
+            environment, sources = self.environment(), self.sources()
             judged = judge_metric(
-                self.stored, metric, found, limit, environment, self.sources(), self.judgement
+                self.stored, metric, amounts, limit, environment, sources, self.judgement
             )
             self.metrics[metric] = judged
             self.findings += judged.findings
@@ -203,18 +203,18 @@ class CaseRun:
         lines = [*self.reasons(), *self.client.commands()]
         stored = not settings.aa and self.stored.result is not None
         if accept and word != "fail" and (stored or word == "new"):
-            lines += accept_commands(self.where["typed"], stored=stored)
+            lines += accept_commands(self.location.typed, stored=stored)
         raise Failed("\n".join(lines), verdict=None)
 
     def reasons(self) -> list[str]:
         """Return the reasons of all findings."""
         return [reason for finding in self.findings for reason in finding.reasons]
 
-    def _require_check(self, asked: str, done: str) -> None:
+    def _require_check(self, method: str, done: str) -> None:
         """Refuse a pair that is not checked; end the body where nothing is timed."""
         if self.client.rule is None:
             raise Failed(
-                f"{asked}() before assert_equivalent(): nothing is {done} before it is proved"
+                f"{method}() before assert_equivalent(): nothing is {done} before it is proved"
                 " right\nCall pair.assert_equivalent() first"
             )
         if self.placement.kind != "time":
@@ -229,7 +229,7 @@ class CaseRun:
             return "measured with --aisp-energy, and when recording"
         return ""
 
-    def environment(self) -> dict[str, Any]:
+    def environment(self) -> dict[str, Json]:
         """Return the facts that a stored result depends on besides its sources."""
         return self.timing.environment if self.timing is not None else self.client.environment()
 
@@ -239,14 +239,14 @@ class CaseRun:
             return self.timing.sources
         return dict(self.checks[0]["sources"]) if self.checks else {}
 
-    def _compile_too(self, first: dict[str, Any]) -> None:
+    def _note_kernel_resources(self, timing_reply: dict[str, Json]) -> None:
         """Note what each kernel uses on this arch."""
         if self.run.replay is not None or self.run.settings.in_process:
             return  # there is no process to ask
         task = self.client.task(CompileTask, archs=(self.client.machine.arch,))
         reply = self.run.worker(COMPILER).ask(task, self.client.timeout, self.run.progress)
         if reply.error is None:
-            first["assembled"] = reply.result["assembled"]
+            timing_reply["assembled"] = reply.result["assembled"]
             self.notes += reply.result["words"]
         else:
             why = (reply.message.splitlines() or [reply.error])[0]
@@ -258,14 +258,14 @@ class CaseRun:
         Votes count as recording processes: a first value that they refuted must not stand alone.
         """
         count = 1 if timing.clock == "process" else self.run.settings.processes
-        answers = list(self.client.timings)
-        for number in range(len(answers), count):
+        replies = list(self.client.timings)
+        for number in range(len(replies), count):
             self.run.progress(f"record {number + 1}/{count}")
-            answers.append(self.client.time(100 + number, self.client.worker(number)))
-        self.values = [float(answer["value"]) for answer in answers]
+            replies.append(self.client.time(100 + number, self.client.worker(number)))
+        self.values = [float(reply["value"]) for reply in replies]
         judge_recorded_claim(self.claim, self.claim_origin, self.values, self.verdict)
         seconds = [
-            median(median(answer[side]) for answer in answers) for side in ("baseline", "optimized")
+            median(median(reply[side]) for reply in replies) for side in ("baseline", "optimized")
         ]
         self.timing = timing.with_seconds(seconds)
         self._store(
@@ -275,33 +275,27 @@ class CaseRun:
             optimized_us=seconds[1] * 1e6,
             share=timing.share,
             limit=timing.limit or None,
-            choices=autotune.merge_choices(a["details"].get("choices", {}) for a in answers),
+            choices=autotune.merge_choices(r["details"].get("choices", {}) for r in replies),
         )
 
-    def _store(self, **times: Any) -> None:
+    def _store(self, **times: Json) -> None:
         """Put what is to be stored in the row: metrics so far, and `times` once there are any."""
-        metrics = {name: dict(judged.found) for name, judged in self.metrics.items()}
+        metrics = {name: dict(judged.amounts) for name, judged in self.metrics.items()}
         self.recorded |= {"sources": self.sources(), "goals": metrics, **times}
         self.recorded["replace"] = self.run.settings.update == "all"
 
     def _repeat_aa(self, timing: Timing) -> None:
         """Repeat an A/A trial in more processes; each is a trial of its own."""
         spread = self.stored.spread(timing.clock)
-        trials = [(timing.reading.value, self.verdict)]
+        self.trials.append([timing.reading.value, self.verdict])
         for number in range(1, self.run.settings.processes):
             value, word, votes = judge_aa_repeat(self.client, spread, number)
-            trials.append((value, word))
+            self.trials.append([value, word])
             self.findings.append(Finding(word))
             if self.judgement is not None:
                 self.judgement.votes += votes
-        self.trials = [list(trial) for trial in trials]
-        self.values = [value for value, _ in trials] if len(trials) > 1 else self.values
+        if len(self.trials) > 1:
+            self.values = [float(value) for value, _ in self.trials]
         if self.verdict == "regressed":
             message = "a side differs from a copy of itself"
             raise Failed("\n".join([message, *self.client.commands()]), verdict=None)
-
-
-def _no_verdict_in_process(option: str) -> Finding:
-    """Return the finding for a case timed inside pytest, where no vote is a fresh process."""
-    reason = f"timed inside pytest ({option}), not in a process of its own: no verdict"
-    return Finding("inconclusive", (reason,))

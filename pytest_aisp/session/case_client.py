@@ -1,20 +1,25 @@
-"""One case as a client of worker processes: its tasks, their answers, and its row."""
+"""One case as a client of worker processes: its tasks and their replies."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Mapping
+from typing import NoReturn, TypedDict, TypeVar
 
 from ..page.pair import Case
-from ..results.messages import CaseTask, ChangedTask, FactsTask, PageSource, Reply, TimeTask
-from ..results.models import HOST_CLOCKS
-from ..results.row import ratio, size_text
-from ..results.verdict import VOTES, Reading
+from ..results.messages import (
+    CaseTask,
+    ChangedTask,
+    FactsTask,
+    Json,
+    PageSource,
+    Reply,
+    TimeTask,
+)
+from ..results.row import size_text
+from ..results.verdict import Reading
 from ..util.device import VERSIONS, Machine, cpu_machine
 from ..worker.client import START_SECONDS, Worker
+from .collect import CaseLocation
 from .git_snapshot import SnapshotError
 from .placement import Placement
 from .run_context import Failed, RunContext, Unrecorded
@@ -23,39 +28,41 @@ from .terminal import rerun_commands
 CANARY = 1000
 """First number of the processes of a run's canary, beyond those that measure and record."""
 
-
-def key_of(case: Case, where: Mapping[str, str]) -> str:
-    """Return the name of a case's stored result in its chapter's file."""
-    return f"{Path(where['page']).name}::{where['function']}[{case.id}]"
-
-
 T = TypeVar("T", bound=CaseTask)
+
+
+class Budget(TypedDict, total=False):
+    """Keywords of `schedule.Budget` that the ini file sets."""
+
+    blocks: int
+    least: int
+    window: float
+    warmup: int
 
 
 class CaseClient:
     """One case on one machine, as its worker processes see it.
 
     Attributes:
-        placement: where the case can be shown.
         path: the file of its stored result.
         rule: the rule of comparison that its check was asked with; None before.
-        timings, against: the full answers of all processes that timed it, and that timed a changed
+        timings, against: the full replies of all processes that timed it, and that timed a changed
             side against its version at a commit.
         missing_votes: why votes were not taken.
         notes, remarks: what else there is to say; remarks are shown without ``-vv``, too.
     """
 
     def __init__(
-        self, run: RunContext, case: Case, where: Mapping[str, str], placement: Placement
+        self, run: RunContext, case: Case, location: CaseLocation, placement: Placement
     ) -> None:
-        self.run, self.case, self.where, self.placement = run, case, where, placement
+        self.run, self.case, self.location, self.placement = run, case, location, placement
         self.timeout = run.settings.timeout
         self.machine = self._machine()
         product = self.machine.with_count(case.gpus)
-        self.path = run.settings.baselines / product / f"{where['folder']}.json"
-        self.rule: dict[str, Any] | None = None
-        self.timings: list[dict[str, Any]] = []
-        self.against: list[dict[str, Any]] = []
+        self.path = run.settings.baselines / product / f"{location.chapter}.json"
+        self.rule: Mapping[str, float | None] | None = None
+        self.timings: list[dict[str, Json]] = []
+        self.against: list[dict[str, Json]] = []
         self.missing_votes: list[str] = []
         self.notes: list[str] = []
         self.remarks: list[str] = []
@@ -65,14 +72,14 @@ class CaseClient:
         recorded = run.replay is not None and run.machine.arch == "cpu"  # maybe by another CPU
         return run.machine if on_gpu or recorded or run.timer is not None else cpu_machine()
 
-    def task(self, kind: type[T], **changes: Any) -> T:
+    def task(self, kind: type[T], **fields: Json) -> T:
         """Return a task of the type `kind` for this case."""
-        where, settings = self.where, self.run.settings
-        given: dict[str, Any] = {
-            "page": where["page"],
+        settings = self.run.settings
+        same: dict[str, Json] = {
+            "page": str(self.location.page),
             "root": str(settings.root),
-            "module": where["module"],
-            "function": where["function"],
+            "module": self.location.module,
+            "function": self.location.function,
             "variant": self.case.variant_name,
             "case": self.case.id,
             "size": dict(self.case.size),
@@ -82,9 +89,9 @@ class CaseClient:
             "seed": self.run.seed,
             "reproducible": settings.reproducible,
         }
-        return kind(**{**given, **changes})
+        return kind(**{**same, **fields})
 
-    def ask(self, task: CaseTask, worker: Worker | None = None) -> dict[str, Any]:
+    def ask(self, task: CaseTask, worker: Worker | None = None) -> dict[str, Json]:
         """Return the result of `task`; raise `Failed` with its verdict for an error."""
         self.run.check_time()
         worker = worker or self.worker()
@@ -106,69 +113,58 @@ class CaseClient:
 
     def commands(self, seed: int = 0) -> list[str]:
         """Return the lines that say how to run this case again, on the values of `seed`."""
-        return rerun_commands(self.run.settings, self.where["typed"], seed)
+        return rerun_commands(self.run.settings, self.location.typed, seed)
 
-    def time(self, replicate: int, worker: Worker | None = None) -> dict[str, Any]:
-        """Return the answer of timing process number `replicate`, and keep it."""
-        versus = "self" if self.run.settings.aa else "baseline"
-        task = self.task(
-            TimeTask,
-            timer=self.run.timer,
-            versus=versus,
-            replicate=replicate,
-            budget=self._budget(),
-            audit=self.run.settings.audit and replicate == 0,
-        )
-        result = self.ask(task, worker)
+    def _time(self, worker: Worker | None, **fields: Json) -> dict[str, Json]:
+        task = self.task(TimeTask, timer=self.run.timer, budget=self._budget(), **fields)
+        return self.ask(task, worker)
+
+    def time(self, replicate: int, worker: Worker | None = None) -> dict[str, Json]:
+        """Return the reply of timing process number `replicate`, and add it to `timings`."""
+        settings = self.run.settings
+        versus = "self" if settings.aa else "baseline"
+        audit = settings.audit and replicate == 0
+        result = self._time(worker, versus=versus, replicate=replicate, audit=audit)
         self.timings.append(result)
         return result
 
+    def vote(self, number: int, worker: Worker) -> Reading:
+        """Return what process `number` measures of the case."""
+        return reading(self.time(number, worker))
+
     def changed_sides(self) -> list[str]:
-        """Return which sides differ from the commit of ``--aisp-against``: of those both had."""
-        old = self.run.past
-        if old is not None and (why := old.unreached(Path(self.where["page"]))):
-            self.remarks.append(f"not compared with its version at the commit: {why}")
-            return []
-        past = self._past()
+        """Return which of the sides that both versions have differ from ``--aisp-against``."""
+        past = self.run.past
         if past is None:
             return []
-        found = self.ask(self.task(ChangedTask, past=past))
-        if found["why"]:
-            self.remarks.append(f"not compared with its version at the commit: {found['why']}")
-        return [role for role in ("baseline", "optimized") if found[role]]
+        if why := past.unreached(self.location.page):
+            self.remarks.append(f"not compared with its version at the commit: {why}")
+            return []
+        source = self._past()
+        if source is None:
+            return []
+        changed = self.ask(self.task(ChangedTask, past=source))
+        if changed["why"]:
+            self.remarks.append(f"not compared with its version at the commit: {changed['why']}")
+        return [role for role in ("baseline", "optimized") if changed[role]]
 
     def time_against(self, role: str, replicate: int, worker: Worker | None = None) -> Reading:
-        """Return what one process says of the side `role` against itself as it was."""
-        task = self.task(
-            TimeTask,
-            timer=self.run.timer,
-            versus="old",
-            side=role,
-            past=self._past(),
-            replicate=replicate,
-            budget=self._budget(),
-        )
-        result = self.ask(task, worker)
+        """Return what one process measures of the side `role` against its version at the commit."""
+        past = self._past()
+        result = self._time(worker, versus="old", side=role, past=past, replicate=replicate)
         self.against.append({"side": role, **result})
         return reading(result)
 
     def time_itself(
         self, planted: float, number: int, worker: Worker | None = None
     ) -> tuple[Reading, float]:
-        """Return what one process says of the optimized side against itself, slowed by `planted`.
+        """Return what one process measures of the optimized side against itself.
 
-        Also returns the share of calls that was planted indeed, which is a whole number of calls.
+        Returns:
+            The reading, and the share of extra calls in it: `planted`, rounded to whole calls.
         """
-        task = self.task(
-            TimeTask,
-            timer=self.run.timer,
-            versus="self",
-            planted=planted,
-            replicate=CANARY + number,
-            keep=True,
-            budget=self._budget(),
-        )
-        result = self.ask(task, worker)
+        number += CANARY
+        result = self._time(worker, versus="self", planted=planted, replicate=number, keep=True)
         details = result["details"]
         return reading(result), details["calls"][1] / details["counted"][1] - 1
 
@@ -200,46 +196,42 @@ class CaseClient:
     def _past(self) -> PageSource | None:
         past = self.run.past
         try:
-            page = past.page(Path(self.where["page"])) if past is not None and past.moved else None
+            page = past.page(self.location.page) if past is not None and past.moved else None
         except SnapshotError as error:
             raise Failed(str(error)) from None
         if past is None or page is None:
             return None
-        module = f"aisp_past_{past.sha[:12]}.{self.where['module']}"
+        module = f"aisp_past_{past.sha[:12]}.{self.location.module}"
         return PageSource(page=str(page), root=str(past.tree), module=module)
 
-    def _budget(self) -> dict[str, Any]:
+    def _budget(self) -> Budget:
         settings = self.run.settings
-        budget: dict[str, Any] = {}
+        budget = Budget()
         if settings.blocks is not None:
-            budget |= {"blocks": settings.blocks, "least": min(6, settings.blocks)}
+            budget["blocks"], budget["least"] = settings.blocks, min(6, settings.blocks)
         if settings.window is not None:
             budget["window"] = settings.window
         if settings.warmup is not None:
             budget["warmup"] = settings.warmup
         return budget
 
-    def vote(self, number: int, worker: Worker) -> Reading:
-        """Return what process `number` says of the case."""
-        return reading(self.time(number, worker))
-
-    def environment(self) -> dict[str, Any]:
+    def environment(self) -> dict[str, Json]:
         """Return what a stored result depends on besides its sources."""
         if self.run.replay is not None:
-            return self._asked_facts(self.run.replay)
+            return self._ask_facts(self.run.replay)
         facts = {**self.machine.versions, **self.machine.facts, **self._libraries()}
         return facts if self.ranks == 1 else {**facts, "links": self.run.links(self.ranks)}
 
-    def _libraries(self) -> dict[str, Any]:
+    def _libraries(self) -> dict[str, Json]:
         run = self.run
         if run.timer is not None:
             return {"torch": "simulated", **run.timer.get("environment", {})}
         if run.versions is None:
-            found = self._asked_facts(run.worker(self.placement.device))
-            run.versions = {k: v for k, v in found.items() if k in VERSIONS}
+            facts = self._ask_facts(run.worker(self.placement.device))
+            run.versions = {name: fact for name, fact in facts.items() if name in VERSIONS}
         return run.versions
 
-    def _asked_facts(self, worker: Worker) -> dict[str, Any]:
+    def _ask_facts(self, worker: Worker) -> dict[str, Json]:
         task = self.task(FactsTask, seed=0)
         reply = worker.ask(task, START_SECONDS + self.timeout, self.run.progress)
         if reply.error is not None:
@@ -247,69 +239,6 @@ class CaseClient:
         return dict(reply.result)
 
 
-def reading(timed: Mapping[str, Any]) -> Reading:
-    """Return what a process's answer says of the pair."""
+def reading(timed: Mapping[str, Json]) -> Reading:
+    """Return ln(speedup) and its error in a timing process's reply."""
     return Reading(float(timed["value"]), float(timed.get("error", 0.0)))
-
-
-Measure = Callable[[int, Worker], Reading]
-"""Returns what process number so-and-so, a fresh one, says."""
-
-
-@contextmanager
-def remeasuring(client: CaseClient, measure: Measure) -> Iterator[Callable[[], Reading | None]]:
-    """Yield what returns each time what `measure` finds in a fresh process.
-
-    It returns None when the run's budget for votes is spent, or the recording that is judged
-    again holds no more. Where a clock of the GPU judges, as many as a verdict takes at least
-    start together: importing torch is most of what a vote costs.
-    """
-    run, waiting, taken = client.run, list[Worker](), 0
-
-    def process() -> Worker:
-        if run.replay is not None:
-            return run.replay
-        if taken == 0 and client.ranks == 1 and _clock(client) not in HOST_CLOCKS:
-            waiting.extend(client.fresh_worker() for _ in range(VOTES))
-        return waiting.pop(0) if waiting else client.fresh_worker()
-
-    def fresh() -> Reading | None:
-        nonlocal taken
-        if run.confirmed > run.settings.confirm_budget:
-            client.notes.append("aisp_confirm_budget is spent: no more votes in this run")
-            return None
-        worker = process()
-        taken += 1
-        return _vote(client, measure, worker)
-
-    try:
-        yield fresh
-    finally:
-        for worker in waiting:
-            worker.close()
-
-
-def _vote(client: CaseClient, measure: Measure, worker: Worker) -> Reading | None:
-    run, start = client.run, time.monotonic()
-    number = len(client.timings) + len(client.against)
-    name = f"vote of fresh process {number}"
-    run.progress(f"vote {number} in a fresh process")
-    try:
-        found = measure(number, worker)
-        said = f"{ratio(found.value)}, error {found.error:.2%}, {_clock(client)} clock"
-        client.notes.append(f"{name}: {said}")
-        return found
-    except Unrecorded as failure:
-        client.missing_votes.append(str(failure).splitlines()[0])
-        return None
-    except Failed as failure:
-        client.notes.append(f"{name}: {str(failure).splitlines()[0]}")
-        raise
-    finally:
-        if run.replay is None:
-            worker.close()
-        run.confirmed += time.monotonic() - start
-
-
-def _clock(client: CaseClient) -> str:
-    return str((client.against or client.timings)[-1]["clock"])

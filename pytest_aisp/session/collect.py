@@ -1,29 +1,121 @@
-"""What pytest collects, as one JSON file: what `aisp` knows of pages and cases.
+"""Collect the cases of a page: what pytest runs, and what `aisp` lists.
+
+`aisp` loads this module as a plugin and reads the JSON file that it writes:
 
     pytest --collect-only -p pytest_aisp.session.collect --aisp-catalog=FILE
 
-It is loaded by `-p` alone. Pages stand for themselves: markers and words that the ini file selects
-by leave nothing out, and nothing of the run before is written over.
+The catalog holds every page: markers and keywords that the ini file selects by are ignored.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import os
+import sys
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import pytest
 
 from ..page.gpu_specs import ARCHS
-from ..page.pair import Case
+from ..page.pair import Case, Pair
 from ..page.sources import digest
 from ..results.export import path_below
-from ..tools.catalog import target_of
-from .case_client import key_of
-from .fixtures import chapter_of, where_is
+from ..results.messages import Json
+from ..worker.loader import pair_of
 from .options import SETTINGS
+
+
+@dataclass(frozen=True)
+class CaseLocation:
+    """Where the test of a case is written.
+
+    Attributes:
+        nodeid: its pytest id, relative to the root.
+        typed: its pytest id, relative to the folder where pytest was started.
+        page, module, function: file, import name and function of the test.
+        chapter: the name that the page's results are stored under.
+    """
+
+    nodeid: str
+    typed: str
+    page: Path
+    module: str
+    function: str
+    chapter: str
+
+    @classmethod
+    def of(cls, item: pytest.Function) -> CaseLocation:
+        """Return where the test of `item` is written."""
+        config = item.config
+        path, colons, name = item.nodeid.partition("::")
+        typed = os.path.relpath(config.rootpath / path, config.invocation_params.dir)
+        return cls(
+            nodeid=item.nodeid,
+            typed=f"{typed}{colons}{name}",
+            page=item.path,
+            module=item.module.__name__,
+            function=item.originalname,
+            chapter=chapter_of(item.path, config),
+        )
+
+    def key(self, case: Case) -> str:
+        """Return the name of the stored result of `case` in its chapter's file."""
+        return f"{self.page.name}::{self.function}[{case.id}]"
+
+
+def chapter_of(path: Path, config: pytest.Config) -> str:
+    """Return the name that the results of the page at `path` are stored under: its folder's."""
+    settings = config.stash[SETTINGS]
+    bases = [p for p in settings.pages if path.is_relative_to(p)] or [config.rootpath]
+    folder = path.parent.relative_to(bases[0]) if path.is_relative_to(bases[0]) else path.parent
+    return ".".join(folder.parts) or bases[0].name
+
+
+def case_of(item: pytest.Item) -> Case | None:
+    """Return the case that `item` tests, or None."""
+    callspec = getattr(item, "callspec", None)
+    case = callspec.params.get("pair") if callspec is not None else None
+    return case if isinstance(case, Case) else None
+
+
+def refuse(item: pytest.Item, message: str) -> NoReturn:
+    """Fail with one line that points at the test in its page, without a traceback."""
+    path, line, _ = item.location
+    pytest.fail(f"{path}:{(line or 0) + 1}: {message}", pytrace=False)
+
+
+def parametrize(metafunc: pytest.Metafunc) -> None:
+    """Make one parameter a case, with the marks of what it needs."""
+    pair, item = pair_of(metafunc.function), metafunc.definition
+    if pair is None:
+        return
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():  # by the page: the plugin never does
+        refuse(
+            item,
+            "the page touches the GPU when imported: a page is imported on every machine\n"
+            "Move what needs a device into inputs or a side",
+        )
+    if metafunc.cls is not None:
+        refuse(item, "@compare goes on a function of the page, not on a method")
+    if item.get_closest_marker("parametrize") is not None:
+        refuse(
+            item,
+            "@compare with @pytest.mark.parametrize has no stored key\n"
+            "Put the parameter into sizes",
+        )
+    params = [pytest.param(c, marks=_marks(pair, c), id=c.id) for c in pair.cases()]
+    metafunc.parametrize("pair", params, indirect=True)
+
+
+def _marks(pair: Pair, case: Case) -> list[pytest.MarkDecorator]:
+    names = ("aisp_cpu",) if case.kind == "cpu" else pair.archs(case.variant)
+    marks = [getattr(pytest.mark, name) for name in names]
+    marks += [pytest.mark.aisp_gpus(n=case.gpus)] if case.gpus > 1 else []
+    return [*marks, *case.variant.marks]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,7 +124,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--aisp-catalog-of",
         metavar="TARGETS",
-        help="import only the pages of these, as ch10:gemm,ch12; none where empty",
+        help="import only the pages of these targets, as ch10:gemm,ch12 (empty: of none)",
     )
 
 
@@ -40,26 +132,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if (file := config.getoption("aisp_catalog")) is None:
         return
-    config.option.aisp_artifacts = None  # of the ini's addopts: a new run starts that folder anew
+    config.option.aisp_artifacts = None  # from addopts: it would overwrite the run in that folder
     pages = [str(path) for path in config.getini("aisp_pages") if path.exists()]
     if pages and config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.args = pages
-    of = config.getoption("aisp_catalog_of")
-    wanted = None if of is None else set(filter(None, of.split(",")))
-    config.pluginmanager.register(CatalogPlugin(config, Path(file), wanted), "aisp-catalog")
+    text = config.getoption("aisp_catalog_of")
+    targets = None if text is None else set(filter(None, text.split(",")))
+    config.pluginmanager.register(CatalogPlugin(config, Path(file), targets), "aisp-catalog")
 
 
 class CatalogPlugin:
-    """Gathers what is collected.
+    """Write the catalog to `file`.
 
     Args:
-        wanted: chapters, and pages as ``ch10:gemm``; other pages are named and not imported.
+        targets: chapters, and pages as ``ch10:gemm``. Other pages are listed and not imported.
     """
 
-    def __init__(self, config: pytest.Config, file: Path, wanted: set[str] | None) -> None:
-        self._config, self._file, self._wanted = config, file, wanted
+    def __init__(self, config: pytest.Config, file: Path, targets: set[str] | None) -> None:
+        self._config, self._file, self._targets = config, file, targets
         self._pages: dict[str, dict[str, str]] = {}
-        self._cases: list[dict[str, Any]] = []
+        self._cases: list[dict[str, Json]] = []
         self._unread: list[dict[str, str]] = []
 
     def pytest_ignore_collect(self, collection_path: Path, config: pytest.Config) -> bool | None:
@@ -67,37 +159,37 @@ class CatalogPlugin:
         if not any(fnmatch(collection_path.name, pattern) for pattern in patterns):
             return None
         if folders and not any(collection_path.is_relative_to(folder) for folder in folders):
-            return None  # pytest looks at what lies beside a folder on the way to it
+            return None  # pytest looks at the neighbours of a folder on the way to it
         page = self._page(collection_path)
         self._pages[page["path"]] = page
-        return None if self._wants(page) else True
+        if self._targets is None or self._targets & {page["chapter"], page["name"]}:
+            return None
+        return True
 
     def _page(self, path: Path) -> dict[str, str]:
+        from ..tools.catalog import target_of
+
         chapter = chapter_of(path, self._config)
         name = target_of(chapter, path.name)
         return {"path": self._relative(path), "chapter": chapter, "name": name}
-
-    def _wants(self, page: dict[str, str]) -> bool:
-        return self._wanted is None or bool(self._wanted & {page["chapter"], page["name"]})
 
     def _relative(self, path: Path) -> str:
         return path_below(str(path), str(self._config.rootpath))
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        callspec = getattr(item, "callspec", None)
-        case = callspec.params.get("pair") if callspec is not None else None
-        if isinstance(case, Case):
+        case = case_of(item)
+        if case is not None and isinstance(item, pytest.Function):
             self._cases.append(self._case(item, case))
 
-    def _case(self, item: Any, case: Case) -> dict[str, Any]:
+    def _case(self, item: pytest.Function, case: Case) -> dict[str, Json]:
         pair, variant, root = case.pair, case.variant, str(self._config.rootpath)
-        where = where_is(item, self._config)
+        location = CaseLocation.of(item)
         return {
-            **self._page(Path(where["page"])),
+            **self._page(location.page),
             "title": ((item.module.__doc__ or "").strip().splitlines() or [""])[0],
             "nodeid": item.nodeid,
-            "key": key_of(case, where),
-            "function": where["function"],
+            "key": location.key(case),
+            "function": location.function,
             "variant": variant.name,
             "size": dict(case.size),
             "kind": case.kind,
@@ -121,7 +213,7 @@ class CatalogPlugin:
 
     def pytest_sessionfinish(self) -> None:
         settings = self._config.stash[SETTINGS]
-        found = {
+        catalog = {
             "root": str(settings.root),
             "baselines": str(settings.baselines),
             "folders": [self._relative(path) for path in settings.pages],
@@ -129,11 +221,11 @@ class CatalogPlugin:
             "cases": self._cases,
             "unread": self._unread,
         }
-        self._file.write_text(json.dumps(found), encoding="utf-8")
+        self._file.write_text(json.dumps(catalog), encoding="utf-8")
 
 
-def _work(case: Case) -> dict[str, Any] | None:
+def _work(case: Case) -> dict[str, Json] | None:
     try:
         return asdict(case.pair.work_at(case.size, case.gpus))
-    except Exception:  # the page's own function: a run of the page says what is wrong with it
+    except Exception:  # the page's own function: a run of the page reports the error
         return None

@@ -1,27 +1,27 @@
 """Judge a case: hold its speedup, its changed sides and its metrics against their limits.
 
-Each function returns findings; none decides alone, and none touches the row.
+Each function returns findings. None decides the verdict alone, and none touches the row.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
 
 from ..kernels import autotune
-from ..results import models, verdict
-from ..results.metric_limits import METRICS
+from ..page.pair import Claim
+from ..results import metric_limits, models, verdict
+from ..results.messages import Json
 from ..results.row import bare, ratio
-from ..results.verdict import Finding, Gate
-from .case_client import CaseClient, reading, remeasuring
-from .run_context import Failed
-from .stored_result import StoredResult
-
-if TYPE_CHECKING:
-    from .measurement import Timing
+from ..results.verdict import Decision, Finding, Gate, Reading
+from ..worker.client import Worker
+from .case_client import CaseClient, reading
+from .measurement import StoredResult, Timing
+from .run_context import Failed, Unrecorded
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Judgement:
         suspect: -1 or 1 where the first value is past a gate's screen: direction of the change.
         session: spread from session to session.
         detectable: the smallest loss found in 99 % of trials; None where nothing is judged.
-        stored: the stored value that it was held against, and `stored_in` its file.
+        stored, stored_in: the stored value, and its file.
         differences: why a loss against the stored result need not be the code's fault.
     """
 
@@ -52,12 +52,12 @@ class MetricJudgement:
     """What a call of each side takes of a metric.
 
     Attributes:
-        found: by role, and its relative ``noise`` where there is any.
-        limit: the page's limit; stored: the optimized side's stored amount.
+        limit: the page's limit.
+        stored: the optimized side's stored amount.
         remark: both amounts in words; empty in an A/A trial.
     """
 
-    found: Mapping[str, float]
+    amounts: metric_limits.Found
     limit: float
     stored: float | None = None
     remark: str = ""
@@ -65,46 +65,38 @@ class MetricJudgement:
 
 
 def judge_speedup(
-    client: CaseClient,
-    stored: StoredResult,
-    timing: Timing,
-    claim: float | str | None,
-    claim_origin: str,
+    client: CaseClient, stored: StoredResult, timing: Timing, claim: Claim | None
 ) -> Judgement:
     """Screen the first value, vote where it is suspect, and judge claim and stored result."""
     settings, clock, spread = client.run.settings, timing.clock, timing.spread
     session, mine = stored.session_spread(clock), stored.result
+    has_record = mine is not None and mine.value is not None and not settings.aa
+    replaces = settings.update == "all"  # then only the claim counts
+    gates = list(verdict.same_gates(spread)) if settings.aa else _claim_gates(claim, timing)
     findings: list[Finding] = []
     differences: list[str] = []
-    has_record, same_environment = settings.aa, True
-    held: float | None = None
-    gates = list(verdict.same_gates(spread)) if settings.aa else _claim_gates(claim, timing)
-    if not settings.aa and mine is not None and mine.value is not None:
-        has_record = True
-        if mine.clock != clock:
-            if settings.update != "all":
-                findings.append(Finding("stale", (_other_clock(stored, mine, timing),)))
-        else:
-            held = mine.value
-            if settings.update != "all":  # else it is to be replaced, and only the claim counts
-                margin = verdict.record_margin(spread, session, clock)
-                gates += verdict.record_gates(mine.value, margin)
-                differences = stored.environment_differences(
-                    mine, timing.environment, timing.sources, clock
-                )
-                same_environment = not differences
-                chosen = timing.details.get("choices", {})
-                differences += autotune.differing_choices(mine.choices, chosen)
-    detectable = verdict.detectable(gates, spread, session) if gates else None
-    with remeasuring(client, client.vote) as vote:
-        decision = verdict.decide(timing.reading, gates, vote)
+    same_environment = True
+    record: float | None = None
+    if mine is not None and has_record and mine.clock == clock:
+        record = mine.value
+    elif mine is not None and has_record and not replaces:
+        findings.append(Finding("stale", (_other_clock(stored, mine, timing),)))
+    if mine is not None and record is not None and not replaces:
+        gates += verdict.record_gates(record, verdict.record_margin(spread, session, clock))
+        differences = stored.differences(mine, timing.environment, timing.sources, clock)
+        same_environment = not differences
+        choices = timing.details.get("choices", {})
+        differences += autotune.differing_choices(mine.choices, choices)
+    decision = _decide(client, timing.reading, gates, client.vote)
     votes = [vote.value for vote in decision.votes]
     if votes:
         # The first value was singled out for being extreme; the votes were not.
         client.notes.append(
             f"measured {1 + len(votes)} times; the first gave {ratio(timing.reading.value)}"
         )
-    word = verdict.verdict_of(decision, stored=has_record, same_environment=same_environment)
+    word = verdict.verdict_of(
+        decision, stored=has_record or settings.aa, same_environment=same_environment
+    )
     reasons = list(client.missing_votes)
     reasons += _missed_gates(gates, decision, timing.reading.value, differences, stored)
     findings.append(Finding(word, tuple(reasons)))
@@ -112,15 +104,15 @@ def judge_speedup(
         votes=votes,
         suspect=_direction(gates, timing.reading) if decision.suspect else 0,
         session=session,
-        detectable=detectable,
-        stored=held,
+        detectable=verdict.detectable(gates, spread, session) if gates else None,
+        stored=record,
         stored_in=stored.relative(),
         differences=differences,
         findings=findings,
     )
 
 
-def _claim_gates(claim: float | str | None, timing: Timing) -> list[Gate]:
+def _claim_gates(claim: Claim | None, timing: Timing) -> list[Gate]:
     if claim == "neutral":
         floor = verdict.NEUTRAL_FLOOR[timing.clock]
         return [verdict.neutral_gate(max(floor, verdict.DETECTABLE * timing.spread))]
@@ -139,14 +131,14 @@ def _other_clock(stored: StoredResult, mine: models.Result, timing: Timing) -> s
     )
 
 
-def _direction(gates: list[Gate], first: verdict.Reading) -> int:
+def _direction(gates: list[Gate], first: Reading) -> int:
     past = [g.sign for g in gates if g.name != "claim" and g.decide(first, []) != "clear"]
     return past[0] if past else 0
 
 
 def _missed_gates(
     gates: list[Gate],
-    decision: verdict.Decision,
+    decision: Decision,
     first: float,
     differences: list[str],
     stored: StoredResult,
@@ -161,27 +153,29 @@ def _missed_gates(
         "same-faster": "the same side, built again",
     }
     reasons = []
-    votes = ", ".join(bare(vote.value) for vote in decision.votes) or "none"
     for gate in gates:
         outcome = decision.outcomes[gate.name]
         if outcome in ("clear", "green"):
             continue
         reasons.append(
             f"{ratio(first)} against {ratio(gate.limit)} ({origin[gate.name]}),"
-            f" margin {gate.red:.1%}; votes of fresh processes: {votes} -> {outcome}"
+            f" margin {gate.red:.1%}; votes of fresh processes: {_listed(decision)} -> {outcome}"
         )
         if gate.name in ("record", "improvement"):
             reasons += differences
     return reasons
 
 
+def _listed(decision: Decision) -> str:
+    return ", ".join(bare(vote.value) for vote in decision.votes) or "none"
+
+
 def judge_changed_side(
     client: CaseClient, stored: StoredResult, timing: Timing, role: str
 ) -> list[Finding]:
     """Judge a changed side against its version at the commit: red for a loss that votes confirm."""
-    past = client.run.past
-    name = client.case.variant_name
-    name = client.case.pair.baseline.__name__ if role == "baseline" else name
+    case, past = client.case, client.run.past
+    name = case.pair.baseline.__name__ if role == "baseline" else case.variant_name
     try:
         first = client.time_against(role, 0)
     except Failed as failure:
@@ -189,20 +183,17 @@ def judge_changed_side(
         client.remarks.append(f"{name} is not compared with its version at the commit: {why}")
         return []
     gate = verdict.code_gate(stored.spread(timing.clock), first)
-    with remeasuring(client, lambda *process: client.time_against(role, *process)) as vote:
-        decision = verdict.decide(first, [gate], vote)
-    votes = [vote.value for vote in decision.votes]
-    value = fmean(votes) if votes else first.value
+    decision = _decide(client, first, [gate], lambda *vote: client.time_against(role, *vote))
+    value = fmean(vote.value for vote in decision.votes or (first,))
     commits = past.label if past is not None else ""
     smallest = 1 - math.exp(-verdict.DETECTABLE_CODE * gate.spread)
     client.notes.append(
         f"{name} against its version at {commits}: {ratio(value)}; detects {smallest:.1%}"
     )
-    listed = ", ".join(map(bare, votes)) or "none"
     outcome = decision.outcomes["code"]
     reason = (
         f"{name} runs at {ratio(value)} of its version at {commits}: margin {gate.red:.2%};"
-        f" votes of fresh processes: {listed} -> {outcome}"
+        f" votes of fresh processes: {_listed(decision)} -> {outcome}"
     )
     words = {"red": "regressed", "open": "inconclusive"}
     return [Finding(words[outcome], (reason,))] if outcome in words else []
@@ -210,30 +201,30 @@ def judge_changed_side(
 
 def judge_metric(
     stored: StoredResult,
-    name: str,
-    found: Mapping[str, float],
+    name: metric_limits.Name,
+    amounts: metric_limits.Found,
     limit: float,
-    environment: Mapping[str, Any],
+    environment: Mapping[str, Json],
     sources: Mapping[str, str],
     speedup: Judgement | None,
 ) -> MetricJudgement:
-    """Hold both sides' `found` amounts of a metric against the page's limit and the stored one."""
-    settings, metric = stored.run.settings, METRICS[name]
+    """Hold both sides' `amounts` of a metric against the page's limit and the stored amount."""
+    settings, metric = stored.run.settings, metric_limits.METRICS[name]
     if settings.aa:
-        return MetricJudgement(found, limit)
-    text = f"{name}: {metric.said(found, limit)}"
+        return MetricJudgement(amounts, limit)
+    text = f"{name}: {metric.said(amounts, limit)}"
     mine = stored.result
     before = mine.goals.get(name) if mine is not None else None
-    judged = MetricJudgement(found, limit, before["optimized"] if before else None, text)
-    if metric.missed(found, limit):
+    judged = MetricJudgement(amounts, limit, before["optimized"] if before else None, text)
+    if metric.missed(amounts, limit):
         reason = f"{text} ({metric.asked} on the page) -> red"
         judged.findings.append(Finding("fail", (reason,)))
-    elif mine and before and settings.update != "all" and metric.worse(before, found):
+    elif mine and before and settings.update != "all" and metric.worse(before, amounts):
         differences = list(speedup.differences) if speedup is not None else []
-        differences = differences or stored.environment_differences(
+        differences = differences or stored.differences(
             mine, environment, sources, mine.clock or ""
         )
-        now, then = metric.unit(found["optimized"]), metric.unit(before["optimized"])
+        now, then = metric.unit(amounts["optimized"]), metric.unit(before["optimized"])
         reason = f"{name}: {now} against {then} (stored in {stored.relative()}) -> red"
         word = "stale" if differences else "regressed"
         judged.findings.append(Finding(word, (reason, *differences)))
@@ -243,7 +234,7 @@ def judge_metric(
 
 
 def judge_recorded_claim(
-    claim: float | str | None, claim_origin: str, values: list[float], word: str
+    claim: Claim | None, claim_origin: str, values: list[float], word: str
 ) -> None:
     """Refuse to record a claim that votes left open and all recorded processes together miss.
 
@@ -264,9 +255,78 @@ def judge_aa_repeat(
     client: CaseClient, spread: float, number: int
 ) -> tuple[float, str, list[float]]:
     """Repeat an A/A trial in process `number`; return its value, its verdict and its votes."""
-    found = reading(client.time(100 + number, client.worker(number)))
-    gates = verdict.same_gates(verdict.effective_spread(spread, found))
-    with remeasuring(client, client.vote) as vote:
-        decision = verdict.decide(found, gates, vote)
+    first = reading(client.time(100 + number, client.worker(number)))
+    gates = verdict.same_gates(verdict.effective_spread(spread, first))
+    decision = _decide(client, first, gates, client.vote)
     word = verdict.verdict_of(decision, stored=True, same_environment=True)
-    return found.value, word, [vote.value for vote in decision.votes]
+    return first.value, word, [vote.value for vote in decision.votes]
+
+
+def _decide(
+    client: CaseClient, first: Reading, gates: Sequence[Gate], measure: Measure
+) -> Decision:
+    with remeasuring(client, measure) as vote:
+        return verdict.decide(first, gates, vote)
+
+
+Measure = Callable[[int, Worker], Reading]
+"""Returns what a fresh process of this number measures."""
+
+
+@contextmanager
+def remeasuring(client: CaseClient, measure: Measure) -> Iterator[Callable[[], Reading | None]]:
+    """Yield a function that returns at each call what `measure` finds in a fresh process.
+
+    It returns None when the run's budget for votes is spent, or when a replayed recording has no
+    more samples. Where a GPU clock judges, the first processes start together, as many as a
+    verdict needs at least: most of a vote's cost is importing torch.
+    """
+    run, waiting, taken = client.run, list[Worker](), 0
+
+    def process() -> Worker:
+        if run.replay is not None:
+            return run.replay
+        if taken == 0 and client.ranks == 1 and _clock(client) not in models.HOST_CLOCKS:
+            waiting.extend(client.fresh_worker() for _ in range(verdict.VOTES))
+        return waiting.pop(0) if waiting else client.fresh_worker()
+
+    def vote() -> Reading | None:
+        nonlocal taken
+        if run.confirmed > run.settings.confirm_budget:
+            client.notes.append("aisp_confirm_budget is spent: no more votes in this run")
+            return None
+        worker = process()
+        taken += 1
+        return _vote(client, measure, worker)
+
+    try:
+        yield vote
+    finally:
+        for worker in waiting:
+            worker.close()
+
+
+def _vote(client: CaseClient, measure: Measure, worker: Worker) -> Reading | None:
+    run, start = client.run, time.monotonic()
+    number = len(client.timings) + len(client.against)
+    name = f"vote of fresh process {number}"
+    run.progress(f"vote {number} in a fresh process")
+    try:
+        vote = measure(number, worker)
+        measured = f"{ratio(vote.value)}, error {vote.error:.2%}, {_clock(client)} clock"
+        client.notes.append(f"{name}: {measured}")
+        return vote
+    except Unrecorded as failure:
+        client.missing_votes.append(str(failure).splitlines()[0])
+        return None
+    except Failed as failure:
+        client.notes.append(f"{name}: {str(failure).splitlines()[0]}")
+        raise
+    finally:
+        if run.replay is None:
+            worker.close()
+        run.confirmed += time.monotonic() - start
+
+
+def _clock(client: CaseClient) -> str:
+    return str((client.against or client.timings)[-1]["clock"])

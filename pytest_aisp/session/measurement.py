@@ -1,44 +1,107 @@
-"""What the first worker process measured, with the machine's limit and the words for the row."""
+"""What was measured of a case: its timing, its stored result, and the row made of both."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import fmean, median
+from typing import TYPE_CHECKING
 
 from ..kernels import autotune
-from ..page.pair import Work
-from ..results import verdict
-from ..results.row import duration, graph_notes, launch_bound, launch_bound_note, memory_note
+from ..page.pair import Case, Work
+from ..results import models, stats, verdict
+from ..results.export import path_below
+from ..results.messages import Json
+from ..results.row import (
+    Row,
+    duration,
+    graph_notes,
+    launch_bound,
+    launch_bound_note,
+    memory_note,
+)
 from ..results.verdict import Reading
 from ..timing import kernel_profile, peaks
 from .case_client import CaseClient, reading
-from .run_context import Failed
-from .stored_result import StoredResult
+from .run_context import Failed, RunContext
+
+if TYPE_CHECKING:
+    from .case import CaseRun
+
+
+@dataclass
+class StoredResult:
+    """The stored result of a case, among those of its chapter.
+
+    Attributes:
+        path: the chapter's file of this product.
+        key: the case's name in it.
+    """
+
+    run: RunContext
+    path: Path
+    key: str
+    case: Case
+
+    @property
+    def result(self) -> models.Result | None:
+        """The case's stored result."""
+        return self.run.stored(self.path).results.get(self.key)
+
+    def spread(self, clock: str) -> float:
+        """Return the spread of one process's value: recorded, pooled, or the clock's default."""
+        others = models.pooled(list(self.run.stored(self.path).results.values()), clock)
+        mine = self.result
+        own = mine.own_spread if mine is not None and mine.clock == clock else None
+        if own is not None and mine is not None:
+            return stats.pooled_spread(own, mine.processes, others)
+        return stats.rms(others) if len(others) >= 3 else verdict.DEFAULT_SPREAD[clock]
+
+    def session_spread(self, clock: str) -> float:
+        """Return the spread from session to session of this product and clock."""
+        return models.session_sd(self.run.stored(self.path).results.values(), clock)
+
+    def differences(
+        self,
+        mine: models.Result,
+        environment: Mapping[str, Json],
+        sources: Mapping[str, str],
+        clock: str,
+    ) -> list[str]:
+        """Return the reasons for which a loss against `mine` need not be the code's fault."""
+        then = self.run.stored(self.path).environments.get(mine.environments[-1], {})
+        names = models.differences(then, environment, clock, several=self.case.gpus > 1)
+        reasons = [f"{n} was {then.get(n)} when stored, and is {environment.get(n)}" for n in names]
+        if mine.sources.get("baseline") != sources["baseline"]:
+            reasons.append("the baseline is not the one that was stored")
+        return reasons
+
+    def relative(self, path: Path | None = None) -> str:
+        """Return `path`, or that of the stored results, relative to the root."""
+        return path_below(str(path or self.path), str(self.run.settings.root))
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One case's timing.
+    """What the first worker process measured.
 
     Attributes:
-        answer: the first process's full answer.
+        reply: its full reply.
         spread: of one process's ln(speedup).
         seconds: of a call, by side, the baseline's first.
         share, limit, limit_origin: share of the machine's limit that the optimized side reaches,
             the limit's name, and the file that holds it.
-        shortest: least seconds that the machine's limit allows, where the L2 is cold.
+        shortest: the least seconds that the machine's limit allows, where a side is faster.
         launch_bound: by side, how many times longer a call takes without a graph, where much.
     """
 
-    answer: Mapping[str, Any]
+    reply: Mapping[str, Json]
     reading: Reading
     clock: str
     spread: float
     seconds: Mapping[str, float]
-    environment: dict[str, Any]
+    environment: dict[str, Json]
     sources: dict[str, str]
     launch_bound: dict[str, float]
     share: float | None = None
@@ -47,9 +110,9 @@ class Timing:
     shortest: float | None = None
 
     @property
-    def details(self) -> Mapping[str, Any]:
+    def details(self) -> Mapping[str, Json]:
         """The timer's own facts: graph nodes, memory, other clocks."""
-        details: Mapping[str, Any] = self.answer["details"]
+        details: Mapping[str, Json] = self.reply["details"]
         return details
 
     @property
@@ -63,76 +126,67 @@ class Timing:
 
     def refuse_impossible(self) -> None:
         """Raise `Failed` for a side that is faster than the machine can be."""
-        seconds = min(self.pair_seconds)
         if self.shortest is not None:
             raise Failed(
-                f"{duration(seconds)} is less than the {duration(self.shortest)} that this"
-                f" machine's measured {self.limit} rate allows for the declared work:\n"
+                f"{duration(min(self.pair_seconds))} is less than the {duration(self.shortest)}"
+                f" that this machine's measured {self.limit} rate allows for the declared work:\n"
                 "the work is overstated, or a side does less of it",
                 verdict="invalid",
             )
 
 
-def read_timing(client: CaseClient, stored: StoredResult, answer: Mapping[str, Any]) -> Timing:
-    """Return the timing in a worker process's `answer`; note in `client` what else it says."""
-    clock, first = str(answer["clock"]), reading(answer)
-    names = _names(client)
-    medians = median(answer["baseline"]), median(answer["optimized"])
-    seconds = dict(zip(names, medians, strict=True))
-    details = answer["details"]
-    slow = {}
+def read_timing(client: CaseClient, stored: StoredResult, reply: Mapping[str, Json]) -> Timing:
+    """Return the timing in a worker process's `reply`; add its other facts to the case's notes."""
+    clock, first, details = str(reply["clock"]), reading(reply), reply["details"]
+    variant = client.case.variant_name
+    aa = client.run.settings.aa
+    baseline = f"{variant}, a copy" if aa else client.case.pair.baseline.__name__
+    seconds = {baseline: median(reply["baseline"]), variant: median(reply["optimized"])}
+    launches = {}
     if "as_called" in details:
-        slow = launch_bound(clock, seconds, details["as_called"])
-    _note(client, names, seconds, answer, slow)
+        launches = launch_bound(clock, seconds, details["as_called"])
+    _add_notes(client, seconds, reply, launches)
     timing = Timing(
-        answer=answer,
+        reply=reply,
         reading=first,
         clock=clock,
         spread=verdict.effective_spread(stored.spread(clock), first),
         seconds=seconds,
         environment=client.environment(),
-        sources=dict(answer["sources"]),
-        launch_bound=slow,
+        sources=dict(reply["sources"]),
+        launch_bound=launches,
     )
     return with_limit(client, stored, timing)
 
 
-def _names(client: CaseClient) -> tuple[str, str]:
-    variant = client.case.variant_name
-    if client.run.settings.aa:
-        return f"{variant}, a copy", variant
-    return client.case.pair.baseline.__name__, variant
-
-
-def _note(
+def _add_notes(
     client: CaseClient,
-    names: tuple[str, str],
     seconds: Mapping[str, float],
-    answer: Mapping[str, Any],
-    slow: Mapping[str, float],
+    reply: Mapping[str, Json],
+    launches: Mapping[str, float],
 ) -> None:
     """Note other clocks, goodput, graphs, memory, kernels, tuning and one-off costs."""
-    details, notes = answer["details"], client.notes
+    details, notes = reply["details"], client.notes
     for key in ("as_called", "gpu_only"):
         if key in details:
             times = " / ".join(duration(t) for t in details[key])
             notes.append(f"{key.replace('_', ' ')}: {times}")
-    if slow:
-        client.remarks.append(launch_bound_note(slow))
+    if launches:
+        client.remarks.append(launch_bound_note(launches))
     if "gpu_only" in details:
         busy = zip(details["gpu_only"], seconds.values(), strict=True)
         shares = " / ".join(f"{min(1.0, gpu / wall):.0%}" for gpu, wall in busy)
         notes.append(f"goodput, GPU time over wall time: {shares}")
-    notes += graph_notes(names, details)
+    notes += graph_notes(tuple(seconds), details)
     if "peak_bytes" in details:
         text, traded = memory_note(details["peak_bytes"])
         (client.remarks if traded else notes).append(text)
-    notes += kernel_profile.kernel_notes(answer.get("kernels", {}))
+    notes += kernel_profile.kernel_notes(reply.get("kernels", {}))
     notes += autotune.choice_notes(details.get("choices", {}))
-    slow_side, fast_side = seconds.values()
-    for name, cost in answer.get("one_off", {}).items():
+    baseline, optimized = seconds.values()
+    for name, cost in reply.get("one_off", {}).items():
         if cost:
-            gain = slow_side - fast_side
+            gain = baseline - optimized
             calls = f"pays after {cost / gain:.3g} calls" if gain > 0 else "never pays"
             notes.append(f"preparing {name} took {duration(cost)}: {calls}")
 
@@ -145,7 +199,7 @@ def with_limit(client: CaseClient, stored: StoredResult, timing: Timing) -> Timi
         rates = peaks.joined(rates, run.link_peaks(client.machine.with_count(case.gpus)))
     if rates is None or run.settings.aa:
         return timing
-    limit = peaks.limit_of(Work(**timing.answer["work"]), case.pair.bound, rates)
+    limit = peaks.limit_of(Work(**timing.reply["work"]), case.pair.bound, rates)
     if limit is None:
         return timing
     product = client.machine.with_count(case.gpus if limit.name in peaks.LINKS else 1)
@@ -159,3 +213,59 @@ def with_limit(client: CaseClient, stored: StoredResult, timing: Timing) -> Timi
         limit_origin=stored.relative(path),
         shortest=limit.seconds if impossible else None,
     )
+
+
+def build_row(run: CaseRun) -> Row:
+    """Return everything that is known of the case of `run`, after its last stage."""
+    client, case, location, metrics = run.client, run.case, run.location, run.metrics
+    timing, judged = run.timing, run.judgement
+    measured = timing is not None or bool(metrics)
+    row = Row(
+        nodeid=location.nodeid,
+        file=str(client.path),
+        key=run.stored.key,
+        page=str(location.page),
+        function=location.function,
+        variant=case.variant_name,
+        size=dict(case.size),
+        bound=case.pair.bound,
+        gpus=case.gpus,
+        baseline=case.pair.baseline.__name__,
+        product=client.machine.with_count(case.gpus),
+        arch=client.machine.arch,
+        need=run.placement.need,
+        verdict=run.verdict,
+        claim=run.claim,
+        origins={"claim": run.claim_origin} if run.claim is not None else {},
+        trials=run.trials,
+        reasons=run.reasons(),
+        notes=list(run.notes),
+        remarks=[*run.remarks, *(m.remark for m in metrics.values() if m.remark)],
+        goals={name: dict(m.amounts) for name, m in metrics.items()},
+        limits={name: m.limit for name, m in metrics.items()},
+        held={name: m.stored for name, m in metrics.items() if m.stored is not None},
+        profile=run.profile,
+        recorded=run.recorded,
+        sources=run.sources() if measured else {},
+        environment=run.environment() if measured else {},
+        checks=run.checks,
+        timings=client.timings,
+        against=client.against,
+        wall=run.wall,
+    )
+    if timing is not None:
+        row.clock, row.spread = timing.clock, timing.spread
+        row.work = dict(timing.reply["work"])
+        row.seconds = dict(timing.seconds)
+        row.launch_bound = timing.launch_bound
+        row.share, row.limit = timing.share, timing.limit
+        row.value = fmean(run.values)
+        row.low, row.high = verdict.interval(row.value, timing.spread, len(run.values))
+        if timing.limit_origin:
+            row.origins["limit"] = timing.limit_origin
+    if judged is not None:
+        row.votes, row.suspect, row.session = judged.votes, judged.suspect, judged.session
+        row.detectable, row.stored = judged.detectable, judged.stored
+        if judged.stored is not None:
+            row.origins["stored"] = judged.stored_in
+    return row

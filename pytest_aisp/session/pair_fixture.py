@@ -1,45 +1,58 @@
-"""The `pair` of a test body: what a page may ask of its case, and what it may read."""
+"""The fixture `pair`: what a page may ask of its case, and how the test's report gets its row."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from statistics import fmean
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 
+from ..page.pair import Case, Size
 from ..results import verdict
 from ..results.metric_limits import Name
+from ..results.verdict import RED, Finding
 from ..worker.output_capture import say
-from .case import CaseRun
+from .case import CaseRun, EndOfBody
+from .collect import CaseLocation, refuse
+from .measurement import build_row
+from .options import LOCK_ERROR, RUN
 from .run_context import Failed, Interrupted
 
+CASE = pytest.StashKey[CaseRun]()
 LINES = 100
-"""Lines of what each process printed that pytest gets to capture; with ``-s`` all are shown."""
+"""Lines of what each process printed that pytest captures; with ``-s`` all are shown."""
 MEMORY: Mapping[str, Name] = {
     "allocated": "memory",
     "reserved": "reserved",
     "fragmentation": "fragmentation",
 }
-"""The goal of each kind of memory that a page may name."""
+"""The metric of each kind of memory that a page may name."""
 
 
 class PairUnderTest:
-    """A case in its test body. Judge it: a body that judges nothing fails.
+    """A case in its test body. A body that judges nothing fails.
+
+    Where nothing is timed, the first judgement ends the body, and the case is `checked`. A red
+    verdict raises an AssertionError with the number, the limit that it missed and where the limit
+    is written.
 
     Attributes:
         variant, size: the case.
-        judged: whether a verdict was asked for; refusal: the error of one that is red.
+        judged: whether a verdict was asked for.
+        failure: the error of a verdict that is red.
     """
 
-    def __init__(self, case: CaseRun, session: pytest.Session) -> None:
-        self._case, self._session = case, session
+    def __init__(self, case_run: CaseRun, session: pytest.Session) -> None:
+        self._case_run, self._session = case_run, session
         self.judged = False
-        self.refusal: AssertionError | None = None
-        self.variant: str = case.case.variant_name
-        self.size: Mapping[str, Any] = dict(case.case.size)
+        self.failure: AssertionError | None = None
+        self.variant: str = case_run.case.variant_name
+        self.size: Size = dict(case_run.case.size)
 
     def assert_equivalent(
         self, *, exact: bool = False, rtol: float | None = None, atol: float | None = None
@@ -55,122 +68,109 @@ class PairUnderTest:
             AssertionError: naming the output, the worst coordinate, both values and the bound.
         """
         __tracebackhide__ = True
-        self._red(lambda: self._case.check({"exact": exact, "rtol": rtol, "atol": atol}))
+        rule = {"exact": exact, "rtol": rtol, "atol": atol}
+        self._run_stage(lambda: self._case_run.check(rule))
 
     def assert_speedup(self) -> None:
-        """Time both sides and judge the claim and the stored result.
-
-        Where nothing is timed this ends the body: the case is `checked`.
-
-        Raises:
-            AssertionError: naming the number, the limit it missed and where that came from.
-        """
+        """Time both sides and judge the claim and the stored result."""
         __tracebackhide__ = True
         self.judged = True
-        self._red(self._case.measure)
+        self._run_stage(self._case_run.measure)
 
     def assert_memory(self, *, at_most: float, of: str = "allocated") -> None:
         """Judge the variant's peak memory on the GPU against the baseline's, and the stored result.
 
-        Where nothing is timed this ends the body: the case is `checked`.
-
         Args:
             at_most: what a call of the variant may hold beyond its inputs, outputs and temporaries
-                together, as a share of what a call of the baseline does. On several ranks, each
+                together, as a share of what a call of the baseline holds. On several ranks, each
                 side counts with the rank that needs most.
             of: ``allocated``; ``reserved``, what the allocator took from the GPU for it; or
-                ``fragmentation``, how much more than it ever held.
+                ``fragmentation``, how much more it took than it ever held.
 
         Raises:
-            AssertionError: naming both amounts, the limit that was missed and where it came from.
-            ValueError: for a share that is not above 0, or memory of another kind.
+            ValueError: for a share that is not above 0, or another kind of memory.
         """
         __tracebackhide__ = True
         if of not in MEMORY:
-            raise ValueError(f"assert_memory(of={of!r}): legal are {', '.join(MEMORY)}")
+            raise ValueError(f"assert_memory(of={of!r}): choose one of {', '.join(MEMORY)}")
         if not at_most > 0:
             raise ValueError(f"{at_most=} of the baseline's memory: it must be above 0")
-        self._limit(MEMORY[of], at_most)
+        self._judge_metric(MEMORY[of], at_most)
 
     def assert_energy(self, *, at_most: float) -> None:
         """Judge the joules of a call against the baseline's, and the stored result.
 
-        Counted by the GPU's own counter over 5 s and more a window, four windows a case, so only
-        with ``--aisp-energy`` and when recording. On several ranks, all GPUs together.
+        The GPU's own counter needs four windows of at least 5 s a case, so energy is measured only
+        with ``--aisp-energy`` and when recording. On several ranks, all GPUs count together.
 
         Args:
-            at_most: what a call of the variant may take, as a share of what one of the baseline
-                does.
+            at_most: what a call of the variant may take, as a share of the baseline's.
 
         Raises:
-            AssertionError: naming both amounts, the limit that was missed and where it came from.
             ValueError: for a share that is not above 0.
         """
         __tracebackhide__ = True
         if not at_most > 0:
             raise ValueError(f"{at_most=} of the baseline's energy: it must be above 0")
-        self._limit("energy", at_most)
+        self._judge_metric("energy", at_most)
 
     def assert_goodput(self, *, at_least: float) -> None:
         """Judge the share of the variant's wall time in which the GPU computes, and the stored one.
 
-        Copies, fills, collectives and gaps are no use; kernels that run side by side count once.
-        The wall time is that of `assert_speedup`, which comes first; the kernels' the profiler's.
+        Copies, fills, collectives and gaps do not count; kernels that run side by side count once.
+        `assert_speedup` comes first and gives the wall time; the profiler gives the kernels' time.
 
         Args:
-            at_least: of the variant's wall time, above 0 and at most 1.
+            at_least: share of the variant's wall time.
 
         Raises:
-            AssertionError: naming both shares, the limit that was missed and where it came from.
-            ValueError: for what is no share.
+            ValueError: for a share that is not above 0 and at most 1.
         """
         __tracebackhide__ = True
         if not 0 < at_least <= 1:
             raise ValueError(f"{at_least=} of the wall time: it must be above 0 and at most 1")
-        self._limit("goodput", at_least)
+        self._judge_metric("goodput", at_least)
 
     def assert_launches(self, *, at_most: float) -> None:
         """Judge how many launches a call of the variant makes, and the stored result.
 
-        Launches are kernels, copies and fills on the GPU, as the profiler sees them. Where nothing
-        is timed this ends the body: the case is `checked`.
-
         Args:
-            at_most: launches of a call of the variant.
+            at_most: kernels, copies and fills on the GPU, as the profiler sees them.
 
         Raises:
-            AssertionError: naming both numbers, the limit that was missed and where it came from.
             ValueError: for a limit that is not above 0.
         """
         __tracebackhide__ = True
         if not at_most > 0:
             raise ValueError(f"{at_most=} launches: it must be above 0")
-        self._limit("launches", at_most)
+        self._judge_metric("launches", at_most)
 
-    def _limit(self, metric: Name, limit: float) -> None:
+    def _judge_metric(self, metric: Name, limit: float) -> None:
         __tracebackhide__ = True
         self.judged = True
-        self._red(lambda: self._case.measure_metric(metric, float(limit)))
+        self._run_stage(lambda: self._case_run.measure_metric(metric, float(limit)))
 
-    def _red(self, step: Callable[[], None]) -> None:
+    def _run_stage(self, stage: Callable[[], None]) -> None:
+        """Run a stage of the case; turn its failure into an assertion of the test."""
         __tracebackhide__ = True
         try:
-            return step()
+            return stage()
         except Failed as failure:
             message = str(failure)
         except Interrupted as over:
             self._stop(str(over))
         finally:
-            self._say_again()
-        self.refusal = AssertionError(message)
-        raise self.refusal
+            self._print_captured()
+        self.failure = AssertionError(message)
+        raise self.failure
 
-    def _say_again(self) -> None:
-        """Print here what the sides have printed in their processes; pytest does the rest."""
+    def _print_captured(self) -> None:
+        """Print what the sides printed in their processes; pytest captures it like the test's."""
+        run = self._case_run.run
         captured = self._session.config.getoption("capture", "fd") != "no"
-        for name, text in self._case.run.printed(LINES if captured else None).items():
+        for name, text in run.printed(LINES if captured else None).items():
             if text:
-                self._case.run.progress("")
+                run.progress("")
                 say(getattr(sys, name), text)
 
     def _stop(self, why: str) -> NoReturn:
@@ -188,12 +188,119 @@ class PairUnderTest:
     @property
     def interval(self) -> tuple[float, float]:
         """The 99 % interval of `speedup`."""
-        values, timing = self._values("interval"), self._case.timing
+        values, timing = self._values("interval"), self._case_run.timing
         assert timing is not None
         low, high = verdict.interval(fmean(values), timing.spread, len(values))
         return math.exp(low), math.exp(high)
 
     def _values(self, name: str) -> list[float]:
-        if not self._case.values:
+        if not self._case_run.values:
             raise AssertionError(f"pair.{name} before assert_speedup(): nothing was timed yet")
-        return self._case.values
+        return self._case_run.values
+
+
+def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
+    """Return what the `pair` fixture gives to a test body."""
+    item, config = request.node, request.config
+    case = getattr(request, "param", None)
+    if not isinstance(case, Case):
+        refuse(item, "the fixture `pair` needs @compare on the test")
+    if (why := item.stash.get(LOCK_ERROR, None)) is not None:
+        refuse(item, why)
+    if CASE in item.stash:
+        refuse(
+            item,
+            "this case was judged in this run before: a rerun turns no red verdict green\n"
+            "Leave cases out of what reruns tests",
+        )
+    if RUN not in config.stash:  # a page outside aisp_pages, in a session without our options
+        from .startup import configure
+
+        configure(config)
+    run = config.stash[RUN]
+    if run.settings.cold_start:
+        run.end_workers()
+    case_run = CaseRun(run, case, CaseLocation.of(item))
+    if case_run.placement.kind == "skip":
+        pytest.skip(case_run.placement.need)
+    if (marker := item.get_closest_marker("aisp_timeout")) is not None:
+        case_run.client.timeout = float(marker.args[0]) * run.settings.timeout_multiplier
+    if reruns := config.getoption("reruns", None):
+        case_run.notes.append(f"--reruns={reruns} leaves cases alone: the first verdict stands")
+    item.stash[CASE] = case_run
+    run.printed(0)  # drop what an earlier case's threads or profiler printed after its end
+    return PairUnderTest(case_run, request.session)
+
+
+@contextlib.contextmanager
+def run_body(item: pytest.Function) -> Iterator[None]:
+    """Run a test body: where nothing is timed it ends early, and it must judge its pair."""
+    __tracebackhide__ = True
+    start, pair = time.monotonic(), item.funcargs.get("pair")
+    if not isinstance(pair, PairUnderTest):  # a fixture of the user's own
+        yield
+        return
+    try:
+        with contextlib.suppress(EndOfBody):
+            yield
+            _require_judgement(item, pair)
+    finally:
+        pair._case_run.run.progress("")
+        pair._case_run.wall = time.monotonic() - start
+
+
+def _require_judgement(item: pytest.Function, pair: PairUnderTest) -> None:
+    """Refuse a body that ended without judging its pair, or a speedup that its page claims."""
+    case_run = pair._case_run
+    if not pair.judged:
+        refuse(item, "this page never judged its pair\nEnd the body with pair.assert_speedup()")
+    if case_run.timing is None and case_run.claim is not None:  # judged by metrics alone
+        if case_run.claim not in (1.0, "yardstick"):
+            refuse(
+                item,
+                f"this page never judged what it claims, {case_run.claim} by"
+                f" {case_run.claim_origin}\nCall pair.assert_speedup(), or claim nothing",
+            )
+        case_run.claim = None
+
+
+def add_row(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+    """Put the case's row into its report, and its numbers into JUnit's properties."""
+    case_run = item.stash.get(CASE, None)
+    if case_run is None or (report.skipped and not case_run.findings):
+        return
+    if report.failed:
+        _fail(item, call, case_run, report)
+    if report.failed or hasattr(report, "wasxfail"):
+        case_run.recorded = {}
+    if case_run.run.settings.profile:
+        _profile(case_run)
+    row = build_row(case_run)
+    report.aisp = row.to_json()  # type: ignore[attr-defined]
+    # JUnit reads the properties of the teardown report, which are the item's.
+    item.user_properties += row.properties()
+    report.user_properties += row.properties()
+
+
+def _fail(
+    item: pytest.Item, call: pytest.CallInfo[None], case_run: CaseRun, report: pytest.TestReport
+) -> None:
+    """Make the verdict as red as the test: a body may assert more than its pair's claims."""
+    pair = getattr(item, "funcargs", {}).get("pair")
+    error = call.excinfo.value if call.excinfo else None
+    ours = error is not None and error is getattr(pair, "failure", None)
+    # Ours and not red: `new` or `inconclusive`, which fail the run by the ini file.
+    if case_run.verdict in RED or (ours and case_run.verdict):
+        return
+    text = call.excinfo.exconly(tryshort=True) if call.excinfo else report.longreprtext
+    case_run.findings.append(Finding("fail", (text.partition("\n")[0],)))
+
+
+def _profile(case_run: CaseRun) -> None:
+    """Profile the case's sides. Other runs do not import the profilers."""
+    from .profiling import profile
+
+    try:
+        profile(case_run)
+    except pytest.fail.Exception as late:  # pytest-timeout, whose clock goes on after the verdict
+        case_run.remarks.append(f"not profiled: {late.msg}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..page.gpu_specs import missing_feature
 from ..page.pair import Case
+from ..page.sources import kernel_files, triton_kernels
 from ..util.device import Machine
 from .run_context import RunContext
 
@@ -20,6 +22,16 @@ class Kernels(NamedTuple):
     cuda: bool = False
     triton: bool = False
     emulated: bool = False
+
+
+def kernels_of(run: RunContext, case: Case) -> Kernels:
+    """Return which kernels of its own `case` launches."""
+    sides, root = [case.pair.baseline, case.variant.side], str(run.settings.root)
+    modules = kernel_files(sides, root)
+    emulated = False
+    if modules and run.emulator and not case.variant.gpu_only and not run.settings.in_process:
+        emulated = not any(map(importlib.import_module(run.emulator).unsupported, modules))
+    return Kernels(bool(modules), bool(triton_kernels(sides, root)), emulated)
 
 
 @dataclass(frozen=True)
@@ -40,22 +52,24 @@ class Placement:
 
 
 def placement_of(run: RunContext, case: Case, kernels: Kernels) -> Placement:
-    """Decide where `case` can be shown, by the `kernels` of its own that it launches."""
-    archs = case.pair.archs(case.variant)
+    """Decide where `case`, which launches `kernels`, can be shown."""
+    archs, machine = case.pair.archs(case.variant), run.machine
     if run.settings.compile:
-        return _assembled(run.settings.compile, case, archs, kernels)
-    checking = run.settings.check
-    if case.kind == "cpu" and case.variant.gpu_only:
-        return Placement("skip", "cpu", f"{case.variant.gpu_only} has no form on a CPU")
+        return _compiled(run.settings.compile, case, archs, kernels)
+    check = run.settings.check
+    full = Placement("check" if check else "time", "cpu", "--aisp-check" if check else "")
     if case.kind == "cpu":
-        if run.machine.arch == "cpu" or run.times_cpu or run.timer is not None:
-            return Placement("check" if checking else "time", "cpu", "--aisp-check" * checking)
+        if case.variant.gpu_only:
+            return Placement("skip", "cpu", f"{case.variant.gpu_only} has no form on a CPU")
+        if machine.arch == "cpu" or run.times_cpu or run.timer is not None:
+            return full
         return Placement("check", "cpu", "timed on a GPU machine only with -m aisp_cpu")
-    if run.timer is not None and run.machine.arch in archs:
-        return Placement("check" if checking else "time", "cpu", "--aisp-check" * checking)
-    if run.machine.arch in archs and len(run.machine.gpus) >= case.gpus:
-        return Placement("check" if checking else "time", "cuda", "--aisp-check" * checking)
-    need = _need(case, run.machine)
+    if machine.arch in archs:
+        if run.timer is not None:
+            return full
+        if len(machine.gpus) >= case.gpus:
+            return replace(full, device="cuda")
+    need = _need(case, machine)
     if kernels.emulated:
         return Placement("check", "cpu", f"{need}; its CUDA C++ kernels were emulated")
     if kernels.cuda:
@@ -65,30 +79,30 @@ def placement_of(run: RunContext, case: Case, kernels: Kernels) -> Placement:
     return Placement("check", "cpu", need)
 
 
-def _assembled(
-    asked: tuple[str, ...], case: Case, archs: tuple[str, ...], kernels: Kernels
+def _compiled(
+    wanted: tuple[str, ...], case: Case, archs: tuple[str, ...], kernels: Kernels
 ) -> Placement:
-    """Return where a case is assembled, and for what."""
-    mine = tuple(arch for arch in asked if arch in archs)
+    """Return where a case is compiled, and for which of the `wanted` archs."""
+    both = tuple(arch for arch in wanted if arch in archs)
     if case.kind == "cpu":
         return Placement("skip", COMPILER, "a size for CPUs: no kernel is launched")
     if not any(kernels):
         return Placement("skip", COMPILER, "launches no kernel of its own: nothing to assemble")
-    if not mine:
+    if not both:
         features = ", ".join(case.pair.features(case.variant))
-        why = f"needs {features} ({', '.join(archs)}); asked for {', '.join(asked)}"
+        why = f"needs {features} ({', '.join(archs)}); asked for {', '.join(wanted)}"
         return Placement("skip", COMPILER, why)
-    return Placement("compile", COMPILER, f"--aisp-compile={','.join(mine)}", mine)
+    return Placement("compile", COMPILER, f"--aisp-compile={','.join(both)}", both)
 
 
 def _need(case: Case, machine: Machine) -> str:
-    features = case.pair.features(case.variant)
-    here = "there is none here"
-    if machine.arch != "cpu":
-        here = f"this GPU is {machine.arch} ({machine.name})"
-    lacking = missing_feature(features, machine.arch) if features else None
-    if machine.arch != "cpu" and len(machine.gpus) < case.gpus:
+    """Return what the machine lacks to time `case`."""
+    if machine.arch == "cpu":
+        here = "there is none here"
+    elif len(machine.gpus) < case.gpus:
         return f"needs {case.gpus} GPUs; this machine has {len(machine.gpus)}"
-    if lacking:
-        return f"needs {lacking}; {here}"
-    return f"needs a GPU; {here}"
+    else:
+        here = f"this GPU is {machine.arch} ({machine.name})"
+    features = case.pair.features(case.variant)
+    lacking = missing_feature(features, machine.arch) if features else None
+    return f"needs {lacking or 'a GPU'}; {here}"

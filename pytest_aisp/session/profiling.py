@@ -44,8 +44,8 @@ def profile(case: CaseRun) -> None:
 
 def folder_of(client: CaseClient) -> Path:
     """Return the folder of the case's profiles, named after chapter, page, test and case."""
-    where, case = client.where, client.case
-    full = f"{where['folder']}.{Path(where['page']).stem}.{where['function']}.{case.id}"
+    place = client.location
+    full = f"{place.chapter}.{place.page.stem}.{place.function}.{client.case.id}"
     name = re.sub(r"[^\w.=,-]", "_", full)[:LONGEST]
     if name != full:
         name += f"-{zlib.crc32(full.encode()):08x}"

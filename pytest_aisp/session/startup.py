@@ -18,6 +18,7 @@ from ..results.artifacts import Unclaimable, stamped
 from ..results.run_reader import folder_of
 from ..util.device import REMEDY, Machine, lease
 from .canary import CLOCKS
+from .collect import case_of
 from .options import LOCK_ERROR, PROFILERS, RECORDER, RUN, SETTINGS, Settings
 from .recorder import Recorder, build_manifest
 from .run_context import RunContext
@@ -236,7 +237,7 @@ def leased(item: pytest.Item) -> Iterator[None]:
     """
     with contextlib.ExitStack() as held:
         try:
-            _hold(held, item.config.stash[RUN], _case(item))
+            _hold(held, item.config.stash[RUN], case_of(item))
         except OSError as error:  # raised here it would end the whole run
             item.stash[LOCK_ERROR] = f"the machine cannot be leased: {error}\n{REMEDY}"
         yield
@@ -250,8 +251,3 @@ def _hold(held: contextlib.ExitStack, run: RunContext, case: Case | None) -> Non
     if run.timer is None and run.machine.gpus and touches and case is not None:
         for gpu in sorted(run.gpus(case.gpus)):  # in one order everywhere: nobody waits in a ring
             held.enter_context(lease(gpu, waiting=run.progress))
-
-
-def _case(item: pytest.Item) -> Case | None:
-    callspec = getattr(item, "callspec", None)
-    return callspec.params.get("pair") if callspec else None
