@@ -345,4 +345,4 @@ def test_unwritable_lock_folder_is_reported(two, monkeypatch, capsys, tmp_path):
 
 def test_an_invalid_size_is_refused(capsys):
     assert app.main(["bandwidth", "--size=1GB"]) == 2
-    assert "'1GB' is no size; write it like 4KiB, 512MiB or 1GiB" in capsys.readouterr().err
+    assert "'1GB' is not a size; write it like 4KiB, 512MiB or 1GiB" in capsys.readouterr().err

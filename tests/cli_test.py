@@ -133,10 +133,10 @@ def test_what_is_being_done_is_shown_on_a_terminal_alone(monkeypatch, capsys):
 
 
 def test_the_bar_fills_with_what_is_done():
-    told = cli_result.part_of("all_reduce of 4 KiB", 3, 18)
+    told = cli_result.with_progress("all_reduce of 4 KiB", 3, 18)
     assert told == "all_reduce of 4 KiB (3 of 18 done)"
-    assert cli_result.parted(told) == ("all_reduce of 4 KiB", 3, 18)
-    assert cli_result.parted("rank 0: start") == ("rank 0: start", 0, None)
+    assert cli_result.split_progress(told) == ("all_reduce of 4 KiB", 3, 18)
+    assert cli_result.split_progress("rank 0: start") == ("rank 0: start", 0, None)
 
 
 def test_a_shell_is_told_how_to_complete(monkeypatch):
@@ -158,7 +158,7 @@ def test_sizes_are_read(text, nbytes):
 
 @pytest.mark.parametrize("text", ["", "0", "0KiB", "-1", "1.5GiB", "1GB", "1 TiB", "4KiB:"])
 def test_what_is_no_size_says_how_to_write_one(text):
-    message = re.escape(f"{text!r} is no size; write it like 4KiB, 512MiB or 1GiB")
+    message = re.escape(f"{text!r} is not a size; write it like 4KiB, 512MiB or 1GiB")
     with pytest.raises(ValueError, match=message):
         parse_bytes(text)
 

@@ -174,8 +174,8 @@ def test_a_machine_with_one_gpu_runs_its_ranks_on_the_cpu():
     ("argument", "message"),
     [
         ("--ops=all_reduce,scan", "unknown collective 'scan'; legal: all_reduce, all_gather, red"),
-        ("--sizes=4KB", "'4KB' is no size; write it like 4KiB, 512MiB or 1GiB"),
-        ("--sizes=0", "'0' is no size"),
+        ("--sizes=4KB", "'4KB' is not a size; write it like 4KiB, 512MiB or 1GiB"),
+        ("--sizes=0", "'0' is not a size"),
         ("--sizes=8KiB:4KiB", "'8KiB:4KiB' ends before it begins; write the smaller size first"),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn, TypeAlias, TypeVar
 
 import typer
 
-from ..util.cli_result import CliError, CliResult, parted
+from ..util.cli_result import CliError, CliResult, split_progress
 
 T = TypeVar("T")
 Tell: TypeAlias = Callable[[str], None]
@@ -55,7 +55,7 @@ def print_error(text: str) -> None:
 def show_progress() -> Iterator[Tell]:
     """Show a progress bar with the current step and its time; without a terminal, nothing.
 
-    The bar fills if the text says how much is done (`part_of`); otherwise it only moves.
+    The bar fills if the text says how much is done (`with_progress`); otherwise it only moves.
     """
     if not sys.stderr.isatty():
         yield lambda text: None
@@ -68,7 +68,7 @@ def show_progress() -> Iterator[Tell]:
         task = bar.add_task("", total=None)
 
         def tell(told: str) -> None:
-            text, done, of = parted(told)
+            text, done, of = split_progress(told)
             bar.update(task, description=text, completed=done, total=of)
 
         yield tell

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from ..results.row import duration
 from ..timing import peaks
-from ..util.cli_result import CliError, CliResult, columns, part_of, rate_text, size_text
+from ..util.cli_result import CliError, CliResult, columns, rate_text, size_text, with_progress
 from ..util.device import Machine, lease_gpus
 from .topology import Route, read_topology
 
@@ -158,7 +158,7 @@ def measure(
         route = routes[directions[0]]
         limit = None if route.limit is None else route.limit * len(directions)
         hop = Hop(route.source, route.target, len(directions) == 2, 0.0, route.kind, limit)
-        progress(part_of(hop.label, len(found), len(plan)))
+        progress(with_progress(hop.label, len(found), len(plan)))
         arrived = copier.arrived(directions)  # warms the route up, too
         seconds = median(copier.seconds(directions, count) for _ in range(WINDOWS))
         rate = len(directions) * nbytes * count / seconds

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checking.inputs import BoundSide
 from ..checking.numerics import Wrong
-from ..util.cli_result import part_of, size_text
+from ..util.cli_result import size_text, with_progress
 from ..util.process_group import current_group
 from .schedule import calls_for
 from .windows import WINDOW, GraphWindow, Uncapturable, host_window, on_all_ranks
@@ -84,7 +84,7 @@ def sweep(
             notes.append(f"one-shot all-reduce in symmetric memory is not available: {refused}")
     wanted = [(op, n) for op in makers for n in sizes if op != ONE_SHOT or n <= ONE_SHOT_MOST]
     for op, nbytes in wanted:
-        tell(part_of(f"{op} of {size_text(nbytes)}", len(found), len(wanted)))
+        tell(with_progress(f"{op} of {size_text(nbytes)}", len(found), len(wanted)))
         found.append(_timed(makers[op](nbytes, device), device))
     return {
         "rows": found,

@@ -1,4 +1,4 @@
-"""What a command of `aisp` answers, lines and an exit code, and sizes as people write them."""
+"""The result of an `aisp` command, and how commands read and print sizes, rates and tables."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ class CliResult:
 
 
 class CliError(Exception):
-    """A command cannot answer here; the message says why and what to do.
-
-    Attributes:
-        code: the exit code: 2, but for a command that says otherwise.
-    """
+    """A command cannot run here; the message says why and what to do."""
 
     def __init__(self, message: str, code: int = 2) -> None:
         super().__init__(message)
@@ -33,19 +29,19 @@ def parse_bytes(text: str) -> int:
     """Return the bytes of ``4KiB``, ``512MiB``, ``1GiB`` or ``4096``.
 
     Raises:
-        ValueError: for anything else, or nothing at all.
+        ValueError: the text is not a size.
     """
-    found = re.fullmatch(r"(\d+)\s*(B|KiB|MiB|GiB)?", text.strip())
-    if found is None or int(found[1]) == 0:
-        raise ValueError(f"{text!r} is no size; write it like 4KiB, 512MiB or 1GiB")
-    return int(found[1]) * UNITS[found[2] or "B"]
+    match = re.fullmatch(r"(\d+)\s*(B|KiB|MiB|GiB)?", text.strip())
+    if match is None or int(match[1]) == 0:
+        raise ValueError(f"{text!r} is not a size; write it like 4KiB, 512MiB or 1GiB")
+    return int(match[1]) * UNITS[match[2] or "B"]
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Return the sizes of ``4KiB:512MiB`` (each twice the last) or ``4KiB,1MiB``, ascending.
 
     Raises:
-        ValueError: for a size that is none, or a range that ends before it begins.
+        ValueError: a size is not one, or a range ends before it begins.
     """
     if ":" not in text:
         return tuple(sorted({parse_bytes(part) for part in text.split(",")}))
@@ -58,19 +54,19 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def part_of(text: str, done: int, of: int) -> str:
-    """Return `text` with how much is done: ``all_reduce of 4 KiB (3 of 18 done)``."""
-    return f"{text} ({done} of {of} done)"
+def with_progress(text: str, done: int, total: int) -> str:
+    """Return `text` with the progress: ``all_reduce of 4 KiB (3 of 18 done)``."""
+    return f"{text} ({done} of {total} done)"
 
 
-def parted(text: str) -> tuple[str, int, int | None]:
-    """Return what `part_of` was told: the text, what is done, and of how many; None: unknown."""
-    found = re.fullmatch(r"(.*) \((\d+) of (\d+) done\)", text)
-    return (text, 0, None) if found is None else (found[1], int(found[2]), int(found[3]))
+def split_progress(text: str) -> tuple[str, int, int | None]:
+    """Return the text, done and total of `with_progress`; the total of any other text is None."""
+    match = re.fullmatch(r"(.*) \((\d+) of (\d+) done\)", text)
+    return (text, 0, None) if match is None else (match[1], int(match[2]), int(match[3]))
 
 
 def size_text(nbytes: int) -> str:
-    """Return ``4 KiB``: bytes in the largest unit that leaves a number of 1 or more."""
+    """Return ``4 KiB``: `nbytes` in the largest unit that gives at least 1."""
     unit, scale = next(u for u in reversed(UNITS.items()) if nbytes >= u[1] or u[1] == 1)
     return f"{nbytes / scale:.4g} {unit}"
 
@@ -81,7 +77,7 @@ def rate_text(rate: float) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return `rows`, the heads first, as lines whose columns stand below each other."""
+    """Return `rows`, headings first, as lines with aligned columns."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()

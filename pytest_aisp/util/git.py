@@ -1,4 +1,4 @@
-"""What git says of a repository."""
+"""Run git in a repository."""
 
 from __future__ import annotations
 
@@ -8,27 +8,23 @@ from pathlib import Path
 
 
 class GitError(Exception):
-    """Git's own words for why it has no answer, or that it cannot be run."""
+    """Git failed; the message is git's own."""
 
 
 class NoGit(GitError):
-    """Git cannot be run; the last line says what to do."""
+    """Git cannot be run."""
 
 
-def run_git(root: Path, *words: str, **variables: str) -> bytes:
-    """Return what `git words` prints in the folder `root`, with environment `variables` set.
+def run_git(root: Path, *arguments: str, **variables: str) -> bytes:
+    """Return what git prints in the folder `root`, with environment `variables` set.
 
     Raises:
-        GitError: where it fails; `NoGit` where it cannot be run.
+        GitError: git fails.
+        NoGit: git cannot be run.
     """
+    environment = {**os.environ, **variables}
     try:
-        done = subprocess.run(
-            ["git", *words],
-            cwd=root,
-            capture_output=True,
-            check=False,
-            env={**os.environ, **variables},
-        )
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, env=environment)
     except OSError as error:
         raise NoGit(f"git cannot be run: {error}\nInstall git") from None
     if done.returncode:
@@ -36,9 +32,9 @@ def run_git(root: Path, *words: str, **variables: str) -> bytes:
     return done.stdout
 
 
-def try_git(root: Path, *words: str) -> str | None:
-    """Return what `git words` prints in the folder `root`, or None where it has no answer."""
+def try_git(root: Path, *arguments: str) -> str | None:
+    """Return what git prints in the folder `root`, or None if it fails."""
     try:
-        return run_git(root, *words).decode()
+        return run_git(root, *arguments).decode()
     except GitError:
         return None
