@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .kernels.arguments import tensor_map
     from .kernels.cuda_cpp import cuda_module
-    from .kernels.tma import tensor_map
     from .page.declare import compare
     from .page.pair import Conditions, Variant, Work
     from .timing.microbench import capture
@@ -34,7 +34,7 @@ _HOME = {
     "compare": "page.declare",
     "cuda_module": "kernels.cuda_cpp",
     "fresh_process": "worker.process_timer",
-    "tensor_map": "kernels.tma",
+    "tensor_map": "kernels.arguments",
 }
 
 

@@ -18,11 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_aisp.kernels import cuda_cpp, launch_config, nvrtc
+from pytest_aisp.kernels import cuda_cpp, nvrtc
+from pytest_aisp.kernels.arguments import TensorMap, check_arguments
 from pytest_aisp.kernels.cuda_cpp import CudaModule, LaunchError, cuda_module
-from pytest_aisp.kernels.launch_config import check_arguments
 from pytest_aisp.kernels.nvrtc import CompileError, NoCompiler
-from pytest_aisp.kernels.tma import TensorMap
 from pytest_aisp.page.gpu_specs import GPU_ARCHS
 
 needs_nvrtc = pytest.mark.skipif(
@@ -330,7 +329,7 @@ def test_a_wrong_geometry_says_what_is_legal(where, words):
 def test_a_geometry_is_made_once():
     rows = cuda_module("data/build.cu").rows
     assert rows[(2, 3), 256, 1024] is rows[(2, 3), 256, 1024]
-    assert rows[(2, 3), 256, 1024].config == launch_config.LaunchConfig((2, 3), (256,), 1024)
+    assert rows[(2, 3), 256, 1024].config == cuda_cpp.LaunchConfig((2, 3), (256,), 1024)
     launch = rows.launch((2, 3), 256, cluster=2)
     assert launch is rows.launch((2, 3), 256, cluster=2)
     assert launch is not rows.launch((2, 3), 256, cooperative=True)

@@ -8,16 +8,18 @@ import pytest
 import torch
 
 from pytest_aisp import tensor_map
-from pytest_aisp.kernels import tma
+from pytest_aisp.kernels import arguments
+from pytest_aisp.kernels.arguments import LaunchError
 from pytest_aisp.kernels.fake_gpu import fake_gpu
-from pytest_aisp.kernels.launch_config import LaunchError
 
 
 @pytest.fixture
 def encoded(monkeypatch):
     """Return what would be handed to the driver, on a GPU that is only pretended."""
     asked = []
-    monkeypatch.setattr(tma, "_encode", lambda *given: asked.append(given) or "descriptor")
+    monkeypatch.setattr(
+        arguments, "_encode_tensor_map", lambda *given: asked.append(given) or "descriptor"
+    )
     with fake_gpu("sm90"):
         yield asked
 
@@ -86,7 +88,7 @@ def test_elements_go_to_cuda_core_in_a_type_that_it_knows(monkeypatch, dtype, se
     from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle
 
     monkeypatch.setattr(cuda.core.utils, "StridedMemoryView", View)
-    box, options = tma._encode(torch.zeros(8, 64).to(dtype), (8, 16), 32, 256)
+    box, options = arguments._encode_tensor_map(torch.zeros(8, 64).to(dtype), (8, 16), 32, 256)
     assert seen == [(sent, False, -1)]
     assert box == (8, 16)
     assert options == {

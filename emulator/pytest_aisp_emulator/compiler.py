@@ -12,8 +12,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from pytest_aisp.kernels.arguments import without_comments
 from pytest_aisp.kernels.cuda_cpp import CudaModule
-from pytest_aisp.kernels.launch_config import without_comments
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++") if shutil.which("objcopy") else None

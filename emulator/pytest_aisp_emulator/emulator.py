@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
+from pytest_aisp.kernels.arguments import LaunchError, check_arguments
 from pytest_aisp.kernels.cuda_cpp import Kernel, Launch
 from pytest_aisp.kernels.fake_gpu import cuda_functions
-from pytest_aisp.kernels.launch_config import LaunchError, check_arguments
 
 from .compiler import library_of
 

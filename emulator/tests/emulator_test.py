@@ -10,7 +10,7 @@ from pytest_aisp_emulator import CannotEmulate, Fault, emulated, unsupported
 from pytest_aisp_emulator.compiler import COMPILER
 
 from pytest_aisp import cuda_module
-from pytest_aisp.kernels.launch_config import LaunchError
+from pytest_aisp.kernels.arguments import LaunchError
 
 SEEDS = (1, 2)
 NAN = float("nan")

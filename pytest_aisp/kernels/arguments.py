@@ -1,4 +1,8 @@
-"""How a CUDA C++ kernel is launched: its signature, its arguments, grid, block and cluster."""
+"""The signature of a CUDA C++ kernel, and its arguments: tensors, numbers and tensor maps.
+
+A tensor map tells the tensor memory accelerator (TMA) where a tensor's tiles are. A kernel takes
+one as ``const __grid_constant__ CUtensorMap map``.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,18 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from numbers import Integral, Real
-from types import ModuleType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-Argument: TypeAlias = Any
-"""What a page passes to a kernel: a tensor, a number, a tensor map, or a mistake."""
-Dims: TypeAlias = "int | tuple[int, ...]"
-"""A grid, a block or a cluster: an int or up to 3 ints."""
+if TYPE_CHECKING:
+    import cuda.core
+    import torch
+
+Integer: TypeAlias = "ctypes._SimpleCData[int]"
+Float: TypeAlias = "ctypes._SimpleCData[float]"
+Convert: TypeAlias = Callable[[Any, int], object]
+"""Return an argument for a device as cuda.core takes it, or None if it does not fit."""
 
 # PyTorch's names for C types. `_dtype` derives the integers from their bits.
 _DTYPES = {"float": "float32", "double": "float64", "bool": "bool", "size_t": "uint64"}
@@ -31,8 +39,15 @@ _KERNEL = re.compile(r'extern\s*"C"\s*__global__([^{;]*)[{;]')
 _ATTRIBUTE = re.compile(r"__\w+__\s*\((?:[^()]|\([^()]*\))*\)")
 _QUALIFIER = re.compile(r"\b(const|volatile|__restrict__|__restrict|__grid_constant__)\b|std::")
 
-
-Number: TypeAlias = "ctypes._SimpleCData[Any]"
+# The tensor map of an element size takes this dtype.
+_SAME_WIDTH = {1: "uint8", 2: "uint16", 4: "int32", 8: "int64"}
+SWIZZLES = {0: "NONE", 32: "SWIZZLE_32B", 64: "SWIZZLE_64B", 128: "SWIZZLE_128B"}
+PROMOTIONS = {0: "NONE", 64: "L2_64B", 128: "L2_128B", 256: "L2_256B"}
+MAX_BOX = 256
+"""Most elements of a tile along one dimension."""
+TMA_ALIGNMENT = 16
+"""Alignment in bytes of a tensor, its rows and a tile's rows."""
+MAX_RANK = 5
 
 
 class LaunchError(TypeError):
@@ -46,17 +61,16 @@ class Param:
     Attributes:
         text: the declaration: ``const float4* x``.
         needs: what it accepts, for error messages; has a ``{device}``.
-        convert: returns an argument, given with the device, as cuda.core takes it; or None.
     """
 
     text: str
     name: str
     needs: str
-    convert: Callable[[Argument, int], object]
+    convert: Convert
 
 
 def check_arguments(
-    name: str, params: Sequence[Param], args: Sequence[Argument], device: int
+    name: str, params: Sequence[Param], args: Sequence[object], device: int
 ) -> list[object]:
     """Return `args` as cuda.core takes them.
 
@@ -67,64 +81,64 @@ def check_arguments(
     if len(args) != len(params):
         texts = ", ".join(p.text for p in params)
         raise LaunchError(f"{name}({texts}) needs {len(params)} arguments; {len(args)} were given")
-    values = [param.convert(given, device) for param, given in zip(params, args, strict=True)]
+    values = [param.convert(arg, device) for param, arg in zip(params, args, strict=True)]
     if None in values:
-        at = values.index(None)
-        fault = f"{name}: parameter {params[at].name!r} was given {_describe(args[at])}"
-        needs = params[at].needs.format(device=device)
-        raise LaunchError(f"{fault}; `{params[at].text}` needs {needs}")
+        index = values.index(None)
+        fault = f"{name}: parameter {params[index].name!r} was given {_describe(args[index])}"
+        needs = params[index].needs.format(device=device)
+        raise LaunchError(f"{fault}; `{params[index].text}` needs {needs}")
     return values
 
 
-def _describe(given: Argument) -> str:
-    if not hasattr(given, "data_ptr"):
-        return f"{reprlib.repr(given)} ({type(given).__name__})"
-    where = f"cuda:{given.get_device()}" if given.get_device() >= 0 else "the CPU"
-    faults = ", not contiguous" * (not given.is_contiguous())
-    faults += ", not 16-byte aligned" * (given.data_ptr() % 16 != 0)
-    return f"a {_torch_name(given.dtype)} tensor of shape {tuple(given.shape)} on {where}{faults}"
+def _describe(arg: Any) -> str:
+    if not hasattr(arg, "data_ptr"):
+        return f"{reprlib.repr(arg)} ({type(arg).__name__})"
+    where = f"cuda:{arg.get_device()}" if arg.get_device() >= 0 else "the CPU"
+    faults = ", not contiguous" * (not arg.is_contiguous())
+    faults += ", not 16-byte aligned" * (arg.data_ptr() % 16 != 0)
+    return f"a {_torch_name(arg.dtype)} tensor of shape {tuple(arg.shape)} on {where}{faults}"
 
 
 @functools.cache
-def _torch_name(dtype: object) -> str:
+def _torch_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _tensor(dtypes: frozenset[str], align: int, given: Argument, device: int) -> int | None:
+def _tensor(dtypes: frozenset[str], align: int, arg: torch.Tensor, device: int) -> int | None:
     try:
-        right = not dtypes or _torch_name(given.dtype) in dtypes
-        if right and given.get_device() == device and given.is_contiguous():
-            address: int = given.data_ptr()
+        fits = not dtypes or _torch_name(arg.dtype) in dtypes
+        if fits and arg.get_device() == device and arg.is_contiguous():
+            address = arg.data_ptr()
             return None if address % align else address
     except AttributeError:  # not a tensor
         pass
     return None
 
 
-def _integer(ctype: type[Number], given: Argument, device: int) -> Number | None:
+def _integer(ctype: type[Integer], arg: object, device: int) -> Integer | None:
     # cuda.core would take a Python int for an address. ctypes wraps a number that is too large.
-    number = ctype(int(given)) if isinstance(given, (int, Integral)) else None
-    return number if number is not None and number.value == given else None
+    number = ctype(int(arg)) if isinstance(arg, (int, Integral)) else None
+    return number if number is not None and number.value == arg else None
 
 
-def _real(ctype: type[Number], given: Argument, device: int) -> Number | None:
-    if not isinstance(given, (float, Real)) or isinstance(given, bool):
+def _real(ctype: type[Float], arg: object, device: int) -> Float | None:
+    if not isinstance(arg, (float, Real)) or isinstance(arg, bool):
         return None
     try:
-        number = ctype(given)
-        return number if math.isinf(number.value) == math.isinf(given) else None
+        number = ctype(float(arg))
+        return number if math.isinf(number.value) == math.isinf(arg) else None
     except OverflowError:
         return None
 
 
-def _tensor_map(given: Argument, device: int) -> object:
-    found = getattr(given, "descriptor", given)  # a `tma.TensorMap`, or cuda.core's descriptor
-    return found if type(found).__name__ == "TensorMapDescriptor" else None
+def _tensor_map(arg: object, device: int) -> object:
+    descriptor = getattr(arg, "descriptor", arg)  # of a `TensorMap`, or cuda.core's own
+    return descriptor if type(descriptor).__name__ == "TensorMapDescriptor" else None
 
 
 def without_comments(source: str) -> str:
     """Return `source` without comments, every line in its place."""
-    return _COMMENT.sub(lambda found: found[1] or " " + "\n" * found[0].count("\n"), source)
+    return _COMMENT.sub(lambda match: match[1] or " " + "\n" * match[0].count("\n"), source)
 
 
 def signatures(file: str, sources: Iterable[str]) -> Iterator[tuple[str, tuple[Param, ...]]]:
@@ -132,10 +146,11 @@ def signatures(file: str, sources: Iterable[str]) -> Iterator[tuple[str, tuple[P
     for source in sources:
         for header in _KERNEL.findall(without_comments(source)):
             words = " ".join(_ATTRIBUTE.sub("", header).split())
-            if not (found := re.fullmatch(r"void (\w+) ?\(([^()]*)\)", words)):
+            match = re.fullmatch(r"void (\w+) ?\(([^()]*)\)", words)
+            if match is None:
                 raise LaunchError(f"{file}: cannot read the signature of `{words}`")
-            texts = [t.strip() for t in found[2].split(",") if t.strip() not in ("", "void")]
-            yield found[1], tuple(_param(f"{file}: {found[1]}", text) for text in texts)
+            texts = [t.strip() for t in match[2].split(",") if t.strip() not in ("", "void")]
+            yield match[1], tuple(_param(f"{file}: {match[1]}", text) for text in texts)
 
 
 def _param(kernel: str, text: str) -> Param:
@@ -159,13 +174,13 @@ def _param(kernel: str, text: str) -> Param:
     )
 
 
-def _pointer(dtype: str, width: int) -> tuple[str, Callable[[Argument, int], object]]:
+def _pointer(dtype: str, width: int) -> tuple[str, Convert]:
     """Return what a pointer needs, in words, and the function that converts an argument to it."""
     # PyTorch has few operations for wide unsigned dtypes, so signed tensors are accepted too.
     signed = dtype if dtype == "uint8" else dtype.removeprefix("u")
     names = " or ".join(dict.fromkeys((dtype, signed)))
-    found = re.search(r"\d+", dtype)
-    align = min(16, int(found[0]) // 8 * (1 if width == 3 else width)) if found else 1
+    bits = re.search(r"\d+", dtype)
+    align = min(16, int(bits[0]) // 8 * (1 if width == 3 else width)) if bits else 1
     needs = f"a contiguous {names} tensor" if names else "a contiguous tensor"
     needs += " on cuda:{device}" + f" at a multiple of {align} bytes" * (width > 1)
     return needs, partial(_tensor, frozenset((dtype, signed)) - {""}, align)
@@ -175,8 +190,8 @@ def _element(c_type: str) -> tuple[str, int]:
     """Return the PyTorch dtype and the width of a C type: float32 and 4 for float4."""
     if dtype := _dtype(c_type):
         return dtype, 1
-    found = re.fullmatch(r"(.+)([1-4])", c_type)
-    return (_dtype(found[1]), int(found[2])) if found else ("", 1)
+    vector = re.fullmatch(r"(.+)([1-4])", c_type)
+    return (_dtype(vector[1]), int(vector[2])) if vector else ("", 1)
 
 
 def _dtype(c_type: str) -> str:
@@ -189,74 +204,80 @@ def _dtype(c_type: str) -> str:
     return f"{'u' * unsigned}int{bits}"
 
 
-MAX_CLUSTER = 8
-"""Blocks in the largest cluster that every GPU with clusters can schedule."""
-DIM_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64)}
-
-
 @dataclass(frozen=True)
-class LaunchConfig:
-    """Grid and block; `shared` is bytes of dynamic shared memory."""
+class TensorMap:
+    """A map of `tensor`, which it keeps alive, in tiles of `box` elements; pass it to a kernel."""
 
-    grid: tuple[int, ...]
-    block: tuple[int, ...]
-    shared: int = 0
-    cluster: tuple[int, ...] = ()
-    cooperative: bool = False
-    dependent: bool = False
-
-    def __str__(self) -> str:
-        words = [f"block {_by(self.block)}"]
-        words += [f"cluster {_by(self.cluster)}"] * bool(self.cluster)
-        words += [f"{self.shared} B dynamic"] * bool(self.shared)
-        words += ["cooperative"] * self.cooperative + ["dependent"] * self.dependent
-        return ", ".join(words)
-
-    def for_cuda_core(self, core: ModuleType) -> object:
-        """Return the `cuda.core.LaunchConfig`, whose grid counts clusters."""
-        grid = self.grid
-        attributes: dict[str, object] = {}
-        if self.cluster:
-            grid = tuple(n // c for n, c in zip(grid, self.cluster, strict=True))
-            attributes["cluster"] = self.cluster
-        if self.cooperative:
-            attributes["is_cooperative"] = True
-        if self.dependent:
-            attributes["programmatic_stream_serialization"] = True
-        return core.LaunchConfig(grid=grid, block=self.block, shmem_size=self.shared, **attributes)
+    tensor: torch.Tensor
+    box: tuple[int, ...]
+    descriptor: cuda.core.TensorMapDescriptor
 
 
-def _by(dims: tuple[int, ...]) -> str:
-    return "x".join(map(str, dims))
+def tensor_map(
+    tensor: torch.Tensor, box: Sequence[int], *, swizzle: int = 0, promotion: int = 128
+) -> TensorMap:
+    """Return a map of `tensor` in tiles of `box` elements, by dimension as in its shape.
+
+    Elements beyond the tensor's edge are read as zero and never written. Elements of one and two
+    bytes are passed as integers: a kernel can load and store them, but not reduce into them.
+
+    Args:
+        box: 1 to 256 elements in each dimension; a row (the last dimension) must be a multiple of
+            16 bytes.
+        swizzle: 32, 64 or 128 bytes: the pattern in which 16-byte pieces of a tile's rows are
+            exchanged in shared memory. A row must not be longer.
+        promotion: 64, 128 or 256 bytes that a miss brings into the L2.
+
+    Raises:
+        LaunchError: the accelerator cannot address this.
+    """
+    __tracebackhide__ = True
+    box = tuple(box)
+    for fault in _tma_faults(tensor, box, swizzle, promotion):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        what = f"a {dtype} tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+        raise LaunchError(f"tensor_map of {what} in tiles of {box}: {fault}")
+    return TensorMap(tensor, box, _encode_tensor_map(tensor, box, swizzle, promotion))
 
 
-def launch_config_of(name: str, index: object) -> LaunchConfig:
-    """Return the launch config of ``kernel[index]``."""
-    if not isinstance(index, tuple) or len(index) not in (2, 3):
-        raise LaunchError(f"{name}[{index!r}]: needs [grid, block] or [grid, block, shared_bytes]")
-    grid, block = (dims if isinstance(dims, tuple) else (dims,) for dims in index[:2])
-    for what, dims in (("grid", grid), ("block", block)):
-        ints = 1 <= len(dims) <= 3 and all(isinstance(d, int) for d in dims)
-        if not ints or not all(1 <= d <= m for d, m in zip(dims, DIM_LIMITS[what], strict=False)):
-            needs = f"1 to 3 ints from 1 to at most {DIM_LIMITS[what]}"
-            raise LaunchError(f"{name}: {what} is {dims!r}; needs {needs}")
-    threads, shared = math.prod(block), (*index, 0)[2]
-    if threads > 1024:
-        raise LaunchError(f"{name}: block {block} has {threads} threads; needs at most 1024")
-    if not isinstance(shared, int) or shared < 0:
-        raise LaunchError(f"{name}: shared_bytes is {shared!r}; needs an int of at least 0")
-    return LaunchConfig(grid, block, shared)
+def _tma_faults(
+    tensor: torch.Tensor, box: tuple[int, ...], swizzle: int, promotion: int
+) -> Iterator[str]:
+    size, rank = tensor.element_size(), tensor.dim()
+    if not tensor.is_cuda:
+        yield "it is on the CPU; the accelerator reads GPU memory"
+    if not 1 <= rank <= MAX_RANK or len(box) != rank:
+        yield f"needs 1 to {MAX_RANK} dimensions, and as many in the tile"
+    if not all(isinstance(n, int) and 1 <= n <= MAX_BOX for n in box):
+        yield f"a tile has 1 to {MAX_BOX} elements in each dimension"
+    if size not in _SAME_WIDTH or tensor.is_complex() or not tensor.numel():
+        yield "needs elements of 1, 2, 4 or 8 bytes, and at least one"
+    if tensor.stride(-1) != 1:
+        yield "its last dimension must be contiguous"
+    starts = [tensor.data_ptr(), *(stride * size for stride in tensor.stride()[:-1])]
+    if any(start < 1 or start % TMA_ALIGNMENT for start in starts):
+        yield f"each row must begin at a multiple of {TMA_ALIGNMENT} bytes"
+    if box[-1] * size % TMA_ALIGNMENT:
+        yield f"a row of a tile is {box[-1] * size} bytes; needs a multiple of {TMA_ALIGNMENT}"
+    if swizzle not in SWIZZLES or promotion not in PROMOTIONS:
+        yield f"swizzle is one of {list(SWIZZLES)}, promotion of {list(PROMOTIONS)}"
+    if swizzle and box[-1] * size > swizzle:
+        yield f"a row of a tile is {box[-1] * size} bytes; swizzle={swizzle} has at most that many"
 
 
-def cluster_of(name: str, grid: tuple[int, ...], cluster: Dims | None) -> tuple[int, ...]:
-    """Return `cluster` with as many dimensions as `grid`; empty for None."""
-    if cluster is None:
-        return ()
-    dims = cluster if isinstance(cluster, tuple) else (cluster,)
-    dims += (1,) * (len(grid) - len(dims))
-    if not all(isinstance(d, int) and d >= 1 for d in dims) or math.prod(dims) > MAX_CLUSTER:
-        needs = f"1 to 3 ints from 1, together at most {MAX_CLUSTER}"
-        raise LaunchError(f"{name}: cluster is {cluster!r}; needs {needs}")
-    if len(dims) != len(grid) or any(n % c for n, c in zip(grid, dims, strict=True)):
-        raise LaunchError(f"{name}: a grid of {grid} is no multiple of its cluster {cluster!r}")
-    return dims
+def _encode_tensor_map(
+    tensor: torch.Tensor, box: tuple[int, ...], swizzle: int, promotion: int
+) -> cuda.core.TensorMapDescriptor:
+    """Return the descriptor; nothing waits, so this is legal while a graph is captured."""
+    import torch
+
+    maps = import_module("cuda.core._tensor_map")  # cuda.core does not export its enums
+    plain = tensor.detach()
+    if not tensor.is_floating_point() or tensor.element_size() < 4:
+        plain = plain.view(getattr(torch, _SAME_WIDTH[tensor.element_size()]))
+    view = import_module("cuda.core.utils").StridedMemoryView.from_dlpack(plain, stream_ptr=-1)
+    return view.as_tensor_map(
+        box,
+        swizzle=maps.TensorMapSwizzle[SWIZZLES[swizzle]],
+        l2_promotion=maps.TensorMapL2Promotion[PROMOTIONS[promotion]],
+    )

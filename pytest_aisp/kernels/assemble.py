@@ -15,8 +15,8 @@ from ..page.gpu_specs import INSTRUCTIONS, LIMITS, REGISTER_UNIT, RESERVED_SHARE
 from ..page.pair import Pair, Side, Size, Variant, as_tuple, side_name, size_words
 from . import cuda_cpp, nvrtc, sass
 from .capture_launches import CapturedLaunch, CapturedLaunches, Kernel, capture_launches
+from .cuda_cpp import DIM_LIMITS
 from .fake_gpu import interpreting
-from .launch_config import DIM_LIMITS
 
 PARTITIONS = 4
 """Partitions of a processor; each has its own registers, and a warp stays in one."""

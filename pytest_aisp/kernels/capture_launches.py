@@ -1,7 +1,7 @@
-"""Record which kernels a side launches on a fake GPU: no GPU, no driver, no values.
+"""Record which kernels a side launches on a fake GPU, where tensors have no values.
 
 Every launch is recorded with its meta-parameters, and a tuned kernel in every configuration. Triton
-compiles its kernels for the fake GPU's arch on the way.
+also compiles its kernels for the fake GPU's arch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeAlias
 from unittest import mock
@@ -19,12 +19,14 @@ from unittest import mock
 from ..checking.inputs import make_inputs, make_state
 from ..page.pair import Pair, Side, Size, side_name
 from ..util.process_group import SingleProcess, current_group, set_current_group
-from . import cuda_cpp, tma
+from . import arguments, cuda_cpp
+from .cuda_cpp import Dims
 from .fake_gpu import fake_gpu
-from .launch_config import Argument, Dims, check_arguments
 
 if TYPE_CHECKING:
     import torch
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 """Triton's meta-parameters that are not parameters of the kernel."""
@@ -44,7 +46,7 @@ class CapturedLaunch:
     """One kernel with its meta-parameters.
 
     Attributes:
-        config: the meta-parameters, as text.
+        config: the meta-parameters as text.
         threads: of a block.
         shared: bytes of a block; for CUDA C++ only the dynamic ones.
         cubin: a Triton kernel's machine code, if it was compiled.
@@ -137,9 +139,9 @@ def _fake_ranks(count: int) -> Iterator[None]:
 
 def _run(pair: Pair, side: Side, size: Size) -> None:
     state = make_state(pair, "cuda", size, 0)
-    arguments = make_inputs(pair, "cuda", size, 0)
+    inputs = make_inputs(pair, "cuda", size, 0)
     side = getattr(side, "side", side)  # the function inside a fresh_process side
-    result = side(*arguments) if state is None else side(state, *arguments)
+    result = side(*inputs) if state is None else side(state, *inputs)
     if inspect.isgenerator(result):
         run = next(result, None)
         if not callable(run):
@@ -149,12 +151,20 @@ def _run(pair: Pair, side: Side, size: Size) -> None:
 
 @contextlib.contextmanager
 def _capturing(captured: CapturedLaunches, assemble: bool) -> Iterator[None]:
+    def launch_cuda(self: cuda_cpp.Launch, *args: object) -> None:
+        kernel, config = self.kernel, self.config
+        arguments.check_arguments(kernel.name, kernel.params, args, 0)
+        threads = math.prod(config.block)
+        name, text = kernel.name, str(config)
+        captured.add(CapturedLaunch(kernel, name, text, config.grid, threads, config.shared))
+
+    descriptor = type("TensorMapDescriptor", (), {})()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(cuda_cpp.Launch, "__call__", _launch_cuda(captured)))
+        stack.enter_context(mock.patch.object(cuda_cpp.Launch, "__call__", launch_cuda))
         clusters = mock.patch.object(cuda_cpp.Kernel, "clusters_at_once", _clusters_at_once)
         stack.enter_context(clusters)
-        descriptor = type("TensorMapDescriptor", (), {})()
-        stack.enter_context(mock.patch.object(tma, "_encode", return_value=descriptor))
+        encode = mock.patch.object(arguments, "_encode_tensor_map", return_value=descriptor)
+        stack.enter_context(encode)
         if "triton" in sys.modules:
             from triton.runtime.autotuner import Autotuner
             from triton.runtime.jit import JITFunction
@@ -165,17 +175,6 @@ def _capturing(captured: CapturedLaunches, assemble: bool) -> Iterator[None]:
         yield
 
 
-def _launch_cuda(captured: CapturedLaunches) -> Callable[..., None]:
-    def launch(self: cuda_cpp.Launch, *args: Argument) -> None:
-        kernel, config = self.kernel, self.config
-        check_arguments(kernel.name, kernel.params, args, 0)
-        threads = math.prod(config.block)
-        name, text = kernel.name, str(config)
-        captured.add(CapturedLaunch(kernel, name, text, config.grid, threads, config.shared))
-
-    return launch
-
-
 def _clusters_at_once(self: cuda_cpp.Kernel, block: Dims, shared: int = 0, *, cluster: Dims) -> int:
     import torch
 
@@ -183,7 +182,7 @@ def _clusters_at_once(self: cuda_cpp.Kernel, block: Dims, shared: int = 0, *, cl
     return processors // math.prod(cluster if isinstance(cluster, tuple) else (cluster,))
 
 
-def _run_every_configuration(self: Any, *args: object, **kwargs: object) -> None:
+def _run_every_configuration(self: Autotuner, *args: object, **kwargs: object) -> None:
     """Launch a tuned kernel in every configuration that pruning leaves, as tuning would."""
     self.nargs = dict(zip(self.arg_names, args, strict=False))
     for config in self.prune_configs(kwargs):
@@ -194,31 +193,40 @@ def _run_every_configuration(self: Any, *args: object, **kwargs: object) -> None
 
 
 def _launch_triton(
-    captured: CapturedLaunches, compiler: Callable[..., Any] | None
+    captured: CapturedLaunches, compile_kernel: Callable[..., Any] | None
 ) -> Callable[..., None]:
-    def run(self: Any, *args: object, grid: Any, warmup: bool, **kwargs: object) -> None:
-        given = {p.name: p.default for p in self.params if p.has_default}
-        given |= {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
-        captured.arguments.update(value.fn for value in given.values() if hasattr(value, "fn"))
-        blocks = tuple(grid(given) if callable(grid) else grid)
-        text = _meta_parameters(self, given)
-        if compiler is None:
-            captured.add(CapturedLaunch(self.fn, self.__name__, text, blocks))
-            return
-        compiled: dict[str, Any] = {}
-        try:
-            kernel = compiler(self, *args, grid=grid, warmup=True, **kwargs)
-            threads = kernel.metadata.num_warps * kernel.metadata.warp_size
-            compiled = {"cubin": kernel.asm["cubin"], "shared": kernel.metadata.shared}
-            compiled["threads"] = threads
-        except Exception as error:
-            compiled["fault"] = str(error).strip() or type(error).__name__
-        captured.add(CapturedLaunch(self.fn, self.__name__, text, blocks, **compiled))
+    """Return a replacement for `JITFunction.run` that records; it also compiles if it can."""
+
+    def run(
+        self: JITFunction,
+        *args: object,
+        grid: tuple[int, ...] | Callable[[Mapping[str, object]], tuple[int, ...]],
+        warmup: bool,
+        **kwargs: object,
+    ) -> None:
+        values = {p.name: p.default for p in self.params if p.has_default}
+        values |= {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+        captured.arguments.update(value.fn for value in values.values() if hasattr(value, "fn"))
+        blocks = tuple(grid(values) if callable(grid) else grid)
+        launch = CapturedLaunch(self.fn, self.__name__, _meta_parameters(self, values), blocks)
+        if compile_kernel is not None:
+            try:
+                compiled = compile_kernel(self, *args, grid=grid, warmup=True, **kwargs)
+                metadata = compiled.metadata
+                launch = replace(
+                    launch,
+                    threads=metadata.num_warps * metadata.warp_size,
+                    shared=metadata.shared,
+                    cubin=compiled.asm["cubin"],
+                )
+            except Exception as error:
+                launch = replace(launch, fault=str(error).strip() or type(error).__name__)
+        captured.add(launch)
 
     return run
 
 
-def _meta_parameters(kernel: Any, given: Mapping[str, object]) -> str:
+def _meta_parameters(kernel: JITFunction, values: Mapping[str, object]) -> str:
     names = [p.name for p in kernel.params if p.is_constexpr] + list(OPTIONS)
-    values = {name: given[name] for name in names if given.get(name) is not None}
-    return ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in values.items())
+    given = {name: values[name] for name in names if values.get(name) is not None}
+    return ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in given.items())

@@ -7,31 +7,29 @@ on the GPU is a `LaunchError` that names the parameter.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..page.gpu_specs import arch_of, target_of
 from . import nvrtc
-from .launch_config import (
-    Argument,
-    Dims,
-    LaunchConfig,
-    LaunchError,
-    Param,
-    check_arguments,
-    cluster_of,
-    launch_config_of,
-    signatures,
-)
+from .arguments import LaunchError, Param, check_arguments, signatures
 
 if TYPE_CHECKING:
     import cuda.core
+
+Dims: TypeAlias = "int | tuple[int, ...]"
+"""A grid, a block or a cluster: an int or up to 3 ints."""
+DIM_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64)}
+MAX_CLUSTER = 8
+"""Blocks in the largest cluster that every GPU with clusters can schedule."""
 
 
 def cuda_module(
@@ -110,6 +108,74 @@ class CudaModule:
             cubin = nvrtc.compile_module(self, target).code
             self._loaded[target] = nvrtc.toolchain().core.ObjectCode.from_cubin(cubin)
         return self._loaded[target].get_kernel(name)
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Grid and block; `shared` is bytes of dynamic shared memory."""
+
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared: int = 0
+    cluster: tuple[int, ...] = ()
+    cooperative: bool = False
+    dependent: bool = False
+
+    def __str__(self) -> str:
+        words = [f"block {_by(self.block)}"]
+        words += [f"cluster {_by(self.cluster)}"] * bool(self.cluster)
+        words += [f"{self.shared} B dynamic"] * bool(self.shared)
+        words += ["cooperative"] * self.cooperative + ["dependent"] * self.dependent
+        return ", ".join(words)
+
+    def for_cuda_core(self, core: ModuleType) -> object:
+        """Return the `cuda.core.LaunchConfig`, whose grid counts clusters."""
+        grid = self.grid
+        attributes: dict[str, object] = {}
+        if self.cluster:
+            grid = tuple(n // c for n, c in zip(grid, self.cluster, strict=True))
+            attributes["cluster"] = self.cluster
+        if self.cooperative:
+            attributes["is_cooperative"] = True
+        if self.dependent:
+            attributes["programmatic_stream_serialization"] = True
+        return core.LaunchConfig(grid=grid, block=self.block, shmem_size=self.shared, **attributes)
+
+
+def _by(dims: tuple[int, ...]) -> str:
+    return "x".join(map(str, dims))
+
+
+def launch_config_of(name: str, index: object) -> LaunchConfig:
+    """Return the launch config of ``kernel[index]``."""
+    if not isinstance(index, tuple) or len(index) not in (2, 3):
+        raise LaunchError(f"{name}[{index!r}]: needs [grid, block] or [grid, block, shared_bytes]")
+    grid, block = (dims if isinstance(dims, tuple) else (dims,) for dims in index[:2])
+    for what, dims in (("grid", grid), ("block", block)):
+        ints = 1 <= len(dims) <= 3 and all(isinstance(d, int) for d in dims)
+        if not ints or not all(1 <= d <= m for d, m in zip(dims, DIM_LIMITS[what], strict=False)):
+            needs = f"1 to 3 ints from 1 to at most {DIM_LIMITS[what]}"
+            raise LaunchError(f"{name}: {what} is {dims!r}; needs {needs}")
+    threads, shared = math.prod(block), (*index, 0)[2]
+    if threads > 1024:
+        raise LaunchError(f"{name}: block {block} has {threads} threads; needs at most 1024")
+    if not isinstance(shared, int) or shared < 0:
+        raise LaunchError(f"{name}: shared_bytes is {shared!r}; needs an int of at least 0")
+    return LaunchConfig(grid, block, shared)
+
+
+def cluster_of(name: str, grid: tuple[int, ...], cluster: Dims | None) -> tuple[int, ...]:
+    """Return `cluster` with as many dimensions as `grid`; empty for None."""
+    if cluster is None:
+        return ()
+    dims = cluster if isinstance(cluster, tuple) else (cluster,)
+    dims += (1,) * (len(grid) - len(dims))
+    if not all(isinstance(d, int) and d >= 1 for d in dims) or math.prod(dims) > MAX_CLUSTER:
+        needs = f"1 to 3 ints from 1, together at most {MAX_CLUSTER}"
+        raise LaunchError(f"{name}: cluster is {cluster!r}; needs {needs}")
+    if len(dims) != len(grid) or any(n % c for n, c in zip(grid, dims, strict=True)):
+        raise LaunchError(f"{name}: a grid of {grid} is no multiple of its cluster {cluster!r}")
+    return dims
 
 
 class Kernel:
@@ -211,7 +277,7 @@ class Launch:
         self.kernel, self.config = kernel, config
         self._ready: dict[int, tuple[Callable[..., None], object, cuda.core.Kernel]] = {}
 
-    def __call__(self, *args: Argument) -> None:
+    def __call__(self, *args: object) -> None:
         """Launch on the current stream of torch's current GPU; legal while it is captured.
 
         Raises:

@@ -1,7 +1,7 @@
-"""A fake GPU for code that makes CUDA tensors and launches kernels on a machine without one.
+"""A fake GPU: code that makes CUDA tensors and launches kernels runs on a machine without one.
 
-Tensors have shapes and dtypes but no values, and nothing is computed. The fake driver also serves
-Triton's interpreter, whose autotuner asks for a benchmark function.
+Tensors have shapes and dtypes but no values, and nothing is computed. Triton's interpreter uses the
+fake driver too, because its autotuner asks the driver for a benchmark function.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ADDRESS = 1 << 32
 
 
 class FakeDriver:
-    """Triton's driver for a GPU of `arch` that is not here: it compiles but runs nothing."""
+    """Triton's driver for a fake GPU of `arch`: it compiles but runs nothing."""
 
     def __init__(self, arch: str = GPU_ARCHS[0]) -> None:
         self.major, self.minor = capability_of(arch)
@@ -126,8 +126,9 @@ def _tensors_without_values() -> TorchFunctionMode:
     from torch.overrides import TorchFunctionMode
 
     cuda = torch.device("cuda", 0)
+    device_type: object = torch.device
     tensor: Any = torch.Tensor
-    replaced: dict[object, Callable[..., Any]] = {
+    replaced: dict[object, Callable[[torch.Tensor], object]] = {
         tensor.device.__get__: lambda t: cuda,
         tensor.is_cuda.__get__: lambda t: True,
         tensor.is_meta.__get__: lambda t: False,
@@ -141,25 +142,24 @@ def _tensors_without_values() -> TorchFunctionMode:
         on_gpu = isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
         return torch.device("meta") if on_gpu else value
 
+    def is_meta(value: torch.Tensor) -> bool:
+        with torch._C.DisableTorchFunction():
+            return value.is_meta
+
     class OnGpu(TorchFunctionMode):
         def __torch_function__(
             self,
-            func: Any,
+            func: Callable[..., object],
             types: object,
-            args: tuple[object, ...] = (),
+            args: tuple[Any, ...] = (),
             kwargs: Mapping[str, object] | None = None,
         ) -> object:
             kwargs = kwargs or {}
-            if func == torch.device:
+            if func is device_type:
                 return func(*args, **kwargs)
             kwargs = {name: to_meta(value) for name, value in kwargs.items()}
-            if func in replaced and (func is tensor.cuda or self._is_meta(args[0])):
+            if func in replaced and (func is tensor.cuda or is_meta(args[0])):
                 return replaced[func](args[0])
             return func(*map(to_meta, args), **kwargs)
-
-        @staticmethod
-        def _is_meta(value: Any) -> bool:
-            with torch._C.DisableTorchFunction():
-                return bool(value.is_meta)
 
     return OnGpu()
