@@ -115,7 +115,7 @@ CRASHES = "os.kill(os.getpid(), signal.SIGSEGV)"
 LASTING = {
     "thread": (
         "threading.Thread(target=time.sleep, args=(1000,)).start(), sys.exit(3)",
-        "was left and does not end (a thread of a side keeps it)",
+        "exited, but a thread of a side keeps it alive",
     ),
     "fork": (f"os.fork() and {CRASHES} or time.sleep(1000)", "ended by SIGSEGV"),
     "spawn": (

@@ -7,7 +7,7 @@ import os
 import pytest
 from ranks_test import write as write_ranks
 
-from pytest_aisp.worker.output_capture import MOST, Chunk, Stream, shown
+from pytest_aisp.worker.output_capture import MAX_BYTES, Chunk, Stream, format_output
 
 PRINTS = """
 import os, sys
@@ -175,7 +175,7 @@ def write(stream, data):
 
 def test_a_stream_gives_what_is_new_also_once_it_is_closed(stream):
     write(stream, b"a\n")
-    assert stream.new() == stream.take() == Chunk(0, b"a\n")
+    assert stream.peek() == stream.take() == Chunk(0, b"a\n")
     assert stream.take() == Chunk()
     write(stream, b"b\n")
     stream.close()
@@ -192,16 +192,16 @@ def test_a_stream_that_its_writer_empties_is_read_from_its_start(stream):
 
 
 def test_of_what_is_far_back_lines_are_counted_alone(stream):
-    write(stream, b"x\n" * MOST)
+    write(stream, b"x\n" * MAX_BYTES)
     skipped, data = stream.take()
-    assert (skipped, len(data)) == (MOST // 2, MOST)
+    assert (skipped, len(data)) == (MAX_BYTES // 2, MAX_BYTES)
 
 
 def test_one_endless_line_is_cut_to_its_end():
-    text = shown([Chunk(0, b"a" * 300_000 + b"z")], "", 100)
+    text = format_output([Chunk(0, b"a" * 300_000 + b"z")], "", 100)
     assert text.startswith("(197602 characters left out)\naaa")
     assert text.endswith("az\n")
 
 
 def test_no_lines_are_none_of_them():
-    assert shown([Chunk(0, b"a\nb\n")], "rank 1", 0) == "rank 1: (2 lines left out)\n"
+    assert format_output([Chunk(0, b"a\nb\n")], "rank 1", 0) == "rank 1: (2 lines left out)\n"

@@ -28,7 +28,7 @@ def log(monkeypatch):
     log = []
 
     class Bench:
-        printed = ()
+        outputs = ()
 
         def __init__(self, environment):
             self.name = "alone" if environment else "doubled"
@@ -69,13 +69,13 @@ def test_what_processes_print_is_said_in_the_order_in_which_they_answer(log, mon
     class Speaks(client.WorkerProcess):
         def __init__(self, environment):
             super().__init__(environment)
-            self.printed = (
+            self.outputs = (
                 output_capture.OutputCapture(output_capture.Stream(), output_capture.Stream()),
             )
 
         def ask(self, task, seconds, progress):
-            self.printed[0].stdout.file.write(f"{task.side}\n".encode())
-            self.printed[0].stdout.file.flush()
+            self.outputs[0].stdout.file.write(f"{task.side}\n".encode())
+            self.outputs[0].stdout.file.flush()
             return super().ask(task, seconds, progress)
 
     monkeypatch.setattr(client, "WorkerProcess", Speaks)
@@ -93,8 +93,10 @@ def test_a_task_says_how_long_it_may_take(monkeypatch):
     bench = client.WorkerProcess()
     read, write = os.pipe()
     try:
-        monkeypatch.setattr(bench, "_ask", write)
-        monkeypatch.setattr(bench, "_line", lambda deadline: b'{"type": "reply", "result": {}}\n')
+        monkeypatch.setattr(bench, "_tasks", write)
+        monkeypatch.setattr(
+            bench, "_read_line", lambda deadline: b'{"type": "reply", "result": {}}\n'
+        )
         bench.ask(CheckTask(), 77.0, lambda text: None)
         assert json.loads(os.read(read, 1 << 16))["limit"] == 77.0
     finally:

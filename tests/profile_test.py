@@ -20,7 +20,7 @@ from pytest_aisp.session import profiling
 from pytest_aisp.session.run_context import Interrupted
 from pytest_aisp.worker import nvidia_tools, torch_profiler
 from pytest_aisp.worker.loader import pair_of
-from pytest_aisp.worker.nvidia_tools import NsightError, absent_profiler, watch
+from pytest_aisp.worker.nvidia_tools import NsightError, missing_profiler, profile_side
 from pytest_aisp.worker.torch_profiler import Differences, Seen, gathered, table
 
 NAME = "ch99.doubling_test.test_doubling.doubled-n1001"
@@ -161,7 +161,7 @@ def tools(tmp_path, monkeypatch):
     """Put tools on PATH that run what follows ``python`` as `script` says."""
 
     def says(script):
-        for name, tool in nvidia_tools.TOOLS.items():
+        for name, tool in nvidia_tools.PROFILERS.items():
             path = tmp_path / name
             path.write_text(script.replace("SUFFIX", tool.suffix))
             path.chmod(0o755)
@@ -216,7 +216,7 @@ def test_where_a_tool_is_not_installed_the_error_says_where_to_get_it(
             "    pytest --aisp-profile=torch",
         ]
     )
-    assert absent_profiler(tool) in result.stderr.str()
+    assert missing_profiler(tool) in result.stderr.str()
 
 
 # The sides of a page, alone and inside a tool.
@@ -238,12 +238,12 @@ def task(page, pytester):
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": None}
 
 
-@pytest.mark.parametrize("tool", nvidia_tools.TOOLS)
+@pytest.mark.parametrize("tool", nvidia_tools.PROFILERS)
 def test_a_tool_is_put_around_one_side_and_can_be_again_by_hand(tools, task, tmp_path, tool):
     tools(HONEST)
     folder = tmp_path / "a folder" / "case"
-    files = watch(tool, task(), folder, ENVIRONMENT, 60.0)
-    suffix = nvidia_tools.TOOLS[tool].suffix
+    files = profile_side(tool, task(), folder, ENVIRONMENT, 60.0)
+    suffix = nvidia_tools.PROFILERS[tool].suffix
     names = [f"optimized{suffix}", f"optimized.{tool}.sh", f"optimized.{tool}.txt"]
     assert files == [*names, "optimized.task.json"]
     said = (folder / f"optimized.{tool}.txt").read_text().splitlines()
@@ -271,20 +271,22 @@ def test_a_tool_without_a_report_says_why(tools, task, tmp_path, script):
     tools(script)
     (tmp_path / "optimized.ncu-rep").write_text("of another run")
     with pytest.raises(NsightError) as error:
-        watch("ncu", task(), tmp_path, ENVIRONMENT, 60.0)
+        profile_side("ncu", task(), tmp_path, ENVIRONMENT, 60.0)
     assert str(error.value) == SCRIPTS[script]
 
 
 def test_a_side_that_raises_in_a_tool_is_named(tools, task, tmp_path):
     tools(HONEST)
     with pytest.raises(NsightError, match=r"exit code 1\n(.*\n)+ValueError: not me"):
-        watch("ncu", task(defs="def doubled(x): raise ValueError('not me')"), tmp_path, {}, 60.0)
+        profile_side(
+            "ncu", task(defs="def doubled(x): raise ValueError('not me')"), tmp_path, {}, 60.0
+        )
 
 
 def test_a_tool_that_hangs_is_ended(tools, task, tmp_path):
     tools(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
     with pytest.raises(NsightError, match=r"nsys took longer than 4 s\n.*timeout_multiplier=2"):
-        watch("nsys", task(), tmp_path, {}, 4 / nvidia_tools.PROFILER_SLOWDOWN)
+        profile_side("nsys", task(), tmp_path, {}, 4 / nvidia_tools.PROFILER_SLOWDOWN)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 

@@ -11,7 +11,7 @@ from pytest_aisp.results.artifacts import Artifacts
 from pytest_aisp.results.messages import CheckTask
 from pytest_aisp.results.row import Row
 from pytest_aisp.util.device import cpu_machine
-from pytest_aisp.worker.replay import ReplayWorker
+from pytest_aisp.worker.client import ReplayWorker
 
 CASES = [("ch01", "v-n1", 1), ("ch99", "v-n1", 1), ("ch99", "v-cpu-n1", 1), ("ch99", "v-n1", 2)]
 """Chapter, id and GPUs of cases of one function, variant and size."""

@@ -16,7 +16,7 @@ from pytest_aisp.results import export, run_reader
 from pytest_aisp.results.artifacts import Artifacts, publish, stamped
 from pytest_aisp.results.messages import TimeTask
 from pytest_aisp.results.row import Row
-from pytest_aisp.worker.replay import ReplayError, ReplayWorker
+from pytest_aisp.worker.client import ReplayError, ReplayWorker
 
 DATA = Path(__file__).parent / "data" / "run"
 ODD = "ch99/a_test.py::test_f[é/..\\|<b>\n\"',;= ☃" + "x" * 300 + "]"

@@ -8,7 +8,7 @@ import pytest
 
 from pytest_aisp.results.messages import FactsTask
 from pytest_aisp.worker import nvidia_tools
-from pytest_aisp.worker.nvidia_tools import ABSENT, Sanitized
+from pytest_aisp.worker.nvidia_tools import MISSING_SANITIZER, SanitizedWorker
 
 SCRIPT = """#!/bin/sh
 [ "$1 $2 $3 $5 $6" = "--tool memcheck --log-file --report-api-errors no" ] || exit 9
@@ -33,7 +33,7 @@ def reports(tmp_path, monkeypatch):
 
     def says(report):
         (tmp_path / "report").write_text(report)
-        script = tmp_path / nvidia_tools.TOOL
+        script = tmp_path / nvidia_tools.SANITIZER
         script.write_text(SCRIPT.format(report=tmp_path / "report"))
         script.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -46,7 +46,7 @@ def bench():
     started = []
 
     def start():
-        started.append(Sanitized("memcheck", {"CUDA_VISIBLE_DEVICES": ""}))
+        started.append(SanitizedWorker("memcheck", {"CUDA_VISIBLE_DEVICES": ""}))
         return started[-1]
 
     yield start
@@ -70,7 +70,7 @@ def test_a_finding_is_an_error_of_the_page_and_ends_the_process(reports, bench):
     reply = ask(watched)
     assert reply.error == "page"
     assert reply.message.splitlines() == [
-        "memcheck finds fault with a kernel:",
+        "memcheck found an error in a kernel:",
         "Invalid __global__ read of size 4 bytes",
         "at copy+0x90 in copy.cu:12",
         "by thread (31,0,0) in block (7,0,0)",
@@ -89,7 +89,7 @@ def test_where_it_is_not_installed_the_error_says_where_to_get_it(pytester, monk
     monkeypatch.setenv("PATH", "")
     result = pytester.runpytest("--aisp-sanitize")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"*--aisp-sanitize: {ABSENT}"])
+    result.stderr.fnmatch_lines([f"*--aisp-sanitize: {MISSING_SANITIZER}"])
 
 
 @pytest.mark.parametrize(

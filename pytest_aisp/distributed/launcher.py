@@ -25,7 +25,13 @@ from msgspec.structs import replace
 
 from ..results import messages
 from ..results.messages import ProgressUpdate, RankStarted, RankStep, Reply, Task, failed
-from ..worker.client import START_SECONDS, Progress, how_it_ended, late_reply, worker_environment
+from ..worker.client import (
+    START_SECONDS,
+    Progress,
+    describe_exit,
+    timeout_reply,
+    worker_environment,
+)
 from ..worker.output_capture import STREAMS, OutputCapture, Stream
 from .rank import Member, printed_of, waited_for
 
@@ -139,7 +145,7 @@ class RankSet:
         return self._output.file.closed
 
     @property
-    def printed(self) -> Sequence[OutputCapture]:
+    def outputs(self) -> Sequence[OutputCapture]:
         """What the ranks print; their launcher's words are no page's."""
         return [rank.printed for rank in self._in_order()]
 
@@ -193,7 +199,7 @@ class RankSet:
         connection.settimeout(None)
         number = started.rank
         out, err = (printed_of(self._folder, name, number) for name in STREAMS)
-        printed = OutputCapture(Stream.at(out), Stream.at(err), f"rank {number}")
+        printed = OutputCapture(Stream(out), Stream(err), f"rank {number}")
         self._ranks[number] = Member(number, started.pid, connection, printed)
 
     def _answers(self, task: Task, seconds: float, progress: Progress) -> Reply | None:
@@ -275,14 +281,14 @@ class RankSet:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE)  # it tells how a rank has ended when it has ended the others
         gone = [rank for rank in self._in_order() if rank.gone]
-        codes = {int(rank): int(code) for rank, code in _EXIT.findall(self._output.new().text)}
+        codes = {int(rank): int(code) for rank, code in _EXIT.findall(self._output.peek().text)}
         culprit = next((r for r in gone if r.number in codes), gone[0] if gone else None)
         self.kill()
         if culprit is None:
             how = f"the ranks' launcher ended {when}"
             return Reply(error="died", message=how, trace=self.output())
         code = codes.get(culprit.number)
-        how = "" if code is None else f" {how_it_ended(code)}"
+        how = "" if code is None else f" {describe_exit(code)}"
         trace = "\n".join(culprit.printed.last(SAID)) or self.output()
         return failed("died", f"rank {culprit.number} ended{how}", culprit.doing, trace)
 
@@ -293,16 +299,16 @@ class RankSet:
 
     def _silent(self, where: str, seconds: float) -> Reply:
         self.kill()
-        return late_reply(seconds, where, self.output())
+        return timeout_reply(seconds, where, self.output())
 
     def output(self) -> str:
         """Return the last lines that each rank printed; their launcher's, where none did."""
         said = [
-            f"{printed.who}: {line}"
-            for printed in self.printed
+            f"{printed.label}: {line}"
+            for printed in self.outputs
             for line in printed.last(SAID // self.count)
         ]
-        return "\n".join(said or self._output.new().lines()[-SAID:])
+        return "\n".join(said or self._output.peek().lines()[-SAID:])
 
     def kill(self) -> None:
         """Kill every rank and the launcher: torchrun gives each a session of its own."""

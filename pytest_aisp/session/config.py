@@ -188,7 +188,7 @@ def _sanitizer(tool: str | None) -> str:
     from ..worker import nvidia_tools
 
     if nvidia_tools.sanitizer_installed() is None:
-        raise pytest.UsageError(f"--aisp-sanitize: {nvidia_tools.ABSENT}")
+        raise pytest.UsageError(f"--aisp-sanitize: {nvidia_tools.MISSING_SANITIZER}")
     return tool
 
 
@@ -199,7 +199,7 @@ def _profiler(tool: str | None) -> str:
     from ..worker import nvidia_tools
 
     if nvidia_tools.profiler_installed(tool) is None:
-        raise pytest.UsageError(f"--aisp-profile={tool}: {nvidia_tools.absent_profiler(tool)}")
+        raise pytest.UsageError(f"--aisp-profile={tool}: {nvidia_tools.missing_profiler(tool)}")
     return tool
 
 

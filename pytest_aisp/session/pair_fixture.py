@@ -16,7 +16,7 @@ from ..page.pair import Case, Size
 from ..results import verdict
 from ..results.metric_limits import Name
 from ..results.verdict import RED, Finding
-from ..worker.output_capture import say
+from ..worker.output_capture import write_text
 from .case import CaseRun, EndOfBody
 from .collect import CaseLocation, refuse
 from .measurement import build_row
@@ -171,7 +171,7 @@ class PairUnderTest:
         for name, text in run.printed(LINES if captured else None).items():
             if text:
                 run.progress("")
-                say(getattr(sys, name), text)
+                write_text(getattr(sys, name), text)
 
     def _stop(self, why: str) -> NoReturn:
         __tracebackhide__ = True

@@ -103,7 +103,7 @@ def _by_nsight(client: CaseClient, tool: str, folder: Path) -> dict[str, Any]:
         client.run.progress(f"profile {role} under {tool}")
         task = _task(client, side=role)
         where = folder.absolute()
-        files[role] = nvidia_tools.watch(tool, task, where, environment, client.timeout)
+        files[role] = nvidia_tools.profile_side(tool, task, where, environment, client.timeout)
     return {"files": files}
 
 

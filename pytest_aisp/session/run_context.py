@@ -21,7 +21,7 @@ from ..results.verdict import Finding
 from ..timing import peaks as peaks_module
 from ..util.device import Machine
 from ..worker.client import Worker, WorkerProcess
-from ..worker.output_capture import STREAMS, Chunk, Name, shown
+from ..worker.output_capture import STREAMS, Chunk, StreamName, format_output
 from ..worker.server import InProcess
 from .git_snapshot import GitSnapshot
 from .options import MAX_SEED, Settings
@@ -123,20 +123,22 @@ class RunContext:
             self._print.append(worker)
         return worker
 
-    def printed(self, most: int | None = None) -> dict[Name, str]:
+    def printed(self, most: int | None = None) -> dict[StreamName, str]:
         """Return what the processes of this run have printed since the last time.
 
         Args:
             most: lines that are shown of each process, votes together; None for all.
         """
-        every = [(p, p.who) for worker in self._print for p in worker.printed]
+        every = [(p, p.label) for worker in self._print for p in worker.outputs]
         self._print = [worker for worker in self._print if not worker.closed]
-        found: dict[Name, str] = {}
+        found: dict[StreamName, str] = {}
         for name in STREAMS:
             by_process: dict[str, list[Chunk]] = {}
             for printed, who in every:
                 by_process.setdefault(who, []).append(printed.take(name))
-            found[name] = "".join(shown(each, who, most) for who, each in by_process.items())
+            found[name] = "".join(
+                format_output(each, label, most) for label, each in by_process.items()
+            )
         return found
 
     def _new(self, device: str, ranks: int, variables: Mapping[str, str] | None) -> Worker:
@@ -150,9 +152,9 @@ class RunContext:
             return InProcess()
         environment = self.environment(device)
         if self.settings.sanitize and device == "cuda":
-            from ..worker.nvidia_tools import Sanitized
+            from ..worker.nvidia_tools import SanitizedWorker
 
-            return Sanitized(self.settings.sanitize, environment)
+            return SanitizedWorker(self.settings.sanitize, environment)
         return WorkerProcess(environment)
 
     def environment(self, device: str, ranks: int = 1) -> dict[str, str | None]:

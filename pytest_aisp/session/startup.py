@@ -61,7 +61,7 @@ def configure(config: pytest.Config) -> None:
     if worker is None:
         config.pluginmanager.register(_Live(config, run), "aisp-live")
     if settings.replay is not None:
-        from ..worker.replay import ReplayError, ReplayWorker
+        from ..worker.client import ReplayError, ReplayWorker
 
         try:
             run.replay = recording = ReplayWorker(settings.replay)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..kernels.assemble import NOT_CHECKED
 from ..results.row import LETTERS, Row, bare, duration, size_text
 from ..results.verdict import INVALID_RUN, RED
-from ..worker.replay import ReplayWorker
+from ..worker.client import ReplayWorker
 from .canary import Canary
 from .options import Settings
 

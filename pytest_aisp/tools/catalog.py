@@ -20,7 +20,7 @@ from typing import Any
 
 from ..page.gpu_specs import ARCHS
 from ..util.cli_result import CliError, CliResult, columns
-from ..worker.replay import ReplayError, ReplayWorker
+from ..worker.client import ReplayError, ReplayWorker
 
 COLLECTOR = "pytest_aisp.session.collect"
 LAST = 20

@@ -1,4 +1,8 @@
-"""The other end of the pipe: start a worker process, ask it, kill it when it is late."""
+"""Workers as the pytest process sees them: a process behind a pipe, or a recorded run.
+
+A `WorkerProcess` is started, asked, and killed when it is late. A `ReplayWorker` answers from the
+samples of a recorded run.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +13,43 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Protocol
 
 from msgspec.structs import replace
 
-from ..results import messages
-from ..results.messages import ProgressUpdate, Reply, Task, failed
+from ..results import messages, run_reader
+from ..results.export import path_below
+from ..results.messages import (
+    CaseTask,
+    CheckTask,
+    CountTask,
+    FactsTask,
+    Json,
+    ProgressUpdate,
+    Reply,
+    Task,
+    failed,
+)
+from ..util.device import Machine
 from .output_capture import OutputCapture, Stream
 
 Progress = Callable[[str], None]
+PROGRAM = ("-m", "pytest_aisp.worker")
 START_SECONDS = 120.0
 """Time to start a worker process, beside a task's: torch from a cold disk takes a minute."""
-END_SECONDS = 3.0
-"""Time to end for a process whose pipe is closed; what ends by itself takes less than a second."""
-LOOK_SECONDS = 0.5
-"""How often a process is looked at while its answer is awaited."""
-STUCK = "was left and does not end (a thread of a side keeps it)"
-"""What is said of a process that neither answers nor ends."""
+EXIT_SECONDS = 3.0
+"""Time to end for a process that has closed its pipe; a normal exit takes less than a second."""
+POLL_SECONDS = 0.5
+"""How often the client checks that the process is alive while it waits for an answer."""
+TIMEOUT_HINT = "give it longer with -o aisp_timeout_multiplier=2"
+"""The last line of the message about anything that took too long."""
 
 
 class Worker(Protocol):
-    """Whatever answers tasks: a process, this process, a recording."""
+    """Whatever answers tasks: a process, several ranks, this process, or a recording."""
 
     def ask(self, task: Task, seconds: float, progress: Progress) -> Reply: ...
 
@@ -38,45 +57,51 @@ class Worker(Protocol):
 
 
 class WorkerProcess:
-    """A worker process of our own, started at once, killed at the first fault.
+    """A worker process, started at once, killed at the first fault.
 
     Args:
         environment: variables to set for it; None as a value removes one.
-        under: command that it is started under.
+        launcher: command that starts the interpreter, such as a sanitizer.
 
     Attributes:
-        printed: what it prints, one process's.
+        outputs: what it prints, as a list of one process.
     """
 
     def __init__(
-        self, environment: Mapping[str, str | None] | None = None, under: Sequence[str] = ()
+        self, environment: Mapping[str, str | None] | None = None, launcher: Sequence[str] = ()
     ) -> None:
-        ask_read, self._ask = os.pipe()
+        task_read, self._tasks = os.pipe()
         self._answers, answer_write = os.pipe()
-        self.printed = (OutputCapture(Stream(), Stream()),)
+        self.outputs = (OutputCapture(Stream(), Stream()),)
         self._buffer = b""
         self._ready = self._killed = False
         self._process = Popen(
-            [*under, *python(), "-m", "pytest_aisp.worker", str(ask_read), str(answer_write)],
+            [
+                *launcher,
+                *interpreter(),
+                *PROGRAM,
+                str(task_read),
+                str(answer_write),
+            ],
             stdin=DEVNULL,
-            stdout=self.printed[0].stdout.file,
-            stderr=self.printed[0].stderr.file,
-            pass_fds=(ask_read, answer_write),
+            stdout=self.outputs[0].stdout.file,
+            stderr=self.outputs[0].stderr.file,
+            pass_fds=(task_read, answer_write),
             env=worker_environment(environment or {}),
             start_new_session=True,
         )
-        os.close(ask_read)
+        os.close(task_read)
         os.close(answer_write)
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked."""
+        """Whether the process runs."""
         return self._process.poll() is None
 
     @property
     def closed(self) -> bool:
-        """Whether it prints no more."""
-        return self.printed[0].stdout.file.closed
+        """Whether the process can print no more."""
+        return self.outputs[0].stdout.file.closed
 
     @property
     def pid(self) -> int:
@@ -89,16 +114,20 @@ class WorkerProcess:
         limit = seconds if self._ready else START_SECONDS + seconds
         deadline = time.monotonic() + limit
         try:
-            _write_all(self._ask, messages.encode(replace(task, limit=seconds)))
+            _write_all(self._tasks, messages.encode(replace(task, limit=seconds)))
             while True:
-                line = self._line(deadline)
+                line = self._read_line(deadline)
                 if line is None:
-                    return self._late(limit, doing)
+                    self.kill()
+                    return timeout_reply(limit, doing, self._trace())
                 if not line:
                     return self._dead(doing)
                 answer = messages.decode(line)
                 if isinstance(answer, Reply):
-                    return self._answered(answer)
+                    # The next task needs a process that can use its GPU and leaves others room.
+                    if answer.error == "fault" or answer.exhausted:
+                        self.kill()
+                    return answer
                 assert isinstance(answer, ProgressUpdate)
                 doing = answer.text
                 deadline = time.monotonic() + seconds  # the limit is on silence, not on long work
@@ -111,14 +140,15 @@ class WorkerProcess:
             self.kill()
             raise
 
-    def _line(self, deadline: float) -> bytes | None:
-        """Return the next line; empty when no more will come, None at the deadline."""
+    def _read_line(self, deadline: float) -> bytes | None:
+        """Return the next line, an empty one at the end of the pipe, or None at the deadline."""
         while b"\n" not in self._buffer:
-            alive, left = self.alive, max(0, deadline - time.monotonic())
-            if not self._readable(min(left, LOOK_SECONDS) if alive else 0):
-                if not alive:  # a child of its own may hold the pipe open
+            alive, remaining = self.alive, max(0, deadline - time.monotonic())
+            seconds = min(remaining, POLL_SECONDS) if alive else 0
+            if not select.select([self._answers], [], [], seconds)[0]:
+                if not alive:  # a child of the process may hold the pipe open
                     return b""
-                if not left:
+                if not remaining:
                     return None
                 continue
             chunk = os.read(self._answers, 1 << 20)
@@ -128,36 +158,24 @@ class WorkerProcess:
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line + b"\n"
 
-    def _readable(self, seconds: float) -> bool:
-        return bool(select.select([self._answers], [], [], seconds)[0])
-
-    def _answered(self, reply: Reply) -> Reply:
-        # The next task gets a process that can use its GPU, and leaves others room on it.
-        if reply.error == "fault" or reply.exhausted:
-            self.kill()
-        return reply
-
-    def _late(self, seconds: float, doing: str) -> Reply:
-        self.kill()
-        return late_reply(seconds, doing, self.output())
-
     def _dead(self, doing: str) -> Reply:
         with suppress(TimeoutExpired):
-            self._process.wait(END_SECONDS)
+            self._process.wait(EXIT_SECONDS)
         stuck = self.alive
         self.kill()
         code = self._process.wait()
-        how = STUCK if stuck and code == -signal.SIGKILL else f"ended {how_it_ended(code)}"
-        return failed("died", f"the worker process {how}", doing, self.output())
+        how = f"ended {describe_exit(code)}"
+        if stuck and code == -signal.SIGKILL:
+            how = "exited, but a thread of a side keeps it alive"
+        return failed("died", f"the worker process {how}", doing, self._trace())
 
-    def output(self, lines: int = 20) -> str:
-        """Return the last lines that the process printed, a crash's stack without our frames."""
-        return "\n".join(self.printed[0].last(lines))
+    def _trace(self) -> str:
+        return "\n".join(self.outputs[0].last(20))
 
     def kill(self) -> None:
-        """Kill the process, once, and everything in its process group, which may outlive it."""
+        """Kill the process and everything in its process group, which may outlive it."""
         if not self._killed:
-            self._killed = True  # later the number of the group may be another's
+            self._killed = True  # later another group may have the same number
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         if self.alive:
@@ -168,40 +186,34 @@ class WorkerProcess:
     def close(self) -> None:
         """End the process and release its pipes."""
         self.kill()
-        for fd in (self._ask, self._answers):
-            try:
+        for fd in (self._tasks, self._answers):
+            with suppress(OSError):
                 os.close(fd)
-            except OSError:
-                continue
-        self.printed[0].close()
+        self.outputs[0].close()
 
 
-def python() -> list[str]:
-    """Return the interpreter, which takes nothing in the current folder for a module of its path.
+def interpreter() -> list[str]:
+    """Return the command for Python without the current folder at the head of its path.
 
-    What pytest's own path has, the current folder where that is so, is in `worker_environment`.
+    `worker_environment` hands down the current folder where pytest's own path has it.
     """
     return [sys.executable, "-P"] if sys.version_info >= (3, 11) else [sys.executable]
 
 
 def worker_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the variables that a process of ours starts with: these, the path, the changes."""
+    """Return this process's environment with its import path and `changes`; None removes one."""
     path = os.pathsep.join(p for p in sys.path if p)
     merged = {**os.environ, "PYTHONPATH": path, **changes}
     return {name: value for name, value in merged.items() if value is not None}
 
 
-LONGER = "give it longer with -o aisp_timeout_multiplier=2"
-"""The last line of what is said of anything that took too long."""
-
-
-def late_reply(seconds: float, doing: str, trace: str) -> Reply:
-    """Return the reply in the place of one that did not come within `seconds`."""
+def timeout_reply(seconds: float, doing: str, trace: str) -> Reply:
+    """Return the reply for a task that was not answered within `seconds`."""
     reply = failed("timeout", f"no answer within {seconds:g} s", doing, trace)
-    return replace(reply, message=f"{reply.message}\n{LONGER}")
+    return replace(reply, message=f"{reply.message}\n{TIMEOUT_HINT}")
 
 
-def how_it_ended(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Return how a process with this exit status ended: ``by SIGSEGV``, ``with exit code 3``."""
     return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
@@ -209,3 +221,84 @@ def how_it_ended(code: int) -> str:
 def _write_all(fd: int, data: bytes) -> None:
     while data:
         data = data[os.write(fd, data) :]
+
+
+CaseName = tuple[str, str, int]
+"""Identifies a case across runs: its page below the root, its key there, its number of GPUs."""
+
+
+class ReplayError(Exception):
+    """A file that holds no recorded rows."""
+
+
+class ReplayWorker:
+    """A worker that answers from a recorded run.
+
+    Args:
+        path: `results.jsonl` of an artifacts folder, or the folder.
+
+    Attributes:
+        dropped: says which line is left out because its writer died, or is empty.
+        machine: where the run was recorded, so that it is judged as that; None if unknown.
+
+    Raises:
+        ReplayError: for a file that cannot be read as a recorded run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        folder = run_reader.folder_of(path)
+        file = folder / run_reader.JOURNAL if folder.is_dir() else path
+        self._folder = file.parent
+        self.machine: Machine | None = None
+        root: str | None = None
+        try:
+            lines, lost = run_reader.journal(file)
+            if (self._folder / run_reader.MANIFEST).exists():
+                manifest = run_reader.manifest(self._folder)
+                root, machine = manifest["root"], manifest["machine"]
+                known = {field.name: machine[field.name] for field in fields(Machine)}
+                self.machine = Machine(**{**known, "gpus": tuple(machine["gpus"])})
+        except run_reader.RunError as error:
+            raise ReplayError(f"--aisp-replay={path}: no run to judge again: {error}") from None
+        self.dropped = "; ".join(lost)
+        self.rows = {_name_of_row(line, root): line for line in lines}
+        self._answered: dict[tuple[CaseName, str], int] = {}
+
+    def ask(self, task: Task, seconds: float, progress: Progress) -> Reply:
+        """Return what was recorded for `task`; timings come in the order of the recording."""
+        if not isinstance(task, CaseTask):
+            return Reply(error="page", message=f"the recording holds no {task.kind}")
+        name = _name_of_task(task)
+        row = self.rows.get(name)
+        if row is None:
+            case = f"{task.function}[{task.variant}] at {dict(task.size)}"
+            why = f"; {self.dropped}" if self.dropped else ""
+            return Reply(error="page", message=f"the recording holds no {case}{why}")
+        if isinstance(task, FactsTask):
+            return Reply(result=row["environment"])
+        kind = "checks" if isinstance(task, (CheckTask, CountTask)) else "timings"
+        try:
+            answers = run_reader.read(self._folder, row["samples"])[kind]
+        except run_reader.SamplesError as error:
+            return Reply(error="page", message=f"the recording cannot be judged again: {error}")
+        number = self._answered.get((name, kind), 0)
+        self._answered[name, kind] = number + 1
+        if number >= len(answers):
+            word = kind if len(answers) != 1 else kind.removesuffix("s")
+            message = f"the recording holds {len(answers)} {word} of it, and one more is asked for"
+            return Reply(error="unrecorded", message=message)
+        return Reply(result=answers[number])
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def _name_of_row(row: Mapping[str, Json], root: str | None) -> CaseName:
+    # Only a manifest says where the root was; an id is relative to it.
+    page = row["nodeid"].partition("::")[0] if root is None else path_below(row["page"], root)
+    return page, row["key"], row["gpus"]
+
+
+def _name_of_task(task: CaseTask) -> CaseName:
+    key = f"{Path(task.page).name}::{task.function}[{task.case}]"
+    return path_below(task.page, task.root), key, task.gpus

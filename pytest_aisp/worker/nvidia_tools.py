@@ -1,7 +1,7 @@
-"""One side under NVIDIA's Nsight Systems (`nsys`) or Nsight Compute (`ncu`): `solo` inside it.
+"""NVIDIA's tools around a side: Nsight Systems (`nsys`), Nsight Compute (`ncu`), compute-sanitizer.
 
-The tool gets a program with one side in it, and no worker process: its own pipes and time limits
-are none of the tool's business, and what was run can be run again by hand with other options.
+A profiler gets a program that runs one side, not a worker with its pipes and time limits, so that
+the same command can be run again by hand with other options.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +22,22 @@ from msgspec.structs import replace
 
 from ..results import messages
 from ..results.messages import ProfileTask, Reply, Task
-from .client import LONGER, WorkerProcess, how_it_ended, python, worker_environment
-from .output_capture import last_lines
+from .client import (
+    PROGRAM,
+    TIMEOUT_HINT,
+    Progress,
+    WorkerProcess,
+    describe_exit,
+    interpreter,
+    worker_environment,
+)
+from .output_capture import Stream
 from .torch_profiler import range_name
 
 PROFILER_SLOWDOWN = 20.0
-"""By how much time limits are longer: `ncu` runs each kernel some forty times."""
+"""Factor on the time limit: `ncu` runs each kernel some forty times."""
 LAUNCHES = 100
-"""Most kernels of a side that `ncu` looks at."""
+"""Most kernels of a side that `ncu` profiles."""
 NO_COUNTERS = "ERR_NVGPUCTRPERM"
 COUNTERS = (
     f"ncu may not read the GPU's performance counters ({NO_COUNTERS})\n"
@@ -39,17 +48,18 @@ COUNTERS = (
 
 
 class NsightError(Exception):
-    """A tool that gave no report; the message says why and what to do."""
+    """A profiler that wrote no report; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
-class Tool:
-    """How a tool is called.
+class Profiler:
+    """How to call a profiler.
 
     Attributes:
-        product: what has to be installed; suffix: of its reports.
-        options: before the program; ``{range}`` and ``{report}``, a path to which the tool adds
-            its suffix, are filled in.
+        product: what has to be installed.
+        suffix: of its reports.
+        options: before the program. ``{range}`` is filled in, and ``{report}`` with a path to
+            which the profiler adds its suffix.
     """
 
     product: str
@@ -57,8 +67,8 @@ class Tool:
     options: Sequence[str]
 
 
-TOOLS = {
-    "nsys": Tool(
+PROFILERS = {
+    "nsys": Profiler(
         "Nsight Systems",
         ".nsys-rep",
         (
@@ -68,7 +78,7 @@ TOOLS = {
             "--output={report}",
         ),
     ),
-    "ncu": Tool(
+    "ncu": Profiler(
         "Nsight Compute",
         ".ncu-rep",
         (
@@ -80,9 +90,9 @@ TOOLS = {
 }
 
 
-def absent_profiler(name: str) -> str:
-    """Return what to say where the tool `name` is not installed."""
-    product = TOOLS[name].product
+def missing_profiler(name: str) -> str:
+    """Return the message for a profiler that is not installed."""
+    product = PROFILERS[name].product
     page = f"https://developer.nvidia.com/{product.lower().replace(' ', '-')}"
     return (
         f"{name} is not on PATH; it is {product}, which comes with the CUDA toolkit, in bin/, or"
@@ -91,56 +101,48 @@ def absent_profiler(name: str) -> str:
 
 
 def profiler_installed(name: str) -> str | None:
-    """Return the path of the tool `name`, or None."""
+    """Return the path of a profiler, or None."""
     return shutil.which(name)
 
 
-def watch(
+def profile_side(
     name: str,
     task: ProfileTask,
     folder: Path,
     environment: Mapping[str, str | None],
     seconds: float,
 ) -> list[str]:
-    """Run the side `task.side` under the tool `name`; return the files that it left in `folder`.
+    """Run the side `task.side` under the profiler `name`; return the files written in `folder`.
 
     Args:
-        environment: variables to set for it; None as a value removes one.
-        seconds: time limit, which is `SLOWER` times longer here.
+        environment: variables to set for the side; None as a value removes one.
+        seconds: time limit without a profiler.
 
     Raises:
-        NsightError: where there is no report in the end.
-        OSError: where the folder cannot be written.
+        NsightError: if the profiler wrote no report.
+        OSError: if the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    report = folder / f"{task.side}{TOOLS[name].suffix}"
+    profiler, side, limit = PROFILERS[name], task.side, PROFILER_SLOWDOWN * seconds
+    report = folder / f"{side}{profiler.suffix}"
     report.unlink(missing_ok=True)
-    given = folder / f"{task.side}.task.json"
-    given.write_bytes(messages.encode(task))
-    command = [*_options(name, task.side, report), *_program(given)]
-    again = folder / f"{task.side}.{name}.sh"
-    again.write_text(_script(command, environment))
-    said = folder / f"{task.side}.{name}.txt"
-    with open(said, "w+b") as output:
-        code = _finished(
-            command, worker_environment(environment), output.fileno(), PROFILER_SLOWDOWN * seconds
-        )
-        if not report.exists() or code != 0:
-            raise NsightError(_why(name, code, PROFILER_SLOWDOWN * seconds, last_lines(output, 6)))
-    return [file.name for file in (report, again, said, given)]
-
-
-def _options(name: str, role: str, report: Path) -> list[str]:
-    filled = {"range": range_name(role), "report": str(report.with_suffix(""))}
-    return [profiler_installed(name) or name, *(o.format(**filled) for o in TOOLS[name].options)]
-
-
-def _program(given: Path) -> list[str]:
-    return [*python(), "-m", "pytest_aisp.worker.profile_target", str(given)]
+    task_file = folder / f"{side}.task.json"
+    task_file.write_bytes(messages.encode(task))
+    values = {"range": range_name(side), "report": str(report.with_suffix(""))}
+    options = [option.format(**values) for option in profiler.options]
+    program = [*interpreter(), *PROGRAM, str(task_file)]
+    command = [profiler_installed(name) or name, *options, *program]
+    script = folder / f"{side}.{name}.sh"
+    script.write_text(_script(command, environment))
+    log = folder / f"{side}.{name}.txt"
+    code = _run(command, worker_environment(environment), log, limit)
+    if not report.exists() or code != 0:
+        raise NsightError(_reason(name, code, limit, log))
+    return [file.name for file in (report, script, log, task_file)]
 
 
 def _script(command: Sequence[str], environment: Mapping[str, str | None]) -> str:
-    """Return the lines that run `command` once more, by hand."""
+    """Return a shell script that runs `command` again."""
     path = worker_environment({})["PYTHONPATH"]
     unset = [f"-u {name}" for name, value in environment.items() if value is None]
     assigned = {"PYTHONPATH": path} | {k: v for k, v in environment.items() if v is not None}
@@ -149,89 +151,95 @@ def _script(command: Sequence[str], environment: Mapping[str, str | None]) -> st
     return f"cd {shlex.quote(os.getcwd())} && {line}\n"
 
 
-def _finished(
-    command: Sequence[str], environment: Mapping[str, str], output: int, seconds: float
+def _run(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, seconds: float
 ) -> int | None:
-    """Return the exit code of `command`, or None where it was killed after `seconds`."""
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        env=dict(environment),
-        start_new_session=True,
-    )
+    """Return the exit code of `command`, or None if it took longer than `seconds`."""
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=dict(environment),
+            start_new_session=True,
+        )
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
         return None
     finally:
-        if process.poll() is None:  # late, or Ctrl-C: no tool outlives its run
+        if process.poll() is None:  # too late, or Ctrl-C: no profiler outlives its run
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
-def _why(name: str, code: int | None, seconds: float, output: str) -> str:
-    if NO_COUNTERS in output:
+def _reason(name: str, code: int | None, seconds: float, log: Path) -> str:
+    with closing(Stream(str(log))) as output:
+        printed = output.peek()
+    if NO_COUNTERS in "\n".join(printed.lines()[-LAST_LINES:]):
         return COUNTERS
     if code is None:
-        return f"{name} took longer than {seconds:g} s\n{LONGER}"
-    ended = f"ended {how_it_ended(code)}" if code else "left no report"
-    return "\n".join([f"{name} {ended}", *output.splitlines()])
+        return f"{name} took longer than {seconds:g} s\n{TIMEOUT_HINT}"
+    ended = f"ended {describe_exit(code)}" if code else "left no report"
+    return "\n".join([f"{name} {ended}", *printed.lines()[-LAST_LINES:]])
 
 
-TOOL = "compute-sanitizer"
-ABSENT = f"{TOOL} is not on PATH; it comes with the CUDA toolkit, in bin/"
+LAST_LINES = 6
+"""Lines of a profiler's output that an error shows."""
+
+SANITIZER = "compute-sanitizer"
+MISSING_SANITIZER = f"{SANITIZER} is not on PATH; it comes with the CUDA toolkit, in bin/"
 SANITIZER_SLOWDOWN = 20.0
-"""By how much time limits are longer under it."""
-SHOWN = 12
+"""Factor on the time limit of a task under compute-sanitizer."""
+REPORT_LINES = 12
 """Lines of its report that a failure shows."""
-
-_NO_FINDING = re.compile(r"COMPUTE-SANITIZER|ERROR SUMMARY: 0 |^=+\s*$|Target application|LEAK SUM")
-ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-"""Each tensor is an allocation of its own, so that reading beyond it is reading beyond memory."""
+_NO_ERROR = re.compile(r"COMPUTE-SANITIZER|ERROR SUMMARY: 0 |^=+\s*$|Target application|LEAK SUM")
 
 
 def sanitizer_installed() -> str | None:
     """Return the path of compute-sanitizer, or None."""
-    return shutil.which(TOOL)
+    return shutil.which(SANITIZER)
 
 
-class Sanitized(WorkerProcess):
-    """A worker process whose kernels `check`, a tool of compute-sanitizer, watches."""
+class SanitizedWorker(WorkerProcess):
+    """A worker process whose kernels a tool of compute-sanitizer checks.
 
-    def __init__(self, check: str, environment: Mapping[str, str | None] | None = None) -> None:
+    Args:
+        tool: ``memcheck``, ``racecheck``, ``initcheck`` or ``synccheck``.
+    """
+
+    def __init__(self, tool: str, environment: Mapping[str, str | None] | None = None) -> None:
         handle, self._log = tempfile.mkstemp(prefix="aisp-sanitizer-", suffix=".log")
         os.close(handle)
-        self._check, self._read = check, 0
-        # A library's own faults while it initializes are not the page's.
-        watch = ("--tool", check, "--log-file", self._log, "--report-api-errors", "no")
-        tool = sanitizer_installed() or TOOL
-        super().__init__({**(environment or {}), **ENVIRONMENT}, [tool, *watch])
+        self._tool, self._position = tool, 0
+        # Errors that a library's own initialization makes are not the page's.
+        options = ("--tool", tool, "--log-file", self._log, "--report-api-errors", "no")
+        # Without a cache each tensor is an allocation, so that reading beyond it is an error.
+        changes = {**(environment or {}), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        super().__init__(changes, [sanitizer_installed() or SANITIZER, *options])
 
-    def ask(self, task: Task, seconds: float, progress: Callable[[str], None]) -> Reply:
-        """Return the reply to `task`, or what was found while it was answered."""
+    def ask(self, task: Task, seconds: float, progress: Progress) -> Reply:
+        """Return the reply to `task`, or the errors that the tool reported meanwhile."""
         reply = super().ask(task, SANITIZER_SLOWDOWN * seconds, progress)
-        found = self._findings()
-        if not found:
+        errors = self._new_errors()
+        if not errors:
             return reply
-        self.kill()  # after an access beyond memory nothing works any more
-        first = f"{self._check} finds fault with a kernel:"
-        words = [first, *found[:SHOWN], *["..."] * (len(found) > SHOWN)]
-        return replace(reply, error="page", message="\n".join(words), trace="")
+        self.kill()  # after an invalid access every call fails
+        lines = [f"{self._tool} found an error in a kernel:", *errors[:REPORT_LINES]]
+        if len(errors) > REPORT_LINES:
+            lines.append("...")
+        return replace(reply, error="page", message="\n".join(lines), trace="")
 
-    def _findings(self) -> list[str]:
+    def _new_errors(self) -> list[str]:
         """Return the report's new lines, without its frame."""
         with open(self._log, errors="replace") as log:
-            log.seek(self._read)
+            log.seek(self._position)
             lines = log.read().splitlines()
-            self._read = log.tell()
-        return [line.removeprefix("=========").strip() for line in lines if _is_finding(line)]
+            self._position = log.tell()
+        errors = [line for line in lines if line.strip() and not _NO_ERROR.search(line)]
+        return [line.removeprefix("=========").strip() for line in errors]
 
     def close(self) -> None:
         super().close()
         os.unlink(self._log)
-
-
-def _is_finding(line: str) -> bool:
-    return bool(line.strip()) and not _NO_FINDING.search(line)

@@ -1,6 +1,6 @@
-"""What processes print: files that they write and we read between tasks.
+"""What processes print: files that they write and that are read between tasks.
 
-A pipe would stop the side that fills it, or have somebody read it while windows are timed.
+A pipe would stop a side that fills it, or need a reader while windows are timed.
 """
 
 from __future__ import annotations
@@ -14,73 +14,70 @@ from typing import IO, Literal, NamedTuple, TextIO
 
 from ..page.sources import PACKAGE
 
-Name = Literal["stdout", "stderr"]
-STREAMS: tuple[Name, Name] = ("stdout", "stderr")
-MOST = 1 << 24
-"""Bytes that are read at once; of what is beyond them, lines alone are counted."""
-WIDEST = 1 << 10
-"""Bytes that a line takes, on average, where no more than some lines are shown."""
+StreamName = Literal["stdout", "stderr"]
+STREAMS: tuple[StreamName, StreamName] = ("stdout", "stderr")
+MAX_BYTES = 1 << 24
+"""Bytes that are read at once; the lines before them are only counted."""
+MAX_LINE_LENGTH = 1 << 10
+"""Average characters a line where the number of lines is limited."""
 
-# faulthandler's lines of no use to a page's author: a traceback has a comma before "in".
-_OURS = re.compile(
+# faulthandler's lines that are of no use to a page's author: a traceback has a comma before "in".
+_OUR_FRAMES = re.compile(
     rf'  File "({re.escape(PACKAGE)}/|<frozen runpy>)'
     r'[^"]*", line \d+ in |Extension modules: '
 )
 
 
 class Chunk(NamedTuple):
-    """What was printed: `skipped` lines that nobody has read, then `data`."""
+    """A piece of output: the number of skipped lines, then data."""
 
     skipped: int = 0
     data: bytes = b""
 
     @property
     def text(self) -> str:
-        """What it says, whatever it is."""
+        """The data as text."""
         return self.data.decode(errors="replace")
 
     def lines(self) -> list[str]:
-        """Return the lines, of a crash's stack those of the page's."""
-        return [line for line in self.text.splitlines() if not _OURS.match(line)]
+        """Return the lines, without this package's lines of a crash's stack."""
+        return [line for line in self.text.splitlines() if not _OUR_FRAMES.match(line)]
 
 
 class Stream:
-    """A file that a process appends to, and what of it is new."""
+    """A file that a process appends to, read from where the last `take` stopped."""
 
-    def __init__(self, file: IO[bytes] | None = None) -> None:
-        self.file = tempfile.TemporaryFile("a+b") if file is None else file  # noqa: SIM115 - close
-        self._taken, self._rest = 0, Chunk()
+    def __init__(self, path: str | None = None) -> None:
+        self.file: IO[bytes] = open(path, "rb") if path else tempfile.TemporaryFile("a+b")  # noqa: SIM115 - close
+        self._position = 0
+        self._unread = Chunk()  # of a closed file
 
-    @classmethod
-    def at(cls, path: str) -> Stream:
-        """Return the stream that somebody else's file is."""
-        return cls(open(path, "rb"))
-
-    def new(self) -> Chunk:
+    def peek(self) -> Chunk:
         """Return what was printed since the last `take`."""
-        return self._rest if self.file.closed else self._new()[0]
+        return self._read()[0]
 
     def take(self) -> Chunk:
-        """Return what was printed since the last time."""
-        if self.file.closed:
-            found, self._rest = self._rest, Chunk()
-        else:
-            found, self._taken = self._new()
-        return found
+        """Return what was printed since the last `take`, and move on."""
+        chunk, self._position = self._read()
+        self._unread = Chunk()
+        return chunk
 
-    def _new(self) -> tuple[Chunk, int]:
-        """Return what is new, and where it ends."""
-        file = self.file.fileno()
-        end = os.fstat(file).st_size
-        at = self._taken if self._taken <= end else 0  # its writer may have emptied it
+    def _read(self) -> tuple[Chunk, int]:
+        """Return what is new, and the position of its end."""
+        if self.file.closed:
+            return self._unread, self._position
+        fd = self.file.fileno()
+        end = os.fstat(fd).st_size
+        start = self._position if self._position <= end else 0  # a page may empty the file
         skipped = 0
-        while at < end - MOST and (read := os.pread(file, min(MOST, end - MOST - at), at)):
-            skipped, at = skipped + read.count(b"\n"), at + len(read)
-        return Chunk(skipped, os.pread(file, end - at, at)), end
+        while start < end - MAX_BYTES:
+            data = os.pread(fd, min(MAX_BYTES, end - MAX_BYTES - start), start)
+            skipped, start = skipped + data.count(b"\n"), start + len(data)
+        return Chunk(skipped, os.pread(fd, end - start, start)), end
 
     def close(self) -> None:
-        """Let the file go; what is new in it can still be taken."""
-        self._rest = self.new()
+        """Close the file; its unread part can still be taken."""
+        self._unread = self.peek()
         self.file.close()
 
 
@@ -89,56 +86,51 @@ class OutputCapture:
     """What one process prints.
 
     Attributes:
-        who: which of several it is, or empty.
+        label: names the process among several, or is empty.
     """
 
     stdout: Stream
     stderr: Stream
-    who: str = ""
+    label: str = ""
 
     def last(self, lines: int) -> list[str]:
-        """Return the last lines that are new, those of stderr behind those of stdout."""
-        return [*self.stdout.new().lines(), *self.stderr.new().lines()][-lines:]
+        """Return the last new lines, those of stderr after those of stdout."""
+        return [*self.stdout.peek().lines(), *self.stderr.peek().lines()][-lines:]
 
-    def take(self, name: Name) -> Chunk:
-        """Return what is new in one of both."""
+    def take(self, name: StreamName) -> Chunk:
+        """Return what is new in one stream."""
         return (self.stdout if name == "stdout" else self.stderr).take()
 
     def close(self) -> None:
-        """Let both files go."""
+        """Close both files."""
         self.stdout.close()
         self.stderr.close()
 
 
-def shown(chunks: Sequence[Chunk], who: str, most: int | None) -> str:
-    """Return what was printed as text, each line behind `who` printed it.
+def format_output(chunks: Sequence[Chunk], label: str, max_lines: int | None) -> str:
+    """Return what was printed as text, each line after its process's `label`.
 
     Args:
-        most: lines that are shown, the last ones; None for all, as they are.
+        max_lines: how many of the last lines to show; None for all of them.
     """
     skipped = sum(chunk.skipped for chunk in chunks)
-    if most is None and not who:
-        return _note(who, skipped, 0) + "".join(chunk.text for chunk in chunks)
+    prefix = f"{label}: " if label else ""
+    if max_lines is None and not label:
+        return _left_out(prefix, skipped, 0) + "".join(chunk.text for chunk in chunks)
     lines = [line for chunk in chunks for line in chunk.lines()]
-    kept = lines if most is None else lines[max(0, len(lines) - most) :]
-    before = f"{who}: " if who else ""
-    text = "".join(f"{before}{line}\n" for line in kept)
-    cut = 0 if most is None else max(0, len(text) - most * WIDEST)
-    return _note(before, skipped + len(lines) - len(kept), cut) + text[cut:]
+    shown = lines if max_lines is None else lines[max(0, len(lines) - max_lines) :]
+    text = "".join(f"{prefix}{line}\n" for line in shown)
+    cut = 0 if max_lines is None else max(0, len(text) - max_lines * MAX_LINE_LENGTH)
+    return _left_out(prefix, skipped + len(lines) - len(shown), cut) + text[cut:]
 
 
-def _note(before: str, lines: int, characters: int) -> str:
+def _left_out(prefix: str, lines: int, characters: int) -> str:
     """Return the line that says how much is left out, or nothing."""
     parts = [f"{lines} lines"] * bool(lines) + [f"{characters} characters"] * bool(characters)
-    return f"{before}({' and '.join(parts)} left out)\n" if parts else ""
+    return f"{prefix}({' and '.join(parts)} left out)\n" if parts else ""
 
 
-def say(stream: TextIO, text: str) -> None:
-    """Write `text` to `stream`, whatever characters that has."""
+def write_text(stream: TextIO, text: str) -> None:
+    """Write `text` to `stream`; characters that its encoding lacks become question marks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     stream.write(text.encode(encoding, "replace").decode(encoding))
-
-
-def last_lines(output: IO[bytes], lines: int) -> str:
-    """Return the last `lines` in a file that a process wrote, a crash's stack without ours."""
-    return "\n".join(Stream(output).new().lines()[-lines:])

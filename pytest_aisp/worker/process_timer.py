@@ -1,7 +1,7 @@
-"""Process sides: what a process decides once (environment, allocator, threads) takes a fresh one.
+"""Process sides: environment, allocator and threads are settings that only a new process reads.
 
 Each sample is one fresh process that imports the page, makes the inputs, warms up, and times its
-own calls; the order of the processes is ABBA as everywhere.
+own calls. The order of the processes is ABBA, as for every clock.
 """
 
 from __future__ import annotations
@@ -12,23 +12,27 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import overload
 
 from ..isolation.monkeypatches import now
-from ..results.messages import PageSource, Reply, SampleTask, Task, TimeTask, case_fields
+from ..page.pair import Side
+from ..results.messages import Json, PageSource, Reply, SampleTask, Task, TimeTask, case_fields
 from ..timing import schedule
 from ..timing.schedule import Budget, Samples
-from .output_capture import OutputCapture, say
-
-if TYPE_CHECKING:
-    from .client import WorkerProcess
+from . import client
+from .client import Progress, WorkerProcess
+from .output_capture import OutputCapture, write_text
 
 BLOCKS = 5
 SAMPLE_SECONDS = 0.05
 
 
 class ProcessFailed(RuntimeError):
-    """A sample's process died or gave a wrong result; `reply` is what it said."""
+    """A sample's process died or gave a wrong result.
+
+    Attributes:
+        reply: the process's error.
+    """
 
     def __init__(self, side: str, reply: Reply) -> None:
         super().__init__(f"{side} in a fresh process: {reply.message}")
@@ -44,22 +48,32 @@ class ProcessSide:
         warmup: calls before the clock starts; 0 times the first call.
     """
 
-    def __init__(
-        self, side: Callable[..., Any], environment: Mapping[str, str | None], warmup: int
-    ) -> None:
+    __name__: str
+
+    def __init__(self, side: Side, environment: Mapping[str, str | None], warmup: int) -> None:
         functools.update_wrapper(self, side)
         self.side, self.environment, self.warmup = side, dict(environment), warmup
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: object) -> object:
         return self.side(*inputs)
 
 
+@overload
+def fresh_process(side: Side) -> ProcessSide: ...
+
+
+@overload
 def fresh_process(
-    side: Callable[..., Any] | None = None,
+    *, environment: Mapping[str, str | None] | None = None, warmup: int = 3
+) -> Callable[[Side], ProcessSide]: ...
+
+
+def fresh_process(
+    side: Side | None = None,
     *,
     environment: Mapping[str, str | None] | None = None,
     warmup: int = 3,
-) -> Any:
+) -> ProcessSide | Callable[[Side], ProcessSide]:
     """Declare that each sample of a side is a fresh process, started with `environment`.
 
     Used as a decorator, bare or with arguments. Both sides of a pair must be process sides, and
@@ -70,7 +84,7 @@ def fresh_process(
         warmup: calls before the clock starts; 0 times the first call of the process.
     """
 
-    def wrap(function: Callable[..., Any]) -> ProcessSide:
+    def wrap(function: Side) -> ProcessSide:
         return ProcessSide(function, environment or {}, warmup)
 
     return wrap if side is None else wrap(side)
@@ -78,28 +92,26 @@ def fresh_process(
 
 def measure_processes(
     task: TimeTask,
-    sides: Sequence[tuple[Any, Any]],
+    sides: tuple[ProcessSide, ProcessSide],
     budget: Budget,
     rng: random.Random,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> Samples:
-    """Run the blocks, one process a window; each reports itself, which renews the time limit."""
+    """Run the blocks, one process a window; each process renews the time limit."""
     few = replace(budget, blocks=min(budget.blocks, BLOCKS), least=BLOCKS, laps=1, seconds=1e9)
-    return schedule.measure(_ProcessBout(task, [side for side, _ in sides], progress), few, rng)
+    past = task.past if task.versus == "old" else None
+    windows = (
+        _ProcessWindow(task, sides[0], past, progress),
+        _ProcessWindow(task, sides[1], None, progress),
+    )
+    return schedule.measure(_ProcessTimer(windows), few, rng)
 
 
-class _ProcessBout:
+class _ProcessTimer:
     clock = "process"
 
-    def __init__(
-        self, task: TimeTask, sides: Sequence[Any], progress: Callable[[str], None]
-    ) -> None:
-        first, second = sides
-        past = task.past if task.versus == "old" else None
-        self.windows = (
-            _ProcessWindow(task, first, past, progress),
-            _ProcessWindow(task, second, None, progress),
-        )
+    def __init__(self, windows: tuple[_ProcessWindow, _ProcessWindow]) -> None:
+        self.windows = windows
 
     def refresh(self, *, last: bool) -> None:
         """Every process has fresh memory."""
@@ -107,87 +119,82 @@ class _ProcessBout:
     def disturbance(self) -> str | None:
         return None
 
-    def other(self) -> dict[str, Any]:
+    def other(self) -> dict[str, Json]:
         return {}
 
-    def details(self) -> dict[str, Any]:
-        return {"processes": [w.started for w in self.windows]}
+    def details(self) -> dict[str, Json]:
+        return {"processes": [window.started for window in self.windows]}
 
 
 class _ProcessWindow:
     calls = counted = repeats = 1
 
     def __init__(
-        self,
-        task: TimeTask,
-        side: Any,
-        past: PageSource | None,
-        progress: Callable[[str], None],
+        self, task: TimeTask, side: ProcessSide, past: PageSource | None, progress: Progress
     ) -> None:
-        self._progress = progress
-        self.task = SampleTask(**case_fields(task), side=side.__name__, past=past)
-        self.environment, self.started = side.environment, 0
+        self._task = SampleTask(**case_fields(task), side=side.__name__, past=past)
+        self._environment, self._progress = side.environment, progress
+        self.started = 0
 
     def __call__(self) -> float:
         self.started += 1
-        self._progress(f"process {self.started} of {self.task.side}")
-        with _fresh(self.environment) as bench:
-            return float(_answer(bench, self.task, self.task.side)["seconds"])
+        self._progress(f"process {self.started} of {self._task.side}")
+        with _fresh_worker(self._environment) as worker:
+            return float(_ask(worker, self._task, self._task.side)["seconds"])
 
 
 def ask_fresh(
-    asked: Sequence[tuple[Task, Any]], progress: Callable[[str], None]
-) -> list[Mapping[str, Any]]:
-    """Return the result of each task in a fresh process of its process side.
+    requests: Sequence[tuple[Task, ProcessSide]], progress: Progress
+) -> list[Mapping[str, Json]]:
+    """Return the result of each task, each in a fresh process of its process side.
 
-    They answer one after the other, but start together: most of what they take is importing torch.
+    The processes start together, because importing torch takes most of their time. They answer one
+    after the other.
 
     Raises:
         ProcessFailed: naming the first side whose process failed.
     """
-    found = []
+    results = []
     with contextlib.ExitStack() as stack:
-        benches = [stack.enter_context(_fresh(side.environment)) for _, side in asked]
-        for bench, (task, side) in zip(benches, asked, strict=True):
+        workers = [stack.enter_context(_fresh_worker(side.environment)) for _, side in requests]
+        for worker, (task, side) in zip(workers, requests, strict=True):
             progress(f"a process of {side.__name__}")
-            found.append(_answer(bench, task, side.__name__))
-            bench.kill()  # its memory is the next one's to take
-            _say_again(bench.printed)  # and its prints come before the next one's
-    return found
+            results.append(_ask(worker, task, side.__name__))
+            worker.kill()  # the next process needs its memory
+            _print_again(worker.outputs)  # before the next process prints
+    return results
 
 
 @contextlib.contextmanager
-def _fresh(environment: Mapping[str, str | None]) -> Iterator[WorkerProcess]:
-    """Start a process; print here what it has printed when it ends."""
-    from .client import WorkerProcess
-
-    bench = WorkerProcess(environment)
+def _fresh_worker(environment: Mapping[str, str | None]) -> Iterator[WorkerProcess]:
+    """Start a process; when it ends, print its output here."""
+    worker = client.WorkerProcess(environment)
     try:
-        yield bench
+        yield worker
     finally:
-        bench.close()
-        _say_again(bench.printed)
+        worker.close()
+        _print_again(worker.outputs)
 
 
-def _answer(bench: WorkerProcess, task: Task, name: str) -> Mapping[str, Any]:
-    reply = bench.ask(task, task.limit, lambda text: None)
+def _ask(worker: WorkerProcess, task: Task, name: str) -> Mapping[str, Json]:
+    reply = worker.ask(task, task.limit, lambda text: None)
     if reply.error is not None:
         raise ProcessFailed(name, reply)
     return reply.result
 
 
-def _say_again(printed: Sequence[OutputCapture]) -> None:
-    """Print here what a sample's process has printed: this process's output is read."""
-    for one in printed:
-        say(sys.stdout, one.stdout.take().text)
-        say(sys.stderr, one.stderr.take().text)
+def _print_again(outputs: Sequence[OutputCapture]) -> None:
+    """Print the output of a sample's process here: the session reads this process's output."""
+    for output in outputs:
+        write_text(sys.stdout, output.stdout.take().text)
+        write_text(sys.stderr, output.stderr.take().text)
 
 
-def time_here(call: Callable[[], Any], warmup: int, synchronize: Callable[[], None]) -> float:
-    """Return the seconds per call in this process; of its very first one with `warmup=0`."""
+def time_here(call: Callable[[], object], warmup: int, synchronize: Callable[[], None]) -> float:
+    """Return the seconds per call in this process; with `warmup=0`, those of the first call."""
     for _ in range(warmup):
         call()
-    if warmup:  # else the context that the first call makes would be made here, untimed
+    if warmup:  # without warm-up the first call must create the CUDA context inside the timing
         synchronize()
     count, start = 0, now()
     while count == 0 or (warmup and now() - start < SAMPLE_SECONDS):
