@@ -36,6 +36,7 @@ from ..util.process_group import current_group
 from . import sandbox
 from .cache import Cache, seed_of
 from .loader import DeclaredSide, PageError, TaskContext, pair_of
+from .process_timer import ProcessSide, measure_processes, time_here
 
 Progress = Callable[[str], None]
 
@@ -188,10 +189,10 @@ class Engine:
             simulate = getattr(importlib.import_module(module), function)
             options = {**task.timer.get("options", {}), "planted": task.planted}
             return simulate(names[0], names[1], options, budget, seed), {}
-        if hasattr(sides[0][0], "environment"):
-            from .process_timer import measure_processes
-
-            return measure_processes(task, sides, budget, random.Random(seed), self.progress), {}
+        first, second = (side for side, _ in sides)
+        if isinstance(first, ProcessSide) and isinstance(second, ProcessSide):
+            rng = random.Random(seed)
+            return measure_processes(task, (first, second), budget, rng, self.progress), {}
         from ..timing.trial import Trial
 
         oracle = self.kept.oracle(task, asked.pair, task.size)
@@ -215,8 +216,6 @@ class Engine:
 
     def sample(self, task: messages.SampleTask) -> dict[str, Any]:
         """Time one process side in this process and check its output."""
-        from .process_timer import time_here
-
         asked = TaskContext(task, task.past)
         pair = asked.pair if task.past is None else asked.old_pair()
         sides = [(pair.baseline, None), *((v.side, v.precision) for v in pair.variants)]

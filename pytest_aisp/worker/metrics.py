@@ -23,7 +23,7 @@ from ..timing.memory import allocated, fragmentation, reserved
 from ..timing.trial import Trial
 from ..util.device_state import Telemetry
 from ..util.process_group import current_group
-from .process_timer import ask_fresh
+from .process_timer import ProcessSide, ask_fresh
 
 if TYPE_CHECKING:
     from ..timing.schedule import Window
@@ -43,9 +43,10 @@ def count(task: CountTask, trial: Trial) -> dict[str, float]:
     counter = COUNTERS[task.metric]
     if task.side:  # in the process of a process side
         return {task.side: counter(trial.bench, sides[ROLES.index(task.side)])}
-    if all(hasattr(side, "environment") for side in sides):
-        asked = [(replace(task, side=role), side) for role, side in zip(ROLES, sides, strict=True)]
-        baseline, optimized = ask_fresh(asked, trial.progress)
+    processes = [side for side in sides if isinstance(side, ProcessSide)]
+    if processes:
+        tasks = [replace(task, side=role) for role in ROLES]
+        baseline, optimized = ask_fresh(list(zip(tasks, processes, strict=True)), trial.progress)
         return {**baseline, **optimized}
     return {r: counter(trial.bench, s) for r, s in zip(ROLES, sides, strict=True)}
 
