@@ -1,79 +1,99 @@
-"""The timer of a CPU: long windows by the host's clock, a disturbed block measured again."""
+"""The timer of a CPU, and the host's clock, which GPU pages that are timed as called use too."""
 
 from __future__ import annotations
 
 import glob
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 from ..checking.inputs import BoundSide, InputPool
 from ..isolation.interference import InterferenceMonitor
+from ..isolation.monkeypatches import now_ns
+from ..util.device_state import synchronizer
 from ..util.process_group import current_group
 from . import schedule
+from .cross_check import KernelProfile
 from .schedule import Budget, calls_for, calls_to_plant, extra_calls
-from .windows import host_window
 
 WINDOW = 10e-3
 """Least seconds of a window."""
 STOLEN = 0.05
-"""A block is disturbed when the process waited this share of it for a core it was ready to use."""
+"""A block is disturbed when the process waited this share of its time for a CPU core."""
+
+
+class HostWindow:
+    """Time K calls of one side by the host's clock, with the device idle at both ends."""
+
+    repeats = 1
+
+    def __init__(self, side: BoundSide, counted: int, extra: int = 0, device: str = "cuda") -> None:
+        self.side, self.counted, self.calls = side, counted, counted + extra
+        self._extra, self._synchronize = extra, synchronizer(device)
+
+    def __call__(self) -> float:
+        self.side.restore()
+        self._synchronize()
+        current_group().start_window("cpu")
+        start = now_ns()
+        self.side.cycle(self.counted, self._extra)
+        self._synchronize()
+        return current_group().slowest((now_ns() - start) * 1e-9) / self.counted
 
 
 class CpuPairTimer:
-    """Two subjects on a CPU."""
+    """Time two sides on a CPU."""
 
     clock = "cpu"
 
     def __init__(
         self,
-        bench: InputPool,
-        subjects: tuple[BoundSide, BoundSide],
+        pool: InputPool,
+        sides: tuple[BoundSide, BoundSide],
         budget: Budget,
         planted: float = 0.0,
     ) -> None:
-        self.bench, self.subjects = bench, subjects
-        self.keeping = InterferenceMonitor(bench.pair.owns)
+        self.pool, self.sides = pool, sides
+        self._monitor = InterferenceMonitor(pool.pair.owns)
+        calls = [self._timed_call(side) for side in sides]
         self._warmup = schedule.settle(
-            [self._caller(s) for s in subjects],
-            lambda: current_group().max(self.keeping.grew()) > 0,
+            calls,
+            lambda: current_group().max(self._monitor.grew()) > 0,
             least=budget.warmup,
             seconds=1.0,
             clock=lambda: current_group().max(time.perf_counter()),
         )
-        seconds = [min(self._caller(s)() for _ in range(3)) for s in subjects]
+        seconds = [min(call() for _ in range(3)) for call in calls]
         window = max(budget.window or WINDOW, *seconds)
-        slots = len(bench.slots)
+        slots = len(pool.slots)
         counts = [calls_to_plant(calls_for(t, window, slots), slots, planted) for t in seconds]
-        if bench.pair.state is not None:
+        if pool.pair.state is not None:
             counts = [min(count, schedule.MOST_STEPS) for count in counts]
-        extra = 0, extra_calls(counts[1], planted)
-        a, b = (
-            host_window(s, n, x, "cpu") for s, n, x in zip(subjects, counts, extra, strict=True)
+        self.windows = (
+            HostWindow(sides[0], counts[0], device="cpu"),
+            HostWindow(sides[1], counts[1], extra_calls(counts[1], planted), device="cpu"),
         )
-        self.windows = a, b
         self._waited, self._since = _waiting(), time.perf_counter()
-        self.keeping.begin()
+        self._monitor.begin()
 
     @staticmethod
-    def _caller(subject: BoundSide) -> Any:
+    def _timed_call(side: BoundSide) -> Callable[[], float]:
         def call() -> float:
-            subject.restore()
+            side.restore()
             start = time.perf_counter()
-            subject.run(0)
+            side.run(0)
             return current_group().max(time.perf_counter() - start)
 
         return call
 
     def refresh(self, *, last: bool) -> None:
-        self.bench.rewrite(self.subjects, last=last)
-        self.keeping.begin()
+        self.pool.rewrite(self.sides, last=last)
+        self._monitor.begin()
 
     def disturbance(self) -> str | None:
-        causes = [self.keeping.look(), self._waited_for_a_core()]
-        self.keeping.begin()
+        causes = [self._monitor.look(), self._waited_for_a_core()]
+        self._monitor.begin()
         return current_group().first_message(", ".join(filter(None, causes)) or None)
 
     def _waited_for_a_core(self) -> str | None:
@@ -82,46 +102,40 @@ class CpuPairTimer:
         self._waited, self._since = waited, now
         return f"waited for a core {share:.0%} of the time" if share > STOLEN else None
 
-    def check_times(self) -> dict[str, Any]:
+    def check_times(self) -> dict[str, object]:
         """A CPU has one clock."""
         return {}
 
-    def profile(self, seconds: Sequence[float]) -> dict[str, Any]:
+    def profile(self, seconds: Sequence[float]) -> dict[str, KernelProfile]:
         """A CPU launches no kernels."""
         return {}
 
-    def other(self) -> dict[str, Any]:
+    def other_clock(self) -> dict[str, object]:
         """A CPU has one clock."""
         return {}
 
-    def memory(self) -> dict[str, Any]:
-        """Nobody counts what is allocated on a CPU."""
+    def memory(self) -> dict[str, object]:
+        """CPU allocations are not counted."""
         return {}
 
-    def details(self) -> dict[str, Any]:
-        slots, calls = len(self.bench.slots), [w.calls for w in self.windows]
-        counted = [w.counted for w in self.windows]
+    def details(self) -> dict[str, object]:
+        import torch
+
         return {
             "warmup": self._warmup,
-            "slots": slots,
-            "calls": calls,
-            "counted": counted,
-            "threads": _threads(),
+            "slots": len(self.pool.slots),
+            "calls": [w.calls for w in self.windows],
+            "counted": [w.counted for w in self.windows],
+            "threads": min(torch.get_num_threads(), os.cpu_count() or 1),
             **current_group().details(),
-            "housekeeping": self.keeping.counts(),
+            "housekeeping": self._monitor.counts(),
         }
 
 
 def _waiting() -> float:
-    """Return the seconds that this process's threads were ready but not running (0: unknown)."""
+    """Return the seconds that this process's threads waited for a core (0: unknown)."""
     waited = 0
     for stat in glob.glob("/proc/self/task/*/schedstat"):
         with suppress(OSError, IndexError, ValueError), open(stat) as file:
             waited += int(file.read().split()[1])
     return waited * 1e-9
-
-
-def _threads() -> int:
-    import torch
-
-    return min(torch.get_num_threads(), os.cpu_count() or 1)

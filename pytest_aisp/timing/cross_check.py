@@ -1,36 +1,47 @@
-"""Three clocks for one stretch of GPU work: events, the host between full waits, the GPU's counter.
+"""Cross-checks of a timed window: other clocks, and the kernels that the profiler sees.
 
-Whoever fools one of them does not fool the others: work on a stream of its own is late for the
-events, replaced events are contradicted by host and counter, a replaced host clock by both.
+Three clocks time the same GPU work: events, the host between full waits, and the GPU's counter. A
+trick that fools one does not fool the others: work on a side stream ends after the last event,
+replaced events disagree with host and counter, and a replaced host clock disagrees with both.
+
+The profiler is a fourth clock. It slows launches down, so it runs after the windows, and only under
+``--aisp-audit``, when a result is recorded, and for pages that limit launches or goodput.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..checking.inputs import InputPool, alone
 from ..isolation.monkeypatches import now_ns
 from ..isolation.protections import enabled
+from ..page.pair import Side
+from ..results.row import duration
 from ..util.process_group import current_group
 
 if TYPE_CHECKING:
     import torch
 
+    from ..kernels.cuda_cpp import Kernel
+
 STRETCH = 5e-3
-"""Least seconds of work that the clocks are compared over."""
-SHARE = 0.02
-"""By which share of that they may differ ..."""
+"""Least seconds of work over which the clocks are compared."""
+MARGIN = 0.02
+"""The clocks may differ by this share of the work ..."""
 HOST, COUNTER = 150e-6, 60e-6
-"""... and by how many seconds besides: launching, and starting and ending a stamp."""
+"""... plus these seconds: for launches, and for the start and end of a timestamp kernel."""
 LATE, LATE_QUEUED, LATE_ON_RANKS = 50e-6, 30e-6, 150e-6
-"""Seconds that an idle GPU may take to say so once the last event has been reached, besides that
-share of the work. No share is added for queued calls, since a stream of its own is late by no more
-than its last call, however many there were; in a graph no such stream can be captured. Beside NCCL
-it took 50 to 120 us, and 450 after 0.2 s of its calls."""
+"""Seconds after the last event by which the device must be idle, in addition to the margin. Queued
+calls get no margin: a side stream is late by its last call at most, however many calls there were,
+and a graph cannot capture such a stream. Beside NCCL it took 50 to 120 us, and 450 us after 0.2 s
+of its calls."""
 ATTEMPTS = 5
-"""A host that was busy elsewhere for a moment accuses nobody."""
+"""Readings that must all disagree, because the host may be busy elsewhere for a moment."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +50,8 @@ class Clocks:
 
     Attributes:
         events: between two events on the side's stream.
-        host: on the host, idle before, until the second event was reached; None where the host
-            waited for something else too.
-        counter: between two stamps on that stream; None where stamps cannot be compiled.
+        host: from an idle device until the second event; None if the host waited for other work.
+        counter: between two timestamps on that stream; None if they cannot be compiled.
         late: from the second event until the whole device was idle.
         queued: whether the calls were launched one by one.
     """
@@ -53,16 +63,16 @@ class Clocks:
     queued: bool = False
 
     @property
-    def patience(self) -> float:
-        """Seconds that `late` may be."""
+    def allowed_lateness(self) -> float:
+        """The largest `late` that is not an error, in seconds."""
         if current_group().world > 1:
-            return SHARE * self.events + LATE_ON_RANKS
-        return LATE_QUEUED if self.queued else SHARE * self.events + LATE
+            return MARGIN * self.events + LATE_ON_RANKS
+        return LATE_QUEUED if self.queued else MARGIN * self.events + LATE
 
     def contradiction(self) -> str:
-        """Return what contradicts the events in words, or nothing."""
-        margin = SHARE * self.events
-        if enabled("no-late-work") and self.late > self.patience:
+        """Return how another clock contradicts the events, or an empty string."""
+        margin = MARGIN * self.events
+        if enabled("no-late-work") and self.late > self.allowed_lateness:
             return (
                 f"work goes on for {self.late * 1e6:.3g} us after the last call of"
                 f" {self.events * 1e6:.4g} us: a stream of its own is not waited for"
@@ -83,13 +93,13 @@ class Clocks:
 
 
 def contradiction(read: Callable[[], Clocks]) -> str:
-    """Return what contradicts the events each time that the clocks are read, or nothing."""
-    found = ""
+    """Return how the clocks contradict each other at every reading, or an empty string."""
+    reason = ""
     for _ in range(ATTEMPTS):
-        found = current_group().first_message(read().contradiction() or None) or ""
-        if not found:
+        reason = current_group().first_message(read().contradiction() or None) or ""
+        if not reason:
             return ""
-    return found
+    return reason
 
 
 def read_clocks(
@@ -98,26 +108,25 @@ def read_clocks(
     end: torch.cuda.Event,
     before: Callable[[], None] | None = None,
 ) -> Clocks:
-    """Return what the clocks say of the GPU work that `work` launches on the current stream.
+    """Return what each clock reads for the GPU work that `work` launches on the current stream.
 
     Args:
-        before: launches what is not timed, behind which the work waits; the host's clock then says
-            nothing.
+        before: launches untimed work that `work` waits behind. The host clock then reads nothing.
     """
     import torch
 
-    stamp = stamper()
+    timestamps = gpu_timestamps()
     torch.cuda.synchronize()
     begun = now_ns()
     if before is not None:
         before()
-    if stamp is not None:
-        stamp(0)
+    if timestamps is not None:
+        timestamps.record(0)
     start.record()
     work()
     end.record()
-    if stamp is not None:
-        stamp(1)
+    if timestamps is not None:
+        timestamps.record(1)
     end.synchronize()
     reached = now_ns()
     torch.cuda.synchronize()
@@ -125,38 +134,158 @@ def read_clocks(
     return Clocks(
         events=float(start.elapsed_time(end)) * 1e-3,
         host=None if before is not None else (reached - begun) * 1e-9,
-        counter=None if stamp is None else stamp.seconds(),
+        counter=None if timestamps is None else timestamps.seconds(),
         late=(idle - reached) * 1e-9,
     )
 
 
-class _Stamper:
-    """Stamps of the GPU's counter on the current stream."""
+class Timestamps:
+    """Two timestamps of the GPU's counter, recorded on the current stream."""
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Kernel) -> None:
         import torch
 
-        self._at = torch.zeros(2, dtype=torch.int64, device="cuda")
-        self._kernel = kernel[1, 1]
+        self._values = torch.zeros(2, dtype=torch.int64, device="cuda")
+        self._launch = kernel[1, 1]
 
-    def __call__(self, index: int) -> None:
-        self._kernel(self._at, index)
+    def record(self, index: int) -> None:
+        self._launch(self._values, index)
 
     def seconds(self) -> float:
-        """Return the seconds between stamps 0 and 1."""
-        first, second = self._at.tolist()
+        first, second = self._values.tolist()
         return float(second - first) * 1e-9
 
 
 @functools.cache
-def stamper() -> _Stamper | None:
-    """Return what stamps, or None where this machine cannot compile it."""
+def gpu_timestamps() -> Timestamps | None:
+    """Return timestamps, or None if this machine cannot compile their kernel."""
     from ..kernels.cuda_cpp import cuda_module
     from ..kernels.nvrtc import NoCompiler
 
+    timestamps = Timestamps(cuda_module("probes.cu").stamp)
     try:
-        made = _Stamper(cuda_module("probes.cu").stamp)
-        made(0)  # compiles
+        timestamps.record(0)  # compiles
     except NoCompiler:
         return None
-    return made
+    return timestamps
+
+
+BUSY_SHARE, BUSY_SECONDS = 0.20, 1e-6
+"""How far the profiler's time may exceed the windows' time: it measures the start and end of each
+kernel, and at another clock frequency."""
+PROFILE_WARMUP = 3
+"""Calls before launches are counted: the first may compile, tune or fill a cache."""
+COMPUTE_CALLS = 3
+"""Calls over which compute time is averaged."""
+NO_COMPUTE = (
+    *("memcpy", "memset", "nccl", "nvshmem", "barrier", "spin_kernel"),
+    *("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "all_to_all"),
+)
+"""Parts of the names of kernels that move data, wait, or communicate with other ranks."""
+NAME_LENGTH = 90
+"""Characters to keep of a kernel's name: template names have thousands."""
+
+
+@dataclass(frozen=True)
+class KernelProfile:
+    """What a side's calls launched.
+
+    Attributes:
+        launches: how many of each kernel, copy and fill, per call.
+        busy: seconds per call in which at least one of them ran.
+    """
+
+    launches: Mapping[str, float]
+    busy: float
+
+    def contradiction(self, seconds: float) -> str:
+        """Return how this contradicts windows of `seconds` per call, or an empty string."""
+        if not self.launches:
+            return "nothing is launched on the GPU"
+        if enabled("kernels-agree") and self.busy > seconds * (1 + BUSY_SHARE) + BUSY_SECONDS:
+            return (
+                f"kernels are at work for {self.busy * 1e6:.4g} us a call, the windows say"
+                f" {seconds * 1e6:.4g} us"
+            )
+        return ""
+
+
+def kernel_notes(by_side: Mapping[str, KernelProfile]) -> list[str]:
+    """Return notes for the row about the kernels of both sides."""
+    notes = []
+    for name, profile in by_side.items():
+        counts = ", ".join(f"{n:g} x {kernel}" for kernel, n in profile.launches.items())
+        notes.append(f"{name} launches a call: {counts}; busy {duration(profile.busy)}")
+    launches = [profile.launches for profile in by_side.values()]
+    if len(launches) == 2 and launches[0] == launches[1]:
+        notes.append("both sides launch the same kernels")
+    return notes
+
+
+def union(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of ``(start, end)`` spans."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def summarize(events: Iterable[tuple[str, float, float]], calls: int) -> KernelProfile:
+    """Return the profile of `calls` calls from ``(name, start, end)`` events in seconds."""
+    events = list(events)
+    counts = Counter(name[:NAME_LENGTH] for name, _, _ in events)
+    launches = {name: count / calls for name, count in sorted(counts.items())}
+    return KernelProfile(launches, union((start, end) for _, start, end in events) / calls)
+
+
+def profile_kernels(
+    work: Callable[[], object], calls: int, counts: Callable[[str], bool] = lambda name: True
+) -> KernelProfile:
+    """Return what `work`, which makes `calls` calls, launches on the GPU.
+
+    Args:
+        counts: whether to count a kernel of this name.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    events = profiler.events() or []
+    on_gpu = [e for e in events if e.device_type.name == "CUDA" and counts(str(e.name))]
+    spans = ((str(e.name), e.time_range.start * 1e-6, e.time_range.end * 1e-6) for e in on_gpu)
+    return summarize(spans, calls)
+
+
+def computes(name: str) -> bool:
+    """Return whether a kernel of this name computes: no copy, fill, collective or wait."""
+    return not any(word in name.lower() for word in NO_COMPUTE)
+
+
+def launches_per_call(pool: InputPool, side: Side) -> float:
+    """Return the kernels, copies and fills that a warm call launches; the most of any rank."""
+    with _warm(pool, side) as call:
+        return current_group().max(sum(profile_kernels(call, 1).launches.values()))
+
+
+def compute_seconds(pool: InputPool, side: Side) -> float:
+    """Return the seconds of a warm call in which a kernel computes; the least of any rank."""
+    with _warm(pool, side) as call:
+
+        def work() -> None:
+            for _ in range(COMPUTE_CALLS):
+                call()
+
+        busy = profile_kernels(work, COMPUTE_CALLS, computes).busy
+        return -current_group().max(-busy)
+
+
+@contextmanager
+def _warm(pool: InputPool, side: Side) -> Iterator[Callable[[], object]]:
+    with alone(pool, side) as bound:
+        for _ in range(PROFILE_WARMUP):
+            bound.run(0)
+        yield lambda: bound.run(0)

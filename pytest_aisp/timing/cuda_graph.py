@@ -1,129 +1,329 @@
-"""What a captured CUDA graph contains: its nodes by type, as the driver tells them.
-
-The nodes of child graphs are counted too. What is no node is not seen: kernels that a kernel
-starts, graphs that are launched on the device, the bodies of conditional nodes.
-"""
+"""CUDA graphs: capture calls, replay and time them, and count the nodes of a graph."""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from importlib import import_module
-from typing import Any, Protocol
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..checking.inputs import BoundSide
 from ..isolation.protections import enabled
-from ..page.pair import SideError
+from ..page.pair import ROLES, SideError
+from ..util.device_state import no_gc
 from ..util.process_group import current_group
+from .cpu_timer import HostWindow
+from .cross_check import Clocks, read_clocks
+from .schedule import Window, calls_for
+
+if TYPE_CHECKING:
+    import torch
+    from torch.cuda import _POOL_HANDLE
+
+T = TypeVar("T")
+WARMUP = 3
+"""Calls before a callable is captured."""
+SCARCE = 1 / 4
+"""Share of a GPU's memory below which the cache is emptied before a capture."""
+abandoned: list[_POOL_HANDLE] = []
+"""Memory pools of captures that failed. torch may keep more of such a capture, depending on its
+version, so a process with a failed capture answers no further task."""
+
+
+class Uncapturable(RuntimeError):
+    """A side cannot be captured in a CUDA graph; the message is CUDA's."""
+
+
+class Uncounted(RuntimeError):
+    """The nodes of a graph cannot be counted here; the message says why."""
+
+
+class GraphWindow:
+    """Time K calls captured in one CUDA graph, plus `extra` calls that are not counted.
+
+    An untimed replay precedes each timed one on the stream.
+    """
+
+    repeats = 2
+
+    def __init__(self, side: BoundSide, counted: int, extra: int = 0) -> None:
+        import torch
+
+        self.side, self.counted, self.calls = side, counted, counted + extra
+        self._graph = capture_graph(lambda: side.cycle(counted, extra))
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def __call__(self) -> float:
+        self._graph.replay()
+        self.side.restore()
+        current_group().start_window("cuda")
+        self._start.record()
+        self._graph.replay()
+        self._end.record()
+        self._end.synchronize()
+        seconds = float(self._start.elapsed_time(self._end)) * 1e-3
+        return current_group().slowest(seconds) / self.counted
+
+    def nodes(self) -> dict[str, int]:
+        """Return how many nodes of each type the graph has. Raises `Uncounted`."""
+        return count_nodes(self._graph)
+
+    def clocks(self, seconds: float) -> Clocks:
+        """Return what each clock reads for replays that together last at least `seconds`."""
+        replays = math.ceil(seconds / max(self(), 1e-9) / self.counted)
+
+        def work() -> None:
+            for _ in range(replays):
+                self._graph.replay()
+
+        return read_clocks(work, self._start, self._end)
+
+
+def window_times(function: Callable[[], object], *, window: float, windows: int) -> list[float]:
+    """Return for each window the seconds per call of a warm callable.
+
+    A GPU replays a graph if `function` can be captured. Otherwise the host's clock is used.
+    """
+    import torch
+
+    side = BoundSide(function, [()])
+    make: Callable[[int], Window] = functools.partial(HostWindow, side, device="cpu")
+    if torch.cuda.is_available():
+        try:
+            GraphWindow(side, 1)
+            make = functools.partial(GraphWindow, side)
+        except Uncapturable:
+            make = functools.partial(HostWindow, side)
+    timed = make(calls_for(make(1)(), window, 1))
+    timed()
+    return [timed() for _ in range(windows)]
+
+
+def on_all_ranks(make: Callable[[], T]) -> T:
+    """Return what `make` captures.
+
+    Raises:
+        Uncapturable: on all ranks if one of them cannot capture.
+    """
+    made: list[T] = []
+    refusal = None
+    try:
+        made.append(make())
+    except Uncapturable as error:
+        refusal = str(error)
+    refusal = current_group().first_message(refusal)
+    if refusal is not None:
+        raise Uncapturable(refusal)
+    return made[0]
+
+
+def capture_graph(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Capture what `run` launches on a side stream. The graph keeps its nodes for counting.
+
+    Raises:
+        Uncapturable: when CUDA refuses.
+        torch.OutOfMemoryError: when there is not enough memory.
+    """
+    import torch
+
+    _refuse_waiting(run)
+    graph, stream = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.Stream()
+    pool = torch.cuda.graph_pool_handle()
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    if free < SCARCE * total:
+        torch.cuda.empty_cache()  # cached memory cannot be returned during a capture
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), no_gc():
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            run()
+            graph.capture_end()
+            graph.instantiate()
+        except torch.OutOfMemoryError:  # the side would need as much on another clock
+            _abandon(graph, pool)
+            raise
+        except Exception as error:
+            _abandon(graph, pool)
+            raise Uncapturable(str(error) or type(error).__name__) from error
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
+
+
+def _refuse_waiting(run: Callable[[], object]) -> None:
+    """Run once while every wait for the GPU is an error: a failed capture is hard to clean up."""
+    import torch
+
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise Uncapturable(str(error)) from error
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, pool: _POOL_HANDLE) -> None:
+    """End a failed capture as far as possible. The process is exhausted afterwards."""
+    import torch
+
+    abandoned.append(pool)
+    with suppress(RuntimeError):  # an invalidated capture raises when it ends
+        graph.capture_end()
+    # Up to torch 2.11 a CUDA error skips this (pytorch/pytorch#180395), and the allocator would
+    # return no memory for the rest of the process.
+    with suppress(RuntimeError):  # the allocator has already ended this capture
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
+    torch.cuda.synchronize()
+    # A successful capture resets PyTorch's random generator, which a failed one does not.
+    empty = torch.cuda.CUDAGraph()
+    empty.capture_begin(capture_error_mode="thread_local")
+    torch.zeros(1, device="cuda")
+    empty.capture_end()
+
+
+def capture(step: Callable[[], T], *, pool: _POOL_HANDLE | None = None) -> Callable[[], T]:
+    """Capture `step` in a CUDA graph and return a callable that replays it.
+
+    `step` first runs three times on a side stream, so that everything it creates lazily exists.
+    The callable returns `step`'s outputs, which every replay overwrites. Without a GPU it is
+    `step` itself, so that a page's results can be checked on any machine.
+
+    Args:
+        pool: memory that several graphs share (`torch.cuda.graph_pool_handle()`). Replay such
+            graphs one after the other. By default the graph has its own.
+
+    Source: PyTorch's notes on CUDA graphs ("CUDA semantics").
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return step
+    stream = _stream(torch.cuda.current_device())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARMUP):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        outputs = step()
+
+    def replay() -> T:
+        graph.replay()
+        return outputs
+
+    return replay
+
+
+@functools.cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """Return the one stream used for captures: cuBLAS keeps a workspace for each stream."""
+    import torch
+
+    return torch.cuda.Stream(device)
+
 
 PREFIX = "CU_GRAPH_NODE_TYPE_"
-WORDS = {
+NODE_NAMES = {
     "HOST": "host node",
     "GRAPH": "child graph",
     "EMPTY": "empty node",
     "WAIT_EVENT": "event wait",
 }
-"""The driver's names that are not the field's; the others are only made lower case."""
+"""Node types that are not named by their driver constant in lower case."""
 IDLE = frozenset(
     (
         *("host node", "child graph", "empty node", "event wait", "event record"),
         *("mem alloc", "mem free", "ext semas signal", "ext semas wait"),
     )
 )
-"""Types of nodes that neither compute nor move data; a child graph's own nodes are counted."""
-ROLES = ("baseline", "optimized")
+"""Node types that neither compute nor move data. Nodes of a child graph are counted themselves."""
 
 
-class Uncounted(RuntimeError):
-    """A graph whose nodes cannot be counted here; the message says why."""
+def count_nodes(graph: torch.cuda.CUDAGraph) -> dict[str, int]:
+    """Return how many nodes of each type a graph has that was captured with ``keep_graph=True``.
 
-
-class Captured(Protocol):
-    """A window of calls in one graph."""
-
-    subject: BoundSide
-    calls: int
-
-    def nodes(self) -> dict[str, int]: ...
-
-
-def count(graph: Any) -> dict[str, int]:
-    """Return how many nodes of each type a captured `torch.cuda.CUDAGraph` has.
-
-    The graph must keep what it captured (``keep_graph=True``).
+    Nodes of child graphs count too. Not seen are kernels that a kernel launches, graphs launched
+    on the device, and the bodies of conditional nodes.
 
     Raises:
-        Uncounted: without cuda.bindings, or where torch or the driver does not tell.
+        Uncounted: without cuda.bindings, or when torch or the driver gives no answer.
 
     Source: the CUDA driver API, "Graph Management".
     """
     try:
         driver = import_module("cuda.bindings.driver")
-        found = _count(driver, driver.CUgraph(graph.raw_cuda_graph()))
+        counts = _count(driver, driver.CUgraph(graph.raw_cuda_graph()))
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        why = (str(error) or type(error).__name__).splitlines()[0]
-        raise Uncounted(why) from error
-    return dict(sorted(found.items()))
+        raise Uncounted((str(error) or type(error).__name__).splitlines()[0]) from error
+    return dict(sorted(counts.items()))
 
 
-def _count(driver: Any, graph: Any) -> Counter[str]:
-    _, many = _asked(driver, "cuGraphGetNodes", graph)
-    nodes, _ = _asked(driver, "cuGraphGetNodes", graph, many) if many else ((), 0)
-    found: Counter[str] = Counter()
+def _count(driver: ModuleType, graph: object) -> Counter[str]:
+    def call(function: str, *args: object) -> tuple[Any, ...]:
+        status, *results = getattr(driver, function)(*args)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise Uncounted(f"{function}: {status.name}")
+        return tuple(results)
+
+    _, size = call("cuGraphGetNodes", graph)
+    nodes, _ = call("cuGraphGetNodes", graph, size) if size else ((), 0)
+    counts: Counter[str] = Counter()
     for node in nodes:
-        (kind,) = _asked(driver, "cuGraphNodeGetType", node)
-        found[_word(kind.name)] += 1
+        (kind,) = call("cuGraphNodeGetType", node)
+        counts[node_name(kind.name)] += 1
         if kind == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_GRAPH:
-            (child,) = _asked(driver, "cuGraphChildGraphNodeGetGraph", node)
-            found += _count(driver, child)
-    return found
+            (child,) = call("cuGraphChildGraphNodeGetGraph", node)
+            counts += _count(driver, child)
+    return counts
 
 
-def _asked(driver: Any, function: str, *args: Any) -> tuple[Any, ...]:
-    status, *found = getattr(driver, function)(*args)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise Uncounted(f"{function}: {status.name}")
-    return tuple(found)
-
-
-def _word(name: str) -> str:
-    short = name.removeprefix(PREFIX)
-    return WORDS.get(short, short.lower().replace("_", " "))
+def node_name(constant: str) -> str:
+    """Return the readable name of a node type of the driver."""
+    short = constant.removeprefix(PREFIX)
+    return NODE_NAMES.get(short, short.lower().replace("_", " "))
 
 
 def contradiction(nodes: Mapping[str, int]) -> str:
-    """Return why a graph of these nodes is not what the graph clock may time, or nothing."""
+    """Return why the graph clock may not time a graph of these nodes, or an empty string."""
     if not enabled("graph-nodes"):
         return ""
-    calls, every = nodes.get("host node", 0), sum(nodes.values())
-    if current_group().world > 1:  # NCCL may put its own there, to drive a network
-        calls = 0
-    if calls:
+    callbacks, total = nodes.get("host node", 0), sum(nodes.values())
+    if callbacks and current_group().world == 1:  # NCCL drives networks with host nodes
         return (
-            f"{calls} of the {every} nodes of its graph call the CPU back, whose work is no GPU's;"
-            " declare bound='host' to have it judged as called"
+            f"{callbacks} of the {total} nodes of its graph call the CPU back, whose work is no"
+            " GPU's; declare bound='host' to have it judged as called"
         )
     if not nodes.keys() - IDLE:
         return (
-            f"nothing computes in its graph of {every} nodes, so a replay does nothing;"
+            f"nothing computes in its graph of {total} nodes, so a replay does nothing;"
             " launch the work on the current stream at every call"
         )
     return ""
 
 
-def check(windows: Iterable[Captured]) -> dict[str, Any]:
+def check_nodes(windows: Iterable[GraphWindow]) -> dict[str, object]:
     """Return by side how many nodes of each type a call has, or why they are not counted.
 
     Raises:
         SideError: for a graph that calls the CPU back, or in which nothing computes.
     """
-    found = {}
+    by_role = {}
     for role, window in zip(ROLES, windows, strict=True):
         try:
             nodes = window.nodes()
         except Uncounted as error:
             return {"no graph_nodes": str(error)}
         if wrong := contradiction(nodes):
-            raise SideError(f"{window.subject.name}: {wrong}")
-        found[role] = {kind: many / window.calls for kind, many in nodes.items()}
-    return {"graph_nodes": found}
+            raise SideError(f"{window.side.name}: {wrong}")
+        by_role[role] = {kind: count / window.calls for kind, count in nodes.items()}
+    return {"graph_nodes": by_role}

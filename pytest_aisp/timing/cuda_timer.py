@@ -1,6 +1,7 @@
-"""The timer of a CUDA GPU: two sides on the best clock that both can use, and what proves it.
+"""The timer of a CUDA GPU: two sides on the best clock that both can use.
 
-One clock for the pair, never per side: graph replay, a blocked queue, or the host's (`windows`).
+That is graph replay (`GraphWindow`), else queued calls (`QueueWindow`). Pages that are timed as
+called use the host's clock (`HostWindow`).
 """
 
 from __future__ import annotations
@@ -8,59 +9,109 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import replace
+from typing import TypeAlias
 
 from ..checking.inputs import BoundSide, InputPool
 from ..isolation import interference
-from ..isolation.protections import enabled
-from ..page.pair import SideError
+from ..page.pair import ROLES, SideError
 from ..util.device_state import Telemetry
 from ..util.process_group import current_group
-from . import graph_nodes, l2_check, schedule
-from .cross_check import STRETCH, contradiction
-from .kernel_profile import launched
+from . import l2, schedule
+from .cpu_timer import HostWindow
+from .cross_check import STRETCH, Clocks, KernelProfile, contradiction, profile_kernels, read_clocks
+from .cuda_graph import GraphWindow, Uncapturable, check_nodes, on_all_ranks
 from .memory import peak_bytes
 from .schedule import Budget, calls_a_round, calls_for, calls_to_plant, extra_calls
-from .windows import (
-    WINDOW,
-    WINDOWS,
-    GraphWindow,
-    Unblockable,
-    Uncapturable,
-    host_window,
-    on_all_ranks,
-)
 
 LINKS = ("pcie", "nvlink")
-"""Bounds of what moves data past the L2."""
+"""Bounds of pages that move data past the L2."""
+WINDOW = {"graph": 1e-3, "queue": 1e-3, "host": 5e-3}
+"""Least seconds of a window, by clock."""
+SPIN_CYCLES = 2_000_000
+"""First length of the blocking kernel: about 1 ms."""
 LONG_CALL = 1e-3
 """Calls longer than this are estimated from one window."""
 SIZINGS = 3
-"""Most times the number of calls in a window is corrected."""
+"""How often the number of calls in a window is corrected at most."""
 FASTEST = 5e-7
-"""Seconds that a call lasts at least: an empty node of a graph takes twice as long. Who seems
-faster does not work: no graph of a million calls is needed to find that out."""
+"""Least seconds assumed for a call. An empty graph node takes twice as long, so a side that seems
+faster does no work, and no graph of a million calls is needed to show it."""
 NEAR = 0.25
-"""A number of calls within this share of the wanted one is kept."""
+"""A number of calls within this share of the wanted one is accepted."""
 THREADS = "the page owns threads, which a capture would disturb"
-"""Why a page that owns threads is never captured."""
+
+
+class Unblockable(RuntimeError):
+    """A side waits for the GPU, so its calls cannot be queued behind a blocking kernel."""
+
+
+class QueueWindow:
+    """Time K calls of one side between two events, queued behind a blocking kernel.
+
+    The GPU then never waits for Python.
+    """
+
+    repeats = 1
+
+    def __init__(self, side: BoundSide, counted: int, extra: int = 0) -> None:
+        import torch
+
+        self.side, self.counted, self.calls = side, counted, counted + extra
+        self._extra, self._cycles = extra, SPIN_CYCLES
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def __call__(self) -> float:
+        import torch
+
+        for _ in range(6):
+            self.side.restore()
+            torch.cuda._sleep(self._cycles)
+            self._start.record()
+            self.side.cycle(self.counted, self._extra)
+            self._end.record()
+            late = self._start.query()
+            self._end.synchronize()
+            if not late:
+                return float(self._start.elapsed_time(self._end)) * 1e-3 / self.counted
+            self._cycles *= 2
+        raise Unblockable(f"{self.side.name} waits for the GPU or launches too much to queue")
+
+    def clocks(self, seconds: float) -> Clocks:
+        """Return what each clock reads for one window, whatever its length: it must fit the queue.
+
+        Work on a side stream may finish while the stream is still blocked. A second reading without
+        the blocking kernel shows how late such work is.
+        """
+        import torch
+
+        def read(before: Callable[[], None] | None) -> Clocks:
+            self.side.restore()
+            work = functools.partial(self.side.cycle, self.counted, self._extra)
+            return read_clocks(work, self._start, self._end, before)
+
+        blocked, free = read(lambda: torch.cuda._sleep(self._cycles)), read(None)
+        return replace(blocked, late=max(blocked.late, free.late), queued=True)
+
+
+CudaWindow: TypeAlias = GraphWindow | QueueWindow | HostWindow
+WINDOWS: dict[str, type[CudaWindow]]
+WINDOWS = {"graph": GraphWindow, "queue": QueueWindow, "host": HostWindow}
 
 
 class CudaPairTimer:
-    """Two subjects on one GPU, on the best clock that both can use.
+    """Time two sides on one GPU, on the best clock that both can use.
 
     Args:
-        order: who is built first.
-        known: clock and counted calls of an earlier bout of this pair; then neither is sought
-            again.
+        order: which side to build first.
+        known: clock and counted calls of an earlier timer of this pair, to be used again.
         planted: slowdown planted in the second side.
     """
 
     def __init__(
         self,
-        bench: InputPool,
-        subjects: tuple[BoundSide, BoundSide],
+        pool: InputPool,
+        sides: tuple[BoundSide, BoundSide],
         budget: Budget,
         order: tuple[int, int] = (0, 1),
         known: tuple[str, Sequence[int]] | None = None,
@@ -68,50 +119,54 @@ class CudaPairTimer:
     ) -> None:
         import torch
 
-        self.bench, self.subjects, self.budget, self._order = bench, subjects, budget, order
+        self.pool, self.sides, self.budget, self._order = pool, sides, budget, order
         self._planted = 0.0, planted
         self.telemetry = Telemetry(torch.cuda.current_device())
-        self._l2 = torch.cuda.get_device_properties().L2_cache_size
-        self.notes: dict[str, Any] = {}
-        self.keeping = interference.InterferenceMonitor(bench.pair.owns, _allocations)
-        self.notes["warmup"] = self._warm(1.0 if known is None else 0.0)
+        self._l2_bytes = torch.cuda.get_device_properties().L2_cache_size
+        self.notes: dict[str, object] = {}
+        self._monitor = interference.InterferenceMonitor(pool.pair.owns, _allocations)
+        self.notes["warmup"] = self._warm_up(1.0 if known is None else 0.0)
         if known is None:
-            self.clock, self.windows = self._choose()
+            self.clock, self.windows = self._choose_clock()
         else:
-            self.clock = known[0]
-            a, b = self._build(WINDOWS[self.clock], known[1])
-            self.windows = a, b
-        self._counts = self.clock in interference.CLOCKS  # a replay runs no Python
+            self.clock, self.windows = known[0], self._build(known[0], known[1])
+        self._runs_python = self.clock in interference.CLOCKS
 
-    def _warm(self, seconds: float) -> int:
+    def _warm_up(self, seconds: float) -> int:
         import torch
 
-        def call(subject: BoundSide) -> Callable[[], float]:
-            slots = len(subject.calls)
+        def timed_call(side: BoundSide) -> Callable[[], float]:
+            slots = len(side.calls)
             turns = iter(range(10**9))
 
-            def once() -> float:
+            def call() -> float:
                 start = time.perf_counter()
-                subject.run(next(turns) % slots)
+                side.run(next(turns) % slots)
                 torch.cuda.synchronize()
                 return current_group().max(time.perf_counter() - start)
 
-            return once
+            return call
 
-        grew = _growth()
+        allocations = _allocations()
+
+        def grew() -> bool:
+            nonlocal allocations
+            before, allocations = allocations, _allocations()
+            return current_group().max(any([allocations != before, self._monitor.grew()])) > 0
+
         rounds = schedule.settle(
-            [call(s) for s in self.subjects],
-            lambda: current_group().max(any([grew(), self.keeping.grew()])) > 0,
+            [timed_call(side) for side in self.sides],
+            grew,
             least=self.budget.warmup,
             seconds=seconds,
             clock=lambda: current_group().max(time.perf_counter()),
         )
-        for subject in self.subjects:
-            subject.restore()
+        for side in self.sides:
+            side.restore()
         return rounds
 
-    def _choose(self) -> tuple[str, tuple[Any, Any]]:
-        if not self.bench.pair.as_called:
+    def _choose_clock(self) -> tuple[str, tuple[CudaWindow, CudaWindow]]:
+        if not self.pool.pair.as_called:
             # A kernel that blocks one GPU would block the others in their collectives.
             for clock in ("graph", "queue") if current_group().world == 1 else ("graph",):
                 try:
@@ -120,178 +175,145 @@ class CudaPairTimer:
                     self.notes[f"no {clock}"] = str(error).splitlines()[0]
         return "host", self._sized("host")
 
-    def _sized(self, clock: str) -> tuple[Any, Any]:
-        slots, make = len(self.bench.slots), WINDOWS[clock]
-        probes = self._build(make, [slots, slots])
-        seconds = self._estimates(probes)
+    def _sized(self, clock: str) -> tuple[CudaWindow, CudaWindow]:
+        """Return windows of about the same length that a clock can measure well."""
+        slots = len(self.pool.slots)
+        windows = self._build(clock, [slots, slots])
+        seconds = self._estimates(windows)
         least = self.budget.window or WINDOW[clock]
         for _ in range(SIZINGS):
-            # A few calls overstate a short one by the launch of their graph: size, time, size
-            # again.
+            # The launch of a graph inflates the time of a few short calls: size, time, size again.
             rounds = [calls_a_round(t, slots) for t in seconds]
             window = max(least, *(t * n for t, n in zip(seconds, rounds, strict=True)))
             counts = [
                 calls_to_plant(calls_for(t, window, slots), n, max(self._planted))
                 for t, n in zip(seconds, rounds, strict=True)
             ]
-            if self.bench.pair.state is not None:
+            if self.pool.pair.state is not None:
                 counts = [min(count, schedule.MOST_STEPS) for count in counts]
-            if all(abs(n - w.counted) <= NEAR * n for n, w in zip(counts, probes, strict=True)):
+            if all(abs(n - w.counted) <= NEAR * n for n, w in zip(counts, windows, strict=True)):
                 break
-            probes = self._build(make, counts)
-            seconds = self._estimates(probes)
-        return probes[0], probes[1]
+            windows = self._build(clock, counts)
+            seconds = self._estimates(windows)
+        return windows
 
     def _build(
-        self, make: Callable[[BoundSide, int, int], Any], counts: Sequence[int]
-    ) -> list[Any]:
-        extra = [extra_calls(n, p) for n, p in zip(counts, self._planted, strict=True)]
-        return self._made(make, counts, extra)
+        self, clock: str, counts: Sequence[int], *, plant: bool = True
+    ) -> tuple[CudaWindow, CudaWindow]:
+        """Return a window of each side. If one rank cannot capture its own, no rank uses it.
 
-    def _made(
-        self,
-        make: Callable[[BoundSide, int, int], Any],
-        counts: Sequence[int],
-        extra: Sequence[int],
-    ) -> list[Any]:
-        """Return a window of each side; if one rank's is refused, so is every rank's.
-
-        Nothing is captured amid a page's own threads: one that pins memory meanwhile is left with
-        an event of the graph, and so is the process.
+        Nothing is captured while a page's own threads run: a thread that pins memory meanwhile
+        would be left with an event of the graph.
         """
-        if make is GraphWindow and "threads" in self.bench.pair.owns:
+        make = WINDOWS[clock]
+        if make is GraphWindow and "threads" in self.pool.pair.owns:
             raise Uncapturable(THREADS)
+        extra = [
+            extra_calls(n, p) if plant else 0 for n, p in zip(counts, self._planted, strict=True)
+        ]
 
-        def both() -> dict[int, Any]:
-            return {s: make(self.subjects[s], counts[s], extra[s]) for s in self._order}
+        def both() -> dict[int, CudaWindow]:
+            return {s: make(self.sides[s], counts[s], extra[s]) for s in self._order}
 
-        made = on_all_ranks(both)
-        return [made[0], made[1]]
+        windows = on_all_ranks(both)
+        return windows[0], windows[1]
 
-    def _estimates(self, windows: Sequence[Any]) -> list[float]:
-        return [max(self._quick(window), FASTEST) for window in windows]
+    def _estimates(self, windows: Sequence[CudaWindow]) -> list[float]:
+        return [max(_quick_time(window), FASTEST) for window in windows]
 
-    @staticmethod
-    def _quick(window: Callable[[], float]) -> float:
-        first = window()  # the replays of a long window need no repetition
-        return window() if first > LONG_CALL else min(window() for _ in range(3))
+    def check_times(self) -> dict[str, object]:
+        """Refuse a side whose clocks disagree, whose L2 is warm, or whose graph is not GPU work.
 
-    def check_times(self) -> dict[str, Any]:
-        """Refuse a side of which the clocks tell different times, or an L2 that is not cold.
-
-        Refuses a graph that is no GPU's work, too. Runs the sides again. The host's clock needs no
-        second opinion: it waits for the whole device as it is.
+        Runs the sides again. The host's clock waits for the whole device and needs no cross-check.
 
         Raises:
             SideError: with the times.
         """
-        found = graph_nodes.check(self.windows) if self.clock == "graph" else {}
-        found |= self._check_cold()
-        for window in self.windows if self.clock != "host" else ():
-            wrong = contradiction(functools.partial(window.clocks, STRETCH))
-            if wrong:
-                raise SideError(f"{window.subject.name}: {wrong}")
-        return found
-
-    def _check_cold(self) -> dict[str, Any]:
-        """Refuse a pair whose calls leave in the L2 what was there before them.
-
-        Of calls so long that they go through fewer slots nothing is asked (`sizing.LONG`).
-        """
-        pair = self.bench.pair
-        rotates = pair.l2 == "cold" and pair.state is None and pair.bound not in LINKS
-        rotates &= not pair.multi_rank
-        if self.clock != "graph" or not rotates or not enabled("cold-l2"):
-            return {}
-        read = l2_check.reader()
-        if read is None:
-            return {"l2_cycles": None}
-        found = {}
+        pair, results = self.pool.pair, dict[str, object]()
+        if graphs := [window for window in self.windows if isinstance(window, GraphWindow)]:
+            results |= check_nodes(graphs)
+            rotates = pair.l2 == "cold" and pair.state is None and pair.bound not in LINKS
+            if rotates and not pair.multi_rank:
+                results |= l2.check_cold(graphs, len(self.pool.slots))
         for window in self.windows:
-            name, latency = window.subject.name, l2_check.measure(window, read)
-            found[name] = list(latency)
-            if not latency.cold and window.counted >= len(self.bench.slots):
-                raise SideError(
-                    f"{name}: the L2 is not cold: a load takes {latency.warm:.0f} cycles when its"
-                    f" line was just read, and {latency.after:.0f} after a round of calls;"
-                    " declare l2='warm' or a larger size"
-                )
-        return {"l2_cycles": found}
+            if isinstance(window, HostWindow):
+                continue
+            if wrong := contradiction(functools.partial(window.clocks, STRETCH)):
+                raise SideError(f"{window.side.name}: {wrong}")
+        return results
 
-    def profile(self, seconds: Sequence[float]) -> dict[str, Any]:
+    def profile(self, seconds: Sequence[float]) -> dict[str, KernelProfile]:
         """Return by side what it launches. Runs the sides again.
 
+        The times are not checked on the host's clock, which waits for everything, or on several
+        ranks, where kernels run while they wait for another rank's profiler to start.
+
         Args:
-            seconds: per call of each side, as the windows say; on the host's clock no contradiction
-                is possible, as the host waits for everything, and none on several ranks, where
-                kernels are at work while they wait for another rank's profiler to begin.
+            seconds: per call of each side, from its windows.
 
         Raises:
-            SideError: where kernels are at work for longer.
+            SideError: when kernels run for longer than that.
         """
-        found = {}
-        for subject, told in zip(self.subjects, seconds, strict=True):
-            kernels = launched(subject.round, len(subject.calls))
-            subject.restore()
-            wrong = kernels.contradiction(told)
+        profiles = {}
+        for side, expected in zip(self.sides, seconds, strict=True):
+            profile = profile_kernels(side.round, len(side.calls))
+            side.restore()
+            wrong = profile.contradiction(expected)
             if wrong and self.clock != "host" and current_group().world == 1:
-                raise SideError(f"{subject.name}: {wrong}")
-            found[subject.name] = asdict(kernels)
-        return found
+                raise SideError(f"{side.name}: {wrong}")
+            profiles[side.name] = profile
+        return profiles
 
-    def other(self) -> dict[str, Any]:
+    def other_clock(self) -> dict[str, object]:
         """Return seconds per call on the clock that does not judge, or why there are none.
 
-        Runs the sides again: whoever needs their timed outputs has read them before.
+        Runs the sides again, which overwrites the outputs of timed calls.
         """
         import torch
 
-        key = "gpu_only" if self.clock == "host" else "as_called"
-        make: Any = GraphWindow if self.clock == "host" else host_window
+        key, clock = ("gpu_only", "graph") if self.clock == "host" else ("as_called", "host")
         try:
-            windows = self._made(make, [len(self.bench.slots)] * 2, (0, 0))
-            return {key: [self._quick(w) for w in windows]}
+            windows = self._build(clock, [len(self.pool.slots)] * 2, plant=False)
+            return {key: [_quick_time(window) for window in windows]}
         except (Uncapturable, torch.OutOfMemoryError) as error:
             return {f"no {key}": str(error).splitlines()[0]}
 
-    def memory(self) -> dict[str, Any]:
+    def memory(self) -> dict[str, object]:
         """Return by side the bytes that a call needs beyond its inputs. Runs the sides again."""
-        peaks = [peak_bytes(subject) for subject in self.subjects]
-        return {"peak_bytes": dict(zip(graph_nodes.ROLES, peaks, strict=True))}
+        peaks = [peak_bytes(side) for side in self.sides]
+        return {"peak_bytes": dict(zip(ROLES, peaks, strict=True))}
 
     def refresh(self, *, last: bool) -> None:
         import torch
 
-        self.bench.rewrite(self.subjects, last=last)
-        evict(self._l2)
+        self.pool.rewrite(self.sides, last=last)
+        l2.flush_l2(self._l2_bytes)
         torch.cuda.synchronize()
-        if self._counts:
-            self.keeping.begin()
+        if self._runs_python:
+            self._monitor.begin()
 
     def disturbance(self) -> str | None:
-        causes = [self.keeping.look() if self._counts else None, self.telemetry.disturbance()]
-        if self._counts:
-            self.keeping.begin()
+        causes = [self._monitor.look() if self._runs_python else None, self.telemetry.disturbance()]
+        if self._runs_python:
+            self._monitor.begin()
         return current_group().first_message(", ".join(filter(None, causes)) or None)
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, object]:
         return {
             **self.notes,
-            "slots": len(self.bench.slots),
+            "slots": len(self.pool.slots),
             "calls": [w.calls for w in self.windows],
             "counted": [w.counted for w in self.windows],
             **self.telemetry.summary(),
             "looks": self.telemetry.looks(),
             **current_group().details(),
-            **({"housekeeping": self.keeping.counts()} if self._counts else {}),
+            **({"housekeeping": self._monitor.counts()} if self._runs_python else {}),
         }
 
 
-def evict(l2_bytes: int) -> None:
-    """Read twice the L2, so that neither dirty lines nor the last window's data stay in it."""
-    import torch
-
-    torch.empty(2 * l2_bytes // 4, dtype=torch.float32, device="cuda").sum()
+def _quick_time(window: Callable[[], float]) -> float:
+    first = window()
+    return window() if first > LONG_CALL else min(window() for _ in range(3))
 
 
 def _allocations() -> int:
@@ -299,14 +321,3 @@ def _allocations() -> int:
     import torch
 
     return int(torch.cuda.memory_stats().get("num_device_alloc", 0))
-
-
-def _growth() -> Callable[[], bool]:
-    last = [_allocations()]
-
-    def grew() -> bool:
-        now, before = _allocations(), last[0]
-        last[0] = now
-        return now != before
-
-    return grew

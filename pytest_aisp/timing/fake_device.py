@@ -1,8 +1,8 @@
-"""A device that is only arithmetic: times with programmable noise, bias and faults.
+"""A simulated device: it computes times with programmable noise, bias and faults.
 
-Tests and docs use it in place of a GPU. Each window's time is the side's true time, scaled by what
-both sides share (drift, warm-up ramp, clock steps) and by what each has of its own (session,
-process, capture, window noise), then rounded to the clock's resolution.
+Tests and docs use it instead of a GPU. Each window's time is the side's true time, scaled by noise
+that both sides share (drift, warm-up ramp, clock steps) and by noise of its own (session, process,
+capture, window), then rounded to the clock's resolution.
 """
 
 from __future__ import annotations
@@ -11,12 +11,17 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .schedule import Budget, Samples, calls_to_plant, extra_calls, join, measure
 
+if TYPE_CHECKING:
+    from ..results.messages import Json
+
 WINDOW = 1e-3
 """Least seconds of a window."""
+THROTTLING = 0.2
+"""ln of the factor by which a throttled block is slower."""
 DIP_WITHIN, DIP_SECONDS = 0.06, 0.01
 """A dip begins in the first 60 ms of device time and lasts for 5 to 15 ms."""
 
@@ -29,11 +34,11 @@ class Noise:
         window: of one window's time.
         heavy: whether window noise has a Student-t(4) tail.
         capture, process, session: per-side bias that lasts as long as its name says.
-        placement: bias of a process for the side that is built first.
+        placement: bias of a process toward the side that is built first.
         drift: of both sides together, per second of device time.
         ramp: extra time at the start, decaying with `ramp_seconds`.
         step, step_chance: size of a clock step and its chance per window, both sides.
-        unlike: share of the common changes that the optimized side does not feel.
+        unlike: share of the common changes that do not affect the optimized side.
         rogue: chance that a process is off by 1 %.
         resolution: of the clock, in seconds.
         throttle: chance that a block is throttled, which slows it by 20 %.
@@ -79,7 +84,7 @@ class Process:
         self.dip = begins, begins + rng.uniform(0.5, 1.5) * DIP_SECONDS
 
     def common(self) -> float:
-        """Return ln of what slows both sides now."""
+        """Return ln of the factor that slows both sides now."""
         noise = self.noise
         if noise.step_chance and self.rng.random() < noise.step_chance:
             self.clock_step = self.rng.gauss(0, noise.step)
@@ -95,13 +100,13 @@ class Process:
         return self.noise.window * draw
 
     def measure(self, budget: Budget) -> Samples:
-        """Measure one pair: a capture a lap, the blocks shared among the laps."""
+        """Measure one pair: one capture per lap, with the blocks shared among the laps."""
         parts: list[Samples] = []
         share = budget.lap()
         for lap in range(budget.laps):
             capture = self.placement * (-1) ** lap + self.rng.gauss(0, self.noise.capture)
-            bout = _SimulatedBout(self, capture, budget.window or WINDOW)
-            parts.append(measure(bout, share, self.rng, lap % 2))
+            timer = _PairTimer(self, capture, budget.window or WINDOW)
+            parts.append(measure(timer, share, self.rng, lap % 2))
             share = share.exactly(len(parts[0].blocks))
         return join(parts)
 
@@ -109,67 +114,62 @@ class Process:
 class _Window:
     repeats = 2
 
-    def __init__(self, bout: _SimulatedBout, side: int, counted: int, extra: int) -> None:
-        self.bout, self.side, self.counted, self.calls = bout, side, counted, counted + extra
+    def __init__(self, timer: _PairTimer, side: int, counted: int, extra: int) -> None:
+        self.timer, self.side, self.counted, self.calls = timer, side, counted, counted + extra
 
     def __call__(self) -> float:
-        process, noise = self.bout.process, self.bout.process.noise
-        own = (process.bias + self.bout.capture) if self.side else 0.0
-        felt = 1.0 - noise.unlike if self.side else 1.0
-        scale = math.exp(own + felt * process.common() + process.white() + self.bout.slow)
+        process, noise = self.timer.process, self.timer.process.noise
+        own = (process.bias + self.timer.capture) if self.side else 0.0
+        shared = 1.0 - noise.unlike if self.side else 1.0
+        throttling = THROTTLING if self.timer.throttled else 0.0
+        scale = math.exp(own + shared * process.common() + process.white() + throttling)
         seconds = process.seconds[self.side] * self.calls * scale
-        process.now += self.repeats * seconds  # the lead-in replay takes its time too
+        process.now += self.repeats * seconds  # the untimed replay takes as long
         if noise.resolution:
             phase = process.rng.random()
             seconds = math.floor(seconds / noise.resolution + phase) * noise.resolution
         return max(seconds, 1e-12) / self.counted
 
 
-class _SimulatedBout:
+class _PairTimer:
     """A pair of windows on a simulated process, on the clock ``graph``."""
 
     clock = "graph"
 
     def __init__(self, process: Process, capture: float, window: float) -> None:
-        self.process, self.capture, self.slow = process, capture, 0.0
+        self.process, self.capture = process, capture
         counts = [max(1, math.ceil(window / s)) for s in process.seconds]
         counts = [calls_to_plant(count, 1, process.planted) for count in counts]
         extra = extra_calls(counts[1], process.planted)
         self.windows = (_Window(self, 0, counts[0], 0), _Window(self, 1, counts[1], extra))
-        self._throttled = False
-        self._draw()
+        self.throttled = self._draw_throttled()
 
-    def _draw(self) -> None:
-        noise = self.process.noise
-        self._throttled = bool(noise.throttle) and self.process.rng.random() < noise.throttle
-        self.slow = 0.2 if self._throttled else 0.0
+    def _draw_throttled(self) -> bool:
+        chance = self.process.noise.throttle
+        return bool(chance) and self.process.rng.random() < chance
 
     def refresh(self, *, last: bool) -> None:
-        """Nothing to rewrite: there are no values."""
+        """There are no values to rewrite."""
 
     def disturbance(self) -> str | None:
-        was = self._throttled
-        self._draw()
-        return "thermal slowdown (simulated)" if was else None
+        throttled, self.throttled = self.throttled, self._draw_throttled()
+        return "thermal slowdown (simulated)" if throttled else None
 
-    def other(self) -> dict[str, Any]:
-        return {}
-
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, object]:
         counted = [w.counted for w in self.windows]
         return {"calls": [w.calls for w in self.windows], "counted": counted, "slots": 1}
 
 
 def simulate(
-    baseline: str, optimized: str, options: Mapping[str, Any], budget: Budget, seed: str
+    baseline: str, optimized: str, options: Mapping[str, Json], budget: Budget, seed: str
 ) -> Samples:
-    """Measure one case in one simulated process; what a `Task`'s timer names.
+    """Measure one case in one simulated process. This is the target of a `TimeTask`'s timer.
 
     Args:
-        options: ``seconds`` by side name (``name@old``: as it was at a commit), ``noise`` as
-            keywords of `Noise`, ``session`` bias, ``planted`` slowdown of the second side, further
+        options: ``seconds`` by side name (``name@old``: the side as of a commit), ``noise`` as
+            keywords of `Noise`, ``session`` bias, ``planted`` slowdown of the second side, and more
             ``details``.
-        seed: makes this process different from every other.
+        seed: makes this process different from all others.
     """
     seconds = options["seconds"]
     rng = random.Random(f"{options.get('seed', 0)}{seed}")

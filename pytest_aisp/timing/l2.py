@@ -1,82 +1,117 @@
-"""The proof that the L2 is cold: lines that were in it are gone after one round of a side's calls.
+"""The L2 cache: flush it between blocks, and measure that a round of calls leaves it cold.
 
-Slots that together cover five L2 caches should see to that; whether they do is measured, by the
-latency of loads that each wait for the one before.
+Each call uses another slot of inputs, and the slots together cover five L2 caches, so they should
+evict each other. The latency of dependent loads shows whether they do.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import random
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..isolation.protections import enabled
+from ..page.pair import SideError
+
+if TYPE_CHECKING:
+    from .cuda_graph import GraphWindow
 
 LINES, LINE = 16384, 32
-"""Lines of the buffer, and int32 in a line of 128 bytes."""
+"""Cache lines in the buffer, and int32 elements in a line of 128 bytes."""
 STEPS = 1024
-"""Lines that are looked for: 128 KiB."""
-SLOWER = 1.25
-"""Loads from memory take at least this many times as long as from the L2; twice, as a rule."""
+"""Lines that one reading loads: 128 KiB."""
+COLD_RATIO = 1.25
+"""A load from DRAM takes at least this many times as long as one from the L2; usually twice."""
 ATTEMPTS = 3
 
 
+def flush_l2(l2_bytes: int) -> None:
+    """Read a buffer of twice the L2, which evicts dirty lines and the last window's data."""
+    import torch
+
+    torch.empty(2 * l2_bytes // 4, dtype=torch.float32, device="cuda").sum()
+
+
 class Latency(NamedTuple):
-    """Cycles of a load: just after the line was read, and after a round of a side's calls."""
+    """Cycles of a load: just after its line was read, and after a round of a side's calls."""
 
     warm: float
     after: float
 
     @property
     def cold(self) -> bool:
-        """Whether the round has driven the lines out of the L2."""
-        return self.after >= SLOWER * self.warm
+        """Whether the round has evicted the lines from the L2."""
+        return self.after >= COLD_RATIO * self.warm
 
 
-def measure(work: Callable[[], None], read: Callable[[], float]) -> Latency:
-    """Return what `read`, the cycles of a load, says before and after `work`; the best of three."""
-    found = Latency(1.0, 0.0)
+def measure(work: Callable[[], object], read: Callable[[], float]) -> Latency:
+    """Return the latency that `read` measures before and after `work`; the best of three."""
+    best = Latency(1.0, 0.0)
     for _ in range(ATTEMPTS):
         read()
         warm = read()
         work()
-        found = max(found, Latency(warm, read()), key=lambda f: f.after / f.warm)
-        if found.cold:
+        best = max(best, Latency(warm, read()), key=lambda latency: latency.after / latency.warm)
+        if best.cold:
             break
-    return found
+    return best
 
 
-def path(lines: int, seed: int = 0) -> list[int]:
-    """Return for each line where the next one begins: one random cycle through all of them."""
-    import random
-
+def pointer_chain(lines: int, seed: int = 0) -> list[int]:
+    """Return for each line the offset of the next one: one random cycle through all lines."""
     order = list(range(1, lines))
     random.Random(seed).shuffle(order)
     order = [0, *order]
-    following = [0] * lines
-    for line, after in zip(order, [*order[1:], 0], strict=True):
-        following[line] = after * LINE
-    return following
+    chain = [0] * lines
+    for line, following in zip(order, [*order[1:], 0], strict=True):
+        chain[line] = following * LINE
+    return chain
 
 
 @functools.cache
-def reader() -> Callable[[], float] | None:
-    """Return what reads the lines and returns the cycles of a load, or None without a compiler."""
+def latency_reader() -> Callable[[], float] | None:
+    """Return a function that measures the cycles of a load, or None without a compiler."""
     import torch
 
     from ..kernels.cuda_cpp import cuda_module
     from ..kernels.nvrtc import NoCompiler
 
-    following = torch.zeros(LINES, LINE, dtype=torch.int32)
-    following[:, 0] = torch.tensor(path(LINES), dtype=torch.int32)
-    lines = following.reshape(-1).cuda()
-    found = torch.zeros(2, dtype=torch.int64, device="cuda")
-    chase: Any = cuda_module("probes.cu").chase[1, 1]
+    chain = torch.zeros(LINES, LINE, dtype=torch.int32)
+    chain[:, 0] = torch.tensor(pointer_chain(LINES), dtype=torch.int32)
+    lines = chain.reshape(-1).cuda()
+    cycles = torch.zeros(2, dtype=torch.int64, device="cuda")
+    chase = cuda_module("probes.cu").chase[1, 1]
 
     def read() -> float:
-        chase(lines, STEPS, found)
-        return float(found[0].item())
+        chase(lines, STEPS, cycles)
+        return float(cycles[0].item())
 
     try:
         read()  # compiles
     except NoCompiler:
         return None
     return read
+
+
+def check_cold(windows: Iterable[GraphWindow], slots: int) -> dict[str, object]:
+    """Refuse a side whose calls leave in the L2 what was there before them.
+
+    Calls too long to go through all `slots` (`schedule.LONG`) are not refused.
+    """
+    if not enabled("cold-l2"):
+        return {}
+    read = latency_reader()
+    if read is None:
+        return {"l2_cycles": None}
+    cycles = {}
+    for window in windows:
+        name, latency = window.side.name, measure(window, read)
+        cycles[name] = list(latency)
+        if not latency.cold and window.counted >= slots:
+            raise SideError(
+                f"{name}: the L2 is not cold: a load takes {latency.warm:.0f} cycles when its line"
+                f" was just read, and {latency.after:.0f} after a round of calls; declare"
+                " l2='warm' or a larger size"
+            )
+    return {"l2_cycles": cycles}

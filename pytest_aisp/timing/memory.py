@@ -1,4 +1,4 @@
-"""The memory that a call of a side needs beyond its inputs."""
+"""The GPU memory that a call of a side needs beyond its inputs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..util.device_state import release
 from ..util.process_group import current_group
 
 WATCHDOG = 0.25
-"""Seconds in which NCCL's watchdog has looked at all that was sent: it looks every 0.1 s."""
+"""Seconds in which NCCL's watchdog, which looks every 0.1 s, sees every finished send."""
 
 
-def let_go() -> None:
-    """Wait for the GPU, and have ranks let go of what they sent.
+def drop_sent_tensors() -> None:
+    """Wait for the GPU, and make ranks drop the tensors that they sent.
 
-    NCCL's process group holds a tensor until its watchdog has seen that it was sent and the next
-    collective begins. What a side has sent last would else be on the next one's account.
+    NCCL's process group holds a tensor until its watchdog has seen the send finish and the next
+    collective begins. Without this, the next side would be charged for the last side's tensors.
     """
     import torch
 
@@ -29,79 +29,78 @@ def let_go() -> None:
         torch.cuda.synchronize()
 
 
-def peak_bytes(subject: BoundSide) -> int:
-    """Return the most bytes that one call of `subject` holds on a GPU beyond its inputs.
+def peak_bytes(side: BoundSide) -> int:
+    """Return the most bytes that one call holds on a GPU beyond its inputs.
 
-    Outputs and what preparing keeps are counted. What a side has kept since an earlier call, what
-    a graph of its own keeps for itself, and memory that is not torch's are not.
+    Outputs and memory held by preparation count. Memory kept since an earlier call, memory owned by
+    the side's own graph, and memory that torch did not allocate do not.
     """
     import torch
 
-    let_go()
+    drop_sent_tensors()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    subject.run(0)
-    most = torch.cuda.max_memory_allocated()
+    side.run(0)
+    peak = torch.cuda.max_memory_allocated()
     torch.cuda.synchronize()
-    subject.restore()
-    return int(current_group().max(float(subject.held + most - before)))
+    side.restore()
+    return int(current_group().max(float(side.held + peak - before)))
 
 
-def allocated(bench: InputPool, side: Side) -> float:
+def allocated(pool: InputPool, side: Side) -> float:
     """Return the most bytes that calls of `side` hold on a GPU beyond inputs and state.
 
-    Counted are outputs, temporaries, what preparing keeps, and what the first call has left for
-    the second: an optimizer's moments. On several ranks, those of the rank that needs most.
+    Counted are outputs, temporaries, memory held by preparation, and what the first call leaves for
+    the second, such as an optimizer's moments. Of several ranks, the one that needs most counts.
     """
-    return current_group().max(_most(bench, side)[0])
+    return current_group().max(_peaks(pool, side)[0])
 
 
-def reserved(bench: InputPool, side: Side) -> float:
-    """Return the most bytes that the allocator has taken from a GPU for calls of `side`.
+def reserved(pool: InputPool, side: Side) -> float:
+    """Return the most bytes that the allocator reserves on a GPU for calls of `side`.
 
-    The state that it begins with is among them, the inputs are not.
+    The initial state counts, the inputs do not.
     """
-    return current_group().max(_most(bench, side)[1])
+    return current_group().max(_peaks(pool, side)[1])
 
 
-def fragmentation(bench: InputPool, side: Side) -> float:
-    """Return how many more bytes were taken from a GPU for `side` than it ever held."""
-    held, taken = _most(bench, side)
+def fragmentation(pool: InputPool, side: Side) -> float:
+    """Return how many more bytes are reserved on a GPU for `side` than it ever holds."""
+    held, taken = _peaks(pool, side)
     return current_group().max(max(0.0, taken - held))
 
 
-def _most(bench: InputPool, side: Side) -> tuple[float, float]:
+def _peaks(pool: InputPool, side: Side) -> tuple[float, float]:
     """Return the most bytes allocated and reserved for `side` while it is called.
 
-    It has run before, so that a library's workspace is on nobody's account. What it holds is then
-    watched at the second call; what was taken for it is never given back, so that is watched from
-    the first.
+    The side has run before, so that no library workspace counts. Allocations are measured at the
+    second call. Reserved memory is never returned, so it is measured from the first call.
     """
     import torch
 
-    with alone(bench, side) as subject:
-        _held(subject)
+    with alone(pool, side) as bound:
+        _allocated_by_second_call(bound)
 
-    let_go()
-    release(bench.device)
-    with one_slot(bench):
+    drop_sent_tensors()
+    release(pool.device)
+    with one_slot(pool):
         torch.cuda.synchronize()
-        began = torch.cuda.memory_reserved()
-        with closing(bench.subject(side)) as subject:
-            held = _held(subject)
+        before = torch.cuda.memory_reserved()
+        with closing(pool.subject(side)) as bound:
+            held = _allocated_by_second_call(bound)
             torch.cuda.synchronize()
-            return held, float(torch.cuda.memory_reserved() - began)
+            return held, float(torch.cuda.memory_reserved() - before)
 
 
-def _held(subject: BoundSide) -> float:
-    """Return the most bytes that a second call of `subject` holds beyond inputs and state."""
+def _allocated_by_second_call(side: BoundSide) -> float:
+    """Return the most bytes that a second call holds beyond inputs and state."""
     import torch
 
-    before = torch.cuda.memory_allocated() - subject.held
-    subject.run(0)
-    subject.outputs[0] = None
-    let_go()
+    before = torch.cuda.memory_allocated() - side.held
+    side.run(0)
+    side.outputs[0] = None
+    drop_sent_tensors()
     torch.cuda.reset_peak_memory_stats()
-    subject.run(0)
+    side.run(0)
     torch.cuda.synchronize()
     return float(torch.cuda.max_memory_allocated() - before)

@@ -1,36 +1,40 @@
-"""The schedule: windows into ABBA blocks, blocks into one process's samples.
+"""The schedule: windows form ABBA blocks, and blocks form the samples of one process.
 
-A `Bout` is two subjects ready on one clock: a pair of windows. This module only decides in which
-order the windows run, so that it is the same on a GPU, a CPU and the simulated device.
+This module only decides in which order the windows run, so it works the same on a GPU, a CPU, and
+the simulated device.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
 
 from ..results.stats import block_value, process_error, process_value
 
+if TYPE_CHECKING:
+    from ..results.messages import Json
+
 ROBUST_CLOCKS = ("host", "cpu", "process")
 """Clocks whose process value is the median of the blocks, not the mean of their middle half."""
-
 MOST_STEPS = 16
 """Most steps in a window of a training step: the state after it is compared with the reference."""
-
 MOST_DROPPED = 20
 """Disturbed blocks after which a measurement gives up."""
+LISTS = ("blocks", "baseline", "optimized", "orders", "dropped", "laps", "firsts")
+"""Fields of `Samples` that hold a list per lap."""
 
 
 class Window(Protocol):
     """Time one window of `calls` calls and return seconds per counted call.
 
     Attributes:
-        counted: the calls that the time is divided by: all, unless a slowdown is planted.
-        repeats: how often the calls run for one timing; a timed replay follows an untimed one.
+        counted: the number that the time is divided by: `calls`, unless a slowdown is planted.
+        repeats: how often the calls run for one timing: a timed replay follows an untimed one.
     """
 
     calls: int
@@ -52,12 +56,9 @@ class PairTimer(Protocol):
         """Rewrite the inputs' values in place and poison the outputs."""
 
     def disturbance(self) -> str | None:
-        """Name what disturbed the windows since the last call, or None."""
+        """Return what disturbed the windows since the last call, or None."""
 
-    def other(self) -> dict[str, Any]:
-        """Return the times on the clock that does not judge; may run the sides again."""
-
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, object]:
         """Return facts of JSON types for the row: slots, calls, clocks, allocations."""
 
 
@@ -67,12 +68,12 @@ class Budget:
 
     Attributes:
         blocks: most blocks.
-        laps: how often both sides are built and captured anew, where that is cheap. Most of the
-            spread between processes turned out to be spread between captures (spread.md).
-        seconds: what the blocks may take together.
-        window: least seconds a window lasts (None: the clock's own).
-        warmup: least calls a side is warmed with.
-        least: blocks that are always run.
+        laps: how often both sides are built and captured again where that is cheap. Most of the
+            spread between processes is spread between captures (spread.md).
+        seconds: time for all blocks together.
+        window: least seconds of a window (None: the clock's default).
+        warmup: least calls to warm up a side.
+        least: blocks that always run.
     """
 
     blocks: int = 20
@@ -83,23 +84,23 @@ class Budget:
     least: int = 6
 
     def count(self, block_seconds: float) -> int:
-        """Return the number of blocks: as many as fit, between `least` and `blocks`."""
+        """Return the number of blocks that fit, between `least` and `blocks`."""
         fit = int(self.seconds / max(block_seconds, 1e-9))
         return max(min(self.least, self.blocks), min(fit, self.blocks))
 
     def exactly(self, blocks: int) -> Budget:
-        """Return this budget for just so many blocks."""
+        """Return this budget with a fixed number of blocks."""
         return replace(self, blocks=blocks, least=blocks)
 
     def lap(self, laps: int | None = None) -> Budget:
-        """Return the budget of one lap of `laps`."""
+        """Return the budget of one of `laps` laps."""
         laps = laps or self.laps
-        share = {"blocks": self.blocks, "least": self.least}
         return replace(
             self,
             laps=1,
             seconds=self.seconds / laps,
-            **{name: max(1, -(-n // laps)) for name, n in share.items()},
+            blocks=max(1, math.ceil(self.blocks / laps)),
+            least=max(1, math.ceil(self.least / laps)),
         )
 
 
@@ -110,22 +111,22 @@ class Samples:
     Attributes:
         clock: ``graph``, ``queue``, ``host``, ``cpu``, ``process``.
         blocks: ln(speedup) of each block.
-        baseline, optimized: seconds per call, each window in the order it ran.
+        baseline, optimized: seconds per call of each window, in the order they ran.
         orders: ``ABBA`` or ``BAAB``, by block.
-        dropped: causes of the blocks that were measured again.
-        dropped_at: how many blocks there were before each of these.
-        details: facts from the bout.
+        dropped: why blocks were measured again.
+        details: facts from the timer.
         laps: ln(speedup) of each lap.
         firsts: by block, which side its lap built first.
+        dropped_at: how many blocks came before each dropped one.
     """
 
     clock: str
-    blocks: list[float]
-    baseline: list[float]
-    optimized: list[float]
-    orders: list[str]
-    dropped: list[str]
-    details: dict[str, Any]
+    blocks: list[float] = field(default_factory=list)
+    baseline: list[float] = field(default_factory=list)
+    optimized: list[float] = field(default_factory=list)
+    orders: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    details: dict[str, Json] = field(default_factory=dict)
     laps: list[float] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
     dropped_at: list[int] = field(default_factory=list)
@@ -137,36 +138,37 @@ class Samples:
 
     @property
     def error(self) -> float:
-        """Standard error of `value` as the laps show it; 0 with fewer than three."""
+        """Standard error of `value` from the laps; 0 with fewer than three."""
         return process_error(self.blocks, len(self.laps), self.firsts)
 
 
 def join(parts: Sequence[Samples]) -> Samples:
     """Return the samples of several laps as those of one process."""
-    joined: dict[str, Any] = {f.name: getattr(parts[-1], f.name) for f in fields(Samples)}
-    for name in ("blocks", "baseline", "optimized", "orders", "dropped", "laps", "firsts"):
-        joined[name] = [value for part in parts for value in getattr(part, name)]
-    joined["details"] = {k: v for part in parts for k, v in part.details.items()}
-    before = list(accumulate((len(part.blocks) for part in parts), initial=0))
-    both = list(zip(before, parts, strict=False))
-    joined["dropped_at"] = [n + at for n, part in both for at in part.dropped_at]
-    looks = [[n + at, *seen] for n, p in both for at, *seen in p.details.get("looks", ())]
-    joined["details"] |= {"looks": looks} if looks else {}
-    if counts := [p.details["housekeeping"] for p in parts if "housekeeping" in p.details]:
-        total = {name: sum(count[name] for count in counts) for name in counts[0]}
-        joined["details"]["housekeeping"] = total
-    return Samples(**joined)
+    joined, looks, housekeeping = Samples(parts[0].clock), list[Json](), Counter[str]()
+    for part in parts:
+        before = len(joined.blocks)
+        for name in LISTS:
+            getattr(joined, name).extend(getattr(part, name))
+        joined.dropped_at.extend(before + at for at in part.dropped_at)
+        joined.details.update(part.details)
+        looks += [[before + at, *seen] for at, *seen in part.details.get("looks", ())]
+        housekeeping.update(part.details.get("housekeeping", {}))
+    if looks:
+        joined.details["looks"] = looks
+    if housekeeping:
+        joined.details["housekeeping"] = dict(housekeeping)
+    return joined
 
 
 class Disturbed(RuntimeError):
-    """Too many blocks were disturbed by a named cause."""
+    """Too many blocks were disturbed by a known cause."""
 
 
-def measure(bout: PairTimer, budget: Budget, rng: random.Random, first: int = 0) -> Samples:
-    """Run the blocks of `bout` and return its samples.
+def measure(timer: PairTimer, budget: Budget, rng: random.Random, first: int = 0) -> Samples:
+    """Run the blocks of `timer` and return its samples.
 
-    The number of blocks is fixed after one discarded block. A block is dropped only for a cause
-    that the bout names, and measured again.
+    One discarded block decides how many blocks there are. A block is dropped and measured again
+    only if the timer says what disturbed it.
 
     Args:
         first: the side that was built first.
@@ -174,21 +176,21 @@ def measure(bout: PairTimer, budget: Budget, rng: random.Random, first: int = 0)
     Raises:
         Disturbed: when `MOST_DROPPED` blocks were dropped.
     """
-    trial = _block(bout, "ABBA")
-    bout.disturbance()
-    spent = (
-        w.repeats * w.counted * sum(times) for w, times in zip(bout.windows, trial, strict=True)
+    trial = _block(timer, "ABBA")
+    timer.disturbance()
+    seconds = (
+        w.repeats * w.counted * sum(times) for w, times in zip(timer.windows, trial, strict=True)
     )
-    count = budget.count(sum(spent))
+    count = budget.count(sum(seconds))
     orders = _orders(count, rng)
     refreshed = {0, count - 1, *rng.sample(range(count), min(2, count))}
-    samples = Samples(bout.clock, [], [], [], [], [], {})
+    samples = Samples(timer.clock)
     while len(samples.blocks) < count:
         if len(samples.blocks) in refreshed:
-            bout.refresh(last=len(samples.blocks) == count - 1)
+            timer.refresh(last=len(samples.blocks) == count - 1)
         order = orders[len(samples.blocks)]
-        baseline, optimized = _block(bout, order)
-        cause = bout.disturbance()
+        baseline, optimized = _block(timer, order)
+        cause = timer.disturbance()
         if cause is not None:
             samples.dropped.append(cause)
             samples.dropped_at.append(len(samples.blocks))
@@ -199,38 +201,38 @@ def measure(bout: PairTimer, budget: Budget, rng: random.Random, first: int = 0)
         samples.baseline.extend(baseline)
         samples.optimized.extend(optimized)
         samples.orders.append(order)
-    samples.details.update(bout.details())
+    samples.details.update(timer.details())
     if looks := samples.details.get("looks"):
-        samples.details["looks"] = [[_kept(at, samples), *seen] for at, *seen in looks]
+        samples.details["looks"] = [[_valid_blocks(at, samples), *seen] for at, *seen in looks]
     samples.firsts.extend([first] * count)
     samples.laps.append(samples.value)
     return samples
 
 
 def _orders(count: int, rng: random.Random) -> list[str]:
-    """Return `count` orders at random, each pair of neighbours one of either kind."""
+    """Return `count` random orders in which each pair of neighbours has one of each kind."""
     orders: list[str] = []
     while len(orders) < count:
         orders += rng.sample(["ABBA", "BAAB"], 2)
     return orders[:count]
 
 
-def _kept(asked: int, samples: Samples) -> int:
-    """Return how many blocks were kept when the bout was asked for the `asked`-th time.
+def _valid_blocks(call: int, samples: Samples) -> int:
+    """Return how many valid blocks there were at the `call`-th call of `PairTimer.disturbance`.
 
-    It is asked after the discarded block too, and after those that are measured again.
+    It is called after the discarded block and after dropped blocks too.
     """
-    kept = max(asked - 1, 0)
+    valid = max(call - 1, 0)
     for at in samples.dropped_at:
-        kept -= at < kept
-    return kept
+        valid -= at < valid
+    return valid
 
 
-def _block(bout: PairTimer, order: str) -> tuple[list[float], list[float]]:
+def _block(timer: PairTimer, order: str) -> tuple[list[float], list[float]]:
     times: tuple[list[float], list[float]] = ([], [])
     for letter in order:
         side = "AB".index(letter)
-        times[side].append(bout.windows[side]())
+        times[side].append(timer.windows[side]())
     return times
 
 
@@ -242,10 +244,14 @@ def settle(
     seconds: float,
     clock: Callable[[], float],
 ) -> int:
-    """Warm both sides in turn until they are steady; return how many rounds it took.
+    """Warm up all sides in turn until they are steady; return how many rounds it took.
 
-    Steady means: at least `least` rounds, no growth (`grew`: new allocations, modules) in the last
-    one, and each side's last three times within 10 % of the three before. Gives up after `seconds`.
+    Steady means: at least `least` rounds, no growth in the last one, and the median of each side's
+    last three times within 10 % of that of the three before. Gives up after `seconds`.
+
+    Args:
+        calls: one timed call of each side.
+        grew: whether allocations or modules were added since the last round.
     """
     start, history = clock(), [list[float]() for _ in calls]
     rounds = 0
@@ -265,22 +271,39 @@ def _steady(times: Sequence[float]) -> bool:
     return abs(now - before) <= 0.10 * before
 
 
+def warm(function: Callable[[], object]) -> int:
+    """Call `function` until its time is steady and return the number of calls."""
+    import torch
+
+    from ..util.device_state import synchronizer
+
+    wait = synchronizer("cuda" if torch.cuda.is_available() else "cpu")
+
+    def call() -> float:
+        start = time.perf_counter()
+        function()
+        wait()
+        return time.perf_counter() - start
+
+    return settle([call], lambda: False, least=3, seconds=2.0, clock=time.perf_counter)
+
+
 PLANTABLE = 0.85, 1.35
-"""A window may hold this many times the wanted calls to plant a slowdown exactly."""
+"""A window may hold this many times the wanted calls so that a slowdown is planted exactly."""
 LONG, FEW_SLOTS = 5e-3, 2
-"""Seconds of a call that need not go through all slots to find the L2 cold, and those that do for
-it: bringing 60 MB of L2 from memory takes an H200 0.3 % of that."""
+"""Calls longer than this many seconds find the L2 cold with so few slots: filling 60 MB of L2 from
+memory takes an H200 0.3 % of that time."""
 
 
 def calls_a_round(seconds_per_call: float, slots: int) -> int:
-    """Return how many calls make a round: one a slot, or two slots' where a call is long."""
+    """Return the calls of a round: one per slot, or two if a call is long."""
     return min(slots, FEW_SLOTS) if seconds_per_call >= LONG else slots
 
 
 def calls_for(seconds_per_call: float, window: float, slots: int) -> int:
-    """Return how many calls fill `window` seconds best: whole rounds, at least one.
+    """Return how many calls, in whole rounds, come closest to `window` seconds.
 
-    The nearest, so that both sides' windows last alike: what starting one costs is then the same.
+    Both sides' windows then last about the same, and starting one costs both the same share.
     """
     calls = calls_a_round(seconds_per_call, slots)
     rounds = max(1, round(window / max(seconds_per_call * calls, 1e-9)))
@@ -293,9 +316,9 @@ def extra_calls(counted: int, planted: float) -> int:
 
 
 def calls_to_plant(calls: int, slots: int, planted: float) -> int:
-    """Return how many calls, near `calls`, let whole extra calls plant `planted` most exactly.
+    """Return the multiple of `slots` near `calls` at which whole extra calls best plant `planted`.
 
-    A multiple of `slots`; 100 calls plant 1 %, 101 would plant 2 %.
+    100 calls plant 1 % exactly, 101 would plant 2 %.
     """
     if not planted:
         return calls
