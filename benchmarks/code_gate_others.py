@@ -97,7 +97,7 @@ class Graphs:
 
     def _capture(self, extra: int) -> tuple[Any, Any]:
         """Return a graph of `CALLS` + `extra` calls, and the subject whose buffers it uses."""
-        from pytest_aisp.timing.windows import capture
+        from pytest_aisp.timing.cuda_graph import capture_graph
 
         subject, slots = self._bench.subject(self._side), len(self._bench.slots)
 
@@ -105,7 +105,7 @@ class Graphs:
             for call in range(CALLS + extra):
                 subject.run(call % slots)
 
-        return capture(run), subject
+        return capture_graph(run), subject
 
     def do_bench(self, graph: str) -> list[float]:
         """Return every time that `do_bench` takes, with its defaults."""

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "suites"))
 from ch04 import overlapped_test, tensor_parallel_test
 from ch04.copy_engines import CopiedSums
 
-from pytest_aisp.timing.windows import capture
+from pytest_aisp.timing.cuda_graph import capture_graph
 
 CALLS, WINDOWS, WARMUP = 3, 10, 4
 BLOCKING = 4_000_000
@@ -123,7 +123,7 @@ def between(mark: Callable[[torch.cuda.Event, torch.cuda.Event], Any]) -> float:
 
 def in_graphs(work: Callable[[], Any]) -> float:
     """Return the seconds that a call of `work` takes in a CUDA graph."""
-    graph = capture(lambda: [work() for _ in range(CALLS)])
+    graph = capture_graph(lambda: [work() for _ in range(CALLS)])
 
     def mark(start: torch.cuda.Event, end: torch.cuda.Event) -> None:
         start.record()

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .kernels.cuda_cpp import cuda_module
     from .page.declare import compare
     from .page.pair import Conditions, Variant, Work
-    from .timing.microbench import capture
+    from .timing.cuda_graph import capture
     from .training_loop.watch import bottleneck
     from .worker.process_timer import fresh_process
 
@@ -30,7 +30,7 @@ _HOME = {
     "Variant": "page.pair",
     "Work": "page.pair",
     "bottleneck": "training_loop.watch",
-    "capture": "timing.microbench",
+    "capture": "timing.cuda_graph",
     "compare": "page.declare",
     "cuda_module": "kernels.cuda_cpp",
     "fresh_process": "worker.process_timer",

@@ -127,7 +127,7 @@ def aisp_device() -> str:
 @pytest.fixture
 def warmup() -> Callable[[Callable[[], object]], int]:
     """Run a callable until it is steady: ``warmup(f)`` returns the number of calls it took."""
-    from .timing.microbench import warm
+    from .timing.schedule import warm
 
     return warm
 
@@ -135,7 +135,7 @@ def warmup() -> Callable[[Callable[[], object]], int]:
 @pytest.fixture
 def cuda_graph() -> Callable[[Callable[[], object]], Callable[[], object]]:
     """Capture a callable in a CUDA graph: ``cuda_graph(f)`` returns a callable that replays it."""
-    from .timing.microbench import capture
+    from .timing.cuda_graph import capture
 
     return capture
 
@@ -148,7 +148,8 @@ def aisp_timer() -> Callable[..., float]:
     """
     from statistics import median
 
-    from .timing.microbench import warm, window_times
+    from .timing.cuda_graph import window_times
+    from .timing.schedule import warm
 
     def timer(function: Callable[[], object], *, window: float = 1e-3, windows: int = 10) -> float:
         warm(function)

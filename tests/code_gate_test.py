@@ -18,7 +18,7 @@ from code_gate_record import KERNELS, Plan, Recorder
 
 from pytest_aisp.checking import inputs
 from pytest_aisp.results.messages import Reply
-from pytest_aisp.timing import schedule, windows
+from pytest_aisp.timing import cuda_graph, schedule
 from pytest_aisp.worker.loader import pair_of
 
 DATA = Path(code_gate.__file__).parent / "data"
@@ -182,7 +182,7 @@ def test_others_time_graphs_of_the_same_calls(monkeypatch):
 
     properties = types.SimpleNamespace(L2_cache_size=1 << 16)
     graph = types.SimpleNamespace
-    monkeypatch.setattr(windows, "capture", lambda run: graph(replay=run))
+    monkeypatch.setattr(cuda_graph, "capture_graph", lambda run: graph(replay=run))
     monkeypatch.setattr(triton.testing, "do_bench", do_bench)
     monkeypatch.setattr(inputs, "InputPool", Bench)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pytest_aisp.checking.numerics import Wrong
-from pytest_aisp.timing import collectives, windows
+from pytest_aisp.timing import collectives, cuda_graph
 from pytest_aisp.timing.collectives import OPS, bandwidths, bus_factor
 from pytest_aisp.util import process_group
 
@@ -113,10 +113,10 @@ def subject():
 
 def test_graph_clock_falls_back_to_the_host_clock(monkeypatch):
     def refuse(subject, calls):
-        raise windows.Uncapturable("NCCL cannot be captured")
+        raise cuda_graph.Uncapturable("NCCL cannot be captured")
 
     monkeypatch.setattr(collectives, "GraphWindow", Window)
-    monkeypatch.setattr(collectives, "host_window", lambda subject, calls, device: Window(0, 0))
+    monkeypatch.setattr(collectives, "HostWindow", lambda subject, calls, device: Window(0, 0))
     assert collectives._seconds(subject(), "cuda") == ("graph", 1e-4)
     monkeypatch.setattr(collectives, "GraphWindow", refuse)
     assert collectives._seconds(subject(), "cuda") == ("host", 1e-4)
@@ -128,8 +128,8 @@ def test_a_failed_capture_on_one_rank_stops_all(monkeypatch):
             return "rank 1: refused"
 
     monkeypatch.setattr(process_group, "_current", Other())
-    with pytest.raises(windows.Uncapturable, match="rank 1: refused"):
-        windows.on_all_ranks(lambda: "a window")
+    with pytest.raises(cuda_graph.Uncapturable, match="rank 1: refused"):
+        cuda_graph.on_all_ranks(lambda: "a window")
 
 
 class Symmetric:
@@ -181,6 +181,6 @@ def test_refused_symmetric_memory_is_reported(symmetric, monkeypatch):
     def refuse(buffer, group):
         raise RuntimeError("no peer access\nmore")
 
-    assert collectives._one_shot_refused("cuda") is None
+    assert collectives._one_shot_refusal("cuda") is None
     monkeypatch.setattr(module, "rendezvous", refuse)
-    assert collectives._one_shot_refused("cuda") == "no peer access"
+    assert collectives._one_shot_refusal("cuda") == "no peer access"

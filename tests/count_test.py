@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from pytest_aisp.results import store
-from pytest_aisp.timing import kernel_profile
-from pytest_aisp.timing.kernel_profile import Kernels
+from pytest_aisp.timing import cross_check
+from pytest_aisp.timing.cross_check import KernelProfile
 from pytest_aisp.util import process_group
 
 BODY = "pair.assert_equivalent()\npair.assert_speedup()\npair.assert_launches(at_most={})"
@@ -83,16 +83,18 @@ def test_each_side_is_warm_and_the_rank_that_launches_most_counts(monkeypatch):
     def launched(work, count):
         work()
         first = 4.0 if len(bench.calls) <= 1 else 0.0  # what only the first call launches
-        return Kernels({"add": 1.0, "Memcpy": {"a": 2.0, "b": 0.0}[bench.calls[-1]] + first}, 1e-6)
+        return KernelProfile(
+            {"add": 1.0, "Memcpy": {"a": 2.0, "b": 0.0}[bench.calls[-1]] + first}, 1e-6
+        )
 
-    monkeypatch.setattr(kernel_profile, "launched", launched)
-    assert [kernel_profile.launches(bench, side) for side in "ab"] == [3.0, 1.0]
+    monkeypatch.setattr(cross_check, "profile_kernels", launched)
+    assert [cross_check.launches_per_call(bench, side) for side in "ab"] == [3.0, 1.0]
     assert bench.calls == ["a"] * 4 + ["b"] * 4
     assert bench.slots == []
     monkeypatch.setattr(
         process_group, "_current", SimpleNamespace(max=lambda value: max(value, 2.0))
     )
-    assert [kernel_profile.launches(bench, side) for side in "ab"] == [3.0, 2.0]
+    assert [cross_check.launches_per_call(bench, side) for side in "ab"] == [3.0, 2.0]
 
 
 def test_the_rank_that_computes_least_counts(monkeypatch):
@@ -100,16 +102,16 @@ def test_the_rank_that_computes_least_counts(monkeypatch):
 
     def launched(work, count, counts):
         work()
-        assert counts is kernel_profile.computes
-        return Kernels({"add": 1.0}, 1e-3 if len(bench.calls) == 6 else 0.0)
+        assert counts is cross_check.computes
+        return KernelProfile({"add": 1.0}, 1e-3 if len(bench.calls) == 6 else 0.0)
 
-    monkeypatch.setattr(kernel_profile, "launched", launched)
-    assert kernel_profile.computing(bench, "a") == 1e-3
+    monkeypatch.setattr(cross_check, "profile_kernels", launched)
+    assert cross_check.compute_seconds(bench, "a") == 1e-3
     bench.calls.clear()
     monkeypatch.setattr(
         process_group, "_current", SimpleNamespace(max=lambda value: max(value, -4e-4))
     )
-    assert kernel_profile.computing(bench, "a") == 4e-4
+    assert cross_check.compute_seconds(bench, "a") == 4e-4
 
 
 @pytest.mark.parametrize(
@@ -124,4 +126,4 @@ def test_the_rank_that_computes_least_counts(monkeypatch):
     ],
 )
 def test_what_moves_data_or_waits_does_not_compute(name, computes):
-    assert kernel_profile.computes(name) == computes
+    assert cross_check.computes(name) == computes

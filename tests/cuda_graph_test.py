@@ -11,8 +11,14 @@ from drivers import nodes as kinds
 
 from pytest_aisp.isolation.protections import without
 from pytest_aisp.page.pair import SideError
-from pytest_aisp.timing import graph_nodes
-from pytest_aisp.timing.graph_nodes import Uncounted, check, contradiction, count
+from pytest_aisp.timing import cuda_graph
+from pytest_aisp.timing.cuda_graph import (
+    Uncounted,
+    check_nodes,
+    contradiction,
+    count_nodes,
+    node_name,
+)
 
 
 @pytest.fixture
@@ -20,22 +26,22 @@ def driver(monkeypatch):
     """Put a driver in the place of the real one."""
 
     def install(fails=""):
-        monkeypatch.setattr(graph_nodes, "import_module", lambda name: Driver(fails))
+        monkeypatch.setattr(cuda_graph, "import_module", lambda name: Driver(fails))
 
     install()
     return install
 
 
 def window(*content, calls=2, name="side"):
-    counted = graph_nodes.count
+    counted = cuda_graph.count_nodes
     made = graph(list(content))
     subject = SimpleNamespace(name=name)
-    return SimpleNamespace(subject=subject, calls=calls, nodes=lambda: counted(made))
+    return SimpleNamespace(side=subject, calls=calls, nodes=lambda: counted(made))
 
 
 def test_nodes_are_counted_by_type(driver):
     words = "KERNEL KERNEL MEMCPY MEMSET HOST EMPTY WAIT_EVENT EVENT_RECORD MEM_ALLOC MEM_FREE"
-    assert count(graph(kinds(words))) == {
+    assert count_nodes(graph(kinds(words))) == {
         "kernel": 2,
         "memcpy": 1,
         "memset": 1,
@@ -46,12 +52,12 @@ def test_nodes_are_counted_by_type(driver):
         "mem alloc": 1,
         "mem free": 1,
     }
-    assert count(graph([])) == {}
+    assert count_nodes(graph([])) == {}
 
 
 def test_the_nodes_of_child_graphs_are_counted_too(driver):
     inner = [*kinds("KERNEL"), kinds("MEMSET HOST")]
-    found = count(graph([*kinds("KERNEL"), inner]))
+    found = count_nodes(graph([*kinds("KERNEL"), inner]))
     assert found == {"kernel": 2, "memset": 1, "host node": 1, "child graph": 2}
 
 
@@ -61,18 +67,18 @@ def test_the_nodes_of_child_graphs_are_counted_too(driver):
 def test_what_the_driver_refuses_to_tell_is_not_counted(driver, function):
     driver(fails=function)
     with pytest.raises(Uncounted, match=f"^{function}: CUDA_ERROR_INVALID_VALUE$"):
-        count(graph([kinds("KERNEL")]))
+        count_nodes(graph([kinds("KERNEL")]))
 
 
 def test_a_torch_or_a_machine_that_cannot_tell_accuses_nobody(driver, monkeypatch):
     with pytest.raises(Uncounted, match="no attribute 'raw_cuda_graph'"):
-        count(SimpleNamespace())
+        count_nodes(SimpleNamespace())
 
     def absent(name):
         raise ImportError(f"No module named '{name}'")
 
-    monkeypatch.setattr(graph_nodes, "import_module", absent)
-    found = check([window(*kinds("HOST")), window(*kinds("HOST"))])
+    monkeypatch.setattr(cuda_graph, "import_module", absent)
+    found = check_nodes([window(*kinds("HOST")), window(*kinds("HOST"))])
     assert found == {"no graph_nodes": "No module named 'cuda.bindings.driver'"}
 
 
@@ -80,9 +86,9 @@ def test_a_host_node_is_refused_wherever_it_is(driver):
     called_back = "side: 1 of the 3 nodes of its graph call the CPU back, whose work is no GPU's"
     for content in (kinds("KERNEL HOST KERNEL"), [*kinds("KERNEL"), kinds("HOST")]):
         with pytest.raises(SideError, match=f"{called_back}; declare bound='host' to have it"):
-            check([window(*kinds("KERNEL")), window(*content)])
+            check_nodes([window(*kinds("KERNEL")), window(*content)])
         with without(["graph-nodes"]):
-            assert check([window(*kinds("KERNEL")), window(*content)])["graph_nodes"]
+            assert check_nodes([window(*kinds("KERNEL")), window(*content)])["graph_nodes"]
 
 
 @pytest.mark.parametrize("words", ["", "EMPTY", "EVENT_RECORD WAIT_EVENT", "MEM_ALLOC MEM_FREE"])
@@ -90,24 +96,24 @@ def test_a_graph_in_which_nothing_computes_is_refused(driver, words):
     idle = window(*kinds(words), name="idle")
     many = len(words.split())
     with pytest.raises(SideError, match=f"^idle: nothing computes in its graph of {many} nodes, "):
-        check([idle, window(*kinds("KERNEL"))])
+        check_nodes([idle, window(*kinds("KERNEL"))])
     with without(["graph-nodes"]):
-        assert "graph_nodes" in check([idle, idle])
+        assert "graph_nodes" in check_nodes([idle, idle])
 
 
 @pytest.mark.parametrize("words", ["KERNEL", "MEMCPY", "MEMSET", "CONDITIONAL"])
 def test_whatever_computes_or_moves_data_is_work(words):
-    assert contradiction({graph_nodes._word(words): 1}) == ""
+    assert contradiction({node_name(words): 1}) == ""
 
 
 def test_a_child_graph_is_worth_what_is_in_it(driver):
-    assert check([window(kinds("KERNEL")), window(*kinds("KERNEL"))])
+    assert check_nodes([window(kinds("KERNEL")), window(*kinds("KERNEL"))])
     with pytest.raises(SideError, match="nothing computes"):
-        check([window(kinds("EMPTY")), window(*kinds("KERNEL"))])
+        check_nodes([window(kinds("EMPTY")), window(*kinds("KERNEL"))])
 
 
 def test_counts_are_by_call_and_two_sides_may_differ(driver):
-    found = check([window(*kinds("KERNEL " * 6)), window(*kinds("KERNEL MEMSET MEMSET"))])
+    found = check_nodes([window(*kinds("KERNEL " * 6)), window(*kinds("KERNEL MEMSET MEMSET"))])
     assert found == {
         "graph_nodes": {"baseline": {"kernel": 3}, "optimized": {"kernel": 0.5, "memset": 1}}
     }
@@ -116,16 +122,16 @@ def test_counts_are_by_call_and_two_sides_may_differ(driver):
 def test_the_names_are_those_of_the_real_driver():
     pytest.importorskip("cuda.bindings", reason="needs cuda-bindings: pip install cuda-bindings")
     driver = importlib.import_module("cuda.bindings.driver")
-    known = {kind.name.removeprefix(graph_nodes.PREFIX) for kind in driver.CUgraphNodeType}
-    assert known >= graph_nodes.WORDS.keys()
-    assert {graph_nodes._word(name) for name in known} >= graph_nodes.IDLE
-    assert known >= {kind.name.removeprefix(graph_nodes.PREFIX) for kind in Driver.CUgraphNodeType}
+    known = {kind.name.removeprefix(cuda_graph.PREFIX) for kind in driver.CUgraphNodeType}
+    assert known >= cuda_graph.NODE_NAMES.keys()
+    assert {node_name(name) for name in known} >= cuda_graph.IDLE
+    assert known >= {kind.name.removeprefix(cuda_graph.PREFIX) for kind in Driver.CUgraphNodeType}
     for name in ("cuGraphGetNodes", "cuGraphNodeGetType", "cuGraphChildGraphNodeGetGraph"):
         assert callable(getattr(driver, name))
 
 
 def test_host_nodes_of_several_ranks_accuse_nobody(monkeypatch):
     """NCCL drives networks from the host, out of the graph."""
-    monkeypatch.setattr(graph_nodes, "current_group", lambda: SimpleNamespace(world=2))
-    assert graph_nodes.contradiction({"kernel": 2, "host node": 1}) == ""
-    assert "nothing computes" in graph_nodes.contradiction({"host node": 1})
+    monkeypatch.setattr(cuda_graph, "current_group", lambda: SimpleNamespace(world=2))
+    assert contradiction({"kernel": 2, "host node": 1}) == ""
+    assert "nothing computes" in contradiction({"host node": 1})

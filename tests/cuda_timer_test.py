@@ -22,15 +22,7 @@ from pytest_aisp.checking.inputs import InputPool
 from pytest_aisp.isolation import interference
 from pytest_aisp.isolation.protections import without
 from pytest_aisp.page.pair import SideError
-from pytest_aisp.timing import (
-    cross_check,
-    cuda_timer,
-    graph_nodes,
-    l2_check,
-    memory,
-    schedule,
-    windows,
-)
+from pytest_aisp.timing import cross_check, cuda_graph, cuda_timer, l2, memory, schedule
 from pytest_aisp.timing.schedule import Budget
 from pytest_aisp.util import device
 from pytest_aisp.worker.loader import pair_of
@@ -67,7 +59,7 @@ def gpu(monkeypatch):
 
     def capture(run):
         if not state.captures:
-            raise windows.Uncapturable("a wait for the GPU")
+            raise cuda_graph.Uncapturable("a wait for the GPU")
         run()
         return graph(kinds(state.nodes) * CALLS, replay=run)
 
@@ -84,12 +76,12 @@ def gpu(monkeypatch):
         "reset_peak_memory_stats": lambda: setattr(state, "most", state.allocated),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(windows, "capture", capture)
-    monkeypatch.setattr(graph_nodes, "import_module", lambda name: Driver())
-    monkeypatch.setattr(cuda_timer, "evict", lambda l2: None)
+    monkeypatch.setattr(cuda_graph, "capture_graph", capture)
+    monkeypatch.setattr(cuda_graph, "import_module", lambda name: Driver())
+    monkeypatch.setattr(l2, "flush_l2", lambda l2_bytes: None)
     monkeypatch.setattr(device, "load_nvml", lambda: None)
-    monkeypatch.setattr(cross_check, "stamper", lambda: None)
-    monkeypatch.setattr(l2_check, "reader", lambda: lambda: state.latency.pop(0))
+    monkeypatch.setattr(cross_check, "gpu_timestamps", lambda: None)
+    monkeypatch.setattr(l2, "latency_reader", lambda: lambda: state.latency.pop(0))
     # Sides run on the CPU while they are called, so nothing is under way when they return; but the
     # host, which Python slows down, is no witness of so short a time.
     monkeypatch.setattr(cross_check, "HOST", 1.0)
@@ -148,10 +140,10 @@ def test_the_best_clock_that_both_sides_can_use(gpu, captures, bound, clock):
     ("bound", "clock", "note"), [("dram", "queue", "no graph"), ("launch", "host", "no gpu_only")]
 )
 def test_a_page_with_threads_of_its_own_is_never_captured(gpu, monkeypatch, bound, clock, note):
-    monkeypatch.setattr(windows, "capture", None)
+    monkeypatch.setattr(cuda_graph, "capture_graph", None)
     bout = bout_of(bench_of(bound=bound, conditions=Conditions(owns=["threads"])))
     assert bout.clock == clock
-    assert {**bout.notes, **bout.other()}[note] == cuda_timer.THREADS
+    assert {**bout.notes, **bout.other_clock()}[note] == cuda_timer.THREADS
 
 
 @pytest.mark.parametrize(
@@ -221,7 +213,7 @@ def test_the_memory_of_a_call_is_what_it_needs_beyond_what_was_there(gpu):
     bout = bout_of(bench_of())
     gpu.allocated = 1000
     workspaces = {"added": 0, "doubled": 500}
-    for subject in bout.subjects:
+    for subject in bout.sides:
 
         def run(slot, subject=subject):
             gpu.most = gpu.allocated + 64 + workspaces[subject.name]
@@ -260,7 +252,7 @@ def test_a_long_call_runs_on_two_slots_and_needs_no_cold_l2(gpu, monkeypatch):
     long, short = (window.counted for window in bout.windows)
     assert (long, short % 4) == (2, 0)
     assert short == pytest.approx(280, abs=4), "both windows last alike"
-    monkeypatch.setattr(l2_check, "measure", lambda window, read: l2_check.Latency(270.0, 270.0))
+    monkeypatch.setattr(l2, "measure", lambda window, read: l2.Latency(270.0, 270.0))
     with pytest.raises(SideError, match="doubled: the L2 is not cold"):
         bout.check_times()
 
@@ -272,7 +264,7 @@ def test_where_nothing_need_be_cold_nothing_is_asked(gpu, changes):
 
 
 def test_no_compiler_no_proof_of_a_cold_l2(gpu, monkeypatch):
-    monkeypatch.setattr(l2_check, "reader", lambda: None)
+    monkeypatch.setattr(l2, "latency_reader", lambda: None)
     assert bout_of(bench_of()).check_times()["l2_cycles"] is None
 
 
@@ -286,7 +278,7 @@ def test_a_side_that_clocks_contradict_is_refused_by_name(gpu, monkeypatch, capt
         bout.check_times()
 
 
-@pytest.mark.parametrize("make", [windows.GraphWindow, windows.QueueWindow])
+@pytest.mark.parametrize("make", [cuda_graph.GraphWindow, cuda_timer.QueueWindow])
 def test_a_stretch_of_work_is_timed_by_every_clock(gpu, make):
     bench = bench_of()
     subject = bench.subject(doubled)
@@ -294,22 +286,24 @@ def test_a_stretch_of_work_is_timed_by_every_clock(gpu, make):
     assert found.events > 0
     assert found.late >= 0
     assert found.counter is None  # nothing here compiles a stamp
-    assert (found.host is None) == (make is windows.QueueWindow)
+    assert (found.host is None) == (make is cuda_timer.QueueWindow)
 
 
 def test_the_other_clock_is_shown_beside_the_one_that_judges(gpu):
-    assert set(bout_of(bench_of()).other()) == {"as_called"}
-    assert set(bout_of(bench_of(bound="launch")).other()) == {"gpu_only"}
+    assert set(bout_of(bench_of()).other_clock()) == {"as_called"}
+    assert set(bout_of(bench_of(bound="launch")).other_clock()) == {"gpu_only"}
     gpu.captures = False
-    assert bout_of(bench_of(bound="launch")).other() == {"no gpu_only": "a wait for the GPU"}
+    assert bout_of(bench_of(bound="launch")).other_clock() == {"no gpu_only": "a wait for the GPU"}
 
 
 def test_kernels_at_work_for_longer_than_told_are_refused(gpu, monkeypatch):
-    from pytest_aisp.timing.kernel_profile import Kernels
-
     bout = bout_of(bench_of())
-    monkeypatch.setattr(cuda_timer, "launched", lambda work, calls: Kernels({"k": 1.0}, 2e-5))
-    assert bout.profile([2e-5, 2e-5])["doubled"] == {"launches": {"k": 1.0}, "busy": 2e-5}
+    monkeypatch.setattr(
+        cuda_timer,
+        "profile_kernels",
+        lambda work, calls: cross_check.KernelProfile({"k": 1.0}, 2e-5),
+    )
+    assert bout.profile([2e-5, 2e-5])["doubled"].launches == {"k": 1.0}
     with pytest.raises(SideError, match="doubled: kernels are at work for 20 us a call"):
         bout.profile([2e-5, 1e-6])
 
@@ -350,20 +344,20 @@ def recorded(monkeypatch):
         "set_sync_debug_mode": lambda mode: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(windows, "abandoned", [])
+    monkeypatch.setattr(cuda_graph, "abandoned", [])
     monkeypatch.setattr(torch, "zeros", lambda *size, device: None)
     Recorded.asked.clear()
     return Recorded.asked
 
 
 def test_a_graph_keeps_its_nodes_and_is_ready_before_it_is_timed(recorded):
-    windows.capture(lambda: recorded.append("run"))
+    cuda_graph.capture_graph(lambda: recorded.append("run"))
     assert recorded == ["run", "keep=True", "begin", "run", "end", "instantiate"]
 
 
 def test_where_memory_is_scarce_none_of_it_is_cached_during_a_capture(recorded, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30, 140))
-    windows.capture(lambda: None)
+    cuda_graph.capture_graph(lambda: None)
     assert recorded == ["keep=True", "cache emptied", "begin", "end", "instantiate"]
 
 
@@ -373,10 +367,10 @@ def test_a_graph_that_cannot_be_made_ready_is_no_graph(recorded, monkeypatch):
 
     monkeypatch.setattr(Recorded, "instantiate", refused)
     allocator(monkeypatch, recorded, told=True)
-    with pytest.raises(windows.Uncapturable, match="out of memory"):
-        windows.capture(lambda: None)
+    with pytest.raises(cuda_graph.Uncapturable, match="out of memory"):
+        cuda_graph.capture_graph(lambda: None)
     assert recorded[3:] == ["end", "keep=False", "begin", "end"]
-    assert windows.abandoned == [(0, 7)]
+    assert cuda_graph.abandoned == [(0, 7)]
 
 
 def allocator(monkeypatch, recorded, told):
@@ -401,8 +395,8 @@ def test_the_allocator_hears_of_a_capture_that_failed(recorded, monkeypatch):
         if recorded[-1:] == ["begin"]:
             raise ValueError("not while it is captured")
 
-    with pytest.raises(windows.Uncapturable, match="not while it is captured"):
-        windows.capture(side)
+    with pytest.raises(cuda_graph.Uncapturable, match="not while it is captured"):
+        cuda_graph.capture_graph(side)
     told = ["begin", "end", "stop (0, 7)", "release (0, 7)", "keep=False", "begin", "end"]
     assert recorded == ["keep=True", *told]
 
@@ -417,8 +411,8 @@ def test_a_side_that_runs_out_of_memory_fails_on_every_clock(recorded, monkeypat
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
-        windows.capture(side)
-    assert windows.abandoned == ([(0, 7)] if short == "begin" else [])
+        cuda_graph.capture_graph(side)
+    assert cuda_graph.abandoned == ([(0, 7)] if short == "begin" else [])
 
 
 def test_a_graph_that_memory_does_not_suffice_for_costs_only_the_other_clock(gpu, monkeypatch):
@@ -427,5 +421,5 @@ def test_a_graph_that_memory_does_not_suffice_for_costs_only_the_other_clock(gpu
     def capture(run):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr(windows, "capture", capture)
-    assert bout.other() == {"no gpu_only": "CUDA out of memory. Tried to allocate 2 GiB"}
+    monkeypatch.setattr(cuda_graph, "capture_graph", capture)
+    assert bout.other_clock() == {"no gpu_only": "CUDA out of memory. Tried to allocate 2 GiB"}

@@ -151,7 +151,7 @@ def test_a_block_that_waited_for_a_core_is_measured_again(monkeypatch):
     monkeypatch.setattr(cpu_timer.time, "perf_counter", lambda: next(clock))
     bout = cpu_timer.CpuPairTimer.__new__(cpu_timer.CpuPairTimer)
     bout._waited, bout._since = cpu_timer._waiting(), cpu_timer.time.perf_counter()
-    bout.keeping = SimpleNamespace(look=lambda: None, begin=lambda: None)
+    bout._monitor = SimpleNamespace(look=lambda: None, begin=lambda: None)
     assert bout.disturbance() == "waited for a core 50% of the time"
     assert bout.disturbance() is None
 

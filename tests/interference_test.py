@@ -174,14 +174,14 @@ def bout_of(monkeypatch, optimized):
 def test_an_import_once_is_measured_again(monkeypatch, quiet):
     side = Importing(monkeypatch)
     bout = bout_of(monkeypatch, side)
-    rewrite = bout.bench.rewrite
+    rewrite = bout.pool.rewrite
 
     def arm(*args, **options):  # before the first block that counts
         rewrite(*args, **options)
         side.times = 1
-        monkeypatch.setattr(bout.bench, "rewrite", rewrite)
+        monkeypatch.setattr(bout.pool, "rewrite", rewrite)
 
-    monkeypatch.setattr(bout.bench, "rewrite", arm)
+    monkeypatch.setattr(bout.pool, "rewrite", arm)
     samples = schedule.measure(bout, Budget(**SHORT), random.Random(1))
     cause = "imported_by_a_test imported inside a timed window (import at the page's top)"
     assert samples.dropped == [cause]
@@ -198,13 +198,13 @@ def test_an_import_at_every_call_fails_the_case(monkeypatch, quiet):
 
 def test_what_the_refresh_between_blocks_does_is_nobodys_fault(monkeypatch, quiet):
     bout = bout_of(monkeypatch, lambda x: 2 * x.sum(1))
-    rewrite = bout.bench.rewrite
+    rewrite = bout.pool.rewrite
 
     def importing(*args, **options):
         monkeypatch.setitem(sys.modules, "imported_by_a_test", ModuleType("imported_by_a_test"))
         rewrite(*args, **options)
 
-    monkeypatch.setattr(bout.bench, "rewrite", importing)
+    monkeypatch.setattr(bout.pool, "rewrite", importing)
     assert schedule.measure(bout, Budget(**SHORT), random.Random(1)).dropped == []
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_aisp.timing.kernel_profile import Kernels, kernel_notes, summarize, union
+from pytest_aisp.timing.cross_check import KernelProfile, kernel_notes, summarize, union
 
 TIMES = st.floats(0, 100, allow_nan=False)
 SPANS = st.lists(st.tuples(TIMES, TIMES).map(lambda pair: (min(pair), max(pair))), max_size=8)
@@ -43,10 +43,13 @@ def test_names_of_templates_are_cut():
 @pytest.mark.parametrize(
     ("kernels", "says"),
     [
-        (Kernels({"add": 1}, 9e-6), ""),
-        (Kernels({"add": 1}, 12e-6), ""),
-        (Kernels({"add": 1}, 20e-6), "kernels are at work for 20 us a call, the windows say 10 us"),
-        (Kernels({}, 0.0), "nothing is launched on the GPU"),
+        (KernelProfile({"add": 1}, 9e-6), ""),
+        (KernelProfile({"add": 1}, 12e-6), ""),
+        (
+            KernelProfile({"add": 1}, 20e-6),
+            "kernels are at work for 20 us a call, the windows say 10 us",
+        ),
+        (KernelProfile({}, 0.0), "nothing is launched on the GPU"),
     ],
 )
 def test_windows_that_say_less_than_the_kernels_take_are_contradicted(kernels, says):
@@ -54,7 +57,7 @@ def test_windows_that_say_less_than_the_kernels_take_are_contradicted(kernels, s
 
 
 def test_each_side_s_kernels_are_said_and_whether_they_are_the_same():
-    one, two = Kernels({"add": 2.0}, 9e-6).__dict__, Kernels({"fused": 1.0}, 4e-6).__dict__
+    one, two = KernelProfile({"add": 2.0}, 9e-6), KernelProfile({"fused": 1.0}, 4e-6)
     assert kernel_notes({"eager": one, "fused": two}) == [
         "eager launches a call: 2 x add; busy 9 us",
         "fused launches a call: 1 x fused; busy 4 us",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_aisp.timing.l2_check import ATTEMPTS, LINE, Latency, measure, path
+from pytest_aisp.timing.l2 import ATTEMPTS, LINE, Latency, measure, pointer_chain
 
 
 class Cache:
@@ -38,7 +38,7 @@ def test_lines_that_stay_are_looked_for_again_before_anybody_is_accused():
 
 @pytest.mark.parametrize("lines", [1, 2, 100])
 def test_the_path_visits_every_line_once(lines):
-    following, at, seen = path(lines), 0, set()
+    following, at, seen = pointer_chain(lines), 0, set()
     for _ in range(lines):
         assert at % LINE == 0
         seen.add(at // LINE)

@@ -102,8 +102,8 @@ _WRONG_SIDES = "check_test.py::test_a_wrong_side_is_named_with_its_size"
 _ONE_GPU = "inputs_test.py::test_a_worker_process_sees_one_gpu"
 _GPU = "no exploit on a GPU yet; "
 _CLOCKS = (
-    "clocks_test.py::test_a_lie_is_told_by_the_clock_that_it_forgot"
-    " clocks_test.py::test_one_clean_reading_is_enough"
+    "cross_check_test.py::test_a_lie_is_told_by_the_clock_that_it_forgot"
+    " cross_check_test.py::test_one_clean_reading_is_enough"
 )
 _APART = "untrusted_test.py::test_sides_that_attack_their_judge_are_believed_there_and_wrong_apart"
 _APART_CLOCK = (
@@ -118,8 +118,8 @@ _CANARY = (
     " canary_test.py::test_by_chance_it_does_not_misbehave"
 )
 _NODES = (
-    "nodes_test.py::test_a_host_node_is_refused_wherever_it_is"
-    " cuda_bout_test.py::test_a_graph_that_is_no_work_of_the_gpu_is_refused"
+    "cuda_graph_test.py::test_a_host_node_is_refused_wherever_it_is"
+    " cuda_timer_test.py::test_a_graph_that_is_no_work_of_the_gpu_is_refused"
 )
 _ONE_RANK = "ranks_test.py::test_a_fault_is_red_and_names_the_rank"
 _TWO_LAUNCHERS = "ranks_test.py::test_ranks_of_two_launchers_meet_at_an_endpoint"
@@ -208,8 +208,8 @@ PEERS = (
     Item(
         "A warm L2 that is called cold",
         exploits="persisting_l2 ballast",
-        tests=f"{_SLOTS} cold_test.py::test_lines_that_are_gone_after_a_round_prove_it_cold"
-        " cold_test.py::test_lines_that_stay_are_looked_for_again_before_anybody_is_accused",
+        tests=f"{_SLOTS} l2_test.py::test_lines_that_are_gone_after_a_round_prove_it_cold"
+        " l2_test.py::test_lines_that_stay_are_looked_for_again_before_anybody_is_accused",
         why="slots of five L2 caches in rotation, proved cold by the latency of loads",
     ),
     Item(
@@ -246,7 +246,7 @@ PEERS = (
         "Compiling, tuning or planning inside the window, or hidden outside of it",
         exploits="imports compiles",
         tests=f"{_WARM} {_IMPORTS} {_COMPILES}"
-        " cuda_bout_test.py::test_memory_asked_of_the_device_in_a_window_is_counted",
+        " cuda_timer_test.py::test_memory_asked_of_the_device_in_a_window_is_counted",
         why="both sides are warmed until they are steady; the cost of preparing is its own line;"
         " allocations are counted, and refused nowhere",
         open=f"Triton's compilations and allocations: {_FAKES}",
@@ -318,8 +318,8 @@ PEERS = (
         tests="remarks_test.py::"
         "test_memory_is_traded_for_speed_where_the_optimized_side_needs_much_more"
         " remarks_test.py::test_what_must_not_be_silent_is_shown_without_vv_and_kept"
-        " cuda_bout_test.py::test_the_memory_of_a_call_is_what_it_needs_beyond_what_was_there"
-        " cuda_bout_test.py::test_what_preparing_keeps_is_counted_by_slot"
+        " cuda_timer_test.py::test_the_memory_of_a_call_is_what_it_needs_beyond_what_was_there"
+        " cuda_timer_test.py::test_what_preparing_keeps_is_counted_by_slot"
         " trial_test.py::test_memory_is_asked_for_once_and_after_the_windows",
         open="what a side keeps since an earlier call, what a graph of its own keeps for itself,"
         " and memory that is not torch's are not counted",

@@ -106,7 +106,9 @@ def test_without_a_gpu_it_is_checked(page, pytester):
     page(body=ALONE.format(0.5))
     result = pytester.runpytest_subprocess("-v")
     result.stdout.fnmatch_lines(["*CHECKED*", "*1 checked*"])
-    page(body=BODY.format(0.5), more="cpu_sizes=[{'n': 99}],", at_least="'yardstick'")
+    busy = "from pytest_aisp.timing import cpu_timer\n\ncpu_timer.STOLEN = float('inf')"
+    more = "cpu_sizes=[{'n': 99}],"
+    page(body=BODY.format(0.5), more=more, at_least="'yardstick'", defs=busy)
     result = pytester.runpytest_subprocess("-vv", "-m", "aisp_cpu")
     result.stdout.fnmatch_lines(["*NEW*", "*memory: measured on GPUs only*"])
 
@@ -185,7 +187,7 @@ class Bench:
 def test_what_is_kept_and_what_passes_count_and_a_librarys_workspace_does_not(monkeypatch):
     bench = Bench(Allocator(monkeypatch))
     sides = (5, 40, 300), (0, 20, 100)
-    trial = SimpleNamespace(bench=bench, sides=[(side, None) for side in sides])
+    trial = SimpleNamespace(pool=bench, sides=[(side, None) for side in sides])
     assert metrics.count(CountTask(metric="memory"), trial) == {
         "baseline": 345,
         "optimized": 120,

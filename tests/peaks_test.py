@@ -7,7 +7,7 @@ import math
 import pytest
 
 from pytest_aisp.page.pair import Work
-from pytest_aisp.timing import measure_peaks, peaks
+from pytest_aisp.timing import peaks
 from pytest_aisp.timing.peaks import Limit, Peaks, PeaksError, implausible, limit_of, share
 
 H200 = Peaks(
@@ -184,9 +184,9 @@ def test_a_damaged_or_foreign_file_is_an_error_and_is_never_overwritten(tmp_path
     path = tmp_path / "peaks.json"
     before = content if isinstance(content, bytes) else content.encode()
     path.write_bytes(before)
-    with pytest.raises(PeaksError, match=r"is no peaks file of schema 1(.|\n)*git checkout -- "):
+    with pytest.raises(PeaksError, match=r"is not a peaks file of schema 1(.|\n)*git checkout -- "):
         peaks.load(path)
-    with pytest.raises(PeaksError, match="is no peaks file"):
+    with pytest.raises(PeaksError, match="is not a peaks file"):
         peaks.save(path, H200)
     assert path.read_bytes() == before
 
@@ -222,7 +222,7 @@ def test_the_cpu_can_be_measured(tmp_path):
     import torch
 
     before = torch.backends.cuda.matmul.fp32_precision
-    measured = measure_peaks.measure("cpu")
+    measured = peaks.measure("cpu")
     assert torch.backends.cuda.matmul.fp32_precision == before
     assert measured.product.startswith("cpu-")
     assert set(measured.rates) == {"copy", "read", "write", "fp32"}
@@ -242,6 +242,6 @@ def test_the_triton_read_kernel_reads_everything():
     if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
         pytest.skip("needs a GPU or TRITON_INTERPRET=1; this machine has no GPU")
     source = torch.randn(8 * 4096 * 4, device="cuda" if torch.cuda.is_available() else "cpu")
-    run = measure_peaks._triton_read(source)
+    run = peaks._triton_read(source)
     run()
     torch.testing.assert_close(run.args[1].sum(), source.sum(), atol=1e-2, rtol=1e-4)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pytest_aisp.results.messages import CheckTask, CountTask, TimeTask
-from pytest_aisp.timing import windows
+from pytest_aisp.timing import cuda_graph
 from pytest_aisp.worker import server
 from pytest_aisp.worker.server import _error_reply
 
@@ -91,7 +91,7 @@ def test_a_side_that_skips_is_told_what_to_declare(monkeypatch, outcome, kind, s
 @pytest.mark.parametrize("task", [TimeTask(), CountTask(metric="memory")])
 @pytest.mark.parametrize("abandoned", [[], [(0, 1)]])
 def test_every_answer_after_a_failed_capture_is_the_last(monkeypatch, abandoned, task):
-    monkeypatch.setattr(windows, "abandoned", abandoned)
+    monkeypatch.setattr(cuda_graph, "abandoned", abandoned)
     served = server.Server(lambda text: None)
 
     def refuse(task):

@@ -81,7 +81,7 @@ def test_memory_is_asked_for_once_and_after_the_windows(built, monkeypatch, repl
 
     monkeypatch.setattr(cpu_timer.CpuPairTimer, "memory", memory)
     monkeypatch.setattr(
-        cpu_timer.CpuPairTimer, "other", lambda self: said.clear() or {}
+        cpu_timer.CpuPairTimer, "other_clock", lambda self: said.clear() or {}
     )  # it comes before
     details = timed(replicate=replicate)["details"]
     assert said == [2] * asked  # both sides were built to settle, and for the first lap
@@ -180,7 +180,7 @@ def test_a_process_in_which_a_capture_failed_is_exhausted(monkeypatch):
     monkeypatch.setattr("pytest_aisp.worker.cache.release", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 140 << 30))
-    monkeypatch.setattr("pytest_aisp.timing.windows.abandoned", [(0, 1)])
+    monkeypatch.setattr("pytest_aisp.timing.cuda_graph.abandoned", [(0, 1)])
     kept = Cache(Stopwatch())
     kept.leave_memory("cuda")
     assert kept.exhausted

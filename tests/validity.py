@@ -47,10 +47,10 @@ The tables say what catches each item here, and which test shows it. A script fi
 WHEN = {"check": "checked", "time": "timed"}
 WHEN_OF = {  # by test file: what its tests are about; the exploits say it themselves
     **dict.fromkeys(("page_mutants_test", "numerics_test", "check_test"), "checked"),
-    **dict.fromkeys(("exploits_test", "inputs_test", "clocks_test"), "timed"),
-    **dict.fromkeys(("cuda_bout_test", "interference_test"), "timed"),
-    **dict.fromkeys(("cold_test", "device_test", "kernels_test", "untrusted_test"), "timed"),
-    **dict.fromkeys(("cuda_bout_test", "nodes_test", "trial_test"), "timed"),
+    **dict.fromkeys(("exploits_test", "inputs_test", "cross_check_test"), "timed"),
+    **dict.fromkeys(("cuda_timer_test", "interference_test"), "timed"),
+    **dict.fromkeys(("l2_test", "device_test", "kernels_test", "untrusted_test"), "timed"),
+    **dict.fromkeys(("cuda_timer_test", "cuda_graph_test", "trial_test"), "timed"),
     **dict.fromkeys(
         ("canary_test", "decision_test", "declare_test", "modes_test", "peaks_test"), "judged"
     ),

@@ -29,6 +29,8 @@ Bound = Literal["dram", "l2", "tensor", "issue", "latency", "launch", "nvlink", 
 Precision = Literal["tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4", "int8", "int4", "w4a16"]
 Owned = Literal["gc", "affinity", "allocator", "l2_persistence", "page_faults", "tf32", "threads"]
 
+ROLES = ("baseline", "optimized")
+"""Names of the two sides of a pair in messages and results."""
 BOUNDS: tuple[str, ...] = get_args(Bound)
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 ARITHMETIC = ("fp64", "fp32", *PRECISIONS)

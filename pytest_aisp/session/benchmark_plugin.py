@@ -50,7 +50,8 @@ def lend_timer(fixture: Any) -> None:
 def _timed(fixture: Any, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     call = partial(function, *args, **kwargs)
     if fixture.enabled:
-        from ..timing.microbench import warm, window_times
+        from ..timing.cuda_graph import window_times
+        from ..timing.schedule import warm
 
         stats = fixture._make_stats(iterations=1)
         stats.options = {"timer": "aisp", "min_rounds": fixture._min_rounds}

@@ -22,7 +22,8 @@ from ..results.row import (
     memory_note,
 )
 from ..results.verdict import Reading
-from ..timing import kernel_profile, peaks
+from ..timing import peaks
+from ..timing.cross_check import KernelProfile, kernel_notes
 from .case_client import CaseClient, reading
 from .run_context import Failed, RunContext
 
@@ -181,7 +182,8 @@ def _add_notes(
     if "peak_bytes" in details:
         text, traded = memory_note(details["peak_bytes"])
         (client.remarks if traded else notes).append(text)
-    notes += kernel_profile.kernel_notes(reply.get("kernels", {}))
+    kernels = reply.get("kernels", {})
+    notes += kernel_notes({name: KernelProfile(**counts) for name, counts in kernels.items()})
     notes += autotune.choice_notes(details.get("choices", {}))
     baseline, optimized = seconds.values()
     for name, cost in reply.get("one_off", {}).items():

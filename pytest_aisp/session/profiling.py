@@ -10,8 +10,8 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..page.pair import ROLES
 from ..results.messages import ProfileTask
-from ..timing.graph_nodes import ROLES
 from ..worker import nvidia_tools
 from .case_client import CaseClient
 from .run_context import Failed

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 TOLERANCE = 1.05
-"""A side that reaches a larger share of the limit than this does not do the declared work."""
+"""A side that exceeds the limit by more than this does not do the declared work."""
 PCIE = ("h2d", "d2h")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32"}
 """Types of the matrix products, the longest last because a hot chip lowers its clocks."""
@@ -91,9 +91,8 @@ def limit_of(work: Work, bound: str, peaks: Peaks) -> Limit | None:
 
     It is the slowest of three resources that work at the same time. Memory: bytes read and written
     at the copy rate, the surplus at its own. Arithmetic: the sum over types. The wire, if it is the
-    bound: PCIe at its faster direction, links between GPUs at the faster of a copy and an
-    all-reduce. The L2 rate is not measured, so pages bound by it have no limit. Launches and
-    latencies are no resource, so pages bound by them reach a small share.
+    bound: the faster direction of PCIe, or the faster of a copy and an all-reduce between GPUs. The
+    L2 rate is not measured, so pages bound by it have no limit.
     """
     both, wire = min(work.read, work.write), dict[str, float]()
     memory = {"copy": 2 * both, "read": work.read - both, "write": work.write - both}
@@ -116,10 +115,9 @@ def share(limit: Limit, seconds: float) -> float:
 
 
 def implausible(limit: Limit, seconds: float) -> bool:
-    """Return whether `seconds` is less than the declared work can take on this machine.
+    """Return whether `seconds` is less than the declared work can take with cold buffers.
 
-    This holds for cold buffers only, because a cache is faster than DRAM. A link is never
-    implausible: a switch that reduces sends less than is counted, and a GPU has other links too.
+    A link is never implausible: a switch that reduces sends less, and a GPU has other links too.
     """
     return limit.name not in LINKS and share(limit, seconds) > TOLERANCE
 

@@ -144,7 +144,8 @@ class Samples:
 
 def join(parts: Sequence[Samples]) -> Samples:
     """Return the samples of several laps as those of one process."""
-    joined, looks, housekeeping = Samples(parts[0].clock), list[Json](), Counter[str]()
+    joined, housekeeping = Samples(parts[0].clock), Counter[str]()
+    looks: list[Json] = []
     for part in parts:
         before = len(joined.blocks)
         for name in LISTS:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
-from ..timing.kernel_profile import union
+from ..timing.cross_check import union
 
 if TYPE_CHECKING:
     from torch.profiler import record_function

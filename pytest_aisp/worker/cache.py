@@ -16,7 +16,7 @@ from ..checking.numerics import Rule
 from ..checking.reference import Reference
 from ..page.pair import Pair, size_words
 from ..results.messages import CaseTask
-from ..timing import windows
+from ..timing import cuda_graph
 from ..util.device_state import Stopwatch, free_bytes, release
 from ..util.process_group import current_group
 
@@ -92,7 +92,7 @@ class Cache:
         if keeps_over(KEPT if current_group().world == 1 else KEPT_BY_RANK):
             self.oracles.clear()
             self.exhausted = keeps_over(KEPT)
-        self.exhausted |= bool(windows.abandoned)
+        self.exhausted |= bool(cuda_graph.abandoned)
 
 
 def seed_of(task: CaseTask, salt: str) -> int:

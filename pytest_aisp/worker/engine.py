@@ -25,10 +25,9 @@ from ..checking.numerics import Rule
 from ..checking.reference import Reference, outputs_and_state
 from ..isolation import monkeypatches
 from ..isolation.protections import enabled, without
-from ..page.pair import Pair, Side, is_plain, size_words
+from ..page.pair import ROLES, Pair, Side, is_plain, size_words
 from ..results import messages
 from ..results.messages import AT, CaseTask, Task, TimeTask, case_fields
-from ..timing.graph_nodes import ROLES
 from ..timing.schedule import Budget, Samples
 from ..util import device, pytree
 from ..util.device_state import Stopwatch, no_gc, synchronizer
@@ -321,9 +320,9 @@ class Engine:
 
     def peaks(self, task: messages.PeaksTask) -> dict[str, Any]:
         """Measure the machine's peaks."""
-        from ..timing import measure_peaks
+        from ..timing import peaks
 
-        measured = measure_peaks.measure(task.device)
+        measured = peaks.measure(task.device)
         return {"rates": dict(measured.rates), "facts": dict(measured.facts)}
 
     def collectives(self, task: messages.CollectivesTask) -> dict[str, Any]:

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..kernels.fake_gpu import drive_interpreter, interpreting
-from ..page.pair import MARK, Pair, Precision, Side, is_plain
+from ..page.pair import MARK, ROLES, Pair, Precision, Side, is_plain
 from ..page.sources import libraries
 from ..results.messages import CaseTask, PageSource
-from ..timing.graph_nodes import ROLES
 
 
 def load_page(path: str, root: str, module: str) -> types.ModuleType:

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from ..checking.inputs import InputPool
-from ..page.pair import Side
+from ..page.pair import ROLES, Side
 from ..results.messages import CountTask
-from ..timing import kernel_profile
-from ..timing.graph_nodes import ROLES
+from ..timing.cross_check import compute_seconds, launches_per_call
 from ..timing.memory import allocated, fragmentation, reserved
 from ..timing.trial import Trial
 from ..util.device_state import Telemetry
@@ -42,13 +41,13 @@ def count(task: CountTask, trial: Trial) -> dict[str, float]:
         return joules(trial)
     counter = COUNTERS[task.metric]
     if task.side:  # in the process of a process side
-        return {task.side: counter(trial.bench, sides[ROLES.index(task.side)])}
+        return {task.side: counter(trial.pool, sides[ROLES.index(task.side)])}
     processes = [side for side in sides if isinstance(side, ProcessSide)]
     if processes:
         tasks = [replace(task, side=role) for role in ROLES]
         baseline, optimized = ask_fresh(list(zip(tasks, processes, strict=True)), trial.progress)
         return {**baseline, **optimized}
-    return {r: counter(trial.bench, s) for r, s in zip(ROLES, sides, strict=True)}
+    return {r: counter(trial.pool, s) for r, s in zip(ROLES, sides, strict=True)}
 
 
 SECONDS = 5.0
@@ -148,7 +147,7 @@ COUNTERS: dict[str, Callable[[InputPool, Side], float]] = {
     "memory": allocated,
     "reserved": reserved,
     "fragmentation": fragmentation,
-    "launches": kernel_profile.launches,
-    "goodput": kernel_profile.computing,
+    "launches": launches_per_call,
+    "goodput": compute_seconds,
 }
 """By goal, what counts one side alone; of goodput, the seconds at compute."""

@@ -53,10 +53,10 @@ class SandboxedSide:
         self.unit = 1
         self._subject.round()
         if clock == "graph":
-            from ..timing.windows import capture
+            from ..timing.cuda_graph import capture_graph
 
             self.unit = counted
-            self._graph = capture(lambda: self._subject.cycle(counted))
+            self._graph = capture_graph(lambda: self._subject.cycle(counted))
         self._subject.restore()
         self._wait()
 

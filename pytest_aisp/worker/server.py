@@ -108,9 +108,9 @@ class Server:
 
     @property
     def _exhausted(self) -> bool:
-        from ..timing import windows
+        from ..timing import cuda_graph
 
-        return self.engine.kept.exhausted or bool(windows.abandoned)
+        return self.engine.kept.exhausted or bool(cuda_graph.abandoned)
 
 
 class InProcess:
@@ -139,7 +139,7 @@ def _error_reply(error: BaseException, doing: str) -> Reply:
     from ..isolation import monkeypatches
     from ..kernels import assemble
     from ..page.pair import SideError
-    from ..timing import schedule, windows
+    from ..timing import cuda_timer, schedule
     from ..util import pytree
     from . import loader, metrics, process_timer
 
@@ -155,7 +155,7 @@ def _error_reply(error: BaseException, doing: str) -> Reply:
                 controls.TooLoose,
                 controls.CannotTell,
                 inputs.NotCold,
-                windows.Unblockable,
+                cuda_timer.Unblockable,
                 metrics.Uncountable,
             ),
         ),
