@@ -119,9 +119,6 @@ class _ProcessTimer:
     def disturbance(self) -> str | None:
         return None
 
-    def other(self) -> dict[str, Json]:
-        return {}
-
     def details(self) -> dict[str, Json]:
         return {"processes": [window.started for window in self.windows]}
 
