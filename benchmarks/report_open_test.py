@@ -14,7 +14,7 @@ import browsers
 import pytest
 from made_runs import laid, made
 
-from pytest_aisp.report import write as report
+from pytest_aisp.report.html import write_report
 from pytest_aisp.report.run import ReportRun
 
 SECONDS = {300: 1.0, 2000: 10.0}
@@ -34,7 +34,7 @@ def driver():
 def test_a_report_opens(cases, driver, tmp_path, capsys):
     folder = laid(tmp_path / "run", made(cases), pages=True)
     history = [ReportRun.of(made(cases, started=f"2026-11-{day:02}")) for day in range(1, 6)]
-    out = report.write(ReportRun.read(folder), tmp_path / "report.html", history, folder)
+    out = write_report(ReportRun.read(folder), tmp_path / "report.html", history, folder)
     taken = []
     for _ in range(5):
         driver.get("about:blank")

@@ -1,4 +1,4 @@
-"""A real headless browser for tests: Debian's chromium and its driver, one process a session."""
+"""A headless browser for tests: Debian's chromium and its driver, a new process each time."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 REQUIRED = "CI_BROWSER_REQUIRED"
-"""Set to 1 where a missing browser is a failure: nothing is skipped in silence there."""
+"""Set to 1, a missing browser is a failure instead of a skip."""
 PROGRAMS = ("chromium", "chromedriver")
 FLAGS = ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run")
 FLAGS += ("disable-background-networking", "disable-component-update", "disable-sync")
 
 
-def lacking(environment: Mapping[str, str]) -> str:
-    """Return what is missing for a browser, as need and fact; empty where nothing is."""
+def missing_browser(environment: Mapping[str, str]) -> str:
+    """Return what must be installed for a browser, or ""."""
     missing = [name for name in PROGRAMS if not shutil.which(name, path=environment.get("PATH"))]
     try:
         import selenium  # noqa: F401
@@ -35,14 +35,14 @@ def lacking(environment: Mapping[str, str]) -> str:
 
 
 def refuse(environment: Mapping[str, str]) -> None:
-    """Skip the test where there is no browser, or fail it where one is required."""
-    if said := lacking(environment):
-        (pytest.fail if environment.get(REQUIRED) == "1" else pytest.skip)(said)
+    """Skip the test if there is no browser, or fail it if one is required."""
+    if reason := missing_browser(environment):
+        (pytest.fail if environment.get(REQUIRED) == "1" else pytest.skip)(reason)
 
 
 @contextlib.contextmanager
 def started() -> Iterator[Any]:
-    """Yield a driver of a fresh browser that has never seen a page."""
+    """Yield the driver of a new browser with an empty profile."""
     refuse(os.environ)
     from selenium import webdriver
 

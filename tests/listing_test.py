@@ -1,4 +1,4 @@
-"""The code that a report shows of a page's sides: what they use of it, and nothing is run."""
+"""The code of sides in a report: read from the page and its kernel files, never run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from made_runs import KERNELS, PAGE
 
-from pytest_aisp.report.source_view import LONGEST, Page, chunks, diff, reached
+from pytest_aisp.report.source_view import MAX_LINES, Page, diff, kernel_parts
 
 SUITES = Path(__file__).parents[1] / "suites"
 
 
 @pytest.fixture
 def page(tmp_path):
-    """Return a page that was written with `text`, its kernel file beside it."""
+    """Return a function that writes a page with `text` and its kernel file, and reads it."""
 
     def page(text=PAGE):
         (tmp_path / "doubling.cu").write_text(KERNELS)
@@ -26,7 +26,7 @@ def page(tmp_path):
     return page
 
 
-def test_a_side_is_listed_with_what_it_uses(page):
+def test_side_is_shown_with_everything_it_uses(page):
     assert page().side("doubled") == "\n".join(
         [
             "BLOCK = 256",
@@ -45,7 +45,7 @@ def test_a_side_is_listed_with_what_it_uses(page):
     )
 
 
-def test_docstring_title_and_sides_are_read_and_nothing_is_run(page):
+def test_docstring_and_sides_are_read_without_running_the_page(page):
     found = page(PAGE + "\nraise SystemExit('this page was run')\n")
     assert found.title == "Doubling: one read instead of two."
     assert found.doc.endswith("Double {number} numbers.")
@@ -53,7 +53,7 @@ def test_docstring_title_and_sides_are_read_and_nothing_is_run(page):
     assert found.sides("test_nothing") == ("", ())
 
 
-def test_what_changed_names_both_sides(page):
+def test_diff_names_both_sides(page):
     found = page()
     changed = diff(found.side("added"), found.side("doubled"), ("added", "doubled"))
     lines = changed.splitlines()
@@ -63,33 +63,32 @@ def test_what_changed_names_both_sides(page):
     assert " BLOCK = 256" not in lines  # beyond the context
 
 
-def test_names_that_a_side_binds_itself_are_no_use_of_the_page(page):
+def test_local_name_of_a_side_is_not_a_use_of_the_page(page):
     text = "def wide():\n    return 1\n\n\ndef side(x):\n    wide = x\n    return wide\n"
     assert page(text).side("side") == "def side(x):\n    wide = x\n    return wide"
 
 
-def test_a_side_without_a_definition_has_no_listing(page):
+def test_imported_side_has_no_code(page):
     assert page("from elsewhere import side\n").side("side") == ""
 
 
-def test_a_kernel_file_that_is_gone_leaves_the_rest(page, tmp_path):
+def test_page_without_its_kernel_file_is_read(page, tmp_path):
     found = page()
     found.path.with_name("doubling.cu").unlink()
     found = Page.read(found.path.rename(tmp_path / "other_test.py"))
     assert found.modules == {"kernels": "doubling.cu"}
 
 
-def test_a_long_listing_says_how_much_is_missing(page):
-    body = "\n".join(f"    x = {n}" for n in range(LONGEST + 9))
+def test_long_side_is_cut(page):
+    body = "\n".join(f"    x = {n}" for n in range(MAX_LINES + 9))
     assert page(f"def side(x):\n{body}\n").side("side").endswith("\n... 10 more lines")
 
 
-def test_braces_in_comments_and_texts_end_nothing():
-    text = '// { \n/* } { */\n__device__ int one() { return sizeof("}{"); }\nint two;  // a word\n'
-    assert chunks(text) == [
-        '// { \n/* } { */\n__device__ int one() { return sizeof("}{"); }',
-        "int two;  // a word",
-    ]
+def test_braces_in_comments_and_strings_do_not_count():
+    one = '// {\n/* } { */\n__device__ int one() {\n\n  return sizeof("}{");\n}'
+    text = f"{one}\n\nint two;  // a word\n"
+    assert kernel_parts(text, ["one"]) == [one]
+    assert kernel_parts(text, ["two"]) == ["int two;  // a word"]
 
 
 @pytest.mark.parametrize(
@@ -105,15 +104,13 @@ def test_braces_in_comments_and_texts_end_nothing():
         ("namespace {\n__device__ int hidden() { return 1; }\n}", "hidden"),
     ],
 )
-def test_what_a_kernel_uses_is_found_by_its_name(declared, name):
-    parts = chunks(f"{declared}\n__global__ void kernel() {{ use({name}); }}\nint unused;\n")
-    found = reached(parts, ["kernel"])
-    assert len(found) == 2
-    assert name in found[0]
-    assert "unused" not in "".join(found)
+def test_declaration_that_a_kernel_uses_is_found(declared, name):
+    kernel = f"__global__ void kernel() {{ use({name}); }}"
+    first, second = kernel_parts(f"{declared}\n\n{kernel}\n\nint unused;\n", ["kernel"])
+    assert (first, second) == (declared, kernel)
 
 
-def test_every_side_of_the_suites_is_listed():
+def test_every_side_of_the_suites_has_code():
     missing = []
     for path in sorted(SUITES.glob("ch*/*_test.py")):
         page = Page.read(path)
@@ -121,6 +118,6 @@ def test_every_side_of_the_suites_is_listed():
             baseline, variants = page.sides(function)
             names = [name for name in (baseline, *variants) if name]
             missing += [(path.name, name) for name in names if not page.side(name)]
-            for name in names:  # the Python part of it is whole statements
+            for name in names:  # the Python part consists of whole statements
                 ast.parse(page.side(name).partition("\n// ")[0])
     assert missing == []

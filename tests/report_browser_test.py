@@ -1,4 +1,4 @@
-"""The report in a browser: opened and clicked through, without one word on the console."""
+"""The report in a browser: every part is used, and the console stays empty."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import browsers
 import pytest
 from made_runs import case, laid, made
 
-from pytest_aisp.report import write as report
+from pytest_aisp.report.html import write_report
 from pytest_aisp.report.run import ReportRun
 
 ODD = "ch01/odd_test.py::test_odd[</script> \"quoted\" 'so' 100% 이름 #?/\\]"
@@ -18,8 +18,8 @@ COUNT = 40
 SEEN = ".filter(e => e.checkVisibility()).map(e => (e.innerText ?? e.textContent).trim())"
 
 
-class Person:
-    """Somebody who looks at the report: sizes, clicks, keys, and what is seen."""
+class User:
+    """A user of the report: window sizes, clicks, keys, and visible text."""
 
     def __init__(self, driver, address):
         self.driver, self.address = driver, address
@@ -53,153 +53,157 @@ class Person:
         ActionChains(self.driver).send_keys(*keys).perform()
 
     def waits(self, until):
-        """Look until it is so: a busy browser takes its time."""
+        """Wait until `until` returns true. A busy browser is slow."""
         from selenium.webdriver.support.ui import WebDriverWait
 
         WebDriverWait(self.driver, 30).until(lambda driver: until())
 
     def sees(self, css):
-        """What is written there, as soon as something is."""
+        """Return the visible texts, as soon as there are any."""
         self.waits(lambda: self.all(css))
         return self.js(f"[...document.querySelectorAll(arguments[0])]{SEEN}", css)
 
     @property
     def cases(self):
-        """How many rows are shown."""
+        """The number of visible rows."""
         return self.js(
             "[...document.querySelectorAll('#cases tbody tr')].filter(r => !r.hidden).length"
         )
 
     @property
     def too_wide(self):
-        """By how many pixels the page can be scrolled sideways."""
+        """The number of pixels by which the page scrolls sideways."""
         page = "document.documentElement"
         return self.js(f"{page}.scrollWidth - {page}.clientWidth")
 
 
 @pytest.fixture
-def person(tmp_path):
+def user(tmp_path):
     results = made(COUNT)
     results["cases"] += [case(COUNT, id=ODD, verdict="fail", variant=LONG, baseline=LONG[::-1])]
     folder = laid(tmp_path / "run", results, pages=True)
     before = [ReportRun.of(made(COUNT, started=f"2026-11-{day}")) for day in (20, 21)]
-    out = report.write(ReportRun.read(folder), tmp_path / "report.html", before, folder)
+    out = write_report(ReportRun.read(folder), tmp_path / "report.html", before, folder)
     with browsers.started() as driver:
-        yield Person(driver, out.as_uri())
+        yield User(driver, out.as_uri())
 
 
-def test_a_person_clicks_through_it(person):
+def test_every_part_of_the_report_works(user):
     steps = (
-        *(opens_it, filters_it, orders_it, changes_the_scale, looks_at_the_roofline),
-        *(opens_a_case, opens_an_odd_case, goes_by_keyboard),
-        *(changes_the_theme, holds_a_phone, turns_scripts_off),
+        *(
+            opens_the_report,
+            filters_the_list,
+            orders_the_list,
+            changes_the_scale,
+            looks_at_the_roofline,
+        ),
+        *(opens_a_case, opens_an_odd_case, uses_the_keyboard),
+        *(changes_the_theme, uses_a_phone, turns_scripts_off),
     )
     for step in steps:
-        step(person)
-        assert person.driver.get_log("browser") == [], step.__name__
+        step(user)
+        assert user.driver.get_log("browser") == [], step.__name__
 
 
-def opens_it(person):
-    person.opens()
-    assert person.sees("h1") == ["NVIDIA H200"]
-    assert person.cases == COUNT + 1
-    assert person.sees("#count") == [f"{COUNT + 1} cases"]
-    assert person.js("performance.getEntriesByType('resource').length") == 0
-    shapes = person.js("[...document.querySelectorAll('defs g[id^=v-]')].map(g => g.innerHTML)")
+def opens_the_report(user):
+    user.opens()
+    assert user.sees("h1") == ["NVIDIA H200"]
+    assert user.cases == COUNT + 1
+    assert user.sees("#count") == [f"{COUNT + 1} cases"]
+    assert user.js("performance.getEntriesByType('resource').length") == 0
+    shapes = user.js("[...document.querySelectorAll('defs g[id^=v-]')].map(g => g.innerHTML)")
     assert len(shapes) == len(set(shapes)) == 12  # no two verdicts differ in colour alone
 
 
-def filters_it(person):
-    wrong = len(person.all("tr.v-wrong"))
-    person.clicks("#tally [data-verdict=wrong]")
-    assert person.cases == wrong > 0
-    assert person.element("#tally [data-verdict=wrong]").get_attribute("aria-pressed") == "true"
-    person.clicks("#tally [data-verdict=fail]")
-    assert person.cases == wrong + len(person.all("tr.v-fail"))
-    person.clicks("#tally [data-verdict=wrong]")
-    person.clicks("#tally [data-verdict=fail]")
-    assert person.cases == COUNT + 1
-    person.clicks("#chapter option[value=ch02]")
-    in_chapter = person.cases
+def filters_the_list(user):
+    wrong = len(user.all("tr.v-wrong"))
+    user.clicks("#tally [data-verdict=wrong]")
+    assert user.cases == wrong > 0
+    assert user.element("#tally [data-verdict=wrong]").get_attribute("aria-pressed") == "true"
+    user.clicks("#tally [data-verdict=fail]")
+    assert user.cases == wrong + len(user.all("tr.v-fail"))
+    user.clicks("#tally [data-verdict=wrong]")
+    user.clicks("#tally [data-verdict=fail]")
+    assert user.cases == COUNT + 1
+    user.clicks("#chapter option[value=ch02]")
+    in_chapter = user.cases
     assert 0 < in_chapter < COUNT
-    assert all("ch02" in text for text in person.sees("#cases td.case"))
-    assert person.sees("#count") == [f"{in_chapter} of {COUNT + 1} cases"]
-    person.clicks("#chapter option[value='']")
-    person.clicks("#bound option[value=tensor]")
-    assert set(person.sees("#cases td.bound")) == {"tensor"}
-    person.element("#search").send_keys("Nothing Like That")
-    assert person.cases == 0
-    person.clicks("#clear")
-    assert person.cases == COUNT + 1
-    person.element("#search").send_keys("DOUBLING3 n2048")
-    assert 0 < person.cases < COUNT
-    person.presses("\ue003" * 30)  # backspaces
-    assert person.cases == COUNT + 1
+    assert all("ch02" in text for text in user.sees("#cases td.case"))
+    assert user.sees("#count") == [f"{in_chapter} of {COUNT + 1} cases"]
+    user.clicks("#chapter option[value='']")
+    user.clicks("#bound option[value=tensor]")
+    assert set(user.sees("#cases td.bound")) == {"tensor"}
+    user.element("#search").send_keys("Nothing Like That")
+    assert user.cases == 0
+    user.clicks("#clear")
+    assert user.cases == COUNT + 1
+    user.element("#search").send_keys("DOUBLING3 n2048")
+    assert 0 < user.cases < COUNT
+    user.presses("\ue003" * 30)  # backspaces
+    assert user.cases == COUNT + 1
 
 
-def orders_it(person):
-    person.clicks("#order option[value=speedup]")
-    shown = [float(text.split("×")[0]) for text in person.sees("#cases td.number") if text]
+def orders_the_list(user):
+    user.clicks("#order option[value=speedup]")
+    shown = [float(text.split("×")[0]) for text in user.sees("#cases td.number") if text]
     assert len(shown) > 20
     assert shown == sorted(shown, reverse=True)
-    person.clicks("#order option[value=look]")
-    assert person.sees("#cases td.verdict")[0] == "wrong"
+    user.clicks("#order option[value=look]")
+    assert user.sees("#cases td.verdict")[0] == "wrong"
 
 
-def changes_the_scale(person):
+def changes_the_scale(user):
     def marks():
-        return [
-            e.get_attribute("x") for e in person.all("tr.v-regressed .plot svg > use:last-child")
-        ]
+        return [e.get_attribute("x") for e in user.all("tr.v-regressed .plot svg > use:last-child")]
 
-    assert "1×" in person.sees("svg.axis text")
+    assert "1×" in user.sees("svg.axis text")
     as_speedups = marks()
-    person.clicks("#scale option[value=stored]")
-    assert "stored" in person.sees("svg.axis text")
-    assert any(text.startswith(("-", "+")) for text in person.sees("svg.axis text"))
-    assert len(set(marks())) == 1  # each is made up to be 2 % slower than what is stored
-    ticks = person.all("tr.v-regressed .plot .stored")
+    user.clicks("#scale option[value=stored]")
+    assert "stored" in user.sees("svg.axis text")
+    assert any(text.startswith(("-", "+")) for text in user.sees("svg.axis text"))
+    assert len(set(marks())) == 1  # each stored result is 2 % faster
+    ticks = user.all("tr.v-regressed .plot .stored")
     (one,) = {tick.get_attribute("x1") for tick in ticks}
-    assert one == person.element("#grid line.one").get_attribute("x1")
-    person.clicks("#scale option[value=speedup]")
+    assert one == user.element("#grid line.one").get_attribute("x1")
+    user.clicks("#scale option[value=speedup]")
     assert marks() == as_speedups
-    person.clicks("#tally [data-verdict=regressed]")
-    assert marks() != as_speedups  # the axis is of what is shown
-    person.clicks("#tally [data-verdict=regressed]")
+    user.clicks("#tally [data-verdict=regressed]")
+    assert marks() != as_speedups  # the axis covers the visible rows
+    user.clicks("#tally [data-verdict=regressed]")
     assert marks() == as_speedups
 
 
-def looks_at_the_roofline(person):
-    assert re.fullmatch(r"Arithmetic .*", person.sees("#arithmetic figcaption")[0])
-    assert re.search(r"bf16 771 TFLOP/s", " ".join(person.sees("#arithmetic text")))
-    assert re.search(r"copy 4\.24 TB/s", " ".join(person.sees("#bandwidth text")))
-    person.clicks("#parts a[href='#roofline']")
-    assert 0 <= person.js("document.getElementById('roofline').getBoundingClientRect().top") < 400
+def looks_at_the_roofline(user):
+    assert re.fullmatch(r"Arithmetic .*", user.sees("#arithmetic figcaption")[0])
+    assert re.search(r"bf16 771 TFLOP/s", " ".join(user.sees("#arithmetic text")))
+    assert re.search(r"copy 4\.24 TB/s", " ".join(user.sees("#bandwidth text")))
+    user.clicks("#parts a[href='#roofline']")
+    assert 0 <= user.js("document.getElementById('roofline').getBoundingClientRect().top") < 400
     dots = "#arithmetic use"
-    everything = len(person.all(dots))
-    person.clicks("#tally [data-verdict=regressed]")
-    assert 0 < len(person.all(dots)) < everything
-    assert " cases, as filtered; " in person.sees("#roofline-legend")[0]
-    person.clicks("#tally [data-verdict=regressed]")
-    assert len(person.all(dots)) == everything
-    person.js("document.querySelector('#arithmetic svg').focus()")
-    person.presses("\ue014")  # right
-    assert re.search(r"FLOP/s \(added: .*FLOP/byte, bf16", person.sees("#tip")[0], re.DOTALL)
-    person.presses("\ue007")  # enter
-    assert person.sees("#case h1") == ["doubled"]
-    person.clicks("#back")
+    everything = len(user.all(dots))
+    user.clicks("#tally [data-verdict=regressed]")
+    assert 0 < len(user.all(dots)) < everything
+    assert " cases, as filtered; " in user.sees("#roofline-legend")[0]
+    user.clicks("#tally [data-verdict=regressed]")
+    assert len(user.all(dots)) == everything
+    user.js("document.querySelector('#arithmetic svg').focus()")
+    user.presses("\ue014")  # right
+    assert re.search(r"FLOP/s \(added: .*FLOP/byte, bf16", user.sees("#tip")[0], re.DOTALL)
+    user.presses("\ue007")  # enter
+    assert user.sees("#case h1") == ["doubled"]
+    user.clicks("#back")
 
 
-def opens_a_case(person):
-    person.clicks("#cases tr.v-regressed td.limit")
-    assert person.js("location.hash").startswith("#case/")
-    assert person.sees("#case .badge") == ["regressed"]
-    assert not person.element("#overview").is_displayed()
-    headings = person.sees("#case h2")
+def opens_a_case(user):
+    user.clicks("#cases tr.v-regressed td.limit")
+    assert user.js("location.hash").startswith("#case/")
+    assert user.sees("#case .badge") == ["regressed"]
+    assert not user.element("#overview").is_displayed()
+    headings = user.sees("#case h2")
     assert headings == ["Samples", "History", "The page says", "Code", *headings[4:]]
     assert headings[4:] == ["Notes", "Profiles, torch", "Run it again"]
-    assert "at least 1.5×, at_least on the page" in person.sees("#case .table td")
-    rows = person.sees("#case .table tr")
+    assert "at least 1.5×, at_least on the page" in user.sees("#case .table td")
+    rows = user.sees("#case .table tr")
     for goal in (
         r"memory beyond the inputs, at most 0.6 of the baseline's\s+4 KiB\s+2 KiB",
         r"launches\s+63\s+2",
@@ -207,103 +211,103 @@ def opens_a_case(person):
         r"share of time at compute, at least 50 %\s+20 %\s+70 %",
     ):
         assert any(re.search(goal, row) for row in rows), (goal, rows)
-    assert len(person.all("#case .od")) > 200  # four processes, twice forty windows, and votes
-    assert len(person.all("#case .drop")) == 4
-    assert person.sees("#case pre .plus")[0].endswith("def doubled(x):")
-    person.clicks("[role=tab]:nth-of-type(2)")
-    assert "def added(x):" in person.element("[role=tabpanel]").text
-    assert person.element("#case .points a").get_attribute("href").endswith("a%20b%231.json")
-    person.clicks("#case .command button")
-    person.waits(lambda: person.sees("#case .command button")[0] in ("Copied", "Selected"))
-    there = person.js("location.hash")
-    person.driver.back()
-    assert person.element("#overview").is_displayed()
-    person.opens(there)
-    assert person.sees("#case .badge") == ["regressed"]
-    assert person.too_wide == 0
+    assert len(user.all("#case .od")) > 200  # four processes, twice forty windows, and votes
+    assert len(user.all("#case .drop")) == 4
+    assert user.sees("#case pre .plus")[0].endswith("def doubled(x):")
+    user.clicks("[role=tab]:nth-of-type(2)")
+    assert "def added(x):" in user.element("[role=tabpanel]").text
+    assert user.element("#case .points a").get_attribute("href").endswith("a%20b%231.json")
+    user.clicks("#case .command button")
+    user.waits(lambda: user.sees("#case .command button")[0] in ("Copied", "Selected"))
+    there = user.js("location.hash")
+    user.driver.back()
+    assert user.element("#overview").is_displayed()
+    user.opens(there)
+    assert user.sees("#case .badge") == ["regressed"]
+    assert user.too_wide == 0
 
 
-def opens_an_odd_case(person):
-    person.opens()
-    person.clicks("#cases tr.v-fail a[href*=odd]")
-    assert person.sees("#case h1") == [LONG]
-    assert person.too_wide == 0
-    assert "None of the 2 other runs given" in person.sees("#case .said")[-2]
-    assert person.js("decodeURIComponent(location.hash)") == f"#case/{ODD}"
-    assert person.sees("#case .command pre")[0].startswith("pytest 'ch01/odd_test.py::test_odd[<")
-    person.opens("#case/no%20such%ZZ")
-    assert person.element("#overview").is_displayed()
-    person.opens("#roofline")
-    assert person.js("scrollY") > 0
+def opens_an_odd_case(user):
+    user.opens()
+    user.clicks("#cases tr.v-fail a[href*=odd]")
+    assert user.sees("#case h1") == [LONG]
+    assert user.too_wide == 0
+    assert "None of the 2 other runs timed" in user.sees("#case .said")[-2]
+    assert user.js("decodeURIComponent(location.hash)") == f"#case/{ODD}"
+    assert user.sees("#case .command pre")[0].startswith("pytest 'ch01/odd_test.py::test_odd[<")
+    user.opens("#case/no%20such%ZZ")
+    assert user.element("#overview").is_displayed()
+    user.opens("#roofline")
+    assert user.js("scrollY") > 0
 
 
-def goes_by_keyboard(person):
-    person.opens()
-    person.presses("/")
-    assert person.js("document.activeElement.id") == "search"
-    person.js("document.querySelector('#cases a').focus()")
-    person.presses("\ue007")
-    first = person.js("location.hash")
-    person.presses("j")
-    assert person.js("location.hash") != first
-    person.presses("k")
-    assert person.js("location.hash") == first
-    person.presses("\ue00c")  # escape
-    person.waits(lambda: person.element("#overview").is_displayed())
-    assert person.js("document.activeElement.getAttribute('href')") == first
-    # A hand so quick that nothing is shown between its keys.
+def uses_the_keyboard(user):
+    user.opens()
+    user.presses("/")
+    assert user.js("document.activeElement.id") == "search"
+    user.js("document.querySelector('#cases a').focus()")
+    user.presses("\ue007")
+    first = user.js("location.hash")
+    user.presses("j")
+    assert user.js("location.hash") != first
+    user.presses("k")
+    assert user.js("location.hash") == first
+    user.presses("\ue00c")  # escape
+    user.waits(lambda: user.element("#overview").is_displayed())
+    assert user.js("document.activeElement.getAttribute('href')") == first
+    # Keys pressed so quickly that nothing is drawn between them.
     press = "key => document.body.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true}))"
-    person.presses("\ue007")
-    person.waits(lambda: person.all("#case .badge"))
-    second = person.element("#case .crumbs span a:last-child").get_attribute("href")
-    person.js(f"[...'jjk', 'Escape'].forEach({press})")
-    person.waits(lambda: person.element("#overview").is_displayed())
-    assert person.js("document.activeElement.href") == second
+    user.presses("\ue007")
+    user.waits(lambda: user.all("#case .badge"))
+    second = user.element("#case .crumbs span a:last-child").get_attribute("href")
+    user.js(f"[...'jjk', 'Escape'].forEach({press})")
+    user.waits(lambda: user.element("#overview").is_displayed())
+    assert user.js("document.activeElement.href") == second
 
 
-def changes_the_theme(person):
+def changes_the_theme(user):
     def ground():
-        return person.js("getComputedStyle(document.body).backgroundColor")
+        return user.js("getComputedStyle(document.body).backgroundColor")
 
-    person.opens()
+    user.opens()
     light = ground()
-    person.clicks("#theme")
+    user.clicks("#theme")
     dark = ground()
     assert dark != light
-    person.opens()
+    user.opens()
     assert ground() == dark  # it is remembered
-    person.clicks("#theme")
+    user.clicks("#theme")
     assert ground() == light
-    person.js("localStorage.clear()")
-    person.opens(dark=True)
+    user.js("localStorage.clear()")
+    user.opens(dark=True)
     assert ground() == dark
-    assert person.sees("#theme") == ["Light"]
+    assert user.sees("#theme") == ["Light"]
 
 
-def holds_a_phone(person):
-    person.opens(width=375)
-    assert person.too_wide == 0
-    assert person.sees("#cases td.case")
-    person.clicks("#cases tr.v-regressed td.case a")
-    assert person.sees("#case .badge") == ["regressed"]
-    assert person.too_wide == 0
-    person.opens(f"#case/{quote(ODD)}", width=375)
-    assert person.sees("#case h1") == [LONG]
-    assert person.too_wide == 0
+def uses_a_phone(user):
+    user.opens(width=375)
+    assert user.too_wide == 0
+    assert user.sees("#cases td.case")
+    user.clicks("#cases tr.v-regressed td.case a")
+    assert user.sees("#case .badge") == ["regressed"]
+    assert user.too_wide == 0
+    user.opens(f"#case/{quote(ODD)}", width=375)
+    assert user.sees("#case h1") == [LONG]
+    assert user.too_wide == 0
 
 
-def turns_scripts_off(person):
-    person.opens(scripts=False)
-    texts = person.sees("#cases tbody tr")
+def turns_scripts_off(user):
+    user.opens(scripts=False)
+    texts = user.sees("#cases tbody tr")
     assert len(texts) == COUNT + 1
-    assert person.sees("noscript p")
-    assert not person.sees("#filters, #rooflines, #theme")
+    assert user.sees("noscript p")
+    assert not user.sees("#filters, #rooflines, #theme")
 
 
-# Where there is no browser
+# Without a browser
 
 
-def test_without_a_browser_need_and_fact_are_said(tmp_path):
+def test_skip_without_a_browser_says_what_to_install(tmp_path):
     with pytest.raises(pytest.skip.Exception) as skipped:
         browsers.refuse({"PATH": str(tmp_path)})
     assert str(skipped.value).startswith(
@@ -312,6 +316,6 @@ def test_without_a_browser_need_and_fact_are_said(tmp_path):
     )
 
 
-def test_where_a_browser_is_required_its_lack_is_a_failure(tmp_path):
+def test_missing_required_browser_is_a_failure(tmp_path):
     with pytest.raises(pytest.fail.Exception, match="needs a browser; not installed: chromium"):
         browsers.refuse({"PATH": str(tmp_path), browsers.REQUIRED: "1"})

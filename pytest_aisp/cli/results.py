@@ -110,9 +110,9 @@ def report(
     ] = None,
 ) -> None:
     """Write a run as one HTML file."""
-    from ..report import write
+    from ..report.html import report_result
 
-    finish(write.report_result(folder, history or (), out, pages))
+    finish(report_result(folder, history or (), out, pages))
 
 
 def export(

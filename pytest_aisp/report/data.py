@@ -1,248 +1,336 @@
-"""What a report embeds: a run, the code of its pages, its cases' history, as plain JSON types."""
+"""The data that a report embeds: cases, their code, their samples and their history."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
+import msgspec
+from msgspec import Struct, ValidationError
+
+from ..results import run_reader
+from ..results.messages import Json
 from ..results.run_reader import SamplesError
 from ..results.verdict import LOOK
-from .run import ReportRun, blocks_for, clean, embedded
+from .run import (
+    VERDICTS,
+    Case,
+    Peaks,
+    Positive,
+    Profile,
+    ReportRun,
+    Speedup,
+    cleaned,
+    lenient,
+    shortened,
+)
 from .source_view import Page, diff
 
-ORDER: tuple[str, ...] = ("wrong", "invalid", "regressed", "fail", "inconclusive", "stale", "new")
-ORDER += ("improved", "pass", "checked", "compiled", "")
-"""Verdicts, the gravest first."""
-
-CODE = 2_500_000
-"""Bytes of listings and diffs in a whole report: those of the first cases, whole ones only."""
-LONG, MANY = 4_000, 40
-"""Characters of a reason, note or remark, and how many of each, beyond which they are cut."""
-
-HEADER = ("version", "started", "ended", "complete", "mode", "python", "platform")
-LISTS = ("invalid", "not_written", "no_verdict", "no_canary")
-PACKAGES = ("torch", "triton", "transformer-engine")
-"""All that is taken of a manifest, with driver, product, clocks, power limit and commit: it may
-hold more than one wants to hand around, and what is not named here is not."""
-CASE: tuple[str, ...] = ("id", "key", "page", "chapter", "function", "baseline", "variant", "size")
-CASE += (
-    "gpus",
-    "product",
-    "arch",
-    "bound",
-    "clock",
-    "verdict",
-    "not_timed",
-    "speedup",
-    "seconds",
+MAX_CODE = 2_500_000
+"""Bytes of code and diffs in a report. Cases beyond that are shown without their code."""
+MAX_BLOCKS, MIN_BLOCKS_SHOWN, MAX_BLOCKS_SHOWN = 24_000, 6, 40
+"""Blocks of four windows in a report, and the least and most of one process."""
+MAX_PROCESSES = 8
+"""Processes of a case that are shown, the first ones."""
+FACTS: tuple[str, ...] = (
+    "sm_mhz",
+    "watts",
+    "celsius",
+    "as_called",
+    "gpu_only",
+    "peak_bytes",
+    "graph_nodes",
 )
-CASE += ("limit", "work", "claim", "stored", "spread", "detectable", "votes", "goals", "reasons")
-CASE += ("notes", "remarks", "launch_bound", "profile", "wall")
-TEXTS: tuple[str, ...] = ("key", "page", "chapter", "function", "baseline", "variant", "product")
-TEXTS += ("arch", "bound", "clock", "verdict", "not_timed")
-TABLES = ("size", "work", "goals", "launch_bound")
-ROWS = ("votes", "reasons", "notes", "remarks")
+FACTS += ("looks",)
+"""Details of a process that are shown. `looks`: readings of clock, power and temperature."""
+
+
+class Timing(Struct):
+    """What one process measured: the seconds per call of each window, two per side and block.
+
+    Attributes:
+        orders: the order of each block's windows, ``A`` is the baseline.
+        laps: one entry each time that both sides were built.
+        dropped: why blocks were measured again. `dropped_at`: how many blocks came before each.
+    """
+
+    baseline: list[Positive] = []
+    optimized: list[Positive] = []
+    orders: list[Literal["ABBA", "BAAB"]] = []
+    laps: list[float] = []
+    dropped: list[str] = []
+    dropped_at: list[int] = []
+    details: dict[str, Json] = {}
+
+
+class Process(Struct):
+    """The windows of one process that the report draws.
+
+    Attributes:
+        sides: ``b`` or ``o`` for each window in the order of measurement. `us`: its time.
+        blocks: how many blocks were measured. `shown`: the drawn ones, None for all.
+        laps: before which blocks both sides were built again.
+        dropped: the cause and the place of each block that was measured again.
+        of: how many processes measured the case.
+    """
+
+    sides: str
+    us: list[float]
+    blocks: int
+    shown: list[int] | None
+    laps: list[int]
+    dropped: list[tuple[str, int | None]]
+    facts: dict[str, Json]
+    of: int
+
+
+class HistoryEntry(Struct):
+    """The result of a case in one run. `current` marks the run of the report."""
+
+    started: str
+    commit: str
+    speedup: Speedup
+    verdict: str
+    current: bool
+
+
+class ReportCase(Case, kw_only=True, omit_defaults=True):
+    """A case with everything that its page in the report shows."""
+
+    processes: list[Process] = msgspec.field(default_factory=list)
+    samples_error: str = ""
+    history: list[HistoryEntry] = msgspec.field(default_factory=list)
+    command: str = ""
+    diff: str = ""
+    code_left_out: bool = False
+
+
+class ReportPage(Struct):
+    """A page's docstring, and the code of its sides by name."""
+
+    title: str
+    doc: str
+    sides: dict[str, str]
+
+
+class ReportData(Struct):
+    """What the report of a run embeds. `runs` counts the other runs that the history shows."""
+
+    peaks: dict[str, Peaks]
+    pages: dict[str, ReportPage]
+    cases: list[ReportCase]
+    blocks: int
+    runs: int
+
+
+class SamplesFile(Struct):
+    path: str
+    sha256: str
 
 
 def report_data(
     run: ReportRun,
     history: Sequence[ReportRun] = (),
     pages_root: Path | None = None,
-    where: Path | None = None,
-) -> dict[str, Any]:
-    """Return what the report of `run` embeds; the cases that need a look first.
+    target: Path | None = None,
+) -> ReportData:
+    """Return what the report of `run` embeds, the cases that need a look first.
 
     Args:
-        history: other runs whose cases of the same product are shown beside it.
-        pages_root: what the pages' paths are relative to; the run's own root, else the working
-            directory.
-        where: the folder that the report goes to, for links; None for the run's own.
+        history: other runs. Their results for the same product are shown beside each case's own.
+        pages_root: what the pages' paths are relative to. By default the root of the run, or the
+            working directory.
+        target: the folder that the report goes to. Links to profiles are relative to it.
     """
-    cases = sorted(map(_case, run.cases), key=_place)
-    pages = _pages(cases, _roots(run, pages_root))
-    most = blocks_for(len(cases))
-    originals = {case["id"]: case for case in run.cases}
-    past = _past(run, history)
-    room = _Room(CODE)
-    for case in cases:
-        case |= _samples(run, originals[case["id"]], most)
-        case["history"] = past.get((case["id"], case["product"]), [])
-        case["command"] = f"pytest {shlex.quote(case['id'])}"
-        case["profile"] = _profile(case, run.folder, where)
-        room.list(case, pages.get(case["page"]))
-    return {
-        "run": _header(run),
-        "peaks": {product: _peaks(told) for product, told in run.peaks.items()},
-        "pages": {
-            path: {"title": clean(page.title), "doc": clean(page.doc), "sides": room.sides(path)}
-            for path, page in pages.items()
-        },
-        "cases": [_without_nothing(case) for case in cases],
-        "blocks": most,
-        "runs": len(history),
-    }
+    most = blocks_for(len(run.cases))
+    entries = _history(run, history)
+    roots = [Path(run.manifest.root), Path(".")] if pages_root is None else [pages_root]
+    pages = {case.page for case in run.cases if case.page}
+    code = _CodeBudget(_read_pages(pages, roots), MAX_CODE)
+    cases = []
+    for case in sorted(run.cases, key=_order):
+        shown = ReportCase(**msgspec.structs.asdict(case), command=f"pytest {shlex.quote(case.id)}")
+        shown.samples = None
+        shown.profile = _profile(case, run.folder, target)
+        shown.history = entries.get((case.id, case.product), [])
+        try:
+            shown.processes = thinned(read_timings(run, case), most)
+        except SamplesError as error:
+            shown.samples_error = shortened(f"{'. '.join(str(error).splitlines())}.")
+        code.add_to(shown)
+        cases.append(shown)
+    return ReportData(run.manifest.peaks, code.pages(), cases, most, len(history))
 
 
-def _header(run: ReportRun) -> dict[str, Any]:
-    told = run.manifest
-    machine, git, packages = (_table(told, name) for name in ("machine", "git", "packages"))
-    found: dict[str, Any] = {name: told.get(name) for name in HEADER}
-    found |= {name: [str(line) for line in _list(told, name)] for name in LISTS}
-    found |= {name: machine.get(name) for name in ("name", "product", "arch")}
-    found["gpus"] = len(_list(machine, "gpus"))
-    found["versions"] = {k: _table(machine, "versions").get(k) for k in ("driver", "cuda")}
-    found["versions"] |= {k: packages[k] for k in PACKAGES if k in packages}
-    found["clocks"] = _table(machine, "clocks")
-    found["power_limit_w"] = _table(machine, "facts").get("power_limit_w")
-    found |= {name: git.get(name) for name in ("commit", "branch", "dirty")}
-    found["lost"] = [str(line) for line in _list(run.results, "lost")]
-    return found
+def _order(case: Case) -> tuple[int, str, str]:
+    severity = min(VERDICTS.index(case.verdict), len(LOOK))  # the first ones need a look
+    return severity, case.chapter, case.page
 
 
-def _case(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a case's fields, those of a partial one with what stands for nothing."""
-    case: dict[str, Any] = {name: told.get(name) for name in CASE}
-    case |= {name: str(told.get(name) or "") for name in TEXTS}
-    case |= {name: dict(_table(told, name)) for name in TABLES}
-    case |= {name: list(map(_short, _list(told, name)[:MANY])) for name in ROWS}
-    case["verdict"] = case["verdict"] if case["verdict"] in ORDER else ""
-    case["chapter"] = case["chapter"] or Path(case["page"]).parent.name
-    case["speedup"] = _three(told.get("speedup"))
-    seconds = _table(told, "seconds")
-    both = [seconds.get(side) for side in ("baseline", "optimized")]
-    case["seconds"] = both if all(isinstance(s, (int, float)) and s > 0 for s in both) else None
-    return case
-
-
-def _short(line: Any) -> Any:
-    return line[:LONG] + " ..." if isinstance(line, str) and len(line) > LONG else line
-
-
-def _three(speedup: object) -> list[float] | None:
-    """Return value and interval of a speedup that is one."""
-    if not isinstance(speedup, Mapping):
+def _profile(case: Case, folder: Path | None, target: Path | None) -> Profile | None:
+    """Return the profile with paths relative to `target`."""
+    if case.profile is None or folder is None:
         return None
-    found = [speedup.get(name) for name in ("value", "low", "high")]
-    usable = all(isinstance(v, (int, float)) and v > 0 for v in found)
-    return [float(f"{v:.6g}") for v in found if v is not None] if usable else None
+    place = Path() if target is None else Path(os.path.relpath(folder, target))
+    return Profile(case.profile.tool, [str(place / name) for name in case.profile.files])
 
 
-def _samples(run: ReportRun, told: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """Return what is embedded of a case's samples, or what is wrong with them."""
-    try:
-        return {"samples": embedded(run.timings(told), most)}
-    except SamplesError as error:
-        return {"samples_wrong": _short(f"{'. '.join(str(error).splitlines())}.")}
+def _history(
+    run: ReportRun, others: Sequence[ReportRun]
+) -> dict[tuple[str, str], list[HistoryEntry]]:
+    """Return the results by case and product, this run's included, the oldest first."""
+    history: dict[tuple[str, str], list[HistoryEntry]] = {}
+    for each in sorted([*others, run], key=lambda r: r.manifest.started) if others else ():
+        started, commit = each.manifest.started, each.manifest.git.commit[:10]
+        for case in each.cases:
+            if case.speedup is not None:
+                entry = HistoryEntry(started, commit, case.speedup, case.verdict, each is run)
+                history.setdefault((case.id, case.product), []).append(entry)
+    return {key: entries for key, entries in history.items() if len(entries) > 1}
 
 
-def _place(case: Mapping[str, Any]) -> tuple[int, str, str]:
-    look = min(ORDER.index(case["verdict"]), len(LOOK))  # they are the first of it
-    return look, case["chapter"], case["page"]
-
-
-def _profile(case: Mapping[str, Any], folder: Path | None, where: Path | None) -> Any:
-    """Return tool and files of a case's profile, these as seen from `where`."""
-    told = case["profile"]
-    if not isinstance(told, Mapping) or folder is None:
-        return None
-    way = Path(os.path.relpath(folder, where)) if where is not None else Path()
-    files = [str(way / str(name)) for name in _list(told, "files")]
-    return {"tool": str(told.get("tool") or ""), "files": files}
-
-
-def _roots(run: ReportRun, pages_root: Path | None) -> list[Path]:
-    if pages_root is not None:
-        return [pages_root]
-    return [Path(str(run.manifest.get("root") or ".")), Path(".")]
-
-
-def _pages(cases: Sequence[Mapping[str, Any]], roots: Sequence[Path]) -> dict[str, Page]:
-    found: dict[str, Page] = {}
-    for path in dict.fromkeys(case["page"] for case in cases):
-        for root in roots if path else ():
+def _read_pages(paths: Iterable[str], roots: Sequence[Path]) -> dict[str, Page]:
+    pages: dict[str, Page] = {}
+    for path in paths:
+        for root in roots:
             try:
-                found[path] = Page.read(root / path)
+                pages[path] = Page.read(root / path)
                 break
             except (OSError, SyntaxError, ValueError):
                 continue
-    return found
+    return pages
 
 
-class _Room:
-    """Room for the code of the cases, first come, first served."""
+@dataclass
+class _CodeBudget:
+    """Adds code to the cases until `MAX_CODE` bytes are used up."""
 
-    def __init__(self, left: int) -> None:
-        self._left = left
-        self._sides: dict[str, dict[str, str]] = {}
-        self._known: dict[tuple[str, tuple[str, str]], tuple[list[str], str]] = {}
+    sources: dict[str, Page]
+    left: int
+    sides: dict[str, dict[str, str]] = field(default_factory=dict)
+    known: dict[tuple[str, str, str], tuple[dict[str, str], str]] = field(default_factory=dict)
 
-    def _code(self, path: str, page: Page, names: tuple[str, str]) -> tuple[list[str], str]:
-        """Return both sides' listings and what changed; a page's cases differ mostly by size."""
-        if (path, names) not in self._known:
-            texts: list[str] = [clean(page.side(name)) for name in names]
-            changed = diff(texts[0], texts[1], names) if all(texts) else ""
-            self._known[path, names] = texts, changed
-        return self._known[path, names]
-
-    def list(self, case: dict[str, Any], page: Page | None) -> None:
-        """List both sides and what changed, or say in `case` that there was no room."""
-        if page is None:
+    def add_to(self, case: ReportCase) -> None:
+        """Add what changed between the sides to `case`, and their code to its page."""
+        source = self.sources.get(case.page)
+        if source is None:
             return
-        names = _names(case, page)
-        case["baseline"] = names[0]
-        texts, changed = self._code(case["page"], page, names)
-        listed = self._sides.setdefault(case["page"], {})
-        new = {n: t for n, t in zip(names, texts, strict=True) if t and n not in listed}
-        needed = sum(len(t.encode()) for t in (changed, *new.values()))
-        if needed > self._left:
-            case["code_left_out"] = True
+        case.baseline = case.baseline or source.sides(case.function)[0]
+        texts, changes = self._code(source, case)
+        listed = self.sides.setdefault(case.page, {})
+        new = {name: text for name, text in texts.items() if text and name not in listed}
+        needed = sum(len(text.encode()) for text in (changes, *new.values()))
+        if needed > self.left:
+            case.code_left_out = True
             return
-        self._left -= needed
+        self.left -= needed
         listed.update(new)
-        case["diff"] = changed
+        case.diff = changes
 
-    def sides(self, path: str) -> dict[str, str]:
-        """Return the listings of a page's sides by name."""
-        return self._sides.get(path, {})
+    def _code(self, source: Page, case: ReportCase) -> tuple[dict[str, str], str]:
+        """Return the code of both sides and their diff. Most cases of a page differ by size."""
+        key = (case.page, case.baseline, case.variant)
+        if key not in self.known:
+            names = (case.baseline, case.variant)
+            texts = {name: str(cleaned(source.side(name))) for name in names}
+            changes = diff(texts[names[0]], texts[names[1]], names) if all(texts.values()) else ""
+            self.known[key] = texts, changes
+        return self.known[key]
 
-
-def _names(case: Mapping[str, Any], page: Page) -> tuple[str, str]:
-    return case["baseline"] or page.sides(case["function"])[0], case["variant"]
-
-
-def _past(run: ReportRun, history: Sequence[ReportRun]) -> dict[tuple[str, str], list[list[Any]]]:
-    """Return by case and product when, how fast and how it was judged, this run included."""
-    found: dict[tuple[str, str], list[list[Any]]] = {}
-    for one in sorted([*history, run], key=lambda r: r.started) if history else ():
-        commit = str(_table(one.manifest, "git").get("commit") or "")[:10]
-        for case in map(_case, one.cases):
-            if case["speedup"]:
-                entry = [one.started, commit, *case["speedup"], case["verdict"], one is run]
-                found.setdefault((case["id"], case["product"]), []).append(entry)
-    return {key: entries for key, entries in found.items() if len(entries) > 1}
+    def pages(self) -> dict[str, ReportPage]:
+        return {
+            path: ReportPage(cleaned(page.title), cleaned(page.doc), self.sides.get(path, {}))
+            for path, page in self.sources.items()
+        }
 
 
-def _peaks(told: object) -> dict[str, Any]:
-    rates, facts = (
-        _table(told, n) if isinstance(told, Mapping) else {} for n in ("rates", "facts")
+def read_timings(run: ReportRun, case: Case) -> list[Timing]:
+    """Return what each process measured of `case`, nothing if it was not timed.
+
+    Raises:
+        SamplesError: if its file is missing, is not the one that the run wrote, or holds no
+            samples. The message leaves out the folder, because reports are passed around.
+    """
+    if case.samples is None:
+        if case.speedup is not None:
+            raise SamplesError(run_reader.UNWRITTEN)
+        return []
+    if run.folder is None:
+        raise SamplesError("its samples are not here, only the results are")
+    try:
+        file = msgspec.convert(case.samples, SamplesFile)
+    except ValidationError:
+        raise SamplesError("the run does not say which file holds its samples") from None
+    try:
+        samples = run_reader.read(run.folder, {"path": file.path, "sha256": file.sha256})
+        timings = cleaned(samples)["timings"]
+    except SamplesError as error:
+        raise SamplesError(str(error).replace(f"{run.folder}{os.sep}", "")) from None
+    except (KeyError, TypeError, ValueError):
+        timings = None
+    if not isinstance(timings, list):
+        raise SamplesError(f"{file.path}: holds no samples")
+    return [lenient(Timing, timing) for timing in timings]
+
+
+def blocks_for(cases: int) -> int:
+    """Return how many blocks of each process a report of `cases` cases shows."""
+    return max(MIN_BLOCKS_SHOWN, min(MAX_BLOCKS_SHOWN, MAX_BLOCKS // max(cases, 1)))
+
+
+def thinned(timings: Sequence[Timing], most: int) -> list[Process]:
+    """Return the windows of each process, at most `most` whole blocks.
+
+    Of more blocks, those with the shortest and the longest window of either side are shown, and
+    others at even distances.
+    """
+    timed = [t for t in timings[:MAX_PROCESSES] if t.baseline and t.optimized]
+    return [_process(timing, most, of=len(timings)) for timing in timed]
+
+
+def _process(timing: Timing, most: int, *, of: int) -> Process:
+    blocks = _blocks(timing)
+    shown = _shown(blocks, most)
+    windows = [window for index in shown for window in blocks[index]]
+    laps = len(timing.laps)
+    whole_laps = laps > 0 and len(blocks) % laps == 0  # all of the same length
+    places: Sequence[int | None] = timing.dropped_at
+    if len(places) != len(timing.dropped):
+        places = [None] * len(timing.dropped)
+    return Process(
+        sides="".join(side for side, _ in windows),
+        us=[float(f"{seconds * 1e6:.5g}") for _, seconds in windows],
+        blocks=len(blocks),
+        shown=shown if len(shown) < len(blocks) else None,
+        laps=[n * len(blocks) // laps for n in range(1, laps)] if whole_laps else [],
+        dropped=list(zip(timing.dropped, places, strict=True)),
+        facts={name: timing.details[name] for name in FACTS if name in timing.details},
+        of=of,
     )
-    kept = {k: v for k, v in rates.items() if isinstance(v, (int, float)) and v > 0}
-    from_ = told.get("from") if isinstance(told, Mapping) else ""
-    return {"rates": kept, "from": str(from_ or ""), "date": facts.get("date")}
 
 
-def _without_nothing(case: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in case.items() if v not in (None, "", [], {}, False) or k in TEXTS}
+def _blocks(timing: Timing) -> list[list[tuple[str, float]]]:
+    """Return the windows by block in the order of measurement: ``b`` or ``o``, and seconds."""
+    baseline, optimized, orders = timing.baseline, timing.optimized, timing.orders
+    if not 2 * len(orders) == len(baseline) == len(optimized):  # of unknown order
+        return [[("b", b), ("o", o)] for b, o in zip(baseline, optimized, strict=False)]
+    sides = {"A": ("b", iter(baseline)), "B": ("o", iter(optimized))}
+    return [[(sides[w][0], next(sides[w][1])) for w in order] for order in orders]
 
 
-def _table(told: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = told.get(name)
-    return value if isinstance(value, Mapping) else {}
-
-
-def _list(told: Mapping[str, Any], name: str) -> list[Any]:
-    value = told.get(name)
-    return value if isinstance(value, list) else []
+def _shown(blocks: Sequence[Sequence[tuple[str, float]]], most: int) -> list[int]:
+    """Return the indices of the blocks to show, in order."""
+    count = len(blocks)
+    if count <= most:
+        return list(range(count))
+    shown = set()
+    for side in "bo":
+        by_time = sorted((s, i) for i, block in enumerate(blocks) for w, s in block if w == side)
+        shown |= {by_time[0][1], by_time[-1][1]}
+    free = most - len(shown)
+    shown |= {round(i * (count - 1) / max(free - 1, 1)) for i in range(free)}
+    return sorted(shown)

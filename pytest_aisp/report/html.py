@@ -1,22 +1,134 @@
-"""The report's table of cases, as HTML that needs no script: verdict, interval plot, numbers."""
+"""`report.html`: a run as one file that holds everything it shows and loads nothing.
+
+The file is the folder `page` put together. Its table of cases is HTML that needs no scripts. The
+scripts add filters, the roofline, and a page for each case.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from pathlib import Path
 from urllib.parse import quote
 
+import msgspec
+
+from ..results.artifacts import REPORT, publish
 from ..results.row import digits, duration
 from ..results.verdict import LOOK, RED
-from .data import ORDER
+from ..util.cli_result import CliError, CliResult
+from .data import ReportCase, ReportData, report_data
+from .run import VERDICTS, Git, Manifest, ReportRun
 
-STEPS, FINE = (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)
+PARTS = Path(__file__).parent / "page"
+SCRIPTS: tuple[str, ...] = (
+    "dom",
+    "marks",
+    "list",
+    "axis",
+    "roofline",
+    "samples",
+    "interval",
+    "code",
+)
+SCRIPTS += ("case", "main")
+"""In this order: each uses definitions of those before it."""
+POLICY = "default-src 'none'; img-src data:; style-src {style}; script-src {script}"
+"""The page may load nothing and run only its own script, whatever a case is called."""
+COARSE, FINE = (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)
+"""Ticks of a decade."""
 MIDDLE = 12
 """Half the height of a row's plot, in pixels."""
+PACKAGES = ("torch", "triton", "transformer-engine")
+
+
+def write_report(
+    run: ReportRun, out: Path, history: Sequence[ReportRun] = (), pages_root: Path | None = None
+) -> Path:
+    """Write the report of `run` to `out` and return `out`.
+
+    Args:
+        history: other runs, for the history of each case.
+        pages_root: what the paths of pages are relative to, by default the root of the run.
+
+    Raises:
+        OSError: if `out` cannot be written.
+    """
+    data = report_data(run, history, pages_root, out.absolute().parent)
+    out.write_text(render(run, data), encoding="utf-8")
+    return out
+
+
+def report_result(
+    folder: Path,
+    history: Sequence[Path] = (),
+    out: Path | None = None,
+    pages_root: Path | None = None,
+) -> CliResult:
+    """Write the report of the run in `folder` and return where it is.
+
+    Raises:
+        CliError: if a folder holds no run, or the report cannot be written.
+    """
+    run, others = ReportRun.read(folder), [ReportRun.read(each) for each in history]
+    path = out or (run.folder or folder) / REPORT
+    try:
+        if run.killed is not None:
+            publish(run.killed)
+        write_report(run, path, others, pages_root)
+    except OSError as error:
+        raise CliError(
+            f"{path}: cannot be written ({error})\n"
+            "Name a file that can be written:\n"
+            f"    aisp results report {folder} --out=report.html"
+        ) from None
+    return CliResult([f"{path}: {len(run.cases)} cases, {path.stat().st_size / 1e6:.2f} MB"])
+
+
+def render(run: ReportRun, data: ReportData) -> str:
+    """Return the report as HTML."""
+    style, script, axis = _part("style.css"), _script(), Axis.over(data.cases)
+    parts = {
+        "policy": POLICY.format(style=_digest(style), script=_digest(script)),
+        "title": escape(_title(run.manifest)),
+        "style": style,
+        "grid": _grid(axis),
+        "heading": escape(run.manifest.machine.name or "Unknown machine"),
+        "lead": _lead(data.cases),
+        "facts": _facts(run.manifest),
+        "banner": _banner(run),
+        "tally": _tally(data.cases),
+        "axis": _axis_labels(axis),
+        "rows": "\n".join(_row(index, case, axis) for index, case in enumerate(data.cases)),
+        "data": _script_safe(msgspec.json.encode(data).decode()),
+        "script": script,
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _part("page.html"))
+
+
+def _part(name: str) -> str:
+    return (PARTS / name).read_text(encoding="utf-8")
+
+
+def _script() -> str:
+    """Return all scripts as one that defines no global name."""
+    body = "\n".join(_part(f"{name}.js") for name in SCRIPTS)
+    return f'(() => {{\n"use strict";\n{body}\n}})();\n'
+
+
+def _script_safe(json: str) -> str:
+    """Return `json` so that it neither ends a script element nor opens a comment."""
+    return json.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 @dataclass(frozen=True)
@@ -27,40 +139,39 @@ class Axis:
     high: float
 
     @classmethod
-    def over(cls, cases: Iterable[Mapping[str, Any]]) -> Axis:
+    def over(cls, cases: Iterable[ReportCase]) -> Axis:
         """Return an axis with room for every interval, claim and stored result, and for 1x."""
-        seen = [1.0, *(v for case in cases for v in _seen(case))]
-        low, high = min(seen), max(seen)
+        values = [1.0, *(value for case in cases for value in _plotted(case))]
+        low, high = min(values), max(values)
         margin = max(high / low, 1.2) ** 0.04
         return cls(low / margin, high * margin)
 
     def at(self, value: float) -> str:
-        """Return where `value` lies, as a percentage of the width."""
+        """Return the place of `value` as a percentage of the width."""
         part = math.log(value / self.low) / math.log(self.high / self.low)
         return f"{100 * part:.2f}%"
 
     def ticks(self) -> list[float]:
-        """Return round speedups in reach, 1x among them, few enough to stand beside each other."""
-        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-        wide = math.log10(self.high / self.low)
-        within = FINE if wide < 0.8 else STEPS
-        fine = [s * 10.0**p for p in powers for s in within if self.low < s * 10.0**p < self.high]
-        if wide < 0.35:  # all within a factor of two: steps of a tenth, or of a hundredth
-            step = 0.1 if wide > 0.08 else 0.02
+        """Return round speedups on the axis, 1x among them, with room for their labels."""
+        decades = math.log10(self.high / self.low)
+        if decades < 0.35:  # within a factor of two, by tenths or hundredths
+            step = 0.1 if decades > 0.08 else 0.02
             first, last = math.ceil(self.low / step), math.floor(self.high / step)
             return [round(n * step, 4) for n in range(first, last + 1)]
-        return [t for t in fine if wide < 2.2 or f"{t:e}"[0] == "1"]
+        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        steps = FINE if decades < 0.8 else COARSE if decades < 2.2 else (1,)
+        ticks = [step * 10.0**power for power in powers for step in steps]
+        return [tick for tick in ticks if self.low < tick < self.high]
 
 
-def head(axis: Axis) -> str:
-    """Return the axis above the plots."""
-    words = "".join(
+def _axis_labels(axis: Axis) -> str:
+    labels = "".join(
         f'<text x="{axis.at(t)}" y="14" text-anchor="middle">{t:g}×</text>' for t in axis.ticks()
     )
-    return f'<svg class="axis" aria-hidden="true">{words}</svg>'
+    return f'<svg class="axis" aria-hidden="true">{labels}</svg>'
 
 
-def grid(axis: Axis) -> str:
+def _grid(axis: Axis) -> str:
     """Return the lines behind every plot, for the page's definitions."""
     lines = (
         f'<line class="{"one" if t == 1 else ""}" x1="{axis.at(t)}" x2="{axis.at(t)}"'
@@ -70,218 +181,184 @@ def grid(axis: Axis) -> str:
     return f'<g id="grid">{"".join(lines)}</g>'
 
 
-def rows(cases: Sequence[Mapping[str, Any]], axis: Axis) -> str:
-    """Return a table row a case."""
-    return "\n".join(_row(index, case, axis) for index, case in enumerate(cases))
-
-
-def _row(index: int, case: Mapping[str, Any], axis: Axis) -> str:
-    verdict = case["verdict"] or "none"
+def _row(index: int, case: ReportCase, axis: Axis) -> str:
+    verdict = case.verdict or "none"
     cells = [
-        f'<td class="verdict">{glyph(verdict)}{verdict}</td>',
-        f'<td class="case">{"".join(_name(case))}</td>',
-        f'<td class="plot">{_plot(case, axis)}{_why(case)}</td>',
+        f'<td class="verdict">{_glyph(verdict)}{verdict}</td>',
+        f'<td class="case">{_name(case)}</td>',
+        f'<td class="plot">{_plot(case, axis)}{_first_reason(case)}</td>',
         f'<td class="number">{_speedup(case)}</td>',
         f'<td class="times">{_times(case)}</td>',
         f'<td class="limit">{_limit(case)}</td>',
-        f'<td class="bound">{escape(case["bound"])}</td>',
+        f'<td class="bound">{escape(case.bound)}</td>',
     ]
     return f'<tr data-i="{index}" class="v-{verdict}">{"".join(cells)}</tr>'
 
 
-def glyph(verdict: str) -> str:
-    """Return the shape of a verdict, which says the same as its colour."""
+def _glyph(verdict: str) -> str:
+    """Return the shape of a verdict, which tells it apart without its color."""
     return f'<svg class="glyph" aria-hidden="true"><use href="#v-{verdict}" x="8" y="8"/></svg>'
 
 
-def anchor(case: Mapping[str, Any]) -> str:
-    """Return the part of the address that opens a case."""
-    return f"#case/{quote(case['id'], safe='')}"
-
-
-def page_name(case: Mapping[str, Any]) -> str:
-    """Return ``ch07 / transpose``, with the test where a page has several names for it."""
-    stem = case["page"].rpartition("/")[2].removesuffix(".py").removesuffix("_test")
-    function = case["function"].removeprefix("test_")
-    more = f" · {function}" if function and function != stem else ""
-    return f"{case['chapter']} / {stem}{more}"
-
-
-def size_words(case: Mapping[str, Any]) -> str:
-    """Return ``rows 2048 · n 65536``."""
-    ranks = [f"{case['gpus']} GPUs"] if case.get("gpus", 1) > 1 else []
-    return " · ".join([*ranks, *(f"{k} {v}" for k, v in case.get("size", {}).items())])
-
-
-def _name(case: Mapping[str, Any]) -> Iterator[str]:
-    name = case["variant"] or case["id"]
-    yield f'<a href="{escape(anchor(case))}">{escape(name)}</a>'
-    yield f' <span class="page">{escape(page_name(case))}</span>'
-    yield f' <span class="size">{escape(size_words(case))}</span>'
-
-
-def _why(case: Mapping[str, Any]) -> str:
-    """Return the first reason of a case that needs a look; its page has all of them."""
-    if case["verdict"] not in LOOK or not case.get("reasons"):
-        return ""
-    return f'<div class="why">{escape(str(case["reasons"][0]))}</div>'
-
-
-def _plot(case: Mapping[str, Any], axis: Axis) -> str:
-    if "speedup" not in case:
-        return f'<span class="need">{escape(case["not_timed"])}</span>'
-    value, low, high = case["speedup"]
-    y = MIDDLE
-    parts = ['<use href="#grid"/>']
-    if claim := claimed(case):
-        parts.append(_tick("claim", axis.at(claim), 1, y - 4))
-    if stored := _stored(case):
-        parts.append(_tick("stored", axis.at(stored), y + 4, 2 * y - 1))
-    ends = f'x1="{axis.at(low)}" x2="{axis.at(high)}"'
-    parts.append(f'<line class="interval" {ends} y1="{y}" y2="{y}"/>')
-    parts.append(f'<use href="#v-{case["verdict"] or "none"}" x="{axis.at(value)}" y="{y}"/>')
-    return f'<svg role="img" aria-label="{escape(_words(case))}">{"".join(parts)}</svg>'
-
-
-def _tick(kind: str, x: str, top: float, bottom: float) -> str:
-    return f'<line class="{kind}" x1="{x}" x2="{x}" y1="{top}" y2="{bottom}"/>'
-
-
-def _words(case: Mapping[str, Any]) -> str:
-    value, low, high = (text(v) for v in case["speedup"])
-    said = f"{value}, 99 % interval {low} to {high}"
-    said += f", claim {text(claim)}" if (claim := claimed(case)) else ""
-    return said + (f", stored {text(stored)}" if (stored := _stored(case)) else "")
-
-
-def claimed(case: Mapping[str, Any]) -> float | None:
-    """Return the speedup that a page claims, 1 for `neutral`; a yardstick claims nothing."""
-    told = case.get("claim")
-    claim = told.get("at_least") if isinstance(told, Mapping) else None
-    if claim == "neutral":
-        return 1.0
-    return float(claim) if isinstance(claim, (int, float)) and claim > 0 else None
-
-
-def _stored(case: Mapping[str, Any]) -> float | None:
-    told = case.get("stored")
-    stored = told.get("speedup") if isinstance(told, Mapping) else None
-    return float(stored) if isinstance(stored, (int, float)) and stored > 0 else None
-
-
-def _seen(case: Mapping[str, Any]) -> list[float]:
-    """Return what a row's plot shows; nothing where the case was not timed."""
-    if "speedup" not in case:
-        return []
-    return [*case["speedup"], *(v for v in (claimed(case), _stored(case)) if v)]
-
-
-def _speedup(case: Mapping[str, Any]) -> str:
-    if "speedup" not in case:
-        return ""
-    value, low, high = case["speedup"]
-    return f"<b>{text(value)}</b> <small>{text(low)[:-1]} – {text(high)[:-1]}</small>"
-
-
-def text(speedup: float) -> str:
-    """Return ``3.530×``, as the terminal writes it."""
-    return f"{digits(speedup)}×"
-
-
-def _times(case: Mapping[str, Any]) -> str:
-    if "seconds" not in case:
-        return ""
-    baseline, optimized = (duration(s).replace("us", "µs") for s in case["seconds"])
-    return f"{baseline} <i>→</i> {optimized}"
-
-
-def _limit(case: Mapping[str, Any]) -> str:
-    told = case.get("limit")
-    share = told.get("share") if isinstance(told, Mapping) else None
-    if not isinstance(told, Mapping) or not isinstance(share, (int, float)):
-        return ""
-    return f"{share:.0%} <small>{escape(str(told.get('name', '')))}</small>".replace("%", " %", 1)
-
-
-def title(run: Mapping[str, Any]) -> str:
-    """Return the name of the browser's tab."""
-    return f"{run.get('product') or 'aisp'}, {_date(run)}".rstrip(", ")
-
-
-def _date(run: Mapping[str, Any]) -> str:
-    return str(run.get("started") or "")[:16].replace("T", " ")
-
-
-def facts(run: Mapping[str, Any]) -> str:
-    """Return what the run was taken with: labels and values."""
-    versions = {k: v for k, v in run["versions"].items() if v}
-    known = {"product": run.get("product"), **versions}
-    power, sm = run.get("power_limit_w"), run["clocks"].get("sm_max")
-    known["power limit"] = f"{power} W" if power else None
-    known["max SM clock"] = f"{sm} MHz" if sm else None
-    known["GPUs"] = run["gpus"] if run["gpus"] > 1 else None
-    known["commit"] = _commit(run)
-    known["taken"] = f"{_date(run)} UTC" if run.get("started") else None
-    known["mode"] = run.get("mode")
-    return "".join(
-        f"<div><dt>{escape(k)}</dt><dd>{escape(str(v))}</dd></div>" for k, v in known.items() if v
+def _name(case: ReportCase) -> str:
+    stem = case.page.rpartition("/")[2].removesuffix(".py").removesuffix("_test")
+    function = case.function.removeprefix("test_")
+    page = f"{case.chapter} / {stem}"
+    if function and function != stem:
+        page += f" · {function}"
+    ranks = [f"{case.gpus} GPUs"] if case.gpus > 1 else []
+    size = " · ".join([*ranks, *(f"{key} {value}" for key, value in case.size.items())])
+    address = f"#case/{quote(case.id, safe='')}"
+    return (
+        f'<a href="{escape(address)}">{escape(case.variant or case.id)}</a>'
+        f' <span class="page">{escape(page)}</span> <span class="size">{escape(size)}</span>'
     )
 
 
-def _commit(run: Mapping[str, Any]) -> str | None:
-    if not run.get("commit"):
-        return None
-    branch = f" ({run['branch']})" if run.get("branch") else ""
-    return f"{str(run['commit'])[:10]}{branch}{', changed since' if run.get('dirty') else ''}"
+def _first_reason(case: ReportCase) -> str:
+    """Return the first reason of a case that needs a look. Its own page has all of them."""
+    if case.verdict not in LOOK or not case.reasons:
+        return ""
+    return f'<div class="why">{escape(case.reasons[0])}</div>'
 
 
-def lead(cases: Sequence[Mapping[str, Any]]) -> str:
-    """Return in a sentence how it went."""
-    timed, red = (sum(map(test, cases)) for test in (_is_timed, _is_red))
-    words = "None is red." if not red else "1 is red." if red == 1 else f"{red} are red."
-    return f"{timed} of {len(cases)} cases timed. {words}" if cases else "No case ran."
+def _claimed(case: ReportCase) -> float | None:
+    return case.claim.speedup if case.claim else None
 
 
-def _is_timed(case: Mapping[str, Any]) -> bool:
-    return "speedup" in case
+def _plotted(case: ReportCase) -> list[float]:
+    """Return the speedups in a row's plot, none if the case was not timed."""
+    if case.speedup is None:
+        return []
+    marks = [_claimed(case), case.stored.speedup if case.stored else None]
+    interval = [case.speedup.value, case.speedup.low, case.speedup.high]
+    return [*interval, *(mark for mark in marks if mark)]
 
 
-def _is_red(case: Mapping[str, Any]) -> bool:
-    return case["verdict"] in RED
+def _plot(case: ReportCase, axis: Axis) -> str:
+    speedup, y = case.speedup, MIDDLE
+    if speedup is None:
+        return f'<span class="need">{escape(case.not_timed)}</span>'
+    parts = ['<use href="#grid"/>']
+    words = f"{_ratio(speedup.value)}, 99 % interval"
+    words += f" {_ratio(speedup.low)} to {_ratio(speedup.high)}"
+    if claim := _claimed(case):
+        x = axis.at(claim)
+        parts.append(f'<line class="claim" x1="{x}" x2="{x}" y1="1" y2="{y - 4}"/>')
+        words += f", claim {_ratio(claim)}"
+    if case.stored:
+        x = axis.at(case.stored.speedup)
+        parts.append(f'<line class="stored" x1="{x}" x2="{x}" y1="{y + 4}" y2="{2 * y - 1}"/>')
+        words += f", stored {_ratio(case.stored.speedup)}"
+    ends = f'x1="{axis.at(speedup.low)}" x2="{axis.at(speedup.high)}"'
+    parts.append(f'<line class="interval" {ends} y1="{y}" y2="{y}"/>')
+    mark = f'x="{axis.at(speedup.value)}" y="{y}"'
+    parts.append(f'<use href="#v-{case.verdict or "none"}" {mark}/>')
+    return f'<svg role="img" aria-label="{escape(words)}">{"".join(parts)}</svg>'
 
 
-def banner(run: Mapping[str, Any]) -> str:
-    """Return what must be known before any number is believed."""
-    lacking = [*run["lost"], *run["not_written"]]
-    found = []
-    if run["invalid"]:
-        words = "This run is invalid: none of its verdicts counts."
-        found.append(_notice("invalid", words, run["invalid"]))
-    if run.get("complete") is False:
-        words = "This run did not end by itself: what it had finished is here."
-        found.append(_notice("partial", words, lacking))
-    elif lacking:
-        found.append(_notice("partial", "Something of this run is missing.", lacking))
-    if run["no_verdict"]:
-        words = "Cases without a verdict: their worker died."
-        found.append(_notice("partial", words, run["no_verdict"]))
-    if run["no_canary"]:
-        words = "Verdicts without a canary: their worker ended before its own."
-        found.append(_notice("partial", words, run["no_canary"]))
-    return "".join(found)
+def _ratio(speedup: float) -> str:
+    """Return ``3.530×``, with the digits that the terminal shows."""
+    return f"{digits(speedup)}×"
 
 
-def _notice(kind: str, words: str, lines: Sequence[str]) -> str:
+def _speedup(case: ReportCase) -> str:
+    if case.speedup is None:
+        return ""
+    low, high = digits(case.speedup.low), digits(case.speedup.high)
+    return f"<b>{_ratio(case.speedup.value)}</b> <small>{low} – {high}</small>"
+
+
+def _times(case: ReportCase) -> str:
+    if case.seconds is None:
+        return ""
+    sides = (case.seconds.baseline, case.seconds.optimized)
+    baseline, optimized = (duration(s).replace("us", "µs") for s in sides)
+    return f"{baseline} <i>→</i> {optimized}"
+
+
+def _limit(case: ReportCase) -> str:
+    if case.limit is None:
+        return ""
+    return f"{100 * case.limit.share:.0f} % <small>{escape(case.limit.name)}</small>"
+
+
+def _title(manifest: Manifest) -> str:
+    return f"{manifest.machine.product or 'aisp'}, {_date(manifest)}".rstrip(", ")
+
+
+def _date(manifest: Manifest) -> str:
+    return manifest.started[:16].replace("T", " ")
+
+
+def _facts(manifest: Manifest) -> str:
+    """Return the machine, the versions and the commit of the run as labels and values."""
+    machine = manifest.machine
+    power, sm = machine.facts.get("power_limit_w"), machine.clocks.get("sm_max")
+    facts: dict[str, object] = {"product": machine.product}
+    facts |= {name: machine.versions.get(name) for name in ("driver", "cuda")}
+    facts |= {name: manifest.packages.get(name) for name in PACKAGES}
+    facts["power limit"] = power and f"{power} W"
+    facts["max SM clock"] = sm and f"{sm} MHz"
+    facts["GPUs"] = len(machine.gpus) if len(machine.gpus) > 1 else None
+    facts["commit"] = _commit(manifest.git)
+    facts["started"] = manifest.started and f"{_date(manifest)} UTC"
+    facts["mode"] = manifest.mode
+    return "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>"
+        for name, value in facts.items()
+        if value
+    )
+
+
+def _commit(git: Git) -> str:
+    if not git.commit:
+        return ""
+    branch = f" ({git.branch})" if git.branch else ""
+    return f"{git.commit[:10]}{branch}{', changed since' if git.dirty else ''}"
+
+
+def _lead(cases: Sequence[ReportCase]) -> str:
+    """Return the result of the run in a sentence."""
+    if not cases:
+        return "No case ran."
+    timed = sum(case.speedup is not None for case in cases)
+    red = sum(case.verdict in RED for case in cases)
+    return f"{timed} of {len(cases)} cases timed. {red or 'None'} {'is' if red < 2 else 'are'} red."
+
+
+def _banner(run: ReportRun) -> str:
+    """Return what a reader must know before any number."""
+    manifest, missing = run.manifest, [*run.lost, *run.manifest.not_written]
+    notices = []
+    if manifest.invalid:
+        text = "This run is invalid: none of its verdicts counts."
+        notices.append(_notice("invalid", text, manifest.invalid))
+    if not manifest.complete:
+        text = "This run was interrupted. The report shows the cases that had finished."
+        notices.append(_notice("partial", text, missing))
+    elif missing:
+        notices.append(_notice("partial", "Parts of this run are missing.", missing))
+    if manifest.no_verdict:
+        text = "Cases without a verdict: their worker died."
+        notices.append(_notice("partial", text, manifest.no_verdict))
+    if manifest.no_canary:
+        text = "Verdicts without a canary: their worker ended before it ran one."
+        notices.append(_notice("partial", text, manifest.no_canary))
+    return "".join(notices)
+
+
+def _notice(kind: str, text: str, lines: Sequence[str]) -> str:
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f'<div class="notice {kind}" role="alert"><p>{words}</p><ul>{items}</ul></div>'
+    return f'<div class="notice {kind}" role="alert"><p>{text}</p><ul>{items}</ul></div>'
 
 
-def tally(cases: Sequence[Mapping[str, Any]]) -> str:
-    """Return how many cases have which verdict, the gravest first; scripts make them filters."""
-    counts = Counter(case["verdict"] for case in cases)
+def _tally(cases: Sequence[ReportCase]) -> str:
+    """Return the number of cases by verdict, the worst first. Scripts make them filters."""
+    counts = Counter(case.verdict for case in cases)
     return "".join(
         f'<button type="button" class="v-{verdict or "none"}" data-verdict="{verdict}" disabled>'
-        f"{glyph(verdict or 'none')}<b>{counts[verdict]}</b> {verdict or 'no verdict'}</button>"
-        for verdict in ORDER
+        f"{_glyph(verdict or 'none')}<b>{counts[verdict]}</b> {verdict or 'no verdict'}</button>"
+        for verdict in VERDICTS
         if counts[verdict]
     )

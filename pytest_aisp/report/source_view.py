@@ -1,54 +1,54 @@
-"""The code of a page's sides, read from its file and never run: functions, kernels, constants.
+"""The code of a page's sides: functions, constants and kernels, read from files and never run.
 
-A side is listed with what it names at the top level of its page, and with the kernels that it takes
-from `cuda_module`s, which `chunks` finds. What it imports from elsewhere is not.
+A side is shown with everything that it names at the top level of its page, and with the kernels
+that it takes from kernel files. Imported code is not shown.
 """
 
 from __future__ import annotations
 
 import ast
 import difflib
-import functools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 CONTEXT = 4
 """Lines around a change in a diff."""
-LONGEST = 600
-"""Lines of a listing; the rest is counted."""
+MAX_LINES = 600
+"""Lines of a side that are shown."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """What a page's file holds.
+    """The contents of a page's file.
 
     Attributes:
-        path: the file; its kernel files lie beside it.
+        path: the file. Its kernel files lie beside it.
         text: its source.
-        doc: its docstring, empty where it has none.
+        doc: its docstring, or "".
         defined: the top-level statements by the names that they bind.
-        modules: file names of `cuda_module`s, by the names they go by.
+        modules: the files of `cuda_module`s by the names of their variables.
     """
 
     path: Path
     text: str
     doc: str
     defined: dict[str, ast.stmt]
-    modules: dict[str, str] = field(default_factory=dict)
+    modules: dict[str, str]
 
     @classmethod
     def read(cls, path: Path) -> Page:
         """Return the page at `path`.
 
         Raises:
-            OSError: where it cannot be read.
-            SyntaxError, ValueError: where it is no Python.
+            OSError: if it cannot be read.
+            SyntaxError, ValueError: if it is not Python.
         """
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
-        defined = {name: node for node in tree.body for name in _bound(node)}
+        defined = {name: node for node in tree.body for name in _bound_names(node)}
         modules = {name: file for name, node in defined.items() if (file := _kernel_file(node))}
         return cls(path, text, ast.get_docstring(tree) or "", defined, modules)
 
@@ -58,44 +58,45 @@ class Page:
         return self.doc.partition("\n")[0].strip()
 
     def side(self, name: str) -> str:
-        """Return the code of a side by name, its kernels last; empty where the page has none."""
-        if name not in self.defined:
-            return ""
+        """Return the code of a side, its kernels last, or "" if the page does not define it."""
         nodes = self._reached(name)
-        parts = [_source(self.text, node) for node in nodes]
-        return _cut("\n\n\n".join([*parts, *self._kernels(nodes)]))
+        source = self.text.splitlines()
+        parts = ["\n".join(source[_first_line(n) - 1 : n.end_lineno]) for n in nodes]
+        lines = "\n\n\n".join([*parts, *self._kernels(nodes)]).splitlines()
+        if len(lines) > MAX_LINES:
+            lines = [*lines[:MAX_LINES], f"... {len(lines) - MAX_LINES} more lines"]
+        return "\n".join(lines)
 
     def sides(self, function: str) -> tuple[str, tuple[str, ...]]:
         """Return the names of the baseline and of the variants that a test's `compare` names."""
         test = self.defined.get(function)
         for call in getattr(test, "decorator_list", []):
-            told = {k.arg: k.value for k in getattr(call, "keywords", [])}
-            if {"baseline", "optimized"} <= told.keys():
-                listed = getattr(told["optimized"], "elts", [])
-                return _name(told["baseline"]), tuple(map(_name, listed))
+            arguments = {k.arg: k.value for k in getattr(call, "keywords", [])}
+            if {"baseline", "optimized"} <= arguments.keys():
+                variants = getattr(arguments["optimized"], "elts", [])
+                return _name(arguments["baseline"]), tuple(map(_name, variants))
         return "", ()
 
     def _reached(self, name: str) -> list[ast.stmt]:
-        """Return what `name` uses of the page, in its order; modules and imports are left out."""
-        found: dict[str, ast.stmt] = {}
-        waiting = [name]
-        while waiting:
-            one = waiting.pop()
-            if one in found or one not in self.defined or one in self.modules:
-                continue
-            found[one] = self.defined[one]
-            waiting += _used(found[one])
-        return sorted({id(n): n for n in found.values()}.values(), key=lambda n: n.lineno)
+        """Return the statements of the page that define `name` and what it uses, in order."""
+        reached: dict[str, ast.stmt] = {}
+        pending = [name]
+        while pending:
+            each = pending.pop()
+            if each not in reached and each in self.defined and each not in self.modules:
+                reached[each] = self.defined[each]
+                pending += _used_names(reached[each])
+        return sorted(set(reached.values()), key=lambda node: node.lineno)
 
     def _kernels(self, nodes: list[ast.stmt]) -> Iterator[str]:
-        """Yield by kernel file what `nodes` take from it, with what that uses of the file."""
+        """Yield for each kernel file the kernels that `nodes` use, and what these use of it."""
         wanted: dict[str, list[str]] = {}
         for node in (n for top in nodes for n in ast.walk(top)):
             if isinstance(node, ast.Attribute) and _name(node.value) in self.modules:
                 wanted.setdefault(self.modules[_name(node.value)], []).append(node.attr)
         for file, names in sorted(wanted.items()):
-            if parts := _chunks(self.path.parent / file):
-                yield f"// {file}\n\n" + "\n\n".join(reached(parts, names))
+            if parts := kernel_parts(_read_kernels(self.path.parent / file), names):
+                yield f"// {file}\n\n" + "\n\n".join(parts)
 
 
 def diff(baseline: str, optimized: str, names: tuple[str, str]) -> str:
@@ -106,24 +107,16 @@ def diff(baseline: str, optimized: str, names: tuple[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _used(top: ast.stmt) -> set[str]:
-    """Return the names that a statement reads and does not bind inside itself."""
+def _used_names(top: ast.stmt) -> set[str]:
+    """Return the names that a statement reads and does not bind itself."""
     names = [n for n in ast.walk(top) if isinstance(n, ast.Name)]
     bound = {n.id for n in names if isinstance(n.ctx, ast.Store)}
     bound |= {n.arg for n in ast.walk(top) if isinstance(n, ast.arg)}
     return {n.id for n in names} - bound
 
 
-@functools.cache
-def _chunks(path: Path) -> list[str]:
-    try:
-        return list(chunks(path.read_text(encoding="utf-8", errors="replace")))
-    except OSError:
-        return []
-
-
-def _bound(node: ast.stmt) -> Iterator[str]:
-    """Yield the names that a top-level statement binds; imports bind what is not the page's."""
+def _bound_names(node: ast.stmt) -> Iterator[str]:
+    """Yield the names that a definition or an assignment binds."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         yield node.name
     elif isinstance(node, (ast.Assign, ast.AnnAssign)):
@@ -134,121 +127,88 @@ def _bound(node: ast.stmt) -> Iterator[str]:
 
 
 def _kernel_file(node: ast.stmt) -> str:
-    """Return the file of ``kernels = cuda_module("transpose.cu", ...)``, or nothing."""
-    call = getattr(node, "value", None)
-    if not (isinstance(call, ast.Call) and _name(call.func) == "cuda_module" and call.args):
-        return ""
-    first = call.args[0]
-    is_text = isinstance(first, ast.Constant) and isinstance(first.value, str)
-    return str(first.value) if is_text else ""  # type: ignore[attr-defined]
+    """Return the file of ``kernels = cuda_module("transpose.cu", ...)``, or ""."""
+    match getattr(node, "value", None):
+        case ast.Call(func=function, args=[ast.Constant(value=str(file)), *_]):
+            return file if _name(function) == "cuda_module" else ""
+    return ""
 
 
 def _name(node: ast.expr) -> str:
-    """Return the name that an element of `optimized=` goes by: ``tiled``, ``Variant(tiled)``."""
-    if isinstance(node, ast.Call):
-        return _name(node.args[0]) if node.args else ""
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
+    """Return the name in an element of `optimized=`: ``tiled``, ``Variant(tiled)``."""
+    match node:
+        case ast.Call(args=[first, *_]):
+            return _name(first)
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name
+    return ""
 
 
-def _source(text: str, node: ast.stmt) -> str:
-    """Return the lines of a statement, its decorators with it."""
-    first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
-    return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+def _first_line(node: ast.stmt) -> int:
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(each.lineno for each in decorators)])
 
 
-def _cut(text: str) -> str:
-    lines = text.splitlines()
-    if len(lines) <= LONGEST:
-        return text
-    return "\n".join([*lines[:LONGEST], f"... {len(lines) - LONGEST} more lines"])
+@cache
+def _read_kernels(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
-_TOKEN = re.compile(
-    r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'"""
-    r"""|^[ \t]*\#(?:\\\n|[^\n])*|[{};]""",
-    re.DOTALL | re.MULTILINE,
-)
+# CUDA C++ is not parsed. It is cut at blank lines outside of braces.
+
 _WORD = re.compile(r"[A-Za-z_]\w*")
-_NAMESPACE = re.compile(r"(?:namespace\b[\w\s:]*|extern\s*\"C\"\s*)$")
-_SILENT = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", re.DOTALL)
-_ATTRIBUTE = re.compile(r"\b(?:__launch_bounds__|alignas|__align__)\s*\([^)]*\)")
+_COMMENT_OR_STRING = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", re.DOTALL)
+_NAMESPACE = re.compile(r"\b(?:namespace\b[\w\s:]*|extern\s*)\{")
+_ATTRIBUTE = re.compile(r"\b(?:__launch_bounds__|__cluster_dims__|alignas|__align__)\s*\([^)]*\)")
+_DIRECTIVE = re.compile(r"^[ \t]*#(?:\\\n|[^\n])*", re.MULTILINE)
+_VARIABLE = re.compile(r"([A-Za-z_]\w*)\s*(?:\[[^\]]*\]\s*)*(?:=|,|$)")
 
 
-def chunks(text: str) -> list[str]:
-    """Return the declarations of `text` in order, each with the comment above it."""
-    return [chunk for raw in _cut_declaration(text) if (chunk := raw.strip())]
+def kernel_parts(text: str, names: Sequence[str]) -> list[str]:
+    """Return the parts of a kernel file that declare one of `names` or what these use, in order."""
+    parts = list(_parts(text))
+    declared = [_declared_names(part) for part in parts]
+    reached: set[int] = set()
+    pending = set(names)
+    while pending:
+        new = {i for i in range(len(parts)) if declared[i] & pending} - reached
+        reached |= new
+        pending = {word for i in new for word in _WORD.findall(_code(parts[i]))}
+    return [parts[i] for i in sorted(reached)]
 
 
-def reached(parts: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return those of `parts` that declare one of `names` or what these use, in order."""
-    declared: dict[str, set[int]] = {}
-    for index, part in enumerate(parts):
-        for name in _declares(part):
-            declared.setdefault(name, set()).add(index)
-    waiting = [index for name in names for index in declared.get(name, ())]
-    found: set[int] = set()
-    while waiting:
-        index = waiting.pop()
-        if index not in found:
-            found.add(index)
-            words = set(_WORD.findall(_SILENT.sub(" ", parts[index])))
-            waiting += [i for word in words for i in declared.get(word, ())]
-    return [parts[index] for index in sorted(found)]
+def _parts(text: str) -> Iterator[str]:
+    """Yield the parts between blank lines outside of braces, each with the comments above it."""
+    part = ""
+    for block in re.split(r"\n\s*\n", text.strip("\n")):
+        part = f"{part}\n\n{block}" if part else block
+        code = _code(part)
+        if code.strip() and code.count("{") <= code.count("}"):
+            yield part
+            part = ""
 
 
-def _cut_declaration(text: str) -> Iterator[str]:
-    """Yield the text between the ends of declarations; what a namespace wraps counts as top."""
-    start = depth = wrapped = 0
-    for token in _TOKEN.finditer(text):
-        mark = token[0]
-        if token.start() < start:  # the comment behind a declaration is part of it
-            continue
-        if mark == "{":
-            if depth == 0 and _NAMESPACE.search(text[start : token.start()].rstrip()):
-                wrapped += 1
-                start = token.end()
-            else:
-                depth += 1
-        elif mark == "}" and depth == 0 and wrapped:
-            wrapped -= 1
-            start = token.end()
-        elif mark == "}":
-            depth -= 1
-            if depth == 0 and not text[token.end() :].lstrip(" \t").startswith(";"):
-                yield text[start : token.end()]
-                start = token.end()
-        elif mark == ";" and depth == 0:
-            end = _line_end(text, token.end())
-            yield text[start:end]
-            start = end
-        elif mark.lstrip().startswith("#") and depth == 0:
-            yield text[start : token.end()]
-            start = token.end()
+def _code(part: str) -> str:
+    """Return `part` without comments, strings and the braces of namespaces."""
+    return _NAMESPACE.sub(" ", _COMMENT_OR_STRING.sub(" ", part))
 
 
-def _line_end(text: str, end: int) -> int:
-    """Return where the line ends that `end` is on, if only a comment follows there."""
-    comment = re.compile(r"[ \t]*//[^\n]*").match(text, end)
-    return comment.end() if comment else end
-
-
-def _declares(part: str) -> set[str]:
-    """Return the names that a declaration makes known."""
-    head = _SILENT.sub(" ", part).strip()
-    if define := re.match(r"#\s*define\s+(\w+)", head):
-        return {define[1]}
-    if head.startswith("#"):
-        return set()
-    head = _ATTRIBUTE.sub(" ", head)
-    if re.match(r"enum\b", head):
-        return set(_WORD.findall(head))
-    if made := re.search(r"\b(?:struct|class|union)\s+(\w+)[^;(]*\{", head):
-        return {made[1]}
-    if using := re.match(r"using\s+(\w+)\s*=", head):
-        return {using[1]}
-    before = re.split(r"[={]", head, maxsplit=1)[0]
-    if "(" in before:
-        return set(re.findall(r"(\w+)\s*\(", before)[:1])
-    return set(_WORD.findall(before)[-1:]) | set(re.findall(r"(\w+)\s*=", head.split("{")[0]))
+def _declared_names(part: str) -> set[str]:
+    code = _ATTRIBUTE.sub(" ", _code(part))
+    names = set(re.findall(r"#\s*define\s+(\w+)", code))
+    code = _DIRECTIVE.sub("", code)
+    for enumerators in re.findall(r"\benum\b[^;{]*\{([^}]*)\}", code):
+        names.update(_WORD.findall(enumerators))
+    nested = 1
+    while nested:  # remove the bodies, the innermost first
+        code, nested = re.subn(r"\{[^{}]*\}", ";", code)
+    for statement in code.split(";"):
+        before, parenthesis, _ = statement.partition("(")
+        if parenthesis and "=" not in before:
+            names.update(_WORD.findall(before)[-1:])
+        else:
+            names.update(_VARIABLE.findall(statement.strip()))
+    return names

@@ -66,10 +66,10 @@ class Recorder:
         self.artifacts.finish(facts, peaks, self._report)
 
     def _report(self, folder: Path) -> None:
-        from ..report import write
+        from ..report.html import write_report
         from ..report.run import ReportRun
 
-        write.write(ReportRun.read(folder), folder / REPORT, pages_root=self.settings.root)
+        write_report(ReportRun.read(folder), folder / REPORT, pages_root=self.settings.root)
 
     def close(self) -> None:
         """Let other runs have the folder of artifacts."""

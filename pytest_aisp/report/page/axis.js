@@ -1,5 +1,5 @@
-// The rows' plots on one axis over the cases that are shown: speedups, or how far each is from what
-// it is held against, where a percent is wide enough to be seen.
+// The plots of the rows on one axis over the visible cases: speedups, or the ratio of each speedup to
+// its claim or its stored result.
 
 const REFERENCES = { speedup: () => 1, claim: claimOf, stored: storedOf };
 const drawn = rows.map((row) => {
@@ -10,18 +10,18 @@ const drawn = rows.map((row) => {
 function parts(one, scale) {
   const by = one.speedup && REFERENCES[scale](one);
   if (!by) return null;
-  const [value, low, high] = one.speedup.map((v) => v / by);
-  const over = (v) => (v ? v / by : null);
-  return { value, low, high, claim: over(claimOf(one)), stored: over(storedOf(one)) };
+  const { value, low, high } = one.speedup, over = (v) => (v ? v / by : null);
+  return { value: value / by, low: low / by, high: high / by, claim: over(claimOf(one)), stored: over(storedOf(one)) };
 }
 
-// Of the claim or the stored result, the axis holds intervals alone: the other tick may lie far off.
+// On the scales of claim and stored result the axis covers only the intervals: the other mark may be
+// far away.
 function spanOf(seen, scale) {
   const all = seen.flatMap((p) => [p.low, p.high, ...(scale === "speedup" ? [p.claim, p.stored] : [])]).filter(Boolean);
   return roomy([1, ...all], 1.004, 0.06);
 }
 
-// Move an element to `from`, a line's other end to `to`; what lies beyond the axis is hidden.
+// Move an element to `from`, and a line's other end to `to`. Hide it outside of the axis.
 function move(element, from, to = from) {
   if (!element) return;
   const beyond = !Number.isFinite(from) || to < -1 || from > 101;
@@ -31,7 +31,7 @@ function move(element, from, to = from) {
   for (const [name, at] of Object.entries(ends)) element.setAttribute(name, `${at.toFixed(2)}%`);
 }
 
-// Words of a tick: 1.2×, or, beside what cases are held against, how far from it.
+// The label of a tick: 1.2×, or the distance from the claim or stored result in percent.
 function tickWords(t, scale, span) {
   if (scale === "speedup") return `${digits(t)}×`;
   if (Math.abs(t - 1) < 1e-9) return scale;
@@ -59,7 +59,7 @@ function drawAxis() {
 function startAxis() {
   byId("scale").addEventListener("change", drawAxis);
   let before = "";
-  onShown(() => { // orders alone change nothing
+  onShown(() => { // a new order alone changes nothing
     const now = [...shown].sort((a, b) => a - b).join();
     if (now !== before) drawAxis();
     before = now;

@@ -6,14 +6,15 @@ function head(one) {
     h("div", null, h("div", { class: `badge v-${verdictOf(one)}` }, glyph(one), one.verdict || "no verdict"),
       h("h1", null, one.variant || one.id),
       h("p", null, `${one.chapter} / ${stem(one)} · ${one.function}`, h("br"), sizeWords(one))),
-    speedup ? h("div", null, h("div", { class: "big" }, ratio(speedup[0])),
-      h("p", null, `99 % interval ${ratio(speedup[1])} – ${ratio(speedup[2])}`)) : h("p", null, one.not_timed));
+    speedup ? h("div", null, h("div", { class: "big" }, ratio(speedup.value)),
+      h("p", null, `99 % interval ${ratio(speedup.low)} – ${ratio(speedup.high)}`)) : h("p", null, one.not_timed));
 }
 
-// Both times as bars of one scale, and the least that this machine's peaks allow.
+// Both times as bars on one scale, and the least time that this machine's peaks allow.
 function bars(one) {
   if (!one.seconds) return null;
-  const most = Math.max(...one.seconds), least = one.limit && one.limit.share * one.seconds[1];
+  const { baseline, optimized } = one.seconds;
+  const most = Math.max(baseline, optimized), least = one.limit && one.limit.share * optimized;
   const bar = (name, seconds, kind) => {
     const part = (78 * seconds) / most;
     return h("div", null, h("span", null, name), s("svg", { role: "img", "aria-label": `${name} ${duration(seconds)}` },
@@ -21,27 +22,26 @@ function bars(one) {
       least && kind === "o" && line(`${(78 * least) / most}%`, -2, `${(78 * least) / most}%`, 28, "least"),
       s("text", { x: `${part}%`, dx: 8, y: 18 }, duration(seconds))));
   };
-  return h("div", { class: "bars" }, bar(one.baseline, one.seconds[0], "b"), bar(one.variant, one.seconds[1], "o"),
-    least && h("p", { class: "said" }, `Dashed: ${duration(least)}, the least that the measured ${one.limit.name} rate allows for the declared work.`));
+  return h("div", { class: "bars" }, bar(one.baseline, baseline, "b"), bar(one.variant, optimized, "o"),
+    least && h("p", { class: "said" }, `Dashed: ${duration(least)}, the least time for the declared work at the measured ${one.limit.name} rate.`));
 }
 
 const UNITS = { memory: bytes, reserved: bytes, fragmentation: bytes, energy: joules, goodput: percent };
 const CALLS = { memory: "memory beyond the inputs", reserved: "memory taken from the GPU", fragmentation: "memory taken and unused", goodput: "share of time at compute" };
 const SHARES = ["memory", "reserved", "fragmentation", "energy"];
 
-// What a call of each side takes: asked by the page, or seen while it was timed.
-function taken(one) {
-  const facts = one.samples ? one.samples[0].facts : {}, goals = one.goals || {}, found = [];
-  if (one.seconds) found.push([`time (${one.clock} clock)`, ...one.seconds.map(duration)]);
+// What a call of each side takes: metrics of the page, and facts from the timing.
+function costs(one) {
+  const facts = one.processes ? one.processes[0].facts : {}, goals = one.goals || {}, found = [];
+  if (one.seconds) found.push([`time (${one.clock} clock)`, duration(one.seconds.baseline), duration(one.seconds.optimized)]);
   for (const [name, words] of [["as_called", "time as called"], ["gpu_only", "time on the GPU alone"]]) {
     if (Array.isArray(facts[name])) found.push([words, ...facts[name].map(duration)]);
   }
   for (const [name, both] of Object.entries(goals)) {
     const unit = UNITS[name] || digits;
-    if (typeof both.baseline !== "number" || typeof both.optimized !== "number") continue;
     const limit = (value) => (SHARES.includes(name) ? `${digits(value)} of the baseline's` : unit(value));
-    const asked = typeof both.limit === "number" ? `, at ${name === "goodput" ? "least" : "most"} ${limit(both.limit)}` : "";
-    found.push([`${CALLS[name] || name}${asked}`, unit(both.baseline), unit(both.optimized)]);
+    const words = both.limit !== undefined ? `, at ${name === "goodput" ? "least" : "most"} ${limit(both.limit)}` : "";
+    found.push([`${CALLS[name] || name}${words}`, unit(both.baseline), unit(both.optimized)]);
   }
   const peak = facts.peak_bytes;
   if (peak && !goals.memory && "baseline" in peak && "optimized" in peak) found.push([CALLS.memory, bytes(peak.baseline), bytes(peak.optimized)]);
@@ -64,20 +64,20 @@ function range(processes, name, unit) {
   return low === high ? `${low} ${unit}` : `${low}–${high} ${unit}`;
 }
 
-// What the verdict rests on.
-function judged(one) {
-  const claim = one.claim, stored = one.stored, processes = one.samples || [], found = [];
+// The evidence for the verdict.
+function evidence(one) {
+  const claim = one.claim, stored = one.stored, processes = one.processes || [], found = [];
   if (claim) found.push(["claim", `${typeof claim.at_least === "number" ? `at least ${digits(claim.at_least)}×` : claim.at_least}${claim.from ? `, ${claim.from}` : ""}`]);
-  found.push(["stored", stored ? `${ratio(stored.speedup)}, ${stored.from || ""}` : "nothing for this product yet"]);
+  found.push(["stored", stored ? `${ratio(stored.speedup)}, ${stored.from || ""}` : "no result for this product yet"]);
   if (one.votes) found.push(["votes of fresh processes", one.votes.map(ratio).join(", ")]);
   if (one.limit) found.push(["share of limit", `${percent(one.limit.share, 1)} of ${one.limit.name}`]);
-  if (one.detectable) found.push(["smallest loss found", percent(one.detectable, 1)]);
+  if (one.detectable) found.push(["smallest detectable loss", percent(one.detectable, 1)]);
   if (one.spread) found.push(["spread of a process", percent(one.spread, 2)]);
   const watched = [range(processes, "sm_mhz", "MHz"), range(processes, "watts", "W"), range(processes, "celsius", "°C")];
   if (watched.some(Boolean)) found.push(["while timed", watched.filter(Boolean).join(" · ")]);
   found.push(["machine", [one.product, one.arch].filter(Boolean).join(", ")], ["bound", one.bound]);
-  if (one.wall) found.push(["the whole case took", `${digits(one.wall, 3)} s`]);
-  return h("table", { class: "table" }, h("thead", null, h("tr", null, h("th", { scope: "col", colspan: 2 }, "The verdict rests on"))),
+  if (one.wall) found.push(["time for the whole case", `${digits(one.wall, 3)} s`]);
+  return h("table", { class: "table" }, h("thead", null, h("tr", null, h("th", { scope: "col", colspan: 2 }, "Evidence for the verdict"))),
     h("tbody", null, found.filter(([, v]) => v).map(([name, v]) => h("tr", null, h("th", { scope: "row" }, name), h("td", null, v)))));
 }
 
@@ -108,11 +108,11 @@ function crumbs(i) {
 }
 
 const noHistory = (one) => h("section", null, h("h2", null, "History"), h("p", { class: "said" },
-  `None of the ${data.runs} other runs given has timed this case on ${one.product || "this machine"}.`));
+  `None of the ${data.runs} other runs timed this case on ${one.product || "this machine"}.`));
 
 function showCase(i) {
   const one = data.cases[i], host = byId("case"), samples = samplesSection(one), draws = [];
-  const close = h("figure"), past = h("figure", null, h("figcaption", null, "Value and 99 % interval by run; ringed: this one"));
+  const close = h("figure"), past = h("figure", null, h("figcaption", null, "Value and 99 % interval by run; ring: this run"));
   const red = (one.reasons || []).length
     ? h("ul", { class: `reasons v-${verdictOf(one)}` }, one.reasons.map((l) => h("li", null, String(l)))) : null;
   if (one.speedup) draws.push(() => intervalPlot(close, one));
@@ -121,7 +121,7 @@ function showCase(i) {
   host.replaceChildren(...[
     crumbs(i), head(one), red,
     one.speedup && h("section", { class: "columns" }, bars(one), close),
-    h("section", { class: "columns" }, judged(one), taken(one)),
+    h("section", { class: "columns" }, evidence(one), costs(one)),
     samples && (samples.element || samples),
     one.history ? h("section", null, h("h2", null, "History"), past) : data.runs > 0 && noHistory(one),
     codeSection(one), listed("Remarks", one.remarks), listed("Notes", one.notes), profiles(one), reproduce(one),

@@ -1,9 +1,9 @@
-// What changed between the sides, both sides' code, and the page's docstring.
+// The diff of the sides, the code of both, and the docstring of the page.
 
 const KINDS = { "+": "plus", "-": "minus", "@": "hunk" };
 
 function diffLines(text) {
-  return text.split("\n").slice(2).map((l) =>  // without the names of the sides
+  return text.split("\n").slice(2).map((l) =>  // without the side names
     h("span", { class: KINDS[l[0]] }, l[0] === "@" ? "" : [h("i", null, l[0] === " " ? "" : l[0]), l.slice(1) || " "]));
 }
 
@@ -32,11 +32,11 @@ function codeSection(one) {
   for (const [role, name] of [["baseline", one.baseline], ["optimized", one.variant]]) {
     if (page.sides[name]) entries.push([`${name} (${role})`, () => plain(page.sides[name])]);
   }
-  const missing = one.code_left_out ? "Left out to keep this file small." : "Its sides are not functions of the page.";
+  const missing = one.code_left_out ? "The code is left out to keep this file small." : "The page does not define its sides.";
   return [
     page.doc && h("section", null, h("h2", null, "The page says"), h("pre", { class: "doc" }, page.doc)),
     h("section", null, h("h2", null, "Code"),
       entries.length ? tabs(entries) : null,
-      h("p", { class: "said" }, `${entries.length ? "" : missing + " "}${one.page}, as it was when this report was written. A side is shown with what it uses of its page and of the kernel files beside it.`)),
+      h("p", { class: "said" }, `${entries.length ? "" : missing + " "}${one.page}, as of the time of this report. A side is shown with everything it uses of its page and its kernel files.`)),
   ];
 }

@@ -1,4 +1,4 @@
-// Elements, and numbers as people write them. Text is only ever set as text, never as markup.
+// Elements and formatted numbers. Text is always set as text, never as markup.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
@@ -17,9 +17,9 @@ const h = (tag, attributes, ...children) => filled(document.createElement(tag), 
 const s = (tag, attributes, ...children) =>
   filled(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 
-// Four digits, and no zeros behind the point: 1.25, 0.0125, 1250.
+// Four digits without trailing zeros: 1.25, 0.0125, 1250.
 const digits = (value, count = 4) => String(Number(value.toPrecision(count)));
-// In the largest unit that leaves 1 or more; in three digits, where nothing else is asked for.
+// In the largest unit that gives 1 or more, by default with three digits.
 const scaled = (value, units, count) => {
   const [unit, scale] = units.find(([, least]) => Math.abs(value) >= least) || units[units.length - 1];
   return `${digits(value / scale, count || (Math.abs(value / scale) >= 1000 ? 4 : 3))} ${unit}`;

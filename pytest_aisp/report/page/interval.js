@@ -1,7 +1,7 @@
-// A case's speedup close up, and what it was in the runs before.
+// The speedup of a case in detail, and its speedups in other runs.
 
 function intervalPlot(host, one) {
-  const [value, low, high] = one.speedup, claim = claimOf(one), stored = storedOf(one), votes = one.votes || [];
+  const { value, low, high } = one.speedup, claim = claimOf(one), stored = storedOf(one), votes = one.votes || [];
   const all = [low, high, ...votes, ...[claim, stored].filter(Boolean)];
   const span = roomy(all);
   const words = `${ratio(value)}, interval ${ratio(low)} to ${ratio(high)}`;
@@ -22,7 +22,7 @@ function intervalPlot(host, one) {
 }
 
 function historyPlot(host, one) {
-  const runs = one.history, claim = claimOf(one), values = runs.flatMap(([, , , low, high]) => [low, high]);
+  const runs = one.history, claim = claimOf(one), values = runs.flatMap((run) => [run.speedup.low, run.speedup.high]);
   if (claim && claim > Math.min(...values) / 1.3) values.push(claim);
   const span = roomy(values);
   plot(host, 170, (width, tall) => {
@@ -31,15 +31,15 @@ function historyPlot(host, one) {
       parts.push(line(52, y(t), width - 10, y(t), "gridline"), label(44, y(t) + 4, `${digits(t)}×`, "end"));
     }
     if (claim && claim >= span[0]) parts.push(line(52, y(claim), width - 10, y(claim), "least"), label(54, y(claim) - 5, "claim", "start"));
-    parts.push(s("path", { class: "gridline", fill: "none", d: runs.map(([, , v], n) => `${n ? "L" : "M"}${x(n)} ${y(v)}`).join("") }));
-    runs.forEach(([stamp, commit, value, low, high, verdict, current], n) => parts.push(
+    parts.push(s("path", { class: "gridline", fill: "none", d: runs.map((run, n) => `${n ? "L" : "M"}${x(n)} ${y(run.speedup.value)}`).join("") }));
+    runs.forEach(({ started, commit, speedup: { value, low, high }, verdict, current }, n) => parts.push(
       s("g", { class: `v-${verdict || "none"}` }, line(x(n), y(low), x(n), y(high), "interval"),
         s("use", { href: `#v-${verdict || "none"}`, x: x(n), y: y(value) }),
         current && s("circle", { cx: x(n), cy: y(value), r: 9, class: "halo" }),
-        s("title", null, `${stamp.slice(0, 16).replace("T", " ")} ${commit} ${ratio(value)} [${ratio(low)}, ${ratio(high)}] ${verdict}`))));
+        s("title", null, `${started.slice(0, 16).replace("T", " ")} ${commit} ${ratio(value)} [${ratio(low)}, ${ratio(high)}] ${verdict}`))));
     const every = Math.ceil(runs.length / Math.max(2, Math.floor(width / 100)));
-    runs.forEach(([stamp], n) => {
-      if (n % every === 0) parts.push(label(x(n), tall - 10, day(stamp), n ? (n === runs.length - 1 ? "end" : "middle") : "start"));
+    runs.forEach(({ started }, n) => {
+      if (n % every === 0) parts.push(label(x(n), tall - 10, day(started), n ? (n === runs.length - 1 ? "end" : "middle") : "start"));
     });
     return parts;
   }, `Speedup in ${runs.length} runs`);

@@ -1,4 +1,4 @@
-// The list of cases: filters, order, what is shown. The rows are there already.
+// The list of cases: filters and order. The rows are already in the page.
 
 const rows = [...document.querySelectorAll("#cases tbody tr")];
 const wanted = { verdicts: new Set(), chapter: "", bound: "", words: [], order: "look" };
@@ -16,13 +16,13 @@ const haystacks = data.cases.map((one) =>
     ...(one.reasons || []), ...(one.remarks || []), (data.pages[one.page] || {}).title || ""]
     .join(" ").toLowerCase());
 
-// By each order, what is smallest comes first; what has no such number comes last.
+// In each order the smallest key comes first. Cases without a key come last.
 const KEYS = {
   look: (one, i) => i,
-  speedup: (one) => one.speedup && -one.speedup[0],
+  speedup: (one) => one.speedup && -one.speedup.value,
   share: (one) => one.limit && -one.limit.share,
-  margin: (one) => one.speedup && claimOf(one) && Math.log(one.speedup[0] / claimOf(one)),
-  time: (one) => one.seconds && -one.seconds[1],
+  margin: (one) => one.speedup && claimOf(one) && Math.log(one.speedup.value / claimOf(one)),
+  time: (one) => one.seconds && -one.seconds.optimized,
   page: (one) => `${one.chapter}/${one.page}/${one.id}`,
 };
 

@@ -1,10 +1,10 @@
-// Which page is shown, by the address; the theme; the start.
+// The page to show, by the address. The theme. The start.
 
 const address = (one) => `#case/${encodeURIComponent(one.id)}`;
 const open = (i) => { location.hash = address(data.cases[i]); };
 let leftAt = 0, opened = null;
 
-function asked() {
+function addressed() {
   const found = /^#case\/(.*)$/s.exec(location.hash);
   if (!found) return -1;
   try { return data.cases.findIndex((one) => one.id === decodeURIComponent(found[1])); } catch { return -1; }
@@ -23,7 +23,7 @@ function showOverview() {
 
 function route() {
   hideTip();
-  const i = asked();
+  const i = addressed();
   if (i < 0) {
     const part = location.hash.slice(1), heading = part === "speedups" || part === "roofline" ? byId(part) : null;
     if (!byId("case").hidden) showOverview();
@@ -38,31 +38,31 @@ function route() {
   byId("case").focus({ preventScroll: true });
 }
 
-// As the system says, until the button is pressed.
+// The system's theme until the button is pressed.
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const theme = () => document.documentElement.dataset.theme || (dark.matches ? "dark" : "light");
-const kept = (value) => {
+const storedTheme = (value) => {
   try { return value ? localStorage.setItem("aisp-theme", value) : localStorage.getItem("aisp-theme"); } catch { return null; }
 };
-function label_theme() { byId("theme").textContent = theme() === "dark" ? "Light" : "Dark"; }
+function labelTheme() { byId("theme").textContent = theme() === "dark" ? "Light" : "Dark"; }
 
 function startTheme() {
-  const before = kept();
+  const before = storedTheme();
   if (before === "dark" || before === "light") document.documentElement.dataset.theme = before;
   byId("theme").hidden = false;
   byId("theme").addEventListener("click", () => {
     document.documentElement.dataset.theme = theme() === "dark" ? "light" : "dark";
-    kept(theme());
-    label_theme();
+    storedTheme(theme());
+    labelTheme();
   });
-  dark.addEventListener("change", label_theme);
-  label_theme();
+  dark.addEventListener("change", labelTheme);
+  labelTheme();
 }
 
 function keys(e) {
   const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(e.target.tagName);
   if (e.ctrlKey || e.metaKey || e.altKey) return;
-  const at = asked();  // a quick hand is ahead of `route`, and of what it has opened
+  const at = addressed();  // quick key presses arrive before `route` has run
   if (e.key === "Escape" && !typing && at >= 0) { opened = at; location.hash = ""; }
   else if (e.key === "/" && !typing && at < 0) { byId("search").focus(); e.preventDefault(); }
   else if (at >= 0 && !typing && (e.key === "j" || e.key === "k")) {

@@ -1,4 +1,4 @@
-// Marks and axes that all plots share, and how a plot follows the width it is given.
+// Marks and axes of all plots, and redrawing at a new width.
 
 const verdictOf = (one) => one.verdict || "none";
 
@@ -11,7 +11,7 @@ const logScale = (low, high, from, to) => {
 };
 const linScale = (low, high, from, to) => (value) => from + ((value - low) / (high - low || 1)) * (to - from);
 
-// What a logarithmic axis of ratios spans: `values`, no less than `least`, and room at both ends.
+// The span of a logarithmic axis: `values`, at least a factor of `least`, and a margin at both ends.
 const roomy = (values, least = 1.01, power = 0.12) => {
   const low = Math.min(...values), high = Math.max(...values), room = Math.max(high / low, least) ** power;
   return [low / room, high * room];
@@ -23,7 +23,7 @@ const decades = (low, high) => {
   return found;
 };
 
-// Round steps, about `count` of them.
+// About `count` round steps.
 const steps = (low, high, count = 5) => {
   const rough = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((m) => m * power).find((m) => m >= rough);
@@ -32,7 +32,7 @@ const steps = (low, high, count = 5) => {
   return found;
 };
 
-// Ticks of a logarithmic axis of ratios, whether it spans a percent or a thousand.
+// Ticks of a logarithmic axis of ratios, from one percent to a factor of a thousand.
 const ratioTicks = (low, high, count = 6) => {
   if (high / low < 4) return steps(low, high, count);
   const found = [];
@@ -45,7 +45,7 @@ const line = (x1, y1, x2, y2, kind) => s("line", { x1, y1, x2, y2, class: kind }
 const label = (x, y, words, anchor = "middle", kind) =>
   s("text", { x, y, "text-anchor": anchor, class: kind }, words);
 
-// Draw into `host` at its width, again whenever that changes.
+// Draw into `host` at its width, and again when the width changes.
 function plot(host, height, draw, words) {
   const svg = s("svg", { role: "img", "aria-label": words, class: "labels" });
   host.append(svg);

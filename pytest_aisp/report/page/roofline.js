@@ -1,5 +1,5 @@
-// Every timed case against the measured peaks: with arithmetic, FLOP/s over FLOP/byte; without any,
-// on the bandwidth roof, bytes/s over the bytes of a call.
+// Every timed case against the measured peaks: FLOP/s over FLOP/byte, or, for cases without FLOPs,
+// bytes/s over bytes per call.
 
 const total = (table) => Object.values(table || {}).reduce((a, b) => a + b, 0);
 const WIRES = ["pcie", "nvlink", "latency"];
@@ -9,7 +9,7 @@ function placed(one, i) {
   if (!one.seconds || !one.work) return null;
   const flops = total(one.work.flops), moved = (one.work.read || 0) + (one.work.write || 0);
   const wire = WIRES.includes(one.bound) ? one.work.wire || 0 : 0;
-  const [before, after] = one.seconds;
+  const before = one.seconds.baseline, after = one.seconds.optimized;
   if (flops && moved && !wire) {
     const kind = Object.entries(one.work.flops).sort((a, b) => b[1] - a[1])[0][0];
     return { i, one, kind, x: flops / moved, y: flops / after, from: flops / before, unit: "FLOP/s" };
@@ -24,7 +24,7 @@ const points = data.cases.map(placed).filter(Boolean);
 const computing = points.filter((p) => p.unit === "FLOP/s");
 const moving = points.filter((p) => p.unit === "B/s");
 
-// The rates of the product that most points are of; others add what it lacks, as links do.
+// The rates of the product with the most points. Other products add rates that it lacks.
 const rates = (() => {
   const count = {};
   for (const p of points) count[p.one.product] = (count[p.one.product] || 0) + 1;
@@ -76,7 +76,7 @@ function roofLines(width, box, span, x, y) {
   return [...parts, ...roofNames(flat, right, y, "FLOP/s")];
 }
 
-// Names above their lines; of lines that lie too close, together above the highest.
+// Names above their lines. Lines that are too close share one label above the highest.
 function roofNames(roofs, right, y, unit) {
   const groups = [];
   for (const [kind, value] of roofs) {
@@ -97,13 +97,13 @@ function tipOf(p) {
   return [
     h("b", null, one.variant), ` ${one.chapter} / ${stem(one)}`, h("br"), h("small", null, sizeWords(one)), h("br"),
     `${rate(p.y, p.unit)} (${one.baseline}: ${rate(p.from, p.unit)})`, h("br"),
-    p.unit === "FLOP/s" ? `${digits(p.x, 3)} FLOP/byte, ${p.kind}` : `${bytes(p.x)} a call`,
+    p.unit === "FLOP/s" ? `${digits(p.x, 3)} FLOP/byte, ${p.kind}` : `${bytes(p.x)} per call`,
     limit ? [h("br"), `${percent(limit.share)} of the ${limit.name} limit`] : "",
-    h("br"), one.speedup ? `${ratio(one.speedup[0])}, ` : "", one.verdict,
+    h("br"), one.speedup ? `${ratio(one.speedup.value)}, ` : "", one.verdict,
   ].flat();
 }
 
-// Points that answer to the pointer, and to arrow keys: left and right, Enter opens.
+// Points that follow the pointer and the arrow keys: left and right move, Enter opens.
 function pointed(figure, list, box, span, height, unitX, unitY, roofs, words) {
   let scale, chosen = null;
   const seen = () => { const set = new Set(shown); return list.filter((p) => set.has(p.i)); };
@@ -168,13 +168,13 @@ function startRoofline() {
   const known = Object.keys(rates).length > 0;
   if (computing.length) {
     const box = { left: 46, right: 12, top: 26, bottom: 40 }, span = bounds(computing, flat, 1.7), figure = byId("arithmetic");
-    figure.append(h("figcaption", null, h("b", null, "Arithmetic"), " FLOP/s over FLOP/byte, of the declared work"));
+    figure.append(h("figcaption", null, h("b", null, "Arithmetic"), " FLOP/s over FLOP/byte of the declared work"));
     pointed(figure, computing, box, span, tall, "", "FLOP/s", (w, x, y) => roofLines(w, box, span, x, y),
       `Roofline of ${computing.length} cases with arithmetic`);
   } else byId("arithmetic").hidden = true;
   if (moving.length) {
     const box = { left: 46, right: 12, top: 26, bottom: 40 }, span = bounds(moving, widths, 2), figure = byId("bandwidth");
-    figure.append(h("figcaption", null, h("b", null, "Bandwidth"), " bytes/s over bytes a call, without FLOPs"));
+    figure.append(h("figcaption", null, h("b", null, "Bandwidth"), " bytes/s over bytes per call, cases without FLOPs"));
     pointed(figure, moving, box, span, tall, "B", "B/s", (w, x, y) => widthLines(w, box, y),
       `Bandwidth of ${moving.length} cases without arithmetic`);
   } else byId("bandwidth").hidden = true;
@@ -182,16 +182,16 @@ function startRoofline() {
   const legend = () => {
     const visible = new Set(shown), seen = points.filter((p) => visible.has(p.i)).length;
     byId("roofline-legend").textContent = `${seen === points.length ? "" : `${seen} of ${points.length} cases, as filtered; `}`
-      + "a stem rises from the baseline to the optimized side; point at it, or use arrow keys";
+      + "a line leads from the baseline to the optimized side; point at it, or use the arrow keys";
   };
   onShown(legend);
   legend();
-  const sources = Object.values(data.peaks).map((p) => p.from + (p.date ? ` (${p.date})` : "")).filter(Boolean);
+  const sources = Object.values(data.peaks).map((p) => p.from + (p.facts.date ? ` (${p.facts.date})` : "")).filter(Boolean);
   const without = data.cases.length - points.length;
   byId("roofline-said").textContent = [
-    known ? `Roofs are rates measured on this machine: ${sources.join(", ") || "from the run"}.` : "No peaks were measured for this product: points have no roofs. The first recording measures them: pytest --aisp-update-expectations.",
-    moving.length ? "Cases that declare no FLOPs have no arithmetic intensity; they stand against the bandwidth roof on their own." : "",
-    "What stays in a cache may pass a DRAM roof.",
-    without ? `Not shown: ${without} that were not timed or declare no work.` : "",
+    known ? `Roofs are rates measured on this machine: ${sources.join(", ") || "from the run"}.` : "No peaks were measured for this product, so there are no roofs. The first recording measures them: pytest --aisp-update-expectations.",
+    moving.length ? "Cases that declare no FLOPs have no arithmetic intensity. The bandwidth plot shows them." : "",
+    "Data that stays in a cache may exceed the DRAM roof.",
+    without ? `Not shown: ${without} cases that were not timed or declare no work.` : "",
   ].join(" ");
 }

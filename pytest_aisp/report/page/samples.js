@@ -1,17 +1,18 @@
-// The windows of a case: how they lie about their side's median, and in the order in which they ran.
+// The windows of a case: their distribution around the median, and their order of measurement.
 
-// All windows in measured order, with the side's own median as 0; near sides share one middle.
+// All windows in the order of measurement, as distances from the side's median. Sides of similar speed
+// share one center.
 function deviations(one) {
   const all = [];
   let at = 0;
   const ends = [], laps = [], drops = [], looks = [];
-  one.samples.forEach((process, n) => {
-    const kept = process.kept || Array.from({ length: process.blocks }, (_, i) => i);
+  one.processes.forEach((process, n) => {
+    const kept = process.shown || Array.from({ length: process.blocks }, (_, i) => i);
     const each = process.us.length / kept.length;
     const place = (block) => at + each * kept.filter((k) => k < block).length;
     process.laps.forEach((block) => laps.push(place(block)));
     process.dropped.forEach(([cause, block]) => drops.push([block === null ? null : place(block), cause]));
-    process.looks.forEach(([block, ...seen]) => looks.push([place(block), ...seen]));
+    (process.facts.looks || []).forEach(([block, ...seen]) => looks.push([place(block), ...seen]));
     process.us.forEach((us, k) => all.push({ at: at + k, side: process.sides[k], us, process: n }));
     at += process.us.length;
     ends.push(at);
@@ -25,7 +26,8 @@ function deviations(one) {
   return { all, ends, laps, drops, looks, middle, near, zero, most, count: at };
 }
 
-// A Gaussian kernel density; Silverman's width, from the middle half, so that one dip widens nothing.
+// A Gaussian kernel density. Silverman's width uses the interquartile range, so that an outlier does
+// not widen it.
 function density(values, low, high, count) {
   const sorted = [...values].sort((a, b) => a - b), n = sorted.length;
   const iqr = sorted[Math.floor(0.75 * (n - 1))] - sorted[Math.floor(0.25 * (n - 1))];
@@ -62,7 +64,7 @@ function distribution(host, one) {
       parts.push(s("text", { x: 26, y: base - 42, class: "strong" }, `${brief(nameOf[side], width / 12)}  `,
         s("tspan", { "font-weight": 400 }, duration(d.middle[side] * 1e-6))));
     });
-    parts.push(label(width - 26, top + 2 * lane + 34, d.near ? "from the middle of both medians" : "from the side's own median", "end"));
+    parts.push(label(width - 26, top + 2 * lane + 34, d.near ? "distance from the middle of both medians" : "distance from the side's own median", "end"));
     return parts;
   }, `Distribution of ${d.count} windows of both sides`);
   return d;
@@ -88,13 +90,13 @@ function overTime(host, one, d) {
     d.drops.filter(([at]) => at !== null).forEach(([at, cause]) => parts.push(s("g", null,
       line(x(at - 0.5), box.top, x(at - 0.5), box.bottom, "drop"),
       s("path", { d: `M${x(at - 0.5)} ${box.top + 7}l-5 -8h10z`, class: "dropmark" }), s("title", null, `measured again: ${cause}`))));
-    parts.push(label(width - box.right, box.bottom + strip + 20, "windows in the order in which they ran", "end"));
+    parts.push(label(width - box.right, box.bottom + strip + 20, "windows in the order of measurement", "end"));
     if (strip) parts.push(clocks(seen, x, width, box, tall));
     return parts;
   }, `${d.count} windows over time`);
 }
 
-// What the SM clock was at each look, as steps.
+// The SM clock at each reading, as steps.
 function clocks(seen, x, width, box, top) {
   const mhz = seen.map(([, m]) => m), low = Math.min(...mhz), high = Math.max(...mhz);
   const y = linScale(low === high ? low - 1 : low, high, top + 46, top + 18);
@@ -105,17 +107,17 @@ function clocks(seen, x, width, box, top) {
 }
 
 function samplesSection(one) {
-  if (!one.samples) {
-    const why = one.samples_wrong;
-    return why ? h("section", null, h("h2", null, "Samples"), h("p", { class: "said" }, why)) : null;
+  if (!one.processes) {
+    const error = one.samples_error;
+    return error ? h("section", null, h("h2", null, "Samples"), h("p", { class: "said" }, error)) : null;
   }
   const first = h("figure", null, h("figcaption", null, h("b", null, "Distribution"), " of windows, by side"));
-  const second = h("figure", null, h("figcaption", null, h("b", null, "Over time"), ` hollow ${one.baseline}, filled ${one.variant}; dashed: both built anew`));
-  const cut = one.samples.filter((p) => p.kept), shownOf = one.samples.length, of = one.samples[0].of;
+  const second = h("figure", null, h("figcaption", null, h("b", null, "Over time"), ` hollow: ${one.baseline}, filled: ${one.variant}; dashed: both sides were built again`));
+  const cut = one.processes.filter((p) => p.shown), shownOf = one.processes.length, of = one.processes[0].of;
   const words = [
-    cut.length ? `Shown are ${data.blocks} of ${cut[0].blocks} blocks a process: those with the shortest and longest windows, others at even distances.` : "Every window is shown: the mean of its calls.",
+    cut.length ? `${data.blocks} of ${cut[0].blocks} blocks per process are shown: those with the shortest and longest windows, and others at even distances.` : "Every window is shown as the mean of its calls.",
     shownOf < of ? `The first ${shownOf} of ${of} processes.` : "",
-    ...new Set(one.samples.flatMap((p) => p.dropped.map(([cause]) => `Measured again: ${cause}.`))),
+    ...new Set(one.processes.flatMap((p) => p.dropped.map(([cause]) => `Measured again: ${cause}.`))),
   ];
   return {
     element: h("section", null, h("h2", null, "Samples"), h("div", { class: "columns" }, first, second),
