@@ -15,7 +15,7 @@ from pytest_aisp.results.models import Result
 from pytest_aisp.results.store import StoreError
 from pytest_aisp.timing import peaks
 from pytest_aisp.timing.peaks import Peaks
-from pytest_aisp.tools import catalog, cleanup, expectations, roofline, stored_results
+from pytest_aisp.tools import catalog, maintenance, expectations, roofline, stored_results
 from pytest_aisp.util.cli_result import CliError
 from pytest_aisp.util.device import Machine
 
@@ -330,7 +330,7 @@ def test_what_is_recorded_meanwhile_stays(told, tmp_path, monkeypatch):
         return write(file, keys)
 
     monkeypatch.setattr(store, "prune", late)
-    assert cleanup.prune_result(found, None, yes=True).lines == [
+    assert maintenance.prune_result(found, None, yes=True).lines == [
         f"{path}: {gone}",
         "1 result removed",
     ]
@@ -341,7 +341,7 @@ def test_results_of_pages_that_cannot_be_collected_are_kept(told, tmp_path):
     unread = {"path": "suites/ch07/te_test.py", "outcome": "failed", "text": "E"}
     found = told(unread=[unread])
     stored(tmp_path, {"te_test.py::test_te[b-n1]": result(2.0)})
-    assert cleanup.prune_result(found, None, yes=True).lines == [
+    assert maintenance.prune_result(found, None, yes=True).lines == [
         "every stored result has its case",
         "kept, its page cannot be collected here: suites/ch07/te_test.py",
     ]
@@ -350,7 +350,7 @@ def test_results_of_pages_that_cannot_be_collected_are_kept(told, tmp_path):
 def test_a_folder_that_is_not_checked_out_has_cases_all_the_same(told, tmp_path):
     found = told(folders=["suites", "more"])
     with pytest.raises(CliError) as error:
-        cleanup.prune_result(found, None, yes=True)
+        maintenance.prune_result(found, None, yes=True)
     assert str(error.value).splitlines() == [
         f"{tmp_path / 'more'} is not here: which of its cases are gone cannot be known",
         "Check all of the repository out:",
@@ -362,7 +362,7 @@ def test_without_folders_of_pages_nothing_is_known_to_be_gone(told, tmp_path):
     found = told(folders=[])
     path = stored(tmp_path, {SCAN: result(2.0)})
     with pytest.raises(CliError) as error:
-        cleanup.prune_result(found, None, yes=True)
+        maintenance.prune_result(found, None, yes=True)
     assert str(error.value).splitlines() == [
         "the ini file names no folder of pages: which cases are gone cannot be known",
         "Name them in [tool.pytest.ini_options] of pyproject.toml:",
@@ -375,12 +375,12 @@ def test_a_product_without_results_and_a_file_that_is_locked_away(told, tmp_path
     found = told(case("ch07:scan"))
     path = stored(tmp_path, {"left_test.py::test_left[a-n1]": result(2.0)})
     with pytest.raises(CliError, match="no results of nvidia-b200 are stored in"):
-        cleanup.prune_result(found, "nvidia-b200", yes=False)
+        maintenance.prune_result(found, "nvidia-b200", yes=False)
 
     def full(path, gone):
         raise StoreError(f"{path} could not be written")
 
     monkeypatch.setattr(store, "prune", full)
     with pytest.raises(CliError, match=f"{path} could not be written"):
-        cleanup.prune_result(found, None, yes=True)
+        maintenance.prune_result(found, None, yes=True)
     assert math.isclose(store.load(path).results.popitem()[1].speedup, 2.0, rel_tol=1e-3)

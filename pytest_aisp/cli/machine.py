@@ -56,11 +56,11 @@ def doctor(as_json: Json = False) -> None:
 
 def clean(yes: Yes = False, as_json: Json = False) -> None:
     """List files that runs left behind."""
-    from ..tools import catalog, cleanup
+    from ..tools import catalog, maintenance
 
     with show_progress() as tell:
         found = catalog.collect((), tell=tell)
-    finish(cleanup.clean_result(found, yes=yes, as_json=as_json))
+    finish(maintenance.clean_result(found, yes=yes, as_json=as_json))
 
 
 def topology(as_json: Json = False) -> None:

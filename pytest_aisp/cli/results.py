@@ -56,11 +56,11 @@ def prune(
     as_json: Json = False,
 ) -> None:
     """List stored results whose case no longer exists."""
-    from ..tools import catalog, cleanup
+    from ..tools import catalog, maintenance
 
     with show_progress() as tell:
         found = catalog.collect(tell=tell)
-    finish(cleanup.prune_result(found, product, yes=yes, as_json=as_json))
+    finish(maintenance.prune_result(found, product, yes=yes, as_json=as_json))
 
 
 def compare(
