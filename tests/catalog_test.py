@@ -1,10 +1,11 @@
-"""What pytest collects as `aisp` knows it, targets by name, and the pages as they are listed."""
+"""The catalog of what pytest collects, targets by name, and `aisp suite list`."""
 
 from __future__ import annotations
 
 import json
 import re
 
+import msgspec
 import pytest
 from fake_results import case, fake_catalog
 
@@ -38,17 +39,18 @@ def collect(pytester, page):
     return collect
 
 
-def test_every_page_is_collected_whatever_the_ini_file_selects(collect, pytester):
+def test_every_page_is_collected_even_if_the_ini_file_deselects_it(collect, pytester):
     found = collect()
-    assert sorted(p["name"] for p in found.pages) == [
+    assert sorted(p.name for p in found.pages) == [
         *("ch98:broken", "ch98:other", "ch98:skipped", "ch99:doubling")
     ]
     assert found.folders == ["ch98", "ch99"]
     assert found.baselines == pytester.path / "baselines"
-    (doubling,) = (c for c in found.cases if c["name"] == "ch99:doubling")
-    sources = doubling.pop("sources")
+    (doubling,) = (c for c in found.cases if c.name == "ch99:doubling")
+    plain = msgspec.to_builtins(doubling)
+    sources = plain.pop("sources")
     assert len({*sources.values()}) == 2
-    assert doubling == {
+    assert plain == {
         "path": "ch99/doubling_test.py",
         "chapter": "ch99",
         "name": "ch99:doubling",
@@ -66,19 +68,19 @@ def test_every_page_is_collected_whatever_the_ini_file_selects(collect, pytester
         "claims": {**dict.fromkeys(ARCHS, 1.0), "sm90": 1.5, "cpu": "neutral"},
         "work": {"read": 4004, "write": 4004, "flops": {}, "wire": 0, "terms": 1, "roundings": 1},
     }
-    assert {p["path"]: p["outcome"] for p in found.unread} == {
+    assert {p.path: p.outcome for p in found.unread} == {
         "ch98/broken_test.py": "failed",
         "ch98/skipped_test.py": "skipped",
     }
-    (broken,) = found.broken
+    (broken,) = found.import_errors
     assert broken.startswith("ch98/broken_test.py: ")
     assert "nothing_of_this_name" in broken
     assert (pytester.path / "out" / "results.jsonl").read_text() == "of the run before"
 
 
-def test_only_the_pages_asked_for_are_imported_and_all_are_named(collect):
+def test_only_requested_pages_are_imported_and_all_are_listed(collect):
     found = collect("--aisp-catalog-of=ch98:other")
-    assert [c["name"] for c in found.cases] == ["ch98:other"]
+    assert [c.name for c in found.cases] == ["ch98:other"]
     assert (len(found.pages), found.unread) == (4, [])
 
 
@@ -96,7 +98,7 @@ def test_targets_become_paths(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "message"),
     [
         ("ch10:gem", "unknown target 'ch10:gem'; the nearest: ch10:gemm"),
         ("ch1", "unknown target 'ch1'; the nearest: ch10"),
@@ -104,15 +106,15 @@ def test_targets_become_paths(tmp_path, monkeypatch):
         ("nothing", "unknown target 'nothing'; chapters: ch07, ch10"),
     ],
 )
-def test_an_unknown_target_is_answered_with_the_nearest(tmp_path, target, said):
+def test_an_unknown_target_is_an_error_with_the_nearest_ones(tmp_path, target, message):
     found = fake_catalog(tmp_path, [case("ch07:online_softmax"), case("ch10:gemm")])
     with pytest.raises(CliError) as error:
-        found.known([target])
-    assert str(error.value).splitlines() == [said, "    aisp suite list"]
+        found.check_targets([target])
+    assert str(error.value).splitlines() == [message, "    aisp suite list"]
     assert error.value.code == 2
 
 
-def test_where_pytest_cannot_collect_its_words_are_shown(tmp_path, monkeypatch):
+def test_the_output_of_a_pytest_that_cannot_collect_is_shown(tmp_path, monkeypatch):
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CliError) as error:
@@ -122,16 +124,16 @@ def test_where_pytest_cannot_collect_its_words_are_shown(tmp_path, monkeypatch):
     assert lines[-2:] == ["pytest cannot collect here", "    pytest --collect-only -q"]
 
 
-def test_pages_are_listed_with_what_their_pairs_are_and_need(tmp_path):
+def test_pages_are_listed_with_variants_bounds_needs_and_archs(tmp_path):
     ladder = [
         case("ch10:gemm", "tma", needs=["tma"], bound="tensor"),
         case("ch10:gemm", "wgmma", needs=["tma", "wgmma"], bound="tensor", archs=["sm90"]),
     ]
     ring = case("ch04:ring", gpus=2, title="A ring: " + "long " * 20)
     found = fake_catalog(tmp_path, [*ladder, ring])
-    answer = catalog.list_targets_result(found, as_json=False)
-    assert answer.code == 0
-    heads, gemm, other = answer.lines
+    result = catalog.list_targets_result(found, as_json=False)
+    assert result.code == 0
+    heads, gemm, other = result.lines
     assert heads.split() == ["target", "title", "variants", "bound", "needs", "archs"]
     assert re.split("  +", gemm) == [
         *("ch10:gemm", "About gemm.", "tma, wgmma", "tensor", "tma, wgmma", "sm90, sm100")
@@ -157,10 +159,10 @@ def test_pages_are_listed_with_what_their_pairs_are_and_need(tmp_path):
 def test_a_page_that_cannot_be_imported_is_exit_code_1(tmp_path):
     why = {"path": "suites/ch07/x_test.py", "outcome": "failed", "text": "E\nNameError: y\n"}
     found = fake_catalog(tmp_path, [], unread=[why])
-    answer = catalog.list_targets_result(found, as_json=False)
-    assert (answer.code, answer.lines) == (
+    result = catalog.list_targets_result(found, as_json=False)
+    assert (result.code, result.lines) == (
         1,
-        ["no page is here", "cannot be imported: suites/ch07/x_test.py: NameError: y"],
+        ["no pages found", "cannot be imported: suites/ch07/x_test.py: NameError: y"],
     )
 
 

@@ -77,7 +77,7 @@ def test_where_nothing_is_staged_it_says_so_and_proves_nothing(file, capsys):
     assert seals(capsys) == (0, [said])
     file.with_name("peaks.json").write_text("{}")
     git("add", str(file.with_name("peaks.json")))
-    said = "none of these files holds stored results: nothing to refuse"
+    said = "none of these files contains stored results: nothing to refuse"
     assert seals(capsys, str(file.with_name("peaks.json"))) == (0, [said])
 
 
@@ -90,7 +90,7 @@ def test_where_nothing_is_staged_it_says_so_and_proves_nothing(file, capsys):
         (r'"seal": "..', '"seal": "zz', "its seal is broken"),
         (r'"clock": "graph"', '"clock": "sundial"', "must be one of graph"),
         ("580.65", "590.00", "'580.65'"),
-        (r'"one": {', '"zero": {}, "one": {', "environments['zero']: commit=None is no commit"),
+        (r'"one": {', '"zero": {}, "one": {', "environments['zero']: commit=None is not a commit"),
     ],
 )
 def test_what_was_edited_is_refused(file, capsys, pattern, new, says):
@@ -166,7 +166,7 @@ def test_a_session_of_another_history_is_refused(file, capsys):
     code, lines = seals(capsys)
     assert code == 1
     assert lines[0] == (
-        f"{NAME} environments['two']: commit='0123456789ab' is no commit of this repository"
+        f"{NAME} environments['two']: commit='0123456789ab' is not a commit of this repository"
     )
 
 

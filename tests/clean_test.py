@@ -102,17 +102,20 @@ def test_what_lies_behind_a_link_is_left_alone(root, tmp_path):
         (root / name).symlink_to(outside / name)
     shutil.move(root / "baselines", outside / "baselines")
     (root / "baselines").symlink_to(outside / "baselines")
-    assert list(maintenance.find(root, root / "baselines")) == []
+    assert list(maintenance.leftovers(root, root / "baselines")) == []
     (root / "artifacts").unlink()
     (root / "artifacts").mkdir()
     (root / "artifacts" / "latest").symlink_to(outside / "artifacts" / "one")
-    assert list(maintenance.find(root, root / "baselines")) == []
+    assert list(maintenance.leftovers(root, root / "baselines")) == []
 
 
 def test_a_link_to_what_goes_goes_too(root):
     latest = root / "artifacts" / "latest"
     latest.symlink_to("one")
-    left = [(str(it.path.relative_to(root)), it.nbytes) for it in maintenance.find(root, root / "b")]
+    left = [
+        (str(it.path.relative_to(root)), it.nbytes)
+        for it in maintenance.leftovers(root, root / "b")
+    ]
     assert left == [("aisp-profile", 5), ("artifacts/one", 10), ("artifacts/latest", 0)]
     assert app.main(["clean", "--yes"]) == 0
     assert not latest.is_symlink()
@@ -121,13 +124,13 @@ def test_a_link_to_what_goes_goes_too(root):
 
 def test_a_folder_that_holds_the_stored_results_stays(root):
     shutil.move(root / "baselines", root / "artifacts" / "one" / "baselines")
-    left = maintenance.find(root, root / "artifacts" / "one" / "baselines")
+    left = maintenance.leftovers(root, root / "artifacts" / "one" / "baselines")
     assert "artifacts/one" not in {str(it.path.relative_to(root)) for it in left}
 
 
 def test_a_run_right_in_artifacts_is_one(root):
     (root / "artifacts" / "results.jsonl").write_text("")
-    left = [it.path.relative_to(root) for it in maintenance.find(root, root / "baselines")]
+    left = [it.path.relative_to(root) for it in maintenance.leftovers(root, root / "baselines")]
     assert [str(path) for path in left[:2]] == ["aisp-profile", "artifacts"]
 
 
@@ -135,5 +138,5 @@ def test_what_cannot_be_removed_is_said_to_stay(root, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "rmtree", refuse)
     assert app.main(["clean", "--yes"]) == 2
     lines = capsys.readouterr().out.splitlines()
-    assert f"{root / 'aisp-profile'} stays: not yours" in lines
+    assert f"{root / 'aisp-profile'} cannot be removed: not yours" in lines
     assert lines[-1] == "0 B removed"

@@ -87,7 +87,7 @@ def test_a_full_profile_is_a_run_for_each_profiler_that_is_installed(ran, monkey
         f"$ python -m pytest --aisp-profile=torch --aisp-artifacts=out -x {PAGE}",
         f"$ python -m pytest --aisp-profile=ncu --aisp-artifacts=out/ncu -x {PAGE}",
     ]
-    assert catalog.measuring(["p"], "full", None, []) == [
+    assert catalog.measure_commands(["p"], "full", None, []) == [
         *(["--aisp-profile=torch", "p"], ["--aisp-profile=ncu", "p"])
     ]
 
@@ -194,7 +194,7 @@ def test_a_folder_without_a_recording_is_refused(ran, recorded, tmp_path, capsys
     (recorded / "results.jsonl").write_text(line(case("ch10:gemm")))
     assert app.main(["replay", "out", "--targets", "ch07"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "out holds no case of these targets",
+        "out has no case of these targets",
         "    aisp suite replay out",
     ]
     assert ran[0] == []
@@ -207,7 +207,7 @@ def test_pytest_is_really_run_and_its_exit_code_returned(tmp_path, capfd):
     lines = capfd.readouterr().out.splitlines()
     assert lines[0] == f"$ python -m pytest -q -p no:cacheprovider --rootdir={tmp_path} {tmp_path}"
     assert lines[-1].startswith("1 failed")
-    assert Path(catalog.shown(["a b"]).split("'")[1]).name == "a b"
+    assert Path(catalog.command_line(["a b"]).split("'")[1]).name == "a b"
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from _pytest.fixtures import FixtureFunctionDefinition
 
 from pytest_aisp import plugin
 from pytest_aisp.cli import app
-from pytest_aisp.tools import catalog, expectations
+from pytest_aisp.tools import catalog, stored_results
 
 ROOT = Path(__file__).parents[1]
 SHOWN = re.compile(r"^(?:\$ )?(aisp .*?)(?: +[#>|].*)?$", re.MULTILINE)
@@ -38,15 +38,15 @@ CHAPTERS = sorted((ROOT / "suites").glob("ch*/README.md"))
 
 @pytest.mark.parametrize("readme", CHAPTERS, ids=lambda p: p.parent.name)
 def test_a_chapters_table_is_what_is_stored(readme):
-    assert expectations.rewrite(readme, ROOT / "baselines") == readme.read_text()
+    assert stored_results.rewrite(readme, ROOT / "baselines") == readme.read_text()
 
 
 def test_a_readme_without_a_place_for_the_table_says_so(tmp_path):
     (tmp_path / "README.md").write_text("nothing")
     with pytest.raises(
-        expectations.TableError, match="has no place for the table: add <!-- results -->"
+        stored_results.TableError, match="has no place for the table: add <!-- results -->"
     ):
-        expectations.rewrite(tmp_path / "README.md", ROOT / "baselines")
+        stored_results.rewrite(tmp_path / "README.md", ROOT / "baselines")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)

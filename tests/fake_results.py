@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import msgspec
+
 from pytest_aisp.page.gpu_specs import ARCHS
 from pytest_aisp.results import store
 from pytest_aisp.results.artifacts import Artifacts
@@ -67,10 +69,11 @@ def row(case: dict, verdict: str = "pass", **fields: object) -> dict:
 
 
 def fake_catalog(root: Path, cases: list[dict], **fields: object) -> Catalog:
-    """Return what would be collected of `cases`, results in `root`/baselines."""
+    """Return the catalog of `cases`, with stored results in `root`/baselines."""
     pages = list({c["name"]: page(c["name"]) for c in cases}.values())
     plain = {"folders": ["suites"], "pages": pages, "cases": cases, "unread": []}
-    return Catalog(root, root / "baselines", **{**plain, **fields})
+    places = {"root": root, "baselines": root / "baselines"}
+    return msgspec.convert({**places, **plain, **fields}, Catalog)
 
 
 def result(speedup: float, **fields: object) -> Result:

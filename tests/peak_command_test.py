@@ -104,7 +104,7 @@ def test_peaks_that_cannot_be_measured_say_why(machine, capsys):
     assert capsys.readouterr().err.splitlines() == [
         "its last words",
         "the peaks of nvidia-h200 could not be measured: out of memory",
-        "See what is wrong with the machine:",
+        "Find out what is wrong with the machine:",
         "    aisp machine doctor",
     ]
     assert Worker.seen[-1] == "closed"

@@ -1,4 +1,4 @@
-"""`aisp results roofline`, `expectations`, `prune`: what stored results say, on results told of."""
+"""`aisp results roofline`, `expectations` and `prune` on made-up results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pytest_aisp.results.models import Result
 from pytest_aisp.results.store import StoreError
 from pytest_aisp.timing import peaks
 from pytest_aisp.timing.peaks import Peaks
-from pytest_aisp.tools import catalog, maintenance, expectations, roofline, stored_results
+from pytest_aisp.tools import catalog, maintenance, roofline, stored_results
 from pytest_aisp.util.cli_result import CliError
 from pytest_aisp.util.device import Machine
 
@@ -25,19 +25,18 @@ SCAN = "scan_test.py::test_scan[tiled-n64]"
 
 
 @pytest.fixture
-def told(tmp_path, monkeypatch):
-    """Return what makes a catalog of cases, which the command collects."""
-
+def collected(tmp_path, monkeypatch):
+    """Return a function that makes the catalog that the command collects."""
     (tmp_path / "suites").mkdir()
 
-    def told(*cases, **fields):
+    def collected(*cases, **fields):
         found = fake_catalog(tmp_path, list(cases), **fields)
         monkeypatch.setattr(catalog, "collect", lambda targets=None, *, tell: found)
         monkeypatch.setattr(Machine, "here", classmethod(lambda cls: LAPTOP))
         monkeypatch.chdir(tmp_path)
         return found
 
-    return told
+    return collected
 
 
 def rates(root, product="nvidia-h200", **known):
@@ -46,25 +45,24 @@ def rates(root, product="nvidia-h200", **known):
     peaks.save(path, Peaks(product, known))
 
 
-# Which product
-
-
-def test_the_product_is_the_machines_else_the_only_one(tmp_path):
+def test_the_default_product_is_the_machines_or_the_only_one(tmp_path):
     with pytest.raises(CliError, match=r"^no results are stored in .*baselines; record them"):
-        stored_results.chosen(tmp_path / "baselines", None, H200)
+        stored_results.select_products(tmp_path / "baselines", None, H200)
     stored(tmp_path, {SCAN: result(2.0)})
     stored(tmp_path, {SCAN: result(2.0)}, "nvidia-h200-x2")
     both = ["nvidia-h200", "nvidia-h200-x2"]
-    assert stored_results.chosen(tmp_path / "baselines", None, H200) == both
-    assert stored_results.chosen(tmp_path / "baselines", None, LAPTOP) == both
-    assert stored_results.chosen(tmp_path / "baselines", "nvidia-h200-x2", LAPTOP) == both[1:]
+    assert stored_results.select_products(tmp_path / "baselines", None, H200) == both
+    assert stored_results.select_products(tmp_path / "baselines", None, LAPTOP) == both
+    assert (
+        stored_results.select_products(tmp_path / "baselines", "nvidia-h200-x2", LAPTOP) == both[1:]
+    )
     stored(tmp_path, {SCAN: result(2.0)}, "nvidia-b200")
-    assert stored_results.chosen(tmp_path / "baselines", None, H200) == both
-    for asked, named in ((None, "cpu-some-4c"), ("nvidia-h100", "nvidia-h100")):
+    assert stored_results.select_products(tmp_path / "baselines", None, H200) == both
+    for product, named in ((None, "cpu-some-4c"), ("nvidia-h100", "nvidia-h100")):
         with pytest.raises(CliError) as error:
-            stored_results.chosen(tmp_path / "baselines", asked, LAPTOP)
+            stored_results.select_products(tmp_path / "baselines", product, LAPTOP)
         assert str(error.value).splitlines() == [
-            f"no results of {named} are stored in {tmp_path / 'baselines'}; there are those of"
+            f"no results of {named} are stored in {tmp_path / 'baselines'}, only of"
             " nvidia-b200, nvidia-h200, nvidia-h200-x2; choose with",
             "    --product=nvidia-b200",
         ]
@@ -85,30 +83,27 @@ def test_the_arch_follows_from_the_product(product, given, arch):
     assert stored_results.arch_of("nvidia-y1", None, Machine("sm100", "nvidia-y1", "Y1")) == "sm100"
 
 
-def test_an_arch_that_nobody_knows_is_asked_for():
+def test_an_unknown_arch_is_an_error():
     with pytest.raises(CliError) as error:
         stored_results.arch_of("nvidia-y1", None, LAPTOP)
-    said = "nothing here says which arch nvidia-y1 has; legal are cpu, sm90, sm100, sm103, sm121"
-    assert str(error.value).splitlines() == [said, "    --arch=sm90"]
+    unknown = "the arch of nvidia-y1 is unknown; legal are cpu, sm90, sm100, sm103, sm121"
+    assert str(error.value).splitlines() == [unknown, "    --arch=sm90"]
     with pytest.raises(CliError, match="--arch=sm80: unknown arch; legal are cpu, sm90"):
         stored_results.arch_of("nvidia-y1", "sm80", LAPTOP)
 
 
-def test_files_that_cannot_be_read_say_so(tmp_path):
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path):
     path = stored(tmp_path, {SCAN: result(2.0)})
     (path.parent / "peaks.json").write_text("{}")
     with pytest.raises(CliError, match=r"peaks.json is no peaks file"):
-        stored_results.peaks_of(tmp_path / "baselines", "nvidia-h200")
+        stored_results.stored_peaks(tmp_path / "baselines", "nvidia-h200")
     path.write_text("{")
     with pytest.raises(CliError, match=r"ch07.json is truncated"):
         list(stored_results.chapters(tmp_path / "baselines", "nvidia-h200"))
 
 
-# Roofline
-
-
-def test_a_result_is_held_against_the_rate_that_limits_it(told, tmp_path, capsys):
-    told(case("ch07:scan"), case("ch07:gone"))
+def test_a_result_is_compared_with_the_rate_that_limits_it(collected, tmp_path, capsys):
+    collected(case("ch07:scan"), case("ch07:gone"))
     rates(tmp_path, copy=4e12, read=4e12, write=4e12)
     late = result(1.25, share=0.5, limit="bf16")
     stored(tmp_path, {SCAN: result(0.5), "left_test.py::test_left[a-n1]": late})
@@ -122,8 +117,8 @@ def test_a_result_is_held_against_the_rate_that_limits_it(told, tmp_path, capsys
     assert left.split() == line.split()
 
 
-def test_targets_and_json(told, tmp_path, capsys):
-    told(case("ch07:scan"))
+def test_roofline_of_some_targets_as_json(collected, tmp_path, capsys):
+    collected(case("ch07:scan"))
     rates(tmp_path, copy=4e12)
     stored(tmp_path, {SCAN: result(0.5)})
     stored(tmp_path, {SCAN: result(0.5)}, chapter="ch08")
@@ -145,24 +140,16 @@ def test_targets_and_json(told, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("page", ["test_scan.py", "scan_test.py", "test_scan_test.py", "scan.py"])
-def test_a_target_is_called_what_the_catalog_calls_it(told, tmp_path, capsys, page):
-    told(case("ch07:scan", key=f"{page}::test_scan[tiled-n64]"))
+def test_a_target_is_called_what_the_catalog_calls_it(collected, tmp_path, capsys, page):
+    collected(case("ch07:scan", key=f"{page}::test_scan[tiled-n64]"))
     stored(tmp_path, {f"{page}::test_scan[tiled-n64]": result(0.5)})
     assert app.main(["roofline", "--targets", "ch07:scan", "--json"]) == 0
     (point,) = json.loads(capsys.readouterr().out)
     assert (point["target"], point["bound"]) == ("ch07:scan", "dram")
 
 
-def test_peaks_are_read_once(told, tmp_path, monkeypatch):
-    found, read = told(case("ch07:scan")), []
-    stored(tmp_path, {SCAN: result(0.5)})
-    monkeypatch.setattr(stored_results, "peaks_of", lambda _, name: read.append(name))
-    roofline.roofline_result(found, ["nvidia-h200"], (), as_json=False)
-    assert read == ["nvidia-h200"]
-
-
-def test_without_peaks_it_says_how_to_measure_them(told, tmp_path, capsys):
-    told(case("ch07:scan"))
+def test_without_peaks_roofline_says_how_to_measure_them(collected, tmp_path, capsys):
+    collected(case("ch07:scan"))
     stored(tmp_path, {SCAN: result(0.5)})
     assert app.main(["roofline"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -171,23 +158,20 @@ def test_without_peaks_it_says_how_to_measure_them(told, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[0] == "no result is stored"
 
 
-def test_links_are_those_of_several_gpus(told, tmp_path):
+def test_the_links_of_several_gpus_are_a_limit(collected, tmp_path):
     work = {"read": 0, "write": 0, "flops": {}, "wire": 1e9, "terms": 1, "roundings": 1}
-    found = told(case("ch07:scan", bound="nvlink", work=work))
+    found = collected(case("ch07:scan", bound="nvlink", work=work))
     rates(tmp_path, copy=4e12)
     rates(tmp_path, "nvidia-h200-x2", peer=4e11)
     stored(tmp_path, {SCAN: result(0.2)}, "nvidia-h200-x2")
-    limits = stored_results.peaks_of(found.baselines, "nvidia-h200-x2")
-    (point,) = roofline.points_of(found, "nvidia-h200-x2", [], limits)
+    limits = stored_results.stored_peaks(found.baselines, "nvidia-h200-x2")
+    (point,) = roofline.points(found, "nvidia-h200-x2", [], limits)
     assert (point.limit, point.share, point.attained) == ("peer", 0.5, 2e11)
     assert point.row()[-3:] == ("200 GB/s", "50%", "peer 400 GB/s")
 
 
-# Expectations
-
-
 @pytest.mark.parametrize(
-    ("stands", "states"),
+    ("result_and_claim", "states"),
     [
         ((result(1.5), 1.5), ""),
         ((result(1.49), 1.5), "below"),
@@ -201,70 +185,69 @@ def test_links_are_those_of_several_gpus(told, tmp_path):
         ((result(2.0, values=((0.69,) * 3,) * 2), 1.5), "few"),
     ],
 )
-def test_what_there_is_to_say_of_a_result(told, tmp_path, stands, states):
-    found = told(case("ch07:scan", claim=stands[1]))
-    stored(tmp_path, {SCAN: stands[0]})
-    (stand,) = expectations.stands_of(found, "nvidia-h200", "sm90")
-    assert " ".join(stand.states) == states
-    code = expectations.expectations_result(found, {"nvidia-h200": "sm90"}, form="text").code
-    assert code == ("below" in stand.states)
+def test_states_of_a_result(collected, tmp_path, result_and_claim, states):
+    found = collected(case("ch07:scan", claim=result_and_claim[1]))
+    stored(tmp_path, {SCAN: result_and_claim[0]})
+    (one,) = stored_results.expectations(found, "nvidia-h200", "sm90")
+    assert " ".join(one.states) == states
+    code = stored_results.expectations_result(found, {"nvidia-h200": "sm90"}, form="text").code
+    assert code == ("below" in one.states)
 
 
-def test_a_result_without_times_is_held_against_no_claim_and_no_limit(told, tmp_path, capsys):
-    found = told(case("ch07:scan"))
+def test_a_result_without_times_has_no_claim_and_no_limit(collected, tmp_path, capsys):
+    found = collected(case("ch07:scan"))
     goals = {"memory": {"baseline": 600.0, "optimized": 240.0}}
     plain = {"environments": ("one",), "goals": goals}
     stored(tmp_path, {SCAN: Result(sources=SOURCES, **plain)})
-    assert list(roofline.points_of(found, "nvidia-h200", [], None)) == []
-    (stand,) = expectations.stands_of(found, "nvidia-h200", "sm90")
-    assert stand.states == ()
-    assert stand.row()[3:7] == ("-", "-", "0", "1")
+    assert list(roofline.points(found, "nvidia-h200", [], None)) == []
+    (one,) = stored_results.expectations(found, "nvidia-h200", "sm90")
+    assert one.states == ()
+    assert one.row()[3:7] == ("-", "-", "0", "1")
     assert app.main(["expectations", "--format", "csv"]) == 0
     (row,) = csv.DictReader(capsys.readouterr().out.splitlines())
     assert (row["claim"], row["speedup"], row["low"], row["high"]) == ("", "", "", "")
     changed = {**SOURCES, "optimized": "2c"}
     stored(tmp_path, {SCAN: Result(sources=changed, **plain)})
-    (stand,) = expectations.stands_of(found, "nvidia-h200", "sm90")
-    assert stand.states == ("stale",)
+    (one,) = stored_results.expectations(found, "nvidia-h200", "sm90")
+    assert one.states == ("stale",)
 
 
-def test_a_chapters_table_shows_goals_where_nothing_was_timed(tmp_path):
+def test_a_readme_table_shows_metrics_if_nothing_was_timed(tmp_path):
     goals = {"memory": {"baseline": 600 << 20, "optimized": 240 << 20}}
     goals |= {"launches": {"baseline": 63.0, "optimized": 2.0}}
     counted = Result(sources=SOURCES, environments=("one",), goals=goals)
     stored(tmp_path, {SCAN: counted, "scan_test.py::test_scan[timed-n64]": result(2.0)})
-    lines = expectations.table("ch07", tmp_path / "baselines").splitlines()
+    lines = stored_results.readme_table("ch07", tmp_path / "baselines").splitlines()
     page = "| [scan](scan_test.py) |"
     launches = "launches 63, memory 600 MiB | launches 2, memory 240 MiB"
     assert lines[-2] == f"{page} tiled-n64 | {launches} | - |  | - |"
     assert lines[-1].startswith(f"{page} timed-n64 | 1 ms | 500 us | 2.000x [")
 
 
-def test_the_claim_is_that_of_the_products_arch(told, tmp_path, capsys):
-    told(case("ch07:scan", claims={"sm90": 2.5, "sm100": 1.5, "cpu": 1.0}))
+def test_the_claim_is_the_one_for_the_products_arch(collected, tmp_path, capsys):
+    collected(case("ch07:scan", claims={"sm90": 2.5, "sm100": 1.5, "cpu": 1.0}))
     stored(tmp_path, {SCAN: result(2.0)})
     assert app.main(["expectations"]) == 1
     row, counted, below = capsys.readouterr().out.splitlines()[1:]
     assert row.split()[3:5] == ["2.5", "2.000x"]
     assert row.split()[-1] == "below"
-    assert counted == "1 stored results, 0 with nothing to say"
+    assert counted == "1 stored results, 0 without a problem"
     assert below == "below 1: the stored speedup is below the claim"
     assert app.main(["expectations", "--arch=sm100"]) == 0
-    said = capsys.readouterr().out
-    assert said == "1 stored results, 1 with nothing to say\n"
+    assert capsys.readouterr().out == "1 stored results, 1 without a problem\n"
 
 
-def test_results_without_a_case_are_gone_unless_their_page_is_unread(told, tmp_path):
+def test_a_result_without_a_case_is_gone_unless_its_page_is_unread(collected, tmp_path):
     unread = {"path": "suites/ch07/te_test.py", "outcome": "skipped", "text": "no te"}
-    found = told(case("ch07:scan"), unread=[unread])
+    found = collected(case("ch07:scan"), unread=[unread])
     keys = ("left_test.py::test_left[a-n1]", "te_test.py::test_te[b-n1]")
     stored(tmp_path, {key: result(2.0) for key in keys})
-    stands = expectations.stands_of(found, "nvidia-h200", "sm90")
-    assert [stand.states for stand in stands] == [("gone",), ("unread",)]
+    expectations = stored_results.expectations(found, "nvidia-h200", "sm90")
+    assert [one.states for one in expectations] == [("gone",), ("unread",)]
 
 
-def test_csv_and_json_have_every_result(told, tmp_path, capsys):
-    told(case("ch07:scan"))
+def test_csv_and_json_contain_every_result(collected, tmp_path, capsys):
+    collected(case("ch07:scan"))
     stored(tmp_path, {SCAN: result(1.2)})
     assert app.main(["expectations", "--format", "csv"]) == 1
     (row,) = csv.DictReader(capsys.readouterr().out.splitlines())
@@ -277,16 +260,13 @@ def test_csv_and_json_have_every_result(told, tmp_path, capsys):
     assert plain["speedup"] == pytest.approx(1.2, rel=1e-4)
 
 
-def test_what_is_no_format_says_what_is(capsys):
+def test_an_unknown_format_is_an_error(capsys):
     assert app.main(["expectations", "--format=xml"]) == 2
     assert "'xml' is no format; legal are text, csv, json" in capsys.readouterr().err
 
 
-# Prune
-
-
-def test_prune_lists_and_removes_only_when_told(told, tmp_path, capsys):
-    told(case("ch07:scan"))
+def test_prune_removes_only_with_yes(collected, tmp_path, capsys):
+    collected(case("ch07:scan"))
     gone = "left_test.py::test_left[a-n1]"
     path = stored(tmp_path, {SCAN: result(2.0), gone: result(2.0)})
     other = stored(tmp_path, {gone: result(2.0)}, "nvidia-b200")
@@ -306,9 +286,9 @@ def test_prune_lists_and_removes_only_when_told(told, tmp_path, capsys):
     assert capsys.readouterr().out == "every stored result has its case\n"
 
 
-def test_prune_tells_programs_the_same(told, tmp_path, capsys):
+def test_prune_prints_json(collected, tmp_path, capsys):
     unread = {"path": "suites/ch07/te_test.py", "outcome": "skipped", "text": "no te"}
-    told(case("ch07:scan"), unread=[unread])
+    collected(case("ch07:scan"), unread=[unread])
     gone = "left_test.py::test_left[a-n1]"
     path = stored(tmp_path, {SCAN: result(2.0), gone: result(2.0)})
     place = {"product": "nvidia-h200", "chapter": "ch07", "case": gone, "file": str(path)}
@@ -319,8 +299,8 @@ def test_prune_tells_programs_the_same(told, tmp_path, capsys):
     assert set(store.load(path).results) == {SCAN}
 
 
-def test_what_is_recorded_meanwhile_stays(told, tmp_path, monkeypatch):
-    found = told(case("ch07:scan"))
+def test_prune_keeps_results_that_are_recorded_meanwhile(collected, tmp_path, monkeypatch):
+    found = collected(case("ch07:scan"))
     gone, new = "left_test.py::test_left[a-n1]", "new_test.py::test_new[b-n1]"
     path = stored(tmp_path, {SCAN: result(2.0), gone: result(2.0)})
     write = store.prune
@@ -337,42 +317,44 @@ def test_what_is_recorded_meanwhile_stays(told, tmp_path, monkeypatch):
     assert set(store.load(path).results) == {SCAN, new}
 
 
-def test_results_of_pages_that_cannot_be_collected_are_kept(told, tmp_path):
+def test_prune_keeps_results_of_pages_that_cannot_be_collected(collected, tmp_path):
     unread = {"path": "suites/ch07/te_test.py", "outcome": "failed", "text": "E"}
-    found = told(unread=[unread])
+    found = collected(unread=[unread])
     stored(tmp_path, {"te_test.py::test_te[b-n1]": result(2.0)})
     assert maintenance.prune_result(found, None, yes=True).lines == [
         "every stored result has its case",
-        "kept, its page cannot be collected here: suites/ch07/te_test.py",
+        "kept, because its page cannot be collected: suites/ch07/te_test.py",
     ]
 
 
-def test_a_folder_that_is_not_checked_out_has_cases_all_the_same(told, tmp_path):
-    found = told(folders=["suites", "more"])
+def test_prune_refuses_a_partial_checkout(collected, tmp_path):
+    found = collected(folders=["suites", "more"])
     with pytest.raises(CliError) as error:
         maintenance.prune_result(found, None, yes=True)
     assert str(error.value).splitlines() == [
-        f"{tmp_path / 'more'} is not here: which of its cases are gone cannot be known",
-        "Check all of the repository out:",
+        f"{tmp_path / 'more'} is not here, so it is unknown which cases are gone",
+        "Check out the whole repository:",
         "    git sparse-checkout disable",
     ]
 
 
-def test_without_folders_of_pages_nothing_is_known_to_be_gone(told, tmp_path):
-    found = told(folders=[])
+def test_prune_needs_the_folders_of_pages(collected, tmp_path):
+    found = collected(folders=[])
     path = stored(tmp_path, {SCAN: result(2.0)})
     with pytest.raises(CliError) as error:
         maintenance.prune_result(found, None, yes=True)
     assert str(error.value).splitlines() == [
-        "the ini file names no folder of pages: which cases are gone cannot be known",
+        "the ini file names no folder of pages, so it is unknown which cases are gone",
         "Name them in [tool.pytest.ini_options] of pyproject.toml:",
         '    aisp_pages = ["suites"]',
     ]
     assert store.load(path).results
 
 
-def test_a_product_without_results_and_a_file_that_is_locked_away(told, tmp_path, monkeypatch):
-    found = told(case("ch07:scan"))
+def test_prune_fails_for_a_product_without_results_or_an_unwritable_file(
+    collected, tmp_path, monkeypatch
+):
+    found = collected(case("ch07:scan"))
     path = stored(tmp_path, {"left_test.py::test_left[a-n1]": result(2.0)})
     with pytest.raises(CliError, match="no results of nvidia-b200 are stored in"):
         maintenance.prune_result(found, "nvidia-b200", yes=False)

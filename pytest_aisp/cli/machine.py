@@ -43,7 +43,7 @@ def peak(
         measured = roofline.measure_peaks(Machine.here(), tell)
     found = roofline.peak_result(measured, as_json=as_json)
     if store:
-        found = store_measured(found, lambda: roofline.keep(measured, baselines))
+        found = store_measured(found, lambda: roofline.store_peaks(measured, baselines))
     finish(found)
 
 

@@ -23,7 +23,7 @@ def roofline(targets: Targets = None, product: Product = None, as_json: Json = F
 
     with show_progress() as tell:
         found = catalog.collect(targets, tell=tell)
-    names = stored_results.chosen(found.baselines, product, Machine.here())
+    names = stored_results.select_products(found.baselines, product, Machine.here())
     finish(roofline.roofline_result(found, names, targets or (), as_json=as_json))
 
 
@@ -37,15 +37,15 @@ def expectations(
     ] = None,
 ) -> None:
     """Compare stored results with the claims of their pages."""
-    from ..tools import catalog, expectations, stored_results
+    from ..tools import catalog, stored_results
     from ..util.device import Machine
 
-    wanted, machine = one_of(expectations.FORMATS, "--format", form), Machine.here()
+    wanted, machine = one_of(stored_results.FORMATS, "--format", form), Machine.here()
     with show_progress() as tell:
         found = catalog.collect(tell=tell)
-    names = stored_results.chosen(found.baselines, product, machine)
+    names = stored_results.select_products(found.baselines, product, machine)
     archs = {name: stored_results.arch_of(name, arch, machine) for name in names}
-    finish(expectations.expectations_result(found, archs, form=wanted))
+    finish(stored_results.expectations_result(found, archs, form=wanted))
 
 
 def prune(
@@ -90,9 +90,9 @@ def checksums(
     baselines: Baselines = DEFAULT_BASELINES,
 ) -> None:
     """Refuse staged results that no run recorded."""
-    from ..tools import stored_results
+    from ..tools import maintenance
 
-    finish(stored_results.checksums_result(files or (), baselines, against))
+    finish(maintenance.checksums_result(files or (), baselines, against))
 
 
 def report(

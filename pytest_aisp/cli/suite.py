@@ -51,8 +51,8 @@ def run(
     from ..tools import catalog
 
     wanted = one_of(catalog.PROFILES, "--profile", profile)
-    commands = catalog.measuring(_paths(targets), wanted, artifacts_dir, rest(ctx))
-    raise typer.Exit(catalog.worst(commands, say))
+    commands = catalog.measure_commands(_paths(targets), wanted, artifacts_dir, rest(ctx))
+    raise typer.Exit(catalog.run_all(commands, say))
 
 
 def verify(ctx: typer.Context, targets: Targets = None) -> None:
@@ -62,7 +62,7 @@ def verify(ctx: typer.Context, targets: Targets = None) -> None:
     """
     from ..tools import catalog
 
-    raise typer.Exit(catalog.worst(catalog.verifying(_paths(targets), rest(ctx)), say))
+    raise typer.Exit(catalog.run_all(catalog.verify_commands(_paths(targets), rest(ctx)), say))
 
 
 def replay(
@@ -77,8 +77,8 @@ def replay(
     from ..tools import catalog
 
     found = _named(targets)
-    pages = found.chosen(targets) if targets else ()
-    raise typer.Exit(catalog.run(catalog.replaying(folder, found.root, pages, rest(ctx)), say))
+    pages = found.pages_of(targets) if targets else ()
+    raise typer.Exit(catalog.run(catalog.replay_command(folder, found.root, pages, rest(ctx)), say))
 
 
 def _paths(targets: list[str] | None) -> list[str]:
@@ -91,7 +91,7 @@ def _named(targets: list[str] | None) -> Catalog:
 
     with show_progress() as tell:
         found = catalog.collect((), tell=tell)
-    found.known(targets or ())
+    found.check_targets(targets or ())
     return found
 
 
@@ -121,8 +121,8 @@ def _names(incomplete: str) -> list[str]:
         pages = catalog.collect(()).pages
     except CliError:  # a completion cannot show the reason
         return []
-    chapters = sorted({page["chapter"] for page in pages})
-    names = [page["name"] for page in pages if page["chapter"] == incomplete.partition(":")[0]]
+    chapters = sorted({page.chapter for page in pages})
+    names = [page.name for page in pages if page.chapter == incomplete.partition(":")[0]]
     return [name for name in [*chapters, *names] if name.startswith(incomplete)]
 
 

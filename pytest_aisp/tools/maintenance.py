@@ -1,4 +1,4 @@
-"""`aisp machine clean`: what runs left under the root of the pages; never stored results."""
+"""Upkeep of a repository: remove what runs left, prune and check stored results."""
 
 from __future__ import annotations
 
@@ -6,112 +6,113 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple
+
+import msgspec
 
 from ..results import store
-from ..results.store import StoreError
+from ..results.models import Stored
+from ..results.store import COMMITTED, StoreError, parse
+from ..util import git
 from ..util.cli_result import CliError, CliResult, columns, size_text
-from . import stored_results
 from .catalog import Catalog
+from .stored_results import Chapter, chapters
 
 PROFILES, ARTIFACTS = "aisp-profile", "artifacts"
-"""Where profiles lie without ``--aisp-artifacts``, and where artifacts of runs are gathered."""
-OURS = ("results.jsonl", "results.json")
-"""A folder that holds one of these was written by a run."""
-LEFT = re.compile(r"\.(\w|-|\.)+\.json\.(lock|tmp|\d+)")
-"""What a process that was killed leaves beside stored results."""
-GO = "    aisp machine clean --yes"
+"""The default folder of profiles, and the folder that contains the artifact folders of runs."""
+RUN_FILES = ("results.jsonl", "results.json")
+"""A folder with one of these was written by a run."""
+TEMPORARY = re.compile(r"\.(\w|-|\.)+\.json\.(lock|tmp|\d+)")
+"""Files that a killed process leaves beside stored results."""
 
 
-@dataclass(frozen=True)
-class Left:
-    """A file or folder that a run left, and its bytes."""
+class Leftover(NamedTuple):
+    """A file or folder that a run left."""
 
     path: Path
     nbytes: int
 
 
-def clean_result(found: Catalog, *, yes: bool, as_json: bool = False) -> CliResult:
-    """Return what runs left, with sizes; removed where `yes`. Exit code 2 where one stays."""
-    left = list(find(found.root, found.baselines))
-    failed = {it.path: why for it in left if yes and (why := _remove_left(it.path)) is not None}
-    write = _clean_json if as_json else _clean_text
-    return CliResult(write(left, failed, yes), 2 if failed else 0)
+def clean_result(catalog: Catalog, *, yes: bool, as_json: bool = False) -> CliResult:
+    """Return what runs left, removed if `yes`; exit code 2 if something cannot be removed."""
+    found = list(leftovers(catalog.root, catalog.baselines))
+    errors = {it.path: error for it in found if yes and (error := _remove(it.path)) is not None}
+    text = _clean_json(found, errors, yes) if as_json else _clean_text(found, errors, yes)
+    return CliResult(text, 2 if errors else 0)
 
 
-def _clean_text(left: Sequence[Left], failed: Mapping[Path, str], yes: bool) -> list[str]:
-    if not left:
+def _clean_text(found: Sequence[Leftover], errors: Mapping[Path, str], yes: bool) -> list[str]:
+    if not found:
         return ["nothing to clean"]
-    rows = [(_size(it.nbytes), os.path.relpath(it.path)) for it in left]
-    total = _size(sum(it.nbytes for it in left if it.path not in failed))
-    closing = [f"{total} removed"] if yes else [f"{total} would be removed:", GO]
-    stays = [f"{path} stays: {why}" for path, why in failed.items()]
-    return [*columns(rows), *stays, *closing]
+    rows = [(_size(it.nbytes), os.path.relpath(it.path)) for it in found]
+    total = _size(sum(it.nbytes for it in found if it.path not in errors))
+    summary = [f"{total} would be removed:", "    aisp machine clean --yes"]
+    if yes:
+        summary = [f"{total} removed"]
+    failed = [f"{path} cannot be removed: {error}" for path, error in errors.items()]
+    return [*columns(rows), *failed, *summary]
 
 
-def _clean_json(left: Sequence[Left], failed: Mapping[Path, str], yes: bool) -> list[str]:
+def _clean_json(found: Sequence[Leftover], errors: Mapping[Path, str], yes: bool) -> list[str]:
     plain = [
         {
             "path": str(it.path),
             "bytes": it.nbytes,
-            "removed": yes and it.path not in failed,
-            "error": failed.get(it.path),
+            "removed": yes and it.path not in errors,
+            "error": errors.get(it.path),
         }
-        for it in left
+        for it in found
     ]
     return [json.dumps({"left": plain}, indent=1)]
 
 
-def find(root: Path, baselines: Path) -> Iterator[Left]:
-    """Yield what runs left under `root`: profiles, artifacts, leftovers beside stored results.
+def leftovers(root: Path, baselines: Path) -> Iterator[Leftover]:
+    """Yield what runs left under `root`: profiles, artifacts, temporary files in `baselines`.
 
-    What lies behind a link is left alone, and so is whatever holds the stored results; a link to
-    one of the folders goes with it.
+    Nothing behind a link is removed, and no folder that contains the stored results. A link to a
+    removed folder is removed too.
     """
-    folders = [root / PROFILES, *_artifacts(root / ARTIFACTS)]
-    kept = baselines.resolve()
-    ours = [f for f in folders if f.is_dir() and not _is_linked(f, root)]
-    ours = [folder for folder in ours if not kept.is_relative_to(folder.resolve())]
-    yield from (Left(folder, _bytes(folder)) for folder in ours)
-    # `latest` and the like would lead nowhere.
-    yield from (Left(f, 0) for f in folders if f.is_symlink() and f.resolve() in _real(ours))
-    if kept.is_relative_to(root.resolve()):
+    stored = baselines.resolve()
+    candidates = [root / PROFILES, *_artifact_folders(root / ARTIFACTS)]
+    folders = [f for f in candidates if f.is_dir() and not _is_behind_link(f, root)]
+    folders = [f for f in folders if not stored.is_relative_to(f.resolve())]
+    for folder in folders:
+        files = (Path(base) / name for base, _, names in os.walk(folder) for name in names)
+        yield Leftover(folder, sum(file.lstat().st_size for file in files))
+    targets = {folder.resolve() for folder in folders}
+    for link in candidates:
+        if link.is_symlink() and link.resolve() in targets:  # such as `latest`
+            yield Leftover(link, 0)
+    if stored.is_relative_to(root.resolve()):
         for file in sorted(baselines.glob("*/.*")):
-            if LEFT.fullmatch(file.name) and file.is_file() and not _is_linked(file, root):
-                yield Left(file, file.stat().st_size)
+            if (
+                TEMPORARY.fullmatch(file.name)
+                and file.is_file()
+                and not _is_behind_link(file, root)
+            ):
+                yield Leftover(file, file.stat().st_size)
 
 
-def _artifacts(folder: Path) -> Sequence[Path]:
-    """Return `folder` where a run wrote into it, else the runs' folders in it."""
-    if any((folder / name).exists() for name in OURS):
+def _artifact_folders(folder: Path) -> Sequence[Path]:
+    """Return `folder` if a run wrote into it, or the run folders in it."""
+    if any((folder / name).exists() for name in RUN_FILES):
         return [folder]
     inside = sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
-    return [path for path in inside if any((path / name).exists() for name in OURS)]
+    return [path for path in inside if any((path / name).exists() for name in RUN_FILES)]
 
 
-def _is_linked(path: Path, root: Path) -> bool:
-    """Say whether a link lies on the way from `root` to `path`: it may lead anywhere."""
+def _is_behind_link(path: Path, root: Path) -> bool:
     return path.resolve() != root.resolve() / path.relative_to(root)
-
-
-def _real(folders: Sequence[Path]) -> set[Path]:
-    return {folder.resolve() for folder in folders}
-
-
-def _bytes(folder: Path) -> int:
-    files = (Path(base) / name for base, _, names in os.walk(folder) for name in names)
-    return sum(file.lstat().st_size for file in files)
 
 
 def _size(nbytes: int) -> str:
     return size_text(nbytes) if nbytes else "0 B"
 
 
-def _remove_left(path: Path) -> str | None:
-    """Remove `path`; return why that was not possible, or None."""
+def _remove(path: Path) -> str | None:
+    """Remove `path`; return the error if that fails."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -122,90 +123,166 @@ def _remove_left(path: Path) -> str | None:
     return None
 
 
-KEEP = "    aisp results prune --yes"
-Gone: TypeAlias = Sequence[tuple[stored_results.Chapter, str]]
-
-
 def prune_result(
-    found: Catalog, product: str | None, *, yes: bool, as_json: bool = False
+    catalog: Catalog, product: str | None, *, yes: bool, as_json: bool = False
 ) -> CliResult:
-    """Return which results have no case, removed where `yes`; of every product, or of one.
+    """Return the results without a case, of one product or all; removed if `yes`.
 
-    Pages that are skipped or broken here may have any case: their results are kept.
+    A page that is skipped or broken here may have any case, so its results stay.
 
     Raises:
-        Unanswerable: where not every page is known, or a file cannot be read or written.
+        CliError: if not all pages are known, or a file cannot be read or written.
     """
-    if not found.folders:
+    if not catalog.folders:
         raise CliError(
-            "the ini file names no folder of pages: which cases are gone cannot be known\n"
+            "the ini file names no folder of pages, so it is unknown which cases are gone\n"
             "Name them in [tool.pytest.ini_options] of pyproject.toml:\n"
             '    aisp_pages = ["suites"]'
         )
-    if absent := [f for f in found.folders if not (found.root / f).exists()]:
+    if missing := [f for f in catalog.folders if not (catalog.root / f).exists()]:
         raise CliError(
-            f"{found.root / absent[0]} is not here: which of its cases are gone cannot be known\n"
-            "Check all of the repository out:\n    git sparse-checkout disable"
+            f"{catalog.root / missing[0]} is not here, so it is unknown which cases are gone\n"
+            "Check out the whole repository:\n    git sparse-checkout disable"
         )
     gone = [
         (chapter, key)
-        for chapter, keys in gone_of(found, product)
-        for key in (_removed(chapter, keys) if yes else keys)
+        for chapter, keys in _results_without_case(catalog, product)
+        for key in (_prune(chapter, keys) if yes else keys)
     ]
-    return CliResult(_prune_json(found, gone, yes) if as_json else _prune_text(found, gone, yes))
+    if not as_json:
+        return CliResult(_prune_text(catalog, gone, yes))
+    places = [
+        {
+            "product": chapter.stored.product,
+            "chapter": chapter.name,
+            "case": key,
+            "file": str(chapter.path),
+        }
+        for chapter, key in gone
+    ]
+    plain = {"removed": yes, "gone": places, "unread": msgspec.to_builtins(catalog.unread)}
+    return CliResult([json.dumps(plain, indent=1)])
 
 
-def _prune_text(found: Catalog, gone: Gone, yes: bool) -> list[str]:
+def _prune_text(catalog: Catalog, gone: Sequence[tuple[Chapter, str]], yes: bool) -> list[str]:
     lines = [f"{chapter.path}: {key}" for chapter, key in gone]
-    kept = [f"kept, its page cannot be collected here: {page['path']}" for page in found.unread]
-    if not lines:
-        return ["every stored result has its case", *kept]
-    count = "1 result" if len(lines) == 1 else f"{len(lines)} results"
-    did = [f"{count} removed"] if yes else [f"{count} would be removed:", KEEP]
-    return [*lines, *kept, *did]
+    unread = [f"kept, because its page cannot be collected: {page.path}" for page in catalog.unread]
+    if not gone:
+        return ["every stored result has its case", *unread]
+    count = "1 result" if len(gone) == 1 else f"{len(gone)} results"
+    summary = [f"{count} would be removed:", "    aisp results prune --yes"]
+    if yes:
+        summary = [f"{count} removed"]
+    return [*lines, *unread, *summary]
 
 
-def _prune_json(found: Catalog, gone: Gone, yes: bool) -> list[str]:
-    plain = {
-        "removed": yes,
-        "gone": [
-            {
-                "product": chapter.stored.product,
-                "chapter": chapter.name,
-                "case": key,
-                "file": str(chapter.path),
-            }
-            for chapter, key in gone
-        ],
-        "unread": list(found.unread),
-    }
-    return [json.dumps(plain, indent=1)]
+def _results_without_case(
+    catalog: Catalog, product: str | None
+) -> Iterator[tuple[Chapter, Sequence[str]]]:
+    """Yield each chapter that has some, with their keys."""
+    cases = {(case.chapter, case.key) for case in catalog.cases}
+    unread = {Path(page.path).name for page in catalog.unread}
+    for chapter in chapters(catalog.baselines, product):
+        keys = [
+            key
+            for key in sorted(chapter.stored.results)
+            if (chapter.name, key) not in cases and key.partition("::")[0] not in unread
+        ]
+        if keys:
+            yield chapter, keys
 
 
-def gone_of(
-    found: Catalog, product: str | None
-) -> Iterator[tuple[stored_results.Chapter, Sequence[str]]]:
-    """Yield the chapters that hold results without a case, with the keys of those."""
-    keys: dict[str, set[str]] = {}
-    for case in found.cases:
-        keys.setdefault(case["chapter"], set()).add(case["key"])
-    unread = {Path(page["path"]).name for page in found.unread}
-    for name in _products(found.baselines, product):
-        for chapter in stored_results.chapters(found.baselines, name):
-            gone = set(chapter.stored.results) - keys.get(chapter.name, set())
-            if gone := {key for key in gone if key.partition("::")[0] not in unread}:
-                yield chapter, sorted(gone)
-
-
-def _products(baselines: Path, product: str | None) -> list[str]:
-    there = sorted({file.parent.name for file in baselines.glob("*/*.json")})
-    if product is not None and product not in there:
-        raise stored_results.no_product(baselines, product, there)
-    return there if product is None else [product]
-
-
-def _removed(chapter: stored_results.Chapter, gone: Sequence[str]) -> list[str]:
+def _prune(chapter: Chapter, keys: Sequence[str]) -> list[str]:
     try:
-        return store.prune(chapter.path, gone)
+        return store.prune(chapter.path, keys)
     except StoreError as error:
         raise CliError(str(error)) from None
+
+
+ADVICE = (
+    "Restore the file, or record on the machine itself:",
+    "    pytest --aisp-update-expectations",
+)
+STAGED = ""
+"""The ref of git's index."""
+
+
+def checksums_result(files: Sequence[Path], baselines: Path, against: str) -> CliResult:
+    """Return what is wrong with staged stored results: `files`, or all that differ from `against`.
+
+    Raises:
+        CliError: outside a git repository, or if it does not have `against`.
+    """
+    names: Iterable[str] = [file.as_posix() for file in files] or _changed(baselines, against)
+    names = [name for name in names if name.endswith(".json") and not name.endswith("/peaks.json")]
+    problems = [problem for name in names for problem in _problems(name, against)]
+    if problems:
+        lines = [line for problem in problems for line in problem.splitlines()]
+        complete = all("\n" in problem for problem in problems)  # each one has its own advice
+        return CliResult(lines if complete else [*lines, *ADVICE], 1)
+    if not names:
+        none = f"no stored results staged below {baselines} differ from {against}"
+        none = "none of these files contains stored results" if files else none
+        return CliResult([f"{none}: nothing to refuse"])
+    if len(names) == 1:
+        return CliResult(["1 file of stored results is as runs recorded it"])
+    return CliResult([f"{len(names)} files of stored results are as runs recorded them"])
+
+
+def _problems(name: str, against: str) -> Iterator[str]:
+    """Yield what is wrong with a staged file of stored results."""
+    try:
+        now = _stored(STAGED, name)
+    except StoreError as error:
+        # `ADVICE` replaces the error's own advice to restore the committed file.
+        yield str(error).partition(COMMITTED)[0]
+        return
+    try:
+        before = _stored(against, name)
+    except StoreError:  # it was broken when it was committed
+        before = Stored(now.product)
+    for key, facts in now.environments.items():
+        old = before.environments.get(key)
+        if old is not None and old != facts:
+            yield f"{name} environments[{key!r}]: it is {facts}, and was {old}"
+        if old is None and not _is_commit(facts.get("commit")):
+            commit = facts.get("commit")
+            yield f"{name} environments[{key!r}]: {commit=} is not a commit of this repository"
+
+
+def _stored(ref: str, name: str) -> Stored:
+    """Return the results in a file at `ref`; none if the file is not there."""
+    path = Path(name)
+    text = _git("show", f"{ref}:./{name}", missing_ok=True)
+    if text is None:
+        return Stored(path.absolute().parent.name)
+    try:
+        return parse(path, text.decode())
+    except UnicodeDecodeError as error:
+        raise StoreError(f"{name} was not written by pytest-aisp: {error}") from None
+
+
+def _changed(baselines: Path, against: str) -> list[str]:
+    """Return the staged files in `baselines` that differ from `against`."""
+    options = ("--cached", "--relative", "--name-only", "--diff-filter=d", "-z")
+    output = _git("diff", *options, against, "--", str(baselines)) or b""
+    return [name for name in output.decode().split("\0") if name]
+
+
+def _is_commit(commit: object) -> bool:
+    if commit is None:
+        return False
+    return _git("cat-file", "-e", f"{commit}^{{commit}}", missing_ok=True) == b""
+
+
+def _git(*args: str, missing_ok: bool = False) -> bytes | None:
+    """Return git's output; with `missing_ok`, None if git fails."""
+    try:
+        return git.run_git(Path(), *args)
+    except git.NoGit as error:
+        raise CliError(str(error)) from None
+    except git.GitError as error:
+        if missing_ok:
+            return None
+        why = "".join(str(error).splitlines()[:1])
+    raise CliError(f"git {args[0]} fails: {why}\nRun it in a clone with that commit")

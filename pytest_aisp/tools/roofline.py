@@ -1,18 +1,18 @@
-"""`aisp results roofline`: which rate limits each stored result, and the share reached of it.
+"""`aisp results roofline`: the rate that limits each stored result, and the share that it reaches.
 
-A result of goals alone has no time to hold against a limit, and no line.
-The work is the page's of today, the seconds and the peaks are stored. Of a case whose page is gone
-or declares no work, what was stored with it is shown.
+The work is from today's page, the times and the peaks are stored. If the page is gone or declares
+no work, the stored share is shown. `aisp machine peak` measures the peaks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from ..page.pair import Work
 from ..results.messages import PeaksTask
@@ -23,20 +23,20 @@ from ..timing.peaks import PCIE, SECONDS, Peaks, PeaksError
 from ..util.cli_result import CliError, CliResult, columns
 from ..util.device import Machine, lease, lease_gpus
 from ..worker.client import WorkerProcess
-from . import stored_results
-from .catalog import Catalog, target_of
+from .catalog import Catalog, CatalogCase, target_of
+from .stored_results import chapters, stored_peaks
 
 HEADS = ("product", "target", "case", "bound", "speedup", "time", "attained", "share", "limit")
 BYTES = ("copy", "read", "write", *PCIE, *peaks.LINKS, "peer_both")
-"""Rates that are bytes/s; the others are FLOP/s, or seconds."""
+"""Rates in bytes/s; the others are in FLOP/s, or in seconds."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One stored result against its limit.
+    """One stored result and its limit.
 
     Attributes:
-        limit: the rate that sets it, or None where no work or no rate is known.
+        limit: the rate that limits it; None if the work or the rate is unknown.
         attained: what the optimized side reaches of that rate; peak: the rate itself.
     """
 
@@ -53,7 +53,6 @@ class Point:
 
     def row(self) -> tuple[str, ...]:
         """Return its line of the table."""
-        share = "-" if self.share is None else f"{self.share:.0%}"
         limit = "-" if self.limit is None else f"{self.limit} {rate_text(self.limit, self.peak)}"
         return (
             self.product,
@@ -63,157 +62,145 @@ class Point:
             f"{digits(self.speedup)}x",
             duration(self.seconds),
             rate_text(self.limit, self.attained),
-            share,
+            "-" if self.share is None else f"{self.share:.0%}",
             limit.rstrip(" -"),
         )
 
 
-def rate_text(limit: str | None, rate: float | None) -> str:
-    """Return what is reached of the rate `limit`, in its unit; ``-`` where nobody knows."""
-    if limit is None or rate is None:
+def rate_text(name: str | None, rate: float | None) -> str:
+    """Return a rate in its unit; ``-`` if it is unknown."""
+    if name is None or rate is None:
         return "-"
+    if name in SECONDS:
+        return duration(rate)
     scale, letter = (1e12, "T") if rate >= 1e12 else (1e9, "G")
-    return f"{rate / scale:.4g} {letter}{'B' if limit in BYTES else 'FLOP'}/s"
+    return f"{rate / scale:.4g} {letter}{'B' if name in BYTES else 'FLOP'}/s"
 
 
 def roofline_result(
-    found: Catalog, names: Sequence[str], targets: Sequence[str], *, as_json: bool
+    catalog: Catalog, products: Sequence[str], targets: Sequence[str], *, as_json: bool
 ) -> CliResult:
-    """Return the results of the products `names` of `targets`, the largest share last."""
-    limits = {name: stored_results.peaks_of(found.baselines, name) for name in names}
-    points = [p for name in names for p in points_of(found, name, targets, limits[name])]
+    """Return the results of `products` and `targets`, the largest share of a chapter last."""
+    limits = {name: stored_peaks(catalog.baselines, name) for name in products}
+    found = [p for name in products for p in points(catalog, name, targets, limits[name])]
     if as_json:
-        return CliResult([json.dumps([asdict(point) for point in points], indent=1)])
-    points.sort(key=lambda p: (p.product, p.target.partition(":")[0], p.share or 0.0))
-    lacking = [name for name in names if limits[name] is None]
-    notes = [f"no peaks of {name} are stored\n    aisp machine peak --store" for name in lacking]
-    lines = columns([HEADS, *(p.row() for p in points)]) if points else ["no result is stored"]
-    return CliResult([*lines, *notes])
+        return CliResult([json.dumps([asdict(point) for point in found], indent=1)])
+    found.sort(key=lambda p: (p.product, p.target.partition(":")[0], p.share or 0.0))
+    lines = columns([HEADS, *(p.row() for p in found)]) if found else ["no result is stored"]
+    missing = [name for name in products if limits[name] is None]
+    lines += [f"no peaks of {n} are stored\n    aisp machine peak --store" for n in missing]
+    return CliResult(lines)
 
 
-def points_of(
-    found: Catalog, product: str, targets: Sequence[str], limits: Peaks | None
+def points(
+    catalog: Catalog, product: str, targets: Sequence[str], limits: Peaks | None
 ) -> Iterator[Point]:
-    """Yield each stored result of `product` against the one of its `limits` that holds it."""
-    cases = {(case["chapter"], case["key"]): case for case in found.cases}
-    for chapter in stored_results.chapters(found.baselines, product):
+    """Yield each timed result of `product` and its limit."""
+    cases = {(case.chapter, case.key): case for case in catalog.cases}
+    for chapter in chapters(catalog.baselines, product):
         for key, result in sorted(chapter.stored.results.items()):
             page, _, name = key.partition("::")
             target = target_of(chapter.name, page)
-            asked = not targets or target in targets or chapter.name in targets
-            if asked and result.speedup is not None:
-                case = cases.get((chapter.name, key), {})
-                plain = (product, target, name, case.get("bound"), result.speedup)
-                yield _point(plain, case, result, limits)
-
-
-def _point(
-    plain: tuple[str, str, str, str | None, float],
-    case: Mapping[str, Any],
-    result: Result,
-    limits: Peaks | None,
-) -> Point:
-    seconds = result.seconds["optimized"]
-    limit, share = _limit(case, result, limits)
-    peak = None if limits is None or limit is None else limits.rates.get(limit)
-    if limit in SECONDS or peak is None or share is None:
-        return Point(*plain, seconds, limit, share)
-    return Point(*plain, seconds, limit, share, share * peak, peak)
+            selected = not targets or target in targets or chapter.name in targets
+            if not selected or result.speedup is None:
+                continue
+            case = cases.get((chapter.name, key))
+            bound = None if case is None else case.bound
+            limit, share = _limit(case, result, limits)
+            peak = None if limits is None or limit is None else limits.rates.get(limit)
+            attained = None
+            if limit in SECONDS or peak is None or share is None:
+                peak = None
+            else:
+                attained = share * peak
+            seconds = result.seconds["optimized"]
+            yield Point(
+                *(product, target, name, bound, result.speedup, seconds),
+                *(limit, share, attained, peak),
+            )
 
 
 def _limit(
-    case: Mapping[str, Any], result: Result, limits: Peaks | None
+    case: CatalogCase | None, result: Result, limits: Peaks | None
 ) -> tuple[str | None, float | None]:
-    """Return the rate that limits a case, and its share: of today's work, or as it was stored."""
-    work = case.get("work")
-    if work is None or limits is None:
-        return result.limit, result.share
-    try:
-        limit = peaks.limit_of(Work(**work), case["bound"], limits)
-    except PeaksError:  # a type without a rate: the page's run says so
-        limit = None
+    """Return the rate that limits a case, and the share of it: of today's work, or as stored."""
+    limit = None
+    if case is not None and case.work is not None and limits is not None:
+        with contextlib.suppress(PeaksError):  # a type without a rate: the page's run reports it
+            limit = peaks.limit_of(msgspec.convert(case.work, Work), case.bound, limits)
     if limit is None:
         return result.limit, result.share
     return limit.name, peaks.share(limit, result.seconds["optimized"])
 
 
 TIMEOUT = 120.0
-"""Seconds a worker process may be silent: it says nothing until all is measured."""
+"""Seconds that a worker process may be silent: it replies only when everything is measured."""
 
 
 def measure_peaks(machine: Machine, tell: Callable[[str], None]) -> Peaks:
-    """Return the peaks of `machine`'s first GPU, or of its CPU, from a process of its own.
+    """Return the peaks of `machine`'s first GPU, or of its CPU, measured in another process.
 
     Raises:
-        Unanswerable: where they cannot be measured; exit code 1.
+        CliError: if they cannot be measured; exit code 1.
     """
     device = "cuda" if machine.gpus else "cpu"
     gpu, interpret = next(iter(machine.gpus), ""), None if machine.gpus else "1"
     environment = {"CUDA_VISIBLE_DEVICES": gpu, "TRITON_INTERPRET": interpret}
-    with _leased(machine, tell), contextlib.closing(WorkerProcess(environment)) as worker:
+    leased = lease_gpus(machine.gpus[:1], tell) if machine.gpus else lease("host", waiting=tell)
+    with leased, contextlib.closing(WorkerProcess(environment)) as worker:
         tell(f"measure the peaks of {machine.product}")
         reply = worker.ask(PeaksTask(device=device), TIMEOUT, tell)
     if reply.error is not None:
-        said = f"{reply.trace}\n" if reply.trace else ""
+        trace = f"{reply.trace}\n" if reply.trace else ""
         raise CliError(
-            f"{said}the peaks of {machine.product} could not be measured: {reply.message}\n"
-            "See what is wrong with the machine:\n    aisp machine doctor",
+            f"{trace}the peaks of {machine.product} could not be measured: {reply.message}\n"
+            "Find out what is wrong with the machine:\n    aisp machine doctor",
             code=1,
         )
     return Peaks(machine.product, reply.result["rates"], dict(reply.result["facts"]))
 
 
-@contextlib.contextmanager
-def _leased(machine: Machine, tell: Callable[[str], None]) -> Iterator[None]:
-    """Hold the GPU alone, or the host where it is what is measured."""
-    if machine.gpus:
-        with lease_gpus(machine.gpus[:1], tell):
-            yield
-        return
-    with lease("host", waiting=tell):
-        yield
-
-
 def peak_result(measured: Peaks, *, as_json: bool) -> CliResult:
-    """Return the rates with the kernel that reached each; exit code 1 where the clocks were low."""
-    code = 1 if _throttled(measured) else 0
+    """Return the rates, each with its fastest kernel; exit code 1 if the clocks were low."""
+    throttled = _throttled(measured)
     if as_json:
-        plain = {"product": measured.product, "rates": measured.rates, "facts": measured.facts}
-        return CliResult([json.dumps(plain, indent=1)], code)
-    rows = [(key, amount(key, rate), measured.facts.get(key, "")) for key, rate in _rates(measured)]
+        return CliResult([json.dumps(asdict(measured), indent=1)], 1 if throttled else 0)
+    rows = [
+        (name, rate_text(name, rate), measured.facts.get(name, ""))
+        for name, rate in _in_order(measured)
+    ]
     lines = [f"{measured.product}: {measured.facts.get('name', '')}", *columns(rows)]
-    if (why := _throttled(measured)) is not None:
-        lines.append(f"the GPU was slower than it should be: {why}\n    aisp machine doctor")
-    return CliResult(lines, code)
+    if throttled:
+        lines.append(f"the GPU was slower than it should be: {throttled}\n    aisp machine doctor")
+    return CliResult(lines, 1 if throttled else 0)
 
 
-def _rates(measured: Peaks) -> list[tuple[str, float]]:
+def _in_order(measured: Peaks) -> list[tuple[str, float]]:
     return sorted(measured.rates.items(), key=lambda rate: peaks.RATES.index(rate[0]))
 
 
-def amount(key: str, rate: float) -> str:
-    """Return a rate in its unit."""
-    return duration(rate) if key in SECONDS else rate_text(key, rate)
+def _throttled(measured: Peaks) -> str:
+    """Return why the clocks were low, or nothing."""
+    reason = measured.facts.get("throttled", "no")
+    return "" if reason == "no" else reason
 
 
-def _throttled(measured: Peaks) -> str | None:
-    why = measured.facts.get("throttled", "no")
-    return None if why == "no" else why
-
-
-def keep(measured: Peaks, baselines: Path) -> list[str]:
-    """Store what was measured in the place of what was; return each rate, old and new, in words.
+def store_peaks(measured: Peaks, baselines: Path) -> list[str]:
+    """Replace the stored peaks; return a line for each rate, with the old one.
 
     Raises:
-        Unanswerable: where the clocks were low, or the file is something else or cannot be written.
+        CliError: if the clocks were low, or the file is not ours or cannot be written.
     """
     path = peaks.path_of(baselines, measured.product)
-    if (why := _throttled(measured)) is not None:
-        raise CliError(f"nothing is stored: {why}\n    aisp machine doctor", code=1)
+    if throttled := _throttled(measured):
+        raise CliError(f"nothing is stored: {throttled}\n    aisp machine doctor", code=1)
     try:
         before = peaks.load(path).rates if path.exists() else {}
         peaks.save(path, measured)
     except (PeaksError, OSError) as error:
         raise CliError(f"nothing is stored: {error}") from None
-    was = {key: f"{amount(key, rate)} -> " for key, rate in before.items()}
-    return [f"stored in {path}: {k} {was.get(k, '')}{amount(k, r)}" for k, r in _rates(measured)]
+    old = {name: f"{rate_text(name, rate)} -> " for name, rate in before.items()}
+    return [
+        f"stored in {path}: {name} {old.get(name, '')}{rate_text(name, rate)}"
+        for name, rate in _in_order(measured)
+    ]

@@ -1,24 +1,36 @@
-"""Products with stored results: which one is asked about, its chapters, peaks and arch."""
+"""The stored results: of which products, whether they support the claims, and README tables.
+
+`aisp results expectations` compares each stored ln(speedup) with today's claim, the sources of its
+sides with today's pages, and its processes and sessions with what a spread needs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import csv
+import io
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 from ..page.gpu_specs import ARCHS, GPUS
 from ..results import store
-from ..results.models import Stored, base_of
-from ..results.store import COMMITTED, StoreError, parse
+from ..results.metric_limits import METRICS
+from ..results.models import Result, Stored, base_of, session_sd
+from ..results.row import bare, duration
+from ..results.store import StoreError
+from ..results.verdict import DEFAULT_SPREAD, NEUTRAL_FLOOR, interval
 from ..timing import peaks
 from ..timing.peaks import Peaks, PeaksError
-from ..util import git
-from ..util.cli_result import CliError, CliResult
+from ..util.cli_result import CliError, CliResult, columns
 from ..util.device import Machine
+from .catalog import Catalog, CatalogCase
 
 
-@dataclass(frozen=True)
-class Chapter:
+class Chapter(NamedTuple):
     """The stored results of one chapter on one product."""
 
     name: str
@@ -26,45 +38,50 @@ class Chapter:
     stored: Stored
 
 
-def chosen(baselines: Path, asked: str | None, machine: Machine) -> list[str]:
-    """Return the products asked about: one, and the same with several GPUs.
+def select_products(baselines: Path, product: str | None, machine: Machine) -> list[str]:
+    """Return `product` and its products of several GPUs.
 
-    It is `asked`, else the machine's, else the only one that has results. ``nvidia-h200-x2`` is
-    itself alone.
+    The default is the machine's product, or the only one with stored results.
 
     Raises:
-        Unanswerable: where it has no results, or nothing says which one is meant.
+        CliError: if it has no stored results, or there are several to choose from.
     """
-    there = sorted({file.parent.name for file in baselines.glob("*/*.json")})
-    bases = sorted({base_of(product) for product in there})
-    if asked is None:
-        mine = machine.product in bases
-        asked = machine.product if mine else bases[0] if len(bases) == 1 else None
-    if asked is None or (asked not in there and asked not in bases):
-        raise no_product(baselines, asked or machine.product, there)
-    return [p for p in there if p == asked or base_of(p) == asked]
+    stored = _products(baselines)
+    bases = sorted({base_of(name) for name in stored})
+    if product is None:
+        product = bases[0] if len(bases) == 1 else machine.product
+    if product not in (*stored, *bases):
+        raise no_results(baselines, product)
+    return [name for name in stored if name == product or base_of(name) == product]
 
 
-def no_product(baselines: Path, product: str, there: Sequence[str]) -> CliError:
-    """Return the error of a product without results, with those `there`."""
-    if not there:
+def _products(baselines: Path) -> list[str]:
+    return sorted({file.parent.name for file in baselines.glob("*/*.json")})
+
+
+def no_results(baselines: Path, product: str) -> CliError:
+    """Return the error of a product without stored results."""
+    others = _products(baselines)
+    if not others:
         return CliError(
             f"no results are stored in {baselines}; record them on a quiet machine\n"
             "    pytest --aisp-update-expectations"
         )
     return CliError(
-        f"no results of {product} are stored in {baselines}; there are those of"
-        f" {', '.join(there)}; choose with\n    --product={there[0]}"
+        f"no results of {product} are stored in {baselines}, only of {', '.join(others)}; choose"
+        f" with\n    --product={others[0]}"
     )
 
 
-def chapters(baselines: Path, product: str) -> Iterator[Chapter]:
-    """Yield the stored chapters of `product`, by name.
+def chapters(baselines: Path, product: str | None = None) -> Iterator[Chapter]:
+    """Yield the stored chapters of `product`, or of every product.
 
     Raises:
-        Unanswerable: for a file that cannot be read.
+        CliError: if the product has no stored results, or a file cannot be read.
     """
-    for path in sorted((baselines / product).glob("*.json")):
+    if product is not None and product not in _products(baselines):
+        raise no_results(baselines, product)
+    for path in sorted(baselines.glob(f"{product or '*'}/*.json")):
         if path.name != "peaks.json":
             try:
                 yield Chapter(path.stem, path, store.load(path))
@@ -72,11 +89,11 @@ def chapters(baselines: Path, product: str) -> Iterator[Chapter]:
                 raise CliError(str(error)) from None
 
 
-def peaks_of(baselines: Path, product: str) -> Peaks | None:
-    """Return the stored peaks of `product`: with several GPUs, those of one and of their links.
+def stored_peaks(baselines: Path, product: str) -> Peaks | None:
+    """Return the stored peaks of `product`; with several GPUs, of one GPU and of their links.
 
     Raises:
-        Unanswerable: for a file that cannot be read.
+        CliError: if a file cannot be read.
     """
     names = dict.fromkeys((base_of(product), product))
     try:
@@ -86,117 +103,242 @@ def peaks_of(baselines: Path, product: str) -> Peaks | None:
     return found[0] if len(found) == 1 else peaks.joined(*found)
 
 
-def arch_of(product: str, given: str | None, machine: Machine) -> str:
-    """Return the arch whose claims `product` is held against.
-
-    It is `given`, else the machine's where this is its product, else what the table of GPUs says of
-    the name: results do not hold it.
+def arch_of(product: str, arch: str | None, machine: Machine) -> str:
+    """Return the arch whose claims apply to `product`: `arch`, or the one of its GPU's name.
 
     Raises:
-        Unanswerable: for a word that is no arch, or a name that the table does not have.
+        CliError: if `arch` is unknown, or the table of GPUs does not have the product.
     """
     legal = f"legal are {', '.join(ARCHS)}"
-    if given is not None and given not in ARCHS:
-        raise CliError(f"--arch={given}: unknown arch; {legal}")
+    if arch is not None and arch not in ARCHS:
+        raise CliError(f"--arch={arch}: unknown arch; {legal}")
     base = base_of(product)
-    if given or machine.product == base:
-        return given or machine.arch
+    if arch or machine.product == base:
+        return arch or machine.arch
     if base.startswith("cpu-"):
         return "cpu"
-    for arch, names in GPUS.items():
+    for known, names in GPUS.items():
         if set(names.lower().split(", ")) & set(base.split("-")):
-            return arch
-    raise CliError(f"nothing here says which arch {product} has; {legal}\n    --arch={ARCHS[1]}")
+            return known
+    raise CliError(f"the arch of {product} is unknown; {legal}\n    --arch={ARCHS[1]}")
 
 
-ADVICE = (
-    "Restore the file, or record on the machine itself:",
-    "    pytest --aisp-update-expectations",
-)
-STAGED = ""
-"""The ref of what is staged: git's index."""
+FORMATS = ("text", "csv", "json")
+MIN_PROCESSES, MIN_SESSIONS = 8, 2
+"""The least from which a case's spread is estimated."""
+STATES = {
+    "below": "the stored speedup is below the claim",
+    "neutral": "a speedup is claimed, but the 99 % interval includes 1",
+    "stale": "the sources of the sides have changed: record again",
+    "few": f"fewer than {MIN_PROCESSES} processes or {MIN_SESSIONS} sessions",
+    "gone": "no page here has the case",
+    "unread": "its page cannot be imported here, so its claim is unknown",
+}
+HEADS = ("product", "chapter", "case", "claim", "stored [99 %]", "processes", "sessions", "states")
 
 
-def checksums_result(files: Sequence[Path], baselines: Path, against: str) -> CliResult:
-    """Return what is wrong with the staged `files`, by default all that differ from `against`.
+@dataclass(frozen=True)
+class Expectation:
+    """One stored result and its claim; `states` is empty if there is no problem."""
 
-    Raises:
-        Unanswerable: outside a git repository, or where it lacks `against`.
+    product: str
+    chapter: str
+    case: str
+    claim: float | str | None
+    speedup: float | None
+    low: float | None
+    high: float | None
+    processes: int
+    sessions: int
+    states: tuple[str, ...]
+
+    def row(self) -> tuple[str, ...]:
+        """Return its line of the table."""
+        speed = "-"
+        if self.speedup is not None:
+            speed = f"{self.speedup:.3f}x [{self.low:.3f}, {self.high:.3f}]"
+        claim = "-" if self.claim is None else str(self.claim)
+        counts = (str(self.processes), str(self.sessions))
+        return self.product, self.chapter, self.case, claim, speed, *counts, ", ".join(self.states)
+
+
+def expectations_result(catalog: Catalog, archs: Mapping[str, str], *, form: str) -> CliResult:
+    """Return the results of some products with their claims; exit code 1 if one is below.
+
+    Args:
+        archs: by product, the arch whose claims apply.
     """
-    names = [file.as_posix() for file in files] or _changed(baselines, against)
-    names = [name for name in names if name.endswith(".json") and not name.endswith("/peaks.json")]
-    wrong = [fault for name in names for fault in faults(name, against)]
-    if wrong:
-        own = all("\n" in fault for fault in wrong)  # each says its way out
-        lines = [line for fault in wrong for line in fault.splitlines()]
-        return CliResult(lines if own else [*lines, *ADVICE], 1)
-    if not names:
-        none = f"no stored results staged below {baselines} differ from {against}"
-        none = "none of these files holds stored results" if files else none
-        return CliResult([f"{none}: nothing to refuse"])
-    if len(names) == 1:
-        return CliResult(["1 file of stored results is as runs recorded it"])
-    return CliResult([f"{len(names)} files of stored results are as runs recorded them"])
+    found = [e for product, arch in archs.items() for e in expectations(catalog, product, arch)]
+    code = 1 if any("below" in one.states for one in found) else 0
+    if form == "json":
+        return CliResult([json.dumps([asdict(one) for one in found], indent=1)], code)
+    return CliResult(_csv(found) if form == "csv" else _text(found), code)
 
 
-def faults(name: str, against: str) -> Iterator[str]:
-    """Yield what is wrong with one staged file of stored results."""
-    try:
-        now = _stored(STAGED, name)
-    except StoreError as error:
-        yield _fault(error)
-        return
-    try:
-        before = _stored(against, name)
-    except StoreError:  # what was committed broken is judged as it is now
-        before = Stored(now.product)
-    for key, facts in now.environments.items():
-        old = before.environments.get(key)
-        if old is not None and old != facts:
-            yield f"{name} environments[{key!r}]: it says {facts}, and said {old}"
-        if old is None and not _is_commit(facts.get("commit")):
-            commit = facts.get("commit")
-            yield f"{name} environments[{key!r}]: {commit=} is no commit of this repository"
+def expectations(catalog: Catalog, product: str, arch: str) -> Iterator[Expectation]:
+    """Yield each stored result of `product` with its claim."""
+    cases = {(case.chapter, case.key): case for case in catalog.cases}
+    unread = {Path(page.path).name for page in catalog.unread}
+    for chapter in chapters(catalog.baselines, product):
+        for key, result in sorted(chapter.stored.results.items()):
+            case = cases.get((chapter.name, key))
+            ends = interval_of(result, chapter.stored)
+            # A claim is about a speedup: it does not apply to a result with metrics only.
+            claim = None if case is None or ends is None else case.claims[arch]
+            states = _states(result, case, claim, ends[0] if ends else 0.0)
+            if case is None and key.partition("::")[0] in unread:
+                states = ["unread", *states[1:]]
+            low, high = (None, None) if ends is None else map(math.exp, ends)
+            yield Expectation(
+                *(product, chapter.name, key, claim, result.speedup),
+                *(low, high, result.processes, result.sessions),
+                tuple(states),
+            )
 
 
-def _fault(error: StoreError) -> str:
-    """Return what is wrong, with its way out where that is another one than `ADVICE`."""
-    return str(error).partition(COMMITTED)[0]
+def _states(
+    result: Result, case: CatalogCase | None, claim: float | str | None, low: float
+) -> list[str]:
+    timed = result.value is not None  # counted metrics have no spread
+    few = timed and (result.processes < MIN_PROCESSES or result.sessions < MIN_SESSIONS)
+    if case is None:
+        return ["gone", *(["few"] if few else [])]
+    found = {
+        "below": _is_below(result, claim),
+        "neutral": isinstance(claim, int | float) and low <= 0,
+        "stale": dict(case.sources) != dict(result.sources),
+        "few": few,
+    }
+    return [state for state, holds in found.items() if holds]
 
 
-def _stored(ref: str, name: str) -> Stored:
-    """Return the results in a file as it is at `ref`; none where it is not there."""
-    path = Path(name)
-    text = _git("show", f"{ref}:./{name}", missing=True)
-    if text is None:
-        return Stored(path.absolute().parent.name)
-    try:
-        return parse(path, text.decode())
-    except UnicodeDecodeError as error:
-        raise StoreError(f"{name} was not written by pytest-aisp: {error}") from None
+def _is_below(result: Result, claim: float | str | None) -> bool:
+    """Return whether a result is below its claim, or loses more than the clock's floor."""
+    if result.value is None or result.clock is None:
+        return False
+    if claim == "neutral":
+        return result.value < -NEUTRAL_FLOOR[result.clock]
+    # No margin: the stored value is a mean over processes, and the claim was chosen from it.
+    return isinstance(claim, int | float) and result.value < math.log(claim)
 
 
-def _changed(baselines: Path, against: str) -> list[str]:
-    """Return the staged files of stored results that differ from `against`."""
-    told = ("diff", "--cached", "--relative", "--name-only", "--diff-filter=d", "-z", against)
-    found = _git(*told, "--", str(baselines)) or b""
-    return [name for name in found.decode().split("\0") if name]
+def _csv(found: Sequence[Expectation]) -> list[str]:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([field.name for field in fields(Expectation)])
+    for one in found:
+        plain = {**asdict(one), "states": " ".join(one.states)}
+        writer.writerow(f"{v:.6g}" if isinstance(v, float) else v for v in plain.values())
+    return text.getvalue().splitlines()
 
 
-def _is_commit(commit: object) -> bool:
+def _text(found: Sequence[Expectation]) -> list[str]:
+    """Return a table of the results with a problem, and the count of each problem."""
+    problems = [one for one in found if one.states]
+    lines = columns([HEADS, *(one.row() for one in problems)]) if problems else []
+    lines.append(f"{len(found)} stored results, {len(found) - len(problems)} without a problem")
+    counts = {state: sum(state in one.states for one in problems) for state in STATES}
+    return lines + [f"{state} {n}: {STATES[state]}" for state, n in counts.items() if n]
+
+
+START, END = "<!-- results -->", "<!-- end of results -->"
+TABLE_HEADS = ("page", "case", "baseline", "optimized", "speedup [99 %]", "share of limit", "clock")
+
+
+class TableError(Exception):
+    """A README without a place for the table."""
+
+
+def readme_table(chapter: str, baselines: Path) -> str:
+    """Return the Markdown tables of all products with results of `chapter`."""
+    parts = []
+    for path in sorted(baselines.glob(f"*/{chapter}.json")):
+        stored = store.load(path)
+        parts.append(f"**{stored.product}**, {_recorded(stored)}\n")
+        rows = [TABLE_HEADS, tuple("---" for _ in TABLE_HEADS)]
+        rows += [_cells(key, stored) for key in sorted(stored.results)]
+        parts.append("\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n")
+    return "\n".join(parts) or "No results are stored yet.\n"
+
+
+def _recorded(stored: Stored) -> str:
+    """Return the versions and the dates of the recordings."""
+    names = ("driver", "cuda", "torch", "triton")
+    environments = [stored.environments[name] for name in sorted(stored.environments)]
+    versions = {n: sorted({str(e[n]) for e in environments if e.get(n)}) for n in names}
+    dates = sorted({str(e["date"]) for e in environments if e.get("date")})
+    text = ", ".join(f"{n} {' / '.join(v)}" for n, v in versions.items() if v)
+    return f"{text}; recorded {', '.join(dates)}"
+
+
+def _cells(key: str, stored: Stored) -> tuple[str, ...]:
+    page, _, case = key.partition("::")
+    result, ends = stored.results[key], interval_of(stored.results[key], stored)
+    speedup = "-"
+    if result.value is not None and ends is not None:
+        speedup = f"{bare(result.value)}x [{bare(ends[0])}, {bare(ends[1])}]"
     return (
-        commit is not None and _git("cat-file", "-e", f"{commit}^{{commit}}", missing=True) == b""
+        f"[{page.removesuffix('_test.py')}]({page})",
+        case.partition("[")[2].rstrip("]"),
+        _amount(result, "baseline"),
+        _amount(result, "optimized"),
+        speedup,
+        "" if result.share is None else f"{result.share:.0%} {result.limit}",
+        result.clock or "-",
     )
 
 
-def _git(*args: str, missing: bool = False) -> bytes | None:
-    """Return what git says; None where it fails and what was asked for may be `missing`."""
-    try:
-        return git.run_git(Path(), *args)
-    except git.NoGit as error:
-        raise CliError(str(error)) from None
-    except git.GitError as error:
-        if missing:
-            return None
-        why = "".join(str(error).splitlines()[:1])
-    raise CliError(f"git {args[0]} fails: {why}\nRun it in a clone with that commit")
+def _amount(result: Result, side: str) -> str:
+    """Return a side's time; if nothing was timed, its metrics."""
+    if side in result.seconds:
+        return duration(result.seconds[side])
+    return ", ".join(f"{name} {METRICS[name].unit(n[side])}" for name, n in result.goals.items())
+
+
+def interval_of(result: Result, stored: Stored) -> tuple[float, float] | None:
+    """Return the 99 % interval of a result in ln(speedup), with the spread between sessions.
+
+    None if nothing was timed.
+    """
+    if result.value is None or result.clock is None:
+        return None
+    return interval(
+        result.value,
+        result.own_spread or DEFAULT_SPREAD[result.clock],
+        result.processes,
+        session=session_sd(stored.results.values(), result.clock),
+        sessions=result.sessions,
+    )
+
+
+def rewrite(readme: Path, baselines: Path) -> str:
+    """Return the text of `readme` with the tables of today's stored results.
+
+    Raises:
+        TableError: if the markers are missing.
+    """
+    text = readme.read_text()
+    if START not in text or END not in text:
+        raise TableError(f"{readme} has no place for the table: add {START} and {END}")
+    before, _, rest = text.partition(START)
+    after = rest.partition(END)[2]
+    return f"{before}{START}\n{readme_table(readme.parent.name, baselines)}{END}{after}"
+
+
+def main(arguments: list[str]) -> int:
+    """Rewrite the README of a chapter's folder, or check it; return the exit code."""
+    check = "--check" in arguments
+    folders = [Path(a) for a in arguments if a != "--check"]
+    readme = folders[0] / "README.md"
+    baselines = folders[1] if len(folders) > 1 else Path("baselines")
+    text = rewrite(readme, baselines)
+    if check and text != readme.read_text():
+        print(f"{readme} is out of date; python -m pytest_aisp.tools.stored_results {folders[0]}")
+        return 1
+    if not check:
+        readme.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
