@@ -195,9 +195,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         item.add_marker(pytest.mark.flaky(reruns=0), append=False)
     if item.config.stash.get(RUN, None) is None:
         return (yield)
-    from .session.startup import leased
+    from .session.startup import lock_machine
 
-    with leased(item):
+    with lock_machine(item):
         return (yield)
 
 
@@ -236,9 +236,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     # A part of the suite says nothing of the whole.
     if session.exitstatus != pytest.ExitCode.INTERRUPTED:
         if session.config.stash.get(RUN, None) is not None:
-            from .session.startup import canary
+            from .session.canary import run_at_end
 
-            canary(session)
+            run_at_end(session)
         session.exitstatus = _exit_code(session, recorder)
     if recorder is not None:
         recorder.finish(session.exitstatus)
@@ -260,10 +260,10 @@ def _exit_code(session: pytest.Session, recorder: Recorder | None) -> int:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if (recorder := config.stash.get(RECORDER, None)) is not None:
-        from .session.terminal import captured, summary
+        from .session.terminal import show_captured, show_summary
 
-        captured(terminalreporter)
-        summary(terminalreporter, recorder)
+        show_captured(terminalreporter)
+        show_summary(terminalreporter, recorder)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -401,10 +400,7 @@ def test_what_was_not_looked_for_is_said_without_v():
     notes = [f"NOT LOOKED FOR: {promise}: {why}" for promise in ("tma", "LDG.128")]
     notes += ["NOT LOOKED FOR: tma: it knows no SM103: too old", "other"]
     row = Row("id", "f", "k", "p", "t", "v", {}, "dram", verdict="compiled", notes=notes)
-    settings = SimpleNamespace(timestamped=None, check=False)
-    told = {name: [] for name in ("changes", "kept", "errors", "crashes", "unguarded", "canaries")}
-    recorder = SimpleNamespace(left="", settings=settings, why_invalid=list, **told)
-    assert terminal._closing(recorder, [row, row]) == [
+    assert terminal._unchecked_promises([row, row]) == [
         "NOT LOOKED FOR: tma: it knows no SM103: too old",
         f"NOT LOOKED FOR: LDG.128, tma: {why}",
     ]

@@ -90,7 +90,7 @@ def test_what_a_voided_run_has_stored_is_to_be_taken_back(page, gpu, pytester, m
         [
             "stored: *",
             "RUN INVALID (canary): *",
-            "what this run stored was measured on a disturbed machine: take it back",
+            "this run stored results that a disturbed machine measured: take them back",
             "    git checkout -- baselines",
         ]
     )
@@ -164,7 +164,7 @@ def test_a_worker_that_dies_leaves_verdicts_without_a_canary_and_it_is_said(
         return result.stdout.no_fnmatch_line("NO CANARY: *")
     result.stdout.fnmatch_lines(
         [
-            "NO CANARY: worker 'gw0' ended before its own; unguarded are its verdicts:"
+            "NO CANARY: worker 'gw0' ended before its canary; its verdicts:"
             " ?_test.py::test_doubling[[]doubled-n1001[]]",
             "canary: *",
             "=* 1 failed, 5 new in *",

@@ -308,7 +308,7 @@ def test_ranks_are_not_called_untrusted_and_judged_all_the_same(page, pytester):
 )
 def test_a_case_leases_all_its_gpus_in_one_order(monkeypatch, gpus, worker, leased):
     """Whoever holds one of them is waited for, and nobody waits in a ring."""
-    from pytest_aisp.session import startup
+    from pytest_aisp.session import run_context
 
     taken = []
 
@@ -316,14 +316,14 @@ def test_a_case_leases_all_its_gpus_in_one_order(monkeypatch, gpus, worker, leas
         taken.append(name)
         return contextlib.nullcontext()
 
-    monkeypatch.setattr(startup, "lease", lease)
+    monkeypatch.setattr(run_context, "lease", lease)
     settings = SimpleNamespace(check=False, compile=())
     run = RunContext(
         settings, Machine("sm90", "nvidia-h200", "H200", ("b", "a")), xdist_worker=worker
     )
     case = SimpleNamespace(kind="gpu", gpus=gpus, pair=SimpleNamespace(as_called=False))
-    with contextlib.ExitStack() as held:
-        startup._hold(held, run, case)
+    with run.machine_locks(case):
+        pass
     assert taken == ["host", *leased]
 
 

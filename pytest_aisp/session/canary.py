@@ -1,6 +1,6 @@
-"""The gate is gated: each run times one side against itself, once alike and once slowed down.
+"""The canary: each run times one side against itself, once unchanged and once slowed down.
 
-The first must pass as no difference, the second must become a suspect; otherwise no verdict of the
+The first must show no difference and the second must become a suspect. Otherwise no verdict of the
 run counts. docs/explanation/verdict.md has the chance that either goes wrong by itself.
 """
 
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import pytest
 
 from ..results import verdict
 from ..results.row import ratio
 from ..results.verdict import Reading
-from .run_context import Failed
+from .options import RECORDER, RUN
+from .run_context import Failed, RunContext
 
 if TYPE_CHECKING:
     from .case import CaseRun
@@ -23,19 +26,21 @@ ATTEMPTS = 4
 CLOCKS = ("graph", "queue", "host", "cpu")
 """Clocks on which a slowdown can be planted, the most precise first."""
 
-Itself = Callable[[float, bool], tuple[Reading, float]]
-"""Time a side against itself: given the share to plant and whether to ask a fresh process, return
-what that said and the share that was planted, which is a whole number of calls."""
+TimeItself = Callable[[float, bool], tuple[Reading, float]]
+"""Times a side against itself. Takes the slowdown to plant and whether to use a fresh process;
+returns the reading and the slowdown that was planted, which is a whole number of calls."""
 
 
 @dataclass
 class Canary:
-    """What became of one process's canary, in plain types.
+    """The canary of one process, in plain types.
 
     Attributes:
-        case: id of the case whose optimized side was used; clock: by which clock.
-        same: ln(speedup) of the side against its copy; votes: those of fresh processes.
-        planted: share of calls planted in the copy; seen: ln(speedup) of each attempt to see it.
+        case, clock: the case whose optimized side is used, and its clock.
+        same: ln(speedup) of the side against its copy.
+        votes: the same of fresh processes.
+        planted: share of extra calls in the slowed copy.
+        seen: ln(speedup) of each attempt to see them.
         wrong: what misbehaved, or empty.
     """
 
@@ -70,13 +75,40 @@ def _coarseness(case: CaseRun) -> tuple[int, float]:
     return CLOCKS.index(case.timing.clock), case.timing.pair_seconds[1]
 
 
-def run_canary(case: CaseRun) -> dict[str, Any]:
+def has_canary(run: RunContext) -> bool:
+    """Return whether processes that judge cases of `run` end with a canary."""
+    return not (run.settings.aa or run.settings.in_process or run.replay)
+
+
+def run_at_end(session: pytest.Session) -> None:
+    """Run this process's canary, and give it to the controller."""
+    config = session.config
+    run = config.stash[RUN]
+    if run.finest is None or not has_canary(run):
+        return
+    run.cases_done = True  # the suite's time limit ends here: verdicts need their canary
+    try:
+        with run.machine_locks(run.finest.case):
+            canary = run_canary(run.finest)
+    except KeyboardInterrupt:  # pytest catches no interrupt here and would leave no results
+        session.exitstatus = pytest.ExitCode.INTERRUPTED
+        interrupt = pytest.ExceptionInfo.from_current()
+        config.hook.pytest_keyboard_interrupt(excinfo=interrupt)
+        return
+    recorder = config.stash.get(RECORDER, None)
+    if recorder is not None:
+        recorder.add_canary(canary)
+    else:
+        config.workeroutput["aisp_canary"] = asdict(canary)  # type: ignore[attr-defined]
+
+
+def run_canary(case: CaseRun) -> Canary:
     """Time the optimized side of `case`, which this process has measured, against itself."""
     assert case.timing is not None
     client, numbers = case.client, iter(range(100))
-    found = Canary(case.location.nodeid.rpartition("::")[2], case.timing.clock)
+    canary = Canary(case.location.nodeid.rpartition("::")[2], case.timing.clock)
 
-    def itself(planted: float, fresh: bool) -> tuple[Reading, float]:
+    def time_itself(planted: float, fresh: bool) -> tuple[Reading, float]:
         if not fresh:
             return client.time_itself(planted, next(numbers))
         worker = client.fresh_worker()
@@ -86,26 +118,26 @@ def run_canary(case: CaseRun) -> dict[str, Any]:
             worker.close()
 
     try:
-        judge(found, case.timing.spread, itself)
+        judge(canary, case.timing.spread, time_itself)
     except Failed as failure:
-        found.wrong = f"cannot be timed again: {str(failure).splitlines()[0]}"
-    return asdict(found)
+        canary.wrong = f"cannot be timed again: {str(failure).splitlines()[0]}"
+    return canary
 
 
-def judge(found: Canary, spread: float, itself: Itself) -> None:
-    """Fill `found` with what `itself` says of a side whose processes scatter by `spread`."""
-    first, _ = itself(0.0, False)
-    spread = verdict.effective_spread(spread, first)  # as restless as it is now
+def judge(canary: Canary, spread: float, time_itself: TimeItself) -> None:
+    """Fill in `canary` with the timings of a side whose processes scatter by `spread`."""
+    first, _ = time_itself(0.0, False)
+    spread = verdict.effective_spread(spread, first)
     gates = verdict.same_gates(spread)
-    decision = verdict.decide(first, gates, lambda: itself(0.0, True)[0])
-    found.same, found.votes = first.value, [vote.value for vote in decision.votes]
+    decision = verdict.decide(first, gates, lambda: time_itself(0.0, True)[0])
+    canary.same, canary.votes = first.value, [vote.value for vote in decision.votes]
     if "red" in decision.outcomes.values():
-        found.wrong = f"a side differs from itself: {', '.join(map(ratio, found.votes))}"
+        canary.wrong = f"a side differs from itself: {', '.join(map(ratio, canary.votes))}"
         return
     for attempt in range(ATTEMPTS):
-        seen, found.planted = itself(verdict.planted_share(spread), attempt > 0)
-        found.seen.append(seen.value)
-        if verdict.sees(seen, spread):
+        slowed, canary.planted = time_itself(verdict.planted_share(spread), attempt > 0)
+        canary.seen.append(slowed.value)
+        if verdict.sees(slowed, spread):
             return
-    read = ", ".join(map(ratio, found.seen))
-    found.wrong = f"a planted slowdown of {found.planted:.1%} is not seen: {read}"
+    seen = ", ".join(map(ratio, canary.seen))
+    canary.wrong = f"a planted slowdown of {canary.planted:.1%} is not seen: {seen}"

@@ -41,12 +41,12 @@ class Recorder:
         self.settings, self._hook, self._config = settings, hook, config
         self.rows: list[dict[str, Any]] = []
         self.changes: list[str] = []
-        self.kept: list[str] = []
+        self.not_stored: list[str] = []
         self._refused: dict[str, list[str]] = {}
-        self.canaries: list[dict[str, Any]] = []
+        self.canaries: list[Canary] = []
         self.crashes: list[str] = []
-        self.unguarded: list[tuple[str, list[str]]] = []  # workers without a canary, their cases
-        self.left = ""
+        self.without_canary: list[tuple[str, list[str]]] = []  # xdist workers, and their cases
+        self.left_alone = ""
         self.artifacts = None if settings.artifacts is None else Artifacts(settings.artifacts)
 
     def finish(self, exit_code: int) -> None:
@@ -54,13 +54,15 @@ class Recorder:
         if self.artifacts is None:
             return
         if not self.artifacts.begun and exit_code in (*BROKEN_OFF, NO_CASES):
-            self.left = f"{self.settings.artifacts} is as an earlier run left it: no case finished"
+            self.left_alone = (
+                f"{self.settings.artifacts} is as an earlier run left it: no case finished"
+            )
             return
         facts: dict[str, Any] = {"exit_code": int(exit_code), "invalid": self.why_invalid()}
         facts |= {"complete": exit_code not in BROKEN_OFF}
         facts |= {"not_written": self.errors, "no_verdict": list(self.crashes)}
-        unguarded = [f"worker {worker!r}: {', '.join(keys)}" for worker, keys in self.unguarded]
-        facts |= {"no_canary": unguarded}
+        no_canary = [f"worker {name!r}: {', '.join(keys)}" for name, keys in self.without_canary]
+        facts |= {"no_canary": no_canary}
         facts |= {"verdicts": dict(Counter(row["verdict"] for row in self.rows))}
         peaks = stored_peaks(self.settings, {row["product"] for row in self.rows})
         self.artifacts.finish(facts, peaks, self._report)
@@ -85,11 +87,11 @@ class Recorder:
             self._store(row)
         self._hook.pytest_aisp_result(config=self._config, row=row)
 
-    def add_canary(self, found: dict[str, Any]) -> None:
-        """Take what became of one process's canary."""
-        self.canaries.append(found)
+    def add_canary(self, canary: Canary) -> None:
+        """Take one process's canary."""
+        self.canaries.append(canary)
         if self.artifacts is not None:
-            self.artifacts.add_canary(found)
+            self.artifacts.add_canary(dataclasses.asdict(canary))
 
     def _store(self, row: Mapping[str, Any]) -> None:
         key, facts = self._session
@@ -110,7 +112,9 @@ class Recorder:
             before = "new" if change.old is None else _said(change.old)
             self.changes.append(f"{change.key}: {before} -> {_said(change.new)}")
         if why:
-            self.kept.append(f"{row['key']}: {why}; --aisp-update-expectations=all replaces it")
+            self.not_stored.append(
+                f"{row['key']}: {why}; --aisp-update-expectations=all replaces it"
+            )
 
     @property
     def errors(self) -> list[str]:
@@ -129,7 +133,7 @@ class Recorder:
 
     def why_invalid(self) -> list[str]:
         """Return why no verdict of this run counts; nothing for a valid run."""
-        why = [f"canary): {Canary(**found)}" for found in self.canaries if found["wrong"]]
+        why = [f"canary): {canary}" for canary in self.canaries if canary.wrong]
         if environment_moved(self.rows):
             why.append(
                 "environment moved): too many cases are off in one direction to be the code's doing"

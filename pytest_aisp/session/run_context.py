@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..distributed.launcher import RankSet
+from ..page.pair import Case
 from ..results import store
-from ..results.messages import PeaksTask
+from ..results.messages import Json, PeaksTask
 from ..results.models import Stored
 from ..results.store import StoreError
 from ..results.verdict import Finding
 from ..timing import peaks as peaks_module
-from ..util.device import Machine
+from ..util.device import Machine, lease
 from ..worker.client import Worker, WorkerProcess
 from ..worker.output_capture import STREAMS, Chunk, StreamName, format_output
 from ..worker.server import InProcess
@@ -66,19 +68,19 @@ class RunContext:
 
     settings: Settings
     machine: Machine
-    timer: Mapping[str, Any] | None = None
+    timer: Mapping[str, Json] | None = None
     emulator: str | None = None
     xdist_worker: int = 0
     replay: Worker | None = None
     past: GitSnapshot | None = None
     progress: Callable[[str], None] = lambda text: None
     times_cpu: bool = False
-    versions: dict[str, Any] | None = None
+    versions: dict[str, Json] | None = None
     finest: CaseRun | None = None
     started: float = field(default_factory=time.monotonic)
     cases_done: bool = False
     confirmed: float = 0.0
-    _workers: dict[tuple[Any, ...], Worker] = field(default_factory=dict)
+    _workers: dict[tuple[object, ...], Worker] = field(default_factory=dict)
     _print: list[WorkerProcess | RankSet] = field(default_factory=list)
     _stored: dict[Path, Stored] = field(default_factory=dict)
     _peaks: dict[str, peaks_module.Peaks | None] = field(default_factory=dict)
@@ -234,6 +236,26 @@ class RunContext:
         path.parent.mkdir(parents=True, exist_ok=True)
         facts = dict(reply.result["facts"])
         peaks_module.save(path, peaks_module.Peaks(product, reply.result["rates"], facts))
+
+    @contextlib.contextmanager
+    def machine_locks(self, case: Case | None) -> Iterator[None]:
+        """Hold the machine as `case` needs it; waiting counts against no time limit.
+
+        A case on the host's clock is alone on the machine. Every other case shares the host and is
+        alone on its GPUs. The order of the locks is fixed, so two runs never wait for each other.
+        """
+        settings = self.settings
+        measures = not (settings.check or settings.compile) and self.replay is None
+        on_host = case is not None and (case.pair.as_called or case.kind == "cpu")
+        with contextlib.ExitStack() as locks:
+            locks.enter_context(
+                lease("host", shared=not (on_host and measures), waiting=self.progress)
+            )
+            on_gpu = case is not None and case.kind == "gpu" and not settings.compile
+            if case is not None and on_gpu and self.timer is None and self.machine.gpus:
+                for gpu in sorted(self.gpus(case.gpus)):
+                    locks.enter_context(lease(gpu, waiting=self.progress))
+            yield
 
     def check_time(self) -> None:
         """Raise `Interrupted` when the suite's time is over."""

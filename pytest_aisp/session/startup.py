@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from ..page.pair import Case
 from ..results.artifacts import Unclaimable, stamped
 from ..results.run_reader import folder_of
-from ..util.device import REMEDY, Machine, lease
-from .canary import CLOCKS
+from ..util.device import REMEDY, Machine
+from .canary import CLOCKS, Canary, has_canary
 from .collect import case_of
 from .options import LOCK_ERROR, PROFILERS, RECORDER, RUN, SETTINGS, Settings
 from .recorder import Recorder, build_manifest
 from .run_context import RunContext
+from .terminal import LiveProgress
 
 
 def configure(config: pytest.Config) -> None:
@@ -59,7 +59,7 @@ def configure(config: pytest.Config) -> None:
         except SnapshotError as error:
             raise pytest.UsageError(str(error)) from None
     if worker is None:
-        config.pluginmanager.register(_Live(config, run), "aisp-live")
+        config.pluginmanager.register(LiveProgress(config, run), "aisp-live")
     if settings.replay is not None:
         from ..worker.client import ReplayError, ReplayWorker
 
@@ -141,42 +141,14 @@ class _Gather:
             node, []
         )  # asked twice about an xdist worker that was interrupted
         if found is not None:
-            self._recorder.add_canary(found)
+            self._recorder.add_canary(Canary(**found))
         elif judged and has_canary(self._run):
-            self._recorder.unguarded.append((str(node.gateway.id), judged))
+            self._recorder.without_canary.append((str(node.gateway.id), judged))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, report: pytest.TestReport) -> None:
         """An xdist worker is gone with the case that it was running: there is no row."""
         self._recorder.crashes.append(str(report.longrepr))
-
-
-class _Live:
-    """With -v on a terminal: what is being measured, on the case's own line."""
-
-    def __init__(self, config: pytest.Config, run: RunContext) -> None:
-        self._config, self._run, self._nodeid = config, run, ""
-        self._terminal: Any = None
-
-    def pytest_sessionstart(self) -> None:
-        # Not before: pytest registers its reporter after plugins were configured.
-        self._terminal = self._config.pluginmanager.get_plugin("terminalreporter")
-        if self._terminal and self._terminal.isatty and self._config.get_verbosity() > 0:
-            self._run.progress = self._show
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._nodeid = nodeid
-
-    def _show(self, text: str) -> None:
-        capture = self._config.pluginmanager.get_plugin("capturemanager")
-        width = self._terminal._tw.fullwidth - 1
-        with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
-            self._terminal.rewrite(f"{self._nodeid} {text}"[:width], erase=True)
-            if not text:  # the verdict is written next, right behind the name
-                self._terminal.rewrite(f"{self._nodeid} ")
-                # What was rewritten takes no room: pytest sets its percentage by this.
-                self._terminal._tw._current_line = f"{self._nodeid} "
-            self._terminal.flush()
 
 
 def _interrupt_on_sigterm() -> None:
@@ -193,61 +165,12 @@ def _selects_cpu(expression: str) -> bool:
     return "aisp_cpu" in words and "not aisp_cpu" not in expression
 
 
-def canary(session: pytest.Session) -> None:
-    """Run this process's canary, and give what it found to the controller.
-
-    Here pytest itself catches no interrupt any more: it would leave no results.
-    """
-    try:
-        _canary(session.config)
-    except KeyboardInterrupt:
-        session.exitstatus = pytest.ExitCode.INTERRUPTED
-        found = pytest.ExceptionInfo.from_current()
-        session.config.hook.pytest_keyboard_interrupt(excinfo=found)
-
-
-def has_canary(run: RunContext) -> bool:
-    """Return whether processes that judge cases of `run` end with a canary."""
-    return not (run.settings.aa or run.settings.in_process or run.replay)
-
-
-def _canary(config: pytest.Config) -> None:
-    run = config.stash.get(RUN, None)
-    if run is None or run.finest is None or not has_canary(run):
-        return
-    from .canary import run_canary
-
-    run.cases_done = True  # without its canary no verdict of a run that was in time would count
-    with contextlib.ExitStack() as held:
-        _hold(held, run, run.finest.case)  # as it was leased for the case itself
-        found = run_canary(run.finest)
-    recorder = config.stash.get(RECORDER, None)
-    if recorder is not None:
-        recorder.add_canary(found)
-    else:
-        config.workeroutput["aisp_canary"] = found  # type: ignore[attr-defined]
-
-
 @contextlib.contextmanager
-def leased(item: pytest.Item) -> Iterator[None]:
-    """Hold the machine as the case needs it; waiting counts against no time limit.
-
-    Timing on the host's clock is alone on the machine; everything else shares the host, and is
-    alone on its GPU. The order is fixed, so that two sessions cannot wait for each other.
-    """
-    with contextlib.ExitStack() as held:
+def lock_machine(item: pytest.Item) -> Iterator[None]:
+    """Hold the machine as the case of `item` needs it."""
+    with contextlib.ExitStack() as locks:
         try:
-            _hold(held, item.config.stash[RUN], case_of(item))
+            locks.enter_context(item.config.stash[RUN].machine_locks(case_of(item)))
         except OSError as error:  # raised here it would end the whole run
             item.stash[LOCK_ERROR] = f"the machine cannot be leased: {error}\n{REMEDY}"
         yield
-
-
-def _hold(held: contextlib.ExitStack, run: RunContext, case: Case | None) -> None:
-    alone = case is not None and (case.pair.as_called or case.kind == "cpu")
-    measures = not (run.settings.check or run.settings.compile) and run.replay is None
-    held.enter_context(lease("host", shared=not (alone and measures), waiting=run.progress))
-    touches = not run.settings.compile and case is not None and case.kind == "gpu"
-    if run.timer is None and run.machine.gpus and touches and case is not None:
-        for gpu in sorted(run.gpus(case.gpus)):  # in one order everywhere: nobody waits in a ring
-            held.enter_context(lease(gpu, waiting=run.progress))

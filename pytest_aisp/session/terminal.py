@@ -1,24 +1,26 @@
-"""What the terminal shows: a word a case, a header, the closing table."""
+"""What the terminal shows: a word for each case, a header, and the closing table."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..kernels.assemble import NOT_CHECKED
+from ..results.messages import Json
 from ..results.row import LETTERS, Row, bare, duration, size_text
 from ..results.verdict import INVALID_RUN, RED
 from ..worker.client import ReplayWorker
-from .canary import Canary
 from .options import Settings
 
 if TYPE_CHECKING:
-    from .options import Settings
+    import pytest
+    from _pytest.terminal import TerminalReporter
+
     from .recorder import Recorder
     from .run_context import RunContext
-
 
 NAMED = 5
 """Cases that a line names."""
@@ -30,42 +32,46 @@ COLUMNS: tuple[str, ...] = (
     "optimized",
     "speedup [99 %]",
     "limit",
+    "bound",
 )
-COLUMNS += ("bound", "claim", "stored", "detects", "verdict")
+COLUMNS += ("claim", "stored", "detects", "verdict")
+
+Status = tuple[str, str, "tuple[str, Mapping[str, bool]]"]
+"""Category, letter, and word with markup, as `pytest_report_teststatus` returns them."""
 
 
-def status(row: Mapping[str, Any], outcome: str) -> tuple[str, str, Any] | None:
+def status(row: Mapping[str, Json], outcome: str) -> Status | None:
     """Return pytest's category, letter and word of a case."""
     verdict = row["verdict"]
     if outcome == "skipped" or verdict not in LETTERS:
         return None
     letter, word = LETTERS[verdict]
     red = outcome == "failed" or verdict in RED
-    headline = "" if red and row["value"] is None else Row(**row).headline()
-    verbose = f"{word} {headline}" if headline else word
+    headline = "" if red and row["value"] is None else Row.of(row).headline()
+    text = f"{word} {headline}" if headline else word
     if red:
-        return "failed", letter, (verbose, {"red": True})
-    category = {"pass": "passed"}.get(verdict, verdict)
-    return category, letter, (verbose, {"green": True})
+        return "failed", letter, (text, {"red": True})
+    category = "passed" if verdict == "pass" else verdict
+    return category, letter, (text, {"green": True})
 
 
 def header(run: RunContext) -> list[str]:
     """Return the header: machine, mode, limits."""
     settings, machine = run.settings, run.machine
-    mode = settings.mode
-    versions = ", ".join(f"{k} {v}" for k, v in machine.versions.items())
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     gpus = f" x {len(machine.gpus)}" if len(machine.gpus) > 1 else ""
-    lines = [f"aisp: {mode} on {machine.name}{gpus} ({machine.product}, {machine.arch}) {versions}"]
+    here = f"{machine.name}{gpus} ({machine.product}, {machine.arch}) {versions}"
+    lines = [f"aisp: {settings.mode} on {here}".rstrip()]
     peaks = settings.baselines / machine.product / "peaks.json"
-    if mode == "measure" and not peaks.exists() and run.timer is None:
+    if settings.mode == "measure" and not peaks.exists() and run.timer is None:
         lines.append(f"aisp: no peaks stored for {machine.product}: shares of the limit are blank")
     if isinstance(run.replay, ReplayWorker) and run.replay.dropped:
         lines.append(f"aisp: --aisp-replay={settings.replay}: {run.replay.dropped}")
-    return [line.rstrip() for line in lines]
+    return lines
 
 
-def captured(terminal: Any) -> None:
-    """Write what green cases have printed, with -rP; pytest knows of those that `pass` alone."""
+def show_captured(terminal: TerminalReporter) -> None:
+    """Write what green cases printed, with -rP: pytest itself knows only those that `pass`."""
     if terminal.no_summary:
         return
     for verdict, (_, word) in LETTERS.items():
@@ -73,58 +79,66 @@ def captured(terminal: Any) -> None:
             terminal.summary_passes_combined(verdict, word, "P")
 
 
-def summary(terminal: Any, recorder: Recorder) -> None:
+def show_summary(terminal: TerminalReporter, recorder: Recorder) -> None:
     """Write the closing table and what the run changed."""
-    rows = [Row(**row) for row in recorder.rows]
+    rows = [Row.of(row) for row in recorder.rows]
     closing = _closing(recorder, rows)
     if not rows and not closing:
         return
     terminal.section("aisp")
-    for line in table([COLUMNS, *(cells(row) for row in rows)]) if rows else []:
-        terminal.write_line(line)
-    for row in rows:
-        for note in row.notes if terminal.config.get_verbosity() > 1 else []:
-            terminal.write_line(f"{row.function}[{row.variant}]: {note}")
-    for line in closing:
+    lines = table([COLUMNS, *(cells(row) for row in rows)]) if rows else []
+    if terminal.config.get_verbosity() > 1:
+        lines += [f"{row.function}[{row.variant}]: {note}" for row in rows for note in row.notes]
+    for line in [*lines, *closing]:
         terminal.write_line(line)
 
 
 def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
+    """Return the lines below the table."""
+    settings = recorder.settings
     lines = [f"{row.key}: {remark}" for row in rows for remark in row.remarks]
-    lines += _profiles(recorder.settings, rows)
+    if profiled := sum(bool(row.profile) for row in rows):
+        choose = "" if settings.artifacts else "; --aisp-artifacts=DIR keeps them elsewhere"
+        what = f"profiles ({settings.profile}) of {_cases(profiled)}"
+        lines.append(f"{what}: {settings.profiles}{choose}")
     lines += [f"stored: {change}" for change in recorder.changes]
-    lines += [f"not stored: {kept}" for kept in recorder.kept]
-    if recorder.settings.timestamped is not None:
-        lines.append(f"artifacts: {recorder.settings.artifacts}")
-    lines += [recorder.left] if recorder.left else []
+    lines += [f"not stored: {reason}" for reason in recorder.not_stored]
+    if settings.timestamped is not None:
+        lines.append(f"artifacts: {settings.artifacts}")
+    lines += [recorder.left_alone] if recorder.left_alone else []
     lines += [f"NOT STORED: {error}" for error in recorder.errors]
     lines += [f"NO VERDICT: {crash}" for crash in recorder.crashes]
     needs = {row.need for row in rows if row.need and row.verdict in ("checked", "compiled")}
-    if needs and recorder.settings.check:
-        needs = {"--aisp-check"}  # nor would it be on a machine with all that it lacks here
+    if needs and settings.check:
+        needs = {"--aisp-check"}  # no machine would have timed them
     lines += [f"not timed: {need}" for need in sorted(needs)]
-    if recorder.settings.check and (built := sum(row.verdict == "compiled" for row in rows)):
-        cases = "1 case" if built == 1 else f"{built} cases"
-        lines.append(f"not proved, only assembled: {cases}; CUDA C++ is compared on a GPU alone")
-    lines += _unseen(rows)
-    if any(row.verdict == "new" for row in rows) and recorder.settings.update is None:
+    if settings.check and (compiled := sum(row.verdict == "compiled" for row in rows)):
+        lines.append(
+            f"not proved, only assembled: {_cases(compiled)}; CUDA C++ is compared on a GPU alone"
+        )
+    lines += _unchecked_promises(rows)
+    if any(row.verdict == "new" for row in rows) and settings.update is None:
         lines.append("new cases have no stored result; record them on a quiet machine:")
         lines.append("    pytest --aisp-update-expectations <the same paths>")
     for row in rows:
         if row.verdict in ("inconclusive", "stale"):
             lines += [f"{row.verdict}: {row.key}: {reason}" for reason in row.reasons]
-    lines += [_unguarded(*found) for found in recorder.unguarded]
-    lines += [f"canary: {Canary(**found)}" for found in recorder.canaries if not found["wrong"]]
+    lines += [_no_canary(worker, keys) for worker, keys in recorder.without_canary]
+    lines += [f"canary: {canary}" for canary in recorder.canaries if not canary.wrong]
     invalid = recorder.why_invalid()
-    lines += [f"{why} (exit code {INVALID_RUN})" for why in invalid]
+    lines += [f"{reason} (exit code {INVALID_RUN})" for reason in invalid]
     if invalid and recorder.changes:
-        lines.append("what this run stored was measured on a disturbed machine: take it back")
-        lines.append(f"    git checkout -- {recorder.settings.baselines.name}")
+        lines.append("this run stored results that a disturbed machine measured: take them back")
+        lines.append(f"    git checkout -- {settings.baselines.name}")
     return lines
 
 
-def _unseen(rows: Sequence[Row]) -> list[str]:
-    """Say which promises machine code was not searched for, once for each reason."""
+def _cases(count: int) -> str:
+    return "1 case" if count == 1 else f"{count} cases"
+
+
+def _unchecked_promises(rows: Sequence[Row]) -> list[str]:
+    """Return which promises machine code was not searched for, once for each reason."""
     promises: dict[str, set[str]] = {}
     for note in (note for row in rows for note in row.notes if note.startswith(NOT_CHECKED)):
         _, promise, why = note.split(": ", 2)
@@ -132,21 +146,11 @@ def _unseen(rows: Sequence[Row]) -> list[str]:
     return [f"{NOT_CHECKED}: {', '.join(sorted(promises[why]))}: {why}" for why in sorted(promises)]
 
 
-def _unguarded(worker: str, keys: Sequence[str]) -> str:
-    """Say which verdicts stand although nothing was held against their process at its end."""
+def _no_canary(worker: str, keys: Sequence[str]) -> str:
+    """Return the line about a worker whose verdicts have no canary."""
     more = len(keys) - NAMED
     named = ", ".join(keys[:NAMED]) + (f" and {more} more" if more > 0 else "")
-    return f"NO CANARY: worker '{worker}' ended before its own; unguarded are its verdicts: {named}"
-
-
-def _profiles(settings: Settings, rows: Sequence[Row]) -> list[str]:
-    """Say where the run's profiles are."""
-    count = sum(bool(row.profile) for row in rows)
-    if not count:
-        return []
-    choose = "" if settings.artifacts else "; --aisp-artifacts=DIR keeps them elsewhere"
-    cases = "1 case" if count == 1 else f"{count} cases"
-    return [f"profiles ({settings.profile}) of {cases}: {settings.profiles}{choose}"]
+    return f"NO CANARY: worker '{worker}' ended before its canary; its verdicts: {named}"
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -179,10 +183,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def rerun_commands(settings: Settings, case: str, seed: int = 0) -> list[str]:
-    """Return how to run `case` again, in this mode, on the values of `seed`.
-
-    0 is the seed of a task that draws none, and of a reproducible run.
-    """
+    """Return how to run `case` again, in this mode, on the values of `seed` unless it is 0."""
     values = {
         "--aisp-check": "" if settings.check and not settings.sanitize else None,
         "--aisp-sanitize": settings.sanitize or None,
@@ -198,6 +199,36 @@ def rerun_commands(settings: Settings, case: str, seed: int = 0) -> list[str]:
 
 
 def accept_commands(case: str, *, stored: bool) -> list[str]:
-    """Return how to store what was measured of `case`, in place of what is `stored`."""
+    """Return how to store today's result of `case`; `stored` says whether that replaces one."""
     how = "=all" if stored else ""
     return ["accept:", f"    pytest --aisp-update-expectations{how} {shlex.quote(case)}"]
+
+
+class LiveProgress:
+    """With -v on a terminal: what is being measured, on the case's own line."""
+
+    def __init__(self, config: pytest.Config, run: RunContext) -> None:
+        self._config, self._run, self._nodeid = config, run, ""
+        self._terminal: TerminalReporter | None = None
+
+    def pytest_sessionstart(self) -> None:
+        # Not before: pytest registers its reporter after plugins were configured.
+        self._terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if self._terminal and self._terminal.isatty and self._config.get_verbosity() > 0:
+            self._run.progress = self._show
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._nodeid = nodeid
+
+    def _show(self, text: str) -> None:
+        terminal = self._terminal
+        assert terminal is not None
+        capture = self._config.pluginmanager.get_plugin("capturemanager")
+        width = terminal._tw.fullwidth - 1
+        with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
+            terminal.rewrite(f"{self._nodeid} {text}"[:width], erase=True)
+            if not text:  # pytest writes the verdict next, right behind the name
+                terminal.rewrite(f"{self._nodeid} ")
+                # What was rewritten takes no room: pytest places its percentage by this.
+                terminal._tw._current_line = f"{self._nodeid} "
+            terminal.flush()
