@@ -99,7 +99,7 @@ class Graphs:
         """Return a graph of `CALLS` + `extra` calls, and the subject whose buffers it uses."""
         from pytest_aisp.timing.cuda_graph import capture_graph
 
-        subject, slots = self._bench.subject(self._side), len(self._bench.slots)
+        subject, slots = self._bench.bind(self._side), len(self._bench.slots)
 
         def run() -> None:
             for call in range(CALLS + extra):

@@ -115,7 +115,7 @@ def one_process(seed: int) -> list[dict[str, Any]]:
                 out = sum(t.untyped_storage().nbytes() for t in _flat(probe.run(0)))
                 probe.close()
                 bench.lay_slots(bench.slots_for(out, l2, torch.cuda.mem_get_info()[0]))
-                subjects = bench.subject(first), bench.subject(optimized)
+                subjects = bench.bind(first), bench.bind(optimized)
                 bout = CudaPairTimer(bench, subjects, budget)
                 samples = schedule.measure(bout, budget, random.Random(seed * 100 + capture))
                 rows.append(

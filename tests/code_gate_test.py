@@ -177,8 +177,8 @@ def test_others_time_graphs_of_the_same_calls(monkeypatch):
         def __init__(self, pair, size, device, *seeds):
             super().__init__(pair, size, "cpu", *seeds)
 
-        def subject(self, side):
-            return super().subject(lambda *inputs: calls.append(inputs))
+        def bind(self, side):
+            return super().bind(lambda *inputs: calls.append(inputs))
 
     properties = types.SimpleNamespace(L2_cache_size=1 << 16)
     graph = types.SimpleNamespace

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pytest_aisp import Work, compare
-from pytest_aisp.checking.controls import APART, DRAWS, CannotTell, TooLoose, check_tolerance
+from pytest_aisp.checking.controls import DRAW_SEEDS, DRAWS, CannotTell, TooLoose, check_tolerance
 from pytest_aisp.checking.inputs import RANK_SEEDS, InputPool
 from pytest_aisp.checking.numerics import Rule
 from pytest_aisp.checking.reference import Reference
@@ -23,7 +23,7 @@ def oracle_of(flat, small=()):
     """
 
     def inputs(device, n):
-        draw = (torch.initial_seed() - SEED - RANK_SEEDS * current_group().rank) // APART
+        draw = (torch.initial_seed() - SEED - RANK_SEEDS * current_group().rank) // DRAW_SEEDS
         drawn.append(draw)
         return (torch.ones(n) if draw in flat else torch.randn(n) / (1000 if draw in small else 1),)
 

@@ -116,7 +116,7 @@ def bench_of(**changes):
 
 
 def bout_of(bench, **options):
-    subjects = bench.subject(added), bench.subject(doubled)
+    subjects = bench.bind(added), bench.bind(doubled)
     return cuda_timer.CudaPairTimer(bench, subjects, BUDGET, **options)
 
 
@@ -230,11 +230,11 @@ def test_what_preparing_keeps_is_counted_by_slot(gpu, monkeypatch):
         gpu.allocated += 4096
         yield lambda: doubled(x)
 
-    subject = bench_of().subject(ahead)
+    subject = bench_of().bind(ahead)
     gpu.most = gpu.allocated
-    assert subject.held == 4096
+    assert subject.held_bytes == 4096
     assert memory.peak_bytes(subject) == 4096
-    assert bench_of().subject(doubled).held == 0
+    assert bench_of().bind(doubled).held_bytes == 0
 
 
 def test_an_l2_that_keeps_its_lines_is_no_cold_one(gpu):
@@ -281,7 +281,7 @@ def test_a_side_that_clocks_contradict_is_refused_by_name(gpu, monkeypatch, capt
 @pytest.mark.parametrize("make", [cuda_graph.GraphWindow, cuda_timer.QueueWindow])
 def test_a_stretch_of_work_is_timed_by_every_clock(gpu, make):
     bench = bench_of()
-    subject = bench.subject(doubled)
+    subject = bench.bind(doubled)
     found = make(subject, 8).clocks(1e-3)
     assert found.events > 0
     assert found.late >= 0

@@ -195,7 +195,7 @@ def test_state_and_inputs_begin_with_other_numbers():
     def test(pair): ...
 
     bench = InputPool(pair_of(test), {"n": 9}, "cpu", 1, 2)
-    states = [bench.new_state(), *bench.every_state()]
+    states = [bench.new_state(), *bench.all_states()]
     for number in range(3):
         (x,) = bench.value_set(number)
         assert not any(torch.equal(x, state) for state in states)

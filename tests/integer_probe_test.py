@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_aisp.checking.check import _fits
+from pytest_aisp.checking.controls import _fits_types
 
 
 @pytest.mark.parametrize(
@@ -24,5 +24,5 @@ from pytest_aisp.checking.check import _fits
 def test_a_type_that_rounds_what_a_rank_adds_has_no_exact_sum(dtype, largest, exact):
     oracle = SimpleNamespace(types={"output": dtype})
     expected = [("output", torch.tensor([-largest, 1, 0]))]
-    assert _fits(oracle, expected) is exact
-    assert _fits(oracle, [("output", torch.empty(0))])
+    assert _fits_types(oracle, expected) is exact
+    assert _fits_types(oracle, [("output", torch.empty(0))])

@@ -167,7 +167,7 @@ def bout_of(monkeypatch, optimized):
     pair = pair_of(honest.against(optimized))
     bench = InputPool(pair, {"n": 33}, "cpu", 1, 2)
     bench.lay_slots(2)
-    subjects = bench.subject(pair.baseline), bench.subject(optimized)
+    subjects = bench.bind(pair.baseline), bench.bind(optimized)
     return CpuPairTimer(bench, subjects, Budget(**SHORT))
 
 

@@ -165,7 +165,7 @@ class Bench:
     def lay_slots(self, count):
         self.slots = [count]
 
-    def subject(self, side):
+    def bind(self, side):
         held, kept, passing = side
         self.allocator.take(held)
         taken = [held]
@@ -221,8 +221,8 @@ class Sending(Bench):
         self.allocator.take(-self.sent)
         self.sent = 0
 
-    def subject(self, side):
-        one = super().subject(side)
+    def bind(self, side):
+        one = super().bind(side)
         close = one.close
 
         def closed():

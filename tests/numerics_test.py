@@ -116,9 +116,9 @@ def test_one_large_value_may_cost_a_block_of_shared_scales_more_than_a_format_wi
     off[7] += 0.1
     leaf = Leaf("output", value, torch.full_like(value, 0.01))
     assert not compare.compare(off, leaf, Rule()).ok
-    assert compare.compare(off, replace(leaf, most=numerics.WORST_BLOCK), Rule()).ok
+    assert compare.compare(off, replace(leaf, worst_limit=numerics.WORST_BLOCK), Rule()).ok
     off[7] += 0.1
-    found = compare.compare(off, replace(leaf, most=numerics.WORST_BLOCK), Rule())
+    found = compare.compare(off, replace(leaf, worst_limit=numerics.WORST_BLOCK), Rule())
     assert compare.explain("int8", {"n": 999}, found, Rule()).endswith(
         "the rule is derived bound (rms 1.25, worst 16)"
     )

@@ -112,7 +112,7 @@ def test_a_lie_is_caught(path, name, lie):
 
 def returns_nothing(pair):
     oracle = oracle_of(pair, Rule())
-    return plain(pair.baseline)(oracle.bench.new_state(), *oracle.bench.values[0]) is None
+    return plain(pair.baseline)(oracle.pool.new_state(), *oracle.pool.values[0]) is None
 
 
 @each_pair

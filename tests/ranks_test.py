@@ -87,8 +87,7 @@ FAULTS = {
     "alone": ("return 2 * x", "E       AssertionError: rank 0: other is wrong at n=33*"),
     "three": (
         "return summed(x)",
-        "reference must return what each of 2 ranks holds, as a list with one entry a rank; it"
-        " returned Tensor",
+        "reference must return a list with the outputs of each of 2 ranks; it returned Tensor",
     ),
 }
 # Rank 0 leaves a collective that no other meets; the page after it, the healthy last, must not.

@@ -68,7 +68,7 @@ def oracle_of(reference, state=weights, gpus=1):
 @pytest.mark.parametrize("reference", [read, converting])
 def test_of_a_state_that_is_only_read_the_last_step_alone_counts(reference):
     oracle = oracle_of(reference)
-    assert not oracle.carries
+    assert not oracle.state_changes
     three, one = oracle.leaves((0, 1, 0), "int4"), oracle.leaves((0,), "int4")
     assert [leaf.path for leaf in three] == ["output", "state.w"]
     assert torch.equal(three[0].sigma, one[0].sigma)
@@ -78,7 +78,7 @@ def test_of_a_state_that_is_only_read_the_last_step_alone_counts(reference):
 @pytest.mark.parametrize("reference", [updating, counting])
 def test_of_a_state_that_changes_every_step_counts(reference):
     oracle = oracle_of(reference)
-    assert oracle.carries
+    assert oracle.state_changes
     three, one = oracle.leaves((0, 1, 0), None), oracle.leaves((0,), None)
     assert not torch.equal(three[0].value, one[0].value)
 
@@ -105,15 +105,15 @@ def test_what_is_foreseen_is_what_each_step_alone_leaves(reference, ranks, exact
     made = of_all if ranks > 1 else counted
     foreseen, alone = oracle_of(made, gpus=ranks), oracle_of(made, gpus=ranks)
     foreseen.exact = alone.exact = exact
-    assert foreseen.carries
-    assert alone.carries
+    assert foreseen.state_changes
+    assert alone.state_changes
     calls.clear()
-    foreseen.foresee((0, 1, 0))
+    foreseen.precompute((0, 1, 0))
     runs = len(calls)
     assert runs == (3 if exact else 12)
     for count in (1, 2, 3):
         for one, other in zip(
-            foreseen.known((0, 1, 0)[:count]), alone.known((0, 1, 0)[:count]), strict=True
+            foreseen.expected((0, 1, 0)[:count]), alone.expected((0, 1, 0)[:count]), strict=True
         ):
             assert one[0] == other[0]
             assert torch.equal(one[1], other[1])
@@ -123,22 +123,22 @@ def test_what_is_foreseen_is_what_each_step_alone_leaves(reference, ranks, exact
 
 def test_nothing_is_foreseen_where_the_last_step_alone_counts():
     oracle = oracle_of(read)
-    oracle.foresee((0, 1, 0))
-    assert not oracle._known
+    oracle.precompute((0, 1, 0))
+    assert not oracle._expected
 
 
 def test_on_a_gpu_that_is_too_small_each_step_is_run_alone(monkeypatch):
     oracle = oracle_of(updating)
-    state = oracle.bench.new_state()
-    monkeypatch.setattr(oracle.bench, "new_state", lambda: state)
-    oracle.bench.device = "cuda"
+    state = oracle.pool.new_state()
+    monkeypatch.setattr(oracle.pool, "new_state", lambda: state)
+    oracle.pool.device = "cuda"
     bytes_of_33_by_33 = 8 * 2 * 33 * 33 * (3 * 3 + 1)
     for more, room in ((0, True), (-1, False)):
         free = 2 * bytes_of_33_by_33 + more - 700
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, free))
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 1000)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 300)
-        assert oracle._room(3) is room
+        assert oracle._fits_memory(3) is room
 
 
 @pytest.mark.parametrize(("reference", "carries"), [(read, False), (updating, True)])
@@ -147,7 +147,7 @@ def test_ranks_carry_what_their_reference_leaves_changed(reference, carries):
         return [reference(s, *inputs) for s, inputs in zip(states, ranks, strict=True)]
 
     oracle = oracle_of(of_all, gpus=2)
-    assert oracle.carries is carries
+    assert oracle.state_changes is carries
     three, one = oracle.leaves((0, 1, 0), None), oracle.leaves((0,), None)
     assert torch.equal(three[0].sigma, one[0].sigma) is not carries
 

@@ -57,7 +57,7 @@ KEPT = [
 
 @pytest.mark.parametrize(("dtype", "shares_storage"), KEPT)
 def test_a_state_is_perturbed_in_whatever_type_it_is_kept(dtype, shares_storage):
-    path, value, squares = oracle_of(dtype, shares_storage).known((0,))[0]
+    path, value, squares = oracle_of(dtype, shares_storage).expected((0,))[0]
     # Weight, gradient and input move the product by as much each; floors add up to a half.
     expected = 3 * value.square().mean()
     assert path == "output"

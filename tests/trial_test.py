@@ -10,7 +10,7 @@ import pytest
 import torch
 from validity import EXPLOITS
 
-from pytest_aisp.checking import check
+from pytest_aisp.checking import check, controls
 from pytest_aisp.checking.inputs import slot_order
 from pytest_aisp.results.messages import CheckTask, TimeTask
 from pytest_aisp.timing import cpu_timer, trial
@@ -117,7 +117,7 @@ def test_no_output_is_read_before_the_device_is_idle(built, monkeypatch, tmp_pat
             out.copy_(answer)
         PENDING.clear()
 
-    for module in (check, trial):  # a window waits for its own stream alone
+    for module in (check, controls, trial):  # a window waits for its own stream alone
         monkeypatch.setattr(module, "synchronizer", lambda device: wait)
     monkeypatch.setitem(sys.modules, "trial_test", sys.modules[__name__])
     page = tmp_path / "late.py"

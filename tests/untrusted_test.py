@@ -21,13 +21,13 @@ HOSTILE = {
     "replaces the comparison": """
     def doubled(x):
         from pytest_aisp.isolation import monkeypatches
-        from pytest_aisp.checking import check, compare
+        from pytest_aisp.checking import check, compare, controls
 
         def kind(found, leaves, rule):
             right = [leaf.value.to(got.dtype) for got, leaf in zip(found, leaves)]
             return compare.compare_all(right, leaves, rule)
 
-        check.compare_all = kind
+        check.compare_all = controls.compare_all = kind
         monkeypatches.replaced = lambda: None  # and who would see it
         return torch.zeros_like(x)
     """,
@@ -35,7 +35,7 @@ HOSTILE = {
     def doubled(x):
         from pytest_aisp.isolation import protections
 
-        protections._off = frozenset(protections.PROTECTIONS)
+        protections._disabled = frozenset(protections.PROTECTIONS)
         return torch.zeros_like(x)
     """,
     "computes with the reference that it finds": """
@@ -46,7 +46,7 @@ HOSTILE = {
 
         for thing in gc.get_objects():
             if isinstance(thing, Reference):
-                return thing.bench.pair.reference(x).float()
+                return thing.pool.pair.reference(x).float()
         return torch.zeros_like(x)
     """,
 }

@@ -1,11 +1,12 @@
-"""The comparison: how far an output lies from what was expected, and the words for it."""
+"""The comparison: how far an output is from the expected value, and the message of a mismatch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..isolation.protections import enabled
 from ..page.pair import SideError, size_words
@@ -21,122 +22,131 @@ SMALL = 1 << 18
 
 
 def scatter(count: int) -> float:
-    """Return how far an rms of `count` elements scatters by chance: three standard deviations."""
+    """Return how far the rms of `count` elements varies by chance: three standard deviations."""
     return 3 / math.sqrt(2 * count) if count else 0.0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far one output lies from what was expected, in allowed standard deviations."""
+    """How far one output is from the expected value, in allowed standard deviations.
+
+    Attributes:
+        index, got, want, bound: the worst element, its two values and its allowed deviation.
+        count: number of elements.
+        step: number of the training step that was compared.
+        worst_limit: allowed error of the worst element.
+    """
 
     path: str
     rms: float
     worst: float
-    index: tuple[int, ...]
-    got: float
-    want: float
-    bound: float
     ok: bool
+    index: tuple[int, ...] = ()
+    got: float = 0.0
+    want: float = 0.0
+    bound: float = 0.0
     count: int = 0
     step: int = 1
-    most: float = WORST
+    worst_limit: float = WORST
 
     @property
     def scatter(self) -> float:
-        """Relative scatter of `rms` by chance."""
+        """Relative variation of `rms` by chance."""
         return scatter(self.count)
 
     @property
     def score(self) -> float:
         """Multiples of the derived bound: above 1 the derived rule fails."""
-        return max(self.rms / (RMS * (1 + self.scatter)), self.worst / self.most)
+        return max(self.rms / (RMS * (1 + self.scatter)), self.worst / self.worst_limit)
+
+    def judged_by(self, rule: Rule) -> Comparison:
+        """Return this comparison, failed if the derived bound applies and is exceeded."""
+        return self if rule.given or self.score <= 1 else replace(self, ok=False)
 
 
 def compare_all(
     got: Sequence[torch.Tensor], leaves: Sequence[Leaf], rule: Rule
 ) -> list[Comparison]:
-    """Compare outputs with what was expected, in order. Shapes must agree already.
+    """Compare outputs with the expected ones, in order. Shapes must agree already.
 
-    Small outputs are compared together; only one that does not fit is looked at by itself.
+    Small outputs are compared together. Only those that differ are then compared one by one.
     """
-    fits: dict[int, Comparison] = {}
+    accepted: dict[int, Comparison] = {}
     if not rule.exact:
-        for members in _small(got, leaves):
-            found = _compare_together([got[i] for i in members], [leaves[i] for i in members], rule)
-            fits |= {i: fit for i, fit in zip(members, found, strict=True) if fit.ok}
-    both = zip(got, leaves, strict=True)
-    return [fits.get(i) or compare(tensor, leaf, rule) for i, (tensor, leaf) in enumerate(both)]
+        for group in _small_by_device(got, leaves):
+            results = _compare_together([got[i] for i in group], [leaves[i] for i in group], rule)
+            accepted |= {i: result for i, result in zip(group, results, strict=True) if result.ok}
+    return [
+        accepted.get(i) or compare(tensor, leaf, rule)
+        for i, (tensor, leaf) in enumerate(zip(got, leaves, strict=True))
+    ]
 
 
-def _small(got: Sequence[torch.Tensor], leaves: Sequence[Leaf]) -> list[list[int]]:
-    groups: dict[Any, list[int]] = {}
+def _small_by_device(got: Sequence[torch.Tensor], leaves: Sequence[Leaf]) -> list[list[int]]:
+    groups: defaultdict[torch.device, list[int]] = defaultdict(list)
     for i, (tensor, leaf) in enumerate(zip(got, leaves, strict=True)):
         if leaf.sigma is not None and 0 < tensor.numel() <= SMALL:
-            groups.setdefault(tensor.device, []).append(i)
-    return [members for members in groups.values() if len(members) > 1]
+            groups[tensor.device].append(i)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def _compare_together(
     got: Sequence[torch.Tensor], leaves: Sequence[Leaf], rule: Rule
 ) -> list[Comparison]:
-    """Return a fit for each of several small outputs, without the place of its worst element."""
+    """Compare several small outputs at once, without locating the worst element of each."""
     import torch
 
-    def joined(tensors: Sequence[Any]) -> torch.Tensor:
+    def joined(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         return torch.cat([t.detach().reshape(-1) for t in tensors])
 
     counts = [t.numel() for t in got]
     lengths = torch.tensor(counts, device=got[0].device)
-    leaf = Leaf("", joined([x.value for x in leaves]), joined([x.sigma for x in leaves]))
+    sigma = joined(leaf.sigma for leaf in leaves if leaf.sigma is not None)
+    leaf = Leaf("", joined(leaf.value for leaf in leaves), sigma)
     error = _errors(joined(got), leaf)
     accepted = torch.segment_reduce(_within(error, leaf, rule), "min", lengths=lengths).tolist()
     squares = torch.segment_reduce(error.square(), "sum", lengths=lengths).tolist()
-    scaled = error.div_(leaf.sigma) if leaf.sigma is not None else error
-    worst = torch.segment_reduce(scaled, "max", lengths=lengths).tolist()
-    fits: list[Comparison] = []
+    worst = torch.segment_reduce(error.div_(sigma), "max", lengths=lengths).tolist()
+    results = []
     for i, each in enumerate(leaves):
         rms = math.sqrt(squares[i]) / max(each.total, 1e-300)
-        fit = Comparison(
+        result = Comparison(
             each.path,
             rms,
             worst[i],
-            (),
-            0.0,
-            0.0,
-            0.0,
             bool(accepted[i]),
-            counts[i],
-            most=each.most,
+            count=counts[i],
+            worst_limit=each.worst_limit,
         )
-        fits.append(fit if rule.given or fit.score <= 1 else replace(fit, ok=False))
-    return fits
+        results.append(result.judged_by(rule))
+    return results
 
 
 def compare(got: torch.Tensor, leaf: Leaf, rule: Rule) -> Comparison:
-    """Compare one output with what was expected. Shapes must agree already."""
+    """Compare one output with the expected one. Shapes must agree already."""
     import torch
 
     if rule.exact or leaf.sigma is None:
         return _compare_exact(got, leaf)
     if not got.numel():
-        return Comparison(leaf.path, 0.0, 0.0, (), 0.0, 0.0, 0.0, True)
+        return Comparison(leaf.path, 0.0, 0.0, True)
     error = _errors(got, leaf)
-    accepted = bool(_within(error, leaf, rule).all()) if rule.given else True
+    accepted = not rule.given or bool(_within(error, leaf, rule).all())
     rms = float(torch.linalg.vector_norm(error)) / max(leaf.total, 1e-300)
     scaled = error.div_(leaf.sigma)
-    flat = int(scaled.argmax())
-    fit = _fit(got, leaf, flat, rms, float(scaled.view(-1)[flat]), accepted)
-    return fit if rule.given or fit.score <= 1 else replace(fit, ok=False)
+    worst = int(scaled.argmax())
+    result = _at_element(got, leaf, worst, rms, float(scaled.view(-1)[worst]), accepted)
+    return result.judged_by(rule)
 
 
 def _errors(got: torch.Tensor, leaf: Leaf) -> torch.Tensor:
-    """Return the absolute errors in float64; infinite where one is finite and the other is not."""
+    """Return the absolute errors in float64; infinite where only one value is finite."""
     import torch
 
     result = got.detach().to(torch.float64, copy=True, memory_format=torch.contiguous_format)
     if leaf.finite:
-        wild = math.inf if enabled("finite") else 0.0
-        return result.sub_(leaf.value).abs_().nan_to_num_(wild, wild)
+        not_finite = math.inf if enabled("finite") else 0.0
+        return result.sub_(leaf.value).abs_().nan_to_num_(not_finite, not_finite)
     expected = leaf.value.isfinite()
     agree = torch.where(expected, result.isfinite(), _same(result, leaf.value))
     error = torch.where(expected, result.sub_(leaf.value).abs_(), 0.0)
@@ -144,9 +154,9 @@ def _errors(got: torch.Tensor, leaf: Leaf) -> torch.Tensor:
 
 
 def _within(error: torch.Tensor, leaf: Leaf, rule: Rule) -> torch.Tensor:
-    """Return 1.0 where the page's own tolerance accepts the error, and everywhere without one."""
+    """Return 1.0 where the page's own tolerance accepts the error, or everywhere without one."""
     if not rule.given:
-        return error.new_ones(()).expand(error.shape).contiguous()
+        return error.new_ones(error.shape)
     bound = leaf.value.abs().mul_(rule.rtol or 0.0).add_(rule.atol or 0.0)
     if not leaf.finite:
         bound = bound.where(leaf.value.isfinite(), 0.0)
@@ -160,61 +170,61 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _compare_exact(got: torch.Tensor, leaf: Leaf) -> Comparison:
     want = leaf.value.to(got.dtype)
     different = ~_same(got, want) if got.is_floating_point() else got != want
-    flat = int(different.view(-1).int().argmax()) if different.numel() else 0
-    bad = bool(different.any())
-    far = math.inf if bad else 0.0
-    return _fit(got, leaf, flat, far, far, not bad)
+    wrong = bool(different.any())
+    error = math.inf if wrong else 0.0
+    if not got.numel():
+        return Comparison(leaf.path, error, error, True)
+    return _at_element(got, leaf, int(different.view(-1).int().argmax()), error, error, not wrong)
 
 
-def _fit(
+def _at_element(
     got: torch.Tensor, leaf: Leaf, flat: int, rms: float, worst: float, ok: bool
 ) -> Comparison:
-    if not got.numel():
-        return Comparison(leaf.path, rms, worst, (), 0.0, 0.0, 0.0, ok)
+    """Return a comparison that shows element number `flat`."""
     index, rest = [], flat
     for length in reversed(got.shape):
         index.append(rest % length)
         rest //= length
     at = tuple(reversed(index))
-    sigma = float(leaf.sigma[at]) if leaf.sigma is not None else 0.0
     return Comparison(
         leaf.path,
         rms,
         worst,
-        at,
-        float(got[at]),
-        float(leaf.value[at]),
-        sigma,
         ok,
-        got.numel(),
-        most=leaf.most,
+        index=at,
+        got=float(got[at]),
+        want=float(leaf.value[at]),
+        bound=float(leaf.sigma[at]) if leaf.sigma is not None else 0.0,
+        count=got.numel(),
+        worst_limit=leaf.worst_limit,
     )
 
 
-def explain(side: str, size: Any, fit: Comparison, rule: Rule) -> str:
-    """Return the message of a mismatch: output, coordinate, both values, size, broken bound."""
-    where = f"{fit.path}{list(fit.index)}" if fit.index else fit.path
+def explain(side: str, size: Mapping[str, object], result: Comparison, rule: Rule) -> str:
+    """Return the message of a mismatch: output, index, both values, size, and the broken bound."""
+    where = f"{result.path}{list(result.index)}" if result.index else result.path
     text = (
-        f"{side} is wrong at {size_words(size)}: {where} is {fit.got:.9g}, expected {fit.want:.9g}"
+        f"{side} is wrong at {size_words(size)}:"
+        f" {where} is {result.got:.9g}, expected {result.want:.9g}"
     )
-    if rule.exact or not math.isfinite(fit.worst):
+    if rule.exact or not math.isfinite(result.worst):
         return f"{text}; the rule is {rule}"
-    limits = "" if rule.given else f" (rms {RMS:g}, worst {fit.most:g})"
+    limits = "" if rule.given else f" (rms {RMS:g}, worst {result.worst_limit:g})"
     return (
-        f"{text}; off by {abs(fit.got - fit.want):.3g} = {fit.worst:.3g} allowed deviations of"
-        f" {fit.bound:.3g} (rms {fit.rms:.3g}); the rule is {rule}{limits}"
+        f"{text}; off by {abs(result.got - result.want):.3g} = {result.worst:.3g} allowed"
+        f" deviations of {result.bound:.3g} (rms {result.rms:.3g}); the rule is {rule}{limits}"
     )
 
 
-def check_outputs(name: str, outputs: Any, inputs: Iterable[Any], size: str) -> None:
-    """Refuse outputs of the side `name` that were not written: lazy ones, and views of `inputs`."""
+def check_outputs(name: str, outputs: object, inputs: Iterable[object], size: str) -> None:
+    """Refuse outputs of the side `name` that are lazy, or views of `inputs`."""
     tensors = list(pytree.tensors(outputs))
     if enabled("plain-tensors"):
         for path, tensor in tensors:
-            if how := _lazy(tensor):
+            if kind := _lazy_kind(tensor):
                 raise SideError(
-                    f"{name} returned {path} as {how} at {size}; an output is a plain tensor, whose"
-                    " values are there"
+                    f"{name} returned {path} as {kind} at {size}; an output must be a plain tensor"
+                    " with all its values in memory"
                 )
     if enabled("no-alias"):
         given = {t.untyped_storage().data_ptr() for slot in inputs for _, t in pytree.tensors(slot)}
@@ -223,8 +233,8 @@ def check_outputs(name: str, outputs: Any, inputs: Iterable[Any], size: str) -> 
                 raise SideError(f"{name} returned {path} as a view of its input at {size}")
 
 
-def _lazy(tensor: torch.Tensor) -> str | None:
-    """Return what `tensor` is if its elements are not all written in memory, else None."""
+def _lazy_kind(tensor: torch.Tensor) -> str | None:
+    """Return what `tensor` is if not all its elements are written in memory, else None."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -232,34 +242,34 @@ def _lazy(tensor: torch.Tensor) -> str | None:
     if tensor.layout != torch.strided:
         return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
     if tensor.is_neg() or tensor.is_conj():
-        return "a tensor whose sign is left to its reader"
-    if any(stride == 0 < length - 1 for stride, length in zip(tensor.stride(), tensor.shape)):  # noqa: B905
+        return "a tensor whose sign is applied when it is read"
+    dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+    if any(length > 1 and stride == 0 for length, stride in dimensions):
         return "an expanded tensor"
     return None
 
 
-def check_unchanged(name: str, slot: Any, values: Any, size: str) -> None:
-    """Refuse a side that changed an input, by a single bit."""
+def check_unchanged(name: str, slot: object, values: object, size: str) -> None:
+    """Refuse a side that changed an input, even by a single bit."""
     import torch
 
     if not enabled("inputs-unchanged"):
         return
-    now, before = list(pytree.leaves(slot)), list(pytree.leaves(values))
-    if [path for path, _ in now] != [path for path, _ in before]:
-        raise _changed(name, "", size)
-    for (path, leaf), (_, was) in zip(now, before, strict=True):
-        if isinstance(leaf, torch.Tensor) and isinstance(was, torch.Tensor):
-            same = torch.equal(_bits(leaf), _bits(was))
+    after, before = list(pytree.leaves(slot)), list(pytree.leaves(values))
+    if [path for path, _ in after] != [path for path, _ in before]:
+        raise _changed(name, "inputs: one was added or removed", size)
+    for (path, new), (_, old) in zip(after, before, strict=True):
+        if isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor):
+            same = torch.equal(_bits(new), _bits(old))
         else:
-            same = leaf is was or not isinstance(leaf, (int, float, str)) or leaf == was
+            same = new is old or not isinstance(new, (int, float, str)) or new == old
         if not same:
-            raise _changed(name, path, size)
+            raise _changed(name, f"input {path}", size)
 
 
-def _changed(name: str, path: str, size: str) -> SideError:
-    what = f"input {path}" if path else "inputs: one is gone, or new"
+def _changed(name: str, what: str, size: str) -> SideError:
     return SideError(
-        f"{name} changed its {what} at {size}; what a side may change is declared with state="
+        f"{name} changed its {what} at {size}; declare what a side may change with state="
     )
 
 

@@ -1,8 +1,7 @@
-"""Everything one pair needs at one size on one device: values, slots, subjects."""
+"""What a pair's sides run on at one size and device: value sets, slots, states, bound sides."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import random
@@ -10,17 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TypeAlias
 
 from ..isolation.protections import enabled
 from ..page.pair import Pair, Side, SideError, Size, side_name
 from ..util import pytree
 from ..util.device_state import synchronizer
 from ..util.process_group import current_group
-
-if TYPE_CHECKING:
-    import torch
-
 
 VALUE_SETS = 2
 STEPS = 3
@@ -29,7 +24,14 @@ UNSEEN = VALUE_SETS
 """The value set that is shown only before the last block."""
 COLD_FOOTPRINT = 5.0
 """Slots together cover this many L2 caches: cyclic reuse then hits in less than 1 % of accesses."""
-MOST_SLOTS = 512
+MAX_SLOTS = 512
+RANK_SEEDS = 7919
+"""Distance between the seeds of two ranks' inputs."""
+STATE_SEED = 500_009
+"""Added to the seed of a state, so that it does not begin with the numbers of the inputs."""
+
+Inputs: TypeAlias = tuple[object, ...]
+"""The arguments of a side."""
 
 
 class NotCold(RuntimeError):
@@ -41,9 +43,9 @@ class InputPool:
     """The values and slots of `pair` at `size` on `device`.
 
     Attributes:
-        seed: from which the value sets and the state are drawn.
-        unseen_seed: from which the `UNSEEN` set is drawn.
-        values: `VALUE_SETS` sets of inputs, and after them the `UNSEEN` one once it was asked for.
+        seed: seed of the value sets and the state.
+        unseen_seed: seed of the `UNSEEN` set.
+        values: `VALUE_SETS` sets of inputs, then the `UNSEEN` one once it was requested.
         slots: copies of value sets, at addresses that stay the same.
         pattern: which value set each slot holds now.
     """
@@ -53,29 +55,30 @@ class InputPool:
     device: str
     seed: int
     unseen_seed: int
-    values: list[tuple[Any, ...]] = field(init=False)
-    slots: list[tuple[Any, ...]] = field(init=False, default_factory=list)
+    values: list[Inputs] = field(init=False)
+    slots: list[Inputs] = field(init=False, default_factory=list)
     pattern: list[int] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.values = [self._draw(self.seed + k) for k in range(VALUE_SETS)]
         self.rng = random.Random(self.seed)
 
-    def value_set(self, k: int) -> tuple[Any, ...]:
-        """Return value set `k`. The unseen one is drawn when first asked for: nobody finds it."""
+    def value_set(self, k: int) -> Inputs:
+        """Return value set `k`. The unseen one does not exist until it is requested."""
         if k == UNSEEN == len(self.values):
             self.values.append(self._draw(self.unseen_seed))
         return self.values[k]
 
-    def _draw(self, seed: int, rank: int | None = None) -> tuple[Any, ...]:
+    def _draw(self, seed: int, rank: int | None = None) -> Inputs:
         return make_inputs(self.pair, self.device, self.size, seed, rank)
 
-    def everyone(self, k: int) -> list[tuple[Any, ...]]:
-        """Return value set `k` of every rank; those of the others are drawn anew each time."""
+    def all_ranks(self, k: int) -> list[Inputs]:
+        """Return value set `k` of every rank. Those of other ranks are drawn anew each time."""
         seed = self.unseen_seed if k == UNSEEN else self.seed + k
-        ranks = range(current_group().world)
+        own = current_group().rank
         return [
-            self.value_set(k) if r == current_group().rank else self._draw(seed, r) for r in ranks
+            self.value_set(k) if rank == own else self._draw(seed, rank)
+            for rank in range(current_group().world)
         ]
 
     def lay_slots(self, count: int) -> None:
@@ -83,11 +86,11 @@ class InputPool:
         self.pattern = [k % VALUE_SETS for k in range(count)]
         self.slots = [pytree.clone(self.values[k]) for k in self.pattern]
 
-    def rewrite(self, subjects: Sequence[BoundSide], *, last: bool = False) -> None:
-        """Give each slot other values than it holds, in place, and poison every output.
+    def rewrite(self, sides: Sequence[BoundSide], *, last: bool = False) -> None:
+        """Give each slot other values, in place, and overwrite every output with NaN.
 
-        The last time, every second slot gets the value set that no side has ever seen: an answer
-        remembered by address at any time before is then wrong.
+        The last time, every second slot gets the value set that no side has seen. An answer that
+        was cached by address is then wrong.
         """
         self.pattern = [self.rng.choice([k for k in (0, 1) if k != now]) for now in self.pattern]
         if last and enabled("unseen-values"):
@@ -95,19 +98,20 @@ class InputPool:
             self.pattern[offset::2] = [UNSEEN] * len(self.pattern[offset::2])
         for slot, k in zip(self.slots, self.pattern, strict=True):
             pytree.copy_into(slot, self.value_set(k))
-        for subject in subjects if enabled("poisoned-outputs") else ():
-            pytree.poison(subject.outputs)
+        if enabled("poisoned-outputs"):
+            for side in sides:
+                pytree.poison(side.outputs)
 
-    def new_state(self) -> Any:
-        """Return a state as every side begins with it, or None for a page without one."""
+    def new_state(self) -> object:
+        """Return a new state, or None for a page without one."""
         return make_state(self.pair, self.device, self.size, self.seed)
 
-    def every_state(self) -> list[Any]:
+    def all_states(self) -> list[object]:
         """Return a new state of every rank."""
         where = self.pair, self.device, self.size, self.seed
         return [make_state(*where, rank) for rank in range(current_group().world)]
 
-    def subject(self, side: Side) -> BoundSide:
+    def bind(self, side: Side) -> BoundSide:
         """Return `side` built on the slots, with a state of its own."""
         return BoundSide(side, self.slots, self.new_state())
 
@@ -115,19 +119,18 @@ class InputPool:
         """Return how many slots make the working set cold, or a few where it may be warm.
 
         Raises:
-            NotCold: when more than `MOST_SLOTS` slots would be needed.
+            NotCold: when more than `MAX_SLOTS` slots would be needed.
         """
         footprint = max(1, pytree.nbytes(self.values[0]) + output_bytes)
         if self.pair.state is not None or self.pair.l2 == "warm" or self.pair.as_called:
             return VALUE_SETS
         wanted = int(-(-COLD_FOOTPRINT * l2_bytes // footprint))
-        if wanted > MOST_SLOTS:
+        if wanted > MAX_SLOTS:
             raise NotCold(
                 f"{footprint} bytes a call would need {wanted} slots to be cold in a"
                 f" {l2_bytes >> 20} MiB L2; declare l2='warm' or a larger size"
             )
-        room = int(0.6 * free_bytes // footprint)
-        return max(VALUE_SETS, min(wanted, room))
+        return max(VALUE_SETS, min(wanted, int(0.6 * free_bytes // footprint)))
 
     @property
     def prepared(self) -> bool:
@@ -137,27 +140,27 @@ class InputPool:
 
 
 @contextmanager
-def alone(bench: InputPool, side: Side) -> Iterator[BoundSide]:
-    """Yield `side` on one slot, and let go of both afterwards."""
-    with one_slot(bench), closing(bench.subject(side)) as subject:
-        yield subject
+def alone(pool: InputPool, side: Side) -> Iterator[BoundSide]:
+    """Yield `side` bound to one slot, and free both afterwards."""
+    with one_slot(pool), closing(pool.bind(side)) as bound:
+        yield bound
 
 
 @contextmanager
-def one_slot(bench: InputPool) -> Iterator[None]:
-    """Lay one slot, and let go of it afterwards."""
-    bench.lay_slots(1)
+def one_slot(pool: InputPool) -> Iterator[None]:
+    """Make one slot, and free it afterwards."""
+    pool.lay_slots(1)
     try:
         yield
     finally:
-        bench.slots.clear()
+        pool.slots.clear()
 
 
 @functools.cache
 def slot_order(calls: int, slots: int, extra: int = 0) -> tuple[int, ...]:
-    """Return the slot of each of `calls` calls, one after the other, and of `extra` ones more.
+    """Return the slot of each of `calls` calls in turn, and of `extra` further ones.
 
-    The extra ones go on half a turn further: the next window begins with slot 0, and no slot may
+    The extra calls start half a turn further. The next window begins with slot 0, and no slot may
     come again while the L2 still holds it.
     """
     return (
@@ -166,14 +169,14 @@ def slot_order(calls: int, slots: int, extra: int = 0) -> tuple[int, ...]:
     )
 
 
-@contextlib.contextmanager
+@contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed torch, numpy and random inside the block, and restore them after it."""
     import numpy as np
     import torch
 
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    before = random.getstate(), np.random.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
@@ -181,75 +184,62 @@ def seeded(seed: int) -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
-RANK_SEEDS = 7919
-"""How far apart the seeds of two ranks' inputs lie."""
-STATE_SEED = 500_009
-"""Added to the seed of a state: drawn from that of the inputs it would begin with their numbers."""
+def make_inputs(pair: Pair, device: str, size: Size, seed: int, rank: int | None = None) -> Inputs:
+    """Return the page's inputs for `seed` on `rank` (None: this one)."""
+    import numpy as np
+    import torch
 
-
-def make_inputs(
-    pair: Pair, device: str, size: Size, seed: int, rank: int | None = None
-) -> tuple[Any, ...]:
-    """Return the page's inputs for `seed` on `rank` (None: this one), always a tuple."""
     rank = current_group().rank if rank is None else rank
     with seeded(seed + RANK_SEEDS * rank):
-        made = pair.inputs(device, **size, **_place(pair.inputs, rank))
+        made = pair.inputs(device, **size, **_rank_arguments(pair.inputs, rank))
     if not isinstance(made, tuple):
         raise SideError(
             f"inputs returned a {type(made).__name__}; return a tuple of arguments,"
             " as in `return (x,)`"
         )
-    _check_inputs(made)
-    return made
-
-
-def _place(function: Callable[..., Any], rank: int) -> dict[str, int]:
-    """Return which of `rank` and `world` the page's function asks for."""
-    asked = inspect.signature(function).parameters
-    return {k: v for k, v in {"rank": rank, "world": current_group().world}.items() if k in asked}
-
-
-def _check_inputs(made: tuple[Any, ...]) -> None:
-    import numpy as np
-    import torch
-
     for path, leaf in pytree.leaves(made):
         if isinstance(leaf, (np.ndarray, torch.nn.Module)):
             raise SideError(
                 f"inputs holds a {type(leaf).__name__} at {path}, whose values cannot be watched;"
                 " return tensors, and declare what a side may change with state="
             )
+    return made
 
 
-def make_state(pair: Pair, device: str, size: Size, seed: int, rank: int | None = None) -> Any:
+def _rank_arguments(function: Callable[..., object], rank: int) -> dict[str, int]:
+    """Return those of `rank` and `world` that the page's function takes."""
+    parameters = inspect.signature(function).parameters
+    arguments = {"rank": rank, "world": current_group().world}
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def make_state(pair: Pair, device: str, size: Size, seed: int, rank: int | None = None) -> object:
     """Return a new state for `seed`, or None for a page without one.
 
-    The seed is the same on every rank: what differs between them the page takes from `rank`.
+    The seed is the same on every rank: ranks differ only by what the page derives from `rank`.
     """
     if pair.state is None:
         return None
     rank = current_group().rank if rank is None else rank
     with seeded(seed + STATE_SEED):
-        return pair.state(device, **size, **_place(pair.state, rank))
+        state: object = pair.state(device, **size, **_rank_arguments(pair.state, rank))
+        return state
 
 
-@dataclass
 class Snapshot:
-    """The tensors of a state as they were, to be put back in place."""
+    """The values of a state's tensors, to be put back in place."""
 
-    state: Any
-    saved: dict[str, torch.Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        held = pytree.state_tensors(self.state)
-        self.saved = {name: tensor.detach().clone() for name, tensor in held.items()}
+    def __init__(self, state: object) -> None:
+        self.state = state
+        tensors = pytree.state_tensors(state)
+        self.saved = {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
     def restore(self) -> None:
-        """Copy the saved values back; tensors made since (momentum, gradients) become zero."""
+        """Copy the saved values back. Tensors made since (momentum, gradients) become zero."""
         import torch
 
         with torch.no_grad():
@@ -261,55 +251,58 @@ class Snapshot:
 
 
 class BoundSide:
-    """One side on its slots, ready to be called.
+    """One side bound to its slots, ready to be called.
 
     Attributes:
         name: the side's name.
-        calls: one callable a slot; each returns that slot's outputs.
-        outputs: by slot, what the last call returned.
-        one_off: seconds that preparing took (0 for a function).
-        held: bytes on the GPU that preparing keeps, a slot (0 for a function).
+        calls: one callable for each slot; each returns that slot's outputs.
+        outputs: for each slot, what the last call returned.
+        one_off: seconds that preparing took for each slot (0 for a function).
+        held_bytes: bytes on the GPU that preparing keeps for each slot (0 for a function).
         state: what the side may change, or None.
     """
 
-    def __init__(self, side: Side, slots: Sequence[tuple[Any, ...]], state: Any = None) -> None:
+    def __init__(self, side: Side, slots: Sequence[Inputs], state: object = None) -> None:
         self.name = side_name(side)
         self.state = state
-        self.outputs: list[Any] = [None] * len(slots)
-        self.one_off, self.held = 0.0, 0
-        self._generators: list[Any] = []
+        self.outputs: list[object] = [None] * len(slots)
+        self.one_off, self.held_bytes = 0.0, 0
+        self._generators: list[Iterator[object]] = []
         self._snapshot = None if state is None else Snapshot(state)
-        arguments = [(state, *slot) if state is not None else slot for slot in slots]
+        arguments = [slot if state is None else (state, *slot) for slot in slots]
+        self.calls: list[Callable[[], object]]
         if inspect.isgeneratorfunction(side):
-            import torch
-
-            on_gpu = torch.cuda.is_initialized()
-            start, before = time.perf_counter(), torch.cuda.memory_allocated() if on_gpu else 0
-            self.calls = [self._prepare(side, args) for args in arguments]
-            # What preparing has launched belongs to its cost.
-            synchronizer("cuda" if on_gpu else "cpu")()
-            self.one_off = (time.perf_counter() - start) / len(slots)
-            if on_gpu:
-                self.held = max(0, torch.cuda.memory_allocated() - before) // len(slots)
-            self.restore()
+            self._prepare_all(side, arguments)
         else:
             self.calls = [functools.partial(side, *args) for args in arguments]
 
-    def _prepare(self, side: Side, arguments: tuple[Any, ...]) -> Callable[[], Any]:
-        generator = side(*arguments)
-        run = next(generator, None)
-        if not callable(run):
-            raise SideError(f"{self.name} must yield the callable to time, not {run!r}")
-        self._generators.append(generator)
-        return run  # type: ignore[no-any-return]
+    def _prepare_all(self, side: Side, arguments: Sequence[Inputs]) -> None:
+        import torch
 
-    def run(self, slot: int) -> Any:
+        on_gpu = torch.cuda.is_initialized()
+        start, before = time.perf_counter(), torch.cuda.memory_allocated() if on_gpu else 0
+        self.calls = [self._prepare(side, args) for args in arguments]
+        synchronizer("cuda" if on_gpu else "cpu")()  # work that preparing launched counts
+        self.one_off = (time.perf_counter() - start) / len(arguments)
+        if on_gpu:
+            self.held_bytes = max(0, torch.cuda.memory_allocated() - before) // len(arguments)
+        self.restore()
+
+    def _prepare(self, side: Side, arguments: Inputs) -> Callable[[], object]:
+        generator = side(*arguments)
+        call: object = next(generator, None)
+        if not callable(call):
+            raise SideError(f"{self.name} must yield the callable to time, not {call!r}")
+        self._generators.append(generator)
+        return call
+
+    def run(self, slot: int) -> object:
         """Run the side on `slot`, keep its outputs there and return them."""
         self.outputs[slot] = out = self.calls[slot]()
         return out
 
     def cycle(self, calls: int, extra: int = 0) -> None:
-        """Run the side `calls` times, and `extra` times, in the order of `slot_order`."""
+        """Run the side `calls` times and `extra` times, in the order of `slot_order`."""
         run = self.run
         for slot in slot_order(calls, len(self.calls), extra):
             run(slot)
@@ -319,7 +312,7 @@ class BoundSide:
         self.cycle(len(self.calls))
 
     def restore(self) -> None:
-        """Put the state back to where it began."""
+        """Put the state back to its initial values."""
         if self._snapshot is not None:
             self._snapshot.restore()
 

@@ -1,9 +1,9 @@
-"""When is a result right: expected values and the error they allow (`fits` compares).
+"""Error bounds: which error each element of an output may have. `compare` applies them.
 
 The reference is computed in float64 from the inputs as the sides get them. The allowed error of
-each element is a standard deviation derived from the types, the longest sum and the reference's own
-sensitivity to its operands; `checking.md` derives it. Two tests must hold: the rms of the
-error over all elements, and the worst element.
+each element is a standard deviation, derived from the types, the longest sum and the reference's
+own sensitivity to its operands; docs/explanation/checking.md derives it. Two tests must hold: one
+for the rms of the error over all elements, one for the worst element.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..page.pair import Work
 from ..util import pytree
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 RMS, WORST = 1.25, 8.0
 """The derived rule: rms error and worst element, in allowed standard deviations."""
 BASELINE_FACTOR, BASELINE_FLOOR = 1.5, 0.8
-"""A variant's rms may be this many times the baseline's, and is never held below the floor."""
+"""A variant's rms may be this many times the baseline's. The limit is never below the floor."""
 PROBES = 3
 STEP = 2.0**-10
 """Relative perturbation of the operands that measures the reference's sensitivity."""
@@ -30,28 +30,30 @@ SIGNS = 1048573
 """Random signs that are drawn for one perturbed tensor: the largest prime below 2^20."""
 
 BLOCKED, WORST_BLOCK = ("int8", "int4", "w4a16", "mxfp8", "nvfp4"), 16.0
-"""Formats of which a block shares its scale, and their worst element: the largest of 10^8 normal
-values is six times their rms, where `UNIT` assumes four, and a power of two as the scale may double
-the step of that block."""
+"""Formats in which a block shares one scale, and the limit of their worst element. The largest of
+10^8 normal values is six times their rms, where `UNIT` assumes four, and rounding the scale to a
+power of two may double the step of that block."""
 
 # Unit roundoff by name of type, and the depth of one tensor-core instruction (K elements).
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 UNIT |= {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3, "tf32": 2.0**-11, "fp16": 2.0**-11}
 UNIT |= {"bf16": 2.0**-8, "fp8": 2.0**-4, "mxfp8": 2.0**-4, "nvfp4": 2.0**-2}
-# A step of these is a share of the largest in its block, some four times the block's rms.
+# The step of these is a share of the largest value in the block, about four times the block's rms.
 UNIT |= {"int8": 2.0**-6, "int4": 2.0**-2, "w4a16": 2.0**-2}
-_ONE_OPERAND = ("w4a16",)  # weights alone are in four bits; activations and results are not
-_INSIDE = ("tf32", *_ONE_OPERAND)  # in which no result is kept
+_ONE_OPERAND = ("w4a16",)  # only the weights have four bits, not activations and results
+_OPERANDS_ONLY = ("tf32", *_ONE_OPERAND)  # results are never rounded to these
 _DEPTH = {"tf32": 8, "bf16": 16, "fp16": 16, "bfloat16": 16, "float16": 16}
+
+NamedTensors = list[tuple[str, "torch.Tensor"]]
 
 
 class Wrong(AssertionError):
-    """A side's result is not what the reference says; the message shows where and by how much."""
+    """A side's result differs from the reference. The message shows where and by how much."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How equal is equal. With neither `exact` nor a tolerance the bound is derived."""
+    """How equal is equal. Without `exact` and without a tolerance the bound is derived."""
 
     exact: bool = False
     rtol: float | None = None
@@ -61,6 +63,11 @@ class Rule:
     def given(self) -> bool:
         """Whether the page chose a tolerance of its own."""
         return self.rtol is not None or self.atol is not None
+
+    @property
+    def derived(self) -> bool:
+        """Whether the error bound is derived."""
+        return not (self.exact or self.given)
 
     def __str__(self) -> str:
         if self.exact:
@@ -72,18 +79,18 @@ class Rule:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One expected output: its value in float64 and the error it allows, element by element.
+    """One expected output: its value in float64 and the allowed error of each element.
 
     Attributes:
-        sigma: allowed standard deviation of each element, or None where only equality will do.
+        sigma: allowed standard deviation of each element, or None where only equality is accepted.
             Zeros in it are raised to 1e-300.
-        most: what the worst element may be off by, in allowed standard deviations.
+        worst_limit: allowed error of the worst element, in allowed standard deviations.
     """
 
     path: str
     value: torch.Tensor
     sigma: torch.Tensor | None
-    most: float = WORST
+    worst_limit: float = WORST
 
     def __post_init__(self) -> None:
         if self.sigma is not None:
@@ -91,7 +98,7 @@ class Leaf:
 
     @functools.cached_property
     def finite(self) -> bool:
-        """Whether every element is expected to be finite."""
+        """Whether every expected element is finite."""
         return bool(self.value.isfinite().all())
 
     @functools.cached_property
@@ -105,33 +112,51 @@ class Leaf:
         return float(torch.linalg.vector_norm(counted))
 
 
-def sensitivity(
-    run: Callable[[int | None], list[tuple[str, torch.Tensor]]], probes: int = PROBES
-) -> list[tuple[str, torch.Tensor, torch.Tensor | None]]:
+class Expected(NamedTuple):
+    """One output of the reference: its value and the squares of its sensitivities."""
+
+    path: str
+    value: torch.Tensor
+    squares: torch.Tensor | None
+
+
+def sensitivity(run: Callable[[int | None], NamedTensors], probes: int = PROBES) -> list[Expected]:
     """Return the reference's outputs and the squares of their sensitivities.
 
     Args:
-        run: computes the reference's leaves; with a number, on operands perturbed by `STEP` with
-            random signs seeded by it.
-        probes: how many perturbed runs; with 0 no sensitivity is known, and none returned.
+        run: computes the reference's outputs. With a number, the operands are perturbed by `STEP`
+            with random signs from that seed.
+        probes: how many perturbed runs. With 0 the sensitivities are None.
     """
+    import torch
+
     base = run(None)
-    squares = [_zeros(value) if probes else None for _, value in base]
+    squares = [
+        torch.zeros_like(value, dtype=torch.float64)
+        if probes and value.is_floating_point()
+        else None
+        for _, value in base
+    ]
     for probe in range(probes):
         for total, (_, moved), (_, value) in zip(squares, run(probe), base, strict=True):
             if total is not None:
                 difference = (moved.double() - value.double()).div_(STEP)
                 total += difference.square_().nan_to_num_(0.0, 0.0, 0.0).div_(probes)
+    for total in squares:
+        # Three probes scatter. No sensitivity counts as less than 0.7 of the output's rms, else the
+        # worst of 10^8 correct elements could exceed the limit because of an unlucky estimate.
+        if total is not None and total.numel():
+            total.clamp_min_(0.5 * float(total.mean()))
     return [
-        (path, v.double() if _floating(v) else v, _floored(s) if s is not None else None)
-        for (path, v), s in zip(base, squares, strict=True)
+        Expected(path, value.double() if value.is_floating_point() else value, total)
+        for (path, value), total in zip(base, squares, strict=True)
     ]
 
 
 def perturb(tensor: torch.Tensor, generator: torch.Generator) -> None:
     """Multiply each element of `tensor` by 1 + STEP or 1 - STEP, in place.
 
-    The signs repeat after a prime number of elements, so that they meet no dimension in step.
+    The signs repeat after a prime number of elements, so no dimension is in step with them.
     """
     import torch
 
@@ -149,22 +174,6 @@ def perturb(tensor: torch.Tensor, generator: torch.Generator) -> None:
         tensor.mul_(factors.repeat(-(-count // period))[:count].view(tensor.shape))
 
 
-def _zeros(value: torch.Tensor) -> torch.Tensor | None:
-    import torch
-
-    return torch.zeros_like(value, dtype=torch.float64) if _floating(value) else None
-
-
-def _floored(squares: torch.Tensor) -> torch.Tensor:
-    # Three probes scatter: no element's sensitivity is believed below 0.7 of the output's rms one,
-    # else the worst of 10^8 honest elements would pass the limit by an unlucky estimate.
-    return squares.clamp_min_(0.5 * float(squares.mean())) if squares.numel() else squares
-
-
-def _floating(tensor: torch.Tensor) -> bool:
-    return bool(tensor.is_floating_point())
-
-
 def allowed(
     value: torch.Tensor,
     squares: torch.Tensor,
@@ -177,12 +186,12 @@ def allowed(
     """Return the allowed standard deviation of each element (float64, shape of `value`).
 
     Args:
-        value: what the reference says, float64.
+        value: the reference's output in float64.
         squares: sum of squares of the terms that make each element.
         dtype: type in which the sides return it, ``float32``.
-        precision: lower arithmetic that a side uses on purpose, or None.
+        precision: lower arithmetic that a side declares, or None.
         work: the page's work: longest sum and number of roundings.
-        steps: how often the whole computation ran one after the other.
+        steps: how often the whole computation ran, each on the result of the one before.
     """
     u_out = UNIT[dtype]
     low = precision if precision and UNIT[precision] > u_out else None
@@ -190,7 +199,7 @@ def allowed(
     operands = each * work.roundings * steps if low else work.roundings * steps - 1
     u_in = UNIT[low] if low else u_out
     rounding = (u_out**2 * value.square() + operands * u_in**2 * squares) / 3
-    if low and low not in _INSIDE:  # results too: in a sum of few terms they may exceed Q
+    if low and low not in _OPERANDS_ONLY:  # in a sum of few terms results may exceed `squares`
         more = (value.square() - squares).clamp_min_(0)
         rounding += more.mul_(work.roundings * steps * u_in**2 / 3)
     return (rounding + steps * _accumulation(value, squares, dtype, precision, work.terms)).sqrt_()
@@ -199,28 +208,28 @@ def allowed(
 def _accumulation(
     value: torch.Tensor, squares: torch.Tensor, dtype: str, precision: str | None, terms: int
 ) -> torch.Tensor:
-    """Return the variance that summing `terms` products in the accumulator may cost."""
+    """Return the variance from summing `terms` products in the accumulator."""
     arithmetic = precision or dtype
     if arithmetic == "float64":
         return UNIT["float64"] ** 2 * terms * (squares / 6 + value.square() / 9)
     depth = _DEPTH.get(arithmetic, 32 if UNIT.get(arithmetic, 0) >= 2.0**-4 else None)
     if depth is None or terms == 1:  # CUDA cores round to nearest: the error grows like a root
         return UNIT["float32"] ** 2 * terms * (squares / 6 + value.square() / 9)
-    length = max(1.0, terms / depth)  # tensor cores truncate: it grows linearly
+    length = max(1.0, terms / depth)  # tensor cores truncate: the error grows linearly
     return (UNIT["float32"] * length / 2) ** 2 * (squares + value.square())
 
 
-def as_leaves(outputs: Any) -> list[tuple[str, torch.Tensor]]:
+def as_leaves(outputs: object) -> NamedTensors:
     """Return the outputs as real tensors; Python numbers become float32 or int64 scalars.
 
     A complex tensor becomes its real and imaginary parts, and its path says so.
 
     Raises:
-        trees.TreeError: for a leaf that cannot be compared.
+        pytree.TreeError: for a leaf that cannot be compared.
     """
     import torch
 
-    found = []
+    tensors = []
     for path, leaf in pytree.leaves(outputs):
         if type(leaf) in (bool, int):
             leaf = torch.tensor(leaf)
@@ -231,5 +240,5 @@ def as_leaves(outputs: Any) -> list[tuple[str, torch.Tensor]]:
         leaf = leaf.detach()
         if leaf.is_complex():
             path, leaf = f"view_as_real({path})", torch.view_as_real(leaf.resolve_conj())
-        found.append((path, leaf))
-    return found
+        tensors.append((path, leaf))
+    return tensors

@@ -44,7 +44,7 @@ def peak_bytes(side: BoundSide) -> int:
     peak = torch.cuda.max_memory_allocated()
     torch.cuda.synchronize()
     side.restore()
-    return int(current_group().max(float(side.held + peak - before)))
+    return int(current_group().max(float(side.held_bytes + peak - before)))
 
 
 def allocated(pool: InputPool, side: Side) -> float:
@@ -86,7 +86,7 @@ def _peaks(pool: InputPool, side: Side) -> tuple[float, float]:
     with one_slot(pool):
         torch.cuda.synchronize()
         before = torch.cuda.memory_reserved()
-        with closing(pool.subject(side)) as bound:
+        with closing(pool.bind(side)) as bound:
             held = _allocated_by_second_call(bound)
             torch.cuda.synchronize()
             return held, float(torch.cuda.memory_reserved() - before)
@@ -96,7 +96,7 @@ def _allocated_by_second_call(side: BoundSide) -> float:
     """Return the most bytes that a second call holds beyond inputs and state."""
     import torch
 
-    before = torch.cuda.memory_allocated() - side.held
+    before = torch.cuda.memory_allocated() - side.held_bytes
     side.run(0)
     side.outputs[0] = None
     drop_sent_tensors()

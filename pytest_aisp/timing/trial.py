@@ -13,8 +13,8 @@ from typing import Protocol
 from ..checking import check, compare, numerics
 from ..checking.inputs import VALUE_SETS, BoundSide, slot_order
 from ..checking.memoization import check_repeats
-from ..checking.numerics import Rule
-from ..checking.reference import Named, Reference, outputs_and_state
+from ..checking.numerics import NamedTensors, Rule
+from ..checking.reference import Reference, outputs_and_state
 from ..isolation.monkeypatches import watching
 from ..isolation.protections import enabled
 from ..kernels import autotune
@@ -82,7 +82,7 @@ class Trial:
     known: tuple[str, list[int]] | None = None
 
     def __post_init__(self) -> None:
-        self.pool, self.pair = self.reference.bench, self.reference.bench.pair
+        self.pool, self.pair = self.reference.pool, self.reference.pool.pair
         self.watch, self.rule = self.reference.watch, Rule(**self.task.rule)
         self.names = " or ".join(dict.fromkeys(side.__name__ for side, _ in self.sides))
         self.on_gpu = self.task.device.startswith("cuda")
@@ -183,7 +183,7 @@ class Trial:
         order = first, 1 - first
         with autotune.record_choices(self.tuned):
             for side in order:
-                built[side] = self.pool.subject(self.sides[side][0])
+                built[side] = self.pool.bind(self.sides[side][0])
             sides = built[0], built[1]
             if not self.on_gpu:
                 from .cpu_timer import CpuPairTimer
@@ -298,7 +298,7 @@ class Trial:
             self._compare(side, outputs, (turn,), precision)
 
     def _compare(
-        self, side: Side, outputs: Named, turns: tuple[int, ...], precision: Precision | None
+        self, side: Side, outputs: NamedTensors, turns: tuple[int, ...], precision: Precision | None
     ) -> None:
         try:
             results = check.judge(self.reference, side, outputs, turns, precision, self.rule)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..checking.check import Checked
+from ..checking.check import CheckResult
 from ..checking.inputs import InputPool
 from ..checking.numerics import Rule
 from ..checking.reference import Reference
@@ -38,7 +38,7 @@ class Cache:
 
     watch: Stopwatch
     oracles: dict[str, Reference] = field(default_factory=dict)
-    checked: dict[str, Checked] = field(default_factory=dict)
+    checked: dict[str, CheckResult] = field(default_factory=dict)
     exhausted: bool = False
 
     def oracle(self, task: CaseTask, pair: Pair, size: Mapping[str, Any]) -> Reference:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checking import check
-from ..checking.check import Checked
+from ..checking.check import CheckResult
 from ..checking.inputs import VALUE_SETS, BoundSide, InputPool
 from ..checking.memoization import check_repeats
 from ..checking.numerics import Rule
@@ -108,7 +108,7 @@ class Engine:
 
     def _check_at(
         self, asked: TaskContext, size: Mapping[str, Any], rule: Rule, *, controls: bool = True
-    ) -> Checked:
+    ) -> CheckResult:
         task = asked.task
         key = f"{task.page}{task.function}{task.variant}{task.device}{size_words(size)}{rule}"
         if key not in self.kept.checked:
@@ -119,7 +119,7 @@ class Engine:
                 [(_inner(s), p) for s, p in asked.sides],
                 rule,
                 controls=controls,
-                tell=lambda name: self._tell(f"check {name}", size),
+                progress=lambda name: self._tell(f"check {name}", size),
             )
         return self.kept.checked[key]
 
@@ -127,15 +127,13 @@ class Engine:
         self.progress(f"{what}{AT}{size_words(size)}")
 
     def _search(self, asked: TaskContext, rule: Rule) -> None:
-        from ..checking.shrink import smallest_failure
-
         for size in asked.pair.check_sizes:
             if not is_plain(size):
                 self.progress("search " + ", ".join(size))
-                failure = smallest_failure(
+                failure = check.smallest_failure(
                     size,
                     lambda found: self._check_at(asked, found, rule, controls=False),
-                    asked.task,
+                    asked.task.seed,
                 )
                 if failure is not None:
                     raise failure

@@ -14,8 +14,8 @@ from typing import Any
 
 from ..checking import check
 from ..checking.inputs import UNSEEN, VALUE_SETS, BoundSide, make_inputs, make_state
-from ..checking.numerics import Rule, Wrong
-from ..checking.reference import Named, Reference, outputs_and_state
+from ..checking.numerics import NamedTensors, Rule, Wrong
+from ..checking.reference import Reference, outputs_and_state
 from ..page.pair import Pair, Precision, Side, side_name
 from ..timing.schedule import MOST_STEPS
 from ..util import pytree
@@ -98,7 +98,7 @@ def draw(oracle: Reference, values: Path) -> None:
     """Write the value set that no side has seen."""
     import torch
 
-    torch.save(pytree.map_tensors(_bare, oracle.bench.value_set(UNSEEN)), values)
+    torch.save(pytree.map_tensors(_bare, oracle.pool.value_set(UNSEEN)), values)
 
 
 def _bare(tensor: Any) -> Any:
@@ -121,12 +121,12 @@ def compare(
         Wrong: for a wrong output, or a file that holds none.
     """
     for found in (shown := _read(outputs, side)):
-        moved = [(path, tensor.to(oracle.bench.device)) for path, tensor in found]
+        moved = [(path, tensor.to(oracle.pool.device)) for path, tensor in found]
         check.judge(oracle, side, moved, (UNSEEN,) * steps, precision, rule, is_baseline)
     return len(shown)
 
 
-def _read(outputs: Path, side: Side) -> list[Named]:
+def _read(outputs: Path, side: Side) -> list[NamedTensors]:
     import torch
 
     try:

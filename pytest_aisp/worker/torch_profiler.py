@@ -170,7 +170,7 @@ def _memory(pool: InputPool, side: Side, snapshot: Path) -> dict[str, dict[str, 
         before = _allocated()
         torch.cuda.memory._record_memory_history(max_entries=MAX_SNAPSHOT_EVENTS)
         try:
-            with closing(pool.subject(side)) as bound:
+            with closing(pool.bind(side)) as bound:
                 _run(pool, bound, CALLS)
                 after = _allocated()
                 if current_group().rank == 0:
