@@ -181,7 +181,7 @@ class Bench:
         def close():
             self.allocator.take(-taken[0] - taken[1])
 
-        return SimpleNamespace(run=run, close=close, held=held, outputs=[None])
+        return SimpleNamespace(run=run, close=close, held_bytes=held, outputs=[None])
 
 
 def test_what_is_kept_and_what_passes_count_and_a_librarys_workspace_does_not(monkeypatch):

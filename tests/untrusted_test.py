@@ -21,13 +21,13 @@ HOSTILE = {
     "replaces the comparison": """
     def doubled(x):
         from pytest_aisp.isolation import monkeypatches
-        from pytest_aisp.checking import check, compare, controls
+        from pytest_aisp.checking import check, compare
 
         def kind(found, leaves, rule):
             right = [leaf.value.to(got.dtype) for got, leaf in zip(found, leaves)]
             return compare.compare_all(right, leaves, rule)
 
-        check.compare_all = controls.compare_all = kind
+        check.compare_all, check.exact_probe = kind, lambda reference, sides: ""
         monkeypatches.replaced = lambda: None  # and who would see it
         return torch.zeros_like(x)
     """,
