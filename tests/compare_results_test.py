@@ -36,7 +36,7 @@ CASE = Measured(
 
 
 def outcomes(new, old=CASE):
-    """Return what became of each metric."""
+    """Return the outcome of each metric."""
     found = diff.compare([old], [new])
     return {change.metric: change.outcome for change in found.changes}
 
@@ -46,10 +46,7 @@ def turned(old, new):
     return [(turn.old, turn.new, turn.outcome) for turn in found.turned]
 
 
-# Arithmetic
-
-
-def test_of_results_without_times_goals_alone_are_compared():
+def test_results_without_times_are_compared_by_their_metrics():
     sides = {"baseline": "0a", "optimized": "1b"}
 
     def stored(count):
@@ -81,7 +78,7 @@ def test_every_metric_has_its_direction():
     assert (found.count("worse"), found.count("better"), found.count("same")) == (0, 0, 6)
 
 
-def test_a_slower_optimized_side_is_worse_in_all_that_follows_from_it():
+def test_a_slower_optimized_side_is_worse_in_speedup_time_and_share():
     slower = {"baseline": 2e-5, "optimized": 1.1e-5}
     new = replace(CASE, value=math.log(2 / 1.1), seconds=slower, share=0.9 / 1.1)
     assert outcomes(new) == {
@@ -98,7 +95,7 @@ def test_a_slower_optimized_side_is_worse_in_all_that_follows_from_it():
 
 
 @pytest.mark.parametrize(("loss", "outcome"), [(0.022, "same"), (0.0235, "worse")])
-def test_a_speedups_noise_is_the_gates_margin(loss, outcome):
+def test_the_noise_of_a_speedup_is_the_gates_margin(loss, outcome):
     margin = 10 * math.hypot(0.001, 0.002)
     assert diff.margin(CASE, CASE) == pytest.approx(margin, abs=1e-4)
     new = replace(CASE, value=CASE.value - loss)
@@ -108,7 +105,7 @@ def test_a_speedups_noise_is_the_gates_margin(loss, outcome):
     assert speedup.change == pytest.approx(math.expm1(-loss))
 
 
-def test_the_noisier_side_counts_and_unknown_spreads_are_the_clocks():
+def test_the_noisier_side_sets_the_margin():
     noisy = replace(CASE, spread=0.004)
     assert diff.margin(CASE, noisy) == diff.margin(noisy, CASE) > 0.04
     unknown = replace(CASE, spread=None, session=None)
@@ -124,7 +121,7 @@ def test_times_have_more_noise_than_their_ratio():
     assert (changed["baseline time"], changed["speedup"]) == ("worse", "same")
 
 
-def test_goals_are_counted_beyond_their_slack_alone():
+def test_counted_metrics_change_beyond_their_slack():
     def memory(count):
         return replace(CASE, goals={"memory": {"baseline": 8 << 20, "optimized": count}})
 
@@ -135,7 +132,7 @@ def test_goals_are_counted_beyond_their_slack_alone():
     assert (from_nothing.outcome, from_nothing.change) == ("worse", None)
 
 
-def test_the_worst_comes_first_and_what_is_within_the_noise_last():
+def test_the_worst_change_comes_first():
     slow, slower = (
         replace(CASE, key=key, value=CASE.value - loss) for key, loss in (("b", 0.1), ("c", 0.3))
     )
@@ -145,11 +142,11 @@ def test_the_worst_comes_first_and_what_is_within_the_noise_last():
     assert {change.outcome for change in found.changes[2:]} == {"same"}
 
 
-def test_a_case_that_turned_red_is_worse_whatever_its_times():
+def test_a_case_that_turned_red_is_worse():
     assert turned("pass", "wrong") == [("pass", "wrong", "worse")]
     assert turned("fail", "pass") == [("fail", "pass", "better")]
     assert turned("pass", "new") == turned("fail", "regressed") == []
-    assert turned("", "fail") == []  # a stored result has no verdict; its times tell
+    assert turned("", "fail") == []  # a stored result has no verdict
     broken = diff.compare([replace(CASE, verdict="")], [replace(CASE, value=None, verdict="wrong")])
     assert [turn.outcome for turn in broken.turned] == ["worse"]
     assert broken.apart[0][1] == "not timed in NEW, where it is wrong"
@@ -169,19 +166,16 @@ def test_a_case_of_another_chapter_or_product_is_another_case():
     assert (found.changes, found.only_old, found.only_new) == ((), (CASE,), tuple(other))
 
 
-# Sides
-
-
-def said(old, new, form="text", root=Path(), *, every=False):
+def output(old, new, form="text", root=Path(), *, every=False):
     found = compare_results.compare_result(str(old), str(new), form=form, every=every, root=root)
     return "\n".join(found.lines), found.code
 
 
-def refused(old, new, root=Path()):
-    with pytest.raises(CliError) as why:
+def error_of(old, new, root=Path()):
+    with pytest.raises(CliError) as error:
         compare_results.compare_result(str(old), str(new), root=root)
-    assert why.value.code == 2
-    return str(why.value)
+    assert error.value.code == 2
+    return str(error.value)
 
 
 @pytest.fixture
@@ -212,40 +206,40 @@ def slower(row):
 
 
 def test_a_run_against_itself_is_within_the_noise():
-    text, code = said(DATA, DATA)
+    text, code = output(DATA, DATA)
     assert text.startswith("OLD is the run ")
     assert text.endswith(
         "\n\n18 are the same within the noise (--all)\n\n0 worse, 0 better, 18 within the noise"
     )
     assert (len(text.splitlines()), code) == (6, 0)
-    text, code = said(DATA, DATA, every=True)
+    text, code = output(DATA, DATA, every=True)
     assert "--all" not in text
     assert (len(text.splitlines()), code) == (24, 0)
 
 
-def test_a_slower_case_is_on_top_in_every_form(run):
+def test_a_slower_case_comes_first_in_every_format(run):
     new = run(slower)
-    text, code = said(DATA, new)
+    text, code = output(DATA, new)
     assert code == 1
     rows = text.splitlines()[3:]
     assert rows[0].split()[:3] == ["case", "metric", "better"]
     assert [row.startswith("WORSE  ") for row in rows[1:3]] == [True] * 2
     assert rows[3:5] == ["16 others are the same within the noise (--all)", ""]
-    everything = said(DATA, new, every=True)[0].splitlines()[3:]
+    everything = output(DATA, new, every=True)[0].splitlines()[3:]
     assert [row.startswith("WORSE  ") for row in everything[1:-2]] == [True] * 2 + [False] * 16
     assert "ch07/kept_test.py::test_doubling[doubled-n1001] on simulated-gpu" in rows[1]
     assert "-39.3%" in rows[1] + rows[2]
     assert "+64.9%" in rows[1] + rows[2]
     assert text.endswith("2 worse, 0 better, 16 within the noise")
-    marked, code = said(DATA, new, "markdown")
+    marked, code = output(DATA, new, "markdown")
     assert (marked.splitlines()[0], code) == ("**2 worse, 0 better, 16 within the noise**", 1)
     assert (
         "| **WORSE** | ch07/kept_test.py::test_doubling[doubled-n1001] on simulated-gpu |" in marked
     )
     assert marked.count("\n| ") == 4
     assert marked.endswith("\n- 16 others are the same within the noise (--all)")
-    assert said(DATA, new, "markdown", every=True)[0].count("\n| ") == 20
-    plain, code = said(DATA, new, "json")
+    assert output(DATA, new, "markdown", every=True)[0].count("\n| ") == 20
+    plain, code = output(DATA, new, "json")
     found = json.loads(plain)
     assert (found["counts"], code) == ({"worse": 2, "better": 0, "same": 16}, 1)
     assert {metric["metric"] for metric in found["metrics"][:2]} == {"speedup", "optimized time"}
@@ -253,54 +247,53 @@ def test_a_slower_case_is_on_top_in_every_form(run):
         *("product", "chapter", "case", "metric", "better", "unit", "old", "new", "change"),
         *("noise", "outcome"),
     }
-    assert said(new, DATA)[1] == 0
+    assert output(new, DATA)[1] == 0
 
 
-def test_cases_of_one_side_only_and_unsound_runs_are_said(run):
+def test_cases_of_one_side_and_invalid_runs_are_reported(run):
     new = run(lambda row: row if "kept" in row["page"] else None, why=["moved"])
-    text, code = said(DATA, new)
+    text, code = output(DATA, new)
     assert code == 0
-    assert f"warning: {new}: no verdict of this run counts: moved" in text
+    assert f"warning: {new}: the verdicts of this run do not count: moved" in text
     assert text.count("only in OLD: ") == 5
     killed = run(lambda row: row, name="killed", ended=False)
-    text, _ = said(killed, DATA, "markdown")
-    assert f"- warning: {killed}: the run did not come to its end; cases may be lacking" in text
+    text, _ = output(killed, DATA, "markdown")
+    assert f"- warning: {killed}: the run did not finish; cases may be missing" in text
 
 
-def test_other_products_and_other_pages_are_no_comparison(run):
+def test_sides_without_a_common_case_are_an_error(run):
     other = run(lambda row: {**row, "product": "nvidia-b200"})
-    assert refused(DATA, other).startswith(
-        "nothing to compare: OLD is of simulated-gpu, NEW of nvidia-b200; times of different"
-        " products say nothing of the code\n"
+    assert error_of(DATA, other).startswith(
+        "nothing to compare: OLD is from simulated-gpu, NEW from nvidia-b200; times of different"
+        " products cannot be compared\n"
     )
     pages = run(lambda row: {**row, "key": f"other{row['key']}"}, name="pages")
-    message = refused(DATA, pages)
+    message = error_of(DATA, pages)
     assert message.startswith(
         "nothing to compare: 6 cases in OLD, 6 in NEW, none of them timed in both\nOLD is the run"
     )
     assert message.endswith("\n    pytest --aisp-artifacts=DIR")
     untimed = run(lambda row: {**row, "value": None, "low": None, "goals": {}}, name="untimed")
-    assert "n1001] on simulated-gpu is not timed in NEW, where it is " in refused(DATA, untimed)
+    assert "n1001] on simulated-gpu is not timed in NEW, where it is " in error_of(DATA, untimed)
 
 
-def test_what_is_no_side_is_refused_with_what_would_be(tmp_path):
-    assert refused("nosuch", DATA, tmp_path) == (
+def test_a_side_that_cannot_be_read_is_an_error(tmp_path):
+    assert error_of("nosuch", DATA, tmp_path) == (
         f"nosuch: neither a folder nor a git ref of {tmp_path}\n"
         "Give a run's artifacts, a folder of stored results, or a commit:\n"
         "    aisp results compare HEAD~1 baselines"
     )
-    assert refused(tmp_path, DATA).startswith(f"{tmp_path}: holds neither a run nor stored results")
+    assert error_of(tmp_path, DATA).startswith(
+        f"{tmp_path}: contains neither a run nor stored results"
+    )
     (tmp_path / "results.jsonl").touch()
-    assert "holds no run: it has no manifest.json" in refused(tmp_path, DATA)
+    assert "holds no run: it has no manifest.json" in error_of(tmp_path, DATA)
 
 
-def test_a_format_that_is_none_is_refused(capsys):
+def test_an_unknown_format_is_an_error(capsys):
     assert app.main(["compare", str(DATA), str(DATA), "--format=yaml"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "'yaml' is no format; legal are text, markdown, json" in said
-
-
-# Stored results, in a folder and at commits
+    message = " ".join(capsys.readouterr().err.split())
+    assert "'yaml' is no format; legal are text, markdown, json" in message
 
 
 def result(value):
@@ -331,31 +324,31 @@ def repository(tmp_path):
 
 
 def test_commits_are_compared_by_their_stored_results(repository):
-    text, code = said("HEAD~1", "HEAD", root=repository)
+    text, code = output("HEAD~1", "HEAD", root=repository)
     assert code == 1
     assert text.startswith("OLD is the stored results at HEAD~1 (")
     assert "2 worse, 0 better, 1 within the noise" in text
     assert "\n1 other is the same within the noise (--all)\n" in text
     for folder in (repository / "baselines", repository / "baselines" / "a-gpu"):
-        assert said("HEAD", folder, root=repository)[1] == 0
-        assert said(folder, "HEAD~1", root=repository)[1] == 0
+        assert output("HEAD", folder, root=repository)[1] == 0
+        assert output(folder, "HEAD~1", root=repository)[1] == 0
 
 
-def test_a_commit_without_stored_results_or_with_broken_ones_says_so(repository):
+def test_a_commit_without_readable_stored_results_is_an_error(repository):
     git = ["git", "-C", str(repository), "-c", "user.name=t", "-c", "user.email=t@t"]
     file = repository / "baselines" / "a-gpu" / "ch01.json"
     file.write_text(file.read_text().replace("0.4", "0.5"))
-    assert "ch01.json was not written by pytest-aisp: " in refused(
+    assert "ch01.json was not written by pytest-aisp: " in error_of(
         "HEAD", repository / "baselines", repository
     )
     subprocess.run([*git, "rm", "-rqf", "."], check=True)
     subprocess.run([*git, "commit", "-qm", "x", "--no-gpg-sign"], check=True)
-    message = refused("HEAD~1", "HEAD", repository)
+    message = error_of("HEAD~1", "HEAD", repository)
     assert message.startswith("HEAD: no results are stored in baselines/ at ")
     assert message.endswith("\n    pytest --aisp-update-expectations")
 
 
-def test_the_command_prints_the_answer_and_returns_its_code(run, capsys):
+def test_the_command_prints_the_comparison_and_returns_its_code(run, capsys):
     assert app.main(["compare", str(DATA), str(run(slower)), "--format=markdown"]) == 1
     assert capsys.readouterr().out.startswith("**2 worse, 0 better, 16 within the noise**\n")
     assert app.main(["compare", str(DATA), str(DATA), "--all"]) == 0
@@ -369,12 +362,12 @@ def test_two_thousand_cases_are_compared_and_written():
     found = diff.compare(many, many)
     sides = compare_results.Side("a", many), compare_results.Side("b", many)
     assert found.count("same") == 12000
-    text = "\n".join(compare_results._text(sides, found, True))
+    text = "\n".join(compare_results.text(sides, found, True))
     assert len(text.splitlines()) == 12000 + 6
     assert "ch01/odd|7\\n on a-gpu" in text
     assert all(
         line.count(" | ") == 7
-        for line in compare_results._markdown(sides, found, True)[4:-1]
+        for line in compare_results.markdown(sides, found, True)[4:-1]
         if line
     )
-    assert len(json.loads("".join(compare_results._json(sides, found)))["metrics"]) == 12000
+    assert len(json.loads("".join(compare_results.as_json(sides, found, True)))["metrics"]) == 12000

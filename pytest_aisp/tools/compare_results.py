@@ -1,42 +1,40 @@
-"""`aisp results compare OLD NEW`: two runs, or two states of the stored results, metric by metric.
+"""`aisp results compare OLD NEW`: compare two runs or stored results, metric by metric.
 
-Each side is a folder of artifacts, a folder of stored results, or a git ref, which means the stored
-results that were committed there.
+Each side is a folder of artifacts, a folder of stored results, or a git ref, which means the
+stored results in that commit.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from ..results import diff, export, run_reader
-from ..results.diff import Change, Comparison, Measured, Turned
+from ..results.diff import Change, Comparison, Measured
 from ..results.metric_limits import METRICS
 from ..results.row import duration
 from ..results.store import StoreError, parse
 from ..util import git
 from ..util.cli_result import CliError, CliResult, columns
 
-FORMS = ("text", "markdown", "json")
 BASELINES = "baselines"
 PEAKS = "peaks.json"
-"""Beside the stored results, and none of them."""
+"""A file beside the stored results that contains none."""
 HEADS = ("", "case", "metric", "better", "old", "new", "change", "noise")
-WORDS = {"worse": "WORSE", "better": "better", "same": ""}
+LABELS = {"worse": "WORSE", "better": "better", "same": ""}
 CHANGED = diff.ORDER[:2]
-"""The outcomes of which rows are printed without ``--all``."""
+"""The outcomes that are printed without ``--all``."""
 SCHEMA = 1
 """Version of the JSON."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One side: what it is, in words, its cases, and what to know before its numbers are used."""
+    """One side: its description, its cases, and warnings about its numbers."""
 
-    words: str
+    description: str
     cases: Sequence[Measured]
     warnings: Sequence[str] = ()
 
@@ -44,31 +42,28 @@ class Side:
 def compare_result(
     old: str, new: str, *, form: str = "text", every: bool = False, root: Path
 ) -> CliResult:
-    """Return what `aisp results compare` prints; 1 where something got worse beyond its noise.
+    """Return the comparison; exit code 1 if something got worse beyond its noise.
 
     Args:
-        old, new: folders, as seen from here, or git refs of the repository that `root` is in.
+        old, new: folders, relative to this one, or git refs of the repository of `root`.
         form: one of `FORMS`.
-        every: whether what is within its noise is listed, too; as JSON it always is.
+        every: whether to list changes within the noise; JSON always does.
 
     Raises:
-        Unanswerable: where a side cannot be read, or there is nothing in common.
+        CliError: if a side cannot be read, or the sides have nothing in common.
     """
     sides = read(old, root), read(new, root)
     found = diff.compare(sides[0].cases, sides[1].cases)
     if not found.changes and not found.turned:
-        raise CliError(_nothing(*sides, found))
-    write = {"text": _text, "markdown": _markdown}.get(form)
-    lines = write(sides, found, every) if write else _json(sides, found)
-    return CliResult(lines, 1 if found.count("worse") else 0)
+        raise CliError(_why_nothing(*sides, found))
+    return CliResult(FORMS[form](sides, found, every), 1 if found.count("worse") else 0)
 
 
 def read(name: str, root: Path) -> Side:
-    """Return the side that `name` means: a folder where there is one, else a git ref."""
-    path = Path(name)
-    if run_reader.folder_of(path).is_dir():
-        folder = run_reader.folder_of(path)
-        if any((folder / sign).exists() for sign in (run_reader.MANIFEST, run_reader.JOURNAL)):
+    """Return the side that `name` means: a folder if it exists, or else a git ref."""
+    folder = run_reader.folder_of(Path(name))
+    if folder.is_dir():
+        if any((folder / file).exists() for file in (run_reader.MANIFEST, run_reader.JOURNAL)):
             return _run(name, folder)
         return _stored(name, folder)
     commit = git.try_git(
@@ -89,12 +84,12 @@ def _run(name: str, folder: Path) -> Side:
     except run_reader.RunError as error:
         raise CliError(str(error)) from None
     manifest = run.manifest
-    warnings = [f"{name}: no verdict of this run counts: {why}" for why in manifest["invalid"]]
+    warnings = [f"{name}: the verdicts of this run do not count: {w}" for w in manifest["invalid"]]
     if not manifest["complete"]:
-        warnings.append(f"{name}: the run did not come to its end; cases may be lacking")
+        warnings.append(f"{name}: the run did not finish; cases may be missing")
     warnings += [f"{name}: {why}" for why in run.lost]
-    words = f"the run {name} of {manifest['started']} on {manifest['machine']['name']}"
-    return Side(words, tuple(diff.of_run(run.cases)), tuple(warnings))
+    description = f"the run {name} of {manifest['started']} on {manifest['machine']['name']}"
+    return Side(description, tuple(diff.of_run(run.cases)), tuple(warnings))
 
 
 def _stored(name: str, folder: Path) -> Side:
@@ -107,10 +102,10 @@ def _stored(name: str, folder: Path) -> Side:
         ) from None
     if not texts:
         raise CliError(
-            f"{name}: holds neither a run nor stored results\n"
-            "A run writes one where it is asked to:\n    pytest --aisp-artifacts=DIR"
+            f"{name}: contains neither a run nor stored results\n"
+            "This option makes pytest write a run:\n    pytest --aisp-artifacts=DIR"
         )
-    return Side(f"the stored results in {name}", _parsed(texts))
+    return Side(f"the stored results in {name}", _parse(texts))
 
 
 def _committed(name: str, commit: str, root: Path) -> Side:
@@ -124,59 +119,57 @@ def _committed(name: str, commit: str, root: Path) -> Side:
     if not texts:
         raise CliError(
             f"{name}: no results are stored in {BASELINES}/ at {commit[:12]}\n"
-            "Results are stored on a quiet machine:\n    pytest --aisp-update-expectations"
+            "Store results on a quiet machine:\n    pytest --aisp-update-expectations"
         )
-    return Side(f"the stored results at {name} ({commit[:12]})", _parsed(texts))
+    return Side(f"the stored results at {name} ({commit[:12]})", _parse(texts))
 
 
-def _parsed(texts: Mapping[Path, str]) -> tuple[Measured, ...]:
+def _parse(texts: Mapping[Path, str]) -> tuple[Measured, ...]:
+    cases: list[Measured] = []
     try:
-        return tuple(
-            case
-            for path, text in texts.items()
-            for case in diff.of_stored(parse(path, text), path.stem)
-        )
+        for path, text in texts.items():
+            cases += diff.of_stored(parse(path, text), path.stem)
     except StoreError as error:
         raise CliError(str(error)) from None
+    return tuple(cases)
 
 
-def _nothing(old: Side, new: Side, found: Comparison) -> str:
+def _why_nothing(old: Side, new: Side, found: Comparison) -> str:
     """Return why two sides cannot be compared."""
     products = [sorted({case.product for case in side.cases}) for side in (old, new)]
-    said = f"OLD is {old.words}; NEW is {new.words}"
+    sides = f"OLD is {old.description}; NEW is {new.description}"
     if found.apart:
         case, why = found.apart[0]
-        return f"nothing to compare: {_name(case)} is {why}\n{said}"
+        return f"nothing to compare: {_name(case)} is {why}\n{sides}"
     if all(products) and not set(products[0]) & set(products[1]):
         return (
-            f"nothing to compare: OLD is of {', '.join(products[0])}, NEW of"
-            f" {', '.join(products[1])}; times of different products say nothing of the code\n"
-            f"{said}\nMeasure both on one product:\n    pytest --aisp-artifacts=DIR"
+            f"nothing to compare: OLD is from {', '.join(products[0])}, NEW from"
+            f" {', '.join(products[1])}; times of different products cannot be compared\n"
+            f"{sides}\nMeasure both on one product:\n    pytest --aisp-artifacts=DIR"
         )
     counts = f"{len(old.cases)} cases in OLD, {len(new.cases)} in NEW, none of them timed in both"
-    way_out = "Run the same pages for both:\n    pytest --aisp-artifacts=DIR"
-    return f"nothing to compare: {counts}\n{said}\n{way_out}"
+    advice = "Run the same pages for both:\n    pytest --aisp-artifacts=DIR"
+    return f"nothing to compare: {counts}\n{sides}\n{advice}"
 
 
-# Words
-
-
-def _text(sides: tuple[Side, Side], found: Comparison, every: bool) -> list[str]:
+def text(sides: tuple[Side, Side], found: Comparison, every: bool) -> list[str]:
+    """Return the comparison for a terminal."""
     rows = _rows(found, every)
-    lines = [f"OLD is {sides[0].words}", f"NEW is {sides[1].words}"]
+    lines = [f"OLD is {sides[0].description}", f"NEW is {sides[1].description}"]
     lines += [f"warning: {warning}" for side in sides for warning in side.warnings]
-    lines += ["", *(columns([HEADS, *rows]) if rows else []), *_rest(found, every)]
+    lines += ["", *(columns([HEADS, *rows]) if rows else []), *_other_cases(found, every)]
     return [*lines, "", _summary(found)]
 
 
-def _markdown(sides: tuple[Side, Side], found: Comparison, every: bool) -> list[str]:
+def markdown(sides: tuple[Side, Side], found: Comparison, every: bool) -> list[str]:
+    """Return the comparison for a pull request."""
     lines = [f"**{_summary(found)}**", ""]
-    lines += [f"OLD is {sides[0].words}; NEW is {sides[1].words}.", ""]
+    lines += [f"OLD is {sides[0].description}; NEW is {sides[1].description}.", ""]
     lines += [f"- warning: {warning}" for side in sides for warning in side.warnings]
     if rows := _rows(found, every):
         marked = [(f"**{row[0]}**" if row[0].isupper() else row[0], *row[1:]) for row in rows]
         lines += ["", *export.table(HEADS, marked), ""]
-    return lines + [f"- {line}" for line in _rest(found, every)]
+    return lines + [f"- {line}" for line in _other_cases(found, every)]
 
 
 def _summary(found: Comparison) -> str:
@@ -185,23 +178,21 @@ def _summary(found: Comparison) -> str:
 
 
 def _rows(found: Comparison, every: bool) -> list[tuple[str, ...]]:
-    """Return the table: first what got worse; what is the same only with `every`."""
-    rows = []
-    for which in diff.ORDER if every else CHANGED:
-        rows += [_turned(turned) for turned in found.turned if turned.outcome == which]
-        rows += [_changed(change) for change in found.changes if change.outcome == which]
+    """Return the table, the worse rows first; only with `every`, the unchanged rows too."""
+    rows: list[tuple[str, ...]] = []
+    for outcome in diff.ORDER if every else CHANGED:
+        for turned in found.turned:
+            if turned.outcome == outcome:
+                start = (LABELS[outcome], _name(turned.case), "verdict", "")
+                rows.append((*start, turned.old, turned.new, "", ""))
+        rows += [_change_row(change) for change in found.changes if change.outcome == outcome]
     return rows
 
 
-def _turned(turned: Turned) -> tuple[str, ...]:
-    word = WORDS[turned.outcome]
-    return (word, _name(turned.case), "verdict", "", turned.old, turned.new, "", "")
-
-
-def _changed(change: Change) -> tuple[str, ...]:
+def _change_row(change: Change) -> tuple[str, ...]:
     share = change.change
     return (
-        WORDS[change.outcome],
+        LABELS[change.outcome],
         _name(change.case),
         change.metric,
         change.better,
@@ -225,43 +216,49 @@ def _name(case: Measured) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
 
-def _rest(found: Comparison, every: bool) -> list[str]:
-    same, others = found.count("same"), any(map(found.count, CHANGED))
-    one = "1 other is" if others else "1 is"
-    are = one if same == 1 else f"{same} {'others ' * others}are"
-    lines = [f"{are} the same within the noise (--all)"] * bool(same and not every)
+def _other_cases(found: Comparison, every: bool) -> list[str]:
+    """Return lines about everything that is not in the table."""
+    lines = []
+    same = found.count("same")
+    if same and not every:
+        other = " other" if any(map(found.count, CHANGED)) else ""
+        number = f"1{other} is" if same == 1 else f"{same}{other and ' others'} are"
+        lines.append(f"{number} the same within the noise (--all)")
     lines += [f"not compared: {_name(case)}: {why}" for case, why in found.apart]
     lines += [f"only in OLD: {_name(case)}" for case in found.only_old]
     return lines + [f"only in NEW: {_name(case)}" for case in found.only_new]
 
 
-def _json(sides: tuple[Side, Side], found: Comparison) -> list[str]:
+def as_json(sides: tuple[Side, Side], found: Comparison, every: bool) -> list[str]:
+    """Return everything."""
+    del every
     plain = {
         "schema": SCHEMA,
-        "old": sides[0].words,
-        "new": sides[1].words,
+        "old": sides[0].description,
+        "new": sides[1].description,
         "warnings": [warning for side in sides for warning in side.warnings],
-        "counts": {which: found.count(which) for which in diff.ORDER},
+        "counts": {outcome: found.count(outcome) for outcome in diff.ORDER},
         "verdicts": [
             {**_case(t.case), "old": t.old, "new": t.new, "outcome": t.outcome}
             for t in found.turned
         ],
-        "metrics": [_metric(change) for change in found.changes],
+        "metrics": [
+            {**_case(c.case), **{name: getattr(c, name) for name in METRIC_FIELDS}}
+            for c in found.changes
+        ],
         "not_compared": [{**_case(case), "why": why} for case, why in found.apart],
-        "only_old": _cases(found.only_old),
-        "only_new": _cases(found.only_new),
+        "only_old": [_case(case) for case in found.only_old],
+        "only_new": [_case(case) for case in found.only_new],
     }
     return [json.dumps(plain, indent=1)]
 
 
-def _metric(change: Change) -> dict[str, Any]:
-    names = ("metric", "better", "unit", "old", "new", "change", "noise", "outcome")
-    return {**_case(change.case), **{name: getattr(change, name) for name in names}}
+METRIC_FIELDS = ("metric", "better", "unit", "old", "new", "change", "noise", "outcome")
 
 
-def _case(case: Measured) -> dict[str, Any]:
+def _case(case: Measured) -> dict[str, str]:
     return {"product": case.product, "chapter": case.chapter, "case": case.key}
 
 
-def _cases(cases: Iterable[Measured]) -> list[dict[str, Any]]:
-    return [_case(case) for case in cases]
+Form = Callable[[tuple[Side, Side], Comparison, bool], list[str]]
+FORMS: dict[str, Form] = {"text": text, "markdown": markdown, "json": as_json}
