@@ -24,7 +24,7 @@ GUARDS = ("verify", "repeats", "clocks", "controls")
 def phases(row: dict[str, Any]) -> dict[str, float]:
     """Return the seconds by phase of a row's first check and first timing."""
     total: dict[str, float] = defaultdict(float)
-    for reply in (row["checks"][:1], row["timings"][:1]):
+    for reply in (row.checks[:1], row.timings[:1]):
         for answer in reply:
             for phase, seconds in answer.get("spent", {}).items():
                 total[phase] += seconds
@@ -36,7 +36,7 @@ def main(path: Path) -> None:
         rows = list(run_reader.load(path).rows())
     except run_reader.RunError as error:
         sys.exit(str(error))
-    cases = [phases(row) for row in rows if row["timings"]]
+    cases = [phases(row) for row in rows if row.timings]
     if not cases:
         sys.exit(f"{path}: no case of it was timed")
     names = sorted({name for case in cases for name in case})

@@ -270,7 +270,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit("usage: python benchmarks/roofline.py PEAKS.json DIR OUT.svg")
     peaks = load(arguments[0])
     try:
-        rows = run_reader.load(arguments[1]).lines
+        rows = [line.to_json() for line in run_reader.load(arguments[1]).lines]
     except run_reader.RunError as error:
         sys.exit(str(error))
     timed = [row for row in rows if row["work"] and row["verdict"] not in UNUSABLE]

@@ -66,7 +66,7 @@ def test_unchanged_sides_are_not_timed_again(committed, pytester):
     result = pytester.runpytest_subprocess("--aisp-against=HEAD", "--aisp-artifacts=kept")
     assert result.ret == 0
     [row] = run_reader.load(pytester.path / "kept").rows()
-    assert row["against"] == []
+    assert row.against == []
 
 
 def test_a_change_of_the_baseline_alone_gates_the_baseline_alone(committed, pytester):

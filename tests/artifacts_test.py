@@ -79,7 +79,7 @@ def row(case="test_f[v]", **size):
     names |= {"file": "baselines/simulated-gpu/ch99.json", "page": "ch99/a_test.py"}
     case = Row(**names, function="test_f", variant="v", size=size, bound="dram")
     case.timings.append({"value": 0.5})
-    return case.to_json()
+    return case
 
 
 def test_a_line_is_written_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -172,8 +172,8 @@ def test_every_kernel_of_both_kinds_is_assembled_at_its_real_meta_parameters(wri
     assert "sm121 big_kernel (M=128" not in output
     assert result.ret == 0
     rows = list(run_reader.load(pytester.path / "kept").rows())
-    built = [b for row in rows for check in row["checks"] for b in check["assembled"]]
-    assert {row["verdict"] for row in rows} == {"compiled"}
+    built = [b for row in rows for check in row.checks for b in check["assembled"]]
+    assert {row.verdict for row in rows} == {"compiled"}
     assert {b["arch"] for b in built} == {"sm90", "sm121"}
     launched = {(b["kernel"], *b["grid"]) for b in built}
     assert launched == {
@@ -592,9 +592,9 @@ def test_an_audit_says_what_kernels_use_on_this_gpu(write, gpu, pytester):
     result = pytester.runpytest_subprocess("--aisp-audit", "-vv", f"--aisp-artifacts={out}")
     result.stdout.fnmatch_lines(["*sm90 doubling_kernel (BLOCK=1024*registers, 0 B spilled*"])
     [row] = run_reader.load(out).rows()
-    [built] = row["timings"][0]["assembled"]
+    [built] = row.timings[0]["assembled"]
     assert built["kernel"] == "doubling_kernel"
-    assert "assembled" not in row["checks"][0]
+    assert "assembled" not in row.checks[0]
     again = pytester.runpytest_subprocess("--aisp-audit", f"--aisp-replay={out}")
     assert again.ret == 0
 

@@ -15,6 +15,7 @@ from pytest_aisp.results import diff, run_reader, store
 from pytest_aisp.results.artifacts import Artifacts
 from pytest_aisp.results.diff import Measured
 from pytest_aisp.results.models import Result, Stored
+from pytest_aisp.results.row import Row
 from pytest_aisp.tools import compare_results
 from pytest_aisp.util.cli_result import CliError
 
@@ -187,9 +188,9 @@ def run(tmp_path):
         seen = run_reader.load(DATA)
         artifacts.start({**seen.manifest, **manifest})
         for row in seen.rows():
-            changed = change(dict(row))
+            changed = change(row.to_json())
             if changed is not None:
-                artifacts.add(changed)
+                artifacts.add(Row.of(changed))
         if manifest.get("ended", True):
             artifacts.finish({"exit_code": 0, "invalid": manifest.get("why", [])}, {})
         return artifacts.folder

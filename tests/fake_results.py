@@ -107,7 +107,7 @@ def artifacts(folder: Path, rows: list[dict], canaries: list[dict] = (), code: i
     manifest = {"root": str(folder.parent), "started": "2026-11-22T07:52:10+00:00", "git": {}}
     left.start({**manifest, "machine": machine, "peaks": {}})
     for row in rows:
-        left.add(row)
+        left.add(Row.of(row))
     for canary in canaries:
         left.add_canary(canary)
     if code is not None:

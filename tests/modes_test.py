@@ -348,10 +348,12 @@ def test_a_missing_record_fails_where_the_ini_says_so(page, gpu, pytester):
     [(8, 5, False), (8, 6, True), (8, -6, True), (200, 10, False), (200, 11, True), (6, 0, False)],
 )
 def test_an_environment_moved_where_six_and_a_twentieth_are_off_alike(cases, suspects, moved):
-    off = [{"value": 0.0, "suspect": int(math.copysign(1, suspects))}] * abs(suspects)
-    quiet = [{"value": 0.0, "suspect": 0}] * (cases - abs(suspects))
-    assert environment_moved(off + quiet) is moved
-    assert not environment_moved([{"value": None, "suspect": 1}] * cases)
+    case = ("id", "ch99.json", "key", "doubling_test.py", "test_doubling", "doubled", {"n": 8})
+    off = Row(*case, bound="dram", value=0.0, suspect=int(math.copysign(1, suspects)))
+    quiet = Row(*case, bound="dram", value=0.0)
+    rows = [off] * abs(suspects) + [quiet] * (cases - abs(suspects))
+    assert environment_moved(rows) is moved
+    assert not environment_moved([Row(*case, bound="dram", suspect=1)] * cases)
 
 
 @pytest.fixture
@@ -405,8 +407,8 @@ def test_artifacts_hold_the_rows_of_finished_cases(page, gpu, pytester):
     gpu(added=2e-5, doubled=1e-5)
     pytester.runpytest_subprocess("--aisp-artifacts=kept")
     rows = list(run_reader.load(pytester.path / "kept").rows())
-    assert [r["verdict"] for r in rows] == ["new"]
-    assert len(rows[0]["timings"][0]["blocks"]) == 20
+    assert [row.verdict for row in rows] == ["new"]
+    assert len(rows[0].timings[0]["blocks"]) == 20
 
 
 def test_results_reach_a_hook_on_the_controller(page, gpu, pytester):

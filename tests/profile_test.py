@@ -479,7 +479,7 @@ def test_each_side_of_a_gpu_case_runs_under_the_profiler(tools, task, tmp_path):
     assert case.remarks == []
     folder = tmp_path / "profile" / "ch99.p_test.test_it.a-n1"
     assert case.notes == [f"profile (ncu): {folder}"]
-    files = case.profile["files"]
+    files = case.profile.files
     assert set(files) == {"baseline", "optimized"}
     assert all((folder / name).exists() for names in files.values() for name in names)
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from pytest_aisp.results import store
+from pytest_aisp.results.row import Recording, Row
 from pytest_aisp.session import recorder
 from pytest_aisp.session.case_client import CaseClient
 from pytest_aisp.session.recorder import Recorder
@@ -34,26 +35,28 @@ def row(tmp_path):
     """Return the row of a recorded case."""
 
     def row(name="first", **fields):
-        recorded = {"values": [[0.7]], "clock": "graph", "baseline_us": 2.0, "optimized_us": 1.0}
-        recorded |= {
-            "share": None,
-            "limit": None,
-            "replace": False,
-            "choices": {},
-            "goals": {},
-        }
-        recorded |= {"sources": {"baseline": "0a", "optimized": "1b"}, **fields}
+        times = {"values": [[0.7]], "clock": "graph", "baseline_us": 2.0, "optimized_us": 1.0}
         path = tmp_path / "baselines" / "gpu" / "ch01.json"
         key = f"{name}_test.py::test_it[{name}-n1]"
-        return {"file": str(path), "key": key, "product": "gpu", "environment": FACTS} | {
-            "recorded": recorded
-        }
+        return Row(
+            nodeid=f"ch01/{key}",
+            file=str(path),
+            key=key,
+            page=f"ch01/{name}_test.py",
+            function="test_it",
+            variant=name,
+            size={"n": 1},
+            bound="dram",
+            product="gpu",
+            environment=FACTS,
+            recorded=Recording(sources={"baseline": "0a", "optimized": "1b"}, **times | fields),
+        )
 
     return row
 
 
 def stored(row):
-    return store.load(recorder.Path(row()["file"]))
+    return store.load(recorder.Path(row().file))
 
 
 def test_a_commit_in_the_middle_of_a_run_loses_nothing(make, row, monkeypatch):
@@ -114,7 +117,9 @@ def test_the_entry_of_a_page_that_is_gone_stays(page, gpu, pytester, make, row):
     gpu(added=2e-5, doubled=1e-5)
     page(name="here_test.py")
     file = pytester.path / "baselines" / "simulated-gpu" / "ch99.json"
-    make().add({**row("gone"), "file": str(file), "product": "simulated-gpu"})
+    gone = row("gone")
+    gone.file, gone.product = str(file), "simulated-gpu"
+    make().add(gone)
     [before] = [line for line in file.read_text().splitlines() if line.startswith('"gone_test')]
     update = ["--aisp-update-expectations=all", "--aisp-processes=1"]
     result = pytester.runpytest_subprocess(*update)

@@ -112,8 +112,8 @@ def measured(page, gpu, pytester):
     def run(*options, **details):
         seen = run_reader.load(pytester.path / "seen")
         [row] = seen.rows()
-        row["timings"][0]["details"] |= details
-        row["timings"][0] |= {"baseline": [2e-5], "optimized": [1e-5]}
+        row.timings[0]["details"] |= details
+        row.timings[0] |= {"baseline": [2e-5], "optimized": [1e-5]}
         again = Artifacts(seen.path)
         again.start(seen.manifest)
         again.add(row)
@@ -129,10 +129,10 @@ def test_what_must_not_be_silent_is_shown_without_vv_and_kept(measured, pytester
     shown.fnmatch_lines([BOUND, TRADED])
     shown.no_fnmatch_line("*'s graph: *")
     [row] = run_reader.load(pytester.path / "kept").rows()
-    assert row["launch_bound"] == {"added": pytest.approx(3.1)}
-    assert len(row["remarks"]) == 2
-    assert "added's graph: 3 kernels, 1 memset a call" in row["notes"]
-    assert row["timings"][0]["details"]["peak_bytes"] == DETAILS["peak_bytes"]
+    assert row.launch_bound == {"added": pytest.approx(3.1)}
+    assert len(row.remarks) == 2
+    assert "added's graph: 3 kernels, 1 memset a call" in row.notes
+    assert row.timings[0]["details"]["peak_bytes"] == DETAILS["peak_bytes"]
 
 
 def test_with_vv_everything_is_shown_once(measured):

@@ -40,9 +40,9 @@ def test_every_vote_is_in_the_artifacts_and_in_the_closing_notes(page, gpu, pyte
     )
     result.stdout.fnmatch_lines([vote.format(number) for number in (1, 2, 3)])
     [row] = rows(pytester)
-    assert [timing["value"] for timing in row["timings"][1:]] == row["votes"]
-    assert len(row["votes"]) == 3
-    assert all(timing["error"] > 0 and timing["clock"] == "graph" for timing in row["timings"])
+    assert [timing["value"] for timing in row.timings[1:]] == row.votes
+    assert len(row.votes) == 3
+    assert all(timing["error"] > 0 and timing["clock"] == "graph" for timing in row.timings)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def row(nodeid="ch99/a_test.py::test_f[v]", **changes):
     facts |= {"bound": "dram", "product": "a-gpu", "arch": "sm90", "verdict": "pass"}
     facts |= {"value": 0.7, "low": 0.69, "high": 0.71, "clock": "graph", "spread": 0.002}
     facts |= {"seconds": {"slow": 2e-5, "v": 1e-5}, "timings": [{"value": 0.7}]}
-    return Row(**{**names, **facts, **changes}).to_json()
+    return Row(**{**names, **facts, **changes})
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_odd_names_are_files_of_their_own_with_plain_names(write):
     assert all(run_reader.OURS.fullmatch(name) and len(name) < 120 for name in files)
     run = run_reader.load(artifacts.folder)
     assert [case["id"] for case in run.cases] == [ODD, ODD.replace("é", "à")]
-    assert [r["timings"][0]["value"] for r in run.rows()] == [0.7, 0.1]
+    assert [row.timings[0]["value"] for row in run.rows()] == [0.7, 0.1]
 
 
 @pytest.fixture
@@ -318,7 +318,7 @@ def test_where_there_are_no_links_latest_is_a_file_that_names_it(tmp_path, write
     assert (tmp_path / "latest").read_text() == f"{folder.name}\n"
     assert run_reader.load(tmp_path / "latest").path == folder
     [found] = ReplayWorker(tmp_path / "latest").rows.values()
-    assert found["nodeid"] == "ch99/a_test.py::test_f[v]"
+    assert found.nodeid == "ch99/a_test.py::test_f[v]"
 
 
 def test_a_folder_in_the_links_place_is_left_alone(tmp_path):

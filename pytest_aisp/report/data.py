@@ -14,6 +14,7 @@ from msgspec import Struct, ValidationError
 
 from ..results import run_reader
 from ..results.messages import Json
+from ..results.row import SampleFile
 from ..results.run_reader import SamplesError
 from ..results.verdict import LOOK
 from .run import (
@@ -125,11 +126,6 @@ class ReportData(Struct):
     cases: list[ReportCase]
     blocks: int
     runs: int
-
-
-class SamplesFile(Struct):
-    path: str
-    sha256: str
 
 
 def report_data(
@@ -262,12 +258,11 @@ def read_timings(run: ReportRun, case: Case) -> list[Timing]:
     if run.folder is None:
         raise SamplesError("its samples are not here, only the results are")
     try:
-        file = msgspec.convert(case.samples, SamplesFile)
+        file = msgspec.convert(case.samples, SampleFile)
     except ValidationError:
         raise SamplesError("the run does not say which file holds its samples") from None
     try:
-        samples = run_reader.read(run.folder, {"path": file.path, "sha256": file.sha256})
-        timings = cleaned(samples)["timings"]
+        timings = cleaned(run_reader.read(run.folder, file))["timings"]
     except SamplesError as error:
         raise SamplesError(str(error).replace(f"{run.folder}{os.sep}", "")) from None
     except (KeyError, TypeError, ValueError):

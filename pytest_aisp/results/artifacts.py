@@ -17,8 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from . import export, run_reader
 from .export import SCHEMA, path_below
+from .row import Row
 
 WRITTEN = ("results.json", "results.md", "results.csv")
 REPORT = "report.html"
@@ -114,18 +117,18 @@ class Artifacts:
         if not self.begun:
             self._try(self.folder / run_reader.MANIFEST, self._begin)
 
-    def add(self, row: Mapping[str, Any]) -> None:
+    def add(self, row: Row) -> None:
         """Append a row; where the disk refuses it, the run goes on and `error` says so."""
         self._ensure_begun()
-        line, answers = run_reader.split(row)
-        if profile := line["profile"]:
-            profile = {**profile, "folder": path_below(profile["folder"], str(self.folder))}
         number = self._given.get(self.path, 0) + 1
-        at = self._try(
-            self.folder / run_reader.FOLDER,
-            lambda: run_reader.write(self.folder, number, line["nodeid"], answers),
+        samples = self._try(
+            self.folder / run_reader.FOLDER, lambda: run_reader.write(self.folder, number, row)
         )
-        self._append(self.path, {"schema": SCHEMA, **line, "profile": profile, "samples": at})
+        line = row.journal_line(SCHEMA, samples)
+        if line.profile:
+            folder = path_below(line.profile.folder, str(self.folder))
+            line.profile = replace(line.profile, folder=folder)
+        self._append(self.path, line.to_json())
 
     def add_canary(self, found: Mapping[str, Any]) -> None:
         """Append what became of a canary, likewise."""

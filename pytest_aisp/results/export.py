@@ -14,14 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
+from msgspec.structs import asdict
+
 from .metric_limits import METRICS
-from .row import digits, duration, size_text
+from .row import JournalLine, Profile, digits, duration, size_text
 from .verdict import ORDER, RED
 
 SCHEMA = 1
 """Version of `results.json`, of the manifest, and of the journal's lines."""
-SAMPLES = ("checks", "timings", "against")
-"""What of a row is the worker process's full answers, and lies in a file of its own."""
 
 
 def schema() -> dict[str, Any]:
@@ -30,84 +30,85 @@ def schema() -> dict[str, Any]:
     return dict(json.loads(text))
 
 
-def case(line: Mapping[str, Any], root: str) -> dict[str, Any]:
+def case(line: JournalLine, root: str) -> dict[str, Any]:
     """Return a journal's line as a case of `results.json`; paths below `root` without it."""
     return {
-        "id": line["nodeid"],
-        "key": line["key"],
-        "page": path_below(line["page"], root),
-        "chapter": PurePath(line["file"]).stem,
-        "function": line["function"],
-        "baseline": line["baseline"],
-        "variant": line["variant"],
-        "size": line["size"],
-        "gpus": line.get("gpus", 1),
-        "product": line["product"],
-        "arch": line["arch"],
-        "bound": line["bound"],
-        "clock": line["clock"],
-        "verdict": line["verdict"],
-        "not_timed": line["need"],
+        "id": line.nodeid,
+        "key": line.key,
+        "page": path_below(line.page, root),
+        "chapter": PurePath(line.file).stem,
+        "function": line.function,
+        "baseline": line.baseline,
+        "variant": line.variant,
+        "size": line.size,
+        "gpus": line.gpus,
+        "product": line.product,
+        "arch": line.arch,
+        "bound": line.bound,
+        "clock": line.clock,
+        "verdict": line.verdict,
+        "not_timed": line.need,
         **_numbers(line),
         **_limits(line),
         "goals": _goals(line),
-        "profile": _profile(line["profile"]),
-        **{name: line[name] for name in ("reasons", "notes", "remarks", "launch_bound")},
-        **{name: line[name] for name in ("environment", "sources", "wall", "samples")},
+        "profile": _profile(line.profile),
+        **{name: getattr(line, name) for name in ("reasons", "notes", "remarks", "launch_bound")},
+        **{name: getattr(line, name) for name in ("environment", "sources", "wall")},
+        "samples": None if line.samples is None else asdict(line.samples),
     }
 
 
-def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
+def _numbers(line: JournalLine) -> dict[str, Any]:
     """Return what was measured: speedups where the journal holds their logarithms."""
-    ends = [line[name] for name in ("value", "low", "high")]
-    value, low, high = (None if end is None else math.exp(end) for end in ends)
-    timed = None not in ends
-    lost = line["detectable"]
-    times = list(line["seconds"].values())
+    value, low, high = (
+        None if end is None else math.exp(end) for end in (line.value, line.low, line.high)
+    )
+    timed = None not in (value, low, high)
+    lost = line.detectable
+    times = list(line.seconds.values())
     return {
         "speedup": {"value": value, "low": low, "high": high} if timed else None,
         "seconds": {"baseline": times[0], "optimized": times[-1]} if times else None,
-        "work": line["work"],
-        "spread": line["spread"],
-        "session": line["session"],
+        "work": line.work,
+        "spread": line.spread,
+        "session": line.session,
         "detectable": None if lost is None else 1 - math.exp(-lost),
-        "suspect": line["suspect"],
-        "votes": [math.exp(vote) for vote in line["votes"]],
-        "trials": [{"speedup": math.exp(v), "verdict": word} for v, word in line["trials"]],
+        "suspect": line.suspect,
+        "votes": [math.exp(vote) for vote in line.votes],
+        "trials": [{"speedup": math.exp(v), "verdict": word} for v, word in line.trials],
     }
 
 
-def _limits(line: Mapping[str, Any]) -> dict[str, Any]:
+def _limits(line: JournalLine) -> dict[str, Any]:
     """Return what the case was held against, each with the place where it is written."""
-    origins, stored = line["origins"], line["stored"]
+    origins, stored = line.origins, line.stored
     found: dict[str, Any] = {"limit": None, "claim": None, "stored": None}
-    if line["share"] is not None and math.isfinite(line["share"]):
-        share = {"name": line["limit"], "share": line["share"]}
+    if line.share is not None and math.isfinite(line.share):
+        share = {"name": line.limit, "share": line.share}
         found["limit"] = {**share, "from": origins.get("limit", "")}
-    if line["claim"] is not None:
-        found["claim"] = {"at_least": line["claim"], "from": origins.get("claim", "")}
+    if line.claim is not None:
+        found["claim"] = {"at_least": line.claim, "from": origins.get("claim", "")}
     if stored is not None:
         found["stored"] = {"speedup": math.exp(stored), "from": origins.get("stored", "")}
     return found
 
 
-def _goals(line: Mapping[str, Any]) -> dict[str, Any]:
+def _goals(line: JournalLine) -> dict[str, Any]:
     """Return what was counted, with the page's limit and with what is red beside the stored one."""
     found = {}
-    for name, both in line["goals"].items():
-        held = {"limit": line["limits"].get(name), "stored": line["held"].get(name)}
+    for name, both in line.goals.items():
+        held = {"limit": line.limits.get(name), "stored": line.held.get(name)}
         margin = {"margin": METRICS[name].margin, "slack": METRICS[name].slack}
         found[name] = {**both, **held, **margin}
     return found
 
 
-def _profile(found: Mapping[str, Any]) -> dict[str, Any] | None:
-    if not found:
+def _profile(profile: Profile) -> dict[str, Any] | None:
+    if not profile:
         return None
-    where = PurePath(found["folder"])
-    names = [name for files in found.get("files", {}).values() for name in files]
-    files = [str(where / name) for name in names]
-    return {"tool": found["tool"], "folder": str(where), "files": files}
+    where = PurePath(profile.folder)
+    files = [str(where / name) for names in profile.files.values() for name in names]
+    return {"tool": profile.tool, "folder": str(where), "files": files}
 
 
 def path_below(path: str, folder: str) -> str:

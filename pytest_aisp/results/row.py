@@ -1,13 +1,15 @@
-"""A row: everything that is said about one case, in plain types, from the bench to the report."""
+"""A row: everything that is known about one case, from its worker process to the report."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TypeAlias
 
-from .messages import plain as plain_types
+import msgspec
+from msgspec import Struct, field
+
+from .messages import Json
 
 LETTERS = {
     "pass": (".", "PASSED"),
@@ -25,34 +27,80 @@ LETTERS = {
 """Letter and word of each verdict in pytest's own summary."""
 
 
-@dataclass
-class Row:
-    """One case's row; written by the process that ran the case, read by the controller.
+Times: TypeAlias = dict[str, int | float]
+"""Amounts by side or by metric. A whole number stays one."""
+
+
+class Profile(Struct, omit_defaults=True):
+    """What a profiler wrote, or nothing.
+
+    Attributes:
+        files: names below `folder`, by side and of ``both``.
+        differences, words: how the sides differ, as data and as text.
+        memory: bytes by side, before and after a call, and by kind.
+    """
+
+    tool: str = ""
+    folder: str = ""
+    files: dict[str, list[str]] = {}
+    differences: dict[str, object] = {}
+    words: str = ""
+    memory: dict[str, dict[str, Times]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.tool)
+
+
+class Recording(Struct, omit_defaults=True, kw_only=True):
+    """What a run with ``--aisp-update-expectations`` stores of a case: fields of `models.Result`.
+
+    Attributes:
+        replace: whether it replaces a stored result.
+    """
+
+    baseline_us: float | None = None
+    optimized_us: float | None = None
+    share: float | None = None
+    limit: str | None = None
+    clock: str | None = None
+    values: list[list[float]] = []
+    sources: dict[str, str] = {}
+    choices: Mapping[str, object] = {}
+    goals: dict[str, Times] = {}
+    replace: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.sources)
+
+
+class CaseRecord(Struct):
+    """What is known about one case after it ended.
 
     Attributes:
         file, key: where its stored result lives, and under which name.
-        page, function, variant, size, bound: the case; gpus: ranks that its sides run on.
-        product, arch: the machine; `need`: why it could not be timed here, or empty.
-        verdict: empty until the case is judged.
-        value, low, high: ln(speedup) with its 99 % interval; None where nothing was timed.
+        page, function, variant, size, bound: the case. gpus: ranks that its sides run on.
         baseline: name of the slow side.
-        seconds: time of a call by side, the baseline's first; clock: by which clock.
+        product, arch: the machine. need: why the case could not be timed here, or empty.
+        verdict: empty until the case is judged.
+        value, low, high: ln(speedup) with its 99 % interval; None if nothing was timed.
+        clock: the clock that judged.
+        seconds: time of a call by side, the baseline's first.
         share, limit: share of the machine's limit that the optimized side reaches.
-        claim, stored: what it was held against.
+        claim, stored: what the speedup was held against.
         origins: where ``claim``, ``stored`` and ``limit`` are written.
-        work: what a call must move and compute; sources: hashes of both sides' sources.
-        spread, session: of one process's ln(speedup), and from session to session where recorded.
-        detectable: the smallest loss of ln(speedup) found in 99 %.
-        votes: ln(speedup) of every fresh process asked.
+        work: what a call must move and compute. sources: hashes of both sides' sources.
+        spread, session: of one process's ln(speedup), and from session to session if recorded.
+        detectable: the smallest loss of ln(speedup) found in 99 % of trials.
+        votes: ln(speedup) of every fresh process.
         trials: ln(speedup) and verdict of each repeated A/A trial.
+        suspect: 1 if slower than before, -1 if faster, else 0.
         reasons: what was missed, by how much, and where the limit came from.
-        notes: what else there is to say; remarks: that which is shown without ``-vv``, too.
-        launch_bound: by side, how many times longer a call takes without a graph, where much.
-        goals: by name, what a call of ``baseline`` and of ``optimized`` takes, where the page asks;
-            limits: the page's limit for it; held: the optimized side's stored amount.
-        profile: the profiler, its folder and files, and what it found to differ.
-        recorded: what to store, when recording.
-        checks, timings, against: the worker process's replies, for the artifacts' samples.
+        notes, remarks: further facts. Remarks are shown without ``-vv``.
+        launch_bound: by side, how many times longer a call takes without a graph, if much.
+        goals: by metric, what a call of ``baseline`` and of ``optimized`` takes.
+        limits: the page's limits by metric. held: the optimized side's stored amounts.
+        environment: versions and facts that the result depends on.
+        wall: seconds that the whole case took.
     """
 
     nodeid: str
@@ -61,7 +109,7 @@ class Row:
     page: str
     function: str
     variant: str
-    size: Mapping[str, Any]
+    size: dict[str, object]
     bound: str
     gpus: int = 1
     baseline: str = ""
@@ -73,45 +121,35 @@ class Row:
     low: float | None = None
     high: float | None = None
     clock: str = ""
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = {}
     share: float | None = None
     limit: str = ""
-    claim: float | str | None = None
+    claim: int | float | str | None = None
     stored: float | None = None
-    origins: dict[str, str] = field(default_factory=dict)
-    work: dict[str, Any] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
+    origins: dict[str, str] = {}
+    work: dict[str, int | float | Times] = {}
+    sources: dict[str, str] = {}
     spread: float | None = None
     session: float | None = None
     detectable: float | None = None
-    votes: list[float] = field(default_factory=list)
-    trials: list[list[Any]] = field(default_factory=list)
+    votes: list[float] = []
+    trials: list[tuple[float, str]] = []
     suspect: int = 0
-    reasons: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-    launch_bound: dict[str, float] = field(default_factory=dict)
-    goals: dict[str, dict[str, float]] = field(default_factory=dict)
-    limits: dict[str, float] = field(default_factory=dict)
-    held: dict[str, float] = field(default_factory=dict)
-    profile: dict[str, Any] = field(default_factory=dict)
-    recorded: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, Any] = field(default_factory=dict)
-    checks: list[dict[str, Any]] = field(default_factory=list)
-    timings: list[dict[str, Any]] = field(default_factory=list)
-    against: list[dict[str, Any]] = field(default_factory=list)
+    reasons: list[str] = []
+    notes: list[str] = []
+    remarks: list[str] = []
+    launch_bound: dict[str, float] = {}
+    goals: dict[str, Times] = {}
+    limits: Times = {}
+    held: Times = {}
+    profile: Profile = field(default_factory=Profile)
+    recorded: Recording = field(default_factory=Recording)
+    environment: dict[str, object] = {}
     wall: float = 0.0
 
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Row:
-        """Return the row that `plain` was made of; samples may be elsewhere, and more be there."""
-        known = {name: plain[name] for name in cls.__dataclass_fields__ if name in plain}
-        return cls(**known)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain types, tested to be nothing else."""
-        plain = asdict(self)
-        plain_types(plain)
+    def to_json(self) -> dict[str, Json]:
+        """Return plain types. Raises TypeError for a value of another type."""
+        plain: dict[str, Json] = msgspec.to_builtins(self)
         return plain
 
     @property
@@ -131,7 +169,11 @@ class Row:
 
         A claim is a speedup or a word; each goal counts for both sides.
         """
-        found: dict[str, Any] = {"verdict": self.verdict, "clock": self.clock, "bound": self.bound}
+        found: dict[str, float | str | None] = {
+            "verdict": self.verdict,
+            "clock": self.clock,
+            "bound": self.bound,
+        }
         found |= {"product": self.product, "share": self.share, "limit": self.limit}
         found |= {"speedup": self.speedup, "claim": self.claim}
         logs = {"speedup_low": self.low, "speedup_high": self.high, "stored": self.stored}
@@ -149,6 +191,51 @@ class Row:
         return tuple(self.seconds.values())
 
 
+class SampleFile(Struct):
+    """A case's samples: their path below the artifacts' folder, and the SHA-256 of the file."""
+
+    path: str
+    sha256: str
+
+
+class JournalLine(CaseRecord, kw_only=True):
+    """A line of a journal: a case's record, and the file with its samples.
+
+    Attributes:
+        samples: None if the disk refused them.
+    """
+
+    schema: int
+    samples: SampleFile | None
+
+    def with_samples(self, samples: Mapping[str, Json]) -> Row:
+        """Return the case's row, with what its file of samples holds."""
+        return Row.of({**self.to_json(), **samples})
+
+
+class Row(CaseRecord):
+    """A case's record with the full answers of the processes that checked and timed it.
+
+    Attributes:
+        checks, timings: answers in the order in which they came.
+        against: answers about a changed side, timed against its version at a commit.
+    """
+
+    checks: list[dict[str, Json]] = []
+    timings: list[dict[str, Json]] = []
+    against: list[dict[str, Json]] = []
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Json]) -> Row:
+        """Return the row that `to_json` turned into `plain`."""
+        return msgspec.convert(plain, cls)
+
+    def journal_line(self, schema: int, samples: SampleFile | None) -> JournalLine:
+        """Return the case's line in the journal, without its samples."""
+        record = {name: getattr(self, name) for name in CaseRecord.__struct_fields__}
+        return JournalLine(**record, schema=schema, samples=samples)
+
+
 def ratio(value: float) -> str:
     """Return ``3.53x`` for ln(3.53)."""
     return f"{bare(value)}x"
@@ -164,7 +251,7 @@ def digits(speedup: float) -> str:
     return f"{speedup:.3f}" if speedup < 9.9995 else f"{speedup:.1f}"
 
 
-def size_text(gpus: int, size: Mapping[str, Any]) -> str:
+def size_text(gpus: int, size: Mapping[str, object]) -> str:
     """Return ``2 GPUs, n=4096``: ranks where there are several, then the size."""
     ranks = [f"{gpus} GPUs"] if gpus > 1 else []
     return ", ".join([*ranks, *(f"{name}={value}" for name, value in size.items())])
@@ -185,7 +272,7 @@ MORE_TIMES, MORE_BYTES = 1.5, 64 << 20
 more than the baseline."""
 
 
-def graph_notes(names: Sequence[str], details: Mapping[str, Any]) -> list[str]:
+def graph_notes(names: Sequence[str], details: Mapping[str, Json]) -> list[str]:
     """Return what the graphs of both sides contain a call, or why nobody counted."""
     if "no graph_nodes" in details:
         return [f"graph: nodes not counted: {details['no graph_nodes']}"]

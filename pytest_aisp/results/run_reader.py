@@ -8,21 +8,20 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import Any
+
+import msgspec
+from msgspec import structs
 
 from . import export
-from .export import SAMPLES
-from .row import Row
+from .messages import Json
+from .row import JournalLine, Row, SampleFile
 
 JOURNAL, CANARIES, MANIFEST = "results.jsonl", "canaries.jsonl", "manifest.json"
-NAMED = {f.name for f in fields(Row) if f.default is f.default_factory is MISSING}
-ROW = NAMED | {"samples"}
-"""What every line of a journal has."""
-_EMPTY: dict[str, Any] = asdict(Row(**dict.fromkeys(NAMED, cast(Any, ""))))
-DEFAULTS = {k: v for k, v in _EMPTY.items() if k not in {*NAMED, *export.SAMPLES}}
-"""What a line is read with that was written before there was more to say."""
+REQUIRED = {field.name for field in structs.fields(JournalLine) if field.required}
+"""The fields that every line of a journal has."""
 KNOWN = {"root", "started", "complete", "invalid", "git", "machine", "peaks"}
 """What every manifest says, and is read here and by what stands on this."""
 LATEST = "latest"
@@ -48,7 +47,7 @@ class RecordedRun:
 
     path: Path
     manifest: Mapping[str, Any]
-    lines: tuple[Mapping[str, Any], ...]
+    lines: tuple[JournalLine, ...]
     canaries: tuple[Mapping[str, Any], ...] = ()
     lost: tuple[str, ...] = field(default=())
 
@@ -68,21 +67,25 @@ class RecordedRun:
             "lost": list(self.lost),
         }
 
-    def samples(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a case's ``checks``, ``timings`` and ``against``, read from its file.
+    def samples(self, case: Mapping[str, Json]) -> dict[str, Json]:
+        """Return the ``checks``, ``timings`` and ``against`` of a case of `cases`.
 
         Raises:
-            RunError: where they are missing, or are others.
+            RunError: if they are missing, or are not the ones that the run wrote.
         """
-        try:
-            return read(self.path, case["samples"])
-        except SamplesError as error:
-            raise RunError(f"{case.get('id', case.get('nodeid'))}: {error}") from None
+        file = msgspec.convert(case["samples"], SampleFile | None)
+        return self._samples(case["id"], file)
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield each case's row as the run had it, samples inside."""
+    def rows(self) -> Iterator[Row]:
+        """Yield each case's row as the run had it, with its samples. Raises as `samples` does."""
         for line in self.lines:
-            yield {**line, **self.samples(line)}
+            yield line.with_samples(self._samples(line.nodeid, line.samples))
+
+    def _samples(self, case: str, file: SampleFile | None) -> dict[str, Json]:
+        try:
+            return read(self.path, file)
+        except SamplesError as error:
+            raise RunError(f"{case}: {error}") from None
 
 
 def load(folder: Path | str) -> RecordedRun:
@@ -110,7 +113,7 @@ def folder_of(path: Path) -> Path:
     return path.resolve()  # by and by it may point elsewhere
 
 
-def journal(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
+def journal(file: Path) -> tuple[list[JournalLine], list[str]]:
     """Return the lines of a journal, and what of it is left out.
 
     Raises:
@@ -119,9 +122,10 @@ def journal(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
     lines, lost = _lines(file)
     for line in lines:
         _check_schema(file, line, "nodeid")
-        if lacking := ROW - line.keys():
-            raise RunError(f"{file}: a line of it lacks {', '.join(sorted(lacking))}\n{_AGAIN}")
-    return [{**DEFAULTS, **line} for line in lines], lost
+        if missing := REQUIRED - line.keys():
+            raise RunError(f"{file}: a line of it lacks {', '.join(sorted(missing))}\n{_AGAIN}")
+    with _reading(file):
+        return msgspec.convert(lines, list[JournalLine]), lost
 
 
 def _lines(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -214,33 +218,26 @@ class SamplesError(Exception):
     """Samples that are missing, or are not those that the journal means."""
 
 
-def split(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a row without its samples, and these."""
-    return (
-        {name: value for name, value in row.items() if name not in SAMPLES},
-        {name: row[name] for name in SAMPLES if name in row},
-    )
-
-
 def name_of(number: int, case: str) -> str:
     """Return the file's name: letters that every file system takes; the number makes it unique."""
     safe = re.sub(r"[^A-Za-z0-9.=,_-]", "_", case)[-LONGEST:]
     return f"{number:04d}-{safe}.json"
 
 
-def write(folder: Path, number: int, case: str, samples: Mapping[str, Any]) -> dict[str, str]:
+def write(folder: Path, number: int, row: Row) -> SampleFile:
     """Write the samples of a case as a whole; return their path below `folder`, and their hash.
 
     Raises:
         OSError: where they cannot be written; then there is no file.
     """
-    data = json.dumps(samples).encode()
-    path = PurePosixPath(FOLDER, name_of(number, case))
+    samples = {"checks": row.checks, "timings": row.timings, "against": row.against}
+    data = json.dumps(msgspec.to_builtins(samples)).encode()
+    path = PurePosixPath(FOLDER, name_of(number, row.nodeid))
     replace(folder / path, data)
-    return {"path": str(path), "sha256": hashlib.sha256(data).hexdigest()}
+    return SampleFile(str(path), hashlib.sha256(data).hexdigest())
 
 
-def read(folder: Path, at: Mapping[str, str] | None) -> dict[str, Any]:
+def read(folder: Path, at: SampleFile | None) -> dict[str, Json]:
     """Return the samples that a line of the journal in `folder` means.
 
     Raises:
@@ -248,9 +245,9 @@ def read(folder: Path, at: Mapping[str, str] | None) -> dict[str, Any]:
     """
     if at is None:
         raise SamplesError(UNWRITTEN)
-    path = folder / at["path"]
+    path = folder / at.path
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise SamplesError(f"{at['path']}: samples lie below their run's folder, in {FOLDER}/")
+        raise SamplesError(f"{at.path}: samples lie below their run's folder, in {FOLDER}/")
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -259,10 +256,10 @@ def read(folder: Path, at: Mapping[str, str] | None) -> dict[str, Any]:
             f"Copy the whole folder of the run, {FOLDER}/ too"
         ) from None
     found = hashlib.sha256(data).hexdigest()
-    if found != at["sha256"]:
+    if found != at.sha256:
         raise SamplesError(
             f"{path}: these are not the samples that the run has written: SHA-256"
-            f" {found[:12]}..., not {at['sha256'][:12]}...\nCopy the folder of the run again"
+            f" {found[:12]}..., not {at.sha256[:12]}...\nCopy the folder of the run again"
         )
     return dict(json.loads(data))
 

@@ -8,11 +8,14 @@ reasons and the error rates, `pytest_aisp.timing.fake_device` the device on whic
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from .stats import rms
+
+if TYPE_CHECKING:
+    from .row import CaseRecord
 
 VOTES = 3
 ATTEMPTS = 5
@@ -257,8 +260,8 @@ def interval(
     return value - half, value + half
 
 
-def environment_moved(rows: Iterable[Mapping[str, Any]]) -> bool:
+def environment_moved(rows: Iterable[CaseRecord]) -> bool:
     """Return whether too many of the timed cases are suspect in one direction."""
-    suspects = [r["suspect"] for r in rows if r["value"] is not None]
+    suspects = [row.suspect for row in rows if row.value is not None]
     limit = max(MOVED_LEAST, MOVED_SHARE * len(suspects))
     return any(suspects.count(direction) > limit for direction in (1, -1))

@@ -25,11 +25,11 @@ OURS = pytest.StashKey[int]()
 """How many of the session's benchmarks are sides of ours."""
 
 
-def pytest_aisp_result(config: Any, row: dict[str, Any]) -> None:
+def pytest_aisp_result(config: Any, row: Mapping[str, object]) -> None:
     """Add a case's sides to the benchmarks; called on the controller, so xdist works too."""
     session, option = config._benchmarksession, config.getoption
     if not (session.skip or (option("benchmark_disable") and not option("benchmark_enable"))):
-        session.benchmarks += (made := sides(row))
+        session.benchmarks += (made := sides(Row.of(row)))
         config.stash[OURS] = config.stash.get(OURS, 0) + len(made)
 
 
@@ -69,7 +69,7 @@ def _refuse(*args: object, **kwargs: object) -> NoReturn:
     )
 
 
-def sides(row: Mapping[str, Any]) -> list[Metadata]:
+def sides(row: Row) -> list[Metadata]:
     """Return both timed sides of a row as one group of benchmarks; none if nothing was timed.
 
     A round is one timing window. Its value is the seconds of one call in that window. The windows
@@ -77,20 +77,20 @@ def sides(row: Mapping[str, Any]) -> list[Metadata]:
     """
     from pytest_benchmark.stats import Metadata
 
-    case, found = row["nodeid"], []
-    for name, role in zip(row["seconds"], ("baseline", "optimized"), strict=False):
+    case, found = row.nodeid, []
+    for name, role in zip(row.seconds, ("baseline", "optimized"), strict=False):
         fixture = SimpleNamespace(
             name=f"{case.rpartition('::')[2]} {name}",
             fullname=f"{case} {name}",
             group=case,
-            param=f"{row['variant']} {name}",
-            params={**row["size"], "variant": row["variant"], "side": role},
-            extra_info=dict(Row.of(row).properties()),
+            param=f"{row.variant} {name}",
+            params={**row.size, "variant": row.variant, "side": role},
+            extra_info=dict(row.properties()),
             cprofile_stats=None,
             has_error=False,
         )
-        side = Metadata(fixture, iterations=1, options={"timer": f"aisp, {row['clock']} clock"})
-        for seconds in (s for timing in row["timings"] for s in timing[role]):
+        side = Metadata(fixture, iterations=1, options={"timer": f"aisp, {row.clock} clock"})
+        for seconds in (s for timing in row.timings for s in timing[role]):
             side.update(seconds)
         found.append(side)
     return found
@@ -122,11 +122,11 @@ def export_result(folder: Path) -> CliResult:
             f"no side was timed in {folder}: its {len(rows)} rows have no times\n"
             "Export a run that measured:\n    pytest --aisp-artifacts=out"
         )
-    machine = {"node": ", ".join(sorted({row["product"] for row in rows})), **_environment(rows)}
+    machine = {"node": ", ".join(sorted({row.product for row in rows})), **_environment(rows)}
     commit = {"id": None}
     plain = pytest_benchmark_generate_json(None, benchmarks, True, machine, commit)
     return CliResult(safe_dumps(plain, ensure_ascii=True, indent=1).splitlines())
 
 
-def _environment(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    return next((dict(row["environment"]) for row in rows if row["environment"]), {})
+def _environment(rows: Sequence[Row]) -> dict[str, object]:
+    return next((row.environment for row in rows if row.environment), {})

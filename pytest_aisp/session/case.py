@@ -16,6 +16,7 @@ from ..kernels import autotune
 from ..page.pair import Case
 from ..results import metric_limits, verdict
 from ..results.messages import CheckTask, CompileTask, CountTask, Json
+from ..results.row import Profile, Recording
 from ..results.verdict import Finding
 from .canary import offer_to_canary
 from .case_client import CaseClient
@@ -71,9 +72,9 @@ class CaseRun:
         self.findings: list[Finding] = []
         self.notes, self.remarks = self.client.notes, self.client.remarks
         self.values: list[float] = []
-        self.trials: list[list[float | str]] = []
-        self.profile: dict[str, Json] = {}
-        self.recorded: dict[str, Json] = {}
+        self.trials: list[tuple[float, str]] = []
+        self.profile = Profile()
+        self.recorded = Recording()
         self.wall = 0.0
 
     def check(self, rule: Mapping[str, float | None]) -> None:
@@ -268,7 +269,7 @@ class CaseRun:
             median(median(reply[side]) for reply in replies) for side in ("baseline", "optimized")
         ]
         self.timing = timing.with_seconds(seconds)
-        self._store(
+        self.recorded = Recording(
             values=[self.values],
             clock=timing.clock,
             baseline_us=seconds[0] * 1e6,
@@ -277,25 +278,26 @@ class CaseRun:
             limit=timing.limit or None,
             choices=autotune.merge_choices(r["details"].get("choices", {}) for r in replies),
         )
+        self._store()
 
-    def _store(self, **times: Json) -> None:
-        """Put what is to be stored in the row: metrics so far, and `times` once there are any."""
-        metrics = {name: dict(judged.amounts) for name, judged in self.metrics.items()}
-        self.recorded |= {"sources": self.sources(), "goals": metrics, **times}
-        self.recorded["replace"] = self.run.settings.update == "all"
+    def _store(self) -> None:
+        """Put the sources and the metrics so far in what is to be stored."""
+        self.recorded.sources = self.sources()
+        self.recorded.goals = {name: dict(judged.amounts) for name, judged in self.metrics.items()}
+        self.recorded.replace = self.run.settings.update == "all"
 
     def _repeat_aa(self, timing: Timing) -> None:
         """Repeat an A/A trial in more processes; each is a trial of its own."""
         spread = self.stored.spread(timing.clock)
-        self.trials.append([timing.reading.value, self.verdict])
+        self.trials.append((timing.reading.value, self.verdict))
         for number in range(1, self.run.settings.processes):
             value, word, votes = judge_aa_repeat(self.client, spread, number)
-            self.trials.append([value, word])
+            self.trials.append((value, word))
             self.findings.append(Finding(word))
             if self.judgement is not None:
                 self.judgement.votes += votes
         if len(self.trials) > 1:
-            self.values = [float(value) for value, _ in self.trials]
+            self.values = [value for value, _ in self.trials]
         if self.verdict == "regressed":
             message = "a side differs from a copy of itself"
             raise Failed("\n".join([message, *self.client.commands()]), verdict=None)

@@ -15,6 +15,7 @@ import pytest
 from ..page.pair import Case, Size
 from ..results import verdict
 from ..results.metric_limits import Name
+from ..results.row import Recording
 from ..results.verdict import RED, Finding
 from ..worker.output_capture import write_text
 from .case import CaseRun, EndOfBody
@@ -272,7 +273,7 @@ def add_row(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestR
     if report.failed:
         _fail(item, call, case_run, report)
     if report.failed or hasattr(report, "wasxfail"):
-        case_run.recorded = {}
+        case_run.recorded = Recording()
     if case_run.run.settings.profile:
         _profile(case_run)
     row = build_row(case_run)

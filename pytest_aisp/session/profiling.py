@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..page.pair import ROLES
 from ..results.messages import ProfileTask
+from ..results.row import Profile
 from ..worker import nvidia_tools
 from .case_client import CaseClient
 from .run_context import Failed
@@ -59,7 +60,7 @@ def _profile(case: CaseRun, tool: str) -> None:
     client.run.check_time()
     folder = folder_of(client)
     found = _by_torch(client, folder) if tool == "torch" else _by_nsight(client, tool, folder)
-    case.profile = {"tool": tool, "folder": str(folder), **found}
+    case.profile = Profile(tool=tool, folder=str(folder), **found)
     case.notes.append(f"profile ({tool}): {folder}")
     case.notes += _words(found)
 

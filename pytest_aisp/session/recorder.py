@@ -13,13 +13,15 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict
+
 from ..results import store
 from ..results.artifacts import REPORT, Artifacts
 from ..results.export import path_below
 from ..results.merge import why_kept
 from ..results.metric_limits import METRICS
 from ..results.models import Result
-from ..results.row import ratio
+from ..results.row import Recording, Row, ratio
 from ..results.store import StoreError
 from ..results.verdict import environment_moved
 from ..timing import peaks as peaks_module
@@ -39,7 +41,7 @@ class Recorder:
 
     def __init__(self, settings: Settings, hook: Any, config: Any) -> None:
         self.settings, self._hook, self._config = settings, hook, config
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[Row] = []
         self.changes: list[str] = []
         self.not_stored: list[str] = []
         self._refused: dict[str, list[str]] = {}
@@ -63,8 +65,8 @@ class Recorder:
         facts |= {"not_written": self.errors, "no_verdict": list(self.crashes)}
         no_canary = [f"worker {name!r}: {', '.join(keys)}" for name, keys in self.without_canary]
         facts |= {"no_canary": no_canary}
-        facts |= {"verdicts": dict(Counter(row["verdict"] for row in self.rows))}
-        peaks = stored_peaks(self.settings, {row["product"] for row in self.rows})
+        facts |= {"verdicts": dict(Counter(row.verdict for row in self.rows))}
+        peaks = stored_peaks(self.settings, {row.product for row in self.rows})
         self.artifacts.finish(facts, peaks, self._report)
 
     def _report(self, folder: Path) -> None:
@@ -78,14 +80,14 @@ class Recorder:
         if self.artifacts is not None:
             self.artifacts.release()
 
-    def add(self, row: dict[str, Any]) -> None:
+    def add(self, row: Row) -> None:
         """Take one case's row: to the artifacts, to the stored results, to the hook."""
         self.rows.append(row)
         if self.artifacts is not None:
             self.artifacts.add(row)
-        if row["recorded"] and self.settings.update is not None:
+        if row.recorded and self.settings.update is not None:
             self._store(row)
-        self._hook.pytest_aisp_result(config=self._config, row=row)
+        self._hook.pytest_aisp_result(config=self._config, row=row.to_json())
 
     def add_canary(self, canary: Canary) -> None:
         """Take one process's canary."""
@@ -93,28 +95,29 @@ class Recorder:
         if self.artifacts is not None:
             self.artifacts.add_canary(dataclasses.asdict(canary))
 
-    def _store(self, row: Mapping[str, Any]) -> None:
+    def _store(self, row: Row) -> None:
         key, facts = self._session
-        environment = {**row["environment"], **facts}
-        replace = bool(row["recorded"]["replace"])
-        path = Path(row["file"])
+        environment = {**row.environment, **facts}
+        path = Path(row.file)
         try:
-            result = _as_result(row["recorded"], key)
+            result = _as_result(row.recorded, key)
             path.parent.mkdir(parents=True, exist_ok=True)
             changes = store.write(
-                path, row["product"], {row["key"]: result}, {key: environment}, replace=replace
+                path,
+                row.product,
+                {row.key: result},
+                {key: environment},
+                replace=row.recorded.replace,
             )
-            why = why_kept(store.load(path), row["key"], result, {key: environment})
+            why = why_kept(store.load(path), row.key, result, {key: environment})
         except (StoreError, OSError, ValueError) as error:
-            self._refused.setdefault(str(error), []).append(row["key"])
+            self._refused.setdefault(str(error), []).append(row.key)
             return
         for change in changes:
             before = "new" if change.old is None else _said(change.old)
             self.changes.append(f"{change.key}: {before} -> {_said(change.new)}")
         if why:
-            self.not_stored.append(
-                f"{row['key']}: {why}; --aisp-update-expectations=all replaces it"
-            )
+            self.not_stored.append(f"{row.key}: {why}; --aisp-update-expectations=all replaces it")
 
     @property
     def errors(self) -> list[str]:
@@ -148,10 +151,10 @@ def _commit(root: Path) -> str | None:
     return (git.try_git(root, "rev-parse", "--short=12", "HEAD") or "").strip() or None
 
 
-def _as_result(recorded: Mapping[str, Any], environment: str) -> Result:
+def _as_result(recorded: Recording, environment: str) -> Result:
     """Return the stored result of a row's `recorded` values, be they times, goals or both."""
-    given = {name: value for name, value in recorded.items() if name != "replace"}
-    given["values"] = tuple(tuple(v) for v in recorded.get("values", ()))
+    given = {name: value for name, value in asdict(recorded).items() if name != "replace"}
+    given["values"] = tuple(map(tuple, recorded.values))
     return Result(**given, environments=(environment,))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ..results.artifacts import Unclaimable, stamped
+from ..results.row import Row
 from ..results.run_reader import folder_of
 from ..util.device import REMEDY, Machine
 from .canary import CLOCKS, Canary, has_canary
@@ -127,11 +128,12 @@ class _Gather:
         node.workerinput["aisp_folders"] = {k: str(v) for k, v in folders.items() if v}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        row = getattr(report, "aisp", None)
-        if row is not None and report.when == "call":
+        plain = getattr(report, "aisp", None)
+        if plain is not None and report.when == "call":
+            row = Row.of(plain)
             self._recorder.add(row)
-            if row["value"] is not None and row["clock"] in CLOCKS:
-                self._judged.setdefault(getattr(report, "node", None), []).append(row["key"])
+            if row.value is not None and row.clock in CLOCKS:
+                self._judged.setdefault(getattr(report, "node", None), []).append(row.key)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:

@@ -40,14 +40,15 @@ Status = tuple[str, str, "tuple[str, Mapping[str, bool]]"]
 """Category, letter, and word with markup, as `pytest_report_teststatus` returns them."""
 
 
-def status(row: Mapping[str, Json], outcome: str) -> Status | None:
+def status(plain: Mapping[str, Json], outcome: str) -> Status | None:
     """Return pytest's category, letter and word of a case."""
-    verdict = row["verdict"]
+    row = Row.of(plain)
+    verdict = row.verdict
     if outcome == "skipped" or verdict not in LETTERS:
         return None
     letter, word = LETTERS[verdict]
     red = outcome == "failed" or verdict in RED
-    headline = "" if red and row["value"] is None else Row.of(row).headline()
+    headline = "" if red and row.value is None else row.headline()
     text = f"{word} {headline}" if headline else word
     if red:
         return "failed", letter, (text, {"red": True})
@@ -81,7 +82,7 @@ def show_captured(terminal: TerminalReporter) -> None:
 
 def show_summary(terminal: TerminalReporter, recorder: Recorder) -> None:
     """Write the closing table and what the run changed."""
-    rows = [Row.of(row) for row in recorder.rows]
+    rows = recorder.rows
     closing = _closing(recorder, rows)
     if not rows and not closing:
         return

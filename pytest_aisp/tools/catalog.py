@@ -283,7 +283,7 @@ def replay_command(
         CliError: if nothing is recorded, or nothing of `paths`.
     """
     try:
-        ids = [str(row["nodeid"]) for row in ReplayWorker(folder).rows.values()]
+        ids = [row.nodeid for row in ReplayWorker(folder).rows.values()]
     except ReplayError as error:
         raise CliError(str(error)) from None
     arguments = []

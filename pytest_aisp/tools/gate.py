@@ -9,14 +9,16 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
+import msgspec
+
 from ..results import run_reader
 from ..results.export import table
-from ..results.row import Row
+from ..results.row import JournalLine
 from ..results.verdict import INVALID_RUN, RED, environment_moved
 from ..util.cli_result import CliError, CliResult
 
@@ -40,13 +42,8 @@ class GateRun:
     products: tuple[str, ...]
     invalid: str
     unfinished: str
-    red: tuple[Mapping[str, object], ...]
+    red: tuple[JournalLine, ...]
     cases: int
-
-    @property
-    def rows(self) -> list[Row]:
-        """The red cases."""
-        return [Row.of(line) for line in self.red]
 
     @property
     def status(self) -> str:
@@ -109,11 +106,11 @@ def read(folder: Path) -> GateRun:
         run = run_reader.load(folder)
     except run_reader.RunError as error:
         raise CliError(str(error)) from None
-    red = tuple(line for line in run.lines if line["verdict"] in RED)
-    measured = [line for line in run.lines if line["value"] is not None or line["goals"]]
+    red = tuple(line for line in run.lines if line.verdict in RED)
+    measured = [line for line in run.lines if line.value is not None or line.goals]
     return GateRun(
         folder=str(folder),
-        products=tuple(sorted({line["product"] for line in measured})),
+        products=tuple(sorted({line.product for line in measured})),
         invalid=_why_invalid(run),
         unfinished=_why_unfinished(run, len(red)),
         red=red,
@@ -155,7 +152,7 @@ def text(gate: Gate, root: Path) -> list[str]:
     for run in gate.runs:
         products = ", ".join(run.products) or "nothing timed"
         lines.append(f"{run.folder} ({products}): {run.status}")
-        lines += [f"    {row.verdict} {row.nodeid}: {_why(row)}" for row in run.rows]
+        lines += [f"    {row.verdict} {row.nodeid}: {_why(row)}" for row in run.red]
     return lines + [f"missing: no run timed {product}" for product in gate.missing]
 
 
@@ -166,7 +163,7 @@ def markdown(gate: Gate, root: Path) -> list[str]:
     runs += [("-", product, "0", "missing") for product in gate.missing]
     lines = [f"## {TITLE}: {gate.verdict}", "", *table(RUN_HEADS, runs)]
     red = []
-    for row in (row for run in gate.runs for row in run.rows):
+    for row in (row for run in gate.runs for row in run.red):
         speedup = "-" if row.value is None else row.headline()
         red.append((f"`{row.nodeid}`", row.product, row.verdict, speedup, _why(row)))
     return [*lines, "", *table(RED_HEADS, red)] if red else lines
@@ -199,7 +196,7 @@ def gitlab(gate: Gate, root: Path) -> list[str]:
 def as_json(gate: Gate, root: Path) -> list[str]:
     """Return everything, with the journal's lines of the red cases."""
     del root
-    plain = {"verdict": gate.verdict, "exit_code": gate.exit_code, **asdict(gate)}
+    plain = {"verdict": gate.verdict, "exit_code": gate.exit_code, **msgspec.to_builtins(gate)}
     return json.dumps(plain, indent=1).splitlines()
 
 
@@ -226,7 +223,7 @@ def _annotations(gate: Gate, root: Path) -> Iterator[Annotation]:
     for run in gate.runs:
         if run.invalid or run.unfinished:
             yield Annotation("", 1, TITLE, f"{run.folder}: {run.status}")
-        for row in [] if run.invalid else run.rows:
+        for row in [] if run.invalid else run.red:
             file = row.nodeid.partition("::")[0]
             title = f"{row.verdict} on {row.product}: {row.function}[{row.variant}]"
             yield Annotation(file, line_of(root / file, row.function), title, _why(row))
@@ -244,7 +241,7 @@ def line_of(page: Path, function: str) -> int:
     return tests[0].lineno if tests else 1
 
 
-def _why(row: Row) -> str:
+def _why(row: JournalLine) -> str:
     return "; ".join(row.reasons) or "see its log"
 
 

@@ -27,12 +27,12 @@ from ..results.messages import (
     CheckTask,
     CountTask,
     FactsTask,
-    Json,
     ProgressUpdate,
     Reply,
     Task,
     failed,
 )
+from ..results.row import JournalLine
 from ..util.device import Machine
 from .output_capture import OutputCapture, Stream
 
@@ -275,10 +275,10 @@ class ReplayWorker:
             why = f"; {self.dropped}" if self.dropped else ""
             return Reply(error="page", message=f"the recording holds no {case}{why}")
         if isinstance(task, FactsTask):
-            return Reply(result=row["environment"])
+            return Reply(result=row.environment)
         kind = "checks" if isinstance(task, (CheckTask, CountTask)) else "timings"
         try:
-            answers = run_reader.read(self._folder, row["samples"])[kind]
+            answers = run_reader.read(self._folder, row.samples)[kind]
         except run_reader.SamplesError as error:
             return Reply(error="page", message=f"the recording cannot be judged again: {error}")
         number = self._answered.get((name, kind), 0)
@@ -293,10 +293,10 @@ class ReplayWorker:
         """Nothing to release."""
 
 
-def _name_of_row(row: Mapping[str, Json], root: str | None) -> CaseName:
+def _name_of_row(row: JournalLine, root: str | None) -> CaseName:
     # Only a manifest says where the root was; an id is relative to it.
-    page = row["nodeid"].partition("::")[0] if root is None else path_below(row["page"], root)
-    return page, row["key"], row["gpus"]
+    page = row.nodeid.partition("::")[0] if root is None else path_below(row.page, root)
+    return page, row.key, row.gpus
 
 
 def _name_of_task(task: CaseTask) -> CaseName:
