@@ -293,7 +293,7 @@ def test_an_invalid_peaks_file_is_left_unchanged(two, tmp_path, capsys):
     path.parent.mkdir()
     path.write_text("mine")
     assert app.main(["bandwidth", "--store", f"--baselines={tmp_path}"]) == 2
-    assert "nothing is stored: " + str(path) + " is no peaks file" in capsys.readouterr().err
+    assert "nothing is stored: " + str(path) + " is not a peaks file" in capsys.readouterr().err
     assert path.read_text() == "mine"
 
 

@@ -63,7 +63,7 @@ os._exit(0)
 """
 
 
-def test_every_rank_holds_the_sum_of_all(tmp_path):
+def test_every_rank_gets_the_sum_of_all_ranks(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--standalone"]

@@ -77,7 +77,7 @@ class Bench:
         return SimpleNamespace(run=lambda slot: self.calls.append(side), close=lambda: None)
 
 
-def test_each_side_is_warm_and_the_rank_that_launches_most_counts(monkeypatch):
+def test_launches_are_counted_warm_on_the_rank_with_most(monkeypatch):
     bench = Bench()
 
     def launched(work, count):
@@ -97,7 +97,7 @@ def test_each_side_is_warm_and_the_rank_that_launches_most_counts(monkeypatch):
     assert [cross_check.launches_per_call(bench, side) for side in "ab"] == [3.0, 2.0]
 
 
-def test_the_rank_that_computes_least_counts(monkeypatch):
+def test_compute_time_is_that_of_the_rank_with_least(monkeypatch):
     bench = Bench()
 
     def launched(work, count, counts):
@@ -125,5 +125,5 @@ def test_the_rank_that_computes_least_counts(monkeypatch):
         ("one_shot_all_reduce_kernel", False),
     ],
 )
-def test_what_moves_data_or_waits_does_not_compute(name, computes):
+def test_copies_and_collectives_do_not_compute(name, computes):
     assert cross_check.computes(name) == computes

@@ -73,14 +73,14 @@ def written(page, pytester):
 
 
 @needs_nvrtc
-def test_the_kernels_assemble_where_there_is_no_gpu(tmp_path):
+def test_the_kernels_assemble_without_a_gpu(tmp_path):
     (tmp_path / "faults.cu").write_text(KERNELS)
     used = cuda_module(tmp_path / "faults.cu").assemble("sm90")
     assert sorted(used) == ["doubled", "endless", "strays"]
 
 
 @needs_gpu
-def test_an_illegal_access_costs_one_case(written, pytester):
+def test_an_illegal_access_fails_only_its_case(written, pytester):
     written("strays")
     result = pytester.runpytest_subprocess("--aisp-check")
     result.stdout.fnmatch_lines(
@@ -96,7 +96,7 @@ def test_an_illegal_access_costs_one_case(written, pytester):
 
 
 @needs_gpu
-def test_a_kernel_without_end_costs_one_case(written, pytester):
+def test_an_endless_kernel_fails_only_its_case(written, pytester):
     written("endless")
     result = pytester.runpytest_subprocess("--aisp-check", "-o", "aisp_timeout=30")
     result.stdout.fnmatch_lines(

@@ -64,13 +64,13 @@ def test_the_nodes_of_child_graphs_are_counted_too(driver):
 @pytest.mark.parametrize(
     "function", ["cuGraphGetNodes", "cuGraphNodeGetType", "cuGraphChildGraphNodeGetGraph"]
 )
-def test_what_the_driver_refuses_to_tell_is_not_counted(driver, function):
+def test_driver_errors_prevent_counting(driver, function):
     driver(fails=function)
     with pytest.raises(Uncounted, match=f"^{function}: CUDA_ERROR_INVALID_VALUE$"):
         count_nodes(graph([kinds("KERNEL")]))
 
 
-def test_a_torch_or_a_machine_that_cannot_tell_accuses_nobody(driver, monkeypatch):
+def test_nodes_are_not_counted_without_torch_or_driver_support(driver, monkeypatch):
     with pytest.raises(Uncounted, match="no attribute 'raw_cuda_graph'"):
         count_nodes(SimpleNamespace())
 
@@ -82,7 +82,7 @@ def test_a_torch_or_a_machine_that_cannot_tell_accuses_nobody(driver, monkeypatc
     assert found == {"no graph_nodes": "No module named 'cuda.bindings.driver'"}
 
 
-def test_a_host_node_is_refused_wherever_it_is(driver):
+def test_host_nodes_are_refused_in_child_graphs_too(driver):
     called_back = "side: 1 of the 3 nodes of its graph call the CPU back, whose work is no GPU's"
     for content in (kinds("KERNEL HOST KERNEL"), [*kinds("KERNEL"), kinds("HOST")]):
         with pytest.raises(SideError, match=f"{called_back}; declare bound='host' to have it"):
@@ -102,24 +102,24 @@ def test_a_graph_in_which_nothing_computes_is_refused(driver, words):
 
 
 @pytest.mark.parametrize("words", ["KERNEL", "MEMCPY", "MEMSET", "CONDITIONAL"])
-def test_whatever_computes_or_moves_data_is_work(words):
+def test_nodes_that_compute_or_move_data_are_accepted(words):
     assert contradiction({node_name(words): 1}) == ""
 
 
-def test_a_child_graph_is_worth_what_is_in_it(driver):
+def test_a_child_graph_counts_by_its_own_nodes(driver):
     assert check_nodes([window(kinds("KERNEL")), window(*kinds("KERNEL"))])
     with pytest.raises(SideError, match="nothing computes"):
         check_nodes([window(kinds("EMPTY")), window(*kinds("KERNEL"))])
 
 
-def test_counts_are_by_call_and_two_sides_may_differ(driver):
+def test_counts_are_per_call_and_side(driver):
     found = check_nodes([window(*kinds("KERNEL " * 6)), window(*kinds("KERNEL MEMSET MEMSET"))])
     assert found == {
         "graph_nodes": {"baseline": {"kernel": 3}, "optimized": {"kernel": 0.5, "memset": 1}}
     }
 
 
-def test_the_names_are_those_of_the_real_driver():
+def test_node_names_match_the_real_driver():
     pytest.importorskip("cuda.bindings", reason="needs cuda-bindings: pip install cuda-bindings")
     driver = importlib.import_module("cuda.bindings.driver")
     known = {kind.name.removeprefix(cuda_graph.PREFIX) for kind in driver.CUgraphNodeType}
@@ -130,7 +130,7 @@ def test_the_names_are_those_of_the_real_driver():
         assert callable(getattr(driver, name))
 
 
-def test_host_nodes_of_several_ranks_accuse_nobody(monkeypatch):
+def test_host_nodes_are_accepted_on_several_ranks(monkeypatch):
     """NCCL drives networks from the host, out of the graph."""
     monkeypatch.setattr(cuda_graph, "current_group", lambda: SimpleNamespace(world=2))
     assert contradiction({"kernel": 2, "host node": 1}) == ""

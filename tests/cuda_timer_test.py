@@ -124,7 +124,7 @@ def bout_of(bench, **options):
     ("captures", "bound", "clock"),
     [(True, "dram", "graph"), (False, "dram", "queue"), (True, "launch", "host")],
 )
-def test_the_best_clock_that_both_sides_can_use(gpu, captures, bound, clock):
+def test_the_timer_uses_the_best_clock_for_both_sides(gpu, captures, bound, clock):
     gpu.captures = captures
     bout = bout_of(bench_of(bound=bound))
     assert bout.clock == clock
@@ -139,7 +139,7 @@ def test_the_best_clock_that_both_sides_can_use(gpu, captures, bound, clock):
 @pytest.mark.parametrize(
     ("bound", "clock", "note"), [("dram", "queue", "no graph"), ("launch", "host", "no gpu_only")]
 )
-def test_a_page_with_threads_of_its_own_is_never_captured(gpu, monkeypatch, bound, clock, note):
+def test_a_page_that_owns_threads_is_never_captured(gpu, monkeypatch, bound, clock, note):
     monkeypatch.setattr(cuda_graph, "capture_graph", None)
     bout = bout_of(bench_of(bound=bound, conditions=Conditions(owns=["threads"])))
     assert bout.clock == clock
@@ -150,7 +150,7 @@ def test_a_page_with_threads_of_its_own_is_never_captured(gpu, monkeypatch, boun
     ("captures", "bound", "counted"),
     [(True, "dram", False), (False, "dram", True), (True, "launch", True)],
 )
-def test_what_python_does_in_a_window_is_counted_where_it_runs_there(
+def test_interference_is_counted_on_clocks_that_run_python(
     gpu, monkeypatch, captures, bound, counted
 ):
     gpu.captures = captures
@@ -163,7 +163,7 @@ def test_what_python_does_in_a_window_is_counted_where_it_runs_there(
     assert ("housekeeping" in bout.details()) == counted
 
 
-def test_memory_asked_of_the_device_in_a_window_is_counted(gpu, monkeypatch):
+def test_device_allocations_in_a_window_are_counted(gpu, monkeypatch):
     asked = iter(range(10**6))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_device_alloc": next(asked)})
     bout = bout_of(bench_of(bound="launch"))
@@ -172,13 +172,13 @@ def test_memory_asked_of_the_device_in_a_window_is_counted(gpu, monkeypatch):
     assert bout.details()["housekeeping"]["allocations"] == 1
 
 
-def test_a_planted_slowdown_is_in_the_second_side_alone(gpu):
+def test_a_slowdown_is_planted_in_the_second_side_only(gpu):
     bout = bout_of(bench_of(), known=("graph", [100, 100]), planted=0.02)
     assert [w.calls for w in bout.windows] == [100, 102]
     assert bout.details()["counted"] == [100, 100]
 
 
-def test_the_clocks_are_read_and_the_l2_is_found_cold(gpu):
+def test_check_times_reports_graph_nodes_and_l2_latency(gpu):
     found = bout_of(bench_of(), known=("graph", [CALLS, CALLS])).check_times()
     assert found == {
         "l2_cycles": {"added": [270.0, 620.0], "doubled": [270.0, 620.0]},
@@ -193,7 +193,7 @@ def test_the_clocks_are_read_and_the_l2_is_found_cold(gpu):
         ("", "added: nothing computes in its graph of 0 nodes, so a replay does nothing"),
     ],
 )
-def test_a_graph_that_is_no_work_of_the_gpu_is_refused(gpu, words, says):
+def test_a_graph_without_gpu_work_is_refused(gpu, words, says):
     gpu.nodes = words
     bout = bout_of(bench_of())
     with pytest.raises(SideError, match=says):
@@ -202,14 +202,14 @@ def test_a_graph_that_is_no_work_of_the_gpu_is_refused(gpu, words, says):
         assert bout.check_times()["graph_nodes"]
 
 
-def test_where_nothing_is_captured_no_node_is_asked_for(gpu):
+def test_nodes_are_counted_on_the_graph_clock_only(gpu):
     gpu.captures, gpu.nodes = False, "HOST"
     assert bout_of(bench_of()).check_times() == {}
     gpu.captures = True
     assert bout_of(bench_of(bound="launch")).check_times() == {}
 
 
-def test_the_memory_of_a_call_is_what_it_needs_beyond_what_was_there(gpu):
+def test_peak_memory_of_a_call_excludes_earlier_allocations(gpu):
     bout = bout_of(bench_of())
     gpu.allocated = 1000
     workspaces = {"added": 0, "doubled": 500}
@@ -223,7 +223,7 @@ def test_the_memory_of_a_call_is_what_it_needs_beyond_what_was_there(gpu):
     assert bout.memory() == {"peak_bytes": {"baseline": 64, "optimized": 564}}
 
 
-def test_what_preparing_keeps_is_counted_by_slot(gpu, monkeypatch):
+def test_memory_held_by_preparation_is_counted_per_slot(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
 
     def ahead(x):
@@ -237,7 +237,7 @@ def test_what_preparing_keeps_is_counted_by_slot(gpu, monkeypatch):
     assert bench_of().bind(doubled).held_bytes == 0
 
 
-def test_an_l2_that_keeps_its_lines_is_no_cold_one(gpu):
+def test_a_warm_l2_is_refused(gpu):
     bout = bout_of(bench_of())
     gpu.latency[:] = [270.0] * 99
     with pytest.raises(SideError, match="added: the L2 is not cold: a load takes 270 cycles when"):
@@ -246,7 +246,7 @@ def test_an_l2_that_keeps_its_lines_is_no_cold_one(gpu):
         assert "l2_cycles" not in bout.check_times()
 
 
-def test_a_long_call_runs_on_two_slots_and_needs_no_cold_l2(gpu, monkeypatch):
+def test_a_long_call_uses_two_slots_and_skips_the_l2_check(gpu, monkeypatch):
     monkeypatch.setattr(cuda_timer.CudaPairTimer, "_estimates", lambda self, windows: [0.014, 1e-4])
     bout = bout_of(bench_of())
     long, short = (window.counted for window in bout.windows)
@@ -258,18 +258,18 @@ def test_a_long_call_runs_on_two_slots_and_needs_no_cold_l2(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("changes", [{"conditions": Conditions(l2="warm")}, {"bound": "pcie"}])
-def test_where_nothing_need_be_cold_nothing_is_asked(gpu, changes):
+def test_pages_without_a_cold_l2_skip_the_l2_check(gpu, changes):
     gpu.latency.clear()
     assert bout_of(bench_of(**changes)).check_times().keys() == {"graph_nodes"}
 
 
-def test_no_compiler_no_proof_of_a_cold_l2(gpu, monkeypatch):
+def test_the_l2_check_needs_a_compiler(gpu, monkeypatch):
     monkeypatch.setattr(l2, "latency_reader", lambda: None)
     assert bout_of(bench_of()).check_times()["l2_cycles"] is None
 
 
 @pytest.mark.parametrize("captures", [True, False])
-def test_a_side_that_clocks_contradict_is_refused_by_name(gpu, monkeypatch, captures):
+def test_a_side_whose_clocks_disagree_is_refused_by_name(gpu, monkeypatch, captures):
     gpu.captures = captures
     bout = bout_of(bench_of())
     late = cross_check.Clocks(events=1e-3, host=None, counter=None, late=1e-2)
@@ -279,7 +279,7 @@ def test_a_side_that_clocks_contradict_is_refused_by_name(gpu, monkeypatch, capt
 
 
 @pytest.mark.parametrize("make", [cuda_graph.GraphWindow, cuda_timer.QueueWindow])
-def test_a_stretch_of_work_is_timed_by_every_clock(gpu, make):
+def test_windows_are_timed_by_every_clock(gpu, make):
     bench = bench_of()
     subject = bench.bind(doubled)
     found = make(subject, 8).clocks(1e-3)
@@ -289,14 +289,14 @@ def test_a_stretch_of_work_is_timed_by_every_clock(gpu, make):
     assert (found.host is None) == (make is cuda_timer.QueueWindow)
 
 
-def test_the_other_clock_is_shown_beside_the_one_that_judges(gpu):
+def test_the_other_clock_is_reported_too(gpu):
     assert set(bout_of(bench_of()).other_clock()) == {"as_called"}
     assert set(bout_of(bench_of(bound="launch")).other_clock()) == {"gpu_only"}
     gpu.captures = False
     assert bout_of(bench_of(bound="launch")).other_clock() == {"no gpu_only": "a wait for the GPU"}
 
 
-def test_kernels_at_work_for_longer_than_told_are_refused(gpu, monkeypatch):
+def test_kernels_that_run_longer_than_the_windows_are_refused(gpu, monkeypatch):
     bout = bout_of(bench_of())
     monkeypatch.setattr(
         cuda_timer,
@@ -350,18 +350,18 @@ def recorded(monkeypatch):
     return Recorded.asked
 
 
-def test_a_graph_keeps_its_nodes_and_is_ready_before_it_is_timed(recorded):
+def test_a_captured_graph_keeps_its_nodes_and_is_instantiated(recorded):
     cuda_graph.capture_graph(lambda: recorded.append("run"))
     assert recorded == ["run", "keep=True", "begin", "run", "end", "instantiate"]
 
 
-def test_where_memory_is_scarce_none_of_it_is_cached_during_a_capture(recorded, monkeypatch):
+def test_scarce_memory_is_released_before_a_capture(recorded, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30, 140))
     cuda_graph.capture_graph(lambda: None)
     assert recorded == ["keep=True", "cache emptied", "begin", "end", "instantiate"]
 
 
-def test_a_graph_that_cannot_be_made_ready_is_no_graph(recorded, monkeypatch):
+def test_a_graph_that_cannot_be_instantiated_is_uncapturable(recorded, monkeypatch):
     def refused(self):
         raise RuntimeError("CUDA error: out of memory")
 
@@ -388,7 +388,7 @@ def allocator(monkeypatch, recorded, told):
     monkeypatch.setattr(torch._C, "_cuda_releasePool", heard("release"), raising=False)
 
 
-def test_the_allocator_hears_of_a_capture_that_failed(recorded, monkeypatch):
+def test_a_failed_capture_is_reported_to_the_allocator(recorded, monkeypatch):
     allocator(monkeypatch, recorded, told=False)
 
     def side():
@@ -415,7 +415,7 @@ def test_a_side_that_runs_out_of_memory_fails_on_every_clock(recorded, monkeypat
     assert cuda_graph.abandoned == ([(0, 7)] if short == "begin" else [])
 
 
-def test_a_graph_that_memory_does_not_suffice_for_costs_only_the_other_clock(gpu, monkeypatch):
+def test_out_of_memory_on_the_other_clock_is_only_a_note(gpu, monkeypatch):
     bout = bout_of(bench_of(bound="launch"))
 
     def capture(run):

@@ -38,7 +38,7 @@ needs_nvrtc = pytest.mark.skipif(
 
 @needs_nvrtc
 @pytest.mark.parametrize("feature", ASSEMBLED)
-def test_exactly_the_archs_of_the_table_assemble_it(feature):
+def test_exactly_the_archs_in_the_table_assemble_a_feature(feature):
     found = feature_probe.survey(feature)
     assert list(feature_probe.differences(feature, found)) == []
     assert any(attempt.code for attempts in found.values() for attempt in attempts)
@@ -53,13 +53,13 @@ def test_every_feature_has_one_probe_and_one_sentence():
     assert set(feature_probe.NOT_LAUNCHED) < set(ASSEMBLED)
 
 
-def test_what_is_no_instruction_is_told_from_what_is():
+def test_features_without_an_instruction_are_listed_apart():
     assert set(gpu_specs.OTHERS) == {"te", "te_mxfp8", "nvlink", "nvshmem"}
     assert gpu_specs.FEATURES.keys() == ASSEMBLED.keys() | gpu_specs.OTHERS.keys()
     assert not ASSEMBLED.keys() & gpu_specs.OTHERS.keys()
 
 
-def test_the_targets_of_an_arch_are_its_own_and_its_family_s():
+def test_an_arch_has_its_own_targets_and_its_family_target():
     assert feature_probe.targets("sm90") == ("sm_90", "sm_90a")
     assert feature_probe.targets("sm121") == ("sm_121", "sm_121f", "sm_121a")
 
@@ -71,7 +71,7 @@ def test_the_document_shows_the_table():
 
 
 @needs_nvrtc
-def test_the_words_that_the_document_quotes_are_the_assembler_s():
+def test_the_document_quotes_real_assembler_errors():
     text = " ".join(DOCUMENT.read_text().split())
     quoted = set(re.findall(r"`((?:Feature|Instruction) '[^`]*? '(sm_\w+)')`", text))
     assert len(quoted) >= 6
@@ -84,7 +84,7 @@ def test_the_words_that_the_document_quotes_are_the_assembler_s():
 
 
 @needs_nvrtc
-def test_the_advice_that_the_document_quotes_is_the_assembler_s():
+def test_the_document_quotes_real_assembler_advice():
     text = " ".join(re.sub(r"\n> ", " ", DOCUMENT.read_text()).split())
     advised = feature_probe.attempt("multicast", "sm_121a")
     assert advised.code
@@ -107,7 +107,7 @@ OTHER = {
 
 
 @pytest.mark.parametrize("words", OTHER.values(), ids=OTHER)
-def test_another_failure_is_not_a_missing_feature(words):
+def test_other_errors_are_not_a_missing_feature(words):
     attempts = (Attempt("sm_90", words=words), Attempt("sm_90a", b"code"))
     assert not attempts[0].refused
     [first, *_] = feature_probe.differences("wgmma", {"sm90": attempts})
@@ -122,14 +122,14 @@ def test_another_failure_is_not_a_missing_feature(words):
         f"{REFUSED}\nline 24; error   : 'elect' cannot be compiled for architecture 'sm_90'\nfatal",
     ],
 )
-def test_the_assembler_s_words_for_a_missing_feature_are_known(words):
+def test_assembler_errors_for_a_missing_feature_are_recognized(words):
     assert Attempt("sm_90", words=words).refused
     attempts = (Attempt("sm_90", words=words), Attempt("sm_90a", b"code"))
     assert list(feature_probe.differences("wgmma", {"sm90": attempts})) == []
 
 
 @needs_nvrtc
-def test_a_probe_with_a_mistake_is_no_finding(tmp_path, monkeypatch):
+def test_a_broken_probe_is_reported_as_such(tmp_path, monkeypatch):
     source = feature_probe.SOURCE.read_text().replace("elect.sync", "elekt.sync")
     (tmp_path / "features.cu").write_text(source)
     monkeypatch.setattr(feature_probe, "SOURCE", tmp_path / "features.cu")
@@ -145,13 +145,13 @@ def test_a_probe_with_a_mistake_is_no_finding(tmp_path, monkeypatch):
         ((b"code", b""), "wgmma on sm90: sm_90 takes it and sm_90a does not"),
     ],
 )
-def test_a_difference_is_said(codes, says):
+def test_a_difference_from_the_table_is_reported(codes, says):
     targets = zip(("sm_90", "sm_90a"), codes, strict=True)
     found = tuple(Attempt(target, code, REFUSED) for target, code in targets)
     assert says in feature_probe.differences("wgmma", {"sm90": found})
 
 
-def test_a_feature_of_an_arch_that_has_none_is_a_difference():
+def test_an_unlisted_feature_is_a_difference():
     found = {"sm90": (Attempt("sm_90", b"code"),)}
     [line] = feature_probe.differences("f32x2", found)
     assert line == "f32x2 on sm90: the table says nothing, sm_90 takes it"
@@ -187,7 +187,7 @@ def command(monkeypatch, capsys):
     return command
 
 
-def test_without_a_gpu_it_says_so_and_what_assembles(command):
+def test_without_a_gpu_the_command_assembles_only(command):
     code, lines = command()
     assert code == 0
     assert lines[:2] == [
@@ -203,7 +203,7 @@ def test_without_a_gpu_it_says_so_and_what_assembles(command):
     assert lines[-1] == "as in the table"
 
 
-def test_with_a_gpu_it_says_what_runs_there(command):
+def test_with_a_gpu_the_command_also_launches(command):
     code, lines = command(machine=H200)
     assert code == 0
     assert lines[1] == "NVIDIA H200 is sm90"
@@ -214,7 +214,7 @@ def test_with_a_gpu_it_says_what_runs_there(command):
     assert f"tma                  sm_90    sm_100   sm_103   sm_121   {needs}" in lines
 
 
-def test_a_launch_that_fails_is_a_line_and_a_difference(command):
+def test_a_failed_launch_is_a_difference(command):
     code, lines = command(machine=H200, faults={"wgmma": "CUDA_ERROR_ILLEGAL_INSTRUCTION"})
     assert code == 1
     fault = "no: CUDA_ERROR_ILLEGAL_INSTRUCTION"
@@ -225,14 +225,14 @@ def test_a_launch_that_fails_is_a_line_and_a_difference(command):
     ]
 
 
-def test_a_gpu_that_the_table_does_not_know_launches_nothing(command):
+def test_an_unlisted_gpu_launches_nothing(command):
     code, lines = command(machine=RTX, faults={"tma": "must not be asked"})
     assert code == 0
     assert lines[1] == "NVIDIA RTX is sm120, which is not in the table: nothing was launched"
     assert not lines[3].endswith("GPU")
 
 
-def test_a_table_that_is_wrong_is_a_difference(command, monkeypatch):
+def test_a_wrong_table_is_a_difference(command, monkeypatch):
     monkeypatch.setitem(ASSEMBLED, "wgmma", {"sm90": "a", "sm100": "a"})
     real = {**ASSEMBLED, "wgmma": {"sm90": "a"}}
 
@@ -249,7 +249,7 @@ def test_a_table_that_is_wrong_is_a_difference(command, monkeypatch):
     ]
 
 
-def test_a_compiler_that_is_too_old_for_an_arch_is_a_difference(command):
+def test_archs_unknown_to_the_compiler_are_a_difference(command):
     code, lines = command(known=(90, 100))
     assert code == 1
     assert lines[3] == "                     sm90     sm100"
@@ -266,7 +266,7 @@ def test_a_compiler_that_knows_no_arch_of_ours_says_so(command):
     assert "sm90: NVRTC 13.5 does not know it" in lines
 
 
-def test_without_a_compiler_it_says_what_to_install(monkeypatch, capsys):
+def test_without_a_compiler_the_command_says_what_to_install(monkeypatch, capsys):
     def missing(name):
         raise ImportError(f"No module named {name!r}")
 
@@ -279,7 +279,7 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch, capsys):
 
 
 @needs_nvrtc
-def test_nvrtc_is_asked_which_archs_it_knows():
+def test_nvrtc_lists_the_archs_it_knows():
     assert {90, 100, 103, 121} <= set(feature_probe.known())
 
 
@@ -311,13 +311,13 @@ def test_an_unknown_feature_cannot_be_launched(capsys):
     ],
     ids=["right", "wrong", "error", "fault", "hang"],
 )
-def test_a_launch_is_a_process_of_its_own(monkeypatch, code, says):
+def test_a_launch_runs_in_its_own_process(monkeypatch, code, says):
     monkeypatch.setattr(feature_probe, "LAUNCH", (sys.executable, "-c", code))
     monkeypatch.setattr(feature_probe, "SECONDS", 2.0)
     assert feature_probe._launch_in_subprocess("tma") == says
 
 
-def test_every_feature_of_the_arch_is_launched_but_those_with_a_reason(monkeypatch):
+def test_every_launchable_feature_of_the_arch_is_launched(monkeypatch):
     monkeypatch.setattr(feature_probe, "_launch_in_subprocess", lambda feature: "")
     on_b200 = {feature for feature, archs in ASSEMBLED.items() if "sm100" in archs}
     launched = feature_probe.launches(Machine("sm100", "nvidia-b200", "NVIDIA B200", ("GPU-1",)))
@@ -365,7 +365,7 @@ class Core:
         ([0, 0], "the kernel wrote no answer"),
     ],
 )
-def test_a_launched_probe_says_whether_its_result_is_right(monkeypatch, answers, says):
+def test_a_launched_probe_checks_its_result(monkeypatch, answers, says):
     core = Core(answers)
     monkeypatch.setattr(feature_probe, "toolchain", lambda: nvrtc.Toolchain(core, "13.5", 0))
     monkeypatch.setattr(feature_probe, "attempt", by_the_table)
@@ -382,7 +382,7 @@ def test_a_probe_that_does_not_assemble_is_not_launched(monkeypatch):
 
 
 @pytest.mark.parametrize(("fault", "code"), [("", 0), ("wrong", 1)])
-def test_the_process_of_a_launch_says_what_it_saw(monkeypatch, capsys, fault, code):
+def test_the_launch_process_prints_its_result(monkeypatch, capsys, fault, code):
     monkeypatch.setattr(feature_probe, "launch", lambda feature: fault)
     assert feature_probe.main(["--launch", "tma"]) == code
     assert capsys.readouterr().out == f"{fault}\n"
@@ -405,7 +405,7 @@ def test_the_process_of_a_launch_says_what_it_saw(monkeypatch, capsys, fault, co
         ("sm89", ("setmaxnreg",), "sm_89"),
     ],
 )
-def test_the_target_is_the_least_that_has_what_is_needed(arch, needs, target):
+def test_the_target_is_the_least_specific_with_the_needed_features(arch, needs, target):
     assert target_of(arch, needs) == target
 
 
@@ -477,25 +477,25 @@ def page(tmp_path):
     return page
 
 
-def test_a_variant_s_need_is_told_to_the_files_that_it_launches(page):
+def test_needs_of_a_variant_apply_to_the_files_it_launches(page):
     made = page(optimized="Variant(warpgroup, needs=['tma', 'wgmma'])")
     assert made.special.target("sm90") == "sm_90a"
     assert made.special.target("sm100") == "sm_100"
     assert made.plain.target("sm90") == "sm_90"
 
 
-def test_a_page_s_need_is_told_to_all_its_files(page):
+def test_needs_of_a_page_apply_to_all_its_files(page):
     made = page(more="conditions=Conditions(needs='wgmma')")
     assert made.special.target("sm90") == made.plain.target("sm90") == "sm_90a"
 
 
-def test_a_need_that_every_target_has_changes_nothing(page):
+def test_a_need_that_every_target_has_changes_no_target(page):
     made = page(more="conditions=Conditions(needs='tma')")
     assert made.special.target("sm90") == "sm_90"
     assert made.special.needs == set()
 
 
-def test_explicit_targets_win(page):
+def test_explicit_targets_override_needs(page):
     made = page(
         more="conditions=Conditions(needs='setmaxnreg')", targets=', targets={"sm100": "sm_100f"}'
     )
@@ -505,7 +505,7 @@ def test_explicit_targets_win(page):
 
 
 @needs_nvrtc
-def test_what_is_needed_assembles_and_what_is_not_declared_does_not(page, tmp_path, monkeypatch):
+def test_undeclared_features_do_not_assemble(page, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert list(page(more="conditions=Conditions(needs='wgmma')").special.assemble("sm90")) == [
         "warpgroup"

@@ -21,7 +21,7 @@ from pytest_aisp.checking.controls import _fits_types
         (torch.int64, 1 << 20, True),
     ],
 )
-def test_a_type_that_rounds_what_a_rank_adds_has_no_exact_sum(dtype, largest, exact):
+def test_a_type_that_rounds_partial_sums_has_no_exact_sum(dtype, largest, exact):
     oracle = SimpleNamespace(types={"output": dtype})
     expected = [("output", torch.tensor([-largest, 1, 0]))]
     assert _fits_types(oracle, expected) is exact

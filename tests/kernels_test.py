@@ -18,7 +18,7 @@ def test_overlapping_spans_count_once():
 
 
 @given(SPANS)
-def test_a_union_is_between_its_longest_span_and_their_sum(spans):
+def test_a_union_is_between_the_longest_span_and_the_sum(spans):
     lengths = [end - start for start, end in spans]
     assert max(lengths, default=0) - 1e-9 <= union(spans) <= sum(lengths) + 1e-9
 
@@ -28,14 +28,14 @@ def test_the_order_of_spans_does_not_matter(spans):
     assert union(spans) == pytest.approx(union(reversed(spans)))
 
 
-def test_kernels_are_counted_by_call():
+def test_kernels_are_counted_per_call():
     events = [("add", 0, 1e-6), ("add", 1e-6, 2e-6), ("mul", 2e-6, 4e-6), ("mul", 4e-6, 6e-6)]
     kernels = summarize(events, calls=2)
     assert kernels.launches == {"add": 1, "mul": 1}
     assert kernels.busy == pytest.approx(3e-6)
 
 
-def test_names_of_templates_are_cut():
+def test_long_kernel_names_are_truncated():
     [name] = summarize([("k" * 5000, 0, 1)], calls=1).launches
     assert len(name) == 90
 
@@ -52,11 +52,11 @@ def test_names_of_templates_are_cut():
         (KernelProfile({}, 0.0), "nothing is launched on the GPU"),
     ],
 )
-def test_windows_that_say_less_than_the_kernels_take_are_contradicted(kernels, says):
+def test_kernels_contradict_windows_that_are_too_short(kernels, says):
     assert kernels.contradiction(10e-6) == says
 
 
-def test_each_side_s_kernels_are_said_and_whether_they_are_the_same():
+def test_notes_list_kernels_and_say_if_both_sides_launch_the_same():
     one, two = KernelProfile({"add": 2.0}, 9e-6), KernelProfile({"fused": 1.0}, 4e-6)
     assert kernel_notes({"eager": one, "fused": two}) == [
         "eager launches a call: 2 x add; busy 9 us",

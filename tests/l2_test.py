@@ -23,21 +23,21 @@ class Cache:
         self.held = not self.evicts
 
 
-def test_lines_that_are_gone_after_a_round_prove_it_cold():
+def test_slow_loads_after_a_round_show_a_cold_l2():
     cache = Cache(evicts=True)
     assert measure(cache.work, cache.read) == Latency(270, 620)
     assert cache.rounds == 1
     assert Latency(270, 620).cold
 
 
-def test_lines_that_stay_are_looked_for_again_before_anybody_is_accused():
+def test_a_warm_l2_is_measured_again_before_it_is_reported():
     cache = Cache(evicts=False)
     assert not measure(cache.work, cache.read).cold
     assert cache.rounds == ATTEMPTS
 
 
 @pytest.mark.parametrize("lines", [1, 2, 100])
-def test_the_path_visits_every_line_once(lines):
+def test_the_pointer_chain_visits_every_line_once(lines):
     following, at, seen = pointer_chain(lines), 0, set()
     for _ in range(lines):
         assert at % LINE == 0

@@ -102,8 +102,8 @@ _WRONG_SIDES = "check_test.py::test_a_wrong_side_is_named_with_its_size"
 _ONE_GPU = "inputs_test.py::test_a_worker_process_sees_one_gpu"
 _GPU = "no exploit on a GPU yet; "
 _CLOCKS = (
-    "cross_check_test.py::test_a_lie_is_told_by_the_clock_that_it_forgot"
-    " cross_check_test.py::test_one_clean_reading_is_enough"
+    "cross_check_test.py::test_cross_check_detects_a_replaced_clock"
+    " cross_check_test.py::test_one_reading_without_contradiction_is_enough"
 )
 _APART = "untrusted_test.py::test_sides_that_attack_their_judge_are_believed_there_and_wrong_apart"
 _APART_CLOCK = (
@@ -111,15 +111,15 @@ _APART_CLOCK = (
     "test_the_clock_that_is_read_can_be_replaced_from_inside_and_is_not_believed_apart"
 )
 _STRANGER = "device_test.py::test_another_process_that_computes_is_named"
-_KERNELS = "kernels_test.py::test_each_side_s_kernels_are_said_and_whether_they_are_the_same"
+_KERNELS = "kernels_test.py::test_notes_list_kernels_and_say_if_both_sides_launch_the_same"
 _CANARY = (
     "canary_test.py::test_a_side_that_differs_from_itself_voids_the_run"
     " canary_test.py::test_a_clock_that_does_not_see_a_planted_slowdown_voids_the_run"
     " canary_test.py::test_by_chance_it_does_not_misbehave"
 )
 _NODES = (
-    "cuda_graph_test.py::test_a_host_node_is_refused_wherever_it_is"
-    " cuda_timer_test.py::test_a_graph_that_is_no_work_of_the_gpu_is_refused"
+    "cuda_graph_test.py::test_host_nodes_are_refused_in_child_graphs_too"
+    " cuda_timer_test.py::test_a_graph_without_gpu_work_is_refused"
 )
 _ONE_RANK = "ranks_test.py::test_a_fault_is_red_and_names_the_rank"
 _TWO_LAUNCHERS = "ranks_test.py::test_ranks_of_two_launchers_meet_at_an_endpoint"
@@ -208,8 +208,8 @@ PEERS = (
     Item(
         "A warm L2 that is called cold",
         exploits="persisting_l2 ballast",
-        tests=f"{_SLOTS} l2_test.py::test_lines_that_are_gone_after_a_round_prove_it_cold"
-        " l2_test.py::test_lines_that_stay_are_looked_for_again_before_anybody_is_accused",
+        tests=f"{_SLOTS} l2_test.py::test_slow_loads_after_a_round_show_a_cold_l2"
+        " l2_test.py::test_a_warm_l2_is_measured_again_before_it_is_reported",
         why="slots of five L2 caches in rotation, proved cold by the latency of loads",
     ),
     Item(
@@ -246,7 +246,7 @@ PEERS = (
         "Compiling, tuning or planning inside the window, or hidden outside of it",
         exploits="imports compiles",
         tests=f"{_WARM} {_IMPORTS} {_COMPILES}"
-        " cuda_timer_test.py::test_memory_asked_of_the_device_in_a_window_is_counted",
+        " cuda_timer_test.py::test_device_allocations_in_a_window_are_counted",
         why="both sides are warmed until they are steady; the cost of preparing is its own line;"
         " allocations are counted, and refused nowhere",
         open=f"Triton's compilations and allocations: {_FAKES}",
@@ -318,9 +318,9 @@ PEERS = (
         tests="remarks_test.py::"
         "test_memory_is_traded_for_speed_where_the_optimized_side_needs_much_more"
         " remarks_test.py::test_what_must_not_be_silent_is_shown_without_vv_and_kept"
-        " cuda_timer_test.py::test_the_memory_of_a_call_is_what_it_needs_beyond_what_was_there"
-        " cuda_timer_test.py::test_what_preparing_keeps_is_counted_by_slot"
-        " trial_test.py::test_memory_is_asked_for_once_and_after_the_windows",
+        " cuda_timer_test.py::test_peak_memory_of_a_call_excludes_earlier_allocations"
+        " cuda_timer_test.py::test_memory_held_by_preparation_is_counted_per_slot"
+        " trial_test.py::test_memory_is_measured_once_and_after_the_windows",
         open="what a side keeps since an earlier call, what a graph of its own keeps for itself,"
         " and memory that is not torch's are not counted",
     ),
@@ -511,7 +511,7 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         Item(
             "A kernel that stays and works on",
             exploits="side_stream",
-            tests=f"{_CLOCKS} cuda_faults_test.py::test_a_kernel_without_end_costs_one_case",
+            tests=f"{_CLOCKS} cuda_faults_test.py::test_an_endless_kernel_fails_only_its_case",
             why="it is late, as a copy is, and each wait for the device waits for it; one that"
             " never ends meets the time limit",
         ),

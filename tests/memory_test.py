@@ -32,7 +32,7 @@ def needs(gpu):
 
 
 @pytest.mark.parametrize("body", [BODY, ALONE], ids=["timed", "alone"])
-def test_what_needs_no_more_than_claimed_passes_and_says_so(page, needs, pytester, body):
+def test_memory_within_the_claim_passes(page, needs, pytester, body):
     page(body=body.format(0.5))
     needs(600, 240)
     result = pytester.runpytest_subprocess("--aisp-artifacts=kept")
@@ -48,7 +48,7 @@ def test_what_needs_no_more_than_claimed_passes_and_says_so(page, needs, pyteste
 
 
 @pytest.mark.parametrize("claim", [1.5, "neutral"])
-def test_a_claimed_speedup_that_the_body_never_judges_is_red(page, needs, pytester, claim):
+def test_a_claimed_speedup_that_is_never_judged_fails(page, needs, pytester, claim):
     page(body=ALONE.format(0.5), at_least=repr(claim))
     needs(600, 240)
     result = pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=1")
@@ -63,7 +63,7 @@ def test_a_claimed_speedup_that_the_body_never_judges_is_red(page, needs, pytest
     assert not list(pytester.path.glob("baselines/*/ch99.json"))
 
 
-def test_what_needs_more_than_claimed_is_red_and_not_recorded(page, needs, pytester):
+def test_memory_above_the_claim_fails_and_is_not_stored(page, needs, pytester):
     page(body=BODY.format(0.3))
     needs(600, 240)
     result = pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=1")
@@ -79,7 +79,7 @@ def test_what_needs_more_than_claimed_is_red_and_not_recorded(page, needs, pytes
     assert not (pytester.path / "baselines/simulated-gpu/ch99.json").exists()
 
 
-def test_memory_is_stored_and_a_growth_is_regressed_or_stale(page, needs, pytester):
+def test_memory_growth_against_a_stored_result_is_regressed_or_stale(page, needs, pytester):
     page(body=BODY.format(0.9))
     needs(600, 240, environment={"power_limit_w": 700})
     pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=1")
@@ -102,7 +102,7 @@ def test_memory_is_stored_and_a_growth_is_regressed_or_stale(page, needs, pytest
     assert store.load(file).results[NAME].goals["memory"]["optimized"] == 244 * MIB
 
 
-def test_without_a_gpu_it_is_checked(page, pytester):
+def test_without_a_gpu_memory_is_not_measured(page, pytester):
     page(body=ALONE.format(0.5))
     result = pytester.runpytest_subprocess("-v")
     result.stdout.fnmatch_lines(["*CHECKED*", "*1 checked*"])
@@ -184,7 +184,7 @@ class Bench:
         return SimpleNamespace(run=run, close=close, held_bytes=held, outputs=[None])
 
 
-def test_what_is_kept_and_what_passes_count_and_a_librarys_workspace_does_not(monkeypatch):
+def test_kept_and_temporary_memory_count_but_no_library_workspace(monkeypatch):
     bench = Bench(Allocator(monkeypatch))
     sides = (5, 40, 300), (0, 20, 100)
     trial = SimpleNamespace(pool=bench, sides=[(side, None) for side in sides])
@@ -196,7 +196,7 @@ def test_what_is_kept_and_what_passes_count_and_a_librarys_workspace_does_not(mo
     assert bench.allocator.now == 1000
 
 
-def test_what_was_taken_from_the_gpu_counts_from_the_first_call(monkeypatch):
+def test_reserved_memory_counts_from_the_first_call(monkeypatch):
     for counter, found in ((memory.reserved, 352), (memory.fragmentation, 7)):
         bench = Bench(Allocator(monkeypatch))
         bench.workspace = 0
@@ -238,7 +238,7 @@ class Sending(Bench):
         return one
 
 
-def test_what_a_rank_still_holds_of_the_last_side_is_not_counted_as_there(monkeypatch):
+def test_tensors_sent_by_the_last_side_are_dropped_before_counting(monkeypatch):
     bench = Sending(Allocator(monkeypatch))
     bench.workspace = 0
     rank = SimpleNamespace(max=lambda value: value, world=2, start_window=bench.begin)

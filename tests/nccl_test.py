@@ -305,5 +305,5 @@ def test_a_case_on_two_gpus_has_a_share_of_the_link_peak(page_on_links, tmp_path
     assert page_on_links(0.5e-3).shortest is None  # above the peak is not an error
     assert page_on_links(2e-3, gpus=1).limit == ""
     path.write_text("mine")
-    with pytest.raises(Failed, match="is no peaks file"):
+    with pytest.raises(Failed, match="is not a peaks file"):
         page_on_links(2e-3)

@@ -44,7 +44,7 @@ def machine(monkeypatch, tmp_path):
     return lambda reply: monkeypatch.setattr(Worker, "reply", reply)
 
 
-def test_one_gpu_is_leased_and_measured_in_a_process_of_its_own(tmp_path, capsys):
+def test_one_gpu_is_leased_and_measured_in_its_own_process(tmp_path, capsys):
     assert app.main(["peak"]) == 0
     environment = {"CUDA_VISIBLE_DEVICES": "GPU-a", "TRITON_INTERPRET": None}
     assert Worker.seen == [environment, ("peaks", "cuda"), "closed"]
@@ -72,7 +72,7 @@ def test_json_holds_rates_and_facts(capsys):
     assert plain == {"product": "nvidia-h200", "rates": RATES, "facts": FACTS}
 
 
-def test_stored_are_all_rates_with_what_they_were(tmp_path, capsys):
+def test_store_replaces_all_rates_and_prints_the_old_ones(tmp_path, capsys):
     path = tmp_path / "kept" / "nvidia-h200" / "peaks.json"
     path.parent.mkdir(parents=True)
     peaks.save(path, Peaks("nvidia-h200", {"copy": 4e12, "fp8": 1e15}, {"no": "more"}))
@@ -85,7 +85,7 @@ def test_stored_are_all_rates_with_what_they_were(tmp_path, capsys):
     assert peaks.load(path) == Peaks("nvidia-h200", RATES, FACTS)
 
 
-def test_a_gpu_that_was_throttled_has_no_peaks(machine, tmp_path, capsys):
+def test_peaks_of_a_throttled_gpu_are_not_stored(machine, tmp_path, capsys):
     facts = {**FACTS, "throttled": "power brake"}
     machine(Reply(result={"rates": RATES, "facts": facts}))
     assert app.main(["peak", "--store", f"--baselines={tmp_path}"]) == 1
@@ -98,7 +98,7 @@ def test_a_gpu_that_was_throttled_has_no_peaks(machine, tmp_path, capsys):
     assert not (tmp_path / "nvidia-h200").exists()
 
 
-def test_peaks_that_cannot_be_measured_say_why(machine, capsys):
+def test_a_failed_measurement_prints_its_reason(machine, capsys):
     machine(Reply(error="memory", message="out of memory", trace="its last words"))
     assert app.main(["peak"]) == 1
     assert capsys.readouterr().err.splitlines() == [
@@ -110,12 +110,12 @@ def test_peaks_that_cannot_be_measured_say_why(machine, capsys):
     assert Worker.seen[-1] == "closed"
 
 
-def test_a_file_that_is_none_is_left_as_it_is_and_ci_stores_nothing(tmp_path, monkeypatch, capsys):
+def test_a_foreign_file_and_ci_prevent_storing(tmp_path, monkeypatch, capsys):
     path = tmp_path / "nvidia-h200" / "peaks.json"
     path.parent.mkdir()
     path.write_text("mine")
     assert app.main(["peak", "--store", f"--baselines={tmp_path}"]) == 2
-    assert "nothing is stored: " + str(path) + " is no peaks file" in capsys.readouterr().err
+    assert "nothing is stored: " + str(path) + " is not a peaks file" in capsys.readouterr().err
     assert path.read_text() == "mine"
     monkeypatch.setenv("CI", "1")
     monkeypatch.setattr(Worker, "seen", [])

@@ -51,7 +51,7 @@ def test_the_slowest_resource_sets_the_limit(work, name, seconds, bound):
     assert limit.seconds == pytest.approx(seconds)
 
 
-def test_pcie_is_taken_at_its_faster_direction():
+def test_pcie_uses_its_faster_direction():
     work = Work(wire=GB, write=GB)
     assert limit_of(work, "pcie", H200) == Limit("d2h", GB / 5.7e10)
     one_way = Peaks("gb", {k: r for k, r in H200.rates.items() if k != "d2h"})
@@ -59,7 +59,7 @@ def test_pcie_is_taken_at_its_faster_direction():
 
 
 @pytest.mark.parametrize("bound", ["nvlink", "latency"])
-def test_links_are_taken_at_the_faster_of_a_copy_and_an_all_reduce(bound):
+def test_links_use_the_faster_of_copy_and_all_reduce(bound):
     """A reduction inside the switch has a busbw that no copy reaches."""
     links = Peaks("nvidia-h200-x2", {**H200.rates, "peer": 3.9e11, "busbw": 4.5e11})
     work = Work(wire=GB, read=GB)
@@ -68,14 +68,14 @@ def test_links_are_taken_at_the_faster_of_a_copy_and_an_all_reduce(bound):
     assert limit_of(work, bound, copied) == Limit("peer", GB / 3.9e11)
 
 
-def test_a_link_accuses_nobody():
+def test_a_link_is_never_implausible():
     """A side may reduce inside the switch, or send over links that a copy to one peer leaves."""
     assert not implausible(Limit("peer", 1e-3), 1e-4)
     assert not implausible(Limit("busbw", 1e-3), 1e-4)
     assert implausible(Limit("copy", 1e-3), 1e-4)
 
 
-def test_rates_are_added_to_those_that_are_there(tmp_path):
+def test_rates_are_added_to_stored_ones(tmp_path):
     path = tmp_path / "nvidia-h200-x2" / "peaks.json"
     peaks.add(path, "nvidia-h200-x2", {"peer": 3.9e11}, {"peer": "first", "name": "two"})
     peaks.add(path, "nvidia-h200-x2", {"busbw": 4e11, "peer": 3.8e11}, {"peer": "second"})
@@ -86,7 +86,7 @@ def test_rates_are_added_to_those_that_are_there(tmp_path):
         peaks.add(path, "nvidia-b200-x2", {"peer": 7e11}, {})
 
 
-def test_bytes_on_the_wire_count_only_where_they_are_the_bound():
+def test_wire_bytes_count_only_for_link_bounds():
     assert limit_of(Work(wire=1e15, read=GB), "dram", H200).name == "read"
 
 
@@ -100,11 +100,11 @@ def test_bytes_on_the_wire_count_only_where_they_are_the_bound():
         (Work(flops={"nvfp4": 1e12}), "tensor"),
     ],
 )
-def test_nothing_declared_or_not_measured_is_no_limit(work, bound):
+def test_there_is_no_limit_without_declared_work_or_measured_rates(work, bound):
     assert limit_of(work, bound, H200) is None
 
 
-def test_a_rate_that_is_not_needed_may_be_missing():
+def test_rates_without_declared_work_may_be_missing():
     only_read = Peaks("odd", {"read": 1e12})
     assert limit_of(Work(read=GB, flops={"fp8": 0}), "dram", only_read) == Limit("read", 1e-3)
     assert limit_of(Work(read=GB, write=1), "dram", only_read) is None
@@ -129,7 +129,7 @@ def test_share_and_plausibility():
     assert implausible(limit, 1e-3 / 1.06)
 
 
-def test_a_fill_at_full_speed_is_no_lie():
+def test_a_fill_at_full_speed_is_plausible():
     """One number for bandwidth, the copy rate, would have put it at 109 %."""
     assert not implausible(limit_of(Work(write=GB), "dram", H200), GB / 4.64e12)
 
@@ -140,7 +140,7 @@ def test_a_rate_is_a_positive_number(rate):
         Peaks("cpu", {"copy": rate})
 
 
-def test_a_rate_that_nobody_knows_is_refused():
+def test_an_unknown_rate_is_refused():
     with pytest.raises(PeaksError, match="unknown rate 'dram'; legal: copy, read, write"):
         Peaks("cpu", {"dram": 1.0})
 
@@ -158,7 +158,7 @@ def test_saved_peaks_are_loaded_with_four_digits(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["peaks.json"]
 
 
-def test_the_file_is_sorted_with_one_rate_a_line(tmp_path):
+def test_the_file_is_sorted_with_one_rate_per_line(tmp_path):
     path = tmp_path / "peaks.json"
     rates, facts = {"read": 4.3e12, "copy": 4.24e12, "launch": 4.1e-6}, {"torch": "2.11", "b": "3"}
     peaks.save(path, Peaks("gpu", rates, facts))
@@ -213,7 +213,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_no_file_is_no_peaks(tmp_path):
+def test_loading_a_missing_file_raises(tmp_path):
     with pytest.raises(FileNotFoundError):
         peaks.load(tmp_path / "peaks.json")
 

@@ -55,7 +55,7 @@ def asked(*roles):
     return list(zip(tasks, sides, strict=True))
 
 
-def test_processes_start_together_answer_in_turn_and_may_be_silent_as_long_as_their_task(log):
+def test_processes_start_together_and_answer_in_turn(log):
     found = process_timer.ask_fresh(asked("baseline", "optimized"), lambda text: None)
     assert found == [{"n": 1.0}, {"n": 1.0}]
     assert log == [
@@ -65,7 +65,7 @@ def test_processes_start_together_answer_in_turn_and_may_be_silent_as_long_as_th
     ]
 
 
-def test_what_processes_print_is_said_in_the_order_in_which_they_answer(log, monkeypatch, capsys):
+def test_output_of_processes_appears_in_the_order_of_their_answers(log, monkeypatch, capsys):
     class Speaks(client.WorkerProcess):
         def __init__(self, environment):
             super().__init__(environment)
@@ -83,13 +83,13 @@ def test_what_processes_print_is_said_in_the_order_in_which_they_answer(log, mon
     assert capsys.readouterr().out == "baseline\noptimized\n"
 
 
-def test_where_one_process_fails_none_is_left(log):
+def test_a_failed_process_ends_the_others(log):
     with pytest.raises(process_timer.ProcessFailed, match="doubled in a fresh process: gone"):
         process_timer.ask_fresh(asked("fails", "optimized"), lambda text: None)
     assert log[2:] == ["doubled fails 1200.0", "close alone", "close doubled"]
 
 
-def test_a_task_says_how_long_it_may_take(monkeypatch):
+def test_a_task_carries_its_time_limit(monkeypatch):
     bench = client.WorkerProcess()
     read, write = os.pipe()
     try:
@@ -107,7 +107,7 @@ def test_a_task_says_how_long_it_may_take(monkeypatch):
 
 
 @pytest.mark.parametrize("seconds", [5.0, 500.0])
-def test_a_task_in_this_process_says_it_too(monkeypatch, seconds):
+def test_a_task_in_this_process_carries_its_time_limit(monkeypatch, seconds):
     inside = server.InProcess()
     monkeypatch.setattr(inside._server.engine, "check", lambda task: {"limit": task.limit})
     assert inside.ask(CheckTask(), seconds, print).result == {"limit": seconds}

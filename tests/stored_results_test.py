@@ -95,7 +95,7 @@ def test_an_unknown_arch_is_an_error():
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path):
     path = stored(tmp_path, {SCAN: result(2.0)})
     (path.parent / "peaks.json").write_text("{}")
-    with pytest.raises(CliError, match=r"peaks.json is no peaks file"):
+    with pytest.raises(CliError, match=r"peaks.json is not a peaks file"):
         stored_results.stored_peaks(tmp_path / "baselines", "nvidia-h200")
     path.write_text("{")
     with pytest.raises(CliError, match=r"ch07.json is truncated"):

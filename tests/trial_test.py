@@ -49,7 +49,7 @@ def timed(replicate=0, **budget):
     return Engine().time(task)
 
 
-def test_laps_are_built_in_either_order_after_one_that_is_not_timed(built):
+def test_laps_alternate_the_build_order_after_an_untimed_build(built):
     result = timed()
     assert built == [0, 0, 1, 0, 1]
     assert result["firsts"] == [0, 0, 1, 1, 0, 0, 1, 1]
@@ -63,7 +63,7 @@ def test_every_lap_has_as_many_blocks_as_the_first(built):
     assert sorted(result["firsts"]).index(1) == len(result["firsts"]) / 2
 
 
-def test_the_outputs_of_slots_that_were_called_are_compared(built, monkeypatch):
+def test_outputs_of_called_slots_are_compared(built, monkeypatch):
     monkeypatch.setattr(Trial, "_slot_count", lambda self: 4)
     compared = timed()["outputs_checked"]
     monkeypatch.setattr(cpu_timer, "calls_for", lambda seconds, window, slots: 2)
@@ -72,7 +72,7 @@ def test_the_outputs_of_slots_that_were_called_are_compared(built, monkeypatch):
 
 
 @pytest.mark.parametrize(("replicate", "asked"), [(0, 1), (1, 0), (1000, 0)])
-def test_memory_is_asked_for_once_and_after_the_windows(built, monkeypatch, replicate, asked):
+def test_memory_is_measured_once_and_after_the_windows(built, monkeypatch, replicate, asked):
     said = []
 
     def memory(self):
@@ -134,7 +134,7 @@ def test_no_output_is_read_before_the_device_is_idle(built, monkeypatch, tmp_pat
 @pytest.mark.parametrize(
     ("slots", "calls", "extra"), [(1, 3, 2), (2, 100, 1), (7, 98, 1), (9, 18, 3)]
 )
-def test_extra_calls_come_where_no_slot_was_lately(slots, calls, extra):
+def test_extra_calls_use_slots_that_are_cold(slots, calls, extra):
     order = slot_order(calls, slots, extra)
     assert order[:calls] == tuple(k % slots for k in range(calls))
     assert len(order) == calls + extra
@@ -150,7 +150,7 @@ def test_extra_calls_come_where_no_slot_was_lately(slots, calls, extra):
     [([10], False, False), ([30, 10], True, False), ([30, 30], True, True)],
     ids=["its share", "too much expected", "cannot be given back"],
 )
-def test_a_process_keeps_no_more_than_its_share_of_a_gpu(
+def test_a_process_keeps_at_most_its_share_of_gpu_memory(
     monkeypatch, reserved, forgotten, exhausted
 ):
     kept, gib = Cache(Stopwatch(), {"page": object()}), iter(reserved)
@@ -164,7 +164,7 @@ def test_a_process_keeps_no_more_than_its_share_of_a_gpu(
 
 
 @pytest.mark.parametrize(("still", "exhausted"), [(10, False), (30, True)])
-def test_a_rank_keeps_an_eighth_of_what_another_process_may(monkeypatch, still, exhausted):
+def test_a_rank_keeps_an_eighth_of_that_share(monkeypatch, still, exhausted):
     ranks, gib = SimpleNamespace(world=2, max=lambda value: value), iter([10, still])
     monkeypatch.setattr("pytest_aisp.worker.cache.current_group", lambda: ranks)
     monkeypatch.setattr("pytest_aisp.worker.cache.release", lambda device: None)

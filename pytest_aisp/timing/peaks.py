@@ -190,10 +190,7 @@ def save(path: Path, peaks: Peaks) -> None:
 
 
 def measure(device: str) -> Peaks:
-    """Measure the peaks of `device` in a few seconds: ``cpu``, ``cuda`` or ``cuda:1``.
-
-    Each rate is that of the fastest of several kernels, by the median of its windows.
-    """
+    """Measure the peaks of `device` (``cuda:1``): each rate is that of the fastest kernel tried."""
     import torch
 
     with torch.no_grad(), no_gc():
