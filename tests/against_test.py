@@ -357,7 +357,7 @@ def test_each_process_of_an_old_side_has_the_old_page(pytester, monkeypatch):
     from pytest_aisp.worker.engine import Engine
 
     class Here:
-        printed = ()
+        outputs = ()
 
         def __init__(self, environment):
             pass

@@ -18,9 +18,9 @@ from ..results.messages import (
 from ..results.row import size_text
 from ..results.verdict import Reading
 from ..util.device import VERSIONS, Machine, cpu_machine
+from ..util.git import SnapshotError
 from ..worker.client import START_SECONDS, Worker
 from .collect import CaseLocation
-from .git_snapshot import SnapshotError
 from .placement import Placement
 from .run_context import Failed, RunContext, Unrecorded
 from .terminal import rerun_commands

@@ -22,10 +22,10 @@ from ..results.store import StoreError
 from ..results.verdict import Finding
 from ..timing import peaks as peaks_module
 from ..util.device import Machine, lease
+from ..util.git import GitSnapshot
 from ..worker.client import Worker, WorkerProcess
 from ..worker.output_capture import STREAMS, Chunk, StreamName, format_output
 from ..worker.server import InProcess
-from .git_snapshot import GitSnapshot
 from .options import MAX_SEED, Settings
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from ..results.artifacts import Unclaimable, stamped
 from ..results.row import Row
 from ..results.run_reader import folder_of
 from ..util.device import REMEDY, Machine
+from ..util.git import GitError, GitSnapshot
 from .canary import CLOCKS, Canary, has_canary
 from .collect import case_of
 from .options import LOCK_ERROR, PROFILERS, RECORDER, RUN, SETTINGS, Settings
@@ -53,11 +54,9 @@ def configure(config: pytest.Config) -> None:
         started=time.monotonic() - elapsed,
     )
     if settings.against is not None:
-        from .git_snapshot import GitSnapshot, SnapshotError
-
         try:
             run.past = GitSnapshot.at(settings.root, settings.against)
-        except SnapshotError as error:
+        except GitError as error:
             raise pytest.UsageError(str(error)) from None
     if worker is None:
         config.pluginmanager.register(LiveProgress(config, run), "aisp-live")
