@@ -86,7 +86,7 @@ class Window:
 
     def at(self, intensity: float, rate: float) -> tuple[float, float]:
         """Return the pixel of a point."""
-        across, up = plot.part(intensity, *self.x), plot.part(rate, *self.y)
+        across, up = plot.log_fraction(intensity, *self.x), plot.log_fraction(rate, *self.y)
         return LEFT + across * (RIGHT - LEFT), BOTTOM - up * (BOTTOM - TOP)
 
 

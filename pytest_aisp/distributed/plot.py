@@ -1,4 +1,4 @@
-"""Lines, circles and texts of an SVG, and the ticks of a logarithmic axis."""
+"""The plot of bandwidths as an SVG, and the SVG elements that it consists of."""
 
 from __future__ import annotations
 
@@ -6,32 +6,41 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..util.cli_result import size_text
 
+if TYPE_CHECKING:
+    from .nccl import SweepRow
+
 INK, GRAY, GRID = "#1f2328", "#59636e", "#e4e8ec"
+WIDTH, HEIGHT = 900, 520
+LEFT, RIGHT, TOP, BOTTOM = 90, 740, 64, 450
+COLORS = {"all_reduce": "#0969da", "all_gather": "#1a7f37", "reduce_scatter": "#bc4c00"}
+COLORS |= {"all_to_all": "#8250df", "one_shot": "#cf222e"}
+STEP = 18
+"""Pixels between the names of two curves."""
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def decades(low: float, high: float) -> list[float]:
-    """Return the powers of ten between two amounts."""
+    """Return the powers of ten between two values."""
     return [10.0**d for d in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
 
 
-def part(value: float, low: float, high: float) -> float:
-    """Return where `value` lies between `low` (0) and `high` (1), logarithmically."""
+def log_fraction(value: float, low: float, high: float) -> float:
+    """Return the logarithmic position of `value` between `low` (0) and `high` (1)."""
     return math.log(value / low) / math.log(high / low)
 
 
 def si(value: float) -> str:
-    """Return ``4.24 T``: three digits and the prefix that suits them."""
+    """Return ``4.24 T``: three digits and an SI prefix."""
     scale, prefix = next(((s, p) for s, p in PREFIXES if value >= s), (1.0, ""))
     return f"{value / scale:.3g} {prefix}"
 
 
 def opening(width: float, height: float) -> list[str]:
-    """Return the first elements of an SVG of this size: white ground, and no end yet."""
+    """Return the first elements of an SVG of this size; the end tag is the caller's."""
     return [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" font-family="Helvetica, Arial, sans-serif">',
@@ -43,15 +52,15 @@ def line(
     x1: float, y1: float, x2: float, y2: float, color: str, *, width: float = 1, dash: str = ""
 ) -> str:
     """Return a straight line."""
-    ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
+    points = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
-    return f'<line {ends} stroke="{color}" stroke-width="{width}"{dashed}/>'
+    return f'<line {points} stroke="{color}" stroke-width="{width}"{dashed}/>'
 
 
 def circle(x: float, y: float, radius: float, color: str, fill: str) -> str:
     """Return a circle with an edge of `color`."""
-    place = f'cx="{x:.1f}" cy="{y:.1f}" r="{radius}"'
-    return f'<circle {place} stroke="{color}" stroke-width="1.8" fill="{fill}"/>'
+    center = f'cx="{x:.1f}" cy="{y:.1f}" r="{radius}"'
+    return f'<circle {center} stroke="{color}" stroke-width="1.8" fill="{fill}"/>'
 
 
 def text(
@@ -67,32 +76,24 @@ def text(
     turn: float = 0,
     by: tuple[float, float] = (0, 0),
 ) -> str:
-    """Return `words` at a point, turned around it, and moved `by` in its own direction."""
+    """Return `words` at a point, rotated around it and shifted `by` in the rotated direction."""
     style = f'font-size="{size}" text-anchor="{anchor}" font-weight="{weight}" fill="{fill}"'
     style += f' transform="rotate({turn:.2f} {x:.1f} {y:.1f})"' if turn else ""
     style += f' stroke="{stroke}" stroke-width="3"' if stroke else ""
     return f'<text x="{x + by[0]:.1f}" y="{y + by[1]:.1f}" {style}>{escape(words)}</text>'
 
 
-WIDTH, HEIGHT = 900, 520
-LEFT, RIGHT, TOP, BOTTOM = 90, 740, 64, 450
-COLORS = {"all_reduce": "#0969da", "all_gather": "#1a7f37", "reduce_scatter": "#bc4c00"}
-COLORS |= {"all_to_all": "#8250df", "one_shot": "#cf222e"}
-STEP = 18
-"""Pixels between the names of two curves."""
-
-Row = Mapping[str, Any]
 Point = tuple[float, float]
 
 
-def draw(rows: Sequence[Row], title: str) -> str:
-    """Return the SVG of `rows`, which have `op`, `size` in bytes and `busbw` in bytes/s."""
+def draw(rows: Sequence[SweepRow], title: str) -> str:
+    """Return the SVG with a curve of `busbw` over size for each collective."""
     sizes, rates = [row["size"] for row in rows], [row["busbw"] for row in rows]
     across, up = (min(sizes) / 1.5, max(sizes) * 1.5), (min(rates) / 2, max(rates) * 2)
     curves: dict[str, list[Point]] = {}
     for row in rows:
-        x = LEFT + part(row["size"], *across) * (RIGHT - LEFT)
-        y = BOTTOM - part(row["busbw"], *up) * (BOTTOM - TOP)
+        x = LEFT + log_fraction(row["size"], *across) * (RIGHT - LEFT)
+        y = BOTTOM - log_fraction(row["busbw"], *up) * (BOTTOM - TOP)
         curves.setdefault(row["op"], []).append((x, y))
     parts = [
         *opening(WIDTH, HEIGHT),
@@ -107,11 +108,11 @@ def draw(rows: Sequence[Row], title: str) -> str:
 
 def _grid(sizes: Sequence[int], across: Point, up: Point) -> Iterator[str]:
     for size in sizes[:: max(1, len(sizes) // 8)]:
-        x = LEFT + part(size, *across) * (RIGHT - LEFT)
+        x = LEFT + log_fraction(size, *across) * (RIGHT - LEFT)
         yield line(x, TOP, x, BOTTOM, GRID)
         yield text(x, BOTTOM + 18, size_text(size), anchor="middle", size=12)
     for rate in decades(*up):
-        y = BOTTOM - part(rate, *up) * (BOTTOM - TOP)
+        y = BOTTOM - log_fraction(rate, *up) * (BOTTOM - TOP)
         yield line(LEFT, y, RIGHT, y, GRID)
         yield text(LEFT - 8, y + 4, f"{si(rate)}B/s", anchor="end", size=12)
     yield line(LEFT, BOTTOM, RIGHT, BOTTOM, GRAY)
@@ -120,7 +121,7 @@ def _grid(sizes: Sequence[int], across: Point, up: Point) -> Iterator[str]:
 
 
 def _curves(curves: Mapping[str, Sequence[Point]]) -> Iterator[str]:
-    names = sorted(curves, key=lambda op: curves[op][-1][1])  # the fastest on top, as it ends
+    names = sorted(curves, key=lambda op: curves[op][-1][1])  # from the top
     last = float(TOP - STEP)
     for op in names:
         points, color = curves[op], COLORS.get(op, INK)
