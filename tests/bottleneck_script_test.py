@@ -274,15 +274,6 @@ def test_a_loop_that_is_too_short_is_an_error(script, capsys):
     assert capsys.readouterr().err.startswith("the loop ended after 4 steps, before any step")
 
 
-@pytest.mark.parametrize(
-    ("option", "least"), [("--steps=0", 1), ("--warmup=-1", 0), ("--profiled=x", 1)]
-)
-def test_an_invalid_number_of_steps_is_an_error(option, least, capsys):
-    assert app.main(["bottleneck", option, "train.py"]) == 2
-    message = f"{option.partition('=')[2]!r} is no number of steps; write {least} or more, as 100"
-    assert message in capsys.readouterr().err
-
-
 def test_the_command_prints_the_report_after_the_scripts_own_output(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(HEAD + LOOP + "print(sys.argv[1:])\nimport os\nos.system('echo shell')")

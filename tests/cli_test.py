@@ -1,4 +1,4 @@
-"""The command line itself: how it is started, its help, sizes as people write them."""
+"""The command line itself: starting it, help, errors of options, sizes and tables."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ OPTIONS = dict(commands(typer.main.get_command(app.build())))
 COMMANDS = list(OPTIONS)
 
 
-def test_the_console_script_is_main():
+def test_console_script_runs_main():
     found = re.search(r'^aisp = "([\w.]+):(\w+)"', (ROOT / "pyproject.toml").read_text(), re.M)
     assert getattr(importlib.import_module(found[1]), found[2]) is app.main
 
 
-def test_it_runs_as_a_module():
+def test_package_runs_as_a_module():
     command = [sys.executable, "-m", "pytest_aisp.cli", "nccl-env"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -48,13 +48,13 @@ def test_it_runs_as_a_module():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_names_every_command_and_option(command, capsys):
     assert app.main([*command, "--help"]) == 0
-    said = capsys.readouterr().out
+    text = capsys.readouterr().out
     inner = {name[len(command)] for name in COMMANDS if name[:-1] == command and name}
-    assert all(re.search(rf"^ +{name}\b", said, re.M) for name in inner)
-    assert all(option in said for option in OPTIONS[command])
+    assert all(re.search(rf"^ +{name}\b", text, re.M) for name in inner)
+    assert all(option in text for option in OPTIONS[command])
 
 
-def test_every_option_and_command_is_in_the_guide():
+def test_reference_lists_every_command_and_option():
     guide = (ROOT / "docs/reference/cli.md").read_text()
     for name, options in OPTIONS.items():
         assert f"aisp {' '.join(name)}".strip() in guide
@@ -85,7 +85,7 @@ SPELLINGS = {
 """Each command of a group, and its spelling before there were groups."""
 
 
-def found(words):
+def command_of(words):
     command = typer.main.get_command(app.build())
     for word in words.split():
         command = command.commands[word]
@@ -93,12 +93,12 @@ def found(words):
 
 
 @pytest.mark.parametrize(("spelling", "old"), SPELLINGS.items())
-def test_a_command_has_its_old_spelling_too(spelling, old):
-    new, same = found(spelling), found(old)
+def test_old_spelling_runs_the_same_command(spelling, old):
+    new, same = command_of(spelling), command_of(old)
     assert inspect.unwrap(new.callback) is inspect.unwrap(same.callback)
     assert [p.opts for p in new.params] == [p.opts for p in same.params]
     assert not new.hidden
-    assert found(old.split()[0]).hidden
+    assert command_of(old.split()[0]).hidden
 
 
 def test_help_shows_groups_and_hides_old_spellings():
@@ -107,40 +107,56 @@ def test_help_shows_groups_and_hides_old_spellings():
     assert visible == {"", "bottleneck", *groups, *SPELLINGS}
 
 
-def test_without_a_command_it_is_asked_wrongly(capsys):
+def test_missing_command_is_an_error(capsys):
     assert app.main([]) == 2
     assert "Error: Missing command." in capsys.readouterr().err
 
 
-def test_a_command_that_is_none_is_answered_with_the_nearest(capsys):
+def test_unknown_command_is_refused_with_the_nearest_one(capsys):
     assert app.main(["bottlneck", "train.py"]) == 2
-    said = "Error: No such command 'bottlneck'. Did you mean 'bottleneck'?"
-    assert said in capsys.readouterr().err
+    error = "Error: No such command 'bottlneck'. Did you mean 'bottleneck'?"
+    assert error in capsys.readouterr().err
 
 
-def test_what_is_being_done_is_shown_on_a_terminal_alone(monkeypatch, capsys):
-    with console.show_progress() as tell:
-        tell("GPU 0 -> GPU 1")
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("suite run --profile=all", "'all' is not one of 'none', 'minimal', 'full'"),
+        ("results expectations --format=xml", "'xml' is not one of 'text', 'csv', 'json'"),
+        ("results compare a b --format=xml", "'xml' is not one of 'text', 'markdown', 'json'"),
+        ("ci gate a --format=xml", "'xml' is not one of 'text', 'markdown', 'github', 'gitlab',"),
+        ("bottleneck --steps=0 a.py", "0 is not in the range x>=1"),
+        ("bottleneck --warmup=-1 a.py", "-1 is not in the range x>=0"),
+        ("bottleneck --profiled=x a.py", "'x' is not a valid int"),
+    ],
+)
+def test_illegal_value_of_an_option_is_refused(line, error, capsys):
+    assert app.main(line.split()) == 2
+    assert error in " ".join(capsys.readouterr().err.split())
+
+
+def test_progress_is_shown_only_on_a_terminal(monkeypatch, capsys):
+    with console.show_progress() as progress:
+        progress("GPU 0 -> GPU 1")
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    with console.show_progress() as tell:
-        tell("GPU [0] -> GPU 1 (1 of 2 done)")
-    said = capsys.readouterr()
-    assert "GPU [0] -> GPU 1" in said.err
-    assert "done)" not in said.err
-    assert said.out == ""
+    with console.show_progress() as progress:
+        progress("GPU [0] -> GPU 1 (1 of 2 done)")
+    output = capsys.readouterr()
+    assert "GPU [0] -> GPU 1" in output.err
+    assert "done)" not in output.err
+    assert output.out == ""
 
 
-def test_the_bar_fills_with_what_is_done():
+def test_text_with_progress_is_split_again():
     told = cli_result.with_progress("all_reduce of 4 KiB", 3, 18)
     assert told == "all_reduce of 4 KiB (3 of 18 done)"
     assert cli_result.split_progress(told) == ("all_reduce of 4 KiB", 3, 18)
     assert cli_result.split_progress("rank 0: start") == ("rank 0: start", 0, None)
 
 
-def test_a_shell_is_told_how_to_complete(monkeypatch):
-    """The words that a shell asks for come from the commands themselves."""
+def test_shell_completes_commands():
     environment = {**os.environ, "_AISP_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
     environment["COMP_WORDS"] = "aisp bo"
     command = [sys.executable, "-m", "pytest_aisp.cli"]
@@ -152,12 +168,12 @@ def test_a_shell_is_told_how_to_complete(monkeypatch):
     ("text", "nbytes"),
     [("4096", 4096), ("4B", 4), ("4KiB", 4096), (" 3 MiB", 3 << 20), ("1GiB", 1 << 30)],
 )
-def test_sizes_are_read(text, nbytes):
+def test_sizes_are_parsed(text, nbytes):
     assert parse_bytes(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "0", "0KiB", "-1", "1.5GiB", "1GB", "1 TiB", "4KiB:"])
-def test_what_is_no_size_says_how_to_write_one(text):
+def test_invalid_size_is_refused_with_legal_forms(text):
     message = re.escape(f"{text!r} is not a size; write it like 4KiB, 512MiB or 1GiB")
     with pytest.raises(ValueError, match=message):
         parse_bytes(text)
@@ -172,15 +188,15 @@ def test_what_is_no_size_says_how_to_write_one(text):
         ("8KiB,4KiB,8KiB", (4096, 8192)),
     ],
 )
-def test_ranges_double_and_lists_are_sorted(text, sizes):
+def test_size_ranges_double_and_lists_are_sorted(text, sizes):
     assert parse_sizes(text) == sizes
 
 
-def test_sizes_are_written():
+def test_sizes_are_formatted():
     texts = [size_text(n) for n in (1, 1023, 4096, 4080, 1 << 30, 3 << 29)]
     assert texts == ["1 B", "1023 B", "4 KiB", "3.984 KiB", "1 GiB", "1.5 GiB"]
 
 
-def test_columns_stand_below_each_other():
+def test_columns_are_aligned():
     assert columns([("a", "bb"), ("ccc", "")]) == ["a    bb", "ccc"]
     assert cli_result.rate_text(387.44e9) == "387.4 GB/s"

@@ -9,7 +9,6 @@ import fake_results
 import pytest
 
 from pytest_aisp.cli import app
-from pytest_aisp.tools.gate import FORMS
 
 WHY = "1.668x against 2.000x, margin 10.0% -> red"
 PAGE = "import os\n\n\ndef test_other(): ...\n\n\n@os\n@os\ndef test_gemm(pair):\n    pass\n"
@@ -165,13 +164,6 @@ def test_gitlab_gets_a_code_quality_report_and_json_has_everything(run, gate):
     found = json.loads("\n".join(gate(folder, "--format=json")[1]))
     assert (found["verdict"], found["exit_code"]) == ("red", 1)
     assert found["runs"][0]["red"][0]["reasons"] == [WHY]
-
-
-def test_an_unknown_format_is_refused(run, capsys):
-    assert app.main(["gate", run("a"), "--format=xml"]) == 2
-    legal = ", ".join(FORMS)
-    message = " ".join(capsys.readouterr().err.split())
-    assert f"'xml' is no format; legal are {legal}" in message
 
 
 def test_a_missing_folder_is_an_error(run, capsys):

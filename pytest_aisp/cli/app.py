@@ -1,8 +1,8 @@
 """The command line `aisp`: its groups of commands, and the exit codes.
 
-Exit codes: 0, all is well; 1, something here is wrong (no GPU, a slow link, a result below its
+Exit codes: 0, everything is fine; 1, something is wrong (no GPU, a slow link, a result below its
 claim); 2, the command cannot answer here, or its arguments are wrong. A command that runs pytest or
-a script ends with the exit code of that program.
+a script returns the exit code of that program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Command = Callable[..., None]
 
 GROUPS: Mapping[str, tuple[str, Mapping[str, Command]]] = {
     "suite": (
-        "List pages, and measure or check them with pytest.",
+        "List pages, and check or measure them with pytest.",
         {
             "list": suite.list_pages,
             "run": suite.run,
@@ -29,7 +29,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Command]]] = {
         },
     ),
     "results": (
-        "Compare, check, show and export runs and stored results.",
+        "Compare, check, report and export runs and stored results.",
         {
             "compare": results.compare,
             "expectations": results.expectations,
@@ -53,14 +53,14 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Command]]] = {
             "nccl-env": machine.nccl_env,
         },
     ),
-    "ci": ("Give a CI one verdict of several runs.", {"gate": results.gate}),
+    "ci": ("Combine the runs of several machines for a CI.", {"gate": results.gate}),
 }
 OLD_SPELLINGS = {
     "suite list": "bench list-targets",
     "suite run": "bench run",
     "results checksums": "seals",
 }
-"""The spellings before there were groups. Any other command was called by its last word alone."""
+"""Spellings from before there were groups. The other commands were their last word alone."""
 CLASSES: Mapping[Command, type[TyperCommand]] = {
     suite.run: suite.PytestCommand,
     suite.verify: suite.PytestCommand,
@@ -70,8 +70,8 @@ CLASSES: Mapping[Command, type[TyperCommand]] = {
 
 
 def build() -> typer.Typer:
-    """Return the app: groups of commands, and every old spelling as a hidden command."""
-    app = _group("Measure pages with pytest, judge stored results, look at the machine.")
+    """Return the app: the groups of commands, and the old spellings as hidden commands."""
+    app = _group("Measure pages with pytest, judge stored results, and inspect the machine.")
     bench = _group("The old spelling of `aisp suite`.")
     for name, (text, commands) in GROUPS.items():
         group = _group(text)
@@ -81,13 +81,13 @@ def build() -> typer.Typer:
             _add(bench if parents else app, old, command, hidden=not parents)
         app.add_typer(group, name=name)
     app.add_typer(bench, name="bench", hidden=True)
-    # The words after the script are its own arguments, `--json` included.
+    # Everything after the script is an argument of the script, `--json` included.
     app.command(context_settings={"allow_interspersed_args": False})(machine.bottleneck)
     return app
 
 
 def _group(text: str) -> typer.Typer:
-    # Plain errors: a message in a log must not be wrapped into a frame.
+    # Without frames around errors, which are hard to read in a log.
     return typer.Typer(
         name="aisp", help=text, rich_markup_mode=None, pretty_exceptions_enable=False
     )
@@ -105,8 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CliError as error:
         print_error(str(error))
         return error.code
-    except SystemExit as ended:  # how Typer ends, also after an error or --help
-        if isinstance(ended.code, str):
+    except SystemExit as end:  # how Typer ends, also after an error or --help
+        if isinstance(end.code, str):
             raise
-        return ended.code or 0
+        return end.code or 0
     return 0

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from .console import DEFAULT_BASELINES, Baselines, Json, Yes, finish, one_of, show_progress
-from .suite import Targets
+from .console import DEFAULT_BASELINES, Baselines, Json, Yes, finish, show_progress
+from .suite import Folder, Targets
 
 Product = Annotated[
     str | None,
     typer.Option(metavar="PRODUCT", help="default: this machine's product, or the only one stored"),
+]
+Reference = Annotated[
+    str, typer.Argument(help="a run's folder, a folder of stored results, or a commit")
 ]
 
 
@@ -21,31 +24,32 @@ def roofline(targets: Targets = None, product: Product = None, as_json: Json = F
     from ..tools import catalog, roofline, stored_results
     from ..util.device import Machine
 
-    with show_progress() as tell:
-        found = catalog.collect(targets, tell=tell)
-    names = stored_results.select_products(found.baselines, product, Machine.here())
-    finish(roofline.roofline_result(found, names, targets or (), as_json=as_json))
+    with show_progress() as progress:
+        pages = catalog.collect(targets, tell=progress)
+    products = stored_results.select_products(pages.baselines, product, Machine.here())
+    finish(roofline.roofline_result(pages, products, targets or (), as_json=as_json))
 
 
 def expectations(
     product: Product = None,
     form: Annotated[
-        str, typer.Option("--format", metavar="text|csv|json", help="output format")
+        Literal["text", "csv", "json"], typer.Option("--format", help="output format")
     ] = "text",
     arch: Annotated[
-        str | None, typer.Option(metavar="ARCH", help="the arch whose claims count, as sm90")
+        str | None,
+        typer.Option(metavar="ARCH", help="arch whose claims to use; default: the product's"),
     ] = None,
 ) -> None:
     """Compare stored results with the claims of their pages."""
     from ..tools import catalog, stored_results
     from ..util.device import Machine
 
-    wanted, machine = one_of(stored_results.FORMATS, "--format", form), Machine.here()
-    with show_progress() as tell:
-        found = catalog.collect(tell=tell)
-    names = stored_results.select_products(found.baselines, product, machine)
-    archs = {name: stored_results.arch_of(name, arch, machine) for name in names}
-    finish(stored_results.expectations_result(found, archs, form=wanted))
+    machine = Machine.here()
+    with show_progress() as progress:
+        pages = catalog.collect(tell=progress)
+    products = stored_results.select_products(pages.baselines, product, machine)
+    archs = {name: stored_results.arch_of(name, arch, machine) for name in products}
+    finish(stored_results.expectations_result(pages, archs, form=form))
 
 
 def prune(
@@ -58,16 +62,16 @@ def prune(
     """List stored results whose case no longer exists."""
     from ..tools import catalog, maintenance
 
-    with show_progress() as tell:
-        found = catalog.collect(tell=tell)
-    finish(maintenance.prune_result(found, product, yes=yes, as_json=as_json))
+    with show_progress() as progress:
+        pages = catalog.collect(tell=progress)
+    finish(maintenance.prune_result(pages, product, yes=yes, as_json=as_json))
 
 
 def compare(
-    old: Annotated[str, typer.Argument(help="a run, a folder of stored results, or a commit")],
-    new: Annotated[str, typer.Argument(help="the same")],
+    old: Reference,
+    new: Reference,
     form: Annotated[
-        str, typer.Option("--format", metavar="text|markdown|json", help="output format")
+        Literal["text", "markdown", "json"], typer.Option("--format", help="output format")
     ] = "text",
     every: Annotated[
         bool, typer.Option("--all", help="also list changes within the noise; json always does")
@@ -76,8 +80,7 @@ def compare(
     """Compare two runs or commits, the worst change first."""
     from ..tools import compare_results
 
-    wanted = one_of(compare_results.FORMS, "--format", form)
-    finish(compare_results.compare_result(old, new, form=wanted, every=every, root=Path.cwd()))
+    finish(compare_results.compare_result(old, new, form=form, every=every, root=Path.cwd()))
 
 
 def checksums(
@@ -85,24 +88,24 @@ def checksums(
         list[Path] | None, typer.Argument(help="default: all that differ from REF")
     ] = None,
     against: Annotated[
-        str, typer.Option(metavar="REF", help="the commit to compare with, as origin/main")
+        str, typer.Option(metavar="REF", help="commit to compare with, as origin/main")
     ] = "HEAD",
     baselines: Baselines = DEFAULT_BASELINES,
 ) -> None:
-    """Refuse staged results that no run recorded."""
+    """Refuse stored results that no run recorded."""
     from ..tools import maintenance
 
     finish(maintenance.checksums_result(files or (), baselines, against))
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="the folder that --aisp-artifacts wrote")],
+    folder: Folder,
     history: Annotated[
         list[Path] | None,
         typer.Option(metavar="FOLDER", help="an earlier run, for the history of cases; repeatable"),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="default: report.html in FOLDER")
+        Path | None, typer.Option(metavar="FILE", help="default: report.html in the folder")
     ] = None,
     pages: Annotated[
         Path | None,
@@ -115,10 +118,8 @@ def report(
     finish(report_result(folder, history or (), out, pages))
 
 
-def export(
-    folder: Annotated[Path, typer.Argument(help="the folder that --aisp-artifacts wrote")],
-) -> None:
-    """Print the timed sides of a run as JSON of pytest-benchmark."""
+def export(folder: Folder) -> None:
+    """Print the timed sides of a run as pytest-benchmark JSON."""
     from ..session import benchmark_plugin
 
     finish(benchmark_plugin.export_result(folder))
@@ -127,20 +128,18 @@ def export(
 def gate(
     folders: Annotated[list[Path], typer.Argument(help="folders that --aisp-artifacts wrote")],
     products: Annotated[
-        str, typer.Option(metavar="P,P", help="products that must be there, as nvidia-h200")
-    ] = "",
-    form: Annotated[
         str,
         typer.Option(
-            "--format",
-            metavar="text|markdown|github|gitlab|json",
-            help="github: annotations; gitlab: a Code Quality report",
+            metavar="P,P", help="products that must have a run, as nvidia-h200,nvidia-b200"
         ),
+    ] = "",
+    form: Annotated[
+        Literal["text", "markdown", "github", "gitlab", "json"],
+        typer.Option("--format", help="github: annotations; gitlab: a Code Quality report"),
     ] = "text",
 ) -> None:
-    """Give the runs of several machines one verdict."""
+    """Combine the runs of several machines into one verdict."""
     from ..tools import gate
 
-    wanted = one_of(gate.FORMS, "--format", form)
     expected = [product for product in products.split(",") if product]
-    finish(gate.gate_result(folders, expected, form=wanted, root=Path()))
+    finish(gate.gate_result(folders, expected, form=form, root=Path()))

@@ -215,7 +215,6 @@ def list_targets_result(catalog: Catalog, *, as_json: bool) -> CliResult:
     return CliResult(lines, 1 if errors else 0)
 
 
-PROFILES = ("none", "minimal", "full")
 PYTHON = ("python", "-m", "pytest")
 
 

@@ -123,7 +123,6 @@ def arch_of(product: str, arch: str | None, machine: Machine) -> str:
     raise CliError(f"the arch of {product} is unknown; {legal}\n    --arch={ARCHS[1]}")
 
 
-FORMATS = ("text", "csv", "json")
 MIN_PROCESSES, MIN_SESSIONS = 8, 2
 """The least from which a case's spread is estimated."""
 STATES = {
