@@ -1,4 +1,4 @@
-"""`aisp suite run`, `verify`, `replay`: which pytest command stands for what was asked."""
+"""`aisp suite run`, `verify` and `replay`: the pytest commands that they run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PAGE = "suites/ch10/gemm_test.py"
 
 @pytest.fixture
 def ran(tmp_path, monkeypatch):
-    """Two pages in a folder; the commands that would have been run, each ending with a code."""
-    told = fake_catalog(tmp_path, [case("ch10:gemm"), case("ch07:scan")])
+    """Return the recorded pytest commands, and the class whose `codes` are their exit codes."""
+    pages = fake_catalog(tmp_path, [case("ch10:gemm"), case("ch07:scan")])
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(catalog, "collect", lambda *targets, tell: told)
+    monkeypatch.setattr(catalog, "collect", lambda *targets, tell: pages)
     ran = []
 
-    class Ended:
+    class Process:
         codes = iter(())
 
         def __init__(self, command):
@@ -36,13 +36,12 @@ def ran(tmp_path, monkeypatch):
         def wait(self):
             return next(self.codes, 0)
 
-    monkeypatch.setattr(catalog, "Popen", Ended)
-    monkeypatch.setattr(ran_codes := Ended, "codes", iter(()))
-    return ran, ran_codes
+    monkeypatch.setattr(catalog, "Popen", Process)
+    return ran, Process
 
 
 def words(ran):
-    """Return what pytest is given, command by command."""
+    """Return the arguments of each pytest command."""
     assert all(command[:3] == [sys.executable, "-m", "pytest"] for command in ran)
     return [command[3:] for command in ran]
 
@@ -59,7 +58,7 @@ def words(ran):
         (["--artifacts-dir", "out", "--targets", "ch10"], ["--aisp-artifacts=out", PAGE]),
     ],
 )
-def test_what_pytest_is_given(ran, capsys, given, expected):
+def test_suite_run_translates_options_to_pytest(ran, capsys, given, expected):
     commands, _ = ran
     assert app.main(["bench", "run", *given]) == 0
     (command,) = words(commands)
@@ -71,12 +70,12 @@ def test_what_pytest_is_given(ran, capsys, given, expected):
     assert shown.split()[-1] == expected[-1]
 
 
-def test_a_full_profile_is_a_run_for_each_profiler_that_is_installed(ran, monkeypatch, capsys):
-    commands, ended = ran
+def test_full_profile_runs_pytest_for_each_installed_profiler(ran, monkeypatch, capsys):
+    commands, process = ran
     monkeypatch.setattr(
         nvidia_tools, "profiler_installed", lambda name: "/bin/ncu" if name == "ncu" else None
     )
-    ended.codes = iter((0, 1))
+    process.codes = iter((0, 1))
     line = ["bench", "run", "--targets", "ch10", "--profile", "full", "--artifacts-dir", "out"]
     assert app.main([*line, "--", "-x"]) == 1
     assert words(commands) == [
@@ -92,9 +91,9 @@ def test_a_full_profile_is_a_run_for_each_profiler_that_is_installed(ran, monkey
     ]
 
 
-def test_verify_goes_on_after_a_stage_and_ends_as_the_worst(ran):
-    commands, ended = ran
-    ended.codes = iter((0, 2, 1))
+def test_verify_runs_all_stages_and_returns_the_highest_exit_code(ran):
+    commands, process = ran
+    process.codes = iter((0, 2, 1))
     assert app.main(["verify", "--targets", "ch10", "--", "-q"]) == 2
     assert words(commands) == [
         ["--collect-only", "-q", "-q", PAGE],
@@ -104,25 +103,25 @@ def test_verify_goes_on_after_a_stage_and_ends_as_the_worst(ran):
 
 
 @pytest.mark.parametrize("command", [["bench", "run"], ["verify"], ["replay", "out"]])
-def test_an_unknown_target_runs_nothing(ran, capsys, command):
+def test_unknown_target_is_refused(ran, capsys, command):
     commands, _ = ran
     assert app.main([*command, "--targets", "ch10:gemn"]) == 2
-    said = "unknown target 'ch10:gemn'; the nearest: ch10:gemm\n    aisp suite list\n"
-    assert capsys.readouterr().err == said
+    error = "unknown target 'ch10:gemn'; the nearest: ch10:gemm\n    aisp suite list\n"
+    assert capsys.readouterr().err == error
     assert commands == []
 
 
 @pytest.mark.parametrize("given", [["--targets"], ["--targets", "--profile=none"]])
-def test_targets_without_a_word_are_refused(ran, capsys, given):
+def test_targets_option_without_words_is_refused(ran, capsys, given):
     assert app.main(["bench", "run", *given]) == 2
     assert "--targets needs a chapter or a page, as ch10 or ch10:gemm" in capsys.readouterr().err
     assert ran[0] == []
 
 
-def test_only_runs_hand_anything_to_pytest(capsys):
+def test_only_commands_that_run_pytest_take_its_arguments(capsys):
     assert app.main(["roofline", "--targets", "ch10", "--", "-x"]) == 2
-    said = "this command does not run pytest: remove -- and the words after it"
-    assert said in capsys.readouterr().err
+    error = "this command does not run pytest: remove -- and the words after it"
+    assert error in capsys.readouterr().err
 
 
 def test_targets_end_at_the_next_option():
@@ -134,12 +133,12 @@ def test_targets_end_at_the_next_option():
     assert list(suite._repeat_option(["out", "-"])) == ["out", "-"]
 
 
-def test_a_run_that_a_signal_ended_says_so_as_a_shell_does(ran):
+def test_killed_pytest_gives_the_exit_code_of_a_shell(ran):
     ran[1].codes = iter((-signal.SIGKILL,))
     assert app.main(["bench", "run"]) == 137
 
 
-def test_an_interrupt_waits_for_pytest_to_close_its_run(ran, monkeypatch):
+def test_interrupt_waits_for_pytest_to_end(ran, monkeypatch):
     def interrupted(self):
         monkeypatch.setattr(ran[1], "wait", lambda self: 2)
         raise KeyboardInterrupt
@@ -157,7 +156,7 @@ def line(row):
 
 @pytest.fixture
 def recorded(tmp_path):
-    """A folder of artifacts with a row of each page."""
+    """Return a folder of artifacts with a row of each page."""
     rows = [case("ch10:gemm"), case("ch07:scan", "a/../b")]
     folder = tmp_path / "out"
     folder.mkdir()
@@ -165,7 +164,7 @@ def recorded(tmp_path):
     return folder
 
 
-def test_replay_names_what_was_recorded_and_nothing_else(ran, recorded, tmp_path, monkeypatch):
+def test_replay_selects_only_recorded_cases(ran, recorded, tmp_path, monkeypatch):
     commands, _ = ran
     scan = "suites/ch07/scan_test.py::test_scan[a/../b-n64]"
     gemm = f"{PAGE}::test_gemm[tiled-n64]"
@@ -181,7 +180,7 @@ def test_replay_names_what_was_recorded_and_nothing_else(ran, recorded, tmp_path
     ]
 
 
-def test_a_folder_without_a_recording_is_refused(ran, recorded, tmp_path, capsys):
+def test_replay_without_a_recorded_case_is_refused(ran, recorded, tmp_path, capsys):
     assert app.main(["replay", "nowhere"]) == 2
     first, *_, last = capsys.readouterr().err.splitlines()
     assert first.startswith("--aisp-replay=nowhere: no run to judge again: ")
@@ -195,7 +194,7 @@ def test_a_folder_without_a_recording_is_refused(ran, recorded, tmp_path, capsys
     assert ran[0] == []
 
 
-def test_pytest_is_really_run_and_its_exit_code_returned(tmp_path, capfd):
+def test_pytest_runs_and_its_exit_code_is_returned(tmp_path, capfd):
     (tmp_path / "red_test.py").write_text("def test_red():\n    assert 1 == 2\n")
     command = ["-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", str(tmp_path)]
     assert catalog.run(command, lambda text: print(text, flush=True)) == 1
@@ -206,29 +205,29 @@ def test_pytest_is_really_run_and_its_exit_code_returned(tmp_path, capfd):
 
 
 @pytest.fixture
-def completes(tmp_path, monkeypatch, capsys):
-    """What bash would offer for a line that ends where the cursor is; words as bash cuts them."""
-    told = fake_catalog(tmp_path, [case("ch10:gemm"), case("ch10:group"), case("ch07:scan")])
-    monkeypatch.setattr(catalog, "collect", lambda *targets: told)
+def completions(tmp_path, monkeypatch, capsys):
+    """Return a function that completions a line, split into words as bash splits them."""
+    pages = fake_catalog(tmp_path, [case("ch10:gemm"), case("ch10:group"), case("ch07:scan")])
+    monkeypatch.setattr(catalog, "collect", lambda *targets: pages)
     monkeypatch.setenv("_AISP_COMPLETE", "complete_bash")
 
-    def offered(line):
+    def complete(line):
         monkeypatch.setenv("COMP_WORDS", line)
         monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
         assert app.main([]) == 0
         return capsys.readouterr().out.split()
 
-    return offered
+    return complete
 
 
 @pytest.mark.parametrize("command", ["bench run", "verify", "bench list-targets", "roofline"])
-def test_a_shell_completes_the_option_of_targets(completes, command):
+def test_shell_completes_the_targets_option(completions, command):
     words = ["--targets"] if "list" not in command else []
-    assert completes(f"aisp {command} --tar") == words
+    assert completions(f"aisp {command} --tar") == words
 
 
 @pytest.mark.parametrize(
-    ("line", "offered"),
+    ("line", "expected"),
     [
         ("--targets ", ["ch07", "ch10"]),
         ("--targets ch1", ["ch10"]),
@@ -246,13 +245,13 @@ def test_a_shell_completes_the_option_of_targets(completes, command):
         ("--targets ch10 --prof", ["--profile"]),
     ],
 )
-def test_a_shell_completes_targets(completes, line, offered):
-    assert completes(f"aisp suite run {line}") == offered
+def test_shell_completes_targets(completions, line, expected):
+    assert completions(f"aisp suite run {line}") == expected
 
 
-def test_where_nothing_can_be_collected_a_shell_is_offered_nothing(completes, monkeypatch):
+def test_completion_is_empty_if_pytest_cannot_collect(completions, monkeypatch):
     def refused(*targets):
         raise CliError("pytest cannot collect here")
 
     monkeypatch.setattr(catalog, "collect", refused)
-    assert completes("aisp suite run --targets ch") == []
+    assert completions("aisp suite run --targets ch") == []

@@ -150,9 +150,9 @@ def test_progress_is_shown_only_on_a_terminal(monkeypatch, capsys):
 
 
 def test_text_with_progress_is_split_again():
-    told = cli_result.with_progress("all_reduce of 4 KiB", 3, 18)
-    assert told == "all_reduce of 4 KiB (3 of 18 done)"
-    assert cli_result.split_progress(told) == ("all_reduce of 4 KiB", 3, 18)
+    text = cli_result.with_progress("all_reduce of 4 KiB", 3, 18)
+    assert text == "all_reduce of 4 KiB (3 of 18 done)"
+    assert cli_result.split_progress(text) == ("all_reduce of 4 KiB", 3, 18)
     assert cli_result.split_progress("rank 0: start") == ("rank 0: start", 0, None)
 
 

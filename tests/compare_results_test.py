@@ -291,9 +291,6 @@ def test_a_side_that_cannot_be_read_is_an_error(tmp_path):
     assert "holds no run: it has no manifest.json" in error_of(tmp_path, DATA)
 
 
-# Stored results, in a folder and at commits
-
-
 def result(value):
     return Result(
         baseline_us=20.0,
