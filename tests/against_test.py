@@ -50,7 +50,7 @@ def change(path, was=OLD, becomes=NEW):
     path.write_text(text.replace(was, becomes))
 
 
-def test_a_side_that_became_slower_is_red_and_the_commits_are_named(committed, git, pytester):
+def test_a_side_that_became_slower_is_red_and_names_the_commits(committed, git, pytester):
     sha = git("rev-parse", "--short=8", "HEAD")
     change(committed)
     result = pytester.runpytest_subprocess("--aisp-against=HEAD")
@@ -69,7 +69,7 @@ def test_unchanged_sides_are_not_timed_again(committed, pytester):
     assert row.against == []
 
 
-def test_a_change_of_the_baseline_alone_gates_the_baseline_alone(committed, pytester):
+def test_only_the_changed_baseline_is_compared(committed, pytester):
     change(committed, "return x + x", "return x.add(x)")
     result = pytester.runpytest_subprocess("--aisp-against=HEAD", "-vv")
     assert result.ret == 0
@@ -93,7 +93,7 @@ def test_a_changed_helper_counts_as_a_change(page, gpu, git, pytester):
 LIBRARY = "def twice(x):\n    return 2 * x\n"
 
 
-def test_a_library_below_a_folder_of_pythonpath_is_the_old_one(page, gpu, git, pytester):
+def test_the_old_side_imports_the_old_library_from_pythonpath(page, gpu, git, pytester):
     gpu(**SLOWER)
     page("twice(x)", defs="from aged.ops import twice")
     library = pytester.path / "src" / "aged" / "ops.py"
@@ -111,7 +111,7 @@ def test_a_library_below_a_folder_of_pythonpath_is_the_old_one(page, gpu, git, p
     result.stdout.fnmatch_lines(["E  *doubled runs at 0.98*x of its version at *"])
 
 
-def test_an_old_page_with_todays_library_is_not_compared(page, gpu, git, pytester):
+def test_an_old_page_that_imports_the_current_library_is_not_compared(page, gpu, git, pytester):
     gpu(**SLOWER)
     lib = pytester.path / "lib"
     found = f"import sys\nsys.path.insert(0, {str(lib)!r})\nfrom aged_ops import twice"
@@ -129,7 +129,9 @@ def test_an_old_page_with_todays_library_is_not_compared(page, gpu, git, pyteste
     result.stdout.no_fnmatch_line("*against its version at*")
 
 
-def test_a_side_that_imports_todays_helper_when_called_is_not_compared(page, gpu, git, pytester):
+def test_a_side_that_imports_the_current_helper_when_called_is_not_compared(
+    page, gpu, git, pytester
+):
     gpu(**SLOWER)
     late = "def twice(x):\n    import math\n    from ch99.late import twice\n    return twice(x)"
     path = page("twice(x)", defs=late)
@@ -152,13 +154,13 @@ def test_a_renamed_page_is_compared_under_its_old_name(committed, git, pytester)
     result.stdout.fnmatch_lines(["E  *doubled runs at 0.98*x of its version at *"])
 
 
-def test_a_new_page_is_not_gated(committed, page, pytester):
+def test_a_new_page_is_not_compared(committed, page, pytester):
     page("x * 2", name="new_test.py")
     result = pytester.runpytest_subprocess("--aisp-against=HEAD")
     assert result.ret == 0
 
 
-def test_an_old_page_that_cannot_be_imported_is_no_verdict(committed, git, pytester):
+def test_an_old_page_that_fails_to_import_gives_no_verdict(committed, git, pytester):
     change(committed, "import torch", "import torch, a_library_that_was_dropped")
     git("commit", "-qam", "broken")
     change(committed, "import torch, a_library_that_was_dropped", "import torch")
@@ -179,7 +181,7 @@ def simulate(baseline, *rest):
 """
 
 
-def test_an_old_side_that_cannot_run_is_no_verdict(committed, pytester):
+def test_an_old_side_that_fails_gives_no_verdict(committed, pytester):
     change(committed)
     pytester.makepyfile(broken=BROKEN)
     conftest = pytester.path / "conftest.py"
@@ -191,7 +193,7 @@ def test_an_old_side_that_cannot_run_is_no_verdict(committed, pytester):
     )
 
 
-def test_a_commit_that_is_not_here_says_what_to_fetch(committed, pytester):
+def test_an_unknown_commit_is_refused_with_the_command_to_fetch_it(committed, pytester):
     result = pytester.runpytest_subprocess("--aisp-against=origin/nowhere")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
@@ -203,7 +205,7 @@ def test_a_commit_that_is_not_here_says_what_to_fetch(committed, pytester):
     )
 
 
-def test_a_shallow_clone_with_the_commit_is_enough(committed, git, pytester, tmp_path):
+def test_a_shallow_clone_that_has_the_commit_works(committed, git, pytester, tmp_path):
     change(committed)
     git("commit", "-qam", "after")
     clone = tmp_path / "clone"
@@ -216,7 +218,7 @@ def test_a_shallow_clone_with_the_commit_is_enough(committed, git, pytester, tmp
     result.stdout.fnmatch_lines(["E  *doubled runs at 0.98*x of its version at *"])
 
 
-def test_a_project_in_a_folder_of_a_sparse_clone(committed, git, pytester, monkeypatch):
+def test_a_project_in_a_folder_of_a_sparse_clone_works(committed, git, pytester, monkeypatch):
     folder = pytester.mkdir("bench")
     for name in ("tox.ini", "conftest.py", "ch99"):
         git("mv", name, f"bench/{name}")
@@ -229,7 +231,7 @@ def test_a_project_in_a_folder_of_a_sparse_clone(committed, git, pytester, monke
     result.stdout.fnmatch_lines(["E  *doubled runs at 0.98*x of its version at *"])
 
 
-def test_outside_of_a_repository_it_is_refused(page, pytester, monkeypatch):
+def test_it_is_refused_outside_a_repository(page, pytester, monkeypatch):
     page()
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(pytester.path.parent))
     result = pytester.runpytest_subprocess("--aisp-against=HEAD")
@@ -238,7 +240,7 @@ def test_outside_of_a_repository_it_is_refused(page, pytester, monkeypatch):
 
 
 @pytest.mark.parametrize("other", ["--aisp-aa", "--aisp-replay=kept"])
-def test_what_times_nothing_of_the_kind_is_refused(committed, pytester, other):
+def test_modes_without_both_sides_are_refused(committed, pytester, other):
     result = pytester.runpytest_subprocess("--aisp-against=HEAD", other)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     name = other.partition("=")[0]
@@ -253,7 +255,7 @@ def test_a_cold_start_keeps_the_old_tree(committed, pytester):
 
 
 @pytest.mark.parametrize("attribute", ["export-ignore", "export-subst"])
-def test_attributes_of_archives_do_not_touch_the_old_tree(committed, git, pytester, attribute):
+def test_gitattributes_do_not_change_the_old_tree(committed, git, pytester, attribute):
     (pytester.path / ".gitattributes").write_text(f"ch99 {attribute}\nch99/** {attribute}\n")
     change(committed, "import torch", "# $Format:%H$\nimport torch")
     git("add", "-A")
@@ -264,7 +266,7 @@ def test_attributes_of_archives_do_not_touch_the_old_tree(committed, git, pytest
     result.stdout.fnmatch_lines(["E  *doubled runs at 0.98*x of its version at *"])
 
 
-def test_links_out_of_the_repository_are_left_out(committed, git, pytester, tmp_path):
+def test_links_that_lead_out_of_the_repository_are_left_out(committed, git, pytester, tmp_path):
     (pytester.path / "data").symlink_to(tmp_path)
     (pytester.path / "loop").symlink_to("loop")
     git("add", "-A")
@@ -276,7 +278,7 @@ def test_links_out_of_the_repository_are_left_out(committed, git, pytester, tmp_
 
 
 @pytest.mark.parametrize("tracked", [True, False])
-def test_a_page_linked_from_outside_is_said_not_to_be_compared(
+def test_a_page_behind_a_link_out_of_the_repository_is_not_compared(
     committed, git, pytester, tmp_path, tracked
 ):
     outside = tmp_path / "outside"
@@ -305,7 +307,7 @@ def pytest_runtest_setup(item):
 """
 
 
-def test_an_old_tree_that_was_removed_is_red(committed, git, pytester):
+def test_a_deleted_old_tree_is_an_error(committed, git, pytester):
     change(committed)
     (pytester.path / "conftest.py").open("a").write(CLEANER)
     result = pytester.runpytest_subprocess("--aisp-against=HEAD")
@@ -352,7 +354,7 @@ def test_doubling(pair):
 """
 
 
-def test_each_process_of_an_old_side_has_the_old_page(pytester, monkeypatch):
+def test_processes_of_an_old_side_import_the_old_page(pytester, monkeypatch):
     from pytest_aisp.worker import client
     from pytest_aisp.worker.engine import Engine
 
@@ -388,7 +390,7 @@ def test_each_process_of_an_old_side_has_the_old_page(pytester, monkeypatch):
     assert len(first) == len(second) == 1
 
 
-def test_an_undecided_code_gate_fails_the_run_where_the_ini_file_says_so(committed, pytester):
+def test_an_inconclusive_comparison_fails_the_run_if_the_ini_file_says_so(committed, pytester):
     change(committed)
     undecided = ["--aisp-against=HEAD", "-o", "aisp_confirm_budget=0"]
     result = pytester.runpytest_subprocess(*undecided)

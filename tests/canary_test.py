@@ -51,7 +51,7 @@ def timer(gpu, pytester):
     return install
 
 
-def test_a_run_shows_its_canary_and_keeps_it(page, gpu, pytester):
+def test_a_run_prints_and_stores_its_canary(page, gpu, pytester):
     gpu(**SPEEDS)
     page()
     result = pytester.runpytest_subprocess("--aisp-artifacts=kept")
@@ -66,7 +66,7 @@ def test_a_run_shows_its_canary_and_keeps_it(page, gpu, pytester):
     assert json.loads(line)["wrong"] == ""
 
 
-def test_a_side_that_differs_from_itself_voids_the_run(page, gpu, pytester):
+def test_a_side_that_differs_from_itself_makes_the_run_invalid(page, gpu, pytester):
     gpu(**SPEEDS, session=0.03)
     page()
     result = pytester.runpytest_subprocess()
@@ -80,7 +80,7 @@ def test_a_side_that_differs_from_itself_voids_the_run(page, gpu, pytester):
     )
 
 
-def test_what_a_voided_run_has_stored_is_to_be_taken_back(page, gpu, pytester, monkeypatch):
+def test_an_invalid_run_says_how_to_restore_the_stored_results(page, gpu, pytester, monkeypatch):
     monkeypatch.delenv("CI", raising=False)
     gpu(**SPEEDS, session=0.03)
     page()
@@ -96,7 +96,7 @@ def test_what_a_voided_run_has_stored_is_to_be_taken_back(page, gpu, pytester, m
     )
 
 
-def test_a_clock_that_does_not_see_a_planted_slowdown_voids_the_run(page, timer, pytester):
+def test_an_unseen_planted_slowdown_makes_the_run_invalid(page, timer, pytester):
     timer(DEAF)
     page()
     result = pytester.runpytest_subprocess()
@@ -109,7 +109,7 @@ def test_a_clock_that_does_not_see_a_planted_slowdown_voids_the_run(page, timer,
     )
 
 
-def test_a_canary_that_cannot_be_timed_voids_the_run(page, timer, pytester):
+def test_a_canary_that_fails_makes_the_run_invalid(page, timer, pytester):
     timer(BROKEN)
     page()
     result = pytester.runpytest_subprocess()
@@ -117,7 +117,7 @@ def test_a_canary_that_cannot_be_timed_voids_the_run(page, timer, pytester):
     result.stdout.fnmatch_lines(["RUN INVALID (canary): *cannot be timed again: *context is lost*"])
 
 
-def test_the_suites_time_is_that_of_its_cases(page, gpu, pytester):
+def test_the_suite_timeout_does_not_stop_the_canary(page, gpu, pytester):
     gpu(**SPEEDS)
     page()
     late = "\n    config.stash[RUN].started -= 1e6\n"
@@ -129,7 +129,7 @@ def test_the_suites_time_is_that_of_its_cases(page, gpu, pytester):
     result.stdout.fnmatch_lines(["canary: *", "=* 1 new in *"])
 
 
-def test_each_worker_has_its_own_and_one_is_enough_to_void_the_run(page, gpu, pytester):
+def test_each_xdist_worker_runs_its_own_canary(page, gpu, pytester):
     gpu(**SPEEDS, session=0.03)
     for name in "abcd":
         page(name=f"{name}_test.py")
@@ -149,9 +149,7 @@ os.environ["JUDGED"] = "a case of this process"
 
 
 @pytest.mark.parametrize("mode", ["", "--aisp-aa"])
-def test_a_worker_that_dies_leaves_verdicts_without_a_canary_and_it_is_said(
-    page, gpu, pytester, mode
-):
+def test_verdicts_of_a_crashed_worker_are_listed_as_without_a_canary(page, gpu, pytester, mode):
     gpu(**SPEEDS)
     for name in "abcdef":
         page(name=f"{name}_test.py", defs="import os", body=DIES.strip())
@@ -186,7 +184,7 @@ canary.run_canary = interrupted
 
 
 @pytest.mark.parametrize("workers", ["-n0", "-n2"])
-def test_a_run_that_is_interrupted_in_it_has_its_results(page, gpu, pytester, workers):
+def test_an_interrupt_during_the_canary_keeps_the_results(page, gpu, pytester, workers):
     gpu(**SPEEDS)
     page()
     with open(pytester.path / "conftest.py", "a") as conftest:
@@ -204,7 +202,7 @@ def test_a_run_that_is_interrupted_in_it_has_its_results(page, gpu, pytester, wo
 
 
 @pytest.mark.parametrize("mode", ["--aisp-check", "--aisp-aa"])
-def test_where_nothing_is_judged_there_is_none(page, gpu, pytester, mode):
+def test_modes_without_verdicts_run_no_canary(page, gpu, pytester, mode):
     gpu(**SPEEDS)
     page()
     result = pytester.runpytest_subprocess(mode)
@@ -212,7 +210,7 @@ def test_where_nothing_is_judged_there_is_none(page, gpu, pytester, mode):
     result.stdout.no_fnmatch_line("canary:*")
 
 
-def test_the_finest_case_is_used(page, gpu, pytester):
+def test_the_case_with_the_shortest_call_is_used(page, gpu, pytester):
     gpu(**SPEEDS, quick=1e-6)
     page(name="slow_test.py")
     quick = page(name="quick_test.py")
@@ -242,7 +240,7 @@ def simulated(noise, rng, seconds=1e-5):
 
 
 @pytest.mark.parametrize("name", NOISES)
-def test_by_chance_it_does_not_misbehave(name):
+def test_chance_alone_does_not_make_a_run_invalid(name):
     rng = random.Random(name)
     spread = 0.0010
     for _ in range(150):
@@ -251,7 +249,7 @@ def test_by_chance_it_does_not_misbehave(name):
         assert found.wrong == ""
 
 
-def test_what_is_planted_is_a_whole_number_of_calls_and_at_least_the_share():
+def test_the_planted_slowdown_is_a_whole_number_of_calls():
     quiet = replace(NOISES["white"], window=0, capture=0, process=0)
     for seconds in (1e-6, 1e-5, 3e-4):
         reading, planted = simulated(quiet, random.Random(1), seconds)(0.01, False)
@@ -263,10 +261,10 @@ def test_what_is_planted_is_a_whole_number_of_calls_and_at_least_the_share():
     ("calls", "slots", "planted", "kept"),
     [(500, 2, 0.0, 500), (104, 4, 0.01, 100), (96, 19, 0.01, 95), (1, 1, 0.01, 1)],
 )
-def test_a_window_holds_as_many_calls_as_can_plant_it(calls, slots, planted, kept):
+def test_a_window_has_enough_calls_for_the_planted_share(calls, slots, planted, kept):
     assert schedule.calls_to_plant(calls, slots, planted) == kept
 
 
-def test_the_share_is_one_percent_or_what_can_be_detected():
+def test_the_planted_share_is_one_percent_or_the_detectable_loss():
     assert verdict.planted_share(0.0001) == 0.01
     assert verdict.planted_share(0.01) == pytest.approx(0.0618, abs=1e-4)

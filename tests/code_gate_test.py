@@ -48,13 +48,13 @@ def rewritten(path, out, change):
 
 
 @pytest.mark.parametrize("recording", RECORDINGS, ids=lambda path: path.stem)
-def test_what_was_recorded_has_the_same_verdicts_anywhere(recording, capsys):
+def test_stored_recordings_give_the_stored_table(recording, capsys):
     table = recording.with_suffix(".md")
     same = code_gate.main(["judge", str(recording), "--check", str(table)]) == 0
     assert same, capsys.readouterr().err
 
 
-def test_the_kernels_are_those_of_the_page():
+def test_the_recorded_kernels_are_the_pages_kernels():
     import code_gate_kernels
 
     found = {name: pair_of(test) for name, test in vars(code_gate_kernels).items()}
@@ -85,7 +85,7 @@ def test_a_side_that_is_slower_is_red(recorded, tmp_path):
     assert count["unchanged red"] == count["unchanged"]
 
 
-def test_little_that_is_planted_is_counted_apart(recorded, tmp_path):
+def test_slowdowns_below_the_detectable_one_are_counted_separately(recorded, tmp_path):
     def less(row):
         row["planted"] /= 2
 
@@ -94,7 +94,7 @@ def test_little_that_is_planted_is_counted_apart(recorded, tmp_path):
     assert count["below"] == (PLAN.processes * PLAN.rounds - 2) * len(KERNELS)
 
 
-def test_a_recording_that_was_stopped_is_a_shorter_one(recorded, tmp_path):
+def test_a_truncated_recording_is_read_up_to_its_last_line(recorded, tmp_path):
     lines = recorded.read_text().splitlines(keepends=True)
     stopped = tmp_path / "stopped.jsonl"
     stopped.write_text("".join(lines[:60]) + lines[60][:40])
@@ -110,7 +110,7 @@ def test_several_recordings_are_judged_together(recorded):
     assert len(code_gate_judge.where(both).splitlines()) == 2
 
 
-def test_votes_are_of_other_processes_each_once(recorded):
+def test_votes_come_from_each_other_process_once(recorded):
     trials = code_gate_judge.read([recorded]).trials
     whose = {trial.reading: trial.process for trial in trials}
     bench = code_gate_judge.Bench(trials)
@@ -119,7 +119,7 @@ def test_votes_are_of_other_processes_each_once(recorded):
         assert sorted(votes) == sorted({t.process for t in trials} - {trial.process})
 
 
-def test_the_table_can_be_checked(recorded, tmp_path, capsys):
+def test_check_compares_with_a_stored_table(recorded, tmp_path, capsys):
     arguments = ["judge", str(recorded), "--suites", "200"]
     assert code_gate.main(arguments) == 0
     table = tmp_path / "table.md"
@@ -130,14 +130,14 @@ def test_the_table_can_be_checked(recorded, tmp_path, capsys):
     assert "-| other |" in capsys.readouterr().err
 
 
-def test_every_way_to_judge_has_its_row(recorded):
+def test_every_way_to_judge_has_a_row(recorded):
     rows = code_gate_judge.comparison_rows(judged(recorded))
     assert rows[0][0] == "the code gate"
     assert len(rows) == 1 + len(code_gate_judge.WAYS) + len(code_gate_judge.STORED_WAYS)
     assert all(int(row[1]) and row[1] == row[4] for row in rows[1:])
 
 
-def test_the_limit_of_a_share():
+def test_upper_limit_of_a_share():
     assert code_gate_judge.at_most(0, 1000) == pytest.approx(0.00299, abs=1e-5)
     assert code_gate_judge.at_most(1, 473) == pytest.approx(0.0100, abs=1e-4)
     assert code_gate_judge.at_most(700, 1000) == pytest.approx(0.7239, abs=1e-3)
@@ -147,14 +147,14 @@ def test_the_limit_of_a_share():
 @pytest.mark.parametrize(
     ("new", "limit", "expected"), [(1.011, 1, True), (1.009, 1, False), (1.06, 5, True)]
 )
-def test_the_rule_of_pytest_benchmark(new, limit, expected):
+def test_the_rule_matches_pytest_benchmark(new, limit, expected):
     assert code_gate_judge.fails({"min": new}, {"min": 1.0}, "min", limit) == expected
     utils = pytest.importorskip("pytest_benchmark.utils")
     check = utils.parse_compare_fail(f"min:{limit}%")
     assert bool(check.fails({"min": new}, {"min": 1.0})) == expected
 
 
-def test_the_rounds_of_pytest_benchmark():
+def test_the_rounds_match_pytest_benchmark():
     ticks = itertools.count(step=0.01)
     rounds = code_gate_others.fixture_rounds(lambda: None, lambda: next(ticks))
     assert len(rounds) == 15  # of 10 ms in 0.15 s
@@ -163,7 +163,7 @@ def test_the_rounds_of_pytest_benchmark():
     assert len(code_gate_others.fixture_rounds(lambda: None, lambda: next(slow))) == 5
 
 
-def test_others_time_graphs_of_the_same_calls(monkeypatch):
+def test_other_timers_time_graphs_of_the_same_calls(monkeypatch):
     """The GPU's part of it, with Python in the place of CUDA."""
     calls = []
 
@@ -213,7 +213,7 @@ class Broken:
 
 
 @pytest.mark.parametrize(("error", "asked"), [("died", 1), ("side", 3 * len(KERNELS) + 1)])
-def test_what_fails_is_written_and_does_not_go_on_for_ever(tmp_path, monkeypatch, error, asked):
+def test_failures_are_recorded_and_end_the_recording(tmp_path, monkeypatch, error, asked):
     bench = Broken(error)
     monkeypatch.setattr(Recorder, "start", lambda self: bench)
     out = tmp_path / "broken.jsonl"
@@ -228,7 +228,7 @@ def test_what_fails_is_written_and_does_not_go_on_for_ever(tmp_path, monkeypatch
     assert code_gate.main(["judge", str(out)]) == 1
 
 
-def test_the_time_is_shared_evenly(monkeypatch):
+def test_processes_share_the_time_evenly(monkeypatch):
     recorder = Recorder(Plan(processes=20, minutes=10.0), Path())
     recorder.started, recorder.reserve = 100.0, 2.0
     recorder.process = 4
@@ -250,7 +250,7 @@ def test_record_and_judge_through_worker_processes(tmp_path, capsys):
         code_gate.main(record[:3])
 
 
-def test_planted_shares_follow_the_spread():
+def test_the_planted_share_follows_the_spread():
     recorder = Recorder(Plan(), Path())
     assert recorder.share("added") == pytest.approx(0.0151, abs=1e-4)
     recorder.values["added"] = [0.0005, -0.0005, 0.0004, -0.0004, 0.0]
@@ -260,7 +260,7 @@ def test_planted_shares_follow_the_spread():
     assert recorder.share("added") > 6 * spread
 
 
-def test_what_the_order_of_building_does_is_told_by_kernel(recorded, tmp_path, capsys):
+def test_the_effect_of_build_order_is_listed_by_kernel(recorded, tmp_path, capsys):
     def moved(row):
         row["laps"] = [-0.01, 0.01, -0.01, 0.01]
 

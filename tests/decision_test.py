@@ -42,12 +42,12 @@ def test_the_code_gate_has_few_false_reds_and_few_misses(model):
 
 @pytest.mark.parametrize("speedup", [0.5, 1.0, 1.01, 3.7])
 @pytest.mark.parametrize("noise", [Noise(), Noise(drift=0.05), Noise(ramp=0.05), Noise(step=0.01)])
-def test_the_value_is_the_true_ratio(speedup, noise):
+def test_the_measured_value_is_the_true_ratio(speedup, noise):
     process = Process((speedup * 1e-5, 1e-5), noise, random.Random(3))
     assert process.measure(Budget()).value == pytest.approx(math.log(speedup), abs=0.005)
 
 
-def test_equal_durations_and_balanced_orders():
+def test_windows_last_equally_long_and_orders_are_balanced():
     process = Process((4e-5, 1e-5), Noise(), random.Random(3))
     samples = process.measure(Budget())
     slow, fast = samples.details["calls"]
@@ -57,7 +57,7 @@ def test_equal_durations_and_balanced_orders():
     assert len(samples.blocks) == 20
 
 
-def test_a_throttled_block_is_measured_again_and_named():
+def test_a_throttled_block_is_measured_again_and_counted():
     process = Process((1e-5, 1e-5), Noise(throttle=0.2), random.Random(5))
     samples = process.measure(Budget())
     assert len(samples.blocks) == 20
@@ -65,18 +65,18 @@ def test_a_throttled_block_is_measured_again_and_named():
     assert abs(samples.value) < 0.005
 
 
-def test_throttled_throughout_is_no_measurement():
+def test_a_gpu_that_always_throttles_gives_no_measurement():
     with pytest.raises(Disturbed, match="thermal slowdown"):
         Process((1e-5, 1e-5), Noise(throttle=1.0), random.Random(5)).measure(Budget())
 
 
-def test_a_coarse_clock_does_not_bias():
+def test_a_coarse_clock_does_not_bias_the_value():
     process = Process((3.3e-6, 2.2e-6), Noise(resolution=1e-6), random.Random(3))
     assert process.measure(Budget()).value == pytest.approx(math.log(1.5), abs=0.005)
 
 
 @given(st.lists(st.floats(-1, 1), min_size=3, max_size=20), st.floats(-5, 5))
-def test_spread_ignores_where_the_centre_is(values, shift):
+def test_the_spread_does_not_depend_on_the_center(values, shift):
     moved = [v + shift for v in values]
     assert stats.trimmed_spread(moved) == pytest.approx(stats.trimmed_spread(values), abs=1e-9)
 
@@ -95,7 +95,7 @@ def test_spread_is_unbiased_in_its_square():
         assert math.sqrt(mean) == pytest.approx(0.01, rel=0.06)
 
 
-def test_a_lucky_case_is_shrunk_towards_its_product():
+def test_a_small_spread_is_pulled_toward_the_products():
     others = [0.002] * 10
     assert stats.pooled_spread(0.0001, 8, others) > 0.0013
     assert stats.pooled_spread(0.0001, 8, []) == stats.FLOOR
@@ -116,7 +116,7 @@ def test_the_claim_gate(value, votes, expected):
     assert gate.decide(Reading(value), [Reading(v) for v in votes]) == expected
 
 
-def test_a_process_whose_laps_scatter_is_judged_by_them():
+def test_a_process_with_scattered_laps_is_judged_by_their_spread():
     assert verdict.effective_spread(0.001, Reading(0.0, 0.0014)) == 0.001
     assert verdict.effective_spread(0.001, Reading(0.0, 0.0030)) == 0.0030
     slower = verdict.same_gates(0.001)[0]
@@ -129,7 +129,7 @@ def test_a_process_whose_laps_scatter_is_judged_by_them():
     assert slower.decide(sure, [Reading(-0.009, 0.0030)] * 3) == "red"
 
 
-def test_votes_stop_as_soon_as_they_decide():
+def test_voting_stops_when_it_is_decided():
     asked = []
 
     def vote():
@@ -141,13 +141,13 @@ def test_votes_stop_as_soon_as_they_decide():
     assert len(asked) == 3
 
 
-def test_without_budget_for_votes_a_suspect_is_inconclusive():
+def test_a_suspect_without_votes_is_inconclusive():
     decision = verdict.decide(Reading(-0.1), [verdict.claim_gate(1.0, 0.002)], lambda: None)
     assert verdict.verdict_of(decision, stored=True, same_environment=True) == "inconclusive"
 
 
 @given(st.floats(-0.5, 0.5), st.floats(0, 0.5))
-def test_a_slower_value_is_never_judged_milder(value, loss):
+def test_a_slower_value_never_gets_a_better_outcome(value, loss):
     order = ["clear", "green", "open", "red"]
     gate = verdict.record_gates(0.1, 0.02)[0]
     outcomes = [gate.decide(Reading(v), [Reading(v)] * 3) for v in (value, value - loss)]
@@ -179,7 +179,7 @@ def alike(value, gates):
 
 
 @given(LN, st.floats(0, 0.5), st.floats(0.8, 1.2), LN, SPREADS)
-def test_a_larger_loss_is_never_judged_better(value, loss, claim, stored, spread):
+def test_a_larger_loss_never_gets_a_better_verdict(value, loss, claim, stored, spread):
     gates = gates_of(claim, stored, spread)
     verdicts = [alike(v, gates) for v in (value, value - loss)]
     assert MILDER.index(verdicts[0]) <= MILDER.index(verdicts[1])
@@ -212,7 +212,7 @@ def test_a_larger_spread_never_makes_a_clear_case_red(value, claim, stored, spre
 
 
 @given(LN, VOTES_OF_FIVE, LN, SPREADS, st.floats(1, 20))
-def test_a_larger_margin_never_makes_a_red_loss_of_a_green_one(value, votes, stored, spread, more):
+def test_a_larger_margin_never_turns_green_into_red(value, votes, stored, spread, more):
     narrow, wide = (
         verdict.record_gates(stored, verdict.record_margin(s, 0.001, "graph"))[0]
         for s in (spread, spread * more)
@@ -223,7 +223,7 @@ def test_a_larger_margin_never_makes_a_red_loss_of_a_green_one(value, votes, sto
 
 
 @given(LN, VOTES_OF_FIVE, st.randoms(), st.floats(0.8, 1.2), LN, SPREADS)
-def test_the_order_of_votes_decides_nothing(value, votes, rng, claim, stored, spread):
+def test_the_order_of_votes_does_not_matter(value, votes, rng, claim, stored, spread):
     gates = gates_of(claim, stored, spread)
     shuffled = rng.sample(votes, len(votes))
     assert judged(value, votes, gates) == judged(value, shuffled, gates)
@@ -233,7 +233,7 @@ BLOCKS = st.lists(st.floats(-1, 1), min_size=3, max_size=20)
 
 
 @given(BLOCKS, st.randoms())
-def test_the_order_of_blocks_processes_and_cases_is_nothing_to_the_statistics(values, rng):
+def test_the_order_of_values_does_not_matter(values, rng):
     shuffled = rng.sample(values, len(values))
     for robust in (False, True):
         assert stats.process_value(values, robust=robust) == stats.process_value(
@@ -245,7 +245,7 @@ def test_the_order_of_blocks_processes_and_cases_is_nothing_to_the_statistics(va
 
 
 @given(st.lists(st.lists(BLOCKS, min_size=1, max_size=3), min_size=1, max_size=4), st.randoms())
-def test_the_order_of_sessions_and_cases_is_nothing_to_their_spread(cases, rng):
+def test_the_order_of_sessions_and_cases_does_not_matter(cases, rng):
     shuffled = [
         [rng.sample(v, len(v)) for v in rng.sample(c, len(c))]
         for c in rng.sample(cases, len(cases))
@@ -256,7 +256,7 @@ def test_the_order_of_sessions_and_cases_is_nothing_to_their_spread(cases, rng):
 
 @pytest.mark.parametrize("processes", [(6, 1), (2, 1), (2, 2), (3, 6, 1), (8, 4)])
 @pytest.mark.parametrize("session", [0.002, 0.02])
-def test_what_sessions_do_is_told_from_what_processes_do(processes, session):
+def test_the_session_spread_is_separated_from_the_process_spread(processes, session):
     rng = random.Random(f"{processes}{session}")
 
     def values(count):
@@ -267,7 +267,7 @@ def test_what_sessions_do_is_told_from_what_processes_do(processes, session):
     assert stats.session_spread(cases, 0.01) == pytest.approx(session, rel=0.12)
 
 
-def test_a_few_cases_that_agree_narrow_no_margin():
+def test_a_few_equal_sessions_do_not_narrow_the_margin():
     alike = [[0.1, 0.1001], [0.1]]
     assert stats.session_spread([], 0.01) == 0.01
     assert stats.session_spread([[[0.1], [0.3]], [[0.1, 0.2, 0.3]]], 0.01) == 0.01
@@ -288,7 +288,7 @@ def test_a_slower_block_never_makes_a_process_faster(values, which, loss):
 @given(
     SPREADS, st.floats(1, 10), st.floats(0, 0.05), st.sampled_from(sorted(verdict.NEUTRAL_FLOOR))
 )
-def test_a_noisier_case_promises_no_finer_detection(spread, more, session, clock):
+def test_more_noise_never_lowers_the_detectable_loss(spread, more, session, clock):
     def promised(spread, session):
         margin = verdict.record_margin(spread, session, clock)
         gates = [verdict.claim_gate(1.0, spread), *verdict.record_gates(0.0, margin)]
@@ -299,7 +299,7 @@ def test_a_noisier_case_promises_no_finer_detection(spread, more, session, clock
     assert all(a <= b for a, b in zip(calm, promised(spread, session * more), strict=True))
 
 
-def test_where_memory_lies_cancels_between_laps_built_in_either_order():
+def test_memory_placement_cancels_between_laps_of_both_build_orders():
     def measured(placement):
         noise = Noise(window=0.001, capture=0.0002, process=0.0, placement=placement)
         processes = (Process((2e-6, 2e-6), noise, random.Random(seed)) for seed in range(50))
@@ -311,14 +311,14 @@ def test_where_memory_lies_cancels_between_laps_built_in_either_order():
     assert stats.rms(s.laps[0] for s in moved) > 20 * stats.rms(s.value for s in moved)
 
 
-def test_blocks_of_either_order_weigh_the_same():
+def test_blocks_of_both_orders_weigh_the_same():
     assert stats.process_value([0.0, 0.0, 0.0, 1.0], [0, 0, 0, 1], robust=False) == 0.5
     assert stats.process_value([0.0, 0.0, 0.0, 1.0], [0, 0, 0, 1], robust=True) == 0.5
     assert stats.process_value([0.0, 0.0, 0.0, 1.0], [1, 1, 1, 1], robust=True) == 0.0
 
 
 @pytest.mark.parametrize("laps", [3, 4])
-def test_the_error_of_a_process_is_that_of_its_value_where_laps_scatter(laps):
+def test_the_error_of_a_process_matches_the_scatter_of_its_value(laps):
     rng, values, errors = random.Random(5), [], []
     for _ in range(2000):
         bias, blocks, firsts = rng.gauss(0, 3), [], []
@@ -331,7 +331,7 @@ def test_the_error_of_a_process_is_that_of_its_value_where_laps_scatter(laps):
     assert stats.rms(errors) == pytest.approx(stats.rms(values), rel=0.15)
 
 
-def test_slow_blocks_move_neither_a_process_nor_its_error():
+def test_one_slow_block_changes_neither_value_nor_error():
     calm = [0.001 * (i % 3) for i in range(16)]
     firsts = [0] * 4 + [1] * 4 + [0] * 4 + [1] * 4
     dipped = [*calm[:-1], -0.1]
@@ -341,7 +341,7 @@ def test_slow_blocks_move_neither_a_process_nor_its_error():
     )
 
 
-def test_two_laps_say_nothing_of_their_error_and_unequal_ones_are_refused():
+def test_the_error_needs_more_than_two_laps_of_equal_length():
     assert stats.process_error([0.0, 1.0], 2) == 0
     with pytest.raises(ValueError, match="5 blocks are not 4 laps of as many blocks each"):
         stats.process_error([0.0] * 5, 4)
@@ -396,7 +396,7 @@ class Watched:
         return {"looks": [[0, 1980], [1, 1980], [3, 1900], [4, 1800], [5, 1800], [6, 1900]]}
 
 
-def test_dropped_blocks_and_looks_say_between_which_blocks_they_were():
+def test_dropped_blocks_and_telemetry_name_their_position():
     budget = Budget(laps=2).exactly(4)
     parts = [measure(Watched(), budget, random.Random(1)) for _ in range(2)]
     looks = [[0, 1980], [0, 1980], [2, 1900], [2, 1800], [2, 1800], [3, 1900]]

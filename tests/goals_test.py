@@ -38,7 +38,7 @@ def stored(pytester):
     return store.load(file).results[NAME].goals
 
 
-def test_energy_is_counted_on_request_and_when_recording(page, counting_gpu, pytester):
+def test_energy_is_measured_on_request_and_when_recording(page, counting_gpu, pytester):
     page(body=ENERGY)
     counting_gpu(energy=JOULES)
     silent = pytester.runpytest_subprocess("-vv")
@@ -53,7 +53,7 @@ def test_energy_is_counted_on_request_and_when_recording(page, counting_gpu, pyt
     grown.stdout.fnmatch_lines([f"E       AssertionError: {words}", "*REGRESSED*"])
 
 
-def test_goodput_is_a_share_of_the_time_that_was_measured(page, counting_gpu, pytester):
+def test_goodput_is_a_share_of_the_measured_time(page, counting_gpu, pytester):
     page(body=GOODPUT)
     counting_gpu(goodput={"baseline": 5e-6, "optimized": 8e-6})
     result = pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=1")
@@ -84,7 +84,7 @@ def test_goodput_is_a_share_of_the_time_that_was_measured(page, counting_gpu, py
         ),
     ],
 )
-def test_a_page_that_asks_wrongly_is_told(page, counting_gpu, pytester, call, says):
+def test_wrong_arguments_are_refused(page, counting_gpu, pytester, call, says):
     page(body=f"pair.assert_equivalent()\n{call}")
     counting_gpu()
     result = pytester.runpytest_subprocess()
@@ -118,7 +118,7 @@ def judged(gpu, pytester):
     return judge
 
 
-def test_goals_without_a_time_are_stored_held_and_added_to(page, judged, pytester):
+def test_metrics_without_a_speedup_are_stored_judged_and_extended(page, judged, pytester):
     for name, body in ASKS.items():
         page(body=body, name=f"{name}_test.py")
     record = "--aisp-update-expectations", "--aisp-processes=1"
@@ -162,7 +162,7 @@ def test_goals_without_a_time_are_stored_held_and_added_to(page, judged, pyteste
     assert cases["alone"]["reasons"] == [words, unlike]
 
 
-def test_noise_is_believed_in_the_sides_favour():
+def test_noise_counts_in_favor_of_the_side():
     found = {"baseline": 1.0, "optimized": 0.82, "noise": 0.03}
     assert not METRICS["energy"].missed(found, 0.8)
     assert METRICS["energy"].missed(found | {"noise": 0.01}, 0.8)
@@ -171,7 +171,7 @@ def test_noise_is_believed_in_the_sides_favour():
     assert METRICS["energy"].worse(before | {"noise": 0.0}, found | {"noise": 0.0})
 
 
-def test_of_goodput_less_is_worse():
+def test_less_goodput_is_worse():
     assert METRICS["goodput"].missed({"baseline": 0.9, "optimized": 0.4}, 0.5)
     assert not METRICS["goodput"].missed({"baseline": 0.1, "optimized": 0.6}, 0.5)
     before, now = {"baseline": 0.1, "optimized": 0.6}, {"baseline": 0.1, "optimized": 0.58}
@@ -179,7 +179,7 @@ def test_of_goodput_less_is_worse():
     assert METRICS["goodput"].worse(before, now | {"optimized": 0.56})
 
 
-def test_a_share_of_wall_time_is_at_most_all_of_it():
+def test_goodput_is_at_most_one():
     assert shares({"baseline": 1.0, "optimized": 3.1}, [4.0, 3.0]) == {
         "baseline": 0.25,
         "optimized": 1.0,
@@ -189,14 +189,14 @@ def test_a_share_of_wall_time_is_at_most_all_of_it():
 @pytest.mark.parametrize(
     ("value", "said"), [(2.5, "2.5 J"), (0.0021, "2.1 mJ"), (3e-6, "3 uJ"), (4.2e-8, "42 nJ")]
 )
-def test_joules_have_the_unit_that_suits_them(value, said):
+def test_joules_are_printed_with_a_fitting_unit(value, said):
     assert joules(value) == said
 
 
 # The counter
 
 
-def test_joules_and_calls_are_taken_where_the_counter_steps_after_the_ramp():
+def test_joules_count_between_counter_steps_after_the_ramp():
     shown = iter([100.0, 100.0, 130.0, 130.0, 150.0, 150.0, 170.0, 170.0])
     steps = Steps(lambda: next(shown))
     for turn in range(8):
@@ -204,7 +204,7 @@ def test_joules_and_calls_are_taken_where_the_counter_steps_after_the_ramp():
     assert steps.joules == (170 - 150) / 20
 
 
-def test_a_counter_that_stands_still_is_refused():
+def test_an_energy_counter_that_does_not_count_is_refused():
     steps = Steps(lambda: 5.0)
     for _ in range(9):
         steps.look(1, ramp=False)
@@ -245,20 +245,20 @@ def trial_of(clock, *calls):
     return SimpleNamespace(ready=ready, progress=lambda text: None, sides=sides, bench=None)
 
 
-def test_the_energy_of_a_call_is_that_of_all_calls_of_a_window(monkeypatch):
+def test_energy_is_divided_by_the_calls_of_a_window(monkeypatch):
     found = metrics.count(CountTask(metric="energy"), trial_of(Clock(monkeypatch), 10, 20))
     assert found["baseline"] == pytest.approx(100 * 0.01 / 20, rel=0.01)
     assert found["optimized"] == pytest.approx(100 * 0.01 / 40, rel=0.01)
     assert found["noise"] < 0.01
 
 
-def test_a_gpu_that_grows_warm_shows_as_noise_and_favours_nobody(monkeypatch):
+def test_a_warming_gpu_adds_noise_to_both_sides_alike(monkeypatch):
     found = metrics.joules(trial_of(Clock(monkeypatch, drift=0.001), 10, 10))
     assert found["baseline"] == pytest.approx(found["optimized"], rel=0.01)
     assert 0.01 < found["noise"] < 0.03
 
 
-def test_all_ranks_take_energy_together(monkeypatch):
+def test_energy_is_summed_over_all_ranks(monkeypatch):
     clock = Clock(monkeypatch)
     two = SimpleNamespace(max=lambda value: value, sum=lambda value: 2 * value)
     monkeypatch.setattr(process_group, "_current", two)
@@ -266,7 +266,7 @@ def test_all_ranks_take_energy_together(monkeypatch):
 
 
 @pytest.mark.parametrize(("millijoules", "reads"), [(2500, 2.5), (None, None)])
-def test_the_counter_is_nvmls(monkeypatch, millijoules, reads):
+def test_the_energy_counter_is_nvmls(monkeypatch, millijoules, reads):
     def counted(handle):
         if millijoules is None:
             raise RuntimeError("not supported")
@@ -343,11 +343,11 @@ def count(pytester, monkeypatch):
     return ask
 
 
-def test_process_sides_are_counted_in_processes_with_their_own_environment(count):
+def test_process_sides_are_counted_in_their_own_environment(count):
     assert count("fragmentation") == {"baseline": 5.0, "optimized": 5.0 + 24}
 
 
-def test_what_is_wrong_in_such_a_process_is_said(count):
+def test_an_error_in_a_process_side_is_reported(count):
     from pytest_aisp.worker.process_timer import ProcessFailed
 
     text = PROCESSES.replace("return x + x", "raise ValueError('no memory at all')")

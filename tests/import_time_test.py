@@ -51,13 +51,13 @@ def test_every_profiler_exists():
         assert (ROOT / name.replace(".", "/")).with_suffix(".py").is_file()
 
 
-def test_the_command_line_loads_no_framework_before_a_command_needs_it():
+def test_the_command_line_loads_no_framework():
     code = "from pytest_aisp.cli import app; from pytest_aisp.distributed import nccl, topology"
     assert loaded(f"{code}; app.build()") & FRAMEWORKS == set()
 
 
 @pytest.mark.parametrize("name", pytest_aisp.__all__)
-def test_an_import_of_a_page_loads_no_framework(name):
+def test_public_names_load_no_framework(name):
     assert loaded(f"from pytest_aisp import {name}") & (FRAMEWORKS | TERMINALS) == set()
 
 

@@ -74,10 +74,10 @@ _PATCHES = (
 )
 _FEWER = "fewer_rows dropped_row dropped_columns sampled less_when_timed"
 _RATES = "decision_test.py::test_few_false_reds_and_few_misses"
-_TRUE = "decision_test.py::test_the_value_is_the_true_ratio"
+_TRUE = "decision_test.py::test_the_measured_value_is_the_true_ratio"
 _THROTTLED = (
-    "decision_test.py::test_a_throttled_block_is_measured_again_and_named"
-    " decision_test.py::test_throttled_throughout_is_no_measurement"
+    "decision_test.py::test_a_throttled_block_is_measured_again_and_counted"
+    " decision_test.py::test_a_gpu_that_always_throttles_gives_no_measurement"
 )
 _SLOTS = (
     "inputs_test.py::test_slots_outgrow_the_cache_five_times_and_lie_apart"
@@ -95,7 +95,7 @@ _COMPILES = (
     " autotune_test.py::test_what_triton_compiles_is_counted_and_who_listened_before_is_told"
 )
 _FAULTS = "interference_test.py::test_pages_read_from_disk_disturb_unless_the_page_is_about_them"
-_POWER = "modes_test.py::test_a_loss_under_another_power_limit_is_stale_and_says_so"
+_POWER = "modes_test.py::test_a_loss_under_another_power_limit_is_stale"
 _FACTS = "store_test.py::test_facts_that_make_times_incomparable"
 _FAKES = "shown on fakes, on no GPU"
 _WRONG_SIDES = "check_test.py::test_a_wrong_side_is_named_with_its_size"
@@ -113,9 +113,9 @@ _APART_CLOCK = (
 _STRANGER = "device_test.py::test_another_process_that_computes_is_named"
 _KERNELS = "kernels_test.py::test_notes_list_kernels_and_say_if_both_sides_launch_the_same"
 _CANARY = (
-    "canary_test.py::test_a_side_that_differs_from_itself_voids_the_run"
-    " canary_test.py::test_a_clock_that_does_not_see_a_planted_slowdown_voids_the_run"
-    " canary_test.py::test_by_chance_it_does_not_misbehave"
+    "canary_test.py::test_a_side_that_differs_from_itself_makes_the_run_invalid"
+    " canary_test.py::test_an_unseen_planted_slowdown_makes_the_run_invalid"
+    " canary_test.py::test_chance_alone_does_not_make_a_run_invalid"
 )
 _NODES = (
     "cuda_graph_test.py::test_host_nodes_are_refused_in_child_graphs_too"
@@ -201,7 +201,7 @@ PEERS = (
     ),
     Item(
         "A fallback to the baseline that nobody notices",
-        tests=f"modes_test.py::test_a_missed_claim_is_red_and_says_what_missed_what {_KERNELS}",
+        tests=f"modes_test.py::test_a_missed_claim_is_red_and_names_value_and_limit {_KERNELS}",
         why="a variant that is its baseline has a speedup of 1, and misses any claim above it",
         open="under a claim of 1 or `neutral`: `--aisp-audit` says so, and refuses nothing",
     ),
@@ -255,14 +255,14 @@ PEERS = (
         "A launch-bound kernel: Python is timed, not the GPU",
         why="`bound` chooses the clock; the other clock's times are in the notes, and where a side"
         " takes 1.5 times as long without a graph the run says that it is launch-bound",
-        tests="remarks_test.py::test_a_side_is_launch_bound_that_takes_much_longer_without_a_graph"
-        " remarks_test.py::test_what_must_not_be_silent_is_shown_without_vv_and_kept",
+        tests="remarks_test.py::test_a_side_that_is_much_slower_without_a_graph_is_launch_bound"
+        " remarks_test.py::test_remarks_are_shown_without_vv_and_stored",
         open="shown on no GPU by a test",
     ),
     Item(
         "Short samples on a coarse clock",
         why="a window lasts 1 ms and more, and the mean is taken inside it",
-        tests="decision_test.py::test_a_coarse_clock_does_not_bias"
+        tests="decision_test.py::test_a_coarse_clock_does_not_bias_the_value"
         " inputs_test.py::test_every_window_runs_through_all_slots",
     ),
     Item(
@@ -274,24 +274,26 @@ PEERS = (
     Item(
         "Order and drift",
         why="ABBA or BAAB at random",
-        tests=f"decision_test.py::test_equal_durations_and_balanced_orders {_TRUE} {_RATES}",
+        tests="decision_test.py::test_windows_last_equally_long_and_orders_are_balanced"
+        f" {_TRUE} {_RATES}",
     ),
     Item(
         "Iterations counted as independent",
-        tests=f"decision_test.py::test_a_process_whose_laps_scatter_is_judged_by_them {_RATES}",
+        tests="decision_test.py::test_a_process_with_scattered_laps_is_judged_by_their_spread"
+        f" {_RATES}",
         why="the replicate is the process and, in it, the capture",
     ),
     Item(
         "Measured until it is green, best of many",
         why="the blocks are counted before the first; every vote is in the row; no reruns",
-        tests="session_test.py::test_a_red_case_is_not_run_again_until_it_is_green"
-        " decision_test.py::test_votes_stop_as_soon_as_they_decide"
-        " decision_test.py::test_without_budget_for_votes_a_suspect_is_inconclusive",
+        tests="session_test.py::test_a_red_case_is_not_rerun"
+        " decision_test.py::test_voting_stops_when_it_is_decided"
+        " decision_test.py::test_a_suspect_without_votes_is_inconclusive",
     ),
     Item(
         "Outliers removed, digits rounded away, failures left out of a mean",
         tests="modes_test.py::test_artifacts_hold_the_rows_of_finished_cases"
-        " session_test.py::test_each_case_is_recorded_once_and_by_the_controller",
+        " session_test.py::test_each_case_is_recorded_once_by_the_controller",
         why="a block goes only for a named cause and is counted; no mean over cases is formed",
     ),
     Item(
@@ -316,8 +318,8 @@ PEERS = (
         why="the peak of a call of each side is in its row, and shown where the optimized side"
         " needs 1.5 times and 64 MiB more; it is said, not refused",
         tests="remarks_test.py::"
-        "test_memory_is_traded_for_speed_where_the_optimized_side_needs_much_more"
-        " remarks_test.py::test_what_must_not_be_silent_is_shown_without_vv_and_kept"
+        "test_memory_is_traded_for_speed_if_the_optimized_side_needs_much_more"
+        " remarks_test.py::test_remarks_are_shown_without_vv_and_stored"
         " cuda_timer_test.py::test_peak_memory_of_a_call_excludes_earlier_allocations"
         " cuda_timer_test.py::test_memory_held_by_preparation_is_counted_per_slot"
         " trial_test.py::test_memory_is_measured_once_and_after_the_windows",
@@ -328,14 +330,15 @@ PEERS = (
         "A stored result of another machine",
         tests=f"{_STALE_RECORD}"
         " store_test.py::test_results_are_not_written_into_another_products_folder"
-        f" modes_test.py::test_too_many_suspects_in_one_direction_void_the_run {_POWER} {_FACTS}",
+        " modes_test.py::test_too_many_suspects_in_one_direction_make_the_run_invalid"
+        f" {_POWER} {_FACTS}",
         why="a result belongs to a product; a loss in another environment is `stale`: versions,"
         " power limit and MIG, on the host's clock CPU and governor, on several GPUs NCCL and"
         " their links",
     ),
     Item(
         "A neighbour on the GPU",
-        tests="terminal_test.py::test_a_lease_that_is_taken_says_so_before_it_waits"
+        tests="terminal_test.py::test_a_wait_for_a_lease_is_announced"
         f" inputs_test.py::test_a_block_that_waited_for_a_core_is_measured_again {_STRANGER}",
         why="our own sessions take turns by lease; NVML names others that compute",
         open="where a container hides process ids nobody can be named",
@@ -551,7 +554,7 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
     "Compile": (
         Item(
             "A warm compile cache on one side",
-            tests="session_test.py::test_cold_start_gives_each_case_caches_of_its_own",
+            tests="session_test.py::test_cold_start_gives_each_case_its_own_caches",
             why="the cost of preparing a side is a line of its own",
             open="without `--aisp-cold-start` that line may be of a warm cache",
         ),
@@ -636,7 +639,7 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         Item(
             "Another device than was declared",
             why="a variant's needs are held against the GPU at hand; a result belongs to a product",
-            tests="modes_test.py::test_need_names_the_gpu_at_hand"
+            tests="modes_test.py::test_the_unmet_need_names_the_gpu_of_the_machine"
             " store_test.py::test_results_are_not_written_into_another_products_folder",
         ),
         Item(
@@ -701,7 +704,7 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         Item(
             "Only the good runs are shown",
             why="every case is a row, every block and vote is in the artifacts",
-            tests="session_test.py::test_each_case_is_recorded_once_and_by_the_controller"
+            tests="session_test.py::test_each_case_is_recorded_once_by_the_controller"
             " modes_test.py::test_artifacts_hold_the_rows_of_finished_cases",
         ),
         Item(
@@ -712,7 +715,7 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         Item(
             "Spread that is chosen",
             why="it comes from recorded processes, shrunk towards the chapter's; no page sets it",
-            tests="decision_test.py::test_a_lucky_case_is_shrunk_towards_its_product"
+            tests="decision_test.py::test_a_small_spread_is_pulled_toward_the_products"
             " decision_test.py::test_spread_is_unbiased_in_its_square",
         ),
         Item(
@@ -722,8 +725,8 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         Item(
             "Too few samples",
             why="the number of blocks is fixed before the first, six at the least",
-            tests="decision_test.py::test_equal_durations_and_balanced_orders"
-            " session_test.py::test_what_would_lie_or_lose_something_is_refused",
+            tests="decision_test.py::test_windows_last_equally_long_and_orders_are_balanced"
+            " session_test.py::test_illegal_options_are_refused",
         ),
         Item(
             "A cold start that counts",
@@ -735,7 +738,7 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
             "Noise of other processes",
             why="a block that waited for a core is measured again; sessions take turns by lease",
             tests="inputs_test.py::test_a_block_that_waited_for_a_core_is_measured_again"
-            f" terminal_test.py::test_a_lease_that_is_taken_says_so_before_it_waits {_STRANGER}",
+            f" terminal_test.py::test_a_wait_for_a_lease_is_announced {_STRANGER}",
         ),
     ),
     "Evaluation": (

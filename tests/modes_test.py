@@ -13,7 +13,7 @@ from pytest_aisp.results.row import Row
 from pytest_aisp.results.verdict import environment_moved
 
 
-def test_measure_passes_with_a_record_and_is_new_without(page, gpu, pytester):
+def test_a_case_is_new_until_it_has_a_stored_result(page, gpu, pytester):
     page(at_least="1.5")
     gpu(added=2e-5, doubled=1e-5)
     result = pytester.runpytest_subprocess("-v")
@@ -26,7 +26,7 @@ def test_measure_passes_with_a_record_and_is_new_without(page, gpu, pytester):
 
 
 @pytest.mark.parametrize("workers", [[], ["-n2"]])
-def test_a_missed_claim_is_red_and_says_what_missed_what(page, gpu, pytester, workers):
+def test_a_missed_claim_is_red_and_names_value_and_limit(page, gpu, pytester, workers):
     page(at_least="{'sm90': 3.0}")
     gpu(added=2e-5, doubled=1e-5)
     result = pytester.runpytest_subprocess(*workers)
@@ -42,7 +42,7 @@ def test_a_missed_claim_is_red_and_says_what_missed_what(page, gpu, pytester, wo
     assert "FAILED" in result.stdout.str()
 
 
-def test_a_loss_against_the_record_is_regressed_and_in_lf(page, gpu, recorded, pytester):
+def test_a_loss_against_the_stored_result_is_regressed(page, gpu, recorded, pytester):
     page(variants="[doubled, shifted]", defs="def shifted(x):\n    return x * 2", at_least="1.5")
     gpu(added=2e-5, doubled=1e-5, shifted=1e-5)
     recorded()
@@ -72,7 +72,7 @@ WORDS = {"aisp_verdict", "aisp_clock", "aisp_bound", "aisp_product", "aisp_limit
 """Properties in JUnit that are no numbers; the claim may be one."""
 
 
-def test_goals_and_what_was_only_checked_are_properties_too():
+def test_junit_properties_include_metrics_and_checked_cases():
     case = ("id", "ch99.json", "key", "doubling_test.py", "test_doubling", "doubled", {"n": 8})
     row = Row(*case, bound="dram", verdict="checked")
     assert row.properties() == [("aisp_verdict", "checked"), ("aisp_bound", "dram")]
@@ -91,7 +91,7 @@ def properties(junit):
     return [{p.attrib["name"]: p.attrib["value"] for p in c.iter("property")} for c in cases]
 
 
-def test_a_loss_is_accepted_as_the_failure_says(page, gpu, recorded, pytester):
+def test_the_printed_command_accepts_a_loss(page, gpu, recorded, pytester):
     page()
     gpu(added=2e-5, doubled=1e-5)
     recorded()
@@ -107,7 +107,7 @@ def test_a_loss_is_accepted_as_the_failure_says(page, gpu, recorded, pytester):
     assert result.ret == 1
 
 
-def test_a_gain_against_the_record_is_improved_and_green(page, gpu, recorded, pytester):
+def test_a_gain_against_the_stored_result_is_improved_and_green(page, gpu, recorded, pytester):
     page()
     gpu(added=2e-5, doubled=1e-5)
     recorded()
@@ -130,7 +130,7 @@ def test_a_loss_in_another_environment_is_stale_unless_strict(page, gpu, recorde
     assert pytester.runpytest_subprocess("-o", "aisp_strict_env=true").ret == 1
 
 
-def test_nothing_below_its_claim_is_stored_where_votes_are_open(page, gpu, pytester, monkeypatch):
+def test_a_result_below_its_claim_is_not_stored(page, gpu, pytester, monkeypatch):
     monkeypatch.delenv("CI", raising=False)
     page(at_least="2.005")
     gpu(added=2e-5, doubled=1e-5)
@@ -154,7 +154,7 @@ SHAKEN = """
 """
 
 
-def test_votes_are_recorded_as_the_processes_they_are(page, gpu, pytester, monkeypatch):
+def test_votes_count_as_recording_processes(page, gpu, pytester, monkeypatch):
     monkeypatch.delenv("CI", raising=False)
     page(at_least="1.5")
     gpu(added=2e-5, doubled=1e-5)
@@ -186,7 +186,7 @@ SYNCING = """
 """
 
 
-def test_a_result_of_another_clock_is_stale_and_says_so(page, gpu, recorded, pytester):
+def test_a_result_of_another_clock_is_stale(page, gpu, recorded, pytester):
     page()
     gpu(added=2e-5, doubled=1e-5)
     recorded()
@@ -208,7 +208,7 @@ def test_a_result_of_another_clock_is_stale_and_says_so(page, gpu, recorded, pyt
     accepted.stdout.fnmatch_lines(["*PASSED*", "stored: *"])
 
 
-def test_a_loss_under_another_power_limit_is_stale_and_says_so(page, gpu, recorded, pytester):
+def test_a_loss_under_another_power_limit_is_stale(page, gpu, recorded, pytester):
     page()
     gpu(added=2e-5, doubled=1e-5, environment={"power_limit_w": 700, "mig": None})
     recorded()
@@ -229,7 +229,7 @@ def test_a_loss_under_another_power_limit_is_stale_and_says_so(page, gpu, record
     assert "when stored" not in result.stdout.str()
 
 
-def test_a_yardstick_may_lose_but_not_against_its_own_record(page, gpu, recorded, pytester):
+def test_a_yardstick_is_judged_only_against_its_stored_result(page, gpu, recorded, pytester):
     page(at_least="'yardstick'")
     gpu(added=1e-5, doubled=2e-5)
     result = pytester.runpytest_subprocess("-v")
@@ -242,7 +242,7 @@ def test_a_yardstick_may_lose_but_not_against_its_own_record(page, gpu, recorded
     assert result.ret == 1
 
 
-def test_neutral_claims_hold_when_nothing_changes_and_fail_on_a_loss(page, gpu, pytester):
+def test_a_neutral_claim_fails_only_on_a_loss(page, gpu, pytester):
     page(at_least="'neutral'")
     gpu(added=1e-5, doubled=1e-5)
     assert pytester.runpytest_subprocess().ret == 0
@@ -260,7 +260,7 @@ def test_check_mode_times_nothing(page, gpu, pytester):
     assert result.ret == 0
 
 
-def test_check_mode_says_once_why_nothing_is_timed_whatever_is_lacking(page, pytester):
+def test_check_mode_prints_one_reason_for_not_timing(page, pytester):
     page(more="cpu_sizes=[{'n': 99}],")
     result = pytester.runpytest_subprocess("--aisp-check")
     said = [line for line in result.outlines if line.startswith("not timed: ")]
@@ -268,14 +268,14 @@ def test_check_mode_says_once_why_nothing_is_timed_whatever_is_lacking(page, pyt
     result.stdout.fnmatch_lines(["*2 checked in *"])
 
 
-def test_without_a_gpu_a_gpu_case_is_checked_and_says_need_and_fact(page, pytester):
+def test_without_a_gpu_a_case_is_checked_and_names_its_need(page, pytester):
     page(more="conditions=Conditions(needs='tcgen05'),")
     result = pytester.runpytest_subprocess("-v")
     result.stdout.fnmatch_lines(["*CHECKED needs tcgen05 (sm100, sm103); there is none here*"])
     assert result.ret == 0
 
 
-def test_need_names_the_gpu_at_hand(page, gpu, pytester):
+def test_the_unmet_need_names_the_gpu_of_the_machine(page, gpu, pytester):
     page(more="conditions=Conditions(needs='wgmma'),")
     gpu(added=1e-5, doubled=1e-5)
     text = pytester.path.joinpath("conftest.py").read_text().replace("sm90", "sm100")
@@ -284,7 +284,7 @@ def test_need_names_the_gpu_at_hand(page, gpu, pytester):
     result.stdout.fnmatch_lines(["*CHECKED needs wgmma (sm90); this GPU is sm100 (simulated-gpu)*"])
 
 
-def test_aa_compares_a_side_with_itself(page, gpu, pytester):
+def test_aa_times_a_side_against_itself(page, gpu, pytester):
     page(at_least="2.0")
     gpu(added=2e-5, doubled=1e-5)
     result = pytester.runpytest_subprocess("--aisp-aa", "-v")
@@ -292,7 +292,7 @@ def test_aa_compares_a_side_with_itself(page, gpu, pytester):
     assert result.ret == 0
 
 
-def test_replay_judges_recorded_samples_again(page, gpu, pytester):
+def test_replay_judges_recorded_samples(page, gpu, pytester):
     page(at_least="1.5")
     gpu(added=2e-5, doubled=1e-5)
     first = pytester.runpytest_subprocess("--aisp-artifacts=kept", "-v")
@@ -312,7 +312,7 @@ def test_replay_judges_recorded_samples_again(page, gpu, pytester):
     assert elsewhere.ret == 0
 
 
-def test_replay_takes_timings_in_order_and_the_environment_of_the_recording(page, gpu, pytester):
+def test_replay_uses_the_votes_and_environment_of_the_recording(page, gpu, pytester):
     page(at_least="3.0")
     gpu(added=2e-5, doubled=1e-5, environment={"power_limit_w": 700})
     pytester.runpytest_subprocess("--aisp-artifacts=kept")
@@ -325,7 +325,7 @@ def test_replay_takes_timings_in_order_and_the_environment_of_the_recording(page
     assert again["environment"] == recorded["environment"]
 
 
-def test_replay_of_something_else_says_so(page, pytester):
+def test_replay_refuses_a_file_that_is_no_run(page, pytester):
     page()
     (pytester.path / "notes.txt").write_text("hello")
     result = pytester.runpytest_subprocess("--aisp-replay=notes.txt")
@@ -335,7 +335,7 @@ def test_replay_of_something_else_says_so(page, pytester):
     assert result.ret == 4
 
 
-def test_a_missing_record_fails_where_the_ini_says_so(page, gpu, pytester):
+def test_a_new_case_fails_if_the_ini_file_says_so(page, gpu, pytester):
     page()
     gpu(added=2e-5, doubled=1e-5)
     result = pytester.runpytest_subprocess("-o", "aisp_missing=fail")
@@ -347,7 +347,7 @@ def test_a_missing_record_fails_where_the_ini_says_so(page, gpu, pytester):
     ("cases", "suspects", "moved"),
     [(8, 5, False), (8, 6, True), (8, -6, True), (200, 10, False), (200, 11, True), (6, 0, False)],
 )
-def test_an_environment_moved_where_six_and_a_twentieth_are_off_alike(cases, suspects, moved):
+def test_the_environment_moved_if_over_5_and_over_5_percent_are_suspect(cases, suspects, moved):
     case = ("id", "ch99.json", "key", "doubling_test.py", "test_doubling", "doubled", {"n": 8})
     off = Row(*case, bound="dram", value=0.0, suspect=int(math.copysign(1, suspects)))
     quiet = Row(*case, bound="dram", value=0.0)
@@ -370,7 +370,7 @@ def moved(page, gpu, recorded, pytester):
     return conftest
 
 
-def test_too_many_suspects_in_one_direction_void_the_run(moved, pytester):
+def test_too_many_suspects_in_one_direction_make_the_run_invalid(moved, pytester):
     result = pytester.runpytest_subprocess()
     result.stdout.fnmatch_lines(["RUN INVALID (environment moved)*"])
     assert result.ret == 17
@@ -384,12 +384,12 @@ def pytest_aisp_result(config, row):
 """
 
 
-def test_an_interrupted_run_stays_interrupted_whatever_its_cases_said(moved, pytester):
+def test_an_interrupted_run_keeps_its_exit_code(moved, pytester):
     moved.write_text(moved.read_text() + LAST)
     assert pytester.runpytest_subprocess().ret == pytest.ExitCode.INTERRUPTED
 
 
-def test_the_marker_of_each_arch_selects(page, pytester):
+def test_arch_markers_select_cases(page, pytester):
     page(more="cpu_sizes=[{'n': 99}], conditions=Conditions(needs='wgmma'),")
     ids = {
         "sm90": ["doubled-n1001"],
@@ -411,7 +411,7 @@ def test_artifacts_hold_the_rows_of_finished_cases(page, gpu, pytester):
     assert len(rows[0].timings[0]["blocks"]) == 20
 
 
-def test_results_reach_a_hook_on_the_controller(page, gpu, pytester):
+def test_the_result_hook_runs_on_the_controller(page, gpu, pytester):
     page()
     gpu(added=2e-5, doubled=1e-5)
     conftest = pytester.path / "conftest.py"

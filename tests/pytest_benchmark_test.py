@@ -40,7 +40,7 @@ def names(found):
     return [b["fullname"] for b in found["benchmarks"]]
 
 
-def test_both_sides_are_in_its_table_and_files_and_compared(ran, pytester):
+def test_both_sides_are_in_its_table_json_and_histogram(ran, pytester):
     done, found = ran("--aisp-artifacts=out", "--benchmark-histogram=plot")
     assert done.ret == 0
     named = CASE.replace("[", "[[]")
@@ -67,13 +67,13 @@ def exported(found):
     return json.loads(text.stdout)["benchmarks"]
 
 
-def test_workers_of_xdist_change_nothing(ran):
+def test_it_works_with_xdist(ran):
     done, found = ran("-n1")
     assert names(found) == [f"{CASE} added", f"{CASE} doubled"]
     assert "disabled because xdist" not in "\n".join(done.outlines + done.errlines)
 
 
-def test_its_fixture_is_timed_by_ours_where_marked_and_only_what_is_asked_for(page, pytester, ran):
+def test_the_marker_gives_the_benchmark_fixture_our_timer(page, pytester, ran):
     pytester.makepyfile(
         marked_test="""
         import pytest
@@ -109,7 +109,7 @@ def test_its_fixture_is_timed_by_ours_where_marked_and_only_what_is_asked_for(pa
     assert not (pytester.path / "no.json").exists()
 
 
-def test_a_run_without_times_is_not_exported(tmp_path, capsys):
+def test_export_refuses_a_run_without_times(tmp_path, capsys):
     case = ("id", "ch99.json", "key", "doubling_test.py", "test_doubling", "doubled", {"n": 8})
     rows = [Row(*case, bound="dram", verdict="checked").to_json()]
     fake_results.artifacts(tmp_path, rows)
@@ -121,7 +121,7 @@ def test_a_run_without_times_is_not_exported(tmp_path, capsys):
     ]
 
 
-def test_without_it_export_says_how_to_get_it(tmp_path, monkeypatch, capsys):
+def test_export_without_pytest_benchmark_says_how_to_install_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pytest_benchmark.plugin", None)
     assert app.main(["export", str(tmp_path)]) == 2
     assert capsys.readouterr().err.splitlines() == [
@@ -130,21 +130,21 @@ def test_without_it_export_says_how_to_get_it(tmp_path, monkeypatch, capsys):
     ]
 
 
-def test_a_folder_that_is_none_of_a_run_is_refused(tmp_path, capsys):
+def test_export_refuses_a_folder_without_a_run(tmp_path, capsys):
     assert app.main(["export", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"{tmp_path}: holds no run: it has no manifest.json")
     assert said.endswith("    pytest --aisp-artifacts=DIR\n")
 
 
-def test_only_one_module_knows_how_pytest_benchmark_works_inside():
+def test_only_one_module_imports_pytest_benchmark():
     package = Path(pytest_aisp.__file__).parent
     knows = {f.name for f in package.rglob("*.py") if "import pytest_benchmark" in f.read_text()}
     knows |= {f.name for f in package.rglob("*.py") if "from pytest_benchmark" in f.read_text()}
     assert knows == {"benchmark_plugin.py"}
 
 
-def test_the_marked_test_of_the_guide_is_timed(pytester):
+def test_the_guides_example_works(pytester):
     guide = (Path(__file__).parents[1] / "docs/how-to/pytest-benchmark.md").read_text()
     pytester.makepyfile(guide_test=re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1])
     done = pytester.runpytest_subprocess("guide_test.py")
@@ -156,7 +156,7 @@ def test_the_marked_test_of_the_guide_is_timed(pytester):
     [([], False), (["--benchmark-columns=min"], True), (["others_test.py"], True)],
     ids=["ours alone", "asked for", "beside others"],
 )
-def test_its_table_is_left_out_where_it_says_no_more_than_ours(page, gpu, pytester, options, shown):
+def test_its_table_is_hidden_if_it_only_repeats_ours(page, gpu, pytester, options, shown):
     page()
     gpu(added=2e-5, doubled=1e-5)
     pytester.makepyfile(others_test="def test_sum(benchmark):\n    benchmark(sum, range(9))")

@@ -59,7 +59,7 @@ def stored(row):
     return store.load(recorder.Path(row().file))
 
 
-def test_a_commit_in_the_middle_of_a_run_loses_nothing(make, row, monkeypatch):
+def test_a_commit_during_a_run_loses_no_result(make, row, monkeypatch):
     commits = iter(["c0ffee", "facade"])
     monkeypatch.setattr(recorder, "_commit", lambda root: next(commits))
     controller = make()
@@ -70,7 +70,7 @@ def test_a_commit_in_the_middle_of_a_run_loses_nothing(make, row, monkeypatch):
     assert [facts["commit"] for facts in stored(row).environments.values()] == ["c0ffee"]
 
 
-def test_what_the_file_cannot_hold_is_said_and_the_next_result_is_stored(make, row):
+def test_an_invalid_result_is_reported_and_the_next_is_stored(make, row):
     controller = make()
     controller.add(row("first", baseline_us=0.0))
     controller.add(row("second"))
@@ -80,7 +80,7 @@ def test_what_the_file_cannot_hold_is_said_and_the_next_result_is_stored(make, r
     assert list(stored(row).results) == ["second_test.py::test_it[second-n1]"]
 
 
-def test_one_key_of_two_meanings_is_said(make, row, monkeypatch):
+def test_a_conflicting_environment_key_is_reported(make, row, monkeypatch):
     first, second = make(), make()
     for controller, commit in ((first, "c0ffee"), (second, "facade")):
         controller._session = "2026-08-20T101112Z", {"date": "2026-08-20", "commit": commit}
@@ -91,7 +91,7 @@ def test_one_key_of_two_meanings_is_said(make, row, monkeypatch):
     assert list(stored(row).results) == ["first_test.py::test_it[first-n1]"]
 
 
-def test_two_runs_that_record_at_once_lose_nothing(page, gpu, pytester):
+def test_two_concurrent_recordings_lose_no_result(page, gpu, pytester):
     gpu(added=2e-5, doubled=1e-5)
     for name in ("first", "second", "shared"):
         page(name=f"{name}_test.py")
@@ -113,7 +113,7 @@ def test_two_runs_that_record_at_once_lose_nothing(page, gpu, pytester):
     assert [file.name for file in folder.iterdir()] == ["ch99.json"]
 
 
-def test_the_entry_of_a_page_that_is_gone_stays(page, gpu, pytester, make, row):
+def test_the_result_of_a_deleted_page_stays(page, gpu, pytester, make, row):
     gpu(added=2e-5, doubled=1e-5)
     page(name="here_test.py")
     file = pytester.path / "baselines" / "simulated-gpu" / "ch99.json"
@@ -130,7 +130,7 @@ def test_the_entry_of_a_page_that_is_gone_stays(page, gpu, pytester, make, row):
 @pytest.mark.parametrize(
     ("device", "timer", "started"), [("cuda", None, [1, 2]), ("cpu", None, []), ("cuda", {}, [])]
 )
-def test_on_a_gpu_all_processes_that_record_start_at_once(device, timer, started):
+def test_recording_processes_start_together_on_a_gpu(device, timer, started):
     asked = []
     case = SimpleNamespace(
         placement=SimpleNamespace(device=device),
@@ -141,7 +141,7 @@ def test_on_a_gpu_all_processes_that_record_start_at_once(device, timer, started
     assert asked == started
 
 
-def test_a_side_that_changed_since_is_said_not_to_be_stored(page, gpu, pytester):
+def test_a_changed_side_is_reported_as_not_stored(page, gpu, pytester):
     gpu(added=2e-5, doubled=1e-5)
     path = page()
     assert pytester.runpytest_subprocess(*UPDATE).ret == 0
@@ -162,7 +162,7 @@ def test_a_side_that_changed_since_is_said_not_to_be_stored(page, gpu, pytester)
     result.stdout.no_fnmatch_line("not stored:*")
 
 
-def test_a_run_too_soon_after_the_first_is_said_not_to_be_stored(page, gpu, pytester):
+def test_a_second_run_within_hours_is_reported_as_not_stored(page, gpu, pytester):
     gpu(added=2e-5, doubled=1e-5)
     page()
     assert pytester.runpytest_subprocess(*UPDATE).ret == 0

@@ -18,7 +18,7 @@ MIB = 1 << 20
 NAMES = ("added", "doubled")
 
 
-def test_a_graph_is_said_by_call():
+def test_graph_notes_count_nodes_per_call():
     by_side = {"baseline": {"kernel": 3.0, "memset": 1.0}, "optimized": {"kernel": 1.0}}
     assert graph_notes(NAMES, {"graph_nodes": by_side}) == [
         "added's graph: 3 kernels, 1 memset a call",
@@ -31,7 +31,7 @@ def test_a_graph_is_said_by_call():
     ]
 
 
-def test_a_graph_that_nobody_counted_says_why():
+def test_a_graph_without_counts_gives_the_reason():
     said = graph_notes(NAMES, {"no graph_nodes": "cuGraphGetNodes: CUDA_ERROR_INVALID_VALUE"})
     assert said == ["graph: nodes not counted: cuGraphGetNodes: CUDA_ERROR_INVALID_VALUE"]
     assert graph_notes(NAMES, {}) == []  # another clock
@@ -49,7 +49,7 @@ def test_a_graph_that_nobody_counted_says_why():
         (300 * 1024 * MIB, "300 GiB"),
     ],
 )
-def test_bytes_are_said_in_their_unit(count, says):
+def test_bytes_are_printed_with_a_fitting_unit(count, says):
     assert amount(count) == says
 
 
@@ -63,7 +63,7 @@ def test_bytes_are_said_in_their_unit(count, says):
         (1200, 600, False),  # the baseline's own affair
     ],
 )
-def test_memory_is_traded_for_speed_where_the_optimized_side_needs_much_more(
+def test_memory_is_traded_for_speed_if_the_optimized_side_needs_much_more(
     baseline, optimized, traded
 ):
     said, loud = memory_note({"baseline": baseline * MIB, "optimized": optimized * MIB})
@@ -79,7 +79,7 @@ def test_memory_is_traded_for_speed_where_the_optimized_side_needs_much_more(
         ([2.1e-5, 1.4e-5], {}),
     ],
 )
-def test_a_side_is_launch_bound_that_takes_much_longer_without_a_graph(as_called, bound):
+def test_a_side_that_is_much_slower_without_a_graph_is_launch_bound(as_called, bound):
     seconds = {"added": 2e-5, "doubled": 1e-5}
     assert launch_bound("graph", seconds, as_called) == bound
     assert launch_bound("queue", seconds, as_called) == {}
@@ -124,7 +124,7 @@ def measured(page, gpu, pytester):
     return run
 
 
-def test_what_must_not_be_silent_is_shown_without_vv_and_kept(measured, pytester):
+def test_remarks_are_shown_without_vv_and_stored(measured, pytester):
     shown = measured("--aisp-artifacts=kept", **DETAILS)
     shown.fnmatch_lines([BOUND, TRADED])
     shown.no_fnmatch_line("*'s graph: *")
@@ -135,14 +135,14 @@ def test_what_must_not_be_silent_is_shown_without_vv_and_kept(measured, pytester
     assert row.timings[0]["details"]["peak_bytes"] == DETAILS["peak_bytes"]
 
 
-def test_with_vv_everything_is_shown_once(measured):
+def test_vv_shows_every_note_and_remark_once(measured):
     text = measured("-vv", **DETAILS)
     text.fnmatch_lines([COUNTED, BOUND, TRADED])
     assert text.str().count("launch-bound without a graph") == 1
     assert text.str().count("beyond the inputs") == 1
 
 
-def test_an_honest_row_is_silent_but_for_vv(measured):
+def test_notes_are_shown_only_with_vv(measured):
     peaks = {"baseline": 1200 * MIB, "optimized": 600 * MIB}
     details = DETAILS | {"as_called": [2.1e-5, 1.1e-5], "peak_bytes": peaks}
     silent = measured(**details)

@@ -29,7 +29,7 @@ def typed(result, word):
 
 
 @pytest.mark.parametrize("folder", [".", "ch99", "elsewhere"])
-def test_they_name_the_case_from_where_pytest_was_run(odd, pytester, monkeypatch, folder):
+def test_printed_commands_work_where_pytest_was_started(odd, pytester, monkeypatch, folder):
     (pytester.path / "elsewhere").mkdir()
     monkeypatch.chdir(pytester.path / folder)
     first = pytester.runpytest_subprocess(odd, f"--rootdir={pytester.path}", "-n0")

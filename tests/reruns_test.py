@@ -31,7 +31,7 @@ def rows(pytester):
 # Votes
 
 
-def test_every_vote_is_in_the_artifacts_and_in_the_closing_notes(page, gpu, pytester):
+def test_every_vote_is_stored_and_printed(page, gpu, pytester):
     page(at_least="{'sm90': 3.0}")
     gpu(**TIMES)
     result = pytester.runpytest_subprocess("-vv", "--aisp-artifacts=kept")
@@ -49,7 +49,7 @@ def test_every_vote_is_in_the_artifacts_and_in_the_closing_notes(page, gpu, pyte
     ("clock", "ranks", "starts"),
     [("graph", 1, [3, 3, 3, 4]), ("host", 1, [1, 2, 3, 4]), ("graph", 2, [1, 2, 3, 4])],
 )
-def test_on_a_clock_of_the_gpu_the_votes_that_a_verdict_takes_start_together(clock, ranks, starts):
+def test_voting_processes_start_together_on_a_gpu_clock(clock, ranks, starts):
     started, closed, world = [], [], ranks
 
     class Client(CaseClient):
@@ -103,7 +103,7 @@ def simulate(baseline, optimized, *args):
 """
 
 
-def test_a_vote_that_dies_is_logged_too(page, gpu, pytester):
+def test_a_crashed_vote_is_reported(page, gpu, pytester):
     page(at_least="{'sm90': 3.0}")
     gpu(**TIMES)
     pytester.makepyfile(dies=DIES)
@@ -134,7 +134,7 @@ def attempts(pytester, name="attempts"):
 
 
 @pytest.mark.parametrize("workers", ["-n0", "-n1"])
-def test_reruns_leave_cases_alone_and_repeat_the_others(page, pytester, workers):
+def test_reruns_skip_cases_and_repeat_other_tests(page, pytester, workers):
     path = page(COUNTED)
     eager = "import pytest\n\n\n@pytest.mark.flaky(reruns=2)\n@compare("
     path.write_text(path.read_text().replace("@compare(", eager))
@@ -149,7 +149,7 @@ def test_reruns_leave_cases_alone_and_repeat_the_others(page, pytester, workers)
 
 
 @pytest.mark.parametrize("option", ["--force-reruns=2", "--reruns-mode=append"])
-def test_what_overrules_that_is_refused(page, pytester, option):
+def test_options_that_rerun_cases_are_refused(page, pytester, option):
     page()
     result = pytester.runpytest_inprocess("--aisp-check", option)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -175,7 +175,7 @@ def pytest_runtest_protocol(item, nextitem):
 """
 
 
-def test_a_second_attempt_by_whatever_means_is_an_error(page, pytester):
+def test_a_second_attempt_at_a_case_is_an_error(page, pytester):
     page("x if open('attempts', 'a').write('x') and len(open('attempts').read()) == 1 else 2 * x")
     append(pytester, AGAIN)
     result = pytester.runpytest_subprocess("--aisp-check")
@@ -220,7 +220,7 @@ def test_a_case_that_is_traced_is_invalid_and_names_the_tracer(page, gpu, pytest
     assert result.ret == pytest.ExitCode.TESTS_FAILED
 
 
-def test_under_a_tracer_results_are_still_proved(page, pytester):
+def test_a_traced_case_can_be_checked(page, pytester):
     page()
     append(pytester, TRACES)
     result = pytester.runpytest_subprocess("--aisp-in-process", "--aisp-check")
@@ -239,7 +239,7 @@ if "COVERAGE_PROCESS_START" in os.environ:
 
 
 @pytest.mark.new_processes  # what a process reads when it starts
-def test_coverage_of_the_processes_that_measure_is_named(page, gpu, pytester, monkeypatch):
+def test_coverage_in_worker_processes_is_named(page, gpu, pytester, monkeypatch):
     page()
     gpu(**TIMES)
     path = pytester.mkdir("site")
@@ -266,7 +266,7 @@ def test_a_monitoring_tool_is_named(monkeypatch):
     assert monkeypatches.tracing() == "coverage (sys.monitoring)"
 
 
-def test_a_profiler_is_named_by_its_module(monkeypatch):
+def test_a_python_profiler_is_named_by_its_module(monkeypatch):
     class Profiler:
         __module__ = "yappi"
 
@@ -281,7 +281,7 @@ def test_a_profiler_is_named_by_its_module(monkeypatch):
 @pytest.mark.parametrize(
     ("ini", "ends"), [("pass", "1 inconclusive"), ("fail", "1 failed")], ids=["pass", "fail"]
 )
-def test_what_is_timed_beside_a_debugger_decides_nothing(page, gpu, pytester, ini, ends):
+def test_a_case_timed_under_a_debugger_is_inconclusive(page, gpu, pytester, ini, ends):
     page(at_least="9")
     gpu(**TIMES)
     command = [sys.executable, "-m", "pytest", "--pdb", "-o", f"aisp_inconclusive={ini}"]
@@ -290,7 +290,7 @@ def test_what_is_timed_beside_a_debugger_decides_nothing(page, gpu, pytester, in
     result.stdout.fnmatch_lines([f"*{says}", f"=* {ends} in *"])
 
 
-def test_what_is_stepped_through_is_invalid(page, gpu, pytester):
+def test_a_case_that_is_stepped_through_is_invalid(page, gpu, pytester):
     page()
     gpu(**TIMES)
     steps = b"n\n" * 9 + b"c\n"
@@ -300,7 +300,7 @@ def test_what_is_stepped_through_is_invalid(page, gpu, pytester):
     )
 
 
-def test_what_was_timed_inside_pytest_is_not_stored(page, pytester):
+def test_recording_inside_pytest_is_refused(page, pytester):
     page()
     result = pytester.runpytest_inprocess("--aisp-update-expectations", "--pdb")
     result.stderr.fnmatch_lines(

@@ -51,12 +51,12 @@ def test_node_ids_and_verdicts_are_the_same_with_and_without_workers(run):
     assert found == {case.format(verdict): verdict for verdict in VERDICTS}
 
 
-def test_each_case_is_recorded_once_and_by_the_controller(run):
+def test_each_case_is_recorded_once_by_the_controller(run):
     _, rows, seen = run
     assert sorted(seen) == sorted(f"{row['nodeid']} worker=False" for row in rows)
 
 
-def test_the_closing_table_and_the_counts_are_the_same(run):
+def test_the_closing_table_is_the_same_with_and_without_workers(run):
     result, _, _ = run
     table = [line for line in result.outlines if line.split()[1:3] == ["doubled", "n=1001"]]
     assert sorted(line.split()[-1] for line in table) == sorted(VERDICTS)
@@ -64,7 +64,7 @@ def test_the_closing_table_and_the_counts_are_the_same(run):
     assert result.ret == pytest.ExitCode.TESTS_FAILED
 
 
-def test_without_xdist_nothing_is_missed(page, pytester):
+def test_it_runs_without_xdist(page, pytester):
     page()
     result = pytester.runpytest_subprocess("--aisp-check", "-p", "no:xdist")
     result.stdout.fnmatch_lines(["=* 1 checked in *"])
@@ -107,14 +107,14 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("options", "says"), REFUSED, ids=lambda v: " ".join(v) if isinstance(v, list) else ""
 )
-def test_what_would_lie_or_lose_something_is_refused(page, pytester, options, says):
+def test_illegal_options_are_refused(page, pytester, options, says):
     page()
     result = pytester.runpytest_inprocess(*options)  # refused before anything is set up
     result.stderr.fnmatch_lines([says if says.startswith("*") else f"ERROR: {says}"])
     assert result.ret == pytest.ExitCode.USAGE_ERROR
 
 
-def test_a_red_case_is_not_run_again_until_it_is_green(page, pytester):
+def test_a_red_case_is_not_rerun(page, pytester):
     page("torch.zeros_like(x)")
     result = pytester.runpytest_subprocess("--aisp-check", "--reruns=2")
     result.stdout.fnmatch_lines(["=* 1 failed in *"])
@@ -133,13 +133,13 @@ def test_recording_is_refused_where_ci_is_set(page, pytester, monkeypatch):
     assert result.ret == pytest.ExitCode.USAGE_ERROR
 
 
-def test_refused_recording_with_workers_names_the_command(page, pytester):
+def test_refused_recording_with_workers_prints_the_command(page, pytester):
     page()
     result = pytester.runpytest_inprocess(UPDATE, "-n2")
     result.stderr.fnmatch_lines(["    pytest -n0 --aisp-update-expectations"])
 
 
-def test_the_bare_update_option_does_not_swallow_the_path_after_it(page, gpu, pytester):
+def test_the_update_option_does_not_swallow_the_path_after_it(page, gpu, pytester):
     page(name="first_test.py")
     page(name="second_test.py", folder="ch98")
     gpu(**TIMES)
@@ -149,7 +149,7 @@ def test_the_bare_update_option_does_not_swallow_the_path_after_it(page, gpu, py
     assert files == ["ch99.json"]
 
 
-def test_the_conftests_of_the_path_after_a_bare_option_are_those_that_load(page, pytester):
+def test_the_conftest_of_the_path_after_an_option_is_loaded(page, pytester):
     page()
     conftest = "def pytest_addoption(parser):\n    parser.addoption('--mine')\n"
     (pytester.path / "ch99/conftest.py").write_text(conftest)
@@ -205,7 +205,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("options", [[], [f"{UPDATE}=all", "--aisp-processes=1"]])
-def test_a_damaged_file_is_said_and_left_as_it_is(recorded, pytester, options):
+def test_a_damaged_stored_file_is_reported_and_kept(recorded, pytester, options):
     files = recorded(*DAMAGE)
     for name, file in files.items():
         file.write_text(DAMAGE[name][0](file.read_text()))
@@ -220,7 +220,7 @@ def test_a_damaged_file_is_said_and_left_as_it_is(recorded, pytester, options):
     assert {name: file.read_bytes() for name, file in files.items()} == before
 
 
-def test_results_that_cannot_be_written_are_said_and_the_run_is_not_green(recorded, pytester):
+def test_results_that_cannot_be_written_fail_the_run(recorded, pytester):
     file = recorded("ch99")["ch99"]
     before = file.read_bytes()
     (file.parent / ".ch99.json.lock").mkdir()
@@ -230,7 +230,7 @@ def test_results_that_cannot_be_written_are_said_and_the_run_is_not_green(record
     assert file.read_bytes() == before
 
 
-def test_a_file_in_the_place_of_the_baselines_is_said(page, gpu, pytester):
+def test_a_file_in_place_of_the_baselines_folder_is_reported(page, gpu, pytester):
     page()
     gpu(**TIMES)
     (pytester.path / "baselines").write_text("hello")
@@ -269,7 +269,7 @@ def test_fixtures(aisp_device, aisp_timer, pair):
     assert (aisp_device, aisp_timer, pair) == ("mine",) * 3
 
 
-def test_nothing_of_the_plugin_is_loaded():
+def test_only_the_plugins_options_are_loaded():
     ours = {name for name in sys.modules if name.startswith("pytest_aisp")}
     own = ("options", "config")
     names = ("", ".plugin", ".session", *(f".session.{name}" for name in own))
@@ -299,11 +299,11 @@ def test_a_session_without_pages_is_left_alone(others, pytester):
     result.assert_outcomes(passed=2)
 
 
-def test_a_users_own_fixture_wins(others, pytester):
+def test_a_users_fixture_overrides_ours(others, pytester):
     pytester.runpytest_subprocess("-k", "fixtures").assert_outcomes(passed=1, deselected=2)
 
 
-def test_a_session_without_pages_keeps_its_own_workers(others, pytester, monkeypatch):
+def test_a_session_without_pages_keeps_its_number_of_workers(others, pytester, monkeypatch):
     monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "1")
     result = pytester.runpytest_subprocess("-n", "auto", "-v", "-k", "fixtures")
     result.stdout.fnmatch_lines(["created: 1/1 worker"])
@@ -326,7 +326,7 @@ def pytest_aisp_result(config, row):
 """
 
 
-def test_the_suites_time_ends_the_run_and_keeps_what_is_finished(page, pytester):
+def test_the_suite_timeout_ends_the_run_and_keeps_finished_cases(page, pytester):
     page(name="first_test.py")
     page(name="second_test.py")
     append(pytester, LATE)
@@ -344,14 +344,14 @@ def test_the_suites_time_ends_the_run_and_keeps_what_is_finished(page, pytester)
 
 
 @pytest.mark.parametrize("workers", ["alone", "n2"])
-def test_a_suite_without_time_stops_at_its_first_case(page, pytester, workers):
+def test_an_expired_suite_timeout_stops_the_first_case(page, pytester, workers):
     page()
     result = pytester.runpytest_subprocess("-o", "aisp_suite_timeout=0.001", *WORKERS[workers])
     result.stdout.fnmatch_lines(["*aisp_suite_timeout: 0.001 s are over*"])
     assert result.ret == pytest.ExitCode.INTERRUPTED
 
 
-def test_cold_start_gives_each_case_caches_of_its_own(page, pytester):
+def test_cold_start_gives_each_case_its_own_caches(page, pytester):
     note = "open('caches', 'a').write(os.environ['TRITON_CACHE_DIR'] + '\\n') and 2 * x"
     page(note, defs="import os", name="first_test.py")
     page(note, defs="import os", name="second_test.py")
@@ -362,7 +362,7 @@ def test_cold_start_gives_each_case_caches_of_its_own(page, pytester):
     assert not any(map(os.path.exists, map(os.path.dirname, caches)))
 
 
-def test_reproducible_fails_an_op_without_a_deterministic_form_by_name(page, pytester):
+def test_reproducible_names_an_operation_that_is_not_deterministic(page, pytester):
     page("(2 * x).put_(torch.tensor([0], device=x.device), 2 * x[:1])")
     page(name="plain_test.py")
     result = pytester.runpytest_subprocess("--aisp-check", "--aisp-reproducible")
@@ -372,7 +372,7 @@ def test_reproducible_fails_an_op_without_a_deterministic_form_by_name(page, pyt
     result.stdout.fnmatch_lines(["=* 1 failed, 1 checked in *"])
 
 
-def test_a_test_that_does_not_take_its_pair_is_no_pass(page, pytester):
+def test_a_test_with_compare_must_take_the_pair(page, pytester):
     page(body="pass")
     (path,) = pytester.path.glob("ch99/*_test.py")
     path.write_text(path.read_text().replace("def test_doubling(pair)", "def test_doubling()"))
@@ -386,7 +386,7 @@ def test_a_test_that_does_not_take_its_pair_is_no_pass(page, pytester):
     assert result.ret == pytest.ExitCode.INTERRUPTED
 
 
-def test_controls_and_what_became_of_them_are_listed_by_vv(page, pytester):
+def test_vv_lists_the_negative_controls(page, pytester):
     page()
     result = pytester.runpytest_subprocess("--aisp-check", "-vv")
     result.stdout.fnmatch_lines(["*controls at n=33: noise refused; zeros refused; *"])
@@ -400,7 +400,7 @@ def wrong_value(pytester, *options):
     return told, again[again.index("pytest") + 1 :]
 
 
-def test_a_failure_names_the_seed_of_its_values(page, pytester):
+def test_a_failure_prints_the_seed_of_its_values(page, pytester):
     page("2 * x + 1")
     first, again = wrong_value(pytester)
     assert again[0] == "'ch99/doubling_test.py::test_doubling[doubled-n1001]'"

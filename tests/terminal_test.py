@@ -42,7 +42,7 @@ def _read(fd):
         return b""
 
 
-def test_verbose_shows_what_is_done_on_the_case_s_own_line(page, gpu, on_a_terminal):
+def test_verbose_shows_progress_on_the_line_of_the_case(page, gpu, on_a_terminal):
     gpu(added=2e-5, doubled=1e-5)
     page()
     code, written = on_a_terminal("-v")
@@ -54,7 +54,7 @@ def test_verbose_shows_what_is_done_on_the_case_s_own_line(page, gpu, on_a_termi
     assert len(re.sub(r"\x1b\[\d*m", "", shown[-1])) == 119  # the percentage ends the line
 
 
-def test_without_v_nothing_is_rewritten(page, gpu, on_a_terminal):
+def test_without_v_no_progress_is_shown(page, gpu, on_a_terminal):
     gpu(added=2e-5, doubled=1e-5)
     page()
     code, written = on_a_terminal()
@@ -62,7 +62,7 @@ def test_without_v_nothing_is_rewritten(page, gpu, on_a_terminal):
     assert "check at n=33" not in written
 
 
-def test_a_lease_that_is_taken_says_so_before_it_waits(monkeypatch, tmp_path):
+def test_a_wait_for_a_lease_is_announced(monkeypatch, tmp_path):
     monkeypatch.setenv("AISP_LEASES", str(tmp_path))
     said, done = [], threading.Event()
 
@@ -81,7 +81,7 @@ def test_a_lease_that_is_taken_says_so_before_it_waits(monkeypatch, tmp_path):
     assert said == ["wait for GPU-1, which another run holds"]
 
 
-def test_a_free_lease_says_nothing(monkeypatch, tmp_path):
+def test_a_free_lease_is_not_announced(monkeypatch, tmp_path):
     monkeypatch.setenv("AISP_LEASES", str(tmp_path))
     said = []
     with (

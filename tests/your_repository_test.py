@@ -31,7 +31,7 @@ def test_the_guide_is_short():
     assert len(GUIDE.read_text().strip().splitlines()) < 15
 
 
-def test_a_new_repository_gates_with_the_wheel(pytester, gpu, monkeypatch):
+def test_the_guides_commands_work_in_a_new_repository(pytester, gpu, monkeypatch):
     pytest.importorskip("setuptools", minversion="77")
     monkeypatch.setenv("EDITOR", "true")
     monkeypatch.setenv("PYTHONPATH", str(pytester.path / "lib"))
