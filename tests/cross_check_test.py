@@ -1,4 +1,4 @@
-"""Several clocks for the same work: which differences are told, and which are only noise."""
+"""Several clocks and the profiler time the same work: which differences are errors."""
 
 from __future__ import annotations
 
@@ -6,14 +6,24 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pytest_aisp.isolation.protections import without
-from pytest_aisp.timing.cross_check import ATTEMPTS, Clocks, contradiction
+from pytest_aisp.timing.cross_check import (
+    ATTEMPTS,
+    Clocks,
+    KernelProfile,
+    contradiction,
+    kernel_notes,
+    summarize,
+    union,
+)
 from pytest_aisp.util import process_group
 
 HONEST = Clocks(events=5e-3, host=5.06e-3, counter=5.004e-3, late=8e-6)
-LIES = {
-    "a side stream": (
+TRICKS = {
+    "side stream": (
         {"late": 4e-3},
         "work goes on for 4e+03 us after the last call of 5000 us: a stream of its own is not"
         " waited for",
@@ -30,12 +40,12 @@ LIES = {
         "events say 50 us, the host between full waits 5060 us",
         "clocks-agree",
     ),
-    "a replaced clock of the host": (
+    "replaced host clock": (
         {"host": 5e-5},
         "events say 5000 us, the host between full waits 50 us",
         "clocks-agree",
     ),
-    "replaced events and clock": (
+    "replaced events and host clock": (
         {"events": 5e-5, "host": 5.1e-5},
         "events say 50 us, the GPU's own counter 5004 us",
         "clocks-agree",
@@ -43,11 +53,10 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("name", LIES)
-def test_cross_check_detects_a_replaced_clock(name):
-    changed, says, protection = LIES[name]
-    clocks = replace(HONEST, **changed)
-    assert clocks.contradiction() == says
+@pytest.mark.parametrize(("changes", "message", "protection"), TRICKS.values(), ids=TRICKS)
+def test_cross_check_detects_a_replaced_clock(changes, message, protection):
+    clocks = replace(HONEST, **changes)
+    assert clocks.contradiction() == message
     with without([protection]):
         assert clocks.contradiction() == ""
 
@@ -57,8 +66,8 @@ def test_cross_check_detects_a_replaced_clock(name):
     [
         HONEST,
         replace(HONEST, host=None),  # queued behind a blocking kernel
-        replace(HONEST, counter=None),  # nothing here compiles a stamp
-        replace(HONEST, events=2e-6, host=1.2e-4, counter=1.5e-5),  # launching takes its time
+        replace(HONEST, counter=None),  # no compiler for the timestamp kernel
+        replace(HONEST, events=2e-6, host=1.2e-4, counter=1.5e-5),  # launches take time
     ],
 )
 def test_ordinary_noise_between_clocks_is_accepted(clocks):
@@ -80,3 +89,54 @@ def test_several_ranks_may_be_idle_later(monkeypatch):
     assert "work goes on for 300 us" in replace(HONEST, late=3e-4).contradiction()
     monkeypatch.undo()
     assert replace(HONEST, late=1.2e-4).contradiction() == ""  # 2 % of a graph's replays
+
+
+TIMES = st.floats(0, 100, allow_nan=False)
+SPANS = st.lists(st.tuples(TIMES, TIMES).map(lambda pair: (min(pair), max(pair))), max_size=8)
+
+
+def test_overlapping_spans_count_once():
+    assert union([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == pytest.approx(4)
+    assert union([]) == 0
+
+
+@given(SPANS)
+def test_a_union_is_between_the_longest_span_and_the_sum(spans):
+    lengths = [end - start for start, end in spans]
+    assert max(lengths, default=0) - 1e-9 <= union(spans) <= sum(lengths) + 1e-9
+    assert union(spans) == pytest.approx(union(reversed(spans)))
+
+
+def test_kernels_are_counted_per_call():
+    events = [("add", 0, 1e-6), ("add", 1e-6, 2e-6), ("mul", 2e-6, 4e-6), ("mul", 4e-6, 6e-6)]
+    profile = summarize(events, calls=2)
+    assert profile.launches == {"add": 1, "mul": 1}
+    assert profile.busy == pytest.approx(3e-6)
+
+
+def test_long_kernel_names_are_truncated():
+    [name] = summarize([("k" * 5000, 0, 1)], calls=1).launches
+    assert len(name) == 90
+
+
+@pytest.mark.parametrize(
+    ("launches", "busy", "message"),
+    [
+        ({"add": 1}, 9e-6, ""),
+        ({"add": 1}, 12e-6, ""),
+        ({"add": 1}, 20e-6, "kernels are at work for 20 us a call, the windows say 10 us"),
+        ({}, 0.0, "nothing is launched on the GPU"),
+    ],
+)
+def test_kernels_contradict_windows_that_are_too_short(launches, busy, message):
+    assert KernelProfile(launches, busy).contradiction(10e-6) == message
+
+
+def test_notes_list_kernels_and_say_if_both_sides_launch_the_same():
+    one, two = KernelProfile({"add": 2.0}, 9e-6), KernelProfile({"fused": 1.0}, 4e-6)
+    assert kernel_notes({"eager": one, "fused": two}) == [
+        "eager launches a call: 2 x add; busy 9 us",
+        "fused launches a call: 1 x fused; busy 4 us",
+    ]
+    assert kernel_notes({"eager": one, "other": one})[-1] == "both sides launch the same kernels"
+    assert kernel_notes({}) == []

@@ -1,11 +1,14 @@
-"""What a captured graph contains, by a driver that is only told of; and which one is refused."""
+"""CUDA graphs on a fake driver: which nodes are counted and refused, and how captures end."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
+import torch
 from drivers import Driver, graph
 from drivers import nodes as kinds
 
@@ -23,7 +26,7 @@ from pytest_aisp.timing.cuda_graph import (
 
 @pytest.fixture
 def driver(monkeypatch):
-    """Put a driver in the place of the real one."""
+    """Replace the driver by a fake one."""
 
     def install(fails=""):
         monkeypatch.setattr(cuda_graph, "import_module", lambda name: Driver(fails))
@@ -33,10 +36,8 @@ def driver(monkeypatch):
 
 
 def window(*content, calls=2, name="side"):
-    counted = cuda_graph.count_nodes
-    made = graph(list(content))
-    subject = SimpleNamespace(name=name)
-    return SimpleNamespace(side=subject, calls=calls, nodes=lambda: counted(made))
+    side, captured = SimpleNamespace(name=name), graph(list(content))
+    return SimpleNamespace(side=side, calls=calls, nodes=lambda: count_nodes(captured))
 
 
 def test_nodes_are_counted_by_type(driver):
@@ -57,8 +58,8 @@ def test_nodes_are_counted_by_type(driver):
 
 def test_the_nodes_of_child_graphs_are_counted_too(driver):
     inner = [*kinds("KERNEL"), kinds("MEMSET HOST")]
-    found = count_nodes(graph([*kinds("KERNEL"), inner]))
-    assert found == {"kernel": 2, "memset": 1, "host node": 1, "child graph": 2}
+    counts = count_nodes(graph([*kinds("KERNEL"), inner]))
+    assert counts == {"kernel": 2, "memset": 1, "host node": 1, "child graph": 2}
 
 
 @pytest.mark.parametrize(
@@ -74,18 +75,18 @@ def test_nodes_are_not_counted_without_torch_or_driver_support(driver, monkeypat
     with pytest.raises(Uncounted, match="no attribute 'raw_cuda_graph'"):
         count_nodes(SimpleNamespace())
 
-    def absent(name):
+    def missing(name):
         raise ImportError(f"No module named '{name}'")
 
-    monkeypatch.setattr(cuda_graph, "import_module", absent)
-    found = check_nodes([window(*kinds("HOST")), window(*kinds("HOST"))])
-    assert found == {"no graph_nodes": "No module named 'cuda.bindings.driver'"}
+    monkeypatch.setattr(cuda_graph, "import_module", missing)
+    result = check_nodes([window(*kinds("HOST")), window(*kinds("HOST"))])
+    assert result == {"no graph_nodes": "No module named 'cuda.bindings.driver'"}
 
 
 def test_host_nodes_are_refused_in_child_graphs_too(driver):
-    called_back = "side: 1 of the 3 nodes of its graph call the CPU back, whose work is no GPU's"
+    message = "side: 1 of the 3 nodes in its graph call back to the CPU, which a graph clock"
     for content in (kinds("KERNEL HOST KERNEL"), [*kinds("KERNEL"), kinds("HOST")]):
-        with pytest.raises(SideError, match=f"{called_back}; declare bound='host' to have it"):
+        with pytest.raises(SideError, match=message):
             check_nodes([window(*kinds("KERNEL")), window(*content)])
         with without(["graph-nodes"]):
             assert check_nodes([window(*kinds("KERNEL")), window(*content)])["graph_nodes"]
@@ -94,16 +95,16 @@ def test_host_nodes_are_refused_in_child_graphs_too(driver):
 @pytest.mark.parametrize("words", ["", "EMPTY", "EVENT_RECORD WAIT_EVENT", "MEM_ALLOC MEM_FREE"])
 def test_a_graph_in_which_nothing_computes_is_refused(driver, words):
     idle = window(*kinds(words), name="idle")
-    many = len(words.split())
-    with pytest.raises(SideError, match=f"^idle: nothing computes in its graph of {many} nodes, "):
+    count = len(words.split())
+    with pytest.raises(SideError, match=f"^idle: nothing computes in its graph of {count} nodes, "):
         check_nodes([idle, window(*kinds("KERNEL"))])
     with without(["graph-nodes"]):
         assert "graph_nodes" in check_nodes([idle, idle])
 
 
-@pytest.mark.parametrize("words", ["KERNEL", "MEMCPY", "MEMSET", "CONDITIONAL"])
-def test_nodes_that_compute_or_move_data_are_accepted(words):
-    assert contradiction({node_name(words): 1}) == ""
+def test_nodes_that_compute_or_move_data_are_accepted():
+    for constant in ("KERNEL", "MEMCPY", "MEMSET", "CONDITIONAL"):
+        assert contradiction({node_name(constant): 1}) == ""
 
 
 def test_a_child_graph_counts_by_its_own_nodes(driver):
@@ -113,8 +114,8 @@ def test_a_child_graph_counts_by_its_own_nodes(driver):
 
 
 def test_counts_are_per_call_and_side(driver):
-    found = check_nodes([window(*kinds("KERNEL " * 6)), window(*kinds("KERNEL MEMSET MEMSET"))])
-    assert found == {
+    counts = check_nodes([window(*kinds("KERNEL " * 6)), window(*kinds("KERNEL MEMSET MEMSET"))])
+    assert counts == {
         "graph_nodes": {"baseline": {"kernel": 3}, "optimized": {"kernel": 0.5, "memset": 1}}
     }
 
@@ -135,3 +136,110 @@ def test_host_nodes_are_accepted_on_several_ranks(monkeypatch):
     monkeypatch.setattr(cuda_graph, "current_group", lambda: SimpleNamespace(world=2))
     assert contradiction({"kernel": 2, "host node": 1}) == ""
     assert "nothing computes" in contradiction({"host node": 1})
+
+
+class RecordingGraph:
+    """A CUDA graph that records the calls it gets."""
+
+    calls: ClassVar[list[str]] = []
+
+    def __init__(self, keep_graph=False):
+        self.calls.append(f"keep={keep_graph}")
+
+    def capture_begin(self, capture_error_mode, pool=None):
+        self.calls.append("begin")
+
+    def capture_end(self):
+        self.calls.append("end")
+
+    def instantiate(self):
+        self.calls.append("instantiate")
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Let torch capture into a `RecordingGraph`, and return its calls."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, value in {
+        "CUDAGraph": RecordingGraph,
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda given: contextlib.nullcontext(),
+        "synchronize": lambda: None,
+        "current_device": lambda: 0,
+        "graph_pool_handle": lambda: (0, 7),
+        "mem_get_info": lambda: (100, 140),
+        "empty_cache": lambda: RecordingGraph.calls.append("cache emptied"),
+        "get_sync_debug_mode": lambda: 0,
+        "set_sync_debug_mode": lambda mode: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(cuda_graph, "abandoned", [])
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: None)
+    RecordingGraph.calls.clear()
+    return RecordingGraph.calls
+
+
+def test_a_captured_graph_keeps_its_nodes_and_is_instantiated(recorded):
+    cuda_graph.capture_graph(lambda: recorded.append("run"))
+    assert recorded == ["run", "keep=True", "begin", "run", "end", "instantiate"]
+
+
+def test_scarce_memory_is_released_before_a_capture(recorded, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30, 140))
+    cuda_graph.capture_graph(lambda: None)
+    assert recorded == ["keep=True", "cache emptied", "begin", "end", "instantiate"]
+
+
+def test_a_graph_that_cannot_be_instantiated_is_uncapturable(recorded, monkeypatch):
+    def fail(self):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(RecordingGraph, "instantiate", fail)
+    allocator(monkeypatch, recorded, ended=True)
+    with pytest.raises(cuda_graph.Uncapturable, match="out of memory"):
+        cuda_graph.capture_graph(lambda: None)
+    assert recorded[3:] == ["end", "keep=False", "begin", "end"]
+    assert cuda_graph.abandoned == [(0, 7)]
+
+
+def allocator(monkeypatch, recorded, *, ended):
+    """Replace torch's allocator. It records calls, or raises if the capture has `ended`."""
+
+    def function(name):
+        def record(device, pool):
+            if ended:
+                raise RuntimeError("not currently recording to mempool_id")
+            recorded.append(f"{name} {pool}")
+
+        return record
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", function("stop"), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", function("release"), raising=False)
+
+
+def test_a_failed_capture_is_reported_to_the_allocator(recorded, monkeypatch):
+    allocator(monkeypatch, recorded, ended=False)
+
+    def side():
+        if recorded[-1:] == ["begin"]:
+            raise ValueError("not while it is captured")
+
+    with pytest.raises(cuda_graph.Uncapturable, match="not while it is captured"):
+        cuda_graph.capture_graph(side)
+    cleanup = ["stop (0, 7)", "release (0, 7)", "keep=False", "begin", "end"]
+    assert recorded == ["keep=True", "begin", "end", *cleanup]
+
+
+@pytest.mark.parametrize("fails_after", ["run", "begin"])
+def test_a_side_that_runs_out_of_memory_fails_on_every_clock(recorded, monkeypatch, fails_after):
+    allocator(monkeypatch, recorded, ended=True)
+
+    def side():
+        recorded.append("run")
+        if fails_after in recorded:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
+        cuda_graph.capture_graph(side)
+    assert cuda_graph.abandoned == ([(0, 7)] if fails_after == "begin" else [])

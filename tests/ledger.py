@@ -111,7 +111,7 @@ _APART_CLOCK = (
     "test_the_clock_that_is_read_can_be_replaced_from_inside_and_is_not_believed_apart"
 )
 _STRANGER = "device_test.py::test_another_process_that_computes_is_named"
-_KERNELS = "kernels_test.py::test_notes_list_kernels_and_say_if_both_sides_launch_the_same"
+_KERNELS = "cross_check_test.py::test_notes_list_kernels_and_say_if_both_sides_launch_the_same"
 _CANARY = (
     "canary_test.py::test_a_side_that_differs_from_itself_makes_the_run_invalid"
     " canary_test.py::test_an_unseen_planted_slowdown_makes_the_run_invalid"

@@ -1,4 +1,4 @@
-"""Memory as a goal: what a page may claim of it, and what becomes of a stored result."""
+"""`assert_memory`: what a page may claim, what is stored, and how memory is counted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAME = "doubling_test.py::test_doubling[doubled-n1001]"
 
 @pytest.fixture
 def needs(gpu):
-    """Put a simulated GPU in place on which both sides need so many MiB."""
+    """Simulate a GPU on which both sides need so many MiB."""
 
     def install(baseline, optimized, **more):
         peaks = {"baseline": int(baseline * MIB), "optimized": int(optimized * MIB)}
@@ -36,15 +36,15 @@ def test_memory_within_the_claim_passes(page, needs, pytester, body):
     page(body=body.format(0.5))
     needs(600, 240)
     result = pytester.runpytest_subprocess("--aisp-artifacts=kept")
-    said = "*: memory: 600 MiB / 240 MiB beyond the inputs, 0.4 of the baseline's against 0.5"
-    result.stdout.fnmatch_lines([said])
+    note = "*: memory: 600 MiB / 240 MiB beyond the inputs, 0.4 of the baseline's against 0.5"
+    result.stdout.fnmatch_lines([note])
     assert result.ret == 0
     [row] = map(json.loads, (pytester.path / "kept/results.jsonl").read_text().splitlines())
     assert row["goals"]["memory"] == {"baseline": 600 * MIB, "optimized": 240 * MIB}
     assert row["verdict"] == "new"
     assert (row["value"] is None) == (row["claim"] is None) == (body == ALONE)
     again = pytester.runpytest_subprocess("--aisp-replay=kept")
-    again.stdout.fnmatch_lines([said])
+    again.stdout.fnmatch_lines([note])
 
 
 @pytest.mark.parametrize("claim", [1.5, "neutral"])
@@ -84,8 +84,10 @@ def test_memory_growth_against_a_stored_result_is_regressed_or_stale(page, needs
     needs(600, 240, environment={"power_limit_w": 700})
     pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=1")
     file = pytester.path / "baselines/simulated-gpu/ch99.json"
-    peaks = store.load(file).results[NAME].goals["memory"]
-    assert peaks == {"baseline": 600 * MIB, "optimized": 240 * MIB}
+    assert store.load(file).results[NAME].goals["memory"] == {
+        "baseline": 600 * MIB,
+        "optimized": 240 * MIB,
+    }
     needs(600, 243, environment={"power_limit_w": 700})  # 1 % and 1 MiB: rounding
     assert pytester.runpytest_subprocess().ret == 0
     needs(600, 244, environment={"power_limit_w": 700})
@@ -114,136 +116,135 @@ def test_without_a_gpu_memory_is_not_measured(page, pytester):
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "message"),
     [
         ("pair.assert_memory(at_most=0.5)", "assert_memory() before assert_equivalent(): nothing*"),
         (ALONE.format(0), "ValueError: at_most=0 of the baseline's memory: it must be above 0"),
     ],
 )
-def test_a_page_that_asks_wrongly_is_told(page, needs, pytester, body, says):
+def test_a_page_that_asks_wrongly_is_told(page, needs, pytester, body, message):
     page(body=body)
     needs(1, 1)
     result = pytester.runpytest_subprocess()
-    result.stdout.fnmatch_lines([f"*{says}"])
+    result.stdout.fnmatch_lines([f"*{message}"])
     assert result.ret == 1
 
 
 class Allocator:
-    """torch's allocator, as sides ask it."""
+    """A fake of torch's allocator."""
 
     def __init__(self, monkeypatch):
-        self.now = self.most = self.taken = 0
+        self.now = self.peak = self.reserved = 0
         for name, value in {
             "synchronize": lambda: None,
             "reset_peak_memory_stats": self.reset,
             "memory_allocated": lambda: self.now,
-            "max_memory_allocated": lambda: self.most,
-            "memory_reserved": lambda: self.taken,
+            "max_memory_allocated": lambda: self.peak,
+            "memory_reserved": lambda: self.reserved,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(memory, "release", self.release)
 
     def release(self, device):
-        self.taken = self.now  # what no tensor holds goes back to the GPU
+        self.reserved = self.now  # memory without a tensor goes back to the GPU
 
     def reset(self):
-        self.most = self.now
+        self.peak = self.now
 
     def take(self, count):
         self.now += count
-        self.most = max(self.most, self.now)
-        self.taken = max(self.taken, self.now + 7)  # seven are in no block
+        self.peak = max(self.peak, self.now)
+        self.reserved = max(self.reserved, self.now + 7)  # seven bytes are in no block
 
 
-class Bench:
-    """A workbench whose sides are what a call takes: for good at the first, and while it runs."""
+SIDE, LEAN = (5, 40, 300), (0, 20, 100)
+"""Bytes that preparation holds, that the first call keeps, and that each call needs meanwhile."""
 
-    def __init__(self, allocator):
-        self.slots, self.allocator, self.workspace = [], allocator, 1000
+
+class Pool:
+    """An input pool whose sides allocate, the first one a library workspace too."""
+
+    def __init__(self, monkeypatch, workspace=0):
+        self.slots, self.allocator, self.workspace = [], Allocator(monkeypatch), workspace
         self.device = "cpu"
 
     def lay_slots(self, count):
         self.slots = [count]
 
     def bind(self, side):
-        held, kept, passing = side
-        self.allocator.take(held)
-        taken = [held]
+        held, kept, temporary = side
+        allocated = []
+
+        def allocate(count):
+            allocated.append(count)
+            self.allocator.take(count)
 
         def run(slot):
-            for count in (self.workspace, kept if len(taken) == 1 else 0):
-                self.allocator.take(count)
-            taken.append(kept)
-            self.workspace = 0  # the library has it now
-            self.allocator.take(passing)
-            self.allocator.take(-passing)
+            self.allocator.take(self.workspace)
+            self.workspace = 0  # the library keeps it
+            if len(allocated) == 1:
+                allocate(kept)
+            self.allocator.take(temporary)
+            self.allocator.take(-temporary)
 
         def close():
-            self.allocator.take(-taken[0] - taken[1])
+            self.allocator.take(-sum(allocated))
 
+        allocate(held)
         return SimpleNamespace(run=run, close=close, held_bytes=held, outputs=[None])
 
 
 def test_kept_and_temporary_memory_count_but_no_library_workspace(monkeypatch):
-    bench = Bench(Allocator(monkeypatch))
-    sides = (5, 40, 300), (0, 20, 100)
-    trial = SimpleNamespace(pool=bench, sides=[(side, None) for side in sides])
-    assert metrics.count(CountTask(metric="memory"), trial) == {
-        "baseline": 345,
-        "optimized": 120,
-    }
-    assert bench.slots == []
-    assert bench.allocator.now == 1000
+    pool = Pool(monkeypatch, workspace=1000)
+    trial = SimpleNamespace(pool=pool, sides=[(SIDE, None), (LEAN, None)])
+    counts = metrics.count(CountTask(metric="memory"), trial)
+    assert counts == {"baseline": 345, "optimized": 120}
+    assert pool.slots == []
+    assert pool.allocator.now == 1000
 
 
 def test_reserved_memory_counts_from_the_first_call(monkeypatch):
-    for counter, found in ((memory.reserved, 352), (memory.fragmentation, 7)):
-        bench = Bench(Allocator(monkeypatch))
-        bench.workspace = 0
-        assert counter(bench, (5, 40, 300)) == found
+    assert memory.reserved(Pool(monkeypatch), SIDE) == 352
+    assert memory.fragmentation(Pool(monkeypatch), SIDE) == 7
 
 
 def test_the_rank_that_needs_most_counts(monkeypatch):
-    bench = Bench(Allocator(monkeypatch))
-    bench.workspace = 0
+    pool = Pool(monkeypatch)
     rank = SimpleNamespace(max=lambda value: max(value, 200.0), world=1)
     monkeypatch.setattr(process_group, "_current", rank)
-    assert memory.allocated(bench, (5, 40, 300)) == 345
-    assert memory.allocated(bench, (0, 20, 100)) == 200
+    assert memory.allocated(pool, SIDE) == 345
+    assert memory.allocated(pool, LEAN) == 200
 
 
-class Sending(Bench):
-    """A workbench on ranks: what a side has sent is held until the next collective begins."""
+class SendingPool(Pool):
+    """A pool on ranks: sent tensors are held until the next collective begins."""
 
     sent = 0
 
-    def begin(self, device):
+    def start_window(self, device):
         self.allocator.take(-self.sent)
         self.sent = 0
 
     def bind(self, side):
-        one = super().bind(side)
-        close = one.close
+        bound = super().bind(side)
 
-        def closed():
-            close()
+        def close():
+            bound.close()
             self.allocator.take(500)
             self.sent += 500
 
-        def prepared(slot):
-            self.begin("cuda")  # a collective of the side's own
-            return run(slot)
+        def run(slot):
+            self.start_window("cuda")  # a collective of the side
+            bound.run(slot)
 
-        run, one.run, one.close = one.run, prepared, closed
-        return one
+        return SimpleNamespace(**{**vars(bound), "run": run, "close": close})
 
 
 def test_tensors_sent_by_the_last_side_are_dropped_before_counting(monkeypatch):
-    bench = Sending(Allocator(monkeypatch))
-    bench.workspace = 0
-    rank = SimpleNamespace(max=lambda value: value, world=2, start_window=bench.begin)
+    pool = SendingPool(monkeypatch)
+    rank = SimpleNamespace(max=lambda value: value, world=2, start_window=pool.start_window)
     monkeypatch.setattr(process_group, "_current", rank)
     monkeypatch.setattr(memory, "WATCHDOG", 0)
-    assert memory.allocated(bench, (5, 40, 300)) == 345
+    assert memory.allocated(pool, SIDE) == 345
     monkeypatch.setattr(rank, "world", 1)
-    assert memory.allocated(bench, (5, 40, 300)) == 345 - 500
+    assert memory.allocated(pool, SIDE) == 345 - 500

@@ -49,7 +49,7 @@ WHEN_OF = {  # by test file: what its tests are about; the exploits say it thems
     **dict.fromkeys(("page_mutants_test", "numerics_test", "check_test"), "checked"),
     **dict.fromkeys(("exploits_test", "inputs_test", "cross_check_test"), "timed"),
     **dict.fromkeys(("cuda_timer_test", "interference_test"), "timed"),
-    **dict.fromkeys(("l2_test", "device_test", "kernels_test", "untrusted_test"), "timed"),
+    **dict.fromkeys(("l2_test", "device_test", "untrusted_test"), "timed"),
     **dict.fromkeys(("cuda_timer_test", "cuda_graph_test", "trial_test"), "timed"),
     **dict.fromkeys(
         ("canary_test", "decision_test", "declare_test", "modes_test", "peaks_test"), "judged"

@@ -300,8 +300,8 @@ def contradiction(nodes: Mapping[str, int]) -> str:
     callbacks, total = nodes.get("host node", 0), sum(nodes.values())
     if callbacks and current_group().world == 1:  # NCCL drives networks with host nodes
         return (
-            f"{callbacks} of the {total} nodes of its graph call the CPU back, whose work is no"
-            " GPU's; declare bound='host' to have it judged as called"
+            f"{callbacks} of the {total} nodes in its graph call back to the CPU, which a graph"
+            " clock cannot time; declare bound='host' to time it as called"
         )
     if not nodes.keys() - IDLE:
         return (
