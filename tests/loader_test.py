@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from pytest_aisp.worker import loader
-from pytest_aisp.worker.loader import MixedTreesError, load_page, load_past
+from pytest_aisp.worker.loader import MixedTreesError, load_old_page, load_page
 
 PAST = "aisp_past_c0ffee.chapter.some_test"
 
@@ -39,7 +39,7 @@ def trees(tmp_path, monkeypatch):
 def load_both(today, old):
     page = "chapter/some_test.py"
     now = load_page(str(today / page), str(today), "chapter.some_test")
-    return now, load_past(str(old / page), str(old), PAST, str(today))
+    return now, load_old_page(str(old / page), str(old), PAST, str(today))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_each_page_has_the_helper_of_its_tree(trees, page, helper):
     now, then = load_both(today, old)
     assert (now.AGE, then.AGE) == ("today", "old")
     assert [path for path in sys.path if path not in before] == []
-    again = load_past(str(old / "chapter/some_test.py"), str(old), PAST, str(today))
+    again = load_old_page(str(old / "chapter/some_test.py"), str(old), PAST, str(today))
     assert again is then
     under = loader._modules_under(str(old))
     assert {name.partition(".")[0] for name in under} == {"aisp_past_c0ffee"}

@@ -13,7 +13,7 @@ from pytest_aisp.checking.inputs import InputPool
 from pytest_aisp.isolation import monkeypatches
 from pytest_aisp.page.pair import SideError
 from pytest_aisp.util import device
-from pytest_aisp.worker.cache import Cache
+from pytest_aisp.worker.loader import Cache
 
 ROOT = Path(pytest_aisp.__file__).parent
 WATCHED = ("checking", "isolation", "results", "timing", "util", "worker")
@@ -36,7 +36,7 @@ def remembered():
 @pytest.mark.parametrize(
     ("owner", "genuine"),
     [
-        (Cache, Cache.oracle),
+        (Cache, Cache.reference),
         (InputPool, InputPool.value_set),
         (device, device.lease),
         (monkeypatches, monkeypatches.replaced),

@@ -97,7 +97,7 @@ def test_timed_cases_are_profiled_at_their_size_unless_they_are_wrong(
         assert any([1001] in e.get("args", {}).get("Input Dims", []) for e in events)
 
 
-def test_nothing_is_profiled_by_default(page, pytester):
+def test_it_is_off_by_default(page, pytester):
     page()
     result = pytester.runpytest_subprocess("--aisp-check", "--aisp-artifacts=out")
     assert "profile" not in result.stdout.str()

@@ -16,8 +16,8 @@ from pytest_aisp.results.messages import CheckTask, TimeTask
 from pytest_aisp.timing import cpu_timer, trial
 from pytest_aisp.timing.trial import Trial
 from pytest_aisp.util.device_state import Stopwatch
-from pytest_aisp.worker.cache import Cache
 from pytest_aisp.worker.engine import Engine
+from pytest_aisp.worker.loader import Cache
 
 SHORT = {"blocks": 8, "least": 8, "seconds": 0.01, "window": 2e-4, "warmup": 3}
 
@@ -154,33 +154,33 @@ def test_a_process_keeps_at_most_its_share_of_gpu_memory(
     monkeypatch, reserved, forgotten, exhausted
 ):
     kept, gib = Cache(Stopwatch(), {"page": object()}), iter(reserved)
-    monkeypatch.setattr("pytest_aisp.worker.cache.release", lambda device: None)
+    monkeypatch.setattr("pytest_aisp.worker.loader.release", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(gib) << 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 140 << 30))
-    kept.leave_memory("cpu")
-    assert kept.oracles
-    kept.leave_memory("cuda")
-    assert (not kept.oracles, kept.exhausted) == (forgotten, exhausted)
+    kept.release_memory("cpu")
+    assert kept.references
+    kept.release_memory("cuda")
+    assert (not kept.references, kept.exhausted) == (forgotten, exhausted)
 
 
 @pytest.mark.parametrize(("still", "exhausted"), [(10, False), (30, True)])
 def test_a_rank_keeps_an_eighth_of_that_share(monkeypatch, still, exhausted):
     ranks, gib = SimpleNamespace(world=2, max=lambda value: value), iter([10, still])
-    monkeypatch.setattr("pytest_aisp.worker.cache.current_group", lambda: ranks)
-    monkeypatch.setattr("pytest_aisp.worker.cache.release", lambda device: None)
+    monkeypatch.setattr("pytest_aisp.worker.loader.current_group", lambda: ranks)
+    monkeypatch.setattr("pytest_aisp.worker.loader.release", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(gib) << 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 140 << 30))
     kept = Cache(Stopwatch(), {"page": object()})
-    kept.leave_memory("cuda")
-    assert not kept.oracles
+    kept.release_memory("cuda")
+    assert not kept.references
     assert kept.exhausted is exhausted
 
 
 def test_a_process_in_which_a_capture_failed_is_exhausted(monkeypatch):
-    monkeypatch.setattr("pytest_aisp.worker.cache.release", lambda device: None)
+    monkeypatch.setattr("pytest_aisp.worker.loader.release", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 140 << 30))
     monkeypatch.setattr("pytest_aisp.timing.cuda_graph.abandoned", [(0, 1)])
     kept = Cache(Stopwatch())
-    kept.leave_memory("cuda")
+    kept.release_memory("cuda")
     assert kept.exhausted

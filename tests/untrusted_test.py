@@ -160,19 +160,21 @@ def test_the_clock_that_is_read_can_be_replaced_from_inside_and_is_not_believed_
         engine.perform(PerformTask(units=units, **common))
         return time.perf_counter() - start
 
-    seconds = sandbox.seconds_apart(work, unit, least=0.01, times=3)
+    seconds = sandbox.seconds_per_call(work, unit, at_least=0.01, times=3)
     assert sandbox_case.untrue(seconds, min(told["optimized"]), "cpu")
     assert not sandbox_case.untrue(seconds, seconds, "cpu")
 
 
-def test_seconds_apart_asks_for_more_until_asking_does_not_count():
+def test_seconds_per_call_asks_for_more_until_asking_does_not_count():
     asked = []
 
     def work(units):
         asked.append(units)
         return 0.001 + 0.0001 * units
 
-    assert sandbox.seconds_apart(work, 10, least=0.1, times=2) == pytest.approx(1.0e-5, rel=0.02)
+    assert sandbox.seconds_per_call(work, 10, at_least=0.1, times=2) == pytest.approx(
+        1.0e-5, rel=0.02
+    )
     assert asked[:3] == [1, 10, 100]
     assert len(asked[asked.index(asked[-1]) :]) == 3
 

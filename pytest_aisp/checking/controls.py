@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..page.pair import Precision, Side, side_name
+from ..page.pair import PageError, Precision, Side, side_name
 from ..util import pytree
 from ..util.device_state import synchronizer
 from ..util.process_group import current_group
@@ -37,11 +37,11 @@ DRAW_SEEDS = 0x10001
 """Distance between the seeds of two draws."""
 
 
-class TooLoose(AssertionError):
+class TooLoose(PageError):
     """A wrong answer passes the page's tolerance."""
 
 
-class CannotTell(AssertionError):
+class CannotTell(PageError):
     """With the page's inputs, right and wrong results look alike."""
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ..isolation.protections import enabled
-from ..page.pair import Pair, Side, SideError, Size, side_name
+from ..page.pair import PageError, Pair, Side, SideError, Size, side_name
 from ..util import pytree
 from ..util.device_state import synchronizer
 from ..util.process_group import current_group
@@ -34,7 +34,7 @@ Inputs: TypeAlias = tuple[object, ...]
 """The arguments of a side."""
 
 
-class NotCold(RuntimeError):
+class NotCold(PageError):
     """The working set is too small to be cold by rotation."""
 
 

@@ -38,7 +38,7 @@ from ..results.messages import (
 from ..util import process_group
 from ..util.process_group import Ranks
 from ..worker.output_capture import STREAMS, OutputCapture
-from ..worker.server import Server, die_with_parent, encoded, print_at_once
+from ..worker.server import Server, die_with_parent, encode_reply, print_at_once
 
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 STACK_SECONDS = 0.5
@@ -87,7 +87,7 @@ def serve(address: str) -> None:
                 # Launchers of several machines have drawn different seeds.
                 if isinstance(task, CaseTask):
                     task = replace(task, seed=process_group.current_group().broadcast(task.seed))
-                replies.write(encoded(server.answer(task)))
+                replies.write(encode_reply(server.answer(task)))
     os._exit(0)  # do not wait for threads that are stuck in a collective
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ..page import sources
 from ..page.gpu_specs import INSTRUCTIONS, LIMITS, REGISTER_UNIT, RESERVED_SHARED
-from ..page.pair import Pair, Side, Size, Variant, as_tuple, side_name, size_words
+from ..page.pair import PageError, Pair, Side, Size, Variant, as_tuple, side_name, size_words
 from . import cuda_cpp, nvrtc, sass
 from .capture_launches import CapturedLaunch, CapturedLaunches, Kernel, capture_launches
 from .cuda_cpp import DIM_LIMITS
@@ -28,7 +28,7 @@ ERROR_LINES = 12
 """Lines of an assembler's error that are shown."""
 
 
-class AssemblyError(Exception):
+class AssemblyError(PageError):
     """Kernels that do not assemble, cannot be launched or break a promise, one a line."""
 
 

@@ -46,7 +46,11 @@ class PairError(ValueError):
     """A declaration that makes no sense."""
 
 
-class SideError(Exception):
+class PageError(Exception):
+    """A page broke a rule. The message says what to change."""
+
+
+class SideError(PageError):
     """A side broke a rule of the comparison. The message names the rule."""
 
 

@@ -11,7 +11,7 @@ from ..isolation.monkeypatches import now
 from ..results.messages import CaseTask, CompareTask, DrawTask, PerformTask, PrepareTask, ShowTask
 from ..results.row import duration
 from ..worker.client import Worker
-from ..worker.sandbox import seconds_apart
+from ..worker.sandbox import seconds_per_call
 from .case_client import CaseClient
 from .options import MAX_SEED
 from .run_context import Failed
@@ -119,7 +119,7 @@ class _Sandbox:
             return now() - start
 
         for _ in range(ATTEMPTS):
-            apart = seconds_apart(work, unit, least=LEAST, times=TIMES)
+            apart = seconds_per_call(work, unit, at_least=LEAST, times=TIMES)
             if not untrue(apart, told, self.clock):
                 self.client.notes.append(f"{role} run apart: {duration(apart)} a call")
                 return

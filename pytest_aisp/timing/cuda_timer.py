@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from ..checking.inputs import BoundSide, InputPool
 from ..isolation import interference
-from ..page.pair import ROLES, SideError
+from ..page.pair import ROLES, PageError, SideError
 from ..util.device_state import Telemetry
 from ..util.process_group import current_group
 from . import l2, schedule
@@ -42,7 +42,7 @@ NEAR = 0.25
 THREADS = "the page owns threads, which a capture would disturb"
 
 
-class Unblockable(RuntimeError):
+class Unblockable(PageError):
     """A side waits for the GPU, so its calls cannot be queued behind a blocking kernel."""
 
 

@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..page.pair import PageError
+
 if TYPE_CHECKING:
     import torch
 
 Tree = TypeVar("Tree")
 
 
-class TreeError(TypeError):
+class TreeError(PageError):
     """A value that can be neither compared nor restored."""
 
 

@@ -1,6 +1,6 @@
-"""The engine of a worker process: it loads a page, checks its sides, times them, checks again.
+"""The engine of a worker process: load a page, check its sides, time them, check again.
 
-An `Engine` answers `Task`s, one method a kind.
+An `Engine` answers tasks, with one method for each kind.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import os
 import random
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ..checking import check
 from ..checking.check import CheckResult
@@ -25,19 +24,20 @@ from ..checking.numerics import Rule
 from ..checking.reference import Reference, outputs_and_state
 from ..isolation import monkeypatches
 from ..isolation.protections import enabled, without
-from ..page.pair import ROLES, Pair, Side, is_plain, size_words
+from ..page.pair import ROLES, PageError, Pair, Side, is_plain, size_words
 from ..results import messages
-from ..results.messages import AT, CaseTask, Task, TimeTask, case_fields
+from ..results.messages import AT, CaseTask, Json, Task, TimeTask, case_fields
 from ..timing.schedule import Budget, Samples
 from ..util import device, pytree
 from ..util.device_state import Stopwatch, no_gc, synchronizer
 from ..util.process_group import current_group
 from . import sandbox
-from .cache import Cache, seed_of
-from .loader import DeclaredSide, PageError, TaskContext, pair_of
+from .client import Progress
+from .loader import Cache, DeclaredSide, TaskContext, pair_of, seed_of
 from .process_timer import ProcessSide, measure_processes, time_here
 
-Progress = Callable[[str], None]
+SANDBOX = "sandbox"
+"""Purpose of the seed, and key of the reference, of a sandboxed side's values."""
 
 
 @dataclass
@@ -46,16 +46,16 @@ class Engine:
 
     progress: Progress = lambda text: None
     watch: Stopwatch = field(default_factory=Stopwatch)
-    kept: Cache = field(init=False)
-    _performer: sandbox.SandboxedSide | None = None
+    cache: Cache = field(init=False)
+    _sandboxed: sandbox.SandboxedSide | None = None
 
     def __post_init__(self) -> None:
-        self.kept = Cache(self.watch)
+        self.cache = Cache(self.watch)
         if emulator := os.environ.get("AISP_CUDA_EMULATOR"):
             importlib.import_module(emulator).install()
         monkeypatches.remember()  # before any page is imported
 
-    def answer(self, task: Task) -> Mapping[str, Any]:
+    def answer(self, task: Task) -> Mapping[str, Json]:
         """Return the result of `task`."""
         match task:
             case messages.CheckTask():
@@ -65,7 +65,7 @@ class Engine:
             case messages.CountTask():
                 return self.count(task)
             case messages.ChangedTask():
-                return self.changed(task)
+                return TaskContext(task, task.past).changed()
             case messages.SampleTask():
                 return self.sample(task)
             case messages.CompileTask():
@@ -90,240 +90,216 @@ class Engine:
                 return self.collectives(task)
         raise TypeError(f"no engine answers {task.kind!r}")
 
-    def check(self, task: messages.CheckTask) -> dict[str, Any]:
-        """Check the case's variant and its baseline; return what was found by size."""
+    def check(self, task: messages.CheckTask) -> dict[str, Json]:
+        """Check the case's variant and its baseline; return the results by size."""
         self.watch.start()
-        asked = TaskContext(task)
-        asked.need_interpreter()
+        context = TaskContext(task)
+        context.require_interpreter()
         rule = Rule(**task.rule)
-        found = {}
-        with self._prepared(task, asked.pair), self.watch.phase("check"):
-            for size in asked.sizes:
-                found[size_words(size)] = asdict(self._check_at(asked, size, rule))
+        results = {}
+        with self._quiet_process(task, context.pair), self.watch.phase("check"):
+            for size in context.sizes:
+                results[size_words(size)] = asdict(self._check_at(context, size, rule))
             if task.search:
-                self._search(asked, rule)
-        sources = asked.sources()
-        self.kept.leave_memory(task.device)
-        return {"sizes": found, "sources": sources, "spent": self.watch.read()}
+                self._search(context, rule)
+        sources = context.sources()
+        self.cache.release_memory(task.device)
+        return {"sizes": results, "sources": sources, "spent": self.watch.read()}
 
     def _check_at(
-        self, asked: TaskContext, size: Mapping[str, Any], rule: Rule, *, controls: bool = True
+        self, context: TaskContext, size: Mapping[str, Json], rule: Rule, *, controls: bool = True
     ) -> CheckResult:
-        task = asked.task
+        task = context.task
         key = f"{task.page}{task.function}{task.variant}{task.device}{size_words(size)}{rule}"
-        if key not in self.kept.checked:
-            self._tell("check", size)
-            oracle = self.kept.oracle(task, asked.pair, size)
-            self.kept.checked[key] = check.check_sides(
-                oracle,
-                [(_inner(s), p) for s, p in asked.sides],
+        if key not in self.cache.checks:
+            self._report("check", size)
+            self.cache.checks[key] = check.check_sides(
+                self.cache.reference(task, context.pair, size),
+                [(_function_of(side), precision) for side, precision in context.sides],
                 rule,
                 controls=controls,
-                progress=lambda name: self._tell(f"check {name}", size),
+                progress=lambda name: self._report(f"check {name}", size),
             )
-        return self.kept.checked[key]
+        return self.cache.checks[key]
 
-    def _tell(self, what: str, size: Mapping[str, Any]) -> None:
-        self.progress(f"{what}{AT}{size_words(size)}")
+    def _report(self, work: str, size: Mapping[str, Json]) -> None:
+        self.progress(f"{work}{AT}{size_words(size)}")
 
-    def _search(self, asked: TaskContext, rule: Rule) -> None:
-        for size in asked.pair.check_sizes:
+    def _search(self, context: TaskContext, rule: Rule) -> None:
+        def check_at(size: Mapping[str, Json]) -> CheckResult:
+            return self._check_at(context, size, rule, controls=False)
+
+        for size in context.pair.check_sizes:
             if not is_plain(size):
                 self.progress("search " + ", ".join(size))
-                failure = check.smallest_failure(
-                    size,
-                    lambda found: self._check_at(asked, found, rule, controls=False),
-                    asked.task.seed,
-                )
+                failure = check.smallest_failure(size, check_at, context.task.seed)
                 if failure is not None:
                     raise failure
 
-    def changed(self, task: messages.ChangedTask) -> dict[str, Any]:
-        """Return which sides of the case are not as they were at the commit of `task.past`."""
-        return TaskContext(task, task.past).changed()
-
-    def time(self, task: TimeTask) -> dict[str, Any]:
+    def time(self, task: TimeTask) -> dict[str, Json]:
         """Time the case's variant against its baseline; check the outputs of the timed calls."""
         self.watch.start()
-        asked = TaskContext(task, task.past)
-        sides = asked.sides
+        context = TaskContext(task, task.past)
+        sides = context.sides
         if task.versus == "self":
             sides = sides[1], sides[1]
         if task.versus == "old":
-            now = asked.side(task.side)
-            sides = (asked.old_side(task.side), now[1]), now
-        budget = Budget(**task.budget)
-        with self._prepared(task, asked.pair):
+            now, precision = context.side(task.side)
+            sides = (context.old_side(task.side), precision), (now, precision)
+        with self._quiet_process(task, context.pair):
             monkeypatches.refuse_tracers()
-            samples, extra = self._measure(task, asked, sides, budget)
+            samples, extra = self._measure(task, context, sides)
         if task.replicate and not task.keep:  # one of many processes
-            self.kept.oracles.clear()
-        self.kept.leave_memory(task.device)
+            self.cache.references.clear()
+        self.cache.release_memory(task.device)
         return {
             **asdict(samples),
             "value": samples.value,
             "error": samples.error,
-            "sources": asked.sources(),
-            "work": asdict(asked.pair.work_at(task.size, task.gpus)),
+            "sources": context.sources(),
+            "work": asdict(context.pair.work_at(task.size, task.gpus)),
             "spent": self.watch.read(),
             **extra,
         }
 
     def _measure(
-        self,
-        task: TimeTask,
-        asked: TaskContext,
-        sides: tuple[DeclaredSide, DeclaredSide],
-        budget: Budget,
-    ) -> tuple[Samples, dict[str, Any]]:
+        self, task: TimeTask, context: TaskContext, sides: tuple[DeclaredSide, DeclaredSide]
+    ) -> tuple[Samples, dict[str, Json]]:
+        budget = Budget(**task.budget)
         name = os.path.basename(task.page)
         seed = f"{name}{task.function}{task.variant}{task.size}{task.replicate}"
-        names = [s.__name__ for s, _ in sides]
-        if task.versus == "old":
-            names[0] += "@old"
+        first, second = (side for side, _ in sides)
         if task.timer is not None:
             module, function = task.timer["target"].split(":")
             simulate = getattr(importlib.import_module(module), function)
             options = {**task.timer.get("options", {}), "planted": task.planted}
-            return simulate(names[0], names[1], options, budget, seed), {}
-        first, second = (side for side, _ in sides)
+            first_name = first.__name__ + ("@old" if task.versus == "old" else "")
+            return simulate(first_name, second.__name__, options, budget, seed), {}
+        rng = random.Random(seed)
         if isinstance(first, ProcessSide) and isinstance(second, ProcessSide):
-            rng = random.Random(seed)
             return measure_processes(task, (first, second), budget, rng, self.progress), {}
         from ..timing.trial import Trial
 
-        oracle = self.kept.oracle(task, asked.pair, task.size)
-        rng = random.Random(seed)
-        return Trial(task, oracle, sides, budget, rng, self.progress).run()
+        reference = self.cache.reference(task, context.pair, task.size)
+        return Trial(task, reference, sides, budget, rng, self.progress).run()
 
-    def count(self, task: messages.CountTask) -> dict[str, Any]:
-        """Return by role what a call takes of a goal beyond time."""
+    def count(self, task: messages.CountTask) -> Mapping[str, float]:
+        """Return a metric of a call by role."""
         from ..timing.trial import Trial
         from . import metrics
 
         if task.timer is not None:
-            return dict(task.timer["options"]["details"]["goals"][task.metric])
-        asked = TaskContext(task)
-        with self._prepared(task, asked.pair):
-            oracle = self.kept.oracle(task, asked.pair, task.size)
+            simulated: dict[str, float] = task.timer["options"]["details"]["goals"][task.metric]
+            return simulated
+        context = TaskContext(task)
+        with self._quiet_process(task, context.pair):
+            reference = self.cache.reference(task, context.pair, task.size)
             rng = random.Random(seed_of(task, "count"))
             budget, timed = Budget(**task.budget), TimeTask(**case_fields(task))
-            trial = Trial(timed, oracle, asked.sides, budget, rng, self.progress)
+            trial = Trial(timed, reference, context.sides, budget, rng, self.progress)
             return metrics.count(task, trial)
 
-    def sample(self, task: messages.SampleTask) -> dict[str, Any]:
+    def sample(self, task: messages.SampleTask) -> dict[str, Json]:
         """Time one process side in this process and check its output."""
-        asked = TaskContext(task, task.past)
-        pair = asked.pair if task.past is None else asked.old_pair()
+        context = TaskContext(task, task.past)
+        pair = context.pair if task.past is None else context.old_pair()
         sides = [(pair.baseline, None), *((v.side, v.precision) for v in pair.variants)]
         side, precision = next((s, p) for s, p in sides if s.__name__ == task.side)
         seed = zlib.crc32(task.function.encode())
-        bench = InputPool(pair, dict(task.size), task.device, seed, task.seed)
-        slot = pytree.clone(bench.values[0])
-        subject = BoundSide(side, [slot], None)
-        with self._prepared(task, pair):
+        pool = InputPool(pair, dict(task.size), task.device, seed, task.seed)
+        slot = pytree.clone(pool.values[0])
+        bound = BoundSide(side, [slot], None)
+        with self._quiet_process(task, pair):
             monkeypatches.refuse_tracers()
             warmup = getattr(side, "warmup", 3)
-            seconds = time_here(lambda: subject.run(0), warmup, synchronizer(task.device))
-        oracle, rule = Reference(bench), Rule(**task.rule)
-        for turn in range(VALUE_SETS):  # the timed output, then one that nobody can remember
+            seconds = time_here(lambda: bound.run(0), warmup, synchronizer(task.device))
+        reference, rule = Reference(pool), Rule(**task.rule)
+        for turn in range(VALUE_SETS):  # the timed output, then one for new values
             if turn:
-                pytree.copy_into(slot, bench.values[turn])
-                subject.run(0)
-            found = outputs_and_state(subject.outputs[0], None)
-            check.judge(oracle, side, found, (turn,), precision, rule, is_baseline=True)
+                pytree.copy_into(slot, pool.values[turn])
+                bound.run(0)
+            outputs = outputs_and_state(bound.outputs[0], None)
+            check.judge(reference, side, outputs, (turn,), precision, rule, is_baseline=True)
         if warmup and enabled("repeats"):
-            bench.slots = [slot]
-            check_repeats(bench, [subject], synchronizer(task.device), task.seed + 1)
+            pool.slots = [slot]
+            check_repeats(pool, [bound], synchronizer(task.device), task.seed + 1)
         return {"seconds": seconds}
 
-    def profile(self, task: messages.ProfileTask) -> dict[str, Any]:
+    def profile(self, task: messages.ProfileTask) -> dict[str, Json]:
         """Run both sides under torch's profiler, or one for a profiler around this process."""
         from . import torch_profiler
 
-        asked = TaskContext(task)
-        size = dict(asked.sizes[-1])
-        bench = InputPool(asked.pair, size, task.device, seed_of(task, "profile"), task.seed)
-        with self._prepared(task, asked.pair):
+        context = TaskContext(task)
+        size = dict(context.sizes[-1])
+        pool = InputPool(context.pair, size, task.device, seed_of(task, "profile"), task.seed)
+        with self._quiet_process(task, context.pair):
             if task.side:
-                torch_profiler.replay_side(bench, asked.side(task.side)[0], task.side)
+                torch_profiler.replay_side(pool, context.side(task.side)[0], task.side)
                 return {}
-            sides = dict(zip(ROLES, (side for side, _ in asked.sides), strict=True))
-            return torch_profiler.profile_sides(bench, sides, Path(task.folder), self.progress)
+            sides = {role: context.side(role)[0] for role in ROLES}
+            return torch_profiler.profile_sides(pool, sides, Path(task.folder), self.progress)
 
-    def draw(self, task: messages.DrawTask) -> dict[str, Any]:
-        """Write the values that a performer will be shown, and keep what is expected of them."""
-        asked = TaskContext(task)
-        size = dict(asked.sizes[-1])
-        self._tell(task.kind, size)
-        bench = InputPool(asked.pair, size, task.device, seed_of(task, "apart"), task.seed)
-        self.kept.oracles["apart"] = Reference(bench, self.watch, Rule(**task.rule).exact)
-        sandbox.draw(self.kept.oracles["apart"], Path(task.values))
+    def draw(self, task: messages.DrawTask) -> dict[str, Json]:
+        """Write the values that a sandboxed side will get; keep the reference for them."""
+        context = TaskContext(task)
+        size = dict(context.sizes[-1])
+        self._report(task.kind, size)
+        pool = InputPool(context.pair, size, task.device, seed_of(task, SANDBOX), task.seed)
+        reference = Reference(pool, self.watch, Rule(**task.rule).exact)
+        self.cache.references[SANDBOX] = reference
+        sandbox.draw(reference, Path(task.values))
         return {}
 
-    def prepare(self, task: messages.PrepareTask) -> dict[str, Any]:
+    def prepare(self, task: messages.PrepareTask) -> dict[str, Json]:
         """Get one side ready in this process; return the calls in a unit of work."""
-        asked = TaskContext(task)
-        size = dict(asked.sizes[-1])
-        self._tell(task.kind, size)
-        self._performer = sandbox.SandboxedSide(
-            asked.pair,
-            asked.side(task.side)[0],
-            size,
-            task.device,
-            seed_of(task, "apart"),
-            clock=task.clock,
-            counted=task.counted,
-            slots=task.slots,
-        )
-        return {"unit": self._performer.unit}
+        context = TaskContext(task)
+        size = dict(context.sizes[-1])
+        self._report(task.kind, size)
+        side, _ = context.side(task.side)
+        seed = seed_of(task, SANDBOX)
+        self._sandboxed = sandbox.SandboxedSide(context.pair, side, size, seed, task)
+        return {"unit": self._sandboxed.unit}
 
-    def perform(self, task: messages.PerformTask) -> dict[str, Any]:
+    def perform(self, task: messages.PerformTask) -> dict[str, Json]:
         """Do units of work with the prepared side."""
         self._prepared_side(task).work(task.units)
         return {}
 
-    def show(self, task: messages.ShowTask) -> dict[str, Any]:
+    def show(self, task: messages.ShowTask) -> dict[str, Json]:
         """Write the outputs of the prepared side for given values."""
         self._prepared_side(task).show(Path(task.values), Path(task.outputs), task.slots)
         return {}
 
     def _prepared_side(self, task: CaseTask) -> sandbox.SandboxedSide:
-        self._tell(task.kind, TaskContext(task).sizes[-1])
-        if self._performer is None:
+        self._report(task.kind, TaskContext(task).sizes[-1])
+        if self._sandboxed is None:
             raise PageError("a side was asked to work before it was prepared")
-        return self._performer
+        return self._sandboxed
 
-    def compare(self, task: messages.CompareTask) -> dict[str, Any]:
-        """Compare the outputs that the sandboxed side has written with the reference."""
+    def compare(self, task: messages.CompareTask) -> dict[str, Json]:
+        """Compare the outputs that the sandboxed side wrote with the reference."""
         side, precision = TaskContext(task).side(task.side)
-        outputs, steps = Path(task.outputs), task.steps
-        rule, is_baseline = Rule(**task.rule), task.side == "baseline"
-        oracle = self.kept.oracles["apart"]
-        return {
-            "compared": sandbox.compare(
-                oracle, side, precision, outputs, steps, rule, is_baseline=is_baseline
-            )
-        }
+        reference = self.cache.references[SANDBOX]
+        return {"compared": sandbox.compare(reference, side, precision, task)}
 
-    def facts(self, task: messages.FactsTask) -> dict[str, Any]:
-        """Return versions and the device as this process sees them."""
+    def facts(self, task: messages.FactsTask) -> dict[str, Json]:
+        """Return versions, and the device as this process sees it."""
         import torch
 
-        facts: dict[str, Any] = dict(device.versions())
+        facts: dict[str, Json] = dict(device.versions())
         if task.device.startswith("cuda"):
             facts["cuda"] = torch.version.cuda
             facts["device"] = torch.cuda.get_device_name()
         return facts
 
-    def peaks(self, task: messages.PeaksTask) -> dict[str, Any]:
+    def peaks(self, task: messages.PeaksTask) -> dict[str, Json]:
         """Measure the machine's peaks."""
         from ..timing import peaks
 
         measured = peaks.measure(task.device)
         return {"rates": dict(measured.rates), "facts": dict(measured.facts)}
 
-    def collectives(self, task: messages.CollectivesTask) -> dict[str, Any]:
+    def collectives(self, task: messages.CollectivesTask) -> dict[str, Json]:
         """Time collectives with the other ranks."""
         from ..timing.collectives import sweep
 
@@ -333,25 +309,24 @@ class Engine:
             )
         return sweep(task.ops, task.sizes, task.device, self.progress)
 
-    def compile(self, task: messages.CompileTask) -> dict[str, Any]:
+    def compile(self, task: messages.CompileTask) -> dict[str, Json]:
         """Assemble every kernel that the case's sides launch, for each arch of `task`."""
         from ..kernels.assemble import Assembly
 
-        asked = TaskContext(task)
-        pair = asked.pair
+        context = TaskContext(task)
+        case = context.pair, context.pair.variant(task.variant), task.size
         pairs = [p for p in map(pair_of, vars(sys.modules[task.module]).values()) if p is not None]
-        case = pair, pair.variant(task.variant), task.size
         assembly = Assembly(pairs, *case, root=task.root, progress=self.progress)
         assembly.run(task.archs)
         return {
             "assembled": [kernel.to_json() for kernel in assembly.assembled],
             "words": [*assembly.notes, *map(str, assembly.assembled)],
-            "sources": asked.sources(),
+            "sources": context.sources(),
         }
 
     @contextlib.contextmanager
-    def _prepared(self, task: CaseTask, pair: Pair) -> Iterator[None]:
-        """Hold the process still: no garbage collection, deterministic where asked."""
+    def _quiet_process(self, task: CaseTask, pair: Pair) -> Iterator[None]:
+        """Suspend garbage collection; use deterministic algorithms if the task says so."""
         import torch
 
         if task.reproducible:
@@ -365,6 +340,6 @@ class Engine:
                 yield
 
 
-def _inner(side: Side) -> Side:
-    """Return the callable to check in this process: a process side's own function."""
-    return getattr(side, "side", side)
+def _function_of(side: Side) -> Side:
+    """Return the function to check in this process: that of a process side."""
+    return side.side if isinstance(side, ProcessSide) else side

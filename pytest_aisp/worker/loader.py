@@ -1,4 +1,4 @@
-"""Import a page by path, under the name pytest gave it, in whatever process needs it."""
+"""Load what a task needs: the page, its sides now and at a commit, and cached references."""
 
 from __future__ import annotations
 
@@ -6,23 +6,31 @@ import importlib.util
 import os
 import sys
 import types
+import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+from ..checking.check import CheckResult
+from ..checking.inputs import InputPool
+from ..checking.numerics import Rule
+from ..checking.reference import Reference
 from ..kernels.fake_gpu import drive_interpreter, interpreting
-from ..page.pair import MARK, ROLES, Pair, Precision, Side, is_plain
-from ..page.sources import libraries
-from ..results.messages import CaseTask, PageSource
+from ..page.pair import MARK, ROLES, PageError, Pair, Precision, Side, is_plain, size_words
+from ..page.sources import digest, imported_late, libraries, triton_kernels
+from ..results.messages import CaseTask, Json, PageSource
+from ..timing import cuda_graph
+from ..util.device_state import Stopwatch, free_bytes, release
+from ..util.process_group import current_group
 
 
 def load_page(path: str, root: str, module: str) -> types.ModuleType:
-    """Import the page at `path` as `module`, its relative imports included.
+    """Import the page at `path` as `module`, so that its relative imports work.
 
-    Parent packages that have no file are made up, as pytest's importlib mode does. Where the page
-    launches Triton kernels and no GPU is, it finds Triton's interpreter ready.
+    Parent packages without a file are created, as pytest's importlib mode does. Without a GPU,
+    Triton's interpreter is made ready for the page's kernels.
     """
     if module not in sys.modules:
         _import(path, root, module)
@@ -46,18 +54,36 @@ def _import(path: str, root: str, module: str) -> None:
         raise
 
 
+def _make_parents(module: str, folder: Path) -> None:
+    while module := module.rpartition(".")[0]:
+        if module not in sys.modules:
+            package = types.ModuleType(module)
+            package.__path__ = [str(folder)]
+            sys.modules[module] = package
+        folder = folder.parent
+
+
+def pair_of(function: object) -> Pair | None:
+    """Return the pair that `compare` attached to a test function, or None."""
+    for mark in getattr(function, "pytestmark", ()):
+        if mark.name == MARK:
+            pair: Pair = mark.kwargs["pair"]
+            return pair
+    return None
+
+
 class MixedTreesError(ImportError):
     """An old page that imports a file of today's tree; the message says which."""
 
 
-def load_past(path: str, root: str, module: str, today: str) -> types.ModuleType:
-    """Import the page at `path` of an old tree `root`, with that tree's helpers.
+def load_old_page(path: str, root: str, module: str, today: str) -> types.ModuleType:
+    """Import the page at `path` of the old tree `root`, with that tree's helpers.
 
-    Modules of today's tree `today` are out of the way meanwhile, all but libraries, which are the
-    same for both; what `sys.path` names in today's tree is looked for in the old one.
+    The modules of today's tree are removed meanwhile, except for libraries. Entries of `sys.path`
+    in today's tree are replaced by the same folders of the old tree.
 
     Raises:
-        MixedTreesError: where an import found its way into today's tree all the same.
+        MixedTreesError: if an import still found a file of today's tree.
     """
     if module in sys.modules:
         return sys.modules[module]
@@ -65,14 +91,14 @@ def load_past(path: str, root: str, module: str, today: str) -> types.ModuleType
     before = list(sys.path)
     for name in hidden:
         del sys.modules[name]
-    sys.path[:] = [root, *(_as_it_was(entry, today, root) for entry in before)]
+    sys.path[:] = [root, *(_in_old_tree(entry, today, root) for entry in before)]
     mixed: set[str] = set()
     try:
         page = load_page(path, root, module)
         mixed = _modules_under(today).keys() - _modules_under(root).keys()
     finally:
-        own = module.partition(".")[0]
-        old = {n for n in _modules_under(root) if n.partition(".")[0] != own}
+        package = module.partition(".")[0]
+        old = {n for n in _modules_under(root) if n.partition(".")[0] != package}
         for name in old | mixed | ({module} if mixed else set()):
             sys.modules.pop(name, None)
         sys.modules.update(hidden)
@@ -83,19 +109,19 @@ def load_past(path: str, root: str, module: str, today: str) -> types.ModuleType
 
 
 def leads_to(name: str, root: str) -> bool:
-    """Return whether an import of `name` by now finds it under `root`, and in no library."""
+    """Return whether an import of `name` would now find it under `root`, and in no library."""
     top = name.partition(".")[0]
     if top in sys.modules:
-        return any(_is_under(place, root) for place in _places(sys.modules[top]))
+        return any(_is_under(path, root) for path in _paths_of(sys.modules[top]))
     spec = importlib.util.find_spec(top)
     if spec is None:
         return False
-    located = [spec.origin] if spec.has_location else spec.submodule_search_locations
-    return any(_is_under(place, root) for place in located or () if place)
+    paths = [spec.origin] if spec.has_location else spec.submodule_search_locations
+    return any(_is_under(path, root) for path in paths or () if path)
 
 
-def _as_it_was(entry: str, today: str, root: str) -> str:
-    """Return where `entry` of `sys.path` lies in the old tree, if it lies in today's."""
+def _in_old_tree(entry: str, today: str, root: str) -> str:
+    """Return the folder of the old tree for an `entry` of `sys.path` in today's tree."""
     real = os.path.realpath(entry)
     if not _is_under(real, today):
         return entry
@@ -103,72 +129,53 @@ def _as_it_was(entry: str, today: str, root: str) -> str:
 
 
 def _modules_under(root: str) -> dict[str, types.ModuleType]:
-    """Return by name the imported modules that lie under `root`, libraries left out.
+    """Return by name the imported modules that lie under `root`, without libraries.
 
-    Packages without a file count by their folders: what is imported next is looked for there.
+    Packages without a file count by their folders, because their modules are imported from there.
     """
     modules = list(sys.modules.items())
-    return {n: m for n, m in modules if any(_is_under(place, root) for place in _places(m))}
+    return {n: m for n, m in modules if any(_is_under(path, root) for path in _paths_of(m))}
 
 
-def _places(module: object) -> list[str]:
-    # Of its dictionary: `torch.ops` and lazy modules make up an answer to whatever is asked.
+def _paths_of(module: types.ModuleType) -> list[str]:
+    # From its dictionary: `torch.ops` and lazy modules invent an answer for any attribute.
     known = getattr(module, "__dict__", {})
     if isinstance(known.get("__file__"), str):
         return [known["__file__"]]
     try:
-        return [place for place in known.get("__path__") or () if isinstance(place, str)]
-    except KeyError:  # a namespace whose parent is no longer imported
+        return [path for path in known.get("__path__") or () if isinstance(path, str)]
+    except KeyError:  # a namespace package whose parent is no longer imported
         return []
 
 
-def _is_under(place: str, root: str) -> bool:
+def _is_under(path: str, root: str) -> bool:
     """Return whether a file or folder lies under `root`, and in no library."""
-    if f"{place}{os.sep}".startswith(libraries()):
+    if f"{path}{os.sep}".startswith(libraries()):
         return False
-    real = f"{os.path.realpath(place)}{os.sep}"
+    real = f"{os.path.realpath(path)}{os.sep}"
     return real.startswith(os.path.realpath(root) + os.sep) and not real.startswith(libraries())
-
-
-def _make_parents(module: str, folder: Path) -> None:
-    names = module.split(".")[:-1]
-    while names:
-        name = ".".join(names)
-        if name not in sys.modules:
-            package = types.ModuleType(name)
-            package.__path__ = [str(folder)]
-            sys.modules[name] = package
-        names, folder = names[:-1], folder.parent
-
-
-def pair_of(function: Any) -> Pair | None:
-    """Return the pair that `compare` attached to a test function, or None."""
-    for mark in getattr(function, "pytestmark", ()):
-        if mark.name == MARK:
-            return mark.kwargs["pair"]  # type: ignore[no-any-return]
-    return None
 
 
 DeclaredSide: TypeAlias = tuple[Side, Precision | None]
 """A side and the lower precision that it declares."""
-FIXED_SIZES = 3
+MAX_CHECK_SIZES = 3
 """Most of a page's listed check sizes that are checked before a case is timed."""
-
-
-class PageError(Exception):
-    """A page that cannot be run as declared; the message says what to change."""
 
 
 @dataclass(frozen=True)
 class TaskContext:
-    """One task's part of a page; a page is imported when something of it is asked for."""
+    """A task's pair and sides. The page is imported on first use.
+
+    Attributes:
+        past: the page as of a commit, or None.
+    """
 
     task: CaseTask
     past: PageSource | None = None
 
     @cached_property
     def pair(self) -> Pair:
-        """The pair of the page as it is."""
+        """The pair of today's page."""
         page = load_page(self.task.page, self.task.root, self.task.module)
         pair = pair_of(getattr(page, self.task.function, None))
         if pair is None:
@@ -186,26 +193,24 @@ class TaskContext:
         return self.sides[ROLES.index(role)]
 
     @property
-    def sizes(self) -> list[Mapping[str, Any]]:
-        """The sizes at which the task's sides are shown right; the last is the case's own."""
-        listed = [s for s in self.pair.check_sizes if is_plain(s)]
+    def sizes(self) -> list[Mapping[str, Json]]:
+        """The sizes at which the task checks the sides; the last one is the case's own."""
+        listed = [size for size in self.pair.check_sizes if is_plain(size)]
         if self.task.at == "check":
-            return listed or [*self.pair.cpu_sizes, dict(self.task.size)][:1]
-        return [*listed[:FIXED_SIZES], dict(self.task.size)]
+            return listed or [*self.pair.cpu_sizes, self.task.size][:1]
+        return [*listed[:MAX_CHECK_SIZES], self.task.size]
 
     def sources(self) -> dict[str, str]:
-        """Return by role the digest of each side's source."""
-        from ..page.sources import digest
+        """Return the digest of each side's source by role."""
+        return {role: digest(self.side(role)[0], self.task.root) for role in ROLES}
 
-        sides = (side for side, _ in self.sides)
-        return {r: digest(s, self.task.root) for r, s in zip(ROLES, sides, strict=True)}
+    def require_interpreter(self) -> None:
+        """Refuse Triton kernels on a CPU without Triton's interpreter.
 
-    def need_interpreter(self) -> None:
-        """Refuse Triton kernels on a CPU without its interpreter; worker processes are given it."""
-        from ..page.sources import triton_kernels
-
-        sides, on_cpu = [side for side, _ in self.sides], self.task.device == "cpu"
-        if on_cpu and not interpreting() and triton_kernels(sides, self.task.root):
+        Worker processes have it. Sides inside the pytest process need it before pytest starts.
+        """
+        interprets = self.task.device != "cpu" or interpreting()
+        if not interprets and triton_kernels([side for side, _ in self.sides], self.task.root):
             raise PageError(
                 f"{self.task.variant} launches Triton kernels, which without a GPU run in Triton's"
                 " interpreter; it must be chosen before pytest starts when sides run inside pytest"
@@ -213,55 +218,133 @@ class TaskContext:
             )
 
     @cached_property
-    def old(self) -> Pair | None:
-        """The pair of the page as it was at the commit of `past`, or None."""
+    def _old_pair(self) -> Pair | None:
         assert self.past is not None
         past = self.past
-        page = load_past(past.page, past.root, past.module, self.task.root)
+        page = load_old_page(past.page, past.root, past.module, self.task.root)
         return pair_of(getattr(page, self.task.function, None))
 
     def old_pair(self) -> Pair:
-        """Return the pair as it was, where there must be one."""
-        if self.old is None:
+        """Return the pair as of the commit of `past`."""
+        if self._old_pair is None:
             raise PageError(f"{self.task.function} has no pair in the old page")
-        return self.old
+        return self._old_pair
 
     def old_side(self, role: str) -> Side:
-        """Return the side with this role, as it was."""
-        then = self._then(self.pair, self.old_pair())
-        return next(old for name, _, old in then if name == role)
+        """Return the side with this role as of the commit of `past`."""
+        return next(
+            old for name, _, old in self._both_sides(self.pair, self.old_pair()) if name == role
+        )
 
-    def changed(self) -> dict[str, Any]:
-        """Return which sides of the case are not as they were.
-
-        An old page that cannot be imported today, or only with files of today's, has no sides to
-        compare with, nor has a side that would import today's when it is called: `why` says so.
-        """
-        from ..page.sources import digest, imported_late
-
-        assert self.past is not None
-        pair = self.pair  # before the old page, which is imported past what is there
-        found: dict[str, Any] = {"baseline": False, "optimized": False, "why": ""}
-        try:
-            old = self.old
-        except MixedTreesError as error:
-            return {**found, "why": str(error)}
-        except Exception as error:
-            why = f"the old page cannot be imported: {type(error).__name__}: {error}"
-            return {**found, "why": why}
-        root = self.task.root
-        for role, now, then in () if old is None else self._then(pair, old):
-            late = imported_late(then, self.past.root)
-            if late := [name for name in late if leads_to(name, root)]:
-                found["why"] = f"{then.__name__} imports {', '.join(late)} when it is called"
-                continue
-            before = digest(then, self.past.root, constants=True)
-            found[role] = digest(now, root, constants=True) != before
-        return found
-
-    def _then(self, pair: Pair, old: Pair) -> Iterator[tuple[str, Side, Side]]:
-        """Yield role, side now and side then, where there were such sides."""
+    def _both_sides(self, pair: Pair, old: Pair) -> Iterator[tuple[str, Side, Side]]:
+        """Yield role, today's side and the old side, for each side that was there."""
         yield "baseline", pair.baseline, old.baseline
         name = self.task.variant
         if name in [variant.name for variant in old.variants]:
             yield "optimized", pair.variant(name).side, old.variant(name).side
+
+    def changed(self) -> dict[str, bool | str]:
+        """Return by role whether a side has changed, and `why` it cannot be compared, or "".
+
+        Neither an old page that needs files of today's tree can be compared, nor an old side that
+        would import them when it is called.
+        """
+        assert self.past is not None
+        changed: dict[str, bool | str] = {"baseline": False, "optimized": False, "why": ""}
+        pair = self.pair  # imported before the old page, which needs its modules out of the way
+        try:
+            old = self._old_pair
+        except MixedTreesError as error:
+            return {**changed, "why": str(error)}
+        except Exception as error:
+            why = f"the old page cannot be imported: {type(error).__name__}: {error}"
+            return {**changed, "why": why}
+        root, old_root = self.task.root, self.past.root
+        for role, now, then in () if old is None else self._both_sides(pair, old):
+            late = [name for name in imported_late(then, old_root) if leads_to(name, root)]
+            if late:
+                changed["why"] = f"{then.__name__} imports {', '.join(late)} when it is called"
+                continue
+            before = digest(then, old_root, constants=True)
+            changed[role] = digest(now, root, constants=True) != before
+        return changed
+
+
+MAX_CPU_REFERENCES = 4
+"""Most references that are kept on a CPU."""
+KEPT_SHARE, KEPT_SHARE_OF_RANK = 1 / 8, 1 / 64
+"""Share of a GPU's memory that a process may keep between tasks; there are many sets of ranks."""
+
+
+@dataclass
+class Cache:
+    """What an engine keeps between tasks; the cases of a ladder at one size share references.
+
+    Attributes:
+        watch: times the references.
+        references: the expected results, by page, size and seed.
+        checks: the results of checks, by case and size.
+        exhausted: whether the process holds memory that it cannot give back.
+    """
+
+    watch: Stopwatch
+    references: dict[str, Reference] = field(default_factory=dict)
+    checks: dict[str, CheckResult] = field(default_factory=dict)
+    exhausted: bool = False
+
+    def reference(self, task: CaseTask, pair: Pair, size: Mapping[str, Json]) -> Reference:
+        """Return the reference at `size`, the same one for check and timing.
+
+        The timed size has fixed values, so that a stored result is measured again with the same
+        values. Its unseen values and all other sizes are drawn from the task's seed.
+        """
+        page = f"{task.page}{task.function}{task.device}"
+        fixed = task.at == "case" and size == task.size
+        purpose = "time" if fixed else f"check{task.seed}"
+        exact = Rule(**task.rule).exact
+        key = f"{page}{size_words(size)}{purpose}{exact}"
+        if key not in self.references:
+            self._make_room(page, task.device)
+            seed, unseen = (seed_of(task, p) for p in (purpose, f"unseen{task.seed}"))
+            with self.watch.phase("inputs"):
+                pool = InputPool(pair, dict(size), task.device, seed, unseen)
+                self.references[key] = Reference(pool, self.watch, exact)
+        return self.references[key]
+
+    def _make_room(self, page: str, device: str) -> None:
+        """Drop the references of other pages, and of this page too if memory is short."""
+        import torch
+
+        if device.startswith("cuda"):
+            scarce = free_bytes() < 0.5 * torch.cuda.mem_get_info()[1]
+        else:
+            scarce = len(self.references) >= MAX_CPU_REFERENCES
+        for key in [k for k in self.references if scarce or not k.startswith(page)]:
+            del self.references[key]
+        release(device)
+
+    def release_memory(self, device: str) -> None:
+        """Give a GPU's memory back to other processes, except for a small share that is kept.
+
+        A few small tensors can hold a large segment: if the process still holds too much memory
+        without references, it is exhausted.
+        """
+        import torch
+
+        if not device.startswith("cuda"):
+            return
+
+        def holds_more_than(share: float) -> bool:
+            release(device)
+            limit = share * torch.cuda.mem_get_info()[1]
+            return current_group().max(torch.cuda.memory_reserved() > limit) > 0
+
+        if holds_more_than(KEPT_SHARE if current_group().world == 1 else KEPT_SHARE_OF_RANK):
+            self.references.clear()
+            self.exhausted = holds_more_than(KEPT_SHARE)
+        self.exhausted |= bool(cuda_graph.abandoned)
+
+
+def seed_of(task: CaseTask, purpose: str) -> int:
+    """Return a seed of `task`'s page for one purpose."""
+    return zlib.crc32(f"{task.function}{purpose}".encode())

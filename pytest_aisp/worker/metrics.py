@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from ..checking.inputs import InputPool
-from ..page.pair import ROLES, Side
+from ..page.pair import ROLES, PageError, Side
 from ..results.messages import CountTask
 from ..timing.cross_check import compute_seconds, launches_per_call
 from ..timing.memory import allocated, fragmentation, reserved
@@ -58,7 +58,7 @@ ORDER = (0, 1, 1, 0)
 """The sides' windows: a GPU that warms up is on both accounts."""
 
 
-class Uncountable(Exception):
+class Uncountable(PageError):
     """A goal of which such a side or such a GPU has no figure; the message says why."""
 
 

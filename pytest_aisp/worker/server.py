@@ -2,8 +2,8 @@
 
     python -m pytest_aisp.worker READ_FD WRITE_FD
 
-It dies with its parent. Whatever a page prints goes to this process's own stdout and stderr, which
-are files (`printed`), never into an answer.
+It dies with its parent. What a page prints goes to this process's own stdout and stderr, which are
+files (`output_capture`), and never into an answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import IO, Any
+from typing import IO
 
 from msgspec.structs import replace
 
@@ -26,50 +26,58 @@ from ..page.sources import PACKAGE
 from ..results import messages
 from ..results.messages import ErrorKind, ProgressUpdate, Reply, StopTask, Task, failed
 
-C_LINES = 1
-"""Linux's _IOLBF: a stream of C's writes at the end of a line."""
-MARKS = "a side cannot skip, its case can: Variant(side, marks=[pytest.mark.skipif(...)])"
+LINE_BUFFERED = 1
+"""Linux's _IOLBF: a stream of C is written at the end of each line."""
+PR_SET_PDEATHSIG = 1
+SKIP_HINT = "a side cannot skip, its case can: Variant(side, marks=[pytest.mark.skipif(...)])"
 
 
 def main(read_fd: int, write_fd: int) -> None:
     """Answer tasks until the pipe closes or a `stop` arrives."""
     die_with_parent()
-    faulthandler.enable()  # a side that crashes shows its line
+    faulthandler.enable()  # a crash shows the line of the side
     print_at_once()
     with os.fdopen(read_fd, "rb") as tasks, os.fdopen(write_fd, "wb", buffering=0) as replies:
-        keep_from_children(tasks, replies)
+        _close_in_children(tasks, replies)
         server = Server(lambda text: replies.write(messages.encode(ProgressUpdate(text))))
         import torch  # noqa: F401 - slow: the time limit of the first request starts after it
 
-        gc.freeze()  # torch's half a million objects are no garbage: a collection takes 0.1 s less
+        gc.freeze()  # leaves torch's half a million objects out: a collection takes 0.1 s less
 
-        server.tell(messages.READY)
+        server.progress(messages.READY)
         for line in tasks:
             task = messages.decode_task(line)
             if isinstance(task, StopTask):
                 return
-            replies.write(encoded(server.answer(task)))
+            replies.write(encode_reply(server.answer(task)))
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends; leave Ctrl-C to the parent."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def print_at_once() -> None:
-    """Write each line when it is printed, C's and CUDA's too: a crash takes what waits with it."""
+    """Write each printed line at once, also C's and CUDA's: a crash loses what is buffered."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         stdout = ctypes.c_void_p.in_dll(libc, "stdout")
-        libc.setvbuf(stdout, None, C_LINES, ctypes.c_size_t(0))
+        libc.setvbuf(stdout, None, LINE_BUFFERED, ctypes.c_size_t(0))
 
 
-def keep_from_children(*pipes: IO[bytes]) -> None:
+def _close_in_children(*pipes: IO[bytes]) -> None:
     """Close `pipes` in every child: one that outlives this process must not hold them open."""
     for pipe in pipes:
         os.set_inheritable(pipe.fileno(), False)
         os.register_at_fork(after_in_child=pipe.close)
 
 
-def encoded(reply: Reply) -> bytes:
-    """Return the line that says `reply`, or that it cannot be said."""
+def encode_reply(reply: Reply) -> bytes:
+    """Return the line for `reply`, or for the error that it cannot be encoded."""
     try:
         return messages.encode(reply)
     except (TypeError, ValueError) as error:
@@ -77,40 +85,37 @@ def encoded(reply: Reply) -> bytes:
 
 
 class Server:
-    """Answer tasks with an engine, errors included.
+    """Answer tasks with an engine; exceptions become error replies.
 
     Attributes:
-        tell: is told what is being done now.
+        progress: is called with what is being done now.
     """
 
-    def __init__(self, tell: Callable[[str], Any]) -> None:
+    def __init__(self, progress: Callable[[str], object]) -> None:
         from .engine import Engine
 
-        self.tell, self._doing = tell, ""
-        self.engine = Engine(self._progress)
+        self.progress, self._doing = progress, ""
+        self.engine = Engine(self._note_progress)
 
-    def _progress(self, text: str) -> None:
+    def _note_progress(self, text: str) -> None:
         self._doing = text
-        self.tell(text)
+        self.progress(text)
 
     def answer(self, task: Task) -> Reply:
-        """Return the reply to `task`; an exception becomes an error reply."""
+        """Return the reply to `task`."""
+        from ..timing import cuda_graph
+
         self._doing = task.kind
         try:
             reply = Reply(result=self.engine.answer(task))
-        except _answerable() as error:
+        except _reported_exceptions() as error:
             reply = _error_reply(error, self._doing)
-            if _has_lost_gpu(error):
+            if _may_have_lost_gpu(error):
                 reply = replace(reply, error="fault")
-        with suppress(Exception):  # a page may have put anything in its place
+        with suppress(Exception):  # a page may have replaced it
             sys.stdout.flush()
-        return replace(reply, exhausted=self._exhausted)
-
-    @property
-    def _exhausted(self) -> bool:
-        from ..timing import cuda_graph
-
-        return self.engine.kept.exhausted or bool(cuda_graph.abandoned)
+        exhausted = self.engine.cache.exhausted or bool(cuda_graph.abandoned)
+        return replace(reply, exhausted=exhausted)
 
 
 class InProcess:
@@ -120,65 +125,50 @@ class InProcess:
         self._server = Server(lambda text: None)
 
     def ask(self, task: Task, seconds: float, progress: Callable[[str], None]) -> Reply:
-        """Return the reply to `task`; no time limit holds here."""
-        self._server.tell = progress
+        """Return the reply to `task`; there is no time limit here."""
+        self._server.progress = progress
         return self._server.answer(replace(task, limit=seconds))
 
     def close(self) -> None:
         """Nothing to release."""
 
 
-def _answerable() -> tuple[type[BaseException], ...]:
-    """Return what a task may raise and end in a reply: what `pytest.skip` raises, too."""
-    pytests = sys.modules.get("_pytest.outcomes")  # if a page has imported it
-    return (Exception,) if pytests is None else (Exception, pytests.OutcomeException)
+def _reported_exceptions() -> tuple[type[BaseException], ...]:
+    """Return the exceptions that become replies, with that of `pytest.skip` if pytest is loaded."""
+    outcomes = sys.modules.get("_pytest.outcomes")
+    return (Exception,) if outcomes is None else (Exception, outcomes.OutcomeException)
 
 
 def _error_reply(error: BaseException, doing: str) -> Reply:
-    from ..checking import controls, inputs, numerics
-    from ..isolation import monkeypatches
-    from ..kernels import assemble
-    from ..page.pair import SideError
-    from ..timing import cuda_timer, schedule
-    from ..util import pytree
-    from . import loader, metrics, process_timer
+    from ..checking.numerics import Wrong
+    from ..isolation.monkeypatches import Traced
+    from ..page.pair import PageError
+    from ..timing.schedule import Disturbed
+    from .process_timer import ProcessFailed
 
-    kinds: tuple[tuple[ErrorKind, tuple[type[Exception], ...]], ...] = (
-        ("wrong", (numerics.Wrong,)),
-        (
-            "page",
-            (
-                loader.PageError,
-                assemble.AssemblyError,
-                SideError,
-                pytree.TreeError,
-                controls.TooLoose,
-                controls.CannotTell,
-                inputs.NotCold,
-                cuda_timer.Unblockable,
-                metrics.Uncountable,
-            ),
-        ),
-        ("disturbed", (schedule.Disturbed, monkeypatches.Traced)),
-    )
     if not isinstance(error, Exception) and type(error).__name__ == "Skipped":
-        return Reply(error="page", message=f"{_first_line(error)}, during: {doing}\n{MARKS}")
-    if isinstance(error, process_timer.ProcessFailed):
+        return Reply(error="page", message=f"{_first_line(error)}, during: {doing}\n{SKIP_HINT}")
+    if isinstance(error, ProcessFailed):
         return replace(error.reply, message=str(error))
-    for name, types in kinds:
+    kinds: dict[ErrorKind, tuple[type[Exception], ...]] = {
+        "wrong": (Wrong,),
+        "page": (PageError,),
+        "disturbed": (Disturbed, Traced),
+    }
+    for kind, types in kinds.items():
         if isinstance(error, types):
-            return Reply(error=name, message=str(error))
+            return Reply(error=kind, message=str(error))
     trace = _page_lines(error)
     if _is_out_of_memory(error):
         return failed("memory", f"out of memory: {_first_line(error)},", doing, trace)
     return failed("side", f"{type(error).__name__}: {_first_line(error)},", doing, trace)
 
 
-def _has_lost_gpu(error: BaseException | None) -> bool:
-    """Return whether CUDA is of no more use here, or may be.
+def _may_have_lost_gpu(error: BaseException | None) -> bool:
+    """Return whether CUDA may be unusable in this process.
 
-    After an illegal access every call fails. After a lesser error of CUDA's what torch keeps may be
-    spoilt: an event that the allocator of pinned memory asks for again at every `.item()`.
+    After an illegal access every call fails. After a lesser CUDA error torch's own state may be
+    broken, such as an event that the allocator of pinned memory queries at every `.item()`.
     """
     import torch
 
@@ -197,27 +187,22 @@ def _has_lost_gpu(error: BaseException | None) -> bool:
 
 def _is_out_of_memory(error: BaseException) -> bool:
     text = str(error).lower()  # torch raises a plain RuntimeError on a CPU
-    short = isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text
-    return short or (error.__cause__ is not None and _is_out_of_memory(error.__cause__))
+    if isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text:
+        return True
+    return error.__cause__ is not None and _is_out_of_memory(error.__cause__)
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of what `error` says, and of what caused it."""
-    said = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+    """Return the first line of the message of `error`, and of its cause."""
+    lines = str(error).strip().splitlines() or ["no message"]
     cause = error.__cause__
-    return said if cause is None else f"{said} ({type(cause).__name__}: {_first_line(cause)})"
+    if cause is None:
+        return lines[0]
+    return f"{lines[0]} ({type(cause).__name__}: {_first_line(cause)})"
 
 
 def _page_lines(error: BaseException) -> str:
-    """Return the traceback without our own lines, which are of no use to the page's author."""
+    """Return the traceback without this package's lines, which a page's author does not need."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = (PACKAGE, "<string>")
-    kept = [f for f in frames if not f.filename.startswith(ours)]
-    return "".join(traceback.format_list(kept or frames))
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends; leave Ctrl-C to the parent."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    page_frames = [f for f in frames if not f.filename.startswith((PACKAGE, "<string>"))]
+    return "".join(traceback.format_list(page_frames or frames))
