@@ -43,9 +43,7 @@ def test_a_chapters_table_is_what_is_stored(readme):
 
 def test_a_readme_without_a_place_for_the_table_says_so(tmp_path):
     (tmp_path / "README.md").write_text("nothing")
-    with pytest.raises(
-        stored_results.TableError, match="has no place for the table: add <!-- results -->"
-    ):
+    with pytest.raises(ValueError, match="has no place for the table: add <!-- results -->"):
         stored_results.rewrite(tmp_path / "README.md", ROOT / "baselines")
 
 

@@ -227,18 +227,20 @@ def test_disabled_huge_pages_are_noted(root):
 
 
 @pytest.mark.parametrize(
-    ("size", "state"), [(64 * MIB, "harms"), (512 * MIB, "note"), (1 << 30, "fine")]
+    ("blocks", "state", "text"),
+    [
+        (16384, "harms", "64 MiB, less than 1 GiB: ranks and loader workers share memory there"),
+        (131072, "note", "512 MiB, less than 1 GiB: ranks and loader workers share memory there"),
+        (262144, "fine", "1 GiB"),
+    ],
 )
-def test_small_shared_memory_says_how_to_enlarge_it(size, state):
-    found = doctor.shared_memory(size)
-    assert found.state == state
-    assert bool(found.change) is (state != "fine")
+def test_small_shared_memory_says_how_to_enlarge_it(root, monkeypatch, blocks, state, text):
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_frsize=4096, f_blocks=blocks))
+    found = host(root)["/dev/shm"]
+    assert (found.state, found.text, bool(found.change)) == (state, text, state != "fine")
 
 
-def test_the_size_of_shared_memory_is_read_from_the_file_system(root, monkeypatch):
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_frsize=4096, f_blocks=16384))
-    assert host(root)["/dev/shm"].text.startswith("64 MiB, less than 1 GiB: ranks and")
-    monkeypatch.undo()
+def test_shared_memory_that_is_missing_is_unread(root):
     assert host(root / "nowhere")["/dev/shm"].state == "unread"
 
 

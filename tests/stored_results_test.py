@@ -260,11 +260,6 @@ def test_csv_and_json_contain_every_result(collected, tmp_path, capsys):
     assert plain["speedup"] == pytest.approx(1.2, rel=1e-4)
 
 
-def test_an_unknown_format_is_an_error(capsys):
-    assert app.main(["expectations", "--format=xml"]) == 2
-    assert "'xml' is no format; legal are text, csv, json" in capsys.readouterr().err
-
-
 def test_prune_removes_only_with_yes(collected, tmp_path, capsys):
     collected(case("ch07:scan"))
     gone = "left_test.py::test_left[a-n1]"

@@ -142,4 +142,4 @@ def gate(
     from ..tools import gate
 
     expected = [product for product in products.split(",") if product]
-    finish(gate.gate_result(folders, expected, form=form, root=Path()))
+    finish(gate.gate_result(folders, expected, form=form))

@@ -1,1 +1,1 @@
-"""What the command line `aisp` answers."""
+"""What the commands of `aisp` compute; `CliError` says why a command cannot answer here."""

@@ -134,9 +134,6 @@ def collect(
 
     Args:
         targets: import only their pages; None imports all pages, an empty list none.
-
-    Raises:
-        CliError: if pytest cannot collect here, or a target is unknown.
     """
     tell("collect the pages")
     with tempfile.TemporaryDirectory(prefix="aisp-catalog-") as folder:
@@ -277,9 +274,6 @@ def replay_command(
     Args:
         root: pytest's; recorded ids are relative to it.
         paths: the only pages to judge, relative to `root`; none means all.
-
-    Raises:
-        CliError: if nothing is recorded, or nothing of `paths`.
     """
     try:
         ids = [row.nodeid for row in ReplayWorker(folder).rows.values()]

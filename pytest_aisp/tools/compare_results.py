@@ -48,9 +48,6 @@ def compare_result(
         old, new: folders, relative to this one, or git refs of the repository of `root`.
         form: one of `FORMS`.
         every: whether to list changes within the noise; JSON always does.
-
-    Raises:
-        CliError: if a side cannot be read, or the sides have nothing in common.
     """
     sides = read(old, root), read(new, root)
     found = diff.compare(sides[0].cases, sides[1].cases)

@@ -80,36 +80,29 @@ PACKAGES = {
 SHM_FIX = "docker run --shm-size=8g ..., or sudo mount -o remount,size=8G /dev/shm"
 
 
-def host_findings(
-    root: Path = Path("/"),
-    *,
-    limit: Callable[[int], tuple[int, int]] = resource.getrlimit,
-    installed: Callable[[str], str | None] | None = None,
-    cores: Collection[int] | None = None,
-) -> Iterator[Finding]:
-    """Yield the findings on the host.
-
-    Args:
-        root: the folder of ``proc``, ``sys`` and ``dev``.
-        limit: returns the soft and hard limit of this process.
-        installed: returns the version of a distribution.
-        cores: CPUs that this process may use.
-    """
-    yield Finding("python", "fine", platform.python_version())
-    yield from _versions(installed or version_of)
-    for name, (number, least, why, option) in LIMITS.items():
-        yield _limit(name, limit(number), least, why, option)
-    yield _huge_pages(root)
-    yield _governor(root, device.cores_here() if cores is None else cores)
-    yield _shared_memory(root / "dev" / "shm")
-
-
 def version_of(distribution: str) -> str | None:
     """Return the version of an installed distribution, or None."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def host_findings(
+    root: Path = Path("/"),
+    *,
+    limit: Callable[[int], tuple[int, int]] = resource.getrlimit,
+    installed: Callable[[str], str | None] = version_of,
+    cores: Collection[int] | None = None,
+) -> Iterator[Finding]:
+    """Yield the findings on the host. Tests replace the arguments."""
+    yield Finding("python", "fine", platform.python_version())
+    yield from _versions(installed)
+    for name, (number, least, why, option) in LIMITS.items():
+        yield _limit(name, limit(number), least, why, option)
+    yield _huge_pages(root)
+    yield _governor(root, device.cores_here() if cores is None else cores)
+    yield _shared_memory(root / "dev" / "shm")
 
 
 def _versions(installed: Callable[[str], str | None]) -> Iterator[Finding]:
@@ -166,16 +159,13 @@ def _shared_memory(folder: Path) -> Finding:
         status = os.statvfs(folder)
     except OSError as error:
         return Finding("/dev/shm", "unread", str(error))
-    return shared_memory(status.f_frsize * status.f_blocks)
-
-
-def shared_memory(size: int) -> Finding:
-    """Return the finding on a /dev/shm of `size` bytes; the default of containers is 64 MiB."""
+    size = status.f_frsize * status.f_blocks
     text = f"{size / GIB:.4g} GiB" if size >= GIB else f"{size / MIB:.4g} MiB"
     if size >= GIB:
         return Finding("/dev/shm", "fine", text)
     text = f"{text}, less than 1 GiB: ranks and loader workers share memory there"
-    return Finding("/dev/shm", "harms" if size <= 64 * MIB else "note", text, SHM_FIX)
+    state: State = "harms" if size <= 64 * MIB else "note"  # containers have 64 MiB by default
+    return Finding("/dev/shm", state, text, SHM_FIX)
 
 
 COMPUTE_DEFAULT, COMPUTE_EXCLUSIVE = 0, 3
@@ -186,13 +176,7 @@ NO_GPU = "NVML finds no GPU, or its driver is not loaded"
 
 
 def gpu_findings(nvml: ModuleType | None, root: Path, cores: Collection[int]) -> Iterator[Finding]:
-    """Yield the findings on the visible GPUs.
-
-    Args:
-        nvml: pynvml, initialized.
-        root: the folder of ``proc`` and ``sys``.
-        cores: CPUs that this process may use.
-    """
+    """Yield the findings on the visible GPUs."""
     handles = device.visible_gpus(nvml)
     if nvml is None or not handles:
         yield Finding("GPU", "unread", NO_GPU)

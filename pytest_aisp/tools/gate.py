@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -74,20 +74,14 @@ class Gate:
         return {"green": 0, "red": 1, "invalid": INVALID_RUN}[self.verdict]
 
 
-def gate_result(
-    folders: Sequence[Path], expected: Sequence[str], *, form: str, root: Path
-) -> CliResult:
+def gate_result(folders: Sequence[Path], expected: Sequence[str], *, form: str) -> CliResult:
     """Return the verdict on the runs in `folders`, in one of `FORMS`.
 
     Args:
         expected: the products that must be there.
-        root: the folder of the pages, for the lines of annotations.
-
-    Raises:
-        CliError: if a folder contains no run.
     """
     gate = judge([read(folder) for folder in folders], expected)
-    return CliResult(FORMS[form](gate, root), gate.exit_code)
+    return CliResult(FORMS[form](gate), gate.exit_code)
 
 
 def judge(runs: Sequence[GateRun], expected: Sequence[str]) -> Gate:
@@ -97,11 +91,7 @@ def judge(runs: Sequence[GateRun], expected: Sequence[str]) -> Gate:
 
 
 def read(folder: Path) -> GateRun:
-    """Return what a folder of artifacts contains.
-
-    Raises:
-        CliError: if it contains no run.
-    """
+    """Return what a folder of artifacts contains."""
     try:
         run = run_reader.load(folder)
     except run_reader.RunError as error:
@@ -144,9 +134,8 @@ RED_HEADS = ("case", "product", "verdict", "speedup [99 %]", "why")
 TITLE = "Performance gate"
 
 
-def text(gate: Gate, root: Path) -> list[str]:
+def text(gate: Gate) -> list[str]:
     """Return the verdict, then one line for each reason."""
-    del root
     counts = f"{len(gate.runs)} runs, {sum(run.cases for run in gate.runs)} cases"
     lines = [f"{gate.verdict}: {counts}"]
     for run in gate.runs:
@@ -156,9 +145,8 @@ def text(gate: Gate, root: Path) -> list[str]:
     return lines + [f"missing: no run timed {product}" for product in gate.missing]
 
 
-def markdown(gate: Gate, root: Path) -> list[str]:
+def markdown(gate: Gate) -> list[str]:
     """Return a table of the runs and a table of the red cases."""
-    del root
     runs = [(run.folder, ", ".join(run.products), str(run.cases), run.status) for run in gate.runs]
     runs += [("-", product, "0", "missing") for product in gate.missing]
     lines = [f"## {TITLE}: {gate.verdict}", "", *table(RUN_HEADS, runs)]
@@ -169,16 +157,16 @@ def markdown(gate: Gate, root: Path) -> list[str]:
     return [*lines, "", *table(RED_HEADS, red)] if red else lines
 
 
-def github(gate: Gate, root: Path) -> list[str]:
+def github(gate: Gate) -> list[str]:
     """Return commands that GitHub's runner shows as annotations at the lines of the pages."""
     lines = []
-    for file, line, title, why in _annotations(gate, root):
+    for file, line, title, why in _annotations(gate):
         place = f"file={_escape_property(file)},line={line}," if file else ""
         lines.append(f"::error {place}title={_escape_property(title)}::{_escape(why)}")
     return lines or [f"::notice title={TITLE}::green"]
 
 
-def gitlab(gate: Gate, root: Path) -> list[str]:
+def gitlab(gate: Gate) -> list[str]:
     """Return a Code Quality report, which GitLab shows at the lines of the pages."""
     issues = [
         {
@@ -188,20 +176,18 @@ def gitlab(gate: Gate, root: Path) -> list[str]:
             "severity": "major",
             "location": {"path": file or ".", "lines": {"begin": line}},
         }
-        for file, line, title, why in _annotations(gate, root)
+        for file, line, title, why in _annotations(gate)
     ]
     return json.dumps(issues, indent=1).splitlines()
 
 
-def as_json(gate: Gate, root: Path) -> list[str]:
+def as_json(gate: Gate) -> list[str]:
     """Return everything, with the journal's lines of the red cases."""
-    del root
     plain = {"verdict": gate.verdict, "exit_code": gate.exit_code, **msgspec.to_builtins(gate)}
     return json.dumps(plain, indent=1).splitlines()
 
 
-Form: TypeAlias = Callable[[Gate, Path], list[str]]
-FORMS: dict[str, Form] = {
+FORMS: dict[str, Callable[[Gate], list[str]]] = {
     "text": text,
     "markdown": markdown,
     "github": github,
@@ -219,14 +205,14 @@ class Annotation(NamedTuple):
     why: str
 
 
-def _annotations(gate: Gate, root: Path) -> Iterator[Annotation]:
+def _annotations(gate: Gate) -> Iterator[Annotation]:
     for run in gate.runs:
         if run.invalid or run.unfinished:
             yield Annotation("", 1, TITLE, f"{run.folder}: {run.status}")
         for row in [] if run.invalid else run.red:
             file = row.nodeid.partition("::")[0]
             title = f"{row.verdict} on {row.product}: {row.function}[{row.variant}]"
-            yield Annotation(file, line_of(root / file, row.function), title, _why(row))
+            yield Annotation(file, line_of(Path(file), row.function), title, _why(row))
     for product in gate.missing:
         yield Annotation("", 1, TITLE, f"no run timed {product}")
 

@@ -6,9 +6,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -28,44 +27,42 @@ TEMPORARY = re.compile(r"\.(\w|-|\.)+\.json\.(lock|tmp|\d+)")
 """Files that a killed process leaves beside stored results."""
 
 
-class Leftover(NamedTuple):
-    """A file or folder that a run left."""
+class Leftover(msgspec.Struct):
+    """A file or folder that a run left, and whether it is removed."""
 
-    path: Path
-    nbytes: int
+    path: str
+    nbytes: int = msgspec.field(name="bytes")
+    removed: bool = False
+    error: str | None = None
+
+    def remove(self) -> None:
+        path = Path(self.path)
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+            self.removed = True
+        except OSError as error:
+            self.error = str(error)
 
 
 def clean_result(catalog: Catalog, *, yes: bool, as_json: bool = False) -> CliResult:
     """Return what runs left, removed if `yes`; exit code 2 if something cannot be removed."""
     found = list(leftovers(catalog.root, catalog.baselines))
-    errors = {it.path: error for it in found if yes and (error := _remove(it.path)) is not None}
-    text = _clean_json(found, errors, yes) if as_json else _clean_text(found, errors, yes)
-    return CliResult(text, 2 if errors else 0)
-
-
-def _clean_text(found: Sequence[Leftover], errors: Mapping[Path, str], yes: bool) -> list[str]:
-    if not found:
-        return ["nothing to clean"]
-    rows = [(_size(it.nbytes), os.path.relpath(it.path)) for it in found]
-    total = _size(sum(it.nbytes for it in found if it.path not in errors))
-    summary = [f"{total} would be removed:", "    aisp machine clean --yes"]
-    if yes:
-        summary = [f"{total} removed"]
-    failed = [f"{path} cannot be removed: {error}" for path, error in errors.items()]
-    return [*columns(rows), *failed, *summary]
-
-
-def _clean_json(found: Sequence[Leftover], errors: Mapping[Path, str], yes: bool) -> list[str]:
-    plain = [
-        {
-            "path": str(it.path),
-            "bytes": it.nbytes,
-            "removed": yes and it.path not in errors,
-            "error": errors.get(it.path),
-        }
-        for it in found
-    ]
-    return [json.dumps({"left": plain}, indent=1)]
+    for leftover in found if yes else []:
+        leftover.remove()
+    errors = [f"{it.path} cannot be removed: {it.error}" for it in found if it.error is not None]
+    if as_json:
+        lines = [json.dumps({"left": msgspec.to_builtins(found)}, indent=1)]
+    elif found:
+        table = columns([(_size(it.nbytes), os.path.relpath(it.path)) for it in found])
+        total = _size(sum(it.nbytes for it in found if it.error is None))
+        summary = [f"{total} would be removed:", "    aisp machine clean --yes"]
+        lines = [*table, *errors, *([f"{total} removed"] if yes else summary)]
+    else:
+        lines = ["nothing to clean"]
+    return CliResult(lines, 2 if errors else 0)
 
 
 def leftovers(root: Path, baselines: Path) -> Iterator[Leftover]:
@@ -80,11 +77,11 @@ def leftovers(root: Path, baselines: Path) -> Iterator[Leftover]:
     folders = [f for f in folders if not stored.is_relative_to(f.resolve())]
     for folder in folders:
         files = (Path(base) / name for base, _, names in os.walk(folder) for name in names)
-        yield Leftover(folder, sum(file.lstat().st_size for file in files))
+        yield Leftover(str(folder), sum(file.lstat().st_size for file in files))
     targets = {folder.resolve() for folder in folders}
     for link in candidates:
         if link.is_symlink() and link.resolve() in targets:  # such as `latest`
-            yield Leftover(link, 0)
+            yield Leftover(str(link), 0)
     if stored.is_relative_to(root.resolve()):
         for file in sorted(baselines.glob("*/.*")):
             if (
@@ -92,7 +89,7 @@ def leftovers(root: Path, baselines: Path) -> Iterator[Leftover]:
                 and file.is_file()
                 and not _is_behind_link(file, root)
             ):
-                yield Leftover(file, file.stat().st_size)
+                yield Leftover(str(file), file.stat().st_size)
 
 
 def _artifact_folders(folder: Path) -> Sequence[Path]:
@@ -111,27 +108,12 @@ def _size(nbytes: int) -> str:
     return size_text(nbytes) if nbytes else "0 B"
 
 
-def _remove(path: Path) -> str | None:
-    """Remove `path`; return the error if that fails."""
-    try:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    except OSError as error:
-        return str(error)
-    return None
-
-
 def prune_result(
     catalog: Catalog, product: str | None, *, yes: bool, as_json: bool = False
 ) -> CliResult:
     """Return the results without a case, of one product or all; removed if `yes`.
 
     A page that is skipped or broken here may have any case, so its results stay.
-
-    Raises:
-        CliError: if not all pages are known, or a file cannot be read or written.
     """
     if not catalog.folders:
         raise CliError(
@@ -208,12 +190,8 @@ STAGED = ""
 
 
 def checksums_result(files: Sequence[Path], baselines: Path, against: str) -> CliResult:
-    """Return what is wrong with staged stored results: `files`, or all that differ from `against`.
-
-    Raises:
-        CliError: outside a git repository, or if it does not have `against`.
-    """
-    names: Iterable[str] = [file.as_posix() for file in files] or _changed(baselines, against)
+    """Return what is wrong with staged stored results, by default of all changed files."""
+    names = [file.as_posix() for file in files] or _changed(baselines, against)
     names = [name for name in names if name.endswith(".json") and not name.endswith("/peaks.json")]
     problems = [problem for name in names for problem in _problems(name, against)]
     if problems:

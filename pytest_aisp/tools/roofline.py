@@ -138,11 +138,7 @@ TIMEOUT = 120.0
 
 
 def measure_peaks(machine: Machine, tell: Callable[[str], None]) -> Peaks:
-    """Return the peaks of `machine`'s first GPU, or of its CPU, measured in another process.
-
-    Raises:
-        CliError: if they cannot be measured; exit code 1.
-    """
+    """Return the peaks of `machine`'s first GPU, or of its CPU, measured in another process."""
     device = "cuda" if machine.gpus else "cpu"
     gpu, interpret = next(iter(machine.gpus), ""), None if machine.gpus else "1"
     environment = {"CUDA_VISIBLE_DEVICES": gpu, "TRITON_INTERPRET": interpret}
@@ -186,11 +182,7 @@ def _throttled(measured: Peaks) -> str:
 
 
 def store_peaks(measured: Peaks, baselines: Path) -> list[str]:
-    """Replace the stored peaks; return a line for each rate, with the old one.
-
-    Raises:
-        CliError: if the clocks were low, or the file is not ours or cannot be written.
-    """
+    """Replace the stored peaks; return a line for each rate, with the old one."""
     path = peaks.path_of(baselines, measured.product)
     if throttled := _throttled(measured):
         raise CliError(f"nothing is stored: {throttled}\n    aisp machine doctor", code=1)

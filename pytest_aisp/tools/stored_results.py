@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from ..page.gpu_specs import ARCHS, GPUS
 from ..results import store
+from ..results.export import table
 from ..results.metric_limits import METRICS
 from ..results.models import Result, Stored, base_of, session_sd
 from ..results.row import bare, duration
@@ -42,9 +43,6 @@ def select_products(baselines: Path, product: str | None, machine: Machine) -> l
     """Return `product` and its products of several GPUs.
 
     The default is the machine's product, or the only one with stored results.
-
-    Raises:
-        CliError: if it has no stored results, or there are several to choose from.
     """
     stored = _products(baselines)
     bases = sorted({base_of(name) for name in stored})
@@ -74,11 +72,7 @@ def no_results(baselines: Path, product: str) -> CliError:
 
 
 def chapters(baselines: Path, product: str | None = None) -> Iterator[Chapter]:
-    """Yield the stored chapters of `product`, or of every product.
-
-    Raises:
-        CliError: if the product has no stored results, or a file cannot be read.
-    """
+    """Yield the stored chapters of `product`, or of every product."""
     if product is not None and product not in _products(baselines):
         raise no_results(baselines, product)
     for path in sorted(baselines.glob(f"{product or '*'}/*.json")):
@@ -90,11 +84,7 @@ def chapters(baselines: Path, product: str | None = None) -> Iterator[Chapter]:
 
 
 def stored_peaks(baselines: Path, product: str) -> Peaks | None:
-    """Return the stored peaks of `product`; with several GPUs, of one GPU and of their links.
-
-    Raises:
-        CliError: if a file cannot be read.
-    """
+    """Return the stored peaks of `product`; with several GPUs, of one GPU and of their links."""
     names = dict.fromkeys((base_of(product), product))
     try:
         found = [peaks.stored(peaks.path_of(baselines, name)) for name in names]
@@ -104,11 +94,7 @@ def stored_peaks(baselines: Path, product: str) -> Peaks | None:
 
 
 def arch_of(product: str, arch: str | None, machine: Machine) -> str:
-    """Return the arch whose claims apply to `product`: `arch`, or the one of its GPU's name.
-
-    Raises:
-        CliError: if `arch` is unknown, or the table of GPUs does not have the product.
-    """
+    """Return the arch whose claims apply to `product`: `arch`, or the one of its GPU's name."""
     legal = f"legal are {', '.join(ARCHS)}"
     if arch is not None and arch not in ARCHS:
         raise CliError(f"--arch={arch}: unknown arch; {legal}")
@@ -244,19 +230,14 @@ START, END = "<!-- results -->", "<!-- end of results -->"
 TABLE_HEADS = ("page", "case", "baseline", "optimized", "speedup [99 %]", "share of limit", "clock")
 
 
-class TableError(Exception):
-    """A README without a place for the table."""
-
-
 def readme_table(chapter: str, baselines: Path) -> str:
     """Return the Markdown tables of all products with results of `chapter`."""
     parts = []
     for path in sorted(baselines.glob(f"*/{chapter}.json")):
         stored = store.load(path)
         parts.append(f"**{stored.product}**, {_recorded(stored)}\n")
-        rows = [TABLE_HEADS, tuple("---" for _ in TABLE_HEADS)]
-        rows += [_cells(key, stored) for key in sorted(stored.results)]
-        parts.append("\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n")
+        rows = [_cells(key, stored) for key in sorted(stored.results)]
+        parts.append("\n".join(table(TABLE_HEADS, rows)) + "\n")
     return "\n".join(parts) or "No results are stored yet.\n"
 
 
@@ -311,14 +292,10 @@ def interval_of(result: Result, stored: Stored) -> tuple[float, float] | None:
 
 
 def rewrite(readme: Path, baselines: Path) -> str:
-    """Return the text of `readme` with the tables of today's stored results.
-
-    Raises:
-        TableError: if the markers are missing.
-    """
+    """Return the text of `readme` with the tables of today's stored results."""
     text = readme.read_text()
     if START not in text or END not in text:
-        raise TableError(f"{readme} has no place for the table: add {START} and {END}")
+        raise ValueError(f"{readme} has no place for the table: add {START} and {END}")
     before, _, rest = text.partition(START)
     after = rest.partition(END)[2]
     return f"{before}{START}\n{readme_table(readme.parent.name, baselines)}{END}{after}"

@@ -71,11 +71,7 @@ class Source:
         self.stages = Stages(loader) if is_dataloader(loader) else None
 
     def breakdown(self, name: str) -> Breakdown:
-        """Return the figures.
-
-        Raises:
-            CliError: if no step was timed.
-        """
+        """Return the figures, or raise `CliError` if no step was timed."""
         loop = self.loop
         if not loop.timed:
             raise CliError(
@@ -109,23 +105,24 @@ class Watch(Generic[T]):
         self._source = Source(loader, plan, instruments or Instruments())
 
     def __iter__(self) -> Iterator[T]:
-        stages = self._source.stages
+        loop, stages = self._source.loop, self._source.stages
         with stages.attached() if stages else contextlib.nullcontext():
-            batches = Batches(self._source.loop, lambda: iter(self.loader))
             try:
-                yield from batches
+                batches = loop.begin_epoch(lambda: iter(self.loader))
+                loop.request()
+                for batch in batches:
+                    loop.receive()
+                    yield batch
+                    loop.request()
+                loop.end_epoch()
             finally:
-                self._source.loop.leave()
+                loop.leave()
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
     def measured(self) -> Breakdown:
-        """Return the figures.
-
-        Raises:
-            CliError: if no step was timed yet, as for `report` and `to_json`.
-        """
+        """Return the figures, or raise `CliError` if no step was timed yet."""
         return self._source.breakdown(type(self.loader).__name__)
 
     def report(self) -> str:
@@ -137,39 +134,24 @@ class Watch(Generic[T]):
         return self.measured().to_json()
 
 
-class Batches(Iterator[T]):
-    """The iterator of one epoch, which reports each request and each batch to the loop."""
-
-    def __init__(self, loop: Loop, make: Callable[[], Iterator[T]]) -> None:
-        self._loop = loop
-        self._batches: Iterator[T] = loop.begin_epoch(make)
-
-    def __next__(self) -> T:
-        self._loop.request()
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            self._loop.end_epoch()
-            raise
-        self._loop.receive()
-        return batch
-
-
-class ScriptBatches(Batches[object]):
-    """The iterator of a script's DataLoader, which also tells the `LoopFinder` where it is."""
+class ScriptBatches(Iterator[object]):
+    """The iterator of a script's DataLoader, which reports each request and each batch."""
 
     def __init__(
         self, finder: LoopFinder, source: Source, make: Callable[[], Iterator[object]]
     ) -> None:
         self._finder, self._source = finder, source
-        super().__init__(source.loop, make)
+        self._batches = source.loop.begin_epoch(make)
 
     def __next__(self) -> object:
+        self._source.loop.request()
         try:
-            batch = super().__next__()
+            batch = next(self._batches)
         except StopIteration:
+            self._source.loop.end_epoch()
             self._finder.leave(self._source)
             raise
+        self._source.loop.receive()
         self._finder.enter(self._source)
         return batch
 
@@ -183,7 +165,7 @@ class ScriptBatches(Batches[object]):
 
     def __del__(self) -> None:
         # A loop that breaks drops its iterator: what follows belongs to none of its steps.
-        self._loop.leave()
+        self._source.loop.leave()
         self._finder.leave(self._source)
 
 
@@ -238,11 +220,7 @@ class LoopFinder:
             self._inside.remove(source)
 
     def training_loop(self, script: Path) -> Source:
-        """Return the loop in which an optimizer stepped for the longest time.
-
-        Raises:
-            CliError: if no optimizer made a step.
-        """
+        """Return the loop in which an optimizer stepped for the longest time."""
         sources = [s for s in (*self._sources.values(), self._no_loader) if s.trained]
         if not sources:
             raise CliError(
@@ -288,11 +266,7 @@ def bottleneck_result(
     as_json: bool = False,
     instruments: Instruments | None = None,
 ) -> CliResult:
-    """Run `script` and return the breakdown of its training loop, with the script's exit code.
-
-    Raises:
-        CliError: if there is no such script, or no loop in it that is long enough.
-    """
+    """Run `script` and return the breakdown of its training loop, with the script's exit code."""
     if not script.is_file():
         raise CliError(f"{script}: no such script\naisp bottleneck train.py [its arguments]")
     finder = LoopFinder(plan, instruments or Instruments())
