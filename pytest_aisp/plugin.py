@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,8 +17,11 @@ from .session.config import read_settings
 from .session.options import RECORDER, RUN, SETTINGS
 
 if TYPE_CHECKING:
+    from _pytest.terminal import TerminalReporter
+
     from .session.pair_fixture import PairUnderTest
     from .session.recorder import Recorder
+    from .session.terminal import Status
 
 MARKERS = {
     "aisp_pair(pair)": "set by @compare",
@@ -37,7 +40,7 @@ class Hooks:
     """Hooks for conftest files."""
 
     @pytest.hookspec(firstresult=True)
-    def pytest_aisp_timer(self, config: pytest.Config) -> Mapping[str, Any] | None:
+    def pytest_aisp_timer(self, config: pytest.Config) -> Mapping[str, object] | None:
         """Return ``{"target": "module:function", "options": {...}}`` of another timer, or None."""
 
     @pytest.hookspec(firstresult=True)
@@ -49,7 +52,7 @@ class Hooks:
         """
 
     @pytest.hookspec
-    def pytest_aisp_result(self, config: pytest.Config, row: Mapping[str, Any]) -> None:
+    def pytest_aisp_result(self, config: pytest.Config, row: Mapping[str, object]) -> None:
         """See each case's row on the controller as it finishes."""
 
 
@@ -203,7 +206,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
-    item: pytest.Item, call: Any
+    item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if call.when == "call" and item.get_closest_marker("aisp_pair") is not None:
@@ -213,7 +216,7 @@ def pytest_runtest_makereport(
     return report
 
 
-def pytest_report_teststatus(report: Any) -> Any:
+def pytest_report_teststatus(report: pytest.TestReport) -> Status | None:
     row = getattr(report, "aisp", None)
     if row is None or report.when != "call":
         return None
@@ -258,7 +261,7 @@ def _exit_code(session: pytest.Session, recorder: Recorder | None) -> int:
     return pytest.ExitCode.TESTS_FAILED if lacking else code
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: TerminalReporter, config: pytest.Config) -> None:
     if (recorder := config.stash.get(RECORDER, None)) is not None:
         from .session.terminal import show_captured, show_summary
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import pytest
 
@@ -17,26 +17,36 @@ from ..results.row import Row
 from ..util.cli_result import CliError, CliResult
 
 if TYPE_CHECKING:
+    from pytest_benchmark.fixture import BenchmarkFixture
+    from pytest_benchmark.session import BenchmarkSession
     from pytest_benchmark.stats import Metadata
 
+P = ParamSpec("P")
+T = TypeVar("T")
 MARKER = "aisp_timer"
 WINDOW, WINDOWS = 1e-3, 10
 OURS = pytest.StashKey[int]()
 """How many of the session's benchmarks are sides of ours."""
 
 
-def pytest_aisp_result(config: Any, row: Mapping[str, object]) -> None:
+def _session(config: pytest.Config) -> BenchmarkSession:
+    session: BenchmarkSession = config._benchmarksession  # type: ignore[attr-defined]
+    return session
+
+
+def pytest_aisp_result(config: pytest.Config, row: Mapping[str, object]) -> None:
     """Add a case's sides to the benchmarks; called on the controller, so xdist works too."""
-    session, option = config._benchmarksession, config.getoption
+    session, option = _session(config), config.getoption
     if not (session.skip or (option("benchmark_disable") and not option("benchmark_enable"))):
-        session.benchmarks += (made := sides(Row.of(row)))
-        config.stash[OURS] = config.stash.get(OURS, 0) + len(made)
+        benchmarks = sides(Row.of(row))
+        session.benchmarks += benchmarks
+        config.stash[OURS] = config.stash.get(OURS, 0) + len(benchmarks)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_terminal_summary(config: pytest.Config) -> None:
     """Hide the table of pytest-benchmark if it only repeats ours and nobody asked for it."""
-    session: Any = config._benchmarksession  # type: ignore[attr-defined]
+    session = _session(config)
     requested = any(str(word).startswith("--benchmark") for word in config.invocation_params.args)
     session.quiet |= not requested and len(session.benchmarks) == config.stash.get(OURS, 0)
 
@@ -47,7 +57,9 @@ def lend_timer(fixture: Any) -> None:
         fixture._raw, fixture._raw_pedantic = partial(_timed, fixture), _refuse
 
 
-def _timed(fixture: Any, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+def _timed(
+    fixture: BenchmarkFixture, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
     call = partial(function, *args, **kwargs)
     if fixture.enabled:
         from ..timing.cuda_graph import window_times
@@ -64,25 +76,25 @@ def _timed(fixture: Any, function: Callable[..., Any], *args: object, **kwargs: 
 
 def _refuse(*args: object, **kwargs: object) -> NoReturn:
     raise TypeError(
-        f"benchmark.pedantic under @pytest.mark.{MARKER}: our timer chooses rounds itself; legal is"
-        f" benchmark(function)\nCall benchmark(function), or remove @pytest.mark.{MARKER}"
+        f"benchmark.pedantic under @pytest.mark.{MARKER}: our timer chooses rounds itself\n"
+        f"Call benchmark(function), or remove @pytest.mark.{MARKER}"
     )
 
 
 def sides(row: Row) -> list[Metadata]:
     """Return both timed sides of a row as one group of benchmarks; none if nothing was timed.
 
-    A round is one timing window. Its value is the seconds of one call in that window. The windows
-    of every process count, those of repeated measurements included.
+    A round is one timing window of any process, votes included. Its value is the seconds of one
+    call in that window.
     """
     from pytest_benchmark.stats import Metadata
 
-    case, found = row.nodeid, []
+    benchmarks = []
     for name, role in zip(row.seconds, ("baseline", "optimized"), strict=False):
         fixture = SimpleNamespace(
-            name=f"{case.rpartition('::')[2]} {name}",
-            fullname=f"{case} {name}",
-            group=case,
+            name=f"{row.nodeid.rpartition('::')[2]} {name}",
+            fullname=f"{row.nodeid} {name}",
+            group=row.nodeid,
             param=f"{row.variant} {name}",
             params={**row.size, "variant": row.variant, "side": role},
             extra_info=dict(row.properties()),
@@ -92,8 +104,8 @@ def sides(row: Row) -> list[Metadata]:
         side = Metadata(fixture, iterations=1, options={"timer": f"aisp, {row.clock} clock"})
         for seconds in (s for timing in row.timings for s in timing[role]):
             side.update(seconds)
-        found.append(side)
-    return found
+        benchmarks.append(side)
+    return benchmarks
 
 
 def export_result(folder: Path) -> CliResult:

@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Protocol
 
 import pytest
 
 from ..results.artifacts import Unclaimable, stamped
+from ..results.messages import Json
 from ..results.row import Row
 from ..results.run_reader import folder_of
 from ..util.device import REMEDY, Machine
@@ -77,15 +79,28 @@ def configure(config: pytest.Config) -> None:
             config.pluginmanager.register(benchmark_plugin, "aisp-benchmarks")
 
 
-def _of_controller(config: pytest.Config, given: Mapping[str, Any]) -> Settings:
+class XdistNode(Protocol):
+    """An xdist worker, as its controller sees it."""
+
+    gateway: XdistGateway
+    workerinput: dict[str, Json]
+
+
+class XdistGateway(Protocol):
+    """The connection to an xdist worker."""
+
+    id: object
+
+
+def _of_controller(config: pytest.Config, workerinput: Mapping[str, Json]) -> Settings:
     """Return the settings; an xdist worker has the folders that its controller had at its start."""
     settings = config.stash[SETTINGS]
-    folders: dict[str, Any] = {
-        name: Path(path) for name, path in given.get("aisp_folders", {}).items()
-    }
-    if settings.replay is not None:  # before `latest` is pointed at this run
+    folders = {name: Path(path) for name, path in workerinput.get("aisp_folders", {}).items()}
+    if settings.replay is not None:  # before `latest` points at this run
         folders = {"replay": folder_of(settings.replay), **folders}
-    config.stash[SETTINGS] = settings = replace(settings, **folders)
+    artifacts = folders.get("artifacts", settings.artifacts)
+    replay = folders.get("replay", settings.replay)
+    config.stash[SETTINGS] = settings = replace(settings, artifacts=artifacts, replay=replay)
     return settings
 
 
@@ -116,10 +131,10 @@ class _Gather:
 
     def __init__(self, recorder: Recorder, run: RunContext) -> None:
         self._recorder, self._run = recorder, run
-        self._judged: dict[Any, list[str]] = {}  # by xdist worker, what its canary will stand for
+        self._judged: dict[object, list[str]] = {}  # by xdist worker, the keys that need its canary
 
     @pytest.hookimpl(optionalhook=True)
-    def pytest_configure_node(self, node: Any) -> None:
+    def pytest_configure_node(self, node: XdistNode) -> None:
         """Give an xdist worker, also a replacement, the run's folders and its remaining time."""
         node.workerinput["aisp_elapsed"] = time.monotonic() - self._run.started
         settings = self._run.settings
@@ -135,12 +150,10 @@ class _Gather:
                 self._judged.setdefault(getattr(report, "node", None), []).append(row.key)
 
     @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any, error: object) -> None:
+    def pytest_testnodedown(self, node: XdistNode, error: object) -> None:
         """Take an xdist worker's canary, or note which of its verdicts stand without one."""
         found = getattr(node, "workeroutput", {}).get("aisp_canary")
-        judged = self._judged.pop(
-            node, []
-        )  # asked twice about an xdist worker that was interrupted
+        judged = self._judged.pop(node, [])  # xdist calls twice for an interrupted worker
         if found is not None:
             self._recorder.add_canary(Canary(**found))
         elif judged and has_canary(self._run):
@@ -155,7 +168,7 @@ class _Gather:
 def _interrupt_on_sigterm() -> None:
     """Turn SIGTERM (Slurm sends it first) into the interrupt that pytest knows how to survive."""
 
-    def interrupt(signum: int, frame: Any) -> None:
+    def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt("SIGTERM")
 
     signal.signal(signal.SIGTERM, interrupt)
