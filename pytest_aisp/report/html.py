@@ -24,20 +24,11 @@ from ..results.row import digits, duration
 from ..results.verdict import LOOK, RED
 from ..util.cli_result import CliError, CliResult
 from .data import ReportCase, ReportData, report_data
-from .run import VERDICTS, Git, Manifest, ReportRun
+from .run import VERDICTS, Git, ReportRun
 
 PARTS = Path(__file__).parent / "page"
-SCRIPTS: tuple[str, ...] = (
-    "dom",
-    "marks",
-    "list",
-    "axis",
-    "roofline",
-    "samples",
-    "interval",
-    "code",
-)
-SCRIPTS += ("case", "main")
+SCRIPTS = ["dom", "marks", "list", "axis", "roofline", "samples", "interval", "code"]
+SCRIPTS += ["case", "main"]
 """In this order: each uses definitions of those before it."""
 POLICY = "default-src 'none'; img-src data:; style-src {style}; script-src {script}"
 """The page may load nothing and run only its own script, whatever a case is called."""
@@ -94,19 +85,20 @@ def report_result(
 def render(run: ReportRun, data: ReportData) -> str:
     """Return the report as HTML."""
     style, script, axis = _part("style.css"), _script(), Axis.over(data.cases)
+    json = msgspec.json.encode(data).decode()
     parts = {
         "policy": POLICY.format(style=_digest(style), script=_digest(script)),
-        "title": escape(_title(run.manifest)),
+        "title": escape(f"{run.manifest.machine.product or 'aisp'}, {_date(run)}".rstrip(", ")),
         "style": style,
         "grid": _grid(axis),
         "heading": escape(run.manifest.machine.name or "Unknown machine"),
         "lead": _lead(data.cases),
-        "facts": _facts(run.manifest),
+        "facts": _facts(run),
         "banner": _banner(run),
         "tally": _tally(data.cases),
         "axis": _axis_labels(axis),
         "rows": "\n".join(_row(index, case, axis) for index, case in enumerate(data.cases)),
-        "data": _script_safe(msgspec.json.encode(data).decode()),
+        "data": json.replace("<", "\\u003c"),  # so that it cannot end the script element
         "script": script,
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _part("page.html"))
@@ -120,11 +112,6 @@ def _script() -> str:
     """Return all scripts as one that defines no global name."""
     body = "\n".join(_part(f"{name}.js") for name in SCRIPTS)
     return f'(() => {{\n"use strict";\n{body}\n}})();\n'
-
-
-def _script_safe(json: str) -> str:
-    """Return `json` so that it neither ends a script element nor opens a comment."""
-    return json.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _digest(text: str) -> str:
@@ -182,11 +169,13 @@ def _grid(axis: Axis) -> str:
 
 
 def _row(index: int, case: ReportCase, axis: Axis) -> str:
-    verdict = case.verdict or "none"
+    verdict, plot = case.verdict or "none", _plot(case, axis)
+    if case.verdict in LOOK and case.reasons:  # the page of the case has all reasons
+        plot += f'<div class="why">{escape(case.reasons[0])}</div>'
     cells = [
         f'<td class="verdict">{_glyph(verdict)}{verdict}</td>',
         f'<td class="case">{_name(case)}</td>',
-        f'<td class="plot">{_plot(case, axis)}{_first_reason(case)}</td>',
+        f'<td class="plot">{plot}</td>',
         f'<td class="number">{_speedup(case)}</td>',
         f'<td class="times">{_times(case)}</td>',
         f'<td class="limit">{_limit(case)}</td>',
@@ -213,13 +202,6 @@ def _name(case: ReportCase) -> str:
         f'<a href="{escape(address)}">{escape(case.variant or case.id)}</a>'
         f' <span class="page">{escape(page)}</span> <span class="size">{escape(size)}</span>'
     )
-
-
-def _first_reason(case: ReportCase) -> str:
-    """Return the first reason of a case that needs a look. Its own page has all of them."""
-    if case.verdict not in LOOK or not case.reasons:
-        return ""
-    return f'<div class="why">{escape(case.reasons[0])}</div>'
 
 
 def _claimed(case: ReportCase) -> float | None:
@@ -283,17 +265,13 @@ def _limit(case: ReportCase) -> str:
     return f"{100 * case.limit.share:.0f} % <small>{escape(case.limit.name)}</small>"
 
 
-def _title(manifest: Manifest) -> str:
-    return f"{manifest.machine.product or 'aisp'}, {_date(manifest)}".rstrip(", ")
+def _date(run: ReportRun) -> str:
+    return run.manifest.started[:16].replace("T", " ")
 
 
-def _date(manifest: Manifest) -> str:
-    return manifest.started[:16].replace("T", " ")
-
-
-def _facts(manifest: Manifest) -> str:
+def _facts(run: ReportRun) -> str:
     """Return the machine, the versions and the commit of the run as labels and values."""
-    machine = manifest.machine
+    manifest, machine = run.manifest, run.manifest.machine
     power, sm = machine.facts.get("power_limit_w"), machine.clocks.get("sm_max")
     facts: dict[str, object] = {"product": machine.product}
     facts |= {name: machine.versions.get(name) for name in ("driver", "cuda")}
@@ -302,7 +280,7 @@ def _facts(manifest: Manifest) -> str:
     facts["max SM clock"] = sm and f"{sm} MHz"
     facts["GPUs"] = len(machine.gpus) if len(machine.gpus) > 1 else None
     facts["commit"] = _commit(manifest.git)
-    facts["started"] = manifest.started and f"{_date(manifest)} UTC"
+    facts["started"] = manifest.started and f"{_date(run)} UTC"
     facts["mode"] = manifest.mode
     return "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>"
@@ -329,23 +307,24 @@ def _lead(cases: Sequence[ReportCase]) -> str:
 
 def _banner(run: ReportRun) -> str:
     """Return what a reader must know before any number."""
-    manifest, missing = run.manifest, [*run.lost, *run.manifest.not_written]
-    notices = []
+    manifest = run.manifest
+    missing = [*run.lost, *manifest.not_written]
+    html = ""
     if manifest.invalid:
         text = "This run is invalid: none of its verdicts counts."
-        notices.append(_notice("invalid", text, manifest.invalid))
+        html += _notice("invalid", text, manifest.invalid)
     if not manifest.complete:
         text = "This run was interrupted. The report shows the cases that had finished."
-        notices.append(_notice("partial", text, missing))
+        html += _notice("partial", text, missing)
     elif missing:
-        notices.append(_notice("partial", "Parts of this run are missing.", missing))
+        html += _notice("partial", "Parts of this run are missing.", missing)
     if manifest.no_verdict:
         text = "Cases without a verdict: their worker died."
-        notices.append(_notice("partial", text, manifest.no_verdict))
+        html += _notice("partial", text, manifest.no_verdict)
     if manifest.no_canary:
         text = "Verdicts without a canary: their worker ended before it ran one."
-        notices.append(_notice("partial", text, manifest.no_canary))
-    return "".join(notices)
+        html += _notice("partial", text, manifest.no_canary)
+    return html
 
 
 def _notice(kind: str, text: str, lines: Sequence[str]) -> str:
