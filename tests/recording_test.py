@@ -75,7 +75,7 @@ def test_an_invalid_result_is_reported_and_the_next_is_stored(make, row):
     controller.add(row("first", baseline_us=0.0))
     controller.add(row("second"))
     assert controller.errors == [
-        "first_test.py::test_it[first-n1]: baseline_us=0.0 must be a number from 1e-6 to 1e15"
+        "first_test.py::test_it[first-n1]: Expected `float` >= 1e-06 - at `$.baseline_us`"
     ]
     assert list(stored(row).results) == ["second_test.py::test_it[second-n1]"]
 

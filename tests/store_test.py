@@ -1,7 +1,6 @@
 """Stored results survive round trips, merges, full disks, killed writers and hand edits."""
 
 import builtins
-import dataclasses
 import errno
 import fcntl
 import json
@@ -17,9 +16,11 @@ from functools import partial
 from itertools import permutations
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pytest_aisp.results import store
 from pytest_aisp.results.merge import Change, merge, why_kept
@@ -27,7 +28,6 @@ from pytest_aisp.results.models import (
     Result,
     Stored,
     differences,
-    environment_key,
     pooled,
     session_sd,
 )
@@ -137,8 +137,8 @@ BAD = [(name, value) for name, values in BAD_FIELDS.items() for value in values]
 
 @pytest.mark.parametrize(("name", "value"), BAD, ids=[f"{n}={str(v)[:20]}" for n, v in BAD])
 def test_result_refuses_what_the_file_could_not_hold(name, value):
-    with pytest.raises(ValueError, match=rf"(?s)^{name}=.* must be "):
-        result(**{name: value})
+    with pytest.raises(ValueError, match=name):
+        Result.of(msgspec.to_builtins(result()) | {name: value})
 
 
 def test_what_was_not_timed_has_no_speedup_and_no_spread():
@@ -151,9 +151,9 @@ def test_what_was_not_timed_has_no_speedup_and_no_spread():
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"goals": {}}, r"goals=\{\} must not be empty where nothing was timed"),
+        ({"goals": {}}, r"goals must not be empty if nothing was timed"),
         ({"share": 0.5, "limit": "copy"}, "share=0.5 of copy must be None without a time"),
-        ({"clock": "graph"}, "baseline_us=None must be a number"),
+        ({"clock": "graph"}, "baseline_us is missing"),
         ({"environments": ("a", "b")}, "must be one per session"),
     ],
 )
@@ -300,7 +300,7 @@ def backwards(value):
 @given(stores())
 def test_same_content_gives_the_same_bytes(stored):
     turned = {
-        key: dataclasses.replace(r, sources=backwards(r.sources), choices=backwards(r.choices))
+        key: replace(r, sources=backwards(r.sources), choices=backwards(r.choices))
         for key, r in reversed(stored.results.items())
     }
     assert dump(Stored(PRODUCT, backwards(stored.environments), turned)) == dump(stored)
@@ -410,15 +410,15 @@ def test_of_what_is_stored_nothing_is_said(path):
 @pytest.mark.parametrize("old", [result(), counted()], ids=["timed", "counted"])
 @pytest.mark.parametrize("new", [result("b"), counted("b")], ids=["timed", "counted"])
 def test_times_and_goals_that_a_result_lacks_are_added_and_no_other_moves(path, old, new):
-    old = dataclasses.replace(old, goals=UNUSED)
+    old = replace(old, goals=UNUSED)
     grown = {"fragmentation": {"baseline": 3e9, "optimized": 1e9}}
     record(path, {KEY: old})
-    record(path, {KEY: dataclasses.replace(new, goals={**grown, **TAKEN})})
+    record(path, {KEY: replace(new, goals={**grown, **TAKEN})})
     found = load(path).results[KEY]
     second = bool(old.values and new.values)  # whose goals are its own
     assert found.goals == {**(grown if second else UNUSED), **TAKEN}
     assert found.values == old.values + new.values
-    again = record(path, {KEY: dataclasses.replace(new, goals=grown)})
+    again = record(path, {KEY: replace(new, goals=grown)})
     assert again == []
 
 
@@ -552,12 +552,6 @@ def test_an_environment_key_means_one_thing(path):
     assert list(load(path).results) == [KEY]
 
 
-def test_environment_key_follows_from_the_facts():
-    facts = {"driver": "580", "date": "2026-08-20"}
-    assert environment_key(facts) == environment_key(backwards(facts))
-    assert environment_key(facts) != environment_key({**facts, "date": "2026-08-21"})
-
-
 SESSIONS = [result("a"), result("b"), result("a", share=0.5), result("b", (0.1,)), counted("b")]
 SESSIONS = st.sampled_from(SESSIONS)
 BATCHES = st.lists(
@@ -658,11 +652,11 @@ WRITTEN = "{path} was not written by pytest-aisp: "
 ENTRY = WRITTEN + f"results[{KEY!r}]: "
 LINE = EXPECTED.count("\n")
 BROKEN = {
-    "empty": ("", "{path} is truncated", RESTORE),
-    "truncated": (EXPECTED[:500], "{path} is truncated", RESTORE),
-    "cut after an entry": (EXPECTED[: EXPECTED.rindex("\n}\n}")], "{path} is truncated", RESTORE),
-    "not JSON": ("hello\n", "{path} is not JSON (Expecting value: line 1 column 1", RESTORE),
-    "comma": (EXPECTED.replace("}\n}\n}", "},\n}\n}"), "{path} is not JSON (", RESTORE),
+    "empty": ("", "{path} is truncated"),
+    "truncated": (EXPECTED[:500], "{path} is truncated"),
+    "cut after an entry": (EXPECTED[: EXPECTED.rindex("\n}\n}")], "{path} is truncated"),
+    "not JSON": ("hello\n", "{path} is not JSON (Expecting value: line 1 column 1"),
+    "comma": (EXPECTED.replace("}\n}\n}", "},\n}\n}"), "{path} is not JSON ("),
     "conflict": (
         CONFLICT,
         "{path} holds a merge conflict in line 1; ",
@@ -678,57 +672,64 @@ BROKEN = {
         "{path} was written by a newer pytest-aisp (schema 3; this one reads 1 and 2)",
         "pip install --upgrade pytest-aisp",
     ),
-    "older": (whole(schema=0), WRITTEN + "schema=0; this one reads 1", RESTORE),
-    "true": (whole(schema=True), WRITTEN + "schema=True; this one reads 1", RESTORE),
-    "no schema": (whole(schema=...), WRITTEN + "schema=None; this one reads 1", RESTORE),
-    "a list": ("[]", WRITTEN + "schema=None; this one reads 1", RESTORE),
-    "deep": ("[" * 100_000, WRITTEN, RESTORE),
+    "older": (whole(schema=0), WRITTEN + "schema=0; this one reads 1"),
+    "true": (whole(schema=True), WRITTEN + "schema=True; this one reads 1"),
+    "no schema": (whole(schema=...), WRITTEN + "schema=None; this one reads 1"),
+    "a list": ("[]", WRITTEN + "schema=None; this one reads 1"),
+    "deep": ("[" * 100_000, WRITTEN),
     "other product": (
         whole(product="nvidia-b200"),
         "{path} is the place of nvidia-h200, but these are results of nvidia-b200; ",
         "mv -n {path} {folder}/nvidia-b200/ch01.json",
     ),
-    "no product": (whole(product=...), WRITTEN + "the field 'product' is missing", RESTORE),
-    "odd product": (whole(product=3), WRITTEN + "product=3 must be a str", RESTORE),
-    "results list": (whole(results=[]), WRITTEN + "results=[] must be a dict", RESTORE),
-    "foreign field": (whole(gpu="x"), WRITTEN + "unknown field 'gpu'; legal: environ", RESTORE),
+    "no product": (whole(product=...), WRITTEN + "Object missing required field `product`"),
+    "odd product": (whole(product=3), WRITTEN + "Expected `str`, got `int` - at `$.product`"),
+    "results list": (
+        whole(results=[]),
+        WRITTEN + "Expected `object`, got `array` - at `$.results`",
+    ),
+    "foreign field": (whole(gpu="x"), WRITTEN + "Object contains unknown field `gpu`"),
     "environment": (
         whole(environments={"a": 3}),
-        WRITTEN + "environments['a']=3 must be a table of finite JSON values",
-        RESTORE,
+        WRITTEN + "Expected `object`, got `int` - at `$.environments[...]`",
     ),
     "environment NaN": (
         whole(environments={"a": {"clock": math.nan}}),
-        WRITTEN + "environments['a']={{'clock': nan}} must be a table of finite JSON values",
-        RESTORE,
+        WRITTEN + "environments['a']={{'clock': nan}} must be finite JSON values: ",
     ),
-    "no environment": (whole(environments={}), WRITTEN + f"results[{OTHER!r}]: its env", RESTORE),
-    "entry twice": (TWICE, WRITTEN + f"it holds {KEY!r} twice; legal is once", RESTORE),
+    "no environment": (whole(environments={}), WRITTEN + f"results[{OTHER!r}]: its env"),
+    "entry twice": (TWICE, WRITTEN + f"it holds {KEY!r} twice; legal is once"),
     "field twice": (
         EXPECTED.replace('"limit": "copy"', '"limit": "copy", "limit": "read"'),
         WRITTEN + "it holds 'limit' twice; legal is once",
-        RESTORE,
     ),
-    "entry": (whole(results={KEY: 3}), ENTRY + "it=3 must be a table of finite", RESTORE),
-    "no clock": (edited(clock=...), ENTRY + "the field 'clock' is missing", RESTORE),
-    "no times": (edited(goals={}, clock=...), ENTRY + "the field 'clock' is missing", RESTORE),
-    "no values": (edited(values=...), ENTRY + "the field 'values' is missing", RESTORE),
-    "no speedup": (edited(speedup=...), ENTRY + "the field 'speedup' is missing", RESTORE),
-    "unknown": (edited(spread=0.1), ENTRY + "unknown field 'spread'; legal: baseline_", RESTORE),
-    "NaN": (edited(values=[[math.nan]]), ENTRY, RESTORE),
-    "inf": (edited(baseline_us=math.inf), ENTRY, RESTORE),
-    "1e999": (EXPECTED.replace("251.3", "1e999"), WRITTEN + f"results[{OTHER!r}]: ", RESTORE),
-    "text": (edited(baseline_us="9"), ENTRY + "baseline_us='9' must be a number from", RESTORE),
-    "null": (edited(values=None), ENTRY + "values=None must be a list of sessions", RESTORE),
-    "odd clock": (edited(clock="graf"), ENTRY + "clock='graf' must be one of graph", RESTORE),
-    "edited speedup": (edited(speedup=2.5), ENTRY + "speedup=2.5 must be 2.014, which", RESTORE),
-    "text speedup": (edited(speedup="2"), ENTRY + "speedup='2' must be a number", RESTORE),
+    "entry": (
+        whole(results={KEY: 3}),
+        WRITTEN + "Expected `object`, got `int` - at `$.results[...]`",
+    ),
+    "no clock": (edited(clock=...), ENTRY + "clock is missing"),
+    "no times": (edited(goals={}, clock=...), ENTRY + "clock is missing"),
+    "no values": (edited(values=...), ENTRY + "values is missing; a timed result has"),
+    "no speedup": (edited(speedup=...), ENTRY + "speedup=None must be 2.014, which"),
+    "unknown": (edited(spread=0.1), ENTRY + "Object contains unknown field `spread`"),
+    "NaN": (edited(values=[[math.nan]]), ENTRY),
+    "inf": (edited(baseline_us=math.inf), ENTRY),
+    "1e999": (EXPECTED.replace("251.3", "1e999"), WRITTEN + f"results[{OTHER!r}]: "),
+    "text": (
+        edited(baseline_us="9"),
+        ENTRY + "Expected `float | null`, got `str` - at `$.baseline_us`",
+    ),
+    "null": (edited(values=None), ENTRY + "Expected `array`, got `null` - at `$.values`"),
+    "odd clock": (edited(clock="graf"), ENTRY + "Invalid enum value 'graf' - at `$.clock`"),
+    "edited speedup": (edited(speedup=2.5), ENTRY + "speedup=2.5 must be 2.014, which"),
+    "text speedup": (edited(speedup="2"), ENTRY + "Expected `float | null`, got `str`"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_is_named_and_never_written_over(path, name):
-    text, fault, way_out = BROKEN[name]
+    text, fault, *rest = BROKEN[name]
+    way_out = rest[0] if rest else RESTORE
     before = put(path, text).read_bytes()
     places = {"path": path, "folder": path.parent.parent}
     for use in (

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from .models import Environments, Result, Results, Stored, base_of, differences
 

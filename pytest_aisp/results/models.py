@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from statistics import fmean
-from typing import Any, TypeAlias
+from typing import Annotated, Literal, TypeAlias, get_args
 
+import msgspec
+from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
+
+from .messages import Json
 from .metric_limits import METRICS
 from .stats import rms, session_spread, trimmed_spread
-from .verdict import DEFAULT_SPREAD, UNKNOWN_SESSION
+from .verdict import UNKNOWN_SESSION
 
-Environment: TypeAlias = Mapping[str, Any]
+Environment: TypeAlias = Mapping[str, Json]
 Environments: TypeAlias = Mapping[str, Environment]
-Results: TypeAlias = "Mapping[str, Result]"
 VERSIONS = ("driver", "cuda", "torch", "triton")
 """The facts of an environment that are always known, and compared."""
 COMPARED = ("cudnn", "cublas", "power_limit_w", "mig")
@@ -29,57 +31,89 @@ COMPARED_BY_RANKS = ("nccl", "links")
 """Facts that are compared as well where GPUs work together."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
+Role = Literal["baseline", "optimized"]
+Hash = Annotated[str, Meta(pattern=r"\A[0-9a-f]+\Z")]
+Name = Annotated[str, Meta(pattern=r"\A.+\Z")]
+Microseconds = Annotated[float, Meta(ge=1e-6, le=1e15)]
+Ratio = Annotated[float, Meta(ge=0, le=1e22)]
+LogRatios = Annotated[tuple[Annotated[float, Meta(ge=-50, le=50)], ...], Meta(min_length=1)]
+Amount = Annotated[int, Meta(ge=0, lt=10**18)] | Annotated[float, Meta(ge=0, lt=1e18)]
+ROLES: tuple[Role, ...] = get_args(Role)
+TIMES = ("baseline_us", "optimized_us", "clock", "values")
+"""A result has all of these fields, or none if nothing was timed."""
+
+
+class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What is stored of one case, rounded when built to what the file holds.
 
+    With several sessions, fields that are not by session are those of the latest one.
+
     Attributes:
-        baseline_us, optimized_us: microseconds per call, to four digits; None, as `clock`, where
-            the page asks for goals and for no time.
+        baseline_us, optimized_us: microseconds per call, to four digits.
         share: share of the machine's `limit` that the optimized side reaches, as in 0.92.
         limit: name of that limit, as in ``copy``.
         clock: ``graph``, ``queue``, ``host``, ``cpu``, ``process``.
-        values: ln(speedup) by session, by process, to 0.00001; empty where nothing was timed.
-        environments: for each session, its key in the file's table of environments.
-        sources: hex hashes of the sides' sources, ``baseline`` and ``optimized``.
-        choices: tuning choices of the sides; JSON types.
-        goals: by name, as in ``memory``, what a call of ``baseline`` and of ``optimized`` takes;
-            empty where the page asks for nothing but time.
-        samples: hex hash of the file with the samples.
-
-    With several sessions, whatever is not by session is the latest one's. What was not timed has
-    one session.
+        values: ln(speedup) by session, by process, to 0.00001.
+        environments: for each session, its key in the file's table of environments. A case that
+            was not timed has one session.
+        sources: hashes of the sources of both sides.
+        choices: tuning choices of the sides.
+        goals: by metric, what a call of ``baseline`` and of ``optimized`` takes, with ``noise``.
+        samples: hash of the file with the samples.
 
     Raises:
-        ValueError: for a field that the file could not hold.
+        ValueError: for fields that contradict each other. `of` checks each field as well.
     """
 
-    baseline_us: float | None = None
-    optimized_us: float | None = None
-    share: float | None = None
-    limit: str | None = None
-    clock: str | None = None
-    values: tuple[tuple[float, ...], ...] = ()
-    environments: tuple[str, ...]
-    sources: Mapping[str, str]
-    choices: Mapping[str, Any] = field(default_factory=dict)
-    goals: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    samples: str | None = None
+    baseline_us: Microseconds | None = None
+    optimized_us: Microseconds | None = None
+    share: Ratio | None = None
+    limit: Name | None = None
+    clock: Literal["graph", "queue", "host", "cpu", "process"] | None = None
+    values: tuple[LogRatios, ...] = ()
+    environments: tuple[Name, ...]
+    sources: Mapping[str, Hash]
+    choices: Mapping[str, Json] = {}
+    goals: Mapping[str, Mapping[str, Amount]] = {}
+    samples: Hash | None = None
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Json]) -> Result:
+        """Return the result of plain types. Raises ValueError for what the file cannot hold."""
+        return msgspec.convert(plain, cls)
 
     def __post_init__(self) -> None:
-        untimed = all(getattr(self, name) in (None, ()) for name in TIMES)
-        for name, form in FORMS.items():
-            value = getattr(self, name)
-            absent = value is None and name in OPTIONAL
-            if not absent and not (untimed and name in TIMES):
-                object.__setattr__(self, name, converted(name, value, *form))
-        if untimed and not self.goals:
-            raise ValueError(f"goals={self.goals} must not be empty where nothing was timed")
-        if untimed and (self.share, self.limit) != (None, None):
+        rounded = {
+            "baseline_us": _rounded(self.baseline_us, ".4g"),
+            "optimized_us": _rounded(self.optimized_us, ".4g"),
+            "share": _rounded(self.share, ".4g"),
+            "values": tuple(tuple(_rounded(v, ".5f") for v in values) for values in self.values),
+            "environments": tuple(self.environments),
+            "sources": dict(sorted(self.sources.items())),
+            "choices": _sorted_table("choices", self.choices),
+            "goals": _sorted_table("goals", self.goals),
+        }
+        for name, value in rounded.items():
+            force_setattr(self, name, value)
+        self._check()
+
+    def _check(self) -> None:
+        missing = [name for name in TIMES if getattr(self, name) in (None, ())]
+        if 0 < len(missing) < len(TIMES):
+            raise ValueError(f"{missing[0]} is missing; a timed result has {', '.join(TIMES)}")
+        if missing and not self.goals:
+            raise ValueError("goals must not be empty if nothing was timed")
+        if missing and (self.share, self.limit) != (None, None):
             raise ValueError(f"share={self.share} of {self.limit} must be None without a time")
+        if self.sources.keys() != set(ROLES):
+            raise ValueError(f"sources={self.sources} must be of baseline and optimized")
+        for metric, amounts in self.goals.items():
+            if metric not in METRICS or amounts.keys() - {"noise"} != set(ROLES):
+                legal = f"by {' or '.join(METRICS)}, amounts of baseline and optimized, and noise"
+                raise ValueError(f"goals={self.goals} must be {legal}")
         names = self.environments
         if not len(set(names)) == len(names) == max(1, len(self.values)):
-            raise ValueError(f"environments={names} must be one per session, all other")
+            raise ValueError(f"environments={names} must be one per session, all different")
 
     @property
     def value(self) -> float | None:
@@ -112,26 +146,23 @@ class Result:
         return rms(spreads) if spreads else None
 
 
-@dataclass(frozen=True)
-class Stored:
+Results: TypeAlias = Mapping[str, Result]
+
+
+class Stored(Struct, frozen=True):
     """What one file holds: a product's results for one chapter, by page, function and case id."""
 
     product: str
-    environments: Environments = field(default_factory=dict)
-    results: Results = field(default_factory=dict)
+    environments: Environments = {}
+    results: Results = {}
 
     def __post_init__(self) -> None:
         facts = self.environments.items()
-        table = {k: converted(f"environments[{k!r}]", e, *TABLE) for k, e in facts}
-        object.__setattr__(self, "environments", table)
+        table = {name: _sorted_table(f"environments[{name!r}]", fact) for name, fact in facts}
+        force_setattr(self, "environments", table)
         for key, result in self.results.items():
             for name in set(result.environments) - set(table):
                 raise ValueError(f"results[{key!r}]: its environment {name!r} is not in the table")
-
-
-def environment_key(environment: Environment) -> str:
-    """Return a short key that follows from the facts: the first 8 digits of their hash."""
-    return hashlib.sha256(json.dumps(plain_table(environment)).encode()).hexdigest()[:8]
 
 
 def joined(product: str, count: int) -> str:
@@ -173,83 +204,20 @@ def session_sd(results: Iterable[Result], clock: str) -> float:
     return session_spread(cases, UNKNOWN_SESSION[clock])
 
 
-def converted(name: str, value: Any, convert: Callable[[Any], Any], legal: str) -> Any:
-    """Return what `convert` makes of the field `name`; a ValueError says what is legal."""
-    try:
-        return convert(value)
-    except (AttributeError, TypeError, ValueError, LookupError):
-        raise ValueError(f"{name}={value!r} must be {legal}") from None
-
-
-def _rounded(value: Any, form: str, low: float, high: float) -> float:
-    if isinstance(value, bool) or not low <= value <= high:
-        raise ValueError
+def _rounded(value: float | None, form: str) -> float | None:
+    if value is None:
+        return None
     return float(format(value, form)) + 0.0  # no -0.0: equal results must give the same text
 
 
-def _some(value: Any, convert: Callable[[Any], Any]) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple) or not value:
-        raise ValueError
-    return tuple(map(convert, value))
+def _sorted_table(name: str, table: Mapping[str, Json]) -> dict[str, Json]:
+    """Return a sorted copy of `table` as reading it back will give it.
 
-
-def _word(value: Any, pattern: str = ".+") -> str:
-    if not re.fullmatch(pattern, value):
-        raise ValueError
-    return str(value)
-
-
-def _hashes(value: Any) -> dict[str, str]:
-    if set(value) != {"baseline", "optimized"}:
-        raise ValueError
-    return {side: _word(value[side], _HEX) for side in ("baseline", "optimized")}
-
-
-def plain_table(value: Any) -> dict[str, Any]:
-    """Return a sorted copy of a table as reading it back will give it."""
-    if not isinstance(value, Mapping):
-        raise TypeError
-    return dict(json.loads(json.dumps(dict(value), sort_keys=True, allow_nan=False)))
-
-
-def _goals(value: Any) -> dict[str, Any]:
-    """Return a sorted copy of what both sides take of each goal."""
-    table = plain_table(value)
-    if not table.keys() <= METRICS.keys():
-        raise ValueError
-    for both in table.values():
-        named = both.keys() - {"noise"} == {"baseline", "optimized"}
-        if not named or not all(map(_amount, both.values())):
-            raise ValueError
-    return table
-
-
-def _amount(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e18
-
-
-def _sessions(value: Any) -> tuple[Any, ...]:
-    return _some(value, lambda session: _some(session, lambda v: _rounded(v, ".5f", -50, 50)))
-
-
-Form: TypeAlias = tuple[Callable[[Any], Any], str]
-_HEX = "[0-9a-f]+"
-_TIME: Form = (lambda v: _rounded(v, ".4g", 1e-6, 1e15), "a number from 1e-6 to 1e15")
-RATIO: Form = (lambda v: _rounded(v, ".4g", 0, 1e22), "a number from 0 to 1e22")
-TABLE: Form = (plain_table, "a table of finite JSON values")
-FORMS: dict[str, Form] = {
-    "baseline_us": _TIME,
-    "optimized_us": _TIME,
-    "share": RATIO,
-    "limit": (_word, "a name"),
-    "clock": (lambda v: _word(v, "|".join(DEFAULT_SPREAD)), f"one of {', '.join(DEFAULT_SPREAD)}"),
-    "values": (_sessions, "a list of sessions, each a list of numbers from -50 to 50"),
-    "environments": (lambda v: _some(v, _word), "a list of names"),
-    "sources": (_hashes, "two hex hashes, of baseline and optimized"),
-    "choices": TABLE,
-    "goals": (_goals, f"by {' or '.join(METRICS)}, amounts of baseline and optimized, and noise"),
-    "samples": (lambda v: _word(v, _HEX), "a hex hash"),
-}
-OPTIONAL = ("share", "limit", "samples")
-TIMES = ("baseline_us", "optimized_us", "clock", "values")
-"""What a result has all of, or nothing."""
+    Raises:
+        ValueError: for a value that is not finite JSON.
+    """
+    try:
+        text = json.dumps(dict(table), sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}={table!r} must be finite JSON values: {error}") from None
+    return dict(json.loads(text))

@@ -17,13 +17,15 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, fields
 from pathlib import Path
 from shlex import quote
-from typing import Any
+
+import msgspec
+from msgspec import Struct
 
 from .merge import Change, merge, tidy
-from .models import FORMS, RATIO, TABLE, TIMES, Environments, Result, Results, Stored, converted
+from .messages import Json
+from .models import Environments, Result, Results, Stored
 
 
 def load(path: Path) -> Stored:
@@ -186,31 +188,30 @@ def dump(stored: Stored) -> str:
     return "\n".join([*lines, "}", ""])
 
 
-def _lines(table: Mapping[str, Any]) -> list[str]:
+def _lines(table: Mapping[str, Json]) -> list[str]:
     lines = [f"{json.dumps(key)}: {json.dumps(table[key])}" for key in sorted(table)]
     return [line + "," for line in lines[:-1]] + lines[-1:]
 
 
-def _row(result: Result) -> dict[str, Any]:
-    """Return the fields of a line. The speedup is for the reader; `_result` checks it."""
-    row = {f.name: getattr(result, f.name) for f in fields(result)}
-    kept = {name: value for name, value in row.items() if value not in (None, {}, ())}
+def _row(result: Result) -> dict[str, Json]:
+    """Return the fields of a line. The speedup is for the reader, and is not stored in a Result."""
+    row: dict[str, Json] = msgspec.to_builtins(result)
     speedup = result.speedup
-    return kept if speedup is None else {"speedup": float(f"{speedup:.4g}"), **kept}
+    return row if speedup is None else {"speedup": float(f"{speedup:.4g}"), **row}
 
 
-def _sealed(key: str, result: Result) -> dict[str, Any]:
+def _sealed(key: str, result: Result) -> dict[str, Json]:
     row = _row(result)
     return {**row, "seal": _seal(key, row)}
 
 
-def _seal(key: str, row: Mapping[str, Any]) -> str:
-    """Return 12 hex digits of what a line says: no number in it changes by hand unseen."""
+def _seal(key: str, row: Mapping[str, Json]) -> str:
+    """Return 12 hex digits of a line's hash, so that nobody changes a number by hand unseen."""
     return hashlib.sha256(json.dumps([key, row], sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table: dict[str, Any] = {}
+def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    table: dict[str, Json] = {}
     for key, value in pairs:
         if key in table:
             raise ValueError(f"it holds {key!r} twice; legal is once")
@@ -218,45 +219,33 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _stored(data: dict[str, Any]) -> Stored:
-    _check_names(data, {"schema", "product", "environments", "results"}, set())
-    for name, legal in (("product", str), ("environments", dict), ("results", dict)):
-        if not isinstance(data[name], legal):
-            raise ValueError(f"{name}={data[name]!r} must be a {legal.__name__}")
-    results = {key: _result(key, row) for key, row in data["results"].items()}
-    return Stored(data["product"], data["environments"], results)
+class _File(Struct, forbid_unknown_fields=True):
+    """The text of a file of stored results, before each result is checked."""
+
+    schema: int
+    product: str
+    environments: dict[str, dict[str, Json]]
+    results: dict[str, dict[str, Json]]
 
 
-def _result(key: str, row: Any) -> Result:
-    needed = {f.name for f in fields(Result) if f.default is f.default_factory is MISSING}
-    times = {"speedup", *TIMES}
+def _stored(data: Json) -> Stored:
+    file = msgspec.convert(data, _File)
+    results = {key: _result(key, row) for key, row in file.results.items()}
+    return Stored(file.product, file.environments, results)
+
+
+def _result(key: str, row: dict[str, Json]) -> Result:
     try:
-        plain = converted("it", row, *TABLE)
-        if times & plain.keys() or "goals" not in plain:
-            needed |= times
-        _check_names(plain, {"seal", *needed}, set(FORMS))
-        result = Result(**{k: v for k, v in row.items() if k not in ("speedup", "seal")})
-        _check_speedup(row.get("speedup"), result.speedup)
-        if row["seal"] != _seal(key, _row(result)):
+        result = Result.of({k: v for k, v in row.items() if k not in ("speedup", "seal")})
+        speedup = msgspec.convert(row.get("speedup"), float | None)
+        expected = result.speedup or 0.0
+        if not math.isclose(speedup or 0.0, expected, rel_tol=1e-3):
+            raise ValueError(f"{speedup=} must be {expected:.4g}, which its values give")
+        if row.get("seal") != _seal(key, _row(result)):
             raise ValueError("its seal is broken: it is not what a run has recorded")
     except ValueError as error:
         raise ValueError(f"results[{key!r}]: {error}") from None
     return result
-
-
-def _check_speedup(said: Any, found: float | None) -> None:
-    """Refuse a line whose speedup is not that of its values."""
-    if found is not None:
-        speedup = converted("speedup", said, *RATIO)
-        if not math.isclose(speedup, found, rel_tol=1e-3):
-            raise ValueError(f"{speedup=} must be {found:.4g}, which its values give")
-
-
-def _check_names(row: Mapping[str, Any], needed: set[str], known: set[str]) -> None:
-    for name in sorted(needed - set(row)):
-        raise ValueError(f"the field {name!r} is missing")
-    for name in sorted(set(row) - needed - known):
-        raise ValueError(f"unknown field {name!r}; legal: {', '.join(sorted(needed | known))}")
 
 
 RESTORE = "git checkout -- {path}"
@@ -284,7 +273,7 @@ def _not_json(path: Path, text: str, error: json.JSONDecodeError) -> StoreError:
     return store_error(path, f"is not JSON ({error}){COMMITTED}", RESTORE)
 
 
-def _check_schema(path: Path, data: Any) -> None:
+def _check_schema(path: Path, data: Json) -> None:
     schema = data.get("schema") if isinstance(data, dict) else None
     reads = "this one reads " + " and ".join(map(str, SCHEMAS))
     if type(schema) is int and schema > max(SCHEMAS):

@@ -154,8 +154,7 @@ def _commit(root: Path) -> str | None:
 def _as_result(recorded: Recording, environment: str) -> Result:
     """Return the stored result of a row's `recorded` values, be they times, goals or both."""
     given = {name: value for name, value in asdict(recorded).items() if name != "replace"}
-    given["values"] = tuple(map(tuple, recorded.values))
-    return Result(**given, environments=(environment,))
+    return Result.of({**given, "environments": [environment]})
 
 
 def _said(result: Result) -> str:
