@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Protocol
@@ -31,13 +31,15 @@ from .schedule import Budget, Samples
 PYTHON_CLOCKS = ("host", "cpu")
 """Clocks on which a side's Python runs at every timed call."""
 LONG_ROUND = 3e-3
-"""Calls longer than this many seconds get two laps: their captures scatter least (spread.md)."""
+"""Calls longer than this many seconds get two laps."""
 FURTHER_CALLS = 4
 """Calls after the last window that are compared one by one."""
 
 
 class CheckedPairTimer(schedule.PairTimer, Protocol):
     """A pair timer whose clock can be checked against others."""
+
+    sides: tuple[BoundSide, BoundSide]
 
     def check_times(self) -> dict[str, object]:
         """Refuse a side whose clocks disagree or whose L2 is not cold. May run the sides again."""
@@ -50,9 +52,6 @@ class CheckedPairTimer(schedule.PairTimer, Protocol):
 
     def memory(self) -> dict[str, object]:
         """Return by side the bytes that a call needs. May run the sides again."""
-
-
-Sides = tuple[BoundSide, BoundSide]
 
 
 @dataclass
@@ -92,7 +91,8 @@ class Trial:
         self._learn_types()
         details: dict[str, object] = {}
         if self._rebuilds():
-            laps = self._laps()
+            # The captures of long calls scatter least (spread.md).
+            laps = min(2, self.budget.laps) if self.round_seconds > LONG_ROUND else self.budget.laps
             budget = self.budget.lap(laps)
             details = self._build_untimed(budget)
             parts = [self._lap(budget, first=0, checks=True)]
@@ -103,17 +103,11 @@ class Trial:
         parts[0].details.update(details | parts[0].details)
         if self.tuned:
             parts[0].details["choices"] = autotune.merge_choices([self.tuned])
-        extra: dict[str, Json] = {
-            "one_off": self.one_off,
-            "outputs_checked": self.outputs,
-            "errors": self.worst,
-        }
+        extra: dict[str, Json] = {"one_off": self.one_off, "errors": self.worst}
+        extra["outputs_checked"] = self.outputs
         if self.kernels:
             extra["kernels"] = {name: asdict(profile) for name, profile in self.kernels.items()}
         return schedule.join(parts), extra
-
-    def _laps(self) -> int:
-        return min(2, self.budget.laps) if self.round_seconds > LONG_ROUND else self.budget.laps
 
     def _rebuilds(self) -> bool:
         """Whether each lap may build both sides again: only where that costs next to nothing."""
@@ -148,7 +142,7 @@ class Trial:
         differs only by the order of building, which cancels (docs/explanation/spread.md).
         """
         self._lay_slots()
-        with self.watch.phase("build"), self._built(budget, first=0) as (timer, _):
+        with self.watch.phase("build"), self._built(budget) as timer:
             return timer.details()
 
     @contextmanager
@@ -156,20 +150,13 @@ class Trial:
         """Yield both sides built on their slots, on the best clock that both can use."""
         self._learn_types()
         self._lay_slots()
-        with self._built(self.budget, first=0) as (timer, _):
+        with self._built(self.budget) as timer:
             yield timer
 
     @contextmanager
-    def _built(self, budget: Budget, first: int) -> Iterator[tuple[CheckedPairTimer, Sides]]:
-        """Build both sides, `first` first; yield their timer and the sides, and close them."""
-        built: dict[int, BoundSide] = {}
-        try:
-            with watching(self.names, self.pair.owns):
-                timer = self._build(built, budget, first)
-                yield timer, (built[0], built[1])
-        finally:
-            for side in built.values():
-                side.close()
+    def _built(self, budget: Budget) -> Iterator[CheckedPairTimer]:
+        with ExitStack() as sides, watching(self.names, self.pair.owns):
+            yield self._build(sides, budget, first=0)
 
     def _lay_slots(self, *, drop_sent: bool = False) -> None:
         self.pool.slots.clear()
@@ -178,21 +165,22 @@ class Trial:
         release(self.task.device)
         self.pool.lay_slots(self._slot_count())
 
-    def _build(self, built: dict[int, BoundSide], budget: Budget, first: int) -> CheckedPairTimer:
-        """Fill `built` with both sides, `first` first, and return their timer."""
-        order = first, 1 - first
+    def _build(self, sides: ExitStack, budget: Budget, first: int) -> CheckedPairTimer:
+        """Build both sides, `first` first, which `sides` will close, and return their timer."""
+        built: dict[int, BoundSide] = {}
+        order, planted = (first, 1 - first), self.task.planted
         with autotune.record_choices(self.tuned):
-            for side in order:
-                built[side] = self.pool.bind(self.sides[side][0])
-            sides = built[0], built[1]
+            for number in order:
+                side, _ = self.sides[number]
+                built[number] = sides.enter_context(closing(self.pool.bind(side)))
+            pair = built[0], built[1]
             if not self.on_gpu:
                 from .cpu_timer import CpuPairTimer
 
-                return CpuPairTimer(self.pool, sides, budget, self.task.planted)
+                return CpuPairTimer(self.pool, pair, budget, planted)
             from .cuda_timer import CudaPairTimer
 
-            planted = self.task.planted
-            timer = CudaPairTimer(self.pool, sides, budget, order, self.known, planted)
+            timer = CudaPairTimer(self.pool, pair, budget, order, self.known, planted)
             self.known = timer.clock, [w.counted for w in timer.windows]
             return timer
 
@@ -204,50 +192,47 @@ class Trial:
             checks: whether to check other clocks, the L2, and single calls afterwards.
         """
         self._lay_slots(drop_sent=checks)
-        built: dict[int, BoundSide] = {}
-        try:
+        first_process = checks and self.task.replicate == 0
+        phase = self.watch.phase
+        with ExitStack() as sides:
             with watching(self.names, self.pair.owns):
-                with self.watch.phase("build"):
-                    timer = self._build(built, budget, first)
+                with phase("build"):
+                    timer = self._build(sides, budget, first)
                 self.progress(f"time on the {timer.clock} clock")
-                with self.watch.phase("time"):
+                with phase("time"):
                     samples = schedule.measure(timer, budget, self.rng, first)
-            sides = built[0], built[1]
-            with self.watch.phase("verify"):
-                self._verify_all(sides, timer)
-            first_process = checks and self.task.replicate == 0
+            with phase("verify"):
+                self._verify_all(timer)
             if first_process:
-                with self.watch.phase("clocks"):
+                with phase("clocks"):
                     samples.details.update(timer.check_times())
             if checks and self.task.audit:
-                with self.watch.phase("profile"):
+                with phase("profile"):
                     seconds = [median(samples.baseline), median(samples.optimized)]
                     self.kernels = timer.profile(seconds)
             if timer.clock in PYTHON_CLOCKS and enabled("repeats"):
-                with self.watch.phase("repeats"):
+                with phase("repeats"):
                     seed = self.pool.unseen_seed + 1  # as secret as the unseen values
-                    check_repeats(self.pool, sides, synchronizer(self.task.device), seed)
+                    check_repeats(self.pool, timer.sides, synchronizer(self.task.device), seed)
             if checks:
-                with self.watch.phase("verify"):
-                    self._verify_each_call(sides[1])
-                with self.watch.phase("other clock"):
+                with phase("verify"):
+                    self._verify_each_call(timer.sides[1])
+                with phase("other clock"):
                     samples.details.update(timer.other_clock())
             if first_process:
-                with self.watch.phase("memory"):
+                with phase("memory"):
                     samples.details.update(timer.memory())
-        finally:
-            for side in built.values():
-                side.close()
         return samples
 
-    def _verify_all(self, sides: Sides, timer: schedule.PairTimer) -> None:
+    def _verify_all(self, timer: CheckedPairTimer) -> None:
         """Compare inputs, outputs and states of both sides after the last timed calls."""
         # `check_times` reports late work. Whether an output is read early must not depend on luck.
         synchronizer(self.task.device)()
         size = size_words(self.pool.size)
         for slot, turn in zip(self.pool.slots, self.pool.pattern, strict=True):
             compare.check_unchanged(self.names, slot, self.pool.value_set(turn), size)
-        for bound, (side, precision), window in zip(sides, self.sides, timer.windows, strict=True):
+        built = zip(timer.sides, self.sides, timer.windows, strict=True)
+        for bound, (side, precision), window in built:
             compare.check_outputs(side.__name__, bound.outputs, self.pool.slots, size)
             self._verify(bound, side, precision, window)
             self.one_off[bound.name] = bound.one_off
