@@ -35,40 +35,40 @@ def test_bus_bandwidth_follows_nccl_tests(op, ranks, factor):
 
 
 class Third(process_group.SingleProcess):
-    """Rank 1 of three; the other two are simulated."""
+    """Rank 1 of three."""
 
     rank, world = 1, 3
 
 
 @pytest.fixture
 def third(monkeypatch):
-    """Be rank 1 of three; `at` is an index where the collectives return a wrong value."""
+    """Simulate rank 1 of three. `at` is an index where collectives return a wrong value."""
     monkeypatch.setattr(process_group, "_current", Third())
     wrong = SimpleNamespace(at=None)
 
-    def spoil(out):
+    def corrupt(out):
         if wrong.at is not None:
             out.view(-1)[wrong.at] += 1
 
     def all_reduce(x):
         assert bool((x == 2).all())
         x.fill_(1 + 2 + 3)
-        spoil(x)
+        corrupt(x)
 
     def all_gather(out, part):
         assert bool((part == 2).all())
         out.view(3, -1).copy_(torch.tensor([[1.0], [2.0], [3.0]]))
-        spoil(out)
+        corrupt(out)
 
     def reduce_scatter(part, whole):
         assert bool((whole == 2).all())
         part.fill_(6)
-        spoil(part)
+        corrupt(part)
 
     def all_to_all(out, whole):
         assert whole.view(3, -1)[:, 0].tolist() == [3.0, 4.0, 5.0]  # rank * world + chunk
         out.view(3, -1).copy_(torch.tensor([[1.0], [4.0], [7.0]]))
-        spoil(out)
+        corrupt(out)
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     monkeypatch.setattr(dist, "all_gather_into_tensor", all_gather)
@@ -79,18 +79,18 @@ def third(monkeypatch):
 
 @pytest.mark.parametrize("op", OPS)
 def test_each_collective_checks_every_element(third, op):
-    made = collectives._collective(op, 4 * KIB, "cpu")
-    assert made.nbytes == 4080  # whole 16 bytes for each of three ranks
-    made.check()
+    collective = collectives._collective(op, 4 * KIB, "cpu")
+    assert collective.nbytes == 4080  # whole 16 bytes for each of three ranks
+    collective.check()
     third.at = 0
     value = {"all_gather": (2, 1), "all_to_all": (2, 1)}.get(op, (7, 6))
     text = f"{op} of 3.984 KiB is wrong: element 0 is {value[0]}, not {value[1]}"
     with pytest.raises(Wrong) as wrong:
-        made.check()
+        collective.check()
     assert str(wrong.value) == text
     third.at = -1
     with pytest.raises(Wrong, match=r"is wrong: element [1-9]"):
-        made.check()
+        collective.check()
 
 
 def test_the_smallest_size_is_16_bytes_per_rank(third):
@@ -100,26 +100,26 @@ def test_the_smallest_size_is_16_bytes_per_rank(third):
 class Window:
     """A window whose calls take 100 us each."""
 
-    def __init__(self, subject, calls):
+    def __init__(self, side, calls):
         self.calls = calls
 
     def __call__(self):
         return 1e-4
 
 
-def subject():
+def side():
     return SimpleNamespace(name="all_reduce")
 
 
 def test_graph_clock_falls_back_to_the_host_clock(monkeypatch):
-    def refuse(subject, calls):
+    def refuse(side, calls):
         raise cuda_graph.Uncapturable("NCCL cannot be captured")
 
     monkeypatch.setattr(collectives, "GraphWindow", Window)
-    monkeypatch.setattr(collectives, "HostWindow", lambda subject, calls, device: Window(0, 0))
-    assert collectives._seconds(subject(), "cuda") == ("graph", 1e-4)
+    monkeypatch.setattr(collectives, "HostWindow", lambda side, calls, device: Window(0, 0))
+    assert collectives._seconds(side(), "cuda") == ("graph", 1e-4)
     monkeypatch.setattr(collectives, "GraphWindow", refuse)
-    assert collectives._seconds(subject(), "cuda") == ("host", 1e-4)
+    assert collectives._seconds(side(), "cuda") == ("host", 1e-4)
 
 
 def test_a_failed_capture_on_one_rank_stops_all(monkeypatch):
@@ -162,10 +162,10 @@ def symmetric(third, monkeypatch):
 
 
 def test_one_shot_has_the_size_of_the_all_reduce(symmetric):
-    made = collectives._one_shot(4 * KIB, "cuda")
-    assert made.nbytes == collectives._collective("all_reduce", 4 * KIB, "cpu").nbytes
+    collective = collectives._one_shot(4 * KIB, "cuda")
+    assert collective.nbytes == collectives._collective("all_reduce", 4 * KIB, "cpu").nbytes
     assert symmetric.met == [1020]
-    made.check()  # the fake triples the 2 of this rank; the sum of 1, 2 and 3 is 6 too
+    collective.check()  # the fake triples the 2 of this rank; the sum of 1, 2 and 3 is 6 too
 
 
 def test_a_wrong_one_shot_sum_is_detected(symmetric, monkeypatch):

@@ -1,6 +1,6 @@
-"""Sums that copy engines move (suites/ch04/copy_engines.py), on CPUs: who copies what, and when.
+"""All-reduces by copy engines (suites/ch04/copy_engines.py), run on CPUs.
 
-Memory that processes share stands in for symmetric memory, and a barrier of Gloo for its own.
+Shared memory stands in for symmetric memory, and a Gloo barrier for its barrier.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ sums = CopiedSums(COUNT, SHAPE, torch.empty(0))
 for call in range(2):
     every = [torch.arange(105.0).view(COUNT, *SHAPE) * (r + 1) + call for r in range(world)]
     for k in reversed(range(COUNT)):
-        if k == 1:  # written where it lies
+        if k == 1:  # already in place
             sums.mine[k].copy_(every[rank][k])
             sums.start(k)
         else:
             sums.start(k, every[rank][k])
     sums.wait()
     assert torch.equal(sums.mine, sum(every)), (rank, call)
-    dist.barrier()  # everybody has looked
-os.write(1, b"summed\\n")  # in one piece: the ranks share the stream
+    dist.barrier()  # every rank has compared
+os.write(1, b"summed\\n")  # one write, because the ranks share the stream
 dist.barrier()
 os._exit(0)
 """

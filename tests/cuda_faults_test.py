@@ -1,4 +1,4 @@
-"""What a CUDA kernel may do to its process: the other cases keep their verdicts."""
+"""CUDA faults: a kernel that breaks its process costs no other case its verdict."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ needs_nvrtc = pytest.mark.skipif(
     reason="needs NVRTC: pip install cuda-core cuda-bindings nvidia-cuda-nvrtc",
 )
 
-# Endless is ten minutes: the test kills it long before, and a machine where it cannot recovers.
+# `endless` ends after ten minutes, so that a machine recovers even if the test cannot kill it.
 KERNELS = """\
 // doubled: y = 2 x.
 // strays: writes a terabyte beyond its output.
-// endless: ten minutes of nothing.
+// endless: waits for ten minutes.
 
 __device__ unsigned long long nanoseconds() {
   unsigned long long now;
@@ -111,7 +111,7 @@ def test_an_endless_kernel_fails_only_its_case(written, pytester):
     assert alive_workers(pytester.path) == []
 
 
-# What torch says of a GPU after an illegal access, said without one
+# torch's error after an illegal access, raised without a GPU
 
 LOST = """
 def lost():

@@ -1,4 +1,4 @@
-"""When small integers have one right answer on several ranks, too."""
+"""When sums of small integers over several ranks are exact."""
 
 from __future__ import annotations
 

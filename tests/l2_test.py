@@ -1,4 +1,4 @@
-"""The proof that an L2 is cold, on caches that are only told of."""
+"""The check that an L2 is cold, on a simulated cache."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pytest_aisp.timing.l2 import ATTEMPTS, LINE, Latency, measure, pointer_chai
 
 
 class Cache:
-    """A cache that holds the lines until a round of `work` has driven them out, or never."""
+    """A cache that holds its lines until a round of `work` evicts them, if it does."""
 
     def __init__(self, *, evicts, hit=270.0, miss=620.0):
         self.evicts, self.hit, self.miss = evicts, hit, miss
         self.held, self.rounds = False, 0
 
     def read(self):
-        seen, self.held = (self.hit if self.held else self.miss), True
-        return seen
+        latency, self.held = (self.hit if self.held else self.miss), True
+        return latency
 
     def work(self):
         self.rounds += 1
@@ -38,9 +38,9 @@ def test_a_warm_l2_is_measured_again_before_it_is_reported():
 
 @pytest.mark.parametrize("lines", [1, 2, 100])
 def test_the_pointer_chain_visits_every_line_once(lines):
-    following, at, seen = pointer_chain(lines), 0, set()
+    chain, at, visited = pointer_chain(lines), 0, set()
     for _ in range(lines):
         assert at % LINE == 0
-        seen.add(at // LINE)
-        at = following[at // LINE]
-    assert (at, len(seen)) == (0, lines)
+        visited.add(at // LINE)
+        at = chain[at // LINE]
+    assert (at, len(visited)) == (0, lines)

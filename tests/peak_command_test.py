@@ -1,4 +1,4 @@
-"""`aisp machine peak`: what a worker process is asked, under which lock, what is stored."""
+"""`aisp machine peak`: its worker process, the locks it holds, and what it stores."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ FACTS = {"name": "NVIDIA H200", "copy": "neg", "throttled": "no"}
 
 
 class Worker:
-    """A worker process that answers `reply`."""
+    """A worker process that always answers `reply`."""
 
     reply = Reply(result={"rates": RATES, "facts": FACTS})
 
     def __init__(self, environment):
-        Worker.seen.append(environment)
+        Worker.log.append(environment)
 
     def ask(self, task, seconds, progress):
-        Worker.seen.append((task.kind, task.device))
+        Worker.log.append((task.kind, task.device))
         return self.reply
 
     def close(self):
-        Worker.seen.append("closed")
+        Worker.log.append("closed")
 
 
 @pytest.fixture(autouse=True)
@@ -40,14 +40,14 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: H200))
     monkeypatch.setattr(roofline, "WorkerProcess", Worker)
     monkeypatch.setattr(device, "lease_folder", lambda: tmp_path)
-    monkeypatch.setattr(Worker, "seen", [], raising=False)
+    monkeypatch.setattr(Worker, "log", [], raising=False)
     return lambda reply: monkeypatch.setattr(Worker, "reply", reply)
 
 
 def test_one_gpu_is_leased_and_measured_in_its_own_process(tmp_path, capsys):
     assert app.main(["peak"]) == 0
     environment = {"CUDA_VISIBLE_DEVICES": "GPU-a", "TRITON_INTERPRET": None}
-    assert Worker.seen == [environment, ("peaks", "cuda"), "closed"]
+    assert Worker.log == [environment, ("peaks", "cuda"), "closed"]
     assert {p.name for p in tmp_path.glob("*.lock")} == {"host.lock", "GPU-a.lock"}
     assert capsys.readouterr().out.splitlines() == [
         "nvidia-h200: NVIDIA H200",
@@ -61,15 +61,18 @@ def test_a_cpu_is_measured_alone(monkeypatch, tmp_path):
     laptop = Machine("cpu", "cpu-some-4c", "Some, 4 cores")
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: laptop))
     assert app.main(["peak", "--json"]) == 0
-    assert Worker.seen[0] == {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-    assert Worker.seen[1] == ("peaks", "cpu")
+    assert Worker.log[0] == {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    assert Worker.log[1] == ("peaks", "cpu")
     assert {p.name for p in tmp_path.glob("*.lock")} == {"host.lock"}
 
 
 def test_json_holds_rates_and_facts(capsys):
     assert app.main(["peak", "--json"]) == 0
-    plain = json.loads(capsys.readouterr().out)
-    assert plain == {"product": "nvidia-h200", "rates": RATES, "facts": FACTS}
+    assert json.loads(capsys.readouterr().out) == {
+        "product": "nvidia-h200",
+        "rates": RATES,
+        "facts": FACTS,
+    }
 
 
 def test_store_replaces_all_rates_and_prints_the_old_ones(tmp_path, capsys):
@@ -89,12 +92,12 @@ def test_peaks_of_a_throttled_gpu_are_not_stored(machine, tmp_path, capsys):
     facts = {**FACTS, "throttled": "power brake"}
     machine(Reply(result={"rates": RATES, "facts": facts}))
     assert app.main(["peak", "--store", f"--baselines={tmp_path}"]) == 1
-    said = capsys.readouterr()
-    assert said.out.splitlines()[-2:] == [
+    output = capsys.readouterr()
+    assert output.out.splitlines()[-2:] == [
         "the GPU was slower than it should be: power brake",
         "    aisp machine doctor",
     ]
-    assert said.err == "nothing is stored: power brake\n    aisp machine doctor\n"
+    assert output.err == "nothing is stored: power brake\n    aisp machine doctor\n"
     assert not (tmp_path / "nvidia-h200").exists()
 
 
@@ -107,7 +110,7 @@ def test_a_failed_measurement_prints_its_reason(machine, capsys):
         "Find out what is wrong with the machine:",
         "    aisp machine doctor",
     ]
-    assert Worker.seen[-1] == "closed"
+    assert Worker.log[-1] == "closed"
 
 
 def test_a_foreign_file_and_ci_prevent_storing(tmp_path, monkeypatch, capsys):
@@ -118,7 +121,7 @@ def test_a_foreign_file_and_ci_prevent_storing(tmp_path, monkeypatch, capsys):
     assert "nothing is stored: " + str(path) + " is not a peaks file" in capsys.readouterr().err
     assert path.read_text() == "mine"
     monkeypatch.setenv("CI", "1")
-    monkeypatch.setattr(Worker, "seen", [])
+    monkeypatch.setattr(Worker, "log", [])
     assert app.main(["peak", "--store"]) == 2
-    assert Worker.seen == []
+    assert Worker.log == []
     assert capsys.readouterr().err.startswith("--store is refused where CI is set")

@@ -1,4 +1,4 @@
-"""The fresh processes of a process side: how long they may take."""
+"""The fresh processes of a process side: order, output, failures and time limits."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def alone(x):
 
 @pytest.fixture
 def log(monkeypatch):
-    """Put a process in the place of each that says what becomes of it."""
+    """Replace each worker process by one that logs what happens to it."""
     log = []
 
-    class Bench:
+    class Worker:
         outputs = ()
 
         def __init__(self, environment):
@@ -45,19 +45,19 @@ def log(monkeypatch):
         def close(self):
             log.append(f"close {self.name}")
 
-    monkeypatch.setattr(client, "WorkerProcess", Bench)
+    monkeypatch.setattr(client, "WorkerProcess", Worker)
     return log
 
 
-def asked(*roles):
+def requests(*roles):
     sides = (doubled, alone)
     tasks = (CountTask(metric="memory", side=role, limit=1200.0) for role in roles)
     return list(zip(tasks, sides, strict=True))
 
 
 def test_processes_start_together_and_answer_in_turn(log):
-    found = process_timer.ask_fresh(asked("baseline", "optimized"), lambda text: None)
-    assert found == [{"n": 1.0}, {"n": 1.0}]
+    results = process_timer.ask_fresh(requests("baseline", "optimized"), lambda text: None)
+    assert results == [{"n": 1.0}, {"n": 1.0}]
     assert log == [
         *("start doubled", "start alone"),
         *("doubled baseline 1200.0", "kill doubled", "alone optimized 1200.0", "kill alone"),
@@ -66,7 +66,7 @@ def test_processes_start_together_and_answer_in_turn(log):
 
 
 def test_output_of_processes_appears_in_the_order_of_their_answers(log, monkeypatch, capsys):
-    class Speaks(client.WorkerProcess):
+    class PrintingWorker(client.WorkerProcess):
         def __init__(self, environment):
             super().__init__(environment)
             self.outputs = (
@@ -78,30 +78,30 @@ def test_output_of_processes_appears_in_the_order_of_their_answers(log, monkeypa
             self.outputs[0].stdout.file.flush()
             return super().ask(task, seconds, progress)
 
-    monkeypatch.setattr(client, "WorkerProcess", Speaks)
-    process_timer.ask_fresh(asked("baseline", "optimized"), lambda text: None)
+    monkeypatch.setattr(client, "WorkerProcess", PrintingWorker)
+    process_timer.ask_fresh(requests("baseline", "optimized"), lambda text: None)
     assert capsys.readouterr().out == "baseline\noptimized\n"
 
 
 def test_a_failed_process_ends_the_others(log):
     with pytest.raises(process_timer.ProcessFailed, match="doubled in a fresh process: gone"):
-        process_timer.ask_fresh(asked("fails", "optimized"), lambda text: None)
+        process_timer.ask_fresh(requests("fails", "optimized"), lambda text: None)
     assert log[2:] == ["doubled fails 1200.0", "close alone", "close doubled"]
 
 
 def test_a_task_carries_its_time_limit(monkeypatch):
-    bench = client.WorkerProcess()
+    worker = client.WorkerProcess()
     read, write = os.pipe()
     try:
-        monkeypatch.setattr(bench, "_tasks", write)
+        monkeypatch.setattr(worker, "_tasks", write)
         monkeypatch.setattr(
-            bench, "_read_line", lambda deadline: b'{"type": "reply", "result": {}}\n'
+            worker, "_read_line", lambda deadline: b'{"type": "reply", "result": {}}\n'
         )
-        bench.ask(CheckTask(), 77.0, lambda text: None)
+        worker.ask(CheckTask(), 77.0, lambda text: None)
         assert json.loads(os.read(read, 1 << 16))["limit"] == 77.0
     finally:
         monkeypatch.undo()
-        bench.close()
+        worker.close()
         os.close(read)
         os.close(write)
 

@@ -1,4 +1,4 @@
-"""How one process times a case: what is built when, and what is kept of it."""
+"""How one process times a case: build order, checks, and the memory it keeps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHORT = {"blocks": 8, "least": 8, "seconds": 0.01, "window": 2e-4, "warmup": 3}
 
 @pytest.fixture
 def built(monkeypatch):
-    """Return which side was built first, each time that both were; rebuilding costs nothing."""
+    """Return which side was built first at each build. Every lap rebuilds."""
     firsts = []
     build = Trial._build
 
@@ -33,7 +33,7 @@ def built(monkeypatch):
         return build(self, subjects, budget, first)
 
     monkeypatch.syspath_prepend(str(EXPLOITS))
-    monkeypatch.setattr(cpu_timer, "STOLEN", math.inf)  # a busy machine drops no block
+    monkeypatch.setattr(cpu_timer, "STOLEN", math.inf)  # a busy machine must not drop blocks
     monkeypatch.setattr(Trial, "_build", watched)
     monkeypatch.setattr(Trial, "_rebuilds", lambda self: True)
     return firsts
@@ -41,7 +41,7 @@ def built(monkeypatch):
 
 COMMON = {"page": str(EXPLOITS / "honest.py"), "root": str(EXPLOITS), "module": "honest"}
 COMMON |= {"function": "test_lie", "variant": "lie", "seed": 1, "rule": {}, "device": "cpu"}
-COMMON |= {"size": {"n": 257}, "without": ("own-clock",)}  # the fixture replaces what that guards
+COMMON |= {"size": {"n": 257}, "without": ("own-clock",)}  # the fixture replaces watched functions
 
 
 def timed(replicate=0, **budget):
@@ -71,21 +71,19 @@ def test_outputs_of_called_slots_are_compared(built, monkeypatch):
     assert compared - timed()["outputs_checked"] == 4 * 2 * 2, "laps, sides, slots not called"
 
 
-@pytest.mark.parametrize(("replicate", "asked"), [(0, 1), (1, 0), (1000, 0)])
-def test_memory_is_measured_once_and_after_the_windows(built, monkeypatch, replicate, asked):
-    said = []
+@pytest.mark.parametrize(("replicate", "count"), [(0, 1), (1, 0), (1000, 0)])
+def test_memory_is_measured_once_and_after_the_windows(built, monkeypatch, replicate, count):
+    calls = []
 
     def memory(self):
-        said.append(len(built))
+        calls.append(f"memory after {len(built)} builds")
         return {"peak_bytes": {"baseline": 1, "optimized": 2}}
 
     monkeypatch.setattr(cpu_timer.CpuPairTimer, "memory", memory)
-    monkeypatch.setattr(
-        cpu_timer.CpuPairTimer, "other_clock", lambda self: said.clear() or {}
-    )  # it comes before
+    monkeypatch.setattr(cpu_timer.CpuPairTimer, "other_clock", lambda self: calls.clear() or {})
     details = timed(replicate=replicate)["details"]
-    assert said == [2] * asked  # both sides were built to settle, and for the first lap
-    assert ("peak_bytes" in details) == bool(asked)
+    assert calls == ["memory after 2 builds"] * count  # the untimed build and the first lap
+    assert ("peak_bytes" in details) == bool(count)
 
 
 PENDING = []
@@ -110,14 +108,14 @@ test_lie = against(lie, baseline=late)
 
 
 def test_no_output_is_read_before_the_device_is_idle(built, monkeypatch, tmp_path):
-    """An honest copy to pinned memory has its values when its stream has come to it."""
+    """A correct copy to pinned memory has its values only after its stream has run it."""
 
     def wait():
         for out, answer in PENDING:
             out.copy_(answer)
         PENDING.clear()
 
-    for module in (check, controls, trial):  # a window waits for its own stream alone
+    for module in (check, controls, trial):  # a window waits only for its own stream
         monkeypatch.setattr(module, "synchronizer", lambda device: wait)
     monkeypatch.setitem(sys.modules, "trial_test", sys.modules[__name__])
     page = tmp_path / "late.py"
