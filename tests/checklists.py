@@ -28,14 +28,14 @@ class Item:
     """One way to lie.
 
     Attributes:
-        lie: in a few words.
+        cheat: in a few words.
         exploits: files of `tests/exploits` that do it, and are caught, in words.
         tests: other tests that show it, ``file.py::test_name``, in words.
         why: why it cannot exist here, or what the design does about it.
         open: what is not shown, or not done.
     """
 
-    lie: str
+    cheat: str
     exploits: str = ""
     tests: str = ""
     why: str = ""
@@ -124,7 +124,7 @@ _NODES = (
 _ONE_RANK = "ranks_test.py::test_a_fault_is_red_and_names_the_rank"
 _TWO_LAUNCHERS = "ranks_test.py::test_ranks_of_two_launchers_meet_at_an_endpoint"
 
-PEERS = (
+BENCHMARK_CHEATS = (
     Item(
         "Work on a stream that nobody waits for",
         exploits="side_stream",
@@ -362,9 +362,9 @@ PEERS = (
 )
 """40 lies of public benchmarks, in the order in which they were gathered."""
 
-VALIDITY: Mapping[str, tuple[Item, ...]] = {
+VALIDITY_ISSUES: Mapping[str, tuple[Item, ...]] = {
     "Timing": (
-        PEERS[0],
+        BENCHMARK_CHEATS[0],
         Item(
             "Asynchronous work not waited for",
             exploits="no_wait",
@@ -377,10 +377,10 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
             tests=_CLOCKS,
             why="events, the host between full waits and the GPU's own counter must agree",
         ),
-        PEERS[25],
+        BENCHMARK_CHEATS[25],
         Item("Results carried over from warming up", exploits=_STALE + " unwritten_rows"),
         Item("A clock that drifts or jumps", exploits="slow_clock clock_when_timed", tests=_TRUE),
-        PEERS[37],
+        BENCHMARK_CHEATS[37],
     ),
     "Output": (
         Item(
@@ -403,10 +403,10 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         Item("Another shape", exploits="fewer_rows extra_dimension extra_output expanded"),
         Item("Another type", exploits="bf16_output fp64_output lazy_tensor sparse_output"),
         Item("Denormals flushed", exploits="flushed_denormals flush_denormal"),
-        PEERS[8],
+        BENCHMARK_CHEATS[8],
     ),
     "Workload": (
-        PEERS[12],
+        BENCHMARK_CHEATS[12],
         Item("Switches and modes changed for everybody", exploits=f"{_FLAGS} {_BEHIND}"),
         Item("Shortcuts that are not declared", exploits="constant " + _FEWER),
         Item(
@@ -443,10 +443,10 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
         Item(
             "Computed while it is prepared", exploits="prepared prepared_when_timed knows_the_seed"
         ),
-        PEERS[22],
+        BENCHMARK_CHEATS[22],
         Item("Computed while it is warmed", exploits=_STALE + " skips_when_timed"),
-        PEERS[1],
-        PEERS[2],
+        BENCHMARK_CHEATS[1],
+        BENCHMARK_CHEATS[2],
         Item(
             "Compiled inside the window",
             exploits="imports compiles",
@@ -460,7 +460,7 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
             "The output written before",
             exploits="unwritten_rows shared_output once",
         ),
-        PEERS[7],
+        BENCHMARK_CHEATS[7],
         Item(
             "A copy to pinned memory that is not finished",
             exploits="late_copy",
@@ -766,7 +766,7 @@ VALIDITY: Mapping[str, tuple[Item, ...]] = {
             "Tests that change themselves",
             exploits="own_value own_window own_sample own_max",
         ),
-        PEERS[3],
+        BENCHMARK_CHEATS[3],
         Item(
             "Nothing held back",
             exploits="knows_the_seed remembers_values",

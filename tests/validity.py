@@ -1,183 +1,149 @@
-"""The table of lies and protections, from the exploits that the tests run.
+"""The table of cheats and protections, from the exploits that the tests run.
 
 python tests/validity.py          writes docs/reference/validity.md
 """
 
 from __future__ import annotations
 
-import ast
+import importlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import ledger
-from ledger import Item
+import checklists
+from checklists import Item
+from exploits.common import Exploit
 
 from pytest_aisp.isolation.protections import PROTECTIONS
 
-ROOT = Path(__file__).parents[1]
-EXPLOITS = ROOT / "tests" / "exploits"
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 DOCUMENT = ROOT / "docs/reference/validity.md"
 INTRODUCTION = """
-Each protection has a name. For each there are exploits: small pages in `tests/exploits` whose
-optimized side cheats. `tests/exploits_test.py` runs every exploit with only one of its protections
-on, which must catch it, and with all of them off, which must let it pass.
-{lies} exploits, {protections} protections. {gpu} exploits need a GPU and are skipped without one.
+Each protection has a name. For each there are exploits in `tests/exploits`: pages whose optimized
+side cheats. `tests/exploits_test.py` runs every exploit with only one of its protections on, which
+must catch it, and with all of them off, which must let it pass. There are {exploits} exploits and
+{protections} protections. {gpu} exploits need a GPU and are skipped without one.
 
 The protections run in the process that runs the side. They stop mistakes and shortcuts, not a side
 that attacks the harness itself. `--aisp-untrusted` is for attacks
 ([how a result is checked](../explanation/checking.md)).
 
 Two public checklists follow the protections:
-[40 lies of public benchmarks](#40-lies-of-public-benchmarks) and
+[40 cheats of public benchmarks](#40-cheats-of-public-benchmarks) and
 [95 validity issues](#95-validity-issues).
 
 `python tests/validity.py` writes this page, and a test compares it with the files.
 """
-LEDGER = """
-The tables say what catches each item here, and which test shows it. A script fills them in:
+CHECKLISTS = """
+The tables show what catches each item here, and which tests prove it. A script fills them in:
 
-- **caught**: the tests in the last column show it, and we know of no gap;
-- **in part**: the tests show some of it. The gap follows *Open*;
+- **caught**: the tests in the last column prove it, and we know of no gap;
+- **in part**: the tests prove a part. The gap follows *Open*;
 - **by design**: there is nothing to catch, for the reason given;
-- **open**: not shown, or not done.
+- **open**: not proved, or not done.
 """
 WHEN = {"check": "checked", "time": "timed"}
-WHEN_OF = {  # by test file: what its tests are about; the exploits say it themselves
-    **dict.fromkeys(("page_mutants_test", "numerics_test", "check_test"), "checked"),
-    **dict.fromkeys(("exploits_test", "inputs_test", "cross_check_test"), "timed"),
-    **dict.fromkeys(("cuda_timer_test", "interference_test"), "timed"),
-    **dict.fromkeys(("l2_test", "device_test", "untrusted_test"), "timed"),
-    **dict.fromkeys(("cuda_timer_test", "cuda_graph_test", "trial_test"), "timed"),
-    **dict.fromkeys(
-        ("canary_test", "decision_test", "declare_test", "modes_test", "peaks_test"), "judged"
-    ),
-    **dict.fromkeys(("ranks_test",), "timed"),
-    "remarks_test": "judged",
-    **dict.fromkeys(("cuda_faults_test", "faults_test", "session_test", "terminal_test"), "run"),
-    **dict.fromkeys(("versions_test", "store_test", "autotune_test"), "stored"),
+TESTED_WHEN = {
+    "checked": "check_test numerics_test page_mutants_test",
+    "timed": "clocks_test cold_test cuda_bout_test device_test exploits_test inputs_test"
+    " interference_test kernels_test nodes_test ranks_test trial_test untrusted_test",
+    "judged": "canary_test decision_test declare_test modes_test peaks_test remarks_test",
+    "run": "cuda_faults_test faults_test session_test terminal_test",
+    "stored": "autotune_test store_test versions_test",
 }
+"""Test files by the moment at which what they test is caught."""
+WHEN_OF = {file: when for when, files in TESTED_WHEN.items() for file in files.split()}
 
 
 @dataclass(frozen=True)
-class Exploit:
-    """One lie.
+class FoundExploit:
+    """An exploit and the file that declares it."""
 
-    Attributes:
-        title: the lie in a sentence.
-        protections: those that catch it, each alone.
-        stage: ``check`` or ``time``: where it is caught.
-        rule: the page's own tolerance, as keywords of `numerics.Rule`.
-        breaks: whether without its protections the comparison ends in an error, not in belief.
-        device: ``cpu``, or ``cuda`` for what only a GPU can show.
-    """
-
+    exploit: Exploit
     path: Path
-    title: str
-    protections: tuple[str, ...]
-    stage: str
-    rule: Mapping[str, Any]
-    breaks: bool
-    device: str
 
     @property
-    def name(self) -> str:
-        return self.path.stem
+    def device(self) -> str:
+        return "cuda" if self.path.stem == "gpu" else "cpu"
+
+    @property
+    def link(self) -> str:
+        return f"[{self.exploit.name}](../../{self.path.relative_to(ROOT).as_posix()})"
 
 
-def exploits() -> list[Exploit]:
+def find_exploits() -> list[FoundExploit]:
     """Return every exploit of `tests/exploits`, by name."""
-    paths = [*sorted(EXPLOITS.glob("*.py")), *sorted(EXPLOITS.glob("gpu/*.py"))]
-    return [_read(path) for path in paths if path.stem != "honest"]
-
-
-def _read(path: Path) -> Exploit:
-    module = ast.parse(path.read_text())
-    title, _, rest = (ast.get_docstring(module) or "").partition("\n\n")
-    said = dict(line.split(": ", 1) for line in rest.splitlines() if ": " in line)
-    rules = [
-        n for n in module.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "RULE"
-    ]
-    rule = ast.literal_eval(rules[0].value) if rules else {}
-    protections = tuple(name.strip() for name in said["Protection"].split(","))
-    return Exploit(
-        path=path,
-        title=" ".join(title.split()),
-        protections=protections,
-        stage=said["Stage"],
-        rule=rule,
-        breaks="Without it" in said,
-        device="cuda" if path.parent.name == "gpu" else "cpu",
-    )
+    found = []
+    for path in (TESTS / "exploits").glob("*.py"):
+        page = importlib.import_module(f"exploits.{path.stem}")
+        tests = [thing for thing in vars(page).values() if hasattr(thing, "exploit")]
+        found += [FoundExploit(test.exploit, path) for test in tests]
+    return sorted(found, key=lambda one: (one.device, one.exploit.name))
 
 
 def document() -> str:
     """Return docs/reference/validity.md."""
-    lies = exploits()
-    on_gpu = sum(lie.device == "cuda" for lie in lies)
-    intro = INTRODUCTION.format(lies=len(lies), protections=len(PROTECTIONS), gpu=on_gpu)
+    found = find_exploits()
+    on_gpu = sum(one.device == "cuda" for one in found)
+    intro = INTRODUCTION.format(exploits=len(found), protections=len(PROTECTIONS), gpu=on_gpu)
     lines = ["# Cheats and protections", "", *intro.strip().splitlines(), ""]
     for name, meaning in PROTECTIONS.items():
-        mine = [lie for lie in lies if name in lie.protections]
+        caught = [one for one in found if name in one.exploit.protections]
         lines += [f"## {name}", "", f"{meaning[0].upper()}{meaning[1:]}.", ""]
-        lines += [*_lies_table(mine), ""] if mine else [ledger.SECOND_LINES[name], ""]
-    lines += ["## 40 lies of public benchmarks", "", *LEDGER.strip().splitlines(), ""]
-    lines += [*_ledger(ledger.PEERS), ""]
-    issues = [item for items in ledger.VALIDITY.values() for item in items]
-    names = [name for name, items in ledger.VALIDITY.items() for _ in items]
-    lines += ["## 95 validity issues", "", *_ledger(issues, names)]
+        lines += [*_exploit_table(caught)] if caught else [checklists.SECOND_LINES[name]]
+        lines.append("")
+    lines += ["## 40 cheats of public benchmarks", "", *CHECKLISTS.strip().splitlines(), ""]
+    lines += [*_checklist(checklists.BENCHMARK_CHEATS), ""]
+    issues = [item for items in checklists.VALIDITY_ISSUES.values() for item in items]
+    categories = [name for name, items in checklists.VALIDITY_ISSUES.items() for _ in items]
+    lines += ["## 95 validity issues", "", *_checklist(issues, categories)]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _lies_table(lies: Sequence[Exploit]) -> Iterator[str]:
+def _exploit_table(found: Sequence[FoundExploit]) -> Iterator[str]:
     yield "| exploit | caught when |"
     yield "| --- | --- |"
-    for lie in lies:
-        on_gpu = " on a GPU" if lie.device == "cuda" else ""
-        yield f"| {_link(lie)}: {lie.title} | {WHEN[lie.stage]}{on_gpu} |"
+    for one in found:
+        on_gpu = " on a GPU" if one.device == "cuda" else ""
+        yield f"| {one.link}: {one.exploit.title} | {WHEN[one.exploit.stage]}{on_gpu} |"
 
 
-def _ledger(items: Sequence[Item], names: Sequence[str] = ()) -> Iterator[str]:
+def _checklist(items: Sequence[Item], categories: Sequence[str] = ()) -> Iterator[str]:
     states = Counter(item.state for item in items)
     counts = (f"{states[state]} {state}" for state in ("caught", "in part", "by design", "open"))
     yield f"Of {len(items)}: {', '.join(counts)}."
     yield ""
-    first = "category" if names else "number"
-    yield f"| {first} | lie | state | what catches it | when | shown by |"
+    first = "category" if categories else "number"
+    yield f"| {first} | cheat | state | what catches it | when | proved by |"
     yield "| --- | --- | --- | --- | --- | --- |"
-    known = {lie.name: lie for lie in exploits()}
+    known = {one.exploit.name: one for one in find_exploits()}
     for number, item in enumerate(items):
-        name = names[number] if names else number + 1
-        mine = [known[e] for e in item.exploits.split()]
-        when = {WHEN[lie.stage] for lie in mine}
-        when |= {WHEN_OF[test.partition(".")[0]] for test in item.tests.split()}
-        shown = [_link(lie) for lie in mine] + [_test(t) for t in item.tests.split()]
+        shown = [known[name] for name in item.exploits.split()]
+        tests = item.tests.split()
+        when = {WHEN[one.exploit.stage] for one in shown}
+        when |= {WHEN_OF[test.partition(".")[0]] for test in tests}
         cells = (
-            name,
-            item.lie,
+            categories[number] if categories else str(number + 1),
+            item.cheat,
             item.state,
-            _what(item, mine),
+            _what_catches(item, shown),
             ", ".join(sorted(when)),
-            ", ".join(shown),
+            ", ".join([one.link for one in shown] + [_test_link(test) for test in tests]),
         )
-        yield f"| {' | '.join(map(str, cells))} |"
+        yield f"| {' | '.join(cells)} |"
 
 
-def _what(item: Item, lies: Sequence[Exploit]) -> str:
+def _what_catches(item: Item, shown: Sequence[FoundExploit]) -> str:
     """Return the protections that catch the exploits, what else does, and what is open."""
-    named = {name for lie in lies for name in lie.protections}
-    parts = [", ".join(f"`{p}`" for p in PROTECTIONS if p in named), item.why]
+    names = {name for one in shown for name in one.exploit.protections}
+    parts = [", ".join(f"`{name}`" for name in PROTECTIONS if name in names), item.why]
     parts += [f"*Open:* {item.open}"] if item.open else []
     return ". ".join(part[0].upper() + part[1:] for part in parts if part)
 
 
-def _link(exploit: Exploit) -> str:
-    return f"[{exploit.name}](../../{exploit.path.relative_to(ROOT).as_posix()})"
-
-
-def _test(name: str) -> str:
+def _test_link(name: str) -> str:
     file, _, function = name.partition("::")
     words = function.removeprefix("test_").replace("_", " ")
     return f"[{words}](../../tests/{file})"
