@@ -184,7 +184,7 @@ def test_every_control_is_refused_by_the_derived_bound():
     assert names == {"noise", "zeros", "rolled", "swapped", "reversed", "stale"}
 
 
-def test_a_tolerance_that_a_control_passes_is_condemned():
+def test_a_tolerance_that_accepts_a_control_is_refused():
     a, b = operands(256)
     c, d = operands(257)
     with pytest.raises(TooLoose, match=r"\(rtol=0, atol=100\) accepts a wrong"):

@@ -98,7 +98,7 @@ def test_every_page_is_here_but_what_only_a_gpu_runs():
 
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
 @each_pair
-def test_a_lie_is_caught(path, name, lie):
+def test_a_page_refuses_wrong_sides(path, name, lie):
     pair, rule = judged_on(path)[name]
     if lie is nearly and pair.state is not None and returns_nothing(pair):
         lie = zeros  # nothing is returned that could be nearly right

@@ -5,6 +5,8 @@ python tests/validity.py          writes docs/reference/validity.md
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -45,16 +47,6 @@ The tables show what catches each item here, and which tests prove it. A script 
 - **open**: not proved, or not done.
 """
 WHEN = {"check": "checked", "time": "timed"}
-TESTED_WHEN = {
-    "checked": "check_test numerics_test page_mutants_test",
-    "timed": "clocks_test cold_test cuda_bout_test device_test exploits_test inputs_test"
-    " interference_test kernels_test nodes_test ranks_test trial_test untrusted_test",
-    "judged": "canary_test decision_test declare_test modes_test peaks_test remarks_test",
-    "run": "cuda_faults_test faults_test session_test terminal_test",
-    "stored": "autotune_test store_test versions_test",
-}
-"""Test files by the moment at which what they test is caught."""
-WHEN_OF = {file: when for when, files in TESTED_WHEN.items() for file in files.split()}
 
 
 @dataclass(frozen=True)
@@ -116,20 +108,17 @@ def _checklist(items: Sequence[Item], categories: Sequence[str] = ()) -> Iterato
     yield f"Of {len(items)}: {', '.join(counts)}."
     yield ""
     first = "category" if categories else "number"
-    yield f"| {first} | cheat | state | what catches it | when | proved by |"
-    yield "| --- | --- | --- | --- | --- | --- |"
+    yield f"| {first} | cheat | state | what catches it | proved by |"
+    yield "| --- | --- | --- | --- | --- |"
     known = {one.exploit.name: one for one in find_exploits()}
     for number, item in enumerate(items):
         shown = [known[name] for name in item.exploits.split()]
         tests = item.tests.split()
-        when = {WHEN[one.exploit.stage] for one in shown}
-        when |= {WHEN_OF[test.partition(".")[0]] for test in tests}
         cells = (
             categories[number] if categories else str(number + 1),
             item.cheat,
             item.state,
             _what_catches(item, shown),
-            ", ".join(sorted(when)),
             ", ".join([one.link for one in shown] + [_test_link(test) for test in tests]),
         )
         yield f"| {' | '.join(cells)} |"
@@ -143,10 +132,28 @@ def _what_catches(item: Item, shown: Sequence[FoundExploit]) -> str:
     return ". ".join(part[0].upper() + part[1:] for part in parts if part)
 
 
+def find_test(name: str) -> Path:
+    """Return the file of a test. A name that is not unique has its file before it.
+
+    Raises:
+        LookupError: if there is no such test, or several.
+    """
+    file, _, function = name.rpartition("::")
+    files = [path for path in TESTS.glob(file or "*_test.py") if function in _functions(path)]
+    if len(files) != 1:
+        raise LookupError(f"{len(files)} files have a test {function}")
+    return files[0]
+
+
+@functools.cache
+def _functions(path: Path) -> frozenset[str]:
+    parsed = ast.parse(path.read_text())
+    return frozenset(node.name for node in parsed.body if isinstance(node, ast.FunctionDef))
+
+
 def _test_link(name: str) -> str:
-    file, _, function = name.partition("::")
-    words = function.removeprefix("test_").replace("_", " ")
-    return f"[{words}](../../tests/{file})"
+    words = name.rpartition("::")[2].removeprefix("test_").replace("_", " ")
+    return f"[{words}](../../tests/{find_test(name).name})"
 
 
 if __name__ == "__main__":
