@@ -14,7 +14,7 @@ from pytest_aisp.results.messages import CountTask
 from pytest_aisp.results.metric_limits import METRICS, joules, shares
 from pytest_aisp.util import device_state, process_group
 from pytest_aisp.worker import metrics
-from pytest_aisp.worker.metrics import Steps, Uncountable
+from pytest_aisp.worker.metrics import CounterSteps, Uncountable
 
 BODY = "pair.assert_equivalent()\npair.assert_speedup()\n"
 ENERGY = BODY + "pair.assert_energy(at_most=0.8)"
@@ -198,18 +198,18 @@ def test_joules_are_printed_with_a_fitting_unit(value, said):
 
 def test_joules_count_between_counter_steps_after_the_ramp():
     shown = iter([100.0, 100.0, 130.0, 130.0, 150.0, 150.0, 170.0, 170.0])
-    steps = Steps(lambda: next(shown))
+    steps = CounterSteps(lambda: next(shown))
     for turn in range(8):
-        steps.look(10, ramp=turn < 4)
-    assert steps.joules == (170 - 150) / 20
+        steps.add(10, ramp=turn < 4)
+    assert steps.joules_per_call == (170 - 150) / 20
 
 
 def test_an_energy_counter_that_does_not_count_is_refused():
-    steps = Steps(lambda: 5.0)
+    steps = CounterSteps(lambda: 5.0)
     for _ in range(9):
-        steps.look(1, ramp=False)
+        steps.add(1, ramp=False)
     with pytest.raises(Uncountable, match="energy counter does not count"):
-        _ = steps.joules
+        _ = steps.joules_per_call
 
 
 class Clock:
@@ -218,7 +218,7 @@ class Clock:
     def __init__(self, monkeypatch, drift=0.0):
         self.now, self.drift = 0.0, drift
         monkeypatch.setattr(metrics.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(metrics, "counter", lambda: self.read)
+        monkeypatch.setattr(metrics, "energy_counter", lambda: self.read)
 
     def read(self):
         time = int(self.now * 10) / 10
@@ -253,7 +253,7 @@ def test_energy_is_divided_by_the_calls_of_a_window(monkeypatch):
 
 
 def test_a_warming_gpu_adds_noise_to_both_sides_alike(monkeypatch):
-    found = metrics.joules(trial_of(Clock(monkeypatch, drift=0.001), 10, 10))
+    found = metrics.energy(trial_of(Clock(monkeypatch, drift=0.001), 10, 10))
     assert found["baseline"] == pytest.approx(found["optimized"], rel=0.01)
     assert 0.01 < found["noise"] < 0.03
 
@@ -262,7 +262,7 @@ def test_energy_is_summed_over_all_ranks(monkeypatch):
     clock = Clock(monkeypatch)
     two = SimpleNamespace(max=lambda value: value, sum=lambda value: 2 * value)
     monkeypatch.setattr(process_group, "_current", two)
-    assert metrics.joules(trial_of(clock, 10, 10))["baseline"] == pytest.approx(0.1, rel=0.01)
+    assert metrics.energy(trial_of(clock, 10, 10))["baseline"] == pytest.approx(0.1, rel=0.01)
 
 
 @pytest.mark.parametrize(("millijoules", "reads"), [(2500, 2.5), (None, None)])
@@ -280,9 +280,9 @@ def test_the_energy_counter_is_nvmls(monkeypatch, millijoules, reads):
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     if reads is None:
         with pytest.raises(Uncountable, match="NVML counts no energy on this GPU"):
-            metrics.counter()
+            metrics.energy_counter()
     else:
-        assert metrics.counter()() == reads
+        assert metrics.energy_counter()() == reads
 
 
 # Process sides

@@ -1,7 +1,7 @@
-"""Goals beyond time, counted: what a call of each side takes of one of them.
+"""Metrics beyond time: what a call of each side takes of memory, launches, energy, or goodput.
 
-Both sides of a pair are counted one after the other, each alone; a process side in a fresh process
-of its own. What of a goal is good enough, `results.goals` says.
+The sides are measured one after the other, each alone; a process side in a fresh process of its
+own. The limits are in `results.metric_limits`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
@@ -19,102 +18,78 @@ from ..page.pair import ROLES, PageError, Side
 from ..results.messages import CountTask
 from ..timing.cross_check import compute_seconds, launches_per_call
 from ..timing.memory import allocated, fragmentation, reserved
+from ..timing.schedule import Window
 from ..timing.trial import Trial
 from ..util.device_state import Telemetry
 from ..util.process_group import current_group
+from .client import Progress
 from .process_timer import ProcessSide, ask_fresh
 
-if TYPE_CHECKING:
-    from ..timing.schedule import Window
+WINDOW_SECONDS = 5.0
+"""Least length of a window of energy."""
+RAMP_SECONDS = 1.5
+"""The same work before it: power follows the load within one second, and the clock with it."""
+WINDOW_ORDER = (0, 1, 1, 0)
+"""The sides' windows: a GPU that warms up affects both sides alike."""
+COUNTERS: dict[str, Callable[[InputPool, Side], float]] = {
+    "memory": allocated,
+    "reserved": reserved,
+    "fragmentation": fragmentation,
+    "launches": launches_per_call,
+    "goodput": compute_seconds,
+}
+"""By metric, what measures one side alone; of goodput, the seconds of compute."""
+
+
+class Uncountable(PageError):
+    """A metric that cannot be measured for this side or on this GPU; the message says why."""
 
 
 def count(task: CountTask, trial: Trial) -> dict[str, float]:
     """Return by role what a call takes of `task.metric`.
 
     Raises:
-        Uncountable: for a goal that such a side has no figure of.
+        Uncountable: if the metric cannot be measured for such a side.
     """
     sides = [side for side, _ in trial.sides]
+    processes = [side for side in sides if isinstance(side, ProcessSide)]
     if task.metric == "energy":
-        if any(hasattr(side, "environment") for side in sides):
+        if processes:
             raise Uncountable("assert_energy: a process side's processes end before 5 s of work do")
-        return joules(trial)
+        return energy(trial)
     counter = COUNTERS[task.metric]
     if task.side:  # in the process of a process side
         return {task.side: counter(trial.pool, sides[ROLES.index(task.side)])}
-    processes = [side for side in sides if isinstance(side, ProcessSide)]
     if processes:
         tasks = [replace(task, side=role) for role in ROLES]
         baseline, optimized = ask_fresh(list(zip(tasks, processes, strict=True)), trial.progress)
         return {**baseline, **optimized}
-    return {r: counter(trial.pool, s) for r, s in zip(ROLES, sides, strict=True)}
+    return {role: counter(trial.pool, side) for role, side in zip(ROLES, sides, strict=True)}
 
 
-SECONDS = 5.0
-"""Least length of a window."""
-RAMP = 1.5
-"""Seconds of the same work before it: power follows load within one, the clock with it."""
-ORDER = (0, 1, 1, 0)
-"""The sides' windows: a GPU that warms up is on both accounts."""
+def energy(trial: Trial) -> dict[str, float]:
+    """Return by role the joules of a call, of all ranks together, and their ``noise``.
 
-
-class Uncountable(PageError):
-    """A goal of which such a side or such a GPU has no figure; the message says why."""
-
-
-@dataclass
-class Steps:
-    """The counter's steps while calls run: (joules, calls) where it was seen to have stepped."""
-
-    read: Callable[[], float]
-    calls: float = 0.0
-    last: float = math.nan
-    first: tuple[float, float] | None = None
-    latest: tuple[float, float] | None = None
-
-    def look(self, calls: float, *, ramp: bool) -> None:
-        """Note a step, if there was one, after `calls` more calls."""
-        self.calls += calls
-        now, before = self.read(), self.last
-        self.last = now
-        if ramp or math.isnan(before) or now == before:
-            return
-        self.latest = now, self.calls
-        self.first = self.first or self.latest
-
-    @property
-    def joules(self) -> float:
-        """Joules of a call. Raises Uncountable where the counter has not stepped twice."""
-        if self.first is None or self.latest is None or self.latest == self.first:
-            raise Uncountable("assert_energy: the GPU's energy counter does not count")
-        joules = self.latest[0] - self.first[0]
-        return joules / (self.latest[1] - self.first[1])
-
-
-def joules(trial: Trial) -> dict[str, float]:
-    """Return by role the joules that a call takes, of all ranks together, and their ``noise``.
-
-    The noise is the larger of both sides' differences between their windows, as a share, halved.
+    The noise is half the larger relative difference between two windows of the same side.
 
     Raises:
-        Uncountable: where NVML counts none.
+        Uncountable: if NVML does not count energy.
     """
-    with trial.ready() as bout:
-        read = counter()
-        found: dict[int, list[float]] = {0: [], 1: []}
-        for number, side in enumerate(ORDER):
-            trial.progress(f"energy of {ROLES[side]}, window {number + 1} of {len(ORDER)}")
-            found[side].append(_window(bout.windows[side], read, trial.progress))
-    means = {role: sum(found[side]) / len(found[side]) for side, role in enumerate(ROLES)}
-    noise = max(abs(a - b) / (a + b) for a, b in found.values())
-    return {**means, "noise": noise}
+    with trial.ready() as timer:
+        read = energy_counter()
+        joules: tuple[list[float], list[float]] = ([], [])
+        for number, side in enumerate(WINDOW_ORDER, start=1):
+            trial.progress(f"energy of {ROLES[side]}, window {number} of {len(WINDOW_ORDER)}")
+            joules[side].append(_joules_per_call(timer.windows[side], read, trial.progress))
+    means = {role: sum(both) / len(both) for role, both in zip(ROLES, joules, strict=True)}
+    return {**means, "noise": max(abs(a - b) / (a + b) for a, b in joules)}
 
 
-def counter() -> Callable[[], float]:
-    """Return what reads the joules that this process's GPU has taken.
+def energy_counter() -> Callable[[], float]:
+    """Return a function that reads the joules that this process's GPU has consumed.
 
     Raises:
-        Uncountable: where NVML does not say.
+        Uncountable: if NVML does not count energy.
     """
     import torch
 
@@ -124,30 +99,46 @@ def counter() -> Callable[[], float]:
     return lambda: read() or 0.0
 
 
-def _window(
-    window: Window, read: Callable[[], float], tell: Callable[[str], Any] = lambda text: None
-) -> float:
-    """Return the joules of a call, from so many calls that they last `SECONDS`."""
+def _joules_per_call(window: Window, read: Callable[[], float], progress: Progress) -> float:
     window()
     start = time.perf_counter()
     window()
-    lasts = max(current_group().max(time.perf_counter() - start), 1e-6)
-    steps = Steps(lambda: current_group().sum(read()))
-    ramp, rest = (math.ceil(seconds / lasts) for seconds in (RAMP, SECONDS))
+    seconds = max(current_group().max(time.perf_counter() - start), 1e-6)
+    steps = CounterSteps(lambda: current_group().sum(read()))
+    ramp, rest = (math.ceil(length / seconds) for length in (RAMP_SECONDS, WINDOW_SECONDS))
     every = max(1, (ramp + rest) // 10)
     for turn in range(ramp + rest):
         window()
-        steps.look(window.calls * window.repeats, ramp=turn < ramp)
+        steps.add(window.calls * window.repeats, ramp=turn < ramp)
         if turn % every == 0:
-            tell("energy")  # a window is long: it renews the time limit
-    return steps.joules
+            progress("energy")  # renews the time limit
+    return steps.joules_per_call
 
 
-COUNTERS: dict[str, Callable[[InputPool, Side], float]] = {
-    "memory": allocated,
-    "reserved": reserved,
-    "fragmentation": fragmentation,
-    "launches": launches_per_call,
-    "goodput": compute_seconds,
-}
-"""By goal, what counts one side alone; of goodput, the seconds at compute."""
+@dataclass
+class CounterSteps:
+    """The steps of the energy counter while calls run.
+
+    Attributes:
+        steps: joules and calls when a new value was seen; the counter steps every 0.1 s or so.
+    """
+
+    read: Callable[[], float]
+    calls: float = 0.0
+    value: float | None = None
+    steps: list[tuple[float, float]] = field(default_factory=list)
+
+    def add(self, calls: float, *, ramp: bool) -> None:
+        """Read the counter after `calls` more calls; steps during the ramp do not count."""
+        self.calls += calls
+        before, self.value = self.value, self.read()
+        if not ramp and before is not None and self.value != before:
+            self.steps.append((self.value, self.calls))
+
+    @property
+    def joules_per_call(self) -> float:
+        """Joules of a call, from the first to the last step."""
+        if len(self.steps) < 2:
+            raise Uncountable("assert_energy: the GPU's energy counter does not count")
+        (first_value, first_calls), (last_value, last_calls) = self.steps[0], self.steps[-1]
+        return (last_value - first_value) / (last_calls - first_calls)
