@@ -1,7 +1,7 @@
-"""The CI kit, as far as it can be checked without its services.
+"""The CI kit, as far as it can be checked without the services.
 
-Files against the services' schemas, expressions against what is declared, every line of shell under
-shellcheck, and the steps run here: `python` and `sbatch` are stand-ins, `aisp` is ours.
+Files are held against the services' schemas, expressions against declared inputs, and shell against
+shellcheck. The steps run here with fake `python` and `sbatch` programs and the real `aisp`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ mkdir -p "$AISP_OUT"
 cp -r left/. "$AISP_OUT"
 exit {code}
 """
-"""Stands in for `python -m pytest`: leaves a run's folder, ends as pytest would."""
+"""A fake `python -m pytest`: it copies a run's folder and exits as pytest would."""
 AISP = '#!/bin/sh\nexec {python} -m pytest_aisp.cli "$@"\n'
 SBATCH = '#!/bin/sh\necho "$AISP_PRODUCTS $*" >> submitted\nwc -l < submitted\n'
 
 
 def load(file):
-    """Return the documents of a YAML file, read as YAML 1.2: `on` is a word."""
+    """Return the documents of a YAML 1.2 file, in which `on` is text."""
     yaml = pytest.importorskip("ruamel.yaml").YAML(typ="safe", pure=True)
     return list(yaml.load_all(file.read_text()))
 
@@ -58,7 +58,7 @@ def lines_of_shell():
 
 
 @pytest.mark.parametrize("file", SCHEMAS, ids=lambda f: f.name)
-def test_files_are_what_the_service_takes(file):
+def test_file_matches_the_schema_of_its_service(file):
     jsonschema = pytest.importorskip("jsonschema")
     spec = importlib.util.find_spec("check_jsonschema")
     if spec is None:
@@ -73,7 +73,7 @@ def test_files_are_what_the_service_takes(file):
 
 
 @pytest.mark.parametrize("file", [WORKFLOW, ACTION], ids=lambda f: f.name)
-def test_every_input_is_declared_and_used(file):
+def test_inputs_are_declared_and_used(file):
     [plain] = load(file)
     declared = plain["on"]["workflow_call"]["inputs"] if "on" in plain else plain["inputs"]
     expressions = re.findall(r"\${{(.*?)}}", file.read_text())
@@ -81,7 +81,7 @@ def test_every_input_is_declared_and_used(file):
     assert used == set(declared)
 
 
-def test_the_workflow_gives_the_action_what_it_declares():
+def test_workflow_passes_all_inputs_to_the_action():
     [action], [call] = load(ACTION), [s for s in steps(WORKFLOW) if "aisp" in s.get("uses", "")]
     assert call["with"].keys() == action["inputs"].keys()
     assert call["uses"] == "./.github/actions/aisp"
@@ -98,11 +98,11 @@ def test_the_workflow_gives_the_action_what_it_declares():
     assert {key for machine in machines for key in machine} == keys
 
 
-def test_no_expression_stands_in_a_line_of_shell():
+def test_shell_lines_contain_no_expressions():
     assert not [text for text in lines_of_shell().values() if "${{" in text]
 
 
-def test_shell_is_sound():
+def test_shellcheck_finds_nothing():
     shellcheck = shutil.which("shellcheck") or shutil.which(
         "shellcheck", path=os.path.dirname(sys.executable)
     )
@@ -115,14 +115,14 @@ def test_shell_is_sound():
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.name)
-def test_scripts_name_what_is_there(script):
+def test_scripts_name_existing_files(script):
     assert all(
         (CI.parent / name).exists() for name in re.findall(r"ci/[\w./-]+", script.read_text())
     )
     assert os.access(script, os.X_OK) or script.suffix == ".sbatch"
 
 
-def test_jobs_of_kubernetes_run_once_and_ask_for_a_gpu():
+def test_kubernetes_jobs_run_once_on_a_gpu():
     measure, gate = load(KUBERNETES)
     for job in (measure, gate):
         assert (job["apiVersion"], job["kind"], job["spec"]["backoffLimit"]) == (
@@ -141,7 +141,7 @@ def test_jobs_of_kubernetes_run_once_and_ask_for_a_gpu():
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 1}
 
 
-def test_the_hook_runs_a_command_of_ours_on_stored_results():
+def test_hook_checks_stored_results():
     [hook] = load(CI / "pre-commit-config.yaml")[0]["repos"][0]["hooks"]
     assert hook["entry"] == "aisp results checksums"  # tests/checksums_test.py says what it refuses
     assert re.search(hook["files"], "baselines/nvidia-h200/ch07.json")
@@ -150,14 +150,14 @@ def test_the_hook_runs_a_command_of_ours_on_stored_results():
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Put stand-ins on the path, rows of a red case beside them; return how to run shell there."""
+    """Put fake programs on the path and a run with a red case beside them. Return a shell."""
     for name, text in {
         "python": PYTHON.format(code=1),
         "sbatch": SBATCH,
         "srun": '#!/bin/sh\n"$@"\n',
     }.items():
-        stand_in(tmp_path / "bin" / name, text)
-    stand_in(tmp_path / "bin" / "aisp", AISP.format(python=sys.executable))
+        write_program(tmp_path / "bin" / name, text)
+    write_program(tmp_path / "bin" / "aisp", AISP.format(python=sys.executable))
     (tmp_path / "ci").symlink_to(CI)
     case = fake_results.case("ch10:gemm")
     row = fake_results.row(case, "regressed", value=0.5, low=0.4, high=0.6, reasons=["too slow"])
@@ -169,22 +169,22 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
 
     def run(line, **variables):
-        told = {**os.environ, **variables}
+        environment = {**os.environ, **variables}
         return subprocess.run(
-            ["bash", "-ec", line], env=told, capture_output=True, text=True, check=False
+            ["bash", "-ec", line], env=environment, capture_output=True, text=True, check=False
         )
 
     return run
 
 
-def stand_in(path, text):
+def write_program(path, text):
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
 
 
 def filled(step, **values):
-    """Return a step's shell and environment, as the service fills in its expressions."""
+    """Return a step's shell and environment with its expressions filled in."""
 
     def fill(text):
         return re.sub(r"\${{ *(?:inputs\.)?([\w-]+) *}}", lambda m: values[m[1]], text)
@@ -192,7 +192,7 @@ def filled(step, **values):
     return step["run"], {name: fill(str(text)) for name, text in step.get("env", {}).items()}
 
 
-def test_githubs_steps_measure_and_gate(machine, tmp_path):
+def test_github_steps_measure_and_gate(machine, tmp_path):
     given = {"product": "nvidia-h200", "install": "touch installed", "pages": "bench", "base": ""}
     given |= {"options": "-m sm90", "install-gate": "true", "products": "nvidia-h200,nvidia-b200"}
     for step in steps(ACTION):
@@ -214,7 +214,7 @@ def test_githubs_steps_measure_and_gate(machine, tmp_path):
     assert "| too slow |" in (tmp_path / "summary.md").read_text()
 
 
-def test_gitlabs_gate_leaves_a_report(machine, tmp_path):
+def test_gitlab_gate_writes_a_report(machine, tmp_path):
     shutil.copytree(tmp_path / "left", tmp_path / "runs/a")
     done = machine("ci/aisp.sh gate runs", GITLAB_CI="true")
     assert done.returncode == 1
@@ -222,17 +222,17 @@ def test_gitlabs_gate_leaves_a_report(machine, tmp_path):
     assert json.loads((tmp_path / report).read_text())[0]["description"].endswith("too slow")
 
 
-def test_the_merge_base_is_what_is_compared_with(machine, tmp_path):
-    stand_in(tmp_path / "bin" / "git", '#!/bin/sh\necho "base of $3"\n')
-    stand_in(tmp_path / "bin" / "python", PYTHON.format(code=0))
+def test_measure_compares_with_the_merge_base(machine, tmp_path):
+    write_program(tmp_path / "bin" / "git", '#!/bin/sh\necho "base of $3"\n')
+    write_program(tmp_path / "bin" / "python", PYTHON.format(code=0))
     done = machine("ci/aisp.sh measure", AISP_BASE="origin/main", AISP_OUT="out")
     assert done.returncode == 0, done.stderr
     assert "--aisp-against=base of origin/main" in (tmp_path / "asked").read_text()
     assert done.stdout.endswith("pytest ended with 0\n")
 
 
-def test_a_killed_machine_leaves_no_green_run(machine, tmp_path):
-    stand_in(
+def test_killed_job_is_red(machine, tmp_path):
+    write_program(
         tmp_path / "bin" / "python", PYTHON.format(code="0").replace("exit", "kill $PPID; exit")
     )
     shutil.rmtree(tmp_path / "left")
@@ -243,8 +243,8 @@ def test_a_killed_machine_leaves_no_green_run(machine, tmp_path):
 
 
 @pytest.mark.parametrize("file", ["results.jsonl", "notes.md"])
-def test_a_run_without_a_case_leaves_the_gate_no_earlier_run(machine, tmp_path, file):
-    stand_in(tmp_path / "bin" / "python", "#!/bin/sh\nexit 4\n")
+def test_run_without_cases_removes_only_an_earlier_run(machine, tmp_path, file):
+    write_program(tmp_path / "bin" / "python", "#!/bin/sh\nexit 4\n")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / file).touch()
     done = machine("ci/aisp.sh measure")
@@ -252,7 +252,7 @@ def test_a_run_without_a_case_leaves_the_gate_no_earlier_run(machine, tmp_path, 
     assert (tmp_path / "out").exists() is (file == "notes.md")
 
 
-def test_slurm_takes_a_folder_a_task_and_the_gate_comes_last(machine, tmp_path):
+def test_slurm_runs_a_task_per_folder_and_the_gate_last(machine, tmp_path):
     line = "ci/slurm/submit.sh nvidia-h200:h200,nvidia-b200:b200 bench/ch01 bench/ch07"
     done = machine(line, AISP_PRODUCTS="")
     assert done.stdout.strip() == "3", done.stderr
@@ -271,7 +271,7 @@ def test_slurm_takes_a_folder_a_task_and_the_gate_comes_last(machine, tmp_path):
     )
 
 
-def test_a_script_says_what_it_can_do(machine):
+def test_wrong_arguments_of_the_script_are_explained(machine):
     done = machine("ci/aisp.sh measures")
     assert (done.returncode, done.stderr) == (
         2,

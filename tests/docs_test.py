@@ -1,4 +1,4 @@
-"""What the documents say is what is so: tables, commands, options, pages."""
+"""The documents are right: tables, links, commands, options, pages."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from pytest_aisp.tools import catalog, stored_results
 
 ROOT = Path(__file__).parents[1]
 SHOWN = re.compile(r"^(?:\$ )?(aisp .*?)(?: +[#>|].*)?$", re.MULTILINE)
-"""A command line of ours in a block of a document, without its comment and where it goes."""
+"""An `aisp` command line in a block, without its comment and its redirection."""
 NAMED = re.compile(r"`(aisp [a-z][^`]*)`")
-"""A command that a document speaks of; its arguments may be left out."""
+"""An `aisp` command in running text. Its arguments may be missing."""
 READMES = [ROOT / "README.md", ROOT / "README.ko.md"]
 DOCUMENTS = [
     *READMES,
@@ -37,11 +37,11 @@ CHAPTERS = sorted((ROOT / "suites").glob("ch*/README.md"))
 
 
 @pytest.mark.parametrize("readme", CHAPTERS, ids=lambda p: p.parent.name)
-def test_a_chapters_table_is_what_is_stored(readme):
+def test_table_of_a_chapter_shows_the_stored_results(readme):
     assert stored_results.rewrite(readme, ROOT / "baselines") == readme.read_text()
 
 
-def test_a_readme_without_a_place_for_the_table_says_so(tmp_path):
+def test_readme_without_a_place_for_the_table_is_refused(tmp_path):
     (tmp_path / "README.md").write_text("nothing")
     with pytest.raises(ValueError, match="has no place for the table: add <!-- results -->"):
         stored_results.rewrite(tmp_path / "README.md", ROOT / "baselines")
@@ -53,7 +53,7 @@ def test_every_link_leads_to_a_file(document):
         assert (document.parent / target).exists(), target
 
 
-def test_the_site_builds_without_a_warning(tmp_path):
+def test_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("material")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", tmp_path]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -63,7 +63,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
-def test_every_option_named_exists(document, pytestconfig):
+def test_every_option_in_a_document_exists(document, pytestconfig):
     known = {name for action in pytestconfig._parser._anonymous.options for name in action.names()}
     for group in pytestconfig._parser._groups:
         known |= {name for option in group.options for name in option.names()}
@@ -73,7 +73,7 @@ def test_every_option_named_exists(document, pytestconfig):
 
 
 @pytest.mark.parametrize(
-    "found",
+    "content",
     [
         lambda text: re.findall(r"^(#+) ", bare(text), re.MULTILINE),
         lambda text: [uncommented(block) for block in re.findall(BLOCK, text)],
@@ -85,9 +85,9 @@ def test_every_option_named_exists(document, pytestconfig):
     ],
     ids=["headings", "blocks", "points", "tables", "links", "code", "numbers"],
 )
-def test_the_korean_readme_says_what_the_english_one_does(found):
+def test_korean_readme_has_the_content_of_the_english_one(content):
     english, korean = (readme.read_text() for readme in READMES)
-    assert found(korean.replace("(README.md)", "(README.ko.md)")) == found(english)
+    assert content(korean.replace("(README.md)", "(README.ko.md)")) == content(english)
 
 
 OPTIONS = (ROOT / "docs/reference/options.md").read_text()
@@ -140,13 +140,13 @@ def test_fixtures_page_lists_exactly_the_fixtures_markers_and_hooks():
 README_RED = re.search(r"```text\n(.*?)```", READMES[0].read_text(), re.DOTALL)[1]
 
 
-def test_the_page_in_the_readme_is_checked(pytester):
+def test_page_in_the_readme_is_checked(pytester):
     pytester.makepyfile(row_sums_test=README_PAGE)
     result = pytester.runpytest_subprocess("--aisp-check", "-p", "no:randomly")
     result.stdout.fnmatch_lines(["*= 2 checked in *"])
 
 
-def test_the_red_test_in_the_readme_is_what_pytest_prints(pytester):
+def test_red_test_in_the_readme_is_the_output_of_pytest(pytester):
     right, wrong = "return x.sum(dim=1)", "return x[:, :63].sum(dim=1)"
     assert README_PAGE.count(right) == 1
     pytester.mkdir("bench").joinpath("row_sums_test.py").write_text(
@@ -154,11 +154,11 @@ def test_the_red_test_in_the_readme_is_what_pytest_prints(pytester):
     )
     seed = re.search(r"--aisp-seed=\d+", README_RED)[0]
     result = pytester.runpytest_subprocess("bench", "-k", "cpu", seed, "-p", "no:randomly")
-    assert pattern_of(README_RED) in pattern_of(result.stdout.str())
+    assert without_numbers(README_RED) in without_numbers(result.stdout.str())
 
 
-def pattern_of(printed):
-    """Return printed lines as one, with a placeholder for each number of a result."""
+def without_numbers(printed):
+    """Return printed lines as one, with a placeholder for each measured number."""
     joined = " ".join(re.sub(r"^E +", "", line) for line in printed.splitlines())
     return re.sub(r"-?\d+\.\d+(e[+-]\d+)?", "NUMBER", " ".join(joined.split()))
 
@@ -167,12 +167,12 @@ BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def bare(text):
-    """Return a document without its blocks."""
+    """Return a document without its code blocks."""
     return BLOCK.sub("", text)
 
 
 def uncommented(block):
-    """Return the lines of a block; comments behind commands are in the document's language."""
+    """Return the lines of a block without comments, which are translated."""
     return [re.sub(r" +# .*", "", line) for line in block.splitlines()]
 
 
@@ -181,22 +181,24 @@ def sections(text):
 
 
 def numbers(text):
-    """Return the figures of a text, sorted, those of links and code left out."""
+    """Return the numbers in a text, sorted, without those in links and code."""
     return sorted(re.findall(r"\d[\d.,]*\d|\d", re.sub(r"\]\([^)]+\)|`[^`]+`", "", text)))
 
 
 def commands_of(document):
-    """Return the command lines in the blocks of `document`, and what it speaks of elsewhere."""
+    """Return the `aisp` command lines in the blocks of `document`, and those in its text."""
     text = document.read_text()
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    spoken = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    running_text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     shown = [line for block in blocks for line in SHOWN.findall(block)]
-    return [shlex.split(line)[1:] for line in shown], [n.split()[1:] for n in NAMED.findall(spoken)]
+    return [shlex.split(line)[1:] for line in shown], [
+        n.split()[1:] for n in NAMED.findall(running_text)
+    ]
 
 
 LINES = sorted({tuple(line) for document in DOCUMENTS for line in commands_of(document)[0]})
-ELSEWHERE = {"topology", "bandwidth", "nccl", "peak", "bottleneck", "checksums"}
-"""Commands whose own tests tell them of machines, write scripts, or stage files."""
+TESTED_ELSEWHERE = {"topology", "bandwidth", "nccl", "peak", "bottleneck", "checksums"}
+"""Commands that need GPUs, a script, or staged files. They have tests of their own."""
 
 
 def leaves(command):
@@ -206,7 +208,7 @@ def leaves(command):
 
 
 @pytest.mark.parametrize("line", LINES, ids=" ".join)
-def test_every_command_line_shown_is_understood(line):
+def test_every_command_line_in_the_documents_parses(line):
     command, called = typer.main.get_command(app.build()), []
     for leaf in leaves(command):
         leaf.callback = lambda **options: called.append(options)
@@ -215,7 +217,7 @@ def test_every_command_line_shown_is_understood(line):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
-def test_every_command_spoken_of_exists_with_its_options(document):
+def test_every_command_in_the_text_exists_with_its_options(document):
     for words in commands_of(document)[1]:
         command = typer.main.get_command(app.build())
         while words and words[0] in getattr(command, "commands", {}):
@@ -227,7 +229,7 @@ def test_every_command_spoken_of_exists_with_its_options(document):
 
 
 def commit_twice(folder):
-    """Commit what is stored in `folder`, and then nothing more; the first is what others have."""
+    """Commit the stored results in `folder` as origin/main, then make an empty commit."""
     git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (
         ["init", "-q"],
@@ -239,8 +241,10 @@ def commit_twice(folder):
         subprocess.run([*git, *words], check=True)
 
 
-@pytest.mark.parametrize("line", [x for x in LINES if not ELSEWHERE & {*x[:2]}], ids=" ".join)
-def test_every_other_command_line_runs(line, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "line", [x for x in LINES if not TESTED_ELSEWHERE & {*x[:2]}], ids=" ".join
+)
+def test_command_line_in_the_documents_runs(line, tmp_path, monkeypatch, capsys):
     """On pages that were told of: what collecting and running pytest do has tests of its own."""
     if line[1] == "export":
         pytest.importorskip("pytest_benchmark")
@@ -265,7 +269,7 @@ def test_every_other_command_line_runs(line, tmp_path, monkeypatch, capsys):
     assert said.out
 
 
-def test_every_command_is_shown():
+def test_every_command_is_in_the_documents():
     shown = {line[: 1 if line[0] == "bottleneck" else 2] for line in LINES}
     groups = {(name, word) for name, (_, words) in app.GROUPS.items() for word in words}
     assert groups | {("bottleneck",)} <= shown
@@ -277,26 +281,26 @@ PAGES = re.findall(
 
 
 @pytest.mark.parametrize(("number", "cases"), [(0, 2), (1, 1)])
-def test_the_pages_of_the_guide_are_checked(pytester, number, cases):
+def test_pages_of_the_tutorial_are_checked(pytester, number, cases):
     assert len(PAGES) == 2
     pytester.makepyfile(page_test=PAGES[number])
     result = pytester.runpytest_subprocess("--aisp-check", "-p", "no:randomly")
     result.stdout.fnmatch_lines([f"*= {cases} checked in *"])
 
 
-def test_the_state_of_the_guides_page_is_compared(pytester):
+def test_state_of_the_tutorial_page_is_compared(pytester):
     page = PAGES[1].replace("lerp_(x, 0.25)", "lerp_(x, 0.26)")
     pytester.makepyfile(page_test=page)
     result = pytester.runpytest_subprocess("--aisp-check", "-p", "no:randomly")
     result.stdout.fnmatch_lines(["E * in_place is wrong at n=*: state*average*, expected *"])
 
 
-def test_every_marker_is_registered_and_used(pytestconfig):
+def test_every_marker_is_registered(pytestconfig):
     registered = "\n".join(pytestconfig.getini("markers"))
     assert all(marker.partition("(")[0] in registered for marker in plugin.MARKERS)
 
 
-def test_the_fixtures_for_other_tests_work(pytester):
+def test_fixtures_for_ordinary_tests_work(pytester):
     pytester.makepyfile(
         """
         import torch
@@ -313,7 +317,7 @@ def test_the_fixtures_for_other_tests_work(pytester):
     assert pytester.runpytest_subprocess().ret == 0
 
 
-def test_the_ladder_is_what_is_stored_and_assembled(tmp_path):
+def test_ladder_in_the_readme_is_up_to_date(tmp_path):
     pytest.importorskip("cuda.core")
     page, readme = ROOT / "suites/ch10/gemm_test.py", ROOT / "suites/ch10/README.md"
     copy = tmp_path / "README.md"
@@ -326,7 +330,7 @@ def test_the_ladder_is_what_is_stored_and_assembled(tmp_path):
     assert copy.read_text() == readme.read_text()
 
 
-def test_a_document_without_a_place_for_the_ladder_is_refused(tmp_path):
+def test_readme_without_a_place_for_the_ladder_is_refused(tmp_path):
     (tmp_path / "README.md").write_text("no marks")
     command = [sys.executable, ROOT / "benchmarks/ladder.py", ROOT / "suites/ch10/gemm_test.py"]
     done = subprocess.run(

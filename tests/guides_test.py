@@ -1,4 +1,4 @@
-"""What the guides show works: their lines of pytest and Python, their blocks of code."""
+"""The command lines and the code in the guides work."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 ROOT = Path(__file__).parents[1]
 GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```\n(.*?)^```", re.MULTILINE | re.DOTALL)
-"""A block of commands; those in a language are run where they are tested."""
-ELSEWHERE = ("bench", "out", "artifacts/latest")
-"""Folders of whoever reads the guide."""
+"""A block of commands. Blocks in a language have tests of their own."""
+READERS_FOLDERS = ("bench", "out", "artifacts/latest")
+"""Folders of the reader."""
 
 
-def shown(program):
-    """Return the guides' lines that run `program`, as words."""
+def command_lines(program):
+    """Return the command lines in the guides that run `program`, split into words."""
     lines = {
         line.partition("#")[0].strip()
         for guide in GUIDES
@@ -32,18 +32,18 @@ def shown(program):
     return [shlex.split(line) for line in sorted(lines)]
 
 
-@pytest.mark.parametrize("words", shown("pytest"), ids=" ".join)
-def test_a_line_of_pytest_is_understood_and_its_pages_are_there(words, pytestconfig):
+@pytest.mark.parametrize("words", command_lines("pytest"), ids=" ".join)
+def test_pytest_line_parses_and_its_paths_exist(words, pytestconfig):
     if any(word.startswith("--benchmark") for word in words):
         pytest.importorskip("pytest_benchmark")
-        pytest.skip("their options are shown to work in benchmarks_test.py")
+        pytest.skip("tests/pytest_benchmark_test.py runs them")
     known = pytestconfig._parser.parse(words[1:])
     for path in known.file_or_dir:
-        assert path in ELSEWHERE or (ROOT / path).exists()
+        assert path in READERS_FOLDERS or (ROOT / path).exists()
 
 
-@pytest.mark.parametrize("words", shown("python"), ids=" ".join)
-def test_a_line_of_python_runs_something_that_is_there(words):
+@pytest.mark.parametrize("words", command_lines("python"), ids=" ".join)
+def test_python_line_runs_an_existing_file_or_module(words):
     if words[1] == "-m":
         assert importlib.util.find_spec(words[2])
     else:
@@ -57,7 +57,7 @@ def code(guide, language):
     return re.search(rf"```{language}\n(.*?)```", text, re.DOTALL)[1]
 
 
-def test_the_settings_and_the_hook_of_the_gate_are_taken(page, gpu, pytester):
+def test_settings_and_hook_of_the_gate_guide_work(page, gpu, pytester):
     gpu(added=2e-5, doubled=1e-5)
     page(folder="bench")
     (pytester.path / "tox.ini").unlink()
@@ -72,16 +72,16 @@ def test_the_settings_and_the_hook_of_the_gate_are_taken(page, gpu, pytester):
     assert "configfile: pyproject.toml" in result.stdout.str()
 
 
-def test_what_the_guide_to_ranks_shows_adds_up(monkeypatch):
+def test_example_of_the_multi_gpu_guide_is_correct(monkeypatch):
     block = code("how-to/several-gpus.md", "python")
     assert [n.name for n in ast.parse(block).body] == ["inputs", "reference", "summed"]
     shared = []
     names = {"torch": torch, "dist": SimpleNamespace(all_reduce=shared.append)}
     exec(block, names)
     ranks = [names["inputs"]("cpu", rank, 2, 5) for rank in range(2)]
-    wanted = names["reference"](ranks)
+    expected = names["reference"](ranks)
     outputs = [names["summed"](*mine) for mine in ranks]
-    total = sum(part.clone() for part in shared)  # what all_reduce would leave everywhere
+    total = sum(part.clone() for part in shared)  # what all_reduce gives to every rank
     assert all(output is part for output, part in zip(outputs, shared, strict=True))
     for rank in range(2):
-        torch.testing.assert_close(total.double(), wanted[rank], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(total.double(), expected[rank], rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Every page reads alike: four headings, its sides by name, its pair judged, nothing hidden."""
+"""The style of pages: four headings, sides by name, every pair judged, no side effects."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def imported(path: Path) -> types.ModuleType:
 
 
 def pairs(path: Path) -> list[Pair]:
-    """Return what the page declares."""
-    found = (pair_of(thing) for thing in vars(imported(path)).values() if callable(thing))
-    return [pair for pair in found if pair is not None]
+    """Return the pairs that the page declares."""
+    each = (pair_of(thing) for thing in vars(imported(path)).values() if callable(thing))
+    return [pair for pair in each if pair is not None]
 
 
 def sections(path: Path) -> dict[str, str]:
@@ -53,46 +53,35 @@ def calls(path: Path) -> Iterator[str]:
             yield ast.unparse(node.func).rpartition(".")[2]
 
 
-def test_there_are_pages():
+def test_suites_have_pages():
     assert PAGES
 
 
 @every_page
-def test_the_docstring_says_problem_baseline_optimized_bound(path):
+def test_docstring_has_a_title_and_four_headings(path):
+    title, blank = (ast.get_docstring(parsed(path)) or "").splitlines()[:2]
+    assert re.fullmatch(r".+: .+\.", title)
+    assert blank == ""
     assert [heading for heading in sections(path) if heading in HEADINGS] == HEADINGS
 
 
 @every_page
-def test_the_docstring_opens_with_the_idea_in_one_line(path):
-    first, second = (ast.get_docstring(parsed(path)) or "").splitlines()[:2]
-    assert re.fullmatch(r".+: .+\.", first)
-    assert second == ""
-
-
-@every_page
-def test_the_baseline_is_named_under_baseline(path):
-    named = re.findall(r"^ *(\w+): ", sections(path)["Baseline"], flags=re.MULTILINE)
-    assert {pair.baseline.__name__ for pair in pairs(path)} <= set(named)
-    assert re.match(r"\w+: ", sections(path)["Baseline"])
-
-
-@every_page
-def test_each_variant_is_named_under_optimized(path):
-    # What one pair optimizes may be the next one's baseline.
-    found = sections(path)["Baseline"] + sections(path)["Optimized"]
-    named = re.findall(r"^ *(\w+): ", found, flags=re.MULTILINE)
+def test_docstring_names_the_baseline_and_the_variants(path):
+    baseline, optimized = (sections(path)[heading] for heading in ("Baseline", "Optimized"))
+    baselines, sides = (
+        set(re.findall(r"^ *(\w+): ", text, flags=re.MULTILINE))
+        for text in (baseline, baseline + optimized)  # a variant may be the next pair's baseline
+    )
+    assert re.match(r"\w+: ", baseline)
     for pair in pairs(path):
-        assert {variant.name for variant in pair.variants} <= set(named)
+        assert pair.baseline.__name__ in baselines
+        assert {variant.name for variant in pair.variants} <= sides
 
 
 @every_page
-def test_a_test_has_the_name_of_its_page(path):
-    assert hasattr(imported(path), f"test_{path.stem.removesuffix('_test')}")
-
-
-@every_page
-def test_the_page_declares_pairs_and_judges_each(path):
+def test_page_judges_each_of_its_pairs(path):
     tests = [n for n in parsed(path).body if isinstance(n, ast.FunctionDef) and "test_" in n.name]
+    assert f"test_{path.stem.removesuffix('_test')}" in {test.name for test in tests}
     assert len(pairs(path)) == len(tests) > 0
     for test in tests:
         last = ast.unparse(test.body[-1])
@@ -100,40 +89,33 @@ def test_the_page_declares_pairs_and_judges_each(path):
 
 
 @every_page
-def test_the_page_neither_prints_nor_sleeps_nor_seeds(path):
+def test_page_does_not_print_sleep_seed_or_change_sys_path(path):
     assert set(calls(path)) & {"print", "sleep", "_sleep", "manual_seed", "seed"} == set()
-
-
-@every_page
-def test_the_page_leaves_sys_path_alone(path):
     assert not [n for n in ast.walk(parsed(path)) if ast.unparse(n) == "sys.path"]
 
 
 @every_page
-def test_the_page_can_be_checked_on_a_laptop(path):
-    assert all(pair.check_sizes or pair.cpu_sizes for pair in pairs(path))
-
-
-@every_page
-def test_the_work_of_every_case_is_something(path):
-    for case in (case for pair in pairs(path) for case in pair.cases()):
-        work = case.pair.work_at(case.size, case.gpus)
-        assert work.read + work.write + work.wire + sum(work.flops.values()) > 0
+def test_page_can_be_checked_on_a_laptop_and_every_case_has_work(path):
+    for pair in pairs(path):
+        assert pair.check_sizes or pair.cpu_sizes
+        for case in pair.cases():
+            work = pair.work_at(case.size, case.gpus)
+            assert work.read + work.write + work.wire + sum(work.flops.values()) > 0
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "suites").rglob("*.cu")), ids=lambda p: p.stem)
-def test_a_kernel_file_stands_beside_a_page_of_its_name(path):
+def test_kernel_file_has_the_name_of_a_page_beside_it(path):
     names = (page.stem.removesuffix("_test") for page in PAGES if page.parent == path.parent)
     assert any(path.stem == name or path.stem.startswith(f"{name}_") for name in names)
 
 
-def test_pages_need_no_conftest():
+def test_suites_have_no_conftest():
     assert list((ROOT / "suites").rglob("conftest.py")) == []
 
 
 @every_page
-def test_a_claim_stands_clear_of_what_was_recorded(path):
-    """A claim within five spreads of its own record would be voted on in every run."""
+def test_claim_is_clearly_below_the_stored_result(path):
+    """A claim within five spreads of the stored result would be measured again in every run."""
     for file in sorted((ROOT / "baselines").glob(f"*/{path.parent.name}.json")):
         if file.name == "peaks.json":
             continue
