@@ -1,4 +1,4 @@
-"""`--aisp-compile`: what assembles, what does not, and what cannot pass for assembled."""
+"""`--aisp-compile` assembles the kernels of pages and explains every failure."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def big_kernel(a, c, M: tl.constexpr):
 
 @pytest.fixture
 def write(page, pytester):
-    """Write a page called `name` and, beside it, what it launches of CUDA C++."""
+    """Write a page called `name` and, beside it, its CUDA C++ kernels."""
 
     def write(name, cuda="", **parts):
         path = page(name=f"{name}_test.py")  # for the folder and the ini file
@@ -150,7 +150,7 @@ def compiled(pytester, *options):
     return pytester.runpytest_subprocess(*options, "--junitxml=junit.xml")
 
 
-def test_every_kernel_of_both_kinds_is_assembled_at_its_real_meta_parameters(write, pytester):
+def test_kernels_are_assembled_in_every_launched_configuration(write, pytester):
     write("triton", more="at_least=1.5,")
     grid = "lambda meta: (triton.cdiv(x.numel(), meta['BLOCK']),)"
     write("tuned", defs=TUNED, **also(f"tuned_kernel[{grid}](x, out, x.numel())"))
@@ -263,7 +263,7 @@ RED = {
 
 @pytest.fixture
 def red(write, pytester, told, kept):
-    """What one run said of every page that must be red."""
+    """The result of each page that must fail, all from one run."""
     if not kept:
         for name, (parts, _) in RED.items():
             write(name, **parts)
@@ -273,14 +273,10 @@ def red(write, pytester, told, kept):
 
 
 @pytest.mark.parametrize("name", RED)
-def test_what_is_not_assembled_as_promised_is_red_and_says_why(red, name):
+def test_assembly_failures_are_explained(red, name):
     assert red[name].verdict == "fail"
     for words in RED[name][1]:
         assert words in red[name].failure
-
-
-def test_nothing_else_is_said_of_the_arch_where_it_fits(red):
-    assert "sm90" not in red["tile_too_large"].failure.split("reproduce:")[0]
 
 
 @pytest.mark.parametrize(
@@ -292,19 +288,20 @@ def test_nothing_else_is_said_of_the_arch_where_it_fits(red):
         ("needs_values", "doubled on "),
     ],
 )
-def test_what_is_said_alike_of_several_archs_is_said_once(red, name, words):
+def test_a_fault_on_several_archs_is_reported_once(red, name, words):
     assert red[name].failure.count(words) == 1
 
 
-def test_what_is_said_of_one_arch_alone_names_it_alone(red):
+def test_a_fault_names_only_the_archs_that_have_it(red):
     assert "on sm121 does not assemble: " in red["one_arch"].failure
-    assert "sm90" not in red["one_arch"].failure.split("reproduce:")[0]
+    for name in ("one_arch", "tile_too_large"):
+        assert "sm90" not in red[name].failure.split("reproduce:")[0]
     for arch, most in (("sm90", 232448), ("sm121", 101376)):
         line = f" on {arch} needs 300000 bytes of shared memory; a block has {most} there"
         assert line in red["too_much_shared"].failure
 
 
-def test_what_cannot_be_assembled_is_skipped_with_its_reason(page, write, pytester):
+def test_cases_without_kernels_are_skipped_with_a_reason(page, write, pytester):
     page(more="cpu_sizes=[{'n': 99}],")
     write("hopper", more="conditions=Conditions(needs='wgmma'), cpu_sizes=[{'n': 99}],")
     result = compiled(pytester, "-rs", "--aisp-compile=sm100", "ch99")
@@ -317,7 +314,7 @@ def test_what_cannot_be_assembled_is_skipped_with_its_reason(page, write, pytest
     assert "4 skipped" in result.stdout.str()
 
 
-def test_the_bare_option_is_every_arch_and_swallows_no_path(write, pytester):
+def test_the_option_without_a_value_means_every_arch(write, pytester):
     write("triton")
     result = compiled(pytester, "-n0", "--aisp-compile", "ch99/triton_test.py")
     result.stdout.fnmatch_lines(
@@ -352,7 +349,7 @@ def test_the_bare_option_is_every_arch_and_swallows_no_path(write, pytester):
         ),
     ],
 )
-def test_what_makes_no_sense_is_a_usage_error(page, pytester, lines, options, words):
+def test_invalid_options_are_usage_errors(page, pytester, lines, options, words):
     page()
     result = pytester.runpytest_subprocess(*options)
     assert words in lines(result)
@@ -368,45 +365,45 @@ def test_nothing_is_assembled_under_the_interpreter(monkeypatch):
         made().run(["sm90"])
 
 
-def test_without_a_disassembler_the_row_says_that_nothing_was_looked_for(monkeypatch):
+def test_promises_are_unchecked_without_a_disassembler(monkeypatch):
     monkeypatch.setattr(sass, "disassemblers", tuple)
-    looked = made(needs="tma")
+    assembly = made(needs="tma")
     for arch in ("sm90", "sm100"):
-        looked.assembled.append(AssembledKernel(arch, "other", launch(), 16, 0, 0, 0, b""))
-        looked._check_promises(arch)
-    assert looked.notes == [
-        "NOT LOOKED FOR: tma: there is no nvdisasm here: pip install nvidia-cuda-nvdisasm"
+        assembly.assembled.append(AssembledKernel(arch, "other", launch(), 16, 0, 0, 0, b""))
+        assembly._check_promises(arch)
+    assert assembly.notes == [
+        "NOT CHECKED: tma: there is no nvdisasm here: pip install nvidia-cuda-nvdisasm"
     ]
-    assert not looked.faults
+    assert not assembly.faults
 
 
-def test_what_the_disassembler_here_does_not_know_is_not_called_broken(tmp_path, monkeypatch):
+def test_promises_are_unchecked_with_an_old_disassembler(tmp_path, monkeypatch):
     old = tmp_path / "nvdisasm"
     old.write_text("#!/bin/sh\necho \"Cannot decode architecture 'SM103'\" >&2\nexit 1\n")
     old.chmod(0o755)
     monkeypatch.setattr(sass, "disassemblers", lambda: (str(old),))
-    looked = made(needs="tma")
-    looked.assembled.append(AssembledKernel("sm103", "other", launch(), 16, 0, 0, 0, b"newer"))
-    looked._check_promises("sm103")
-    assert looked.notes == [
-        f"NOT LOOKED FOR: tma: {old} cannot read it: Cannot decode architecture 'SM103':"
+    assembly = made(needs="tma")
+    assembly.assembled.append(AssembledKernel("sm103", "other", launch(), 16, 0, 0, 0, b"newer"))
+    assembly._check_promises("sm103")
+    assert assembly.notes == [
+        f"NOT CHECKED: tma: {old} cannot read it: Cannot decode architecture 'SM103':"
         " pip install -U nvidia-cuda-nvdisasm"
     ]
-    assert not looked.faults
+    assert not assembly.faults
 
 
-def test_what_was_not_looked_for_is_said_without_v():
+def test_unchecked_promises_are_shown_without_v():
     why = "there is no nvdisasm here: pip install nvidia-cuda-nvdisasm"
-    notes = [f"NOT LOOKED FOR: {promise}: {why}" for promise in ("tma", "LDG.128")]
-    notes += ["NOT LOOKED FOR: tma: it knows no SM103: too old", "other"]
+    notes = [f"NOT CHECKED: {promise}: {why}" for promise in ("tma", "LDG.128")]
+    notes += ["NOT CHECKED: tma: it knows no SM103: too old", "other"]
     row = Row("id", "f", "k", "p", "t", "v", {}, "dram", verdict="compiled", notes=notes)
     assert terminal._unchecked_promises([row, row]) == [
-        "NOT LOOKED FOR: tma: it knows no SM103: too old",
-        f"NOT LOOKED FOR: LDG.128, tma: {why}",
+        "NOT CHECKED: tma: it knows no SM103: too old",
+        f"NOT CHECKED: LDG.128, tma: {why}",
     ]
 
 
-def test_a_page_whose_sides_launch_nothing_is_no_pass(monkeypatch):
+def test_a_page_without_launches_fails(monkeypatch):
     monkeypatch.setattr(assemble, "interpreting", lambda: False)
     with pytest.raises(AssemblyError, match="no kernel was launched, so nothing was assembled"):
         made().run([])
@@ -441,7 +438,7 @@ def misaligned(x):
     kernels.wide[1, 256](x.flatten()[1:], torch.empty_like(x), 4)
 
 
-def asks(x):
+def asks_torch(x):
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         assert (x.device, x.is_cuda, x.get_device()) == (torch.device("cuda", 0), True, 0)
@@ -453,21 +450,21 @@ def asks(x):
 
 
 def launched(side, arch="sm90"):
-    found = capture_launches(made().pair, side, {"n": 7}, arch, assemble=False)
-    if found.error is not None:
-        raise found.error
-    return [(launch.name, launch.config, launch.grid) for launch in found.unique.values()]
+    captured = capture_launches(made().pair, side, {"n": 7}, arch, assemble=False)
+    if captured.error is not None:
+        raise captured.error
+    return [(launch.name, launch.config, launch.grid) for launch in captured.unique.values()]
 
 
-def test_a_side_and_a_prepared_one_are_run_without_values():
+def test_plain_and_prepared_sides_run_without_values():
     expected = [("rows", "block 256, 28 B dynamic", (5,))]
     assert launched(rows) == launched(prepared) == expected
     assert launched(side) == []
 
 
 @pytest.mark.parametrize(("arch", "grid", "block"), [("sm90", 132, 9), ("sm121", 48, 12)])
-def test_the_gpu_that_is_not_there_answers_for_its_arch(arch, grid, block):
-    assert launched(asks, arch) == [("rows", f"block {block}", (grid,))]
+def test_the_fake_gpu_has_the_properties_of_its_arch(arch, grid, block):
+    assert launched(asks_torch, arch) == [("rows", f"block {block}", (grid,))]
     assert torch.ones(2).device.type == "cpu"
     assert not isinstance(torch.cuda.Stream, mock.MagicMock)
 
@@ -479,7 +476,7 @@ def spread(x):
     return rows(everyone) if dist.get_rank() == 0 else x
 
 
-def test_a_side_of_several_ranks_is_run_as_the_first_of_each_count(monkeypatch):
+def test_a_side_on_ranks_runs_as_rank_0_of_each_count(monkeypatch):
     grids = []
     monkeypatch.setattr(CapturedLaunches, "add", lambda self, launch: grids.append(launch.grid))
     pair = dataclasses.replace(made().pair, gpus=(2, 4))
@@ -488,12 +485,12 @@ def test_a_side_of_several_ranks_is_run_as_the_first_of_each_count(monkeypatch):
     assert not dist.is_initialized()
 
 
-def test_arguments_are_held_against_the_signature():
+def test_arguments_are_checked_on_the_fake_gpu():
     with pytest.raises(LaunchError, match=r"'x' was given a float32 tensor .* not 16-byte aligned"):
         launched(misaligned)
 
 
-def test_a_prepared_side_that_yields_no_callable_is_named():
+def test_a_prepared_side_must_yield_a_callable():
     with pytest.raises(TypeError, match="yields_nothing must yield the callable to time, not"):
         launched(yields_nothing)
 
@@ -523,7 +520,7 @@ def made(**variant):
     return Assembly([pair], pair, pair.variants[0], {"n": 1}, root=__file__)
 
 
-def test_what_an_assembler_says_alike_of_several_kernels_is_said_once():
+def test_kernels_with_the_same_error_share_a_line():
     broken = made()
     broken.refused = {
         "x.cu(4): error": {"a (block 1)": ["sm90", "sm100"], "b (block 1)": ["sm90", "sm100"]},
@@ -551,7 +548,7 @@ def test_what_an_assembler_says_alike_of_several_kernels_is_said_once():
         ({"grid": (0,)}, ["has a grid of (0,)"]),
     ],
 )
-def test_what_is_beyond_the_arch_cannot_be_launched_there(changes, words):
+def test_limits_of_the_arch_are_enforced(changes, words):
     built = {"registers": 16, "shared": 0, "grid": (1,), "threads": 128, **changes}
     shape = launch(built["grid"], built["threads"])
     used = AssembledKernel("sm90", "s", shape, built["registers"], 0, 0, built["shared"], b"")
@@ -577,7 +574,7 @@ def test_every_arch_has_limits():
         ("sm121", 1024, 32, 0, 1, 2 / 3),
     ],
 )
-def test_blocks_that_fit_on_a_processor(arch, threads, registers, shared, blocks, occupancy):
+def test_resident_blocks_and_occupancy(arch, threads, registers, shared, blocks, occupancy):
     built = AssembledKernel(arch, "side", launch(threads=threads), registers, 0, 0, shared, b"")
     assert built.resident == blocks
     assert built.occupancy == pytest.approx(occupancy)
@@ -585,7 +582,7 @@ def test_blocks_that_fit_on_a_processor(arch, threads, registers, shared, blocks
     assert f"{blocks} blocks a processor" in str(built)
 
 
-def test_an_audit_says_what_kernels_use_on_this_gpu(write, gpu, pytester):
+def test_an_audit_shows_kernel_resources(write, gpu, pytester):
     write("doubling")
     gpu(added=2e-5, doubled=1e-5)
     out = pytester.path / "out"
@@ -599,7 +596,7 @@ def test_an_audit_says_what_kernels_use_on_this_gpu(write, gpu, pytester):
     assert again.ret == 0
 
 
-def test_an_audit_goes_on_where_kernels_cannot_be_assembled(write, gpu, pytester):
+def test_an_audit_continues_without_kernel_resources(write, gpu, pytester):
     write("doubling", side=f"x[0].item()\n{LAUNCH}")
     gpu(added=2e-5, doubled=1e-5)
     result = pytester.runpytest_subprocess("--aisp-audit", "-vv")
@@ -609,8 +606,9 @@ def test_an_audit_goes_on_where_kernels_cannot_be_assembled(write, gpu, pytester
     assert result.ret == 0
 
 
-def test_of_what_an_assembler_says_the_first_lines_are_shown():
-    said = [f"line {number}" for number in range(40)]
-    assert assemble._first_lines("\n".join(said)).splitlines() == [*said[:12], "... 28 lines more"]
-    assert assemble._first_lines("\n".join(said[:13])).splitlines() == said[:13]
+def test_long_assembler_errors_are_shortened():
+    lines = [f"line {number}" for number in range(40)]
+    short = assemble._first_lines("\n".join(lines)).splitlines()
+    assert short == [*lines[:12], "... 28 more lines"]
+    assert assemble._first_lines("\n".join(lines[:13])).splitlines() == lines[:13]
     assert assemble._first_lines("one\n") == "one"

@@ -18,7 +18,7 @@ def stored_one(x):
     tl.store(x, 1.0)
 
 
-def test_what_triton_compiles_is_counted_and_who_listened_before_is_told(monkeypatch):
+def test_triton_compilations_are_counted_and_other_listeners_called(monkeypatch):
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
@@ -52,7 +52,7 @@ def tuned(monkeypatch):
     return doubled_kernel
 
 
-def test_the_configuration_of_each_tuned_launch_is_noted(tuned):
+def test_the_configuration_of_each_tuned_launch_is_recorded(tuned):
     x, found = torch.zeros(4), {}
     run = type(tuned).run
     tuned[(1,)](x, 4)
@@ -65,7 +65,7 @@ def test_the_configuration_of_each_tuned_launch_is_noted(tuned):
     assert found == {}
 
 
-def test_a_single_configuration_is_no_choice(tuned):
+def test_a_single_configuration_is_not_recorded(tuned):
     found = {}
     tuned.configs = tuned.configs[:1]
     with autotune.record_choices(found):
@@ -73,7 +73,7 @@ def test_a_single_configuration_is_no_choice(tuned):
     assert found == {}
 
 
-def test_without_triton_there_is_nothing_to_note(monkeypatch):
+def test_nothing_is_recorded_without_triton(monkeypatch):
     monkeypatch.delitem(__import__("sys").modules, "triton.runtime.autotuner")
     found = {}
     with autotune.record_choices(found):
@@ -81,14 +81,14 @@ def test_without_triton_there_is_nothing_to_note(monkeypatch):
     assert found == {}
 
 
-def test_choices_of_several_processes_are_one_and_read_as_words():
+def test_choices_of_several_processes_are_merged_and_shown():
     parts = [{"b": ["BLOCK: 8"]}, {"b": ["BLOCK: 4"], "a": {"BLOCK: 2"}}, {}]
     choices = autotune.merge_choices(parts)
     assert choices == {"a": ["BLOCK: 2"], "b": ["BLOCK: 4", "BLOCK: 8"]}
     assert autotune.choice_notes(choices) == ["tuned a: BLOCK: 2", "tuned b: BLOCK: 4 | BLOCK: 8"]
 
 
-def test_a_kernel_tuned_otherwise_than_when_stored_is_named():
+def test_choices_that_differ_from_the_stored_are_reported():
     stored = {"a": ["BLOCK: 2"], "b": ["BLOCK: 4", "BLOCK: 8"]}
     assert autotune.differing_choices(stored, {"b": ["BLOCK: 4"], "new": ["BLOCK: 1"]}) == []
     assert autotune.differing_choices({}, {"a": ["BLOCK: 4"]}) == []
@@ -100,7 +100,7 @@ def test_a_kernel_tuned_otherwise_than_when_stored_is_named():
 CHOSEN = {"choices": {"doubled_kernel": ["BLOCK: 16, num_warps: 4"]}}
 
 
-def test_choices_are_shown_stored_and_named_when_a_loss_comes_with_another(page, gpu, pytester):
+def test_choices_are_stored_and_explain_a_slowdown(page, gpu, pytester):
     page()
     gpu(added=2e-5, doubled=1e-5, details=CHOSEN)
     options = ["--aisp-update-expectations", "--aisp-processes=3", "-vv"]

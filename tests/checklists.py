@@ -78,7 +78,7 @@ _OTHER_ENVIRONMENT = "test_a_loss_in_another_environment_is_stale_unless_strict"
 _WARMUP = "test_warming_goes_on_while_memory_grows_or_times_fall"
 _IMPORTS = "test_an_import_once_is_measured_again test_an_import_at_every_call_fails_the_case"
 _DYNAMO = "test_what_dynamo_really_compiles_is_counted"
-_COMPILATIONS = f"{_DYNAMO} test_what_triton_compiles_is_counted_and_who_listened_before_is_told"
+_COMPILATIONS = f"{_DYNAMO} test_triton_compilations_are_counted_and_other_listeners_called"
 _PAGE_FAULTS = "test_pages_read_from_disk_disturb_unless_the_page_is_about_them"
 _POWER = "test_a_loss_under_another_power_limit_is_stale"
 _COMPARED_FACTS = "test_facts_that_make_times_incomparable"
@@ -89,7 +89,7 @@ _CLOCKS = (
 )
 _SANDBOX = "test_sides_that_attack_their_judge_are_believed_there_and_wrong_apart"
 _SANDBOX_CLOCK = "test_the_clock_that_is_read_can_be_replaced_from_inside_and_is_not_believed_apart"
-_OTHER_PROCESS = "test_another_process_that_computes_is_named"
+_OTHER_PROCESS = "test_another_process_on_the_gpu_is_reported"
 _WAITED = "test_a_block_that_waited_for_a_core_is_measured_again"
 _FREE_MEMORY = "test_free_memory_is_left_full_of_nan"
 _UNSEEN = "test_the_unseen_values_do_not_exist_before_the_last_rewrite"
@@ -102,8 +102,8 @@ _NOTES = "test_remarks_are_shown_without_vv_and_stored"
 _GRAPH_NODES = (
     "test_host_nodes_are_refused_in_child_graphs_too test_a_graph_without_gpu_work_is_refused"
 )
-_ONE_RANK = "test_a_fault_is_red_and_names_the_rank"
-_TWO_LAUNCHERS = "test_ranks_of_two_launchers_meet_at_an_endpoint"
+_ONE_RANK = "test_a_fault_fails_and_names_the_rank"
+_TWO_LAUNCHERS = "test_ranks_of_two_launchers_measure_together"
 _NCCL = "test_nccl_and_links_count_where_several_gpus_work_together"
 _PRODUCT = "test_results_are_not_written_into_another_products_folder"
 
@@ -558,8 +558,8 @@ VALIDITY_ISSUES: Mapping[str, tuple[Item, ...]] = {
             "Tuned by chance",
             exploits="cudnn_benchmark",
             tests=f"{_RATES}"
-            " test_choices_are_shown_stored_and_named_when_a_loss_comes_with_another"
-            " test_the_configuration_of_each_tuned_launch_is_noted",
+            " test_choices_are_stored_and_explain_a_slowdown"
+            " test_the_configuration_of_each_tuned_launch_is_recorded",
             why="each vote is a fresh process, which tunes again; the choices of Triton's tuner are"
             " stored with the result",
             open=f"Triton's tuner: {_WITH_FAKES}; Inductor's `max-autotune` choices are not"
@@ -632,12 +632,12 @@ VALIDITY_ISSUES: Mapping[str, tuple[Item, ...]] = {
         Item(
             "Another NUMA node",
             exploits="affinity",
-            tests="test_the_numa_node_of_a_gpu_is_found_by_its_place_on_the_bus",
+            tests="test_numa_node_is_looked_up_by_pci_bus_id",
             why="both sides run in one process, so on the same node; the GPU's is recorded",
         ),
         Item(
             "Another CPU governor",
-            tests=f"{_COMPARED_FACTS} test_the_governors_of_the_cores_in_use_are_recorded",
+            tests=f"{_COMPARED_FACTS} test_governor_covers_the_usable_cores",
             why="it affects both sides alike in every window; on the host's clocks a loss under"
             " another governor or on another CPU is `stale`",
         ),

@@ -94,7 +94,7 @@ def test_the_path_is_relative_to_the_page():
     assert {Path(path).name for path in module.sources} == {"build.cu", "build_common.cuh"}
 
 
-def test_a_missing_file_names_itself_the_page_and_what_is_there():
+def test_a_missing_file_error_names_page_and_existing_files():
     with pytest.raises(FileNotFoundError) as error:
         cuda_module("data/nothing.cu")
     assert str(Path(__file__).parent / "data" / "nothing.cu") in str(error.value)
@@ -102,7 +102,7 @@ def test_a_missing_file_names_itself_the_page_and_what_is_there():
     assert "build.cu, build_blackwell.cu" in str(error.value)
 
 
-def test_an_unknown_kernel_lists_those_there_are():
+def test_an_unknown_kernel_error_lists_the_kernels():
     with pytest.raises(AttributeError, match=r"no kernel 'sxapy'; it has saxpy, rows, wide, pair"):
         cuda_module("data/build.cu").sxapy  # noqa: B018
 
@@ -120,7 +120,7 @@ def test_an_unknown_kernel_lists_those_there_are():
         ('extern "C" __global__ void k(long double d) {}', "`long double d` cannot be passed"),
     ],
 )
-def test_what_cannot_be_launched_is_an_error_at_the_declaration(module_of, source, words):
+def test_unsupported_kernels_are_refused_at_declaration(module_of, source, words):
     with pytest.raises(LaunchError) as error:
         module_of(source)
     assert words in str(error.value)
@@ -236,7 +236,7 @@ def test_an_empty_tensor_is_a_null_pointer(params_of):
         ("double", ctypes.c_double, [1, 1e308, np.float64(2), -np.inf], [10**400, 1j, True]),
     ],
 )
-def test_scalars_become_the_c_type_of_the_signature(params_of, c_type, ctype, good, bad):
+def test_scalars_are_converted_to_the_parameters_type(params_of, c_type, ctype, good, bad):
     (param,) = params_of(f"{c_type} n")
     for value in good:
         (converted,) = check_arguments("k", [param], [value], 0)
@@ -247,7 +247,7 @@ def test_scalars_become_the_c_type_of_the_signature(params_of, c_type, ctype, go
             check_arguments("k", [param], [value], 0)
 
 
-def test_tensor_maps_are_handed_through(params_of):
+def test_tensor_maps_are_passed_as_descriptors(params_of):
     (param,) = params_of("const __grid_constant__ CUtensorMap map")
     descriptor = type("TensorMapDescriptor", (), {})()
     assert check_arguments("k", [param], [descriptor], 0) == [descriptor]
@@ -268,7 +268,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_tensor_names_kernel_parameter_given_and_needed(fault):
+def test_a_wrong_tensor_error_names_parameter_value_and_need(fault):
     wide, (given, words) = cuda_module("data/build.cu").wide, FAULTS[fault]
     with pytest.raises(LaunchError) as error:
         check_arguments(wide.name, wide.params, [OnGpu(), given, 4], 0)
@@ -279,21 +279,21 @@ def test_a_wrong_tensor_names_kernel_parameter_given_and_needed(fault):
     assert end == f"`float4 *out` needs {needs}"
 
 
-def test_a_tensor_where_a_number_is_needed():
+def test_a_tensor_for_a_number_is_refused():
     rows = cuda_module("data/build.cu").rows
     with pytest.raises(LaunchError, match=r"'n' was given a int64 tensor of shape \(\) on the CPU"):
         check_arguments(rows.name, rows.params, [OnGpu(), OnGpu(), torch.tensor(4)], 0)
 
 
 @pytest.mark.parametrize("count", [0, 2, 4])
-def test_a_wrong_count_shows_the_signature(count):
+def test_a_wrong_argument_count_shows_the_signature(count):
     rows = cuda_module("data/build.cu").rows
     words = rf"rows\(const float\* x, .*int n\) needs 3 arguments; {count} were given"
     with pytest.raises(LaunchError, match=words):
         check_arguments(rows.name, rows.params, [OnGpu()] * count, 0)
 
 
-def test_a_launch_checks_before_it_touches_a_gpu():
+def test_arguments_are_checked_before_a_gpu_is_needed():
     x = torch.ones(4)
     with pytest.raises(LaunchError, match=r"'x' was given a float32 tensor .* on the CPU"):
         cuda_module("data/build.cu").rows[1, 256](x, x, 4)
@@ -320,13 +320,13 @@ def test_a_launch_checks_before_it_touches_a_gpu():
         ((1, 32, 1e3), "shared_bytes is 1000.0"),
     ],
 )
-def test_a_wrong_geometry_says_what_is_legal(where, words):
+def test_an_invalid_launch_config_is_refused(where, words):
     with pytest.raises(LaunchError) as error:
         cuda_module("data/build.cu").rows[where]
     assert words in str(error.value)
 
 
-def test_a_geometry_is_made_once():
+def test_launches_are_cached():
     rows = cuda_module("data/build.cu").rows
     assert rows[(2, 3), 256, 1024] is rows[(2, 3), 256, 1024]
     assert rows[(2, 3), 256, 1024].config == cuda_cpp.LaunchConfig((2, 3), (256,), 1024)
@@ -346,7 +346,7 @@ def test_a_geometry_is_made_once():
         (8, 1.5, "cluster is 1.5"),
     ],
 )
-def test_a_wrong_cluster_says_what_is_legal(grid, cluster, words):
+def test_an_invalid_cluster_is_refused(grid, cluster, words):
     with pytest.raises(LaunchError) as error:
         cuda_module("data/build.cu").rows.launch(grid, 32, cluster=cluster)
     assert words in str(error.value)
@@ -407,7 +407,7 @@ def gpu(monkeypatch):
     return Gpu(monkeypatch)
 
 
-def test_a_launch_goes_to_the_current_stream_with_c_values(gpu):
+def test_a_launch_uses_the_current_stream_and_c_values(gpu):
     x, out = OnGpu(address=0x2000), OnGpu(address=0x3000)
     launch = cuda_module("data/build.cu").saxpy[2, (16, 16)]
     for gpu.stream in (7, 7, 8, 0):
@@ -422,7 +422,7 @@ def test_a_launch_goes_to_the_current_stream_with_c_values(gpu):
     assert (type(n), n.value) == (ctypes.c_int, 16)
 
 
-def test_attributes_reach_the_launch_and_the_grid_counts_clusters(gpu):
+def test_launch_attributes_are_passed_to_cuda_core(gpu):
     rows = cuda_module("data/build.cu").rows
     rows.launch((8, 6), 256, 512, cluster=(2, 3), dependent=True)(OnGpu(), OnGpu(), 4)
     rows.launch(8, 256, cooperative=True)(OnGpu(), OnGpu(), 4)
@@ -434,7 +434,7 @@ def test_attributes_reach_the_launch_and_the_grid_counts_clusters(gpu):
     assert second == {"grid": (8,), "block": (256,), "shmem_size": 0, "is_cooperative": True}
 
 
-def test_how_many_clusters_run_at_once_is_asked_of_the_gpu(gpu, monkeypatch):
+def test_clusters_at_once_asks_the_driver(gpu, monkeypatch):
     asked = []
 
     def most(config, *, stream):
@@ -452,19 +452,19 @@ def test_how_many_clusters_run_at_once_is_asked_of_the_gpu(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("cluster", [0, 16, 1.5, (3, 3)])
-def test_clusters_at_once_refuses_what_no_gpu_launches(gpu, cluster):
+def test_clusters_at_once_refuses_an_invalid_cluster(gpu, cluster):
     with pytest.raises(LaunchError, match="together at most 8"):
         cuda_module("data/build.cu").rows.clusters_at_once(256, cluster=cluster)
 
 
-def test_the_installed_cuda_core_knows_the_attributes():
+def test_cuda_core_has_these_launch_attributes():
     core = pytest.importorskip("cuda.core")
     assert {"cluster", "is_cooperative", "programmatic_stream_serialization"} <= set(
         dir(core.LaunchConfig)
     )
 
 
-def test_what_a_launch_needs_is_made_once(gpu):
+def test_a_launch_prepares_once(gpu):
     launch = cuda_module("data/build.cu").rows[1, 256]
     for _ in range(3):
         launch(OnGpu(), OnGpu(), 4)
@@ -482,7 +482,7 @@ def test_every_thread_gets_a_context(gpu):
     assert gpu.current == [0, 0]
 
 
-def test_shared_memory_is_only_ever_raised(gpu):
+def test_the_shared_memory_limit_is_only_raised(gpu):
     wide = cuda_module("data/build.cu").wide
     for shared in (60_000, 40_000, 200_000, 60_000):
         wide[1, 256, shared](OnGpu(), OnGpu(), 4)
@@ -521,7 +521,7 @@ def test_a_compile_error_shows_file_and_line():
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm90", "sm121"])
-def test_what_an_arch_lacks_is_refused_in_the_assemblers_words(arch):
+def test_unsupported_instructions_show_the_assemblers_error(arch):
     module = cuda_module("data/build_blackwell.cu", targets={"sm100": "sm_100a"})
     assert module.assemble("sm100")["tensor_memory"]["registers"] > 0
     with pytest.raises(CompileError, match=r"tcgen05.wait' not supported on .target 'sm_"):
@@ -529,13 +529,13 @@ def test_what_an_arch_lacks_is_refused_in_the_assemblers_words(arch):
 
 
 @needs_nvrtc
-def test_an_arch_that_the_compiler_does_not_know_is_named():
+def test_an_unknown_arch_is_named():
     with pytest.raises(CompileError, match=r"for sm_999 \(NVRTC [\d.]+\):\n.*\n*.*invalid value"):
         cuda_module("data/build.cu").assemble("sm999")
 
 
 @needs_nvrtc
-def test_a_kernel_that_an_if_removes_does_not_count_as_assembled(module_of):
+def test_a_kernel_removed_by_an_if_is_an_error(module_of):
     module = module_of(
         '#if __CUDA_ARCH__ >= 1000\nextern "C" __global__ void late(int n) {}\n#endif\n'
         'extern "C" __global__ void early(int n) {}\n'
@@ -556,7 +556,7 @@ def test_options_reach_the_compiler(module_of):
 
 
 @needs_nvrtc
-def test_missing_cuda_headers_say_how_to_get_them(module_of, monkeypatch):
+def test_missing_cuda_headers_are_explained(module_of, monkeypatch):
     monkeypatch.setattr(nvrtc, "_toolkit", list)
     with pytest.raises(CompileError, match=r"cuda_fp16.h(.|\n)*pip install nvidia-cuda-runtime"):
         module_of('#include <cuda_fp16.h>\nextern "C" __global__ void k(int n) {}').assemble("sm90")
@@ -590,7 +590,7 @@ def compilations(monkeypatch):
 
 
 @needs_nvrtc
-def test_a_second_process_finds_what_the_first_compiled(cache, compilations):
+def test_compiled_code_is_cached(cache, compilations):
     first = nvrtc.compile_module(cuda_module("data/build.cu"), "sm_90")
     assert nvrtc.compile_module(cuda_module("data/build.cu"), "sm_90") == first
     nvrtc.compile_module(cuda_module("data/build.cu"), "sm_100")
@@ -613,7 +613,7 @@ def test_a_corrupt_entry_is_compiled_again(cache, compilations, damage):
 
 
 @needs_nvrtc
-def test_source_header_options_and_compiler_are_in_the_key(
+def test_the_cache_key_covers_source_headers_options_and_compiler(
     module_of, tmp_path, compilations, monkeypatch
 ):
     source = '#include "deep.cuh"\nextern "C" __global__ void k(int* x) { x[0] = N; }'
@@ -641,7 +641,7 @@ def test_a_header_edited_after_the_import_is_not_cached(module_of, tmp_path, cac
 
 
 @needs_nvrtc
-def test_processes_that_compile_at_once_agree(cache):
+def test_processes_can_compile_at_once(cache):
     module = cuda_module("data/build.cu")
     with multiprocessing.get_context("spawn").Pool(4) as pool:
         used = pool.starmap(CudaModule.assemble, [(module, "sm90")] * 8, chunksize=1)
@@ -651,7 +651,7 @@ def test_processes_that_compile_at_once_agree(cache):
 
 
 @needs_nvrtc
-def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path, monkeypatch):
+def test_an_unwritable_cache_is_ignored(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert cuda_module("data/build.cu").assemble("sm90")["saxpy"]

@@ -55,36 +55,36 @@ def telemetry(monkeypatch):
     return make
 
 
-def test_a_quiet_gpu_is_not_disturbed(telemetry):
+def test_an_idle_gpu_has_no_disturbance(telemetry):
     assert telemetry().look() is None
 
 
 @pytest.mark.parametrize(("bit", "name"), device_state.THROTTLED.items())
-def test_throttling_is_named(telemetry, bit, name):
+def test_throttling_is_reported(telemetry, bit, name):
     assert telemetry(reasons=bit).look() == name
 
 
-def test_the_power_cap_is_normal(telemetry):
+def test_the_power_cap_is_not_reported(telemetry):
     assert telemetry(reasons=0x4).look() is None
 
 
-def test_another_process_that_computes_is_named(telemetry):
+def test_another_process_on_the_gpu_is_reported(telemetry):
     assert telemetry(busy=[STRANGER]).look() == f"process {STRANGER} computes on this GPU too"
 
 
-def test_we_are_no_stranger_and_nobody_is_where_ids_are_hidden(telemetry, monkeypatch):
+def test_our_processes_and_hidden_ids_are_not_reported(telemetry, monkeypatch):
     assert telemetry(busy=[STRANGER], known=[STRANGER]).look() is None
     monkeypatch.setattr(device, "is_worker", lambda pid: pid == os.getpid())
     assert telemetry(busy=[os.getpid()]).look() is None
 
 
-def test_it_is_asked_at_some_blocks_and_at_each_while_disturbed(telemetry):
+def test_nvml_is_asked_rarely_unless_the_gpu_is_disturbed(telemetry):
     watched = telemetry(reasons=0x8)
     said = [watched.disturbance() for _ in range(Telemetry.EVERY + 2)]
     assert said == [None] * (Telemetry.EVERY - 1) + ["hardware slowdown"] * 3
 
 
-def test_each_look_says_after_how_many_blocks_it_was(telemetry):
+def test_each_look_records_its_block(telemetry):
     watched = telemetry(reasons=0x8)
     for _ in range(Telemetry.EVERY + 1):
         watched.disturbance()
@@ -97,7 +97,7 @@ def test_each_look_says_after_how_many_blocks_it_was(telemetry):
     ("said", "governor"),
     [({}, None), ({0: "performance\n"}, "performance"), ({0: "b\n", 1: "a\n"}, "a, b")],
 )
-def test_the_governors_of_the_cores_in_use_are_recorded(tmp_path, monkeypatch, said, governor):
+def test_governor_covers_the_usable_cores(tmp_path, monkeypatch, said, governor):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     for core, word in {**said, 2: "not ours"}.items():
         folder = tmp_path / f"cpu{core}" / "cpufreq"
@@ -107,7 +107,7 @@ def test_the_governors_of_the_cores_in_use_are_recorded(tmp_path, monkeypatch, s
 
 
 @pytest.mark.parametrize(("said", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), (None, None)])
-def test_the_numa_node_of_a_gpu_is_found_by_its_place_on_the_bus(tmp_path, said, node):
+def test_numa_node_is_looked_up_by_pci_bus_id(tmp_path, said, node):
     folder = tmp_path / "0001:0f:00.0"
     folder.mkdir()
     if said is not None:
@@ -136,7 +136,7 @@ def whole(monkeypatch):
     return nvml
 
 
-def test_what_a_gpu_runs_under_is_recorded(whole):
+def test_facts_of_a_gpu_are_recorded(whole):
     facts = device.Machine.here().facts
     assert (facts["power_limit_w"], facts["mig"]) == (700, True)
     assert facts["numa_node"] is None  # no such device here
@@ -159,16 +159,14 @@ def test_what_a_gpu_runs_under_is_recorded(whole):
         ("GPU-ab12cd345", False),
     ],
 )
-def test_a_gpu_is_visible_by_its_index_or_the_beginning_of_its_uuid(
-    whole, monkeypatch, named, seen
-):
+def test_visible_devices_are_an_index_or_a_uuid_prefix(whole, monkeypatch, named, seen):
     monkeypatch.setattr(whole, "nvmlDeviceGetUUID", lambda handle: "GPU-ab12cd34", raising=False)
     monkeypatch.setattr(whole, "nvmlDeviceGetIndex", lambda handle: 0, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     assert device.is_visible(whole, 0) is seen
 
 
-def test_what_nvml_does_not_tell_is_unknown(whole, monkeypatch):
+def test_refused_nvml_queries_are_unknown(whole, monkeypatch):
     def refused(handle):
         raise RuntimeError("Not Supported")
 
@@ -178,11 +176,11 @@ def test_what_nvml_does_not_tell_is_unknown(whole, monkeypatch):
     assert {facts[name] for name in ("power_limit_w", "mig", "numa_node")} == {None}
 
 
-def test_a_cpu_is_recorded_by_its_model():
+def test_a_cpu_is_recorded_by_model():
     assert device.cpu_machine().facts["cpu"] == device.cpu_name()
 
 
-def test_a_worker_process_is_known_by_its_command_and_by_its_leases(tmp_path, monkeypatch):
+def test_a_worker_is_recognized_by_command_and_lease_folder(tmp_path, monkeypatch):
     assert not device.is_worker(os.getpid())
     assert not device.is_worker(2**30)
     monkeypatch.setenv("AISP_LEASES", str(tmp_path))
@@ -196,7 +194,7 @@ def test_a_worker_process_is_known_by_its_command_and_by_its_leases(tmp_path, mo
         other.communicate(b"\n")
 
 
-def test_leases_lie_in_one_place_whatever_tmpdir_says(tmp_path, monkeypatch):
+def test_the_lease_folder_ignores_tmpdir(tmp_path, monkeypatch):
     monkeypatch.delenv("AISP_LEASES", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert device.lease_folder() == Path(f"/tmp/pytest-aisp-{os.getuid()}")

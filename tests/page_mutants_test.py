@@ -2,7 +2,7 @@
 
 Each page's own inputs, reference and tolerance, at its own small size; the optimized side is
 replaced. Where there is no GPU the sides that are CUDA C++ run emulated. Pages on several ranks are
-in rank_lies_test.py: their sides need the others.
+in rank_mutants_test.py: their sides need the others.
 """
 
 from __future__ import annotations

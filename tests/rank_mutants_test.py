@@ -43,7 +43,7 @@ def both(started):
 
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
 @pytest.mark.parametrize(("path", "name"), CASES)
-def test_a_lie_is_caught(both, tmp_path_factory, path, name, lie):
+def test_a_wrong_side_is_caught_on_two_ranks(both, tmp_path_factory, path, name, lie):
     lie = zeros if lie is nearly and name in RETURN_NOTHING else lie
     pair, rule = judged_on(path)[name]
     page = tmp_path_factory.getbasetemp() / f"{path.stem}_lies.py"

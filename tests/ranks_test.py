@@ -131,22 +131,22 @@ def run(page, pytester, told, kept):
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_red_and_names_the_rank(run, name):
+def test_a_fault_fails_and_names_the_rank(run, name):
     told = run["told"][name]
     pytest.LineMatcher(told.failure.splitlines()).fnmatch_lines(["*" + FAULTS[name][1] + "*"])
     assert told.verdict == ("wrong" if name in ("wrong", "wrong_all", "alone") else "fail")
 
 
-def test_every_other_case_has_its_verdict(run):
+def test_healthy_pages_pass_between_faulty_ones(run):
     assert [run["told"][name].verdict for name in HEALTHY] == ["checked"] * 2
     assert run["result"].ret == pytest.ExitCode.TESTS_FAILED
 
 
-def test_no_rank_is_left(run):
+def test_no_rank_survives_the_run(run):
     assert run["left"] == []
 
 
-def test_what_all_ranks_say_alike_names_none(run):
+def test_a_failure_of_all_ranks_names_no_rank(run):
     for name in ("raise_all", "wrong_all"):
         assert "rank" not in run["told"][name].failure.splitlines()[-1]
         assert "rank 0:" not in run["told"][name].failure
@@ -179,7 +179,7 @@ def quiet(text: str) -> None:
     """Hear no progress."""
 
 
-def test_ranks_answer_one_task_after_another_and_end_together(ranks, tmp_path):
+def test_ranks_answer_several_tasks_and_end_together(ranks, tmp_path):
     path = write(tmp_path, "twice")
     both = ranks(2)
     for _ in range(2):
@@ -192,7 +192,7 @@ def test_ranks_answer_one_task_after_another_and_end_together(ranks, tmp_path):
         wait_for(lambda pid=pid: not running(pid))
 
 
-def test_what_a_rank_has_started_ends_with_it(ranks, tmp_path):
+def test_child_processes_end_with_their_rank(ranks, tmp_path):
     started = tmp_path / "started"
     sleeper = "import subprocess; each = subprocess.Popen(['sleep', '1000']).pid"
     told = f"open({str(started)!r}, 'a').write(f'{{each}}\\n'); time.sleep(1000)"
@@ -205,9 +205,7 @@ def test_what_a_rank_has_started_ends_with_it(ranks, tmp_path):
         wait_for(lambda pid=pid: not running(pid))
 
 
-def test_a_job_of_torchrun_and_a_long_folder_keep_no_ranks_from_starting(
-    ranks, tmp_path, monkeypatch
-):
+def test_ranks_start_inside_torchrun_and_with_a_long_tmpdir(ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("PET_NNODES", "2")
     monkeypatch.setenv("PET_NPROC_PER_NODE", "7")
     folder = tmp_path / ("a" * 90)
@@ -227,7 +225,7 @@ def running(pid: int) -> bool:
         return False
 
 
-def test_ranks_of_two_launchers_meet_at_an_endpoint(ranks, tmp_path, unused_port):
+def test_ranks_of_two_launchers_measure_together(ranks, tmp_path, unused_port):
     """Two launchers stand for two machines; each sees its own rank alone."""
     path = write(tmp_path, "apart")
     # No test is about its own speed: waiting for a core is no disturbance here.
@@ -268,7 +266,7 @@ def unused_port():
         return free.getsockname()[1]
 
 
-def test_ranks_that_do_not_start_say_so(ranks, monkeypatch):
+def test_a_failed_start_is_reported(ranks, monkeypatch):
     monkeypatch.setattr(
         "pytest_aisp.distributed.launcher.RankSet._arguments", lambda self: ["--no-such-option"]
     )
@@ -278,7 +276,7 @@ def test_ranks_that_do_not_start_say_so(ranks, monkeypatch):
     assert "no-such-option" in reply.trace
 
 
-def test_what_has_no_form_on_a_cpu_is_skipped_and_says_why(page, pytester):
+def test_a_gpu_only_variant_is_skipped_with_the_reason(page, pytester):
     page()
     path = write(pytester.path, "symmetric")
     text = path.read_text().replace("[other]", "[Variant(other, gpu_only='symmetric memory')]")
@@ -289,7 +287,7 @@ def test_what_has_no_form_on_a_cpu_is_skipped_and_says_why(page, pytester):
     )
 
 
-def test_ranks_are_not_called_untrusted_and_judged_all_the_same(page, pytester):
+def test_untrusted_sides_on_ranks_are_refused(page, pytester):
     page()
     write(pytester.path, "hostile")
     result = pytester.runpytest_subprocess(
@@ -326,7 +324,7 @@ def test_a_case_leases_all_its_gpus_in_one_order(monkeypatch, gpus, worker, leas
     assert taken == ["host", *leased]
 
 
-def test_ranks_see_the_gpus_that_were_leased():
+def test_ranks_see_the_leased_gpus():
     settings = SimpleNamespace(reproducible=False, seed=None, cold_start=False)
     run = RunContext(settings, Machine("sm90", "nvidia-h200", "H200", ("b", "a", "c")))
     assert run.environment("cuda", 2)["CUDA_VISIBLE_DEVICES"] == "a,b"

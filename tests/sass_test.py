@@ -74,7 +74,7 @@ def test_tma_is_these_instructions(found, arch, probe):
 
 @pytest.mark.parametrize("arch", GPU_ARCHS)
 @pytest.mark.parametrize("probe", MULTICAST)
-def test_multicast_is_an_instruction_but_for_sm121_a_call(found, arch, probe):
+def test_multicast_is_an_instruction_except_on_sm121(found, arch, probe):
     statement, instruction = MULTICAST[probe]
     assert instruction in INSTRUCTIONS["multicast"]
     held = found(arch, statement)
@@ -97,19 +97,19 @@ def dots():
 
 
 @pytest.mark.parametrize("feature", ["wgmma", "tcgen05", "mma_block_scale"])
-def test_a_matrix_product_holds_the_instruction_of_its_arch(dots, feature):
+def test_a_matrix_product_contains_its_archs_instruction(dots, feature):
     for arch in GPU_ARCHS:
         held = dots[feature][arch]
         has = any(sass.contains(held, instruction) for instruction in INSTRUCTIONS[feature])
         assert has is (arch in FEATURES[feature]), (arch, held)
 
 
-def test_every_feature_in_the_table_is_one():
+def test_the_instruction_table_lists_known_features():
     assert set(INSTRUCTIONS) <= set(FEATURES)
 
 
 @pytest.mark.parametrize("arch", GPU_ARCHS)
-def test_registers_are_what_the_assembler_said(arch):
+def test_registers_match_the_assemblers_report(arch):
     module = cuda_cpp.cuda_module("data/build.cu")
     cubin = nvrtc.compile_module(module, module.target(arch))
     read = sass.usage(cubin.code)
@@ -119,7 +119,7 @@ def test_registers_are_what_the_assembler_said(arch):
     assert {u["stack"] for u in read.values()} == {0}
 
 
-def test_arrays_that_fit_no_registers_are_on_the_stack(tmp_path):
+def test_large_arrays_count_as_stack(tmp_path):
     (tmp_path / "k.cu").write_text(
         'extern "C" __global__ void k(int* x, int n) { int a[100];'
         " for (int i = 0; i < 100; ++i) a[i] = x[i]; x[0] = a[n]; }"
@@ -139,11 +139,11 @@ def test_arrays_that_fit_no_registers_are_on_the_stack(tmp_path):
         ("HGMMA.64x128x16.F32", "HGMMA", True),
     ],
 )
-def test_an_instruction_is_promised_by_its_name_and_modifiers(instruction, promised, is_it):
+def test_promises_match_by_name_and_modifiers(instruction, promised, is_it):
     assert sass.contains([instruction], promised) is is_it
 
 
-def test_what_is_no_machine_code_is_refused_in_the_disassemblers_words():
+def test_invalid_machine_code_shows_the_disassemblers_error():
     words = "nvdisasm cannot read it: nvdisasm.*: pip install -U nvidia-cuda-nvdisasm"
     with pytest.raises(sass.NoDisassembler, match=words):
         sass.instructions(b"no machine code")
@@ -156,7 +156,7 @@ def test_without_a_disassembler_the_error_says_what_to_install(monkeypatch):
         sass.instructions(b"whatever")
 
 
-def test_what_one_disassembler_does_not_know_the_next_reads(tmp_path, monkeypatch):
+def test_the_next_disassembler_is_tried_when_one_fails(tmp_path, monkeypatch):
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_text("#!/bin/sh\nexit 1\n")
     new.write_text("#!/bin/sh\nprintf '.text.k:\\n        /*0000*/   MOV R1, R2 ;\\n'\n")
@@ -166,7 +166,7 @@ def test_what_one_disassembler_does_not_know_the_next_reads(tmp_path, monkeypatc
     assert sass.instructions(b"of a newer arch") == {"k": frozenset(["MOV"])}
 
 
-def test_disassemblers_are_looked_for_on_the_path_first_then_in_packages(tmp_path, monkeypatch):
+def test_disassemblers_on_the_path_come_before_packages(tmp_path, monkeypatch):
     tool = tmp_path / "nvdisasm"
     tool.write_text("#!/bin/sh\n")
     tool.chmod(0o755)

@@ -28,7 +28,7 @@ def on_gpu(*shape, dtype=torch.float16):
     return torch.empty(*shape, dtype=dtype, device="cuda")
 
 
-def test_a_map_keeps_its_tensor_and_its_tile(encoded):
+def test_a_map_holds_its_tensor_and_tile(encoded):
     x = on_gpu(64, 128)
     made = tensor_map(x, [64, 64], swizzle=128)
     assert (made.tensor is x, made.box, made.descriptor) == (True, (64, 64), "descriptor")
@@ -56,7 +56,7 @@ def test_a_map_keeps_its_tensor_and_its_tile(encoded):
         (lambda: on_gpu(64, 64), (8, 64), {"swizzle": 64}, "128 bytes; swizzle=64 has at most"),
     ],
 )
-def test_what_the_accelerator_cannot_address_is_refused(encoded, make, box, options, words):
+def test_unsupported_tensor_maps_are_refused(encoded, make, box, options, words):
     with pytest.raises(LaunchError) as error:
         tensor_map(make(), box, **options)
     assert words in str(error.value)
@@ -75,7 +75,7 @@ def test_what_the_accelerator_cannot_address_is_refused(encoded, make, box, opti
         (torch.float64, torch.float64),
     ],
 )
-def test_elements_go_to_cuda_core_in_a_type_that_it_knows(monkeypatch, dtype, sent):
+def test_elements_are_passed_in_a_supported_dtype(monkeypatch, dtype, sent):
     seen = []
 
     class View:
@@ -97,7 +97,7 @@ def test_elements_go_to_cuda_core_in_a_type_that_it_knows(monkeypatch, dtype, se
     }
 
 
-def test_cuda_core_knows_the_types_that_are_sent():
+def test_cuda_core_supports_these_dtypes():
     from cuda.core._tensor_map import _NUMPY_DTYPE_TO_TMA
 
     for dtype in ("uint8", "uint16", "int32", "int64", "float32", "float64"):

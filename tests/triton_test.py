@@ -45,7 +45,7 @@ def test_a_tuned_kernel_is_checked_in_the_interpreter(page, pytester):
 
 
 @no_gpu
-def test_inside_pytest_the_interpreter_must_be_chosen_before(page, pytester, monkeypatch):
+def test_in_process_runs_need_the_interpreter_from_the_start(page, pytester, monkeypatch):
     page(LAUNCHES, defs=TUNED.replace("FACTOR", "2"))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     result = pytester.runpytest_subprocess("--aisp-check", "--aisp-in-process")
@@ -139,7 +139,7 @@ def named(page, side):
     return [kernel.__name__ for kernel in sources.triton_kernels([getattr(page, side)], root)]
 
 
-def test_kernels_are_those_that_sides_name_not_those_that_kernels_call(ours):
+def test_page_kernels_are_the_ones_that_sides_launch(ours):
     page = ours()
     assert named(page, "side") == ["tuned_kernel"]
     assert named(page, "closed") == ["tuned_kernel"]
@@ -158,7 +158,7 @@ def test_kernels_are_those_that_sides_name_not_those_that_kernels_call(ours):
     ],
 )
 @pytest.mark.parametrize("side", ["side", "closed"])
-def test_a_kernel_and_what_it_is_tuned_over_are_the_sides_source(ours, old, new, side):
+def test_a_sides_source_includes_kernels_and_configurations(ours, old, new, side):
     assert digest(ours(), side) == digest(ours(), side) != digest(ours(old, new), side)
     assert digest(ours(), "nothing") == digest(ours(old, new), "nothing")
 

@@ -20,7 +20,7 @@ from .fake_gpu import interpreting
 
 PARTITIONS = 4
 """Partitions of a processor; each has its own registers, and a warp stays in one."""
-NOT_CHECKED = "NOT LOOKED FOR"
+NOT_CHECKED = "NOT CHECKED"
 """The beginning of a note that every run shows, even without -v."""
 ARCHS = "\0archs\0"
 """Stands in a fault for the archs that have it."""
@@ -246,7 +246,7 @@ def _first_lines(message: str) -> str:
     """Return the first lines of an assembler's error, which often repeats one mistake."""
     lines = message.strip().splitlines()
     more = len(lines) - ERROR_LINES
-    return "\n".join(lines if more < 2 else [*lines[:ERROR_LINES], f"... {more} lines more"])
+    return "\n".join(lines if more < 2 else [*lines[:ERROR_LINES], f"... {more} more lines"])
 
 
 def _ended(launches: CapturedLaunches) -> str:
