@@ -46,7 +46,9 @@ def rates(root, product="nvidia-h200", **known):
 
 
 def test_the_default_product_is_the_machines_or_the_only_one(tmp_path):
-    with pytest.raises(CliError, match=r"^no results are stored in .*baselines; record them"):
+    with pytest.raises(
+        CliError, match=r"^no results of nvidia-h200 are stored in .*baselines; record them"
+    ):
         stored_results.select_products(tmp_path / "baselines", None, H200)
     stored(tmp_path, {SCAN: result(2.0)})
     stored(tmp_path, {SCAN: result(2.0)}, "nvidia-h200-x2")

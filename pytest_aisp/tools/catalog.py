@@ -109,17 +109,17 @@ class Catalog(msgspec.Struct, frozen=True, kw_only=True):
         names = sorted({page.name for page in self.pages})
         chapters = sorted({page.chapter for page in self.pages})
         for target in targets:
-            if target not in (*names, *chapters):
-                raise _unknown_target(target, names, chapters)
-
-
-def _unknown_target(target: str, names: Sequence[str], chapters: Sequence[str]) -> CliError:
-    among = names if ":" in target else [*chapters, *names]
-    near = difflib.get_close_matches(target, among, n=3, cutoff=0.6)
-    if not near:  # a page's name without its chapter, or with another chapter
-        near = [name for name in names if name.partition(":")[2] == target.rpartition(":")[2]]
-    legal = f"the nearest: {', '.join(near)}" if near else f"chapters: {', '.join(chapters)}"
-    return CliError(f"unknown target {target!r}; {legal}\n    aisp suite list")
+            if target in (*names, *chapters):
+                continue
+            among = names if ":" in target else [*chapters, *names]
+            near = difflib.get_close_matches(target, among, n=3, cutoff=0.6)
+            if not near:  # a page's name without its chapter, or with another chapter
+                page = target.rpartition(":")[2]
+                near = [name for name in names if name.partition(":")[2] == page]
+            known = (
+                f"the nearest: {', '.join(near)}" if near else f"chapters: {', '.join(chapters)}"
+            )
+            raise CliError(f"unknown target {target!r}; {known}\n    aisp suite list")
 
 
 def target_of(chapter: str, page: str) -> str:
@@ -176,7 +176,6 @@ class TargetSummary(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, cases: Sequence[CatalogCase]) -> TargetSummary:
-        """Return the summary of a page's cases."""
         return cls(
             cases[0].name,
             cases[0].path,
@@ -190,7 +189,6 @@ class TargetSummary(msgspec.Struct, frozen=True):
         )
 
     def row(self) -> tuple[str, ...]:
-        """Return its line of the table."""
         title = self.title
         if len(title) > TITLE_WIDTH:
             title = f"{title[: TITLE_WIDTH - 3]}..."
@@ -244,20 +242,19 @@ def measure_commands(
     A run has only one profiler, and each profiler's reports need their own folder. `minimal` is
     torch's profiler; `full` adds `nsys` and `ncu` if they are installed.
     """
-    if profile == "none":
-        return [[*_artifacts_option(artifacts), *more, *paths]]
-    from ..worker.nvidia_tools import profiler_installed
+    profilers = {"none": [""], "minimal": ["torch"]}.get(profile)
+    if profilers is None:
+        from ..worker.nvidia_tools import profiler_installed
 
-    tools = [name for name in ("nsys", "ncu") if profile == "full" and profiler_installed(name)]
-    commands = [["--aisp-profile=torch", *_artifacts_option(artifacts), *more, *paths]]
-    for tool in tools:
-        folder = None if artifacts is None else artifacts / tool
-        commands.append([f"--aisp-profile={tool}", *_artifacts_option(folder), *more, *paths])
+        profilers = ["torch", *filter(profiler_installed, ("nsys", "ncu"))]
+    commands = []
+    for profiler in profilers:
+        options = [f"--aisp-profile={profiler}"] if profiler else []
+        if artifacts is not None:
+            folder = artifacts / profiler if profiler in ("nsys", "ncu") else artifacts
+            options.append(f"--aisp-artifacts={folder}")
+        commands.append([*options, *more, *paths])
     return commands
-
-
-def _artifacts_option(folder: Path | None) -> list[str]:
-    return [] if folder is None else [f"--aisp-artifacts={folder}"]
 
 
 def verify_commands(paths: Sequence[str], more: Sequence[str]) -> list[list[str]]:

@@ -150,7 +150,6 @@ def _why_nothing(old: Side, new: Side, found: Comparison) -> str:
 
 
 def text(sides: tuple[Side, Side], found: Comparison, every: bool) -> list[str]:
-    """Return the comparison for a terminal."""
     rows = _rows(found, every)
     lines = [f"OLD is {sides[0].description}", f"NEW is {sides[1].description}"]
     lines += [f"warning: {warning}" for side in sides for warning in side.warnings]
@@ -159,7 +158,6 @@ def text(sides: tuple[Side, Side], found: Comparison, every: bool) -> list[str]:
 
 
 def markdown(sides: tuple[Side, Side], found: Comparison, every: bool) -> list[str]:
-    """Return the comparison for a pull request."""
     lines = [f"**{_summary(found)}**", ""]
     lines += [f"OLD is {sides[0].description}; NEW is {sides[1].description}.", ""]
     lines += [f"- warning: {warning}" for side in sides for warning in side.warnings]
@@ -227,7 +225,6 @@ def _other_cases(found: Comparison, every: bool) -> list[str]:
 
 
 def as_json(sides: tuple[Side, Side], found: Comparison, every: bool) -> list[str]:
-    """Return everything."""
     del every
     plain = {
         "schema": SCHEMA,

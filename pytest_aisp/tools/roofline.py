@@ -52,7 +52,6 @@ class Point:
     peak: float | None = None
 
     def row(self) -> tuple[str, ...]:
-        """Return its line of the table."""
         limit = "-" if self.limit is None else f"{self.limit} {rate_text(self.limit, self.peak)}"
         return (
             self.product,

@@ -59,16 +59,11 @@ def _products(baselines: Path) -> list[str]:
 
 def no_results(baselines: Path, product: str) -> CliError:
     """Return the error of a product without stored results."""
-    others = _products(baselines)
-    if not others:
-        return CliError(
-            f"no results are stored in {baselines}; record them on a quiet machine\n"
-            "    pytest --aisp-update-expectations"
-        )
-    return CliError(
-        f"no results of {product} are stored in {baselines}, only of {', '.join(others)}; choose"
-        f" with\n    --product={others[0]}"
-    )
+    text = f"no results of {product} are stored in {baselines}"
+    if others := _products(baselines):
+        advice = f"only of {', '.join(others)}; choose with\n    --product={others[0]}"
+        return CliError(f"{text}, {advice}")
+    return CliError(f"{text}; record them on it\n    pytest --aisp-update-expectations")
 
 
 def chapters(baselines: Path, product: str | None = None) -> Iterator[Chapter]:
@@ -138,7 +133,6 @@ class Expectation:
     states: tuple[str, ...]
 
     def row(self) -> tuple[str, ...]:
-        """Return its line of the table."""
         speed = "-"
         if self.speedup is not None:
             speed = f"{self.speedup:.3f}x [{self.low:.3f}, {self.high:.3f}]"

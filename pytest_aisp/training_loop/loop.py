@@ -5,25 +5,18 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from ..timing.cross_check import union
-
-if TYPE_CHECKING:
-    from torch.profiler import record_function
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How many steps are warm-up, profiled, and timed, in this order.
-
-    Attributes:
-        profiled: steps under the profiler, if a GPU is used.
-        steps: the most steps to time; None means all remaining ones.
-    """
+    """How many steps are warm-up, profiled (if a GPU is used), and timed (None: all the others)."""
 
     warmup: int = 5
     profiled: int = 10
@@ -32,11 +25,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: the seconds waiting for its batch, then the seconds until the next request.
-
-    Attributes:
-        first: whether its batch was the first of an epoch.
-    """
+    """Seconds waiting for a batch, and from then to the next request; `first` of its epoch."""
 
     wait: float
     body: float
@@ -69,10 +58,7 @@ class Instruments:
 
 
 class Loop:
-    """Times one loop, which reports when it requests a batch and when it has received it.
-
-    Args:
-        ready: whether warm-up may end.
+    """Times one loop, which calls `request` and `receive` for each batch.
 
     Attributes:
         drained: seconds that the GPU kept working after the last timed step of each epoch.
@@ -94,7 +80,6 @@ class Loop:
 
     @property
     def done(self) -> bool:
-        """Whether all planned steps are timed."""
         return self._phase == "done"
 
     def begin_epoch(self, make: Callable[[], Iterator[T]]) -> Iterator[T]:
@@ -105,7 +90,6 @@ class Loop:
         return batches
 
     def request(self) -> None:
-        """Record that the loop requests a batch, which ends the previous step."""
         now = self._instruments.clock()
         if self._working:
             self._close(now)
@@ -113,7 +97,6 @@ class Loop:
         self._since = self._instruments.clock()
 
     def receive(self) -> None:
-        """Record that the batch has arrived."""
         now = self._instruments.clock()
         self._wait += now - self._since
         self._working, self._since = True, now
@@ -121,7 +104,6 @@ class Loop:
             self.profile.begin_step()
 
     def end_epoch(self) -> None:
-        """Record that there are no more batches."""
         self._drain()
         if self._phase == "profiled":
             self._stop_profile()
@@ -227,18 +209,16 @@ class TorchProfile:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
         self._profiler = profile(activities=activities)
         self._lost = False
-        self._annotation: record_function | None = None
+        self._step = ExitStack()
         self._profiler.start()
 
     def begin_step(self) -> None:
         from torch.profiler import record_function
 
-        self._annotation = record_function(BODY)
-        self._annotation.__enter__()
+        self._step.enter_context(record_function(BODY))
 
     def end_step(self) -> None:
-        assert self._annotation is not None
-        self._annotation.__exit__(None, None, None)
+        self._step.close()
 
     def stop(self) -> None:
         try:
@@ -247,7 +227,6 @@ class TorchProfile:
             self._lost = True
 
     def events(self) -> list[Event]:
-        """Return the events; none if another profiler took over."""
         events = [] if self._lost else self._profiler.events() or []
         return [
             Event(

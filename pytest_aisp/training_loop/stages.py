@@ -107,21 +107,13 @@ def _leaves(place: AnyPlace, above: tuple[int, ...]) -> Iterator[AnyPlace]:
         yield place
 
 
-def innermost(dataset: object) -> list[object]:
+def innermost(dataset: object, above: tuple[int, ...] = ()) -> list[object]:
     """Return the datasets that produce the items of `dataset`, each once: those it wraps, or it."""
-    found: dict[int, object] = {}
-
-    def walk(owner: object, above: tuple[int, ...]) -> None:
-        if id(owner) in above:
-            return
-        inner = _wrapped_datasets(owner)
-        for one in inner:
-            walk(one, (*above, id(owner)))
-        if not inner:
-            found[id(owner)] = owner
-
-    walk(dataset, ())
-    return list(found.values())
+    if id(dataset) in above:
+        return []
+    inner = _wrapped_datasets(dataset)
+    found = [leaf for one in inner for leaf in innermost(one, (*above, id(dataset)))]
+    return list({id(leaf): leaf for leaf in found}.values()) if inner else [dataset]
 
 
 def name_of(work: object) -> str:
