@@ -45,7 +45,7 @@ NOT_LAUNCHED = {
 _ADVICE = re.compile(r"\bAdvisory: (.*)")
 _ERROR = re.compile(r"\berror\s*:\s*(.*)")
 # ptxas's errors for an instruction that it knows but the target lacks.
-_LACKS = re.compile(r"not supported on \.target|requires \.target|cannot be compiled for arch")
+_MISSING = re.compile(r"not supported on \.target|requires \.target|cannot be compiled for arch")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Attempt:
     @property
     def refused(self) -> bool:
         """Whether every error says that the target lacks the feature."""
-        return not self.code and all(map(_LACKS.search, self.errors))
+        return not self.code and all(map(_MISSING.search, self.errors))
 
 
 ByArch: TypeAlias = "Mapping[str, tuple[Attempt, ...]]"
@@ -108,7 +108,7 @@ def survey(feature: str, archs: Sequence[str] = GPU_ARCHS) -> ByArch:
     return {arch: tuple(attempt(feature, to) for to in targets(arch)) for arch in archs}
 
 
-def least(attempts: tuple[Attempt, ...]) -> str:
+def first_target(attempts: tuple[Attempt, ...]) -> str:
     """Return the first target that has the feature, or an empty string."""
     return next((a.target for a in attempts if a.code), "")
 
@@ -119,19 +119,19 @@ def expected(feature: str, arch: str) -> str:
     return "" if suffix is None else target_of(arch) + suffix
 
 
-def differences(feature: str, found: ByArch) -> Iterator[str]:
+def differences(feature: str, attempts_by_arch: ByArch) -> Iterator[str]:
     """Yield a line for each difference between the results for `feature` and the table."""
-    for arch, attempts in found.items():
+    for arch, attempts in attempts_by_arch.items():
         for a in attempts:
             if not a.code and not a.refused:
                 yield f"{feature} for {a.target}: the probe failed: {a.errors[0]}"
-        told, seen = expected(feature, arch), least(attempts)
-        if told != seen:
-            says = f"the table says {told or 'nothing'}, {seen or 'nothing'} takes it"
-            yield f"{feature} on {arch}: {says}"
+        listed, actual = expected(feature, arch), first_target(attempts)
+        if listed != actual:
+            difference = f"the table says {listed or 'nothing'}, {actual or 'nothing'} takes it"
+            yield f"{feature} on {arch}: {difference}"
         taken = [bool(a.code) for a in attempts]
         if taken != sorted(taken):  # the arch's own target must take what the plain one takes
-            yield f"{feature} on {arch}: {seen} takes it and {attempts[-1].target} does not"
+            yield f"{feature} on {arch}: {actual} takes it and {attempts[-1].target} does not"
 
 
 def launches(machine: Machine) -> dict[str, str]:
@@ -152,9 +152,9 @@ def _launch_in_subprocess(feature: str) -> str:
         return f"no answer within {SECONDS:g} s"
     if done.returncode == 0:
         return ""
-    said = (done.stdout + done.stderr).split("\n")
-    died = f"it died without a word, exit code {done.returncode}"
-    return next((line.strip() for line in reversed(said) if line.strip()), died)
+    output = (done.stdout + done.stderr).split("\n")
+    died = f"it died without a message, exit code {done.returncode}"
+    return next((line.strip() for line in reversed(output) if line.strip()), died)
 
 
 def launch(feature: str) -> str:
@@ -163,10 +163,10 @@ def launch(feature: str) -> str:
     device = core.Device(0)
     device.set_current()
     arch = "sm{}{}".format(*device.compute_capability)
-    made = attempt(feature, target_of(arch, [feature]))
-    if not made.code:
-        return made.errors[0]
-    kernel = core.ObjectCode.from_cubin(made.code).get_kernel("probe")
+    attempted = attempt(feature, target_of(arch, [feature]))
+    if not attempted.code:
+        return attempted.errors[0]
+    kernel = core.ObjectCode.from_cubin(attempted.code).get_kernel("probe")
     pinned = core.LegacyPinnedMemoryResource().allocate(4 * BLOCKS)
     answers = (ctypes.c_uint32 * BLOCKS).from_address(int(pinned.handle))
     answers[:] = [0] * BLOCKS
@@ -196,8 +196,8 @@ def report(found: Mapping[str, ByArch], here: str, launched: Mapping[str, str]) 
     last = "runs on this GPU" if here in archs else ""
     yield f"{'':21}{''.join(f'{arch:9}' for arch in archs)}{last}".rstrip()
     for feature, by_arch in found.items():
-        cells = "".join(f"{least(by_arch[arch]) or '-':9}" for arch in archs)
-        yield f"{feature:21}{cells}{_seen(feature, here, launched)}".rstrip()
+        cells = "".join(f"{first_target(by_arch[arch]) or '-':9}" for arch in archs)
+        yield f"{feature:21}{cells}{_launch_result(feature, here, launched)}".rstrip()
         for attempts in by_arch.values():
             if refusals := [a for a in attempts if not a.code]:
                 yield f"    {refusals[-1].target}: {refusals[-1].errors[0]}"
@@ -205,7 +205,7 @@ def report(found: Mapping[str, ByArch], here: str, launched: Mapping[str, str]) 
                 yield f"    {attempts[-1].target}: {attempts[-1].words}"
 
 
-def _seen(feature: str, here: str, launched: Mapping[str, str]) -> str:
+def _launch_result(feature: str, here: str, launched: Mapping[str, str]) -> str:
     if feature in launched:
         return f"no: {launched[feature]}" if launched[feature] else "yes"
     if here in ASSEMBLED.get(feature, ()):
@@ -228,7 +228,7 @@ def probe() -> int:
         return 1
     machine = Machine.here()
     print(f"NVRTC {version} compiles for " + ", ".join(f"sm_{c}" for c in capabilities))
-    print(_gpu_words(machine), end="\n\n")
+    print(_gpu_description(machine), end="\n\n")
     archs = [arch for arch in GPU_ARCHS if int(arch[2:]) in capabilities]
     found, launched = {f: survey(f, archs) for f in ASSEMBLED}, launches(machine)
     print(*report(found, machine.arch, launched), sep="\n")
@@ -242,7 +242,7 @@ def probe() -> int:
     return int(bool(differing))
 
 
-def _gpu_words(machine: Machine) -> str:
+def _gpu_description(machine: Machine) -> str:
     if machine.arch == "cpu":
         return "no GPU here: what follows was assembled, nothing was launched"
     if machine.arch not in GPU_ARCHS:

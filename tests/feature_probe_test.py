@@ -1,4 +1,4 @@
-"""The table of features: derived by assembling probes, printed by a command, used by pages."""
+"""The table of GPU features: derived by assembling probes, and used by pages."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ needs_nvrtc = pytest.mark.skipif(
 )
 
 
-# The table and the probes.
+# The table and the probes
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("feature", ASSEMBLED)
 def test_exactly_the_archs_in_the_table_assemble_a_feature(feature):
-    found = feature_probe.survey(feature)
-    assert list(feature_probe.differences(feature, found)) == []
-    assert any(attempt.code for attempts in found.values() for attempt in attempts)
-    assert [arch for arch in found if feature_probe.least(found[arch])] == list(ASSEMBLED[feature])
+    by_arch = feature_probe.survey(feature)
+    assert list(feature_probe.differences(feature, by_arch)) == []
+    taken = [arch for arch, attempts in by_arch.items() if feature_probe.first_target(attempts)]
+    assert taken == list(ASSEMBLED[feature])
 
 
 def test_every_feature_has_one_probe_and_one_sentence():
@@ -71,7 +71,7 @@ def test_the_document_shows_the_table():
 
 
 @needs_nvrtc
-def test_the_document_quotes_real_assembler_errors():
+def test_the_document_quotes_the_assembler():
     text = " ".join(DOCUMENT.read_text().split())
     quoted = set(re.findall(r"`((?:Feature|Instruction) '[^`]*? '(sm_\w+)')`", text))
     assert len(quoted) >= 6
@@ -81,22 +81,18 @@ def test_the_document_quotes_real_assembler_errors():
     for words, target in quoted:
         feature = next(feature for key, feature in names.items() if key in words)
         assert words in feature_probe.attempt(feature, target).errors
-
-
-@needs_nvrtc
-def test_the_document_quotes_real_assembler_advice():
     text = " ".join(re.sub(r"\n> ", " ", DOCUMENT.read_text()).split())
-    advised = feature_probe.attempt("multicast", "sm_121a")
-    assert advised.code
-    assert advised.words.partition(" should be used on .target")[0] in text
-    assert advised.words.partition("instead of ")[2] in text
+    advice = feature_probe.attempt("multicast", "sm_121a")
+    assert advice.code
+    assert advice.words.partition(" should be used on .target")[0] in text
+    assert advice.words.partition("instead of ")[2] in text
 
 
-# A probe that fails for another reason than a missing feature.
+# Errors for a missing feature, and others
 
 
 REFUSED = "ptxas input, line 24; error   : Instruction 'elect' not supported on .target 'sm_90'"
-OTHER = {
+OTHER_ERRORS = {
     "a misspelt instruction": "error   : Not a name of any known instruction: 'elekt'",
     "half refused": f"{REFUSED}\nptxas, line 25; error   : Unknown modifier '.alic'",
     "broken C++": 'features.cu(4): error: identifier "tile" is undefined',
@@ -106,7 +102,7 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("words", OTHER.values(), ids=OTHER)
+@pytest.mark.parametrize("words", OTHER_ERRORS.values(), ids=OTHER_ERRORS)
 def test_other_errors_are_not_a_missing_feature(words):
     attempts = (Attempt("sm_90", words=words), Attempt("sm_90a", b"code"))
     assert not attempts[0].refused
@@ -138,30 +134,26 @@ def test_a_broken_probe_is_reported_as_such(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("codes", "says"),
+    ("codes", "message"),
     [
         ((b"code", b"code"), "wgmma on sm90: the table says sm_90a, sm_90 takes it"),
         ((b"", b""), "wgmma on sm90: the table says sm_90a, nothing takes it"),
         ((b"code", b""), "wgmma on sm90: sm_90 takes it and sm_90a does not"),
     ],
 )
-def test_a_difference_from_the_table_is_reported(codes, says):
+def test_a_difference_from_the_table_is_reported(codes, message):
     targets = zip(("sm_90", "sm_90a"), codes, strict=True)
-    found = tuple(Attempt(target, code, REFUSED) for target, code in targets)
-    assert says in feature_probe.differences("wgmma", {"sm90": found})
-
-
-def test_an_unlisted_feature_is_a_difference():
-    found = {"sm90": (Attempt("sm_90", b"code"),)}
-    [line] = feature_probe.differences("f32x2", found)
+    attempts = tuple(Attempt(target, code, REFUSED) for target, code in targets)
+    assert message in feature_probe.differences("wgmma", {"sm90": attempts})
+    [line] = feature_probe.differences("f32x2", {"sm90": (Attempt("sm_90", b"code"),)})
     assert line == "f32x2 on sm90: the table says nothing, sm_90 takes it"
 
 
-# The command.
+# The command
 
 
 def by_the_table(feature, target):
-    """Answer as the assembler does, from the table and at no cost."""
+    """Return what the assembler would, from the table."""
     arch, suffix = re.fullmatch(r"(sm_\d+)([af]?)", target).groups()
     least = ASSEMBLED[feature].get(arch.replace("_", ""))
     if least is not None and (suffix == "a" or least in ("", suffix)):
@@ -226,7 +218,7 @@ def test_a_failed_launch_is_a_difference(command):
 
 
 def test_an_unlisted_gpu_launches_nothing(command):
-    code, lines = command(machine=RTX, faults={"tma": "must not be asked"})
+    code, lines = command(machine=RTX, faults={"tma": "must not be launched"})
     assert code == 0
     assert lines[1] == "NVIDIA RTX is sm120, which is not in the table: nothing was launched"
     assert not lines[3].endswith("GPU")
@@ -258,9 +250,6 @@ def test_archs_unknown_to_the_compiler_are_a_difference(command):
         "sm103: NVRTC 13.5 does not know it",
         "sm121: NVRTC 13.5 does not know it",
     ]
-
-
-def test_a_compiler_that_knows_no_arch_of_ours_says_so(command):
     code, lines = command(known=(75,))
     assert code == 1
     assert "sm90: NVRTC 13.5 does not know it" in lines
@@ -297,24 +286,24 @@ def test_an_unknown_feature_cannot_be_launched(capsys):
     assert "invalid choice: 'warp9'" in capsys.readouterr().err
 
 
-# Launching.
+# Launches
 
 
 @pytest.mark.parametrize(
-    ("code", "says"),
+    ("code", "message"),
     [
         ("pass", ""),
         ("print('the result is wrong'); exit(1)", "the result is wrong"),
         ("raise OSError('CUDA_ERROR_UNKNOWN')", "OSError: CUDA_ERROR_UNKNOWN"),
-        ("import os; os._exit(11)", "it died without a word, exit code 11"),
+        ("import os; os._exit(11)", "it died without a message, exit code 11"),
         ("import time; time.sleep(60)", "no answer within 2 s"),
     ],
     ids=["right", "wrong", "error", "fault", "hang"],
 )
-def test_a_launch_runs_in_its_own_process(monkeypatch, code, says):
+def test_a_launch_runs_in_its_own_process(monkeypatch, code, message):
     monkeypatch.setattr(feature_probe, "LAUNCH", (sys.executable, "-c", code))
     monkeypatch.setattr(feature_probe, "SECONDS", 2.0)
-    assert feature_probe._launch_in_subprocess("tma") == says
+    assert feature_probe._launch_in_subprocess("tma") == message
 
 
 def test_every_launchable_feature_of_the_arch_is_launched(monkeypatch):
@@ -326,7 +315,7 @@ def test_every_launchable_feature_of_the_arch_is_launched(monkeypatch):
 
 
 class Core:
-    """What `launch` needs of cuda.core, with kernels that write `answers`."""
+    """The part of cuda.core that `launch` uses, with kernels that write `answers`."""
 
     def __init__(self, answers, capability=(9, 0)):
         self.answers, self.capability, self.launched = answers, capability, []
@@ -357,7 +346,7 @@ class Core:
 
 
 @pytest.mark.parametrize(
-    ("answers", "says"),
+    ("answers", "message"),
     [
         ([1, 1], ""),
         ([0, 1], ""),
@@ -365,11 +354,11 @@ class Core:
         ([0, 0], "the kernel wrote no answer"),
     ],
 )
-def test_a_launched_probe_checks_its_result(monkeypatch, answers, says):
+def test_a_launched_probe_checks_its_result(monkeypatch, answers, message):
     core = Core(answers)
     monkeypatch.setattr(feature_probe, "toolchain", lambda: nvrtc.Toolchain(core, "13.5", 0))
     monkeypatch.setattr(feature_probe, "attempt", by_the_table)
-    assert feature_probe.launch("wgmma") == says
+    assert feature_probe.launch("wgmma") == message
     assert core.launched == [({"grid": 2, "block": 128}, ("probe", b"code"), 0)]
 
 
@@ -388,7 +377,7 @@ def test_the_launch_process_prints_its_result(monkeypatch, capsys, fault, code):
     assert capsys.readouterr().out == f"{fault}\n"
 
 
-# What a page's kernel files are compiled for.
+# The targets of a page's kernel files
 
 
 @pytest.mark.parametrize(
@@ -464,7 +453,7 @@ KERNEL = 'extern "C" __global__ void {}(float* x) {{ asm volatile("{}"); }}'
 
 @pytest.fixture
 def page(tmp_path):
-    """Import a page of two kernel files, of which one has an instruction of sm_90a."""
+    """Import a page of two kernel files. `special.cu` has an instruction of sm_90a."""
 
     def page(*, optimized="warpgroup", targets="", more=""):
         (tmp_path / "plain.cu").write_text(KERNEL.format("naive", ""))
@@ -477,31 +466,35 @@ def page(tmp_path):
     return page
 
 
-def test_needs_of_a_variant_apply_to_the_files_it_launches(page):
-    made = page(optimized="Variant(warpgroup, needs=['tma', 'wgmma'])")
-    assert made.special.target("sm90") == "sm_90a"
-    assert made.special.target("sm100") == "sm_100"
-    assert made.plain.target("sm90") == "sm_90"
-
-
-def test_needs_of_a_page_apply_to_all_its_files(page):
-    made = page(more="conditions=Conditions(needs='wgmma')")
-    assert made.special.target("sm90") == made.plain.target("sm90") == "sm_90a"
-
-
-def test_a_need_that_every_target_has_changes_no_target(page):
-    made = page(more="conditions=Conditions(needs='tma')")
-    assert made.special.target("sm90") == "sm_90"
-    assert made.special.needs == set()
-
-
-def test_explicit_targets_override_needs(page):
-    made = page(
-        more="conditions=Conditions(needs='setmaxnreg')", targets=', targets={"sm100": "sm_100f"}'
-    )
-    assert made.special.target("sm100") == "sm_100f"
-    assert made.special.target("sm103") == "sm_103a"
-    assert made.plain.target("sm100") == "sm_100a"
+@pytest.mark.parametrize(
+    ("options", "plain", "special"),
+    [
+        (
+            {"optimized": "Variant(warpgroup, needs=['tma', 'wgmma'])"},
+            {"sm90": "sm_90"},
+            {"sm90": "sm_90a", "sm100": "sm_100"},
+        ),
+        (
+            {"more": "conditions=Conditions(needs='wgmma')"},
+            {"sm90": "sm_90a"},
+            {"sm90": "sm_90a"},
+        ),
+        ({"more": "conditions=Conditions(needs='tma')"}, {"sm90": "sm_90"}, {"sm90": "sm_90"}),
+        (
+            {
+                "more": "conditions=Conditions(needs='setmaxnreg')",
+                "targets": ', targets={"sm100": "sm_100f"}',
+            },
+            {"sm100": "sm_100a"},
+            {"sm100": "sm_100f", "sm103": "sm_103a"},
+        ),
+    ],
+    ids=["needs of a variant", "needs of a page", "needs that every target has", "explicit"],
+)
+def test_targets_follow_from_needs(page, options, plain, special):
+    module = page(**options)
+    assert {arch: module.plain.target(arch) for arch in plain} == plain
+    assert {arch: module.special.target(arch) for arch in special} == special
 
 
 @needs_nvrtc
