@@ -70,6 +70,8 @@ def test_goodput_is_a_share_of_the_measured_time(page, counting_gpu, pytester):
     ("call", "says"),
     [
         ("pair.assert_energy(at_most=0)", "at_most=0 of the baseline's energy: it must be above 0"),
+        ("pair.assert_memory(at_most=0)", "at_most=0 of the baseline's memory: it must be above 0"),
+        ("pair.assert_launches(at_most=0)", "at_most=0 launches: it must be above 0"),
         (
             "pair.assert_goodput(at_least=1.5)",
             "at_least=1.5 of the wall time: it must be above 0 and at most 1",
