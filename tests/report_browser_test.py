@@ -232,7 +232,7 @@ def opens_an_odd_case(user):
     user.clicks("#cases tr.v-fail a[href*=odd]")
     assert user.sees("#case h1") == [LONG]
     assert user.too_wide == 0
-    assert "None of the 2 other runs timed" in user.sees("#case .said")[-2]
+    assert "None of the 2 other runs timed" in user.sees("#case .note")[-2]
     assert user.js("decodeURIComponent(location.hash)") == f"#case/{ODD}"
     assert user.sees("#case .command pre")[0].startswith("pytest 'ch01/odd_test.py::test_odd[<")
     user.opens("#case/no%20such%ZZ")

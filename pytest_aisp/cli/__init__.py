@@ -1,1 +1,1 @@
-"""The command line `aisp`: its commands and their options; what they answer is made below."""
+"""The command line `aisp`: commands and their options. `tools` computes what they print."""

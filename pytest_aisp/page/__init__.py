@@ -1,1 +1,1 @@
-"""What a page says: a pair of sides, its cases, what it needs, the sources it consists of."""
+"""What a page declares: a pair of sides, its cases, its needs, and the digests of its sources."""

@@ -143,22 +143,22 @@ def report_data(
         target: the folder that the report goes to. Links to profiles are relative to it.
     """
     most = blocks_for(len(run.cases))
-    entries = _history(run, history)
+    histories = _history(run, history)
     roots = [Path(run.manifest.root), Path(".")] if pages_root is None else [pages_root]
     pages = {case.page for case in run.cases if case.page}
     code = _CodeBudget(_read_pages(pages, roots), MAX_CODE)
     cases = []
     for case in sorted(run.cases, key=_order):
-        shown = ReportCase(**msgspec.structs.asdict(case), command=f"pytest {shlex.quote(case.id)}")
-        shown.samples = None
-        shown.profile = _profile(case, run.folder, target)
-        shown.history = entries.get((case.id, case.product), [])
+        entry = ReportCase(**msgspec.structs.asdict(case), command=f"pytest {shlex.quote(case.id)}")
+        entry.samples = None
+        entry.profile = _profile(case, run.folder, target)
+        entry.history = histories.get((case.id, case.product), [])
         try:
-            shown.processes = thinned(read_timings(run, case), most)
+            entry.processes = thinned(read_timings(run, case), most)
         except SamplesError as error:
-            shown.samples_error = shortened(f"{'. '.join(str(error).splitlines())}.")
-        code.add_to(shown)
-        cases.append(shown)
+            entry.samples_error = shortened(f"{'. '.join(str(error).splitlines())}.")
+        code.add_to(entry)
+        cases.append(entry)
     return ReportData(run.manifest.peaks, code.pages(), cases, most, len(history))
 
 
@@ -203,21 +203,23 @@ def _read_pages(paths: Iterable[str], roots: Sequence[Path]) -> dict[str, Page]:
 
 @dataclass
 class _CodeBudget:
-    """Adds code to the cases until `MAX_CODE` bytes are used up."""
+    """Adds code to the cases until `left` bytes are used up."""
 
     sources: dict[str, Page]
     left: int
     sides: dict[str, dict[str, str]] = field(default_factory=dict)
-    known: dict[tuple[str, str, str], tuple[dict[str, str], str]] = field(default_factory=dict)
 
     def add_to(self, case: ReportCase) -> None:
-        """Add what changed between the sides to `case`, and their code to its page."""
+        """Add the diff of the sides to `case`, and their code to its page."""
         source = self.sources.get(case.page)
         if source is None:
             return
         case.baseline = case.baseline or source.sides(case.function)[0]
-        texts, changes = self._code(source, case)
+        names = (case.baseline, case.variant)
+        baseline, optimized = (cleaned(source.side(name)) for name in names)
+        changes = diff(baseline, optimized, names) if baseline and optimized else ""
         listed = self.sides.setdefault(case.page, {})
+        texts = dict(zip(names, (baseline, optimized), strict=True))
         new = {name: text for name, text in texts.items() if text and name not in listed}
         needed = sum(len(text.encode()) for text in (changes, *new.values()))
         if needed > self.left:
@@ -226,16 +228,6 @@ class _CodeBudget:
         self.left -= needed
         listed.update(new)
         case.diff = changes
-
-    def _code(self, source: Page, case: ReportCase) -> tuple[dict[str, str], str]:
-        """Return the code of both sides and their diff. Most cases of a page differ by size."""
-        key = (case.page, case.baseline, case.variant)
-        if key not in self.known:
-            names = (case.baseline, case.variant)
-            texts = {name: str(cleaned(source.side(name))) for name in names}
-            changes = diff(texts[names[0]], texts[names[1]], names) if all(texts.values()) else ""
-            self.known[key] = texts, changes
-        return self.known[key]
 
     def pages(self) -> dict[str, ReportPage]:
         return {
@@ -289,7 +281,7 @@ def thinned(timings: Sequence[Timing], most: int) -> list[Process]:
 
 def _process(timing: Timing, most: int, *, of: int) -> Process:
     blocks = _blocks(timing)
-    shown = _shown(blocks, most)
+    shown = _select_blocks(blocks, most)
     windows = [window for index in shown for window in blocks[index]]
     laps = len(timing.laps)
     whole_laps = laps > 0 and len(blocks) % laps == 0  # all of the same length
@@ -317,7 +309,7 @@ def _blocks(timing: Timing) -> list[list[tuple[str, float]]]:
     return [[(sides[w][0], next(sides[w][1])) for w in order] for order in orders]
 
 
-def _shown(blocks: Sequence[Sequence[tuple[str, float]]], most: int) -> list[int]:
+def _select_blocks(blocks: Sequence[Sequence[tuple[str, float]]], most: int) -> list[int]:
     """Return the indices of the blocks to show, in order."""
     count = len(blocks)
     if count <= most:

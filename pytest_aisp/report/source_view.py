@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 CONTEXT = 4
 """Lines around a change in a diff."""
@@ -90,17 +91,18 @@ class Page:
 
     def _kernels(self, nodes: list[ast.stmt]) -> Iterator[str]:
         """Yield for each kernel file the kernels that `nodes` use, and what these use of it."""
-        wanted: dict[str, list[str]] = {}
+        names_by_file: dict[str, list[str]] = {}
         for node in (n for top in nodes for n in ast.walk(top)):
             if isinstance(node, ast.Attribute) and _name(node.value) in self.modules:
-                wanted.setdefault(self.modules[_name(node.value)], []).append(node.attr)
-        for file, names in sorted(wanted.items()):
+                names_by_file.setdefault(self.modules[_name(node.value)], []).append(node.attr)
+        for file, names in sorted(names_by_file.items()):
             if parts := kernel_parts(_read_kernels(self.path.parent / file), names):
                 yield f"// {file}\n\n" + "\n\n".join(parts)
 
 
+@cache
 def diff(baseline: str, optimized: str, names: tuple[str, str]) -> str:
-    """Return what changed from `baseline` to `optimized`, as ``diff -u`` writes it."""
+    """Return the diff from `baseline` to `optimized` in the format of ``diff -u``."""
     lines = difflib.unified_diff(
         baseline.splitlines(), optimized.splitlines(), *names, lineterm="", n=CONTEXT
     )
@@ -169,26 +171,34 @@ _VARIABLE = re.compile(r"([A-Za-z_]\w*)\s*(?:\[[^\]]*\]\s*)*(?:=|,|$)")
 
 def kernel_parts(text: str, names: Sequence[str]) -> list[str]:
     """Return the parts of a kernel file that declare one of `names` or what these use, in order."""
-    parts = list(_parts(text))
-    declared = [_declared_names(part) for part in parts]
+    parts = _parts(text)
     reached: set[int] = set()
     pending = set(names)
     while pending:
-        new = {i for i in range(len(parts)) if declared[i] & pending} - reached
+        new = {i for i, part in enumerate(parts) if part.declared & pending} - reached
         reached |= new
-        pending = {word for i in new for word in _WORD.findall(_code(parts[i]))}
-    return [parts[i] for i in sorted(reached)]
+        pending = {word for i in new for word in parts[i].words}
+    return [parts[i].text for i in sorted(reached)]
 
 
-def _parts(text: str) -> Iterator[str]:
-    """Yield the parts between blank lines outside of braces, each with the comments above it."""
+class _Part(NamedTuple):
+    text: str
+    declared: set[str]
+    words: set[str]
+
+
+@cache
+def _parts(text: str) -> list[_Part]:
+    """Return the parts between blank lines outside of braces, each with the comments above it."""
+    parts = []
     part = ""
     for block in re.split(r"\n\s*\n", text.strip("\n")):
         part = f"{part}\n\n{block}" if part else block
         code = _code(part)
         if code.strip() and code.count("{") <= code.count("}"):
-            yield part
+            parts.append(_Part(part, _declared_names(code), set(_WORD.findall(code))))
             part = ""
+    return parts
 
 
 def _code(part: str) -> str:
@@ -196,8 +206,8 @@ def _code(part: str) -> str:
     return _NAMESPACE.sub(" ", _COMMENT_OR_STRING.sub(" ", part))
 
 
-def _declared_names(part: str) -> set[str]:
-    code = _ATTRIBUTE.sub(" ", _code(part))
+def _declared_names(code: str) -> set[str]:
+    code = _ATTRIBUTE.sub(" ", code)
     names = set(re.findall(r"#\s*define\s+(\w+)", code))
     code = _DIRECTIVE.sub("", code)
     for enumerators in re.findall(r"\benum\b[^;{]*\{([^}]*)\}", code):

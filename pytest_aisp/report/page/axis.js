@@ -48,11 +48,11 @@ function drawAxis() {
   byId("grid").replaceChildren(
     ...ticks.map(([t, at]) => s("line", { class: Math.abs(t - 1) < 1e-9 && "one", x1: at, x2: at, y1: 0, y2: "100%" })));
   for (const i of shown.filter((n) => drawn[n])) {
-    const found = drawn[i], p = all[i] || {};
-    move(found.mark, x(p.value));
-    move(found.interval, x(p.low), x(p.high));
-    move(found.claim, p.claim ? x(p.claim) : NaN);
-    move(found.stored, p.stored ? x(p.stored) : NaN);
+    const marks = drawn[i], p = all[i] || {};
+    move(marks.mark, x(p.value));
+    move(marks.interval, x(p.low), x(p.high));
+    move(marks.claim, p.claim ? x(p.claim) : NaN);
+    move(marks.stored, p.stored ? x(p.stored) : NaN);
   }
 }
 

@@ -23,7 +23,7 @@ function bars(one) {
       s("text", { x: `${part}%`, dx: 8, y: 18 }, duration(seconds))));
   };
   return h("div", { class: "bars" }, bar(one.baseline, baseline, "b"), bar(one.variant, optimized, "o"),
-    least && h("p", { class: "said" }, `Dashed: ${duration(least)}, the least time for the declared work at the measured ${one.limit.name} rate.`));
+    least && h("p", { class: "note" }, `Dashed: ${duration(least)}, the least time for the declared work at the measured ${one.limit.name} rate.`));
 }
 
 const UNITS = { memory: bytes, reserved: bytes, fragmentation: bytes, energy: joules, goodput: percent };
@@ -32,29 +32,29 @@ const SHARES = ["memory", "reserved", "fragmentation", "energy"];
 
 // What a call of each side takes: metrics of the page, and facts from the timing.
 function costs(one) {
-  const facts = one.processes ? one.processes[0].facts : {}, goals = one.goals || {}, found = [];
-  if (one.seconds) found.push([`time (${one.clock} clock)`, duration(one.seconds.baseline), duration(one.seconds.optimized)]);
+  const facts = one.processes ? one.processes[0].facts : {}, goals = one.goals || {}, lines = [];
+  if (one.seconds) lines.push([`time (${one.clock} clock)`, duration(one.seconds.baseline), duration(one.seconds.optimized)]);
   for (const [name, words] of [["as_called", "time as called"], ["gpu_only", "time on the GPU alone"]]) {
-    if (Array.isArray(facts[name])) found.push([words, ...facts[name].map(duration)]);
+    if (Array.isArray(facts[name])) lines.push([words, ...facts[name].map(duration)]);
   }
   for (const [name, both] of Object.entries(goals)) {
     const unit = UNITS[name] || digits;
     const limit = (value) => (SHARES.includes(name) ? `${digits(value)} of the baseline's` : unit(value));
     const words = both.limit !== undefined ? `, at ${name === "goodput" ? "least" : "most"} ${limit(both.limit)}` : "";
-    found.push([`${CALLS[name] || name}${words}`, unit(both.baseline), unit(both.optimized)]);
+    lines.push([`${CALLS[name] || name}${words}`, unit(both.baseline), unit(both.optimized)]);
   }
   const peak = facts.peak_bytes;
-  if (peak && !goals.memory && "baseline" in peak && "optimized" in peak) found.push([CALLS.memory, bytes(peak.baseline), bytes(peak.optimized)]);
+  if (peak && !goals.memory && "baseline" in peak && "optimized" in peak) lines.push([CALLS.memory, bytes(peak.baseline), bytes(peak.optimized)]);
   const nodes = facts.graph_nodes;
   if (nodes && nodes.baseline && nodes.optimized) {
     for (const kind of new Set([...Object.keys(nodes.baseline), ...Object.keys(nodes.optimized)])) {
-      found.push([`${kind} nodes in the graph`, digits(nodes.baseline[kind] || 0), digits(nodes.optimized[kind] || 0)]);
+      lines.push([`${kind} nodes in the graph`, digits(nodes.baseline[kind] || 0), digits(nodes.optimized[kind] || 0)]);
     }
   }
-  if (!found.length) return null;
+  if (!lines.length) return null;
   return h("table", { class: "table" }, h("thead", null, h("tr", null, h("th", { scope: "col" }, "A call takes"),
     h("th", { scope: "col", class: "n" }, one.baseline || "baseline"), h("th", { scope: "col", class: "n" }, one.variant))),
-    h("tbody", null, found.map(([name, b, o]) => h("tr", null, h("th", { scope: "row" }, name), h("td", { class: "n" }, b), h("td", { class: "n" }, o)))));
+    h("tbody", null, lines.map(([name, b, o]) => h("tr", null, h("th", { scope: "row" }, name), h("td", { class: "n" }, b), h("td", { class: "n" }, o)))));
 }
 
 function range(processes, name, unit) {
@@ -66,19 +66,19 @@ function range(processes, name, unit) {
 
 // The evidence for the verdict.
 function evidence(one) {
-  const claim = one.claim, stored = one.stored, processes = one.processes || [], found = [];
-  if (claim) found.push(["claim", `${typeof claim.at_least === "number" ? `at least ${digits(claim.at_least)}×` : claim.at_least}${claim.from ? `, ${claim.from}` : ""}`]);
-  found.push(["stored", stored ? `${ratio(stored.speedup)}, ${stored.from || ""}` : "no result for this product yet"]);
-  if (one.votes) found.push(["votes of fresh processes", one.votes.map(ratio).join(", ")]);
-  if (one.limit) found.push(["share of limit", `${percent(one.limit.share, 1)} of ${one.limit.name}`]);
-  if (one.detectable) found.push(["smallest detectable loss", percent(one.detectable, 1)]);
-  if (one.spread) found.push(["spread of a process", percent(one.spread, 2)]);
-  const watched = [range(processes, "sm_mhz", "MHz"), range(processes, "watts", "W"), range(processes, "celsius", "°C")];
-  if (watched.some(Boolean)) found.push(["while timed", watched.filter(Boolean).join(" · ")]);
-  found.push(["machine", [one.product, one.arch].filter(Boolean).join(", ")], ["bound", one.bound]);
-  if (one.wall) found.push(["time for the whole case", `${digits(one.wall, 3)} s`]);
+  const claim = one.claim, stored = one.stored, processes = one.processes || [], lines = [];
+  if (claim) lines.push(["claim", `${typeof claim.at_least === "number" ? `at least ${digits(claim.at_least)}×` : claim.at_least}${claim.from ? `, ${claim.from}` : ""}`]);
+  lines.push(["stored", stored ? `${ratio(stored.speedup)}, ${stored.from || ""}` : "no result for this product yet"]);
+  if (one.votes) lines.push(["votes of fresh processes", one.votes.map(ratio).join(", ")]);
+  if (one.limit) lines.push(["share of limit", `${percent(one.limit.share, 1)} of ${one.limit.name}`]);
+  if (one.detectable) lines.push(["smallest detectable loss", percent(one.detectable, 1)]);
+  if (one.spread) lines.push(["spread of a process", percent(one.spread, 2)]);
+  const readings = [range(processes, "sm_mhz", "MHz"), range(processes, "watts", "W"), range(processes, "celsius", "°C")];
+  if (readings.some(Boolean)) lines.push(["while timed", readings.filter(Boolean).join(" · ")]);
+  lines.push(["machine", [one.product, one.arch].filter(Boolean).join(", ")], ["bound", one.bound]);
+  if (one.wall) lines.push(["time for the whole case", `${digits(one.wall, 3)} s`]);
   return h("table", { class: "table" }, h("thead", null, h("tr", null, h("th", { scope: "col", colspan: 2 }, "Evidence for the verdict"))),
-    h("tbody", null, found.filter(([, v]) => v).map(([name, v]) => h("tr", null, h("th", { scope: "row" }, name), h("td", null, v)))));
+    h("tbody", null, lines.filter(([, v]) => v).map(([name, v]) => h("tr", null, h("th", { scope: "row" }, name), h("td", null, v)))));
 }
 
 const listed = (title, lines) => lines && lines.length
@@ -107,7 +107,7 @@ function crumbs(i) {
     h("span", null, at > 0 && link(to(at - 1), "Previous"), at >= 0 && at < shown.length - 1 && link(to(at + 1), "Next")));
 }
 
-const noHistory = (one) => h("section", null, h("h2", null, "History"), h("p", { class: "said" },
+const noHistory = (one) => h("section", null, h("h2", null, "History"), h("p", { class: "note" },
   `None of the ${data.runs} other runs timed this case on ${one.product || "this machine"}.`));
 
 function showCase(i) {

@@ -26,7 +26,7 @@ function tabs(entries) {
 
 function codeSection(one) {
   const page = data.pages[one.page];
-  if (!page) return h("section", null, h("h2", null, "Code"), h("p", { class: "said" }, `${one.page} could not be read when this report was written.`));
+  if (!page) return h("section", null, h("h2", null, "Code"), h("p", { class: "note" }, `${one.page} could not be read when this report was written.`));
   const entries = [];
   if (one.diff) entries.push(["What changed", () => diffLines(one.diff)]);
   for (const [role, name] of [["baseline", one.baseline], ["optimized", one.variant]]) {
@@ -37,6 +37,6 @@ function codeSection(one) {
     page.doc && h("section", null, h("h2", null, "The page says"), h("pre", { class: "doc" }, page.doc)),
     h("section", null, h("h2", null, "Code"),
       entries.length ? tabs(entries) : null,
-      h("p", { class: "said" }, `${entries.length ? "" : missing + " "}${one.page}, as of the time of this report. A side is shown with everything it uses of its page and its kernel files.`)),
+      h("p", { class: "note" }, `${entries.length ? "" : missing + " "}${one.page}, as of the time of this report. A side is shown with everything it uses of its page and its kernel files.`)),
   ];
 }

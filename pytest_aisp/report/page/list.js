@@ -1,7 +1,7 @@
 // The list of cases: filters and order. The rows are already in the page.
 
 const rows = [...document.querySelectorAll("#cases tbody tr")];
-const wanted = { verdicts: new Set(), chapter: "", bound: "", words: [], order: "look" };
+const filters = { verdicts: new Set(), chapter: "", bound: "", words: [], order: "look" };
 const listeners = [];
 const onShown = (listener) => listeners.push(listener);
 let shown = data.cases.map((_, i) => i);
@@ -27,10 +27,10 @@ const KEYS = {
 };
 
 function matches(one, i) {
-  return (!wanted.verdicts.size || wanted.verdicts.has(one.verdict))
-    && (!wanted.chapter || one.chapter === wanted.chapter)
-    && (!wanted.bound || one.bound === wanted.bound)
-    && wanted.words.every((word) => haystacks[i].includes(word));
+  return (!filters.verdicts.size || filters.verdicts.has(one.verdict))
+    && (!filters.chapter || one.chapter === filters.chapter)
+    && (!filters.bound || one.bound === filters.bound)
+    && filters.words.every((word) => haystacks[i].includes(word));
 }
 
 function compare(a, b) {
@@ -41,7 +41,7 @@ function compare(a, b) {
 }
 
 function refresh() {
-  const keys = data.cases.map(KEYS[wanted.order]);
+  const keys = data.cases.map(KEYS[filters.order]);
   shown = data.cases.map((_, i) => i).filter((i) => matches(data.cases[i], i));
   shown.sort((a, b) => compare(keys[a], keys[b]) || a - b);
   const visible = new Set(shown);
@@ -54,15 +54,15 @@ function refresh() {
 }
 
 function options(select, name) {
-  const found = [...new Set(data.cases.map((one) => one[name]).filter(Boolean))].sort();
-  select.append(...found.map((value) => h("option", { value }, value)));
-  select.addEventListener("change", () => { wanted[name] = select.value; refresh(); });
+  const values = [...new Set(data.cases.map((one) => one[name]).filter(Boolean))].sort();
+  select.append(...values.map((value) => h("option", { value }, value)));
+  select.addEventListener("change", () => { filters[name] = select.value; refresh(); });
 }
 
 function toggled(button) {
   const verdict = button.dataset.verdict;
-  if (!wanted.verdicts.delete(verdict)) wanted.verdicts.add(verdict);
-  button.setAttribute("aria-pressed", wanted.verdicts.has(verdict));
+  if (!filters.verdicts.delete(verdict)) filters.verdicts.add(verdict);
+  button.setAttribute("aria-pressed", filters.verdicts.has(verdict));
   refresh();
 }
 
@@ -70,7 +70,7 @@ function clearFilters() {
   const scale = byId("scale").value;
   byId("filters").reset();
   byId("scale").value = scale;
-  Object.assign(wanted, { verdicts: new Set(), chapter: "", bound: "", words: [], order: "look" });
+  Object.assign(filters, { verdicts: new Set(), chapter: "", bound: "", words: [], order: "look" });
   for (const button of document.querySelectorAll("#tally button")) button.setAttribute("aria-pressed", "false");
   refresh();
 }
@@ -83,9 +83,9 @@ function startList() {
   }
   options(byId("chapter"), "chapter");
   options(byId("bound"), "bound");
-  byId("order").addEventListener("change", (e) => { wanted.order = e.target.value; refresh(); });
+  byId("order").addEventListener("change", (e) => { filters.order = e.target.value; refresh(); });
   byId("search").addEventListener("input", (e) => {
-    wanted.words = e.target.value.toLowerCase().split(/\s+/).filter(Boolean);
+    filters.words = e.target.value.toLowerCase().split(/\s+/).filter(Boolean);
     refresh();
   });
   byId("filters").addEventListener("submit", (e) => e.preventDefault());

@@ -5,9 +5,9 @@ const open = (i) => { location.hash = address(data.cases[i]); };
 let leftAt = 0, opened = null;
 
 function addressed() {
-  const found = /^#case\/(.*)$/s.exec(location.hash);
-  if (!found) return -1;
-  try { return data.cases.findIndex((one) => one.id === decodeURIComponent(found[1])); } catch { return -1; }
+  const match = /^#case\/(.*)$/s.exec(location.hash);
+  if (!match) return -1;
+  try { return data.cases.findIndex((one) => one.id === decodeURIComponent(match[1])); } catch { return -1; }
 }
 
 function showOverview() {

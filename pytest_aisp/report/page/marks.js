@@ -18,26 +18,26 @@ const roomy = (values, least = 1.01, power = 0.12) => {
 };
 
 const decades = (low, high) => {
-  const found = [];
-  for (let p = Math.ceil(Math.log10(low) - 1e-9); 10 ** p <= high * (1 + 1e-9); p++) found.push(10 ** p);
-  return found;
+  const ticks = [];
+  for (let p = Math.ceil(Math.log10(low) - 1e-9); 10 ** p <= high * (1 + 1e-9); p++) ticks.push(10 ** p);
+  return ticks;
 };
 
 // About `count` round steps.
 const steps = (low, high, count = 5) => {
   const rough = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((m) => m * power).find((m) => m >= rough);
-  const found = [];
-  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-6; n++) found.push(n * step);
-  return found;
+  const ticks = [];
+  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-6; n++) ticks.push(n * step);
+  return ticks;
 };
 
 // Ticks of a logarithmic axis of ratios, from one percent to a factor of a thousand.
 const ratioTicks = (low, high, count = 6) => {
   if (high / low < 4) return steps(low, high, count);
-  const found = [];
-  for (const d of decades(low / 10, high)) for (const m of [1, 2, 5]) found.push(m * d);
-  const seen = found.filter((t) => t >= low && t <= high);
+  const ticks = [];
+  for (const d of decades(low / 10, high)) for (const m of [1, 2, 5]) ticks.push(m * d);
+  const seen = ticks.filter((t) => t >= low && t <= high);
   return seen.length > count + 2 ? seen.filter((t) => /^1e/.test(t.toExponential(0))) : seen;
 };
 

@@ -80,11 +80,11 @@ function roofLines(width, box, span, x, y) {
 function roofNames(roofs, right, y, unit) {
   const groups = [];
   for (const [kind, value] of roofs) {
-    const last = groups[groups.length - 1], said = `${kind} ${rate(value, unit)}`;
-    if (last && y(value) - last.y < 18) last.said.push(said);
-    else groups.push({ y: y(value), said: [said] });
+    const last = groups[groups.length - 1], text = `${kind} ${rate(value, unit)}`;
+    if (last && y(value) - last.y < 18) last.texts.push(text);
+    else groups.push({ y: y(value), texts: [text] });
   }
-  return groups.map((g) => label(right, g.y - 7, g.said.join(" · "), "end", "roofname"));
+  return groups.map((g) => label(right, g.y - 7, g.texts.join(" · "), "end", "roofname"));
 }
 
 function widthLines(width, box, y) {
@@ -188,7 +188,7 @@ function startRoofline() {
   legend();
   const sources = Object.values(data.peaks).map((p) => p.from + (p.facts.date ? ` (${p.facts.date})` : "")).filter(Boolean);
   const without = data.cases.length - points.length;
-  byId("roofline-said").textContent = [
+  byId("roofline-note").textContent = [
     known ? `Roofs are rates measured on this machine: ${sources.join(", ") || "from the run"}.` : "No peaks were measured for this product, so there are no roofs. The first recording measures them: pytest --aisp-update-expectations.",
     moving.length ? "Cases that declare no FLOPs have no arithmetic intensity. The bandwidth plot shows them." : "",
     "Data that stays in a cache may exceed the DRAM roof.",

@@ -7,9 +7,9 @@ function deviations(one) {
   let at = 0;
   const ends = [], laps = [], drops = [], looks = [];
   one.processes.forEach((process, n) => {
-    const kept = process.shown || Array.from({ length: process.blocks }, (_, i) => i);
-    const each = process.us.length / kept.length;
-    const place = (block) => at + each * kept.filter((k) => k < block).length;
+    const blocks = process.shown || Array.from({ length: process.blocks }, (_, i) => i);
+    const each = process.us.length / blocks.length;
+    const place = (block) => at + each * blocks.filter((k) => k < block).length;
     process.laps.forEach((block) => laps.push(place(block)));
     process.dropped.forEach(([cause, block]) => drops.push([block === null ? null : place(block), cause]));
     (process.facts.looks || []).forEach(([block, ...seen]) => looks.push([place(block), ...seen]));
@@ -109,7 +109,7 @@ function clocks(seen, x, width, box, top) {
 function samplesSection(one) {
   if (!one.processes) {
     const error = one.samples_error;
-    return error ? h("section", null, h("h2", null, "Samples"), h("p", { class: "said" }, error)) : null;
+    return error ? h("section", null, h("h2", null, "Samples"), h("p", { class: "note" }, error)) : null;
   }
   const first = h("figure", null, h("figcaption", null, h("b", null, "Distribution"), " of windows, by side"));
   const second = h("figure", null, h("figcaption", null, h("b", null, "Over time"), ` hollow: ${one.baseline}, filled: ${one.variant}; dashed: both sides were built again`));
@@ -121,7 +121,7 @@ function samplesSection(one) {
   ];
   return {
     element: h("section", null, h("h2", null, "Samples"), h("div", { class: "columns" }, first, second),
-      h("p", { class: "said" }, words.filter(Boolean).join(" "))),
+      h("p", { class: "note" }, words.filter(Boolean).join(" "))),
     draw: () => overTime(second, one, distribution(first, one)),
   };
 }
