@@ -1,6 +1,6 @@
-"""The plugin: each hook a few lines that call what knows.
+"""The hooks and fixtures of the plugin; each calls the module that does the work.
 
-Loading it imports pytest, the standard library and how options are read; everything else when a
+Loading it imports only pytest, the standard library and the options. Hooks import the rest when a
 page needs it.
 """
 
@@ -53,7 +53,7 @@ class Hooks:
 
     @pytest.hookspec
     def pytest_aisp_result(self, config: pytest.Config, row: Mapping[str, object]) -> None:
-        """See each case's row on the controller as it finishes."""
+        """Receive each case's row on the controller as the case finishes."""
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -69,7 +69,7 @@ def pytest_load_initial_conftests(
 ) -> None:
     given = list(args)
     options.fill_in_values(args)
-    if args != given:  # pytest has read them already, and loads the conftests of what it found
+    if args != given:  # pytest has parsed them already, and loads conftests by what it parsed
         known = parser.parse_known_args(args, namespace=copy.copy(early_config.option))
         known.confcutdir = early_config.known_args_namespace.confcutdir
         early_config.known_args_namespace = known
@@ -194,7 +194,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     if item.get_closest_marker("aisp_pair") is None:
         return (yield)
     if item.config.pluginmanager.hasplugin("rerunfailures"):
-        # A rerun would turn a red verdict green; this mark is the first that is asked.
+        # A rerun would turn a red verdict green. The first mark counts.
         item.add_marker(pytest.mark.flaky(reruns=0), append=False)
     if item.config.stash.get(RUN, None) is None:
         return (yield)
@@ -236,7 +236,7 @@ def pytest_report_header(config: pytest.Config) -> list[str] | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     recorder = session.config.stash.get(RECORDER, None)
-    # A part of the suite says nothing of the whole.
+    # An interrupted suite has run in part only, so it needs no canary.
     if session.exitstatus != pytest.ExitCode.INTERRUPTED:
         if session.config.stash.get(RUN, None) is not None:
             from .session.canary import run_at_end
@@ -249,7 +249,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _exit_code(session: pytest.Session, recorder: Recorder | None) -> int:
-    """Return pytest's exit code, or another where the run or what it wrote is not sound."""
+    """Return pytest's exit code, or another if the run is invalid or a file was not written."""
     code = session.exitstatus
     if recorder is None or code == pytest.ExitCode.INTERRUPTED:
         return code
@@ -257,8 +257,8 @@ def _exit_code(session: pytest.Session, recorder: Recorder | None) -> int:
         from .results.verdict import INVALID_RUN
 
         return INVALID_RUN
-    lacking = recorder.errors and code == pytest.ExitCode.OK
-    return pytest.ExitCode.TESTS_FAILED if lacking else code
+    not_written = recorder.errors and code == pytest.ExitCode.OK
+    return pytest.ExitCode.TESTS_FAILED if not_written else code
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter, config: pytest.Config) -> None:

@@ -12,6 +12,8 @@ from pytest_aisp.results.messages import PageSource, Reply, TimeTask
 
 GIT = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
 SLOWER = {"added": 2e-5, "doubled": 1e-5, "doubled@old": 0.98e-5, "added@old": 2e-5}
+NOT_COMPARED = "*: not compared with its version at the commit:"
+HELPER = "def twice(x):\n    return 2 * x\n"
 
 
 @pytest.fixture
@@ -22,9 +24,8 @@ def git(pytester):
         if not (pytester.path / ".git").exists():
             subprocess.run([*GIT, "init", "-q", "-b", "main"], cwd=pytester.path, check=True)
             (pytester.path / ".gitignore").write_text("kept\n__pycache__\n")
-        command = [*GIT, *args]
         done = subprocess.run(
-            command, cwd=pytester.path, check=True, capture_output=True, text=True
+            [*GIT, *args], cwd=pytester.path, check=True, capture_output=True, text=True
         )
         return done.stdout.strip()
 
@@ -32,143 +33,141 @@ def git(pytester):
 
 
 @pytest.fixture
-def committed(page, gpu, git):
-    """A page on a simulated GPU, committed; `doubled` has become 2 % slower since."""
+def commit(git):
+    """Commit everything in the session's folder."""
+
+    def run():
+        git("add", "-A")
+        git("commit", "-qm", "a commit")
+
+    return run
+
+
+@pytest.fixture
+def committed(page, gpu, commit):
+    """A page on a simulated GPU, committed. A changed `doubled` is 2 % slower."""
     gpu(**SLOWER)
     path = page()
-    git("add", "-A")
-    git("commit", "-qm", "before")
+    commit()
     return path
+
+
+@pytest.fixture
+def compare(pytester):
+    """Run pytest with `--aisp-against=HEAD`."""
+    return lambda *options: pytester.runpytest_subprocess("--aisp-against=HEAD", *options)
 
 
 OLD, NEW = "def doubled(x):\n    return 2 * x", "def doubled(x):\n    return x * 2"
 
 
-def change(path, was=OLD, becomes=NEW):
+def change(path, old=OLD, new=NEW):
     text = path.read_text()
-    assert was in text
-    path.write_text(text.replace(was, becomes))
+    assert old in text
+    path.write_text(text.replace(old, new))
 
 
-def test_a_side_that_became_slower_is_red_and_names_the_commits(committed, git, pytester):
+def assert_regressed(result):
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["E  *doubled runs at 0.98*x of its version at *"])
+
+
+def test_a_side_that_became_slower_is_red_and_names_the_commits(committed, git, compare):
     sha = git("rev-parse", "--short=8", "HEAD")
     change(committed)
-    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(
-        [f"E  *doubled runs at 0.98*x of its version at {sha}..{sha} + uncommitted changes: *"]
-    )
-    result.stdout.fnmatch_lines(["*REGRESSED*"])
+    result = compare()
+    assert_regressed(result)
+    commits = f"{sha}..{sha} + uncommitted changes"
+    result.stdout.fnmatch_lines([f"E  *of its version at {commits}: *", "*REGRESSED*"])
 
 
-def test_unchanged_sides_are_not_timed_again(committed, pytester):
+def test_unchanged_sides_are_not_timed_again(committed, compare, pytester):
     (committed.parent / "other.txt").write_text("not a page")
-    result = pytester.runpytest_subprocess("--aisp-against=HEAD", "--aisp-artifacts=kept")
-    assert result.ret == 0
+    assert compare("--aisp-artifacts=kept").ret == 0
     [row] = run_reader.load(pytester.path / "kept").rows()
     assert row.against == []
 
 
-def test_only_the_changed_baseline_is_compared(committed, pytester):
+def test_only_the_changed_baseline_is_compared(committed, compare):
     change(committed, "return x + x", "return x.add(x)")
-    result = pytester.runpytest_subprocess("--aisp-against=HEAD", "-vv")
+    result = compare("-vv")
     assert result.ret == 0
     result.stdout.fnmatch_lines(["*added against its version at *: 1.0*x; detects 1.5%"])
     result.stdout.no_fnmatch_line("*doubled against its version*")
 
 
-def test_a_changed_helper_counts_as_a_change(page, gpu, git, pytester):
+def test_a_changed_helper_counts_as_a_change(page, gpu, commit, compare):
     gpu(**SLOWER)
-    path = page("twice(x)", defs="from .helper import twice")
-    helper = path.with_name("helper.py")
-    helper.write_text("def twice(x):\n    return 2 * x\n")
-    git("add", "-A")
-    git("commit", "-qm", "before")
-    helper.write_text("def twice(x):\n    return x * 2\n")
-    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(["E  *doubled runs at 0.98*x of its version at *"])
+    helper = page("twice(x)", defs="from .helper import twice").with_name("helper.py")
+    helper.write_text(HELPER)
+    commit()
+    change(helper, "2 * x", "x * 2")
+    assert_regressed(compare())
 
 
-LIBRARY = "def twice(x):\n    return 2 * x\n"
-
-
-def test_the_old_side_imports_the_old_library_from_pythonpath(page, gpu, git, pytester):
+def test_the_old_side_imports_the_old_library_from_pythonpath(page, gpu, commit, compare, pytester):
     gpu(**SLOWER)
     page("twice(x)", defs="from aged.ops import twice")
     library = pytester.path / "src" / "aged" / "ops.py"
     library.parent.mkdir(parents=True)
     library.with_name("__init__.py").write_text("")
-    library.write_text(LIBRARY)
-    git("add", "-A")
-    git("commit", "-qm", "before")
+    library.write_text(HELPER)
+    commit()
     (pytester.path / "conftest.py").open("a").write("# changed\n")
-    options = ["--aisp-against=HEAD", "-o", "pythonpath=src"]
-    assert pytester.runpytest_subprocess(*options).ret == 0  # the same in both trees
+    assert compare("-o", "pythonpath=src").ret == 0  # the same in both trees
     change(library, "2 * x", "x * 2")
-    result = pytester.runpytest_subprocess(*options)
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(["E  *doubled runs at 0.98*x of its version at *"])
+    assert_regressed(compare("-o", "pythonpath=src"))
 
 
-def test_an_old_page_that_imports_the_current_library_is_not_compared(page, gpu, git, pytester):
+def test_an_old_page_that_imports_the_current_library_is_not_compared(
+    page, gpu, commit, compare, pytester
+):
     gpu(**SLOWER)
-    lib = pytester.path / "lib"
-    found = f"import sys\nsys.path.insert(0, {str(lib)!r})\nfrom aged_ops import twice"
-    page("twice(x)", defs=found)
-    lib.mkdir()
-    (lib / "aged_ops.py").write_text(LIBRARY)
-    git("add", "-A")
-    git("commit", "-qm", "before")
-    change(lib / "aged_ops.py", "2 * x", "x * 2")
-    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
+    library = pytester.mkdir("lib") / "aged_ops.py"
+    imports = f"import sys\nsys.path.insert(0, {str(library.parent)!r})\nfrom aged_ops import twice"
+    page("twice(x)", defs=imports)
+    library.write_text(HELPER)
+    commit()
+    change(library, "2 * x", "x * 2")
+    result = compare()
     assert result.ret == 0
-    result.stdout.fnmatch_lines(
-        ["*: not compared with its version at the commit: the old page imports aged_ops *"]
-    )
+    result.stdout.fnmatch_lines([f"{NOT_COMPARED} the old page imports aged_ops *"])
     result.stdout.no_fnmatch_line("*against its version at*")
 
 
 def test_a_side_that_imports_the_current_helper_when_called_is_not_compared(
-    page, gpu, git, pytester
+    page, gpu, commit, compare
 ):
     gpu(**SLOWER)
     late = "def twice(x):\n    import math\n    from ch99.late import twice\n    return twice(x)"
-    path = page("twice(x)", defs=late)
-    path.with_name("late.py").write_text(LIBRARY)
-    git("add", "-A")
-    git("commit", "-qm", "before")
-    change(path.with_name("late.py"), "2 * x", "x * 2")
-    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
+    helper = page("twice(x)", defs=late).with_name("late.py")
+    helper.write_text(HELPER)
+    commit()
+    change(helper, "2 * x", "x * 2")
+    result = compare()
     assert result.ret == 0
-    said = "not compared with its version at the commit: doubled imports ch99.late when *"
-    result.stdout.fnmatch_lines([f"*: {said}"])
+    result.stdout.fnmatch_lines([f"{NOT_COMPARED} doubled imports ch99.late when *"])
 
 
-def test_a_renamed_page_is_compared_under_its_old_name(committed, git, pytester):
+def test_a_renamed_page_is_compared_under_its_old_name(committed, git, compare):
     moved = committed.with_name("twice_test.py")
     git("mv", str(committed), str(moved))
     change(moved)
-    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(["E  *doubled runs at 0.98*x of its version at *"])
+    assert_regressed(compare())
 
 
-def test_a_new_page_is_not_compared(committed, page, pytester):
+def test_a_new_page_is_not_compared(committed, page, compare):
     page("x * 2", name="new_test.py")
-    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
-    assert result.ret == 0
+    assert compare().ret == 0
 
 
-def test_an_old_page_that_fails_to_import_gives_no_verdict(committed, git, pytester):
+def test_an_old_page_that_fails_to_import_gives_no_verdict(committed, commit, compare):
     change(committed, "import torch", "import torch, a_library_that_was_dropped")
-    git("commit", "-qam", "broken")
+    commit()
     change(committed, "import torch, a_library_that_was_dropped", "import torch")
-    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
+    result = compare()
     assert result.ret == 0
-    result.stdout.fnmatch_lines(
-        ["*: not compared with its version at the commit: the old page cannot be imported: *"]
-    )
+    result.stdout.fnmatch_lines([f"{NOT_COMPARED} the old page cannot be imported: *"])
 
 
 BROKEN = """
@@ -181,12 +180,11 @@ def simulate(baseline, *rest):
 """
 
 
-def test_an_old_side_that_fails_gives_no_verdict(committed, pytester):
+def test_an_old_side_that_fails_gives_no_verdict(committed, compare, pytester):
     change(committed)
     pytester.makepyfile(broken=BROKEN)
-    conftest = pytester.path / "conftest.py"
-    change(conftest, "pytest_aisp.timing.fake_device:simulate", "broken:simulate")
-    result = pytester.runpytest_subprocess("--aisp-against=HEAD", "-vv")
+    change(pytester.path / "conftest.py", "pytest_aisp.timing.fake_device", "broken")
+    result = compare("-vv")
     assert result.ret == 0
     result.stdout.fnmatch_lines(
         ["*doubled is not compared with *: *RuntimeError: cannot run any more*"]
@@ -205,97 +203,83 @@ def test_an_unknown_commit_is_refused_with_the_command_to_fetch_it(committed, py
     )
 
 
-def test_a_shallow_clone_that_has_the_commit_works(committed, git, pytester, tmp_path):
+def test_a_shallow_clone_that_has_the_commit_works(committed, commit, pytester, tmp_path):
     change(committed)
-    git("commit", "-qam", "after")
+    commit()
     clone = tmp_path / "clone"
     source = f"file://{pytester.path}"
     subprocess.run(["git", "clone", "-q", "--depth=2", source, str(clone)], check=True)
-    result = pytester.runpytest_subprocess(
-        f"--rootdir={clone}", str(clone), "--aisp-against=HEAD~1"
-    )
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(["E  *doubled runs at 0.98*x of its version at *"])
+    root = f"--rootdir={clone}"
+    assert_regressed(pytester.runpytest_subprocess(root, str(clone), "--aisp-against=HEAD~1"))
 
 
-def test_a_project_in_a_folder_of_a_sparse_clone_works(committed, git, pytester, monkeypatch):
+def test_a_project_in_a_folder_of_a_sparse_clone_works(
+    committed, git, commit, compare, pytester, monkeypatch
+):
     folder = pytester.mkdir("bench")
     for name in ("tox.ini", "conftest.py", "ch99"):
         git("mv", name, f"bench/{name}")
-    git("commit", "-qm", "moved")
+    commit()
     git("sparse-checkout", "set", "bench")
     change(folder / "ch99" / committed.name)
     monkeypatch.chdir(folder)
-    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(["E  *doubled runs at 0.98*x of its version at *"])
+    assert_regressed(compare())
 
 
-def test_it_is_refused_outside_a_repository(page, pytester, monkeypatch):
+def test_it_is_refused_outside_a_repository(page, compare, pytester, monkeypatch):
     page()
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(pytester.path.parent))
-    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
+    result = compare()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: --aisp-against=HEAD: * is in no git repository"])
 
 
 @pytest.mark.parametrize("other", ["--aisp-aa", "--aisp-replay=kept"])
-def test_modes_without_both_sides_are_refused(committed, pytester, other):
-    result = pytester.runpytest_subprocess("--aisp-against=HEAD", other)
+def test_modes_without_both_sides_are_refused(committed, compare, other):
+    result = compare(other)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     name = other.partition("=")[0]
     result.stderr.fnmatch_lines([f"ERROR: --aisp-against cannot be combined with {name}: *"])
 
 
-def test_a_cold_start_keeps_the_old_tree(committed, pytester):
+def test_a_cold_start_keeps_the_old_tree(committed, compare):
     change(committed)
-    result = pytester.runpytest_subprocess("--aisp-against=HEAD", "--aisp-cold-start")
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(["E  *doubled runs at 0.98*x of its version at *"])
+    assert_regressed(compare("--aisp-cold-start"))
 
 
 @pytest.mark.parametrize("attribute", ["export-ignore", "export-subst"])
-def test_gitattributes_do_not_change_the_old_tree(committed, git, pytester, attribute):
+def test_gitattributes_do_not_change_the_old_tree(committed, commit, compare, pytester, attribute):
     (pytester.path / ".gitattributes").write_text(f"ch99 {attribute}\nch99/** {attribute}\n")
     change(committed, "import torch", "# $Format:%H$\nimport torch")
-    git("add", "-A")
-    git("commit", "-qm", "attributes")
+    commit()
     change(committed)
-    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(["E  *doubled runs at 0.98*x of its version at *"])
+    assert_regressed(compare())
 
 
-def test_links_that_lead_out_of_the_repository_are_left_out(committed, git, pytester, tmp_path):
+def test_links_that_lead_out_of_the_repository_are_left_out(
+    committed, commit, compare, pytester, tmp_path
+):
     (pytester.path / "data").symlink_to(tmp_path)
     (pytester.path / "loop").symlink_to("loop")
-    git("add", "-A")
-    git("commit", "-qm", "links")
+    commit()
     change(committed)
-    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(["E  *doubled runs at 0.98*x of its version at *"])
+    assert_regressed(compare())
 
 
 @pytest.mark.parametrize("tracked", [True, False])
 def test_a_page_behind_a_link_out_of_the_repository_is_not_compared(
-    committed, git, pytester, tmp_path, tracked
+    committed, commit, compare, pytester, tmp_path, tracked
 ):
     outside = tmp_path / "outside"
     outside.mkdir()
     committed.rename(outside / committed.name)
-    linked = pytester.path / "linked"
-    linked.symlink_to(outside)
+    (pytester.path / "linked").symlink_to(outside)
     if tracked:
-        git("add", "-A")
-        git("commit", "-qm", "link")
+        commit()
     (pytester.path / "conftest.py").open("a").write("# changed\n")
-    result = pytester.runpytest_subprocess("--aisp-against=HEAD", f"linked/{committed.name}")
+    result = compare(f"linked/{committed.name}")
     assert result.ret == 0
-    said = "*: not compared with its version at the commit: linked was a link out of *"
-    (result.stdout.fnmatch_lines if tracked else result.stdout.no_fnmatch_line)(
-        [said] if tracked else said
-    )
+    assert ("the commit: linked was a link out of " in result.stdout.str()) is tracked
 
 
 CLEANER = """
@@ -307,10 +291,10 @@ def pytest_runtest_setup(item):
 """
 
 
-def test_a_deleted_old_tree_is_an_error(committed, git, pytester):
+def test_a_deleted_old_tree_is_an_error(committed, compare, pytester):
     change(committed)
     (pytester.path / "conftest.py").open("a").write(CLEANER)
-    result = pytester.runpytest_subprocess("--aisp-against=HEAD")
+    result = compare()
     assert result.ret == 1
     result.stdout.fnmatch_lines(
         [
@@ -358,46 +342,44 @@ def test_processes_of_an_old_side_import_the_old_page(pytester, monkeypatch):
     from pytest_aisp.worker import client
     from pytest_aisp.worker.engine import Engine
 
-    class Here:
+    ages: list[set[str]] = []
+
+    class WorkerInThisProcess:
         outputs = ()
 
         def __init__(self, environment):
             pass
 
         def ask(self, task, seconds, progress):
-            found = Engine().sample(task)
+            result = Engine().sample(task)
             page = sys.modules[task.past.module if task.past else task.module]
-            asked.append(set(page.AGES))
+            ages.append(set(page.AGES))
             page.AGES.clear()
-            return Reply(result=found)
+            return Reply(result=result)
 
         def close(self):
             pass
 
-    asked: list[set[str]] = []
-    monkeypatch.setattr(client, "WorkerProcess", Here)
+    monkeypatch.setattr(client, "WorkerProcess", WorkerInThisProcess)
     today, old = pytester.mkdir("today"), pytester.mkdir("old")
     (today / "aged_test.py").write_text(PROCESSES.replace('"then"', '"now"'))
     (old / "aged_test.py").write_text(PROCESSES)
     past = PageSource(page=str(old / "aged_test.py"), root=str(old), module="aisp_past_aged")
-    where = {"page": str(today / "aged_test.py"), "root": str(today), "module": "aged_test"}
+    place = {"page": str(today / "aged_test.py"), "root": str(today), "module": "aged_test"}
     case = {"function": "test_doubling", "variant": "doubled", "size": {"n": 5}}
     rule = {"exact": False, "rtol": None, "atol": None}
-    given = {**where, **case, "rule": rule, "versus": "old", "side": "optimized", "past": past}
-    Engine().time(TimeTask(**given))
-    first, second = asked[:2]
+    Engine().time(TimeTask(**place, **case, rule=rule, versus="old", side="optimized", past=past))
+    first, second = ages[:2]
     assert first | second == {"then", "now"}
     assert len(first) == len(second) == 1
 
 
-def test_an_inconclusive_comparison_fails_the_run_if_the_ini_file_says_so(committed, pytester):
+@pytest.mark.parametrize(("ini", "code"), [("pass", 0), ("fail", 1)])
+def test_an_inconclusive_comparison_fails_the_run_if_the_ini_file_says_so(
+    committed, compare, ini, code
+):
     change(committed)
-    undecided = ["--aisp-against=HEAD", "-o", "aisp_confirm_budget=0"]
-    result = pytester.runpytest_subprocess(*undecided)
-    result.stdout.fnmatch_lines(
-        ["inconclusive: *doubled runs at 0.9*x *-> open", "*1 inconclusive*"]
-    )
-    assert result.ret == 0
-    result = pytester.runpytest_subprocess(*undecided, "-o", "aisp_inconclusive=fail")
-    result.stdout.fnmatch_lines(["E  *doubled runs at 0.9*x *-> open"])
-    assert result.ret == 1
+    result = compare("-o", "aisp_confirm_budget=0", "-o", f"aisp_inconclusive={ini}")
+    start = "E  *" if code else "inconclusive: *"
+    result.stdout.fnmatch_lines([f"{start}doubled runs at 0.9*x *-> open"])
+    assert result.ret == code

@@ -51,9 +51,8 @@ def timer(gpu, pytester):
     return install
 
 
-def test_a_run_prints_and_stores_its_canary(page, gpu, pytester):
-    gpu(**SPEEDS)
-    page()
+def test_a_run_prints_and_stores_its_canary(timed_page, pytester):
+    timed_page()
     result = pytester.runpytest_subprocess("--aisp-artifacts=kept")
     assert result.ret == 0
     result.stdout.fnmatch_lines(
@@ -117,9 +116,8 @@ def test_a_canary_that_fails_makes_the_run_invalid(page, timer, pytester):
     result.stdout.fnmatch_lines(["RUN INVALID (canary): *cannot be timed again: *context is lost*"])
 
 
-def test_the_suite_timeout_does_not_stop_the_canary(page, gpu, pytester):
-    gpu(**SPEEDS)
-    page()
+def test_the_suite_timeout_does_not_stop_the_canary(timed_page, pytester):
+    timed_page()
     late = "\n    config.stash[RUN].started -= 1e6\n"
     with (pytester.path / "conftest.py").open("a") as conftest:
         conftest.write("\n\nfrom pytest_aisp.plugin import RUN\n\n\n")
@@ -184,9 +182,8 @@ canary.run_canary = interrupted
 
 
 @pytest.mark.parametrize("workers", ["-n0", "-n2"])
-def test_an_interrupt_during_the_canary_keeps_the_results(page, gpu, pytester, workers):
-    gpu(**SPEEDS)
-    page()
+def test_an_interrupt_during_the_canary_keeps_the_results(timed_page, pytester, workers):
+    timed_page()
     with open(pytester.path / "conftest.py", "a") as conftest:
         conftest.write(INTERRUPTED)
     result = pytester.runpytest_subprocess("--aisp-artifacts=kept", workers)
@@ -202,9 +199,8 @@ def test_an_interrupt_during_the_canary_keeps_the_results(page, gpu, pytester, w
 
 
 @pytest.mark.parametrize("mode", ["--aisp-check", "--aisp-aa"])
-def test_modes_without_verdicts_run_no_canary(page, gpu, pytester, mode):
-    gpu(**SPEEDS)
-    page()
+def test_modes_without_verdicts_run_no_canary(timed_page, pytester, mode):
+    timed_page()
     result = pytester.runpytest_subprocess(mode)
     assert result.ret == 0
     result.stdout.no_fnmatch_line("canary:*")

@@ -200,6 +200,17 @@ def gpu(
     return install
 
 
+@pytest.fixture
+def timed_page(page: Callable[..., Any], gpu: Callable[..., None]) -> Callable[..., Any]:
+    """Write a page, and simulate a GPU on which `doubled` is twice as fast as `added`."""
+
+    def write(*args: str, **parts: str) -> Any:
+        gpu(added=2e-5, doubled=1e-5)
+        return page(*args, **parts)
+
+    return write
+
+
 RECORDED: dict[str, str] = {}
 """Stored results by what was recorded: pages, and the simulated GPU's conftest.py."""
 

@@ -146,14 +146,6 @@ def test_a_suspect_without_votes_is_inconclusive():
     assert verdict.verdict_of(decision, stored=True, same_environment=True) == "inconclusive"
 
 
-@given(st.floats(-0.5, 0.5), st.floats(0, 0.5))
-def test_a_slower_value_never_gets_a_better_outcome(value, loss):
-    order = ["clear", "green", "open", "red"]
-    gate = verdict.record_gates(0.1, 0.02)[0]
-    outcomes = [gate.decide(Reading(v), [Reading(v)] * 3) for v in (value, value - loss)]
-    assert order.index(outcomes[0]) <= order.index(outcomes[1])
-
-
 # What must hold for any numbers. A case: its first value, the votes on it, what it is held against.
 
 LN = st.floats(-0.5, 0.5)

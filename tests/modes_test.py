@@ -13,9 +13,8 @@ from pytest_aisp.results.row import Row
 from pytest_aisp.results.verdict import environment_moved
 
 
-def test_a_case_is_new_until_it_has_a_stored_result(page, gpu, pytester):
-    page(at_least="1.5")
-    gpu(added=2e-5, doubled=1e-5)
+def test_a_case_is_new_until_it_has_a_stored_result(timed_page, pytester):
+    timed_page(at_least="1.5")
     result = pytester.runpytest_subprocess("-v")
     result.stdout.fnmatch_lines(["*test_doubling[[]doubled-n1001[]] NEW ?.???x [[]*"])
     result.stdout.fnmatch_lines(["*pytest --aisp-update-expectations*"])
@@ -26,9 +25,8 @@ def test_a_case_is_new_until_it_has_a_stored_result(page, gpu, pytester):
 
 
 @pytest.mark.parametrize("workers", [[], ["-n2"]])
-def test_a_missed_claim_is_red_and_names_value_and_limit(page, gpu, pytester, workers):
-    page(at_least="{'sm90': 3.0}")
-    gpu(added=2e-5, doubled=1e-5)
+def test_a_missed_claim_is_red_and_names_value_and_limit(timed_page, pytester, workers):
+    timed_page(at_least="{'sm90': 3.0}")
     result = pytester.runpytest_subprocess(*workers)
     result.stdout.fnmatch_lines(
         [
@@ -91,9 +89,8 @@ def properties(junit):
     return [{p.attrib["name"]: p.attrib["value"] for p in c.iter("property")} for c in cases]
 
 
-def test_the_printed_command_accepts_a_loss(page, gpu, recorded, pytester):
-    page()
-    gpu(added=2e-5, doubled=1e-5)
+def test_the_printed_command_accepts_a_loss(timed_page, page, gpu, recorded, pytester):
+    timed_page()
     recorded()
     gpu(added=2e-5, doubled=1.2e-5)
     accept = ["--aisp-update-expectations=all", "--aisp-processes=1"]
@@ -107,9 +104,10 @@ def test_the_printed_command_accepts_a_loss(page, gpu, recorded, pytester):
     assert result.ret == 1
 
 
-def test_a_gain_against_the_stored_result_is_improved_and_green(page, gpu, recorded, pytester):
-    page()
-    gpu(added=2e-5, doubled=1e-5)
+def test_a_gain_against_the_stored_result_is_improved_and_green(
+    timed_page, gpu, recorded, pytester
+):
+    timed_page()
     recorded()
     gpu(added=2e-5, doubled=0.8e-5)
     result = pytester.runpytest_subprocess("-v")
@@ -117,9 +115,8 @@ def test_a_gain_against_the_stored_result_is_improved_and_green(page, gpu, recor
     assert result.ret == 0
 
 
-def test_a_loss_in_another_environment_is_stale_unless_strict(page, gpu, recorded, pytester):
-    page()
-    gpu(added=2e-5, doubled=1e-5)
+def test_a_loss_in_another_environment_is_stale_unless_strict(timed_page, gpu, recorded, pytester):
+    timed_page()
     recorded()
     file = pytester.path / "baselines" / "simulated-gpu" / "ch99.json"
     file.write_text(file.read_text().replace('"torch": "simulated"', '"torch": "other"'))
@@ -130,10 +127,9 @@ def test_a_loss_in_another_environment_is_stale_unless_strict(page, gpu, recorde
     assert pytester.runpytest_subprocess("-o", "aisp_strict_env=true").ret == 1
 
 
-def test_a_result_below_its_claim_is_not_stored(page, gpu, pytester, monkeypatch):
+def test_a_result_below_its_claim_is_not_stored(timed_page, pytester, monkeypatch):
     monkeypatch.delenv("CI", raising=False)
-    page(at_least="2.005")
-    gpu(added=2e-5, doubled=1e-5)
+    timed_page(at_least="2.005")
     result = pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=3")
     result.stdout.fnmatch_lines(
         ["*2.00?x in 6 processes is below 2.005 (at_least on the page): not stored"]
@@ -154,10 +150,9 @@ SHAKEN = """
 """
 
 
-def test_votes_count_as_recording_processes(page, gpu, pytester, monkeypatch):
+def test_votes_count_as_recording_processes(timed_page, pytester, monkeypatch):
     monkeypatch.delenv("CI", raising=False)
-    page(at_least="1.5")
-    gpu(added=2e-5, doubled=1e-5)
+    timed_page(at_least="1.5")
     pytester.makepyfile(shaken=SHAKEN)
     other = pytester.path / "conftest.py"
     other.write_text(other.read_text().replace("pytest_aisp.timing.fake_device:", "shaken:"))
@@ -186,9 +181,8 @@ SYNCING = """
 """
 
 
-def test_a_result_of_another_clock_is_stale(page, gpu, recorded, pytester):
-    page()
-    gpu(added=2e-5, doubled=1e-5)
+def test_a_result_of_another_clock_is_stale(timed_page, gpu, recorded, pytester):
+    timed_page()
     recorded()
     gpu(added=2e-5, doubled=1.9e-5)
     pytester.makepyfile(syncing=SYNCING)
@@ -284,17 +278,15 @@ def test_the_unmet_need_names_the_gpu_of_the_machine(page, gpu, pytester):
     result.stdout.fnmatch_lines(["*CHECKED needs wgmma (sm90); this GPU is sm100 (simulated-gpu)*"])
 
 
-def test_aa_times_a_side_against_itself(page, gpu, pytester):
-    page(at_least="2.0")
-    gpu(added=2e-5, doubled=1e-5)
+def test_aa_times_a_side_against_itself(timed_page, pytester):
+    timed_page(at_least="2.0")
     result = pytester.runpytest_subprocess("--aisp-aa", "-v")
     result.stdout.fnmatch_lines(["*PASSED ?.???x*", "*doubled*"])
     assert result.ret == 0
 
 
-def test_replay_judges_recorded_samples(page, gpu, pytester):
-    page(at_least="1.5")
-    gpu(added=2e-5, doubled=1e-5)
+def test_replay_judges_recorded_samples(timed_page, page, gpu, pytester):
+    timed_page(at_least="1.5")
     first = pytester.runpytest_subprocess("--aisp-artifacts=kept", "-v")
     gpu(added=1e-5, doubled=1e-5)  # would miss the claim if it were measured
     again = pytester.runpytest_subprocess("--aisp-replay=kept", "-v")
@@ -335,9 +327,8 @@ def test_replay_refuses_a_file_that_is_no_run(page, pytester):
     assert result.ret == 4
 
 
-def test_a_new_case_fails_if_the_ini_file_says_so(page, gpu, pytester):
-    page()
-    gpu(added=2e-5, doubled=1e-5)
+def test_a_new_case_fails_if_the_ini_file_says_so(timed_page, pytester):
+    timed_page()
     result = pytester.runpytest_subprocess("-o", "aisp_missing=fail")
     assert result.ret == 1
     result.stdout.fnmatch_lines(["*pytest --aisp-update-expectations 'ch99*"])
@@ -357,11 +348,10 @@ def test_the_environment_moved_if_over_5_and_over_5_percent_are_suspect(cases, s
 
 
 @pytest.fixture
-def moved(page, gpu, recorded, pytester):
+def moved(timed_page, gpu, recorded, pytester):
     """Three pages that are slower than recorded, in a session where two would be believed."""
     for name in "abc":
-        page(name=f"{name}_test.py")
-    gpu(added=2e-5, doubled=1e-5)
+        timed_page(name=f"{name}_test.py")
     recorded()
     gpu(added=2e-5, doubled=1.2e-5)
     conftest = pytester.path / "conftest.py"
@@ -402,18 +392,16 @@ def test_arch_markers_select_cases(page, pytester):
         assert [ln.partition("[")[2].rstrip("]") for ln in found] == expected
 
 
-def test_artifacts_hold_the_rows_of_finished_cases(page, gpu, pytester):
-    page()
-    gpu(added=2e-5, doubled=1e-5)
+def test_artifacts_hold_the_rows_of_finished_cases(timed_page, pytester):
+    timed_page()
     pytester.runpytest_subprocess("--aisp-artifacts=kept")
     rows = list(run_reader.load(pytester.path / "kept").rows())
     assert [row.verdict for row in rows] == ["new"]
     assert len(rows[0].timings[0]["blocks"]) == 20
 
 
-def test_the_result_hook_runs_on_the_controller(page, gpu, pytester):
-    page()
-    gpu(added=2e-5, doubled=1e-5)
+def test_the_result_hook_runs_on_the_controller(timed_page, pytester):
+    timed_page()
     conftest = pytester.path / "conftest.py"
     hook = "\n\ndef pytest_aisp_result(config, row):\n    print('seen', row['verdict'])\n"
     conftest.write_text(conftest.read_text() + hook)

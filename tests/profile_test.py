@@ -186,7 +186,7 @@ echo kept > "${report}SUFFIX"
         (["--aisp-profile", "--aisp-compile"], ["*combined with --aisp-compile: it runs nothing*"]),
         (["--aisp-profile", "--aisp-aa"], ["*combined with --aisp-aa: both sides would be the *"]),
         (["--aisp-profile", "--aisp-sanitize"], ["*with --aisp-sanitize: only one tool *"]),
-        (["--aisp-profile=ncu"], ["*--aisp-profile=ncu needs a GPU: it watches kernels; none *"]),
+        (["--aisp-profile=ncu"], ["*--aisp-profile=ncu needs a GPU; there is none here*"]),
     ],
 )
 def test_illegal_values_and_combinations_are_refused(

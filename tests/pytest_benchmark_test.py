@@ -23,10 +23,9 @@ CASE = "ch99/doubling_test.py::test_doubling[doubled-n1001]"
 
 
 @pytest.fixture
-def ran(page, gpu, pytester):
+def ran(timed_page, pytester):
     """Run one case with pytest-benchmark, on a simulated GPU; return the run and its JSON."""
-    page()
-    gpu(added=2e-5, doubled=1e-5)
+    timed_page()
 
     def run(*arguments):
         done = pytester.runpytest_subprocess(*PLUGIN, "--benchmark-json=run.json", *arguments)
@@ -156,9 +155,8 @@ def test_the_guides_example_works(pytester):
     [([], False), (["--benchmark-columns=min"], True), (["others_test.py"], True)],
     ids=["ours alone", "asked for", "beside others"],
 )
-def test_its_table_is_hidden_if_it_only_repeats_ours(page, gpu, pytester, options, shown):
-    page()
-    gpu(added=2e-5, doubled=1e-5)
+def test_its_table_is_hidden_if_it_only_repeats_ours(timed_page, pytester, options, shown):
+    timed_page()
     pytester.makepyfile(others_test="def test_sum(benchmark):\n    benchmark(sum, range(9))")
     done = pytester.runpytest_subprocess(*PLUGIN, "ch99", *options)
     assert done.ret == 0

@@ -113,9 +113,8 @@ def test_two_concurrent_recordings_lose_no_result(page, gpu, pytester):
     assert [file.name for file in folder.iterdir()] == ["ch99.json"]
 
 
-def test_the_result_of_a_deleted_page_stays(page, gpu, pytester, make, row):
-    gpu(added=2e-5, doubled=1e-5)
-    page(name="here_test.py")
+def test_the_result_of_a_deleted_page_stays(timed_page, pytester, make, row):
+    timed_page(name="here_test.py")
     file = pytester.path / "baselines" / "simulated-gpu" / "ch99.json"
     gone = row("gone")
     gone.file, gone.product = str(file), "simulated-gpu"
@@ -141,9 +140,8 @@ def test_recording_processes_start_together_on_a_gpu(device, timer, started):
     assert asked == started
 
 
-def test_a_changed_side_is_reported_as_not_stored(page, gpu, pytester):
-    gpu(added=2e-5, doubled=1e-5)
-    path = page()
+def test_a_changed_side_is_reported_as_not_stored(timed_page, pytester):
+    path = timed_page()
     assert pytester.runpytest_subprocess(*UPDATE).ret == 0
     path.write_text(path.read_text().replace("return 2 * x\n", "return x * 2\n"))
     file = pytester.path / "baselines" / "simulated-gpu" / "ch99.json"
@@ -162,9 +160,8 @@ def test_a_changed_side_is_reported_as_not_stored(page, gpu, pytester):
     result.stdout.no_fnmatch_line("not stored:*")
 
 
-def test_a_second_run_within_hours_is_reported_as_not_stored(page, gpu, pytester):
-    gpu(added=2e-5, doubled=1e-5)
-    page()
+def test_a_second_run_within_hours_is_reported_as_not_stored(timed_page, pytester):
+    timed_page()
     assert pytester.runpytest_subprocess(*UPDATE).ret == 0
     result = pytester.runpytest_subprocess(*UPDATE)
     assert result.ret == 0

@@ -103,10 +103,9 @@ COUNTED = "test_doubling[[]doubled[]]: added's graph: 3 kernels, 1 memset a call
 
 
 @pytest.fixture
-def measured(page, gpu, pytester):
+def measured(timed_page, pytester):
     """Run a page whose first process has seen `details`, and return what is shown of it."""
-    page()
-    gpu(added=2e-5, doubled=1e-5)
+    timed_page()
     pytester.runpytest_subprocess("--aisp-artifacts=seen")
 
     def run(*options, **details):

@@ -31,9 +31,8 @@ def rows(pytester):
 # Votes
 
 
-def test_every_vote_is_stored_and_printed(page, gpu, pytester):
-    page(at_least="{'sm90': 3.0}")
-    gpu(**TIMES)
+def test_every_vote_is_stored_and_printed(timed_page, pytester):
+    timed_page(at_least="{'sm90': 3.0}")
     result = pytester.runpytest_subprocess("-vv", "--aisp-artifacts=kept")
     vote = (
         "test_doubling[[]doubled[]]: vote of fresh process {}: [12].???x, error 0.??%, graph clock"
@@ -56,7 +55,7 @@ def test_voting_processes_start_together_on_a_gpu_clock(clock, ranks, starts):
         def __init__(self):
             self.timings, self.against, self.notes = [{"clock": clock}], [], []
             settings = SimpleNamespace(confirm_budget=60)
-            said = SimpleNamespace(replay=None, confirmed=0.0, settings=settings, progress=len)
+            said = SimpleNamespace(replay=None, vote_seconds=0.0, settings=settings, progress=len)
             self.run = said
 
         ranks = world
@@ -84,7 +83,7 @@ def test_voting_processes_start_together_on_a_gpu_clock(clock, ranks, starts):
         raise KeyError
     assert len(closed) == len(started) == counts[0]  # what was not asked is not left behind
 
-    client.run.confirmed = 61.0
+    client.run.vote_seconds = 61.0
     with remeasuring(client, measure) as vote:
         assert vote() is None
     assert len(started) == counts[0]
@@ -103,9 +102,8 @@ def simulate(baseline, optimized, *args):
 """
 
 
-def test_a_crashed_vote_is_reported(page, gpu, pytester):
-    page(at_least="{'sm90': 3.0}")
-    gpu(**TIMES)
+def test_a_crashed_vote_is_reported(timed_page, pytester):
+    timed_page(at_least="{'sm90': 3.0}")
     pytester.makepyfile(dies=DIES)
     conftest = pytester.path / "conftest.py"
     conftest.write_text(conftest.read_text().replace("pytest_aisp.timing.fake_device", "dies"))
@@ -142,7 +140,10 @@ def test_reruns_skip_cases_and_repeat_other_tests(page, pytester, workers):
     options = ["--aisp-check", "--reruns=3", "-vv", workers]
     result = pytester.runpytest_subprocess(*options)
     result.stdout.fnmatch_lines(
-        ["*: --reruns=3 leaves cases alone: the first verdict stands", "=* 2 failed, 3 rerun in *"]
+        [
+            "*: --reruns=3 does not rerun cases: the first verdict stands",
+            "=* 2 failed, 3 rerun in *",
+        ]
     )
     assert (attempts(pytester), attempts(pytester, "others")) == (1, 4)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
@@ -156,7 +157,7 @@ def test_options_that_rerun_cases_are_refused(page, pytester, option):
     result.stderr.fnmatch_lines(
         [
             f"ERROR: {option.removesuffix('=2')} reruns cases too, and a rerun would turn a red *",
-            "Use --reruns, which leaves cases alone",
+            "Use --reruns, which does not rerun cases",
         ]
     )
 
@@ -181,8 +182,8 @@ def test_a_second_attempt_at_a_case_is_an_error(page, pytester):
     result = pytester.runpytest_subprocess("--aisp-check")
     result.stdout.fnmatch_lines(
         [
-            "ch99/doubling_test.py:*: this case was judged in this run before: a rerun turns no *",
-            "Leave cases out of what reruns tests",
+            "ch99/doubling_test.py:*: this case was already judged in this run: a rerun must not *",
+            "Exclude cases from whatever reruns tests",
         ]
     )
     assert result.ret == pytest.ExitCode.TESTS_FAILED
@@ -205,9 +206,8 @@ def pytest_runtest_call(item):
 TRACED = "{} (sys.settrace) traces the process that measures: it slows Python down many times"
 
 
-def test_a_case_that_is_traced_is_invalid_and_names_the_tracer(page, gpu, pytester):
-    page()
-    gpu(**TIMES)
+def test_a_case_that_is_traced_is_invalid_and_names_the_tracer(timed_page, pytester):
+    timed_page()
     append(pytester, TRACES)
     result = pytester.runpytest_subprocess("--aisp-in-process", "-v")
     result.stdout.fnmatch_lines(
@@ -239,9 +239,8 @@ if "COVERAGE_PROCESS_START" in os.environ:
 
 
 @pytest.mark.new_processes  # what a process reads when it starts
-def test_coverage_in_worker_processes_is_named(page, gpu, pytester, monkeypatch):
-    page()
-    gpu(**TIMES)
+def test_coverage_in_worker_processes_is_named(timed_page, pytester, monkeypatch):
+    timed_page()
     path = pytester.mkdir("site")
     (path / "sitecustomize.py").write_text(EVERYWHERE)
     (path / "coverage_of_a_kind.py").write_text("def trace(*args):\n    return None\n")
@@ -281,18 +280,16 @@ def test_a_python_profiler_is_named_by_its_module(monkeypatch):
 @pytest.mark.parametrize(
     ("ini", "ends"), [("pass", "1 inconclusive"), ("fail", "1 failed")], ids=["pass", "fail"]
 )
-def test_a_case_timed_under_a_debugger_is_inconclusive(page, gpu, pytester, ini, ends):
-    page(at_least="9")
-    gpu(**TIMES)
+def test_a_case_timed_under_a_debugger_is_inconclusive(timed_page, pytester, ini, ends):
+    timed_page(at_least="9")
     command = [sys.executable, "-m", "pytest", "--pdb", "-o", f"aisp_inconclusive={ini}"]
     result = pytester.run(*command, stdin=b"c\n")
     says = "timed inside pytest (--pdb), not in a process of its own: no verdict"
     result.stdout.fnmatch_lines([f"*{says}", f"=* {ends} in *"])
 
 
-def test_a_case_that_is_stepped_through_is_invalid(page, gpu, pytester):
-    page()
-    gpu(**TIMES)
+def test_a_case_that_is_stepped_through_is_invalid(timed_page, pytester):
+    timed_page()
     steps = b"n\n" * 9 + b"c\n"
     result = pytester.run(sys.executable, "-m", "pytest", "--trace", stdin=steps)
     result.stdout.fnmatch_lines(

@@ -96,7 +96,7 @@ def test_where_it_is_not_installed_the_error_says_where_to_get_it(pytester, monk
     ("arguments", "words"),
     [
         (["--aisp-sanitize=leakcheck"], "*--aisp-sanitize=leakcheck: choose one of memcheck, *"),
-        (["--aisp-sanitize"], "*--aisp-sanitize needs a GPU: it watches kernels; none is here"),
+        (["--aisp-sanitize"], "*--aisp-sanitize needs a GPU; there is none here"),
         (["--aisp-sanitize", "--aisp-aa"], "*--aisp-sanitize cannot be combined with --aisp-aa*"),
         (["--aisp-sanitize", "--pdb"], "*--aisp-sanitize cannot be combined with --pdb: *"),
     ],

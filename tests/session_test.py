@@ -139,10 +139,9 @@ def test_refused_recording_with_workers_prints_the_command(page, pytester):
     result.stderr.fnmatch_lines(["    pytest -n0 --aisp-update-expectations"])
 
 
-def test_the_update_option_does_not_swallow_the_path_after_it(page, gpu, pytester):
+def test_the_update_option_does_not_swallow_the_path_after_it(timed_page, page, pytester):
     page(name="first_test.py")
-    page(name="second_test.py", folder="ch98")
-    gpu(**TIMES)
+    timed_page(name="second_test.py", folder="ch98")
     result = pytester.runpytest_subprocess(UPDATE, "ch99", "--aisp-processes=1")
     result.stdout.fnmatch_lines(["stored: first_test.py::*: new -> ?.???x"])
     files = sorted(p.name for p in (pytester.path / "baselines").rglob("*") if p.is_file())
@@ -230,9 +229,8 @@ def test_results_that_cannot_be_written_fail_the_run(recorded, pytester):
     assert file.read_bytes() == before
 
 
-def test_a_file_in_place_of_the_baselines_folder_is_reported(page, gpu, pytester):
-    page()
-    gpu(**TIMES)
+def test_a_file_in_place_of_the_baselines_folder_is_reported(timed_page, pytester):
+    timed_page()
     (pytester.path / "baselines").write_text("hello")
     result = pytester.runpytest_subprocess(UPDATE, "--aisp-processes=1")
     result.stdout.fnmatch_lines(["E       AssertionError: * cannot be read: * Not a directory: *"])

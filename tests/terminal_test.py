@@ -42,9 +42,8 @@ def _read(fd):
         return b""
 
 
-def test_verbose_shows_progress_on_the_line_of_the_case(page, gpu, on_a_terminal):
-    gpu(added=2e-5, doubled=1e-5)
-    page()
+def test_verbose_shows_progress_on_the_line_of_the_case(timed_page, on_a_terminal):
+    timed_page()
     code, written = on_a_terminal("-v")
     assert code == 0
     case = "ch99/doubling_test.py::test_doubling[doubled-n1001]"
@@ -54,9 +53,8 @@ def test_verbose_shows_progress_on_the_line_of_the_case(page, gpu, on_a_terminal
     assert len(re.sub(r"\x1b\[\d*m", "", shown[-1])) == 119  # the percentage ends the line
 
 
-def test_without_v_no_progress_is_shown(page, gpu, on_a_terminal):
-    gpu(added=2e-5, doubled=1e-5)
-    page()
+def test_without_v_no_progress_is_shown(timed_page, on_a_terminal):
+    timed_page()
     code, written = on_a_terminal()
     assert code == 0
     assert "check at n=33" not in written

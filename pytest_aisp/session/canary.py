@@ -64,9 +64,9 @@ class Canary:
 def offer_to_canary(case: CaseRun) -> None:
     """Keep `case` for this process's canary if it has the finest time scale so far."""
     if case.timing is not None and case.timing.clock in CLOCKS:
-        best = case.run.finest
+        best = case.run.canary_case
         if best is None or _coarseness(case) < _coarseness(best):
-            case.run.finest = case
+            case.run.canary_case = case
 
 
 def _coarseness(case: CaseRun) -> tuple[int, float]:
@@ -84,12 +84,12 @@ def run_at_end(session: pytest.Session) -> None:
     """Run this process's canary, and give it to the controller."""
     config = session.config
     run = config.stash[RUN]
-    if run.finest is None or not has_canary(run):
+    if run.canary_case is None or not has_canary(run):
         return
     run.cases_done = True  # the suite's time limit ends here: verdicts need their canary
     try:
-        with run.machine_locks(run.finest.case):
-            canary = run_canary(run.finest)
+        with run.machine_locks(run.canary_case.case):
+            canary = run_canary(run.canary_case)
     except KeyboardInterrupt:  # pytest catches no interrupt here and would leave no results
         session.exitstatus = pytest.ExitCode.INTERRUPTED
         interrupt = pytest.ExceptionInfo.from_current()

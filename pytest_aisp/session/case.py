@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from statistics import median
 
 from ..kernels import autotune
-from ..page.pair import Case
+from ..page.pair import ROLES, Case
 from ..results import metric_limits, verdict
 from ..results.messages import CheckTask, CompileTask, CountTask, Json
 from ..results.row import Profile, Recording
@@ -32,13 +32,9 @@ from .judge import (
 )
 from .measurement import StoredResult, Timing, read_timing
 from .placement import COMPILER, kernels_of, placement_of
-from .run_context import Failed, RunContext
+from .run_context import EndOfBody, Failed, RunContext
 from .sandbox_case import run_sandboxed
 from .terminal import accept_commands
-
-
-class EndOfBody(Exception):
-    """Nothing is timed here, so the test body has nothing left to do."""
 
 
 class CaseRun:
@@ -231,7 +227,7 @@ class CaseRun:
         return ""
 
     def environment(self) -> dict[str, Json]:
-        """Return the facts that a stored result depends on besides its sources."""
+        """Return the facts that a stored result depends on."""
         return self.timing.environment if self.timing is not None else self.client.environment()
 
     def sources(self) -> dict[str, str]:
@@ -265,9 +261,7 @@ class CaseRun:
             replies.append(self.client.time(100 + number, self.client.worker(number)))
         self.values = [float(reply["value"]) for reply in replies]
         judge_recorded_claim(self.claim, self.claim_origin, self.values, self.verdict)
-        seconds = [
-            median(median(reply[side]) for reply in replies) for side in ("baseline", "optimized")
-        ]
+        seconds = [median(median(reply[role]) for reply in replies) for role in ROLES]
         self.timing = timing.with_seconds(seconds)
         self.recorded = Recording(
             values=[self.values],

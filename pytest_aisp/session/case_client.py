@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NoReturn, TypedDict, TypeVar
+from typing import NoReturn, TypeVar
 
 from ..page.pair import Case
 from ..results.messages import (
@@ -29,15 +29,6 @@ CANARY = 1000
 """First number of the processes of a run's canary, beyond those that measure and record."""
 
 T = TypeVar("T", bound=CaseTask)
-
-
-class Budget(TypedDict, total=False):
-    """Keywords of `schedule.Budget` that the ini file sets."""
-
-    blocks: int
-    least: int
-    window: float
-    warmup: int
 
 
 class CaseClient:
@@ -204,9 +195,10 @@ class CaseClient:
         module = f"aisp_past_{past.sha[:12]}.{self.location.module}"
         return PageSource(page=str(page), root=str(past.tree), module=module)
 
-    def _budget(self) -> Budget:
+    def _budget(self) -> dict[str, float]:
+        """Return the keywords of `schedule.Budget` that the ini file sets."""
         settings = self.run.settings
-        budget = Budget()
+        budget: dict[str, float] = {}
         if settings.blocks is not None:
             budget["blocks"], budget["least"] = settings.blocks, min(6, settings.blocks)
         if settings.window is not None:

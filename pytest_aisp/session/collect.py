@@ -97,7 +97,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
         refuse(
             item,
             "the page touches the GPU when imported: a page is imported on every machine\n"
-            "Move what needs a device into inputs or a side",
+            "Move code that needs a device into inputs or a side",
         )
     if metafunc.cls is not None:
         refuse(item, "@compare goes on a function of the page, not on a method")

@@ -298,7 +298,7 @@ def _refuse_reruns(config: pytest.Config) -> None:
         if given:
             raise pytest.UsageError(
                 f"{option} reruns cases too, and a rerun would turn a red verdict green\n"
-                "Use --reruns, which leaves cases alone"
+                "Use --reruns, which does not rerun cases"
             )
     if config.getoption("dist", "no") == "each":
         raise pytest.UsageError("--dist each reports every case twice; use --dist load")

@@ -292,7 +292,7 @@ def remeasuring(client: CaseClient, measure: Measure) -> Iterator[Callable[[], R
 
     def vote() -> Reading | None:
         nonlocal taken
-        if run.confirmed > run.settings.confirm_budget:
+        if run.vote_seconds > run.settings.confirm_budget:
             client.notes.append("aisp_confirm_budget is spent: no more votes in this run")
             return None
         worker = process()
@@ -325,7 +325,7 @@ def _vote(client: CaseClient, measure: Measure, worker: Worker) -> Reading | Non
     finally:
         if run.replay is None:
             worker.close()
-        run.confirmed += time.monotonic() - start
+        run.vote_seconds += time.monotonic() - start
 
 
 def _clock(client: CaseClient) -> str:

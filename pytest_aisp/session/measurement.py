@@ -198,7 +198,8 @@ def with_limit(client: CaseClient, stored: StoredResult, timing: Timing) -> Timi
     run, case = client.run, client.case
     rates = run.peaks(client.machine.product)
     if case.gpus > 1:
-        rates = peaks.joined(rates, run.link_peaks(client.machine.with_count(case.gpus)))
+        links = run.peaks(client.machine.with_count(case.gpus), measure=False)
+        rates = peaks.joined(rates, links)
     if rates is None or run.settings.aa:
         return timing
     limit = peaks.limit_of(Work(**timing.reply["work"]), case.pair.bound, rates)

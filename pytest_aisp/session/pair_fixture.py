@@ -18,11 +18,11 @@ from ..results.metric_limits import Name
 from ..results.row import Recording
 from ..results.verdict import RED, Finding
 from ..worker.output_capture import write_text
-from .case import CaseRun, EndOfBody
+from .case import CaseRun
 from .collect import CaseLocation, refuse
 from .measurement import build_row
 from .options import LOCK_ERROR, RUN
-from .run_context import Failed, Interrupted
+from .run_context import EndOfBody, Failed, Interrupted
 
 CASE = pytest.StashKey[CaseRun]()
 LINES = 100
@@ -169,7 +169,7 @@ class PairUnderTest:
         """Print what the sides printed in their processes; pytest captures it like the test's."""
         run = self._case_run.run
         captured = self._session.config.getoption("capture", "fd") != "no"
-        for name, text in run.printed(LINES if captured else None).items():
+        for name, text in run.take_output(LINES if captured else None).items():
             if text:
                 run.progress("")
                 write_text(getattr(sys, name), text)
@@ -211,8 +211,8 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
     if CASE in item.stash:
         refuse(
             item,
-            "this case was judged in this run before: a rerun turns no red verdict green\n"
-            "Leave cases out of what reruns tests",
+            "this case was already judged in this run: a rerun must not turn red into green\n"
+            "Exclude cases from whatever reruns tests",
         )
     if RUN not in config.stash:  # a page outside aisp_pages, in a session without our options
         from .startup import configure
@@ -227,9 +227,9 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
     if (marker := item.get_closest_marker("aisp_timeout")) is not None:
         case_run.client.timeout = float(marker.args[0]) * run.settings.timeout_multiplier
     if reruns := config.getoption("reruns", None):
-        case_run.notes.append(f"--reruns={reruns} leaves cases alone: the first verdict stands")
+        case_run.notes.append(f"--reruns={reruns} does not rerun cases: the first verdict stands")
     item.stash[CASE] = case_run
-    run.printed(0)  # drop what an earlier case's threads or profiler printed after its end
+    run.take_output(0)  # drop what an earlier case's threads or profiler printed after its end
     return PairUnderTest(case_run, request.session)
 
 

@@ -50,7 +50,11 @@ class Unrecorded(Failed):
 
 
 class Interrupted(Exception):
-    """The run's own time is over."""
+    """The suite's time limit is over."""
+
+
+class EndOfBody(Exception):
+    """Nothing is timed here, so the test body has nothing left to do."""
 
 
 @dataclass
@@ -58,12 +62,16 @@ class RunContext:
     """What the cases of one pytest process share.
 
     Attributes:
-        make_worker: starts one more worker process with changed environment variables.
         timer: another timer than the device's own, from the hook, or None.
         emulator: module that emulates CUDA C++ on the CPU, from the hook, or None.
         xdist_worker: number of this xdist worker; chooses its GPU.
-        finest: the case that this process's canary will use: its clock and call the finest.
-        versions: of libraries as a worker process has them, once one was asked.
+        past: the pages as of the commit of ``--aisp-against``.
+        progress: shows what is being done.
+        times_cpu: whether a GPU machine times sizes for CPUs, too.
+        versions: of libraries in a worker process; None until one reports them.
+        canary_case: the case that this process's canary will use.
+        cases_done: whether the suite's time limit has ended.
+        vote_seconds: time spent on votes so far.
     """
 
     settings: Settings
@@ -76,12 +84,12 @@ class RunContext:
     progress: Callable[[str], None] = lambda text: None
     times_cpu: bool = False
     versions: dict[str, Json] | None = None
-    finest: CaseRun | None = None
+    canary_case: CaseRun | None = None
     started: float = field(default_factory=time.monotonic)
     cases_done: bool = False
-    confirmed: float = 0.0
+    vote_seconds: float = 0.0
     _workers: dict[tuple[object, ...], Worker] = field(default_factory=dict)
-    _print: list[WorkerProcess | RankSet] = field(default_factory=list)
+    _printing: list[WorkerProcess | RankSet] = field(default_factory=list)
     _stored: dict[Path, Stored] = field(default_factory=dict)
     _peaks: dict[str, peaks_module.Peaks | None] = field(default_factory=dict)
     _caches: list[str] = field(default_factory=list)
@@ -101,9 +109,9 @@ class RunContext:
         ranks: int = 1,
         variables: Mapping[str, str] | None = None,
     ) -> Worker:
-        """Return worker process `number` for `device`, or such `ranks`, started if need be.
+        """Return worker process `number` for `device`, or `ranks` with environment `variables`.
 
-        Ranks that were started with other environment `variables` are others.
+        It is started if it does not run yet.
         """
         if self.replay is not None:
             return self.replay
@@ -120,47 +128,46 @@ class RunContext:
         self, device: str, ranks: int = 1, variables: Mapping[str, str] | None = None
     ) -> Worker:
         """Start one more worker process for `device`, or `ranks` that work together."""
-        worker = self._new(device, ranks, variables)
-        if isinstance(worker, (WorkerProcess, RankSet)):
-            self._print.append(worker)
-        return worker
-
-    def printed(self, most: int | None = None) -> dict[StreamName, str]:
-        """Return what the processes of this run have printed since the last time.
-
-        Args:
-            most: lines that are shown of each process, votes together; None for all.
-        """
-        every = [(p, p.label) for worker in self._print for p in worker.outputs]
-        self._print = [worker for worker in self._print if not worker.closed]
-        found: dict[StreamName, str] = {}
-        for name in STREAMS:
-            by_process: dict[str, list[Chunk]] = {}
-            for printed, who in every:
-                by_process.setdefault(who, []).append(printed.take(name))
-            found[name] = "".join(
-                format_output(each, label, most) for label, each in by_process.items()
-            )
-        return found
-
-    def _new(self, device: str, ranks: int, variables: Mapping[str, str] | None) -> Worker:
-        if ranks > 1:
-            if self.settings.in_process:
+        settings = self.settings
+        if settings.in_process:
+            if ranks > 1:
                 raise Failed(
                     f"{ranks} ranks cannot run inside pytest; leave out --pdb and the like"
                 )
-            return RankSet(ranks, {**self.environment(device, ranks), **(variables or {})})
-        if self.settings.in_process:
             return InProcess()
-        environment = self.environment(device)
-        if self.settings.sanitize and device == "cuda":
+        environment = self.environment(device, ranks)
+        worker: WorkerProcess | RankSet
+        if ranks > 1:
+            worker = RankSet(ranks, {**environment, **(variables or {})})
+        elif settings.sanitize and device == "cuda":
             from ..worker.nvidia_tools import SanitizedWorker
 
-            return SanitizedWorker(self.settings.sanitize, environment)
-        return WorkerProcess(environment)
+            worker = SanitizedWorker(settings.sanitize, environment)
+        else:
+            worker = WorkerProcess(environment)
+        self._printing.append(worker)
+        return worker
+
+    def take_output(self, most: int | None = None) -> dict[StreamName, str]:
+        """Return what the processes of this run printed since the last call.
+
+        Args:
+            most: lines of each process, votes counted together; None for all.
+        """
+        outputs = [(o, o.label) for worker in self._printing for o in worker.outputs]
+        self._printing = [worker for worker in self._printing if not worker.closed]
+        texts: dict[StreamName, str] = {}
+        for name in STREAMS:
+            chunks: dict[str, list[Chunk]] = {}
+            for output, label in outputs:
+                chunks.setdefault(label, []).append(output.take(name))
+            texts[name] = "".join(
+                format_output(each, label, most) for label, each in chunks.items()
+            )
+        return texts
 
     def environment(self, device: str, ranks: int = 1) -> dict[str, str | None]:
-        """Return what a process for `device` has changed in its variables; None removes one."""
+        """Return the environment variables to change for `device`; None removes one."""
         changes: dict[str, str | None] = {"TRITON_INTERPRET": None}
         if device == "cuda" and self.machine.gpus:
             changes["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus(ranks))
@@ -184,12 +191,12 @@ class RunContext:
     def gpus(self, count: int) -> tuple[str, ...]:
         """Return the UUIDs of the GPUs that this process uses for a case of `count`.
 
-        One is this worker's own; several are the machine's first, the same for every worker.
+        One is this xdist worker's own. Several are the machine's first, the same for all workers.
         """
-        every = self.machine.gpus
-        return (
-            (every[self.xdist_worker % len(every)],) if count == 1 else tuple(sorted(every)[:count])
-        )
+        gpus = self.machine.gpus
+        if count == 1:
+            return (gpus[self.xdist_worker % len(gpus)],)
+        return tuple(sorted(gpus)[:count])
 
     def links(self, count: int) -> str | None:
         """Return how the GPUs of a case of `count` are joined, or None on a CPU."""
@@ -206,27 +213,24 @@ class RunContext:
                 raise Failed(str(error)) from None
         return self._stored[path]
 
-    def peaks(self, product: str) -> peaks_module.Peaks | None:
-        """Return the stored peaks of `product`, or None where nobody has measured them."""
+    def peaks(self, product: str, *, measure: bool = True) -> peaks_module.Peaks | None:
+        """Return the stored peaks of `product`, or None.
+
+        Args:
+            measure: measure them where they are missing and results are recorded.
+        """
         if product not in self._peaks:
             path = peaks_module.path_of(self.settings.baselines, product)
+            measure = measure and self.settings.update is not None and self.timer is None
             try:
-                if not path.exists() and self.settings.update is not None and self.timer is None:
+                if measure and not path.exists():
                     self._measure_peaks(path, product)
                 self._peaks[product] = peaks_module.stored(path)
             except (peaks_module.PeaksError, OSError) as error:
                 raise Failed(str(error)) from None
         return self._peaks[product]
 
-    def link_peaks(self, product: str) -> peaks_module.Peaks | None:
-        """Return the stored peaks of the links between several GPUs, or None."""
-        try:
-            return peaks_module.stored(peaks_module.path_of(self.settings.baselines, product))
-        except (peaks_module.PeaksError, OSError) as error:
-            raise Failed(str(error)) from None
-
     def _measure_peaks(self, path: Path, product: str) -> None:
-        """Measure the peaks of a machine that is being recorded for the first time."""
         device = "cuda" if product == self.machine.product and self.machine.gpus else "cpu"
         self.progress(f"measure the peaks of {product}")
         task = PeaksTask(device=device)
@@ -247,22 +251,21 @@ class RunContext:
         settings = self.settings
         measures = not (settings.check or settings.compile) and self.replay is None
         on_host = case is not None and (case.pair.as_called or case.kind == "cpu")
+        gpus: tuple[str, ...] = ()
+        on_gpu = case is not None and case.kind == "gpu" and not settings.compile
+        if case is not None and on_gpu and self.timer is None and self.machine.gpus:
+            gpus = self.gpus(case.gpus)
         with contextlib.ExitStack() as locks:
-            locks.enter_context(
-                lease("host", shared=not (on_host and measures), waiting=self.progress)
-            )
-            on_gpu = case is not None and case.kind == "gpu" and not settings.compile
-            if case is not None and on_gpu and self.timer is None and self.machine.gpus:
-                for gpu in sorted(self.gpus(case.gpus)):
-                    locks.enter_context(lease(gpu, waiting=self.progress))
+            shared = not (on_host and measures)
+            locks.enter_context(lease("host", shared=shared, waiting=self.progress))
+            for gpu in sorted(gpus):
+                locks.enter_context(lease(gpu, waiting=self.progress))
             yield
 
     def check_time(self) -> None:
         """Raise `Interrupted` when the suite's time is over."""
         limit = self.settings.suite_timeout
-        if limit is None or self.cases_done:
-            return
-        if time.monotonic() - self.started > limit:
+        if limit is not None and not self.cases_done and time.monotonic() - self.started > limit:
             raise Interrupted(f"aisp_suite_timeout: {limit:g} s are over")
 
     def end_workers(self) -> None:

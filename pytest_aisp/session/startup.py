@@ -39,11 +39,11 @@ def configure(config: pytest.Config) -> None:
     if timer is not None:
         machine = Machine(timer["arch"], timer["product"], timer["product"], ("simulated",))
     if settings.sanitize and (timer is not None or not machine.gpus):
-        raise pytest.UsageError("--aisp-sanitize needs a GPU: it watches kernels; none is here")
+        raise pytest.UsageError("--aisp-sanitize needs a GPU; there is none here")
     if settings.profile in PROFILERS[1:] and (timer is not None or not machine.gpus):
         raise pytest.UsageError(
-            f"--aisp-profile={settings.profile} needs a GPU: it watches kernels; none is here\n"
-            "torch's profiler looks at operators on a CPU:\n    pytest --aisp-profile=torch"
+            f"--aisp-profile={settings.profile} needs a GPU; there is none here\n"
+            "torch's profiler works on a CPU, too:\n    pytest --aisp-profile=torch"
         )
     elapsed = float((worker or {}).get("aisp_elapsed", 0.0))
     config.stash[RUN] = run = RunContext(

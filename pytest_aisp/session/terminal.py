@@ -115,7 +115,7 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
     lines += [f"not timed: {need}" for need in sorted(needs)]
     if settings.check and (compiled := sum(row.verdict == "compiled" for row in rows)):
         lines.append(
-            f"not proved, only assembled: {_cases(compiled)}; CUDA C++ is compared on a GPU alone"
+            f"compiled and not checked: {_cases(compiled)}; CUDA C++ is checked on a GPU only"
         )
     lines += _unchecked_promises(rows)
     if any(row.verdict == "new" for row in rows) and settings.update is None:
