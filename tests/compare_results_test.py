@@ -42,11 +42,6 @@ def outcomes(new, old=CASE):
     return {change.metric: change.outcome for change in found.changes}
 
 
-def turned(old, new):
-    found = diff.compare([replace(CASE, verdict=old)], [replace(CASE, verdict=new)])
-    return [(turn.old, turn.new, turn.outcome) for turn in found.turned]
-
-
 def test_results_without_times_are_compared_by_their_metrics():
     sides = {"baseline": "0a", "optimized": "1b"}
 
@@ -143,11 +138,24 @@ def test_the_worst_change_comes_first():
     assert {change.outcome for change in found.changes[2:]} == {"same"}
 
 
-def test_a_case_that_turned_red_is_worse():
-    assert turned("pass", "wrong") == [("pass", "wrong", "worse")]
-    assert turned("fail", "pass") == [("fail", "pass", "better")]
-    assert turned("pass", "new") == turned("fail", "regressed") == []
-    assert turned("", "fail") == []  # a stored result has no verdict
+@pytest.mark.parametrize(
+    ("old", "new", "outcomes"),
+    [
+        ("pass", "wrong", ["worse"]),
+        ("fail", "pass", ["better"]),
+        ("pass", "new", []),
+        ("fail", "regressed", []),
+        ("", "fail", []),  # a stored result has no verdict
+    ],
+)
+def test_a_case_that_turned_red_is_worse(old, new, outcomes):
+    found = diff.compare([replace(CASE, verdict=old)], [replace(CASE, verdict=new)])
+    assert [(turn.old, turn.new, turn.outcome) for turn in found.turned] == [
+        (old, new, outcome) for outcome in outcomes
+    ]
+
+
+def test_a_case_that_is_no_longer_timed_because_it_is_wrong_is_worse():
     broken = diff.compare([replace(CASE, verdict="")], [replace(CASE, value=None, verdict="wrong")])
     assert [turn.outcome for turn in broken.turned] == ["worse"]
     assert broken.apart[0][1] == "not timed in NEW, where it is wrong"
@@ -234,9 +242,7 @@ def test_a_slower_case_comes_first_in_every_format(run):
     assert text.endswith("2 worse, 0 better, 16 within the noise")
     marked, code = output(DATA, new, "markdown")
     assert (marked.splitlines()[0], code) == ("**2 worse, 0 better, 16 within the noise**", 1)
-    assert (
-        "| **WORSE** | ch07/kept_test.py::test_doubling[doubled-n1001] on simulated-gpu |" in marked
-    )
+    assert "| **WORSE** | ch07/kept_test.py::test_doubling[doubled-n1001] on " in marked
     assert marked.count("\n| ") == 4
     assert marked.endswith("\n- 16 others are the same within the noise (--all)")
     assert output(DATA, new, "markdown", every=True)[0].count("\n| ") == 20
@@ -352,17 +358,12 @@ def test_the_command_prints_the_comparison_and_returns_its_code(run, capsys):
     assert capsys.readouterr().err.startswith("nosuch: neither a folder nor a git ref of ")
 
 
-def test_two_thousand_cases_are_compared_and_written():
-    many = [replace(CASE, key=f"odd|{n}\n") for n in range(2000)]
-    found = diff.compare(many, many)
-    sides = compare_results.Side("a", many), compare_results.Side("b", many)
-    assert found.count("same") == 12000
-    text = "\n".join(compare_results.text(sides, found, True))
-    assert len(text.splitlines()) == 12000 + 6
-    assert "ch01/odd|7\\n on a-gpu" in text
-    assert all(
-        line.count(" | ") == 7
-        for line in compare_results.markdown(sides, found, True)[4:-1]
-        if line
-    )
-    assert len(json.loads("".join(compare_results.as_json(sides, found, True)))["metrics"]) == 12000
+def test_a_case_with_odd_characters_stays_on_one_line():
+    odd = [replace(CASE, key="odd|7\n")]
+    found = diff.compare(odd, odd)
+    sides = compare_results.Side("a", odd), compare_results.Side("b", odd)
+    lines = compare_results.text(sides, found, True)
+    assert len(lines) == 6 + 6
+    assert "ch01/odd|7\\n on a-gpu" in lines[4]
+    rows = compare_results.markdown(sides, found, True)[4:-1]
+    assert [row.count(" | ") for row in rows if row] == [7] * 8

@@ -80,15 +80,32 @@ def gpu(root, cores=(0, 1), **answers):
     return {finding.name: finding for finding in found}
 
 
-def host(root, limits=(resource.RLIM_INFINITY,) * 2, versions=lambda name: "1.2", cores=(0, 1)):
-    limit = limits if callable(limits) else lambda number: limits
-    found = doctor.host_findings(root, limit=limit, installed=versions, cores=cores)
+def host(root, limits=None, versions=lambda name: "1.2", cores=(0, 1)):
+    unlimited = (resource.RLIM_INFINITY,) * 2
+    found = doctor.host_findings(
+        root,
+        limit=lambda number: (limits or {}).get(number, unlimited),
+        installed=versions,
+        cores=cores,
+    )
     return {finding.name: finding for finding in found}
 
 
-def test_a_machine_without_problems(root):
+@pytest.fixture
+def shm(monkeypatch):
+    """Set the MiB of /dev/shm."""
+
+    def size(mib):
+        status = SimpleNamespace(f_frsize=4096, f_blocks=mib * MIB // 4096)
+        monkeypatch.setattr(os, "statvfs", lambda folder: status)
+
+    return size
+
+
+def test_a_machine_without_problems(root, shm):
+    shm(1024)
     found = {**gpu(root), **host(root)}
-    assert {f.state for name, f in found.items() if name != "/dev/shm"} == {"fine"}
+    assert {f.state for f in found.values()} == {"fine"}
     assert found["driver"].text == "580.159.04"
     assert found["GPU 0 clocks"].text == "SM at 345 MHz now, 1980 at most"
     assert found["GPU 0 NUMA"].text == "node 1, CPUs 1,4-7"
@@ -96,60 +113,85 @@ def test_a_machine_without_problems(root):
     assert [found[n].text for n in ("torch", "triton", "cuda-core", "NVRTC", "NCCL")] == ["1.2"] * 5
 
 
-@pytest.mark.parametrize(
-    ("answers", "name", "state", "text", "change"),
-    [
-        (
-            {"nvmlDeviceGetCurrentClocksEventReasons": 0x2},
-            *("clocks", "note", "SM at 345 MHz now, 1980 at most, limited by a user setting"),
-            "unless you want this: sudo nvidia-smi -rgc && sudo nvidia-smi -rac",
-        ),
-        (
-            {"nvmlDeviceGetCurrentClocksEventReasons": 0x40},
-            *("throttling", "harms", "hardware thermal slowdown"),
-            "check cooling and power: nvidia-smi -q -d PERFORMANCE",
-        ),
-        (
-            {"nvmlDeviceGetEnforcedPowerLimit": 500_000},
-            *("power", "note", "limit 500 W, default 700 W"),
-            "unless you want this: sudo nvidia-smi -pl 700",
-        ),
-        (
-            {"nvmlDeviceGetPersistenceMode": 0},
-            *("persistence", "note", "off: the driver unloads between processes, and each one "),
-            "sudo nvidia-smi -pm 1",
-        ),
-        (
-            {"nvmlDeviceGetEccMode": [1, 0]},
-            *("ECC", "note", "on, but off after the next reset: times before and after "),
-            "record the results again after the reset",
-        ),
-        (
-            {"nvmlDeviceGetMigMode": [1, 1]},
-            *("MIG", "note", "on: slices share the memory"),
-            "measure on a GPU without MIG",
-        ),
-        (
-            {"nvmlDeviceGetComputeMode": 3},
-            *("compute mode", "harms", "exclusive: a remeasurement's process cannot start beside "),
-            "sudo nvidia-smi -c 0",
-        ),
-        (
-            {"nvmlDeviceGetComputeMode": 2},
-            *("compute mode", "harms", "prohibited: no process may compute here"),
-            "sudo nvidia-smi -c 0",
-        ),
-        (
-            {"nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=1)]},
-            *("processes", "harms", "other processes use this GPU: 1"),
-            "wait for them, or use another GPU",
-        ),
-    ],
-)
-def test_a_problem_of_the_gpu_says_what_to_change(root, answers, name, state, text, change):
-    found = gpu(root, **answers)[f"GPU 0 {name}"]
-    assert (found.state, found.change) == (state, change)
-    assert found.text.startswith(text)
+PROBLEMS = """
+note GPU 0 clocks: SM at 345 MHz now, 1980 at most, limited by a user setting
+    unless you want this: sudo nvidia-smi -rgc && sudo nvidia-smi -rac
+harms GPU 0 throttling: hardware thermal slowdown
+    check cooling and power: nvidia-smi -q -d PERFORMANCE
+note GPU 0 power: limit 500 W, default 700 W
+    unless you want this: sudo nvidia-smi -pl 700
+note GPU 0 persistence: off: the driver unloads between processes, and each one loads it again
+    sudo nvidia-smi -pm 1
+note GPU 0 ECC: on, but off after the next reset: times before and after will differ
+    record the results again after the reset
+note GPU 0 MIG: on: slices share the memory, and their times are not those of a whole GPU
+    measure on a GPU without MIG
+harms GPU 0 compute mode: exclusive: a remeasurement's process cannot start beside the first one
+    sudo nvidia-smi -c 0
+harms GPU 0 processes: other processes use this GPU: 1
+    wait for them, or use another GPU
+harms GPU 0 NUMA: node 1, CPUs 1,4-7; this process may use none of them
+    numactl --cpunodebind=1 --membind=1 pytest ...
+note torch: not installed
+    pip install torch
+note triton: not installed
+    pip install triton
+note cuda-core: not installed
+    pip install cuda-core
+note NVRTC: not installed
+    pip install nvidia-cuda-nvrtc
+unread NCCL: not installed as a package
+    $
+note memlock: ulimit: 1 MiB, less than 64 MiB: network adapters pin memory
+    raise the hard limit of memlock in limits.conf
+note nofile: ulimit: 1024, less than 4096: ranks and loader workers open files
+    ulimit -n 4096
+note stack: ulimit: 1 MiB, less than 8 MiB: compilers recurse deeply
+    ulimit -s 8192
+note huge pages: transparent: never; large buffers miss the TLB
+    echo madvise | sudo tee ROOT/sys/kernel/mm/transparent_hugepage/enabled
+harms governor: performance, powersave: CPU clocks change with the load, and so do times of the host
+    sudo cpupower frequency-set -g performance
+harms /dev/shm: 64 MiB, less than 1 GiB: ranks and loader workers share memory there
+    docker run --shm-size=8g ..., or sudo mount -o remount,size=8G /dev/shm
+"""
+
+
+def test_each_problem_says_what_to_change(root, shm):
+    shm(64)
+    (root / "sys/devices/system/cpu/cpu2/cpufreq").mkdir(parents=True)
+    (root / "sys/devices/system/cpu/cpu2/cpufreq/scaling_governor").write_text("powersave\n")
+    (root / "sys/kernel/mm/transparent_hugepage/enabled").write_text("always madvise [never]\n")
+    answers = {
+        "nvmlDeviceGetCurrentClocksEventReasons": 0x2 | 0x40,
+        "nvmlDeviceGetEnforcedPowerLimit": 500_000,
+        "nvmlDeviceGetPersistenceMode": 0,
+        "nvmlDeviceGetEccMode": [1, 0],
+        "nvmlDeviceGetMigMode": [1, 1],
+        "nvmlDeviceGetComputeMode": 3,
+        "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=1)],
+    }
+    limits = {
+        resource.RLIMIT_MEMLOCK: (MIB, MIB),
+        resource.RLIMIT_NOFILE: (1024, resource.RLIM_INFINITY),
+        resource.RLIMIT_STACK: (MIB, resource.RLIM_INFINITY),
+    }
+    found = [
+        *gpu(root, cores=(0, 2), **answers).values(),
+        *host(root, limits, lambda name: None, cores=(0, 2)).values(),
+    ]
+    lines = [f"{f.state} {f.name}: {f.text}\n    {f.change}" for f in found if f.state != "fine"]
+    assert "\n".join(lines).replace(str(root), "ROOT") == PROBLEMS.strip().replace("$", "")
+
+
+def test_a_gpu_on_which_no_process_may_compute_harms(root):
+    found = gpu(root, nvmlDeviceGetComputeMode=2)["GPU 0 compute mode"]
+    assert (found.state, found.text) == ("harms", "prohibited: no process may compute here")
+
+
+def test_a_shared_memory_of_512_mib_is_noted(root, shm):
+    shm(512)
+    assert host(root)["/dev/shm"].state == "note"
 
 
 def test_worker_processes_of_aisp_are_not_other_processes(root, monkeypatch):
@@ -159,22 +201,18 @@ def test_worker_processes_of_aisp_are_not_other_processes(root, monkeypatch):
     assert (found.state, found.text) == ("fine", "no other process uses this GPU")
 
 
-def test_an_nvml_function_without_an_answer_is_unread(root):
+def test_a_machine_that_gives_no_answers_is_unread(tmp_path):
     silent = [name for name in ANSWERS if name[13:] not in ("Index", "UUID", "Name")]
-    found = gpu(root, **dict.fromkeys(silent))
-    unread = {name for name, f in found.items() if f.state == "unread"}
-    assert unread == {
+    found = {**gpu(tmp_path, **dict.fromkeys(silent)), **host(tmp_path)}
+    assert {name for name, f in found.items() if f.state == "unread"} == {
         *(f"GPU 0 {what}" for what in ("clocks", "throttling", "power", "persistence", "ECC")),
         *(f"GPU 0 {what}" for what in ("compute mode", "processes", "NUMA")),
+        *("counters", "huge pages", "governor", "/dev/shm"),
     }
     assert found["GPU 0 MIG"].text == "this GPU has none"
 
 
-def test_cpus_of_another_numa_node_harm(root):
-    found = gpu(root, cores=(0, 2, 3))["GPU 0 NUMA"]
-    assert found.state == "harms"
-    assert found.text == "node 1, CPUs 1,4-7; this process may use none of them"
-    assert found.change == "numactl --cpunodebind=1 --membind=1 pytest ..."
+def test_an_unknown_numa_node_is_unread(root):
     (root / "sys/bus/pci/devices/0000:18:00.0/numa_node").write_text("-1\n")
     assert gpu(root)["GPU 0 NUMA"].state == "unread"
 
@@ -185,69 +223,15 @@ def test_cpu_lists_are_parsed():
 
 
 def test_counters_may_be_restricted_to_administrators(root):
-    params = root / "proc/driver/nvidia/params"
-    params.write_text("RmProfilingAdminOnly: 1\n")
+    (root / "proc/driver/nvidia/params").write_text("RmProfilingAdminOnly: 1\n")
     assert doctor.counters(root, admin=True).state == "fine"
     found = doctor.counters(root, admin=False)
     assert found.state == "note"
     assert found.text.startswith("ncu may not read the GPU's performance counters")
     assert "NVreg_RestrictProfilingToAdminUsers=0" in found.change
-    params.unlink()
-    assert doctor.counters(root).state == "unread"
 
 
-def test_low_limits_say_how_to_raise_them(root):
-    found = host(root, lambda number: (1024, resource.RLIM_INFINITY))
-    assert found["nofile"].text.startswith(
-        "ulimit: 1024, less than 4096: ranks and loader workers open files"
-    )
-    changes = [found[name].change for name in ("memlock", "nofile", "stack")]
-    assert changes == ["ulimit -l 65536", "ulimit -n 4096", "ulimit -s 8192"]
-    hard = host(root, (MIB, MIB))["memlock"]
-    assert hard.text.startswith("ulimit: 1 MiB, less than 64 MiB: ")
-    assert hard.change == "raise the hard limit of memlock in limits.conf"
-
-
-def test_a_cpu_governor_other_than_performance_harms(root):
-    file = root / "sys/devices/system/cpu/cpu1/cpufreq/scaling_governor"
-    file.write_text("powersave\n")
-    found = host(root)["governor"]
-    assert (found.state, found.text.partition(":")[0]) == ("harms", "performance, powersave")
-    assert found.change == "sudo cpupower frequency-set -g performance"
-    assert host(root, cores=(7,))["governor"].state == "unread"
-
-
-def test_disabled_huge_pages_are_noted(root):
-    file = root / "sys/kernel/mm/transparent_hugepage/enabled"
-    file.write_text("always madvise [never]\n")
-    found = host(root)["huge pages"]
-    assert (found.state, found.change) == ("note", f"echo madvise | sudo tee {file}")
-    file.unlink()
-    assert host(root)["huge pages"].state == "unread"
-
-
-@pytest.mark.parametrize(
-    ("blocks", "state", "text"),
-    [
-        (16384, "harms", "64 MiB, less than 1 GiB: ranks and loader workers share memory there"),
-        (131072, "note", "512 MiB, less than 1 GiB: ranks and loader workers share memory there"),
-        (262144, "fine", "1 GiB"),
-    ],
-)
-def test_small_shared_memory_says_how_to_enlarge_it(root, monkeypatch, blocks, state, text):
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_frsize=4096, f_blocks=blocks))
-    found = host(root)["/dev/shm"]
-    assert (found.state, found.text, bool(found.change)) == (state, text, state != "fine")
-
-
-def test_shared_memory_that_is_missing_is_unread(root):
-    assert host(root / "nowhere")["/dev/shm"].state == "unread"
-
-
-def test_a_missing_package_says_how_to_install_it(root):
-    found = host(root, versions=lambda name: None)
-    assert (found["triton"].state, found["triton"].change) == ("note", "pip install triton")
-    assert found["NCCL"].state == "unread"
+def test_versions_are_those_of_distributions():
     assert doctor.version_of("no-such-distribution") is None
     assert re.match(r"\d+\.\d+", doctor.version_of("pytest"))
 
@@ -255,9 +239,9 @@ def test_a_missing_package_says_how_to_install_it(root):
 def test_a_harmful_finding_is_exit_code_1_with_its_change_below():
     found = [Finding("a", "harms", "bad", "do\nthis"), Finding("bcd", "fine", "good")]
     found.append(Finding("e", "unread", "silent"))
-    answer = doctor.doctor_result(found, as_json=False)
-    assert answer.code == 1
-    assert answer.lines == [
+    result = doctor.doctor_result(found, as_json=False)
+    assert result.code == 1
+    assert result.lines == [
         "HARMS  a    bad",
         "         do",
         "         this",

@@ -150,7 +150,7 @@ def _governor(root: Path, cores: Collection[int]) -> Finding:
         return Finding("governor", "unread", "unknown, as in a virtual machine")
     if governor == "performance":
         return Finding("governor", "fine", "performance")
-    text = f"{governor}: CPU clocks, and so times on the host's clock, change with the load"
+    text = f"{governor}: CPU clocks change with the load, and so do times of the host"
     return Finding("governor", "harms", text, "sudo cpupower frequency-set -g performance")
 
 
