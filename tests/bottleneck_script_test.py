@@ -9,11 +9,12 @@ import textwrap
 
 import pytest
 import torch
+from fake_loop import CpuProfile, FakeMachine
 from torch.optim import optimizer
 from torch.utils.data import DataLoader
 
 from pytest_aisp.cli import app
-from pytest_aisp.training_loop.loop import BODY, Event, Instruments, Plan, TorchProfile
+from pytest_aisp.training_loop.loop import BODY, Plan
 from pytest_aisp.training_loop.watch import LoopFinder, bottleneck_result
 from pytest_aisp.util.cli_result import CliError
 
@@ -63,35 +64,9 @@ def script(tmp_path, restored):
     return write
 
 
-class Ticks(Instruments):
-    """A clock that advances by one each time it is read, and a profiler without a GPU."""
-
-    def __init__(self, gpu=False):
-        self.now, self.gpu, self.calls = 0, gpu, []
-
-    def clock(self):
-        self.now += 1
-        return self.now
-
-    def profile(self):
-        return self if self.gpu else "no GPU is used"
-
-    def begin_step(self):
-        self.calls.append("begin")
-
-    def end_step(self):
-        self.calls.append("end")
-
-    def stop(self):
-        self.calls.append("stop")
-
-    def events(self):
-        return [Event("kernel", 0.0, 1.0, on_gpu=True), Event(BODY, 0.0, 1.0)]
-
-
 def measure(path, *arguments, plan=QUICK, gpu=False):
     """Return the JSON of a script that was measured by ticks, its exit code, and the ticks."""
-    ticks = Ticks(gpu)
+    ticks = FakeMachine(gpu, tick=1.0)
     result = bottleneck_result(path, arguments, plan=plan, as_json=True, instruments=ticks)
     return json.loads("".join(result.lines)), result.code, ticks
 
@@ -140,7 +115,7 @@ def test_gpu_steps_are_profiled_once_the_optimizer_has_stepped(script):
 
 def test_the_profile_stops_if_the_script_fails(script):
     path = script("for i, x in enumerate(DataLoader(data, 1)):\n    train(x if i < 3 else 0)")
-    ticks = Ticks(gpu=True)
+    ticks = FakeMachine(gpu=True, tick=1.0)
     with pytest.raises(CliError, match="before a step was timed") as error:
         bottleneck_result(path, [], plan=Plan(1, 9), instruments=ticks)
     assert (error.value.code, ticks.calls[-2:]) == (1, ["end", "stop"])
@@ -318,13 +293,6 @@ def test_spawned_workers_of_a_script_are_timed(tmp_path):
     assert {s["name"]: s["calls"] for s in json.loads(done.stdout)["stages"]} == {
         **{"tensor": 2, "collate": 1}
     }
-
-
-class CpuProfile(Ticks):
-    """Profiles the CPU with torch.profiler."""
-
-    def profile(self):
-        return TorchProfile(gpu=False)
 
 
 def test_optimizer_steps_can_be_profiled():

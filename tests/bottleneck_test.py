@@ -11,43 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_loop import CpuProfile, FakeMachine
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from pytest_aisp import bottleneck
-from pytest_aisp.training_loop import breakdown, loop, stages
+from pytest_aisp.training_loop import loop, stages
 from pytest_aisp.training_loop.loop import BODY, Event, Instruments, Plan, Step, TorchProfile
 from pytest_aisp.training_loop.stages import Stages, name_of, places
 from pytest_aisp.training_loop.watch import Watch
 from pytest_aisp.util.cli_result import CliError
-
-
-class FakeMachine(Instruments):
-    """A clock that tests advance, a GPU with a queue, and a profiler that records its calls."""
-
-    def __init__(self, gpu=False):
-        self.now, self.queue, self.calls, self.gpu = 0.0, 0.0, [], gpu
-        self.recorded = [Event("kernel", 0.0, 3.0, on_gpu=True), Event(BODY, 0.0, 4.0)]
-
-    def clock(self):
-        return self.now
-
-    def synchronize(self):
-        self.now, self.queue = self.now + self.queue, 0.0
-
-    def profile(self):
-        return self if self.gpu else "no GPU is used"
-
-    def begin_step(self):
-        self.calls.append("begin")
-
-    def end_step(self):
-        self.calls.append("end")
-
-    def stop(self):
-        self.calls.append("stop")
-
-    def events(self):
-        return self.recorded
 
 
 class Loader:
@@ -175,13 +147,6 @@ def test_a_profile_without_figures_says_why(recorded, note):
     watch = watched(machine, [1] * 6, Plan(warmup=1, profiled=2))
     work(machine, watch, 3)
     assert (watch.measured().gpu, watch.measured().note) == (None, note)
-
-
-class CpuProfile(FakeMachine):
-    """Profiles the CPU with torch.profiler."""
-
-    def profile(self):
-        return TorchProfile(gpu=False)
 
 
 def test_the_loops_own_profiler_takes_over():
@@ -375,15 +340,3 @@ def test_nothing_is_profiled_without_a_gpu_or_beside_another_profiler(monkeypatc
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         why = "another profiler was running, and a process can have only one"
         assert Instruments().profile() == why
-
-
-def test_a_gpu_is_synchronized_and_named_with_its_memory(monkeypatch):
-    calls = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 100))
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 40)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    Instruments().synchronize()
-    assert (breakdown.device_name(), loop.gpu_memory()) == ("NVIDIA H200", (100, 40))
-    assert calls == ["synchronize"]
