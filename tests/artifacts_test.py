@@ -194,7 +194,7 @@ def test_a_run_whose_every_case_is_skipped_replaces_the_one_before(page, pyteste
     result = pytester.runpytest_subprocess("--aisp-check", "--aisp-artifacts=out")
     assert result.ret == 0
     run = run_reader.load(pytester.path / "out")
-    assert (run.manifest["complete"], run.cases) == (True, [])
+    assert (run.manifest.complete, run.cases) == (True, [])
 
 
 def test_a_lease_that_cannot_be_taken_is_no_crash_of_the_run(page, pytester, monkeypatch):

@@ -195,7 +195,7 @@ def test_an_interrupt_during_the_canary_keeps_the_results(timed_page, pytester, 
     if workers == "-n0":
         result.stdout.fnmatch_lines(["!* KeyboardInterrupt !*"])
         assert result.ret == pytest.ExitCode.INTERRUPTED
-        assert (run.manifest["complete"], run.manifest["exit_code"]) == (False, 2)
+        assert (run.manifest.complete, run.manifest.exit_code) == (False, 2)
 
 
 @pytest.mark.parametrize("mode", ["--aisp-check", "--aisp-aa"])

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from pytest_aisp.cli import app
 from pytest_aisp.results import diff, run_reader, store
@@ -191,16 +192,16 @@ def error_of(old, new, root=Path()):
 def run(tmp_path):
     """Write a run like the recorded one, each line changed, and return its folder."""
 
-    def run(change, name="run", **manifest):
+    def run(change, name="run", why=(), ended=True):
         artifacts = Artifacts(tmp_path / name)
         seen = run_reader.load(DATA)
-        artifacts.start({**seen.manifest, **manifest})
+        artifacts.start(structs.replace(seen.manifest, ended=None, complete=False, invalid=[]))
         for row in seen.rows():
             changed = change(row.to_json())
             if changed is not None:
                 artifacts.add(Row.of(changed))
-        if manifest.get("ended", True):
-            artifacts.finish({"exit_code": 0, "invalid": manifest.get("why", [])}, {})
+        if ended:
+            artifacts.finish({"exit_code": 0, "invalid": list(why)}, {})
         return artifacts.folder
 
     return run

@@ -11,6 +11,7 @@ from pytest_aisp.page.gpu_specs import ARCHS
 from pytest_aisp.results import store
 from pytest_aisp.results.artifacts import Artifacts
 from pytest_aisp.results.models import Result
+from pytest_aisp.results.results_json import Canary, MachineFacts, Manifest
 from pytest_aisp.results.row import Row
 from pytest_aisp.tools.catalog import Catalog
 
@@ -103,12 +104,20 @@ def stored(root: Path, results: dict[str, Result], product="nvidia-h200", chapte
 def artifacts(folder: Path, rows: list[dict], canaries: list[dict] = (), code: int | None = 0):
     """Write the folder of a run; with no exit code of one that was killed."""
     left = Artifacts(folder)
-    machine = {"name": "a GPU", "product": "nvidia-h200", "arch": "sm90", "gpus": 1}
-    manifest = {"root": str(folder.parent), "started": "2026-11-22T07:52:10+00:00", "git": {}}
-    left.start({**manifest, "machine": machine, "peaks": {}})
+    left.start(
+        Manifest(
+            root=str(folder.parent),
+            started="2026-11-22T07:52:10+00:00",
+            git=None,
+            machine=MachineFacts(name="a GPU", product="nvidia-h200", arch="sm90", gpus=["GPU-0"]),
+            peaks={},
+            complete=False,
+            invalid=[],
+        )
+    )
     for row in rows:
         left.add(Row.of(row))
     for canary in canaries:
-        left.add_canary(canary)
+        left.add_canary(Canary(**canary))
     if code is not None:
         left.finish({"exit_code": code}, {})

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import jsonschema
 import pytest
 
-from pytest_aisp.results import export, run_reader
+from pytest_aisp.results import results_json, run_reader
 from pytest_aisp.session import config as session_config
 from pytest_aisp.session import options, recorder, startup
 from pytest_aisp.session.options import SETTINGS
@@ -48,21 +48,21 @@ def test_a_run_has_a_folder_with_its_manifest_and_no_secret(page, gpu, pytester,
     run = run_reader.load(pytester.path / "artifacts" / "latest")
     assert run.path == made
     said = json.loads((made / "results.json").read_text())
-    jsonschema.validate(said, export.schema())
+    jsonschema.validate(said, results_json.schema())
     assert said == run.plain()
     about = run.manifest
-    assert (about["complete"], about["exit_code"], about["verdicts"]) == (
+    assert (about.complete, about.exit_code, about.verdicts) == (
         True,
         1,
         {"new": 1, "wrong": 1},
     )
-    assert about["environment"].items() >= {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "3"}.items()
-    assert about["workload"]["keyword"] == "doubling"
-    assert about["options"]["artifacts"] == str(made)
-    assert about["machine"]["product"] == "simulated-gpu"
-    assert about["packages"].keys() >= {"torch", "numpy"}
-    assert about["peaks"]["simulated-gpu"]["from"] == "baselines/simulated-gpu/peaks.json"
-    assert about["mode"] == "measure"
+    assert about.environment.items() >= {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "3"}.items()
+    assert about.workload.keyword == "doubling"
+    assert about.options["artifacts"] == str(made)
+    assert about.machine.product == "simulated-gpu"
+    assert about.packages.keys() >= {"torch", "numpy"}
+    assert about.peaks["simulated-gpu"].origin == "baselines/simulated-gpu/peaks.json"
+    assert about.mode == "measure"
     assert (made / "results.md").read_text().startswith("**1 wrong, 1 new** on simulated-gpu, ")
     files = [file for file in made.rglob("*") if file.is_file()]
     assert len(files) == 9  # seven, and the samples of two cases
@@ -84,11 +84,11 @@ def test_git_says_commit_branch_and_whether_files_differ(tmp_path, monkeypatch):
     for arguments in (["init", "-qb", "main"], ["add", "."], ["commit", "-qm", "x"]):
         subprocess.run([*git, *arguments], check=True)
     found = recorder.git_state(tmp_path)
-    assert (len(found["commit"]), found["branch"], found["dirty"]) == (40, "main", False)
+    assert (len(found.commit), found.branch, found.dirty) == (40, "main", False)
     (tmp_path / "page.py").write_text("2")
     subprocess.run([*git, "checkout", "-q", "--detach"], check=True)
     found = recorder.git_state(tmp_path)
-    assert (found["branch"], found["dirty"]) == (None, True)
+    assert (found.branch, found.dirty) == (None, True)
 
 
 def test_the_clocks_are_asked_of_the_first_visible_gpu(monkeypatch):

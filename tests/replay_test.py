@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pytest_aisp.results.artifacts import Artifacts
 from pytest_aisp.results.messages import CheckTask
+from pytest_aisp.results.results_json import MachineFacts, Manifest
 from pytest_aisp.results.row import Row
 from pytest_aisp.util.device import cpu_machine
 from pytest_aisp.worker.client import ReplayWorker
@@ -19,9 +21,10 @@ CASES = [("ch01", "v-n1", 1), ("ch99", "v-n1", 1), ("ch99", "v-cpu-n1", 1), ("ch
 @pytest.fixture
 def recording(tmp_path):
     """Return the folder of a run of `CASES`, each with its place among them as its only check."""
-    manifest = {"root": "/then", "started": "", "invalid": [], "git": None, "peaks": {}}
+    machine = msgspec.convert(cpu_machine().to_json(), MachineFacts)
+    facts = {"started": "", "complete": False, "invalid": [], "git": None, "peaks": {}}
     artifacts = Artifacts(tmp_path / "kept")
-    artifacts.start({**manifest, "machine": cpu_machine().to_json()})
+    artifacts.start(Manifest(root="/then", machine=machine, **facts))
     for number, (chapter, case, gpus) in enumerate(CASES):
         key, page = f"a_test.py::test_f[{case}]", f"/then/{chapter}/a_test.py"
         row = Row(f"{chapter}/{key}", "", key, page, "test_f", "v", {"n": 1}, "dram", gpus)

@@ -10,11 +10,13 @@ import shutil
 from pathlib import Path
 
 import jsonschema
+import msgspec
 import pytest
 
-from pytest_aisp.results import export, run_reader
+from pytest_aisp.results import export, results_json, run_reader
 from pytest_aisp.results.artifacts import Artifacts, publish, stamped
 from pytest_aisp.results.messages import TimeTask
+from pytest_aisp.results.results_json import Manifest, StoredPeaks
 from pytest_aisp.results.row import Row
 from pytest_aisp.worker.client import ReplayError, ReplayWorker
 
@@ -25,6 +27,7 @@ MANIFEST |= {"workload": {}, "options": {}, "python": "", "pytest": "", "platfor
 MANIFEST |= {"packages": {}, "git": None, "environment": {}, "peaks": {}}
 MANIFEST["machine"] = {"name": "a GPU", "product": "a-gpu", "arch": "sm90", "gpus": ["GPU-1"]}
 MANIFEST["machine"] |= {"versions": {}, "facts": {}, "clocks": {}}
+MANIFEST |= {"complete": False, "invalid": []}
 
 
 def row(nodeid="ch99/a_test.py::test_f[v]", **changes):
@@ -44,7 +47,7 @@ def write(tmp_path):
 
     def write(*rows, folder=tmp_path / "run"):
         artifacts = Artifacts(folder)
-        artifacts.start(MANIFEST)
+        artifacts.start(msgspec.convert(MANIFEST, Manifest))
         for one in rows:
             artifacts.add(one)
         return artifacts
@@ -72,17 +75,23 @@ def strict(schema):
 
 
 def test_the_schema_lists_every_field_of_a_run_and_no_others():
-    jsonschema.Draft202012Validator.check_schema(export.schema())
+    jsonschema.Draft202012Validator.check_schema(results_json.schema())
     loaded = run_reader.load(DATA).plain()
-    jsonschema.validate(loaded, strict(export.schema()))
+    jsonschema.validate(loaded, strict(results_json.schema()))
     assert json.loads((DATA / "results.json").read_text()) == loaded
+
+
+def test_the_committed_schema_is_the_models_own():
+    file = Path(results_json.__file__).with_name("results-1.schema.json")
+    generated = json.dumps(results_json.schema(), indent=2) + "\n"
+    assert file.read_text() == generated, f"python -m pytest_aisp.results.results_json > {file}"
 
 
 def test_a_case_without_its_verdict_is_not_valid():
     loaded = run_reader.load(DATA).plain()
     del loaded["cases"][0]["verdict"]
     with pytest.raises(jsonschema.ValidationError, match="'verdict' is a required property"):
-        jsonschema.validate(loaded, export.schema())
+        jsonschema.validate(loaded, results_json.schema())
 
 
 def test_a_case_says_what_it_was_held_against_and_where_that_is_written():
@@ -112,7 +121,7 @@ def test_a_killed_run_keeps_what_it_had(write):
     artifacts.path.write_bytes(whole[:-99])
     artifacts.canaries.write_text('{"ca')
     run = run_reader.load(artifacts.folder)
-    assert (run.manifest["complete"], run.manifest["ended"]) == (False, None)
+    assert (run.manifest.complete, run.manifest.ended) == (False, None)
     assert [case["id"] for case in run.cases] == ["ch99/a_test.py::test_f[v]"]
     assert run.samples(run.cases[0])["timings"] == [{"value": 0.7}]
     assert run.lost == (
@@ -126,13 +135,13 @@ def test_a_killed_run_keeps_what_it_had(write):
 
 def test_a_run_that_ended_says_so_and_is_published(write):
     artifacts = write(row())
-    artifacts.finish({"exit_code": 1, "invalid": ["moved"]}, {"a-gpu": {"rates": {}}})
+    artifacts.finish({"exit_code": 1, "invalid": ["moved"]}, {"a-gpu": StoredPeaks()})
     assert artifacts.error is None
     said = json.loads((artifacts.folder / "results.json").read_text())
     assert said == run_reader.load(artifacts.folder).plain()
     ended = said["run"]
     assert (ended["complete"], ended["exit_code"], ended["invalid"]) == (True, 1, ["moved"])
-    assert ended["peaks"] == {"a-gpu": {"rates": {}}}
+    assert ended["peaks"] == {"a-gpu": {"rates": {}, "facts": {}, "from": ""}}
     assert ended["ended"] > ended["started"]
 
 
@@ -185,7 +194,7 @@ def test_a_new_run_replaces_an_old_one_and_nothing_else(write):
         ),
         (
             lambda run: (run / "results.jsonl").write_text('{"nodeid": "a", "schema": 1}\n'),
-            "RUN/results.jsonl: a line of it lacks bound, file, function, key, page, samples,",
+            "RUN/results.jsonl: lacks bound, file, function, key, page, samples,",
         ),
         (
             lambda run: (run / "results.jsonl").write_bytes(b"\xff\xfe\n"),
@@ -332,8 +341,12 @@ def test_a_folder_in_the_links_place_is_left_alone(tmp_path):
 # Tables
 
 
+def markdown(run):
+    return export.markdown(run.manifest, run.typed_cases())
+
+
 def test_the_table_is_red_first_and_says_why():
-    text = export.markdown(run_reader.load(DATA).plain())
+    text = markdown(run_reader.load(DATA))
     lines = text.splitlines()
     assert lines[0] == (
         "**1 fail, 1 regressed, 1 wrong, 1 new, 1 pass, 1 checked** on simulated-gpu,"
@@ -346,19 +359,19 @@ def test_the_table_is_red_first_and_says_why():
 
 
 def test_a_killed_or_invalid_run_says_so_above_its_table(write):
-    plain = run_reader.load(write().folder).plain()
-    plain["run"]["invalid"] = ["RUN INVALID (environment moved)"]
-    text = export.markdown(plain)
+    run = run_reader.load(write().folder)
+    run.manifest.invalid = ["RUN INVALID (environment moved)"]
+    text = markdown(run)
     assert text.startswith("**no cases** on a GPU, 2026-01-01T00:00:00+00:00; the run did not come")
     assert "**Invalid**: RUN INVALID (environment moved)" in text
 
 
 def test_odd_characters_stay_in_their_cells(write):
-    plain = run_reader.load(write(row(ODD, variant="a|b\n<i>", reasons=["x\n| y"])).folder).plain()
-    [line] = [ln for ln in export.markdown(plain).splitlines() if ln.startswith("| pass")]
+    run = run_reader.load(write(row(ODD, variant="a|b\n<i>", reasons=["x\n| y"])).folder)
+    [line] = [ln for ln in markdown(run).splitlines() if ln.startswith("| pass")]
     assert "| a\\|b &lt;i>, n=1 |" in line
     assert line.endswith("| x \\| y |")
-    [flat] = csv.DictReader(io.StringIO(export.csv_text(plain)))
+    [flat] = csv.DictReader(io.StringIO(export.csv_text(run.typed_cases())))
     assert (flat["id"], flat["reasons"]) == (ODD, "x\n| y")
 
 

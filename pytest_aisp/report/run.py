@@ -18,8 +18,8 @@ from msgspec import Meta, Struct, ValidationError, field
 
 from ..results import run_reader
 from ..results.artifacts import WRITTEN
-from ..results.export import SCHEMA
 from ..results.messages import Json
+from ..results.results_json import SCHEMA
 from ..util.cli_result import CliError
 
 Positive = Annotated[float, Meta(gt=0)]

@@ -15,14 +15,18 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+import msgspec
 from msgspec.structs import replace
 
 from . import export, run_reader
-from .export import SCHEMA, path_below
+from .export import path_below
+from .messages import Json
+from .results_json import SCHEMA, Canary, Manifest, StoredPeaks
 from .row import Row
 
+T = TypeVar("T")
 WRITTEN = ("results.json", "results.md", "results.csv")
 REPORT = "report.html"
 
@@ -49,7 +53,7 @@ class Artifacts:
         self.path, self.canaries = folder / run_reader.JOURNAL, folder / run_reader.CANARIES
         self._given: dict[Path, int] = {}
         self._lost: dict[Path, list[str]] = {}
-        self._manifest: dict[str, Any] = {}
+        self._manifest: Manifest | None = None
         self._claim: int | None = None
         self.begun = False
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,16 +94,13 @@ class Artifacts:
             os.close(self._claim)
             self._claim = None
 
-    def start(self, manifest: Mapping[str, Any]) -> None:
+    def start(self, manifest: Manifest) -> None:
         """Write what runs; beside an earlier run's results only once there is a row.
 
         Raises:
             OSError: where that cannot be written.
         """
-        unended: dict[str, Any] = {"ended": None, "complete": False, "exit_code": None}
-        unended |= {"invalid": [], "not_written": [], "no_verdict": [], "no_canary": []}
-        unended |= {"verdicts": {}}
-        self._manifest = {"schema": SCHEMA, **manifest, **unended}
+        self._manifest = manifest
         if not run_reader.is_ours(self.folder):
             self._begin()
 
@@ -110,8 +111,7 @@ class Artifacts:
             (self.folder / name).unlink(missing_ok=True)
         run_reader.clear(self.folder)
         self.path.write_text("")  # the file stays the same one, which is locked
-        if self._manifest:
-            self._write_manifest()
+        self._write_manifest()
 
     def _ensure_begun(self) -> None:
         if not self.begun:
@@ -130,42 +130,45 @@ class Artifacts:
             line.profile = replace(line.profile, folder=folder)
         self._append(self.path, line.to_json())
 
-    def add_canary(self, found: Mapping[str, Any]) -> None:
-        """Append what became of a canary, likewise."""
+    def add_canary(self, canary: Canary) -> None:
+        """Append a canary, likewise."""
         self._ensure_begun()
-        self._append(self.canaries, found)
+        self._append(self.canaries, msgspec.to_builtins(canary))
 
     def finish(
         self,
-        facts: Mapping[str, Any],
-        peaks: Mapping[str, Any],
-        report: Callable[[Path], Any] | None = None,
+        facts: Mapping[str, Json],
+        peaks: Mapping[str, StoredPeaks],
+        report: Callable[[Path], object] | None = None,
     ) -> None:
         """Write how the run ended, and what others read; what the disk refuses, `error` says.
 
         Args:
-            facts: whether it is `complete`, where it is not; its exit code and the like.
+            facts: fields of the manifest that say how the run ended.
             peaks: of the products that had cases.
             report: writes a folder's report, once all else is there.
         """
         self._ensure_begun()
-        ended = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        self._manifest |= {"complete": True, **facts, "ended": ended}
-        self._manifest["peaks"] = {**self._manifest.get("peaks", {}), **peaks}
+        if self._manifest is not None:
+            ended = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+            changes = {"complete": True, **facts, "ended": ended}
+            changes["peaks"] = {**self._manifest.peaks, **peaks}
+            self._manifest = replace(self._manifest, **changes)
         self._try(self.folder / run_reader.MANIFEST, self._write_manifest)
         self._try(self.folder / WRITTEN[0], lambda: publish(run_reader.load(self.folder)))
         if report is not None:
             self._try(self.folder / REPORT, lambda: report(self.folder))
 
     def _write_manifest(self) -> None:
-        text = json.dumps(self._manifest, indent=2) + "\n"
-        run_reader.replace(self.folder / run_reader.MANIFEST, text.encode())
+        if self._manifest is not None:
+            text = json.dumps(msgspec.to_builtins(self._manifest), indent=2) + "\n"
+            run_reader.replace(self.folder / run_reader.MANIFEST, text.encode())
 
-    def _append(self, path: Path, plain: Mapping[str, Any]) -> None:
+    def _append(self, path: Path, plain: Json) -> None:
         line = json.dumps(plain).encode() + b"\n"
         self._try(path, lambda: _append(path, line))
 
-    def _try(self, path: Path, write: Callable[[], Any]) -> Any:
+    def _try(self, path: Path, write: Callable[[], T]) -> T | None:
         """Return what `write` does for `path`, or None where the disk refuses."""
         self._given[path] = self._given.get(path, 0) + 1
         try:
@@ -195,8 +198,9 @@ def publish(run: run_reader.RecordedRun) -> list[Path]:
     Raises:
         OSError: where they cannot be written.
     """
-    plain = run.plain()
-    texts = (json.dumps(plain, indent=1) + "\n", export.markdown(plain), export.csv_text(plain))
+    cases = run.typed_cases()
+    results = json.dumps(run.plain(), indent=1) + "\n"
+    texts = (results, export.markdown(run.manifest, cases), export.csv_text(cases))
     for name, text in zip(WRITTEN, texts, strict=True):
         run_reader.replace(run.path / name, text.encode("utf-8", "backslashreplace"))
     return [run.path / name for name in WRITTEN]

@@ -9,10 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
+
+import msgspec
+from msgspec import structs
 
 from .metric_limits import METRICS
 from .models import Stored, session_sd
+from .results_json import Case
 from .verdict import DEFAULT_SPREAD, RED, UNKNOWN_SESSION, record_margin
 
 TIME_FLOOR = 0.05
@@ -119,23 +123,23 @@ class Comparison:
         return sum(found.outcome == outcome for found in every)
 
 
-def of_run(cases: Iterable[Mapping[str, Any]]) -> Iterator[Measured]:
+def of_run(cases: Iterable[Case]) -> Iterator[Measured]:
     """Yield the cases of `results.json`."""
     for case in cases:
-        speedup, limit = case["speedup"], case["limit"] or {}
+        speedup, seconds, limit = case.speedup, case.seconds, case.limit
         yield Measured(
-            product=case["product"],
-            chapter=case["chapter"],
-            key=case["key"],
-            clock=case["clock"],
-            value=math.log(speedup["value"]) if speedup else None,
-            seconds=case["seconds"] or {},
-            share=limit.get("share"),
-            limit=limit.get("name", ""),
-            goals=case["goals"],
-            spread=case["spread"],
-            session=case["session"],
-            verdict=case["verdict"],
+            product=case.product,
+            chapter=case.chapter,
+            key=case.key,
+            clock=case.clock,
+            value=math.log(speedup.value) if speedup else None,
+            seconds=structs.asdict(seconds) if seconds else {},
+            share=limit.share if limit else None,
+            limit=limit.name if limit else "",
+            goals={name: msgspec.to_builtins(goal) for name, goal in case.goals.items()},
+            spread=case.spread,
+            session=case.session,
+            verdict=case.verdict,
         )
 
 

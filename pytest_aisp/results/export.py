@@ -1,114 +1,105 @@
-"""`results.json`: what a run's journal says, in the shape that others may rely on.
-
-The shape is that of `results-1.schema.json` beside this module. Within version 1 fields may be
-added; those that are there keep their names and meanings.
-"""
+"""A run in the shapes that others read: the cases of `results.json`, Markdown and CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path, PurePath
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import PurePath
 
-from msgspec.structs import asdict
+from msgspec import UNSET
 
 from .metric_limits import METRICS
+from .results_json import (
+    Case,
+    Claim,
+    Goal,
+    Limit,
+    Manifest,
+    ProfileFiles,
+    Seconds,
+    Speedup,
+    StoredSpeedup,
+    Trial,
+)
 from .row import JournalLine, Profile, digits, duration, size_text
 from .verdict import ORDER, RED
 
-SCHEMA = 1
-"""Version of `results.json`, of the manifest, and of the journal's lines."""
 
-
-def schema() -> dict[str, Any]:
-    """Return the JSON Schema of `results.json`."""
-    text = Path(__file__).with_name(f"results-{SCHEMA}.schema.json").read_text(encoding="utf-8")
-    return dict(json.loads(text))
-
-
-def case(line: JournalLine, root: str) -> dict[str, Any]:
+def case(line: JournalLine, root: str) -> Case:
     """Return a journal's line as a case of `results.json`; paths below `root` without it."""
-    return {
-        "id": line.nodeid,
-        "key": line.key,
-        "page": path_below(line.page, root),
-        "chapter": PurePath(line.file).stem,
-        "function": line.function,
-        "baseline": line.baseline,
-        "variant": line.variant,
-        "size": line.size,
-        "gpus": line.gpus,
-        "product": line.product,
-        "arch": line.arch,
-        "bound": line.bound,
-        "clock": line.clock,
-        "verdict": line.verdict,
-        "not_timed": line.need,
-        **_numbers(line),
-        **_limits(line),
-        "goals": _goals(line),
-        "profile": _profile(line.profile),
-        **{name: getattr(line, name) for name in ("reasons", "notes", "remarks", "launch_bound")},
-        **{name: getattr(line, name) for name in ("environment", "sources", "wall")},
-        "samples": None if line.samples is None else asdict(line.samples),
-    }
-
-
-def _numbers(line: JournalLine) -> dict[str, Any]:
-    """Return what was measured: speedups where the journal holds their logarithms."""
-    value, low, high = (
-        None if end is None else math.exp(end) for end in (line.value, line.low, line.high)
-    )
-    timed = None not in (value, low, high)
-    lost = line.detectable
-    times = list(line.seconds.values())
-    return {
-        "speedup": {"value": value, "low": low, "high": high} if timed else None,
-        "seconds": {"baseline": times[0], "optimized": times[-1]} if times else None,
-        "work": line.work,
-        "spread": line.spread,
-        "session": line.session,
-        "detectable": None if lost is None else 1 - math.exp(-lost),
-        "suspect": line.suspect,
-        "votes": [math.exp(vote) for vote in line.votes],
-        "trials": [{"speedup": math.exp(v), "verdict": word} for v, word in line.trials],
-    }
-
-
-def _limits(line: JournalLine) -> dict[str, Any]:
-    """Return what the case was held against, each with the place where it is written."""
-    origins, stored = line.origins, line.stored
-    found: dict[str, Any] = {"limit": None, "claim": None, "stored": None}
+    origins, times = line.origins, list(line.seconds.values())
+    speedup, limit, claim, stored = None, None, None, None
+    if line.value is not None and line.low is not None and line.high is not None:
+        speedup = Speedup(math.exp(line.value), math.exp(line.low), math.exp(line.high))
     if line.share is not None and math.isfinite(line.share):
-        share = {"name": line.limit, "share": line.share}
-        found["limit"] = {**share, "from": origins.get("limit", "")}
+        limit = Limit(line.limit, line.share, origins.get("limit", ""))
     if line.claim is not None:
-        found["claim"] = {"at_least": line.claim, "from": origins.get("claim", "")}
-    if stored is not None:
-        found["stored"] = {"speedup": math.exp(stored), "from": origins.get("stored", "")}
-    return found
+        claim = Claim(line.claim, origins.get("claim", ""))
+    if line.stored is not None:
+        stored = StoredSpeedup(math.exp(line.stored), origins.get("stored", ""))
+    return Case(
+        id=line.nodeid,
+        key=line.key,
+        page=path_below(line.page, root),
+        chapter=PurePath(line.file).stem,
+        function=line.function,
+        baseline=line.baseline,
+        variant=line.variant,
+        size=line.size,
+        gpus=line.gpus,
+        product=line.product,
+        arch=line.arch,
+        bound=line.bound,
+        clock=line.clock,
+        verdict=line.verdict,
+        not_timed=line.need,
+        speedup=speedup,
+        seconds=Seconds(times[0], times[-1]) if times else None,
+        work=line.work,
+        spread=line.spread,
+        session=line.session,
+        detectable=None if line.detectable is None else 1 - math.exp(-line.detectable),
+        suspect=line.suspect,
+        votes=[math.exp(vote) for vote in line.votes],
+        trials=[Trial(math.exp(value), verdict) for value, verdict in line.trials],
+        limit=limit,
+        claim=claim,
+        stored=stored,
+        goals={name: _goal(line, name) for name in line.goals},
+        profile=_profile(line.profile),
+        reasons=line.reasons,
+        notes=line.notes,
+        remarks=line.remarks,
+        launch_bound=line.launch_bound,
+        environment=line.environment,
+        sources=line.sources,
+        wall=line.wall,
+        samples=line.samples,
+    )
 
 
-def _goals(line: JournalLine) -> dict[str, Any]:
-    """Return what was counted, with the page's limit and with what is red beside the stored one."""
-    found = {}
-    for name, both in line.goals.items():
-        held = {"limit": line.limits.get(name), "stored": line.held.get(name)}
-        margin = {"margin": METRICS[name].margin, "slack": METRICS[name].slack}
-        found[name] = {**both, **held, **margin}
-    return found
+def _goal(line: JournalLine, name: str) -> Goal:
+    amounts, metric = line.goals[name], METRICS[name]
+    return Goal(
+        baseline=amounts["baseline"],
+        optimized=amounts["optimized"],
+        noise=amounts.get("noise", UNSET),
+        limit=line.limits.get(name),
+        stored=line.held.get(name),
+        margin=metric.margin,
+        slack=metric.slack,
+    )
 
 
-def _profile(profile: Profile) -> dict[str, Any] | None:
+def _profile(profile: Profile) -> ProfileFiles | None:
     if not profile:
         return None
     where = PurePath(profile.folder)
     files = [str(where / name) for names in profile.files.values() for name in names]
-    return {"tool": profile.tool, "folder": str(where), "files": files}
+    return ProfileFiles(profile.tool, str(where), files)
 
 
 def path_below(path: str, folder: str) -> str:
@@ -120,24 +111,20 @@ def path_below(path: str, folder: str) -> str:
 HEADS: tuple[str, ...] = ("verdict", "page", "case", "baseline", "optimized", "speedup [99 %]")
 HEADS += ("limit", "claim", "stored", "why")
 
-Case = Mapping[str, Any]
 
-
-def markdown(plain: Mapping[str, Any]) -> str:
-    """Return the table of what `results.json` holds."""
-    run, cases = plain["run"], plain["cases"]
-    lines = [f"**{_counted(cases)}** on {run['machine']['name']}, {_when(run)}", ""]
-    lines += [f"**Invalid**: {_cell(why)}\n" for why in run["invalid"]]
-    rows = [_row(case) for case in in_order(cases)]
-    if rows:
-        lines += table(HEADS, rows)
+def markdown(run: Manifest, cases: Sequence[Case]) -> str:
+    """Return the table of a run."""
+    lines = [f"**{_counted(cases)}** on {run.machine.name}, {_when(run)}", ""]
+    lines += [f"**Invalid**: {_cell(why)}\n" for why in run.invalid]
+    if cases:
+        lines += table(HEADS, [_row(case) for case in in_order(cases)])
     return "\n".join(lines) + "\n"
 
 
 def in_order(cases: Iterable[Case]) -> list[Case]:
     """Return the cases with the red ones first; within a verdict as they finished."""
     places = {verdict: place for place, verdict in enumerate(ORDER)}
-    return sorted(cases, key=lambda case: places.get(case["verdict"], -1))
+    return sorted(cases, key=lambda case: places.get(case.verdict, -1))
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -152,53 +139,47 @@ def _cell(text: str) -> str:
 
 
 def _counted(cases: Iterable[Case]) -> str:
-    counts: dict[str, int] = {}
-    for case in in_order(cases):
-        counts[case["verdict"]] = counts.get(case["verdict"], 0) + 1
+    counts = Counter(case.verdict for case in in_order(cases))
     return ", ".join(f"{n} {verdict or 'without a verdict'}" for verdict, n in counts.items()) or (
         "no cases"
     )
 
 
-def _when(run: Mapping[str, Any]) -> str:
-    commit = (run["git"] or {}).get("commit")
-    at = f" at {commit[:12]}" if commit else ""
-    dirty = " with uncommitted changes" if at and run["git"]["dirty"] else ""
-    killed = "" if run["complete"] else "; the run did not come to its end"
-    return f"{run['started']}{at}{dirty}{killed}"
+def _when(run: Manifest) -> str:
+    text = run.started
+    if run.git is not None and run.git.commit:
+        text += f" at {run.git.commit[:12]}" + " with uncommitted changes" * bool(run.git.dirty)
+    return text if run.complete else f"{text}; the run did not come to its end"
 
 
 def _row(case: Case) -> tuple[str, ...]:
-    times = case["seconds"]
-    red = case["verdict"] in RED
-    stored, claim, limit = case["stored"], case["claim"], case["limit"]
-    why = case["reasons"] or ([case["not_timed"]] if case["not_timed"] else [])
+    times, limit, claim, stored = case.seconds, case.limit, case.claim, case.stored
+    why = case.reasons or ([case.not_timed] if case.not_timed else [])
     return (
-        f"**{case['verdict']}**" if red else case["verdict"],
-        PurePath(case["page"]).name.removesuffix("_test.py"),
+        f"**{case.verdict}**" if case.verdict in RED else case.verdict,
+        PurePath(case.page).name.removesuffix("_test.py"),
         label(case),
-        duration(times["baseline"]) if times else "",
-        duration(times["optimized"]) if times else "",
-        speed(case["speedup"]),
-        f"{limit['share']:.0%} {limit['name']}" if limit else "",
-        str(claim["at_least"]) if claim else "",
-        times_text(stored["speedup"]) if stored else "",
+        duration(times.baseline) if times else "",
+        duration(times.optimized) if times else "",
+        speed(case.speedup),
+        f"{limit.share:.0%} {limit.name}" if limit else "",
+        str(claim.at_least) if claim else "",
+        times_text(stored.speedup) if stored else "",
         "; ".join(why),
     )
 
 
 def label(case: Case) -> str:
     """Return ``tiled, n=4096``."""
-    size = size_text(case.get("gpus", 1), case["size"])
-    return f"{case['variant']}, {size}" if size else case["variant"]
+    size = size_text(case.gpus, case.size)
+    return f"{case.variant}, {size}" if size else case.variant
 
 
-def speed(speedup: Mapping[str, float] | None) -> str:
+def speed(speedup: Speedup | None) -> str:
     """Return ``3.530x [3.510, 3.550]``, or nothing."""
     if speedup is None:
         return ""
-    value, low, high = (times_text(speedup[k]) for k in ("value", "low", "high"))
-    return f"{value} [{low[:-1]}, {high[:-1]}]"
+    return f"{times_text(speedup.value)} [{digits(speedup.low)}, {digits(speedup.high)}]"
 
 
 def times_text(speedup: float) -> str:
@@ -224,29 +205,33 @@ COLUMNS += tuple(f"{goal}_{side}" for goal in METRICS for side in ("baseline", "
 COLUMNS += ("reasons", "wall", "samples")
 
 
-def csv_text(plain: Mapping[str, Any]) -> str:
+def csv_text(cases: Iterable[Case]) -> str:
     """Return a line a case, `COLUMNS` first; several values in a cell are separated by ``; ``."""
     file = io.StringIO()
     writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(_flat(case) for case in plain["cases"])
+    writer.writerows(_flat(case) for case in cases)
     return file.getvalue()
 
 
-def _flat(case: Case) -> dict[str, Any]:
-    flat = {name: case[name] for name in COLUMNS if isinstance(case.get(name), str | int | float)}
-    speedup, times = case["speedup"] or {}, case["seconds"] or {}
-    limit, goals = case["limit"] or {}, case["goals"]
-    flat |= {"speedup": speedup.get("value"), "low": speedup.get("low")}
-    flat |= {"high": speedup.get("high"), "baseline_s": times.get("baseline")}
-    flat |= {"optimized_s": times.get("optimized"), "share": limit.get("share")}
-    flat |= {"limit": limit.get("name"), "claim": (case["claim"] or {}).get("at_least")}
-    flat |= {"stored": (case["stored"] or {}).get("speedup")}
+def _flat(case: Case) -> dict[str, object]:
+    speedup, seconds, limit = case.speedup, case.seconds, case.limit
+    flat = {name: getattr(case, name, None) for name in COLUMNS}
     flat |= {
-        f"{name}_{side}": goals.get(name, {}).get(side)
-        for name in METRICS
-        for side in ("baseline", "optimized")
+        "size": "; ".join(f"{name}={value}" for name, value in case.size.items()),
+        "speedup": speedup and speedup.value,
+        "low": speedup and speedup.low,
+        "high": speedup and speedup.high,
+        "baseline_s": seconds and seconds.baseline,
+        "optimized_s": seconds and seconds.optimized,
+        "share": limit and limit.share,
+        "limit": limit and limit.name,
+        "claim": case.claim and case.claim.at_least,
+        "stored": case.stored and case.stored.speedup,
+        "votes": "; ".join(map(str, case.votes)),
+        "reasons": "; ".join(case.reasons),
+        "samples": case.samples and case.samples.path,
     }
-    flat |= {"size": "; ".join(f"{k}={v}" for k, v in case["size"].items())}
-    flat |= {"votes": "; ".join(map(str, case["votes"])), "reasons": "; ".join(case["reasons"])}
-    return flat | {"samples": (case["samples"] or {}).get("path")}
+    for name, goal in case.goals.items():
+        flat |= {f"{name}_baseline": goal.baseline, f"{name}_optimized": goal.optimized}
+    return flat

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 from .messages import Json
 
@@ -194,8 +194,10 @@ class CaseRecord(Struct):
 class SampleFile(Struct):
     """A case's samples: their path below the artifacts' folder, and the SHA-256 of the file."""
 
-    path: str
-    sha256: str
+    path: Annotated[str, Meta(description="Relative to the artifacts' folder.")]
+    sha256: Annotated[
+        str, Meta(description="Of the file.", extra_json_schema={"pattern": "^[0-9a-f]{64}$"})
+    ]
 
 
 class JournalLine(CaseRecord, kw_only=True):

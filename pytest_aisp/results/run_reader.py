@@ -6,24 +6,22 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TypeVar
 
 import msgspec
-from msgspec import structs
+from msgspec import Struct, structs
 
 from . import export
 from .messages import Json
+from .results_json import SCHEMA, Canary, Case, Manifest
 from .row import JournalLine, Row, SampleFile
 
+T = TypeVar("T")
 JOURNAL, CANARIES, MANIFEST = "results.jsonl", "canaries.jsonl", "manifest.json"
-REQUIRED = {field.name for field in structs.fields(JournalLine) if field.required}
-"""The fields that every line of a journal has."""
-KNOWN = {"root", "started", "complete", "invalid", "git", "machine", "peaks"}
-"""What every manifest says, and is read here and by what stands on this."""
 LATEST = "latest"
 """Beside folders named after times: a link to the newest, or a file with its name."""
 
@@ -40,30 +38,37 @@ class RecordedRun:
         path: the folder.
         manifest: what ran, on what, and how it ended; `complete` is false of a run that
             was killed or interrupted.
-        lines: the journal: a row a case, its samples by reference.
-        canaries: what became of each process's canary.
+        lines: the journal: one line for each case, its samples by reference.
+        canaries: the canary of each process.
         lost: what is left out because its writer died before the line was whole.
+        plain_manifest, plain_canaries: both as their files have them, with fields of newer
+            versions.
     """
 
     path: Path
-    manifest: Mapping[str, Any]
+    manifest: Manifest
     lines: tuple[JournalLine, ...]
-    canaries: tuple[Mapping[str, Any], ...] = ()
-    lost: tuple[str, ...] = field(default=())
+    canaries: tuple[Canary, ...]
+    lost: tuple[str, ...]
+    plain_manifest: Mapping[str, Json]
+    plain_canaries: Sequence[Mapping[str, Json]]
 
     @property
-    def cases(self) -> list[dict[str, Any]]:
-        """Return the cases as `results.json` has them."""
-        root = self.manifest["root"]
-        return [export.case(line, root) for line in self.lines]
+    def cases(self) -> list[dict[str, Json]]:
+        """The cases as `results.json` has them."""
+        return [msgspec.to_builtins(case) for case in self.typed_cases()]
 
-    def plain(self) -> dict[str, Any]:
+    def typed_cases(self) -> list[Case]:
+        """Return the cases of `results.json`."""
+        return [export.case(line, self.manifest.root) for line in self.lines]
+
+    def plain(self) -> dict[str, Json]:
         """Return what `results.json` holds."""
         return {
-            "schema": export.SCHEMA,
-            "run": dict(self.manifest),
+            "schema": SCHEMA,
+            "run": self.plain_manifest,
             "cases": self.cases,
-            "canaries": list(self.canaries),
+            "canaries": self.plain_canaries,
             "lost": list(self.lost),
         }
 
@@ -97,11 +102,18 @@ def load(folder: Path | str) -> RecordedRun:
     path = folder_of(Path(folder))
     if not path.is_dir():
         raise RunError(f"{folder}: there is no such folder\n{_MAKE}")
-    found = manifest(path)
+    found = _plain_manifest(path)
     lines, lost = journal(path / JOURNAL)
     canaries, torn = _lines(path / CANARIES) if (path / CANARIES).exists() else ([], [])
-    named = [f"{JOURNAL}: {why}" for why in lost] + [f"{CANARIES}: {why}" for why in torn]
-    return RecordedRun(path, found, tuple(lines), tuple(canaries), tuple(named))
+    return RecordedRun(
+        path=path,
+        manifest=_converted(path / MANIFEST, found, Manifest),
+        lines=tuple(lines),
+        canaries=_converted(path / CANARIES, canaries, tuple[Canary, ...]),
+        lost=(*(f"{JOURNAL}: {why}" for why in lost), *(f"{CANARIES}: {why}" for why in torn)),
+        plain_manifest=found,
+        plain_canaries=canaries,
+    )
 
 
 def folder_of(path: Path) -> Path:
@@ -121,14 +133,11 @@ def journal(file: Path) -> tuple[list[JournalLine], list[str]]:
     """
     lines, lost = _lines(file)
     for line in lines:
-        _check_schema(file, line, "nodeid")
-        if missing := REQUIRED - line.keys():
-            raise RunError(f"{file}: a line of it lacks {', '.join(sorted(missing))}\n{_AGAIN}")
-    with _reading(file):
-        return msgspec.convert(lines, list[JournalLine]), lost
+        _check_fields(file, line, "nodeid", JournalLine)
+    return _converted(file, lines, list[JournalLine]), lost
 
 
-def _lines(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
+def _lines(file: Path) -> tuple[list[dict[str, Json]], list[str]]:
     """Return the objects of whole lines, and what is said of a last one that nobody finished."""
     with _reading(file):
         *whole, last = file.read_text(encoding="utf-8").split("\n")
@@ -154,19 +163,23 @@ def _reading(file: Path) -> Iterator[None]:
         raise RunError(f"{file}: was not written by pytest-aisp: {error}\n{_MAKE}") from None
 
 
-def _object(line: str) -> dict[str, Any]:
+def _object(line: str) -> dict[str, Json]:
     found = json.loads(line)
     if not isinstance(found, dict):
         raise ValueError(f"a line of it is no object: {line[:40]}")
     return found
 
 
-def manifest(path: Path) -> dict[str, Any]:
+def manifest(path: Path) -> Manifest:
     """Return the manifest of the run in the folder `path`.
 
     Raises:
         RunError: where there is none, or one of something else or of another schema.
     """
+    return _converted(path / MANIFEST, _plain_manifest(path), Manifest)
+
+
+def _plain_manifest(path: Path) -> dict[str, Json]:
     file = path / MANIFEST
     if not file.exists() and (path / JOURNAL).exists():
         journal(path / JOURNAL)  # of an older version, there is more to say
@@ -174,10 +187,13 @@ def manifest(path: Path) -> dict[str, Any]:
         raise RunError(f"{path}: holds no run: it has no {MANIFEST}\n{_MAKE}")
     with _reading(file):
         found = _object(file.read_text(encoding="utf-8"))
-    _check_schema(file, found, "root")
-    if lacking := KNOWN - found.keys():
-        raise RunError(f"{file}: lacks {', '.join(sorted(lacking))}\n{_AGAIN}")
+    _check_fields(file, found, "root", Manifest)
     return found
+
+
+def _converted(file: Path, plain: Json, model: type[T]) -> T:
+    with _reading(file):
+        return msgspec.convert(plain, model)
 
 
 def is_ours(folder: Path) -> bool:
@@ -189,18 +205,20 @@ def is_ours(folder: Path) -> bool:
     return {"root", "started"} <= found.keys()
 
 
-def _check_schema(file: Path, found: Mapping[str, Any], sign: str) -> None:
-    """Refuse what is not ours, which lacks `sign`, or is ours of another version."""
+def _check_fields(file: Path, found: Mapping[str, Json], sign: str, model: type[Struct]) -> None:
+    """Refuse what is not ours, which lacks `sign`, is of another version, or lacks a field."""
     if sign not in found:
         raise RunError(f"{file}: was not written by pytest-aisp: it says no {sign}\n{_MAKE}")
     schema = found.get("schema", 0)
-    if schema == export.SCHEMA:
-        return
-    reads = f"schema {schema}; this one reads {export.SCHEMA}"
-    if isinstance(schema, int) and schema > export.SCHEMA:
+    reads = f"schema {schema}; this one reads {SCHEMA}"
+    if isinstance(schema, int) and schema > SCHEMA:
         way_out = "    pip install --upgrade pytest-aisp"
         raise RunError(f"{file}: was written by a newer pytest-aisp ({reads})\n{way_out}")
-    raise RunError(f"{file}: was written by an older pytest-aisp ({reads})\n{_AGAIN}")
+    if schema != SCHEMA:
+        raise RunError(f"{file}: was written by an older pytest-aisp ({reads})\n{_AGAIN}")
+    required = {field.name for field in structs.fields(model) if field.required}
+    if missing := sorted(required - found.keys()):
+        raise RunError(f"{file}: lacks {', '.join(missing)}\n{_AGAIN}")
 
 
 _MAKE = "A run writes one where it is asked to:\n    pytest --aisp-artifacts=DIR"

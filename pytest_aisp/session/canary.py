@@ -7,12 +7,13 @@ run counts. docs/explanation/verdict.md has the chance that either goes wrong by
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from ..results import verdict
+from ..results.results_json import Canary
 from ..results.row import ratio
 from ..results.verdict import Reading
 from .options import RECORDER, RUN
@@ -29,36 +30,6 @@ CLOCKS = ("graph", "queue", "host", "cpu")
 TimeItself = Callable[[float, bool], tuple[Reading, float]]
 """Times a side against itself. Takes the slowdown to plant and whether to use a fresh process;
 returns the reading and the slowdown that was planted, which is a whole number of calls."""
-
-
-@dataclass
-class Canary:
-    """The canary of one process, in plain types.
-
-    Attributes:
-        case, clock: the case whose optimized side is used, and its clock.
-        same: ln(speedup) of the side against its copy.
-        votes: the same of fresh processes.
-        planted: share of extra calls in the slowed copy.
-        seen: ln(speedup) of each attempt to see them.
-        wrong: what misbehaved, or empty.
-    """
-
-    case: str
-    clock: str
-    same: float | None = None
-    votes: list[float] = field(default_factory=list)
-    planted: float = 0.0
-    seen: list[float] = field(default_factory=list)
-    wrong: str = ""
-
-    def __str__(self) -> str:
-        if self.wrong:
-            return f"{self.case} on the {self.clock} clock: {self.wrong}"
-        return (
-            f"{self.case} on the {self.clock} clock: against itself {ratio(self.same or 0.0)},"
-            f" with {self.planted:.1%} planted {ratio(self.seen[-1])}"
-        )
 
 
 def offer_to_canary(case: CaseRun) -> None:
@@ -99,7 +70,7 @@ def run_at_end(session: pytest.Session) -> None:
     if recorder is not None:
         recorder.add_canary(canary)
     else:
-        config.workeroutput["aisp_canary"] = asdict(canary)  # type: ignore[attr-defined]
+        config.workeroutput["aisp_canary"] = msgspec.to_builtins(canary)  # type: ignore[attr-defined]
 
 
 def run_canary(case: CaseRun) -> Canary:

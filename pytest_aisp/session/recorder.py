@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.structs import asdict
 
 from ..results import store
@@ -21,12 +22,12 @@ from ..results.export import path_below
 from ..results.merge import why_kept
 from ..results.metric_limits import METRICS
 from ..results.models import Result
+from ..results.results_json import Canary, GitState, MachineFacts, Manifest, StoredPeaks, Workload
 from ..results.row import Recording, Row, ratio
 from ..results.store import StoreError
 from ..results.verdict import environment_moved
 from ..timing import peaks as peaks_module
 from ..util import device, git
-from .canary import Canary
 from .options import Settings
 from .run_context import RunContext
 
@@ -93,7 +94,7 @@ class Recorder:
         """Take one process's canary."""
         self.canaries.append(canary)
         if self.artifacts is not None:
-            self.artifacts.add_canary(dataclasses.asdict(canary))
+            self.artifacts.add_canary(canary)
 
     def _store(self, row: Row) -> None:
         key, facts = self._session
@@ -187,35 +188,39 @@ SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|PRIVATE|CERT|
 LOGIN = re.compile(r"://[^/\s]*@")
 
 
-def build_manifest(config: Any, run: RunContext) -> dict[str, Any]:
-    """Return what is known at the start of a run, in plain types."""
+def build_manifest(config: Any, run: RunContext) -> Manifest:
+    """Return what is known at the start of a run."""
     from ..tools.doctor import version_of
 
     settings = run.settings
     now = datetime.datetime.now(datetime.timezone.utc)
     option = config.option
     workers = getattr(option, "numprocesses", None)
-    return {
-        "version": version_of("pytest-aisp") or "",
-        "started": now.isoformat(timespec="seconds"),
-        "mode": settings.mode,
-        "root": str(settings.root),
-        "workload": {
-            "paths": [str(argument) for argument in config.args],
-            "keyword": option.keyword,
-            "markers": option.markexpr,
-            "workers": workers if isinstance(workers, int) else None,
-        },
-        "options": _options(settings),
-        "python": platform.python_version(),
-        "pytest": version_of("pytest") or "",
-        "platform": platform.platform(),
-        "packages": {name: found for name in PACKAGES if (found := version_of(name))},
-        "machine": {**run.machine.to_json(), "clocks": {} if run.timer else device.clocks()},
-        "git": git_state(settings.root),
-        "environment": environment(os.environ),
-        "peaks": stored_peaks(settings, [run.machine.product]),
-    }
+    clocks = {} if run.timer else device.clocks()
+    machine = msgspec.convert({**run.machine.to_json(), "clocks": clocks}, MachineFacts)
+    return Manifest(
+        version=version_of("pytest-aisp") or "",
+        started=now.isoformat(timespec="seconds"),
+        mode=settings.mode,
+        root=str(settings.root),
+        workload=Workload(
+            paths=[str(argument) for argument in config.args],
+            keyword=option.keyword,
+            markers=option.markexpr,
+            workers=workers if isinstance(workers, int) else None,
+        ),
+        options=_options(settings),
+        python=platform.python_version(),
+        pytest=version_of("pytest") or "",
+        platform=platform.platform(),
+        packages={name: found for name in PACKAGES if (found := version_of(name))},
+        machine=machine,
+        git=git_state(settings.root),
+        environment=environment(os.environ),
+        peaks=stored_peaks(settings, [run.machine.product]),
+        complete=False,
+        invalid=[],
+    )
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
@@ -227,7 +232,7 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def stored_peaks(settings: Settings, products: Collection[str]) -> dict[str, Any]:
+def stored_peaks(settings: Settings, products: Collection[str]) -> dict[str, StoredPeaks]:
     """Return what is stored of the products' peaks, by product; nothing for one without."""
     found = {}
     for product in sorted(set(products)):
@@ -237,19 +242,19 @@ def stored_peaks(settings: Settings, products: Collection[str]) -> dict[str, Any
         except (peaks_module.PeaksError, OSError):
             continue  # the cases that need them say so
         if peaks is not None:
-            facts = {"rates": dict(peaks.rates), "facts": dict(peaks.facts)}
-            found[product] = {**facts, "from": path_below(str(path), str(settings.root))}
+            origin = path_below(str(path), str(settings.root))
+            found[product] = StoredPeaks(dict(peaks.rates), dict(peaks.facts), origin)
     return found
 
 
-def git_state(root: Path) -> dict[str, Any] | None:
+def git_state(root: Path) -> GitState | None:
     """Return commit, branch, and whether tracked files differ; None outside of a repository."""
     commit = _git(root, "rev-parse", "HEAD")
     if commit is None:
         return None
     branch = _git(root, "symbolic-ref", "--short", "HEAD")
     changed = _git(root, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "branch": branch, "dirty": None if changed is None else bool(changed)}
+    return GitState(commit, branch, None if changed is None else bool(changed))
 
 
 def _git(root: Path, *words: str) -> str | None:

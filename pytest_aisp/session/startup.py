@@ -12,15 +12,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+import msgspec
 import pytest
 
 from ..results.artifacts import Unclaimable, stamped
 from ..results.messages import Json
+from ..results.results_json import Canary
 from ..results.row import Row
 from ..results.run_reader import folder_of
 from ..util.device import REMEDY, Machine
 from ..util.git import GitError, GitSnapshot
-from .canary import CLOCKS, Canary, has_canary
+from .canary import CLOCKS, has_canary
 from .collect import case_of
 from .options import LOCK_ERROR, PROFILERS, RECORDER, RUN, SETTINGS, Settings
 from .recorder import Recorder, build_manifest
@@ -155,7 +157,7 @@ class _Gather:
         found = getattr(node, "workeroutput", {}).get("aisp_canary")
         judged = self._judged.pop(node, [])  # xdist calls twice for an interrupted worker
         if found is not None:
-            self._recorder.add_canary(Canary(**found))
+            self._recorder.add_canary(msgspec.convert(found, Canary))
         elif judged and has_canary(self._run):
             self._recorder.without_canary.append((str(node.gateway.id), judged))
 

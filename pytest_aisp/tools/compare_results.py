@@ -81,12 +81,12 @@ def _run(name: str, folder: Path) -> Side:
     except run_reader.RunError as error:
         raise CliError(str(error)) from None
     manifest = run.manifest
-    warnings = [f"{name}: the verdicts of this run do not count: {w}" for w in manifest["invalid"]]
-    if not manifest["complete"]:
+    warnings = [f"{name}: the verdicts of this run do not count: {w}" for w in manifest.invalid]
+    if not manifest.complete:
         warnings.append(f"{name}: the run did not finish; cases may be missing")
     warnings += [f"{name}: {why}" for why in run.lost]
-    description = f"the run {name} of {manifest['started']} on {manifest['machine']['name']}"
-    return Side(description, tuple(diff.of_run(run.cases)), tuple(warnings))
+    description = f"the run {name} of {manifest.started} on {manifest.machine.name}"
+    return Side(description, tuple(diff.of_run(run.typed_cases())), tuple(warnings))
 
 
 def _stored(name: str, folder: Path) -> Side:

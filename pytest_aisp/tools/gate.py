@@ -109,18 +109,18 @@ def read(folder: Path) -> GateRun:
 
 
 def _why_invalid(run: run_reader.RecordedRun) -> str:
-    wrong = [canary["wrong"] for canary in run.canaries if canary["wrong"]]
+    wrong = [canary.wrong for canary in run.canaries if canary.wrong]
     if wrong:
         return f"canary: {wrong[0]}"
     if environment_moved(run.lines):
         return "environment moved"
-    ended = run.manifest.get("exit_code")
+    ended = run.manifest.exit_code
     return f"pytest ended with exit code {INVALID_RUN}" if ended == INVALID_RUN else ""
 
 
 def _why_unfinished(run: run_reader.RecordedRun, red: int) -> str:
-    code = run.manifest.get("exit_code")
-    if code is None and not run.manifest["complete"]:
+    code = run.manifest.exit_code
+    if code is None and not run.manifest.complete:
         return "pytest was killed"
     if not run.lines:
         return "it contains no case"

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Protocol
@@ -255,9 +254,15 @@ class ReplayWorker:
             lines, lost = run_reader.journal(file)
             if (self._folder / run_reader.MANIFEST).exists():
                 manifest = run_reader.manifest(self._folder)
-                root, machine = manifest["root"], manifest["machine"]
-                known = {field.name: machine[field.name] for field in fields(Machine)}
-                self.machine = Machine(**{**known, "gpus": tuple(machine["gpus"])})
+                root, machine = manifest.root, manifest.machine
+                self.machine = Machine(
+                    machine.arch,
+                    machine.product,
+                    machine.name,
+                    tuple(machine.gpus),
+                    machine.versions,
+                    machine.facts,
+                )
         except run_reader.RunError as error:
             raise ReplayError(f"--aisp-replay={path}: no run to judge again: {error}") from None
         self.dropped = "; ".join(lost)
