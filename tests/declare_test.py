@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pytest_aisp import Conditions, Variant, Work, compare, fresh_process
@@ -300,60 +302,68 @@ def test_impossible_work_is_refused(keywords, expected):
     assert str(refused.value) == expected
 
 
-# By page: the change to a valid page, and the error that `@compare(` raises.
-AT_COMPARE = {
+COLLECTING = "_* ERROR collecting ch99/NAME_test.py _*"
+COMPARE_LINE = "ch99/NAME_test.py:{@compare(}: "
+AT_COMPARE = [COLLECTING, COMPARE_LINE + "in <module>", "    @compare("]
+"""Output lines. NAME is the page, and {text} the number of its line that starts with the text."""
+ERROR = "E   pytest_aisp.page.pair.PairError: @compare:"
+BROKEN = {
     "word": (
-        ('bound="dram"', 'bound="disk"'),
-        "E   pytest_aisp.page.pair.PairError: @compare: unknown bound 'disk'; legal: dram, *",
-    ),
-    "list": (
-        ("optimized=[doubled]", "optimized=doubled"),
-        "E   pytest_aisp.page.pair.PairError: @compare: optimized= is a list of sides, as in *",
+        [('bound="dram"', 'bound="disk"')],
+        [*AT_COMPARE, f"{ERROR} unknown bound 'disk'; legal: dram, *"],
     ),
     "gpus": (
-        ('bound="dram"', 'bound="dram", conditions=Conditions(gpus=lambda: 2)'),
-        "E   pytest_aisp.page.pair.PairError: @compare: gpus=(<function *,) must be a count of *",
+        [('bound="dram"', 'bound="dram", conditions=Conditions(gpus=lambda: 2)')],
+        [*AT_COMPARE, f"{ERROR} gpus=(<function *,) must be a count of *"],
     ),
     "unknown": (
-        ('bound="dram"', 'bound="dram", colour="red"'),
-        "E   TypeError: compare() got an unexpected keyword argument 'colour'",
+        [('bound="dram"', 'bound="dram", color="red"')],
+        [*AT_COMPARE, "E   TypeError: compare() got an unexpected keyword argument 'color'"],
     ),
-    "lacking": (
-        ("reference=reference,", ""),
-        "E   TypeError: compare() missing 1 required keyword-only argument: 'reference'",
+    "missing": (
+        [("reference=reference,", "")],
+        [
+            *AT_COMPARE,
+            "E   TypeError: compare() missing 1 required keyword-only argument: 'reference'",
+        ],
     ),
-}
-# By page: the change, and the error that a function of the page raises.
-IN_PAGE = {
     "when": (
-        ("optimized=[doubled]", "optimized=[Variant(doubled, when=lambda n: {}[n])]"),
-        "E   KeyError: 1001",
+        [("optimized=[doubled]", "optimized=[Variant(doubled, when=lambda n: {}[n])]")],
+        [*AT_COMPARE, "ch99/NAME_test.py:{optimized=}: in <lambda>", "    optimized=*"],
     ),
-}
-AT_TEST = {
     "method": (
-        ("@compare(", "class TestDoubling:\n  @compare("),
-        ("def test_doubling(pair)", "  def test_doubling(self, pair)"),
-        "@compare goes on a function of the page, not on a method",
+        [
+            ("@compare(", "class TestDoubling:\n  @compare("),
+            ("def test_doubling(pair)", "  def test_doubling(self, pair)"),
+        ],
+        [COLLECTING, COMPARE_LINE + "@compare goes on a function of the page, not on a method"],
     ),
     "parameters": (
-        ("@compare(", "@pytest.mark.parametrize('k', [1])\n@compare("),
-        ("import torch", "import pytest, torch"),
-        "@compare with @pytest.mark.parametrize has no stored key",
+        [
+            ("@compare(", "@pytest.mark.parametrize('k', [1])\n@compare("),
+            ("import torch", "import pytest, torch"),
+        ],
+        [
+            COLLECTING,
+            "ch99/NAME_test.py:{@pytest}: @compare with @pytest.mark.parametrize has no stored key",
+        ],
     ),
     "bare": (
-        ("@compare(", "dict("),
-        ("def test_", "\n\n\ndef test_"),
-        "the fixture `pair` needs @compare on the test",
+        [("@compare(", "dict("), ("def test_", "\n\n\ndef test_")],
+        [
+            "_* ERROR at setup of test_doubling _*",
+            "ch99/NAME_test.py:{def test_}: the fixture `pair` needs @compare on the test",
+        ],
     ),
 }
+"""By page: the changes to a valid page, and the lines that pytest prints."""
 
 
 @pytest.fixture
 def broken(page, pytester, kept):
     """Run all broken pages once. Return the output and the lines of each page."""
     if not kept:
-        for name, (*changes, _) in {**AT_COMPARE, **IN_PAGE, **AT_TEST}.items():
+        for name, (changes, _) in BROKEN.items():
             path = page(name=f"{name}_test.py")
             for old, new in changes:
                 path.write_text(path.read_text().replace(old, new))
@@ -362,51 +372,18 @@ def broken(page, pytester, kept):
     return kept
 
 
-def line_of(text, start):
-    return next(number for number, line in enumerate(text, 1) if line.strip().startswith(start))
+@pytest.mark.parametrize("name", BROKEN)
+def test_error_shows_only_lines_of_the_page(broken, name):
+    def line_number(match):
+        starts = (line.strip().startswith(match[1]) for line in broken[name])
+        return str(1 + list(starts).index(True))
 
-
-@pytest.mark.parametrize("name", AT_COMPARE)
-def test_error_in_a_declaration_shows_only_the_line_of_the_page(broken, name):
-    line = line_of(broken[name], "@compare(")
-    section = [
-        f"_* ERROR collecting ch99/{name}_test.py _*",
-        f"ch99/{name}_test.py:{line}: in <module>",
-        "    @compare(",
-        AT_COMPARE[name][-1],
-    ]
-    broken["run"].stdout.fnmatch_lines(section, consecutive=True)
-
-
-@pytest.mark.parametrize("name", IN_PAGE)
-def test_error_in_a_page_function_shows_only_lines_of_the_page(broken, name):
-    lines = [line_of(broken[name], start) for start in ("@compare(", "optimized=")]
-    broken["run"].stdout.fnmatch_lines(
-        [
-            f"_* ERROR collecting ch99/{name}_test.py _*",
-            f"ch99/{name}_test.py:{lines[0]}: in <module>",
-            "    @compare(",
-            f"ch99/{name}_test.py:{lines[1]}: in <lambda>",
-            "    optimized=*",
-        ],
-        consecutive=True,
-    )
-    broken["run"].stdout.fnmatch_lines([IN_PAGE[name][-1]])
-
-
-@pytest.mark.parametrize(
-    ("name", "start", "title"),
-    [
-        ("method", "@compare(", "_* ERROR collecting ch99/method_test.py _*"),
-        ("parameters", "@pytest", "_* ERROR collecting ch99/parameters_test.py _*"),
-        ("bare", "def test_", "_* ERROR at setup of test_doubling _*"),
-    ],
-)
-def test_compare_on_the_wrong_kind_of_test_names_its_line(broken, name, start, title):
-    expected = f"ch99/{name}_test.py:{line_of(broken[name], start)}: {AT_TEST[name][-1]}"
-    broken["run"].stdout.fnmatch_lines([title, expected], consecutive=True)
+    lines = [line.replace("NAME", name) for line in BROKEN[name][1]]
+    lines = [re.sub(r"\{(.+?)\}", line_number, line) for line in lines]
+    broken["run"].stdout.fnmatch_lines(lines, consecutive=True)
 
 
 def test_broken_pages_fail_the_run_without_plugin_lines(broken):
+    broken["run"].stdout.fnmatch_lines(["E   KeyError: 1001"])  # of the page called "when"
     assert "pytest_aisp/" not in broken["run"].stdout.str()
     assert broken["run"].ret == pytest.ExitCode.TESTS_FAILED
