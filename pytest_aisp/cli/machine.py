@@ -112,7 +112,7 @@ def nccl(
         Path | None, typer.Option(metavar="FILE.svg", help="draw the bus bandwidth by size")
     ] = None,
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="time without a message that ends a rank")
+        float, typer.Option(metavar="SECONDS", help="stop if a rank is silent for this long")
     ] = 120.0,
     store: Store = False,
     baselines: Baselines = DEFAULT_BASELINES,

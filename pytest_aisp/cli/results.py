@@ -37,7 +37,10 @@ def expectations(
     ] = "text",
     arch: Annotated[
         str | None,
-        typer.Option(metavar="ARCH", help="arch whose claims to use; default: the product's"),
+        typer.Option(
+            metavar="ARCH",
+            help="use the claims for this arch, as sm90; default: the product's arch",
+        ),
     ] = None,
 ) -> None:
     """Compare stored results with the claims of their pages."""
