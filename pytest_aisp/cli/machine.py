@@ -86,9 +86,11 @@ def bandwidth(
         count, hops = bandwidth.measure_visible_gpus(nbytes, progress)
     result = bandwidth.bandwidth_result(hops, nbytes, as_json=as_json)
     if store:
-        peaks = bandwidth.peer_peaks(hops, nbytes)
         result = store_measured(
-            result, lambda: bandwidth.store_peaks(baselines, Machine.here(), count, *peaks)
+            result,
+            lambda: bandwidth.store_peaks(
+                baselines, Machine.here(), count, *bandwidth.peer_peaks(hops, nbytes)
+            ),
         )
     finish(result)
 

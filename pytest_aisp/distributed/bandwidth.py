@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Protocol
 
 from ..results.row import duration
 from ..timing import peaks
@@ -71,18 +70,8 @@ class Hop:
         return None if self.limit is None else self.rate / self.limit
 
 
-class Copier(Protocol):
-    """Copies between GPUs, which it knows by number."""
-
-    def seconds(self, pairs: Sequence[Pair], copies: int) -> float:
-        """Return the seconds that `copies` copies along each of `pairs` took, all at once."""
-
-    def arrived(self, pairs: Sequence[Pair]) -> bool:
-        """Copy along each of `pairs` into cleared buffers; return True if every byte arrives."""
-
-
 class CudaCopier:
-    """Copies of `nbytes` between `devices`, timed by CUDA events."""
+    """Copies of `nbytes` between `devices`, timed by CUDA events. A pair is two device numbers."""
 
     def __init__(self, devices: Sequence[str], nbytes: int) -> None:
         import torch
@@ -112,6 +101,7 @@ class CudaCopier:
             torch.cuda.synchronize(name)
 
     def seconds(self, pairs: Sequence[Pair], copies: int) -> float:
+        """Return the seconds that `copies` copies along each of `pairs` took, all at once."""
         import torch
 
         self._synchronize()
@@ -132,6 +122,7 @@ class CudaCopier:
         return float(start.elapsed_time(end)) * 1e-3
 
     def arrived(self, pairs: Sequence[Pair]) -> bool:
+        """Copy along each of `pairs` into cleared buffers; return True if every byte arrives."""
         for _, target in pairs:
             self._receive[target].zero_()
         self._synchronize()
@@ -143,7 +134,7 @@ class CudaCopier:
 
 
 def measure(
-    copier: Copier, routes: Mapping[Pair, Route], nbytes: int, progress: Callable[[str], None]
+    copier: CudaCopier, routes: Mapping[Pair, Route], nbytes: int, progress: Callable[[str], None]
 ) -> list[Hop]:
     """Measure each direction of each route alone, then both directions at once.
 
@@ -153,17 +144,17 @@ def measure(
     count = min(64, max(4, math.ceil(WINDOW_BYTES / nbytes)))
     pairs = sorted(routes)
     plan = [[pair] for pair in pairs] + [[(a, b), (b, a)] for a, b in pairs if a < b]
-    found: list[Hop] = []
+    hops: list[Hop] = []
     for directions in plan:
         route = routes[directions[0]]
         limit = None if route.limit is None else route.limit * len(directions)
         hop = Hop(route.source, route.target, len(directions) == 2, 0.0, route.kind, limit)
-        progress(with_progress(hop.label, len(found), len(plan)))
+        progress(with_progress(hop.label, len(hops), len(plan)))
         arrived = copier.arrived(directions)  # warms the route up, too
         seconds = median(copier.seconds(directions, count) for _ in range(WINDOWS))
         rate = len(directions) * nbytes * count / seconds
-        found.append(replace(hop, rate=rate, arrived=arrived))
-    return flag_slow_hops(found, nbytes)
+        hops.append(replace(hop, rate=rate, arrived=arrived))
+    return flag_slow_hops(hops, nbytes)
 
 
 def flag_slow_hops(hops: Sequence[Hop], nbytes: int) -> list[Hop]:
@@ -192,7 +183,7 @@ def _floor(hop: Hop) -> float:
 
 
 def measure_visible_gpus(nbytes: int, progress: Callable[[str], None]) -> tuple[int, list[Hop]]:
-    """Return the number of visible GPUs and the hops between them; hold their locks meanwhile.
+    """Lease the visible GPUs; return their number and the hops between them.
 
     Raises:
         CliError: for fewer than two GPUs, GPUs that NVML does not know, or no memory.
@@ -280,7 +271,7 @@ def peer_peaks(hops: Sequence[Hop], nbytes: int) -> tuple[dict[str, float], dict
 
 
 def refuse_under_ci() -> None:
-    """Refuse to store if CI is set, before anything is measured."""
+    """Refuse ``--store`` if CI is set."""
     if os.environ.get("CI"):
         raise CliError(
             "--store is refused where CI is set: a gate must not move its own limits\n"

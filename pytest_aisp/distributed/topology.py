@@ -160,9 +160,9 @@ def read_topology() -> Topology:
 
 def route_kinds(uuids: Sequence[str]) -> str | None:
     """Return each kind of route between these GPUs once, as ``NVLink 4 x18``, or None."""
-    found = read_topology()
-    gpus = [gpu.index for gpu in map(found.gpu, uuids) if gpu is not None]
-    kinds = {r.kind for r in found.routes if r.source in gpus and r.target in gpus}
+    topology = read_topology()
+    gpus = [gpu.index for gpu in map(topology.gpu, uuids) if gpu is not None]
+    kinds = {r.kind for r in topology.routes if r.source in gpus and r.target in gpus}
     return "; ".join(sorted(kinds)) if len(gpus) == len(uuids) and kinds else None
 
 
@@ -214,7 +214,7 @@ def _as_ranges(numbers: Sequence[int]) -> str:
 
 
 def _read_links(nvml: ModuleType, handle: object, buses: Sequence[str]) -> list[Link]:
-    found = []
+    links = []
     for number in range(MAX_LINKS):
         if not query(nvml.nvmlDeviceGetNvLinkState, handle, number):
             continue  # not there, or down
@@ -222,8 +222,8 @@ def _read_links(nvml: ModuleType, handle: object, buses: Sequence[str]) -> list[
         remote = query(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, number)
         kind = query(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, number)
         peer = _peer_name(remote and _bus_id(remote), kind, buses)
-        found.append(Link(number, NVLINK_VERSIONS.get(version, ""), peer))
-    return found
+        links.append(Link(number, NVLINK_VERSIONS.get(version, ""), peer))
+    return links
 
 
 def _peer_name(bus: str | None, kind: int | None, buses: Sequence[str]) -> str:
@@ -265,23 +265,23 @@ def topology_result(*, as_json: bool) -> CliResult:
     Raises:
         CliError: if there is no GPU, with exit code 1.
     """
-    found = read_topology()
-    if not found.gpus:
+    topology = read_topology()
+    if not topology.gpus:
         raise CliError(
             "no GPU is here: NVML finds none, or its driver is not loaded\n"
             "See what the driver says:\n    nvidia-smi",
             code=1,
         )
-    return CliResult([found.to_json()] if as_json else topology_tables(found))
+    return CliResult([topology.to_json()] if as_json else topology_tables(topology))
 
 
-def topology_tables(found: Topology) -> list[str]:
+def topology_tables(topology: Topology) -> list[str]:
     """Return three tables: the GPUs, the routes between them, and the peer access."""
     heads = ("GPU", "name", "UUID", "PCI bus id", "PCIe", "NUMA", "CPUs", "NVLink")
-    lines = columns([heads, *map(_gpu_row, found.gpus)])
-    if len(found.gpus) > 1:
-        lines += ["", "between them", *_matrix(found, lambda route: route.label), LEGEND]
-        lines += ["", "peer access, read", *_matrix(found, read_access)]
+    lines = columns([heads, *map(_gpu_row, topology.gpus)])
+    if len(topology.gpus) > 1:
+        lines += ["", "between them", *_matrix(topology, lambda route: route.label), LEGEND]
+        lines += ["", "peer access, read", *_matrix(topology, read_access)]
     return lines
 
 
@@ -306,9 +306,9 @@ def read_access(route: Route) -> str:
     return {"OK": "yes", None: "?"}.get(status, f"no: {status}")
 
 
-def _matrix(found: Topology, cell: Callable[[Route], str]) -> list[str]:
-    rows = [["from \\ to", *(str(gpu.index) for gpu in found.gpus)]]
-    for a in found.gpus:
-        cells = ["-" if a is b else cell(found.route(a.index, b.index)) for b in found.gpus]
+def _matrix(topology: Topology, cell: Callable[[Route], str]) -> list[str]:
+    rows = [["from \\ to", *(str(gpu.index) for gpu in topology.gpus)]]
+    for a in topology.gpus:
+        cells = ["-" if a is b else cell(topology.route(a.index, b.index)) for b in topology.gpus]
         rows.append([str(a.index), *cells])
     return columns(rows)

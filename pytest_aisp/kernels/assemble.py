@@ -1,7 +1,7 @@
-"""Assemble the kernels that a case launches, and look for the instructions that its page promises.
+"""Assemble the kernels that a case launches, and check that they contain promised instructions.
 
 Both sides run on a fake GPU of each arch at the case's real size. Every kernel that they launch
-must assemble, fit the arch and contain the promised instructions; every kernel of the page must be
+must assemble, fit the arch and contain the promised instructions. Every kernel of the page must be
 launched by one of its sides.
 """
 
@@ -19,11 +19,11 @@ from .cuda_cpp import DIM_LIMITS
 from .fake_gpu import interpreting
 
 PARTITIONS = 4
-"""Partitions of a processor; each has its own registers, and a warp stays in one."""
+"""Partitions of a processor; each has its own registers and warps."""
 NOT_CHECKED = "NOT CHECKED"
-"""The beginning of a note that every run shows, even without -v."""
+"""The start of a note that every run shows, even without -v."""
 ARCHS = "\0archs\0"
-"""Stands in a fault for the archs that have it."""
+"""Placeholder in a fault for the archs that have it."""
 ERROR_LINES = 12
 """Lines of an assembler's error that are shown."""
 
@@ -34,7 +34,7 @@ class AssemblyError(PageError):
 
 @dataclass(frozen=True)
 class AssembledKernel:
-    """One kernel assembled for one arch, and what it uses there."""
+    """One kernel assembled for one arch, and the resources it uses there."""
 
     arch: str
     side: str
@@ -101,8 +101,8 @@ class Assembly:
         root: folder of the page's own code.
         progress: called with the name of each step.
         assembled: the kernels that assembled.
-        refused: assembler's errors, by message and kernel the archs.
-        faults: other faults, each with `ARCHS` in its text, and their archs.
+        refused: archs by the assembler's error message and kernel.
+        faults: archs by the text of any other fault, which contains `ARCHS`.
         notes: promises that could not be checked.
     """
 
@@ -118,11 +118,7 @@ class Assembly:
     notes: list[str] = field(default_factory=list)
 
     def run(self, archs: Sequence[str]) -> None:
-        """Assemble for each of `archs`.
-
-        Raises:
-            AssemblyError: names every kernel at fault.
-        """
+        """Assemble for each of `archs`; raise `AssemblyError` with every fault."""
         if interpreting():
             raise AssemblyError(
                 "Triton's interpreter is on in this process, where nothing is assembled\n"
@@ -137,7 +133,7 @@ class Assembly:
         if not self.assembled and not self.faults and not self.refused:
             self._add("no kernel was launched, so nothing was assembled")
         errors = [*self._refusals()]
-        errors += [fault.replace(ARCHS, ", ".join(found)) for fault, found in self.faults.items()]
+        errors += [fault.replace(ARCHS, ", ".join(names)) for fault, names in self.faults.items()]
         if errors:
             raise AssemblyError("\n".join(errors))
 
@@ -152,8 +148,8 @@ class Assembly:
                 yield f"{', '.join(names)} on {where} {do} not assemble: {message}"
 
     def _add(self, fault: str, *archs: str) -> None:
-        found = self.faults.setdefault(fault, [])
-        found += [arch for arch in archs if arch not in found]
+        known = self.faults.setdefault(fault, [])
+        known += [arch for arch in archs if arch not in known]
 
     def _assemble(self, side: Side, arch: str) -> None:
         name = side_name(side)
@@ -189,15 +185,16 @@ class Assembly:
     def _check_promise(self, arch: str, side: str, promise: str, any_of: Sequence[str]) -> None:
         by_kernel: dict[Kernel, list[bool]] = {}
         for kernel in self.assembled:
-            if (kernel.arch, kernel.side) == (arch, side):
-                try:
-                    found = sass.instructions(kernel.cubin).get(kernel.launch.name, frozenset())
-                except sass.NoDisassembler as error:
-                    note = f"{NOT_CHECKED}: {promise}: {error}"
-                    self.notes += [note] * (note not in self.notes)
-                    return
-                has = any(sass.contains(found, instruction) for instruction in any_of)
-                by_kernel.setdefault(kernel.launch.kernel, []).append(has)
+            if (kernel.arch, kernel.side) != (arch, side):
+                continue
+            try:
+                instructions = sass.instructions(kernel.cubin).get(kernel.launch.name, frozenset())
+            except sass.NoDisassembler as error:
+                note = f"{NOT_CHECKED}: {promise}: {error}"
+                self.notes += [note] * (note not in self.notes)
+                return
+            has = any(sass.contains(instructions, instruction) for instruction in any_of)
+            by_kernel.setdefault(kernel.launch.kernel, []).append(has)
         if by_kernel and not any(all(configurations) for configurations in by_kernel.values()):
             names = sorted(map(_kernel_name, by_kernel))
             self._add(

@@ -1,7 +1,7 @@
 """Record the configurations that Triton's autotuner chose for the kernels that sides launch.
 
-The autotuner measures, so it may choose differently in the next process. Its choices are part of a
-result.
+The autotuner measures, so it may choose differently in the next process. That is why its choices
+are stored with a result.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from triton.runtime.autotuner import Autotuner, Config
 
 Choices: TypeAlias = Mapping[str, list[str]]
-"""By kernel the configurations it ran in, as Triton prints them: ``BLOCK: 128, num_warps: 4``."""
+"""The configurations of each kernel as Triton prints them: ``BLOCK: 128, num_warps: 4``."""
 
 
 @contextmanager
@@ -61,10 +61,10 @@ def choice_notes(choices: Choices) -> list[str]:
 
 
 def differing_choices(stored: Choices, now: Choices) -> list[str]:
-    """Return a line for each kernel that runs in a configuration that is not among the stored."""
+    """Return a line for each kernel with a configuration that is not among its stored ones."""
     return [
-        f"{kernel} is tuned otherwise than when stored: {' | '.join(configs)},"
-        f" then {' | '.join(stored[kernel])}"
+        f"{kernel} is tuned differently than in the stored result: {' | '.join(configs)},"
+        f" stored {' | '.join(stored[kernel])}"
         for kernel, configs in now.items()
         if kernel in stored and not set(configs) <= set(stored[kernel])
     ]

@@ -1,8 +1,8 @@
 """CUDA C++ beside its page: NVRTC compiles it on first use, torch's current stream runs it.
 
-A kernel is ``extern "C" __global__ void name(...)``. Importing the page reads the kernel's
-signature from the source, and every launch is checked against it: what would be an illegal address
-on the GPU is a `LaunchError` that names the parameter.
+A kernel is ``extern "C" __global__ void name(...)``. The import of the page reads its signature
+from the source. Every launch is checked against it, so a wrong argument is a `LaunchError` and not
+an illegal address on the GPU.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ def cuda_module(
 
     Args:
         options: fields of `cuda.core.ProgramOptions`, as in ``{"use_fast_math": True}``.
-        targets: the target to compile for by arch, as in ``{"sm90": "sm_90a"}``. Without it the
-            `needs` of the sides that use the file decide, and else it is ``sm_90`` and so on.
+        targets: the target to compile for by arch, as in ``{"sm90": "sm_90a"}``. The default
+            follows from the `needs` of the sides that use the file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        LaunchError: the file has no kernel, or one with a parameter that cannot be passed.
+        FileNotFoundError: the file does not exist.
+        LaunchError: the file has no kernel, or a kernel with an unsupported parameter.
     """
     __tracebackhide__ = True
     page = Path(sys._getframe(1).f_code.co_filename)
     path = (page.parent / file).resolve()
     if not path.is_file():
-        there = ", ".join(sorted(p.name for p in path.parent.glob("*.cu"))) or "none"
-        raise FileNotFoundError(f"{page} asks for {path}, which does not exist; .cu there: {there}")
+        files = ", ".join(sorted(p.name for p in path.parent.glob("*.cu"))) or "none"
+        raise FileNotFoundError(f"{page} asks for {path}, which does not exist; .cu there: {files}")
     return CudaModule(path, dict(options), dict(targets or {}))
 
 
@@ -66,8 +66,8 @@ class CudaModule:
         self.needs: set[str] = set()
         self.folders = [str(path.parent), *nvrtc.as_list(options.get("include_path"))]
         self.sources = nvrtc.sources_of(path, self.folders)
-        found = signatures(path.name, self.sources.values())
-        self._kernels = {name: Kernel(self, name, params) for name, params in found}
+        declared = signatures(path.name, self.sources.values())
+        self._kernels = {name: Kernel(self, name, params) for name, params in declared}
         self._loaded: dict[str, cuda.core.ObjectCode] = {}
         if not self._kernels:
             form = 'extern "C" __global__ void name(const float* x, int n)'
@@ -87,16 +87,15 @@ class CudaModule:
         return tuple(self._kernels)
 
     def assemble(self, arch: str) -> dict[str, dict[str, int]]:
-        """Compile for `arch` without a GPU or driver, and return what each kernel uses.
+        """Compile for `arch` without a GPU or driver, and return the resources of each kernel.
 
-        That is ``registers`` per thread, static ``shared`` bytes and ``spilled`` bytes, or nothing
-        if the assembler does not say.
+        These are ``registers`` per thread, static ``shared`` bytes and ``spilled`` bytes.
         """
         usage = nvrtc.compile_module(self, self.target(arch)).usage
         return {name: usage.get(name, {}) for name in self._kernels}
 
     def target(self, arch: str) -> str:
-        """Return the target to compile for on `arch`: from `targets`, `needs`, else ``sm_90``."""
+        """Return the target to compile for on `arch`."""
         return self.targets.get(arch) or target_of(arch, self.needs)
 
     def load(self, name: str, device: int) -> cuda.core.Kernel:
@@ -216,8 +215,8 @@ class Kernel:
             cluster: blocks that are scheduled together, an int or up to 3 ints, at most 8 in all;
                 unnecessary for a kernel whose source has ``__cluster_dims__``.
             cooperative: run all blocks at once, so that they can wait for each other.
-            dependent: allow a start before the previous kernel on the stream has ended
-                (programmatic dependent launch); the kernel waits with ``griddepcontrol.wait``.
+            dependent: start before the previous kernel on the stream has ended (programmatic
+                dependent launch); the kernel waits with ``griddepcontrol.wait``.
 
         Raises:
             LaunchError: no GPU can launch this.
@@ -234,8 +233,8 @@ class Kernel:
     def clusters_at_once(self, block: Dims, shared: int = 0, *, cluster: Dims) -> int:
         """Return how many clusters torch's current GPU runs at once.
 
-        A persistent kernel has a grid of that many. It can be fewer than the processors allow: a
-        cluster must lie within one group of processors, and an odd one out idles.
+        That is the grid of a persistent kernel. It can be fewer than the processors suggest: a
+        cluster must lie within one group of processors, and leftover processors idle.
 
         Raises:
             LaunchError: no GPU can launch this.
@@ -252,8 +251,7 @@ class Kernel:
         kernel = self.module.load(self.name, device)
         self.allow_shared(kernel, shared, device)
         stream = _stream(torch.cuda.current_stream(device).cuda_stream)
-        most = kernel.occupancy.max_active_clusters(config.for_cuda_core(core), stream=stream)
-        return int(most)
+        return int(kernel.occupancy.max_active_clusters(config.for_cuda_core(core), stream=stream))
 
     def allow_shared(self, kernel: cuda.core.Kernel, shared: int, device: int) -> None:
         """Raise the limit of dynamic shared memory, 48 KiB by default, static memory included."""
@@ -264,9 +262,10 @@ class Kernel:
         (status,) = driver.cuKernelSetAttribute(limit, shared, kernel.handle, device)
         if status != driver.CUresult.CUDA_SUCCESS:
             properties = nvrtc.toolchain().core.Device(device).properties
-            most = properties.max_shared_memory_per_block_optin
-            fault = f"{self.name}: {shared} bytes of dynamic shared memory: {status.name}"
-            raise LaunchError(f"{fault}; this GPU has {most} a block, the static included")
+            raise LaunchError(
+                f"{self.name}: {shared} bytes of dynamic shared memory: {status.name}; this GPU has"
+                f" {properties.max_shared_memory_per_block_optin} a block, the static included"
+            )
         self._allowed[device] = shared
 
 

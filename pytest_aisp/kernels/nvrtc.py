@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from .cuda_cpp import CudaModule
 
 INSTALL = (
     "cuda_module needs cuda.core and NVRTC: pip install cuda-core cuda-bindings nvidia-cuda-nvrtc"
@@ -32,7 +35,7 @@ class CompileError(RuntimeError):
     """A .cu file does not compile; the message has file, line and the compiler's error.
 
     Attributes:
-        any_target: the message without the target, equal for targets with the same error.
+        any_target: the message without the target.
     """
 
     def __init__(self, message: str, any_target: str = "") -> None:
@@ -44,19 +47,6 @@ class NoCompiler(RuntimeError):
     """This machine lacks cuda.core or NVRTC."""
 
 
-class Module(Protocol):
-    """A .cu file: its path, compiler options, and the text of it and its headers by path."""
-
-    path: Path
-    options: dict[str, object]
-    folders: list[str]
-    sources: dict[str, str]
-
-    @property
-    def kernels(self) -> tuple[str, ...]:
-        """The names of the kernels in its text."""
-
-
 @dataclass(frozen=True)
 class Cubin:
     """Machine code, and what each kernel uses according to the assembler."""
@@ -66,38 +56,38 @@ class Cubin:
 
 
 class Toolchain(NamedTuple):
-    """`cuda.core`, NVRTC's version, and its size, which tells builds of one version apart."""
+    """`cuda.core`, and NVRTC's version and size, which identify the build."""
 
     core: ModuleType
     version: str
     size: int
 
 
-def compile_module(module: Module, target: str) -> Cubin:
+def compile_module(module: CudaModule, target: str) -> Cubin:
     """Return `module` compiled for `target`, from the cache on disk or by NVRTC.
 
     Raises:
-        CompileError: with file, line and the compiler's error.
+        CompileError: the module does not compile.
         NoCompiler: cuda.core or NVRTC is not installed.
     """
-    core, *version = toolchain()
+    core, *compiler = toolchain()
     options = {**module.options, "name": module.path.name, "arch": target}
     toolkit = _toolkit() if any(map(_INCLUDE.search, module.sources.values())) else []
     options["include_path"] = [*module.folders, *toolkit]
     options["ptxas_options"] = [*as_list(options.get("ptxas_options")), "-v"]
-    key = repr((version, sorted(options.items()), sorted(module.sources.items())))
+    key = repr((compiler, sorted(options.items()), sorted(module.sources.items())))
     home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     entry = Path(home, "pytest-aisp", f"{hashlib.sha256(key.encode()).hexdigest()}.cubin")
     if cached := _read(entry):
         return cached
     cubin = _compile(core, module, target, options)
-    # NVRTC reads headers from disk: one edited since the import must not go under the old key.
+    # NVRTC reads headers from disk; one that was edited since the import does not match the key.
     if sources_of(module.path, module.folders) == module.sources:
         _write(entry, cubin)
     return cubin
 
 
-def _compile(core: ModuleType, module: Module, target: str, options: Options) -> Cubin:
+def _compile(core: ModuleType, module: CudaModule, target: str, options: Options) -> Cubin:
     try:
         code, log = compile_source(core, module.sources[str(module.path)], options)
     except CompileError as error:
@@ -106,12 +96,12 @@ def _compile(core: ModuleType, module: Module, target: str, options: Options) ->
             message += f"\n{HEADERS}"
         raise _error(module, target, message) from None
     # A kernel inside `#if` has a signature, but not a section of the ELF file for every target.
-    if absent := [k for k in module.kernels if f".text.{k}\0".encode() not in code]:
-        raise _error(module, target, f" no code for {', '.join(absent)}; is it inside an #if?")
+    if missing := [k for k in module.kernels if f".text.{k}\0".encode() not in code]:
+        raise _error(module, target, f" no code for {', '.join(missing)}; is it inside an #if?")
     return Cubin(code, _usage(log))
 
 
-def _error(module: Module, target: str, message: str) -> CompileError:
+def _error(module: CudaModule, target: str, message: str) -> CompileError:
     what, how = f"{module.path} does not compile", f"(NVRTC {toolchain().version}):{message}"
     return CompileError(f"{what} for {target} {how}", f"{what} {how}")
 
@@ -166,13 +156,13 @@ def sources_of(path: Path, folders: list[str]) -> dict[str, str]:
             continue
         sources[str(file)] = file.read_text(encoding="utf-8")
         for name in _INCLUDE.findall(sources[str(file)]):
-            found = [Path(f, name).resolve() for f in (str(file.parent), *folders)]
-            todo += [p for p in found if p.is_file()][:1]
+            candidates = [Path(f, name).resolve() for f in (str(file.parent), *folders)]
+            todo += [p for p in candidates if p.is_file()][:1]
     return sources
 
 
 def as_list(value: object) -> list[str]:
-    """Return an option that may be a string, several strings or None as a list."""
+    """Return an option, which may be a string, several strings or None, as a list."""
     if isinstance(value, str):
         return [value]
     return [str(each) for each in value] if isinstance(value, Iterable) else []

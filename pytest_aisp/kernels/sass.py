@@ -28,17 +28,16 @@ _KERNEL = re.compile(r"^\.text\.(\w+):$", re.MULTILINE)
 def usage(cubin: bytes) -> dict[str, dict[str, int]]:
     """Return by kernel the ``registers`` and the bytes of ``stack`` of a thread.
 
-    The stack is local memory: spilled registers, and arrays that do not fit into registers. Triton
-    calls all of it spills.
+    The stack is local memory: spilled registers, and arrays that do not fit into registers.
     """
     sections = dict(_sections(cubin))
     names = list(_symbols(sections[".symtab"], sections[".strtab"]))
-    found: dict[str, dict[str, int]] = {}
+    usage: dict[str, dict[str, int]] = {}
     for attribute, symbol, value in _attributes(sections[".nv.info"]):
-        word = {REGISTERS: "registers", FRAME: "stack"}.get(attribute)
-        if word and f".text.{names[symbol]}" in sections:
-            found.setdefault(names[symbol], {})[word] = value
-    return found
+        resource = {REGISTERS: "registers", FRAME: "stack"}.get(attribute)
+        if resource and f".text.{names[symbol]}" in sections:
+            usage.setdefault(names[symbol], {})[resource] = value
+    return usage
 
 
 def _sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
@@ -70,20 +69,21 @@ def _attributes(info: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 class NoDisassembler(Exception):
-    """There is no nvdisasm that reads this machine code; the message says what to install."""
+    """No nvdisasm reads this machine code; the message says what to install."""
 
 
 @functools.cache
 def disassemblers() -> tuple[str, ...]:
     """Return the paths of every nvdisasm: on the PATH, Triton's, and the package's."""
-    found = [tool] if (tool := shutil.which("nvdisasm")) else []
+    on_path = shutil.which("nvdisasm")
+    paths = [on_path] if on_path else []
     for package, folder in (("triton", "backends/nvidia/bin"), ("nvidia", "")):
         spec = importlib.util.find_spec(package)
-        for place in (spec.submodule_search_locations or ()) if spec else ():
-            inside = Path(place, folder)
-            tools = [inside / "nvdisasm", *sorted(inside.glob("*/bin/nvdisasm"))]
-            found += [str(tool) for tool in tools if tool.is_file()]
-    return tuple(found)
+        for location in (spec.submodule_search_locations or ()) if spec else ():
+            root = Path(location, folder)
+            tools = [root / "nvdisasm", *sorted(root.glob("*/bin/nvdisasm"))]
+            paths += [str(tool) for tool in tools if tool.is_file()]
+    return tuple(paths)
 
 
 @functools.cache
@@ -93,7 +93,7 @@ def instructions(cubin: bytes) -> dict[str, frozenset[str]]:
     Raises:
         NoDisassembler: no nvdisasm reads this machine code.
     """
-    refused = ""
+    fault = ""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -103,17 +103,17 @@ def instructions(cubin: bytes) -> dict[str, frozenset[str]]:
                 _, *parts = _KERNEL.split(done.stdout)
                 pairs = zip(parts[::2], parts[1::2], strict=True)
                 return {name: frozenset(_INSTRUCTION.findall(text)) for name, text in pairs}
-            refused = refused or f"{tool} cannot read it: {done.stderr.strip()}"
-    if refused:
-        raise NoDisassembler(f"{refused}: {NEWER}")
+            fault = fault or f"{tool} cannot read it: {done.stderr.strip()}"
+    if fault:
+        raise NoDisassembler(f"{fault}: {NEWER}")
     raise NoDisassembler(f"there is no nvdisasm here: {INSTALL}")
 
 
-def contains(found: Iterable[str], promised: str) -> bool:
-    """Return whether one of `found` is `promised`, with at least its modifiers.
+def contains(instructions: Iterable[str], promised: str) -> bool:
+    """Return whether one of `instructions` is `promised`; it may have more modifiers.
 
     ``LDG.128`` is also LDG.E.128.CONSTANT, and ``UTMALDG`` also UTMALDG.2D.
     """
     name, *modifiers = promised.split(".")
-    parts = (instruction.split(".") for instruction in found)
-    return any(base == name and set(modifiers) <= set(have) for base, *have in parts)
+    parts = (instruction.split(".") for instruction in instructions)
+    return any(base == name and set(modifiers) <= set(others) for base, *others in parts)
