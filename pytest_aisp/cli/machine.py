@@ -143,9 +143,11 @@ def nccl(
     if plot is not None:
         result = _write_plot(result, plot, draw(sweep.rows, sweep.title))
     if store:
-        peaks = nccl.collective_peaks(sweep)
         result = store_measured(
-            result, lambda: bandwidth.store_peaks(baselines, machine, sweep.ranks, *peaks)
+            result,
+            lambda: bandwidth.store_peaks(
+                baselines, machine, sweep.ranks, *nccl.collective_peaks(sweep)
+            ),
         )
     finish(result)
 
