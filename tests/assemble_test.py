@@ -262,14 +262,14 @@ RED = {
 
 
 @pytest.fixture
-def red(write, pytester, told, kept):
+def red(write, pytester, read_junit, module_cache):
     """The result of each page that must fail, all from one run."""
-    if not kept:
+    if not module_cache:
         for name, (parts, _) in RED.items():
             write(name, **parts)
-        kept["result"] = compiled(pytester, "--aisp-compile=sm90,sm121")
-        kept["told"] = told(pytester.path / "junit.xml")
-    return kept["told"]
+        module_cache["result"] = compiled(pytester, "--aisp-compile=sm90,sm121")
+        module_cache["told"] = read_junit(pytester.path / "junit.xml")
+    return module_cache["told"]
 
 
 @pytest.mark.parametrize("name", RED)

@@ -28,7 +28,7 @@ def rows(page, gpu, pytester):
     return rows
 
 
-def test_what_else_fails_is_the_cases_reason_and_it_fails(page, rows, told, pytester):
+def test_what_else_fails_is_the_cases_reason_and_it_fails(page, rows, read_junit, pytester):
     for name, body in BODIES.items():
         page(body=body, name=f"{name}_test.py")
     page(at_least="3.0", name="claim_test.py")
@@ -41,7 +41,7 @@ def test_what_else_fails_is_the_cases_reason_and_it_fails(page, rows, told, pyte
         "broken": ("fail", ["ZeroDivisionError: division by zero"]),
         "before": ("fail", ["AssertionError: assert {'n': 1001} == {}"]),
     }
-    assert {case.verdict for case in told(pytester.path / "junit.xml").values()} == {"fail"}
+    assert {case.verdict for case in read_junit(pytester.path / "junit.xml").values()} == {"fail"}
     result.stdout.fnmatch_lines(
         ["*told_test.py*FAILED 2.0??x*", "told *2.0??x *fail", "*5 failed*"]
     )

@@ -259,20 +259,20 @@ RIGHT = {
 
 
 @pytest.fixture
-def said(page, pytester, told, kept):
+def said(page, pytester, read_junit, module_cache):
     """What the one run said, by page."""
-    if not kept:
+    if not module_cache:
         for name, (parts, _) in {**REFUSED, **WRONG}.items():
             page(name=f"{name}_test.py", **parts)
         for name, parts in RIGHT.items():
             page(name=f"{name}_test.py", **parts)
-        kept["run"] = pytester.runpytest_subprocess("--aisp-check", "--junitxml=junit.xml")
-        kept.update(told(pytester.path / "junit.xml"))
-    return kept
+        module_cache["run"] = pytester.runpytest_subprocess("--aisp-check", "--junitxml=junit.xml")
+        module_cache.update(read_junit(pytester.path / "junit.xml"))
+    return module_cache
 
 
-def matches(told, line):
-    pytest.LineMatcher(told.failure.splitlines()).fnmatch_lines([line])
+def matches(outcome, line):
+    pytest.LineMatcher(outcome.failure.splitlines()).fnmatch_lines([line])
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -87,25 +87,25 @@ INI = """
 
 @pytest.fixture(autouse=True)
 def no_ci(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests say themselves when they are under CI."""
+    """A test sets CI itself if it is about CI."""
     monkeypatch.delenv("CI", raising=False)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Name the marker of tests that are about processes."""
-    text = "new_processes: the worker processes of its runs are no forks of a warm one"
+    """Register the marker of tests that are about processes."""
+    text = "new_processes: start new worker processes instead of forking warm ones"
     config.addinivalue_line("markers", text)
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was collected out of every garbage collection: a task of the engine makes some."""
+    """Exclude collected items from garbage collection, which each engine task runs."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
-    """Return the process that runs of pytest are forked from."""
+    """Return the process from which runs of pytest are forked."""
     started = Zygote.new()
     yield started
     started.close()
@@ -118,14 +118,11 @@ def pytester(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> pytest.Pytester:
-    """Fork what `runpytest_subprocess` starts, and its worker processes; all else starts as ever.
-
-    Where a test is about processes, `pytestmark = pytest.mark.new_processes` has them new.
-    """
+    """Fork what `runpytest_subprocess` starts, and its worker processes unless `new_processes`."""
     for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
-        monkeypatch.delenv(name)  # a run that is started here is no worker's
+        monkeypatch.delenv(name)  # a run that a test starts is not in an xdist worker
     popen = pytester.popen
-    workers = request.node.get_closest_marker("new_processes") is None
+    fork_workers = request.node.get_closest_marker("new_processes") is None
     pytest_itself = [sys.executable, "-mpytest"]
 
     def start(command: Any, *pipes: Any, **how: Any) -> Any:
@@ -135,7 +132,7 @@ def pytester(
         with monkeypatch.context() as patch:
             patch.setenv("PYTHONPATH", os.getcwd(), prepend=os.pathsep)
             files = how["stdout"].fileno(), how["stderr"].fileno()
-            return zygote.run(command[2:], *files, workers=workers)
+            return zygote.run(command[2:], *files, fork_workers=fork_workers)
 
     monkeypatch.setattr(pytester, "popen", start)
     return pytester
@@ -145,8 +142,8 @@ def pytester(
 def page(pytester: pytest.Pytester) -> Callable[..., Any]:
     """Write `doubling_test.py` in a folder of pages and return its path.
 
-    Args: `optimized` is the expression that the variant returns, `body` the test's body, `more`
-    further keywords of `compare`, `defs` functions that replace those above them (`PARTS`).
+    Args: `optimized` is the expression that the variant returns, `body` the test's body, `defs`
+    functions that replace those above them, `more` further keywords of `compare` (see `PARTS`).
     """
     pytester.makeini(textwrap.dedent(INI))
 
@@ -175,8 +172,8 @@ def gpu(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., None]:
-    """Put a simulated GPU into this session: `gpu(added=2e-5, doubled=1e-5, noise={...})`."""
-    # It needs no lease of the real machine, so it need not wait for who holds one.
+    """Simulate a GPU in this session: `gpu(added=2e-5, doubled=1e-5, noise={...})`."""
+    # Runs on a simulated GPU need no lock of the real machine and must not wait for one.
     monkeypatch.setenv("AISP_LEASES", str(tmp_path_factory.mktemp("leases")))
 
     def install(
@@ -212,12 +209,12 @@ def timed_page(page: Callable[..., Any], gpu: Callable[..., None]) -> Callable[.
 
 
 RECORDED: dict[str, str] = {}
-"""Stored results by what was recorded: pages, and the simulated GPU's conftest.py."""
+"""Stored results by the text of the pages and of the simulated GPU's conftest.py."""
 
 
 @pytest.fixture
 def recorded(pytester: pytest.Pytester) -> Callable[[], None]:
-    """Store results of the pages in ch99 as three processes see them; once for the same pages."""
+    """Store results of the pages in ch99 from three processes; once for the same pages."""
 
     def record() -> None:
         files = [pytester.path / "conftest.py", *sorted((pytester.path / "ch99").glob("*_test.py"))]
@@ -240,33 +237,33 @@ def lines() -> Callable[[pytest.RunResult], str]:
     return lambda result: "\n".join(result.outlines + result.errlines)
 
 
-class Told(NamedTuple):
-    """What a run said of one page's case: its verdict, and the failure as the terminal shows it."""
+class Outcome(NamedTuple):
+    """A case's verdict, and its failure as the terminal shows it."""
 
     verdict: str
     failure: str
 
 
 @pytest.fixture(scope="module")
-def kept() -> dict[str, Any]:
-    """Keep what one run said for the other tests of the file: a run costs seconds."""
+def module_cache() -> dict[str, Any]:
+    """Return what the tests of a file share, such as a run, which takes seconds."""
     return {}
 
 
 @pytest.fixture
-def told() -> Callable[[Path], dict[str, Told]]:
-    """Read a JUnit file: by page, what the run said of its case."""
+def read_junit() -> Callable[[Path], dict[str, Outcome]]:
+    """Read the outcome of each page's case from a JUnit file."""
 
-    def read(junit: Path) -> dict[str, Told]:
+    def read(junit: Path) -> dict[str, Outcome]:
         return {
-            case.attrib["classname"].rpartition(".")[2].removesuffix("_test"): _told(case)
+            case.attrib["classname"].rpartition(".")[2].removesuffix("_test"): _outcome(case)
             for case in ElementTree.parse(junit).iter("testcase")
         }
 
     return read
 
 
-def _told(case: Any) -> Told:
+def _outcome(case: Any) -> Outcome:
     named = {p.attrib["name"]: p.attrib["value"] for p in case.iter("property")}
     failures = [f.text or "" for kind in ("failure", "error") for f in case.iter(kind)]
-    return Told(named.get("aisp_verdict", ""), "\n".join(failures))
+    return Outcome(named.get("aisp_verdict", ""), "\n".join(failures))

@@ -360,16 +360,16 @@ BROKEN = {
 
 
 @pytest.fixture
-def broken(page, pytester, kept):
+def broken(page, pytester, module_cache):
     """Run all broken pages once. Return the output and the lines of each page."""
-    if not kept:
+    if not module_cache:
         for name, (changes, _) in BROKEN.items():
             path = page(name=f"{name}_test.py")
             for old, new in changes:
                 path.write_text(path.read_text().replace(old, new))
-            kept[name] = path.read_text().splitlines()
-        kept["run"] = pytester.runpytest_subprocess("--continue-on-collection-errors")
-    return kept
+            module_cache[name] = path.read_text().splitlines()
+        module_cache["run"] = pytester.runpytest_subprocess("--continue-on-collection-errors")
+    return module_cache
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -44,21 +44,21 @@ WORKERS = {"alone": [], "n2": ["-n2"]}
 
 
 @pytest.fixture(params=WORKERS)
-def run(request, page, pytester, told, kept):
+def run(request, page, pytester, read_junit, module_cache):
     """A run of every faulty page and of healthy ones among them, with and without workers."""
-    if request.param not in kept:
+    if request.param not in module_cache:
         for name, (optimized, _) in FAULTS.items():
             page(optimized, defs=IMPORTS, name=f"{name}_test.py")
         for name in HEALTHY:
             page(name=f"{name}_test.py")
         page(defs=f"{IMPORTS}\n\ndef added(x):\n    os._exit(5)", name="baseline_test.py")
         options = ["--aisp-check", "-o", "aisp_timeout=8", "--junitxml=junit.xml"]
-        kept[request.param] = {
+        module_cache[request.param] = {
             "result": pytester.runpytest_subprocess(*options, *WORKERS[request.param]),
             "left": alive_workers(pytester.path),
-            "told": told(pytester.path / "junit.xml"),
+            "told": read_junit(pytester.path / "junit.xml"),
         }
-    return kept[request.param]
+    return module_cache[request.param]
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -76,7 +76,7 @@ def test_without_artifacts_profiles_go_to_a_folder_below_the_root(page, pytester
 
 @pytest.mark.parametrize("workers", [["-n0"], ["-n2"]])
 def test_timed_cases_are_profiled_at_their_size_unless_they_are_wrong(
-    page, gpu, pytester, told, workers
+    page, gpu, pytester, read_junit, workers
 ):
     gpu(added=2e-5, doubled=1e-5)
     page(name="green_test.py")
@@ -86,7 +86,9 @@ def test_timed_cases_are_profiled_at_their_size_unless_they_are_wrong(
     result = pytester.runpytest_subprocess(*arguments)
     result.stdout.fnmatch_lines(["profiles (torch) of 2 cases: out/profile"])
     assert result.ret == 1
-    verdicts = {name: case.verdict for name, case in told(pytester.path / "junit.xml").items()}
+    verdicts = {
+        name: case.verdict for name, case in read_junit(pytester.path / "junit.xml").items()
+    }
     assert verdicts == {"green": "new", "red": "fail", "wrong": "wrong"}
     for row in rows_of(pytester.path / "out"):
         if row["verdict"] == "wrong":

@@ -115,19 +115,19 @@ def write(folder: Path, name: str, does: str = "pass", gpus: int = 2) -> Path:
 
 
 @pytest.fixture
-def run(page, pytester, told, kept):
+def run(page, pytester, read_junit, module_cache):
     """A run of every faulty page and of healthy ones among them."""
-    if "told" not in kept:
+    if "told" not in module_cache:
         page()
         for name, (does, _) in FAULTS.items():
             write(pytester.path, name, does)
         for name in HEALTHY:
             write(pytester.path, name)
         options = ["--aisp-check", "-o", "aisp_timeout=12", "--junitxml=junit.xml", "ch99"]
-        kept["result"] = pytester.runpytest_subprocess(*options)
-        kept["left"] = alive_workers(pytester.path)
-        kept["told"] = told(pytester.path / "junit.xml")
-    return kept
+        module_cache["result"] = pytester.runpytest_subprocess(*options)
+        module_cache["left"] = alive_workers(pytester.path)
+        module_cache["told"] = read_junit(pytester.path / "junit.xml")
+    return module_cache
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -338,9 +338,9 @@ def test_ranks_cannot_run_inside_pytest():
 
 
 @pytest.fixture
-def searched(page, pytester, told, kept):
+def searched(page, pytester, read_junit, module_cache):
     """A run of pages whose sizes are drawn."""
-    if "searched" not in kept:
+    if "searched" not in module_cache:
         page()
         for name, (does, _) in SEARCHES.items():
             path = write(pytester.path, name, does)
@@ -351,8 +351,8 @@ def searched(page, pytester, told, kept):
                 )
             )
         pytester.runpytest_subprocess("--aisp-check", "--junitxml=junit.xml", "ch99")
-        kept["searched"] = told(pytester.path / "junit.xml")
-    return kept["searched"]
+        module_cache["searched"] = read_junit(pytester.path / "junit.xml")
+    return module_cache["searched"]
 
 
 @pytest.mark.parametrize("name", SEARCHES)
@@ -364,7 +364,7 @@ def test_ranks_search_the_same_sizes(searched, name):
         pytest.LineMatcher(lines).fnmatch_lines(["*AssertionError: " + words])
 
 
-def test_ranks_start_with_the_environment_of_their_page(page, pytester, told):
+def test_ranks_start_with_the_environment_of_their_page(page, pytester, read_junit):
     page()
     sees = "assert os.environ.get('AISP_MODE') == {}"
     for name, mode in {"first": None, "middle": "'a'", "next": "'b'", "zenith": None}.items():

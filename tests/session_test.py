@@ -26,9 +26,9 @@ def append(pytester, text):
 
 
 @pytest.fixture(params=WORKERS)
-def run(request, page, gpu, pytester, kept):
+def run(request, page, gpu, pytester, module_cache):
     """One run of a page of each kind: the result, the rows, and the lines of the hook."""
-    if request.param not in kept:
+    if request.param not in module_cache:
         gpu(**TIMES)
         append(pytester, SEEN)
         page(name="new_test.py")
@@ -37,8 +37,8 @@ def run(request, page, gpu, pytester, kept):
         result = pytester.runpytest_subprocess("--aisp-artifacts=kept", *WORKERS[request.param])
         rows = (pytester.path / "kept" / "results.jsonl").read_text().splitlines()
         seen = (pytester.path / "seen").read_text().splitlines()
-        kept[request.param] = result, [json.loads(row) for row in rows], seen
-    return kept[request.param]
+        module_cache[request.param] = result, [json.loads(row) for row in rows], seen
+    return module_cache[request.param]
 
 
 VERDICTS = ("checked", "new", "wrong")
@@ -165,21 +165,21 @@ def test_the_conftest_of_the_path_after_an_option_is_loaded(page, pytester):
 
 
 @pytest.fixture
-def recorded(page, gpu, pytester, kept):
+def recorded(page, gpu, pytester, module_cache):
     """Write a page in each folder named, and its results; return the stored files by folder."""
 
     def record(*folders):
         gpu(**TIMES)
         home = pytester.path / "baselines" / "simulated-gpu"
-        if "text" not in kept:  # the results say nothing of the folder
+        if "text" not in module_cache:  # the results say nothing of the folder
             page(folder="ch99")
             assert pytester.runpytest_subprocess(UPDATE, "--aisp-processes=1").ret == 0
-            kept["text"] = (home / "ch99.json").read_text()
+            module_cache["text"] = (home / "ch99.json").read_text()
         home.mkdir(parents=True, exist_ok=True)
         files = {folder: home / f"{folder}.json" for folder in folders}
         for folder, file in files.items():
             page(folder=folder)
-            file.write_text(kept["text"])
+            file.write_text(module_cache["text"])
         return files
 
     return record

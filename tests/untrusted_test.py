@@ -53,7 +53,7 @@ HOSTILE = {
 
 
 def test_sides_that_attack_their_judge_are_believed_there_and_wrong_apart(
-    page, gpu, pytester, told
+    page, gpu, pytester, read_junit
 ):
     gpu(**SPEEDS)
     for number, defs in enumerate(HOSTILE.values()):
@@ -62,7 +62,7 @@ def test_sides_that_attack_their_judge_are_believed_there_and_wrong_apart(
     assert trusting.ret == 0
     result = pytester.runpytest_subprocess("--aisp-untrusted", "--junitxml=junit.xml")
     assert result.ret == 1
-    said = told(pytester.path / "junit.xml")
+    said = read_junit(pytester.path / "junit.xml")
     assert [case.verdict for case in said.values()] == ["wrong"] * len(HOSTILE)
     for case in said.values():
         assert "doubled is wrong at n=1001: output[" in case.failure

@@ -1,4 +1,4 @@
-"""Worker processes as another process sees them, and waiting for what other processes do."""
+"""Find worker processes, and wait for other processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from zygote import WORKER
+from zygote import WORKER_NAME
+
+PROGRAMS = (b"pytest_aisp.worker", b"pytest_aisp.distributed.rank", WORKER_NAME.encode())
 
 
 def alive_workers(folder: Path) -> list[int]:
@@ -18,14 +20,13 @@ def alive_workers(folder: Path) -> list[int]:
 def _is_worker(entry: Path, folder: Path) -> bool:
     try:
         command = (entry / "cmdline").read_bytes() + (entry / "comm").read_bytes()
-        names = (b"pytest_aisp.worker", b"pytest_aisp.distributed.rank", WORKER.encode())
-        return any(name in command for name in names) and os.readlink(entry / "cwd") == str(folder)
+        return any(p in command for p in PROGRAMS) and os.readlink(entry / "cwd") == str(folder)
     except OSError:  # it has ended meanwhile
         return False
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    """Wait until `condition` holds; two minutes are for a machine that is busy."""
+    """Wait until `condition` holds, for two minutes at most: the machine may be busy."""
     deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
