@@ -1,10 +1,10 @@
-"""Where the seconds of cases go, from the artifacts of a run.
+"""The time that cases spend in each phase, from the artifacts of a run.
 
     pytest suites/ch01 --aisp-artifacts=DIR
     python benchmarks/check_cost.py DIR
 
-Prints the median seconds and share of each phase, and the share of what only guards against
-mistakes and lies: the phases that a measurement would have without them are left out of it.
+Prints the median seconds and share of each phase, and the share of the phases that only protect
+against mistakes and cheats, which a plain measurement would not have.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from pytest_aisp.results import run_reader
 
 GUARDS = ("verify", "repeats", "clocks", "controls")
-"""Phases that find lies; `check` and `reference` prove results, `time` and `build` measure."""
+"""Phases that detect cheats. `check` and `reference` prove results, `time` and `build` measure."""
 
 
 def phases(row: dict[str, Any]) -> dict[str, float]:
@@ -38,9 +38,11 @@ def main(path: Path) -> None:
         sys.exit(str(error))
     cases = [phases(row) for row in rows if row.timings]
     if not cases:
-        sys.exit(f"{path}: no case of it was timed")
+        sys.exit(f"{path}: no case was timed")
     names = sorted({name for case in cases for name in case})
-    print(f"{len(cases)} cases, median {median(sum(c.values()) for c in cases):.3f} s in the bench")
+    print(
+        f"{len(cases)} cases, median {median(sum(c.values()) for c in cases):.3f} s in the worker"
+    )
     for name in names:
         seconds = median(case.get(name, 0.0) for case in cases)
         share = median(case.get(name, 0.0) / sum(case.values()) for case in cases)

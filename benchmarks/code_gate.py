@@ -1,14 +1,14 @@
-"""Error rates of the code gate (`--aisp-against`) on a GPU, beside those of other ways to judge.
+"""Error rates of the code gate (`--aisp-against`) on a GPU, compared with other tools.
 
     python benchmarks/code_gate.py record OUT.jsonl --minutes 9.5    on a GPU, one command
     python benchmarks/code_gate.py judge FILE.jsonl ...              anywhere, no torch
     python benchmarks/code_gate.py judge FILE.jsonl ... --check TABLE.md
-    python benchmarks/code_gate.py laps FILE.jsonl ...               what the order of building does
+    python benchmarks/code_gate.py laps FILE.jsonl ...               effect of the order of building
 
-`record` times eight unlike kernels against themselves, unchanged and with a planted slowdown, in
-fresh worker processes, as the plugin times a changed side against itself as it was; besides, as
-`triton.testing.do_bench` and pytest-benchmark would. `judge` prints the tables of
-docs/explanation/code-gate.md; with `--check` it exits 1 where they differ from a stored one.
+`record` times eight different kernels against themselves, unchanged and with a planted slowdown.
+Fresh worker processes time them as the plugin times a changed side against its old code, and also
+with `triton.testing.do_bench` and pytest-benchmark. `judge` prints the tables of
+docs/explanation/code-gate.md. With `--check` it exits 1 if they differ from a stored table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import code_gate_judge
 
 
 def record(options: argparse.Namespace) -> int:
-    """Record; return 1 if no trial came of it."""
+    """Record; return 1 if there is no trial."""
     from code_gate_record import Plan, Recorder
 
     names = ("processes", "rounds", "minutes", "others", "simulated", "in_process", "seed")
@@ -32,7 +32,7 @@ def record(options: argparse.Namespace) -> int:
 
 
 def judge(options: argparse.Namespace) -> int:
-    """Print the tables; return 1 if they are not those of ``--check``."""
+    """Print the tables; return 1 if they differ from ``--check``."""
     recording = code_gate_judge.read(options.files)
     if not recording.kernels:
         print("no unchanged trial was recorded", file=sys.stderr)
@@ -47,7 +47,7 @@ def judge(options: argparse.Namespace) -> int:
 
 
 def laps(options: argparse.Namespace) -> int:
-    """Print what the order of building does."""
+    """Print the effect of the order of building."""
     print(code_gate_judge.lap_table(options.files))
     return 0
 
@@ -63,8 +63,10 @@ def parser() -> argparse.ArgumentParser:
     recorder.add_argument("--processes", type=int, default=21)
     recorder.add_argument("--rounds", type=int, help="most rounds over all kernels in a process")
     recorder.add_argument("--minutes", type=float, help="of wall-clock time for everything")
-    recorder.add_argument("--others", type=int, default=2, help="kernels timed as others do")
-    recorder.add_argument("--simulated", action="store_true", help="no GPU: arithmetic instead")
+    recorder.add_argument("--others", type=int, default=2, help="kernels timed with other tools")
+    recorder.add_argument(
+        "--simulated", action="store_true", help="simulate instead of using a GPU"
+    )
     recorder.add_argument("--in-process", action="store_true", help="no worker process; for tests")
     recorder.add_argument("--seed", type=int, default=0)
     recorder.set_defaults(run=record)

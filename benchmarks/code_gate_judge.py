@@ -1,8 +1,8 @@
 """Judge a recording of `code_gate.py` with the code that judges real runs. Needs no GPU, no torch.
 
 Each recorded trial is the first value of one case-run. Its votes are trials of the same kernel and
-kind of other processes, each from another one, drawn by a generator that the trial itself seeds: a
-recording has the same verdicts anywhere.
+kind, each from a different other process. The trial seeds the random generator that draws them, so
+a recording has the same verdicts on every machine.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from pytest_aisp.results.verdict import Reading
 from pytest_aisp.timing.schedule import ROBUST_CLOCKS
 
 CASES = 250
-"""Cases of a suite."""
+"""Cases in a suite."""
 SURE = 0.05
-"""Chance that a printed limit is wrong."""
+"""Probability that a printed limit is wrong."""
 ROUNDED = 2e-6
 """Rounding of recorded shares."""
 
 Process = tuple[int, int]
-"""Number of the file, number of the process in it."""
+"""The number of the file, and the number of the process in it."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One recorded trial: `planted` is the share of calls that was not counted, 0 if unchanged."""
+    """One recorded trial. `planted` is the share of calls not counted, or 0 if unchanged."""
 
     kernel: str
     process: Process
@@ -49,7 +49,7 @@ class Trial:
 
 @dataclass
 class Recording:
-    """What one or several files hold."""
+    """The content of one or several files."""
 
     environments: list[dict[str, Any]] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Recording:
 
     @property
     def kernels(self) -> list[str]:
-        """Kernels with an unchanged trial, the quickest first."""
+        """Kernels with an unchanged trial, the fastest first."""
         times = defaultdict(list)
         for trial in self.trials:
             if not trial.planted:
@@ -67,20 +67,20 @@ class Recording:
 
 
 def read(paths: Sequence[Path]) -> Recording:
-    """Return what the files hold. The last line of a stopped recording may be cut off."""
-    found = Recording()
+    """Return the content of the files. A stopped recording may end in half a line."""
+    recording = Recording()
     for number, path in enumerate(paths):
         for row in _rows(path):
             process = number, row["process"]
             if row["kind"] == "trial":
-                found.trials.append(trial_of(row, process))
+                recording.trials.append(trial_of(row, process))
             elif row["kind"] == "other":
-                found.others.append({**row, "process": process})
+                recording.others.append({**row, "process": process})
             elif row["kind"] == "environment":
-                found.environments.append(row)
+                recording.environments.append(row)
             else:
-                found.errors += 1
-    return found
+                recording.errors += 1
+    return recording
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -94,11 +94,11 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def trial_of(row: Mapping[str, Any], process: Process) -> Trial:
-    """Return a trial, its value computed anew from the raw blocks and laps."""
-    firsts = list(map(int, row.get("firsts", "")))  # older recordings did not mirror their laps
+    """Return a trial with its value computed from the raw blocks and laps."""
+    firsts = list(map(int, row.get("firsts", "")))  # missing in older recordings
     robust = row["clock"] in ROBUST_CLOCKS
     value = stats.process_value(row["blocks"], firsts, robust=robust)
-    # So did their laps not all have as many blocks: what they said of their error stands.
+    # Their laps also had different numbers of blocks, so their recorded error is used.
     error = stats.process_error(row["blocks"], len(row["laps"]), firsts) if firsts else row["error"]
     reading = Reading(value, error)
     planted = row["planted"] if row["asked"] else 0.0
@@ -108,20 +108,21 @@ def trial_of(row: Mapping[str, Any], process: Process) -> Trial:
 
 
 def lap_table(paths: Sequence[Path]) -> str:
-    """Return by kernel what the order of building does to unchanged trials of four laps.
+    """Return by kernel how the order of building affects unchanged trials of four laps.
 
-    sd of the middle half of all blocks, whatever the order; rms over the laps of ln(speedup) of a
-    lap; half the mean difference of laps built in either order, of one trial; sd of laps 2 to 4,
-    either order weighed alike: the first lap of recordings without `firsts` lay elsewhere.
+    The columns are the sd of the middle half of all blocks; the rms over laps of a lap's
+    ln(speedup); half the mean difference between laps of either order in one trial; and the sd of
+    laps 2 to 4 with equal weight for both orders, because in recordings without `firsts` the first
+    lap had other memory.
     """
-    found: dict[str, list[list[float]]] = defaultdict(list)
+    values_by_kernel: dict[str, list[list[float]]] = defaultdict(list)
     for row in itertools.chain.from_iterable(map(_rows, paths)):
         if row["kind"] == "trial" and not row["asked"] and len(row["laps"]) == 4:
             _, b, c, d = row["laps"]
             values = stats.process_value(row["blocks"], robust=False), (b + d) / 4 + c / 2
-            found[row["kernel"]].append([*values, (b + d) / 4 - c / 2, *row["laps"]])
+            values_by_kernel[row["kernel"]].append([*values, (b + d) / 4 - c / 2, *row["laps"]])
     rows = []
-    for kernel, trials in found.items():
+    for kernel, trials in values_by_kernel.items():
         together, alike, order, *laps = zip(*trials, strict=True)
         spread = stdev(together), stats.rms(map(stats.rms, laps)), stats.rms(order), stdev(alike)
         rows.append((kernel, str(len(trials)), *(f"{value:.2%}" for value in spread)))
@@ -129,22 +130,22 @@ def lap_table(paths: Sequence[Path]) -> str:
 
 
 def spreads(trials: Iterable[Trial]) -> dict[str, float]:
-    """Return by kernel what its product's file would say: one value a process, a file a session."""
+    """Return by kernel the spread to store: one value per process, one session per file."""
     values: dict[str, dict[Process, float]] = defaultdict(dict)
     clocks: dict[str, str] = {}
     for trial in trials:
         if not trial.planted:
             values[trial.kernel].setdefault(trial.process, trial.reading.value)
             clocks[trial.kernel] = trial.clock
-    owns = {kernel: _own_spread(found) for kernel, found in values.items()}
+    owns = {kernel: _own_spread(by_process) for kernel, by_process in values.items()}
     pool = {k: own for k, own in owns.items() if own is not None}
     spread = {}
-    for kernel, found in values.items():
+    for kernel, by_process in values.items():
         clock, own = clocks[kernel], owns[kernel]
         others = [other for name, other in pool.items() if clocks[name] == clock]
         spread[kernel] = verdict.DEFAULT_SPREAD[clock]
         if own is not None:
-            spread[kernel] = stats.pooled_spread(own, len(found), others)
+            spread[kernel] = stats.pooled_spread(own, len(by_process), others)
     return spread
 
 
@@ -152,12 +153,12 @@ def _own_spread(values: Mapping[Process, float]) -> float | None:
     sessions: dict[int, list[float]] = defaultdict(list)
     for (session, _), value in values.items():
         sessions[session].append(value)
-    found = [stats.trimmed_spread(v) for v in sessions.values() if len(v) >= 3]
-    return stats.rms(found) if found else None
+    spreads = [stats.trimmed_spread(v) for v in sessions.values() if len(v) >= 3]
+    return stats.rms(spreads) if spreads else None
 
 
-class Bench:
-    """The trials of other processes, from which votes are drawn."""
+class VotePool:
+    """The trials of all processes, from which votes are drawn."""
 
     def __init__(self, trials: Iterable[Trial]) -> None:
         self._kinds: dict[tuple[str, bool], dict[Process, list[Reading]]] = {}
@@ -174,7 +175,7 @@ class Bench:
             yield kind[process][_below(len(kind[process]), rng)]
 
     def outcome(self, trial: Trial, spread: float, rng: random.Random) -> verdict.Outcome:
-        """Return what the code gate says, as `judge.judge_changed_side` asks it."""
+        """Return the outcome of the code gate."""
         gate = verdict.code_gate(spread, trial.reading)
         votes = self.votes(trial, rng)
         decision = verdict.decide(trial.reading, [gate], lambda: next(votes, None))
@@ -182,16 +183,16 @@ class Bench:
 
 
 def _below(count: int, rng: random.Random) -> int:
-    return int(rng.random() * count)  # the one draw that every Python makes alike
+    return int(rng.random() * count)  # the only draw that is the same in every Python version
 
 
 @dataclass
 class Judged:
-    """One recording and what became of its trials.
+    """One recording and the outcomes of its trials.
 
     Attributes:
         outcomes: in the order of the trials.
-        enough: by trial, whether at least what its row detects was planted.
+        enough: by trial, whether at least the detectable slowdown was planted.
     """
 
     recording: Recording
@@ -200,24 +201,24 @@ class Judged:
     enough: list[bool]
 
     def count(self, kernel: str | None = None) -> Counter[str]:
-        """Return how many trials were what, of one kernel or of all."""
-        found: Counter[str] = Counter()
+        """Count the trials of one kernel, or of all, by kind and outcome."""
+        counts: Counter[str] = Counter()
         rows = zip(self.recording.trials, self.outcomes, self.enough, strict=True)
         for trial, outcome, enough in rows:
             if kernel in (None, trial.kernel):
                 kind = "unchanged" if not trial.planted else "planted" if enough else "below"
-                found[kind] += 1
-                found[f"{kind} voted"] += outcome != "clear"
-                found[f"{kind} red"] += outcome == "red"
-        return found
+                counts[kind] += 1
+                counts[f"{kind} voted"] += outcome != "clear"
+                counts[f"{kind} red"] += outcome == "red"
+        return counts
 
 
 def judge(recording: Recording) -> Judged:
-    """Judge every trial once. Planted votes are of trials that count themselves."""
+    """Judge every trial once. Trials with enough planted vote only on each other."""
     spread = spreads(recording.trials)
     enough = [not t.planted or detectable(t, spread[t.kernel]) for t in recording.trials]
     counted = [t for t, yes in zip(recording.trials, enough, strict=True) if yes]
-    all_, only = Bench(recording.trials), Bench(counted)
+    all_, only = VotePool(recording.trials), VotePool(counted)
     outcomes = [
         (only if yes else all_).outcome(t, spread[t.kernel], _rng(t))
         for t, yes in zip(recording.trials, enough, strict=True)
@@ -226,7 +227,7 @@ def judge(recording: Recording) -> Judged:
 
 
 def detectable(trial: Trial, spread: float) -> bool:
-    """Return whether at least 1 % and what the row says it detects was planted."""
+    """Return whether at least 1 % and the detectable slowdown was planted."""
     least = max(math.log1p(verdict.PLANTED), verdict.DETECTABLE_CODE * spread)
     return math.log1p(trial.planted) >= least - ROUNDED
 
@@ -238,13 +239,13 @@ def _rng(trial: Trial) -> random.Random:
 class Suites:
     """Suites of `CASES` cases resampled from the unchanged trials.
 
-    A suite's first values come from one process, its cases' kernels are drawn evenly.
+    A suite's first values come from one process, and its kernels are drawn evenly.
     """
 
     def __init__(self, judged: Judged) -> None:
         self._spread = judged.spread
         unchanged = [t for t in judged.recording.trials if not t.planted]
-        self._bench = Bench(unchanged)
+        self._pool = VotePool(unchanged)
         self._by_process: dict[Process, list[Trial]] = defaultdict(list)
         for trial in unchanged:
             self._by_process[trial.process].append(trial)
@@ -253,7 +254,7 @@ class Suites:
         self._suspects = {p: list(map(self._suspect, v)) for p, v in self._by_process.items()}
 
     def _suspect(self, trial: Trial) -> Trial | None:
-        """Return `trial` if its case would be voted on."""
+        """Return `trial` if its case would need votes."""
         gate = verdict.code_gate(self._spread[trial.kernel], trial.reading)
         clear = gate.decide(trial.reading, []) == "clear"
         return None if clear else trial
@@ -267,7 +268,7 @@ class Suites:
         """Return whether one suite, measured in `process`, has a red case."""
         drawn = rng.choices(self._suspects[process], self._weights[process], k=CASES)
         suspects = (trial for trial in drawn if trial is not None)
-        return any(self._bench.outcome(t, self._spread[t.kernel], rng) == "red" for t in suspects)
+        return any(self._pool.outcome(t, self._spread[t.kernel], rng) == "red" for t in suspects)
 
     def share(self, count: int, processes: Sequence[Process], rng: random.Random) -> float:
         """Return the share of `count` suites that are red."""
@@ -275,7 +276,7 @@ class Suites:
         return sum(self.red(process, rng) for process in picked) / count
 
     def limit(self, count: int, records: int, rng: random.Random) -> float:
-        """Return what 95 of 100 records of as many processes, drawn anew, stay at or below."""
+        """Return the share that 95 of 100 resampled recordings of this size do not exceed."""
         shares = []
         for _ in range(records):
             again = [self.processes[_below(len(self.processes), rng)] for _ in self.processes]
@@ -283,29 +284,29 @@ class Suites:
         return sorted(shares)[math.ceil((1 - SURE) * records) - 1]
 
 
-def at_most(found: int, count: int) -> float:
-    """Return the 95 % upper limit (Clopper and Pearson) of a share of which `found` were seen."""
-    low, high = found / count, 1.0
+def upper_limit(seen: int, count: int) -> float:
+    """Return the 95 % upper limit (Clopper and Pearson) of a share seen `seen` times in `count`."""
+    low, high = seen / count, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        chance = sum(_chance(k, count, middle) for k in range(found + 1))
+        chance = sum(_chance(k, count, middle) for k in range(seen + 1))
         low, high = (middle, high) if chance > SURE else (low, middle)
     return high
 
 
-def _chance(found: int, count: int, share: float) -> float:
+def _chance(seen: int, count: int, share: float) -> float:
     if not 0 < share < 1:
-        return float(found == count * round(share))
-    ways = math.lgamma(count + 1) - math.lgamma(found + 1) - math.lgamma(count - found + 1)
-    return math.exp(ways + found * math.log(share) + (count - found) * math.log1p(-share))
+        return float(seen == count * round(share))
+    ways = math.lgamma(count + 1) - math.lgamma(seen + 1) - math.lgamma(count - seen + 1)
+    return math.exp(ways + seen * math.log(share) + (count - seen) * math.log1p(-share))
 
 
 def digest(judged: Judged) -> str:
-    """Return 12 hex digits of every verdict in order: equal only if all are."""
+    """Return 12 hex digits of a hash over all verdicts in order."""
     return hashlib.sha256(" ".join(judged.outcomes).encode()).hexdigest()[:12]
 
 
-# The other ways ---------------------------------------------------------------------------------
+# Other tools ---------------------------------------------------------------------------------
 
 WAYS = [("do_bench", field, limit) for field in ("mean", "median") for limit in (1, 2, 5)]
 STORED_WAYS = [
@@ -325,31 +326,31 @@ def fails(new: Mapping[str, Any], old: Mapping[str, Any], field: str, limit: flo
 
 
 Comparison = tuple[dict[str, Any], dict[str, Any], bool]
-"""A row before, a row after, and whether a slowdown was planted between them."""
+"""The old row, the new row, and whether a slowdown was planted between them."""
 
 
 def in_one_process(rows: Iterable[Mapping[str, Any]]) -> list[Comparison]:
-    """Return what `do_bench` measured one right after the other; either copy may be the old one."""
-    found: dict[Any, dict[str, Any]] = defaultdict(dict)
+    """Compare what `do_bench` measured in one process. Either copy may be the old one."""
+    graphs_of: dict[Any, dict[str, Any]] = defaultdict(dict)
     for row in rows:
         if row["way"] == "do_bench":
-            found[row["kernel"], row["process"]][row["graph"]] = row
+            graphs_of[row["kernel"], row["process"]][row["graph"]] = row
     return [
         (graphs[old], graphs[new], new == "slow")
-        for graphs in found.values()
+        for graphs in graphs_of.values()
         for old, new in (("old", "same"), ("same", "old"), ("old", "slow"), ("same", "slow"))
         if old in graphs and new in graphs
     ]
 
 
 def against_stored(rows: Iterable[Mapping[str, Any]], way: str) -> list[Comparison]:
-    """Return each process's rows against those that each other process would have stored."""
-    found: dict[str, dict[Process, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
+    """Compare each process's rows with the rows that each other process would have stored."""
+    by_kernel: dict[str, dict[Process, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         if row["way"] == way:
-            found[row["kernel"]][row["process"]][row["graph"]] = row
+            by_kernel[row["kernel"]][row["process"]][row["graph"]] = row
     pairs = []
-    for processes in found.values():
+    for processes in by_kernel.values():
         known = [graphs for graphs in processes.values() if {"old", "slow"} <= graphs.keys()]
         for before, after in itertools.permutations(known, 2):
             pairs += [(before["old"], after[name], name == "slow") for name in ("old", "slow")]
@@ -357,7 +358,7 @@ def against_stored(rows: Iterable[Mapping[str, Any]], way: str) -> list[Comparis
 
 
 def tally(comparisons: Sequence[Comparison], field: str, limit: float) -> tuple[int, int, int, int]:
-    """Return unchanged comparisons, false alarms, planted ones, misses."""
+    """Return the numbers of unchanged comparisons, false alarms, planted ones, and misses."""
     red = [(planted, fails(new, old, field, limit)) for old, new, planted in comparisons]
     planted = [failed for slow, failed in red if slow]
     unchanged = [failed for slow, failed in red if not slow]
@@ -374,7 +375,7 @@ OTHER_HEADS = ("judged by", "unchanged", "false alarms", "", "planted", "missed"
 
 
 def report(judged: Judged, suites: int) -> str:
-    """Return everything that is known of a recording, as Markdown."""
+    """Return all tables of a recording as Markdown."""
     parts = [where(judged.recording), table(HEADS, kernel_rows(judged)), totals(judged)]
     parts.append(suite_words(Suites(judged), suites))
     parts.append(table(OTHER_HEADS, comparison_rows(judged)))
@@ -382,17 +383,17 @@ def report(judged: Judged, suites: int) -> str:
 
 
 def where(recording: Recording) -> str:
-    """Return what the machines were, one line a file."""
+    """Return the machines, one line per file."""
     lines = []
     for facts in recording.environments:
         versions = {**facts["versions"], "torch": facts["torch"], "triton": facts["triton"]}
         words = ", ".join(f"{name} {value}" for name, value in versions.items() if value)
         lines.append(f"{facts['device'] or facts['product']}, {words}, {facts['date']}")
-    return "\n".join(lines) or "The recording says nothing of its machine."
+    return "\n".join(lines) or "The recording does not name its machine."
 
 
 def kernel_rows(judged: Judged) -> list[list[str]]:
-    """Return one row a kernel, the quickest first, and their sums."""
+    """Return one row per kernel, the fastest first, and their sums."""
     rows = [_kernel_row(judged, kernel) for kernel in judged.recording.kernels]
     count = judged.count()
     sums = [str(count[k]) for k in ("unchanged", "unchanged voted", "unchanged red")]
@@ -425,9 +426,9 @@ def totals(judged: Judged) -> str:
     planted, missed = count["planted"], count["planted"] - count["planted red"]
     lines = [
         f"{unchanged} unchanged case-runs in {len(processes)} processes: {red} red"
-        f" (95 %: at most {at_most(red, max(1, unchanged)):.2%}).",
+        f" (95 %: at most {upper_limit(red, max(1, unchanged)):.2%}).",
         f"{planted} planted: {missed} missed"
-        f" (95 %: at most {at_most(missed, max(1, planted)):.2%}).",
+        f" (95 %: at most {upper_limit(missed, max(1, planted)):.2%}).",
         f"{count['below']} more were planted below what their row detects:"
         f" {count['below'] - count['below red']} of these missed."
         f" {judged.recording.errors} trials failed.",
@@ -437,7 +438,7 @@ def totals(judged: Judged) -> str:
 
 
 def suite_words(suites: Suites, count: int) -> str:
-    """Return how many resampled suites are red; the generator is seeded by their number."""
+    """Return the share of red resampled suites in words. `count` seeds the generator."""
     rng = random.Random(count)
     share = suites.share(count, suites.processes, rng)
     limit = suites.limit(2 * count, 200, rng)
@@ -448,7 +449,7 @@ def suite_words(suites: Suites, count: int) -> str:
 
 
 def comparison_rows(judged: Judged) -> list[list[str]]:
-    """Return our row and one for each other way to judge."""
+    """Return our row, and one for each other way to judge."""
     count, others = judged.count(), judged.recording.others
     ours = (
         count["unchanged"],
@@ -458,17 +459,17 @@ def comparison_rows(judged: Judged) -> list[list[str]]:
     )
     rows = [_comparison_row("the code gate", ours)]
     for way, name, limit in WAYS:
-        found = tally(in_one_process(others), name, limit)
-        rows.append(_comparison_row(f"`{way}` {name}, one process, {limit} %", found))
+        counts = tally(in_one_process(others), name, limit)
+        rows.append(_comparison_row(f"`{way}` {name}, one process, {limit} %", counts))
     for way, name, limit in STORED_WAYS:
-        found = tally(against_stored(others, way), name, limit)
+        counts = tally(against_stored(others, way), name, limit)
         label = f"{way} `{name}:{limit}%`" if way != "do_bench" else f"`{way}` {name}, stored,"
-        rows.append(_comparison_row(label + f" {limit} %" * (way == "do_bench"), found))
+        rows.append(_comparison_row(label + f" {limit} %" * (way == "do_bench"), counts))
     return rows
 
 
-def _comparison_row(name: str, found: tuple[int, int, int, int]) -> list[str]:
-    unchanged, alarms, planted, missed = found
+def _comparison_row(name: str, counts: tuple[int, int, int, int]) -> list[str]:
+    unchanged, alarms, planted, missed = counts
     return [
         *(name, str(unchanged), str(alarms), _share(alarms, unchanged)),
         *(str(planted), str(missed), _share(missed, planted)),

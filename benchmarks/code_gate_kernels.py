@@ -1,4 +1,4 @@
-"""Eight unlike kernels of 2 to 50 us on an H200, for the trials of `code_gate.py`.
+"""Eight different kernels of 2 to 50 us on an H200, for the trials of `code_gate.py`.
 
 scaled       2 us, in L2: one multiply-add an element, hardly longer than its launch.
 transposed   5 us, in L2: a strided copy.

@@ -1,8 +1,8 @@
-"""The same kernels timed as others do: `triton.testing.do_bench`, and pytest-benchmark's fixture.
+"""The same kernels timed by other tools: `triton.testing.do_bench` and pytest-benchmark's fixture.
 
-A worker process runs this as a timer of its own. What is timed is one CUDA graph of `CALLS` calls,
-which keeps Python out of both; the slow one has a few calls more, which are not counted. That is
-kinder to them than the single call they are used with: one call of 2 us is mostly launch.
+A worker process runs this as its timer. Both tools time one CUDA graph of `CALLS` calls, so that
+neither times Python. The slow graph has a few more calls, which are not counted. This favors the
+tools: they usually time a single call, and a call of 2 us is mostly launch.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any, Protocol
 from pytest_aisp.timing.schedule import Budget, Samples, extra_calls
 
 CALLS = 100
-"""Counted calls of a graph."""
+"""Counted calls in a graph."""
 MAX_TIME, MIN_ROUNDS = 0.15, 5
 """pytest-benchmark's ``--benchmark-max-time`` (its default is 1.0) and ``--benchmark-min-rounds``.
 
 https://pytest-benchmark.readthedocs.io/en/latest/usage.html
 """
 GRAPHS = ("old", "same", "slow")
-"""The side as it was, an unchanged copy of it, and one with a planted slowdown."""
+"""The old side, an unchanged copy of it, and one with a planted slowdown."""
 
 
 class Ways(Protocol):
-    """The two ways to time one of the `GRAPHS`: seconds of each of its rounds."""
+    """The two tools. Each returns the seconds of every round of one of the `GRAPHS`."""
 
     def do_bench(self, graph: str) -> list[float]: ...
 
@@ -38,21 +38,21 @@ class Ways(Protocol):
 def measure(
     baseline: str, optimized: str, options: Mapping[str, Any], budget: Budget, seed: str
 ) -> Samples:
-    """Time one kernel both ways; what a `Task`'s timer names.
+    """Time one kernel with both tools. This is the target of a `TimeTask`'s timer.
 
     Args:
-        options: ``planted``, and either where the kernel is (``page``, ``root``, ``module``,
-            ``function``, ``size``) or, simulated, its ``seconds``.
+        options: ``planted``, and either the kernel (``page``, ``root``, ``module``, ``function``,
+            ``size``) or, if simulated, its ``seconds``.
 
     Returns:
-        samples without blocks; their ``details["found"]`` has a row for each measurement.
+        Samples without blocks, whose ``details["found"]`` has a row for each measurement.
     """
     simulated = "seconds" in options
     ways: Ways = Simulated(options, f"{optimized}{seed}") if simulated else Graphs(options)
-    found = [_row("do_bench", graph, ways.do_bench(graph)) for graph in GRAPHS]
-    found += [_row("pytest-benchmark", graph, ways.rounds(graph)) for graph in ("old", "slow")]
+    rows = [_row("do_bench", graph, ways.do_bench(graph)) for graph in GRAPHS]
+    rows += [_row("pytest-benchmark", graph, ways.rounds(graph)) for graph in ("old", "slow")]
     share = extra_calls(CALLS, options["planted"]) / CALLS
-    return Samples("others", [0.0], [], [], [], [], {"found": found, "planted": share})
+    return Samples("others", [0.0], [], [], [], [], {"found": rows, "planted": share})
 
 
 def _row(way: str, graph: str, seconds: list[float]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _row(way: str, graph: str, seconds: list[float]) -> dict[str, Any]:
 
 
 class Graphs:
-    """The graphs of one kernel on the GPU, their inputs rotating as the kernel's page says."""
+    """The graphs of one kernel on the GPU, with inputs that rotate as its page says."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         from pytest_aisp.checking.inputs import InputPool
@@ -78,8 +78,8 @@ class Graphs:
         if pair is None:
             raise ValueError(f"{options['function']} has no pair")
         self._side = pair.variants[0].side
-        self._bench = InputPool(pair, dict(options["size"]), "cuda", 1, 2)
-        self._bench.lay_slots(self._slots())
+        self._pool = InputPool(pair, dict(options["size"]), "cuda", 1, 2)
+        self._pool.lay_slots(self._slots())
         extra = extra_calls(CALLS, options["planted"])
         self._graphs = {name: self._capture(extra if name == "slow" else 0) for name in GRAPHS}
 
@@ -89,23 +89,23 @@ class Graphs:
         from pytest_aisp.checking.inputs import BoundSide
         from pytest_aisp.util import pytree
 
-        probe = BoundSide(self._side, [self._bench.values[0]])
+        probe = BoundSide(self._side, [self._pool.values[0]])
         output_bytes = pytree.nbytes(probe.run(0))
         probe.close()
         l2 = torch.cuda.get_device_properties().L2_cache_size
-        return int(self._bench.slots_for(output_bytes, l2, torch.cuda.mem_get_info()[0]))
+        return int(self._pool.slots_for(output_bytes, l2, torch.cuda.mem_get_info()[0]))
 
     def _capture(self, extra: int) -> tuple[Any, Any]:
-        """Return a graph of `CALLS` + `extra` calls, and the subject whose buffers it uses."""
+        """Return a graph of `CALLS` + `extra` calls, and the bound side whose buffers it uses."""
         from pytest_aisp.timing.cuda_graph import capture_graph
 
-        subject, slots = self._bench.bind(self._side), len(self._bench.slots)
+        side, slots = self._pool.bind(self._side), len(self._pool.slots)
 
         def run() -> None:
             for call in range(CALLS + extra):
-                subject.run(call % slots)
+                side.run(call % slots)
 
-        return capture_graph(run), subject
+        return capture_graph(run), side
 
     def do_bench(self, graph: str) -> list[float]:
         """Return every time that `do_bench` takes, with its defaults."""
@@ -131,8 +131,8 @@ def fixture_rounds(
 ) -> list[float]:
     """Return the seconds of each round as pytest-benchmark's fixture takes them.
 
-    A call longer than its ``--benchmark-min-time`` (5 us) is a round by itself; the first one says
-    how many rounds fit `MAX_TIME`.
+    A call longer than its ``--benchmark-min-time`` (5 us) is a round by itself. The first call
+    decides how many rounds fit `MAX_TIME`.
     """
 
     def once() -> float:
@@ -145,7 +145,7 @@ def fixture_rounds(
 
 
 class Simulated:
-    """Both ways on a device that is only arithmetic: biased by graph, noisy by round."""
+    """Both tools on a simulated device, with a bias per graph and noise per round."""
 
     BIAS, NOISE, ROUNDS = 0.005, 0.01, 40
 

@@ -1,7 +1,7 @@
 """Record the trials of `code_gate.py`: each kernel against itself, unchanged and slowed down.
 
-Every trial is asked of a worker process as the plugin asks it, and written at once: one JSON object
-a line, so that a recording that was stopped is a shorter recording.
+A worker process runs every trial as it does for the plugin. Each trial is written at once, as one
+JSON object per line, so a stopped recording is a shorter recording.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from pytest_aisp.worker.server import InProcess
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "code_gate_kernels.py"
 SILENCE = 90.0
-"""Seconds after which a worker process that says nothing is given up."""
+"""Seconds without a message after which a worker process is abandoned."""
 ROUND = (False, False, True)
 """Whether a slowdown is planted, for a kernel's trials in one round."""
 MOST_ERRORS = 3
 """Errors in a row after which a kernel is left out."""
 PILOT = 5
-"""Unchanged trials of a kernel before anything is planted in it: its own spread says how much."""
+"""Unchanged trials of a kernel before a slowdown is planted. Their spread decides how large."""
 HEADROOM = 1.2
-"""What is planted beyond what the spread so far can detect; the whole record may say more."""
+"""The planted slowdown in units of the one detectable so far: the final spread may be larger."""
 NOISE = {"window": 0.002, "capture": 0.0015, "process": 0.0004}
-"""Noise of the simulated device: about what docs/explanation/spread.md measured."""
+"""Noise of the simulated device, close to the measurements in docs/explanation/spread.md."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One pair of the page: its size, its rule, and the seconds of a call when simulated."""
+    """One pair of the page: its size, its rule, and the simulated seconds of a call."""
 
     size: Mapping[str, int]
     seconds: float
@@ -74,9 +74,9 @@ class Plan:
         processes: fresh worker processes, one after the other.
         rounds: most rounds over all kernels in each (None: as many as its share of the time).
         minutes: of wall-clock time for everything, shared evenly by the processes (None: no limit).
-        others: kernels that each process also times as others do.
+        others: kernels that each process also times with other tools.
         simulated: time on the simulated device instead of a GPU.
-        in_process: no worker process at all; for tests.
+        in_process: use no worker process; for tests.
         seed: of every random order.
     """
 
@@ -90,7 +90,7 @@ class Plan:
 
 
 class Lost(Exception):
-    """A worker process that can no longer be asked."""
+    """The worker process is dead."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Recorder:
     Attributes:
         values: by kernel, ln(speedup) of each unchanged trial so far.
         seconds: by kernel, seconds of a call; errors: by kernel, trials in a row that failed.
-        reserve: seconds that timing as others do took last.
+        reserve: seconds that the other tools took last time.
     """
 
     plan: Plan
@@ -122,7 +122,7 @@ class Recorder:
             try:
                 for process in range(self.plan.processes):
                     self._process(process)
-                    self._tell(process)
+                    self._print_progress(process)
             finally:
                 if self.spare is not None:
                     self.spare.close()
@@ -178,25 +178,25 @@ class Recorder:
         return self.rng.sample(ROUND, len(ROUND)) if known else [False] * len(ROUND)
 
     def _trial(self, kernel: str, planted: bool) -> None:
-        if kernel not in self.seconds and not self._sized(kernel):
+        if kernel not in self.seconds and not self._learn_seconds(kernel):
             return
         asked = self.share(kernel) if planted else 0.0
         result = self._timed(kernel, planted=asked, budget={"window": self.window(kernel)})
         if result is not None:
-            self._keep(kernel, asked, trial_row(result))
+            self._store(kernel, asked, trial_row(result))
 
-    def _sized(self, kernel: str) -> bool:
-        """Learn how long a call takes, of a trial of which nothing else is kept; return whether."""
+    def _learn_seconds(self, kernel: str) -> bool:
+        """Learn the seconds of a call from one discarded trial; return whether it succeeded."""
         result = self._timed(kernel)
         if result is not None:
             self.seconds[kernel] = trial_row(result)["seconds"]
         return result is not None
 
     def window(self, kernel: str) -> float:
-        """Return seconds that hold calls enough to plant 1 %, for unchanged trials too.
+        """Return the seconds of a window with enough calls to plant 1 %.
 
-        Longer windows are not always quieter: a GEMM at the power limit scatters four times as
-        much in 5 ms as in 1 ms.
+        Unchanged trials use it too. Longer windows are not always quieter: a GEMM at the power
+        limit scatters four times as much in 5 ms as in 1 ms.
         """
         return max(1e-3, CALLS * self.seconds[kernel])
 
@@ -205,7 +205,7 @@ class Recorder:
         timer = self._timer(kernel) if self.plan.simulated else None
         return self.ask(self.task(kernel, keep=True, timer=timer, **changes))
 
-    def _keep(self, kernel: str, asked: float, row: dict[str, Any]) -> None:
+    def _store(self, kernel: str, asked: float, row: dict[str, Any]) -> None:
         self.errors[kernel] = 0
         if asked:
             self.planted += 1
@@ -214,7 +214,7 @@ class Recorder:
         self.write("trial", kernel=kernel, asked=round(asked, 5), **row)
 
     def share(self, kernel: str) -> float:
-        """Return what to plant: 1 %, or a little more than the spread so far can detect."""
+        """Return the slowdown to plant: 1 %, or slightly more than is detectable so far."""
         values = self.values[kernel]
         if len(values) < PILOT:
             return verdict.planted_share(verdict.DEFAULT_SPREAD["graph"])
@@ -248,12 +248,12 @@ class Recorder:
         return {"target": "pytest_aisp.timing.fake_device:simulate", "options": options}
 
     def _others(self) -> None:
-        """Time some kernels as others do; the next process takes the next ones."""
+        """Time some kernels with other tools. The next process takes the next ones."""
         began, names = time.monotonic(), list(KERNELS)
         for turn in range(self.plan.others):
             kernel = names[(self.process * self.plan.others + turn) % len(names)]
             self.number += 1
-            timer = {"target": "code_gate_others:measure", "options": self._where(kernel)}
+            timer = {"target": "code_gate_others:measure", "options": self._location(kernel)}
             result = self.ask(self.task(kernel, planted=self.share(kernel), timer=timer))
             if result is not None:
                 details = result["details"]
@@ -261,7 +261,7 @@ class Recorder:
                     self.write("other", kernel=kernel, planted=details["planted"], **row)
         self.reserve = time.monotonic() - began
 
-    def _where(self, kernel: str) -> dict[str, Any]:
+    def _location(self, kernel: str) -> dict[str, Any]:
         spec, seed = KERNELS[kernel], f"{self.plan.seed} {self.process}"
         if self.plan.simulated:
             return {"seconds": {kernel: spec.seconds}, "seed": seed}
@@ -269,7 +269,7 @@ class Recorder:
         return {name: getattr(self.task(kernel), name) for name in names}
 
     def ask(self, task: CaseTask) -> dict[str, Any] | None:
-        """Return the answer, or None for an error, which is written and counted."""
+        """Return the result, or None after writing and counting an error."""
         reply: Reply = self.worker.ask(task, SILENCE, lambda doing: None)
         if reply.error is None:
             return dict(reply.result)
@@ -283,14 +283,14 @@ class Recorder:
         return None
 
     def write(self, kind: str, **row: Any) -> None:
-        """Append one line, at once."""
+        """Append one line and flush it."""
         after = round(time.monotonic() - self.started, 2)
         line = {"kind": kind, "process": self.process, "number": self.number, "after": after, **row}
         self.file.write(json.dumps(line, separators=(",", ":")) + "\n")
         self.file.flush()
 
     def _describe(self) -> None:
-        """Write once what this machine is."""
+        """Write the environment once."""
         if self.described:
             return
         facts = self.ask(FactsTask(device="cpu" if self.plan.simulated else "cuda"))
@@ -311,7 +311,7 @@ class Recorder:
             "plan": asdict(self.plan),
         }
 
-    def _tell(self, process: int) -> None:
+    def _print_progress(self, process: int) -> None:
         unchanged = sum(map(len, self.values.values()))
         print(
             f"process {process + 1} of {self.plan.processes}: {unchanged} unchanged,"
@@ -322,7 +322,7 @@ class Recorder:
 
 
 def trial_row(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is kept of one timing: its raw blocks and laps, compact."""
+    """Return the recorded part of one timing, with its raw blocks and laps."""
     details = result["details"]
     calls, counted = details["calls"][1], details["counted"][1]
     row = {
@@ -342,11 +342,11 @@ def trial_row(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rounded(value: Any, digits: int) -> float:
-    return round(float(value), digits)  # infinities cross the pipe as text
+    return round(float(value), digits)  # infinities are sent as text
 
 
 def _commit() -> str | None:
-    if given := os.environ.get("GITHUB_SHA"):  # where the checkout came without its history
+    if given := os.environ.get("GITHUB_SHA"):  # the checkout may lack its history
         return given
     command = ["git", "-C", str(HERE), "rev-parse", "HEAD"]
     try:

@@ -1,10 +1,10 @@
-"""How long kernels take to compile for the first time, and to be found in the cache.
+"""How long kernels take to compile for the first time, and to load from the cache.
 
     python benchmarks/compile_time.py [--arch sm90] suites/ch07 suites/ch10
 
-Every .cu file of the pages (all its kernels at once), and every Triton kernel in every
-configuration at its page's first size. No GPU is needed; caches are fresh, in a folder of their
-own. Prints the slowest, and the slowest of a second start that finds all in the cache.
+Compiles every .cu file of the pages (all its kernels at once), and every Triton kernel in every
+configuration at its page's first size. Needs no GPU. Uses fresh caches in a temporary folder.
+Prints the slowest, and the slowest of a second start with a full cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def timed(paths: list[Path], arch: str) -> None:
-    """Print one line a kernel: seconds, whether it was in the cache, its name."""
+    """Print the seconds and the name of each kernel."""
     import triton
 
     from pytest_aisp.kernels import nvrtc
@@ -31,7 +31,7 @@ def timed(paths: list[Path], arch: str) -> None:
     from pytest_aisp.worker.loader import load_page, pair_of
 
     def listener(*, src: Any, times: Any, **_: Any) -> None:
-        tell(times.total / 1e6, f"{current} {src.name}")
+        print_time(times.total / 1e6, f"{current} {src.name}")
 
     triton.knobs.compilation.listener = listener
     nvrtc.toolchain()
@@ -48,16 +48,16 @@ def timed(paths: list[Path], arch: str) -> None:
     for path, module in sorted(modules.items()):
         start = time.perf_counter()
         module.assemble(arch)
-        tell(time.perf_counter() - start, path.name)
+        print_time(time.perf_counter() - start, path.name)
 
 
-def tell(seconds: float, name: str) -> None:
+def print_time(seconds: float, name: str) -> None:
     """Print one line for the other process."""
     print(f"TIME {seconds:.4f} {name}", flush=True)
 
 
 def main() -> int:
-    """Run twice in processes of their own, and print the slowest of each."""
+    """Run in two processes, and print the slowest kernels of each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--arch", default="sm90")
@@ -72,7 +72,7 @@ def main() -> int:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         environment |= {name: f"{caches}/{name.lower()}" for name in names}
         Path(environment["TMPDIR"]).mkdir()
-        for what in ("first", "cached"):
+        for start in ("first", "cached"):
             command = [
                 sys.executable,
                 __file__,
@@ -90,7 +90,7 @@ def main() -> int:
                 if line.startswith("TIME ")
             ]
             slowest = sorted(((float(s), name) for s, name in lines), reverse=True)
-            print(f"{what}: {len(slowest)} compilations, the slowest:")
+            print(f"{start}: {len(slowest)} compilations, the slowest:")
             for seconds, name in slowest[:6]:
                 print(f"  {1e3 * seconds:8.1f} ms  {name}")
     return 0

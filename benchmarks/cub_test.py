@@ -1,4 +1,4 @@
-"""Chapter 7's histogram and scan beside CUB's, which no operation of torch exposes as they are.
+"""Chapter 7's histogram and scan compared with CUB's, which torch does not expose directly.
 
     pytest benchmarks/cub_test.py -vv
 
@@ -51,7 +51,7 @@ def library():
 
 
 def run(function, x, out):
-    """Call CUB on torch's current stream with temporary memory of torch's."""
+    """Call CUB on torch's current stream, with temporary memory from torch."""
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, out)]
     needed = ctypes.c_size_t(0)

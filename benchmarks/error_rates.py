@@ -1,4 +1,4 @@
-"""False reds and misses of the whole decision, on the simulated device.
+"""False alarms and misses of the whole decision, on the simulated device.
 
     python benchmarks/error_rates.py            quick: 1,500 case-runs a noise model
     python benchmarks/error_rates.py --code     the code gate (`--aisp-against`) instead
@@ -6,9 +6,9 @@
     python benchmarks/error_rates.py --full     15,000 and 2,000 planted losses, the table of
     docs/explanation/verdict.md
 
-A suite of 250 unlike cases is recorded as a product is (8 processes in each of two sessions), then
-run again and again in new sessions: screen, vote, claim gate and record gate, with the code that
-judges real runs. A run is unchanged, or every case has lost what its row calls detectable.
+A suite of 250 different cases is recorded like a product (8 processes in each of two sessions) and
+then run many times in new sessions: screen, vote, claim gate and record gate, with the code that
+judges real runs. A run is either unchanged, or every case is slower by what its row can detect.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CASES, PROCESSES = 250, 8
 BUDGET = Budget()
 SESSION = 0.0010
 
-# Levels: spread.md for windows, captures and processes; the rest is what each model adds.
+# Windows, captures and processes have the noise of spread.md. Each model adds to it.
 MEASURED = Noise(window=0.0020, capture=0.0015, process=0.0004)
 MODELS = {
     "white": MEASURED,
@@ -49,12 +49,12 @@ MODELS = {
     "clock of 1 us": replace(MEASURED, resolution=1e-6),
 }
 RESTLESS = {"captures that scatter 4 times as recorded": 4.0}
-"""By how much captures scatter more in later sessions than in those that were recorded."""
+"""How many times more captures scatter in later sessions than in the recorded ones."""
 
 
 @dataclass
 class Recorded:
-    """One case as a product's file would hold it."""
+    """One case as a product's file stores it."""
 
     seconds: tuple[float, float]
     noise: Noise
@@ -70,27 +70,27 @@ class Recorded:
 
 
 def measure(case: Recorded, session: Session, rng: random.Random) -> verdict.Reading:
-    """Return what one fresh process of this session measures."""
+    """Return the reading of one fresh process in this session."""
     noise = replace(case.noise, capture=case.noise.capture * session.restless)
     samples = Process(case.seconds, noise, rng, -session.shift).measure(BUDGET)
     return verdict.Reading(samples.value, samples.error)
 
 
 class Session(NamedTuple):
-    """What one session does to a case: shift its ln(speedup), scatter its captures more."""
+    """The effect of one session on a case: a shift of ln(speedup), and noisier captures."""
 
     shift: float
     restless: float = 1.0
 
     @classmethod
     def draw(cls, noise: Noise, restless: float, rng: random.Random) -> Session:
-        """Draw one: the shift Student-t(4), as shifts of boards are rare and large."""
+        """Draw a session. The shift is Student-t(4), because shifts are rare and large."""
         chi = math.sqrt(rng.gammavariate(2, 2) / 4) * math.sqrt(2)
         return cls((noise.session or SESSION) * rng.gauss(0, 1) / chi, restless)
 
 
 def record(noise: Noise, cases: int, rng: random.Random) -> list[Recorded]:
-    """Record a suite of unlike cases, noise levels scattered by a quarter."""
+    """Record a suite of different cases whose noise levels vary by a quarter."""
     suite = []
     for _ in range(cases):
         scale = math.exp(rng.gauss(0, 0.25))
@@ -139,7 +139,7 @@ def judge_code(
 ) -> str:
     """Return the verdict on a changed side against itself as it was, in one process."""
     same = replace(case, seconds=(case.seconds[0], case.seconds[0]))
-    session = session._replace(shift=0.0)  # both are built in one process: no session comes between
+    session = session._replace(shift=0.0)  # both sides are built in one process
     first = measure(same, session, rng)
     gate = verdict.code_gate(spread, first)
     loss = verdict.DETECTABLE_CODE * verdict.effective_spread(spread, first) if planted else 0.0
@@ -152,7 +152,7 @@ def judge_code(
 
 
 def judge_canary(case: Recorded, spread: float, session: Session, rng: random.Random) -> str:
-    """Return what a run's canary on this case says that misbehaved, or ``pass``."""
+    """Return which error a run's canary finds on this case, or ``pass``."""
     noise = replace(case.noise, capture=case.noise.capture * session.restless)
     times = case.seconds[1], case.seconds[1]
 
@@ -161,10 +161,10 @@ def judge_canary(case: Recorded, spread: float, session: Session, rng: random.Ra
         counted, calls = samples.details["counted"][1], samples.details["calls"][1]
         return verdict.Reading(samples.value, samples.error), calls / counted - 1
 
-    found = canary.Canary("case", "graph")
+    case_canary = canary.Canary("case", "graph")
     measured = measure(case, session, rng)
-    canary.judge(found, verdict.effective_spread(spread, measured), itself)
-    return " ".join(found.wrong.split()[:2]) or "pass"
+    canary.judge(case_canary, verdict.effective_spread(spread, measured), itself)
+    return " ".join(case_canary.wrong.split()[:2]) or "pass"
 
 
 def trial(args: tuple[str, int, int, int, int, str]) -> tuple[str, Counter[str], Counter[str]]:
@@ -176,25 +176,25 @@ def trial(args: tuple[str, int, int, int, int, str]) -> tuple[str, Counter[str],
     assumed = verdict.UNKNOWN_SESSION["graph"]
     session_sd = stats.session_spread([case.sessions for case in suite], assumed)
     spreads = [stats.pooled_spread(own, 2 * PROCESSES, owns) for own in owns]
-    found: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+    verdicts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
     for planted, count in ((False, runs), (True, losses)):
         for _ in range(count):
             for case, spread in zip(suite, spreads, strict=True):
                 session = Session.draw(MODELS[name], RESTLESS.get(name, 1.0), rng)
                 if gate == "canary":
-                    verdict_found = judge_canary(case, spread, session, rng)
+                    outcome = judge_canary(case, spread, session, rng)
                 elif gate == "code":
-                    verdict_found = judge_code(case, spread, session, planted, rng)
+                    outcome = judge_code(case, spread, session, planted, rng)
                 else:
-                    verdict_found = judge(case, spread, session_sd, session, planted, rng)
-                found[planted][verdict_found] += 1
-    return name, found[0], found[1]
+                    outcome = judge(case, spread, session_sd, session, planted, rng)
+                verdicts[planted][outcome] += 1
+    return name, verdicts[0], verdicts[1]
 
 
 def table(
     suites: int, cases: int, runs: int, losses: int, jobs: int = 2, *, gate: str = ""
 ) -> list[list[str]]:
-    """Return the rows of the table, one a noise model."""
+    """Return the rows of the table, one per noise model."""
     work = [(n, seed, cases, runs, losses, gate) for n in MODELS for seed in range(suites)]
     unchanged = {name: Counter[str]() for name in MODELS}
     planted = {name: Counter[str]() for name in MODELS}
@@ -207,15 +207,15 @@ def table(
     return [row(name, unchanged[name], planted[name]) for name in MODELS]
 
 
-def canary_row(name: str, found: Counter[str]) -> list[str]:
-    """Return one row: runs, those whose canary differed from itself, saw nothing, their share."""
-    differs, blind = found["a side"], found["a planted"]
+def canary_row(name: str, errors: Counter[str]) -> list[str]:
+    """Return one row: runs, false differences, planted slowdowns not seen, and their share."""
+    differs, blind = errors["a side"], errors["a planted"]
     return [
         name,
-        str(found.total()),
+        str(errors.total()),
         str(differs),
         str(blind),
-        f"{(differs + blind) / found.total():.3%}",
+        f"{(differs + blind) / errors.total():.3%}",
     ]
 
 

@@ -1,11 +1,11 @@
-"""A ladder in one table: each rung's time, share of the library, and what changed in machine code.
+"""A ladder as one table: each rung's time, its share of the library, and its new instructions.
 
     python benchmarks/ladder.py suites/ch10/gemm_test.py test_gemm [--write README.md]
 
-Times are stored results (`baselines/`), machine code is assembled here, with no GPU: the
-instructions that a rung's kernels have and those of the rung before have not, and the other way
-round. Only instructions that move data, multiply, or wait are looked at. With `--write` the table
-replaces what stands between `<!-- ladder -->` and `<!-- end of ladder -->`.
+Times are stored results (`baselines/`). Machine code is assembled here, without a GPU: the table
+lists the instructions that a rung adds to and removes from the rung before. Only instructions that
+move data, multiply, or wait count. With `--write` the table replaces the text between
+`<!-- ladder -->` and `<!-- end of ladder -->`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pytest_aisp.worker.loader import load_page, pair_of
 ROOT = Path(__file__).parents[1]
 ARCH_OF = {"nvidia-h200": "sm90"}
 START, END = "<!-- ladder -->", "<!-- end of ladder -->"
-TELLING = re.compile(
+RELEVANT = re.compile(
     r"(HGMMA|HMMA|UTC\w*|FFMA|LDGSTS|LDG|STG|LDS|STS|LDSM|STSM|LDTM|UTMA\w+|UBLKCP|SYNCS"
     r"|USETMAXREG|WARPGROUP|MEMBAR|BAR|UCGABAR\w*|ATOM\w*|RED|MATCH|SHFL|LDGDEPBAR)(\.|$)"
 )
 """Instructions that move data, multiply, or wait."""
-DULL = ("E", "SYS", "DEFER_BLOCKING", "ALL", "SYNC")
+IGNORED_MODIFIERS = ("E", "SYS", "DEFER_BLOCKING", "ALL", "SYNC")
 
 
 def built(page: Path, function: str, arch: str) -> Iterator[tuple[str, list[AssembledKernel]]]:
@@ -47,28 +47,28 @@ def built(page: Path, function: str, arch: str) -> Iterator[tuple[str, list[Asse
         assembly.run((arch,))
         if variant is pair.variants[0]:
             name = pair.baseline.__name__
-            yield name, [found for found in assembly.assembled if found.side == name]
-        yield variant.name, [found for found in assembly.assembled if found.side == variant.name]
+            yield name, [kernel for kernel in assembly.assembled if kernel.side == name]
+        yield variant.name, [k for k in assembly.assembled if k.side == variant.name]
 
 
 def _quiet(text: str) -> None:
     """Show no progress."""
 
 
-def telling(kernels: list[AssembledKernel]) -> set[str]:
+def relevant(kernels: list[AssembledKernel]) -> set[str]:
     """Return the instructions of `kernels` that move data, multiply, or wait."""
-    found: set[str] = set()
+    relevant_instructions: set[str] = set()
     for kernel in kernels:
         for name, instructions in sass.instructions(kernel.cubin).items():
             if name == kernel.launch.name:
-                found |= {short(i) for i in instructions if TELLING.match(i)}
-    return found
+                relevant_instructions |= {short(i) for i in instructions if RELEVANT.match(i)}
+    return relevant_instructions
 
 
 def short(instruction: str) -> str:
-    """Return an instruction without the modifiers that tell a reader nothing here."""
+    """Return an instruction without the modifiers that do not matter here."""
     name, *modifiers = instruction.split(".")
-    return ".".join([name, *(m for m in modifiers if m not in DULL)])
+    return ".".join([name, *(m for m in modifiers if m not in IGNORED_MODIFIERS)])
 
 
 def table(page: Path, function: str, arch: str, results: Mapping[str, Any]) -> str:
@@ -78,7 +78,7 @@ def table(page: Path, function: str, arch: str, results: Mapping[str, Any]) -> s
     before: set[str] = set()
     library = next((r for k, r in results.items() if "[library-" in k), None)
     for name, kernels in built(page, function, arch):
-        now = telling(kernels)
+        now = relevant(kernels)
         mine = next((r for k, r in results.items() if f"[{name}-" in k), None)
         cells = [name, *_times(mine, library, results if not before else None)]
         cells += [", ".join(str(k.registers) for k in kernels) or "-"]
@@ -90,7 +90,7 @@ def table(page: Path, function: str, arch: str, results: Mapping[str, Any]) -> s
 
 def _times(mine: Any, library: Any, everyone: Any) -> list[str]:
     """Return a rung's time and share of the library's rate, both against the same baseline."""
-    if mine is None and everyone:  # the baseline: its time is in each of its rungs' results
+    if mine is None and everyone:  # the baseline: each rung's result has its time
         first = next(iter(everyone.values()))
         share = f"{1 / _speedup(library):.0%}" if library else ""
         return [duration(first.baseline_us * 1e-6), share]
@@ -127,10 +127,10 @@ def main() -> int:
     if options.write is None:
         print(table(*where))
         return 0
-    before, found, rest = options.write.read_text().partition(START)
-    _, ended, after = rest.partition(END)
-    if not found or not ended:
-        raise SystemExit(f"{options.write} has no place for the table: {START} and {END}")
+    before, start_mark, rest = options.write.read_text().partition(START)
+    _, end_mark, after = rest.partition(END)
+    if not start_mark or not end_mark:
+        raise SystemExit(f"{options.write} lacks the marks of the table: {START} and {END}")
     options.write.write_text(f"{before}{START}\n{table(*where)}\n{END}{after}")
     return 0
 

@@ -1,4 +1,4 @@
-"""What loading the plugin costs an unrelated pytest session.
+"""The cost of loading the plugin in an unrelated pytest session.
 
     python benchmarks/load_time.py [rounds]
 

@@ -1,12 +1,12 @@
-"""How much of a reduction is hidden behind products, and what the products pay for it.
+"""How much of a reduction is hidden behind matrix products, and how much it slows them down.
 
     NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node=2 benchmarks/overlap.py
 
-Copy engines move what is reduced (suites/ch04/copy_engines.py). Products alone, sums alone, one
-after the other and both at once are timed in CUDA graphs of three calls, the slowest rank counts.
-Hidden is what both at once save of the shorter of the two: (alone + alone - both) / the shorter.
-How much longer products take beside the sums is read as called, behind a blocking kernel: from the
-first product's start to the last one's end. Rank 0 prints a Markdown table.
+Copy engines move the data (suites/ch04/copy_engines.py). CUDA graphs of three calls time products
+alone, sums alone, one after the other, and both at once. The slowest rank counts. The hidden share
+is (products + sums - both) / min(products, sums). The slowdown of products beside sums is measured
+as called, behind a blocking kernel, from the first product's start to the last one's end. Rank 0
+prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from pytest_aisp.timing.cuda_graph import capture_graph
 
 CALLS, WINDOWS, WARMUP = 3, 10, 4
 BLOCKING = 4_000_000
-"""Cycles of the kernel behind which calls are queued: 2 ms."""
+"""Cycles of the blocking kernel: 2 ms."""
 HEADS = ("work", "products", "sums", "in a row", "both", "hidden", "products beside sums")
 
 
 @dataclass(frozen=True)
 class Works:
-    """Products and sums that can go on at once.
+    """Products and sums that can run at the same time.
 
     Attributes:
-        products, sums: each alone; both: calls its argument once the last product is launched.
-        name: of the table's row.
+        products, sums: each alone. both: calls its argument after the last product is launched.
+        name: label of the table's row.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Works:
 
 
 def tensor_parallel(inner: int, parts: int, rows: int = 8192) -> Works:
-    """Return the linear layer of `tensor_parallel_test`, its rows in `parts`."""
+    """Return the linear layer of `tensor_parallel_test` with its rows in `parts`."""
     device = torch.device("cuda", torch.cuda.current_device())
     x, w = tensor_parallel_test.inputs(device, rows, inner, rows)
     cut = x.chunk(parts)
@@ -97,10 +97,10 @@ def overlapped(layers: int = 16, width: int = 4096) -> Works:
 
     def both(launched: Callable[[], Any]) -> None:
         ready = iter(order)
-        found = page.gradients(weights, x, dy, lambda one: sums.start(next(ready), one.grad))
+        gradients = page.gradients(weights, x, dy, lambda one: sums.start(next(ready), one.grad))
         launched()
         sums.wait()
-        del found
+        del gradients
 
     name = f"overlapped, layers={layers}, width={width}"
     return Works(name, lambda: page.gradients(weights, x, dy), reduced, both)
@@ -108,15 +108,15 @@ def overlapped(layers: int = 16, width: int = 4096) -> Works:
 
 def between(mark: Callable[[torch.cuda.Event, torch.cuda.Event], Any]) -> float:
     """Return the median seconds between the two events that `mark` records, of the slowest rank."""
-    flag, found = torch.zeros(1, device="cuda"), []
+    flag, times = torch.zeros(1, device="cuda"), []
     for window in range(WARMUP + WINDOWS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        dist.all_reduce(flag)  # the ranks meet
+        dist.all_reduce(flag)  # the ranks start together
         mark(start, end)
         torch.cuda.synchronize()
         if window >= WARMUP:
-            found.append(start.elapsed_time(end) * 1e-3)
-    slowest = torch.tensor([statistics.median(found)], device="cuda")
+            times.append(start.elapsed_time(end) * 1e-3)
+    slowest = torch.tensor([statistics.median(times)], device="cuda")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return float(slowest)
 
@@ -173,7 +173,7 @@ def main() -> None:
         print("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
     torch.cuda.synchronize()
     dist.barrier()
-    os._exit(0)  # graphs hold collectives: tearing down in order is not worth its time
+    os._exit(0)  # skips the slow teardown of graphs with collectives
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     pytest benchmarks/report_open_test.py
 
-A headless chromium on an empty profile, from the start of the navigation to the first frame after
-the load event; the median of five. The limit for 300 cases is the one that the report is made for.
+A headless Chromium with an empty profile measures from the start of the navigation to the first
+frame after the load event. The median of five counts. The report is designed for 300 cases.
 """
 
 from __future__ import annotations

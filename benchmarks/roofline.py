@@ -1,10 +1,10 @@
-"""Draw a roofline: what each case reaches of what this machine's memory and arithmetic allow.
+"""Draw a roofline: how close each case comes to this machine's memory and arithmetic peaks.
 
     python benchmarks/roofline.py baselines/nvidia-h200/peaks.json DIR OUT.svg
 
-DIR is what `pytest --aisp-artifacts=DIR` writes. A case whose work has FLOPs and bytes
-is a column at FLOP/byte, its baseline hollow and its variants filled, in FLOP/s of the declared
-work: an optimization that moves fewer bytes for the same work climbs and does not wander right.
+DIR is the folder that `pytest --aisp-artifacts=DIR` writes. Each case whose work has FLOPs and
+bytes is a column at its FLOP/byte. The baseline is a hollow point and variants are filled, in
+FLOP/s of the declared work. An optimization that moves fewer bytes moves up, not to the right.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UNUSABLE = ("wrong", "invalid")
 
 @dataclass
 class Column:
-    """One case: its variants stand above each other, since they do the same work.
+    """One case. Its variants are above each other, because they do the same work.
 
     Attributes:
         kind: the type that most of its FLOPs have.
@@ -62,7 +62,7 @@ class Column:
 
 def columns(rows: Iterable[Mapping[str, Any]]) -> list[Column]:
     """Return the cases that have FLOPs and bytes, in the order of intensity."""
-    found: dict[tuple[str, str, str], Column] = {}
+    by_case: dict[tuple[str, str, str], Column] = {}
     for row in rows:
         work = row["work"]
         moved, flops = work["read"] + work["write"], sum(work["flops"].values())
@@ -71,15 +71,15 @@ def columns(rows: Iterable[Mapping[str, Any]]) -> list[Column]:
             size = ", ".join(f"{key}={value}" for key, value in row["size"].items())
             kind = max(work["flops"], key=lambda key: work["flops"][key])
             new = Column(name, size, kind, flops, flops / moved)
-            column = found.setdefault((row["page"], name, size), new)
+            column = by_case.setdefault((row["page"], name, size), new)
             column.seconds.update(row["seconds"])
             column.gains[row["variant"]] = row["value"]
-    return sorted(found.values(), key=lambda column: column.intensity)
+    return sorted(by_case.values(), key=lambda column: column.intensity)
 
 
 @dataclass(frozen=True)
 class Window:
-    """What the plot shows, in FLOP/byte and FLOP/s, both logarithmic."""
+    """The ranges of the plot in FLOP/byte and FLOP/s, both logarithmic."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -91,7 +91,7 @@ class Window:
 
 
 def window_of(cases: Sequence[Column], copy: float, roofs: Sequence[tuple[str, float]]) -> Window:
-    """Return a window that holds every point, every roof and its ridge."""
+    """Return a window that contains all points, all roofs and their ridges."""
     across = [*(c.intensity for c in cases), *(rate / copy for _, rate in roofs)]
     up = [*(rate for c in cases for rate in c.rates), *(rate for _, rate in roofs)]
     low, high = min(across) / 2, max(across) * 3
@@ -268,7 +268,7 @@ def main(arguments: Sequence[str]) -> None:
     """Read peaks and rows, write the SVG."""
     if len(arguments) != 3:
         sys.exit("usage: python benchmarks/roofline.py PEAKS.json DIR OUT.svg")
-    peaks = load(arguments[0])
+    peaks = load(Path(arguments[0]))
     try:
         rows = [line.to_json() for line in run_reader.load(arguments[1]).lines]
     except run_reader.RunError as error:

@@ -1,11 +1,10 @@
-"""How far repeated measurements of one ratio lie apart, by block, capture, process and session.
+"""The spread of repeated measurements of one ratio, by block, capture, process and session.
 
     python benchmarks/spread.py run OUT.json [--processes 8]     one session, on a GPU
     python benchmarks/spread.py table OUT1.json OUT2.json ...    the table of spread.md
 
-Six unlike pairs and, for each, the optimized side against an independent copy of itself (A/A). In
-each process every pair is built 4 times (buffers freed, allocated and captured anew), 10 blocks
-each.
+There are six different pairs and, for each, the optimized side against a copy of itself (A/A). Each
+process builds every pair 4 times, with new buffers and captures, and runs 10 blocks each time.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def pairs() -> dict[str, Any]:
 
 
 def one_process(seed: int) -> list[dict[str, Any]]:
-    """Measure every pair in this process and return one row a capture."""
+    """Measure every pair in this process and return one row per capture."""
     import torch
 
     from pytest_aisp.checking.inputs import BoundSide, InputPool
@@ -110,14 +109,14 @@ def one_process(seed: int) -> list[dict[str, Any]]:
         optimized = pair.variants[0].side
         for kind, first in (("A/B", pair.baseline), ("A/A", optimized)):
             for capture in range(CAPTURES):
-                bench = InputPool(pair, {}, "cuda", seed * 100 + capture)
-                probe = BoundSide(first, [bench.values[0]])
+                pool = InputPool(pair, {}, "cuda", seed * 100 + capture)
+                probe = BoundSide(first, [pool.values[0]])
                 out = sum(t.untyped_storage().nbytes() for t in _flat(probe.run(0)))
                 probe.close()
-                bench.lay_slots(bench.slots_for(out, l2, torch.cuda.mem_get_info()[0]))
-                subjects = bench.bind(first), bench.bind(optimized)
-                bout = CudaPairTimer(bench, subjects, budget)
-                samples = schedule.measure(bout, budget, random.Random(seed * 100 + capture))
+                pool.lay_slots(pool.slots_for(out, l2, torch.cuda.mem_get_info()[0]))
+                sides = pool.bind(first), pool.bind(optimized)
+                timer = CudaPairTimer(pool, sides, budget)
+                samples = schedule.measure(timer, budget, random.Random(seed * 100 + capture))
                 rows.append(
                     {
                         "pair": name, "kind": kind, "capture": capture, "clock": samples.clock,
@@ -125,7 +124,7 @@ def one_process(seed: int) -> list[dict[str, Any]]:
                         "optimized_us": 1e6 * median(samples.optimized), **samples.details,
                     }
                 )  # fmt: skip
-                del bout, subjects, bench, probe
+                del timer, sides, pool, probe
                 gc.collect()
                 torch.cuda.empty_cache()
     return rows
@@ -152,7 +151,7 @@ def run(out: Path, processes: int) -> None:
 
 
 def table(files: Sequence[Path]) -> None:
-    """Print standard deviations in % of the ratio, by level, for each pair."""
+    """Print the standard deviations of each pair by level, in % of the ratio."""
     rows = [
         {"session": s, **r} for s, f in enumerate(files) for r in json.loads(f.read_text())["rows"]
     ]

@@ -113,9 +113,9 @@ def test_several_recordings_are_judged_together(recorded):
 def test_votes_come_from_each_other_process_once(recorded):
     trials = code_gate_judge.read([recorded]).trials
     whose = {trial.reading: trial.process for trial in trials}
-    bench = code_gate_judge.Bench(trials)
+    pool = code_gate_judge.VotePool(trials)
     for trial in trials[:20]:
-        votes = [whose[v] for v in bench.votes(trial, code_gate_judge._rng(trial))]
+        votes = [whose[v] for v in pool.votes(trial, code_gate_judge._rng(trial))]
         assert sorted(votes) == sorted({t.process for t in trials} - {trial.process})
 
 
@@ -138,10 +138,10 @@ def test_every_way_to_judge_has_a_row(recorded):
 
 
 def test_upper_limit_of_a_share():
-    assert code_gate_judge.at_most(0, 1000) == pytest.approx(0.00299, abs=1e-5)
-    assert code_gate_judge.at_most(1, 473) == pytest.approx(0.0100, abs=1e-4)
-    assert code_gate_judge.at_most(700, 1000) == pytest.approx(0.7239, abs=1e-3)
-    assert code_gate_judge.at_most(3, 3) == 1
+    assert code_gate_judge.upper_limit(0, 1000) == pytest.approx(0.00299, abs=1e-5)
+    assert code_gate_judge.upper_limit(1, 473) == pytest.approx(0.0100, abs=1e-4)
+    assert code_gate_judge.upper_limit(700, 1000) == pytest.approx(0.7239, abs=1e-3)
+    assert code_gate_judge.upper_limit(3, 3) == 1
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_the_rounds_match_pytest_benchmark():
 
 
 def test_other_timers_time_graphs_of_the_same_calls(monkeypatch):
-    """The GPU's part of it, with Python in the place of CUDA."""
+    """Python functions replace CUDA."""
     calls = []
 
     def do_bench(function, warmup, rep, return_mode):
@@ -173,7 +173,7 @@ def test_other_timers_time_graphs_of_the_same_calls(monkeypatch):
         function()
         return [float(len(calls))]
 
-    class Bench(inputs.InputPool):
+    class CpuPool(inputs.InputPool):
         def __init__(self, pair, size, device, *seeds):
             super().__init__(pair, size, "cpu", *seeds)
 
@@ -184,13 +184,13 @@ def test_other_timers_time_graphs_of_the_same_calls(monkeypatch):
     graph = types.SimpleNamespace
     monkeypatch.setattr(cuda_graph, "capture_graph", lambda run: graph(replay=run))
     monkeypatch.setattr(triton.testing, "do_bench", do_bench)
-    monkeypatch.setattr(inputs, "InputPool", Bench)
+    monkeypatch.setattr(inputs, "InputPool", CpuPool)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 30))
     where = Recorder(Plan(), Path())
     where.process = where.number = 0
-    options = {**where._where("added"), "size": {"n": 4096}, "planted": 0.012}
+    options = {**where._location("added"), "size": {"n": 4096}, "planted": 0.012}
     found = code_gate_others.measure("added", "added", options, schedule.Budget(), "").details
     assert found["planted"] == 0.02
     times = {row["graph"]: row["mean"] for row in found["found"] if row["way"] == "do_bench"}
@@ -199,13 +199,13 @@ def test_other_timers_time_graphs_of_the_same_calls(monkeypatch):
 
 
 class Broken:
-    """A bench whose every answer is an error."""
+    """A worker whose every reply is an error."""
 
     def __init__(self, error):
-        self.error, self.asked = error, 0
+        self.error, self.requests = error, 0
 
     def ask(self, task, seconds, progress):
-        self.asked += 1
+        self.requests += 1
         return Reply(error=self.error, message="the context is lost")
 
     def close(self):
@@ -214,12 +214,12 @@ class Broken:
 
 @pytest.mark.parametrize(("error", "asked"), [("died", 1), ("side", 3 * len(KERNELS) + 1)])
 def test_failures_are_recorded_and_end_the_recording(tmp_path, monkeypatch, error, asked):
-    bench = Broken(error)
-    monkeypatch.setattr(Recorder, "start", lambda self: bench)
+    worker = Broken(error)
+    monkeypatch.setattr(Recorder, "start", lambda self: worker)
     out = tmp_path / "broken.jsonl"
     recorder = Recorder(Plan(processes=1, minutes=10.0, others=0, simulated=True), out)
     recorder.run()
-    assert bench.asked == asked
+    assert worker.requests == asked
     errors = [
         row for row in map(json.loads, out.read_text().splitlines()) if row["kind"] == "error"
     ]
