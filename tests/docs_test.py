@@ -338,5 +338,5 @@ def test_readme_without_a_place_for_the_ladder_is_refused(tmp_path):
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert "has no place for the table: <!-- ladder --> and <!-- end of ladder -->" in done.stderr
+    assert "lacks the marks of the table: <!-- ladder --> and <!-- end of ladder -->" in done.stderr
     assert done.returncode == 1
