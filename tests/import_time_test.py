@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[1]
 FRAMEWORKS = {"torch", "triton", "numpy", "cuda", "pynvml", "hypothesis"}
 TERMINALS = {"typer", "click", "rich"}
 PROFILERS = {
-    "pytest_aisp.session.profiling",
     "pytest_aisp.worker.nvidia_tools",
     "pytest_aisp.worker.torch_profiler",
 }

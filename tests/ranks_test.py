@@ -294,7 +294,7 @@ def test_untrusted_sides_on_ranks_are_refused(page, pytester):
         "--aisp-untrusted", "--aisp-check", "ch99/hostile_test.py"
     )
     result.stdout.fnmatch_lines(
-        ["*--aisp-untrusted: the sides run on 2 ranks, which cannot be run apart;*"]
+        ["*--aisp-untrusted: the sides run on 2 ranks, which cannot be sandboxed;*"]
     )
     result.stdout.fnmatch_lines(["INVALID *"])
 

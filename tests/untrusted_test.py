@@ -10,7 +10,7 @@ import pytest
 from pytest_aisp.checking.numerics import Wrong
 from pytest_aisp.isolation import monkeypatches
 from pytest_aisp.results.messages import PerformTask, PrepareTask, TimeTask
-from pytest_aisp.session import sandbox_case
+from pytest_aisp.session import extra_runs
 from pytest_aisp.timing import cpu_timer
 from pytest_aisp.worker import sandbox
 from pytest_aisp.worker.engine import Engine
@@ -75,7 +75,7 @@ def test_an_honest_pair_passes_and_says_that_it_was_run_apart(page, gpu, pyteste
     result = pytester.runpytest_subprocess("--aisp-untrusted", "-vv", *mode)
     assert result.ret == 0
     for role in ("baseline", "optimized"):
-        result.stdout.fnmatch_lines([f"*: {role} run apart: its outputs are right"])
+        result.stdout.fnmatch_lines([f"*: {role} sandboxed: its outputs are right"])
 
 
 STATE = """
@@ -116,7 +116,7 @@ def test_a_state_is_compared_too(page, pytester):
     page().write_text(STATE)
     result = pytester.runpytest_subprocess("--aisp-untrusted", "--aisp-check", "-vv")
     assert result.ret == 0
-    result.stdout.fnmatch_lines(["*: optimized run apart: its outputs are right"])
+    result.stdout.fnmatch_lines(["*: optimized sandboxed: its outputs are right"])
 
 
 @pytest.mark.parametrize("option", ["--aisp-in-process", "--aisp-replay=x"])
@@ -161,8 +161,8 @@ def test_the_clock_that_is_read_can_be_replaced_from_inside_and_is_not_believed_
         return time.perf_counter() - start
 
     seconds = sandbox.seconds_per_call(work, unit, at_least=0.01, times=3)
-    assert sandbox_case.untrue(seconds, min(told["optimized"]), "cpu")
-    assert not sandbox_case.untrue(seconds, seconds, "cpu")
+    assert extra_runs.contradicts(seconds, min(told["optimized"]), "cpu")
+    assert not extra_runs.contradicts(seconds, seconds, "cpu")
 
 
 def test_seconds_per_call_asks_for_more_until_asking_does_not_count():

@@ -18,6 +18,7 @@ from ..results.metric_limits import Name
 from ..results.row import Recording
 from ..results.verdict import RED, Finding
 from ..worker.output_capture import write_text
+from . import extra_runs
 from .case import CaseRun
 from .collect import CaseLocation, refuse
 from .measurement import build_row
@@ -275,7 +276,10 @@ def add_row(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestR
     if report.failed or hasattr(report, "wasxfail"):
         case_run.recorded = Recording()
     if case_run.run.settings.profile:
-        _profile(case_run)
+        try:
+            extra_runs.profile(case_run)
+        except pytest.fail.Exception as late:  # pytest-timeout's clock goes on after the verdict
+            case_run.remarks.append(f"not profiled: {late.msg}")
     row = build_row(case_run)
     report.aisp = row.to_json()  # type: ignore[attr-defined]
     # JUnit reads the properties of the teardown report, which are the item's.
@@ -295,13 +299,3 @@ def _fail(
         return
     text = call.excinfo.exconly(tryshort=True) if call.excinfo else report.longreprtext
     case_run.findings.append(Finding("fail", (text.partition("\n")[0],)))
-
-
-def _profile(case_run: CaseRun) -> None:
-    """Profile the case's sides. Other runs do not import the profilers."""
-    from .profiling import profile
-
-    try:
-        profile(case_run)
-    except pytest.fail.Exception as late:  # pytest-timeout, whose clock goes on after the verdict
-        case_run.remarks.append(f"not profiled: {late.msg}")

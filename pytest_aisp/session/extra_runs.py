@@ -1,0 +1,248 @@
+"""Extra runs of a case's sides in processes that do not time it.
+
+`--aisp-untrusted` runs them in a sandbox that can reach neither the clock nor the answers.
+`--aisp-profile` runs them under a profiler after the verdict.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import tempfile
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..isolation.monkeypatches import now
+from ..page.pair import ROLES
+from ..results.messages import (
+    CaseTask,
+    CompareTask,
+    DrawTask,
+    Json,
+    PerformTask,
+    PrepareTask,
+    ProfileTask,
+    ShowTask,
+)
+from ..results.row import Profile, duration
+from ..worker.client import Worker
+from ..worker.sandbox import seconds_per_call
+from .case_client import CaseClient
+from .options import MAX_SEED
+from .run_context import Failed
+
+if TYPE_CHECKING:
+    from .case import CaseRun
+    from .measurement import Timing
+
+LIMIT = {"graph": 1.25, "host": 1.5, "cpu": 1.5}
+"""By clock: the largest ratio of the sandbox's time to the judged one, or the reverse. Calls behind
+a blocking kernel cannot be timed from outside."""
+LEAST, TIMES = 0.25, 5
+ATTEMPTS = 3
+"""A machine that is busy for a moment is no proof of a wrong time."""
+SEED = 0
+"""Profiled values are no secret: the task is written beside the report."""
+LONGEST = 120
+"""Characters of a folder's name: file systems allow 255 bytes."""
+
+
+def run_sandboxed(client: CaseClient, timing: Timing | None) -> None:
+    """Run both sides of a case in a sandbox, and compare their outputs and times.
+
+    Args:
+        timing: what the worker process measured, or None where nothing was timed.
+
+    Raises:
+        Failed: for a wrong output (`wrong`) or a wrong time (`invalid`).
+    """
+    if hasattr(client.case.pair.baseline, "environment"):
+        client.notes.append("not sandboxed: each of its samples is a process of its own")
+        return
+    if client.ranks > 1:
+        raise Failed(
+            f"--aisp-untrusted: the sides run on {client.ranks} ranks, which cannot be sandboxed;"
+            " leave the option out for pages that you trust",
+            verdict="invalid",
+        )
+    with tempfile.TemporaryDirectory(prefix="aisp-sandbox-") as folder:
+        _Sandbox(client, timing, Path(folder)).run()
+
+
+def contradicts(sandboxed: float, judged: float, clock: str) -> bool:
+    """Return whether the sandbox's seconds per call contradict the judged ones."""
+    return not 1 / LIMIT[clock] <= sandboxed / judged <= LIMIT[clock]
+
+
+class _Sandbox:
+    def __init__(self, client: CaseClient, timing: Timing | None, folder: Path) -> None:
+        self.client, self.folder = client, folder
+        # A simulated device has times of its own; its sides run on the CPU.
+        self.timing = timing = None if client.run.timer is not None else timing
+        details = timing.details if timing is not None else {}
+        self.clock = timing.clock if timing is not None else ""
+        self.slots = int(details.get("slots", 2))
+        self.counted = [int(n) for n in details.get("counted", (1, 1))]
+        # A secret that no process of the sides has ever known.
+        self.seed = client.run.settings.seed or random.SystemRandom().randint(1, MAX_SEED)
+
+    def run(self) -> None:
+        """Draw inputs and compare outputs in one process; run each side in a process of its own."""
+        checker = self.client.fresh_worker()
+        try:
+            values = str(self.folder / "values.pt")
+            self._ask(checker, DrawTask, seed=self.seed, values=values)
+            for role, counted in zip(ROLES, self.counted, strict=True):
+                outputs = self._run_side(role, counted, values)
+                steps = counted if self.clock == "graph" else 1
+                self._ask(
+                    checker, CompareTask, side=role, seed=self.seed, outputs=outputs, steps=steps
+                )
+                self.client.notes.append(f"{role} sandboxed: its outputs are right")
+        finally:
+            checker.close()
+
+    def _run_side(self, role: str, counted: int, values: str) -> str:
+        """Time a side, run it on `values`, and return the file of its outputs."""
+        worker = self.client.fresh_worker()
+        try:
+            prepared = self._ask(
+                worker,
+                PrepareTask,
+                side=role,
+                clock=self.clock,
+                counted=counted,
+                slots=self.slots,
+            )
+            if self.timing is not None and self.clock in LIMIT:
+                judged = self.timing.pair_seconds[ROLES.index(role)]
+                self._compare_times(worker, role, judged, int(prepared["unit"]))
+            outputs = str(self.folder / f"{role}.pt")
+            slots = tuple(sorted({0, random.SystemRandom().randrange(self.slots)}))
+            self._ask(worker, ShowTask, side=role, values=values, outputs=outputs, slots=slots)
+        finally:
+            worker.close()
+        return outputs
+
+    def _ask(
+        self, worker: Worker, kind: type[CaseTask], *, seed: int = 0, **fields: Json
+    ) -> dict[str, Json]:
+        at = "case" if self.client.placement.kind == "time" else "check"
+        return self.client.ask(self.client.task(kind, at=at, seed=seed, **fields), worker)
+
+    def _compare_times(self, worker: Worker, role: str, judged: float, unit: int) -> None:
+        """Refuse a side whose time on this process's clock is not the `judged` one."""
+
+        def work(units: int) -> float:
+            start = now()
+            self._ask(worker, PerformTask, side=role, units=units)
+            return now() - start
+
+        for _ in range(ATTEMPTS):
+            seconds = seconds_per_call(work, unit, at_least=LEAST, times=TIMES)
+            if not contradicts(seconds, judged, self.clock):
+                self.client.notes.append(f"{role} sandboxed: {duration(seconds)} a call")
+                return
+        message = (
+            f"{role} takes {duration(seconds)} on the clock of another process,"
+            f" and {duration(judged)} on the clock of its own"
+        )
+        raise Failed("\n".join([message, *self.client.commands()]), verdict="invalid")
+
+
+def profile(case: CaseRun) -> None:
+    """Profile both sides of `case`, and put what was written in its row.
+
+    Cases whose sides were not shown to be right are skipped: they would fail here, too.
+    """
+    tool = case.run.settings.profile
+    if case.timing is None and case.verdict not in ("checked", "compiled") and not case.metrics:
+        return
+    try:
+        _profile(case, tool)
+    except Exception as error:  # the verdict stands, and the run goes on
+        case.remarks.append(f"not profiled ({tool}): {error}")
+    finally:
+        case.run.progress("")
+
+
+def folder_of(client: CaseClient) -> Path:
+    """Return the folder of the case's profiles, named after chapter, page, test and case."""
+    place = client.location
+    full = f"{place.chapter}.{place.page.stem}.{place.function}.{client.case.id}"
+    name = re.sub(r"[^\w.=,-]", "_", full)[:LONGEST]
+    if name != full:
+        name += f"-{zlib.crc32(full.encode()):08x}"
+    return client.run.settings.profiles / name
+
+
+def _profile(case: CaseRun, tool: str) -> None:
+    client = case.client
+    if (why := _why_not(client, tool)) is not None:
+        raise Failed(why)
+    client.run.check_time()
+    folder = folder_of(client)
+    if tool == "torch":
+        result = _profile_with_torch(client, folder)
+    else:
+        result = {"files": _profile_with_nsight(client, tool, folder)}
+    case.profile = Profile(tool=tool, folder=str(folder), **result)
+    case.notes.append(f"profile ({tool}): {folder}")
+    case.notes += profile_notes(case.profile)
+
+
+def _why_not(client: CaseClient, tool: str) -> str | None:
+    """Return why this case cannot be profiled by `tool`, or None."""
+    if client.placement.kind not in ("time", "check"):
+        return "its kernels are only compiled here, nothing runs"
+    if hasattr(client.case.pair.baseline, "environment"):
+        return "each of its samples is a process of its own"
+    way_out = "\n    pytest --aisp-profile=torch"
+    if tool != "torch" and client.ranks > 1:
+        return f"its sides run on {client.ranks} ranks, {tool} profiles one{way_out}"
+    if tool != "torch" and client.placement.device != "cuda":
+        return f"it runs on the CPU, {tool} is for GPUs{way_out}"
+    return None
+
+
+def _task(client: CaseClient, **fields: Json) -> ProfileTask:
+    at = "case" if client.placement.kind == "time" else "check"
+    return client.task(ProfileTask, at=at, seed=SEED, **fields)
+
+
+def _profile_with_torch(client: CaseClient, folder: Path) -> dict[str, Json]:
+    """Profile both sides in a fresh worker process: one that was profiled must not time."""
+    task = _task(client, folder=str(folder.absolute()))
+    worker = client.fresh_worker()
+    try:
+        reply = worker.ask(task, client.timeout, client.run.progress)
+    finally:
+        worker.close()
+    if reply.error is not None:
+        raise Failed(reply.message)
+    return dict(reply.result)
+
+
+def _profile_with_nsight(client: CaseClient, tool: str, folder: Path) -> dict[str, list[str]]:
+    from ..worker.nvidia_tools import profile_side
+
+    environment = client.run.environment(client.placement.device)
+    files = {}
+    for role in ROLES:
+        client.run.progress(f"profile {role} under {tool}")
+        task = _task(client, side=role)
+        files[role] = profile_side(tool, task, folder.absolute(), environment, client.timeout)
+    return files
+
+
+def profile_notes(profile: Profile) -> list[str]:
+    """Return how the sides differ, and their memory before and after a call."""
+    notes = [f"profile: {profile.words}"] if profile.words else []
+    for role, memory in profile.memory.items():
+        sizes = [
+            f"{when} {', '.join(f'{k} {n / 2**20:.4g} MiB' for k, n in memory[when].items())}"
+            for when in ("before", "after")
+        ]
+        notes.append(f"profile: memory of {role}: {'; '.join(sizes)}")
+    return notes
