@@ -179,8 +179,8 @@ def test_many_launches_need_a_graph_or_a_larger_batch():
         ),
         (
             0.3,
-            "a batch twice as large: the host's 1 s are per batch, and only 8 GiB of the GPU's"
-            " 80 GiB are used",
+            "a batch twice as large: the host takes 1 s for a batch of any size, and only 8 GiB of"
+            " the GPU's 80 GiB are used",
         ),
     ]
 

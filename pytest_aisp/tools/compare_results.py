@@ -50,10 +50,10 @@ def compare_result(
         every: whether to list changes within the noise; JSON always does.
     """
     sides = read(old, root), read(new, root)
-    found = diff.compare(sides[0].cases, sides[1].cases)
-    if not found.changes and not found.turned:
-        raise CliError(_why_nothing(*sides, found))
-    return CliResult(FORMS[form](sides, found, every), 1 if found.count("worse") else 0)
+    comparison = diff.compare(sides[0].cases, sides[1].cases)
+    if not comparison.changes and not comparison.turned:
+        raise CliError(_why_nothing(*sides, comparison))
+    return CliResult(FORMS[form](sides, comparison, every), 1 if comparison.count("worse") else 0)
 
 
 def read(name: str, root: Path) -> Side:
@@ -131,12 +131,12 @@ def _parse(texts: Mapping[Path, str]) -> tuple[Measured, ...]:
     return tuple(cases)
 
 
-def _why_nothing(old: Side, new: Side, found: Comparison) -> str:
+def _why_nothing(old: Side, new: Side, comparison: Comparison) -> str:
     """Return why two sides cannot be compared."""
     products = [sorted({case.product for case in side.cases}) for side in (old, new)]
     sides = f"OLD is {old.description}; NEW is {new.description}"
-    if found.apart:
-        case, why = found.apart[0]
+    if comparison.apart:
+        case, why = comparison.apart[0]
         return f"nothing to compare: {_name(case)} is {why}\n{sides}"
     if all(products) and not set(products[0]) & set(products[1]):
         return (
@@ -149,38 +149,38 @@ def _why_nothing(old: Side, new: Side, found: Comparison) -> str:
     return f"nothing to compare: {counts}\n{sides}\n{advice}"
 
 
-def text(sides: tuple[Side, Side], found: Comparison, every: bool) -> list[str]:
-    rows = _rows(found, every)
+def text(sides: tuple[Side, Side], comparison: Comparison, every: bool) -> list[str]:
+    rows = _rows(comparison, every)
     lines = [f"OLD is {sides[0].description}", f"NEW is {sides[1].description}"]
     lines += [f"warning: {warning}" for side in sides for warning in side.warnings]
-    lines += ["", *(columns([HEADS, *rows]) if rows else []), *_other_cases(found, every)]
-    return [*lines, "", _summary(found)]
+    lines += ["", *(columns([HEADS, *rows]) if rows else []), *_other_cases(comparison, every)]
+    return [*lines, "", _summary(comparison)]
 
 
-def markdown(sides: tuple[Side, Side], found: Comparison, every: bool) -> list[str]:
-    lines = [f"**{_summary(found)}**", ""]
+def markdown(sides: tuple[Side, Side], comparison: Comparison, every: bool) -> list[str]:
+    lines = [f"**{_summary(comparison)}**", ""]
     lines += [f"OLD is {sides[0].description}; NEW is {sides[1].description}.", ""]
     lines += [f"- warning: {warning}" for side in sides for warning in side.warnings]
-    if rows := _rows(found, every):
+    if rows := _rows(comparison, every):
         marked = [(f"**{row[0]}**" if row[0].isupper() else row[0], *row[1:]) for row in rows]
         lines += ["", *export.table(HEADS, marked), ""]
-    return lines + [f"- {line}" for line in _other_cases(found, every)]
+    return lines + [f"- {line}" for line in _other_cases(comparison, every)]
 
 
-def _summary(found: Comparison) -> str:
-    worse, better, same = map(found.count, diff.ORDER)
+def _summary(comparison: Comparison) -> str:
+    worse, better, same = map(comparison.count, diff.ORDER)
     return f"{worse} worse, {better} better, {same} within the noise"
 
 
-def _rows(found: Comparison, every: bool) -> list[tuple[str, ...]]:
+def _rows(comparison: Comparison, every: bool) -> list[tuple[str, ...]]:
     """Return the table, the worse rows first; only with `every`, the unchanged rows too."""
     rows: list[tuple[str, ...]] = []
     for outcome in diff.ORDER if every else CHANGED:
-        for turned in found.turned:
+        for turned in comparison.turned:
             if turned.outcome == outcome:
                 start = (LABELS[outcome], _name(turned.case), "verdict", "")
                 rows.append((*start, turned.old, turned.new, "", ""))
-        rows += [_change_row(change) for change in found.changes if change.outcome == outcome]
+        rows += [_change_row(change) for change in comparison.changes if change.outcome == outcome]
     return rows
 
 
@@ -211,38 +211,38 @@ def _name(case: Measured) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
 
-def _other_cases(found: Comparison, every: bool) -> list[str]:
+def _other_cases(comparison: Comparison, every: bool) -> list[str]:
     """Return lines about everything that is not in the table."""
     lines = []
-    same = found.count("same")
+    same = comparison.count("same")
     if same and not every:
-        other = " other" if any(map(found.count, CHANGED)) else ""
+        other = " other" if any(map(comparison.count, CHANGED)) else ""
         number = f"1{other} is" if same == 1 else f"{same}{other and ' others'} are"
         lines.append(f"{number} the same within the noise (--all)")
-    lines += [f"not compared: {_name(case)}: {why}" for case, why in found.apart]
-    lines += [f"only in OLD: {_name(case)}" for case in found.only_old]
-    return lines + [f"only in NEW: {_name(case)}" for case in found.only_new]
+    lines += [f"not compared: {_name(case)}: {why}" for case, why in comparison.apart]
+    lines += [f"only in OLD: {_name(case)}" for case in comparison.only_old]
+    return lines + [f"only in NEW: {_name(case)}" for case in comparison.only_new]
 
 
-def as_json(sides: tuple[Side, Side], found: Comparison, every: bool) -> list[str]:
+def as_json(sides: tuple[Side, Side], comparison: Comparison, every: bool) -> list[str]:
     del every
     plain = {
         "schema": SCHEMA,
         "old": sides[0].description,
         "new": sides[1].description,
         "warnings": [warning for side in sides for warning in side.warnings],
-        "counts": {outcome: found.count(outcome) for outcome in diff.ORDER},
+        "counts": {outcome: comparison.count(outcome) for outcome in diff.ORDER},
         "verdicts": [
             {**_case(t.case), "old": t.old, "new": t.new, "outcome": t.outcome}
-            for t in found.turned
+            for t in comparison.turned
         ],
         "metrics": [
             {**_case(c.case), **{name: getattr(c, name) for name in METRIC_FIELDS}}
-            for c in found.changes
+            for c in comparison.changes
         ],
-        "not_compared": [{**_case(case), "why": why} for case, why in found.apart],
-        "only_old": [_case(case) for case in found.only_old],
-        "only_new": [_case(case) for case in found.only_new],
+        "not_compared": [{**_case(case), "why": why} for case, why in comparison.apart],
+        "only_old": [_case(case) for case in comparison.only_old],
+        "only_new": [_case(case) for case in comparison.only_new],
     }
     return [json.dumps(plain, indent=1)]
 

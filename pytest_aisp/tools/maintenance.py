@@ -49,15 +49,15 @@ class Leftover(msgspec.Struct):
 
 def clean_result(catalog: Catalog, *, yes: bool, as_json: bool = False) -> CliResult:
     """Return what runs left, removed if `yes`; exit code 2 if something cannot be removed."""
-    found = list(leftovers(catalog.root, catalog.baselines))
-    for leftover in found if yes else []:
+    items = list(leftovers(catalog.root, catalog.baselines))
+    for leftover in items if yes else []:
         leftover.remove()
-    errors = [f"{it.path} cannot be removed: {it.error}" for it in found if it.error is not None]
+    errors = [f"{it.path} cannot be removed: {it.error}" for it in items if it.error is not None]
     if as_json:
-        lines = [json.dumps({"left": msgspec.to_builtins(found)}, indent=1)]
-    elif found:
-        table = columns([(_size(it.nbytes), os.path.relpath(it.path)) for it in found])
-        total = _size(sum(it.nbytes for it in found if it.error is None))
+        lines = [json.dumps({"left": msgspec.to_builtins(items)}, indent=1)]
+    elif items:
+        table = columns([(_size(it.nbytes), os.path.relpath(it.path)) for it in items])
+        total = _size(sum(it.nbytes for it in items if it.error is None))
         summary = [f"{total} would be removed:", "    aisp machine clean --yes"]
         lines = [*table, *errors, *([f"{total} removed"] if yes else summary)]
     else:

@@ -81,11 +81,11 @@ def roofline_result(
 ) -> CliResult:
     """Return the results of `products` and `targets`, the largest share of a chapter last."""
     limits = {name: stored_peaks(catalog.baselines, name) for name in products}
-    found = [p for name in products for p in points(catalog, name, targets, limits[name])]
+    rows = [p for name in products for p in points(catalog, name, targets, limits[name])]
     if as_json:
-        return CliResult([json.dumps([asdict(point) for point in found], indent=1)])
-    found.sort(key=lambda p: (p.product, p.target.partition(":")[0], p.share or 0.0))
-    lines = columns([HEADS, *(p.row() for p in found)]) if found else ["no result is stored"]
+        return CliResult([json.dumps([asdict(point) for point in rows], indent=1)])
+    rows.sort(key=lambda p: (p.product, p.target.partition(":")[0], p.share or 0.0))
+    lines = columns([HEADS, *(p.row() for p in rows)]) if rows else ["no result is stored"]
     missing = [name for name in products if limits[name] is None]
     lines += [f"no peaks of {n} are stored\n    aisp machine peak --store" for n in missing]
     return CliResult(lines)

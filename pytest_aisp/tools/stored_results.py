@@ -82,10 +82,10 @@ def stored_peaks(baselines: Path, product: str) -> Peaks | None:
     """Return the stored peaks of `product`; with several GPUs, of one GPU and of their links."""
     names = dict.fromkeys((base_of(product), product))
     try:
-        found = [peaks.stored(peaks.path_of(baselines, name)) for name in names]
+        parts = [peaks.stored(peaks.path_of(baselines, name)) for name in names]
     except (PeaksError, OSError) as error:
         raise CliError(str(error)) from None
-    return found[0] if len(found) == 1 else peaks.joined(*found)
+    return parts[0] if len(parts) == 1 else peaks.joined(*parts)
 
 
 def arch_of(product: str, arch: str | None, machine: Machine) -> str:
@@ -147,11 +147,11 @@ def expectations_result(catalog: Catalog, archs: Mapping[str, str], *, form: str
     Args:
         archs: by product, the arch whose claims apply.
     """
-    found = [e for product, arch in archs.items() for e in expectations(catalog, product, arch)]
-    code = 1 if any("below" in one.states for one in found) else 0
+    entries = [e for product, arch in archs.items() for e in expectations(catalog, product, arch)]
+    code = 1 if any("below" in one.states for one in entries) else 0
     if form == "json":
-        return CliResult([json.dumps([asdict(one) for one in found], indent=1)], code)
-    return CliResult(_csv(found) if form == "csv" else _text(found), code)
+        return CliResult([json.dumps([asdict(one) for one in entries], indent=1)], code)
+    return CliResult(_csv(entries) if form == "csv" else _text(entries), code)
 
 
 def expectations(catalog: Catalog, product: str, arch: str) -> Iterator[Expectation]:
@@ -182,13 +182,13 @@ def _states(
     few = timed and (result.processes < MIN_PROCESSES or result.sessions < MIN_SESSIONS)
     if case is None:
         return ["gone", *(["few"] if few else [])]
-    found = {
+    states = {
         "below": _is_below(result, claim),
         "neutral": isinstance(claim, int | float) and low <= 0,
         "stale": dict(case.sources) != dict(result.sources),
         "few": few,
     }
-    return [state for state, holds in found.items() if holds]
+    return [state for state, holds in states.items() if holds]
 
 
 def _is_below(result: Result, claim: float | str | None) -> bool:
@@ -201,21 +201,21 @@ def _is_below(result: Result, claim: float | str | None) -> bool:
     return isinstance(claim, int | float) and result.value < math.log(claim)
 
 
-def _csv(found: Sequence[Expectation]) -> list[str]:
+def _csv(entries: Sequence[Expectation]) -> list[str]:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([field.name for field in fields(Expectation)])
-    for one in found:
+    for one in entries:
         plain = {**asdict(one), "states": " ".join(one.states)}
         writer.writerow(f"{v:.6g}" if isinstance(v, float) else v for v in plain.values())
     return text.getvalue().splitlines()
 
 
-def _text(found: Sequence[Expectation]) -> list[str]:
+def _text(entries: Sequence[Expectation]) -> list[str]:
     """Return a table of the results with a problem, and the count of each problem."""
-    problems = [one for one in found if one.states]
+    problems = [one for one in entries if one.states]
     lines = columns([HEADS, *(one.row() for one in problems)]) if problems else []
-    lines.append(f"{len(found)} stored results, {len(found) - len(problems)} without a problem")
+    lines.append(f"{len(entries)} stored results, {len(entries) - len(problems)} without a problem")
     counts = {state: sum(state in one.states for one in problems) for state in STATES}
     return lines + [f"{state} {n}: {STATES[state]}" for state, n in counts.items() if n]
 

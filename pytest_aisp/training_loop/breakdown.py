@@ -220,60 +220,60 @@ class Advice:
     text: str
 
 
-def advise(found: Breakdown) -> list[Advice]:
+def advise(breakdown: Breakdown) -> list[Advice]:
     """Return the changes that can save a noticeable share, the largest first."""
-    rules = [*_loading(found), *_gpu(found)]
-    every = [Advice(seconds, found.share(seconds), text) for seconds, text in rules]
+    rules = [*_loading(breakdown), *_gpu(breakdown)]
+    every = [Advice(seconds, breakdown.share(seconds), text) for seconds, text in rules]
     return sorted((a for a in every if a.share >= NOTICEABLE), key=lambda a: -a.seconds)
 
 
-def _loading(found: Breakdown) -> Rule:
+def _loading(breakdown: Breakdown) -> Rule:
     """Yield the changes to the loader."""
-    loader = found.loader
+    loader = breakdown.loader
     if loader is None:
         return
-    wait = found.wait - found.starts
+    wait = breakdown.wait - breakdown.starts
     waits = f"the loop waits {duration(wait)} per step for its batch"
     if loader.workers is None:
-        yield min(wait, found.idle), f"load ahead, in a DataLoader with workers: {waits}"
+        yield min(wait, breakdown.idle), f"load ahead, in a DataLoader with workers: {waits}"
     else:
-        yield _workers(found, loader, loader.workers, wait, waits)
-    if found.stages:
-        slowest, whole = found.stages[0], sum(stage.seconds for stage in found.stages)
+        yield _workers(breakdown, loader, loader.workers, wait, waits)
+    if breakdown.stages:
+        slowest, whole = breakdown.stages[0], sum(stage.seconds for stage in breakdown.stages)
         yield (
-            min(slowest.seconds / (loader.workers or 1), wait, found.idle),
+            min(slowest.seconds / (loader.workers or 1), wait, breakdown.idle),
             f"{slowest.name} is the slowest stage of loading, {duration(slowest.seconds)} of the"
             f" {duration(whole)} timed per batch: make it cheaper, cache its result, or apply it"
             " to whole batches",
         )
     if loader.workers and not loader.persistent:
         yield (
-            min(found.starts, found.idle),
+            min(breakdown.starts, breakdown.idle),
             "persistent_workers=True: the first batch of an epoch takes longer than the others,"
-            f" which costs {duration(found.starts)} per step",
+            f" which costs {duration(breakdown.starts)} per step",
         )
 
 
 def _workers(
-    found: Breakdown, loader: Loader, workers: int, wait: float, waits: str
+    breakdown: Breakdown, loader: Loader, workers: int, wait: float, waits: str
 ) -> tuple[float, str]:
     # If the workers cannot keep up, each one loads a batch per step of all of them.
-    loading = workers * (found.step - found.starts) if workers else wait
-    work = found.body + found.drain
+    loading = workers * (breakdown.step - breakdown.starts) if workers else wait
+    work = breakdown.body + breakdown.drain
     wanted = max(1, min(math.ceil(loading / work) if work else loader.cores, loader.cores))
     if wanted <= workers:
         limit = f"{loader.cores} cores have no room for more than {workers} workers"
-        return min(wait, found.idle), f"load less data, or load it faster: {waits}, and {limit}"
+        return min(wait, breakdown.idle), f"load less data, or load it faster: {waits}, and {limit}"
     return (
-        min(wait, found.step - max(work, loading / wanted), found.idle),
+        min(wait, breakdown.step - max(work, loading / wanted), breakdown.idle),
         f"num_workers={wanted} instead of {workers}: {waits}; loading a batch takes"
-        f" {duration(loading)}, working on it {duration(found.body)}",
+        f" {duration(loading)}, working on it {duration(breakdown.body)}",
     )
 
 
-def _gpu(found: Breakdown) -> Rule:
+def _gpu(breakdown: Breakdown) -> Rule:
     """Yield the changes to the step's own work."""
-    gpu, idle = found.gpu, found.idle
+    gpu, idle = breakdown.gpu, breakdown.idle
     if gpu is None:
         return
     copying = f"the host waits {duration(gpu.copy)} per step in copies"
@@ -290,7 +290,7 @@ def _gpu(found: Breakdown) -> Rule:
         f"fewer .item() calls: {gpu.items:.4g} per step, float() and bool() included, wait"
         f" {duration(gpu.item)}; keep losses on the GPU and read them every 100 steps",
     )
-    other = max(0.0, found.stalls - gpu.item - gpu.copy)
+    other = max(0.0, breakdown.stalls - gpu.item - gpu.copy)
     yield (
         min(other, idle),
         f"fewer other waits: {duration(other)} per step in cudaStreamSynchronize and similar calls,"
@@ -298,17 +298,17 @@ def _gpu(found: Breakdown) -> Rule:
     )
     if gpu.launches:
         yield (
-            min(found.host, idle),
+            min(breakdown.host, idle),
             'a CUDA graph (torch.cuda.graph, or torch.compile with mode="reduce-overhead"): the'
-            f" host takes {duration(found.host)} per step to launch {gpu.launches:.4g} kernels of"
-            f" {duration(gpu.kernels / gpu.launches)}, and the GPU is idle for"
-            f" {found.share(idle):.0%} of a step",
+            f" host takes {duration(breakdown.host)} per step to launch {gpu.launches:.4g} kernels"
+            f" of {duration(gpu.kernels / gpu.launches)}, and the GPU is idle for"
+            f" {breakdown.share(idle):.0%} of a step",
         )
     if gpu.memory and gpu.used <= ROOM * gpu.memory:
         yield (
-            min(found.host, idle) / 2,
-            f"a batch twice as large: the host's {duration(found.host)} are per batch, and only"
-            f" {size_text(gpu.used)} of the GPU's {size_text(gpu.memory)} are used",
+            min(breakdown.host, idle) / 2,
+            f"a batch twice as large: the host takes {duration(breakdown.host)} for a batch of any"
+            f" size, and only {size_text(gpu.used)} of the GPU's {size_text(gpu.memory)} are used",
         )
     if gpu.busy >= idle:  # shorter kernels help if the GPU sets the pace
         yield (

@@ -71,8 +71,8 @@ AnyPlace: TypeAlias = "Place[str] | Place[int]"
 def places(dataset: object) -> list[AnyPlace]:
     """Return where `dataset` keeps its transforms; for a Compose, where it keeps its parts."""
     # torchvision's datasets store the same Compose twice.
-    found = {(id(place.container), place.key): place for place in _walk(dataset, ())}
-    return list(found.values())
+    unique = {(id(place.container), place.key): place for place in _walk(dataset, ())}
+    return list(unique.values())
 
 
 def _attributes(owner: object) -> dict[str, object]:
@@ -112,8 +112,8 @@ def innermost(dataset: object, above: tuple[int, ...] = ()) -> list[object]:
     if id(dataset) in above:
         return []
     inner = _wrapped_datasets(dataset)
-    found = [leaf for one in inner for leaf in innermost(one, (*above, id(dataset)))]
-    return list({id(leaf): leaf for leaf in found}.values()) if inner else [dataset]
+    leaves = [leaf for one in inner for leaf in innermost(one, (*above, id(dataset)))]
+    return list({id(leaf): leaf for leaf in leaves}.values()) if inner else [dataset]
 
 
 def name_of(work: object) -> str:

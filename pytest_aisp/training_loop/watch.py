@@ -273,13 +273,13 @@ def bottleneck_result(
     with _stdout_to_stderr() if as_json else contextlib.nullcontext(), finder.installed():
         code = _run(script, arguments)
     try:
-        found = finder.training_loop(script).breakdown(script.name)
+        breakdown = finder.training_loop(script).breakdown(script.name)
     except CliError as error:
         if not code:
             raise
         early = f"{script} ended with exit code {code} before a step was timed"
         raise CliError(f"{early}\n{error}", code) from None
-    lines = [json.dumps(found.to_json(), indent=2)] if as_json else found.report()
+    lines = [json.dumps(breakdown.to_json(), indent=2)] if as_json else breakdown.report()
     return CliResult(lines, code)
 
 
