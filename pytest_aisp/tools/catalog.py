@@ -266,11 +266,9 @@ def verify_commands(paths: Sequence[str], more: Sequence[str]) -> list[list[str]
 def replay_command(
     folder: Path, root: Path, paths: Collection[str], more: Sequence[str]
 ) -> list[str]:
-    """Return the command that judges the recorded cases in `folder` again.
+    """Return the command that judges the cases recorded in `folder` again.
 
-    Args:
-        root: pytest's; recorded ids are relative to it.
-        paths: the only pages to judge, relative to `root`; none means all.
+    Recorded ids and `paths` are relative to pytest's `root`; without paths, all pages are judged.
     """
     try:
         ids = [row.nodeid for row in ReplayWorker(folder).rows.values()]

@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import resource
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -39,10 +39,10 @@ class Finding(msgspec.Struct, frozen=True):
     change: str = ""
 
 
-def examine(root: Path = Path("/")) -> list[Finding]:
+def examine() -> list[Finding]:
     """Return the findings on this machine."""
-    cores = device.cores_here()
-    return [*gpu_findings(device.load_nvml(), root, cores), *host_findings(root, cores=cores)]
+    root, cores = Path("/"), device.cores_here()
+    return [*gpu_findings(device.load_nvml(), root, cores), *host_findings(root, cores)]
 
 
 def doctor_result(findings: Sequence[Finding], *, as_json: bool) -> CliResult:
@@ -88,26 +88,20 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-def host_findings(
-    root: Path = Path("/"),
-    *,
-    limit: Callable[[int], tuple[int, int]] = resource.getrlimit,
-    installed: Callable[[str], str | None] = version_of,
-    cores: Collection[int] | None = None,
-) -> Iterator[Finding]:
-    """Yield the findings on the host. Tests replace the arguments."""
+def host_findings(root: Path, cores: Collection[int]) -> Iterator[Finding]:
+    """Yield the findings on the host."""
     yield Finding("python", "fine", platform.python_version())
-    yield from _versions(installed)
+    yield from _versions()
     for name, (number, least, why, option) in LIMITS.items():
-        yield _limit(name, limit(number), least, why, option)
+        yield _limit(name, resource.getrlimit(number), least, why, option)
     yield _huge_pages(root)
-    yield _governor(root, device.cores_here() if cores is None else cores)
+    yield _governor(root, cores)
     yield _shared_memory(root / "dev" / "shm")
 
 
-def _versions(installed: Callable[[str], str | None]) -> Iterator[Finding]:
+def _versions() -> Iterator[Finding]:
     for name, distributions in PACKAGES.items():
-        version = next(filter(None, map(installed, distributions)), None)
+        version = next(filter(None, map(version_of, distributions)), None)
         if version is not None:
             yield Finding(name, "fine", version)
         elif name == "NCCL":  # a torch for CPUs has none, and one built from source contains it
@@ -311,7 +305,7 @@ def cpus_of(text: str) -> set[int]:
     return {n for a, _, b in spans for n in range(int(a), int(b or a) + 1)}
 
 
-def counters(root: Path, *, admin: bool | None = None) -> Finding:
+def counters(root: Path) -> Finding:
     """Return whether `ncu` may read the GPU's performance counters."""
     file = root / "proc/driver/nvidia/params"
     text = read_text(file)
@@ -319,6 +313,6 @@ def counters(root: Path, *, admin: bool | None = None) -> Finding:
         return Finding("counters", "unread", f"{file} cannot be read")
     if "RmProfilingAdminOnly: 1" not in text:
         return Finding("counters", "fine", "every user may read them")
-    if os.geteuid() == 0 if admin is None else admin:
+    if os.geteuid() == 0:
         return Finding("counters", "fine", "only administrators may read them, and you are one")
     return Finding("counters", "note", *nvidia_tools.COUNTERS.split("\n", 1))

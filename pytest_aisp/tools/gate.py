@@ -75,11 +75,7 @@ class Gate:
 
 
 def gate_result(folders: Sequence[Path], expected: Sequence[str], *, form: str) -> CliResult:
-    """Return the verdict on the runs in `folders`, in one of `FORMS`.
-
-    Args:
-        expected: the products that must be there.
-    """
+    """Return the verdict on the runs in `folders`, which must time the `expected` products."""
     gate = judge([read(folder) for folder in folders], expected)
     return CliResult(FORMS[form](gate), gate.exit_code)
 

@@ -134,13 +134,8 @@ def prune_result(
     if not as_json:
         return CliResult(_prune_text(catalog, gone, yes))
     places = [
-        {
-            "product": chapter.stored.product,
-            "chapter": chapter.name,
-            "case": key,
-            "file": str(chapter.path),
-        }
-        for chapter, key in gone
+        {"product": c.stored.product, "chapter": c.name, "case": key, "file": str(c.path)}
+        for c, key in gone
     ]
     plain = {"removed": yes, "gone": places, "unread": msgspec.to_builtins(catalog.unread)}
     return CliResult([json.dumps(plain, indent=1)])

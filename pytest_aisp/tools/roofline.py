@@ -106,12 +106,10 @@ def points(
             case = cases.get((chapter.name, key))
             bound = None if case is None else case.bound
             limit, share = _limit(case, result, limits)
-            peak = None if limits is None or limit is None else limits.rates.get(limit)
-            attained = None
-            if limit in SECONDS or peak is None or share is None:
-                peak = None
-            else:
-                attained = share * peak
+            peak = None
+            if limits is not None and limit is not None and limit not in SECONDS:
+                peak = limits.rates.get(limit)
+            attained = None if peak is None or share is None else share * peak
             seconds = result.seconds["optimized"]
             yield Point(
                 *(product, target, name, bound, result.speedup, seconds),

@@ -142,11 +142,7 @@ class Expectation:
 
 
 def expectations_result(catalog: Catalog, archs: Mapping[str, str], *, form: str) -> CliResult:
-    """Return the results of some products with their claims; exit code 1 if one is below.
-
-    Args:
-        archs: by product, the arch whose claims apply.
-    """
+    """Return each product's results and the claims for its arch; exit code 1 if one is below."""
     entries = [e for product, arch in archs.items() for e in expectations(catalog, product, arch)]
     code = 1 if any("below" in one.states for one in entries) else 0
     if form == "json":
