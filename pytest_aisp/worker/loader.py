@@ -209,8 +209,9 @@ class TaskContext:
 
         Worker processes have it. Sides inside the pytest process need it before pytest starts.
         """
+        sides = [side for side, _ in self.sides]  # this imports the page, and Triton with it
         interprets = self.task.device != "cpu" or interpreting()
-        if not interprets and triton_kernels([side for side, _ in self.sides], self.task.root):
+        if not interprets and triton_kernels(sides, self.task.root):
             raise PageError(
                 f"{self.task.variant} launches Triton kernels, which without a GPU run in Triton's"
                 " interpreter; it must be chosen before pytest starts when sides run inside pytest"
