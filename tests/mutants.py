@@ -1,4 +1,4 @@
-"""Lies that no page may accept: zeros, an answer remembered, by address too, one nearly right."""
+"""Mutants: wrong sides, made from a page's honest side, that every page must refuse."""
 
 from __future__ import annotations
 
@@ -16,25 +16,43 @@ from pytest_aisp.util import pytree
 from pytest_aisp.worker.loader import load_page, pair_of
 
 SHALLOW, DEEP = 2, 8
-"""Units by which a lie is off that is nearly right: what an output has been rounded to many times
-on its way may differ by more."""
-MANY = 4
+"""Units in the last place by which `nearly` is off. An output that was rounded many times on its
+way may be off by more."""
+MANY_ROUNDINGS = 4
 
 
 def units_of(pair):
-    """Return by how many units a lie about `pair` is off."""
+    """Return by how many units `nearly` is off on the page of `pair`."""
     size = next(s for s in (*pair.check_sizes, *pair.cpu_sizes, *pair.sizes) if is_plain(s))
-    return DEEP if pair.work_at(size, 2).roundings > MANY else SHALLOW
+    return DEEP if pair.work_at(size, 2).roundings > MANY_ROUNDINGS else SHALLOW
 
 
-def told(lie, honest, units):
-    """Return the side that tells `lie` about the honest one, prepared where that is."""
+def mutate(mutant, honest, units):
+    """Return the wrong side that `mutant` makes of the honest one, prepared if that is."""
 
-    def about(*inputs):
+    def unmarked(*inputs):
         return honest(*inputs)
 
-    about.units = units
-    return _prepared(lie, honest, units) if inspect.isgeneratorfunction(honest) else lie(about)
+    unmarked.units = units
+    if inspect.isgeneratorfunction(honest):
+        return _mutate_prepared(mutant, honest, units)
+    return mutant(unmarked)
+
+
+def _mutate_prepared(mutant, honest, units):
+    def side(*inputs):
+        preparing = honest(*inputs)
+        run = next(preparing)
+
+        def unmarked(*_):
+            return run()
+
+        unmarked.units = units
+        wrong = mutant(unmarked)
+        yield lambda: wrong(*inputs)
+        next(preparing, None)
+
+    return side
 
 
 def plain(side):
@@ -42,44 +60,44 @@ def plain(side):
 
 
 def zeros(honest):
-    """Do nothing; return zeros in the right shape."""
+    """Return zeros of the right shape."""
 
-    def lazy(*inputs):
-        # What a state page changes is copied first: only the shape of its outputs is needed.
-        return pytree.map_tensors(torch.zeros_like, honest(*_copied(inputs)))
+    def wrong(*inputs):
+        # Inputs are copied, because a page with a state changes them to compute its shapes.
+        return pytree.map_tensors(torch.zeros_like, honest(*copy.deepcopy(inputs)))
 
-    return lazy
+    return wrong
 
 
 def remembered(honest):
-    """Compute once; return that forever."""
-    kept = []
+    """Compute once and return that answer forever."""
+    answers = []
 
-    def lazy(*inputs):
-        if not kept:
-            kept.append(honest(*inputs))
-        return kept[0]
+    def wrong(*inputs):
+        if not answers:
+            answers.append(honest(*inputs))
+        return answers[0]
 
-    return lazy
+    return wrong
 
 
 def by_address(honest):
-    """Compute once an address; return that for every later value there."""
-    kept = {}
+    """Compute once for each address and return that answer for every later value there."""
+    answers = {}
 
-    def lazy(*inputs):
+    def wrong(*inputs):
         key = tuple(t.data_ptr() for _, t in pytree.tensors(inputs))
-        if key not in kept:
-            kept[key] = honest(*inputs)
-        return kept[key]
+        if key not in answers:
+            answers[key] = honest(*inputs)
+        return answers[key]
 
-    return lazy
+    return wrong
 
 
 def nearly(honest):
-    """Return the right answer, 0.1 % off, or by a few units where its type is coarser than that."""
+    """Return the right answer, off by 0.1 % or by a few units if its type is coarser."""
 
-    def lazy(*inputs):
+    def wrong(*inputs):
         def off(t):
             if not t.is_floating_point():
                 return t + 1
@@ -88,52 +106,26 @@ def nearly(honest):
         return pytree.map_tensors(off, honest(*inputs))
 
     units = getattr(honest, "units", SHALLOW)
-    return lazy
+    return wrong
 
 
-def _copied(inputs):
-    return copy.deepcopy(inputs)
+MUTANTS = [zeros, remembered, by_address, nearly]
 
 
-LIES = [zeros, remembered, by_address, nearly]
+def mutant_page(path: str, root: str) -> dict[str, Any]:
+    """Return the tests of a page by name, with each mutant of its baseline as a variant."""
+    page = load_page(path, root, f"mutants_of_{Path(path).parent.name}.{Path(path).stem}")
+    pairs = {name: pair_of(thing) for name, thing in vars(page).items()}
+    return {name: _test_of(pair) for name, pair in pairs.items() if pair is not None}
 
 
-def lying_page(path: str, root: str) -> dict[str, Any]:
-    """Return the tests of a page by name, with a variant for each lie about its baseline."""
-    page = load_page(path, root, f"lies_about_{Path(path).parent.name}.{Path(path).stem}")
-    return {
-        name: _declared(replace(pair, variants=tuple(_variants(pair))))
-        for name, pair in ((name, pair_of(thing)) for name, thing in vars(page).items())
-        if pair is not None
-    }
-
-
-def _declared(pair):
+def _test_of(pair):
     def test(pair): ...
 
-    test.pytestmark = [SimpleNamespace(name=MARK, kwargs={"pair": pair})]
-    return test
-
-
-def _variants(pair):
     honest = plain(pair.baseline)
-    for lie in LIES:
-        side = told(lie, honest, units_of(pair))
-        side.__name__ = lie.__name__
-        yield Variant(side)
-
-
-def _prepared(lie, honest, units):
-    def side(*inputs):
-        made = honest(*inputs)
-        run = next(made)
-
-        def about(*_):
-            return run()
-
-        about.units = units
-        lied = lie(about)
-        yield lambda: lied(*inputs)
-        next(made, None)
-
-    return side
+    sides = [mutate(mutant, honest, units_of(pair)) for mutant in MUTANTS]
+    for side, mutant in zip(sides, MUTANTS, strict=True):
+        side.__name__ = mutant.__name__
+    mutated = replace(pair, variants=tuple(Variant(side) for side in sides))
+    test.pytestmark = [SimpleNamespace(name=MARK, kwargs={"pair": mutated})]
+    return test

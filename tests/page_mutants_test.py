@@ -1,8 +1,14 @@
-"""No page accepts a lie: zeros, an answer remembered, inputs returned, half of the work.
+"""Every page refuses wrong sides: zeros, remembered answers, answers that are nearly right.
 
+<<<<<<< HEAD
 Each page's own inputs, reference and tolerance, at its own small size; the optimized side is
 replaced. Where there is no GPU the sides that are CUDA C++ run emulated. Pages on several ranks are
 in rank_mutants_test.py: their sides need the others.
+=======
+Each page's own inputs, reference and tolerance are used, at its own small size. Only the optimized
+side is replaced. Without a GPU, CUDA C++ sides run emulated. Pages on several ranks are in
+rank_lies_test.py, because their sides need the other ranks.
+>>>>>>> b0204ba (reference: one path for one and several ranks, plain test names)
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 from emulated_pages_test import GPU_ONLY
-from mutants import LIES, nearly, plain, told, units_of, zeros
+from mutants import MUTANTS, mutate, nearly, plain, units_of, zeros
 from pytest_aisp_emulator import emulated
 from pytest_aisp_emulator.compiler import COMPILER
 
@@ -68,7 +74,7 @@ PAGES = [
 ]
 
 
-def oracle_of(pair, rule):
+def reference_of(pair, rule):
     sizes = [s for s in pair.check_sizes if is_plain(s)] or [*pair.cpu_sizes, *pair.sizes]
     return Reference(InputPool(pair, dict(sizes[0]), DEVICE, 1, 2), exact=rule.exact)
 
@@ -85,39 +91,40 @@ each_pair = pytest.mark.parametrize(
 
 
 @pytest.fixture(autouse=True)
-def no_gpu_needed():
+def emulator():
     with emulated() if DEVICE == "cpu" else contextlib.nullcontext():
         yield
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++; there is none here")
-def test_every_page_is_here_but_what_only_a_gpu_runs():
+def test_only_pages_that_need_a_gpu_are_left_out():
     missing = {f"{path.parent.name}/{path.stem[:-5]}" for path in PAGES if path not in HERE}
     assert missing == (set() if DEVICE == "cuda" else {k for k in GPU_ONLY if "-" not in k})
 
 
-@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 @each_pair
-def test_a_page_refuses_wrong_sides(path, name, lie):
+def test_a_page_refuses_wrong_sides(path, name, mutant):
     pair, rule = judged_on(path)[name]
-    if lie is nearly and pair.state is not None and returns_nothing(pair):
-        lie = zeros  # nothing is returned that could be nearly right
-    oracle = oracle_of(pair, rule)
+    if mutant is nearly and pair.state is not None and returns_nothing(pair):
+        mutant = zeros  # nothing is returned that could be nearly right
     honest = plain(pair.baseline)
-    side = told(lie, honest, units_of(pair))
-    side.__name__ = f"lying_{lie.__name__}"
+    side = mutate(mutant, honest, units_of(pair))
+    side.__name__ = f"wrong_{mutant.__name__}"
     with pytest.raises(CAUGHT):
-        check.check_sides(oracle, [(honest, None), (side, None)], rule, controls=False)
+        check.check_sides(
+            reference_of(pair, rule), [(honest, None), (side, None)], rule, controls=False
+        )
 
 
 def returns_nothing(pair):
-    oracle = oracle_of(pair, Rule())
-    return plain(pair.baseline)(oracle.pool.new_state(), *oracle.pool.values[0]) is None
+    pool = reference_of(pair, Rule()).pool
+    return plain(pair.baseline)(pool.new_state(), *pool.values[0]) is None
 
 
 @each_pair
-def test_the_page_itself_is_not(path, name):
+def test_a_page_accepts_its_own_baseline(path, name):
     pair, rule = judged_on(path)[name]
     honest = plain(pair.baseline)
-    found = check.check_sides(oracle_of(pair, rule), [(honest, None), (honest, None)], rule)
-    assert found.controls
+    sides = [(honest, None), (honest, None)]
+    assert check.check_sides(reference_of(pair, rule), sides, rule).controls

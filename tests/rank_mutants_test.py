@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from mutants import LIES, nearly, zeros
+from mutants import MUTANTS, nearly, zeros
 from page_mutants_test import PAGES, ROOT, judged_on
 
 from pytest_aisp.distributed.launcher import RankSet
@@ -16,9 +16,9 @@ CASES = [
     for path in SPREAD
     for name in judged_on(path)
 ]
-LYING = """from mutants import lying_page
+MUTANT_PAGE = """from mutants import mutant_page
 
-globals().update(lying_page({path!r}, {root!r}))
+globals().update(mutant_page({path!r}, {root!r}))
 """
 
 
@@ -27,7 +27,7 @@ RETURN_NOTHING = {"test_sharded_optimizer"}  # nothing that could be nearly righ
 
 @pytest.fixture(scope="module")
 def started():
-    """The ranks that were started; a lie that one rank alone sees through ends them all."""
+    """The ranks that were started; a mutant that only one rank refuses ends them all."""
     found = []
     yield found
     for ranks in found:
@@ -41,17 +41,17 @@ def both(started):
     return started[-1]
 
 
-@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 @pytest.mark.parametrize(("path", "name"), CASES)
-def test_a_wrong_side_is_caught_on_two_ranks(both, tmp_path_factory, path, name, lie):
-    lie = zeros if lie is nearly and name in RETURN_NOTHING else lie
+def test_a_wrong_side_is_caught_on_two_ranks(both, tmp_path_factory, path, name, mutant):
+    mutant = zeros if mutant is nearly and name in RETURN_NOTHING else mutant
     pair, rule = judged_on(path)[name]
-    page = tmp_path_factory.getbasetemp() / f"{path.stem}_lies.py"
-    page.write_text(LYING.format(path=str(path), root=str(ROOT)))
+    page = tmp_path_factory.getbasetemp() / f"{path.stem}_mutants.py"
+    page.write_text(MUTANT_PAGE.format(path=str(path), root=str(ROOT)))
     [size, *_] = [s for s in pair.check_sizes if is_plain(s)]
-    where = {"page": str(page), "root": str(ROOT), "module": f"{path.stem}_lies"}
-    case = {"function": name, "variant": lie.__name__, "size": dict(size), "gpus": 2}
+    where = {"page": str(page), "root": str(ROOT), "module": f"{path.stem}_mutants"}
+    case = {"function": name, "variant": mutant.__name__, "size": dict(size), "gpus": 2}
     asked = {"rule": vars(rule), "seed": 1, "at": "case"}
     reply = both.ask(CheckTask(**where, **case, **asked), 60, lambda text: None)
     assert reply.error in ("wrong", "page"), reply
-    assert lie.__name__ in reply.message
+    assert mutant.__name__ in reply.message

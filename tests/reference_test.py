@@ -1,4 +1,4 @@
-"""What is expected after several steps: all of them count, or the last alone."""
+"""The reference after several steps: all of them count, or only the last; its sensitivity."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def side(state, x):
     return x @ state.w
 
 
-def oracle_of(reference, state=weights, gpus=1):
+def reference_of(function, state=weights, gpus=1):
     @compare(
         baseline=side,
         optimized=[lambda state, x: side(state, x)],
         state=state,
         inputs=inputs,
-        reference=reference,
+        reference=function,
         sizes=[{"n": 33}],
         check_sizes=[{"n": 33}],
         work=lambda n: Work(read=4 * n * n, terms=n),
@@ -65,99 +65,136 @@ def oracle_of(reference, state=weights, gpus=1):
     return Reference(InputPool(pair_of(test), {"n": 33}, "cpu", 1, 2))
 
 
-@pytest.mark.parametrize("reference", [read, converting])
-def test_of_a_state_that_is_only_read_the_last_step_alone_counts(reference):
-    oracle = oracle_of(reference)
-    assert not oracle.state_changes
-    three, one = oracle.leaves((0, 1, 0), "int4"), oracle.leaves((0,), "int4")
+@pytest.mark.parametrize("function", [read, converting])
+def test_only_the_last_step_counts_if_the_state_is_only_read(function):
+    reference = reference_of(function)
+    assert not reference.state_changes
+    three, one = reference.leaves((0, 1, 0), "int4"), reference.leaves((0,), "int4")
     assert [leaf.path for leaf in three] == ["output", "state.w"]
     assert torch.equal(three[0].sigma, one[0].sigma)
     assert torch.equal(three[0].value, one[0].value)
 
 
-@pytest.mark.parametrize("reference", [updating, counting])
-def test_of_a_state_that_changes_every_step_counts(reference):
-    oracle = oracle_of(reference)
-    assert oracle.state_changes
-    three, one = oracle.leaves((0, 1, 0), None), oracle.leaves((0,), None)
+@pytest.mark.parametrize("function", [updating, counting])
+def test_every_step_counts_if_the_state_changes(function):
+    reference = reference_of(function)
+    assert reference.state_changes
+    three, one = reference.leaves((0, 1, 0), None), reference.leaves((0,), None)
     assert not torch.equal(three[0].value, one[0].value)
 
 
 def stepped(state, x):
-    """Change the state where it is, and return a view of it."""
+    """Change the state in place, and return a view of it."""
     state.w += x.to(state.w.dtype).mean()
     return state.w[:2]
 
 
+def of_all_ranks(function):
+    return lambda states, ranks: [function(s, *i) for s, i in zip(states, ranks, strict=True)]
+
+
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("reference", [updating, counting, stepped])
-def test_what_is_foreseen_is_what_each_step_alone_leaves(reference, ranks, exact):
+@pytest.mark.parametrize("function", [updating, counting, stepped])
+def test_one_pass_computes_the_same_after_each_step_as_separate_passes(function, ranks, exact):
     calls = []
 
     def counted(state, x):
         calls.append(x)
-        return reference(state, x)
+        return function(state, x)
 
-    def of_all(states, ranks):
-        return [counted(s, *inputs) for s, inputs in zip(states, ranks, strict=True)]
-
-    made = of_all if ranks > 1 else counted
-    foreseen, alone = oracle_of(made, gpus=ranks), oracle_of(made, gpus=ranks)
-    foreseen.exact = alone.exact = exact
-    assert foreseen.state_changes
-    assert alone.state_changes
+    made = of_all_ranks(counted) if ranks > 1 else counted
+    together, separate = reference_of(made, gpus=ranks), reference_of(made, gpus=ranks)
+    together.exact = separate.exact = exact
+    assert together.state_changes
+    assert separate.state_changes
     calls.clear()
-    foreseen.precompute((0, 1, 0))
+    together.expected((0, 1, 0), every=True)
     runs = len(calls)
     assert runs == (3 if exact else 12)
     for count in (1, 2, 3):
-        for one, other in zip(
-            foreseen.expected((0, 1, 0)[:count]), alone.expected((0, 1, 0)[:count]), strict=True
-        ):
-            assert one[0] == other[0]
-            assert torch.equal(one[1], other[1])
-            assert exact or torch.equal(one[2], other[2])
+        turns = (0, 1, 0)[:count]
+        for one, other in zip(together.expected(turns), separate.expected(turns), strict=True):
+            assert one.path == other.path
+            assert torch.equal(one.value, other.value)
+            assert exact or torch.equal(one.squares, other.squares)
     assert len(calls) == runs + (6 if exact else 24)
 
 
-def test_nothing_is_foreseen_where_the_last_step_alone_counts():
-    oracle = oracle_of(read)
-    oracle.precompute((0, 1, 0))
-    assert not oracle._expected
-
-
-def test_on_a_gpu_that_is_too_small_each_step_is_run_alone(monkeypatch):
-    oracle = oracle_of(updating)
-    state = oracle.pool.new_state()
-    monkeypatch.setattr(oracle.pool, "new_state", lambda: state)
-    oracle.pool.device = "cuda"
+def test_each_step_is_run_alone_if_the_gpu_is_too_small(monkeypatch):
+    reference = reference_of(updating)
+    state = reference.pool.new_state()
+    monkeypatch.setattr(reference.pool, "new_state", lambda: state)
+    reference.pool.device = "cuda"
     bytes_of_33_by_33 = 8 * 2 * 33 * 33 * (3 * 3 + 1)
-    for more, room in ((0, True), (-1, False)):
+    for more, fits in ((0, True), (-1, False)):
         free = 2 * bytes_of_33_by_33 + more - 700
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, free))
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 1000)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 300)
-        assert oracle._fits_memory(3) is room
+        assert reference._fits_memory(3) is fits
 
 
-@pytest.mark.parametrize(("reference", "carries"), [(read, False), (updating, True)])
-def test_ranks_carry_what_their_reference_leaves_changed(reference, carries):
-    def of_all(states, ranks):
-        return [reference(s, *inputs) for s, inputs in zip(states, ranks, strict=True)]
-
-    oracle = oracle_of(of_all, gpus=2)
-    assert oracle.state_changes is carries
-    three, one = oracle.leaves((0, 1, 0), None), oracle.leaves((0,), None)
-    assert torch.equal(three[0].sigma, one[0].sigma) is not carries
+@pytest.mark.parametrize(("function", "changes"), [(read, False), (updating, True)])
+def test_a_state_change_on_any_rank_counts(function, changes):
+    reference = reference_of(of_all_ranks(function), gpus=2)
+    assert reference.state_changes is changes
+    three, one = reference.leaves((0, 1, 0), None), reference.leaves((0,), None)
+    assert torch.equal(three[0].sigma, one[0].sigma) is not changes
 
 
-def test_a_side_that_changes_what_the_reference_only_reads_is_wrong():
+def test_a_side_that_changes_a_state_which_the_reference_only_reads_is_wrong():
     def writing(state, x):
         out = x @ state.w
         state.w.mul_(1.01)
         return out
 
-    oracle = oracle_of(read)
     with pytest.raises(Wrong, match=r"writing is wrong at n=33: state\.w"):
-        check.check_sides(oracle, [(side, None), (writing, None)], Rule(), controls=False)
+        check.check_sides(
+            reference_of(read), [(side, None), (writing, None)], Rule(), controls=False
+        )
+
+
+def product_reference(dtype, shares_storage):
+    def state(device, n):
+        made = torch.randn(2, n, device=device, dtype=dtype)
+        parameters = list(made) if shares_storage else [row.clone() for row in made]
+        weight = torch.nn.Parameter(parameters[0])
+        weight.grad = parameters[1]
+        return [weight]
+
+    def product(state, x):
+        return state[0].detach() * state[0].grad * x
+
+    @compare(
+        baseline=product,
+        optimized=[lambda state, x: product(state, x)],
+        state=state,
+        inputs=lambda device, n: (torch.ones(n, device=device, dtype=dtype),),
+        reference=lambda state, x: state[0].detach().double() * state[0].grad.double() * x.double(),
+        sizes=[{"n": 1000}],
+        check_sizes=[{"n": 1000}],
+        work=lambda n: Work(read=n, roundings=2),
+        bound="dram",
+    )
+    def test(pair): ...
+
+    return Reference(InputPool(pair_of(test), {"n": 1000}, "cpu", 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shares_storage"),
+    [  # views of one bf16 storage stay views and are not perturbed
+        (torch.bfloat16, False),
+        (torch.float16, False),
+        (torch.float16, True),
+        (torch.float32, False),
+        (torch.float32, True),
+    ],
+)
+def test_a_state_of_any_type_is_perturbed(dtype, shares_storage):
+    path, value, squares = product_reference(dtype, shares_storage).expected((0,))[0]
+    # Weight, gradient and input move the product equally; floors add up to a half.
+    expected = 3 * value.square().mean()
+    assert path == "output"
+    assert 0.7 < float(squares.mean() / expected) < 1.6

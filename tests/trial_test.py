@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from validity import EXPLOITS
+from validity import TESTS
 
 from pytest_aisp.checking import check, controls
 from pytest_aisp.checking.inputs import slot_order
@@ -32,16 +32,19 @@ def built(monkeypatch):
         firsts.append(first)
         return build(self, subjects, budget, first)
 
-    monkeypatch.syspath_prepend(str(EXPLOITS))
     monkeypatch.setattr(cpu_timer, "STOLEN", math.inf)  # a busy machine must not drop blocks
     monkeypatch.setattr(Trial, "_build", watched)
     monkeypatch.setattr(Trial, "_rebuilds", lambda self: True)
     return firsts
 
 
-COMMON = {"page": str(EXPLOITS / "honest.py"), "root": str(EXPLOITS), "module": "honest"}
-COMMON |= {"function": "test_lie", "variant": "lie", "seed": 1, "rule": {}, "device": "cpu"}
-COMMON |= {"size": {"n": 257}, "without": ("own-clock",)}  # the fixture replaces watched functions
+COMMON = {"page": str(TESTS / "exploits" / "common.py"), "root": str(TESTS), "module": "honest"}
+COMMON |= {"function": "honest_side", "variant": "honest_side", "seed": 1, "rule": {}}
+COMMON |= {
+    "device": "cpu",
+    "size": {"n": 257},
+    "without": ("own-clock",),
+}  # the fixture replaces watched functions
 
 
 def timed(replicate=0, **budget):
@@ -88,9 +91,9 @@ def test_memory_is_measured_once_and_after_the_windows(built, monkeypatch, repli
 
 PENDING = []
 LATE = """
-from honest import against, honest
 import torch
 import trial_test
+from exploits.common import against, honest
 
 
 def late(x):
@@ -99,11 +102,11 @@ def late(x):
     return out
 
 
-def lie(x):
+def also_late(x):
     return late(x)
 
 
-test_lie = against(lie, baseline=late)
+test_late = against(also_late, baseline=late)
 """
 
 
@@ -122,7 +125,8 @@ def test_no_output_is_read_before_the_device_is_idle(built, monkeypatch, tmp_pat
     page.write_text(LATE)
     off = ("own-clock",)
     where = {"page": str(page), "root": str(tmp_path), "module": "late", "without": off}
-    engine, common = Engine(), COMMON | where
+    engine = Engine()
+    common = COMMON | where | {"function": "test_late", "variant": "also_late"}
     found = engine.check(CheckTask(**common))
     assert {size["exact"] for size in found["sizes"].values()} == {"bit for bit"}
     result = engine.time(TimeTask(budget=SHORT, **common))

@@ -20,7 +20,7 @@ from . import numerics
 from .compare import compare_all, explain, scatter
 from .inputs import STEPS, VALUE_SETS, BoundSide, InputPool, Inputs
 from .numerics import Leaf, NamedTensors, Rule, Wrong
-from .reference import Reference
+from .reference import Reference, outputs_and_state
 
 if TYPE_CHECKING:
     import torch
@@ -230,7 +230,7 @@ def exact_probe(reference: Reference, sides: Sequence[Side]) -> str:
     if pool.pair.state is not None:
         return "n/a: the page has a state"
     ranks = [_integers(values, rank) for rank, values in enumerate(pool.all_ranks(0))]
-    expected = reference.evaluate(pytree.clone(ranks))
+    expected = outputs_and_state(reference.evaluate(pytree.clone(ranks), []), None)
     if group.max(any(not _is_exact(value) for _, value in expected)):
         return "n/a: not exact on small integers"
     if pool.pair.multi_rank and group.max(not _fits_types(reference, expected)):

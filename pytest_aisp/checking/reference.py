@@ -52,11 +52,10 @@ class Reference:
         """Whether the reference changes the state of any rank."""
         if self.pool.pair.state is None:
             return False
-        states = self._new_states()
+        states = self.pool.all_states()
         before = [pytree.clone(_state_values(state)) for state in states]
-        with self.watch.phase("reference"):
-            for turn in range(VALUE_SETS):
-                self._call(states, turn, None)
+        for turn in range(VALUE_SETS):
+            self.evaluate(pytree.clone(self.pool.all_ranks(turn)), states)
         after = map(_state_values, states)
         return not all(_equal(old, new) for old, new in zip(before, after, strict=True))
 
@@ -76,29 +75,23 @@ class Reference:
                 ]
         return self._leaves[key]
 
-    def expected(self, turns: tuple[int, ...]) -> list[Expected]:
-        """Return the reference's outputs after `turns`."""
+    def expected(self, turns: tuple[int, ...], *, every: bool = False) -> list[Expected]:
+        """Return the reference's outputs after `turns`.
+
+        With `every`, the outputs after each turn are computed in the same pass, if memory suffices.
+        Otherwise each turn is run again for each later one.
+        """
         turns = self._needed(turns)
         if turns not in self._expected:
+            every = every and self._fits_memory(len(turns))
+            counts = range(1, len(turns) + 1) if every else [len(turns)]
             with self.watch.phase("reference"):
-                [self._expected[turns]] = self._evaluate_turns(turns, every=False)
+                results = self._evaluate_turns(turns, every=every)
+            self._expected |= {turns[:n]: found for n, found in zip(counts, results, strict=True)}
         return self._expected[turns]
 
     def _needed(self, turns: tuple[int, ...]) -> tuple[int, ...]:
         return turns if self.state_changes else turns[-1:]
-
-    def precompute(self, turns: tuple[int, ...]) -> None:
-        """Compute the outputs after each of `turns` in one pass, if the state changes.
-
-        Otherwise each turn would be run again for each later one. Nothing is computed where the
-        memory might not suffice.
-        """
-        if not self.state_changes or len(turns) < 2 or turns in self._expected:
-            return
-        if self._fits_memory(len(turns)):
-            with self.watch.phase("reference"):
-                for count, outputs in enumerate(self._evaluate_turns(turns, every=True), start=1):
-                    self._expected[turns[:count]] = outputs
 
     def _evaluate_turns(self, turns: tuple[int, ...], *, every: bool) -> list[list[Expected]]:
         """Return the outputs after each turn, or only after the last."""
@@ -144,29 +137,26 @@ class Reference:
             one.value, one.squares, dtype=dtype, precision=precision, work=work, steps=steps
         )
 
-    def _new_states(self) -> list[object]:
-        return self.pool.all_states() if self.pool.pair.multi_rank else [self.pool.new_state()]
-
     def _run(self, turns: tuple[int, ...], probe: int | None) -> Iterator[NamedTensors]:
         """Run the reference on each of `turns`; yield this rank's outputs and state after each."""
-        states = self._new_states()
-        for state in states:
-            if state is not None and probe is not None:
+        states = self.pool.all_states()
+        if self.pool.pair.state is not None and probe is not None:
+            for state in states:
                 _perturb_in_place(pytree.state_tensors(state), probe)
-        rank = current_group().rank if self.pool.pair.multi_rank else 0
         for turn in turns:
-            yield outputs_and_state(self._call(states, turn, probe), states[rank])
+            outputs = self.evaluate(_promoted(self.pool.all_ranks(turn), probe), states)
+            yield outputs_and_state(outputs, states[current_group().rank])
 
-    def _call(self, states: list[object], turn: int, probe: int | None) -> object:
-        """Run the reference once, on all ranks' values if it is spread; return this rank's part."""
+    def evaluate(self, ranks: list[Inputs], states: list[object]) -> object:
+        """Run the reference on these inputs and states of all ranks; return this rank's outputs."""
         pair = self.pool.pair
-        if pair.multi_rank:
-            ranks = list(_promoted(tuple(self.pool.all_ranks(turn)), probe))
-            return self._own_part(
-                pair.reference(ranks) if pair.state is None else pair.reference(states, ranks)
-            )
-        values = _promoted(self.pool.value_set(turn), probe)
-        return pair.reference(*(values if pair.state is None else (states[0], *values)))
+        with self.watch.phase("reference"):
+            if pair.multi_rank:
+                arguments = (ranks,) if pair.state is None else (states, ranks)
+                return self._own_part(pair.reference(*arguments))
+            values = ranks[0] if pair.state is None else (states[0], *ranks[0])
+            outputs: object = pair.reference(*values)
+            return outputs
 
     def _own_part(self, outputs: object) -> object:
         """Return this rank's part of the outputs of all ranks."""
@@ -193,17 +183,8 @@ class Reference:
             largest = max(floating, key=lambda t: t.numel()).detach()
             last = largest.shape[-1]
             largest[..., last - max(1, last // 16) :] = 0
-        return [Leaf(path, value.double(), None) for path, value in self.evaluate(ranks)]
-
-    def evaluate(self, ranks: list[Inputs]) -> NamedTensors:
-        """Return the reference's outputs, without a state, for these inputs of every rank."""
-        pair = self.pool.pair
-        with self.watch.phase("reference"):
-            if pair.multi_rank:
-                outputs = self._own_part(pair.reference(ranks))
-            else:
-                outputs = pair.reference(*ranks[0])
-        return outputs_and_state(outputs, None)
+        outputs = outputs_and_state(self.evaluate(ranks, []), None)
+        return [Leaf(path, value.double(), None) for path, value in outputs]
 
 
 def _state_values(state: object) -> dict[str, object]:
@@ -233,12 +214,12 @@ def outputs_and_state(outputs: object, state: object) -> NamedTensors:
     return named
 
 
-def _promoted(values: Inputs, probe: int | None) -> Inputs:
-    """Return a copy of `values`; with a probe, in float64 and perturbed."""
+def _promoted(ranks: list[Inputs], probe: int | None) -> list[Inputs]:
+    """Return a copy of the inputs of all ranks; with a probe, in float64 and perturbed."""
     import torch
 
     if probe is None:
-        return pytree.clone(values)
+        return pytree.clone(ranks)
     generator = _generators(probe)
 
     def perturbed(tensor: torch.Tensor) -> torch.Tensor:
@@ -248,7 +229,7 @@ def _promoted(values: Inputs, probe: int | None) -> Inputs:
         numerics.perturb(moved, generator(tensor))
         return moved.requires_grad_(tensor.requires_grad)
 
-    return pytree.map_tensors(perturbed, values)
+    return pytree.map_tensors(perturbed, ranks)
 
 
 def _perturb_in_place(tensors: dict[str, torch.Tensor], probe: int) -> None:
