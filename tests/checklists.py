@@ -16,7 +16,7 @@ SECOND_LINES = {
         " gets its values in the same order, so the bound refuses such an answer too. Whether a"
         " freed block comes back is up to the allocator, and no exploit may depend on that. This is"
         " a second line against sides that read memory they never wrote. `inputs_test.py` shows"
-        " that free memory is left full of NaN."
+        " that free memory is filled with NaN."
     )
 }
 """Protections without an exploit of their own, and why."""
@@ -75,11 +75,13 @@ _THROTTLED = (
     " test_a_gpu_that_always_throttles_gives_no_measurement"
 )
 _OTHER_ENVIRONMENT = "test_a_loss_in_another_environment_is_stale_unless_strict"
-_WARMUP = "test_warming_goes_on_while_memory_grows_or_times_fall"
-_IMPORTS = "test_an_import_once_is_measured_again test_an_import_at_every_call_fails_the_case"
-_DYNAMO = "test_what_dynamo_really_compiles_is_counted"
+_WARMUP = "test_the_warmup_lasts_while_memory_grows_or_times_fall"
+_IMPORTS = (
+    "test_a_block_with_an_import_is_measured_again test_an_import_at_every_call_fails_the_case"
+)
+_DYNAMO = "test_real_compilations_of_dynamo_are_counted"
 _COMPILATIONS = f"{_DYNAMO} test_triton_compilations_are_counted_and_other_listeners_called"
-_PAGE_FAULTS = "test_pages_read_from_disk_disturb_unless_the_page_is_about_them"
+_PAGE_FAULTS = "test_page_faults_disturb_unless_the_page_owns_them"
 _POWER = "test_a_loss_under_another_power_limit_is_stale"
 _COMPARED_FACTS = "test_facts_that_make_times_incomparable"
 _WITH_FAKES = "tested with fakes, not on a GPU"
@@ -91,7 +93,7 @@ _SANDBOX = "test_sides_that_attack_their_judge_are_believed_there_and_wrong_apar
 _SANDBOX_CLOCK = "test_the_clock_that_is_read_can_be_replaced_from_inside_and_is_not_believed_apart"
 _OTHER_PROCESS = "test_another_process_on_the_gpu_is_reported"
 _WAITED = "test_a_block_that_waited_for_a_core_is_measured_again"
-_FREE_MEMORY = "test_free_memory_is_left_full_of_nan"
+_FREE_MEMORY = "test_free_memory_is_filled_with_nan"
 _UNSEEN = "test_the_unseen_values_do_not_exist_before_the_last_rewrite"
 _WINDOWS = "test_every_window_runs_through_all_slots"
 _ROWS = (
@@ -209,8 +211,8 @@ BENCHMARK_CHEATS = (
     Item(
         "A warm L2 that is called cold",
         exploits="persisting_l2 ballast",
-        tests="test_slots_outgrow_the_cache_five_times_and_lie_apart"
-        f" test_what_cannot_be_cold_is_refused_unless_the_page_says_warm {_WINDOWS}"
+        tests="test_slots_cover_five_caches_and_share_no_memory"
+        f" test_a_small_working_set_is_refused_unless_the_page_declares_a_warm_l2 {_WINDOWS}"
         " test_slow_loads_after_a_round_show_a_cold_l2"
         " test_a_warm_l2_is_measured_again_before_it_is_reported",
         why="slots of five L2 caches rotate, and the latency of loads proves that the L2 is cold",
@@ -465,7 +467,7 @@ VALIDITY_ISSUES: Mapping[str, tuple[Item, ...]] = {
         ),
         Item(
             "Swapping",
-            tests=f"test_swapping_out_disturbs_and_swap_that_was_there_does_not {_PAGE_FAULTS}",
+            tests=f"test_swapping_disturbs_but_earlier_swap_does_not {_PAGE_FAULTS}",
             why="a block in which memory was swapped in or out is measured again",
         ),
     ),
@@ -740,7 +742,7 @@ VALIDITY_ISSUES: Mapping[str, tuple[Item, ...]] = {
         Item(
             "Nothing held back",
             exploits="knows_the_seed remembers_values",
-            tests=f"test_the_values_that_checks_draw_are_the_runs_secret {_UNSEEN}",
+            tests=f"test_every_run_checks_other_values {_UNSEEN}",
         ),
     ),
 }

@@ -1,4 +1,4 @@
-"""What both sides are given: slots, values, one GPU, quiet; and how long a window is."""
+"""What both sides get: slots, values, states, one GPU; and how long a window is."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def added(x):
     return x + x
 
 
-def bench_of(*, n=1000, seed=1, unseen=2, l2="cold"):
+def pool_of(*, n=1000, seed=1, unseen=2, l2="cold"):
     @compare(
         baseline=added,
         optimized=[doubled],
@@ -48,18 +48,18 @@ def bench_of(*, n=1000, seed=1, unseen=2, l2="cold"):
     return InputPool(pair_of(test_doubling), {"n": n}, "cpu", seed, unseen)
 
 
-def test_slots_outgrow_the_cache_five_times_and_lie_apart():
-    bench = bench_of(n=MIB)
-    count = bench.slots_for(4 * MIB, l2_bytes=50 * MIB, free_bytes=1 << 40)
+def test_slots_cover_five_caches_and_share_no_memory():
+    pool = pool_of(n=MIB)
+    count = pool.slots_for(4 * MIB, l2_bytes=50 * MIB, free_bytes=1 << 40)
     assert count * 8 * MIB >= COLD_FOOTPRINT * 50 * MIB
-    bench.lay_slots(7)
-    assert len({x.data_ptr() for (x,) in bench.slots}) == 7
+    pool.lay_slots(7)
+    assert len({x.data_ptr() for (x,) in pool.slots}) == 7
 
 
-def test_what_cannot_be_cold_is_refused_unless_the_page_says_warm():
+def test_a_small_working_set_is_refused_unless_the_page_declares_a_warm_l2():
     with pytest.raises(NotCold, match="declare l2='warm' or a larger size"):
-        bench_of(n=64).slots_for(256, l2_bytes=50 * MIB, free_bytes=1 << 40)
-    assert bench_of(n=64, l2="warm").slots_for(256, 50 * MIB, 1 << 40) == 2
+        pool_of(n=64).slots_for(256, l2_bytes=50 * MIB, free_bytes=1 << 40)
+    assert pool_of(n=64, l2="warm").slots_for(256, 50 * MIB, 1 << 40) == 2
 
 
 @pytest.mark.parametrize("slots", [1, 2, 7])
@@ -74,26 +74,26 @@ def test_a_long_call_need_not_run_through_all_slots():
     assert calls_for(0.014, 1e-3, 1) == 1
 
 
-def test_values_are_those_of_their_seed_whatever_a_side_did_to_the_random_numbers():
-    before = bench_of()
+def test_values_depend_only_on_their_seed():
+    before = pool_of()
     torch.manual_seed(99)
-    again, other = bench_of(), bench_of(seed=5, unseen=6)
+    again, other = pool_of(), pool_of(seed=5, unseen=6)
     for k in (0, 1, UNSEEN):
         assert torch.equal(before.value_set(k)[0], again.value_set(k)[0])
         assert not torch.equal(before.value_set(k)[0], other.value_set(k)[0])
 
 
 def test_the_unseen_values_do_not_exist_before_the_last_rewrite():
-    bench = bench_of()
-    bench.lay_slots(2)
-    bench.rewrite([])
-    assert len(bench.values) == 2
-    bench.rewrite([], last=True)
-    assert UNSEEN in bench.pattern
-    assert len(bench.values) == 3
+    pool = pool_of()
+    pool.lay_slots(2)
+    pool.rewrite([])
+    assert len(pool.values) == 2
+    pool.rewrite([], last=True)
+    assert UNSEEN in pool.pattern
+    assert len(pool.values) == 3
 
 
-def test_free_memory_is_left_full_of_nan(monkeypatch):
+def test_free_memory_is_filled_with_nan(monkeypatch):
     poisoned = []
     monkeypatch.setattr(pytree, "poison", lambda tree, real=pytree.poison: poisoned.append(tree))
     check._poison_free_memory((torch.zeros(3), torch.zeros(2, dtype=torch.int64)))
@@ -104,7 +104,7 @@ def test_free_memory_is_left_full_of_nan(monkeypatch):
     assert all((t == -1).all() for t in integers)
 
 
-def test_the_values_that_checks_draw_are_the_runs_secret():
+def test_every_run_checks_other_values():
     settings = SimpleNamespace(reproducible=False, seed=None)
     seeds = {RunContext(settings, Machine("cpu", "cpu", "cpu")).seed for _ in range(8)}
     assert len(seeds) == 8
@@ -128,7 +128,7 @@ def test_a_worker_process_interprets_triton_or_compiles():
     assert interprets == {"cpu": "1", "cuda": None, COMPILER: None}
 
 
-def test_warming_goes_on_while_memory_grows_or_times_fall():
+def test_the_warmup_lasts_while_memory_grows_or_times_fall():
     growing = iter([True] * 9)
     rounds = settle(
         [lambda: 1.0],
@@ -149,11 +149,11 @@ def test_a_block_that_waited_for_a_core_is_measured_again(monkeypatch):
     waited, clock = iter([0.0, 0.5, 0.501]), iter([0.0, 1.0, 2.0])
     monkeypatch.setattr(cpu_timer, "_waiting", lambda: next(waited))
     monkeypatch.setattr(cpu_timer.time, "perf_counter", lambda: next(clock))
-    bout = cpu_timer.CpuPairTimer.__new__(cpu_timer.CpuPairTimer)
-    bout._waited, bout._since = cpu_timer._waiting(), cpu_timer.time.perf_counter()
-    bout._monitor = SimpleNamespace(look=lambda: None, begin=lambda: None)
-    assert bout.disturbance() == "waited for a core 50% of the time"
-    assert bout.disturbance() is None
+    timer = cpu_timer.CpuPairTimer.__new__(cpu_timer.CpuPairTimer)
+    timer._waited, timer._since = cpu_timer._waiting(), cpu_timer.time.perf_counter()
+    timer._monitor = SimpleNamespace(look=lambda: None, begin=lambda: None)
+    assert timer.disturbance() == "waited for a core 50% of the time"
+    assert timer.disturbance() is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +180,7 @@ def test_a_copy_of_inputs_shares_no_memory_with_them(tree):
     assert type(pytree.clone(tree)) is type(tree)
 
 
-def test_state_and_inputs_begin_with_other_numbers():
+def test_state_and_inputs_have_different_numbers():
     @compare(
         baseline=lambda state, x: x @ state,
         optimized=[doubled],
@@ -194,9 +194,9 @@ def test_state_and_inputs_begin_with_other_numbers():
     )
     def test(pair): ...
 
-    bench = InputPool(pair_of(test), {"n": 9}, "cpu", 1, 2)
-    states = [bench.new_state(), *bench.all_states()]
+    pool = InputPool(pair_of(test), {"n": 9}, "cpu", 1, 2)
+    states = [pool.new_state(), *pool.all_states()]
     for number in range(3):
-        (x,) = bench.value_set(number)
+        (x,) = pool.value_set(number)
         assert not any(torch.equal(x, state) for state in states)
     assert all(torch.equal(states[0], state) for state in states)

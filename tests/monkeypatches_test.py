@@ -1,4 +1,4 @@
-"""A page replaces no function of this package: every module is watched, a new one too."""
+"""A page cannot replace a function of this package unnoticed, in any module on disk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def remembered():
 
 
 @pytest.mark.parametrize(
-    ("owner", "genuine"),
+    ("owner", "original"),
     [
         (Cache, Cache.reference),
         (InputPool, InputPool.value_set),
@@ -42,18 +42,18 @@ def remembered():
         (monkeypatches, monkeypatches.replaced),
     ],
 )
-def test_a_side_that_replaces_our_function_is_refused_and_the_function_named(owner, genuine):
+def test_replacing_a_function_of_ours_is_refused_by_name(owner, original):
     def replacement(*args, **kwargs):
-        return genuine(*args, **kwargs)
+        return original(*args, **kwargs)
 
-    name = f"{genuine.__module__}.{genuine.__qualname__}"
+    name = f"{original.__module__}.{original.__qualname__}"
     with (
         pytest.raises(SideError, match=rf"^doubled replaced {re.escape(name)}; its times"),
         monkeypatches.watching("doubled"),
     ):
-        setattr(owner, genuine.__name__, replacement)
+        setattr(owner, original.__name__, replacement)
     monkeypatches.put_back()
-    assert getattr(owner, genuine.__name__) is genuine
+    assert getattr(owner, original.__name__) is original
 
 
 def test_a_side_that_replaces_nothing_passes():

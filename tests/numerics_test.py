@@ -1,4 +1,4 @@
-"""The derived bound: honest arithmetic passes, the mutants of checking.md do not."""
+"""The derived error bound: correct arithmetic passes, lower precision and damage do not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pytest_aisp.page.pair import Work
 
 
 def gemm_leaf(a, b, dtype="float32", precision=None, roundings=1):
-    """The expected product of `a` and `b`, with the bound that a page would get."""
+    """Return the expected product of `a` and `b`, with the bound that a page would get."""
 
     def run(probe):
         if probe is None:
@@ -37,13 +37,13 @@ def operands(k, dtype=torch.float32, m=64, n=48):
 
 
 def tf32(x):
-    """`x` rounded to the 10 explicit mantissa bits of TF32."""
+    """Return `x` rounded to the 10 explicit mantissa bits of TF32."""
     bits = x.view(torch.int32)
     return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 @pytest.mark.parametrize("k", [64, 1024, 8192])
-def test_honest_fp32_passes(k):
+def test_fp32_passes(k):
     a, b = operands(k)
     assert compare.compare(a @ b, gemm_leaf(a, b), Rule()).ok
 
@@ -51,9 +51,9 @@ def test_honest_fp32_passes(k):
 @pytest.mark.parametrize("k", [64, 1024, 8192])
 def test_tf32_inside_fp32_fails_unless_declared(k):
     a, b = operands(k)
-    sneaky = tf32(a) @ tf32(b)
-    assert not compare.compare(sneaky, gemm_leaf(a, b), Rule()).ok
-    assert compare.compare(sneaky, gemm_leaf(a, b, precision="tf32"), Rule()).ok
+    product = tf32(a) @ tf32(b)
+    assert not compare.compare(product, gemm_leaf(a, b), Rule()).ok
+    assert compare.compare(product, gemm_leaf(a, b, precision="tf32"), Rule()).ok
 
 
 @pytest.mark.parametrize("k", [64, 1024, 8192])
@@ -68,7 +68,7 @@ def test_bf16_output_passes_and_one_bit_fewer_fails(k):
 
 
 def sum_leaf(terms, precision):
-    """The expected sum of `terms`, with the bound that a page on as many ranks would get."""
+    """Return the expected sum of `terms`, with the bound of a page on as many ranks."""
 
     def run(probe):
         moved = [t.double() for t in terms]
@@ -84,13 +84,13 @@ def sum_leaf(terms, precision):
 
 
 def in_blocks(x, largest, block=32):
-    """`x` as integers up to `largest`, the largest element of each block of 32 at that."""
+    """Return `x` rounded in blocks: the largest element of each becomes `largest` steps."""
     rows = x.view(-1, block)
     step = rows.abs().amax(1, keepdim=True) / largest
     return ((rows / step).round() * step).view_as(x)
 
 
-ROUNDS = {
+ROUNDING = {
     "bf16": (lambda x: x.bfloat16().float(), lambda x: (x.view(torch.int32) >> 18) << 18),
     "int8": (lambda x: in_blocks(x, 127), lambda x: in_blocks(x, 31)),
     "int4": (lambda x: in_blocks(x, 7), lambda x: in_blocks(x, 1)),
@@ -98,19 +98,19 @@ ROUNDS = {
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("precision", ROUNDS)
-def test_sums_of_what_few_ranks_have_rounded_pass_and_two_bits_fewer_fail(precision, world):
-    """Three probes of two terms may see each time that they cancel: Q is then near zero."""
+@pytest.mark.parametrize("precision", ROUNDING)
+def test_sums_of_rounded_terms_pass_and_two_bits_fewer_fail(precision, world):
+    """The terms may cancel in all three probes: the measured sensitivity is then near zero."""
     torch.manual_seed(world)
     terms = [torch.randn(1 << 20) for _ in range(world)]
     leaf = sum_leaf(terms, precision)
-    honest, coarse = ROUNDS[precision]
-    for rounds, right in ((honest, True), (lambda x: coarse(x).view(torch.float32), False)):
+    correct, coarse = ROUNDING[precision]
+    for rounds, right in ((correct, True), (lambda x: coarse(x).view(torch.float32), False)):
         total = rounds(sum(rounds(t) for t in terms))
         assert compare.compare(total, leaf, Rule()).ok is right
 
 
-def test_one_large_value_may_cost_a_block_of_shared_scales_more_than_a_format_without():
+def test_formats_with_shared_scales_allow_a_larger_worst_element():
     value = torch.linspace(-3, 3, 999, dtype=torch.float64)
     off = value.clone()
     off[7] += 0.1
@@ -118,8 +118,8 @@ def test_one_large_value_may_cost_a_block_of_shared_scales_more_than_a_format_wi
     assert not compare.compare(off, leaf, Rule()).ok
     assert compare.compare(off, replace(leaf, worst_limit=numerics.WORST_BLOCK), Rule()).ok
     off[7] += 0.1
-    found = compare.compare(off, replace(leaf, worst_limit=numerics.WORST_BLOCK), Rule())
-    assert compare.explain("int8", {"n": 999}, found, Rule()).endswith(
+    result = compare.compare(off, replace(leaf, worst_limit=numerics.WORST_BLOCK), Rule())
+    assert compare.explain("int8", {"n": 999}, result, Rule()).endswith(
         "the rule is derived bound (rms 1.25, worst 16)"
     )
 
@@ -133,19 +133,19 @@ def test_a_bf16_accumulator_fails(k):
     assert not compare.compare(total, gemm_leaf(a, b, "bfloat16"), Rule()).ok
 
 
-@pytest.mark.parametrize("spoil", ["tile", "element", "nan", "inf"])
-def test_local_damage_fails_and_is_named(spoil):
+@pytest.mark.parametrize("damage", ["tile", "element", "nan", "inf"])
+def test_local_damage_fails_and_is_located(damage):
     a, b = operands(256)
     out = a @ b
-    if spoil == "tile":
+    if damage == "tile":
         out[32:40, 16:24] = 0
     else:
-        out[7, 9] = {"element": float(out[7, 9]) + 0.01, "nan": math.nan, "inf": math.inf}[spoil]
-    fit = compare.compare(out, gemm_leaf(a, b), Rule())
-    assert not fit.ok
-    if spoil != "tile":
-        assert fit.index == (7, 9)
-        assert "output[7, 9]" in compare.explain("fast", {"n": 48}, fit, Rule())
+        out[7, 9] = {"element": float(out[7, 9]) + 0.01, "nan": math.nan, "inf": math.inf}[damage]
+    result = compare.compare(out, gemm_leaf(a, b), Rule())
+    assert not result.ok
+    if damage != "tile":
+        assert result.index == (7, 9)
+        assert "output[7, 9]" in compare.explain("fast", {"n": 48}, result, Rule())
 
 
 def test_nan_is_right_only_where_the_reference_has_it():
@@ -166,7 +166,7 @@ def test_exact_means_bit_for_bit():
 @pytest.mark.parametrize(
     ("rtol", "atol", "ok"), [(1e-3, 0.0, True), (1e-6, 0.0, False), (None, 1e-2, True)]
 )
-def test_a_tolerance_of_the_pages_own_replaces_the_bound(rtol, atol, ok):
+def test_the_tolerance_of_a_page_replaces_the_bound(rtol, atol, ok):
     value = torch.linspace(1, 2, 33, dtype=torch.float64)
     leaf = Leaf("output", value, torch.full_like(value, 1e-9))
     got = (value * (1 + 1e-4)).float()
@@ -177,7 +177,7 @@ def controls(leaf, stale, rule=Rule()):  # noqa: B008 - frozen
     return run_controls([leaf], [stale], None, [torch.float32], rule)
 
 
-def test_every_control_is_refused_by_the_derived_bound():
+def test_the_derived_bound_refuses_every_control():
     a, b = operands(256)
     c, d = operands(257)
     names = {c.name for c in controls(gemm_leaf(a, b), gemm_leaf(c[:, :256], d[:256]))}
@@ -208,21 +208,21 @@ def test_a_loose_output_cannot_hide_behind_a_strict_one():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 33, 4096])
-def test_noise_is_as_far_from_right_in_few_elements_as_in_many(count):
+def test_noise_moves_few_elements_as_many_bounds_as_many_elements(count):
     torch.manual_seed(count)
     value, other = torch.randn(2, count, dtype=torch.float64) + 3
     leaf = Leaf("output", value, torch.full_like(value, 1e-3))
-    wrong = controls(leaf, Leaf("output", other, leaf.sigma))
-    noise = next(c for c in wrong if c.name == "noise")
+    results = controls(leaf, Leaf("output", other, leaf.sigma))
+    noise = next(c for c in results if c.name == "noise")
     assert (noise.applies, noise.refused) == (True, True)
     assert noise.moves == pytest.approx(2.4, rel=1e-3)
 
 
-def test_a_small_output_beside_a_large_one_gets_no_more_noise_than_that():
-    """A tolerance that refuses noise in the large one may accept it in the small one."""
+def test_a_small_output_gets_no_more_noise_than_a_large_one_beside_it():
+    """A tolerance may refuse the noise in the large one and accept it in the small one."""
     torch.manual_seed(0)
     small, large = torch.ones(1, dtype=torch.float64), torch.randn(999, dtype=torch.float64)
     leaves = [Leaf("a", small, small * 1e-4), Leaf("b", large, large.abs() * 1e-2)]
     stale = [Leaf(leaf.path, leaf.value + 1, leaf.sigma) for leaf in leaves]
-    found = run_controls(leaves, stale, None, [torch.float32] * 2, Rule(rtol=1e-2))
-    assert all(control.refused for control in found if control.applies)
+    results = run_controls(leaves, stale, None, [torch.float32] * 2, Rule(rtol=1e-2))
+    assert all(control.refused for control in results if control.applies)

@@ -1,4 +1,4 @@
-"""Outputs of every form are held to the derived bound: one element, none, complex ones."""
+"""Outputs of every form are compared: of one element, of none, and complex ones."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pytest_aisp.worker.loader import pair_of
 SIZE = {"n": 330}
 
 
-def found(side, rule=Rule(), *, baseline, reference):  # noqa: B008 - frozen
-    """Return what checking `side` finds."""
+def checked(side, rule=Rule(), *, baseline, reference):  # noqa: B008 - frozen
+    """Return the result of checking `side`."""
 
     def base(x):
         return baseline(x)
@@ -32,10 +32,10 @@ def found(side, rule=Rule(), *, baseline, reference):  # noqa: B008 - frozen
         bound="dram",
     )
     def test_it(pair):
-        """Nothing: only its declaration is used."""
+        """Only the declaration is used."""
 
-    bench = InputPool(pair_of(test_it), SIZE, "cpu", 1, 2)
-    return check_sides(Reference(bench), [(base, None), (side, None)], rule)
+    pool = InputPool(pair_of(test_it), SIZE, "cpu", 1, 2)
+    return check_sides(Reference(pool), [(base, None), (side, None)], rule)
 
 
 FORMS = {
@@ -48,20 +48,20 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_a_right_output_of_few_elements_passes(form):
     baseline, side = FORMS[form]
-    said = found(side, baseline=baseline, reference=baseline)
-    assert "noise refused" in said.controls
-    assert said.exact == "bit for bit"
+    result = checked(side, baseline=baseline, reference=baseline)
+    assert "noise refused" in result.controls
+    assert result.exact == "bit for bit"
 
 
 @pytest.mark.parametrize("form", ["one", "two"])
-def test_a_wrong_output_of_few_elements_does_not(form):
+def test_a_wrong_output_of_few_elements_is_refused(form):
     baseline, side = FORMS[form]
 
     def wrong(x):
         return side(x) * (1 + 1e-4)
 
     with pytest.raises(Wrong, match=r"wrong is wrong at n=330: output.* the rule is derived bound"):
-        found(wrong, baseline=baseline, reference=baseline)
+        checked(wrong, baseline=baseline, reference=baseline)
 
 
 def transformed(x):
@@ -73,14 +73,12 @@ def in_double(x):
 
 
 @pytest.mark.parametrize("rule", [Rule(), Rule(rtol=2e-6, atol=2e-5)])
-def test_a_complex_output_is_held_to_the_bound_in_both_parts(rule):
-    assert (
-        "noise refused"
-        in found(in_double, rule, baseline=transformed, reference=transformed).controls
-    )
+def test_the_bound_applies_to_both_parts_of_a_complex_output(rule):
+    result = checked(in_double, rule, baseline=transformed, reference=transformed)
+    assert "noise refused" in result.controls
 
 
-def test_a_wrong_part_of_a_complex_output_is_named():
+def test_the_wrong_part_of_a_complex_output_is_named():
     def shifted(x):
         out = torch.fft.rfft(x)
         out[7] += 0.5j
@@ -89,7 +87,7 @@ def test_a_wrong_part_of_a_complex_output_is_named():
     with pytest.raises(
         Wrong, match=r"shifted is wrong at n=330: view_as_real\(output\)\[7, 1\] is"
     ):
-        found(shifted, baseline=transformed, reference=transformed)
+        checked(shifted, baseline=transformed, reference=transformed)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +103,6 @@ def test_a_wrong_part_of_a_complex_output_is_named():
         ),
     ],
 )
-def test_a_complex_output_of_another_type_is_wrong(side, message):
+def test_another_type_than_complex_is_wrong(side, message):
     with pytest.raises(Wrong, match=message):
-        found(side, baseline=transformed, reference=transformed)
+        checked(side, baseline=transformed, reference=transformed)
