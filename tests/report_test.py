@@ -19,9 +19,9 @@ from made_runs import case, laid, made, timing
 from pytest_aisp.cli import app
 from pytest_aisp.report import data as report_data
 from pytest_aisp.report import html as report
-from pytest_aisp.report.data import ReportCase, Timing, blocks_for, thinned
+from pytest_aisp.report.data import Timing, blocks_for, thinned
 from pytest_aisp.report.html import Axis
-from pytest_aisp.report.run import VERDICTS, ReportRun, lenient
+from pytest_aisp.report.run import VERDICTS, ReportCase, ReportRun, lenient
 from pytest_aisp.results import run_reader
 from pytest_aisp.results.verdict import ORDER, RED
 from pytest_aisp.util.cli_result import CliError
@@ -105,7 +105,7 @@ def test_case_may_have_any_name(name, tmp_path):
     fields = ("page", "function", "variant", "baseline", "bound", "product", "chapter")
     one = case(4, id=f"x::{name}", **dict.fromkeys(fields, name), size={name: name})
     one |= {"reasons": [name], "notes": [name], "goals": {name: {"baseline": 1, "optimized": 1}}}
-    one |= {"profile": {"tool": name, "files": [name]}}
+    one |= {"profile": {"tool": name, "folder": name, "files": [name]}}
     results = with_cases(one, invalid=[name], branch=name, mode=name)
     results["run"]["machine"]["name"] = name
     out = report.write_report(ReportRun.of(results, tmp_path), tmp_path / "report.html")

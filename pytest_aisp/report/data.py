@@ -7,29 +7,21 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Struct, ValidationError
 
 from ..results import run_reader
 from ..results.messages import Json
+from ..results.results_json import ProfileFiles, StoredPeaks
 from ..results.row import SampleFile
 from ..results.run_reader import SamplesError
 from ..results.verdict import LOOK
-from .run import (
-    VERDICTS,
-    Case,
-    Peaks,
-    Positive,
-    Profile,
-    ReportRun,
-    Speedup,
-    cleaned,
-    lenient,
-    shortened,
-)
+from .run import VERDICTS, HistoryEntry, Process, ReportCase, ReportRun, cleaned, lenient, shortened
 from .source_view import Page, diff
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 MAX_CODE = 2_500_000
 """Bytes of code and diffs in a report. Cases beyond that are shown without their code."""
@@ -37,6 +29,12 @@ MAX_BLOCKS, MIN_BLOCKS_SHOWN, MAX_BLOCKS_SHOWN = 24_000, 6, 40
 """Blocks of four windows in a report, and the least and most of one process."""
 MAX_PROCESSES = 8
 """Processes of a case that are shown, the first ones."""
+FIELDS: tuple[str, ...] = ("id", "page", "chapter", "function", "baseline", "variant", "size")
+FIELDS += ("gpus", "product", "arch", "bound", "clock", "verdict", "not_timed", "speedup")
+FIELDS += ("seconds", "limit", "work", "claim", "stored", "spread", "detectable", "wall", "votes")
+FIELDS += ("goals", "reasons", "notes", "remarks", "profile", "processes", "samples_error")
+FIELDS += ("history", "command", "diff", "code_left_out")
+"""Fields of a case that the scripts get."""
 FACTS: tuple[str, ...] = (
     "sm_mhz",
     "watts",
@@ -68,48 +66,6 @@ class Timing(Struct):
     details: dict[str, Json] = {}
 
 
-class Process(Struct):
-    """The windows of one process that the report draws.
-
-    Attributes:
-        sides: ``b`` or ``o`` for each window in the order of measurement. `us`: its time.
-        blocks: how many blocks were measured. `shown`: the drawn ones, None for all.
-        laps: before which blocks both sides were built again.
-        dropped: the cause and the place of each block that was measured again.
-        of: how many processes measured the case.
-    """
-
-    sides: str
-    us: list[float]
-    blocks: int
-    shown: list[int] | None
-    laps: list[int]
-    dropped: list[tuple[str, int | None]]
-    facts: dict[str, Json]
-    of: int
-
-
-class HistoryEntry(Struct):
-    """The result of a case in one run. `current` marks the run of the report."""
-
-    started: str
-    commit: str
-    speedup: Speedup
-    verdict: str
-    current: bool
-
-
-class ReportCase(Case, kw_only=True, omit_defaults=True):
-    """A case with everything that its page in the report shows."""
-
-    processes: list[Process] = msgspec.field(default_factory=list)
-    samples_error: str = ""
-    history: list[HistoryEntry] = msgspec.field(default_factory=list)
-    command: str = ""
-    diff: str = ""
-    code_left_out: bool = False
-
-
 class ReportPage(Struct):
     """A page's docstring, and the code of its sides by name."""
 
@@ -119,13 +75,26 @@ class ReportPage(Struct):
 
 
 class ReportData(Struct):
-    """What the report of a run embeds. `runs` counts the other runs that the history shows."""
+    """What the report of a run shows. `runs` counts the other runs of the history."""
 
-    peaks: dict[str, Peaks]
+    peaks: dict[str, StoredPeaks]
     pages: dict[str, ReportPage]
     cases: list[ReportCase]
     blocks: int
     runs: int
+
+    def json(self) -> str:
+        """Return the data for the scripts. It leaves out fields of a run that may hold secrets."""
+        peaks = {
+            product: {"rates": each.rates, "from": each.origin, "date": each.facts.get("date")}
+            for product, each in self.peaks.items()
+        }
+        cases = [
+            {n: value for n in FIELDS if (value := getattr(case, n)) or isinstance(value, str)}
+            for case in self.cases
+        ]
+        data = {"peaks": peaks, "pages": self.pages, "cases": cases}
+        return msgspec.json.encode({**data, "blocks": self.blocks, "runs": self.runs}).decode()
 
 
 def report_data(
@@ -149,10 +118,12 @@ def report_data(
     code = _CodeBudget(_read_pages(pages, roots), MAX_CODE)
     cases = []
     for case in sorted(run.cases, key=_order):
-        entry = ReportCase(**msgspec.structs.asdict(case), command=f"pytest {shlex.quote(case.id)}")
-        entry.samples = None
-        entry.profile = _profile(case, run.folder, target)
-        entry.history = histories.get((case.id, case.product), [])
+        entry = msgspec.structs.replace(
+            case,
+            profile=_profile(case, run.folder, target),
+            history=histories.get((case.id, case.product), []),
+            command=f"pytest {shlex.quote(case.id)}",
+        )
         try:
             entry.processes = thinned(read_timings(run, case), most)
         except SamplesError as error:
@@ -162,17 +133,18 @@ def report_data(
     return ReportData(run.manifest.peaks, code.pages(), cases, most, len(history))
 
 
-def _order(case: Case) -> tuple[int, str, str]:
+def _order(case: ReportCase) -> tuple[int, str, str]:
     severity = min(VERDICTS.index(case.verdict), len(LOOK))  # the first ones need a look
     return severity, case.chapter, case.page
 
 
-def _profile(case: Case, folder: Path | None, target: Path | None) -> Profile | None:
+def _profile(case: ReportCase, folder: Path | None, target: Path | None) -> ProfileFiles | None:
     """Return the profile with paths relative to `target`."""
     if case.profile is None or folder is None:
         return None
     place = Path() if target is None else Path(os.path.relpath(folder, target))
-    return Profile(case.profile.tool, [str(place / name) for name in case.profile.files])
+    files = [str(place / name) for name in case.profile.files]
+    return ProfileFiles(case.profile.tool, str(place), files)
 
 
 def _history(
@@ -181,7 +153,8 @@ def _history(
     """Return the results by case and product, this run's included, the oldest first."""
     history: dict[tuple[str, str], list[HistoryEntry]] = {}
     for each in sorted([*others, run], key=lambda r: r.manifest.started) if others else ():
-        started, commit = each.manifest.started, each.manifest.git.commit[:10]
+        git = each.manifest.git
+        started, commit = each.manifest.started, ((git and git.commit) or "")[:10]
         for case in each.cases:
             if case.speedup is not None:
                 entry = HistoryEntry(started, commit, case.speedup, case.verdict, each is run)
@@ -236,7 +209,7 @@ class _CodeBudget:
         }
 
 
-def read_timings(run: ReportRun, case: Case) -> list[Timing]:
+def read_timings(run: ReportRun, case: ReportCase) -> list[Timing]:
     """Return what each process measured of `case`, nothing if it was not timed.
 
     Raises:

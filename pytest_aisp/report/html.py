@@ -17,14 +17,13 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
-import msgspec
-
 from ..results.artifacts import REPORT, publish
+from ..results.results_json import GitState
 from ..results.row import digits, duration
 from ..results.verdict import LOOK, RED
 from ..util.cli_result import CliError, CliResult
-from .data import ReportCase, ReportData, report_data
-from .run import VERDICTS, Git, ReportRun
+from .data import ReportData, report_data
+from .run import VERDICTS, ReportCase, ReportRun
 
 PARTS = Path(__file__).parent / "page"
 SCRIPTS = ["dom", "marks", "list", "axis", "roofline", "samples", "interval", "code"]
@@ -85,7 +84,6 @@ def report_result(
 def render(run: ReportRun, data: ReportData) -> str:
     """Return the report as HTML."""
     style, script, axis = _part("style.css"), _script(), Axis.over(data.cases)
-    json = msgspec.json.encode(data).decode()
     parts = {
         "policy": POLICY.format(style=_digest(style), script=_digest(script)),
         "title": escape(f"{run.manifest.machine.product or 'aisp'}, {_date(run)}".rstrip(", ")),
@@ -98,7 +96,7 @@ def render(run: ReportRun, data: ReportData) -> str:
         "tally": _tally(data.cases),
         "axis": _axis_labels(axis),
         "rows": "\n".join(_row(index, case, axis) for index, case in enumerate(data.cases)),
-        "data": json.replace("<", "\\u003c"),  # so that it cannot end the script element
+        "data": data.json().replace("<", "\\u003c"),  # so that it cannot end the script element
         "script": script,
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _part("page.html"))
@@ -204,15 +202,11 @@ def _name(case: ReportCase) -> str:
     )
 
 
-def _claimed(case: ReportCase) -> float | None:
-    return case.claim.speedup if case.claim else None
-
-
 def _plotted(case: ReportCase) -> list[float]:
     """Return the speedups in a row's plot, none if the case was not timed."""
     if case.speedup is None:
         return []
-    marks = [_claimed(case), case.stored.speedup if case.stored else None]
+    marks = [case.claimed_speedup, case.stored.speedup if case.stored else None]
     interval = [case.speedup.value, case.speedup.low, case.speedup.high]
     return [*interval, *(mark for mark in marks if mark)]
 
@@ -224,7 +218,7 @@ def _plot(case: ReportCase, axis: Axis) -> str:
     parts = ['<use href="#grid"/>']
     words = f"{_ratio(speedup.value)}, 99 % interval"
     words += f" {_ratio(speedup.low)} to {_ratio(speedup.high)}"
-    if claim := _claimed(case):
+    if claim := case.claimed_speedup:
         x = axis.at(claim)
         parts.append(f'<line class="claim" x1="{x}" x2="{x}" y1="1" y2="{y - 4}"/>')
         words += f", claim {_ratio(claim)}"
@@ -289,8 +283,8 @@ def _facts(run: ReportRun) -> str:
     )
 
 
-def _commit(git: Git) -> str:
-    if not git.commit:
+def _commit(git: GitState | None) -> str:
+    if git is None or not git.commit:
         return ""
     branch = f" ({git.branch})" if git.branch else ""
     return f"{git.commit[:10]}{branch}{', changed since' if git.dirty else ''}"

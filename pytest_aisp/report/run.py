@@ -1,7 +1,7 @@
-"""A run as the report reads it: `results.json` of an artifacts folder, and the samples beside it.
+"""A run as the report reads it: `results.json` of an artifacts folder.
 
 A run may be incomplete, or written by another version: a field that is missing or malformed is left
-out. The models name everything that a report may show of a run, which may hold secrets.
+out.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Annotated, TypeVar
+from typing import Annotated, TypeVar, get_args, get_origin
 
 import msgspec
-from msgspec import Meta, Struct, ValidationError, field
+from msgspec import Struct, ValidationError, field
 
 from ..results import run_reader
 from ..results.artifacts import WRITTEN
 from ..results.messages import Json
-from ..results.results_json import SCHEMA
+from ..results.results_json import SCHEMA, Case, Manifest, Speedup
 from ..util.cli_result import CliError
 
-Positive = Annotated[float, Meta(gt=0)]
 Model = TypeVar("Model", bound=Struct)
 
 VERDICTS: tuple[str, ...] = ("wrong", "invalid", "regressed", "fail", "inconclusive", "stale")
@@ -30,92 +29,51 @@ VERDICTS += ("new", "improved", "pass", "checked", "compiled", "")
 """The worst first. The verdict of a case that was not judged is empty."""
 MAX_TEXT, MAX_LINES = 4_000, 40
 """Longer texts of a case, and more lines of them, are cut."""
+EMPTY: tuple[Json, ...] = (None, "", [], {}, 0, 1, True)
+"""Values for required fields that a run lacks. The first one of the right type is used."""
 
 
-class Speedup(Struct):
-    value: Positive
-    low: Positive
-    high: Positive
+class Process(Struct):
+    """The windows of one process that the report draws.
+
+    Attributes:
+        sides: ``b`` or ``o`` for each window in the order of measurement. `us`: its time.
+        blocks: how many blocks were measured. `shown`: the drawn ones, None for all.
+        laps: before which blocks both sides were built again.
+        dropped: the cause and the place of each block that was measured again.
+        of: how many processes measured the case.
+    """
+
+    sides: str
+    us: list[float]
+    blocks: int
+    shown: list[int] | None
+    laps: list[int]
+    dropped: list[tuple[str, int | None]]
+    facts: dict[str, Json]
+    of: int
 
 
-class Seconds(Struct):
-    baseline: Positive
-    optimized: Positive
+class HistoryEntry(Struct):
+    """The result of a case in one run. `current` marks the run of the report."""
 
-
-class Limit(Struct):
-    name: str
-    share: float
-
-
-class Claim(Struct):
-    at_least: float | str
-    origin: str = field(name="from", default="")
-
-    @property
-    def speedup(self) -> float | None:
-        """1 for ``neutral``, None for ``yardstick``, which claims nothing."""
-        if isinstance(self.at_least, str):
-            return 1.0 if self.at_least == "neutral" else None
-        return self.at_least if self.at_least > 0 else None
-
-
-class Stored(Struct):
-    speedup: Positive
-    origin: str = field(name="from", default="")
-
-
-class Work(Struct):
-    read: float = 0
-    write: float = 0
-    flops: dict[str, float] = {}
-    wire: float = 0
-
-
-class Metric(Struct, omit_defaults=True):
-    baseline: float
-    optimized: float
-    limit: float | None = None
-
-
-class Profile(Struct):
-    tool: str = ""
-    files: list[str] = []
-
-
-class Case(Struct, kw_only=True, omit_defaults=True):
-    """A case of `results.json`. `samples` is `{"path": ..., "sha256": ...}` or None."""
-
-    id: str
-    page: str
-    chapter: str
-    function: str
-    baseline: str
-    variant: str
-    product: str
-    arch: str
-    bound: str
-    clock: str
+    started: str
+    commit: str
+    speedup: Speedup
     verdict: str
-    not_timed: str
-    size: dict[str, str | float | bool] = {}
-    gpus: int = 1
-    speedup: Speedup | None = None
-    seconds: Seconds | None = None
-    limit: Limit | None = None
-    work: Work | None = None
-    claim: Claim | None = None
-    stored: Stored | None = None
-    spread: float | None = None
-    detectable: float | None = None
-    wall: float | None = None
-    votes: list[float] = []
-    goals: dict[str, Metric] = {}
-    reasons: list[str] = []
-    notes: list[str] = []
-    remarks: list[str] = []
-    profile: Profile | None = None
-    samples: Json = None
+    current: bool
+
+
+class ReportCase(Case, kw_only=True):
+    """A case of a run, with everything that its page in the report shows."""
+
+    samples: Json = None  # checked when the file is read
+    processes: list[Process] = field(default_factory=list)
+    samples_error: str = ""
+    history: list[HistoryEntry] = field(default_factory=list)
+    command: str = ""
+    diff: str = ""
+    code_left_out: bool = False
 
     def __post_init__(self) -> None:
         self.verdict = self.verdict if self.verdict in VERDICTS else ""
@@ -123,48 +81,20 @@ class Case(Struct, kw_only=True, omit_defaults=True):
         self.reasons = [shortened(line) for line in self.reasons[:MAX_LINES]]
         self.notes = [shortened(line) for line in self.notes[:MAX_LINES]]
         self.remarks = [shortened(line) for line in self.remarks[:MAX_LINES]]
+        if self.speedup and min(self.speedup.value, self.speedup.low, self.speedup.high) <= 0:
+            self.speedup = None
+        if self.seconds and min(self.seconds.baseline, self.seconds.optimized) <= 0:
+            self.seconds = None
+        if self.stored and self.stored.speedup <= 0:
+            self.stored = None
 
-
-class PeakFacts(Struct, frozen=True):
-    date: str | None = None
-
-
-class Peaks(Struct):
-    rates: dict[str, Positive] = {}
-    origin: str = field(name="from", default="")
-    facts: PeakFacts = PeakFacts()
-
-
-class Machine(Struct, frozen=True):
-    name: str = ""
-    product: str = ""
-    gpus: list[str] = []
-    versions: dict[str, str | None] = {}
-    facts: dict[str, Json] = {}
-    clocks: dict[str, int | float | None] = {}
-
-
-class Git(Struct, frozen=True):
-    commit: str = ""
-    branch: str = ""
-    dirty: bool = False
-
-
-class Manifest(Struct):
-    """The facts of a run: when, on which machine, and what went wrong."""
-
-    started: str = ""
-    root: str = "."
-    mode: str = ""
-    complete: bool = True
-    invalid: list[str] = []
-    not_written: list[str] = []
-    no_verdict: list[str] = []
-    no_canary: list[str] = []
-    machine: Machine = Machine()
-    git: Git = Git()
-    packages: dict[str, str | None] = {}
-    peaks: dict[str, Peaks] = {}
+    @property
+    def claimed_speedup(self) -> float | None:
+        """1 for ``neutral``, None for ``yardstick``, which claims nothing."""
+        claim = self.claim.at_least if self.claim else None
+        if isinstance(claim, str):
+            return 1.0 if claim == "neutral" else None
+        return claim or None
 
 
 @dataclass(frozen=True)
@@ -179,7 +109,7 @@ class ReportRun:
     """
 
     manifest: Manifest
-    cases: list[Case]
+    cases: list[ReportCase]
     lost: list[str]
     folder: Path | None = None
     killed: run_reader.RecordedRun | None = None
@@ -216,27 +146,36 @@ class ReportRun:
         cases = [c for c in plain["cases"] if isinstance(c, dict) and isinstance(c.get("id"), str)]
         return cls(
             manifest=lenient(Manifest, plain.get("run")),
-            cases=[lenient(Case, case) for case in cases],
+            cases=[lenient(ReportCase, case) for case in cases],
             lost=[str(line) for line in plain.get("lost") or ()],
             folder=folder,
         )
 
 
 def lenient(model: type[Model], plain: Json) -> Model:
-    """Return `plain` as a model. Fields that are missing or malformed get their default, or ""."""
+    """Return `plain` as a model. A missing or malformed field gets its default, or is empty."""
     table = plain if isinstance(plain, dict) else {}
     values: dict[str, object] = {}
     for each in msgspec.structs.fields(model):
         value = table.get(each.encode_name)
-        if isinstance(each.type, type) and issubclass(each.type, Struct):
-            values[each.name] = lenient(each.type, value)
-            continue
-        try:
-            values[each.name] = msgspec.convert(value, each.type)
-        except ValidationError:
-            if each.required:
-                values[each.name] = ""
+        kind = get_args(each.type)[0] if get_origin(each.type) is Annotated else each.type
+        items = get_args(kind)[1] if get_origin(kind) is dict else object
+        if _is_struct(kind):
+            values[each.name] = lenient(kind, value)
+        elif _is_struct(items) and isinstance(value, dict):
+            values[each.name] = {key: lenient(items, item) for key, item in value.items()}
+        else:
+            for candidate in (value, *EMPTY) if each.required else (value,):
+                try:
+                    values[each.name] = msgspec.convert(candidate, each.type)
+                    break
+                except ValidationError:
+                    continue
     return model(**values)
+
+
+def _is_struct(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Struct)
 
 
 def cleaned(value: Json) -> Json:

@@ -40,7 +40,7 @@ function costs(one) {
   for (const [name, both] of Object.entries(goals)) {
     const unit = UNITS[name] || digits;
     const limit = (value) => (SHARES.includes(name) ? `${digits(value)} of the baseline's` : unit(value));
-    const words = both.limit !== undefined ? `, at ${name === "goodput" ? "least" : "most"} ${limit(both.limit)}` : "";
+    const words = typeof both.limit === "number" ? `, at ${name === "goodput" ? "least" : "most"} ${limit(both.limit)}` : "";
     lines.push([`${CALLS[name] || name}${words}`, unit(both.baseline), unit(both.optimized)]);
   }
   const peak = facts.peak_bytes;

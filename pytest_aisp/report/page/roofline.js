@@ -186,7 +186,7 @@ function startRoofline() {
   };
   onShown(legend);
   legend();
-  const sources = Object.values(data.peaks).map((p) => p.from + (p.facts.date ? ` (${p.facts.date})` : "")).filter(Boolean);
+  const sources = Object.values(data.peaks).map((p) => p.from + (p.date ? ` (${p.date})` : "")).filter(Boolean);
   const without = data.cases.length - points.length;
   byId("roofline-note").textContent = [
     known ? `Roofs are rates measured on this machine: ${sources.join(", ") || "from the run"}.` : "No peaks were measured for this product, so there are no roofs. The first recording measures them: pytest --aisp-update-expectations.",
