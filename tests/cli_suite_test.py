@@ -11,7 +11,7 @@ import pytest
 from fake_results import case, fake_catalog
 
 from pytest_aisp.cli import app, suite
-from pytest_aisp.results import export
+from pytest_aisp.results import results_json
 from pytest_aisp.tools import catalog
 from pytest_aisp.util.cli_result import CliError
 from pytest_aisp.worker import nvidia_tools
@@ -150,7 +150,8 @@ def test_interrupt_waits_for_pytest_to_end(ran, monkeypatch):
 def line(row):
     """Return a line of a journal."""
     return (
-        json.dumps({**row, "schema": export.SCHEMA, "file": "", "page": "", "samples": None}) + "\n"
+        json.dumps({**row, "schema": results_json.SCHEMA, "file": "", "page": "", "samples": None})
+        + "\n"
     )
 
 
