@@ -25,29 +25,29 @@ HONEST = Clocks(events=5e-3, host=5.06e-3, counter=5.004e-3, late=8e-6)
 TRICKS = {
     "side stream": (
         {"late": 4e-3},
-        "work goes on for 4e+03 us after the last call of 5000 us: a stream of its own is not"
-        " waited for",
+        "work continues for 4e+03 us after the last call of 5000 us: the side does not wait for"
+        " its own stream",
         "no-late-work",
     ),
     "one short call on a side stream": (
         {"late": 4.5e-5, "queued": True},
-        "work goes on for 45 us after the last call of 5000 us: a stream of its own is not"
-        " waited for",
+        "work continues for 45 us after the last call of 5000 us: the side does not wait for its"
+        " own stream",
         "no-late-work",
     ),
     "replaced events": (
         {"events": 5e-5},
-        "events say 50 us, the host between full waits 5060 us",
+        "the events measure 50 us, but the host between full waits 5060 us",
         "clocks-agree",
     ),
     "replaced host clock": (
         {"host": 5e-5},
-        "events say 5000 us, the host between full waits 50 us",
+        "the events measure 5000 us, but the host between full waits 50 us",
         "clocks-agree",
     ),
     "replaced events and host clock": (
         {"events": 5e-5, "host": 5.1e-5},
-        "events say 50 us, the GPU's own counter 5004 us",
+        "the events measure 50 us, but the GPU's own counter 5004 us",
         "clocks-agree",
     ),
 }
@@ -83,10 +83,10 @@ def test_one_reading_without_contradiction_is_enough():
 
 def test_several_ranks_may_be_idle_later(monkeypatch):
     slow = replace(HONEST, events=1e-3, host=None, counter=None, late=1.2e-4)
-    assert "work goes on" in slow.contradiction()
+    assert "work continues" in slow.contradiction()
     monkeypatch.setattr(process_group, "_current", SimpleNamespace(world=2))
     assert slow.contradiction() == ""
-    assert "work goes on for 300 us" in replace(HONEST, late=3e-4).contradiction()
+    assert "work continues for 300 us" in replace(HONEST, late=3e-4).contradiction()
     monkeypatch.undo()
     assert replace(HONEST, late=1.2e-4).contradiction() == ""  # 2 % of a graph's replays
 
@@ -124,7 +124,7 @@ def test_long_kernel_names_are_truncated():
     [
         ({"add": 1}, 9e-6, ""),
         ({"add": 1}, 12e-6, ""),
-        ({"add": 1}, 20e-6, "kernels are at work for 20 us a call, the windows say 10 us"),
+        ({"add": 1}, 20e-6, "kernels run for 20 us a call, but the windows measure 10 us"),
         ({}, 0.0, "nothing is launched on the GPU"),
     ],
 )

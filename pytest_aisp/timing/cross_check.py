@@ -74,20 +74,20 @@ class Clocks:
         margin = MARGIN * self.events
         if enabled("no-late-work") and self.late > self.allowed_lateness:
             return (
-                f"work goes on for {self.late * 1e6:.3g} us after the last call of"
-                f" {self.events * 1e6:.4g} us: a stream of its own is not waited for"
+                f"work continues for {self.late * 1e6:.3g} us after the last call of"
+                f" {self.events * 1e6:.4g} us: the side does not wait for its own stream"
             )
         if not enabled("clocks-agree"):
             return ""
         if self.host is not None and not -margin < self.host - self.events < margin + HOST:
             return (
-                f"events say {self.events * 1e6:.4g} us,"
-                f" the host between full waits {self.host * 1e6:.4g} us"
+                f"the events measure {self.events * 1e6:.4g} us,"
+                f" but the host between full waits {self.host * 1e6:.4g} us"
             )
         if self.counter is not None and abs(self.counter - self.events) > margin + COUNTER:
             return (
-                f"events say {self.events * 1e6:.4g} us,"
-                f" the GPU's own counter {self.counter * 1e6:.4g} us"
+                f"the events measure {self.events * 1e6:.4g} us,"
+                f" but the GPU's own counter {self.counter * 1e6:.4g} us"
             )
         return ""
 
@@ -204,7 +204,7 @@ class KernelProfile:
             return "nothing is launched on the GPU"
         if enabled("kernels-agree") and self.busy > seconds * (1 + BUSY_SHARE) + BUSY_SECONDS:
             return (
-                f"kernels are at work for {self.busy * 1e6:.4g} us a call, the windows say"
+                f"kernels run for {self.busy * 1e6:.4g} us a call, but the windows measure"
                 f" {seconds * 1e6:.4g} us"
             )
         return ""
