@@ -135,13 +135,10 @@ def test_the_warmup_lasts_while_memory_grows_or_times_fall():
         lambda: next(growing, False),
         least=3,
         seconds=1e9,
-        clock=lambda: 0.0,
     )
     assert rounds == 10
     falling = iter([2.0**-k for k in range(8)])
-    rounds = settle(
-        [lambda: next(falling, 2.0**-8)], lambda: False, least=3, seconds=1e9, clock=lambda: 0.0
-    )
+    rounds = settle([lambda: next(falling, 2.0**-8)], lambda: False, least=3, seconds=1e9)
     assert rounds > 8
 
 

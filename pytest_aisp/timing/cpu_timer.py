@@ -13,9 +13,8 @@ from ..isolation.interference import InterferenceMonitor
 from ..isolation.monkeypatches import now_ns
 from ..util.device_state import synchronizer
 from ..util.process_group import current_group
-from . import schedule
 from .cross_check import KernelProfile
-from .schedule import Budget, calls_for, calls_to_plant, extra_calls
+from .schedule import MOST_STEPS, Budget, calls_for, calls_to_plant, extra_calls, settle
 
 WINDOW = 10e-3
 """Least seconds of a window."""
@@ -57,19 +56,13 @@ class CpuPairTimer:
         self.pool, self.sides = pool, sides
         self._monitor = InterferenceMonitor(pool.pair.owns)
         calls = [self._timed_call(side) for side in sides]
-        self._warmup = schedule.settle(
-            calls,
-            lambda: current_group().max(self._monitor.grew()) > 0,
-            least=budget.warmup,
-            seconds=1.0,
-            clock=lambda: current_group().max(time.perf_counter()),
-        )
+        self._warmup = settle(calls, self._monitor.grew, least=budget.warmup, seconds=1.0)
         seconds = [min(call() for _ in range(3)) for call in calls]
         window = max(budget.window or WINDOW, *seconds)
         slots = len(pool.slots)
         counts = [calls_to_plant(calls_for(t, window, slots), slots, planted) for t in seconds]
         if pool.pair.state is not None:
-            counts = [min(count, schedule.MOST_STEPS) for count in counts]
+            counts = [min(count, MOST_STEPS) for count in counts]
         self.windows = (
             HostWindow(sides[0], counts[0], device="cpu"),
             HostWindow(sides[1], counts[1], extra_calls(counts[1], planted), device="cpu"),

@@ -152,15 +152,10 @@ class CudaPairTimer:
         def grew() -> bool:
             nonlocal allocations
             before, allocations = allocations, _allocations()
-            return current_group().max(any([allocations != before, self._monitor.grew()])) > 0
+            return self._monitor.grew() or allocations != before
 
-        rounds = schedule.settle(
-            [timed_call(side) for side in self.sides],
-            grew,
-            least=self.budget.warmup,
-            seconds=seconds,
-            clock=lambda: current_group().max(time.perf_counter()),
-        )
+        calls = [timed_call(side) for side in self.sides]
+        rounds = schedule.settle(calls, grew, least=self.budget.warmup, seconds=seconds)
         for side in self.sides:
             side.restore()
         return rounds

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from ..results.stats import block_value, process_error, process_value
+from ..util.process_group import current_group
 
 if TYPE_CHECKING:
     from ..results.messages import Json
@@ -243,7 +244,6 @@ def settle(
     *,
     least: int,
     seconds: float,
-    clock: Callable[[], float],
 ) -> int:
     """Warm up all sides in turn until they are steady; return how many rounds it took.
 
@@ -254,15 +254,19 @@ def settle(
         calls: one timed call of each side.
         grew: whether allocations or modules were added since the last round.
     """
-    start, history = clock(), [list[float]() for _ in calls]
+    start, history = _agreed_time(), [list[float]() for _ in calls]
     rounds = 0
     while True:
         for side, call in zip(history, calls, strict=True):
             side.append(call())
         rounds += 1
-        steady = not grew() and all(_steady(side) for side in history)
-        if rounds >= least and (steady or clock() - start > seconds):
+        steady = not current_group().max(grew()) and all(_steady(side) for side in history)
+        if rounds >= least and (steady or _agreed_time() - start > seconds):
             return rounds
+
+
+def _agreed_time() -> float:
+    return current_group().max(time.perf_counter())
 
 
 def _steady(times: Sequence[float]) -> bool:
@@ -286,7 +290,7 @@ def warm(function: Callable[[], object]) -> int:
         wait()
         return time.perf_counter() - start
 
-    return settle([call], lambda: False, least=3, seconds=2.0, clock=time.perf_counter)
+    return settle([call], lambda: False, least=3, seconds=2.0)
 
 
 PLANTABLE = 0.85, 1.35
