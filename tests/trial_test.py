@@ -28,9 +28,9 @@ def built(monkeypatch):
     firsts = []
     build = Trial._build
 
-    def watched(self, subjects, budget, first):
+    def watched(self, sides, budget, first):
         firsts.append(first)
-        return build(self, subjects, budget, first)
+        return build(self, sides, budget, first)
 
     monkeypatch.setattr(cpu_timer, "STOLEN", math.inf)  # a busy machine must not drop blocks
     monkeypatch.setattr(Trial, "_build", watched)
@@ -38,13 +38,18 @@ def built(monkeypatch):
     return firsts
 
 
-COMMON = {"page": str(TESTS / "exploits" / "common.py"), "root": str(TESTS), "module": "honest"}
-COMMON |= {"function": "honest_side", "variant": "honest_side", "seed": 1, "rule": {}}
-COMMON |= {
+COMMON = {
+    "page": str(TESTS / "exploits" / "common.py"),
+    "root": str(TESTS),
+    "module": "honest",
+    "function": "honest_side",
+    "variant": "honest_side",
+    "seed": 1,
+    "rule": {},
     "device": "cpu",
     "size": {"n": 257},
-    "without": ("own-clock",),
-}  # the fixture replaces watched functions
+    "without": ("own-clock",),  # the fixture replaces watched functions
+}
 
 
 def timed(replicate=0, **budget):
