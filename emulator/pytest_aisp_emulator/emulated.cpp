@@ -1,9 +1,10 @@
-// The GPU of emulator.py: threads are fibers, one runs at a time, and every access is looked at.
+// The GPU of emulator.py: threads are fibers, one runs at a time, and every access is checked.
 //
 // Blocks run one after the other in a random order. Within a block, between two barriers, warps
-// run one after the other in a random order, and so do the lanes of a warp between two of its
-// shuffles: whoever relies on an order finds the other one. g++'s -fsanitize=thread calls here
-// before each load and store of a kernel; nothing of that sanitizer's own library is linked.
+// run one after the other in a random order. So do the lanes of a warp between two of its shuffles.
+// A kernel that relies on an order thus fails in some of the orders. Code that g++ compiled with
+// -fsanitize=thread calls this file before each load and store; the sanitizer's library is not
+// linked.
 
 #include <dlfcn.h>
 #include <link.h>
@@ -53,7 +54,7 @@ struct Fiber {
   bool made;
   jmp_buf at;
   ucontext_t context;
-  const char* what;  // it waits in
+  const char* what;  // the function it waits in
   int line;
   unsigned mask;
   uint64_t value;
@@ -62,25 +63,25 @@ struct Fiber {
   std::vector<Copy> copies;
 };
 
-struct Stamp {  // who was last there, and when
+struct Stamp {  // the last thread that accessed a cell, and the epoch
   uint32_t epoch;
   uint16_t turn;
   uint16_t thread : 15, atomic : 1;
 };
 
 struct Cell {
-  Stamp write, read, other;  // `other` read in the same epoch as `read`, in another thread
+  Stamp write, read, other;  // `other`: a read of another thread in the epoch of `read`
 };
 
 struct Region {
   char* base;
-  size_t bytes, item, grain;  // of an element, of a cell
+  size_t bytes, item, grain;  // of the tensor, an element, a cell
   const char* name;
   bool of_block;
   Cell* cells;
 };
 
-struct Overwritten {  // by another value, in the same epoch: seen only once it is written
+struct Overwritten {  // a cell that got another value in the same epoch
   char* at = nullptr;
   size_t bytes;
   char old[64];
@@ -105,7 +106,7 @@ void** arguments;
 std::vector<Region> regions;
 bool races, anywhere, fenced;
 uint32_t epoch, block_start;
-uint16_t turns[THREADS / 32];  // of each warp: its __syncwarp's since the last barrier
+uint16_t turns[THREADS / 32];  // __syncwarp calls of each warp since the last barrier
 Overwritten overwritten;
 Votes votes;
 char message[1024];
@@ -137,7 +138,7 @@ const char* words(const Fiber& fiber) {
 bool ordered(const Stamp& then, const Region& region) {
   const unsigned me = thread_of(current);
   if (!then.epoch || (then.thread == me && then.epoch >= block_start)) return true;
-  // Blocks are ordered by a fence and an atomic, we trust.
+  // A fence and an atomic are assumed to order blocks.
   if (then.epoch < block_start) return fenced || region.of_block;
   if (then.epoch < epoch) return true;
   return then.thread / 32 == me / 32 && then.turn < turns[me / 32];
@@ -163,7 +164,7 @@ void settle_overwritten() {
 
 enum Kind { load, store, update, unordered };  // an update is atomic, unordered is volatile
 
-// Look at a cell's accesses, enter this one, and return whether another thread has just written.
+// Check an access against the cell's last ones and record it; return whether another thread wrote.
 bool touch_cell(const Region& region, Cell& cell, const char* at, Kind kind, void* where) {
   const unsigned me = thread_of(current);
   const Stamp now{epoch, turns[me / 32], uint16_t(me), kind == update}, last = cell.write;
@@ -270,7 +271,7 @@ __attribute__((noinline)) void resume(Fiber& fiber) {
   setcontext(&fiber.context);
 }
 
-// Whether each lane that `first` waits for has come, to the same thing; then they all go on.
+// Return whether all lanes that `first` waits for have arrived at the same call, and release them.
 bool met(Fiber* warp, unsigned lanes, Fiber& first) {
   Lanes result{};
   for (unsigned lane = 0; lane < lanes; ++lane) {
@@ -311,7 +312,7 @@ bool same(const Fiber& a, const Fiber& b) {
   return a.state == b.state && a.what == b.what && a.line == b.line && a.mask == b.mask;
 }
 
-// Let everybody who waits at the barrier go on; return whether anybody is left.
+// Release all threads that wait at the barrier; return whether any thread is left.
 bool pass_barrier() {
   const Fiber* first = nullptr;
   votes = {0, 1, 0};
@@ -466,7 +467,7 @@ void wait_copies(unsigned but) {
 
 }  // namespace emulated
 
-// What emulator.py calls.
+// Functions that emulator.py calls.
 
 using namespace emulated;
 
@@ -503,7 +504,7 @@ extern "C" const char* emulate(void (*call)(void**), void** args, const unsigned
   }
   message[0] = 0;
   if (_setjmp(launcher)) {
-    for (Fiber& fiber : fibers) fiber.made = false;  // they stopped halfway
+    for (Fiber& fiber : fibers) fiber.made = false;  // they stopped midway
     overwritten.at = nullptr;
   } else {
     run_grid(shared, size_t(gridDim.x) * gridDim.y * gridDim.z);

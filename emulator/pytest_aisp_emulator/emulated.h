@@ -1,4 +1,4 @@
-// What a SIMT kernel sees of CUDA C++, for g++: compiler.py compiles a page's .cu behind this.
+// CUDA C++ for g++: compiler.py compiles a page's .cu after this file.
 // Threads, barriers and the record of every access are in emulated.cpp.
 #pragma once
 
@@ -81,9 +81,9 @@ EMULATED_THREES(unsigned long long, ulonglong)
 EMULATED_THREES(float, float)
 EMULATED_THREES(double, double)
 
-// What emulated.cpp does for a thread.
+// Functions of emulated.cpp that a thread calls.
 
-#define EMULATED_UNSEEN __attribute__((no_sanitize("thread")))  // accesses that are no kernel's
+#define EMULATED_UNSEEN __attribute__((no_sanitize("thread")))  // not a kernel's access
 
 namespace emulated {
 constexpr int MOST_SHARED = 227 * 1024;
@@ -278,7 +278,7 @@ inline void __threadfence() { emulated::fence(); }
 inline void __threadfence_system() { emulated::fence(); }
 inline void __threadfence_block() {}
 
-// Loads and stores with a cache hint; asynchronous copies, which land when they are waited for.
+// Loads and stores with a cache hint. Asynchronous copies are done when they are waited for.
 
 #define EMULATED_LOAD(name) \
   template <typename T>     \
@@ -387,7 +387,7 @@ inline float rcbrtf(float x) { return 1 / cbrtf(x); }
 inline float sinpif(float x) { return float(sin(M_PI * x)); }
 inline float cospif(float x) { return float(cos(M_PI * x)); }
 inline float normcdff(float x) { return erfcf(-x * float(M_SQRT1_2)) / 2; }
-// glibc declares some of these names for itself.
+// glibc declares some of these names.
 #define __expf expf
 #define __exp10f exp10f
 #define __logf logf
@@ -407,7 +407,7 @@ inline unsigned __nanosleep(unsigned) { return 0; }
 [[noreturn]] inline void __trap() { emulated::fail("__trap()"); }
 #define __builtin_assume(x)
 
-// Half and bfloat16: stored narrow, computed in float, rounded after each operation as there.
+// Half and bfloat16: stored narrow, computed in float, rounded after each operation as on a GPU.
 
 struct __nv_bfloat16 {
   uint16_t held;

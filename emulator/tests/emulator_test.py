@@ -1,4 +1,4 @@
-"""The emulator computes what a GPU computes, and reports what no kernel may do."""
+"""The emulator computes the results of a GPU and reports illegal accesses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NEIGHBOUR = """
 """
 
 
-def test_a_barrier_lets_a_thread_see_its_neighbours_write(kernel):
+def test_a_barrier_makes_writes_visible(kernel):
     reverse = kernel("const float* x, float* out", NEIGHBOUR.format(barrier="__syncthreads();"))
     x, out = torch.randn(64), torch.full((64,), NAN)
     with emulated():
@@ -46,7 +46,7 @@ def test_a_barrier_lets_a_thread_see_its_neighbours_write(kernel):
     assert torch.equal(out, x.flip(0))
 
 
-def test_without_the_barrier_it_is_a_race(kernel):
+def test_a_missing_barrier_is_a_race(kernel):
     reverse = kernel("const float* x, float* out", NEIGHBOUR.format(barrier=""))
     words = (
         r"k: block \(0, 0, 0\), thread .* a race: it (reads|writes) element \d+ of the shared mem"
@@ -56,7 +56,7 @@ def test_without_the_barrier_it_is_a_race(kernel):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_without_the_barrier_the_result_is_wrong_in_any_order(kernel, seed):
+def test_a_missing_barrier_gives_a_wrong_result_in_any_order(kernel, seed):
     reverse = kernel("const float* x, float* out", NEIGHBOUR.format(barrier=""))
     x, out = torch.randn(64), torch.empty(64)
     with emulated(seed, races=False):
@@ -65,7 +65,7 @@ def test_without_the_barrier_the_result_is_wrong_in_any_order(kernel, seed):
     assert out.isnan().any()
 
 
-def test_a_barrier_that_only_some_reach_is_a_deadlock(kernel):
+def test_a_barrier_that_some_threads_skip_is_a_deadlock(kernel):
     body = "if (threadIdx.x < 32) __syncthreads();\nelse __syncthreads();\nx[0] = 1;"
     words = (
         r"k: block .* a deadlock: .* waits in __syncthreads of line 3 .* __syncthreads of line 4 "
@@ -74,7 +74,7 @@ def test_a_barrier_that_only_some_reach_is_a_deadlock(kernel):
         kernel("int* x", body)[1, 64](torch.zeros(1, dtype=torch.int32))
 
 
-def test_who_has_ended_is_not_waited_for(kernel):
+def test_a_barrier_does_not_wait_for_ended_threads(kernel):
     body = (
         "if (threadIdx.x >= 40) return; __syncthreads(); x[threadIdx.x] = __syncthreads_count(1);"
     )
@@ -84,7 +84,7 @@ def test_who_has_ended_is_not_waited_for(kernel):
     assert x.tolist() == [40] * 40 + [0] * 24
 
 
-def test_a_shuffle_whose_lanes_disagree_is_a_deadlock(kernel):
+def test_a_shuffle_with_disagreeing_lanes_is_a_deadlock(kernel):
     body = """
       x[threadIdx.x] = __shfl_xor_sync(threadIdx.x < 16 ? 0xffffffff : 0xffff0000, 1, 1);
       __syncwarp();
@@ -94,7 +94,7 @@ def test_a_shuffle_whose_lanes_disagree_is_a_deadlock(kernel):
         kernel("int* x", body)[1, 32](torch.zeros(32, dtype=torch.int32))
 
 
-def test_a_lane_that_its_mask_lacks_is_named(kernel):
+def test_a_lane_outside_its_mask_is_a_fault(kernel):
     body = "__syncwarp(0x0000ffff); x[0] = 1;"
     words = r"thread \((1[6-9]|[23]\d), 0, 0\) calls __syncwarp of line 3, but mask 0000ffff lacks"
     with emulated(), pytest.raises(Fault, match=words):
@@ -121,7 +121,7 @@ SHUFFLES = {
 
 
 @pytest.mark.parametrize("call", SHUFFLES)
-def test_lanes_exchange_what_they_would_on_a_gpu(kernel, call):
+def test_warp_functions_exchange_values_as_on_a_gpu(kernel, call):
     out = torch.empty(64, dtype=torch.int32)
     with emulated():
         kernel("int* out", f"const int x = threadIdx.x; out[x] = {call};")[1, 64](out)
@@ -140,7 +140,7 @@ ATOMICS = {
 
 
 @pytest.mark.parametrize("call", ATOMICS)
-def test_atomics_of_every_block_count_and_are_no_race(kernel, call):
+def test_atomics_of_all_blocks_count_and_do_not_race(kernel, call):
     x = torch.tensor([7], dtype=torch.int32)
     with emulated():
         kernel("int* x", f"{call};")[3, 32](x)
@@ -148,7 +148,7 @@ def test_atomics_of_every_block_count_and_are_no_race(kernel, call):
 
 
 @pytest.mark.parametrize("dtype", ["float", "double"])
-def test_floats_are_added_atomically(kernel, dtype):
+def test_atomic_add_of_floats(kernel, dtype):
     x = torch.zeros(2, dtype=getattr(torch, dtype))
     with emulated():
         kernel(f"{dtype}* x", "atomicAdd(x + threadIdx.x % 2, 0.5f);")[4, 32](x)
@@ -169,19 +169,19 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("body", FAULTS)
-def test_what_no_kernel_may_do_is_a_fault(kernel, body):
+def test_illegal_accesses_are_faults(kernel, body):
     with emulated(), pytest.raises(Fault, match=FAULTS[body]):
         kernel("float* x", body)[2, 32](torch.zeros(64))
 
 
-def test_threads_may_write_the_same_value_at_once(kernel):
+def test_writes_of_the_same_value_do_not_race(kernel):
     x = torch.zeros(1)
     with emulated():
         kernel("float* x", "if (threadIdx.x > 3) x[0] = 5;")[1, 32](x)
     assert x.item() == 5
 
 
-def test_a_warp_is_ordered_by_its_own_barrier(kernel):
+def test_syncwarp_orders_a_warp(kernel):
     body = "out[threadIdx.x] = threadIdx.x; {}\nx[threadIdx.x] = out[threadIdx.x ^ 1];"
     x, out = torch.zeros(64), torch.zeros(64)
     with emulated():
@@ -191,7 +191,7 @@ def test_a_warp_is_ordered_by_its_own_barrier(kernel):
         kernel("float* x, float* out", body.format(""))[1, 64](x, out)
 
 
-def test_the_last_block_may_read_what_others_wrote_before_a_fence(kernel):
+def test_the_last_block_reads_writes_before_a_fence(kernel):
     body = """
       sums[blockIdx.x] = blockIdx.x + 1;
       __threadfence();
@@ -205,7 +205,7 @@ def test_the_last_block_may_read_what_others_wrote_before_a_fence(kernel):
     assert out.item() == 45
 
 
-def test_every_block_has_shared_memory_of_its_own(kernel):
+def test_each_block_has_its_own_shared_memory(kernel):
     body = """
       __shared__ float parts[4];
       float sum = x[blockIdx.x * blockDim.x + threadIdx.x];
@@ -226,7 +226,7 @@ USES = "{} const int i = threadIdx.x; if (i % 2) tile[i] = 1; out[i] = tile[i];"
 
 @pytest.mark.parametrize("template", [False, True])
 @pytest.mark.parametrize("shared", SHARED)
-def test_shared_memory_begins_as_garbage_in_every_block(kernel, shared, template):
+def test_shared_memory_starts_as_garbage_in_each_block(kernel, shared, template):
     above, body = "", USES.format(shared)
     if template:  # which g++ puts elsewhere
         above, body = f"template <int n>\n__device__ void f(float* out) {{ {body} }}", "f<3>(out);"
@@ -238,7 +238,7 @@ def test_shared_memory_begins_as_garbage_in_every_block(kernel, shared, template
     assert out[1::2].eq(1).all()
 
 
-def test_a_copy_lands_when_it_is_waited_for(kernel):
+def test_an_asynchronous_copy_lands_at_its_wait(kernel):
     body = """
       __shared__ float4 tile[2];
       for (int stage = 0; stage < 2; ++stage) {
@@ -261,7 +261,7 @@ def test_a_copy_lands_when_it_is_waited_for(kernel):
     assert out[1::2].tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
 
 
-def test_narrow_types_round_as_torch_does(kernel):
+def test_narrow_types_round_like_torch(kernel):
     x, out = torch.randn(64), torch.zeros(64, dtype=torch.bfloat16)
     half = torch.zeros(64, dtype=torch.half)
     body = """
@@ -278,7 +278,7 @@ def test_narrow_types_round_as_torch_does(kernel):
     assert torch.equal(half, x.half() * 3)
 
 
-def test_threads_blocks_and_dimensions_are_where_they_should_be(kernel):
+def test_thread_and_block_indices_are_correct(kernel):
     body = """
       const int x = blockIdx.x * blockDim.x + threadIdx.x;
       const int y = blockIdx.y * blockDim.y + threadIdx.y;
@@ -292,7 +292,7 @@ def test_threads_blocks_and_dimensions_are_where_they_should_be(kernel):
     assert torch.equal(out, (x + 100 * y[:, None] + 10000 * z[:, None, None]).int())
 
 
-def test_orders_differ_between_launches_and_are_those_of_the_seed(kernel):
+def test_the_seed_determines_the_thread_orders(kernel):
     def orders(seed):
         found = torch.zeros(2, 128, dtype=torch.int32)
         count = torch.zeros(2, dtype=torch.int32)
@@ -329,14 +329,14 @@ BEYOND = {
 
 
 @pytest.mark.parametrize("what", BEYOND)
-def test_what_only_a_gpu_runs_is_refused_by_name(kernel, what):
+def test_unsupported_features_are_named(kernel, what):
     k = kernel("float* x", BEYOND[what])
     assert what in unsupported(k.module)
     with emulated(), pytest.raises(CannotEmulate, match=rf"^page\.cu: .*{re.escape(what)}"):
         k[1, 1](torch.zeros(1))
 
 
-def test_what_does_not_compile_says_so(kernel):
+def test_a_compile_error_is_shown(kernel):
     with (
         emulated(),
         pytest.raises(CannotEmulate, match=r"page\.cu:3:.*'undeclared' was not declared"),
@@ -344,14 +344,14 @@ def test_what_does_not_compile_says_so(kernel):
         kernel("float* x", "x[0] = undeclared;")[1, 1](torch.zeros(1))
 
 
-def test_a_templates_shared_memory_is_looked_at_too(kernel):
+def test_shared_memory_of_a_template_is_checked(kernel):
     body = "__shared__ float tile[n]; tile[threadIdx.x] = 1; out[threadIdx.x] = tile[0];"
     above = f"template <int n>\n__device__ void f(float* out) {{ {body} }}"
     with emulated(), pytest.raises(Fault, match=r"a race: it .* of the shared memory"):
         kernel("float* out", "f<64>(out);", above=above)[1, 64](torch.zeros(64))
 
 
-def test_global_variables_stay_from_launch_to_launch(kernel):
+def test_global_variables_persist_between_launches(kernel):
     above = """
       __device__ int count;
       __device__ int step = 2, more[2] = {0, 0};
@@ -369,7 +369,7 @@ def test_global_variables_stay_from_launch_to_launch(kernel):
     assert x.item() == 46
 
 
-def test_macros_and_names_of_libc_are_a_kernels_to_use(kernel, tmp_path):
+def test_kernels_can_use_macros_and_libc_names(kernel, tmp_path):
     (tmp_path / "page.cu").write_text(
         "__device__ int index(int i) { return i + SHIFT; }\n"
         'extern "C" __global__ void read(int* x) { x[threadIdx.x] = index(threadIdx.x); }\n'
@@ -380,7 +380,7 @@ def test_macros_and_names_of_libc_are_a_kernels_to_use(kernel, tmp_path):
     assert x.tolist() == [3, 4, 5, 6]
 
 
-def test_a_fault_leaves_the_emulator_as_it_was(kernel):
+def test_the_emulator_works_after_a_fault(kernel):
     k = kernel("float* x, int n", "__syncthreads(); x[threadIdx.x + n] = 1; __syncthreads();")
     x = torch.zeros(64)
     with emulated():
@@ -390,13 +390,13 @@ def test_a_fault_leaves_the_emulator_as_it_was(kernel):
     assert x.eq(1).all()
 
 
-def test_a_page_may_ask_for_the_gpu_that_its_launches_run_on():
+def test_a_page_can_ask_for_the_emulated_gpu():
     with emulated():
         gpu = torch.cuda.get_device_properties("cpu")
         assert (gpu.multi_processor_count, gpu.max_threads_per_multi_processor) == (2, 1024)
 
 
-def test_without_the_emulator_a_launch_still_wants_a_gpu(kernel):
+def test_a_launch_without_the_emulator_needs_a_gpu(kernel):
     k = kernel("float* x", "")
     with emulated():
         k[1, 1](torch.zeros(1))
