@@ -23,7 +23,7 @@ from typing import Any
 from code_gate_others import CALLS
 
 from pytest_aisp.results import stats, verdict
-from pytest_aisp.results.messages import CaseTask, FactsTask, Reply, TimeTask
+from pytest_aisp.results.messages import CaseTask, FactsTask, Reply, TimeTask, plain
 from pytest_aisp.timing.schedule import Budget
 from pytest_aisp.util.device import Machine
 from pytest_aisp.worker.client import Worker, WorkerProcess
@@ -272,7 +272,7 @@ class Recorder:
         """Return the result, or None after writing and counting an error."""
         reply: Reply = self.worker.ask(task, SILENCE, lambda doing: None)
         if reply.error is None:
-            return dict(reply.result)
+            return dict(plain(reply.result))
         self.failed += 1
         self.errors[task.variant] += 1
         message = reply.message.splitlines()[:3]

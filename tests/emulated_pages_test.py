@@ -89,7 +89,7 @@ def test_page_is_correct(case, seed):
         with pytest.raises(Exception, match=re.escape(errors[0])):
             check(*case, seed)
     else:
-        assert check(*case, seed)["sizes"]
+        assert check(*case, seed).sizes
 
 
 def test_every_gpu_only_entry_names_a_page():

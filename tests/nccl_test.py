@@ -13,7 +13,7 @@ from peaks_test import H200
 from pytest_aisp.cli import app
 from pytest_aisp.distributed import nccl, plot
 from pytest_aisp.distributed.nccl import Sweep
-from pytest_aisp.results.messages import CollectivesTask, Reply
+from pytest_aisp.results.messages import CollectivesTask, Reply, TimeResult
 from pytest_aisp.results.verdict import Reading
 from pytest_aisp.session.measurement import StoredResult, Timing, with_limit
 from pytest_aisp.session.run_context import Failed, RunContext
@@ -282,7 +282,13 @@ def page_on_links(tmp_path):
         run = RunContext(settings, TWO)
         client = SimpleNamespace(machine=TWO, case=case, run=run)
         timing = Timing(
-            reply={"work": {"wire": 3.9e8, "read": 1e6}},
+            result=TimeResult(
+                clock="graph",
+                baseline=[],
+                optimized=[],
+                value=0.7,
+                work={"wire": 3.9e8, "read": 1e6},
+            ),
             reading=Reading(0.7),
             clock="graph",
             spread=0.0,

@@ -53,7 +53,7 @@ def test_voting_processes_start_together_on_a_gpu_clock(clock, ranks, starts):
 
     class Client(CaseClient):
         def __init__(self):
-            self.timings, self.against, self.notes = [{"clock": clock}], [], []
+            self.timings, self.against, self.notes = [SimpleNamespace(clock=clock)], [], []
             settings = SimpleNamespace(confirm_budget=60)
             said = SimpleNamespace(replay=None, vote_seconds=0.0, settings=settings, progress=len)
             self.run = said

@@ -133,9 +133,9 @@ def test_no_output_is_read_before_the_device_is_idle(built, monkeypatch, tmp_pat
     engine = Engine()
     common = COMMON | where | {"function": "test_late", "variant": "also_late"}
     found = engine.check(CheckTask(**common))
-    assert {size["exact"] for size in found["sizes"].values()} == {"bit for bit"}
+    assert {size.exact for size in found.sizes.values()} == {"bit for bit"}
     result = engine.time(TimeTask(budget=SHORT, **common))
-    assert result["outputs_checked"] > 0
+    assert result.outputs_checked > 0
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_the_clock_that_is_read_can_be_replaced_from_inside_and_is_not_believed_
     short = {"blocks": 4, "least": 2, "seconds": 0.01, "window": 2e-4, "warmup": 3}
     told = engine.time(TimeTask(budget=short, **common))
     prepare = PrepareTask(clock="cpu", counted=1, slots=2, **common)
-    unit = engine.prepare(prepare)["unit"]
+    unit = engine.prepare(prepare).unit
 
     def work(units):
         start = time.perf_counter()
@@ -161,7 +161,7 @@ def test_the_clock_that_is_read_can_be_replaced_from_inside_and_is_not_believed_
         return time.perf_counter() - start
 
     seconds = sandbox.seconds_per_call(work, unit, at_least=0.01, times=3)
-    assert extra_runs.contradicts(seconds, min(told["optimized"]), "cpu")
+    assert extra_runs.contradicts(seconds, min(told.optimized), "cpu")
     assert not extra_runs.contradicts(seconds, seconds, "cpu")
 
 

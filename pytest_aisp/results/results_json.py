@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct, field
 
-from .messages import Json
-from .row import SampleFile, Times, ratio
+from .messages import Amounts, Json
+from .row import SampleFile, ratio
 from .verdict import ORDER
 
 SCHEMA = 1
@@ -246,7 +246,7 @@ class Case(Struct, kw_only=True):
     speedup: Speedup | None
     seconds: Seconds | None
     work: Annotated[
-        dict[str, int | float | Times],
+        dict[str, int | float | Amounts],
         about(
             "What the algorithm must move and compute in a call: `read`, `write`, `wire` in bytes,"
             " `flops` by format, `terms`; empty if nothing was timed."

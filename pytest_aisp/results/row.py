@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct, field
 
-from .messages import Json
+from .messages import Amounts, Json, ProfileResult
 
 LETTERS = {
     "pass": (".", "PASSED"),
@@ -27,25 +27,11 @@ LETTERS = {
 """Letter and word of each verdict in pytest's own summary."""
 
 
-Times: TypeAlias = dict[str, int | float]
-"""Amounts by side or by metric. A whole number stays one."""
-
-
-class Profile(Struct, omit_defaults=True):
-    """What a profiler wrote, or nothing.
-
-    Attributes:
-        files: names below `folder`, by side and of ``both``.
-        differences, words: how the sides differ, as data and as text.
-        memory: bytes by side, before and after a call, and by kind.
-    """
+class Profile(ProfileResult, omit_defaults=True):
+    """What the profiler `tool` wrote below `folder`, or nothing."""
 
     tool: str = ""
     folder: str = ""
-    files: dict[str, list[str]] = {}
-    differences: dict[str, object] = {}
-    words: str = ""
-    memory: dict[str, dict[str, Times]] = {}
 
     def __bool__(self) -> bool:
         return bool(self.tool)
@@ -66,7 +52,7 @@ class Recording(Struct, omit_defaults=True, kw_only=True):
     values: list[list[float]] = []
     sources: dict[str, str] = {}
     choices: Mapping[str, object] = {}
-    goals: dict[str, Times] = {}
+    goals: dict[str, Amounts] = {}
     replace: bool = False
 
     def __bool__(self) -> bool:
@@ -127,7 +113,7 @@ class CaseRecord(Struct):
     claim: int | float | str | None = None
     stored: float | None = None
     origins: dict[str, str] = {}
-    work: dict[str, int | float | Times] = {}
+    work: dict[str, int | float | Amounts] = {}
     sources: dict[str, str] = {}
     spread: float | None = None
     session: float | None = None
@@ -139,9 +125,9 @@ class CaseRecord(Struct):
     notes: list[str] = []
     remarks: list[str] = []
     launch_bound: dict[str, float] = {}
-    goals: dict[str, Times] = {}
-    limits: Times = {}
-    held: Times = {}
+    goals: dict[str, Amounts] = {}
+    limits: Amounts = {}
+    held: Amounts = {}
     profile: Profile = field(default_factory=Profile)
     recorded: Recording = field(default_factory=Recording)
     environment: dict[str, object] = {}

@@ -15,7 +15,16 @@ from statistics import median
 from ..kernels import autotune
 from ..page.pair import ROLES, Case
 from ..results import metric_limits, verdict
-from ..results.messages import CheckTask, CompileTask, CountTask, Json
+from ..results.messages import (
+    Amounts,
+    CheckResult,
+    CheckTask,
+    CompileResult,
+    CompileTask,
+    CountTask,
+    Json,
+    TimeResult,
+)
 from ..results.row import Profile, Recording
 from ..results.verdict import Finding
 from .canary import offer_to_canary
@@ -61,7 +70,8 @@ class CaseRun:
         target = case.variant, self.client.machine.arch, case.gpus
         self.claim = case.pair.claim(*target) if timed else None
         self.claim_origin = case.pair.origin(*target) if self.claim is not None else ""
-        self.checks: list[dict[str, Json]] = []
+        self.checks: list[CheckResult | CompileResult | Amounts] = []
+        self._checked_sources: dict[str, str] = {}
         self.timing: Timing | None = None
         self.judgement: Judgement | None = None
         self.metrics: dict[str, MetricJudgement] = {}
@@ -78,9 +88,11 @@ class CaseRun:
         with self._stage():
             self.client.rule = rule
             if self.placement.kind == "compile":
-                reply = self.client.ask(self.client.task(CompileTask, archs=self.placement.archs))
-                self.checks.append(reply)
-                self.notes += reply["words"]
+                assemble = self.client.task(CompileTask, archs=self.placement.archs)
+                compiled = self.client.ask(assemble, CompileResult)
+                self.checks.append(compiled)
+                self._checked_sources = compiled.sources
+                self.notes += compiled.words
                 self.findings.append(Finding("compiled"))
                 raise EndOfBody
             times = self.placement.kind == "time"
@@ -88,12 +100,13 @@ class CaseRun:
                 self.client.start_recording_processes()
             at = "case" if times else "check"
             task = self.client.task(CheckTask, at=at, search=self.run.settings.check)
-            reply = self.client.ask(task)
-            self.checks.append(reply)
-            self.notes.append("checked at " + "; ".join(reply["sizes"]))
-            for size, checked in reply["sizes"].items():
-                if checked["controls"]:
-                    self.notes.append(f"controls at {size}: {'; '.join(checked['controls'])}")
+            result = self.client.ask(task, CheckResult)
+            self.checks.append(result)
+            self._checked_sources = result.sources
+            self.notes.append("checked at " + "; ".join(result.sizes))
+            for size, checked in result.sizes.items():
+                if checked.controls:
+                    self.notes.append(f"controls at {size}: {'; '.join(checked.controls)}")
             if self.run.settings.untrusted and not times:
                 run_sandboxed(self.client, None)
 
@@ -154,7 +167,7 @@ class CaseRun:
                     "Call pair.assert_speedup() first"
                 )
             task = self.client.task(CountTask, metric=metric, timer=self.run.timer)
-            amounts = self.client.ask(task)
+            amounts = self.client.ask(task, Amounts)
             self.checks.append(amounts)
             if metric == "goodput" and self.timing is not None:
                 amounts = metric_limits.shares(amounts, self.timing.pair_seconds)
@@ -234,17 +247,18 @@ class CaseRun:
         """Return the digests of both sides."""
         if self.timing is not None:
             return self.timing.sources
-        return dict(self.checks[0]["sources"]) if self.checks else {}
+        return dict(self._checked_sources)
 
-    def _note_kernel_resources(self, timing_reply: dict[str, Json]) -> None:
+    def _note_kernel_resources(self, timing_result: TimeResult) -> None:
         """Note what each kernel uses on this arch."""
         if self.run.replay is not None or self.run.settings.in_process:
             return  # there is no process to ask
         task = self.client.task(CompileTask, archs=(self.client.machine.arch,))
         reply = self.run.worker(COMPILER).ask(task, self.client.timeout, self.run.progress)
         if reply.error is None:
-            timing_reply["assembled"] = reply.result["assembled"]
-            self.notes += reply.result["words"]
+            compiled = reply.read(CompileResult)
+            timing_result.assembled = compiled.assembled
+            self.notes += compiled.words
         else:
             why = (reply.message.splitlines() or [reply.error])[0]
             self.notes.append(f"the resources of its kernels are unknown: {why}")
@@ -255,13 +269,13 @@ class CaseRun:
         Votes count as recording processes: a first value that they refuted must not stand alone.
         """
         count = 1 if timing.clock == "process" else self.run.settings.processes
-        replies = list(self.client.timings)
-        for number in range(len(replies), count):
+        results = list(self.client.timings)
+        for number in range(len(results), count):
             self.run.progress(f"record {number + 1}/{count}")
-            replies.append(self.client.time(100 + number, self.client.worker(number)))
-        self.values = [float(reply["value"]) for reply in replies]
+            results.append(self.client.time(100 + number, self.client.worker(number)))
+        self.values = [result.value for result in results]
         judge_recorded_claim(self.claim, self.claim_origin, self.values, self.verdict)
-        seconds = [median(median(reply[role]) for reply in replies) for role in ROLES]
+        seconds = [median(median(getattr(r, role)) for r in results) for role in ROLES]
         self.timing = timing.with_seconds(seconds)
         self.recorded = Recording(
             values=[self.values],
@@ -270,7 +284,7 @@ class CaseRun:
             optimized_us=seconds[1] * 1e6,
             share=timing.share,
             limit=timing.limit or None,
-            choices=autotune.merge_choices(r["details"].get("choices", {}) for r in replies),
+            choices=autotune.merge_choices(r.details.get("choices", {}) for r in results),
         )
         self._store()
 

@@ -8,11 +8,15 @@ from typing import NoReturn, TypeVar
 from ..page.pair import Case
 from ..results.messages import (
     CaseTask,
+    ChangedResult,
     ChangedTask,
+    Facts,
     FactsTask,
     Json,
     PageSource,
     Reply,
+    Result,
+    TimeResult,
     TimeTask,
 )
 from ..results.row import size_text
@@ -52,8 +56,8 @@ class CaseClient:
         product = self.machine.with_count(case.gpus)
         self.path = run.settings.baselines / product / f"{location.chapter}.json"
         self.rule: Mapping[str, float | None] | None = None
-        self.timings: list[dict[str, Json]] = []
-        self.against: list[dict[str, Json]] = []
+        self.timings: list[TimeResult] = []
+        self.against: list[tuple[str, TimeResult]] = []
         self.missing_votes: list[str] = []
         self.notes: list[str] = []
         self.remarks: list[str] = []
@@ -82,14 +86,14 @@ class CaseClient:
         }
         return kind(**{**same, **fields})
 
-    def ask(self, task: CaseTask, worker: Worker | None = None) -> dict[str, Json]:
-        """Return the result of `task`; raise `Failed` with its verdict for an error."""
+    def ask(self, task: CaseTask, kind: type[Result], worker: Worker | None = None) -> Result:
+        """Return the result of `task`, a `kind`; raise `Failed` with its verdict for an error."""
         self.run.check_time()
         worker = worker or self.worker()
         reply = worker.ask(task, self.timeout, self.run.progress)
         if reply.error is not None:
             self._fail(reply, task.seed)
-        return dict(reply.result)
+        return reply.read(kind)
 
     def _fail(self, reply: Reply, seed: int) -> NoReturn:
         verdicts = {"wrong": "wrong", "disturbed": "invalid"}
@@ -106,12 +110,12 @@ class CaseClient:
         """Return the lines that say how to run this case again, on the values of `seed`."""
         return rerun_commands(self.run.settings, self.location.typed, seed)
 
-    def _time(self, worker: Worker | None, **fields: Json) -> dict[str, Json]:
+    def _time(self, worker: Worker | None, **fields: Json) -> TimeResult:
         task = self.task(TimeTask, timer=self.run.timer, budget=self._budget(), **fields)
-        return self.ask(task, worker)
+        return self.ask(task, TimeResult, worker)
 
-    def time(self, replicate: int, worker: Worker | None = None) -> dict[str, Json]:
-        """Return the reply of timing process number `replicate`, and add it to `timings`."""
+    def time(self, replicate: int, worker: Worker | None = None) -> TimeResult:
+        """Return the result of timing process number `replicate`, and add it to `timings`."""
         settings = self.run.settings
         versus = "self" if settings.aa else "baseline"
         audit = settings.audit and replicate == 0
@@ -134,16 +138,16 @@ class CaseClient:
         source = self._past()
         if source is None:
             return []
-        changed = self.ask(self.task(ChangedTask, past=source))
-        if changed["why"]:
-            self.remarks.append(f"not compared with its version at the commit: {changed['why']}")
-        return [role for role in ("baseline", "optimized") if changed[role]]
+        changed = self.ask(self.task(ChangedTask, past=source), ChangedResult)
+        if changed.why:
+            self.remarks.append(f"not compared with its version at the commit: {changed.why}")
+        return [role for role in ("baseline", "optimized") if getattr(changed, role)]
 
     def time_against(self, role: str, replicate: int, worker: Worker | None = None) -> Reading:
         """Return what one process measures of the side `role` against its version at the commit."""
         past = self._past()
         result = self._time(worker, versus="old", side=role, past=past, replicate=replicate)
-        self.against.append({"side": role, **result})
+        self.against.append((role, result))
         return reading(result)
 
     def time_itself(
@@ -156,7 +160,7 @@ class CaseClient:
         """
         number += CANARY
         result = self._time(worker, versus="self", planted=planted, replicate=number, keep=True)
-        details = result["details"]
+        details = result.details
         return reading(result), details["calls"][1] / details["counted"][1] - 1
 
     def worker(self, number: int = 0) -> Worker:
@@ -228,9 +232,9 @@ class CaseClient:
         reply = worker.ask(task, START_SECONDS + self.timeout, self.run.progress)
         if reply.error is not None:
             self._fail(reply, task.seed)
-        return dict(reply.result)
+        return reply.read(Facts)
 
 
-def reading(timed: Mapping[str, Json]) -> Reading:
-    """Return ln(speedup) and its error in a timing process's reply."""
-    return Reading(float(timed["value"]), float(timed.get("error", 0.0)))
+def reading(timed: TimeResult) -> Reading:
+    """Return ln(speedup) and its error in a timing process's result."""
+    return Reading(timed.value, timed.error)

@@ -13,6 +13,9 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+from msgspec.structs import asdict
+
 from ..isolation.monkeypatches import now
 from ..page.pair import ROLES
 from ..results.messages import (
@@ -21,7 +24,9 @@ from ..results.messages import (
     DrawTask,
     Json,
     PerformTask,
+    PrepareResult,
     PrepareTask,
+    ProfileResult,
     ProfileTask,
     ShowTask,
 )
@@ -117,7 +122,9 @@ class _Sandbox:
             )
             if self.timing is not None and self.clock in LIMIT:
                 judged = self.timing.pair_seconds[ROLES.index(role)]
-                self._compare_times(worker, role, judged, int(prepared["unit"]))
+                self._compare_times(
+                    worker, role, judged, msgspec.convert(prepared, PrepareResult).unit
+                )
             outputs = str(self.folder / f"{role}.pt")
             slots = tuple(sorted({0, random.SystemRandom().randrange(self.slots)}))
             self._ask(worker, ShowTask, side=role, values=values, outputs=outputs, slots=slots)
@@ -129,7 +136,8 @@ class _Sandbox:
         self, worker: Worker, kind: type[CaseTask], *, seed: int = 0, **fields: Json
     ) -> dict[str, Json]:
         at = "case" if self.client.placement.kind == "time" else "check"
-        return self.client.ask(self.client.task(kind, at=at, seed=seed, **fields), worker)
+        task = self.client.task(kind, at=at, seed=seed, **fields)
+        return self.client.ask(task, dict[str, Json], worker)
 
     def _compare_times(self, worker: Worker, role: str, judged: float, unit: int) -> None:
         """Refuse a side whose time on this process's clock is not the `judged` one."""
@@ -184,7 +192,7 @@ def _profile(case: CaseRun, tool: str) -> None:
     client.run.check_time()
     folder = folder_of(client)
     if tool == "torch":
-        result = _profile_with_torch(client, folder)
+        result = asdict(_profile_with_torch(client, folder))
     else:
         result = {"files": _profile_with_nsight(client, tool, folder)}
     case.profile = Profile(tool=tool, folder=str(folder), **result)
@@ -211,7 +219,7 @@ def _task(client: CaseClient, **fields: Json) -> ProfileTask:
     return client.task(ProfileTask, at=at, seed=SEED, **fields)
 
 
-def _profile_with_torch(client: CaseClient, folder: Path) -> dict[str, Json]:
+def _profile_with_torch(client: CaseClient, folder: Path) -> ProfileResult:
     """Profile both sides in a fresh worker process: one that was profiled must not time."""
     task = _task(client, folder=str(folder.absolute()))
     worker = client.fresh_worker()
@@ -221,7 +229,7 @@ def _profile_with_torch(client: CaseClient, folder: Path) -> dict[str, Json]:
         worker.close()
     if reply.error is not None:
         raise Failed(reply.message)
-    return dict(reply.result)
+    return reply.read(ProfileResult)
 
 
 def _profile_with_nsight(client: CaseClient, tool: str, folder: Path) -> dict[str, list[str]]:

@@ -329,4 +329,5 @@ def _vote(client: CaseClient, measure: Measure, worker: Worker) -> Reading | Non
 
 
 def _clock(client: CaseClient) -> str:
-    return str((client.against or client.timings)[-1]["clock"])
+    latest = client.against[-1][1] if client.against else client.timings[-1]
+    return latest.clock

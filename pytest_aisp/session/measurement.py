@@ -8,11 +8,13 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ..kernels import autotune
 from ..page.pair import Case, Work
 from ..results import models, stats, verdict
 from ..results.export import path_below
-from ..results.messages import Json
+from ..results.messages import Json, TimeResult
 from ..results.row import (
     Row,
     duration,
@@ -88,7 +90,7 @@ class Timing:
     """What the first worker process measured.
 
     Attributes:
-        reply: its full reply.
+        result: its full result.
         spread: of one process's ln(speedup).
         seconds: of a call, by side, the baseline's first.
         share, limit, limit_origin: share of the machine's limit that the optimized side reaches,
@@ -97,7 +99,7 @@ class Timing:
         launch_bound: by side, how many times longer a call takes without a graph, where much.
     """
 
-    reply: Mapping[str, Json]
+    result: TimeResult
     reading: Reading
     clock: str
     spread: float
@@ -113,8 +115,7 @@ class Timing:
     @property
     def details(self) -> Mapping[str, Json]:
         """The timer's own facts: graph nodes, memory, other clocks."""
-        details: Mapping[str, Json] = self.reply["details"]
-        return details
+        return self.result.details
 
     @property
     def pair_seconds(self) -> tuple[float, ...]:
@@ -136,25 +137,25 @@ class Timing:
             )
 
 
-def read_timing(client: CaseClient, stored: StoredResult, reply: Mapping[str, Json]) -> Timing:
-    """Return the timing in a worker process's `reply`; add its other facts to the case's notes."""
-    clock, first, details = str(reply["clock"]), reading(reply), reply["details"]
+def read_timing(client: CaseClient, stored: StoredResult, result: TimeResult) -> Timing:
+    """Return the timing in a worker process's `result`; add its other facts to the case's notes."""
+    clock, first, details = result.clock, reading(result), result.details
     variant = client.case.variant_name
     aa = client.run.settings.aa
     baseline = f"{variant}, a copy" if aa else client.case.pair.baseline.__name__
-    seconds = {baseline: median(reply["baseline"]), variant: median(reply["optimized"])}
+    seconds = {baseline: median(result.baseline), variant: median(result.optimized)}
     launches = {}
     if "as_called" in details:
         launches = launch_bound(clock, seconds, details["as_called"])
-    _add_notes(client, seconds, reply, launches)
+    _add_notes(client, seconds, result, launches)
     timing = Timing(
-        reply=reply,
+        result=result,
         reading=first,
         clock=clock,
         spread=verdict.effective_spread(stored.spread(clock), first),
         seconds=seconds,
         environment=client.environment(),
-        sources=dict(reply["sources"]),
+        sources=dict(result.sources),
         launch_bound=launches,
     )
     return with_limit(client, stored, timing)
@@ -163,11 +164,11 @@ def read_timing(client: CaseClient, stored: StoredResult, reply: Mapping[str, Js
 def _add_notes(
     client: CaseClient,
     seconds: Mapping[str, float],
-    reply: Mapping[str, Json],
+    result: TimeResult,
     launches: Mapping[str, float],
 ) -> None:
     """Note other clocks, goodput, graphs, memory, kernels, tuning and one-off costs."""
-    details, notes = reply["details"], client.notes
+    details, notes = result.details, client.notes
     for key in ("as_called", "gpu_only"):
         if key in details:
             times = " / ".join(duration(t) for t in details[key])
@@ -182,11 +183,11 @@ def _add_notes(
     if "peak_bytes" in details:
         text, traded = memory_note(details["peak_bytes"])
         (client.remarks if traded else notes).append(text)
-    kernels = reply.get("kernels", {})
+    kernels = result.kernels or {}
     notes += kernel_notes({name: KernelProfile(**counts) for name, counts in kernels.items()})
     notes += autotune.choice_notes(details.get("choices", {}))
     baseline, optimized = seconds.values()
-    for name, cost in reply.get("one_off", {}).items():
+    for name, cost in (result.one_off or {}).items():
         if cost:
             gain = baseline - optimized
             calls = f"pays after {cost / gain:.3g} calls" if gain > 0 else "never pays"
@@ -202,7 +203,7 @@ def with_limit(client: CaseClient, stored: StoredResult, timing: Timing) -> Timi
         rates = peaks.joined(rates, links)
     if rates is None or run.settings.aa:
         return timing
-    limit = peaks.limit_of(Work(**timing.reply["work"]), case.pair.bound, rates)
+    limit = peaks.limit_of(msgspec.convert(timing.result.work, Work), case.pair.bound, rates)
     if limit is None:
         return timing
     product = client.machine.with_count(case.gpus if limit.name in peaks.LINKS else 1)
@@ -251,14 +252,14 @@ def build_row(run: CaseRun) -> Row:
         recorded=run.recorded,
         sources=run.sources() if measured else {},
         environment=run.environment() if measured else {},
-        checks=run.checks,
-        timings=client.timings,
-        against=client.against,
+        checks=msgspec.to_builtins(run.checks),
+        timings=msgspec.to_builtins(client.timings),
+        against=[{"side": role, **msgspec.to_builtins(result)} for role, result in client.against],
         wall=run.wall,
     )
     if timing is not None:
         row.clock, row.spread = timing.clock, timing.spread
-        row.work = dict(timing.reply["work"])
+        row.work = timing.result.work
         row.seconds = dict(timing.seconds)
         row.launch_bound = timing.launch_bound
         row.share, row.limit = timing.share, timing.limit

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ..distributed.launcher import RankSet
 from ..page.pair import Case
 from ..results import store
-from ..results.messages import Json, PeaksTask
+from ..results.messages import Json, PeaksResult, PeaksTask
 from ..results.models import Stored
 from ..results.store import StoreError
 from ..results.verdict import Finding
@@ -238,8 +238,8 @@ class RunContext:
         if reply.error is not None:
             raise Failed(f"the peaks of {product} could not be measured: {reply.message}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        facts = dict(reply.result["facts"])
-        peaks_module.save(path, peaks_module.Peaks(product, reply.result["rates"], facts))
+        measured = reply.read(PeaksResult)
+        peaks_module.save(path, peaks_module.Peaks(product, measured.rates, measured.facts))
 
     @contextlib.contextmanager
     def machine_locks(self, case: Case | None) -> Iterator[None]:

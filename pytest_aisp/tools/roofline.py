@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from ..page.pair import Work
-from ..results.messages import PeaksTask
+from ..results.messages import PeaksResult, PeaksTask
 from ..results.models import Result
 from ..results.row import digits, duration
 from ..timing import peaks
@@ -150,7 +150,8 @@ def measure_peaks(machine: Machine, tell: Callable[[str], None]) -> Peaks:
             "Find out what is wrong with the machine:\n    aisp machine doctor",
             code=1,
         )
-    return Peaks(machine.product, reply.result["rates"], dict(reply.result["facts"]))
+    measured = reply.read(PeaksResult)
+    return Peaks(machine.product, measured.rates, measured.facts)
 
 
 def peak_result(measured: Peaks, *, as_json: bool) -> CliResult:

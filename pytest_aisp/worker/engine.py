@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from msgspec import Struct
+
 from ..checking import check
 from ..checking.check import CheckResult
 from ..checking.inputs import VALUE_SETS, BoundSide, InputPool
@@ -55,7 +57,7 @@ class Engine:
             importlib.import_module(emulator).install()
         monkeypatches.remember()  # before any page is imported
 
-    def answer(self, task: Task) -> Mapping[str, Json]:
+    def answer(self, task: Task) -> Struct | Mapping[str, Json]:
         """Return the result of `task`."""
         match task:
             case messages.CheckTask():
@@ -90,7 +92,7 @@ class Engine:
                 return self.collectives(task)
         raise TypeError(f"no engine answers {task.kind!r}")
 
-    def check(self, task: messages.CheckTask) -> dict[str, Json]:
+    def check(self, task: messages.CheckTask) -> messages.CheckResult:
         """Check the case's variant and its baseline; return the results by size."""
         self.watch.start()
         context = TaskContext(task)
@@ -99,12 +101,13 @@ class Engine:
         results = {}
         with self._quiet_process(task, context.pair), self.watch.phase("check"):
             for size in context.sizes:
-                results[size_words(size)] = asdict(self._check_at(context, size, rule))
+                found = self._check_at(context, size, rule)
+                results[size_words(size)] = messages.SizeCheck(**asdict(found))
             if task.search:
                 self._search(context, rule)
         sources = context.sources()
         self.cache.release_memory(task.device)
-        return {"sizes": results, "sources": sources, "spent": self.watch.read()}
+        return messages.CheckResult(results, sources, self.watch.read())
 
     def _check_at(
         self, context: TaskContext, size: Mapping[str, Json], rule: Rule, *, controls: bool = True
@@ -136,7 +139,7 @@ class Engine:
                 if failure is not None:
                     raise failure
 
-    def time(self, task: TimeTask) -> dict[str, Json]:
+    def time(self, task: TimeTask) -> messages.TimeResult:
         """Time the case's variant against its baseline; check the outputs of the timed calls."""
         self.watch.start()
         context = TaskContext(task, task.past)
@@ -152,15 +155,15 @@ class Engine:
         if task.replicate and not task.keep:  # one of many processes
             self.cache.references.clear()
         self.cache.release_memory(task.device)
-        return {
+        return messages.TimeResult(
             **asdict(samples),
-            "value": samples.value,
-            "error": samples.error,
-            "sources": context.sources(),
-            "work": asdict(context.pair.work_at(task.size, task.gpus)),
-            "spent": self.watch.read(),
+            value=samples.value,
+            error=samples.error,
+            sources=context.sources(),
+            work=asdict(context.pair.work_at(task.size, task.gpus)),
+            spent=self.watch.read(),
             **extra,
-        }
+        )
 
     def _measure(
         self, task: TimeTask, context: TaskContext, sides: tuple[DeclaredSide, DeclaredSide]
@@ -199,7 +202,7 @@ class Engine:
             trial = Trial(timed, reference, context.sides, budget, rng, self.progress)
             return metrics.count(task, trial)
 
-    def sample(self, task: messages.SampleTask) -> dict[str, Json]:
+    def sample(self, task: messages.SampleTask) -> messages.SampleResult:
         """Time one process side in this process and check its output."""
         context = TaskContext(task, task.past)
         pair = context.pair if task.past is None else context.old_pair()
@@ -223,9 +226,9 @@ class Engine:
         if warmup and enabled("repeats"):
             pool.slots = [slot]
             check_repeats(pool, [bound], synchronizer(task.device), task.seed + 1)
-        return {"seconds": seconds}
+        return messages.SampleResult(seconds)
 
-    def profile(self, task: messages.ProfileTask) -> dict[str, Json]:
+    def profile(self, task: messages.ProfileTask) -> messages.ProfileResult:
         """Run both sides under torch's profiler, or one for a profiler around this process."""
         from . import torch_profiler
 
@@ -235,7 +238,7 @@ class Engine:
         with self._quiet_process(task, context.pair):
             if task.side:
                 torch_profiler.replay_side(pool, context.side(task.side)[0], task.side)
-                return {}
+                return messages.ProfileResult()
             sides = {role: context.side(role)[0] for role in ROLES}
             return torch_profiler.profile_sides(pool, sides, Path(task.folder), self.progress)
 
@@ -250,7 +253,7 @@ class Engine:
         sandbox.draw(reference, Path(task.values))
         return {}
 
-    def prepare(self, task: messages.PrepareTask) -> dict[str, Json]:
+    def prepare(self, task: messages.PrepareTask) -> messages.PrepareResult:
         """Get one side ready in this process; return the calls in a unit of work."""
         context = TaskContext(task)
         size = dict(context.sizes[-1])
@@ -258,7 +261,7 @@ class Engine:
         side, _ = context.side(task.side)
         seed = seed_of(task, SANDBOX)
         self._sandboxed = sandbox.SandboxedSide(context.pair, side, size, seed, task)
-        return {"unit": self._sandboxed.unit}
+        return messages.PrepareResult(self._sandboxed.unit)
 
     def perform(self, task: messages.PerformTask) -> dict[str, Json]:
         """Do units of work with the prepared side."""
@@ -282,22 +285,22 @@ class Engine:
         reference = self.cache.references[SANDBOX]
         return {"compared": sandbox.compare(reference, side, precision, task)}
 
-    def facts(self, task: messages.FactsTask) -> dict[str, Json]:
+    def facts(self, task: messages.FactsTask) -> messages.Facts:
         """Return versions, and the device as this process sees it."""
         import torch
 
-        facts: dict[str, Json] = dict(device.versions())
+        facts: messages.Facts = dict(device.versions())
         if task.device.startswith("cuda"):
             facts["cuda"] = torch.version.cuda
             facts["device"] = torch.cuda.get_device_name()
         return facts
 
-    def peaks(self, task: messages.PeaksTask) -> dict[str, Json]:
+    def peaks(self, task: messages.PeaksTask) -> messages.PeaksResult:
         """Measure the machine's peaks."""
         from ..timing import peaks
 
         measured = peaks.measure(task.device)
-        return {"rates": dict(measured.rates), "facts": dict(measured.facts)}
+        return messages.PeaksResult(dict(measured.rates), dict(measured.facts))
 
     def collectives(self, task: messages.CollectivesTask) -> dict[str, Json]:
         """Time collectives with the other ranks."""
@@ -309,7 +312,7 @@ class Engine:
             )
         return sweep(task.ops, task.sizes, task.device, self.progress)
 
-    def compile(self, task: messages.CompileTask) -> dict[str, Json]:
+    def compile(self, task: messages.CompileTask) -> messages.CompileResult:
         """Assemble every kernel that the case's sides launch, for each arch of `task`."""
         from ..kernels.assemble import Assembly
 
@@ -318,11 +321,11 @@ class Engine:
         pairs = [p for p in map(pair_of, vars(sys.modules[task.module]).values()) if p is not None]
         assembly = Assembly(pairs, *case, root=task.root, progress=self.progress)
         assembly.run(task.archs)
-        return {
-            "assembled": [kernel.to_json() for kernel in assembly.assembled],
-            "words": [*assembly.notes, *map(str, assembly.assembled)],
-            "sources": context.sources(),
-        }
+        return messages.CompileResult(
+            assembled=[kernel.to_json() for kernel in assembly.assembled],
+            words=[*assembly.notes, *map(str, assembly.assembled)],
+            sources=context.sources(),
+        )
 
     @contextlib.contextmanager
     def _quiet_process(self, task: CaseTask, pair: Pair) -> Iterator[None]:

@@ -20,7 +20,7 @@ from ..checking.reference import Reference
 from ..kernels.fake_gpu import drive_interpreter, interpreting
 from ..page.pair import MARK, ROLES, PageError, Pair, Precision, Side, is_plain, size_words
 from ..page.sources import digest, imported_late, libraries, triton_kernels
-from ..results.messages import CaseTask, Json, PageSource
+from ..results.messages import CaseTask, ChangedResult, Json, PageSource
 from ..timing import cuda_graph
 from ..util.device_state import Stopwatch, free_bytes, release
 from ..util.process_group import current_group
@@ -244,31 +244,31 @@ class TaskContext:
         if name in [variant.name for variant in old.variants]:
             yield "optimized", pair.variant(name).side, old.variant(name).side
 
-    def changed(self) -> dict[str, bool | str]:
-        """Return by role whether a side has changed, and `why` it cannot be compared, or "".
+    def changed(self) -> ChangedResult:
+        """Return which sides have changed, or why they cannot be compared.
 
         Neither an old page that needs files of today's tree can be compared, nor an old side that
         would import them when it is called.
         """
         assert self.past is not None
-        changed: dict[str, bool | str] = {"baseline": False, "optimized": False, "why": ""}
+        result = ChangedResult()
         pair = self.pair  # imported before the old page, which needs its modules out of the way
         try:
             old = self._old_pair
         except MixedTreesError as error:
-            return {**changed, "why": str(error)}
+            return ChangedResult(why=str(error))
         except Exception as error:
             why = f"the old page cannot be imported: {type(error).__name__}: {error}"
-            return {**changed, "why": why}
+            return ChangedResult(why=why)
         root, old_root = self.task.root, self.past.root
         for role, now, then in () if old is None else self._both_sides(pair, old):
             late = [name for name in imported_late(then, old_root) if leads_to(name, root)]
             if late:
-                changed["why"] = f"{then.__name__} imports {', '.join(late)} when it is called"
+                result.why = f"{then.__name__} imports {', '.join(late)} when it is called"
                 continue
             before = digest(then, old_root, constants=True)
-            changed[role] = digest(now, root, constants=True) != before
-        return changed
+            setattr(result, role, digest(now, root, constants=True) != before)
+        return result
 
 
 MAX_CPU_REFERENCES = 4

@@ -16,7 +16,18 @@ from typing import overload
 
 from ..isolation.monkeypatches import now
 from ..page.pair import Side
-from ..results.messages import Json, PageSource, Reply, SampleTask, Task, TimeTask, case_fields
+from ..results.messages import (
+    Amounts,
+    Json,
+    PageSource,
+    Reply,
+    Result,
+    SampleResult,
+    SampleTask,
+    Task,
+    TimeTask,
+    case_fields,
+)
 from ..timing import schedule
 from ..timing.schedule import Budget, Samples
 from . import client
@@ -137,12 +148,10 @@ class _ProcessWindow:
         self.started += 1
         self._progress(f"process {self.started} of {self._task.side}")
         with _fresh_worker(self._environment) as worker:
-            return float(_ask(worker, self._task, self._task.side)["seconds"])
+            return _ask(worker, self._task, self._task.side, SampleResult).seconds
 
 
-def ask_fresh(
-    requests: Sequence[tuple[Task, ProcessSide]], progress: Progress
-) -> list[Mapping[str, Json]]:
+def ask_fresh(requests: Sequence[tuple[Task, ProcessSide]], progress: Progress) -> list[Amounts]:
     """Return the result of each task, each in a fresh process of its process side.
 
     The processes start together, because importing torch takes most of their time. They answer one
@@ -156,7 +165,7 @@ def ask_fresh(
         workers = [stack.enter_context(_fresh_worker(side.environment)) for _, side in requests]
         for worker, (task, side) in zip(workers, requests, strict=True):
             progress(f"a process of {side.__name__}")
-            results.append(_ask(worker, task, side.__name__))
+            results.append(_ask(worker, task, side.__name__, Amounts))
             worker.kill()  # the next process needs its memory
             _print_again(worker.outputs)  # before the next process prints
     return results
@@ -173,11 +182,11 @@ def _fresh_worker(environment: Mapping[str, str | None]) -> Iterator[WorkerProce
         _print_again(worker.outputs)
 
 
-def _ask(worker: WorkerProcess, task: Task, name: str) -> Mapping[str, Json]:
+def _ask(worker: WorkerProcess, task: Task, name: str, kind: type[Result]) -> Result:
     reply = worker.ask(task, task.limit, lambda text: None)
     if reply.error is not None:
         raise ProcessFailed(name, reply)
-    return reply.result
+    return reply.read(kind)
 
 
 def _print_again(outputs: Sequence[OutputCapture]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..checking.inputs import BoundSide, InputPool, alone, one_slot
 from ..page.pair import Side
-from ..results.messages import Json
+from ..results.messages import Amounts, ProfileResult
 from ..results.row import duration
 from ..util.device_state import release, synchronizer
 from ..util.process_group import current_group
@@ -38,7 +38,7 @@ def range_name(role: str) -> str:
 
 def profile_sides(
     pool: InputPool, sides: Mapping[str, Side], folder: Path, progress: Progress
-) -> dict[str, Json]:
+) -> ProfileResult:
     """Profile `sides`, by role, one after the other, and write the results below `folder`.
 
     On several ranks each rank calls its sides, and rank 0 writes what it recorded.
@@ -51,7 +51,7 @@ def profile_sides(
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
     usage: dict[str, dict[str, Usage]] = {}
-    memory: dict[str, dict[str, dict[str, int]]] = {}
+    memory: dict[str, dict[str, Amounts]] = {}
     files: dict[str, list[str]] = {}
     for role, side in sides.items():
         progress(f"profile {role}")
@@ -73,12 +73,7 @@ def profile_sides(
     files["both"] = ["differences.txt"]
     if writes:
         (folder / "differences.txt").write_text("\n".join(differences.lines()) + "\n")
-    result: dict[str, Json] = {
-        "files": files,
-        "differences": asdict(differences),
-        "words": differences.summary(),
-    }
-    return {**result, "memory": memory} if memory else result
+    return ProfileResult(files, asdict(differences), differences.summary(), memory)
 
 
 def replay_side(pool: InputPool, side: Side, role: str) -> None:
@@ -157,7 +152,7 @@ def _events(profiler: profile, pool: InputPool) -> Iterable[tuple[str, float]]:
         yield str(event.name), microseconds * 1e-6
 
 
-def _memory(pool: InputPool, side: Side, snapshot: Path) -> dict[str, dict[str, int]]:
+def _memory(pool: InputPool, side: Side, snapshot: Path) -> dict[str, Amounts]:
     """Return the allocator's bytes before `side` is built and after its calls.
 
     The allocator's history between the two goes to `snapshot`. This is a pass of its own, because
@@ -180,7 +175,7 @@ def _memory(pool: InputPool, side: Side, snapshot: Path) -> dict[str, dict[str, 
     return {"before": before, "after": after}
 
 
-def _allocated() -> dict[str, int]:
+def _allocated() -> Amounts:
     """Return the bytes of tensors, the bytes taken from the GPU, and the difference."""
     import torch
 
