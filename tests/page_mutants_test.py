@@ -1,14 +1,8 @@
 """Every page refuses wrong sides: zeros, remembered answers, answers that are nearly right.
 
-<<<<<<< HEAD
-Each page's own inputs, reference and tolerance, at its own small size; the optimized side is
-replaced. Where there is no GPU the sides that are CUDA C++ run emulated. Pages on several ranks are
-in rank_mutants_test.py: their sides need the others.
-=======
 Each page's own inputs, reference and tolerance are used, at its own small size. Only the optimized
 side is replaced. Without a GPU, CUDA C++ sides run emulated. Pages on several ranks are in
-rank_lies_test.py, because their sides need the other ranks.
->>>>>>> b0204ba (reference: one path for one and several ranks, plain test names)
+rank_mutants_test.py, because their sides need the other ranks.
 """
 
 from __future__ import annotations
