@@ -1,4 +1,4 @@
-"""A CUDA driver that knows graphs only, as `cuda.bindings.driver` would answer of them."""
+"""A fake of `cuda.bindings.driver` that knows only graphs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 
 class Type(enum.Enum):
-    """Types of nodes, by the driver's names."""
+    """Node types by the driver's names."""
 
     CU_GRAPH_NODE_TYPE_KERNEL = 0
     CU_GRAPH_NODE_TYPE_MEMCPY = 1
@@ -23,14 +23,14 @@ class Type(enum.Enum):
 
 
 class Result(enum.Enum):
-    """What a call may answer."""
+    """Status codes of the driver."""
 
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
 
 
 class Driver:
-    """Answers for graphs that are lists: of types, and of lists for child graphs."""
+    """A driver whose graphs are lists of node types. A nested list is a child graph."""
 
     CUresult, CUgraphNodeType = Result, Type
 
@@ -56,7 +56,7 @@ class Driver:
 
 
 def nodes(words):
-    """Return a graph's nodes: ``"KERNEL HOST"``."""
+    """Return the nodes of a graph, given as ``"KERNEL HOST"``."""
     return [Type[f"CU_GRAPH_NODE_TYPE_{word}"] for word in words.split()]
 
 

@@ -314,8 +314,7 @@ def contradiction(nodes: Mapping[str, int]) -> str:
 def check_nodes(windows: Iterable[GraphWindow]) -> dict[str, object]:
     """Return by side how many nodes of each type a call has, or why they are not counted.
 
-    Raises:
-        SideError: for a graph that calls the CPU back, or in which nothing computes.
+    Refuse a graph that calls back to the CPU, or in which nothing computes.
     """
     by_role = {}
     for role, window in zip(ROLES, windows, strict=True):

@@ -220,9 +220,6 @@ class CudaPairTimer:
         """Refuse a side whose clocks disagree, whose L2 is warm, or whose graph is not GPU work.
 
         Runs the sides again. The host's clock waits for the whole device and needs no cross-check.
-
-        Raises:
-            SideError: with the times.
         """
         pair, results = self.pool.pair, dict[str, object]()
         if graphs := [window for window in self.windows if isinstance(window, GraphWindow)]:
@@ -238,16 +235,10 @@ class CudaPairTimer:
         return results
 
     def profile(self, seconds: Sequence[float]) -> dict[str, KernelProfile]:
-        """Return by side what it launches. Runs the sides again.
+        """Return by side what it launches; refuse a side whose kernels run longer than `seconds`.
 
-        The times are not checked on the host's clock, which waits for everything, or on several
-        ranks, where kernels run while they wait for another rank's profiler to start.
-
-        Args:
-            seconds: per call of each side, from its windows.
-
-        Raises:
-            SideError: when kernels run for longer than that.
+        Runs the sides again. The times are not checked on the host's clock, which waits for
+        everything, or on several ranks, whose kernels wait for another rank's profiler to start.
         """
         profiles = {}
         for side, expected in zip(self.sides, seconds, strict=True):
