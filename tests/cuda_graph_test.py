@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-from drivers import Driver, graph
-from drivers import nodes as kinds
+from fake_driver import Driver, graph
+from fake_driver import nodes as kinds
 
 from pytest_aisp.isolation.protections import without
 from pytest_aisp.page.pair import SideError

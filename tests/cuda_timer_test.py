@@ -12,8 +12,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from drivers import Driver, graph
-from drivers import nodes as kinds
+from fake_driver import Driver, graph
+from fake_driver import nodes as kinds
 
 from pytest_aisp import Conditions, Work, compare
 from pytest_aisp.checking.inputs import InputPool
