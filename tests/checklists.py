@@ -89,8 +89,8 @@ _WRONG_SIDES = "test_a_wrong_side_is_named_with_its_size"
 _CLOCKS = (
     "test_cross_check_detects_a_replaced_clock test_one_reading_without_contradiction_is_enough"
 )
-_SANDBOX = "test_sides_that_attack_their_judge_are_believed_there_and_wrong_apart"
-_SANDBOX_CLOCK = "test_the_clock_that_is_read_can_be_replaced_from_inside_and_is_not_believed_apart"
+_SANDBOX = "test_sides_that_attack_the_checks_fail_in_a_sandbox"
+_SANDBOX_CLOCK = "test_a_replaced_clock_is_detected_from_outside"
 _OTHER_PROCESS = "test_another_process_on_the_gpu_is_reported"
 _WAITED = "test_a_block_that_waited_for_a_core_is_measured_again"
 _FREE_MEMORY = "test_free_memory_is_filled_with_nan"
@@ -627,7 +627,7 @@ VALIDITY_ISSUES: Mapping[str, tuple[Item, ...]] = {
         Item("Raised priority", exploits="priority"),
         Item(
             "Overcommitted memory",
-            tests="test_out_of_memory_shows_the_line_that_asked_for_it",
+            tests="test_a_fault_fails_its_case_with_side_size_cause_and_line",
             why="out of memory is a failure, never a skip",
             open="memory that is overcommitted but not exhausted shows only in the times",
         ),
@@ -727,7 +727,7 @@ VALIDITY_ISSUES: Mapping[str, tuple[Item, ...]] = {
         ),
         Item(
             "Its own time limits",
-            tests="test_the_marker_sets_the_limit_of_a_case",
+            tests="test_the_marker_sets_the_time_limit_of_a_case",
             why="a limit only fails a case; no time is derived from it",
         ),
         Item(

@@ -66,7 +66,7 @@ def keywords(path, function):
 
 
 def check(path, module, function, variant, seed):
-    """Prove one case right, or raise what its check raises."""
+    """Check one case."""
     pair = pair_of(getattr(load_page(str(path), str(ROOT), module), function))
     common = {"page": str(path), "root": str(ROOT), "module": module, "function": function}
     common |= {"variant": variant, "size": dict(pair.sizes[0]), "device": "cpu", "at": "check"}
@@ -83,7 +83,7 @@ def names(case):
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("case", cases(), ids=lambda case: names(case)[1])
-def test_page_is_correct(case, seed):
+def test_a_page_computes_correct_results_in_the_emulator(case, seed):
     [*errors] = filter(None, map(GPU_ONLY.get, names(case)))
     if errors:
         with pytest.raises(Exception, match=re.escape(errors[0])):

@@ -1,4 +1,4 @@
-"""An old page finds the old tree's modules, by whatever way it imports them."""
+"""An old page imports the modules of its own tree, not those of today's tree."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def load_both(today, old):
     ],
     ids=["src", "namespace", "root", "chapter", "relative"],
 )
-def test_each_page_has_the_helper_of_its_tree(trees, page, helper):
+def test_each_page_imports_the_helper_of_its_tree(trees, page, helper):
     today, old = trees(page, helper)
     before = list(sys.path)
     now, then = load_both(today, old)
@@ -65,7 +65,7 @@ def test_each_page_has_the_helper_of_its_tree(trees, page, helper):
     assert {name.partition(".")[0] for name in under} == {"aisp_past_c0ffee"}
 
 
-def test_an_old_tree_inside_of_todays_is_no_mixture(trees):
+def test_an_old_tree_may_lie_inside_of_todays_tree(trees):
     today, old = trees("from aged_library import AGE", "src/aged_library.py")
     inside = today / "tmp" / "tree"
     inside.parent.mkdir()
@@ -73,7 +73,7 @@ def test_an_old_tree_inside_of_todays_is_no_mixture(trees):
     assert load_both(today, inside)[1].AGE == "old"
 
 
-def test_an_old_page_that_finds_todays_helper_is_refused(trees, tmp_path):
+def test_an_old_page_that_imports_todays_helper_is_refused(trees, tmp_path):
     library = str(tmp_path / "today" / "lib")
     page = f"import sys\nsys.path.insert(0, {library!r})\nfrom aged_library import AGE"
     today, old = trees(page, "lib/aged_library.py")
@@ -83,7 +83,7 @@ def test_an_old_page_that_finds_todays_helper_is_refused(trees, tmp_path):
     assert sys.modules["aged_library"].AGE == "today"
 
 
-def test_a_relative_import_of_a_call_stays_in_the_old_tree(trees):
+def test_a_relative_import_in_a_call_stays_in_the_old_tree(trees):
     page = "def age():\n    from .aged_helper import AGE\n    return AGE\n"
     now, then = load_both(*trees(page, "chapter/aged_helper.py"))
     assert (now.age(), then.age()) == ("today", "old")

@@ -1,4 +1,4 @@
-"""What pages print in their processes is shown as pytest shows what any test prints."""
+"""What pages print in worker processes is shown as if their tests printed it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def checked(pytester, *options):
 
 
 @pytest.mark.parametrize("workers", [["-p", "no:xdist"], ["-n0"], ["-n2"]], ids=str)
-def test_a_red_case_shows_what_it_has_printed(page, pytester, workers):
+def test_a_failed_case_shows_its_output(page, pytester, workers):
     page("says(x, 1)", defs=PRINTS, body="print('body')\n" + "pair.assert_equivalent()")
     result = checked(pytester, *workers)
     result.stdout.fnmatch_lines(
@@ -52,12 +52,12 @@ def test_a_red_case_shows_what_it_has_printed(page, pytester, workers):
     )
 
 
-def test_green_ones_show_it_when_asked(page, pytester, gpu):
+def test_passed_cases_show_their_output_on_request(page, pytester, gpu):
     page("says(x)", defs=PRINTS)
-    said = checked(pytester)
-    said.stdout.fnmatch_lines(["*1 checked*"])
-    said.stdout.no_fnmatch_line("*one of*")
-    said.stdout.no_fnmatch_line("*Captured*")
+    result = checked(pytester)
+    result.stdout.fnmatch_lines(["*1 checked*"])
+    result.stdout.no_fnmatch_line("*one of*")
+    result.stdout.no_fnmatch_line("*Captured*")
     words = [OUT, "imported", "inputs of 33", "one of 33", ERR, "woe"]
     checked(pytester, "-rP").stdout.fnmatch_lines(["=* CHECKED =*", "_* test_doubling*", *words])
     checked(pytester, "-rP", "--show-capture=stderr").stdout.no_fnmatch_line(OUT)
@@ -65,7 +65,7 @@ def test_green_ones_show_it_when_asked(page, pytester, gpu):
     pytester.runpytest_subprocess("-rP").stdout.fnmatch_lines(["=* NEW =*", *words])
 
 
-def test_uncaptured_it_is_printed_as_it_is(page, pytester):
+def test_uncaptured_output_is_printed_whole(page, pytester):
     defs = """
         import sys
 
@@ -83,7 +83,7 @@ def test_uncaptured_it_is_printed_as_it_is(page, pytester):
     result.stderr.fnmatch_lines(["woe"])
 
 
-def test_ten_megabytes_stop_nobody_and_their_end_is_shown(page, pytester):
+def test_only_the_end_of_ten_megabytes_is_shown(page, pytester):
     defs = """
         def floods(x):
             for number in range(100_000):
@@ -96,7 +96,7 @@ def test_ten_megabytes_stop_nobody_and_their_end_is_shown(page, pytester):
     assert sum(line.startswith("00000") for line in result.outlines) == 100
 
 
-LAST_WORDS = r"""
+DYING_SIDE = r"""
     import os
 
 
@@ -108,8 +108,8 @@ LAST_WORDS = r"""
 
 
 @pytest.mark.parametrize("new", [False, pytest.param(True, marks=pytest.mark.new_processes)])
-def test_the_last_words_of_a_process_that_dies_are_shown(page, pytester, new):
-    page("dies(x)", defs=LAST_WORDS)
+def test_the_output_of_a_process_that_dies_is_shown(page, pytester, new):
+    page("dies(x)", defs=DYING_SIDE)
     result = checked(pytester)
     result.stdout.fnmatch_lines(
         [
@@ -125,7 +125,7 @@ def test_the_last_words_of_a_process_that_dies_are_shown(page, pytester, new):
     result.stdout.no_fnmatch_line("*pytest_aisp/worker*")
 
 
-def test_a_case_shows_nothing_of_the_one_before_it(page, pytester):
+def test_a_case_does_not_show_output_of_the_case_before(page, pytester):
     page(defs=PRINTS + "\n\ndef late(x):\n    says(x)\n    return 2 * x", optimized="late(x)")
     page("3 * x", name="next_test.py")
     result = checked(pytester)
@@ -140,7 +140,7 @@ PRINTS_ON_RANKS = (
 DIES = "if dist.get_rank() == 1: os.write(2, b'assertion failed\\n'), os.abort()"
 
 
-def test_ranks_are_told_apart(page, pytester):
+def test_output_of_ranks_is_labeled(page, pytester):
     page()
     files = [
         write_ranks(pytester.path, name, does)
@@ -153,7 +153,7 @@ def test_ranks_are_told_apart(page, pytester):
     assert "rank 1: this is" not in "\n".join(result.outlines).partition("SIGABRT")[2]
 
 
-def test_samples_in_fresh_processes_are_heard(page, pytester):
+def test_output_of_fresh_processes_is_shown(page, pytester):
     path = page("says(x, 1)", defs=PRINTS)
     text = path.read_text().replace("import Conditions", "import fresh_process, Conditions")
     for side in ("added", "doubled"):
@@ -173,7 +173,7 @@ def write(stream, data):
     os.write(stream.file.fileno(), data)
 
 
-def test_a_stream_gives_what_is_new_also_once_it_is_closed(stream):
+def test_a_stream_returns_new_output_even_after_it_is_closed(stream):
     write(stream, b"a\n")
     assert stream.peek() == stream.take() == Chunk(0, b"a\n")
     assert stream.take() == Chunk()
@@ -183,25 +183,25 @@ def test_a_stream_gives_what_is_new_also_once_it_is_closed(stream):
     assert [stream.take(), stream.take()] == [Chunk(0, b"b\n"), Chunk()]
 
 
-def test_a_stream_that_its_writer_empties_is_read_from_its_start(stream):
+def test_an_emptied_stream_is_read_from_its_start(stream):
     write(stream, b"before\n")
     stream.take()
     os.ftruncate(stream.file.fileno(), 0)
-    write(stream, b"after\n"[:5])
+    write(stream, b"after")
     assert stream.take().data == b"after"
 
 
-def test_of_what_is_far_back_lines_are_counted_alone(stream):
+def test_lines_before_the_last_16_megabytes_are_only_counted(stream):
     write(stream, b"x\n" * MAX_BYTES)
     skipped, data = stream.take()
     assert (skipped, len(data)) == (MAX_BYTES // 2, MAX_BYTES)
 
 
-def test_one_endless_line_is_cut_to_its_end():
+def test_an_endless_line_is_cut_to_its_end():
     text = format_output([Chunk(0, b"a" * 300_000 + b"z")], "", 100)
     assert text.startswith("(197602 characters left out)\naaa")
     assert text.endswith("az\n")
 
 
-def test_no_lines_are_none_of_them():
+def test_zero_lines_leave_out_all_of_them():
     assert format_output([Chunk(0, b"a\nb\n")], "rank 1", 0) == "rank 1: (2 lines left out)\n"

@@ -1,4 +1,4 @@
-"""Checking under compute-sanitizer, with a script in its place that says what it is told to."""
+"""Checking under compute-sanitizer, which a script replaces here."""
 
 from __future__ import annotations
 
@@ -28,46 +28,42 @@ FAULT = """========= COMPUTE-SANITIZER
 
 
 @pytest.fixture
-def reports(tmp_path, monkeypatch):
-    """Return what sets the report of the compute-sanitizer on PATH."""
+def report(tmp_path, monkeypatch):
+    """Put a compute-sanitizer on PATH that writes this report."""
 
-    def says(report):
-        (tmp_path / "report").write_text(report)
+    def write(text):
+        (tmp_path / "report").write_text(text)
         script = tmp_path / nvidia_tools.SANITIZER
         script.write_text(SCRIPT.format(report=tmp_path / "report"))
         script.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
-    return says
+    return write
 
 
 @pytest.fixture
-def bench():
+def worker(report):
+    """Return a function that starts a worker and asks it while this report is written."""
     started = []
 
-    def start():
+    def ask(text):
+        report(text)
         started.append(SanitizedWorker("memcheck", {"CUDA_VISIBLE_DEVICES": ""}))
-        return started[-1]
+        return started[0].ask(FactsTask(device="cpu"), 60.0, lambda text: None), started[0]
 
-    yield start
-    for one in started:
-        one.close()
-        assert not os.path.exists(one._log)
-
-
-def ask(bench):
-    return bench.ask(FactsTask(device="cpu"), 60.0, lambda doing: None)
+    yield ask
+    started[0].close()
+    assert not os.path.exists(started[0]._log)
 
 
-def test_a_clean_report_changes_no_answer(reports, bench):
-    reports(CLEAN)
-    assert ask(bench()).error is None
+def test_a_clean_report_changes_no_reply(worker):
+    reply, process = worker(CLEAN)
+    assert reply.error is None
+    assert process.alive
 
 
-def test_a_finding_is_an_error_of_the_page_and_ends_the_process(reports, bench):
-    reports(FAULT)
-    watched = bench()
-    reply = ask(watched)
+def test_a_reported_error_fails_the_page_and_ends_the_process(worker):
+    reply, process = worker(FAULT)
     assert reply.error == "page"
     assert reply.message.splitlines() == [
         "memcheck found an error in a kernel:",
@@ -76,16 +72,15 @@ def test_a_finding_is_an_error_of_the_page_and_ends_the_process(reports, bench):
         "by thread (31,0,0) in block (7,0,0)",
         "ERROR SUMMARY: 1 error",
     ]
-    assert not watched.alive
+    assert not process.alive
 
 
-def test_a_long_report_is_cut(reports, bench):
-    reports("".join(f"========= fault {n}\n" for n in range(40)))
-    lines = ask(bench()).message.splitlines()
-    assert lines[-2:] == ["fault 11", "..."]
+def test_a_long_report_is_cut(worker):
+    reply, _ = worker("".join(f"========= fault {n}\n" for n in range(40)))
+    assert reply.message.splitlines()[-2:] == ["fault 11", "..."]
 
 
-def test_where_it_is_not_installed_the_error_says_where_to_get_it(pytester, monkeypatch):
+def test_a_missing_sanitizer_is_refused(pytester, monkeypatch):
     monkeypatch.setenv("PATH", "")
     result = pytester.runpytest("--aisp-sanitize")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -93,7 +88,7 @@ def test_where_it_is_not_installed_the_error_says_where_to_get_it(pytester, monk
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--aisp-sanitize=leakcheck"], "*--aisp-sanitize=leakcheck: choose one of memcheck, *"),
         (["--aisp-sanitize"], "*--aisp-sanitize needs a GPU; there is none here"),
@@ -101,9 +96,11 @@ def test_where_it_is_not_installed_the_error_says_where_to_get_it(pytester, monk
         (["--aisp-sanitize", "--pdb"], "*--aisp-sanitize cannot be combined with --pdb: *"),
     ],
 )
-def test_what_it_cannot_do_is_refused(reports, pytester, monkeypatch, arguments, words):
-    reports(CLEAN)
+def test_illegal_values_and_combinations_are_refused(
+    report, pytester, monkeypatch, arguments, message
+):
+    report(CLEAN)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     result = pytester.runpytest(*arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([words])
+    result.stderr.fnmatch_lines([message])

@@ -1,4 +1,4 @@
-"""`--aisp-untrusted`: lies that sit in the judging process are found by those that do not."""
+"""`--aisp-untrusted`: cheats inside the measuring process are detected from outside."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pytest_aisp.worker import sandbox
 from pytest_aisp.worker.engine import Engine
 
 SPEEDS = {"added": 2e-5, "doubled": 1e-5}
-# Each side gives a wrong answer and is believed, because it sits where it is judged.
+# Each side returns a wrong answer that passes, because it runs where it is judged.
 HOSTILE = {
     "replaces the comparison": """
     def doubled(x):
@@ -28,7 +28,7 @@ HOSTILE = {
             return compare.compare_all(right, leaves, rule)
 
         check.compare_all, check.exact_probe = kind, lambda reference, sides: ""
-        monkeypatches.replaced = lambda: None  # and who would see it
+        monkeypatches.replaced = lambda: None
         return torch.zeros_like(x)
     """,
     "switches the protections off": """
@@ -52,9 +52,7 @@ HOSTILE = {
 }
 
 
-def test_sides_that_attack_their_judge_are_believed_there_and_wrong_apart(
-    page, gpu, pytester, read_junit
-):
+def test_sides_that_attack_the_checks_fail_in_a_sandbox(page, gpu, pytester, read_junit):
     gpu(**SPEEDS)
     for number, defs in enumerate(HOSTILE.values()):
         page(defs=defs, name=f"hostile{number}_test.py")
@@ -62,14 +60,14 @@ def test_sides_that_attack_their_judge_are_believed_there_and_wrong_apart(
     assert trusting.ret == 0
     result = pytester.runpytest_subprocess("--aisp-untrusted", "--junitxml=junit.xml")
     assert result.ret == 1
-    said = read_junit(pytester.path / "junit.xml")
-    assert [case.verdict for case in said.values()] == ["wrong"] * len(HOSTILE)
-    for case in said.values():
+    outcomes = read_junit(pytester.path / "junit.xml")
+    assert [case.verdict for case in outcomes.values()] == ["wrong"] * len(HOSTILE)
+    for case in outcomes.values():
         assert "doubled is wrong at n=1001: output[" in case.failure
 
 
 @pytest.mark.parametrize("mode", [[], ["--aisp-check"]], ids=["measure", "check"])
-def test_an_honest_pair_passes_and_says_that_it_was_run_apart(page, gpu, pytester, mode):
+def test_an_honest_pair_passes_in_a_sandbox(page, gpu, pytester, mode):
     gpu(**SPEEDS)
     page()
     result = pytester.runpytest_subprocess("--aisp-untrusted", "-vv", *mode)
@@ -112,7 +110,7 @@ def test_doubling(pair):
 """
 
 
-def test_a_state_is_compared_too(page, pytester):
+def test_a_state_is_compared_in_a_sandbox(page, pytester):
     page().write_text(STATE)
     result = pytester.runpytest_subprocess("--aisp-untrusted", "--aisp-check", "-vv")
     assert result.ret == 0
@@ -120,7 +118,7 @@ def test_a_state_is_compared_too(page, pytester):
 
 
 @pytest.mark.parametrize("option", ["--aisp-in-process", "--aisp-replay=x"])
-def test_it_needs_processes_of_its_own(page, pytester, option):
+def test_modes_without_processes_are_refused(page, pytester, option):
     page()
     result = pytester.runpytest_subprocess("--aisp-untrusted", option)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -140,18 +138,16 @@ def doubled(x):
 """
 
 
-def test_the_clock_that_is_read_can_be_replaced_from_inside_and_is_not_believed_apart(
-    page, monkeypatch
-):
+def test_a_replaced_clock_is_detected_from_outside(page, monkeypatch):
     monkeypatch.setattr(cpu_timer, "STOLEN", math.inf)
     for module, name in ((cpu_timer, "now_ns"), (monkeypatches, "replaced")):
-        monkeypatch.setattr(module, name, getattr(module, name))  # put back after the lie
+        monkeypatch.setattr(module, name, getattr(module, name))  # restores them
     path = page(defs=CLOCK)
     engine, module = Engine(), "untrusted_clock"
     common = {"page": str(path), "root": str(path.parent), "module": module, "variant": "doubled"}
     common |= {"function": "test_doubling", "size": {"n": 1001}, "side": "optimized"}
     short = {"blocks": 4, "least": 2, "seconds": 0.01, "window": 2e-4, "warmup": 3}
-    told = engine.time(TimeTask(budget=short, **common))
+    timing = engine.time(TimeTask(budget=short, **common))
     prepare = PrepareTask(clock="cpu", counted=1, slots=2, **common)
     unit = engine.prepare(prepare).unit
 
@@ -161,11 +157,11 @@ def test_the_clock_that_is_read_can_be_replaced_from_inside_and_is_not_believed_
         return time.perf_counter() - start
 
     seconds = sandbox.seconds_per_call(work, unit, at_least=0.01, times=3)
-    assert extra_runs.contradicts(seconds, min(told.optimized), "cpu")
+    assert extra_runs.contradicts(seconds, min(timing.optimized), "cpu")
     assert not extra_runs.contradicts(seconds, seconds, "cpu")
 
 
-def test_seconds_per_call_asks_for_more_until_asking_does_not_count():
+def test_seconds_per_call_doubles_the_work_until_the_pipe_does_not_count():
     asked = []
 
     def work(units):
@@ -179,7 +175,7 @@ def test_seconds_per_call_asks_for_more_until_asking_does_not_count():
     assert len(asked[asked.index(asked[-1]) :]) == 3
 
 
-def test_what_a_performer_leaves_is_read_and_never_run(tmp_path):
+def test_files_of_a_sandboxed_side_are_never_executed(tmp_path):
     (tmp_path / "outputs.pt").write_bytes(b"os.system")
 
     def doubled(x):

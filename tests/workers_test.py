@@ -1,4 +1,4 @@
-"""A worker of xdist that is killed costs the case it was running, and nothing else."""
+"""A killed xdist worker loses only the case that it was running."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 from worker_processes import alive_workers, wait_for
 
 IMPORTS = "import os, signal, time"
-# The parent of a side's process is the worker; with it goes the side's own process.
+# The parent of a worker process is the xdist worker, and it dies with its parent.
 KILL = "(os.kill(os.getppid(), signal.SIGKILL), time.sleep(1000))"
 HEALTHY = ("first", "middle", "zenith")
 CULPRIT = "ch99/kills_test.py::test_doubling[doubled-n1001]"
 
 
-def test_a_killed_worker_costs_the_case_that_it_was_running(page, gpu, pytester):
+def test_a_killed_xdist_worker_loses_only_its_case(page, gpu, pytester):
     gpu(added=2e-5, doubled=1e-5)
     for name in HEALTHY:
         page(name=f"{name}_test.py")
@@ -41,7 +41,7 @@ def test_a_killed_worker_costs_the_case_that_it_was_running(page, gpu, pytester)
     wait_for(lambda: not alive_workers(pytester.path))
 
 
-# While the worker of the first page holds the machine, that of the second asks for it.
+# The second page waits for the machine while the first page holds it.
 TURNS = """
 import os
 import time
@@ -69,15 +69,15 @@ def hold(x):
 """
 
 
-def test_a_killed_worker_leaves_the_machine_to_the_one_that_waits(page, gpu, pytester):
+def test_a_killed_xdist_worker_releases_the_machine(page, gpu, pytester):
     gpu(added=2e-5, doubled=1e-5)
     with open(pytester.path / "conftest.py", "a") as conftest:
         conftest.write(TURNS)
     page("hold(x)", defs=f"{IMPORTS}\n{HOLD}", name="first_test.py", bound='"host"')
     page(name="second_test.py", bound='"host"')
     result = pytester.runpytest_subprocess("-n2")
-    said = (pytester.path / "said").read_text()
-    assert said.startswith("wait for host, which another run holds")
+    progress = (pytester.path / "said").read_text()
+    assert progress.startswith("wait for host, which another run holds")
     result.stdout.fnmatch_lines(["worker 'gw?' crashed while running 'ch99/first_test.py::*'"])
     result.stdout.fnmatch_lines(["second *doubled *new", "=* 1 failed, 1 new in *"])
     wait_for(lambda: not alive_workers(pytester.path))
@@ -93,7 +93,7 @@ def pytest_handlecrashitem(crashitem, report, sched):
 """
 
 
-def test_a_worker_in_the_place_of_another_has_no_more_time_than_the_run(page, gpu, pytester):
+def test_a_replacement_worker_has_only_the_remaining_time_of_the_run(page, gpu, pytester):
     gpu(added=2e-5, doubled=1e-5)
     with open(pytester.path / "conftest.py", "a") as conftest:
         conftest.write(LATE)
