@@ -268,19 +268,19 @@ def red(write, pytester, read_junit, module_cache):
         for name, (parts, _) in RED.items():
             write(name, **parts)
         module_cache["result"] = compiled(pytester, "--aisp-compile=sm90,sm121")
-        module_cache["told"] = read_junit(pytester.path / "junit.xml")
-    return module_cache["told"]
+        module_cache["outcomes"] = read_junit(pytester.path / "junit.xml")
+    return module_cache["outcomes"]
 
 
 @pytest.mark.parametrize("name", RED)
 def test_assembly_failures_are_explained(red, name):
     assert red[name].verdict == "fail"
-    for words in RED[name][1]:
-        assert words in red[name].failure
+    for message in RED[name][1]:
+        assert message in red[name].failure
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
         ("does_not_compile", 'error: identifier "undeclared" is undefined'),
         ("no_such_name", "NameError("),
@@ -288,8 +288,8 @@ def test_assembly_failures_are_explained(red, name):
         ("needs_values", "doubled on "),
     ],
 )
-def test_a_fault_on_several_archs_is_reported_once(red, name, words):
-    assert red[name].failure.count(words) == 1
+def test_a_fault_on_several_archs_is_reported_once(red, name, message):
+    assert red[name].failure.count(message) == 1
 
 
 def test_a_fault_names_only_the_archs_that_have_it(red):
@@ -324,7 +324,7 @@ def test_the_option_without_a_value_means_every_arch(write, pytester):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         (
             ["--aisp-compile=sm90,sm99"],
@@ -349,10 +349,10 @@ def test_the_option_without_a_value_means_every_arch(write, pytester):
         ),
     ],
 )
-def test_invalid_options_are_usage_errors(page, pytester, lines, options, words):
+def test_invalid_options_are_usage_errors(page, pytester, lines, options, message):
     page()
     result = pytester.runpytest_subprocess(*options)
-    assert words in lines(result)
+    assert message in lines(result)
     assert result.ret == 4
 
 
@@ -362,12 +362,12 @@ def test_invalid_options_are_usage_errors(page, pytester, lines, options, words)
 def test_nothing_is_assembled_under_the_interpreter(monkeypatch):
     monkeypatch.setattr(assemble, "interpreting", lambda: True)
     with pytest.raises(AssemblyError, match=r"nothing is assembled\nUnset TRITON_INTERPRET"):
-        made().run(["sm90"])
+        assembly_of().run(["sm90"])
 
 
 def test_promises_are_unchecked_without_a_disassembler(monkeypatch):
     monkeypatch.setattr(sass, "disassemblers", tuple)
-    assembly = made(needs="tma")
+    assembly = assembly_of(needs="tma")
     for arch in ("sm90", "sm100"):
         assembly.assembled.append(AssembledKernel(arch, "other", launch(), 16, 0, 0, 0, b""))
         assembly._check_promises(arch)
@@ -382,7 +382,7 @@ def test_promises_are_unchecked_with_an_old_disassembler(tmp_path, monkeypatch):
     old.write_text("#!/bin/sh\necho \"Cannot decode architecture 'SM103'\" >&2\nexit 1\n")
     old.chmod(0o755)
     monkeypatch.setattr(sass, "disassemblers", lambda: (str(old),))
-    assembly = made(needs="tma")
+    assembly = assembly_of(needs="tma")
     assembly.assembled.append(AssembledKernel("sm103", "other", launch(), 16, 0, 0, 0, b"newer"))
     assembly._check_promises("sm103")
     assert assembly.notes == [
@@ -406,7 +406,7 @@ def test_unchecked_promises_are_shown_without_v():
 def test_a_page_without_launches_fails(monkeypatch):
     monkeypatch.setattr(assemble, "interpreting", lambda: False)
     with pytest.raises(AssemblyError, match="no kernel was launched, so nothing was assembled"):
-        made().run([])
+        assembly_of().run([])
 
 
 kernels = cuda_cpp.cuda_module("data/build.cu")
@@ -450,7 +450,7 @@ def asks_torch(x):
 
 
 def launched(side, arch="sm90"):
-    captured = capture_launches(made().pair, side, {"n": 7}, arch, assemble=False)
+    captured = capture_launches(assembly_of().pair, side, {"n": 7}, arch, assemble=False)
     if captured.error is not None:
         raise captured.error
     return [(launch.name, launch.config, launch.grid) for launch in captured.unique.values()]
@@ -479,7 +479,7 @@ def spread(x):
 def test_a_side_on_ranks_runs_as_rank_0_of_each_count(monkeypatch):
     grids = []
     monkeypatch.setattr(CapturedLaunches, "add", lambda self, launch: grids.append(launch.grid))
-    pair = dataclasses.replace(made().pair, gpus=(2, 4))
+    pair = dataclasses.replace(assembly_of().pair, gpus=(2, 4))
     assert capture_launches(pair, spread, {"n": 7}, "sm90", assemble=False).error is None
     assert grids == [(10,), (20,)]
     assert not dist.is_initialized()
@@ -499,7 +499,7 @@ def launch(grid=(1,), threads=128):
     return CapturedLaunch("k", "k", "", grid, threads)
 
 
-def made(**variant):
+def assembly_of(**variant):
     pair = Pair(
         baseline=side,
         variants=(Variant(other, **variant),),
@@ -521,12 +521,12 @@ def made(**variant):
 
 
 def test_kernels_with_the_same_error_share_a_line():
-    broken = made()
-    broken.refused = {
+    assembly = assembly_of()
+    assembly.refused = {
         "x.cu(4): error": {"a (block 1)": ["sm90", "sm100"], "b (block 1)": ["sm90", "sm100"]},
         "x.cu(9): error": {"c (block 1)": ["sm90"], "d (block 1)": ["sm100"]},
     }
-    assert [*broken._refusals()] == [
+    assert [*assembly._refusals()] == [
         "a (block 1), b (block 1) on sm90, sm100 do not assemble: x.cu(4): error",
         "c (block 1) on sm90 does not assemble: x.cu(9): error",
         "d (block 1) on sm100 does not assemble: x.cu(9): error",
@@ -534,7 +534,7 @@ def test_kernels_with_the_same_error_share_a_line():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "messages"),
     [
         ({"shared": 227 * 1024}, []),
         ({"shared": 227 * 1024 + 1}, ["needs 232449 bytes of shared memory; a block has 232448"]),
@@ -548,13 +548,13 @@ def test_kernels_with_the_same_error_share_a_line():
         ({"grid": (0,)}, ["has a grid of (0,)"]),
     ],
 )
-def test_limits_of_the_arch_are_enforced(changes, words):
+def test_limits_of_the_arch_are_enforced(changes, messages):
     built = {"registers": 16, "shared": 0, "grid": (1,), "threads": 128, **changes}
     shape = launch(built["grid"], built["threads"])
     used = AssembledKernel("sm90", "s", shape, built["registers"], 0, 0, built["shared"], b"")
-    found = list(assemble._limit_faults(used))
-    assert len(found) == len(words)
-    assert all(word in fault for word, fault in zip(words, found, strict=True))
+    faults = list(assemble._limit_faults(used))
+    assert len(faults) == len(messages)
+    assert all(message in fault for message, fault in zip(messages, faults, strict=True))
 
 
 def test_every_arch_has_limits():

@@ -1,4 +1,4 @@
-"""What Triton compiles inside a window is counted, and what its tuner chose is kept."""
+"""Triton: compilations inside a window are counted, and the tuner's choices are recorded."""
 
 from __future__ import annotations
 
@@ -53,32 +53,32 @@ def tuned(monkeypatch):
 
 
 def test_the_configuration_of_each_tuned_launch_is_recorded(tuned):
-    x, found = torch.zeros(4), {}
+    x, choices = torch.zeros(4), {}
     run = type(tuned).run
     tuned[(1,)](x, 4)
-    with autotune.record_choices(found):
+    with autotune.record_choices(choices):
         tuned[(1,)](x, 4)
         tuned[(1,)](x, 8)
     assert type(tuned).run is run
-    [config] = found.pop("doubled_kernel")
+    [config] = choices.pop("doubled_kernel")
     assert config.startswith("BLOCK: 16, num_warps: 4")
-    assert found == {}
+    assert choices == {}
 
 
 def test_a_single_configuration_is_not_recorded(tuned):
-    found = {}
+    choices = {}
     tuned.configs = tuned.configs[:1]
-    with autotune.record_choices(found):
+    with autotune.record_choices(choices):
         tuned[(1,)](torch.zeros(4), 4)
-    assert found == {}
+    assert choices == {}
 
 
 def test_nothing_is_recorded_without_triton(monkeypatch):
     monkeypatch.delitem(__import__("sys").modules, "triton.runtime.autotuner")
-    found = {}
-    with autotune.record_choices(found):
+    choices = {}
+    with autotune.record_choices(choices):
         pass
-    assert found == {}
+    assert choices == {}
 
 
 def test_choices_of_several_processes_are_merged_and_shown():

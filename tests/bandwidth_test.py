@@ -37,8 +37,8 @@ def slow(rates, kind=NV18, nbytes=GIB, *, both=False):
 
 
 def test_a_hop_far_below_the_median_of_its_kind_is_slow():
-    said = slow([390, 391, 388, 300])
-    assert said == ["", "", "", "77% of the median of NVLink 4 x18, 389 GB/s"]
+    reasons = slow([390, 391, 388, 300])
+    assert reasons == ["", "", "", "77% of the median of NVLink 4 x18, 389 GB/s"]
     assert slow([390, 391, 388, 313]) == [""] * 4
 
 
@@ -91,17 +91,17 @@ def measured(count, *args, nbytes=GIB, **kwargs):
 
 
 def test_measure_covers_each_direction_and_both_at_once():
-    found = measured(3)
-    assert [h.label for h in found if not h.both] == [
+    hops = measured(3)
+    assert [h.label for h in hops if not h.both] == [
         *("GPU 0 -> GPU 1", "GPU 0 -> GPU 2", "GPU 1 -> GPU 0"),
         *("GPU 1 -> GPU 2", "GPU 2 -> GPU 0", "GPU 2 -> GPU 1"),
     ]
-    assert [h.label for h in found if h.both] == [
+    assert [h.label for h in hops if h.both] == [
         *("GPU 0 <-> GPU 1", "GPU 0 <-> GPU 2", "GPU 1 <-> GPU 2"),
     ]
-    assert [h.rate / GB for h in found] == [pytest.approx(390)] * 6 + [pytest.approx(780)] * 3
-    assert found[0].share == pytest.approx(390 / 450)
-    assert found[-1].share == pytest.approx(780 / 900)
+    assert [h.rate / GB for h in hops] == [pytest.approx(390)] * 6 + [pytest.approx(780)] * 3
+    assert hops[0].share == pytest.approx(390 / 450)
+    assert hops[-1].share == pytest.approx(780 / 900)
 
 
 def test_a_window_has_4_to_64_copies():
@@ -113,9 +113,9 @@ def test_a_window_has_4_to_64_copies():
 
 
 def test_table_and_exit_code_of_a_healthy_machine():
-    found = bandwidth.bandwidth_result(measured(2), GIB, as_json=False)
-    assert found.code == 0
-    pytest.LineMatcher(list(found.lines)).fnmatch_lines(
+    result = bandwidth.bandwidth_result(measured(2), GIB, as_json=False)
+    assert result.code == 0
+    pytest.LineMatcher(list(result.lines)).fnmatch_lines(
         [
             "device-to-device copies of 1 GiB, median of 7 windows",
             "hop              rate      limit     share  kind",
@@ -127,33 +127,33 @@ def test_table_and_exit_code_of_a_healthy_machine():
 
 
 def test_a_slow_hop_is_reported_with_exit_code_1():
-    found = bandwidth.bandwidth_result(measured(3, {(2, 0): 120}), GIB, as_json=False)
-    assert found.code == 1
-    assert list(found.lines[-4:]) == [
+    result = bandwidth.bandwidth_result(measured(3, {(2, 0): 120}), GIB, as_json=False)
+    assert result.code == 1
+    assert list(result.lines[-4:]) == [
         "slow: GPU 2 -> GPU 0: 120 GB/s, 31% of the median of NVLink 4 x18, 390 GB/s",
         "slow: GPU 0 <-> GPU 2: 240 GB/s, 31% of the median of NVLink 4 x18, 780 GB/s",
         "Measure again with nothing else on the GPUs, then look at the links' errors:",
         "    nvidia-smi nvlink -e",
     ]
-    assert [line.split("  ")[-1] for line in found.lines].count("slow") == 2
+    assert [line.split("  ")[-1] for line in result.lines].count("slow") == 2
 
 
 def test_lost_data_is_reported_with_exit_code_1():
-    found = bandwidth.bandwidth_result(measured(2, loses=[(1, 0)]), GIB, as_json=False)
-    assert found.code == 1
-    assert "WRONG: GPU 1 -> GPU 0: the target does not hold the sent data" in found.lines
+    result = bandwidth.bandwidth_result(measured(2, loses=[(1, 0)]), GIB, as_json=False)
+    assert result.code == 1
+    assert "WRONG: GPU 1 -> GPU 0: the target does not hold the sent data" in result.lines
 
 
 def test_an_unknown_limit_shows_as_a_question_mark():
-    found = bandwidth.bandwidth_result([hop(390, ("NVLink ? x18", None))], GIB, as_json=False)
+    result = bandwidth.bandwidth_result([hop(390, ("NVLink ? x18", None))], GIB, as_json=False)
     words = "GPU 0 -> GPU 1 390 GB/s ? ? NVLink ? x18"
-    assert " ".join(found.lines[2].split()) == words
+    assert " ".join(result.lines[2].split()) == words
 
 
 def test_json_has_every_hop():
-    found = bandwidth.bandwidth_result(measured(2, {(1, 0): 10}), GIB, as_json=True)
-    plain = json.loads("\n".join(found.lines))
-    assert (plain["size"], plain["windows"], found.code) == (GIB, 7, 1)
+    result = bandwidth.bandwidth_result(measured(2, {(1, 0): 10}), GIB, as_json=True)
+    plain = json.loads("\n".join(result.lines))
+    assert (plain["size"], plain["windows"], result.code) == (GIB, 7, 1)
     assert plain["hops"][0]["share"] == pytest.approx(390 / 450)
     assert "median" in plain["hops"][1]["slow"]
 
@@ -244,12 +244,12 @@ def two(gpus, monkeypatch, tmp_path):
 
 
 def test_command_locks_the_gpus_and_stores_peaks(two, tmp_path, capsys):
-    kept = tmp_path / "kept"
-    assert app.main(["bandwidth", "--store", f"--baselines={kept}"]) == 0
-    said = capsys.readouterr()
-    assert said.out.splitlines()[-1] == "no slow hop"
-    path = kept / "nvidia-h200-x2" / "peaks.json"
-    assert said.err.splitlines() == [
+    baselines = tmp_path / "baselines"
+    assert app.main(["bandwidth", "--store", f"--baselines={baselines}"]) == 0
+    output = capsys.readouterr()
+    assert output.out.splitlines()[-1] == "no slow hop"
+    path = baselines / "nvidia-h200-x2" / "peaks.json"
+    assert output.err.splitlines() == [
         f"stored in {path}: peer 390 GB/s",
         f"stored in {path}: peer_both 780 GB/s",
     ]
@@ -263,16 +263,16 @@ def test_command_locks_the_gpus_and_stores_peaks(two, tmp_path, capsys):
 
 def test_a_machine_with_a_slow_hop_has_no_peaks(two, tmp_path, capsys):
     two({(0, 1): 100})
-    assert app.main(["bandwidth", "--store", f"--baselines={tmp_path / 'kept'}"]) == 1
-    said = capsys.readouterr()
-    assert "slow: GPU 0 -> GPU 1" in said.out
-    assert said.err == "nothing is stored: a machine with a slow hop has no peaks\n"
-    assert not (tmp_path / "kept").exists()
+    assert app.main(["bandwidth", "--store", f"--baselines={tmp_path / 'baselines'}"]) == 1
+    output = capsys.readouterr()
+    assert "slow: GPU 0 -> GPU 1" in output.out
+    assert output.err == "nothing is stored: a machine with a slow hop has no peaks\n"
+    assert not (tmp_path / "baselines").exists()
 
 
 def test_small_copies_are_not_stored(two, tmp_path, capsys):
-    kept = tmp_path / "kept"
-    assert app.main(["bandwidth", "--size=1MiB", "--store", f"--baselines={kept}"]) == 2
+    baselines = tmp_path / "baselines"
+    assert app.main(["bandwidth", "--size=1MiB", "--store", f"--baselines={baselines}"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "nothing is stored: copies of 1 MiB do not fill a link",
         "    aisp links bandwidth --size=1GiB --store",
@@ -282,7 +282,7 @@ def test_small_copies_are_not_stored(two, tmp_path, capsys):
 def test_gpus_of_two_products_have_no_peaks(two, tmp_path, capsys, monkeypatch):
     machine = Machine("sm90", "nvidia-h200", "NVIDIA H200", ("GPU-0",))
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: machine))
-    assert app.main(["bandwidth", "--store", f"--baselines={tmp_path / 'kept'}"]) == 2
+    assert app.main(["bandwidth", "--store", f"--baselines={tmp_path / 'baselines'}"]) == 2
     assert capsys.readouterr().err == (
         "nothing is stored: of 2 GPUs 1 are NVIDIA H200, and peaks belong to one product\n"
     )
@@ -300,9 +300,9 @@ def test_an_invalid_peaks_file_is_left_unchanged(two, tmp_path, capsys):
 def test_store_is_refused_under_ci(two, capsys, monkeypatch):
     monkeypatch.setenv("CI", "1")
     assert app.main(["bandwidth", "--store"]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("--store is refused where CI is set: a gate must not move its own")
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("--store is refused where CI is set: a gate must not move its own")
 
 
 @pytest.mark.parametrize(("count", "have"), [(0, "none is"), (1, "one is")])
@@ -320,8 +320,8 @@ def test_a_mig_slice_is_refused(two, monkeypatch, capsys):
     properties = SimpleNamespace(uuid="slice")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda k: properties)
     assert app.main(["bandwidth"]) == 2
-    said = "NVML does not know GPU-slice: MIG slices have no links of their own\n"
-    assert capsys.readouterr().err == said
+    message = "NVML does not know GPU-slice: MIG slices have no links of their own\n"
+    assert capsys.readouterr().err == message
 
 
 def test_out_of_memory_suggests_smaller_copies(two, monkeypatch, capsys):
@@ -330,17 +330,17 @@ def test_out_of_memory_suggests_smaller_copies(two, monkeypatch, capsys):
 
     monkeypatch.setattr(bandwidth, "CudaCopier", full)
     assert app.main(["bandwidth"]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == "no room for two buffers of 1 GiB on each GPU"
-    assert "    aisp links bandwidth --size=256MiB" in said
+    output = capsys.readouterr().err.splitlines()
+    assert output[0] == "no room for two buffers of 1 GiB on each GPU"
+    assert "    aisp links bandwidth --size=256MiB" in output
 
 
 def test_unwritable_lock_folder_is_reported(two, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(device, "lease_folder", lambda: tmp_path / "not there")
     assert app.main(["bandwidth"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("the machine cannot be leased: ")
-    assert said.endswith(f"{device.REMEDY}\n")
+    output = capsys.readouterr().err
+    assert output.startswith("the machine cannot be leased: ")
+    assert output.endswith(f"{device.REMEDY}\n")
 
 
 def test_an_invalid_size_is_refused(capsys):

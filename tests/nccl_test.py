@@ -222,9 +222,9 @@ def test_small_all_reduces_are_not_stored(ranks, monkeypatch, tmp_path, capsys):
     for rows in (ROWS[:1], ROWS[2:3]):
         monkeypatch.setattr(Ranks, "reply", Reply(result={**ANSWER, "rows": rows}))
         assert app.main(["nccl", "--store", f"--baselines={tmp_path}"]) == 2
-        said = capsys.readouterr()
-        assert said.out.startswith("2 ranks")  # the results are shown anyway
-        assert said.err.splitlines() == [
+        output = capsys.readouterr()
+        assert output.out.startswith("2 ranks")  # the results are shown anyway
+        assert output.err.splitlines() == [
             "nothing is stored: the peak needs an all-reduce of 64 MiB or more",
             "    aisp links nccl --ops=all_reduce --sizes=4KiB:512MiB --store",
         ]
@@ -247,9 +247,9 @@ def test_store_is_refused_under_ci(ranks, monkeypatch, capsys):
 def test_an_unwritable_plot_is_reported_below_the_table(ranks, tmp_path, capsys):
     plot = tmp_path / "no folder" / "plot.svg"
     assert app.main(["nccl", f"--plot={plot}"]) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith(f"--plot={plot}: cannot be written: ")
-    assert "all_reduce  512 MiB" in said.out
+    output = capsys.readouterr()
+    assert output.err.startswith(f"--plot={plot}: cannot be written: ")
+    assert "all_reduce  512 MiB" in output.out
 
 
 def test_plot_of_a_single_size():
@@ -266,8 +266,8 @@ def test_labels_of_equal_curves_do_not_overlap():
 
 def test_peaks_of_links_are_added_to_those_of_one_gpu():
     links = peaks.Peaks("nvidia-h200-x2", {"peer": 3.9e11, "busbw": 4.5e11, "all_reduce": 1e-5})
-    both = peaks.joined(H200, links)
-    assert both.rates == {**H200.rates, "peer": 3.9e11, "busbw": 4.5e11}
+    joined = peaks.joined(H200, links)
+    assert joined.rates == {**H200.rates, "peer": 3.9e11, "busbw": 4.5e11}
     assert (peaks.joined(H200, None), peaks.joined(None, links)) == (H200, links)
 
 

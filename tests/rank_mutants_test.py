@@ -28,14 +28,14 @@ RETURN_NOTHING = {"test_sharded_optimizer"}  # nothing that could be nearly righ
 @pytest.fixture(scope="module")
 def started():
     """The ranks that were started; a mutant that only one rank refuses ends them all."""
-    found = []
-    yield found
-    for ranks in found:
+    rank_sets = []
+    yield rank_sets
+    for ranks in rank_sets:
         ranks.close()
 
 
 @pytest.fixture
-def both(started):
+def two_ranks(started):
     if not started or not started[-1].alive:
         started.append(RankSet(2, {"CUDA_VISIBLE_DEVICES": ""}))
     return started[-1]
@@ -43,7 +43,7 @@ def both(started):
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 @pytest.mark.parametrize(("path", "name"), CASES)
-def test_a_wrong_side_is_caught_on_two_ranks(both, tmp_path_factory, path, name, mutant):
+def test_a_wrong_side_is_caught_on_two_ranks(two_ranks, tmp_path_factory, path, name, mutant):
     mutant = zeros if mutant is nearly and name in RETURN_NOTHING else mutant
     pair, rule = judged_on(path)[name]
     page = tmp_path_factory.getbasetemp() / f"{path.stem}_mutants.py"
@@ -51,7 +51,7 @@ def test_a_wrong_side_is_caught_on_two_ranks(both, tmp_path_factory, path, name,
     [size, *_] = [s for s in pair.check_sizes if is_plain(s)]
     where = {"page": str(page), "root": str(ROOT), "module": f"{path.stem}_mutants"}
     case = {"function": name, "variant": mutant.__name__, "size": dict(size), "gpus": 2}
-    asked = {"rule": vars(rule), "seed": 1, "at": "case"}
-    reply = both.ask(CheckTask(**where, **case, **asked), 60, lambda text: None)
+    settings = {"rule": vars(rule), "seed": 1, "at": "case"}
+    reply = two_ranks.ask(CheckTask(**where, **case, **settings), 60, lambda text: None)
     assert reply.error in ("wrong", "page"), reply
     assert mutant.__name__ in reply.message

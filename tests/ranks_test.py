@@ -96,7 +96,7 @@ FAULTS["yields"] = (UNEVEN, f"other at n=33: ValueError: no, {AT}")
 HEALTHY = ("first", "zenith")
 
 
-# By page: what its optimized side does at the sizes that a search draws, and what is said of it.
+# By page: what its optimized side does at the sizes that a search draws, and the failure.
 SEARCHES = {
     "searched": ("pass", ""),
     "wrong_above": ("return summed(x) + (x.numel() > 40)", "other is wrong at n=4[1-9]: *"),
@@ -117,7 +117,7 @@ def write(folder: Path, name: str, does: str = "pass", gpus: int = 2) -> Path:
 @pytest.fixture
 def run(page, pytester, read_junit, module_cache):
     """A run of every faulty page and of healthy ones among them."""
-    if "told" not in module_cache:
+    if "outcome" not in module_cache:
         page()
         for name, (does, _) in FAULTS.items():
             write(pytester.path, name, does)
@@ -126,19 +126,19 @@ def run(page, pytester, read_junit, module_cache):
         options = ["--aisp-check", "-o", "aisp_timeout=12", "--junitxml=junit.xml", "ch99"]
         module_cache["result"] = pytester.runpytest_subprocess(*options)
         module_cache["left"] = alive_workers(pytester.path)
-        module_cache["told"] = read_junit(pytester.path / "junit.xml")
+        module_cache["outcome"] = read_junit(pytester.path / "junit.xml")
     return module_cache
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_fails_and_names_the_rank(run, name):
-    told = run["told"][name]
-    pytest.LineMatcher(told.failure.splitlines()).fnmatch_lines(["*" + FAULTS[name][1] + "*"])
-    assert told.verdict == ("wrong" if name in ("wrong", "wrong_all", "alone") else "fail")
+    outcome = run["outcome"][name]
+    pytest.LineMatcher(outcome.failure.splitlines()).fnmatch_lines(["*" + FAULTS[name][1] + "*"])
+    assert outcome.verdict == ("wrong" if name in ("wrong", "wrong_all", "alone") else "fail")
 
 
 def test_healthy_pages_pass_between_faulty_ones(run):
-    assert [run["told"][name].verdict for name in HEALTHY] == ["checked"] * 2
+    assert [run["outcome"][name].verdict for name in HEALTHY] == ["checked"] * 2
     assert run["result"].ret == pytest.ExitCode.TESTS_FAILED
 
 
@@ -148,8 +148,8 @@ def test_no_rank_survives_the_run(run):
 
 def test_a_failure_of_all_ranks_names_no_rank(run):
     for name in ("raise_all", "wrong_all"):
-        assert "rank" not in run["told"][name].failure.splitlines()[-1]
-        assert "rank 0:" not in run["told"][name].failure
+        assert "rank" not in run["outcome"][name].failure.splitlines()[-1]
+        assert "rank 0:" not in run["outcome"][name].failure
 
 
 def task(path: Path, kind: type[Task] = CheckTask, **more: object) -> Task:
@@ -181,23 +181,23 @@ def quiet(text: str) -> None:
 
 def test_ranks_answer_several_tasks_and_end_together(ranks, tmp_path):
     path = write(tmp_path, "twice")
-    both = ranks(2)
+    pair_of_ranks = ranks(2)
     for _ in range(2):
-        assert both.ask(task(path), 60, quiet).error is None
-    assert len(both.pids) == 3
-    os.kill(both.pids[2], 9)
-    wait_for(lambda: both.ask(task(path), 60, quiet).error == "died")
-    assert not both.alive
-    for pid in both.pids:
+        assert pair_of_ranks.ask(task(path), 60, quiet).error is None
+    assert len(pair_of_ranks.pids) == 3
+    os.kill(pair_of_ranks.pids[2], 9)
+    wait_for(lambda: pair_of_ranks.ask(task(path), 60, quiet).error == "died")
+    assert not pair_of_ranks.alive
+    for pid in pair_of_ranks.pids:
         wait_for(lambda pid=pid: not running(pid))
 
 
 def test_child_processes_end_with_their_rank(ranks, tmp_path):
     started = tmp_path / "started"
     sleeper = "import subprocess; each = subprocess.Popen(['sleep', '1000']).pid"
-    told = f"open({str(started)!r}, 'a').write(f'{{each}}\\n'); time.sleep(1000)"
-    both = ranks(2)
-    reply = both.ask(task(write(tmp_path, "parent", f"{sleeper}; {told}")), 5, quiet)
+    record = f"open({str(started)!r}, 'a').write(f'{{each}}\\n'); time.sleep(1000)"
+    pair_of_ranks = ranks(2)
+    reply = pair_of_ranks.ask(task(write(tmp_path, "parent", f"{sleeper}; {record}")), 5, quiet)
     assert reply.error == "timeout"
     children = [int(pid) for pid in started.read_text().split()]
     assert len(children) == 2
@@ -211,11 +211,11 @@ def test_ranks_start_inside_torchrun_and_with_a_long_tmpdir(ranks, tmp_path, mon
     folder = tmp_path / ("a" * 90)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    both = ranks(2)
-    assert both.ask(task(write(tmp_path, "inside")), 60, quiet).error is None
-    both.close()
+    pair_of_ranks = ranks(2)
+    assert pair_of_ranks.ask(task(write(tmp_path, "inside")), 60, quiet).error is None
+    pair_of_ranks.close()
     assert list(folder.iterdir()) == []
-    assert not os.path.exists(both._folder)
+    assert not os.path.exists(pair_of_ranks._folder)
 
 
 def running(pid: int) -> bool:
@@ -238,8 +238,8 @@ def test_ranks_of_two_launchers_measure_together(ranks, tmp_path, unused_port):
         # Each has drawn a seed of its own: the ranks use the first one's.
         # Two ranks on a busy machine scatter more than what an answer remembered by value saves.
         timing = task(path, TimeTask, seed=number, budget=SHORT, without=("repeats",))
-        asked = (task(path, seed=number), timing)
-        replies[number] = [nodes[number].ask(one, 120, quiet) for one in asked]
+        tasks = (task(path, seed=number), timing)
+        replies[number] = [nodes[number].ask(one, 120, quiet) for one in tasks]
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
     for thread in threads:
@@ -357,11 +357,11 @@ def searched(page, pytester, read_junit, module_cache):
 
 @pytest.mark.parametrize("name", SEARCHES)
 def test_ranks_search_the_same_sizes(searched, name):
-    words = SEARCHES[name][1]
-    assert searched[name].verdict == ("wrong" if words else "checked")
-    if words:
+    message = SEARCHES[name][1]
+    assert searched[name].verdict == ("wrong" if message else "checked")
+    if message:
         lines = searched[name].failure.splitlines()
-        pytest.LineMatcher(lines).fnmatch_lines(["*AssertionError: " + words])
+        pytest.LineMatcher(lines).fnmatch_lines(["*AssertionError: " + message])
 
 
 def test_ranks_start_with_the_environment_of_their_page(page, pytester, read_junit):

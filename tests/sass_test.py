@@ -49,37 +49,37 @@ DOTS = Path(__file__).parent / "data" / "dots.py"
 
 
 @pytest.fixture
-def found(tmp_path):
+def instructions_of(tmp_path):
     """Return the instructions of a kernel with an assembler statement, or of none."""
 
-    def found(arch, statement=""):
+    def instructions_of(arch, statement=""):
         operands = '"r"(s), "l"(x), "r"(0), "r"(s + 1024), "h"(static_cast<short>(3))'
         probe = f'asm volatile("{statement}" ::{operands} : "memory");' if statement else ""
         (tmp_path / "probe.cu").write_text(KERNEL.replace("PROBE", probe))
         module = cuda_cpp.cuda_module(tmp_path / "probe.cu")
         return sass.instructions(nvrtc.compile_module(module, module.target(arch)).code)["k"]
 
-    return found
+    return instructions_of
 
 
 @pytest.mark.parametrize("arch", GPU_ARCHS)
 @pytest.mark.parametrize("probe", PROBES)
-def test_tma_is_these_instructions(found, arch, probe):
+def test_tma_is_these_instructions(instructions_of, arch, probe):
     statement, instruction = PROBES[probe]
     known = INSTRUCTIONS["tma"] + INSTRUCTIONS["bulk_copy"]
     assert instruction in known
-    assert sass.contains(found(arch, statement), instruction)
-    assert not any(sass.contains(found(arch), other) for other in known)
+    assert sass.contains(instructions_of(arch, statement), instruction)
+    assert not any(sass.contains(instructions_of(arch), other) for other in known)
 
 
 @pytest.mark.parametrize("arch", GPU_ARCHS)
 @pytest.mark.parametrize("probe", MULTICAST)
-def test_multicast_is_an_instruction_except_on_sm121(found, arch, probe):
+def test_multicast_is_an_instruction_except_on_sm121(instructions_of, arch, probe):
     statement, instruction = MULTICAST[probe]
     assert instruction in INSTRUCTIONS["multicast"]
-    held = found(arch, statement)
-    assert sass.contains(held, instruction) is (arch != "sm121")
-    assert sass.contains(held, "CALL") is (arch == "sm121")
+    instructions = instructions_of(arch, statement)
+    assert sass.contains(instructions, instruction) is (arch != "sm121")
+    assert sass.contains(instructions, "CALL") is (arch == "sm121")
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +99,9 @@ def dots():
 @pytest.mark.parametrize("feature", ["wgmma", "tcgen05", "mma_block_scale"])
 def test_a_matrix_product_contains_its_archs_instruction(dots, feature):
     for arch in GPU_ARCHS:
-        held = dots[feature][arch]
-        has = any(sass.contains(held, instruction) for instruction in INSTRUCTIONS[feature])
-        assert has is (arch in FEATURES[feature]), (arch, held)
+        instructions = dots[feature][arch]
+        has = any(sass.contains(instructions, instruction) for instruction in INSTRUCTIONS[feature])
+        assert has is (arch in FEATURES[feature]), (arch, instructions)
 
 
 def test_the_instruction_table_lists_known_features():
@@ -144,15 +144,15 @@ def test_promises_match_by_name_and_modifiers(instruction, promised, is_it):
 
 
 def test_invalid_machine_code_shows_the_disassemblers_error():
-    words = "nvdisasm cannot read it: nvdisasm.*: pip install -U nvidia-cuda-nvdisasm"
-    with pytest.raises(sass.NoDisassembler, match=words):
+    message = "nvdisasm cannot read it: nvdisasm.*: pip install -U nvidia-cuda-nvdisasm"
+    with pytest.raises(sass.NoDisassembler, match=message):
         sass.instructions(b"no machine code")
 
 
 def test_without_a_disassembler_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(sass, "disassemblers", tuple)
-    words = "no nvdisasm here: pip install nvidia-cuda-nvdisasm"
-    with pytest.raises(sass.NoDisassembler, match=words):
+    message = "no nvdisasm here: pip install nvidia-cuda-nvdisasm"
+    with pytest.raises(sass.NoDisassembler, match=message):
         sass.instructions(b"whatever")
 
 

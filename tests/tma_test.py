@@ -16,12 +16,12 @@ from pytest_aisp.kernels.fake_gpu import fake_gpu
 @pytest.fixture
 def encoded(monkeypatch):
     """Return what would be handed to the driver, on a GPU that is only pretended."""
-    asked = []
+    calls = []
     monkeypatch.setattr(
-        arguments, "_encode_tensor_map", lambda *given: asked.append(given) or "descriptor"
+        arguments, "_encode_tensor_map", lambda *given: calls.append(given) or "descriptor"
     )
     with fake_gpu("sm90"):
-        yield asked
+        yield calls
 
 
 def on_gpu(*shape, dtype=torch.float16):
@@ -30,14 +30,14 @@ def on_gpu(*shape, dtype=torch.float16):
 
 def test_a_map_holds_its_tensor_and_tile(encoded):
     x = on_gpu(64, 128)
-    made = tensor_map(x, [64, 64], swizzle=128)
-    assert (made.tensor is x, made.box, made.descriptor) == (True, (64, 64), "descriptor")
+    result = tensor_map(x, [64, 64], swizzle=128)
+    assert (result.tensor is x, result.box, result.descriptor) == (True, (64, 64), "descriptor")
     [(_, box, swizzle, promotion)] = encoded
     assert (box, swizzle, promotion) == ((64, 64), 128, 128)
 
 
 @pytest.mark.parametrize(
-    ("make", "box", "options", "words"),
+    ("make", "box", "options", "message"),
     [
         (lambda: torch.empty(64, 64), (8, 8), {}, "it is on the CPU"),
         (lambda: on_gpu(64, 64), (8,), {}, "needs 1 to 5 dimensions, and as many in the tile"),
@@ -56,10 +56,10 @@ def test_a_map_holds_its_tensor_and_tile(encoded):
         (lambda: on_gpu(64, 64), (8, 64), {"swizzle": 64}, "128 bytes; swizzle=64 has at most"),
     ],
 )
-def test_unsupported_tensor_maps_are_refused(encoded, make, box, options, words):
+def test_unsupported_tensor_maps_are_refused(encoded, make, box, options, message):
     with pytest.raises(LaunchError) as error:
         tensor_map(make(), box, **options)
-    assert words in str(error.value)
+    assert message in str(error.value)
     assert str(error.value).startswith("tensor_map of a ")
     assert encoded == []
 

@@ -124,19 +124,19 @@ SWITCHED = [["switch"] * 18] * 2
 
 
 def test_a_switched_route_has_the_smaller_number_of_links(machine):
-    found = machine(2, [["switch"] * 18, ["switch"] * 17 + ["down"]])
-    assert found.gpus[0].links[0] == Link(0, "4", "NVSwitch")
-    route = found.route(0, 1)
+    topo = machine(2, [["switch"] * 18, ["switch"] * 17 + ["down"]])
+    assert topo.gpus[0].links[0] == Link(0, "4", "NVSwitch")
+    route = topo.route(0, 1)
     assert (route.links, route.kind, route.label) == (17, "NVLink 4 x17", "NV17")
     assert route.limit == 17 * 25e9
 
 
 def test_direct_links_belong_to_one_pair(machine):
-    found = machine(3, [[1, 1, 2], [0, 0], [0]], version=5)  # an A100 says 5: NVLink 3
-    assert found.route(0, 1).kind == found.route(1, 0).kind == "NVLink 3 x2"
-    assert found.route(0, 2).limit == 25e9
-    assert found.route(1, 2).kind == "PCIe 5 x16, SYS"  # NVLink each, but not to each other
-    assert found.route(1, 2).limit == pytest.approx(16 * 3.938e9)
+    topo = machine(3, [[1, 1, 2], [0, 0], [0]], version=5)  # an A100 says 5: NVLink 3
+    assert topo.route(0, 1).kind == topo.route(1, 0).kind == "NVLink 3 x2"
+    assert topo.route(0, 2).limit == 25e9
+    assert topo.route(1, 2).kind == "PCIe 5 x16, SYS"  # NVLink each, but not to each other
+    assert topo.route(1, 2).limit == pytest.approx(16 * 3.938e9)
 
 
 def test_hidden_link_ends_count_if_nvml_reports_nvlink_access(machine):
@@ -176,11 +176,11 @@ def test_kind_mentions_missing_peer_access(machine):
 def test_refused_queries_show_as_unknown(machine):
     names = ["TopologyCommonAncestor", "P2PStatus", "MaxPcieLinkWidth"]
     names += ["CpuAffinity", "MemoryAffinity"]
-    found = machine(2, refused=[f"nvmlDeviceGet{name}" for name in names])
-    gpu, route = found.gpus[0], found.route(0, 1)
+    topo = machine(2, refused=[f"nvmlDeviceGet{name}" for name in names])
+    gpu, route = topo.gpus[0], topo.route(0, 1)
     assert (gpu.pcie, gpu.cpus, gpu.numa) == (None, "", None)
     assert (route.kind, route.limit, route.label) == ("PCIe, ?", None, "?")
-    assert topology.topology_tables(found)[1].split()[5:] == ["?", "?", "?", "no", "link"]
+    assert topology.topology_tables(topo)[1].split()[5:] == ["?", "?", "?", "no", "link"]
 
 
 def test_numa_node_comes_from_the_kernel_then_from_nvml(machine, tmp_path):
@@ -245,9 +245,9 @@ def test_refused_access_shows_the_reason():
 def test_no_gpu_is_an_error_with_a_next_step(monkeypatch, capsys):
     monkeypatch.setattr(device, "load_nvml", lambda: None)
     assert app.main(["topology"]) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.splitlines() == [
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.splitlines() == [
         "no GPU is here: NVML finds none, or its driver is not loaded",
         "See what the driver says:",
         "    nvidia-smi",

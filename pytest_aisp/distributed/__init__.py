@@ -1,1 +1,1 @@
-"""Several ranks: started together, asked together; the links between their GPUs."""
+"""Pages on several ranks, and the links between their GPUs."""

@@ -1,1 +1,1 @@
-"""CUDA C++ and Triton: compiled, launched, assembled for any GPU, their machine code read."""
+"""CUDA C++ and Triton kernels: compile, launch, assemble for any GPU, read machine code."""

@@ -1,1 +1,1 @@
-"""What all that runs on a machine shares: the device, ranks, trees of tensors, protections."""
+"""Helpers for every layer: the device, ranks, nested tensors, git, results of commands."""

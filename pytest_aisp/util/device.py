@@ -197,10 +197,10 @@ def is_visible(nvml: ModuleType, handle: object) -> bool:
 
 
 def query(function: Callable[..., T], *args: object) -> T | None:
-    """Return the answer of an NVML function, or None if this GPU or container refuses it."""
+    """Return the answer of a library function, or None if it fails here."""
     try:
         return function(*args)
-    except Exception:  # NVML raises a different class for each refusal
+    except Exception:  # NVML has an exception class for each refusal
         return None
 
 
@@ -208,12 +208,14 @@ def versions() -> dict[str, str | None]:
     """Return the version of each library, None for a missing one. Load no library, touch no GPU."""
     import torch
 
+    cudnn = query(torch.backends.cudnn.version)
+    nccl = query(torch.cuda.nccl.version)
     return {
         "torch": str(torch.__version__),
         "triton": version_of("triton"),
-        "cudnn": _cudnn_version(),
+        "cudnn": None if cudnn is None else str(cudnn),
         "cublas": _cublas_version(torch.version.cuda),
-        "nccl": _nccl_version(),
+        "nccl": None if nccl is None else ".".join(map(str, nccl)),
     }
 
 
@@ -225,33 +227,13 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def _cudnn_version() -> str | None:
-    import torch
-
-    try:
-        version = torch.backends.cudnn.version()
-    except RuntimeError:  # not the version that torch was built with
-        return None
-    return None if version is None else str(version)
-
-
-def _nccl_version() -> str | None:
-    import torch
-
-    try:
-        return ".".join(map(str, torch.cuda.nccl.version()))
-    except (AttributeError, RuntimeError):  # torch was built without it
-        return None
-
-
 def _cublas_version(cuda: str | None) -> str | None:
     """Return the version of the cuBLAS that torch has loaded, according to the library itself."""
     import ctypes
 
     if cuda is None:
         return None
-    value = ctypes.c_int()
-    parts = []
+    value, parts = ctypes.c_int(), []
     try:
         library = ctypes.CDLL(f"libcublas.so.{cuda.partition('.')[0]}", os.RTLD_NOLOAD)
         for part in CUBLAS_PARTS:
