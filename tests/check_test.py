@@ -1,4 +1,4 @@
-"""Sides that break the rules of being compared, and sides that keep them.
+"""Sides that break the rules of comparison, and sides that keep them.
 
 All pages are checked in one run, by one worker process; each test asks what was said of its page.
 """
@@ -103,7 +103,7 @@ LOWER = {"variants": "[Variant(doubled, precision='bf16')]"}
 OUTPUT = "is wrong at n=33: output[[]*] is"
 CHECK = "pair.assert_equivalent({})\npair.assert_speedup()"
 
-# By page: what differs from the page that doubles, and a line of the failure.
+# By page: what differs from the doubling page, and a line of the failure.
 REFUSED = {
     "none": (
         {"optimized": "None"},
@@ -259,8 +259,8 @@ RIGHT = {
 
 
 @pytest.fixture
-def said(page, pytester, read_junit, module_cache):
-    """What the one run said, by page."""
+def cases(page, pytester, read_junit, module_cache):
+    """Return the results of the one run, by page."""
     if not module_cache:
         for name, (parts, _) in {**REFUSED, **WRONG}.items():
             page(name=f"{name}_test.py", **parts)
@@ -271,62 +271,62 @@ def said(page, pytester, read_junit, module_cache):
     return module_cache
 
 
-def matches(outcome, line):
-    pytest.LineMatcher(outcome.failure.splitlines()).fnmatch_lines([line])
+def assert_line(case, line):
+    pytest.LineMatcher(case.failure.splitlines()).fnmatch_lines([line])
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_page_that_breaks_a_rule_is_refused(said, name):
-    matches(said[name], REFUSED[name][1])
-    assert said[name].verdict == "fail"
+def test_a_page_that_breaks_a_rule_is_refused(cases, name):
+    assert_line(cases[name], REFUSED[name][1])
+    assert cases[name].verdict == "fail"
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_side_is_named_with_its_size(said, name):
-    matches(said[name], f"E       AssertionError: doubled {WRONG[name][1]}")
-    assert said[name].verdict == "wrong"
+def test_the_message_names_the_wrong_side_and_its_size(cases, name):
+    assert_line(cases[name], f"E       AssertionError: doubled {WRONG[name][1]}")
+    assert cases[name].verdict == "wrong"
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_side_that_keeps_the_rules_is_checked(said, name):
-    assert said[name] == ("checked", "")
+def test_a_side_that_keeps_the_rules_passes(cases, name):
+    assert cases[name] == ("checked", "")
 
 
-def test_every_failure_shows_the_line_of_the_page_that_judged(said):
+def test_a_failure_shows_the_line_of_the_page(cases):
     line = ">       pair.assert_equivalent()"
-    assert line in said["raising"].failure.splitlines()
+    assert line in cases["raising"].failure.splitlines()
 
 
-def test_a_side_that_raises_shows_its_own_line(said):
-    pytest.LineMatcher(said["raising"].failure.splitlines()).fnmatch_lines(
+def test_an_exception_shows_the_line_of_the_side(cases):
+    pytest.LineMatcher(cases["raising"].failure.splitlines()).fnmatch_lines(
         ['E         File "*ch99/raising_test.py", line *, in doubled', "E           return 1 / 0"]
     )
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *WRONG])
-def test_no_line_of_the_plugin_is_shown(said, name):
-    failure = said[name].failure
+def test_a_failure_shows_no_line_of_the_plugin(cases, name):
+    failure = cases[name].failure
     assert "pytest_aisp/" not in failure
     assert "site-packages" not in failure
     assert "contextlib" not in failure
 
 
-def test_the_short_summary_has_the_verdict_and_the_id_of_a_red_case(said):
+def test_the_short_summary_has_verdict_and_id_of_red_cases(cases):
     case = "ch99/{}_test.py::test_doubling[[]doubled-n1001[]]*"
     lines = [f"FAILED {case.format('view')}", f"WRONG {case.format('zeros')}"]
-    said["run"].stdout.fnmatch_lines(lines)
+    cases["run"].stdout.fnmatch_lines(lines)
 
 
 @pytest.mark.parametrize("name", ["raising", "zeros", "loose", "searched"])
-def test_a_failure_ends_with_how_to_reproduce_it(said, name):
-    *words, seed = said[name].failure.split("reproduce:")[1].splitlines()[1].split()
+def test_a_failure_ends_with_the_command_that_reproduces_it(cases, name):
+    *words, seed = cases[name].failure.split("reproduce:")[1].splitlines()[1].split()
     case = f"'ch99/{name}_test.py::test_doubling[doubled-n1001]'"
     assert words == ["E", "pytest", case, "--aisp-check"]
     assert seed.startswith("--aisp-seed=")
 
 
-def test_what_an_optimizer_keeps_is_named_by_its_parameter():
-    """Two optimizers that update other parameters must not have their moments compared."""
+def test_tensors_of_an_optimizer_are_named_by_their_parameter():
+    """Moments of different parameters must not be compared."""
     first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizer = torch.optim.AdamW([first, second])
     second.grad = torch.ones(2)

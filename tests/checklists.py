@@ -85,7 +85,7 @@ _PAGE_FAULTS = "test_page_faults_disturb_unless_the_page_owns_them"
 _POWER = "test_a_loss_under_another_power_limit_is_stale"
 _COMPARED_FACTS = "test_facts_that_make_times_incomparable"
 _WITH_FAKES = "tested with fakes, not on a GPU"
-_WRONG_SIDES = "test_a_wrong_side_is_named_with_its_size"
+_WRONG_SIDES = "test_the_message_names_the_wrong_side_and_its_size"
 _CLOCKS = (
     "test_cross_check_detects_a_replaced_clock test_one_reading_without_contradiction_is_enough"
 )

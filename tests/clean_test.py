@@ -1,4 +1,4 @@
-"""`aisp machine clean`: what runs left is listed, removed when told to, and nothing else ever."""
+"""`aisp machine clean` lists leftovers of runs, removes them with --yes, and nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pytest_aisp.tools import catalog, maintenance
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """A root with everything that runs leave, and with what is not theirs."""
+    """Return a root with every kind of leftover, and with files of the user."""
     root = tmp_path / "root"
     for name in (
         *("aisp-profile/ch07.x/trace.json", "artifacts/one/results.jsonl"),
@@ -40,7 +40,7 @@ def files(root):
     return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
 
 
-def test_what_runs_left_is_listed_with_its_size(root, capsys):
+def test_leftovers_are_listed_with_their_size(root, capsys):
     before = files(root)
     assert app.main(["clean"]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -55,7 +55,7 @@ def test_what_runs_left_is_listed_with_its_size(root, capsys):
     assert files(root) == before
 
 
-def test_it_is_removed_when_told_to_and_nothing_else(root, capsys):
+def test_only_leftovers_are_removed(root, capsys):
     assert app.main(["clean", "--yes"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "15 B removed"
     assert files(root) == {
@@ -68,7 +68,7 @@ def test_it_is_removed_when_told_to_and_nothing_else(root, capsys):
     assert capsys.readouterr().out == "nothing to clean\n"
 
 
-def test_programs_are_told_the_same(root, monkeypatch, capsys):
+def test_json_lists_leftovers_and_errors(root, monkeypatch, capsys):
     names = [root / "aisp-profile", root / "artifacts" / "one"]
     names += [root / f"baselines/nvidia-h200/.{n}" for n in ("ch07.json.lock", "ch07.json.tmp")]
     names += [root / "baselines/nvidia-h200/.peaks.json.123"]
@@ -77,9 +77,9 @@ def test_programs_are_told_the_same(root, monkeypatch, capsys):
         assert app.main(["clean", "--json", *words]) == code
         return json.loads(capsys.readouterr().out)["left"]
 
-    told = {"removed": False, "error": None}
+    listed = {"removed": False, "error": None}
     assert left() == [
-        {"path": str(path), "bytes": nbytes, **told}
+        {"path": str(path), "bytes": nbytes, **listed}
         for path, nbytes in zip(names, (5, 10, 0, 0, 0), strict=True)
     ]
     with monkeypatch.context() as patched:
@@ -96,7 +96,7 @@ def test_programs_are_told_the_same(root, monkeypatch, capsys):
     assert left() == []
 
 
-def test_what_lies_behind_a_link_is_left_alone(root, tmp_path):
+def test_targets_of_links_are_never_leftovers(root, tmp_path):
     outside = tmp_path / "outside"
     for name in ("aisp-profile", "artifacts"):
         shutil.move(root / name, outside / name)
@@ -110,7 +110,7 @@ def test_what_lies_behind_a_link_is_left_alone(root, tmp_path):
     assert list(maintenance.leftovers(root, root / "baselines")) == []
 
 
-def test_a_link_to_what_goes_goes_too(root):
+def test_a_link_to_a_leftover_is_removed_too(root):
     latest = root / "artifacts" / "latest"
     latest.symlink_to("one")
     left = [
@@ -123,13 +123,13 @@ def test_a_link_to_what_goes_goes_too(root):
     assert (root / "artifacts" / "mine").exists()
 
 
-def test_a_folder_that_holds_the_stored_results_stays(root):
+def test_a_folder_with_the_stored_results_stays(root):
     shutil.move(root / "baselines", root / "artifacts" / "one" / "baselines")
     left = maintenance.leftovers(root, root / "artifacts" / "one" / "baselines")
     assert "artifacts/one" not in {os.path.relpath(it.path, root) for it in left}
 
 
-def test_a_run_right_in_artifacts_is_one(root):
+def test_artifacts_itself_is_a_leftover_if_it_holds_a_run(root):
     (root / "artifacts" / "results.jsonl").write_text("")
     left = [
         os.path.relpath(it.path, root) for it in maintenance.leftovers(root, root / "baselines")
@@ -137,7 +137,7 @@ def test_a_run_right_in_artifacts_is_one(root):
     assert left[:2] == ["aisp-profile", "artifacts"]
 
 
-def test_what_cannot_be_removed_is_said_to_stay(root, monkeypatch, capsys):
+def test_a_leftover_that_cannot_be_removed_is_reported(root, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "rmtree", refuse)
     assert app.main(["clean", "--yes"]) == 2
     lines = capsys.readouterr().out.splitlines()
