@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -124,17 +125,21 @@ def _precision() -> Settings:
     import torch
 
     backends = torch.backends
-    matmul, cudnn = backends.cuda.matmul, backends.cudnn
+    matmul = backends.cuda.matmul
     settings: Settings = {
         "float32 matmul precision": Setting(_matmul_precision, torch.set_float32_matmul_precision),
-        "cudnn.allow_tf32": _attribute(cudnn, "allow_tf32"),
-        "reduced-precision bf16 sums": _attribute(matmul, "allow_bf16_reduced_precision_reduction"),
-        "reduced-precision fp16 sums": _attribute(matmul, "allow_fp16_reduced_precision_reduction"),
+        "cudnn.allow_tf32": _attribute(backends.cudnn, "allow_tf32"),
         "default dtype": Setting(torch.get_default_dtype, torch.set_default_dtype),
         "flush denormals": Setting(_flushes_denormals, torch.set_flush_denormal),
-        "autocast on cuda": _autocast("cuda"),
-        "autocast on cpu": _autocast("cpu"),
     }
+    for dtype in ("bf16", "fp16"):
+        name = f"allow_{dtype}_reduced_precision_reduction"
+        settings[f"reduced-precision {dtype} sums"] = _attribute(matmul, name)
+    for device in ("cuda", "cpu"):
+        settings[f"autocast on {device}"] = Setting(
+            functools.partial(torch.is_autocast_enabled, device),
+            functools.partial(torch.set_autocast_enabled, device),
+        )
     for library in ("cuda", "cudnn", "mkldnn"):
         for kind in ("matmul", "conv", "rnn"):
             owner = getattr(getattr(backends, library), kind, None)
@@ -156,16 +161,7 @@ def _behavior() -> Settings:
     import torch
 
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    return {
-        "cudnn.enabled": _attribute(cudnn, "enabled"),
-        "cudnn.benchmark": _attribute(cudnn, "benchmark"),
-        "cudnn.deterministic": _attribute(cudnn, "deterministic"),
-        "flash attention": Setting(cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
-        "memory-efficient attention": Setting(
-            cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp
-        ),
-        "plain attention": Setting(cuda.math_sdp_enabled, cuda.enable_math_sdp),
-        "cudnn attention": Setting(cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    settings: Settings = {
         "default device": Setting(torch.get_default_device, _set_default_device),
         "grad mode": Setting(torch.is_grad_enabled, torch.set_grad_enabled),
         "anomaly detection": Setting(torch.is_anomaly_enabled, torch.set_anomaly_enabled),
@@ -174,6 +170,13 @@ def _behavior() -> Settings:
         ),
         "threads": Setting(torch.get_num_threads, torch.set_num_threads),
     }
+    for name in ("enabled", "benchmark", "deterministic"):
+        settings[f"cudnn.{name}"] = _attribute(cudnn, name)
+    for kind in ("flash", "mem_efficient", "math", "cudnn"):
+        settings[f"{kind} attention"] = Setting(
+            getattr(cuda, f"{kind}_sdp_enabled"), getattr(cuda, f"enable_{kind}_sdp")
+        )
+    return settings
 
 
 def _hooks() -> Settings:
@@ -212,15 +215,6 @@ def _process() -> Settings:
 
 def _attribute(owner: object, name: str) -> Setting[object]:
     return Setting(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
-
-
-def _autocast(device: str) -> Setting[bool]:
-    import torch
-
-    return Setting(
-        lambda: torch.is_autocast_enabled(device),
-        lambda on: torch.set_autocast_enabled(device, on),
-    )
 
 
 def _flushes_denormals() -> bool:
