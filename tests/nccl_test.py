@@ -13,7 +13,8 @@ from peaks_test import H200
 from pytest_aisp.cli import app
 from pytest_aisp.distributed import nccl, plot
 from pytest_aisp.distributed.nccl import Sweep
-from pytest_aisp.results.messages import CollectivesTask, Reply, TimeResult
+from pytest_aisp.results.messages import CollectivesTask, Reply
+from pytest_aisp.results.task_results import TimeResult
 from pytest_aisp.results.verdict import Reading
 from pytest_aisp.session.measurement import StoredResult, Timing, with_limit
 from pytest_aisp.session.run_context import Failed, RunContext

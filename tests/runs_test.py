@@ -208,6 +208,74 @@ def test_what_is_no_run_of_ours_is_refused_with_what_to_do(write, spoil, says):
     assert refusal(folder).startswith(says)
 
 
+def change_line(**fields):
+    """Return what replaces fields of the only line of a journal; `...` removes one."""
+
+    def change(run):
+        [line] = map(json.loads, (run / "results.jsonl").read_text().splitlines())
+        line = {name: value for name, value in {**line, **fields}.items() if value is not ...}
+        (run / "results.jsonl").write_text(json.dumps(line) + "\n")
+
+    return change
+
+
+def change_manifest(**fields):
+    """Return what replaces fields of a manifest; `...` removes one."""
+
+    def change(run):
+        manifest = {**json.loads((run / "manifest.json").read_text()), **fields}
+        manifest = {name: value for name, value in manifest.items() if value is not ...}
+        (run / "manifest.json").write_text(json.dumps(manifest))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            change_line(wall="long"),
+            "results.jsonl: was not written by pytest-aisp: Expected `float`",
+        ),
+        (change_line(reasons="slow"), "Expected `array`, got `str` - at `$[0].reasons`"),
+        (change_line(seconds={"v": "1"}), "Expected `float`, got `str` - at `$[0].seconds[...]`"),
+        (change_line(key=...), "results.jsonl: lacks key\nMeasure again:"),
+        (change_manifest(complete="yes"), "Expected `bool`, got `str` - at `$.complete`"),
+        (change_manifest(machine={}), "Object missing required field `arch` - at `$.machine`"),
+        (change_manifest(peaks=...), "manifest.json: lacks peaks\nMeasure again:"),
+        (
+            lambda run: (run / "canaries.jsonl").write_text('{"wrong": 3}\n'),
+            "canaries.jsonl: was not written by pytest-aisp: Expected `str`, got `int`",
+        ),
+    ],
+)
+def test_a_field_of_a_wrong_type_or_a_missing_one_is_named(write, change, says):
+    folder = write(row()).folder
+    change(folder)
+    assert says in refusal(folder)
+
+
+def test_fields_that_older_versions_did_not_write_have_defaults(write):
+    folder = write(row()).folder
+    change_line(gpus=..., remarks=..., profile=..., verdict=...)(folder)
+    change_manifest(version=..., no_canary=..., exit_code=...)(folder)
+    (folder / "canaries.jsonl").write_text('{"case": "v", "clock": "graph"}\n')
+    run = run_reader.load(folder)
+    assert (run.lines[0].gpus, run.lines[0].verdict, run.manifest.exit_code) == (1, "", None)
+    assert run.canaries[0].wrong == ""
+    assert "version" not in run.plain()["run"]
+
+
+def test_fields_of_newer_versions_are_ignored_or_published_as_they_are(write):
+    folder = write(row()).folder
+    change_line(color="red")(folder)
+    change_manifest(color="red")(folder)
+    (folder / "canaries.jsonl").write_text('{"case": "v", "clock": "graph", "color": "red"}\n')
+    run = run_reader.load(folder)
+    assert "color" not in run.cases[0]
+    assert run.plain()["run"]["color"] == run.plain()["canaries"][0]["color"] == "red"
+
+
 def test_an_old_recording_without_a_manifest_is_called_old(write):
     folder = write(row()).folder
     (folder / "manifest.json").unlink()

@@ -12,8 +12,13 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct, field
 
-from .messages import Amounts, Json
+from .messages import (
+    Json,
+)
 from .row import SampleFile, ratio
+from .task_results import (
+    Amounts,
+)
 from .verdict import ORDER
 
 SCHEMA = 1

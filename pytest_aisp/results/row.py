@@ -9,7 +9,13 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct, field
 
-from .messages import Amounts, Json, ProfileResult
+from .messages import (
+    Json,
+)
+from .task_results import (
+    Amounts,
+    ProfileResult,
+)
 
 LETTERS = {
     "pass": (".", "PASSED"),

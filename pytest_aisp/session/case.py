@@ -15,17 +15,9 @@ from statistics import median
 from ..kernels import autotune
 from ..page.pair import ROLES, Case
 from ..results import metric_limits, verdict
-from ..results.messages import (
-    Amounts,
-    CheckResult,
-    CheckTask,
-    CompileResult,
-    CompileTask,
-    CountTask,
-    Json,
-    TimeResult,
-)
+from ..results.messages import CheckTask, CompileTask, CountTask, Json
 from ..results.row import Profile, Recording
+from ..results.task_results import Amounts, CheckResult, CompileResult, TimeResult
 from ..results.verdict import Finding
 from .canary import offer_to_canary
 from .case_client import CaseClient

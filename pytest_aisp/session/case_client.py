@@ -8,18 +8,16 @@ from typing import NoReturn, TypeVar
 from ..page.pair import Case
 from ..results.messages import (
     CaseTask,
-    ChangedResult,
     ChangedTask,
-    Facts,
     FactsTask,
     Json,
     PageSource,
     Reply,
     Result,
-    TimeResult,
     TimeTask,
 )
 from ..results.row import size_text
+from ..results.task_results import ChangedResult, Facts, TimeResult
 from ..results.verdict import Reading
 from ..util.device import VERSIONS, Machine, cpu_machine
 from ..util.git import SnapshotError

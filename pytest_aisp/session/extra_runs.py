@@ -24,13 +24,12 @@ from ..results.messages import (
     DrawTask,
     Json,
     PerformTask,
-    PrepareResult,
     PrepareTask,
-    ProfileResult,
     ProfileTask,
     ShowTask,
 )
 from ..results.row import Profile, duration
+from ..results.task_results import PrepareResult, ProfileResult
 from ..worker.client import Worker
 from ..worker.sandbox import seconds_per_call
 from .case_client import CaseClient

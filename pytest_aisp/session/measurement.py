@@ -14,15 +14,9 @@ from ..kernels import autotune
 from ..page.pair import Case, Work
 from ..results import models, stats, verdict
 from ..results.export import path_below
-from ..results.messages import Json, TimeResult
-from ..results.row import (
-    Row,
-    duration,
-    graph_notes,
-    launch_bound,
-    launch_bound_note,
-    memory_note,
-)
+from ..results.messages import Json
+from ..results.row import Row, duration, graph_notes, launch_bound, launch_bound_note, memory_note
+from ..results.task_results import TimeResult
 from ..results.verdict import Reading
 from ..timing import peaks
 from ..timing.cross_check import KernelProfile, kernel_notes

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from ..distributed.launcher import RankSet
 from ..page.pair import Case
 from ..results import store
-from ..results.messages import Json, PeaksResult, PeaksTask
+from ..results.messages import Json, PeaksTask
 from ..results.models import Stored
 from ..results.store import StoreError
+from ..results.task_results import PeaksResult
 from ..results.verdict import Finding
 from ..timing import peaks as peaks_module
 from ..util.device import Machine, lease

@@ -15,9 +15,10 @@ from pathlib import Path
 import msgspec
 
 from ..page.pair import Work
-from ..results.messages import PeaksResult, PeaksTask
+from ..results.messages import PeaksTask
 from ..results.models import Result
 from ..results.row import digits, duration
+from ..results.task_results import PeaksResult
 from ..timing import peaks
 from ..timing.peaks import PCIE, SECONDS, Peaks, PeaksError
 from ..util.cli_result import CliError, CliResult, columns

@@ -27,7 +27,7 @@ from ..checking.reference import Reference, outputs_and_state
 from ..isolation import monkeypatches
 from ..isolation.protections import enabled, without
 from ..page.pair import ROLES, PageError, Pair, Side, is_plain, size_words
-from ..results import messages
+from ..results import messages, task_results
 from ..results.messages import AT, CaseTask, Json, Task, TimeTask, case_fields
 from ..timing.schedule import Budget, Samples
 from ..util import device, pytree
@@ -92,7 +92,7 @@ class Engine:
                 return self.collectives(task)
         raise TypeError(f"no engine answers {task.kind!r}")
 
-    def check(self, task: messages.CheckTask) -> messages.CheckResult:
+    def check(self, task: messages.CheckTask) -> task_results.CheckResult:
         """Check the case's variant and its baseline; return the results by size."""
         self.watch.start()
         context = TaskContext(task)
@@ -102,12 +102,12 @@ class Engine:
         with self._quiet_process(task, context.pair), self.watch.phase("check"):
             for size in context.sizes:
                 found = self._check_at(context, size, rule)
-                results[size_words(size)] = messages.SizeCheck(**asdict(found))
+                results[size_words(size)] = task_results.SizeCheck(**asdict(found))
             if task.search:
                 self._search(context, rule)
         sources = context.sources()
         self.cache.release_memory(task.device)
-        return messages.CheckResult(results, sources, self.watch.read())
+        return task_results.CheckResult(results, sources, self.watch.read())
 
     def _check_at(
         self, context: TaskContext, size: Mapping[str, Json], rule: Rule, *, controls: bool = True
@@ -139,7 +139,7 @@ class Engine:
                 if failure is not None:
                     raise failure
 
-    def time(self, task: TimeTask) -> messages.TimeResult:
+    def time(self, task: TimeTask) -> task_results.TimeResult:
         """Time the case's variant against its baseline; check the outputs of the timed calls."""
         self.watch.start()
         context = TaskContext(task, task.past)
@@ -155,7 +155,7 @@ class Engine:
         if task.replicate and not task.keep:  # one of many processes
             self.cache.references.clear()
         self.cache.release_memory(task.device)
-        return messages.TimeResult(
+        return task_results.TimeResult(
             **asdict(samples),
             value=samples.value,
             error=samples.error,
@@ -202,7 +202,7 @@ class Engine:
             trial = Trial(timed, reference, context.sides, budget, rng, self.progress)
             return metrics.count(task, trial)
 
-    def sample(self, task: messages.SampleTask) -> messages.SampleResult:
+    def sample(self, task: messages.SampleTask) -> task_results.SampleResult:
         """Time one process side in this process and check its output."""
         context = TaskContext(task, task.past)
         pair = context.pair if task.past is None else context.old_pair()
@@ -226,9 +226,9 @@ class Engine:
         if warmup and enabled("repeats"):
             pool.slots = [slot]
             check_repeats(pool, [bound], synchronizer(task.device), task.seed + 1)
-        return messages.SampleResult(seconds)
+        return task_results.SampleResult(seconds)
 
-    def profile(self, task: messages.ProfileTask) -> messages.ProfileResult:
+    def profile(self, task: messages.ProfileTask) -> task_results.ProfileResult:
         """Run both sides under torch's profiler, or one for a profiler around this process."""
         from . import torch_profiler
 
@@ -238,7 +238,7 @@ class Engine:
         with self._quiet_process(task, context.pair):
             if task.side:
                 torch_profiler.replay_side(pool, context.side(task.side)[0], task.side)
-                return messages.ProfileResult()
+                return task_results.ProfileResult()
             sides = {role: context.side(role)[0] for role in ROLES}
             return torch_profiler.profile_sides(pool, sides, Path(task.folder), self.progress)
 
@@ -253,7 +253,7 @@ class Engine:
         sandbox.draw(reference, Path(task.values))
         return {}
 
-    def prepare(self, task: messages.PrepareTask) -> messages.PrepareResult:
+    def prepare(self, task: messages.PrepareTask) -> task_results.PrepareResult:
         """Get one side ready in this process; return the calls in a unit of work."""
         context = TaskContext(task)
         size = dict(context.sizes[-1])
@@ -261,7 +261,7 @@ class Engine:
         side, _ = context.side(task.side)
         seed = seed_of(task, SANDBOX)
         self._sandboxed = sandbox.SandboxedSide(context.pair, side, size, seed, task)
-        return messages.PrepareResult(self._sandboxed.unit)
+        return task_results.PrepareResult(self._sandboxed.unit)
 
     def perform(self, task: messages.PerformTask) -> dict[str, Json]:
         """Do units of work with the prepared side."""
@@ -285,22 +285,22 @@ class Engine:
         reference = self.cache.references[SANDBOX]
         return {"compared": sandbox.compare(reference, side, precision, task)}
 
-    def facts(self, task: messages.FactsTask) -> messages.Facts:
+    def facts(self, task: messages.FactsTask) -> task_results.Facts:
         """Return versions, and the device as this process sees it."""
         import torch
 
-        facts: messages.Facts = dict(device.versions())
+        facts: task_results.Facts = dict(device.versions())
         if task.device.startswith("cuda"):
             facts["cuda"] = torch.version.cuda
             facts["device"] = torch.cuda.get_device_name()
         return facts
 
-    def peaks(self, task: messages.PeaksTask) -> messages.PeaksResult:
+    def peaks(self, task: messages.PeaksTask) -> task_results.PeaksResult:
         """Measure the machine's peaks."""
         from ..timing import peaks
 
         measured = peaks.measure(task.device)
-        return messages.PeaksResult(dict(measured.rates), dict(measured.facts))
+        return task_results.PeaksResult(dict(measured.rates), dict(measured.facts))
 
     def collectives(self, task: messages.CollectivesTask) -> dict[str, Json]:
         """Time collectives with the other ranks."""
@@ -312,7 +312,7 @@ class Engine:
             )
         return sweep(task.ops, task.sizes, task.device, self.progress)
 
-    def compile(self, task: messages.CompileTask) -> messages.CompileResult:
+    def compile(self, task: messages.CompileTask) -> task_results.CompileResult:
         """Assemble every kernel that the case's sides launch, for each arch of `task`."""
         from ..kernels.assemble import Assembly
 
@@ -321,7 +321,7 @@ class Engine:
         pairs = [p for p in map(pair_of, vars(sys.modules[task.module]).values()) if p is not None]
         assembly = Assembly(pairs, *case, root=task.root, progress=self.progress)
         assembly.run(task.archs)
-        return messages.CompileResult(
+        return task_results.CompileResult(
             assembled=[kernel.to_json() for kernel in assembly.assembled],
             words=[*assembly.notes, *map(str, assembly.assembled)],
             sources=context.sources(),

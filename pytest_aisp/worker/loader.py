@@ -20,7 +20,8 @@ from ..checking.reference import Reference
 from ..kernels.fake_gpu import drive_interpreter, interpreting
 from ..page.pair import MARK, ROLES, PageError, Pair, Precision, Side, is_plain, size_words
 from ..page.sources import digest, imported_late, libraries, triton_kernels
-from ..results.messages import CaseTask, ChangedResult, Json, PageSource
+from ..results.messages import CaseTask, Json, PageSource
+from ..results.task_results import ChangedResult
 from ..timing import cuda_graph
 from ..util.device_state import Stopwatch, free_bytes, release
 from ..util.process_group import current_group

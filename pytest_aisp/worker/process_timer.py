@@ -17,17 +17,16 @@ from typing import overload
 from ..isolation.monkeypatches import now
 from ..page.pair import Side
 from ..results.messages import (
-    Amounts,
     Json,
     PageSource,
     Reply,
     Result,
-    SampleResult,
     SampleTask,
     Task,
     TimeTask,
     case_fields,
 )
+from ..results.task_results import Amounts, SampleResult
 from ..timing import schedule
 from ..timing.schedule import Budget, Samples
 from . import client

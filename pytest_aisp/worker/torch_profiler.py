@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from ..checking.inputs import BoundSide, InputPool, alone, one_slot
 from ..page.pair import Side
-from ..results.messages import Amounts, ProfileResult
 from ..results.row import duration
+from ..results.task_results import Amounts, ProfileResult
 from ..util.device_state import release, synchronizer
 from ..util.process_group import current_group
 from .client import Progress
