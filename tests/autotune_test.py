@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from pytest_aisp.isolation.interference import InterferenceMonitor
-from pytest_aisp.kernels import autotune
+from pytest_aisp.kernels.capture_launches import (
+    choice_notes,
+    differing_choices,
+    merge_choices,
+    record_choices,
+)
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -56,7 +61,7 @@ def test_the_configuration_of_each_tuned_launch_is_recorded(tuned):
     x, choices = torch.zeros(4), {}
     run = type(tuned).run
     tuned[(1,)](x, 4)
-    with autotune.record_choices(choices):
+    with record_choices(choices):
         tuned[(1,)](x, 4)
         tuned[(1,)](x, 8)
     assert type(tuned).run is run
@@ -68,7 +73,7 @@ def test_the_configuration_of_each_tuned_launch_is_recorded(tuned):
 def test_a_single_configuration_is_not_recorded(tuned):
     choices = {}
     tuned.configs = tuned.configs[:1]
-    with autotune.record_choices(choices):
+    with record_choices(choices):
         tuned[(1,)](torch.zeros(4), 4)
     assert choices == {}
 
@@ -76,23 +81,26 @@ def test_a_single_configuration_is_not_recorded(tuned):
 def test_nothing_is_recorded_without_triton(monkeypatch):
     monkeypatch.delitem(__import__("sys").modules, "triton.runtime.autotuner")
     choices = {}
-    with autotune.record_choices(choices):
+    with record_choices(choices):
         pass
     assert choices == {}
 
 
 def test_choices_of_several_processes_are_merged_and_shown():
     parts = [{"b": ["BLOCK: 8"]}, {"b": ["BLOCK: 4"], "a": {"BLOCK: 2"}}, {}]
-    choices = autotune.merge_choices(parts)
+    choices = merge_choices(parts)
     assert choices == {"a": ["BLOCK: 2"], "b": ["BLOCK: 4", "BLOCK: 8"]}
-    assert autotune.choice_notes(choices) == ["tuned a: BLOCK: 2", "tuned b: BLOCK: 4 | BLOCK: 8"]
+    assert choice_notes(choices) == [
+        "tuned a: BLOCK: 2",
+        "tuned b: BLOCK: 4 | BLOCK: 8",
+    ]
 
 
 def test_choices_that_differ_from_the_stored_are_reported():
     stored = {"a": ["BLOCK: 2"], "b": ["BLOCK: 4", "BLOCK: 8"]}
-    assert autotune.differing_choices(stored, {"b": ["BLOCK: 4"], "new": ["BLOCK: 1"]}) == []
-    assert autotune.differing_choices({}, {"a": ["BLOCK: 4"]}) == []
-    assert autotune.differing_choices(stored, {"a": ["BLOCK: 4"]}) == [
+    assert differing_choices(stored, {"b": ["BLOCK: 4"], "new": ["BLOCK: 1"]}) == []
+    assert differing_choices({}, {"a": ["BLOCK: 4"]}) == []
+    assert differing_choices(stored, {"a": ["BLOCK: 4"]}) == [
         "a is tuned differently than in the stored result: BLOCK: 4, stored BLOCK: 2"
     ]
 

@@ -1,7 +1,11 @@
-"""Record which kernels a side launches on a fake GPU, where tensors have no values.
+"""Record which kernels a side launches, and the configurations that Triton's autotuner chose.
 
-Every launch is recorded with its meta-parameters, and a tuned kernel in every configuration. Triton
-also compiles its kernels for the fake GPU's arch.
+`capture_launches` runs a side on a fake GPU, where tensors have no values. Every launch is recorded
+with its meta-parameters, and a tuned kernel in every configuration. Triton also compiles its
+kernels for the fake GPU's arch.
+
+`record_choices` records what the autotuner chose on a real device. The autotuner measures, so it
+may choose differently in the next process. That is why its choices are stored with a result.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import contextlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,7 +29,7 @@ from .fake_gpu import fake_gpu
 
 if TYPE_CHECKING:
     import torch
-    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.autotuner import Autotuner, Config
     from triton.runtime.jit import JITFunction
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
@@ -39,6 +43,8 @@ COLLECTIVES = (
 """Functions of torch.distributed that do nothing between fake ranks."""
 Kernel: TypeAlias = "cuda_cpp.Kernel | FunctionType"
 """A CUDA C++ kernel, or the function inside a Triton kernel."""
+Choices: TypeAlias = Mapping[str, list[str]]
+"""The configurations of each kernel as Triton prints them: ``BLOCK: 128, num_warps: 4``."""
 
 
 @dataclass(frozen=True)
@@ -230,3 +236,55 @@ def _meta_parameters(kernel: JITFunction, values: Mapping[str, object]) -> str:
     names = [p.name for p in kernel.params if p.is_constexpr] + list(OPTIONS)
     given = {name: values[name] for name in names if values.get(name) is not None}
     return ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in given.items())
+
+
+@contextlib.contextmanager
+def record_choices(found: dict[str, set[str]]) -> Iterator[None]:
+    """Add to `found`, by kernel, the configuration of every tuned launch inside the block.
+
+    Recording costs each launch some tenths of a microsecond, so nothing is timed in the block.
+    """
+    module = sys.modules.get("triton.runtime.autotuner")
+    if module is None:
+        yield
+        return
+    run = module.Autotuner.run
+    used: dict[tuple[int, int], tuple[Autotuner, Config]] = {}
+
+    def recording_run(self: Autotuner, *args: object, **kwargs: object) -> object:
+        result = run(self, *args, **kwargs)
+        if len(self.configs) > 1:
+            used[id(self), id(self.best_config)] = self, self.best_config
+        return result
+
+    module.Autotuner.run = recording_run
+    try:
+        yield
+    finally:
+        module.Autotuner.run = run
+        for tuned, config in used.values():
+            found.setdefault(tuned.base_fn.__name__, set()).add(str(config))
+
+
+def merge_choices(parts: Iterable[Mapping[str, Iterable[str]]]) -> dict[str, list[str]]:
+    """Return the choices of several processes as one mapping, sorted."""
+    found: dict[str, set[str]] = {}
+    for part in parts:
+        for kernel, configs in part.items():
+            found.setdefault(kernel, set()).update(configs)
+    return {kernel: sorted(found[kernel]) for kernel in sorted(found)}
+
+
+def choice_notes(choices: Choices) -> list[str]:
+    """Return a line for each tuned kernel."""
+    return [f"tuned {kernel}: {' | '.join(configs)}" for kernel, configs in choices.items()]
+
+
+def differing_choices(stored: Choices, now: Choices) -> list[str]:
+    """Return a line for each kernel with a configuration that is not among its stored ones."""
+    return [
+        f"{kernel} is tuned differently than in the stored result: {' | '.join(configs)},"
+        f" stored {' | '.join(stored[kernel])}"
+        for kernel, configs in now.items()
+        if kernel in stored and not set(configs) <= set(stored[kernel])
+    ]

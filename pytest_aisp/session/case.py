@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from statistics import median
 
-from ..kernels import autotune
+from ..kernels.capture_launches import merge_choices
 from ..page.pair import ROLES, Case
 from ..results import metric_limits, verdict
 from ..results.messages import CheckTask, CompileTask, CountTask, Json
@@ -276,7 +276,7 @@ class CaseRun:
             optimized_us=seconds[1] * 1e6,
             share=timing.share,
             limit=timing.limit or None,
-            choices=autotune.merge_choices(r.details.get("choices", {}) for r in results),
+            choices=merge_choices(r.details.get("choices", {}) for r in results),
         )
         self._store()
 

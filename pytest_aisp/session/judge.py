@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from ..kernels import autotune
+from ..kernels.capture_launches import differing_choices
 from ..page.pair import Claim
 from ..results import metric_limits, models, verdict
 from ..results.messages import Json
@@ -86,7 +86,7 @@ def judge_speedup(
         differences = stored.differences(mine, timing.environment, timing.sources, clock)
         same_environment = not differences
         choices = timing.details.get("choices", {})
-        differences += autotune.differing_choices(mine.choices, choices)
+        differences += differing_choices(mine.choices, choices)
     decision = _decide(client, timing.reading, gates, client.vote)
     votes = [vote.value for vote in decision.votes]
     if votes:

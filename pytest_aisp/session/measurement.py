@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..kernels import autotune
+from ..kernels.capture_launches import choice_notes
 from ..page.pair import Case, Work
 from ..results import models, stats, verdict
 from ..results.export import path_below
@@ -179,7 +179,7 @@ def _add_notes(
         (client.remarks if traded else notes).append(text)
     kernels = result.kernels or {}
     notes += kernel_notes({name: KernelProfile(**counts) for name, counts in kernels.items()})
-    notes += autotune.choice_notes(details.get("choices", {}))
+    notes += choice_notes(details.get("choices", {}))
     baseline, optimized = seconds.values()
     for name, cost in (result.one_off or {}).items():
         if cost:

@@ -17,7 +17,7 @@ from ..checking.numerics import NamedTensors, Rule
 from ..checking.reference import Reference, outputs_and_state
 from ..isolation.monkeypatches import watching
 from ..isolation.protections import enabled
-from ..kernels import autotune
+from ..kernels.capture_launches import merge_choices, record_choices
 from ..page.pair import Precision, Side, size_words
 from ..results.messages import Json, TimeTask
 from ..util import pytree
@@ -102,7 +102,7 @@ class Trial:
             parts = [self._lap(self.budget, first=self.rng.randrange(2), checks=True)]
         parts[0].details.update(details | parts[0].details)
         if self.tuned:
-            parts[0].details["choices"] = autotune.merge_choices([self.tuned])
+            parts[0].details["choices"] = merge_choices([self.tuned])
         extra: dict[str, Json] = {"one_off": self.one_off, "errors": self.worst}
         extra["outputs_checked"] = self.outputs
         if self.kernels:
@@ -169,7 +169,7 @@ class Trial:
         """Build both sides, `first` first, which `sides` will close, and return their timer."""
         built: dict[int, BoundSide] = {}
         order, planted = (first, 1 - first), self.task.planted
-        with autotune.record_choices(self.tuned):
+        with record_choices(self.tuned):
             for number in order:
                 side, _ = self.sides[number]
                 built[number] = sides.enter_context(closing(self.pool.bind(side)))
