@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -174,6 +175,12 @@ def _read_pages(paths: Iterable[str], roots: Sequence[Path]) -> dict[str, Page]:
     return pages
 
 
+@cache
+def _code(page: Page, side: str) -> str:
+    """Return the code of a side. Most cases of a page differ only by size."""
+    return str(cleaned(page.side(side)))
+
+
 @dataclass
 class _CodeBudget:
     """Adds code to the cases until `left` bytes are used up."""
@@ -189,7 +196,7 @@ class _CodeBudget:
             return
         case.baseline = case.baseline or source.sides(case.function)[0]
         names = (case.baseline, case.variant)
-        baseline, optimized = (cleaned(source.side(name)) for name in names)
+        baseline, optimized = (_code(source, name) for name in names)
         changes = diff(baseline, optimized, names) if baseline and optimized else ""
         listed = self.sides.setdefault(case.page, {})
         texts = dict(zip(names, (baseline, optimized), strict=True))

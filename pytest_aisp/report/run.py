@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Annotated, TypeVar, get_args, get_origin
 
@@ -23,6 +24,7 @@ from ..results.results_json import SCHEMA, Case, Manifest, Speedup
 from ..util.cli_result import CliError
 
 Model = TypeVar("Model", bound=Struct)
+fields_of = cache(msgspec.structs.fields)
 
 VERDICTS: tuple[str, ...] = ("wrong", "invalid", "regressed", "fail", "inconclusive", "stale")
 VERDICTS += ("new", "improved", "pass", "checked", "compiled", "")
@@ -154,9 +156,12 @@ class ReportRun:
 
 def lenient(model: type[Model], plain: Json) -> Model:
     """Return `plain` as a model. A missing or malformed field gets its default, or is empty."""
-    table = plain if isinstance(plain, dict) else {}
+    try:
+        return msgspec.convert(plain, model)
+    except ValidationError:
+        table = plain if isinstance(plain, dict) else {}
     values: dict[str, object] = {}
-    for each in msgspec.structs.fields(model):
+    for each in fields_of(model):
         value = table.get(each.encode_name)
         kind = get_args(each.type)[0] if get_origin(each.type) is Annotated else each.type
         items = get_args(kind)[1] if get_origin(kind) is dict else object

@@ -21,7 +21,7 @@ MAX_LINES = 600
 """Lines of a side that are shown."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Page:
     """The contents of a page's file.
 
