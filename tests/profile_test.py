@@ -120,16 +120,16 @@ FAILS = """
 
 
 @pytest.mark.parametrize(
-    ("does", "said"),
+    ("does", "message"),
     [
         ("raise RuntimeError('no profiler, please')", "RuntimeError: no profiler, please, during:"),
         ("import os; os._exit(3)", "the worker process ended with exit code 3 during: profile"),
     ],
 )
-def test_a_failure_under_the_profiler_keeps_the_verdict(page, pytester, does, said):
+def test_a_failure_under_the_profiler_keeps_the_verdict(page, pytester, does, message):
     page(defs=FAILS.format(does=does))
     result = pytester.runpytest_subprocess(*CHECK, "--aisp-artifacts=out")
-    result.stdout.fnmatch_lines([f"doubling_test.py::*: not profiled (torch): {said}*"])
+    result.stdout.fnmatch_lines([f"doubling_test.py::*: not profiled (torch): {message}*"])
     assert result.ret == 0
     [row] = rows_of(pytester.path / "out")
     assert (row["verdict"], row["profile"]) == ("checked", {})
@@ -196,8 +196,7 @@ def test_illegal_values_and_combinations_are_refused(
     tools, pytester, monkeypatch, arguments, words
 ):
     tools(WORKING)
-    found = "pytest_aisp.worker.nvidia_tools.sanitizer_installed"
-    monkeypatch.setattr(found, lambda: "compute-sanitizer")
+    monkeypatch.setattr(nvidia_tools, "sanitizer_installed", lambda: "compute-sanitizer")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     result = pytester.runpytest(*arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -238,7 +237,13 @@ def task(page, pytester):
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": None}
 
 
-@pytest.mark.parametrize("tool", nvidia_tools.PROFILERS)
+OPTIONS = {
+    "nsys": {"option profile", "option --capture-range=cudaProfilerApi"},
+    "ncu": {"option --nvtx", "option --nvtx-include", "option aisp-optimized/"},
+}
+
+
+@pytest.mark.parametrize("tool", OPTIONS)
 def test_a_profiler_runs_one_side_and_its_script_runs_it_again(tools, task, tmp_path, tool):
     tools(WORKING)
     folder = tmp_path / "a folder" / "case"
@@ -246,14 +251,8 @@ def test_a_profiler_runs_one_side_and_its_script_runs_it_again(tools, task, tmp_
     suffix = nvidia_tools.PROFILERS[tool].suffix
     names = [f"optimized{suffix}", f"optimized.{tool}.sh", f"optimized.{tool}.txt"]
     assert files == [*names, "optimized.task.json"]
-    said = (folder / f"optimized.{tool}.txt").read_text().splitlines()
-    assert (
-        set(said)
-        >= {
-            "nsys": {"option profile", "option --capture-range=cudaProfilerApi"},
-            "ncu": {"option --nvtx", "option --nvtx-include", "option aisp-optimized/"},
-        }[tool]
-    )
+    log = (folder / f"optimized.{tool}.txt").read_text().splitlines()
+    assert OPTIONS[tool] <= set(log)
     (folder / files[0]).unlink()
     subprocess.run(["sh", folder / files[1]], check=True, stdout=subprocess.DEVNULL)
     assert (folder / files[0]).read_text() == "kept\n"
@@ -540,6 +539,6 @@ def test_rank_0_writes_the_profile_of_several_ranks(page, pytester):
     [row] = rows_of(pytester.path / "out")
     assert row["remarks"] == []
     trace = pytester.path / "out" / row["profile"]["folder"] / "baseline.trace.json"
-    found = json.loads(trace.read_text())
-    assert found["distributedInfo"]["rank"] == 0
-    assert any("allreduce" in str(event.get("name")) for event in found["traceEvents"])
+    profile = json.loads(trace.read_text())
+    assert profile["distributedInfo"]["rank"] == 0
+    assert any("allreduce" in str(event.get("name")) for event in profile["traceEvents"])

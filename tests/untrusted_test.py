@@ -162,17 +162,17 @@ def test_a_replaced_clock_is_detected_from_outside(page, monkeypatch):
 
 
 def test_seconds_per_call_doubles_the_work_until_the_pipe_does_not_count():
-    asked = []
+    requests = []
 
     def work(units):
-        asked.append(units)
+        requests.append(units)
         return 0.001 + 0.0001 * units
 
     assert sandbox.seconds_per_call(work, 10, at_least=0.1, times=2) == pytest.approx(
         1.0e-5, rel=0.02
     )
-    assert asked[:3] == [1, 10, 100]
-    assert len(asked[asked.index(asked[-1]) :]) == 3
+    assert requests[:3] == [1, 10, 100]
+    assert requests.count(requests[-1]) == 3
 
 
 def test_files_of_a_sandboxed_side_are_never_executed(tmp_path):

@@ -234,9 +234,8 @@ class TaskContext:
 
     def old_side(self, role: str) -> Side:
         """Return the side with this role as of the commit of `past`."""
-        return next(
-            old for name, _, old in self._both_sides(self.pair, self.old_pair()) if name == role
-        )
+        sides = self._both_sides(self.pair, self.old_pair())
+        return {name: old for name, _, old in sides}[role]
 
     def _both_sides(self, pair: Pair, old: Pair) -> Iterator[tuple[str, Side, Side]]:
         """Yield role, today's side and the old side, for each side that was there."""
