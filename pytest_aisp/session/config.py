@@ -32,7 +32,7 @@ def read_settings(config: pytest.Config) -> Settings:
     blocks, window = _iterations(config)
     artifacts, timestamped = _artifact_folders(config)
     update = get("aisp_update_expectations")
-    _one_of("--aisp-update-expectations", update, UPDATES)
+    _one_of(UPDATE, update, UPDATES)
     multiplier = _number(config, "aisp_timeout_multiplier", above=0) or 1.0
     warmup = _number(config, "aisp_warmup", least=1)
     settings = Settings(
@@ -203,51 +203,33 @@ def _profiler(tool: str | None) -> str:
     return tool
 
 
-MODES = (
-    "--aisp-sanitize",
-    "--aisp-check",
-    "--aisp-aa",
-    "--aisp-compile",
-    "--aisp-replay",
-    "--aisp-update-expectations",
-)
+COMPILE, REPLAY, UPDATE = "--aisp-compile", "--aisp-replay", "--aisp-update-expectations"
+MODES = ("--aisp-sanitize", "--aisp-check", "--aisp-aa", COMPILE, REPLAY, UPDATE)
 """Options that choose what a run does: at most one."""
 IN_THIS_PROCESS, XDIST = "in-process", "xdist"
-CONFLICTS: list[tuple[str, tuple[str, ...], str]] = [
-    (
-        "--aisp-update-expectations",
-        (IN_THIS_PROCESS,),
-        "stored results come from processes of their own",
-    ),
-    ("--aisp-update-expectations", (XDIST,), "results are recorded on a quiet machine"),
-    (
-        "--aisp-profile",
-        ("--aisp-compile", "--aisp-replay"),
-        "it runs nothing, so there is nothing to profile",
-    ),
-    ("--aisp-profile", ("--aisp-aa",), "both sides would be the same"),
-    ("--aisp-profile", ("--aisp-sanitize",), "only one tool can watch a kernel"),
-    (
-        "--aisp-against",
-        ("--aisp-compile", "--aisp-replay"),
-        "it runs nothing, so there is nothing to compare",
-    ),
-    ("--aisp-against", ("--aisp-aa",), "both sides would be the same"),
-    ("--aisp-untrusted", ("--aisp-compile", "--aisp-replay"), "it runs nothing"),
-    ("--aisp-untrusted", (IN_THIS_PROCESS,), "untrusted sides need processes of their own"),
-    ("--aisp-audit", ("--aisp-compile",), "it runs nothing, so there is nothing to list"),
-    ("--aisp-sanitize", (IN_THIS_PROCESS,), "the sanitizer needs a process of its own"),
-    ("--aisp-seed", ("--aisp-compile", "--aisp-replay"), "it draws no values"),
-    (
-        "--aisp-seed",
-        ("--aisp-update-expectations",),
-        "a stored result is checked on secret values",
-    ),
+CONFLICTS = [
+    (UPDATE, IN_THIS_PROCESS, "stored results come from processes of their own"),
+    (UPDATE, XDIST, "results are recorded on a quiet machine"),
+    ("--aisp-profile", COMPILE, "it runs nothing, so there is nothing to profile"),
+    ("--aisp-profile", REPLAY, "it runs nothing, so there is nothing to profile"),
+    ("--aisp-profile", "--aisp-aa", "both sides would be the same"),
+    ("--aisp-profile", "--aisp-sanitize", "only one tool can watch a kernel"),
+    ("--aisp-against", COMPILE, "it runs nothing, so there is nothing to compare"),
+    ("--aisp-against", REPLAY, "it runs nothing, so there is nothing to compare"),
+    ("--aisp-against", "--aisp-aa", "both sides would be the same"),
+    ("--aisp-untrusted", COMPILE, "it runs nothing"),
+    ("--aisp-untrusted", REPLAY, "it runs nothing"),
+    ("--aisp-untrusted", IN_THIS_PROCESS, "untrusted sides need processes of their own"),
+    ("--aisp-audit", COMPILE, "it runs nothing, so there is nothing to list"),
+    ("--aisp-sanitize", IN_THIS_PROCESS, "the sanitizer needs a process of its own"),
+    ("--aisp-seed", COMPILE, "it draws no values"),
+    ("--aisp-seed", REPLAY, "it draws no values"),
+    ("--aisp-seed", UPDATE, "a stored result is checked on secret values"),
 ]
-"""Options, others that they cannot be combined with, and why."""
+"""Pairs of options that cannot be combined, and why."""
 ADVICE = {
     "--aisp-profile": "\nProfile in a run of its own:\n    pytest --aisp-check --aisp-profile",
-    "--aisp-update-expectations": "\nRecord alone:\n    pytest -n0 --aisp-update-expectations",
+    UPDATE: "\nRecord alone:\n    pytest -n0 --aisp-update-expectations",
 }
 
 
@@ -261,13 +243,12 @@ def _refuse_combinations(settings: Settings, config: pytest.Config) -> None:
             return config.getoption("numprocesses", 0) or config.getoption("tx", None)
         return config.getoption(option)
 
-    for option, others, reason in CONFLICTS:
-        for other in others:
-            if given(option) and given(other):
-                name = settings.in_process if other == IN_THIS_PROCESS else other
-                raise pytest.UsageError(
-                    f"{option} cannot be combined with {name}: {reason}{ADVICE.get(option, '')}"
-                )
+    for option, other, reason in CONFLICTS:
+        if given(option) and given(other):
+            name = settings.in_process if other == IN_THIS_PROCESS else other
+            raise pytest.UsageError(
+                f"{option} cannot be combined with {name}: {reason}{ADVICE.get(option, '')}"
+            )
     same_mode = {"--aisp-check"} if settings.sanitize else set()
     modes = [option for option in MODES if given(option) and option not in same_mode]
     if len(modes) > 1:
