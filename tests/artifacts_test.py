@@ -183,7 +183,7 @@ def test_a_run_without_a_case_leaves_the_results_of_the_one_before(page, pyteste
     before = contents(pytester.path / "out")
     result = pytester.runpytest_subprocess("--aisp-check", "--aisp-artifacts=out", *more)
     assert result.ret == code
-    result.stdout.fnmatch_lines(["out is as an earlier run left it: no case finished"])
+    result.stdout.fnmatch_lines(["out still holds the earlier run: no case finished"])
     assert contents(pytester.path / "out") == before
 
 

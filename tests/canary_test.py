@@ -1,4 +1,4 @@
-"""Each run's canary: a side against itself, alike and slowed down; if it misbehaves, exit 17."""
+"""The canary: a side against itself, unchanged and slowed down. Exit code 17 if it fails."""
 
 from __future__ import annotations
 
@@ -153,8 +153,8 @@ def test_verdicts_of_a_crashed_worker_are_listed_as_without_a_canary(page, gpu, 
         page(name=f"{name}_test.py", defs="import os", body=DIES.strip())
     result = pytester.runpytest_subprocess("-n2", "--aisp-artifacts=kept", *filter(None, [mode]))
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    told = json.loads((pytester.path / "kept/manifest.json").read_text())["no_canary"]
-    assert len(told) == (0 if mode else 1)
+    without_canary = json.loads((pytester.path / "kept/manifest.json").read_text())["no_canary"]
+    assert len(without_canary) == (0 if mode else 1)
     result.stdout.fnmatch_lines(["NO VERDICT: worker 'gw0' crashed while running *"])
     if mode:
         return result.stdout.no_fnmatch_line("NO CANARY: *")
@@ -166,7 +166,9 @@ def test_verdicts_of_a_crashed_worker_are_listed_as_without_a_canary(page, gpu, 
             "=* 1 failed, 5 new in *",
         ]
     )
-    assert re.fullmatch(r"worker 'gw0': [a-f]_test\.py::test_doubling\[doubled-n1001\]", told[0])
+    assert re.fullmatch(
+        r"worker 'gw0': [a-f]_test\.py::test_doubling\[doubled-n1001\]", without_canary[0]
+    )
 
 
 INTERRUPTED = """
@@ -224,15 +226,15 @@ NOISES = {
 
 
 def simulated(noise, rng, seconds=1e-5):
-    """Return an `Itself` on a simulated device: a process of its own wherever one is asked for."""
+    """Return a `TimeItself` on a simulated device; each call is a fresh process."""
 
-    def itself(planted, fresh):
+    def time_itself(planted, fresh):
         process = Process((seconds, seconds), noise, rng, planted=planted)
         samples = process.measure(Budget())
         counted, calls = samples.details["counted"][1], samples.details["calls"][1]
         return Reading(samples.value, samples.error), calls / counted - 1
 
-    return itself
+    return time_itself
 
 
 @pytest.mark.parametrize("name", NOISES)
@@ -240,9 +242,9 @@ def test_chance_alone_does_not_make_a_run_invalid(name):
     rng = random.Random(name)
     spread = 0.0010
     for _ in range(150):
-        found = Canary("case", "graph")
-        judge(found, spread, simulated(NOISES[name], rng))
-        assert found.wrong == ""
+        canary = Canary("case", "graph")
+        judge(canary, spread, simulated(NOISES[name], rng))
+        assert canary.wrong == ""
 
 
 def test_the_planted_slowdown_is_a_whole_number_of_calls():
@@ -254,11 +256,11 @@ def test_the_planted_slowdown_is_a_whole_number_of_calls():
 
 
 @pytest.mark.parametrize(
-    ("calls", "slots", "planted", "kept"),
+    ("calls", "slots", "planted", "expected"),
     [(500, 2, 0.0, 500), (104, 4, 0.01, 100), (96, 19, 0.01, 95), (1, 1, 0.01, 1)],
 )
-def test_a_window_has_enough_calls_for_the_planted_share(calls, slots, planted, kept):
-    assert schedule.calls_to_plant(calls, slots, planted) == kept
+def test_a_window_has_enough_calls_for_the_planted_share(calls, slots, planted, expected):
+    assert schedule.calls_to_plant(calls, slots, planted) == expected
 
 
 def test_the_planted_share_is_one_percent_or_the_detectable_loss():

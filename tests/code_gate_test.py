@@ -57,8 +57,8 @@ def test_stored_recordings_give_the_stored_table(recording, capsys):
 def test_the_recorded_kernels_are_the_pages_kernels():
     import code_gate_kernels
 
-    found = {name: pair_of(test) for name, test in vars(code_gate_kernels).items()}
-    pairs = {name: pair for name, pair in found.items() if pair is not None}
+    every = {name: pair_of(test) for name, test in vars(code_gate_kernels).items()}
+    pairs = {name: pair for name, pair in every.items() if pair is not None}
     assert pairs.keys() == {f"test_{name}" for name in KERNELS}
     for name, kernel in KERNELS.items():
         pair = pairs[f"test_{name}"]
@@ -191,11 +191,12 @@ def test_other_timers_time_graphs_of_the_same_calls(monkeypatch):
     where = Recorder(Plan(), Path())
     where.process = where.number = 0
     options = {**where._location("added"), "size": {"n": 4096}, "planted": 0.012}
-    found = code_gate_others.measure("added", "added", options, schedule.Budget(), "").details
-    assert found["planted"] == 0.02
-    times = {row["graph"]: row["mean"] for row in found["found"] if row["way"] == "do_bench"}
+    details = code_gate_others.measure("added", "added", options, schedule.Budget(), "").details
+    assert details["planted"] == 0.02
+    times = {row["graph"]: row["mean"] for row in details["found"] if row["way"] == "do_bench"}
     assert times == pytest.approx({"old": 1e-3, "same": 1e-3, "slow": 1.02e-3})
-    assert [r["graph"] for r in found["found"] if r["way"] == "pytest-benchmark"] == ["old", "slow"]
+    graphs = [row["graph"] for row in details["found"] if row["way"] == "pytest-benchmark"]
+    assert graphs == ["old", "slow"]
 
 
 class Broken:
@@ -212,18 +213,18 @@ class Broken:
         """Nothing to release."""
 
 
-@pytest.mark.parametrize(("error", "asked"), [("died", 1), ("side", 3 * len(KERNELS) + 1)])
-def test_failures_are_recorded_and_end_the_recording(tmp_path, monkeypatch, error, asked):
+@pytest.mark.parametrize(("error", "requests"), [("died", 1), ("side", 3 * len(KERNELS) + 1)])
+def test_failures_are_recorded_and_end_the_recording(tmp_path, monkeypatch, error, requests):
     worker = Broken(error)
     monkeypatch.setattr(Recorder, "start", lambda self: worker)
     out = tmp_path / "broken.jsonl"
     recorder = Recorder(Plan(processes=1, minutes=10.0, others=0, simulated=True), out)
     recorder.run()
-    assert worker.requests == asked
+    assert worker.requests == requests
     errors = [
         row for row in map(json.loads, out.read_text().splitlines()) if row["kind"] == "error"
     ]
-    assert len(errors) == asked
+    assert len(errors) == requests
     assert errors[0]["message"] == ["the context is lost"]
     assert code_gate.main(["judge", str(out)]) == 1
 

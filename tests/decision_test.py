@@ -130,15 +130,15 @@ def test_a_process_with_scattered_laps_is_judged_by_their_spread():
 
 
 def test_voting_stops_when_it_is_decided():
-    asked = []
+    votes = []
 
     def vote():
-        asked.append(-0.1)
+        votes.append(-0.1)
         return Reading(-0.1)
 
     decision = verdict.decide(Reading(-0.1), [verdict.claim_gate(1.0, 0.002)], vote)
     assert decision.outcomes == {"claim": "red"}
-    assert len(asked) == 3
+    assert len(votes) == 3
 
 
 def test_a_suspect_without_votes_is_inconclusive():
@@ -375,14 +375,14 @@ class Watched:
     windows = (Even(), Even())
 
     def __init__(self):
-        self.asked = 0
+        self.checks = 0
 
     def refresh(self, *, last):
         pass
 
     def disturbance(self):
-        self.asked += 1
-        return "hot" if self.asked in (4, 5) else None
+        self.checks += 1
+        return "hot" if self.checks in (4, 5) else None
 
     def details(self):
         return {"looks": [[0, 1980], [1, 1980], [3, 1900], [4, 1800], [5, 1800], [6, 1900]]}

@@ -1,4 +1,4 @@
-"""Energy and goodput as goals, what a goal is held against, and process sides that are counted."""
+"""Metrics beside time: energy, goodput, their limits, and process sides."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_energy_is_measured_on_request_and_when_recording(page, counting_gpu, py
     silent = pytester.runpytest_subprocess("-vv")
     silent.stdout.fnmatch_lines(["*: energy: measured with --aisp-energy, and when recording"])
     recorded = pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=1")
-    said = "energy: 2 mJ / 1 mJ a call, 0.5 of the baseline's against 0.8, noise 1.0%"
-    recorded.stdout.fnmatch_lines([f"*: {said}"])
+    message = "energy: 2 mJ / 1 mJ a call, 0.5 of the baseline's against 0.8, noise 1.0%"
+    recorded.stdout.fnmatch_lines([f"*: {message}"])
     assert stored(pytester) == {"energy": JOULES}
     counting_gpu(energy=JOULES | {"optimized": 1.1e-3})
     grown = pytester.runpytest_subprocess("--aisp-energy")
@@ -62,12 +62,12 @@ def test_goodput_is_a_share_of_the_measured_time(page, counting_gpu, pytester):
     assert stored(pytester)["goodput"]["optimized"] == pytest.approx(0.8, rel=0.01)
     counting_gpu(goodput={"baseline": 5e-6, "optimized": 4e-6})
     missed = pytester.runpytest_subprocess()
-    said = "goodput: 25% / 40% at compute, against 50% (assert_goodput on the page) -> red"
-    missed.stdout.fnmatch_lines([f"E       AssertionError: {said}"])
+    message = "goodput: 25% / 40% at compute, against 50% (assert_goodput on the page) -> red"
+    missed.stdout.fnmatch_lines([f"E       AssertionError: {message}"])
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "message"),
     [
         ("pair.assert_energy(at_most=0)", "at_most=0 of the baseline's energy: it must be above 0"),
         ("pair.assert_memory(at_most=0)", "at_most=0 of the baseline's memory: it must be above 0"),
@@ -86,11 +86,11 @@ def test_goodput_is_a_share_of_the_measured_time(page, counting_gpu, pytester):
         ),
     ],
 )
-def test_wrong_arguments_are_refused(page, counting_gpu, pytester, call, says):
+def test_wrong_arguments_are_refused(page, counting_gpu, pytester, call, message):
     page(body=f"pair.assert_equivalent()\n{call}")
     counting_gpu()
     result = pytester.runpytest_subprocess()
-    result.stdout.fnmatch_lines([f"*Error: {says}"])
+    result.stdout.fnmatch_lines([f"*Error: {message}"])
     assert result.ret == 1
 
 
@@ -113,8 +113,8 @@ def judged(gpu, pytester):
         details = {"goals": {**goals, "energy": JOULES}}
         gpu(added=2e-5, doubled=1e-5, details=details, environment={"power_limit_w": watts})
         run = pytester.runpytest_subprocess("--aisp-artifacts=kept", *options)
-        found = json.loads((pytester.path / "kept/results.json").read_text())["cases"]
-        cases = {case["page"][len("ch99/") : -len("_test.py")]: case for case in found}
+        results = json.loads((pytester.path / "kept/results.json").read_text())
+        cases = {case["page"][len("ch99/") : -len("_test.py")]: case for case in results["cases"]}
         return run, cases, {name: case["verdict"] for name, case in cases.items()}
 
     return judge
@@ -135,18 +135,18 @@ def test_metrics_without_a_speedup_are_stored_judged_and_extended(page, judged, 
         ]
     )
     file = pytester.path / "baselines/simulated-gpu/ch99.json"
-    found = {k.partition("_")[0]: result for k, result in store.load(file).results.items()}
-    assert set(found) == {"alone", "ahead", "more"}  # nothing of a test that failed
-    assert set(found["alone"].goals) == {"memory", "reserved"}
-    assert (found["alone"].processes, found["ahead"].processes) == (0, 1)
+    results = {k.partition("_")[0]: result for k, result in store.load(file).results.items()}
+    assert set(results) == {"alone", "ahead", "more"}  # nothing of a test that failed
+    assert set(results["alone"].goals) == {"memory", "reserved"}
+    assert (results["alone"].processes, results["ahead"].processes) == (0, 1)
     assert cases["alone"]["environment"]["power_limit_w"] == 700
 
     (pytester.path / "ch99/broken_test.py").unlink()
     page(body=ASKS["alone"] + "\npair.assert_energy(at_most=0.9)", name="more_test.py")
     *_, verdicts = judged(240, 700, *record)
     assert verdicts == {"alone": "pass", "ahead": "pass", "more": "new"}  # two goals more
-    found = store.load(file).results[f"more{NAME[8:]}"]
-    assert set(found.goals) == {"energy", "memory", "reserved"}
+    result = store.load(file).results[f"more{NAME[8:]}"]
+    assert set(result.goals) == {"energy", "memory", "reserved"}
 
     before = file.read_text()
     run, cases, verdicts = judged(250, 700, *record)
@@ -165,12 +165,12 @@ def test_metrics_without_a_speedup_are_stored_judged_and_extended(page, judged, 
 
 
 def test_noise_counts_in_favor_of_the_side():
-    found = {"baseline": 1.0, "optimized": 0.82, "noise": 0.03}
-    assert not METRICS["energy"].missed(found, 0.8)
-    assert METRICS["energy"].missed(found | {"noise": 0.01}, 0.8)
+    amounts = {"baseline": 1.0, "optimized": 0.82, "noise": 0.03}
+    assert not METRICS["energy"].missed(amounts, 0.8)
+    assert METRICS["energy"].missed(amounts | {"noise": 0.01}, 0.8)
     before = {"baseline": 1.0, "optimized": 0.75, "noise": 0.02}
-    assert not METRICS["energy"].worse(before, found)
-    assert METRICS["energy"].worse(before | {"noise": 0.0}, found | {"noise": 0.0})
+    assert not METRICS["energy"].worse(before, amounts)
+    assert METRICS["energy"].worse(before | {"noise": 0.0}, amounts | {"noise": 0.0})
 
 
 def test_less_goodput_is_worse():
@@ -189,10 +189,10 @@ def test_goodput_is_at_most_one():
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [(2.5, "2.5 J"), (0.0021, "2.1 mJ"), (3e-6, "3 uJ"), (4.2e-8, "42 nJ")]
+    ("value", "message"), [(2.5, "2.5 J"), (0.0021, "2.1 mJ"), (3e-6, "3 uJ"), (4.2e-8, "42 nJ")]
 )
-def test_joules_are_printed_with_a_fitting_unit(value, said):
-    assert joules(value) == said
+def test_joules_are_printed_with_a_fitting_unit(value, message):
+    assert joules(value) == message
 
 
 # The counter
@@ -248,16 +248,16 @@ def trial_of(clock, *calls):
 
 
 def test_energy_is_divided_by_the_calls_of_a_window(monkeypatch):
-    found = metrics.count(CountTask(metric="energy"), trial_of(Clock(monkeypatch), 10, 20))
-    assert found["baseline"] == pytest.approx(100 * 0.01 / 20, rel=0.01)
-    assert found["optimized"] == pytest.approx(100 * 0.01 / 40, rel=0.01)
-    assert found["noise"] < 0.01
+    amounts = metrics.count(CountTask(metric="energy"), trial_of(Clock(monkeypatch), 10, 20))
+    assert amounts["baseline"] == pytest.approx(100 * 0.01 / 20, rel=0.01)
+    assert amounts["optimized"] == pytest.approx(100 * 0.01 / 40, rel=0.01)
+    assert amounts["noise"] < 0.01
 
 
 def test_a_warming_gpu_adds_noise_to_both_sides_alike(monkeypatch):
-    found = metrics.energy(trial_of(Clock(monkeypatch, drift=0.001), 10, 10))
-    assert found["baseline"] == pytest.approx(found["optimized"], rel=0.01)
-    assert 0.01 < found["noise"] < 0.03
+    amounts = metrics.energy(trial_of(Clock(monkeypatch, drift=0.001), 10, 10))
+    assert amounts["baseline"] == pytest.approx(amounts["optimized"], rel=0.01)
+    assert 0.01 < amounts["noise"] < 0.03
 
 
 def test_energy_is_summed_over_all_ranks(monkeypatch):

@@ -1,4 +1,4 @@
-"""What each way to run does: verdicts, words, exit codes."""
+"""The modes of a run: verdicts, messages, exit codes."""
 
 from __future__ import annotations
 
@@ -388,8 +388,8 @@ def test_arch_markers_select_cases(page, pytester):
     }
     for marker, expected in ids.items():
         result = pytester.runpytest_subprocess("--collect-only", "-q", "-m", marker)
-        found = [ln for ln in result.outlines if "::" in ln]
-        assert [ln.partition("[")[2].rstrip("]") for ln in found] == expected
+        lines = [ln for ln in result.outlines if "::" in ln]
+        assert [ln.partition("[")[2].rstrip("]") for ln in lines] == expected
 
 
 def test_artifacts_hold_the_rows_of_finished_cases(timed_page, pytester):

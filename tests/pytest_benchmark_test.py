@@ -35,40 +35,40 @@ def ran(timed_page, pytester):
     return run
 
 
-def names(found):
-    return [b["fullname"] for b in found["benchmarks"]]
+def names(data):
+    return [b["fullname"] for b in data["benchmarks"]]
 
 
 def test_both_sides_are_in_its_table_json_and_histogram(ran, pytester):
-    done, found = ran("--aisp-artifacts=out", "--benchmark-histogram=plot")
+    done, data = ran("--aisp-artifacts=out", "--benchmark-histogram=plot")
     assert done.ret == 0
     named = CASE.replace("[", "[[]")
     done.stdout.fnmatch_lines([f"*benchmark '{named}': 2 tests*", "*doubled *(1.0)*", "*added *"])
-    assert names(found) == [f"{CASE} added", f"{CASE} doubled"]
-    for bench, seconds in zip(found["benchmarks"], (2e-5, 1e-5), strict=True):
+    assert names(data) == [f"{CASE} added", f"{CASE} doubled"]
+    for bench, seconds in zip(data["benchmarks"], (2e-5, 1e-5), strict=True):
         assert bench["stats"]["median"] == pytest.approx(seconds, rel=0.02)
         assert bench["stats"]["rounds"] == len(bench["stats"]["data"]) >= 8
         assert bench["extra_info"]["aisp_verdict"] == "new"
         assert bench["params"]["n"] == 1001
     [plot] = pytester.path.glob("plot*.svg")
     assert "doubled" in plot.read_text()
-    assert exported(found) == found["benchmarks"]
+    assert exported(data) == data["benchmarks"]
 
 
-def exported(found):
+def exported(data):
     """Return the benchmarks that `aisp results export out` prints for pytest-benchmark."""
     command = [sys.executable, "-c", "from pytest_aisp.cli import app; app.main()"]
     text = subprocess.run([*command, "export", "out"], capture_output=True, text=True, check=True)
     Path("other.json").write_text(text.stdout)
     compare = [sys.executable, "-m", "pytest_benchmark", "compare", "run.json", "other.json"]
-    told = subprocess.run(compare, capture_output=True, text=True, check=True)
-    assert told.stdout.count("test_doubling[doubled-n1001] added") == 2
+    compared = subprocess.run(compare, capture_output=True, text=True, check=True)
+    assert compared.stdout.count("test_doubling[doubled-n1001] added") == 2
     return json.loads(text.stdout)["benchmarks"]
 
 
 def test_it_works_with_xdist(ran):
-    done, found = ran("-n1")
-    assert names(found) == [f"{CASE} added", f"{CASE} doubled"]
+    done, data = ran("-n1")
+    assert names(data) == [f"{CASE} added", f"{CASE} doubled"]
     assert "disabled because xdist" not in "\n".join(done.outlines + done.errlines)
 
 
@@ -92,7 +92,7 @@ def test_the_marker_gives_the_benchmark_fixture_our_timer(page, pytester, ran):
             benchmark.pedantic(sum, args=([],), rounds=3)
         """
     )
-    done, found = ran("marked_test.py")
+    done, data = ran("marked_test.py")
     done.stdout.fnmatch_lines(
         [
             "E *benchmark.pedantic under @pytest.mark.aisp_timer: our timer chooses rounds itself",
@@ -100,7 +100,7 @@ def test_the_marker_gives_the_benchmark_fixture_our_timer(page, pytester, ran):
             "*1 failed, 2 passed*",
         ]
     )
-    marked, unmarked = found["benchmarks"]
+    marked, unmarked = data["benchmarks"]
     assert (marked["options"]["timer"], marked["stats"]["rounds"]) == ("aisp", 10)
     assert unmarked["options"]["timer"] == "perf_counter"
     done, _ = ran("marked_test.py", "ch99", "--benchmark-disable", "--benchmark-json=no.json")
@@ -131,9 +131,9 @@ def test_export_without_pytest_benchmark_says_how_to_install_it(tmp_path, monkey
 
 def test_export_refuses_a_folder_without_a_run(tmp_path, capsys):
     assert app.main(["export", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"{tmp_path}: holds no run: it has no manifest.json")
-    assert said.endswith("    pytest --aisp-artifacts=DIR\n")
+    message = capsys.readouterr().err
+    assert message.startswith(f"{tmp_path}: holds no run: it has no manifest.json")
+    assert message.endswith("    pytest --aisp-artifacts=DIR\n")
 
 
 def test_only_one_module_imports_pytest_benchmark():

@@ -1,4 +1,4 @@
-"""Recording: from one run, from two at once, and what becomes of a page that is gone."""
+"""Recording: one run, two runs at once, and pages that changed or were deleted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make(tmp_path):
     def make():
         hook = SimpleNamespace(pytest_aisp_result=lambda config, row: None)
         settings = SimpleNamespace(artifacts=None, update="missing", root=tmp_path)
-        return Recorder(settings, hook, None)
+        return Recorder(settings, SimpleNamespace(hook=hook))
 
     return make
 
@@ -107,18 +107,18 @@ def test_two_concurrent_recordings_lose_no_result(page, gpu, pytester):
     ]
     assert [run.wait() for run in runs] == [0, 0]
     folder = pytester.path / "baselines" / "simulated-gpu"
-    found = store.load(folder / "ch99.json")
+    stored_file = store.load(folder / "ch99.json")
     keys = [f"{name}_test.py::test_doubling[doubled-n1001]" for name in ("first", "second")]
-    assert set(found.results) == {*keys, "shared_test.py::test_doubling[doubled-n1001]"}
+    assert set(stored_file.results) == {*keys, "shared_test.py::test_doubling[doubled-n1001]"}
     assert [file.name for file in folder.iterdir()] == ["ch99.json"]
 
 
 def test_the_result_of_a_deleted_page_stays(timed_page, pytester, make, row):
     timed_page(name="here_test.py")
     file = pytester.path / "baselines" / "simulated-gpu" / "ch99.json"
-    gone = row("gone")
-    gone.file, gone.product = str(file), "simulated-gpu"
-    make().add(gone)
+    deleted = row("gone")
+    deleted.file, deleted.product = str(file), "simulated-gpu"
+    make().add(deleted)
     [before] = [line for line in file.read_text().splitlines() if line.startswith('"gone_test')]
     update = ["--aisp-update-expectations=all", "--aisp-processes=1"]
     result = pytester.runpytest_subprocess(*update)
@@ -130,14 +130,14 @@ def test_the_result_of_a_deleted_page_stays(timed_page, pytester, make, row):
     ("device", "timer", "started"), [("cuda", None, [1, 2]), ("cpu", None, []), ("cuda", {}, [])]
 )
 def test_recording_processes_start_together_on_a_gpu(device, timer, started):
-    asked = []
+    workers = []
     case = SimpleNamespace(
         placement=SimpleNamespace(device=device),
         run=SimpleNamespace(timer=timer, settings=SimpleNamespace(processes=3)),
-        worker=asked.append,
+        worker=workers.append,
     )
     CaseClient.start_recording_processes(case)
-    assert asked == started
+    assert workers == started
 
 
 def test_a_changed_side_is_reported_as_not_stored(timed_page, pytester):

@@ -1,4 +1,4 @@
-"""What a row says beside its numbers: graphs, memory, launching; with `-vv`, or always."""
+"""Notes and remarks of a row: graphs, memory, launch-bound sides."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def test_graph_notes_count_nodes_per_call():
 
 
 def test_a_graph_without_counts_gives_the_reason():
-    said = graph_notes(NAMES, {"no graph_nodes": "cuGraphGetNodes: CUDA_ERROR_INVALID_VALUE"})
-    assert said == ["graph: nodes not counted: cuGraphGetNodes: CUDA_ERROR_INVALID_VALUE"]
+    text = graph_notes(NAMES, {"no graph_nodes": "cuGraphGetNodes: CUDA_ERROR_INVALID_VALUE"})
+    assert text == ["graph: nodes not counted: cuGraphGetNodes: CUDA_ERROR_INVALID_VALUE"]
     assert graph_notes(NAMES, {}) == []  # another clock
 
 
 @pytest.mark.parametrize(
-    ("count", "says"),
+    ("count", "text"),
     [
         (0, "0 B"),
         (1023, "1023 B"),
@@ -49,8 +49,8 @@ def test_a_graph_without_counts_gives_the_reason():
         (300 * 1024 * MIB, "300 GiB"),
     ],
 )
-def test_bytes_are_printed_with_a_fitting_unit(count, says):
-    assert amount(count) == says
+def test_bytes_are_printed_with_a_fitting_unit(count, text):
+    assert amount(count) == text
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_bytes_are_printed_with_a_fitting_unit(count, says):
 def test_memory_is_traded_for_speed_if_the_optimized_side_needs_much_more(
     baseline, optimized, traded
 ):
-    said, loud = memory_note({"baseline": baseline * MIB, "optimized": optimized * MIB})
-    assert said == f"memory: {amount(baseline * MIB)} / {amount(optimized * MIB)} beyond the inputs"
+    text, loud = memory_note({"baseline": baseline * MIB, "optimized": optimized * MIB})
+    assert text == f"memory: {amount(baseline * MIB)} / {amount(optimized * MIB)} beyond the inputs"
     assert loud is traded
 
 
@@ -147,6 +147,8 @@ def test_notes_are_shown_only_with_vv(measured):
     silent = measured(**details)
     silent.no_fnmatch_line("*launch-bound*")
     silent.no_fnmatch_line("*beyond the inputs*")
-    told = measured("-vv", **details)
-    told.fnmatch_lines(["test_doubling[[]doubled[]]: memory: 1.2 GiB / 600 MiB beyond the inputs"])
-    told.no_fnmatch_line("*launch-bound*")
+    verbose = measured("-vv", **details)
+    verbose.fnmatch_lines(
+        ["test_doubling[[]doubled[]]: memory: 1.2 GiB / 600 MiB beyond the inputs"]
+    )
+    verbose.no_fnmatch_line("*launch-bound*")

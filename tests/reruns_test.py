@@ -1,4 +1,4 @@
-"""Every attempt is logged, none replaces a verdict, and what is traced has no ordinary one."""
+"""Votes, reruns of cases, and cases that are traced or debugged."""
 
 from __future__ import annotations
 
@@ -55,8 +55,10 @@ def test_voting_processes_start_together_on_a_gpu_clock(clock, ranks, starts):
         def __init__(self):
             self.timings, self.against, self.notes = [SimpleNamespace(clock=clock)], [], []
             settings = SimpleNamespace(confirm_budget=60)
-            said = SimpleNamespace(replay=None, vote_seconds=0.0, settings=settings, progress=len)
-            self.run = said
+            context = SimpleNamespace(
+                replay=None, vote_seconds=0.0, settings=settings, progress=len
+            )
+            self.run = context
 
         ranks = world
 
@@ -284,8 +286,8 @@ def test_a_case_timed_under_a_debugger_is_inconclusive(timed_page, pytester, ini
     timed_page(at_least="9")
     command = [sys.executable, "-m", "pytest", "--pdb", "-o", f"aisp_inconclusive={ini}"]
     result = pytester.run(*command, stdin=b"c\n")
-    says = "timed inside pytest (--pdb), not in a process of its own: no verdict"
-    result.stdout.fnmatch_lines([f"*{says}", f"=* {ends} in *"])
+    reason = "timed inside pytest (--pdb), not in a process of its own: no verdict"
+    result.stdout.fnmatch_lines([f"*{reason}", f"=* {ends} in *"])
 
 
 def test_a_case_that_is_stepped_through_is_invalid(timed_page, pytester):

@@ -1,4 +1,4 @@
-"""A run as a whole: xdist, options, stored files that cannot be used, sessions of others."""
+"""A run as a whole: xdist, options, damaged stored files, sessions without pages."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ VERDICTS = ("checked", "new", "wrong")
 
 def test_node_ids_and_verdicts_are_the_same_with_and_without_workers(run):
     _, rows, _ = run
-    found = {row["nodeid"]: row["verdict"] for row in rows}
+    verdicts = {row["nodeid"]: row["verdict"] for row in rows}
     case = "ch99/{}_test.py::test_doubling[doubled-n1001]"
-    assert found == {case.format(verdict): verdict for verdict in VERDICTS}
+    assert verdicts == {case.format(verdict): verdict for verdict in VERDICTS}
 
 
 def test_each_case_is_recorded_once_by_the_controller(run):
@@ -105,12 +105,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("options", "says"), REFUSED, ids=lambda v: " ".join(v) if isinstance(v, list) else ""
+    ("options", "message"), REFUSED, ids=lambda v: " ".join(v) if isinstance(v, list) else ""
 )
-def test_illegal_options_are_refused(page, pytester, options, says):
+def test_illegal_options_are_refused(page, pytester, options, message):
     page()
     result = pytester.runpytest_inprocess(*options)  # refused before anything is set up
-    result.stderr.fnmatch_lines([says if says.startswith("*") else f"ERROR: {says}"])
+    result.stderr.fnmatch_lines([message if message.startswith("*") else f"ERROR: {message}"])
     assert result.ret == pytest.ExitCode.USAGE_ERROR
 
 
@@ -210,10 +210,10 @@ def test_a_damaged_stored_file_is_reported_and_kept(recorded, pytester, options)
         file.write_text(DAMAGE[name][0](file.read_text()))
     before = {name: file.read_bytes() for name, file in files.items()}
     result = pytester.runpytest_subprocess(*options, *DAMAGE)
-    for name, (_, says) in DAMAGE.items():
-        says = f"E       AssertionError: */baselines/simulated-gpu/{name}.json {says}"
+    for name, (_, message) in DAMAGE.items():
+        message = f"E       AssertionError: */baselines/simulated-gpu/{name}.json {message}"
         result.stdout.fnmatch_lines([f"{name}/doubling_test.py *"])
-        result.stdout.fnmatch_lines([">       pair.assert_speedup()", says])
+        result.stdout.fnmatch_lines([">       pair.assert_speedup()", message])
     result.stdout.fnmatch_lines([f"=* {len(DAMAGE)} failed in *"])
     assert "pytest_aisp/" not in result.stdout.str()
     assert {name: file.read_bytes() for name, file in files.items()} == before
@@ -391,11 +391,11 @@ def test_vv_lists_the_negative_controls(page, pytester):
 
 
 def wrong_value(pytester, *options):
-    """Return what is said of the first wrong value, and the last line of how to get it again."""
-    said = pytester.runpytest_subprocess("--aisp-check", *options).stdout.str()
-    told = next(line for line in said.splitlines() if "doubled is wrong at" in line)
-    again = said.split("reproduce:")[1].splitlines()[1].split()
-    return told, again[again.index("pytest") + 1 :]
+    """Return the line about the first wrong value, and the arguments of the printed command."""
+    output = pytester.runpytest_subprocess("--aisp-check", *options).stdout.str()
+    line = next(line for line in output.splitlines() if "doubled is wrong at" in line)
+    again = output.split("reproduce:")[1].splitlines()[1].split()
+    return line, again[again.index("pytest") + 1 :]
 
 
 def test_a_failure_prints_the_seed_of_its_values(page, pytester):

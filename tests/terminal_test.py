@@ -1,4 +1,4 @@
-"""What a person sees: a case's own line while it is measured, and why it waits."""
+"""Progress on the terminal, and messages about leases."""
 
 from __future__ import annotations
 

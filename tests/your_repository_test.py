@@ -1,4 +1,4 @@
-"""Somebody else's repository: the lines of its guide, run with a wheel that was built here."""
+"""The guide for a repository of one's own, followed with a wheel that is built here."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "docs/how-to/your-repository.md"
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "artifacts")
 OFFLINE = {"wheel": "--no-build-isolation -q", "install": "--no-deps --no-index -q --target lib"}
-"""What pip is told here besides: what it needs is installed, and nothing is fetched."""
+"""Further options of pip: everything is installed, and nothing is downloaded."""
 MINE = "\n\nimport pytest_aisp\n\nassert 'lib/pytest_aisp' in pytest_aisp.__file__\n"
-"""Behind the page: the installed plugin is the one that judges, in pytest and where sides run."""
+"""Appended to the page: pytest and worker processes import the installed plugin."""
 
 
 def blocks(document, language):
@@ -45,30 +45,30 @@ def test_the_guides_commands_work_in_a_new_repository(pytester, gpu, monkeypatch
         words = shlex.split(line, comments=True)
         if words[0] == "pytest":
             fewer = ["--aisp-processes=2"] if "--aisp-update-expectations" in words else []
-            said = pytester.runpytest_subprocess(*words[1:], *fewer)
-            assert said.ret == 0
+            result = pytester.runpytest_subprocess(*words[1:], *fewer)
+            assert result.ret == 0
             continue
         if words[0] == "pip":
             line = f"{shlex.quote(sys.executable)} -m {line.split('#')[0]} {OFFLINE[words[1]]}"
         assert subprocess.run(line, shell=True, check=False).returncode == 0, line
         if words[0] == "mkdir":
             Path("bench/row_sums_test.py").write_text(page + MINE)
-    said.stdout.fnmatch_lines(["bench/row_sums_test.py .*"])
+    result.stdout.fnmatch_lines(["bench/row_sums_test.py .*"])
     [wheel] = Path("dist").iterdir()
     holds_the_plugin_alone(wheel)
 
     gpu(chained=2e-5, reduced=3.6e-6)
-    said = pytester.runpytest_subprocess("bench", "--aisp-artifacts=out")
-    assert said.ret == 1
+    result = pytester.runpytest_subprocess("bench", "--aisp-artifacts=out")
+    assert result.ret == 1
     why = "5.5??x against 6.6??x (stored in baselines/simulated-gpu/bench.json), margin *-> red"
-    said.stdout.fnmatch_lines([f"*{why}", "*REGRESSED 5.5??x*row_sums_test.py*reduced-n1024*"])
+    result.stdout.fnmatch_lines([f"*{why}", "*REGRESSED 5.5??x*row_sums_test.py*reduced-n1024*"])
     rows = [json.loads(line) for line in Path("out/results.jsonl").read_text().splitlines()]
     assert [row["verdict"] for row in rows] == ["regressed"]
     assert rows[0]["reasons"][0].startswith("5.5")
 
 
 def holds_the_plugin_alone(wheel):
-    """Assert that a wheel has every file of the package, and else only what says what it is."""
+    """Assert that a wheel holds every file of the package, and besides only its metadata."""
     names = zipfile.ZipFile(wheel).namelist()
     package = ROOT / "pytest_aisp"
     files = {str(p.relative_to(ROOT)) for p in package.rglob("*") if p.is_file()}

@@ -1,8 +1,7 @@
-"""The controller's memory: every row, written as it arrives, stored where asked."""
+"""The recorder of the controller: rows, artifacts, stored results, and the run's manifest."""
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import functools
 import os
@@ -11,9 +10,9 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
+import pytest
 from msgspec.structs import asdict
 
 from ..results import store
@@ -31,42 +30,53 @@ from ..util import device, git
 from .options import Settings
 from .run_context import RunContext
 
-BROKEN_OFF = (2, 3, 4)
-"""Exit codes of pytest where a run was interrupted, by hand or by an error of its own or in use."""
-NO_CASES = 5
-"""Exit code of pytest where nothing was collected, or nothing was left of it."""
+INCOMPLETE = (
+    pytest.ExitCode.INTERRUPTED,
+    pytest.ExitCode.INTERNAL_ERROR,
+    pytest.ExitCode.USAGE_ERROR,
+)
+NO_CASES = pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 class Recorder:
-    """Gather rows on the controller; nothing else writes stored results or rows."""
+    """Gather rows on the controller; nothing else writes stored results or rows.
 
-    def __init__(self, settings: Settings, hook: Any, config: Any) -> None:
-        self.settings, self._hook, self._config = settings, hook, config
+    Attributes:
+        changes, not_stored: what was stored, and what was kept instead of today's results.
+        crashes: reports of xdist workers that died.
+        without_canary: xdist workers that ended before their canary, and the keys of their cases.
+        left_alone: why the artifacts of an earlier run were not replaced, or empty.
+    """
+
+    def __init__(self, settings: Settings, config: pytest.Config) -> None:
+        self.settings, self._config = settings, config
         self.rows: list[Row] = []
         self.changes: list[str] = []
         self.not_stored: list[str] = []
         self._refused: dict[str, list[str]] = {}
         self.canaries: list[Canary] = []
         self.crashes: list[str] = []
-        self.without_canary: list[tuple[str, list[str]]] = []  # xdist workers, and their cases
+        self.without_canary: list[tuple[str, list[str]]] = []
         self.left_alone = ""
         self.artifacts = None if settings.artifacts is None else Artifacts(settings.artifacts)
 
     def finish(self, exit_code: int) -> None:
-        """Write to the artifacts how the run ended; over an earlier run's, where a case did."""
+        """Write to the artifacts how the run ended, unless no case finished."""
         if self.artifacts is None:
             return
-        if not self.artifacts.begun and exit_code in (*BROKEN_OFF, NO_CASES):
-            self.left_alone = (
-                f"{self.settings.artifacts} is as an earlier run left it: no case finished"
-            )
+        if not self.artifacts.begun and exit_code in (*INCOMPLETE, NO_CASES):
+            folder = self.settings.artifacts
+            self.left_alone = f"{folder} still holds the earlier run: no case finished"
             return
-        facts: dict[str, Any] = {"exit_code": int(exit_code), "invalid": self.why_invalid()}
-        facts |= {"complete": exit_code not in BROKEN_OFF}
-        facts |= {"not_written": self.errors, "no_verdict": list(self.crashes)}
-        no_canary = [f"worker {name!r}: {', '.join(keys)}" for name, keys in self.without_canary]
-        facts |= {"no_canary": no_canary}
-        facts |= {"verdicts": dict(Counter(row.verdict for row in self.rows))}
+        facts = {
+            "exit_code": int(exit_code),
+            "complete": exit_code not in INCOMPLETE,
+            "invalid": self.why_invalid(),
+            "not_written": self.errors,
+            "no_verdict": list(self.crashes),
+            "no_canary": [f"worker {w!r}: {', '.join(keys)}" for w, keys in self.without_canary],
+            "verdicts": dict(Counter(row.verdict for row in self.rows)),
+        }
         peaks = stored_peaks(self.settings, {row.product for row in self.rows})
         self.artifacts.finish(facts, peaks, self._report)
 
@@ -82,16 +92,16 @@ class Recorder:
             self.artifacts.release()
 
     def add(self, row: Row) -> None:
-        """Take one case's row: to the artifacts, to the stored results, to the hook."""
+        """Add a case's row to the artifacts and to the stored results, and call the hook."""
         self.rows.append(row)
         if self.artifacts is not None:
             self.artifacts.add(row)
         if row.recorded and self.settings.update is not None:
             self._store(row)
-        self._hook.pytest_aisp_result(config=self._config, row=row.to_json())
+        self._config.hook.pytest_aisp_result(config=self._config, row=row.to_json())
 
     def add_canary(self, canary: Canary) -> None:
-        """Take one process's canary."""
+        """Add one process's canary."""
         self.canaries.append(canary)
         if self.artifacts is not None:
             self.artifacts.add_canary(canary)
@@ -115,67 +125,64 @@ class Recorder:
             self._refused.setdefault(str(error), []).append(row.key)
             return
         for change in changes:
-            before = "new" if change.old is None else _said(change.old)
-            self.changes.append(f"{change.key}: {before} -> {_said(change.new)}")
+            before = "new" if change.old is None else _describe(change.old)
+            self.changes.append(f"{change.key}: {before} -> {_describe(change.new)}")
         if why:
             self.not_stored.append(f"{row.key}: {why}; --aisp-update-expectations=all replaces it")
 
     @property
     def errors(self) -> list[str]:
-        """What could not be written: each fault once, with all that it kept out."""
-        refused = [f"{', '.join(keys)}: {fault}" for fault, keys in self._refused.items()]
-        lacking = self.artifacts.error if self.artifacts is not None else None
-        return [*refused, *([lacking] if lacking else [])]
+        """What could not be written: each error once, with the keys of all its cases."""
+        errors = [f"{', '.join(keys)}: {error}" for error, keys in self._refused.items()]
+        if self.artifacts is not None and self.artifacts.error:
+            errors.append(self.artifacts.error)
+        return errors
 
     @functools.cached_property
-    def _session(self) -> tuple[str, dict[str, Any]]:
-        # One run, one key, one meaning, even past midnight or a commit; two runs in one second have
-        # two keys. Whether they are two sessions, `merge` reads from the time in them.
+    def _session(self) -> tuple[str, dict[str, str | None]]:
+        """The key and the facts of this run's environment, which stay the same all run long.
+
+        Two runs in one second have two keys. `merge` reads from the time in the key whether two
+        runs are two sessions.
+        """
         now = datetime.datetime.now(datetime.timezone.utc)
         facts = {"date": datetime.date.today().isoformat(), "commit": _commit(self.settings.root)}
         return now.strftime("%Y-%m-%dT%H%M%S.%fZ"), facts
 
     def why_invalid(self) -> list[str]:
         """Return why no verdict of this run counts; nothing for a valid run."""
-        why = [f"canary): {canary}" for canary in self.canaries if canary.wrong]
+        reasons = [f"canary): {canary}" for canary in self.canaries if canary.wrong]
         if environment_moved(self.rows):
-            why.append(
-                "environment moved): too many cases are off in one direction to be the code's doing"
+            reasons.append(
+                "environment moved): too many cases moved in one direction to be the code's doing"
             )
-        return [f"RUN INVALID ({reason}; no verdict of this run counts" for reason in why]
+        return [f"RUN INVALID ({reason}; no verdict of this run counts" for reason in reasons]
 
 
 def _commit(root: Path) -> str | None:
-    for variable in ("GITHUB_SHA", "CI_COMMIT_SHA"):  # where the checkout came without its history
+    for variable in ("GITHUB_SHA", "CI_COMMIT_SHA"):  # a checkout without history
         if os.environ.get(variable):
             return os.environ[variable][:12]
     return (git.try_git(root, "rev-parse", "--short=12", "HEAD") or "").strip() or None
 
 
 def _as_result(recorded: Recording, environment: str) -> Result:
-    """Return the stored result of a row's `recorded` values, be they times, goals or both."""
-    given = {name: value for name, value in asdict(recorded).items() if name != "replace"}
-    return Result.of({**given, "environments": [environment]})
+    """Return the stored result of a row's `recorded` values."""
+    fields = {name: value for name, value in asdict(recorded).items() if name != "replace"}
+    return Result.of({**fields, "environments": [environment]})
 
 
-def _said(result: Result) -> str:
-    """Return ``3.530x, memory 600 MiB / 240 MiB``: what there is of it."""
+def _describe(result: Result) -> str:
+    """Return ``3.530x, memory 600 MiB / 240 MiB``."""
     parts = [] if result.value is None else [ratio(result.value)]
-    parts += [f"{name} {METRICS[name].both(found)}" for name, found in result.goals.items()]
+    parts += [f"{name} {METRICS[name].both(amounts)}" for name, amounts in result.goals.items()]
     return ", ".join(parts)
 
 
-PACKAGES: tuple[str, ...] = (
-    "torch",
-    "triton",
-    "numpy",
-    "cuda-core",
-    "cuda-bindings",
-    "nvidia-cuda-nvrtc",
-)
-PACKAGES += ("nvidia-cuda-nvrtc-cu12", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
-PACKAGES += ("nvidia-cublas", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-ml-py")
-PACKAGES += ("transformer-engine", "pytest-xdist", "pytest-timeout", "hypothesis")
+PACKAGES: tuple[str, ...] = ("torch", "triton", "numpy", "cuda-core", "cuda-bindings")
+PACKAGES += ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "nvidia-cudnn-cu12")
+PACKAGES += ("nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+PACKAGES += ("nvidia-ml-py", "transformer-engine", "pytest-xdist", "pytest-timeout", "hypothesis")
 VARIABLES = re.compile(
     r"CUDA_(VISIBLE_DEVICES|DEVICE_ORDER|DEVICE_MAX_CONNECTIONS|LAUNCH_BLOCKING|MODULE_LOADING"
     r"|CACHE_DISABLE|CACHE_MAXSIZE|HOME|PATH)|CUBLAS_WORKSPACE_CONFIG|NVIDIA_TF32_OVERRIDE"
@@ -183,12 +190,12 @@ VARIABLES = re.compile(
     r"|(OMP|MKL|OPENBLAS|NUMEXPR)_NUM_THREADS|(OMP|KMP|GOMP)_[A-Z0-9_]+"
     r"|LD_PRELOAD|MALLOC_[A-Z0-9_]+|PYTHONHASHSEED|CI"
 )
-"""Names of environment variables that change what is measured; no other is ever written down."""
+"""Environment variables that change what is measured; no other is ever written down."""
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|PRIVATE|CERT|SIGNATURE")
 LOGIN = re.compile(r"://[^/\s]*@")
 
 
-def build_manifest(config: Any, run: RunContext) -> Manifest:
+def build_manifest(config: pytest.Config, run: RunContext) -> Manifest:
     """Return what is known at the start of a run."""
     from ..tools.doctor import version_of
 
@@ -209,11 +216,11 @@ def build_manifest(config: Any, run: RunContext) -> Manifest:
             markers=option.markexpr,
             workers=workers if isinstance(workers, int) else None,
         ),
-        options=_options(settings),
+        options=msgspec.to_builtins(settings, enc_hook=str),
         python=platform.python_version(),
         pytest=version_of("pytest") or "",
         platform=platform.platform(),
-        packages={name: found for name in PACKAGES if (found := version_of(name))},
+        packages={name: version for name in PACKAGES if (version := version_of(name))},
         machine=machine,
         git=git_state(settings.root),
         environment=environment(os.environ),
@@ -224,7 +231,7 @@ def build_manifest(config: Any, run: RunContext) -> Manifest:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that may be written down: listed ones that do not look like secrets."""
+    """Return the variables that may be written down: those listed that hold no secret."""
     return {
         name: value
         for name, value in sorted(variables.items())
@@ -233,40 +240,29 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def stored_peaks(settings: Settings, products: Collection[str]) -> dict[str, StoredPeaks]:
-    """Return what is stored of the products' peaks, by product; nothing for one without."""
-    found = {}
+    """Return the stored peaks by product, of those products that have any."""
+    stored = {}
     for product in sorted(set(products)):
         path = peaks_module.path_of(settings.baselines, product)
         try:
             peaks = peaks_module.stored(path)
         except (peaks_module.PeaksError, OSError):
-            continue  # the cases that need them say so
+            continue  # cases that need them report the error
         if peaks is not None:
             origin = path_below(str(path), str(settings.root))
-            found[product] = StoredPeaks(dict(peaks.rates), dict(peaks.facts), origin)
-    return found
+            stored[product] = StoredPeaks(dict(peaks.rates), dict(peaks.facts), origin)
+    return stored
 
 
 def git_state(root: Path) -> GitState | None:
     """Return commit, branch, and whether tracked files differ; None outside of a repository."""
-    commit = _git(root, "rev-parse", "HEAD")
+    commit = git.try_git(root, "rev-parse", "HEAD")
     if commit is None:
         return None
-    branch = _git(root, "symbolic-ref", "--short", "HEAD")
-    changed = _git(root, "status", "--porcelain", "--untracked-files=no")
-    return GitState(commit, branch, None if changed is None else bool(changed))
-
-
-def _git(root: Path, *words: str) -> str | None:
-    said = git.try_git(root, *words)
-    return None if said is None else said.strip()
-
-
-def _options(settings: Settings) -> dict[str, Any]:
-    return {f.name: _plain(getattr(settings, f.name)) for f in dataclasses.fields(settings)}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+    branch = git.try_git(root, "symbolic-ref", "--short", "HEAD")
+    changes = git.try_git(root, "status", "--porcelain", "--untracked-files=no")
+    return GitState(
+        commit.strip(),
+        None if branch is None else branch.strip(),
+        None if changes is None else bool(changes.strip()),
+    )

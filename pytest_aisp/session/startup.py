@@ -113,7 +113,7 @@ def _recorder(config: pytest.Config, run: RunContext) -> Recorder:
         if settings.timestamped is not None:
             settings = replace(settings, artifacts=stamped(settings.timestamped))
             run.settings = config.stash[SETTINGS] = settings
-        recorder = Recorder(settings, config.hook, config)
+        recorder = Recorder(settings, config)
         if recorder.artifacts is not None:
             recorder.artifacts.claim()
             recorder.artifacts.start(build_manifest(config, run))
