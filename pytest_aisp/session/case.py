@@ -17,7 +17,7 @@ from ..page.pair import ROLES, Case
 from ..results import metric_limits, verdict
 from ..results.messages import CheckTask, CompileTask, CountTask, Json
 from ..results.row import Profile, Recording
-from ..results.task_results import Amounts, CheckResult, CompileResult, TimeResult
+from ..results.task_results import Amounts, CheckResult, CompileResult
 from ..results.verdict import Finding
 from .canary import offer_to_canary
 from .case_client import CaseClient
@@ -33,7 +33,7 @@ from .judge import (
     judge_speedup,
 )
 from .measurement import StoredResult, Timing, read_timing
-from .placement import COMPILER, kernels_of, placement_of
+from .placement import kernels_of, placement_of
 from .run_context import EndOfBody, Failed, RunContext
 from .terminal import accept_commands
 
@@ -112,12 +112,12 @@ class CaseRun:
         settings = self.run.settings
         with self._stage():
             self._require_check("assert_speedup", "timed")
-            reply = self.client.time(0)
-            self.timing = timing = read_timing(self.client, self.stored, reply)
+            result = self.client.time(0)
+            self.timing = timing = read_timing(self.client, self.stored, result)
             self.values = [timing.reading.value]
             timing.refuse_impossible()
             if settings.audit and any(self.kernels):
-                self._note_kernel_resources(reply)
+                self.client.note_kernel_resources(result)
             if settings.in_process:  # no vote would be a fresh process
                 option = settings.in_process
                 reason = f"timed inside pytest ({option}), not in a process of its own: no verdict"
@@ -240,20 +240,6 @@ class CaseRun:
         if self.timing is not None:
             return self.timing.sources
         return dict(self._checked_sources)
-
-    def _note_kernel_resources(self, timing_result: TimeResult) -> None:
-        """Note what each kernel uses on this arch."""
-        if self.run.replay is not None or self.run.settings.in_process:
-            return  # there is no process to ask
-        task = self.client.task(CompileTask, archs=(self.client.machine.arch,))
-        reply = self.run.worker(COMPILER).ask(task, self.client.timeout, self.run.progress)
-        if reply.error is None:
-            compiled = reply.read(CompileResult)
-            timing_result.assembled = compiled.assembled
-            self.notes += compiled.words
-        else:
-            why = (reply.message.splitlines() or [reply.error])[0]
-            self.notes.append(f"the resources of its kernels are unknown: {why}")
 
     def _record(self, timing: Timing) -> None:
         """Measure the case in every recording process, and hand its result to the recorder.

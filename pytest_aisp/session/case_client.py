@@ -9,6 +9,7 @@ from ..page.pair import Case
 from ..results.messages import (
     CaseTask,
     ChangedTask,
+    CompileTask,
     FactsTask,
     Json,
     PageSource,
@@ -17,13 +18,13 @@ from ..results.messages import (
     TimeTask,
 )
 from ..results.row import size_text
-from ..results.task_results import ChangedResult, Facts, TimeResult
+from ..results.task_results import ChangedResult, CompileResult, Facts, TimeResult
 from ..results.verdict import Reading
 from ..util.device import VERSIONS, Machine, cpu_machine
 from ..util.git import SnapshotError
 from ..worker.client import START_SECONDS, Worker
 from .collect import CaseLocation
-from .placement import Placement
+from .placement import COMPILER, Placement
 from .run_context import Failed, RunContext, Unrecorded
 from .terminal import rerun_commands
 
@@ -124,6 +125,20 @@ class CaseClient:
     def vote(self, number: int, worker: Worker) -> Reading:
         """Return what process `number` measures of the case."""
         return reading(self.time(number, worker))
+
+    def note_kernel_resources(self, result: TimeResult) -> None:
+        """Note what each kernel uses on this arch, and add it to the `result` of a timing."""
+        if self.run.replay is not None or self.run.settings.in_process:
+            return  # there is no process to ask
+        task = self.task(CompileTask, archs=(self.machine.arch,))
+        reply = self.run.worker(COMPILER).ask(task, self.timeout, self.run.progress)
+        if reply.error is None:
+            compiled = reply.read(CompileResult)
+            result.assembled = compiled.assembled
+            self.notes += compiled.words
+        else:
+            why = (reply.message.splitlines() or [reply.error])[0]
+            self.notes.append(f"the resources of its kernels are unknown: {why}")
 
     def changed_sides(self) -> list[str]:
         """Return which of the sides that both versions have differ from ``--aisp-against``."""

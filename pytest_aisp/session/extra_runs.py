@@ -13,7 +13,6 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 from msgspec.structs import asdict
 
 from ..isolation.monkeypatches import now
@@ -96,11 +95,11 @@ class _Sandbox:
         checker = self.client.fresh_worker()
         try:
             values = str(self.folder / "values.pt")
-            self._ask(checker, DrawTask, seed=self.seed, values=values)
+            self._do(checker, DrawTask, seed=self.seed, values=values)
             for role, counted in zip(ROLES, self.counted, strict=True):
                 outputs = self._run_side(role, counted, values)
                 steps = counted if self.clock == "graph" else 1
-                self._ask(
+                self._do(
                     checker, CompareTask, side=role, seed=self.seed, outputs=outputs, steps=steps
                 )
                 self.client.notes.append(f"{role} sandboxed: its outputs are right")
@@ -111,39 +110,31 @@ class _Sandbox:
         """Time a side, run it on `values`, and return the file of its outputs."""
         worker = self.client.fresh_worker()
         try:
-            prepared = self._ask(
-                worker,
-                PrepareTask,
-                side=role,
-                clock=self.clock,
-                counted=counted,
-                slots=self.slots,
-            )
+            fields = {"side": role, "clock": self.clock, "counted": counted, "slots": self.slots}
+            prepared = self.client.ask(self._task(PrepareTask, **fields), PrepareResult, worker)
             if self.timing is not None and self.clock in LIMIT:
                 judged = self.timing.pair_seconds[ROLES.index(role)]
-                self._compare_times(
-                    worker, role, judged, msgspec.convert(prepared, PrepareResult).unit
-                )
+                self._compare_times(worker, role, judged, prepared.unit)
             outputs = str(self.folder / f"{role}.pt")
             slots = tuple(sorted({0, random.SystemRandom().randrange(self.slots)}))
-            self._ask(worker, ShowTask, side=role, values=values, outputs=outputs, slots=slots)
+            self._do(worker, ShowTask, side=role, values=values, outputs=outputs, slots=slots)
         finally:
             worker.close()
         return outputs
 
-    def _ask(
-        self, worker: Worker, kind: type[CaseTask], *, seed: int = 0, **fields: Json
-    ) -> dict[str, Json]:
+    def _task(self, kind: type[CaseTask], **fields: Json) -> CaseTask:
         at = "case" if self.client.placement.kind == "time" else "check"
-        task = self.client.task(kind, at=at, seed=seed, **fields)
-        return self.client.ask(task, dict[str, Json], worker)
+        return self.client.task(kind, **{"at": at, "seed": 0, **fields})
+
+    def _do(self, worker: Worker, kind: type[CaseTask], **fields: Json) -> None:
+        self.client.ask(self._task(kind, **fields), dict[str, Json], worker)
 
     def _compare_times(self, worker: Worker, role: str, judged: float, unit: int) -> None:
         """Refuse a side whose time on this process's clock is not the `judged` one."""
 
         def work(units: int) -> float:
             start = now()
-            self._ask(worker, PerformTask, side=role, units=units)
+            self._do(worker, PerformTask, side=role, units=units)
             return now() - start
 
         for _ in range(ATTEMPTS):
