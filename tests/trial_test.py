@@ -60,23 +60,23 @@ def timed(replicate=0, **budget):
 def test_laps_alternate_the_build_order_after_an_untimed_build(built):
     result = timed()
     assert built == [0, 0, 1, 0, 1]
-    assert result["firsts"] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert len(result["blocks"]) == len(result["orders"]) == 8
-    assert len(result["laps"]) == 4
+    assert result.firsts == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert len(result.blocks) == len(result.orders) == 8
+    assert len(result.laps) == 4
 
 
 def test_every_lap_has_as_many_blocks_as_the_first(built):
     result = timed(blocks=40, least=4)
-    assert len(result["blocks"]) % 4 == 0
-    assert sorted(result["firsts"]).index(1) == len(result["firsts"]) / 2
+    assert len(result.blocks) % 4 == 0
+    assert sorted(result.firsts).index(1) == len(result.firsts) / 2
 
 
 def test_outputs_of_called_slots_are_compared(built, monkeypatch):
     monkeypatch.setattr(Trial, "_slot_count", lambda self: 4)
-    compared = timed()["outputs_checked"]
+    compared = timed().outputs_checked
     monkeypatch.setattr(cpu_timer, "calls_for", lambda seconds, window, slots: 2)
     monkeypatch.setattr(cpu_timer, "calls_to_plant", lambda calls, slots, planted: calls)
-    assert compared - timed()["outputs_checked"] == 4 * 2 * 2, "laps, sides, slots not called"
+    assert compared - timed().outputs_checked == 4 * 2 * 2, "laps, sides, slots not called"
 
 
 @pytest.mark.parametrize(("replicate", "count"), [(0, 1), (1, 0), (1000, 0)])
@@ -89,7 +89,7 @@ def test_memory_is_measured_once_and_after_the_windows(built, monkeypatch, repli
 
     monkeypatch.setattr(cpu_timer.CpuPairTimer, "memory", memory)
     monkeypatch.setattr(cpu_timer.CpuPairTimer, "other_clock", lambda self: calls.clear() or {})
-    details = timed(replicate=replicate)["details"]
+    details = timed(replicate=replicate).details
     assert calls == ["memory after 2 builds"] * count  # the untimed build and the first lap
     assert ("peak_bytes" in details) == bool(count)
 
