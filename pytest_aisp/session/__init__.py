@@ -1,1 +1,1 @@
-"""pytest's side: options, cases, the judge, what is recorded and reported."""
+"""The pytest side: options, cases, verdicts, recording and terminal output."""

@@ -42,7 +42,7 @@ class CaseRun:
     """One case in one run.
 
     Attributes:
-        placement: where the case can be shown: timed, checked, compiled or skipped.
+        placement: whether the case is timed, checked, compiled or skipped here.
         client: its worker processes, and what they replied.
         stored: its stored result, and those of its chapter.
         timing, judgement, metrics: what the stages returned; None or empty before them.
@@ -76,7 +76,7 @@ class CaseRun:
         self.wall = 0.0
 
     def check(self, rule: Mapping[str, float | None]) -> None:
-        """Prove both sides right under `rule`, or compile their kernels where nothing can run."""
+        """Check both sides under `rule`, or compile their kernels if nothing can run here."""
         with self._stage():
             self.client.rule = rule
             if self.placement.kind == "compile":
@@ -103,7 +103,7 @@ class CaseRun:
                 run_sandboxed(self.client, None)
 
     def measure(self) -> None:
-        """Time both sides, judge the speedup, and record it where the run records.
+        """Time both sides, judge the speedup, and record it if the run records.
 
         Raises:
             EndOfBody: where nothing is timed.
@@ -191,10 +191,10 @@ class CaseRun:
         return verdict.case_verdict(self.findings, strict_environment=strict)
 
     def _stop_if_red(self, *, accept: bool = False) -> None:
-        """Raise `Failed` where the findings so far fail the run, here or by the ini file.
+        """Raise `Failed` if the findings so far fail the run, by themselves or by the ini file.
 
         Args:
-            accept: whether storing today's result is a way out.
+            accept: whether to print how to store today's result.
         """
         settings, word = self.run.settings, self.verdict
         red = word in verdict.RED
@@ -244,7 +244,7 @@ class CaseRun:
     def _record(self, timing: Timing) -> None:
         """Measure the case in every recording process, and hand its result to the recorder.
 
-        Votes count as recording processes: a first value that they refuted must not stand alone.
+        Votes count as recording processes: a value that they refuted must not be stored alone.
         """
         count = 1 if timing.clock == "process" else self.run.settings.processes
         results = list(self.client.timings)
@@ -267,7 +267,7 @@ class CaseRun:
         self._store()
 
     def _store(self) -> None:
-        """Put the sources and the metrics so far in what is to be stored."""
+        """Add the sources and the metrics so far to what is stored."""
         self.recorded.sources = self.sources()
         self.recorded.goals = {name: dict(judged.amounts) for name, judged in self.metrics.items()}
         self.recorded.replace = self.run.settings.update == "all"

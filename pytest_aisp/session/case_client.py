@@ -141,7 +141,7 @@ class CaseClient:
             self.notes.append(f"the resources of its kernels are unknown: {why}")
 
     def changed_sides(self) -> list[str]:
-        """Return which of the sides that both versions have differ from ``--aisp-against``."""
+        """Return the sides that differ from their version at the commit of ``--aisp-against``."""
         past = self.run.past
         if past is None:
             return []
@@ -181,7 +181,7 @@ class CaseClient:
         return self.run.worker(self.placement.device, number, self.ranks, self._variables)
 
     def start_recording_processes(self) -> None:
-        """Start the processes that record after the first: they import torch while it checks."""
+        """Start all recording processes: they import torch while the first one checks."""
         if self.placement.device == "cuda" and self.run.timer is None:
             for number in range(1, self.run.settings.processes):
                 self.worker(number)
@@ -197,7 +197,7 @@ class CaseClient:
 
     @property
     def ranks(self) -> int:
-        """Processes that this case's sides run on; kernels are assembled in one."""
+        """Number of processes that this case's sides run on. Kernels are compiled in one."""
         alone = self.placement.kind not in ("time", "check") or self.run.timer is not None
         return 1 if alone else self.case.gpus
 

@@ -88,12 +88,12 @@ def refuse(item: pytest.Item, message: str) -> NoReturn:
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
-    """Make one parameter a case, with the marks of what it needs."""
+    """Make each case a parameter of the test, with the marks of what it needs."""
     pair, item = pair_of(metafunc.function), metafunc.definition
     if pair is None:
         return
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():  # by the page: the plugin never does
+    if torch is not None and torch.cuda.is_initialized():  # only the page can have done that
         refuse(
             item,
             "the page touches the GPU when imported: a page is imported on every machine\n"

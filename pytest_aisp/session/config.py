@@ -1,4 +1,4 @@
-"""Read the command line and the ini file into `Settings`; refuse options that contradict."""
+"""Read the command line and the ini file into `Settings`; refuse contradicting options."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _is_ours(config: pytest.Config) -> bool:
 def _number(
     config: pytest.Config, key: str, *, least: float = 0.0, above: float | None = None
 ) -> float | None:
-    """Return the number of ini key `key`, or None where it is empty."""
+    """Return the number of ini key `key`, or None if it is empty."""
     text = str(config.getini(key)).strip()
     if not text:
         return None
@@ -153,8 +153,9 @@ def _archs(text: str | None) -> tuple[str, ...]:
 
 
 def _artifact_folders(config: pytest.Config) -> tuple[Path | None, Path | None]:
-    """Return the folder for artifacts that the command line names, and the parent of a timestamped
-    one. The ini key makes a timestamped folder for measuring runs only.
+    """Return the folder for artifacts, or the parent of a timestamped one.
+
+    The ini key makes a timestamped folder only for runs that measure.
     """
     option, ini = config.getoption("aisp_artifacts"), str(config.getini("aisp_artifacts") or "")
     if option == "":
@@ -174,7 +175,7 @@ def _artifact_folders(config: pytest.Config) -> tuple[Path | None, Path | None]:
 
 
 def _runs_nothing(config: pytest.Config) -> bool:
-    """Return whether pytest only shows something: ``--collect-only``, ``--help`` and the like."""
+    """Return whether pytest only lists something, as with ``--collect-only`` or ``--help``."""
     names = (
         "collectonly help version markers showfixtures show_fixtures_per_test cacheshow setupplan"
     )
@@ -234,7 +235,7 @@ ADVICE = {
 
 
 def _refuse_combinations(settings: Settings, config: pytest.Config) -> None:
-    """Raise `pytest.UsageError` for options that contradict or would lose something."""
+    """Raise `pytest.UsageError` for options that contradict or would overwrite results."""
 
     def given(option: str) -> object:
         if option == IN_THIS_PROCESS:
@@ -270,7 +271,7 @@ def _refuse_combinations(settings: Settings, config: pytest.Config) -> None:
 
 
 def _refuse_reruns(config: pytest.Config) -> None:
-    """Refuse options of other plugins under which a case would run or be reported twice."""
+    """Refuse options of other plugins that run or report a case twice."""
     options = {
         "--force-reruns": config.getoption("force_reruns", None),
         "--reruns-mode=append": config.getoption("reruns_mode", None) == "append",

@@ -67,7 +67,7 @@ class MetricJudgement:
 def judge_speedup(
     client: CaseClient, stored: StoredResult, timing: Timing, claim: Claim | None
 ) -> Judgement:
-    """Screen the first value, vote where it is suspect, and judge claim and stored result."""
+    """Screen the first value, vote if it is suspect, and judge claim and stored result."""
     settings, clock, spread = client.run.settings, timing.clock, timing.spread
     session, mine = stored.session_spread(clock), stored.result
     has_record = mine is not None and mine.value is not None and not settings.aa
@@ -90,7 +90,7 @@ def judge_speedup(
     decision = _decide(client, timing.reading, gates, client.vote)
     votes = [vote.value for vote in decision.votes]
     if votes:
-        # The first value was singled out for being extreme; the votes were not.
+        # The first value was selected for being extreme. The votes were not.
         client.notes.append(
             f"measured {1 + len(votes)} times; the first gave {ratio(timing.reading.value)}"
         )
@@ -122,7 +122,7 @@ def _claim_gates(claim: Claim | None, timing: Timing) -> list[Gate]:
 
 
 def _other_clock(stored: StoredResult, mine: models.Result, timing: Timing) -> str:
-    """Say that the stored result was timed by another clock, and why today's differs."""
+    """Return that the stored result is of another clock, and why today's clock differs."""
     keys = ("no graph", "no queue")
     why = next((f": {timing.details[k]}" for k in keys if k in timing.details), "")
     return (
@@ -143,7 +143,7 @@ def _missed_gates(
     differences: list[str],
     stored: StoredResult,
 ) -> list[str]:
-    """Say for each missed gate which number missed which limit, and where the limit is written."""
+    """Return for each missed gate the value, the limit, and where the limit is written."""
     origin = {
         "claim": "at_least on the page",
         "neutral": "at_least='neutral' on the page",
@@ -173,7 +173,7 @@ def _listed(decision: Decision) -> str:
 def judge_changed_side(
     client: CaseClient, stored: StoredResult, timing: Timing, role: str
 ) -> list[Finding]:
-    """Judge a changed side against its version at the commit: red for a loss that votes confirm."""
+    """Judge a changed side against its version at the commit: a loss that votes confirm is red."""
     case, past = client.case, client.run.past
     name = case.pair.baseline.__name__ if role == "baseline" else case.variant_name
     try:
@@ -236,7 +236,7 @@ def judge_metric(
 def judge_recorded_claim(
     claim: Claim | None, claim_origin: str, values: list[float], word: str
 ) -> None:
-    """Refuse to record a claim that votes left open and all recorded processes together miss.
+    """Refuse to record a claim that is inconclusive and that the recorded processes miss.
 
     Raises:
         Failed: where the mean of `values` is below the claim.

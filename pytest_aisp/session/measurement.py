@@ -1,4 +1,4 @@
-"""What was measured of a case: its timing, its stored result, and the row made of both."""
+"""The measurements of a case: its timing, its stored result, and the row made of them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class StoredResult:
         sources: Mapping[str, str],
         clock: str,
     ) -> list[str]:
-        """Return the reasons for which a loss against `mine` need not be the code's fault."""
+        """Return the differences that may explain a loss against `mine` other than the code."""
         then = self.run.stored(self.path).environments.get(mine.environments[-1], {})
         names = models.differences(then, environment, clock, several=self.case.gpus > 1)
         reasons = [f"{n} was {then.get(n)} when stored, and is {environment.get(n)}" for n in names]
@@ -121,7 +121,7 @@ class Timing:
         return replace(self, seconds=dict(zip(self.seconds, seconds, strict=True)))
 
     def refuse_impossible(self) -> None:
-        """Raise `Failed` for a side that is faster than the machine can be."""
+        """Raise `Failed` if a side is faster than the machine can be."""
         if self.shortest is not None:
             raise Failed(
                 f"{duration(min(self.pair_seconds))} is less than the {duration(self.shortest)}"
@@ -189,7 +189,7 @@ def _add_notes(
 
 
 def with_limit(client: CaseClient, stored: StoredResult, timing: Timing) -> Timing:
-    """Return `timing` with the share of the machine's limit, where its peaks are stored."""
+    """Return `timing` with the share of the machine's limit, if its peaks are stored."""
     run, case = client.run, client.case
     rates = run.peaks(client.machine.product)
     if case.gpus > 1:

@@ -36,7 +36,7 @@ WITHOUT_VALUE = {
     "--aisp-profile": PROFILERS[0],
     "--aisp-artifacts": TIMESTAMPED,
 }
-"""Options whose value may be left out, and the value they then have."""
+"""Options whose value may be left out, and their default value."""
 IN_PROCESS = {"--aisp-in-process": "aisp_in_process", "--pdb": "usepdb", "--trace": "trace"}
 """The options that run sides inside the pytest process."""
 RECORD_PROCESSES = 8
@@ -110,7 +110,7 @@ def _whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def fill_in_values(args: list[str]) -> None:
-    """Give options without a value their default, so that they cannot swallow the next path."""
+    """Give options without a value their default: else argparse takes the next path as value."""
     for index, arg in enumerate(args):
         if arg in WITHOUT_VALUE:
             args[index] = f"{arg}={WITHOUT_VALUE[arg]}"

@@ -1,4 +1,4 @@
-"""The fixture `pair`: what a page may ask of its case, and how the test's report gets its row."""
+"""The fixture `pair`: the assertions of a page, and the row in the report of its test."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class PairUnderTest:
         raise self.failure
 
     def _print_captured(self) -> None:
-        """Print what the sides printed in their processes; pytest captures it like the test's."""
+        """Print the output of the sides' processes here, so that pytest captures it."""
         run = self._case_run.run
         captured = self._session.config.getoption("capture", "fd") != "no"
         for name, text in run.take_output(LINES if captured else None).items():
@@ -236,7 +236,7 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
 
 @contextlib.contextmanager
 def run_body(item: pytest.Function) -> Iterator[None]:
-    """Run a test body: where nothing is timed it ends early, and it must judge its pair."""
+    """Run a test body. It must judge its pair, and it ends early if nothing is timed."""
     __tracebackhide__ = True
     start, pair = time.monotonic(), item.funcargs.get("pair")
     if not isinstance(pair, PairUnderTest):  # a fixture of the user's own
@@ -290,11 +290,11 @@ def add_row(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestR
 def _fail(
     item: pytest.Item, call: pytest.CallInfo[None], case_run: CaseRun, report: pytest.TestReport
 ) -> None:
-    """Make the verdict as red as the test: a body may assert more than its pair's claims."""
+    """Make the verdict red if the test failed: a body may assert more than its pair's claims."""
     pair = getattr(item, "funcargs", {}).get("pair")
     error = call.excinfo.value if call.excinfo else None
     ours = error is not None and error is getattr(pair, "failure", None)
-    # Ours and not red: `new` or `inconclusive`, which fail the run by the ini file.
+    # Ours and not red: `new` or `inconclusive` that fails the run by the ini file.
     if case_run.verdict in RED or (ours and case_run.verdict):
         return
     text = call.excinfo.exconly(tryshort=True) if call.excinfo else report.longreprtext

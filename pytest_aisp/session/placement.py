@@ -1,4 +1,4 @@
-"""Where a case can be shown on this machine, and what it lacks to be timed."""
+"""Where a case runs on this machine: timed, checked, compiled or skipped, and why."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def kernels_of(run: RunContext, case: Case) -> Kernels:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a case can be shown: timed, checked, compiled, or (with a reason) not at all.
+    """Where a case runs.
 
     Attributes:
         kind: ``time``, ``check``, ``compile`` or ``skip``.
@@ -52,7 +52,7 @@ class Placement:
 
 
 def placement_of(run: RunContext, case: Case, kernels: Kernels) -> Placement:
-    """Decide where `case`, which launches `kernels`, can be shown."""
+    """Decide where `case`, which launches `kernels`, runs."""
     archs, machine = case.pair.archs(case.variant), run.machine
     if run.settings.compile:
         return _compiled(run.settings.compile, case, archs, kernels)

@@ -1,4 +1,4 @@
-"""What the cases of one pytest process share: machine, worker processes, stored results, peaks."""
+"""What all cases of a pytest process share: machine, worker processes, stored results, peaks."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 
 class Failed(Exception):
-    """A case that is red; the message says why and what to do.
+    """A case is red; the message says why and what to do.
 
     Attributes:
-        finding: for the case's verdict; None where that is recorded already.
+        finding: for the case's verdict; None if the case has it already.
     """
 
     def __init__(self, message: str, verdict: str | None = "fail") -> None:
@@ -47,7 +47,7 @@ class Failed(Exception):
 
 
 class Unrecorded(Failed):
-    """A replayed case that needs more samples than were recorded."""
+    """A replayed case needs more samples than were recorded."""
 
 
 class Interrupted(Exception):

@@ -1,4 +1,4 @@
-"""A pytest session of ours: what is set up once, and what each case holds while it runs."""
+"""The start of a run: its context, its recorder, and its xdist workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .terminal import LiveProgress
 
 
 def configure(config: pytest.Config) -> None:
-    """Set up the run on every process, and the recorder where the results meet."""
+    """Set up the run context in every process, and the recorder in the controller."""
     worker = getattr(config, "workerinput", None)
     settings = _of_controller(config, worker or {})
     if threading.current_thread() is threading.main_thread():
@@ -75,7 +75,7 @@ def configure(config: pytest.Config) -> None:
     if worker is None:
         config.stash[RECORDER] = recorder = _recorder(config, run)
         config.pluginmanager.register(_Gather(recorder, run), "aisp-gather")
-        if hasattr(config.option, "benchmark_disable"):  # pytest-benchmark, under whichever name
+        if hasattr(config.option, "benchmark_disable"):  # pytest-benchmark is installed
             from . import benchmark_plugin
 
             config.pluginmanager.register(benchmark_plugin, "aisp-benchmarks")
@@ -107,7 +107,7 @@ def _of_controller(config: pytest.Config, workerinput: Mapping[str, Json]) -> Se
 
 
 def _recorder(config: pytest.Config, run: RunContext) -> Recorder:
-    """Make the folder of artifacts, if asked for, and what writes to it."""
+    """Return the recorder; make the folder of artifacts if one is requested."""
     settings = run.settings
     try:
         if settings.timestamped is not None:
@@ -163,12 +163,12 @@ class _Gather:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, report: pytest.TestReport) -> None:
-        """An xdist worker is gone with the case that it was running: there is no row."""
+        """Note the crash of an xdist worker: its running case has no row."""
         self._recorder.crashes.append(str(report.longrepr))
 
 
 def _interrupt_on_sigterm() -> None:
-    """Turn SIGTERM (Slurm sends it first) into the interrupt that pytest knows how to survive."""
+    """Turn SIGTERM, which Slurm sends first, into the interrupt that pytest can handle."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt("SIGTERM")

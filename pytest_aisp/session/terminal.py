@@ -1,4 +1,4 @@
-"""What the terminal shows: a word for each case, a header, and the closing table."""
+"""Terminal output: a word for each case, a header, progress, and the closing table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .run_context import RunContext
 
 NAMED = 5
-"""Cases that a line names."""
+"""Most cases that a line names."""
 COLUMNS: tuple[str, ...] = (
     "page",
     "variant",
