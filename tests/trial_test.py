@@ -32,7 +32,8 @@ def built(monkeypatch):
         firsts.append(first)
         return build(self, sides, budget, first)
 
-    monkeypatch.setattr(cpu_timer, "STOLEN", math.inf)  # a busy machine must not drop blocks
+    monkeypatch.setattr(cpu_timer, "STOLEN", math.inf)  # a busy machine must not drop blocks,
+    monkeypatch.setattr(trial, "LONG_ROUND", math.inf)  # and a slow call must not drop laps
     monkeypatch.setattr(Trial, "_build", watched)
     monkeypatch.setattr(Trial, "_rebuilds", lambda self: True)
     return firsts
