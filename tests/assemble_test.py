@@ -195,9 +195,9 @@ RED = {
     "needs_values": (
         also(LAUNCH, "out += x.sum().item()"),
         [
-            "doubled on sm90, sm121 at n=1048576: where tensors have no values it raised"
-            " RuntimeError: ",
-            "doubling_kernel was not reached: no side of the page launches it (doubled: where",
+            "doubled on sm90, sm121 at n=1048576: it raised RuntimeError: ",
+            " (on a fake GPU, where tensors have no values)",
+            "doubling_kernel was not reached: no side of the page launches it (doubled: it raised",
         ],
     ),
     "no_such_name": (
@@ -361,7 +361,7 @@ def test_invalid_options_are_usage_errors(page, pytester, lines, options, messag
 
 def test_nothing_is_assembled_under_the_interpreter(monkeypatch):
     monkeypatch.setattr(assemble, "interpreting", lambda: True)
-    with pytest.raises(AssemblyError, match=r"nothing is assembled\nUnset TRITON_INTERPRET"):
+    with pytest.raises(AssemblyError, match=r"nothing can be assembled\nUnset TRITON_INTERPRET"):
         assembly_of().run(["sm90"])
 
 
@@ -372,7 +372,7 @@ def test_promises_are_unchecked_without_a_disassembler(monkeypatch):
         assembly.assembled.append(AssembledKernel(arch, "other", launch(), 16, 0, 0, 0, b""))
         assembly._check_promises(arch)
     assert assembly.notes == [
-        "NOT CHECKED: tma: there is no nvdisasm here: pip install nvidia-cuda-nvdisasm"
+        "NOT CHECKED: tma: nvdisasm is not installed: pip install nvidia-cuda-nvdisasm"
     ]
     assert not assembly.faults
 
@@ -393,7 +393,7 @@ def test_promises_are_unchecked_with_an_old_disassembler(tmp_path, monkeypatch):
 
 
 def test_unchecked_promises_are_shown_without_v():
-    why = "there is no nvdisasm here: pip install nvidia-cuda-nvdisasm"
+    why = "nvdisasm is not installed: pip install nvidia-cuda-nvdisasm"
     notes = [f"NOT CHECKED: {promise}: {why}" for promise in ("tma", "LDG.128")]
     notes += ["NOT CHECKED: tma: it knows no SM103: too old", "other"]
     row = Row("id", "f", "k", "p", "t", "v", {}, "dram", verdict="compiled", notes=notes)

@@ -284,7 +284,7 @@ def test_gpus_of_two_products_have_no_peaks(two, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: machine))
     assert app.main(["bandwidth", "--store", f"--baselines={tmp_path / 'baselines'}"]) == 2
     assert capsys.readouterr().err == (
-        "nothing is stored: of 2 GPUs 1 are NVIDIA H200, and peaks belong to one product\n"
+        "nothing is stored: only 1 of 2 GPUs are NVIDIA H200, but peaks belong to one product\n"
     )
 
 

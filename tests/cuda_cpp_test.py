@@ -110,7 +110,10 @@ def test_an_unknown_kernel_error_lists_the_kernels():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("__global__ void k(int n) {}", 'has no kernel; one reads: extern "C" __global__ void'),
+        (
+            "__global__ void k(int n) {}",
+            'has no kernel; a kernel looks like: extern "C" __global__ void',
+        ),
         ('extern "C" __global__ void NAME(k)(int n) {}', "cannot read the signature of `void NAME"),
         ('extern "C" __global__ void path(int n) {}', "a kernel cannot be called 'path'; rename"),
         ('extern "C" __global__ void k(Shape s) {}', "page.cu: k: `Shape s` cannot be passed"),
@@ -330,8 +333,8 @@ def test_launches_are_cached():
 @pytest.mark.parametrize(
     ("grid", "cluster", "message"),
     [
-        (7, 2, "a grid of (7,) is no multiple of its cluster 2"),
-        (8, (2, 2), "a grid of (8,) is no multiple of its cluster (2, 2)"),
+        (7, 2, "a grid of (7,) is not a multiple of its cluster 2"),
+        (8, (2, 2), "a grid of (8,) is not a multiple of its cluster (2, 2)"),
         (32, 16, "cluster is 16; needs 1 to 3 ints from 1, together at most 8"),
         (8, 0, "cluster is 0"),
         (8, 1.5, "cluster is 1.5"),

@@ -151,7 +151,7 @@ def test_invalid_machine_code_shows_the_disassemblers_error():
 
 def test_without_a_disassembler_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(sass, "disassemblers", tuple)
-    message = "no nvdisasm here: pip install nvidia-cuda-nvdisasm"
+    message = "nvdisasm is not installed: pip install nvidia-cuda-nvdisasm"
     with pytest.raises(sass.NoDisassembler, match=message):
         sass.instructions(b"whatever")
 

@@ -296,8 +296,8 @@ def store_peaks(
     """
     if count > len(machine.gpus):
         raise CliError(
-            f"nothing is stored: of {count} GPUs {len(machine.gpus)} are {machine.name}, and peaks"
-            " belong to one product"
+            f"nothing is stored: only {len(machine.gpus)} of {count} GPUs are {machine.name}, but"
+            " peaks belong to one product"
         )
     product = machine.with_count(count)
     path = peaks.path_of(baselines, product)

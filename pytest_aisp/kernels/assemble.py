@@ -121,7 +121,7 @@ class Assembly:
         """Assemble for each of `archs`; raise `AssemblyError` with every fault."""
         if interpreting():
             raise AssemblyError(
-                "Triton's interpreter is on in this process, where nothing is assembled\n"
+                "Triton's interpreter is on in this process, so nothing can be assembled\n"
                 "Unset TRITON_INTERPRET"
             )
         for arch in archs:
@@ -249,7 +249,8 @@ def _first_lines(message: str) -> str:
 def _ended(launches: CapturedLaunches) -> str:
     error = launches.error
     message = [*str(error).strip().splitlines(), "no message"][0]
-    return f"where tensors have no values it raised {type(error).__name__}: {message}"
+    where = "on a fake GPU, where tensors have no values"
+    return f"it raised {type(error).__name__}: {message} ({where})"
 
 
 def _assembled(arch: str, side: str, launch: CapturedLaunch) -> AssembledKernel:

@@ -71,7 +71,7 @@ class CudaModule:
         self._loaded: dict[str, cuda.core.ObjectCode] = {}
         if not self._kernels:
             form = 'extern "C" __global__ void name(const float* x, int n)'
-            raise LaunchError(f"{path} has no kernel; one reads: {form}")
+            raise LaunchError(f"{path} has no kernel; a kernel looks like: {form}")
         if taken := self._kernels.keys() & {*dir(CudaModule), *vars(self)}:
             raise LaunchError(f"{path}: a kernel cannot be called {min(taken)!r}; rename it")
         vars(self).update(self._kernels)  # plain attributes keep launches fast
@@ -173,7 +173,7 @@ def cluster_of(name: str, grid: tuple[int, ...], cluster: Dims | None) -> tuple[
         needs = f"1 to 3 ints from 1, together at most {MAX_CLUSTER}"
         raise LaunchError(f"{name}: cluster is {cluster!r}; needs {needs}")
     if len(dims) != len(grid) or any(n % c for n, c in zip(grid, dims, strict=True)):
-        raise LaunchError(f"{name}: a grid of {grid} is no multiple of its cluster {cluster!r}")
+        raise LaunchError(f"{name}: a grid of {grid} is not a multiple of its cluster {cluster!r}")
     return dims
 
 

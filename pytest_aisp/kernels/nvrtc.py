@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 INSTALL = (
     "cuda_module needs cuda.core and NVRTC: pip install cuda-core cuda-bindings nvidia-cuda-nvrtc"
 )
-HEADERS = "CUDA's headers are not here: pip install nvidia-cuda-runtime nvidia-cuda-cccl"
+HEADERS = "CUDA's headers are missing: pip install nvidia-cuda-runtime nvidia-cuda-cccl"
 
 Options: TypeAlias = "Mapping[str, object]"
 """Fields of `cuda.core.ProgramOptions`."""

@@ -106,7 +106,7 @@ def instructions(cubin: bytes) -> dict[str, frozenset[str]]:
             fault = fault or f"{tool} cannot read it: {done.stderr.strip()}"
     if fault:
         raise NoDisassembler(f"{fault}: {NEWER}")
-    raise NoDisassembler(f"there is no nvdisasm here: {INSTALL}")
+    raise NoDisassembler(f"nvdisasm is not installed: {INSTALL}")
 
 
 def contains(instructions: Iterable[str], promised: str) -> bool:
