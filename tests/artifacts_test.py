@@ -1,4 +1,4 @@
-"""What a run leaves behind is whole lines, be the disk full or the run's end a sudden one."""
+"""The folder of artifacts on a full disk, after a kill, and with other contents."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pytest_aisp_result(config, row):
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_a_full_disk_ends_no_run_and_what_is_lacking_is_said_once(page, gpu, pytester, workers):
+def test_a_run_survives_a_full_disk_and_reports_it_once(page, gpu, pytester, workers):
     gpu(added=2e-5, doubled=1e-5)
     with open(pytester.path / "conftest.py", "a") as conftest:
         conftest.write(FULL)
@@ -102,7 +102,7 @@ def test_a_line_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     )
 
 
-def test_without_a_fault_nothing_is_lacking(tmp_path):
+def test_a_healthy_disk_leaves_no_error(tmp_path):
     artifacts = Artifacts(tmp_path)
     artifacts.add(row(n=1))
     assert artifacts.error is None
@@ -147,7 +147,7 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(page, pytester, na
     assert contents(folder) == {name: b'{"name": "a web application"}'}
 
 
-def test_what_a_run_left_that_could_not_start_is_no_obstacle(tmp_path):
+def test_an_empty_journal_does_not_block_a_run(tmp_path):
     (tmp_path / "results.jsonl").touch()
     artifacts = Artifacts(tmp_path)
     artifacts.claim()
@@ -197,7 +197,7 @@ def test_a_run_whose_every_case_is_skipped_replaces_the_one_before(page, pyteste
     assert (run.manifest.complete, run.cases) == (True, [])
 
 
-def test_a_lease_that_cannot_be_taken_is_no_crash_of_the_run(page, pytester, monkeypatch):
+def test_an_unusable_lock_folder_fails_the_case_with_a_way_out(page, pytester, monkeypatch):
     page()
     blocked = pytester.makefile(".txt", blocked="in the folder's place")
     monkeypatch.setenv("AISP_LEASES", str(blocked))
@@ -214,7 +214,7 @@ def test_a_lease_that_cannot_be_taken_is_no_crash_of_the_run(page, pytester, mon
 # Half a line, as a run leaves it that was killed while it wrote one
 
 
-def test_the_other_lines_are_replayed_and_the_torn_one_is_said(page, gpu, pytester):
+def test_a_half_written_line_is_reported_and_the_others_are_replayed(page, gpu, pytester):
     gpu(added=2e-5, doubled=1e-5)
     for name in ("first", "second"):
         page(name=f"{name}_test.py")
@@ -231,7 +231,7 @@ def test_the_other_lines_are_replayed_and_the_torn_one_is_said(page, gpu, pytest
 
 
 @pytest.mark.parametrize("text", ['{"key": "a"}\n{"ke\n{"key": "b"}\n', '{"ke'])
-def test_a_broken_line_before_the_last_or_nothing_else_is_refused(page, pytester, text):
+def test_a_broken_line_before_the_last_is_refused(page, pytester, text):
     page()
     (pytester.path / "torn.jsonl").write_text(text)
     result = pytester.runpytest_inprocess("--aisp-replay=torn.jsonl")

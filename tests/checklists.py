@@ -237,7 +237,7 @@ BENCHMARK_CHEATS = (
     ),
     Item(
         "Results printed or edited instead of measured",
-        tests=f"{_WRONG_SIDES} test_what_was_edited_by_hand_breaks_its_seal"
+        tests=f"{_WRONG_SIDES} test_a_manual_edit_breaks_the_seal"
         " test_recording_is_refused_where_ci_is_set",
         why="printed text is not read as results; a stored line has a checksum; CI stores nothing",
         open="a side that writes to its process's reply pipe, without `--aisp-untrusted`; the"

@@ -61,7 +61,7 @@ def seals(capsys, *words):
     return code, (said.out + said.err).splitlines()
 
 
-def test_what_a_run_has_recorded_may_be_committed(file, capsys):
+def test_recorded_results_may_be_committed(file, capsys):
     record(file, "two", key="b", date="2026-08-21")
     git("add", ".")
     assert seals(capsys) == (0, ["1 file of stored results is as runs recorded it"])
@@ -71,7 +71,7 @@ def test_what_a_run_has_recorded_may_be_committed(file, capsys):
     assert seals(capsys) == (0, ["2 files of stored results are as runs recorded them"])
 
 
-def test_where_nothing_is_staged_it_says_so_and_proves_nothing(file, capsys):
+def test_without_staged_files_nothing_is_checked(file, capsys):
     record(file, "two", key="b", date="2026-08-21")
     said = "no stored results staged below baselines differ from HEAD: nothing to refuse"
     assert seals(capsys) == (0, [said])
@@ -93,7 +93,7 @@ def test_where_nothing_is_staged_it_says_so_and_proves_nothing(file, capsys):
         (r'"one": {', '"zero": {}, "one": {', "environments['zero']: commit=None is not a commit"),
     ],
 )
-def test_what_was_edited_is_refused(file, capsys, pattern, new, says):
+def test_edited_results_are_refused(file, capsys, pattern, new, says):
     edit(file, pattern, new)
     git("add", ".")
     code, lines = seals(capsys)
@@ -104,7 +104,7 @@ def test_what_was_edited_is_refused(file, capsys, pattern, new, says):
     assert lines[-2:] == ADVICE
 
 
-def test_the_way_out_is_said_once_for_all(file, capsys):
+def test_the_command_is_printed_once_for_all_files(file, capsys):
     other = file.with_name("ch08.json")
     record(other, "two", date="2026-08-21")
     for path in (file, other):
@@ -117,7 +117,7 @@ def test_the_way_out_is_said_once_for_all(file, capsys):
     assert lines[2:] == ADVICE
 
 
-def test_half_a_merge_has_a_way_out_of_its_own(file, capsys):
+def test_a_merge_conflict_has_its_own_command(file, capsys):
     edit(file, r"^{", "<<<<<<< ours\n{")
     git("add", ".")
     code, lines = seals(capsys)
@@ -128,7 +128,7 @@ def test_half_a_merge_has_a_way_out_of_its_own(file, capsys):
     ]
 
 
-def test_bytes_that_are_no_text_are_refused(file, capsys):
+def test_a_binary_file_is_refused(file, capsys):
     file.write_bytes(b"\xff\xfe{}")
     git("add", ".")
     code, lines = seals(capsys)
@@ -136,7 +136,7 @@ def test_bytes_that_are_no_text_are_refused(file, capsys):
     assert lines[0].startswith(f"{NAME} was not written by pytest-aisp: 'utf-8' codec can't decode")
 
 
-def test_a_file_is_named_as_it_is_seen_from_here(file, capsys, monkeypatch):
+def test_files_are_named_relative_to_the_working_directory(file, capsys, monkeypatch):
     record(file, "two", key="b", date="2026-08-21")
     git("add", ".")
     monkeypatch.chdir(file.parent)
@@ -148,7 +148,7 @@ def test_a_file_is_named_as_it_is_seen_from_here(file, capsys, monkeypatch):
     assert lines[0].startswith("ch07.json was not written by pytest-aisp: results['a']: its seal")
 
 
-def test_a_file_without_a_folder_of_its_product_is_refused(file, capsys):
+def test_a_file_outside_a_product_folder_is_refused(file, capsys):
     git("mv", NAME, "ch07.json")
     code, lines = seals(capsys, "ch07.json")
     assert code == 1
@@ -160,7 +160,7 @@ def test_a_file_without_a_folder_of_its_product_is_refused(file, capsys):
     assert len(lines) == 2
 
 
-def test_a_session_of_another_history_is_refused(file, capsys):
+def test_a_session_of_an_unknown_commit_is_refused(file, capsys):
     record(file, "two", key="b", commit="0123456789ab")
     git("add", ".")
     code, lines = seals(capsys)
@@ -170,28 +170,28 @@ def test_a_session_of_another_history_is_refused(file, capsys):
     )
 
 
-def test_it_is_the_staged_file_that_counts(file, capsys):
+def test_the_staged_file_is_checked_and_not_the_working_copy(file, capsys):
     record(file, "two", key="b")
     git("add", ".")
     edit(file, r'"optimized_us": \d+', '"optimized_us": 1')
     assert seals(capsys)[0] == 0
 
 
-def test_a_branch_is_held_against_what_it_came_from(file, capsys):
+def test_a_branch_is_compared_with_its_base(file, capsys):
     edit(file, "580.65", "590.00")
     git("commit", "-q", "-a", "-m", "edited")
     assert seals(capsys)[0] == 0  # nothing is staged
     assert seals(capsys, "--against=HEAD~1")[0] == 1
 
 
-def test_lines_may_go_and_peaks_are_no_results(file, capsys):
+def test_lines_may_be_removed_and_peaks_are_ignored(file, capsys):
     store.prune(file, ["a"])
     file.with_name("peaks.json").write_text("{}")
     git("add", ".")
     assert seals(capsys)[0] == 0
 
 
-def test_where_git_has_no_answer_there_is_none(tmp_path, monkeypatch, capsys):
+def test_outside_a_repository_the_check_cannot_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code, lines = seals(capsys)
     assert code == 2

@@ -1,4 +1,4 @@
-"""Catalogues and stored results that nothing was collected or measured for."""
+"""Made-up catalogs, rows, stored results and artifacts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs made up for the report: as many cases as wanted, with samples, of every verdict."""
+"""Made-up runs for the report: any number of cases, of every verdict, with samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind as a whole: a folder for it, its manifest, and no secret in any file."""
+"""The folder and the manifest of a run; no file has a secret in it."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def test_a_run_has_a_folder_with_its_manifest_and_no_secret(page, gpu, pytester,
     assert [file.name for file in files if SECRET in file.read_text()] == []
 
 
-def test_only_listed_variables_that_are_no_secrets_are_written_down():
+def test_only_listed_variables_without_secrets_are_recorded():
     kept = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_IB_HCA": "mlx5", "OMP_NUM_THREADS": "2"}
     assert recorder.environment({**PLANTED, **kept}) == kept
     assert recorder.environment({"NCCL_token": "1", "XCUDA_VISIBLE_DEVICES": "1"}) == {}
 
 
-def test_git_says_commit_branch_and_whether_files_differ(tmp_path, monkeypatch):
+def test_git_state_has_commit_branch_and_dirty_files(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert recorder.git_state(tmp_path) is None
     git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@t"]
@@ -159,7 +159,7 @@ class Config:
         ("--showfixtures --aisp-artifacts", "", None, None),
     ],
 )
-def test_a_folder_is_made_where_and_when_it_is_asked_for(
+def test_options_and_ini_key_choose_the_artifacts_folder(
     tmp_path, arguments, ini, stamped, exactly
 ):
     config = Config(tmp_path, arguments, ini)
@@ -177,7 +177,7 @@ def test_a_folder_without_a_name_is_refused(tmp_path):
     )
 
 
-def test_what_is_replayed_is_not_written_over(pytester):
+def test_a_replayed_folder_is_not_overwritten(pytester):
     with pytest.raises(pytest.UsageError) as refused:
         pytester.parseconfigure("--aisp-replay=out/results.jsonl", "--aisp-artifacts=./out/")
     assert str(refused.value) == (

@@ -1,4 +1,4 @@
-"""Judging a recorded run again: each case on samples of its own, and on no more than there are."""
+"""Judging a recorded run again, with the samples of each case."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def task(chapter, case, gpus):
 
 
 @pytest.mark.parametrize("manifest", [True, False])
-def test_a_case_is_its_page_below_the_root_its_id_and_its_gpus(recording: Path, manifest):
+def test_a_recorded_case_is_found_by_page_id_and_gpus(recording: Path, manifest):
     if not manifest:
         (recording / "manifest.json").unlink()
     bench = ReplayWorker(recording)
@@ -51,7 +51,7 @@ def test_a_case_is_its_page_below_the_root_its_id_and_its_gpus(recording: Path, 
     assert lacking.message == "the recording holds no test_f[v] at {'n': 1}"
 
 
-def test_a_vote_that_was_not_recorded_decides_nothing(page, gpu, recorded, pytester):
+def test_a_replay_without_enough_votes_is_inconclusive(page, gpu, recorded, pytester):
     page()
     gpu(added=2e-5, doubled=1e-5)
     pytester.runpytest_subprocess("--aisp-artifacts=kept")

@@ -1,4 +1,4 @@
-"""A run is read whole, half, foreign or old; its schema is true; its tables are red first."""
+"""Reading and publishing a run: complete, killed, malformed or of another version."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_case_without_its_verdict_is_not_valid():
         jsonschema.validate(loaded, results_json.schema())
 
 
-def test_a_case_says_what_it_was_held_against_and_where_that_is_written():
+def test_a_case_names_its_limits_and_where_they_are_written():
     cases = {case["page"].partition("/")[2]: case for case in run_reader.load(DATA).cases}
     kept, missed, wrong = (cases[f"{name}_test.py"] for name in ("kept", "missed", "wrong"))
     assert kept["claim"] == {"at_least": 1.5, "from": "at_least['sm90'] on the page"}
@@ -133,7 +133,7 @@ def test_a_killed_run_keeps_what_it_had(write):
     assert run_reader.load(artifacts.folder).cases == []
 
 
-def test_a_run_that_ended_says_so_and_is_published(write):
+def test_a_finished_run_is_complete_and_published(write):
     artifacts = write(row())
     artifacts.finish({"exit_code": 1, "invalid": ["moved"]}, {"a-gpu": StoredPeaks()})
     assert artifacts.error is None
@@ -202,7 +202,7 @@ def test_a_new_run_replaces_an_old_one_and_nothing_else(write):
         ),
     ],
 )
-def test_what_is_no_run_of_ours_is_refused_with_what_to_do(write, spoil, says):
+def test_an_unreadable_run_is_refused_with_a_command_to_type(write, spoil, says):
     folder = write(row()).folder
     spoil(folder)
     assert refusal(folder).startswith(says)
@@ -294,7 +294,7 @@ def test_the_guides_python_reads_a_run(tmp_path, monkeypatch, capsys):
 # Samples
 
 
-def test_odd_names_are_files_of_their_own_with_plain_names(write):
+def test_odd_case_ids_get_distinct_plain_file_names(write):
     artifacts = write(row(ODD), row(ODD.replace("é", "à"), timings=[{"value": 0.1}]))
     files = sorted(file.name for file in (artifacts.folder / "samples").iterdir())
     assert len(files) == 2
@@ -318,11 +318,11 @@ def replayed(write):
     return replayed
 
 
-def test_samples_answer_in_the_benchs_place(replayed):
+def test_recorded_samples_answer_a_task(replayed):
     assert replayed(lambda folder, file: None).result == {"value": 0.7}
 
 
-def test_missing_samples_are_said(replayed):
+def test_missing_samples_are_an_error(replayed):
     found = replayed(lambda folder, file: file.unlink())
     assert found.error == "page"
     assert found.message.startswith("the recording cannot be judged again: ")
@@ -332,13 +332,13 @@ def test_missing_samples_are_said(replayed):
     )
 
 
-def test_other_samples_than_those_that_were_written_are_refused(replayed):
+def test_changed_samples_are_refused(replayed):
     found = replayed(lambda folder, file: file.write_text('{"timings": [{"value": 9}]}'))
     assert "these are not the samples that the run has written: SHA-256 " in found.message
     assert found.message.endswith("Copy the folder of the run again")
 
 
-def test_samples_outside_of_the_folder_are_not_read(replayed, tmp_path):
+def test_samples_outside_the_folder_are_refused(replayed, tmp_path):
     (tmp_path / "secret.json").write_text("{}")
 
     def spoil(folder, file):
@@ -350,7 +350,7 @@ def test_samples_outside_of_the_folder_are_not_read(replayed, tmp_path):
     assert "../secret.json: samples lie below their run's folder" in replayed(spoil).message
 
 
-def test_samples_that_the_disk_refused_are_none(write, monkeypatch):
+def test_samples_that_were_not_written_are_none(write, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
@@ -384,7 +384,7 @@ def test_latest_points_at_the_newest_run(tmp_path):
     )
 
 
-def test_where_there_are_no_links_latest_is_a_file_that_names_it(tmp_path, write, monkeypatch):
+def test_without_symlinks_latest_is_a_file_with_the_name(tmp_path, write, monkeypatch):
     def no_links(*args, **how):
         raise OSError(1, "Operation not permitted")
 
@@ -398,7 +398,7 @@ def test_where_there_are_no_links_latest_is_a_file_that_names_it(tmp_path, write
     assert found.nodeid == "ch99/a_test.py::test_f[v]"
 
 
-def test_a_folder_in_the_links_place_is_left_alone(tmp_path):
+def test_a_folder_named_latest_is_left_alone(tmp_path):
     (tmp_path / "latest").mkdir()
     (tmp_path / "latest" / "mine").touch()
     with pytest.raises(OSError, match="latest is a folder; it has to be a link to the newest run"):
@@ -413,7 +413,7 @@ def markdown(run):
     return export.markdown(run.manifest, run.typed_cases())
 
 
-def test_the_table_is_red_first_and_says_why():
+def test_the_table_lists_red_cases_first_with_reasons():
     text = markdown(run_reader.load(DATA))
     lines = text.splitlines()
     assert lines[0] == (
@@ -426,7 +426,7 @@ def test_the_table_is_red_first_and_says_why():
     assert lines[9].endswith("| needs tcgen05 (sm100, sm103); this GPU is sm90 (simulated-gpu) |")
 
 
-def test_a_killed_or_invalid_run_says_so_above_its_table(write):
+def test_a_killed_or_invalid_run_is_marked_above_the_table(write):
     run = run_reader.load(write().folder)
     run.manifest.invalid = ["RUN INVALID (environment moved)"]
     text = markdown(run)
