@@ -90,7 +90,7 @@ def add_options(parser: pytest.Parser) -> None:
     add_ini("aisp_suite_timeout", "stop the run after this many seconds", default="")
     add_ini("aisp_confirm_budget", "most seconds a run spends on votes", default="600")
     add_ini("aisp_warmup", "least warm-up calls of each side", default="")
-    add_ini("aisp_iterations", "blocks to time, or blocks and least window: 20x400 us", default="")
+    add_ini("aisp_iterations", "blocks to time, or with a least window in us: 20x400", default="")
     add_ini("aisp_strict_env", "whether `stale` is red", type="bool", default=False)
     add_ini("aisp_missing", "what `new` does to the run: pass or fail", default="pass")
     add_ini("aisp_inconclusive", "what `inconclusive` does: pass or fail", default="pass")
