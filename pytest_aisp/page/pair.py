@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, get_args
 
 from .gpu_specs import FEATURES, GPU_ARCHS
 
@@ -266,7 +266,7 @@ def size_words(size: CheckSize) -> str:
     return ", ".join(f"{k}={v}" for k, v in size.items()) or "its only size"
 
 
-def is_plain(size: CheckSize) -> bool:
+def is_plain(size: CheckSize) -> TypeGuard[Size]:
     """Return whether `size` holds values only, no Hypothesis strategy."""
     return all(isinstance(value, (int, float, bool, str)) for value in size.values())
 

@@ -26,7 +26,7 @@ from ..checking.numerics import Rule
 from ..checking.reference import Reference, outputs_and_state
 from ..isolation import monkeypatches
 from ..isolation.protections import enabled, without
-from ..page.pair import ROLES, PageError, Pair, Side, is_plain, size_words
+from ..page.pair import ROLES, PageError, Pair, Side, Size, is_plain, size_words
 from ..results import messages, task_results
 from ..results.messages import AT, CaseTask, Json, Task, TimeTask, case_fields
 from ..timing.schedule import Budget, Samples
@@ -110,7 +110,7 @@ class Engine:
         return task_results.CheckResult(results, sources, self.watch.read())
 
     def _check_at(
-        self, context: TaskContext, size: Mapping[str, Json], rule: Rule, *, controls: bool = True
+        self, context: TaskContext, size: Size, rule: Rule, *, controls: bool = True
     ) -> CheckResult:
         task = context.task
         key = f"{task.page}{task.function}{task.variant}{task.device}{size_words(size)}{rule}"
@@ -125,11 +125,11 @@ class Engine:
             )
         return self.cache.checks[key]
 
-    def _report(self, work: str, size: Mapping[str, Json]) -> None:
+    def _report(self, work: str, size: Size) -> None:
         self.progress(f"{work}{AT}{size_words(size)}")
 
     def _search(self, context: TaskContext, rule: Rule) -> None:
-        def check_at(size: Mapping[str, Json]) -> CheckResult:
+        def check_at(size: Size) -> CheckResult:
             return self._check_at(context, size, rule, controls=False)
 
         for size in context.pair.check_sizes:
@@ -279,7 +279,7 @@ class Engine:
             raise PageError("a side was asked to work before it was prepared")
         return self._sandboxed
 
-    def compare(self, task: messages.CompareTask) -> dict[str, Json]:
+    def compare(self, task: messages.CompareTask) -> dict[str, int]:
         """Compare the outputs that the sandboxed side wrote with the reference."""
         side, precision = TaskContext(task).side(task.side)
         reference = self.cache.references[SANDBOX]

@@ -7,7 +7,7 @@ import os
 import sys
 import types
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +18,9 @@ from ..checking.inputs import InputPool
 from ..checking.numerics import Rule
 from ..checking.reference import Reference
 from ..kernels.fake_gpu import drive_interpreter, interpreting
-from ..page.pair import MARK, ROLES, PageError, Pair, Precision, Side, is_plain, size_words
+from ..page.pair import MARK, ROLES, PageError, Pair, Precision, Side, Size, is_plain, size_words
 from ..page.sources import digest, imported_late, libraries, triton_kernels
-from ..results.messages import CaseTask, Json, PageSource
+from ..results.messages import CaseTask, PageSource
 from ..results.task_results import ChangedResult
 from ..timing import cuda_graph
 from ..util.device_state import Stopwatch, free_bytes, release
@@ -194,7 +194,7 @@ class TaskContext:
         return self.sides[ROLES.index(role)]
 
     @property
-    def sizes(self) -> list[Mapping[str, Json]]:
+    def sizes(self) -> list[Size]:
         """The sizes at which the task checks the sides; the last one is the case's own."""
         listed = [size for size in self.pair.check_sizes if is_plain(size)]
         if self.task.at == "check":
@@ -282,7 +282,6 @@ class Cache:
     """What an engine keeps between tasks; the cases of a ladder at one size share references.
 
     Attributes:
-        watch: times the references.
         references: the expected results, by page, size and seed.
         checks: the results of checks, by case and size.
         exhausted: whether the process holds memory that it cannot give back.
@@ -293,7 +292,7 @@ class Cache:
     checks: dict[str, CheckResult] = field(default_factory=dict)
     exhausted: bool = False
 
-    def reference(self, task: CaseTask, pair: Pair, size: Mapping[str, Json]) -> Reference:
+    def reference(self, task: CaseTask, pair: Pair, size: Size) -> Reference:
         """Return the reference at `size`, the same one for check and timing.
 
         The timed size has fixed values, so that a stored result is measured again with the same
@@ -325,10 +324,10 @@ class Cache:
         release(device)
 
     def release_memory(self, device: str) -> None:
-        """Give a GPU's memory back to other processes, except for a small share that is kept.
+        """Give a GPU's memory back to other processes, except for a small share.
 
-        A few small tensors can hold a large segment: if the process still holds too much memory
-        without references, it is exhausted.
+        A few small tensors can hold a large segment. A process that still holds too much memory
+        without references is exhausted.
         """
         import torch
 
