@@ -139,12 +139,6 @@ def test_fixtures_page_lists_exactly_the_fixtures_markers_and_hooks():
 README_RED = re.search(r"```text\n(.*?)```", READMES[0].read_text(), re.DOTALL)[1]
 
 
-def test_page_in_the_readme_is_checked(pytester):
-    pytester.makepyfile(row_sums_test=README_PAGE)
-    result = pytester.runpytest_subprocess("--aisp-check", "-p", "no:randomly")
-    result.stdout.fnmatch_lines(["*= 2 checked in *"])
-
-
 def test_red_test_in_the_readme_is_the_output_of_pytest(pytester):
     right, wrong = "return x.sum(dim=1)", "return x[:, :63].sum(dim=1)"
     assert README_PAGE.count(right) == 1
@@ -279,10 +273,13 @@ PAGES = re.findall(
 )
 
 
-@pytest.mark.parametrize(("number", "cases"), [(0, 2), (1, 1)])
-def test_pages_of_the_tutorial_are_checked(pytester, number, cases):
-    assert len(PAGES) == 2
-    pytester.makepyfile(page_test=PAGES[number])
+@pytest.mark.parametrize(
+    ("page", "cases"),
+    zip([README_PAGE, *PAGES], [2, 2, 1], strict=True),
+    ids=["readme", "tutorial", "tutorial with state"],
+)
+def test_page_in_a_document_is_checked(pytester, page, cases):
+    pytester.makepyfile(page_test=page)
     result = pytester.runpytest_subprocess("--aisp-check", "-p", "no:randomly")
     result.stdout.fnmatch_lines([f"*= {cases} checked in *"])
 
