@@ -1,7 +1,7 @@
 """Sides that are not trusted: one process runs them, another one knows the expected results.
 
-The sandboxed process gets values and returns outputs. The pytest process times its answers. The
-referee process draws the values, knows the expected outputs, and never runs a side. So with
+The sandboxed process gets values and returns outputs. The pytest process times its answers. A
+third process draws the values, compares the outputs, and never runs a side. So with
 ``--aisp-untrusted`` a side can reach neither clock, nor comparison, nor expected values.
 """
 
