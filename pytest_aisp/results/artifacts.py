@@ -1,4 +1,4 @@
-"""What a run leaves behind in a folder, written as its cases finish.
+"""Write the artifacts of a run to its folder while its cases finish.
 
 `results.jsonl`: the row of every finished case, a line each, whole lines only; its samples in a
 file of their own (`samples`). `canaries.jsonl`: what became of each process's canary.
@@ -32,20 +32,20 @@ REPORT = "report.html"
 
 
 class Unclaimable(Exception):
-    """A folder that a run must not write to; the message says why and what to do."""
+    """A run must not write to this folder. The message says why and what to do."""
 
 
 class Artifacts:
-    """The folder of a run's results and samples; a new run starts it anew with its first row.
+    """The folder of a run's artifacts. The first row of a new run removes those of an earlier run.
 
     Attributes:
         folder: the folder.
         path: the file of rows.
         canaries: the file of canaries.
-        begun: whether what is in the folder is this run's, and no longer an earlier one's.
+        begun: whether the artifacts of an earlier run are removed.
 
     Raises:
-        OSError: where the folder cannot be made or written.
+        OSError: if the folder cannot be made or written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -59,11 +59,11 @@ class Artifacts:
         folder.mkdir(parents=True, exist_ok=True)
 
     def claim(self) -> None:
-        """Hold the folder for this run alone, until it is released or this process ends.
+        """Lock the folder for this run, until `release` or the end of this process.
 
         Raises:
-            Unclaimable: where it holds something else, or another run is writing to it.
-            OSError: where it cannot be written.
+            Unclaimable: if it has other contents, or another run is writing to it.
+            OSError: if it cannot be written.
         """
         if not run_reader.is_ours(self.folder) and any(
             map(self._is_foreign, self.folder.iterdir())
@@ -85,27 +85,27 @@ class Artifacts:
             pass  # some network file systems have no locks
 
     def _is_foreign(self, path: Path) -> bool:
-        """Whether `path` is something else than the journal of a run that wrote nothing to it."""
+        """Whether `path` is anything but an empty journal."""
         return path != self.path or path.stat().st_size > 0
 
     def release(self) -> None:
-        """Let other runs have the folder."""
+        """Unlock the folder."""
         if self._claim is not None:
             os.close(self._claim)
             self._claim = None
 
     def start(self, manifest: Manifest) -> None:
-        """Write what runs; beside an earlier run's results only once there is a row.
+        """Write the manifest now, or with the first row if an earlier run's artifacts are there.
 
         Raises:
-            OSError: where that cannot be written.
+            OSError: if it cannot be written.
         """
         self._manifest = manifest
         if not run_reader.is_ours(self.folder):
             self._begin()
 
     def _begin(self) -> None:
-        """Remove what an earlier run has written, and nothing else; write what runs."""
+        """Remove only what an earlier run wrote, and write the manifest."""
         self.begun = True
         for name in (run_reader.CANARIES, run_reader.MANIFEST, *WRITTEN, REPORT):
             (self.folder / name).unlink(missing_ok=True)
@@ -118,7 +118,7 @@ class Artifacts:
             self._try(self.folder / run_reader.MANIFEST, self._begin)
 
     def add(self, row: Row) -> None:
-        """Append a row; where the disk refuses it, the run goes on and `error` says so."""
+        """Append a row. If the disk refuses it, the run goes on and `error` says so."""
         self._ensure_begun()
         number = self._given.get(self.path, 0) + 1
         samples = self._try(
@@ -131,7 +131,7 @@ class Artifacts:
         self._append(self.path, line.to_json())
 
     def add_canary(self, canary: Canary) -> None:
-        """Append a canary, likewise."""
+        """Append a canary, as `add` does."""
         self._ensure_begun()
         self._append(self.canaries, msgspec.to_builtins(canary))
 
@@ -141,12 +141,12 @@ class Artifacts:
         peaks: Mapping[str, StoredPeaks],
         report: Callable[[Path], object] | None = None,
     ) -> None:
-        """Write how the run ended, and what others read; what the disk refuses, `error` says.
+        """Write the end of the manifest, the results and the report. `error` says what failed.
 
         Args:
             facts: fields of the manifest that say how the run ended.
             peaks: of the products that had cases.
-            report: writes a folder's report, once all else is there.
+            report: writes the report of a folder, after everything else.
         """
         self._ensure_begun()
         if self._manifest is not None:
@@ -169,7 +169,7 @@ class Artifacts:
         self._try(path, lambda: _append(path, line))
 
     def _try(self, path: Path, write: Callable[[], T]) -> T | None:
-        """Return what `write` does for `path`, or None where the disk refuses."""
+        """Return the result of `write`, or None if it fails, and note that for `path`."""
         self._given[path] = self._given.get(path, 0) + 1
         try:
             return write()
@@ -179,7 +179,7 @@ class Artifacts:
 
     @property
     def error(self) -> str | None:
-        """What the files lack, why, and what to do; or None."""
+        """What is missing in the files, why, and what to do; or None."""
         if not self._lost:
             return None
         lacking = [self._lacking(path, why) for path, why in self._lost.items()]
@@ -193,10 +193,10 @@ class Artifacts:
 
 
 def publish(run: run_reader.RecordedRun) -> list[Path]:
-    """Write `results.json`, `.md` and `.csv` of a run, ended or killed; return their paths.
+    """Write `results.json`, `.md` and `.csv` of a run; return their paths.
 
     Raises:
-        OSError: where they cannot be written.
+        OSError: if they cannot be written.
     """
     cases = run.typed_cases()
     results = json.dumps(run.plain(), indent=1) + "\n"
@@ -207,10 +207,10 @@ def publish(run: run_reader.RecordedRun) -> list[Path]:
 
 
 def stamped(base: Path) -> Path:
-    """Make a folder below `base` named after this moment, point `latest` at it, and return it.
+    """Make a folder below `base` named by the time, point `latest` at it, and return it.
 
     Raises:
-        OSError: where it cannot be made, or `latest` is something else than a link.
+        OSError: if it cannot be made, or `latest` is a folder.
     """
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H%M%SZ")
     latest = base / run_reader.LATEST
@@ -229,7 +229,7 @@ def stamped(base: Path) -> Path:
 
 
 def _point(latest: Path, name: str) -> None:
-    """Replace `latest` by a link to `name`, or, on systems without links, a file that says it."""
+    """Replace `latest` with a link to `name`, or without symlinks with a file that names it."""
     temporary = latest.with_name(f".{latest.name}-{os.getpid()}")
     temporary.unlink(missing_ok=True)
     try:
@@ -243,7 +243,7 @@ def _point(latest: Path, name: str) -> None:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Append the whole line, or nothing: half a line would spoil the next one."""
+    """Append the whole line or nothing: half a line would spoil the next one."""
     with open(path, "ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         try:

@@ -1,7 +1,7 @@
-"""Goals beyond time: what a page may claim of memory, launches, energy and goodput.
+"""Metrics besides time: what a page may claim of memory, launches, energy and goodput.
 
-What is counted does not scatter, and nothing is voted on: `noise`, where there is any, is believed
-in the side's favour.
+Counts do not scatter, so there are no votes on them. A metric with `noise` is judged in favor of
+the optimized side.
 """
 
 from __future__ import annotations
@@ -12,63 +12,62 @@ from typing import Literal
 
 from .row import amount
 
-Found = Mapping[str, float]
+Amounts = Mapping[str, float]
 """What a call of ``baseline`` and of ``optimized`` takes, and the relative ``noise`` of both."""
 Name = Literal["memory", "reserved", "fragmentation", "launches", "energy", "goodput"]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One thing that is counted.
+    """One metric.
 
     Attributes:
         what: what is counted, in words.
-        asked: how a page asks for it, as the report names it.
-        unit: writes one amount.
-        relative: whether the limit is a share of the baseline's, else an amount of its own.
-        margin: a stored amount is passed beyond this share of itself,
-        slack: and so much more.
-        rises: whether more of it is better.
+        assertion: the method of `pair` that limits it.
+        unit: formats one amount.
+        relative: whether the limit is a share of the baseline's amount.
+        margin, slack: an amount is worse than the stored one beyond this share of it plus `slack`.
+        rises: whether more is better.
     """
 
     what: str
-    asked: str
+    assertion: str
     unit: Callable[[float], str]
     relative: bool
     margin: float
     slack: float
     rises: bool = False
 
-    def said(self, found: Found, limit: float) -> str:
+    def describe(self, amounts: Amounts, limit: float) -> str:
         """Return both amounts in words, beside the limit."""
-        both = f"{self.both(found)} {self.what}"
-        noise = f", noise {found['noise']:.1%}" if "noise" in found else ""
+        both = f"{self.both(amounts)} {self.what}"
+        noise = f", noise {amounts['noise']:.1%}" if "noise" in amounts else ""
         if not self.relative:
             return f"{both}, against {self.unit(limit)}{noise}"
-        share = found["optimized"] / (found["baseline"] or 1)
+        share = amounts["optimized"] / (amounts["baseline"] or 1)
         return f"{both}, {share:.3g} of the baseline's against {limit:g}{noise}"
 
-    def both(self, found: Found) -> str:
+    def both(self, amounts: Amounts) -> str:
         """Return ``600 MiB / 240 MiB``."""
-        return f"{self.unit(found['baseline'])} / {self.unit(found['optimized'])}"
+        return f"{self.unit(amounts['baseline'])} / {self.unit(amounts['optimized'])}"
 
-    def missed(self, found: Found, limit: float) -> bool:
-        """Return whether the optimized side takes more than `limit` allows, or has too little."""
-        limit *= found["baseline"] if self.relative else 1
-        return self._beyond(found["optimized"], limit, found.get("noise", 0.0))
+    def missed(self, amounts: Amounts, limit: float) -> bool:
+        """Return whether the optimized side breaks `limit`."""
+        limit *= amounts["baseline"] if self.relative else 1
+        return self._beyond(amounts["optimized"], limit, amounts.get("noise", 0.0))
 
-    def worse(self, before: Found, found: Found) -> bool:
-        """Return whether the optimized side is worse than stored, beyond margin and noise."""
+    def worse(self, before: Amounts, amounts: Amounts) -> bool:
+        """Return whether the optimized side is worse than `before`, beyond margin and noise."""
         sign = -1 if self.rises else 1
         limit = before["optimized"] * (1 + sign * self.margin) + sign * self.slack
-        noise = before.get("noise", 0.0) + found.get("noise", 0.0)
-        return self._beyond(found["optimized"], limit, noise)
+        noise = before.get("noise", 0.0) + amounts.get("noise", 0.0)
+        return self._beyond(amounts["optimized"], limit, noise)
 
     def _beyond(self, now: float, limit: float, noise: float) -> bool:
         return now * (1 + noise) < limit if self.rises else now * (1 - noise) > limit
 
 
-def shares(busy: Found, seconds: Sequence[float]) -> dict[str, float]:
+def shares(busy: Amounts, seconds: Sequence[float]) -> dict[str, float]:
     """Return the share of a call's `seconds`, of both sides, that it is `busy`; at most 1.
 
     The profiler's kernels run at clocks of their own choosing and may add up to a little more.

@@ -1,4 +1,4 @@
-"""A run as it lies in a folder of artifacts, whether it ended or was killed."""
+"""Read a run from its folder of artifacts, also one that was killed."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .row import JournalLine, Row, SampleFile
 T = TypeVar("T")
 JOURNAL, CANARIES, MANIFEST = "results.jsonl", "canaries.jsonl", "manifest.json"
 LATEST = "latest"
-"""Beside folders named after times: a link to the newest, or a file with its name."""
+"""A link to the newest of the folders named by time, or a file with its name."""
 
 
 class RunError(Exception):
-    """A folder that holds no run that can be read; the message says why and what to do."""
+    """The folder has no readable run. The message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,10 @@ class RecordedRun:
 
     Attributes:
         path: the folder.
-        manifest: what ran, on what, and how it ended; `complete` is false of a run that
-            was killed or interrupted.
+        manifest: what ran, on what, and how it ended.
         lines: the journal: one line for each case, its samples by reference.
         canaries: the canary of each process.
-        lost: what is left out because its writer died before the line was whole.
+        lost: the lines that are left out because they are half written.
         plain_manifest, plain_canaries: both as their files have them, with fields of newer
             versions.
     """
@@ -97,7 +96,7 @@ def load(folder: Path | str) -> RecordedRun:
     """Return the run in `folder`.
 
     Raises:
-        RunError: where there is none, or none that can be read.
+        RunError: if there is none that can be read.
     """
     path = folder_of(Path(folder))
     if not path.is_dir():
@@ -117,19 +116,19 @@ def load(folder: Path | str) -> RecordedRun:
 
 
 def folder_of(path: Path) -> Path:
-    """Return the folder that `path` means: itself, or what a file named `latest` names."""
+    """Return `path`, or the folder that a link or file named `latest` points to."""
     if path.name != LATEST:
         return path
     if path.is_file():
         return path.parent / path.read_text(encoding="utf-8").strip()
-    return path.resolve()  # by and by it may point elsewhere
+    return path.resolve()  # a later run may move the link
 
 
 def journal(file: Path) -> tuple[list[JournalLine], list[str]]:
-    """Return the lines of a journal, and what of it is left out.
+    """Return the lines of a journal, and a message about a line that is left out.
 
     Raises:
-        RunError: where the file cannot be read, is something else, or has another schema.
+        RunError: if the file cannot be read, is no journal, or has another schema.
     """
     lines, lost = _lines(file)
     for line in lines:
@@ -138,7 +137,7 @@ def journal(file: Path) -> tuple[list[JournalLine], list[str]]:
 
 
 def _lines(file: Path) -> tuple[list[dict[str, Json]], list[str]]:
-    """Return the objects of whole lines, and what is said of a last one that nobody finished."""
+    """Return the objects of all whole lines, and a message if the last line is half written."""
     with _reading(file):
         *whole, last = file.read_text(encoding="utf-8").split("\n")
         lines = [_object(line) for line in whole]
@@ -146,7 +145,7 @@ def _lines(file: Path) -> tuple[list[dict[str, Json]], list[str]]:
             return [*lines, *([_object(last)] if last else [])], []
         except ValueError:
             if not lines and not file.with_name(MANIFEST).exists():
-                raise  # nothing says that it is ours
+                raise  # it may be any file
     case = re.search(r'"nodeid": "((?:[^"\\]|\\.)*)"', last)
     of = f", of {case[1]}," if case else ""
     return lines, [f"its last line{of} is half written and was left out"]
@@ -154,7 +153,7 @@ def _lines(file: Path) -> tuple[list[dict[str, Json]], list[str]]:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """Turn what a file of somebody else's does to its reader into a RunError."""
+    """Turn errors about a file that pytest-aisp did not write into a RunError."""
     try:
         yield
     except OSError as error:
@@ -174,7 +173,7 @@ def manifest(path: Path) -> Manifest:
     """Return the manifest of the run in the folder `path`.
 
     Raises:
-        RunError: where there is none, or one of something else or of another schema.
+        RunError: if there is none, or it is not ours, or it has another schema.
     """
     return _converted(path / MANIFEST, _plain_manifest(path), Manifest)
 
@@ -182,7 +181,7 @@ def manifest(path: Path) -> Manifest:
 def _plain_manifest(path: Path) -> dict[str, Json]:
     file = path / MANIFEST
     if not file.exists() and (path / JOURNAL).exists():
-        journal(path / JOURNAL)  # of an older version, there is more to say
+        journal(path / JOURNAL)  # one of an older version has its own message
     if not file.exists():
         raise RunError(f"{path}: holds no run: it has no {MANIFEST}\n{_MAKE}")
     with _reading(file):
@@ -197,7 +196,7 @@ def _converted(file: Path, plain: Json, model: type[T]) -> T:
 
 
 def is_ours(folder: Path) -> bool:
-    """Return whether a run has written the folder's manifest, one of whichever version."""
+    """Return whether a run of any version wrote the manifest in `folder`."""
     try:
         found = _object((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -206,7 +205,7 @@ def is_ours(folder: Path) -> bool:
 
 
 def _check_fields(file: Path, found: Mapping[str, Json], sign: str, model: type[Struct]) -> None:
-    """Refuse what is not ours, which lacks `sign`, is of another version, or lacks a field."""
+    """Refuse a table without the field `sign`, of another version, or without a required field."""
     if sign not in found:
         raise RunError(f"{file}: was not written by pytest-aisp: it says no {sign}\n{_MAKE}")
     schema = found.get("schema", 0)
@@ -233,20 +232,20 @@ UNWRITTEN = "its samples were not written: the disk refused them"
 
 
 class SamplesError(Exception):
-    """Samples that are missing, or are not those that the journal means."""
+    """Samples are missing, or are not the ones that the run wrote."""
 
 
 def name_of(number: int, case: str) -> str:
-    """Return the file's name: letters that every file system takes; the number makes it unique."""
+    """Return a unique file name of letters that every file system accepts."""
     safe = re.sub(r"[^A-Za-z0-9.=,_-]", "_", case)[-LONGEST:]
     return f"{number:04d}-{safe}.json"
 
 
 def write(folder: Path, number: int, row: Row) -> SampleFile:
-    """Write the samples of a case as a whole; return their path below `folder`, and their hash.
+    """Write the samples of a case; return their path below `folder`, and their hash.
 
     Raises:
-        OSError: where they cannot be written; then there is no file.
+        OSError: if they cannot be written. No file is left then.
     """
     samples = {"checks": row.checks, "timings": row.timings, "against": row.against}
     data = json.dumps(msgspec.to_builtins(samples)).encode()
@@ -256,10 +255,10 @@ def write(folder: Path, number: int, row: Row) -> SampleFile:
 
 
 def read(folder: Path, at: SampleFile | None) -> dict[str, Json]:
-    """Return the samples that a line of the journal in `folder` means.
+    """Return the samples in the file `at`.
 
     Raises:
-        SamplesError: where there are none, or others.
+        SamplesError: if they are missing, or are not the ones that the run wrote.
     """
     if at is None:
         raise SamplesError(UNWRITTEN)
@@ -283,14 +282,14 @@ def read(folder: Path, at: SampleFile | None) -> dict[str, Json]:
 
 
 def clear(folder: Path) -> None:
-    """Remove the samples of an earlier run, and nothing else."""
+    """Remove the samples of an earlier run."""
     for file in (folder / FOLDER).glob("*.json"):
         if OURS.fullmatch(file.name):
             file.unlink()
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write a file as a whole, or leave it as it was."""
+    """Replace a file as a whole, or leave it as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:

@@ -145,7 +145,7 @@ class CaseRun:
             EndOfBody: where nothing is timed.
             Failed: for a red verdict.
         """
-        method = metric_limits.METRICS[metric].asked
+        method = metric_limits.METRICS[metric].assertion
         with self._stage():
             self._require_check(method, "measured")
             why = self._not_measurable(metric)

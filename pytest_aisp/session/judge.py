@@ -57,7 +57,7 @@ class MetricJudgement:
         remark: both amounts in words; empty in an A/A trial.
     """
 
-    amounts: metric_limits.Found
+    amounts: metric_limits.Amounts
     limit: float
     stored: float | None = None
     remark: str = ""
@@ -202,7 +202,7 @@ def judge_changed_side(
 def judge_metric(
     stored: StoredResult,
     name: metric_limits.Name,
-    amounts: metric_limits.Found,
+    amounts: metric_limits.Amounts,
     limit: float,
     environment: Mapping[str, Json],
     sources: Mapping[str, str],
@@ -212,12 +212,12 @@ def judge_metric(
     settings, metric = stored.run.settings, metric_limits.METRICS[name]
     if settings.aa:
         return MetricJudgement(amounts, limit)
-    text = f"{name}: {metric.said(amounts, limit)}"
+    text = f"{name}: {metric.describe(amounts, limit)}"
     mine = stored.result
     before = mine.goals.get(name) if mine is not None else None
     judged = MetricJudgement(amounts, limit, before["optimized"] if before else None, text)
     if metric.missed(amounts, limit):
-        reason = f"{text} ({metric.asked} on the page) -> red"
+        reason = f"{text} ({metric.assertion} on the page) -> red"
         judged.findings.append(Finding("fail", (reason,)))
     elif mine and before and settings.update != "all" and metric.worse(before, amounts):
         differences = list(speedup.differences) if speedup is not None else []
