@@ -45,7 +45,7 @@ class TimeResult(Struct, kw_only=True):
         one_off: by side, seconds to prepare it.
         errors: by side, the largest error of the outputs of timed calls.
         outputs_checked: how many outputs of timed calls were compared.
-        kernels: by side, fields of `kernel_profile.KernelProfile`.
+        kernels: by side, fields of `cross_check.KernelProfile`.
         assembled: what each kernel uses on this arch.
     """
 
