@@ -66,7 +66,7 @@ def test_a_run_survives_a_full_disk_and_reports_it_once(page, gpu, pytester, wor
 
 def _refused():
     keys = [f"{name}_test.py::test_doubling[[]doubled-n1001]" for name in HEALTHY[1:]]
-    fault = "could not be written, and is as it was: [[]Errno 28] No space left on device"
+    fault = "could not be written and is unchanged: [[]Errno 28] No space left on device"
     return (
         f"NOT STORED: {', '.join(keys)}: */ch99.json {fault}",
         "    Free space in */baselines/simulated-gpu or make it writable, then run *",
@@ -223,7 +223,7 @@ def test_a_half_written_line_is_reported_and_the_others_are_replayed(page, gpu, 
     (pytester.path / "kept" / "torn.jsonl").write_text(rows[:-99])
     result = pytester.runpytest_subprocess("--aisp-replay=kept/torn.jsonl")
     case = CASE.format("second").replace("[", "[[]")
-    says = f"its last line, of {case}, is half written and was left out"
+    says = f"its last line, of {case}, is incomplete and was left out"
     result.stdout.fnmatch_lines([f"aisp: --aisp-replay=kept/torn.jsonl: {says}"])
     name = "test_doubling[[]doubled] at {'n': 1001}"
     result.stdout.fnmatch_lines([f"E *AssertionError: the recording holds no {name}; {says}"])

@@ -73,7 +73,7 @@ def test_a_side_that_differs_from_itself_makes_the_run_invalid(page, gpu, pytest
     result.stdout.fnmatch_lines(
         [
             "RUN INVALID (canary): test_doubling[[]doubled-n1001[]] on the graph clock: a side"
-            " differs from itself: 0.97*x, 0.97*x, 0.97*x; no verdict of this run counts"
+            " differs from its copy: 0.97*x, 0.97*x, 0.97*x; no verdict of this run counts"
             " (exit code 17)"
         ]
     )
@@ -89,7 +89,7 @@ def test_an_invalid_run_says_how_to_restore_the_stored_results(page, gpu, pytest
         [
             "stored: *",
             "RUN INVALID (canary): *",
-            "this run stored results that a disturbed machine measured: take them back",
+            "this run is invalid but stored results; restore the old ones",
             "    git checkout -- baselines",
         ]
     )

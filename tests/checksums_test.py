@@ -86,8 +86,8 @@ def test_without_staged_files_nothing_is_checked(file, capsys):
     [
         (r'"speedup": [\d.]+', '"speedup": 9.9', "must be 2.004, which its values give"),
         (r"0\.69", "0.71", "speedup=2.004 must be"),
-        (r'"optimized_us": \d+', '"optimized_us": 1', "its seal is broken"),
-        (r'"seal": "..', '"seal": "zz', "its seal is broken"),
+        (r'"optimized_us": \d+', '"optimized_us": 1', "its seal is wrong"),
+        (r'"seal": "..', '"seal": "zz', "its seal is wrong"),
         (r'"clock": "graph"', '"clock": "sundial"', "Invalid enum value 'sundial'"),
         ("580.65", "590.00", "'580.65'"),
         (r'"one": {', '"zero": {}, "one": {', "environments['zero']: commit=None is not a commit"),
@@ -112,8 +112,8 @@ def test_the_command_is_printed_once_for_all_files(file, capsys):
     git("add", ".")
     code, lines = seals(capsys)
     assert (code, len(lines)) == (1, 4)
-    assert lines[0].endswith("its seal is broken: it is not what a run has recorded")
-    assert lines[1].endswith("its seal is broken: it is not what a run has recorded")
+    assert lines[0].endswith("its seal is wrong: the line is not as a run recorded it")
+    assert lines[1].endswith("its seal is wrong: the line is not as a run recorded it")
     assert lines[2:] == ADVICE
 
 
@@ -123,7 +123,7 @@ def test_a_merge_conflict_has_its_own_command(file, capsys):
     code, lines = seals(capsys)
     assert code == 1
     assert lines == [
-        f"{NAME} holds a merge conflict in line 1; keep one side, record what it lacks:",
+        f"{NAME} has a merge conflict in line 1; keep one side, then record the rest:",
         f"    git checkout --ours -- {NAME} && pytest --aisp-update-expectations=missing",
     ]
 
@@ -153,8 +153,8 @@ def test_a_file_outside_a_product_folder_is_refused(file, capsys):
     code, lines = seals(capsys, "ch07.json")
     assert code == 1
     assert lines[0] == (
-        f"ch07.json is the place of {Path.cwd().name}, but these are results of nvidia-h200;"
-        " move them:"
+        f"ch07.json belongs to {Path.cwd().name}, but its results are of nvidia-h200;"
+        " move the file:"
     )
     assert lines[1].startswith("    mv -n ch07.json ")
     assert len(lines) == 2

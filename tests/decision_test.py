@@ -335,7 +335,7 @@ def test_one_slow_block_changes_neither_value_nor_error():
 
 def test_the_error_needs_more_than_two_laps_of_equal_length():
     assert stats.process_error([0.0, 1.0], 2) == 0
-    with pytest.raises(ValueError, match="5 blocks are not 4 laps of as many blocks each"):
+    with pytest.raises(ValueError, match="5 blocks cannot be divided into 4 equal laps"):
         stats.process_error([0.0] * 5, 4)
 
 

@@ -209,7 +209,7 @@ def test_missing_and_replaced_samples_are_reported(tmp_path):
         sha256 = run.cases[number].samples["sha256"]
         found = hashlib.sha256((samples / f"000{number}.json").read_bytes()).hexdigest()
         assert error == (
-            f"samples/000{number}.json: these are not the samples that the run has written: SHA-256"
+            f"samples/000{number}.json: the run wrote other samples: SHA-256"
             f" {found[:12]}..., not {sha256[:12]}.... Copy the folder of the run again."
         )
 
@@ -232,7 +232,7 @@ def test_malformed_samples_are_not_shown(tmp_path, text, error):
 
 def test_timed_case_without_samples_is_reported():
     timed, untimed = case(0, samples=None), case(1, samples=None, speedup=None, seconds=None)
-    errors = ["its samples were not written: the disk refused them.", ""]
+    errors = ["its samples could not be written.", ""]
     assert sample_errors(ReportRun.of(with_cases(timed, untimed))) == errors
 
 

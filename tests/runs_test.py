@@ -125,9 +125,9 @@ def test_a_killed_run_keeps_what_it_had(write):
     assert [case["id"] for case in run.cases] == ["ch99/a_test.py::test_f[v]"]
     assert run.samples(run.cases[0])["timings"] == [{"value": 0.7}]
     assert run.lost == (
-        "results.jsonl: its last line, of ch99/a_test.py::test_f[w], is half written"
-        " and was left out",
-        "canaries.jsonl: its last line is half written and was left out",
+        "results.jsonl: its last line, of ch99/a_test.py::test_f[w], is incomplete and was left"
+        " out",
+        "canaries.jsonl: its last line is incomplete and was left out",
     )
     artifacts.path.write_bytes(whole[:20])
     assert run_reader.load(artifacts.folder).cases == []
@@ -161,18 +161,19 @@ def test_a_new_run_replaces_an_old_one_and_nothing_else(write):
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (shutil.rmtree, "RUN: there is no such folder\nA run writes one where it is asked to:"),
+        (shutil.rmtree, "RUN: there is no such folder\nTo make pytest write a run:"),
         (
             lambda run: (run / "manifest.json").unlink(),
-            "RUN: holds no run: it has no manifest.json\nA run writes one where",
+            "RUN: holds no run: it has no manifest.json\nTo make pytest write a run:",
         ),
         (
             lambda run: (run / "manifest.json").write_text('{"name": "a web application"}'),
-            "RUN/manifest.json: was not written by pytest-aisp: it says no root\nA run writes",
+            "RUN/manifest.json: was not written by pytest-aisp: it lacks root\nTo make",
         ),
         (
             lambda run: (run / "manifest.json").write_text("[]"),
-            "RUN/manifest.json: was not written by pytest-aisp: a line of it is no object: []",
+            "RUN/manifest.json: was not written by pytest-aisp: one of its lines is not a"
+            " JSON object: []",
         ),
         (
             lambda run: (run / "manifest.json").write_text('{"root": "", "schema": 2}'),
@@ -185,7 +186,7 @@ def test_a_new_run_replaces_an_old_one_and_nothing_else(write):
         ),
         (
             lambda run: (run / "results.jsonl").unlink(),
-            "RUN/results.jsonl: cannot be read: No such file or directory\nA run writes one",
+            "RUN/results.jsonl: cannot be read: No such file or directory\nTo make pytest",
         ),
         (
             lambda run: (run / "results.jsonl").write_text('{"nodeid": "a", "timings": []}\n'),
@@ -334,7 +335,7 @@ def test_missing_samples_are_an_error(replayed):
 
 def test_changed_samples_are_refused(replayed):
     found = replayed(lambda folder, file: file.write_text('{"timings": [{"value": 9}]}'))
-    assert "these are not the samples that the run has written: SHA-256 " in found.message
+    assert "the run wrote other samples: SHA-256 " in found.message
     assert found.message.endswith("Copy the folder of the run again")
 
 
@@ -357,9 +358,7 @@ def test_samples_that_were_not_written_are_none(write, monkeypatch):
     monkeypatch.setattr(run_reader, "write", full)
     run = run_reader.load(write(row()).folder)
     assert run.cases[0]["samples"] is None
-    with pytest.raises(
-        run_reader.RunError, match="its samples were not written: the disk refused them"
-    ):
+    with pytest.raises(run_reader.RunError, match="its samples could not be written"):
         run.samples(run.cases[0])
 
 

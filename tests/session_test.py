@@ -188,7 +188,7 @@ def recorded(page, gpu, pytester, module_cache):
 DAMAGE = {
     "conflict": (
         lambda text: f"<<<<<<< HEAD\n{text}=======\n{text}>>>>>>> other\n",
-        "holds a merge conflict in line 1; keep one side, record what it lacks:",
+        "has a merge conflict in line 1; keep one side, then record the rest:",
     ),
     "foreign": (
         lambda text: text.replace('"schema": 1', '"schema": 99'),
@@ -196,7 +196,7 @@ DAMAGE = {
     ),
     "edited": (
         lambda text: text.replace('"baseline": "', '"baseline": "0'),
-        "was not written by pytest-aisp: * its seal is broken: it is not what a run has *",
+        "was not written by pytest-aisp: * its seal is wrong: the line is not as a run *",
     ),
     "garbage": (lambda text: "hello", "is not JSON (*); restore the committed file:"),
     "truncated": (lambda text: text[:-40], "is truncated; restore the committed file:"),
@@ -224,7 +224,7 @@ def test_results_that_cannot_be_written_fail_the_run(recorded, pytester):
     before = file.read_bytes()
     (file.parent / ".ch99.json.lock").mkdir()
     result = pytester.runpytest_subprocess(f"{UPDATE}=all", "--aisp-processes=1")
-    result.stdout.fnmatch_lines(["NOT STORED: * could not be written, and is as it was: *"])
+    result.stdout.fnmatch_lines(["NOT STORED: * could not be written and is unchanged: *"])
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     assert file.read_bytes() == before
 

@@ -220,7 +220,7 @@ def test_an_untimed_result_raises_the_schema_of_the_file(path):
 def test_an_untimed_result_is_sealed_too(path):
     record(path, {KEY: counted()})
     put(path, path.read_text().replace("60502835", "60502836"))
-    with pytest.raises(StoreError, match="its seal is broken"):
+    with pytest.raises(StoreError, match="its seal is wrong"):
         load(path)
 
 
@@ -659,12 +659,12 @@ BROKEN = {
     "comma": (EXPECTED.replace("}\n}\n}", "},\n}\n}"), "{path} is not JSON ("),
     "conflict": (
         CONFLICT,
-        "{path} holds a merge conflict in line 1; ",
+        "{path} has a merge conflict in line 1; ",
         "git checkout --ours -- {path} && pytest --aisp-update-expectations=missing",
     ),
     "conflict left over": (
         EXPECTED.replace('"copy_test', '=======\n"copy_test'),
-        "{path} holds a merge conflict in line 8; ",
+        "{path} has a merge conflict in line 8; ",
         "git checkout --ours -- {path} && pytest --aisp-update-expectations=missing",
     ),
     "newer": (
@@ -679,7 +679,7 @@ BROKEN = {
     "deep": ("[" * 100_000, WRITTEN),
     "other product": (
         whole(product="nvidia-b200"),
-        "{path} is the place of nvidia-h200, but these are results of nvidia-b200; ",
+        "{path} belongs to nvidia-h200, but its results are of nvidia-b200; ",
         "mv -n {path} {folder}/nvidia-b200/ch01.json",
     ),
     "no product": (whole(product=...), WRITTEN + "Object missing required field `product`"),
@@ -698,10 +698,10 @@ BROKEN = {
         WRITTEN + "environments['a']={{'clock': nan}} must be finite JSON values: ",
     ),
     "no environment": (whole(environments={}), WRITTEN + f"results[{OTHER!r}]: its env"),
-    "entry twice": (TWICE, WRITTEN + f"it holds {KEY!r} twice; legal is once"),
+    "entry twice": (TWICE, WRITTEN + f"it contains the key {KEY!r} twice"),
     "field twice": (
         EXPECTED.replace('"limit": "copy"', '"limit": "copy", "limit": "read"'),
-        WRITTEN + "it holds 'limit' twice; legal is once",
+        WRITTEN + "it contains the key 'limit' twice",
     ),
     "entry": (
         whole(results={KEY: 3}),
@@ -771,7 +771,7 @@ def test_a_file_instead_of_the_folder_is_refused(path):
     path.parent.write_text("")
     with pytest.raises(StoreError, match=r"cannot be read: .*Not a directory"):
         load(path)
-    with pytest.raises(StoreError, match=r"could not be written, .*File exists"):
+    with pytest.raises(StoreError, match=r"could not be written and .*File exists"):
         record(path, {KEY: result()})
 
 
@@ -783,7 +783,7 @@ def test_the_command_in_an_error_is_quoted_for_the_shell(tmp_path):
 
 
 def test_results_are_not_written_into_another_products_folder(path):
-    with pytest.raises(StoreError, match=r"the place of nvidia-h200, but .* of nvidia-b200"):
+    with pytest.raises(StoreError, match=r"belongs to nvidia-h200, but .* of nvidia-b200"):
         write(path, "nvidia-b200", {KEY: result()}, TABLE, replace=False)
     assert not path.parent.exists()
 
@@ -821,7 +821,7 @@ def test_a_full_disk_leaves_the_old_file(path, monkeypatch, action):
         with pytest.raises(StoreError) as caught:
             ACTIONS[action](path)
     first, last = str(caught.value).splitlines()
-    assert first == f"{path} could not be written, and is as it was: {full()}"
+    assert first == f"{path} could not be written and is unchanged: {full()}"
     assert last.strip().startswith(f"Free space in {path.parent} or make it writable, then run")
     assert path.read_bytes() == before
     assert names(path) == ["ch01.json"]
@@ -905,7 +905,7 @@ def test_an_error_at_any_step_leaves_the_old_file_or_the_new_one(path, monkeypat
     for written in every_step(path, interrupted):
         assert written == (not said[-1])
     assert sum(map(bool, said)) > 8
-    assert all("could not be written, and is as it was: " in error for error in said if error)
+    assert all("could not be written and is unchanged: " in error for error in said if error)
 
 
 def test_a_writer_killed_at_any_step_leaves_the_old_file_or_the_new_one(path):
@@ -1080,7 +1080,7 @@ EDITS += [
 def test_a_manual_edit_breaks_the_seal(path, was, becomes):
     path.parent.mkdir(parents=True)
     path.write_text(EXPECTED.replace(was, becomes, 1))
-    with pytest.raises(StoreError, match="its seal is broken: it is not what a run has rec"):
+    with pytest.raises(StoreError, match="its seal is wrong: the line is not as a run rec"):
         store.load(path)
     assert path.read_text() == EXPECTED.replace(was, becomes, 1)
 

@@ -101,5 +101,5 @@ def test_a_replacement_worker_has_only_the_remaining_time_of_the_run(page, gpu, 
     page(name="second_test.py")
     result = pytester.runpytest_subprocess("-n1", "-o", "aisp_suite_timeout=100000")
     result.stdout.fnmatch_lines(["=* aisp =*", "NO VERDICT: worker 'gw0' crashed while running *"])
-    result.stdout.fnmatch_lines(["!* aisp_suite_timeout: 100000 s are over !*"])
+    result.stdout.fnmatch_lines(["!* aisp_suite_timeout: 100000 s have passed !*"])
     assert result.ret == pytest.ExitCode.INTERRUPTED

@@ -1,9 +1,9 @@
 """Write the artifacts of a run to its folder while its cases finish.
 
-`results.jsonl`: the row of every finished case, a line each, whole lines only; its samples in a
-file of their own (`samples`). `canaries.jsonl`: what became of each process's canary.
-`manifest.json`: what runs, at the start; how it ended, at the end. Then `results.json`, `.md` and
-`.csv`: all of that, to be read by others.
+`results.jsonl` has one complete line for each finished case; the samples of a case are in a
+separate file below `samples`. `canaries.jsonl` has the result of each process's canary.
+`manifest.json` says at the start what runs, and at the end how it ended. `results.json`, `.md` and
+`.csv` contain all of this for other programs and for people; the run writes them at its end.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Artifacts:
         for name in (run_reader.CANARIES, run_reader.MANIFEST, *WRITTEN, REPORT):
             (self.folder / name).unlink(missing_ok=True)
         run_reader.clear(self.folder)
-        self.path.write_text("")  # the file stays the same one, which is locked
+        self.path.write_text("")  # not replaced, because this file is locked
         self._write_manifest()
 
     def _ensure_begun(self) -> None:

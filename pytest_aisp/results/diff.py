@@ -1,7 +1,7 @@
-"""Two runs, or two states of the stored results: what got worse, beyond the noise of each case.
+"""Compare two runs, or two states of the stored results, beyond the noise of each case.
 
-Noise is what the gate against stored results takes for it (`verdict.record_margin`): both sides
-come from sessions of their own. Counted goals do not scatter.
+The noise is the margin of the gate against stored results (`verdict.record_margin`), because the
+two sides come from different sessions. Counted goals do not scatter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .results_json import Case
 from .verdict import DEFAULT_SPREAD, RED, UNKNOWN_SESSION, record_margin
 
 TIME_FLOOR = 0.05
-"""Least noise of a time: both sides share what moves a GPU's clocks, their ratio is rid of it.
+"""Least noise of a time: a change of the GPU's clocks changes both times, but not their ratio.
 
 Times of the same kernel differ by up to 3.4 % from process to process (docs/explanation/spread.md).
 """
@@ -30,12 +30,12 @@ ORDER: tuple[Outcome, ...] = ("worse", "better", "same")
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One case as one side of the comparison has it.
+    """One case on one side of the comparison.
 
     Attributes:
         value: ln(speedup); seconds: of ``baseline`` and ``optimized``, or nothing.
         share: of the machine's `limit`; goals: as in `Result`.
-        spread: of one process's ln(speedup); session: from session to session, where recorded.
+        spread: of one process's ln(speedup); session: from session to session, if recorded.
         verdict: empty for a stored result.
     """
 
@@ -54,7 +54,7 @@ class Measured:
 
     @property
     def name(self) -> tuple[str, str, str]:
-        """Product, chapter and key: what makes it the same case."""
+        """Product, chapter and key, which identify a case on both sides."""
         return self.product, self.chapter, self.key
 
 
@@ -64,9 +64,9 @@ class Change:
 
     Attributes:
         metric: ``speedup``, ``baseline time``, ``share of copy``, ``memory, optimized``, ...
-        better: which direction is.
-        unit: ``x``, ``s``, ``share``, or the goal whose unit it is.
-        noise: the relative change that is none; None for what is counted.
+        better: whether a higher or a lower value is better.
+        unit: ``x``, ``s``, ``share``, or the name of the goal that has the unit.
+        noise: the largest relative change that counts as no change; None for counts.
     """
 
     case: Measured
@@ -80,12 +80,12 @@ class Change:
 
     @property
     def change(self) -> float | None:
-        """Return the relative change, 0.1 for 10 % more; None from nothing."""
+        """Return the relative change, 0.1 for 10 % more; None if the old value is 0."""
         return self.new / self.old - 1 if self.old else None
 
     @property
     def size(self) -> float:
-        """Return how large the change is, in noises, to sort by."""
+        """Return the change as a multiple of the noise, to sort by."""
         if self.noise is None or not (self.old and self.new):
             return math.inf
         return abs(math.log(self.new / self.old)) / math.log1p(self.noise)
@@ -93,7 +93,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Turned:
-    """A case that was red on one side alone: what it was, what it is."""
+    """A case that is red on one side only, with both verdicts."""
 
     case: Measured
     old: str
@@ -103,12 +103,12 @@ class Turned:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two sides have in common, what got worse, and what only one of them has.
+    """The changes of the cases that both sides have, and the cases that only one side has.
 
     Attributes:
-        changes: the worst first, then what got better, then what is within the noise.
+        changes: regressions first (the worst at the top), then improvements, then the rest.
         turned: cases that turned red, then those that turned green.
-        apart: cases that both have and that cannot be compared, with the reason.
+        apart: cases that both sides have but that cannot be compared, with the reason.
     """
 
     changes: tuple[Change, ...]
@@ -118,7 +118,7 @@ class Comparison:
     apart: tuple[tuple[Measured, str], ...]
 
     def count(self, outcome: Outcome) -> int:
-        """Return how many metrics and verdicts are so."""
+        """Return how many metrics and verdicts have this outcome."""
         every: tuple[Change | Turned, ...] = (*self.changes, *self.turned)
         return sum(found.outcome == outcome for found in every)
 
@@ -162,7 +162,7 @@ def of_stored(stored: Stored, chapter: str) -> Iterator[Measured]:
 
 
 def compare(old: Iterable[Measured], new: Iterable[Measured]) -> Comparison:
-    """Compare what both sides have."""
+    """Compare the cases that both sides have."""
     before, after = ({case.name: case for case in side} for side in (old, new))
     both = [(before[name], after[name]) for name in before if name in after]
     changes = [change for pair in both for change in _changes(*pair)]
@@ -188,7 +188,7 @@ def _why_apart(old: Measured, new: Measured) -> str:
 
 
 def _turned(old: Measured, new: Measured) -> Turned | None:
-    """Return that a case turned red or green; of a stored result only that it was right, once."""
+    """Return whether a case turned red or green; a stored result without a verdict was green."""
     was, is_ = old.verdict in RED, new.verdict in RED
     known = bool(old.verdict and new.verdict)
     if is_ and not was and (known or new.value is None):
@@ -215,7 +215,7 @@ def _changes(old: Measured, new: Measured) -> Iterator[Change]:
 
 
 def margin(old: Measured, new: Measured) -> float:
-    """Return the change of ln(speedup) that is none, as the gate against a stored result has it."""
+    """Return the margin of the gate against a stored result, in ln(speedup)."""
     spreads = [case.spread for case in (old, new) if case.spread is not None]
     sessions = [case.session for case in (old, new) if case.session is not None]
     spread = max(spreads, default=DEFAULT_SPREAD[new.clock])

@@ -1,4 +1,4 @@
-"""A run in the shapes that others read: the cases of `results.json`, Markdown and CSV."""
+"""A run in the formats for other programs: the cases of `results.json`, Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .verdict import ORDER, RED
 
 
 def case(line: JournalLine, root: str) -> Case:
-    """Return a journal's line as a case of `results.json`; paths below `root` without it."""
+    """Return a line of the journal as a case of `results.json`, with paths relative to `root`."""
     origins, times = line.origins, list(line.seconds.values())
     speedup, limit, claim, stored = None, None, None, None
     if line.value is not None and line.low is not None and line.high is not None:
@@ -103,7 +103,7 @@ def _profile(profile: Profile) -> ProfileFiles | None:
 
 
 def path_below(path: str, folder: str) -> str:
-    """Return `path` relative to `folder` where it lies below it, else as it is."""
+    """Return `path` relative to `folder` if it is below it, or else unchanged."""
     inside = folder and PurePath(path).is_relative_to(folder)
     return str(PurePath(path).relative_to(folder)) if inside else path
 
@@ -122,13 +122,13 @@ def markdown(run: Manifest, cases: Sequence[Case]) -> str:
 
 
 def in_order(cases: Iterable[Case]) -> list[Case]:
-    """Return the cases with the red ones first; within a verdict as they finished."""
+    """Return the cases, red ones first; cases with the same verdict keep their order."""
     places = {verdict: place for place, verdict in enumerate(ORDER)}
     return sorted(cases, key=lambda case: places.get(case.verdict, -1))
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table; whatever is in a cell stays in it."""
+    """Return the lines of a Markdown table, with the text of each cell escaped."""
     every = [heads, ["---"] * len(heads), *([_cell(c) for c in row] for row in rows)]
     return ["| " + " | ".join(row) + " |" for row in every]
 
@@ -206,7 +206,7 @@ COLUMNS += ("reasons", "wall", "samples")
 
 
 def csv_text(cases: Iterable[Case]) -> str:
-    """Return a line a case, `COLUMNS` first; several values in a cell are separated by ``; ``."""
+    """Return CSV with one line per case; ``; `` separates several values in one cell."""
     file = io.StringIO()
     writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
     writer.writeheader()

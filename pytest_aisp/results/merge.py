@@ -1,4 +1,4 @@
-"""What becomes of stored results when new ones come: nothing is dropped, sessions add up."""
+"""Merge new results into stored results: no entry is dropped, and sessions are added."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from .models import Environments, Result, Results, Stored, base_of, differences
 
 HOURS_APART = 6
-"""Runs closer than this are one session: clocks, heat and placement last longer than minutes."""
+"""Runs fewer hours apart are one session, because clocks and temperature change slowly."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One line that a write added (`old` is None) or altered."""
+    """One line that a write added (`old` is None) or changed."""
 
     key: str
     old: Result | None
@@ -26,14 +26,14 @@ class Change:
 def merge(
     stored: Stored, new: Results, environments: Environments, *, replace: bool
 ) -> tuple[Stored, list[Change]]:
-    """Return `stored` with `new` merged in, and what changed. No entry is ever dropped.
+    """Return `stored` with `new` merged in, and the changes. No entry is ever dropped.
 
     Args:
-        environments: the facts behind the environment keys of `new`.
-        replace: True rewrites entries that exist. False leaves them alone, except that an entry
-            with one session gains a second one, and one that lacks times or a goal gains those.
-            A second session is `HOURS_APART` from the first. Whatever is gained has the same
-            sources, clock and tuning choices, and no `differences`.
+        environments: the facts of each environment that `new` names.
+        replace: True rewrites existing entries. False keeps them, but adds a second session to an
+            entry that has one, and adds times or goals that an entry lacks. A second session must
+            be `HOURS_APART` from the first. An addition must have the same sources, clock and
+            tuning choices as the entry, and an environment without `differences`.
     """
     table = _table(stored, environments)
     for name, facts in stored.environments.items():
@@ -55,9 +55,9 @@ def merge(
 
 
 def why_kept(stored: Stored, key: str, new: Result, environments: Environments) -> str:
-    """Return why `merge` with ``replace=False`` left `new` out of `stored`; empty where it did not.
+    """Return why `merge` with ``replace=False`` did not add `new` to `stored`, or an empty text.
 
-    Nothing is said of a result that is alike and has its two sessions.
+    The text is also empty if the stored result is comparable and already has two sessions.
     """
     old = stored.results.get(key)
     if old is None or set(new.environments) <= set(old.environments):
@@ -79,7 +79,7 @@ def _several(stored: Stored) -> bool:
 
 
 def _unlike(old: Result, new: Result, table: Environments, several: bool) -> list[str]:
-    """Return in what both are of other code, or not comparable as far as both go."""
+    """Return the names of the sources and facts that make `old` and `new` not comparable."""
     sides = sorted(old.sources.keys() | new.sources.keys())
     names = [f"{side} source" for side in sides if old.sources.get(side) != new.sources.get(side)]
     if old.values and new.values:
@@ -94,7 +94,7 @@ def _could_be_second(old: Result, new: Result) -> bool:
 
 
 def _are_apart(old: Result, new: Result, table: Environments) -> bool:
-    """Return whether the two sessions are; by the time in their keys, else by their days."""
+    """Return whether the sessions are far enough apart, by the times in their keys or by date."""
     one, other = old.environments[0], new.environments[0]
     first, second = _start(one), _start(other)
     if first is not None and second is not None:
@@ -104,7 +104,7 @@ def _are_apart(old: Result, new: Result, table: Environments) -> bool:
 
 
 def _start(name: str) -> datetime.datetime | None:
-    """Return when the session of this key began, as a recording run writes it."""
+    """Return when the session with this key began, or None for a key without a time."""
     for form in ("%Y-%m-%dT%H%M%S.%fZ", "%Y-%m-%dT%H%M%SZ"):
         with suppress(ValueError):
             return datetime.datetime.strptime(name, form)
@@ -117,7 +117,7 @@ def _completed(old: Result, new: Result) -> Result:
 
 
 def _with_session(old: Result, new: Result, table: Environments) -> Result:
-    """Return both sessions, by date, whichever was stored first."""
+    """Return one result with both sessions, ordered by date."""
     names = {result.environments[0]: result for result in (old, new)}
     first, last = sorted(names, key=lambda name: (str(table[name].get("date", "")), name))
     values = names[first].values + names[last].values
@@ -125,6 +125,6 @@ def _with_session(old: Result, new: Result, table: Environments) -> Result:
 
 
 def tidy(stored: Stored, table: Environments, results: Results) -> Stored:
-    """Return `results` in place of those `stored`, and of the `table` what they still need."""
+    """Return `stored` with these `results`, and with the environments of `table` that they use."""
     used = {name for result in results.values() for name in result.environments}
     return Stored(stored.product, {n: e for n, e in table.items() if n in used}, results)

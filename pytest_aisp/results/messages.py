@@ -1,7 +1,7 @@
 """The messages between the pytest process and its worker processes: one JSON object a line.
 
 A `Task` goes to the worker process. `ProgressUpdate` messages and one `Reply` come back. Each class
-has a tag, and both ends dispatch on the type. Only plain types cross the pipe, so that the two ends
+has a tag, and both ends dispatch on the type. Only plain types go through the pipe. So the two ends
 may run different interpreters, and a recorded reply can be replayed.
 """
 
@@ -18,10 +18,10 @@ Json: TypeAlias = Any
 """A JSON value of no fixed type: numbers, text, lists and tables."""
 
 READY = "ready"
-"""The first progress message of a process. The time limit of a task starts at it."""
+"""The first progress message of a process. The time limit of a task starts when it arrives."""
 
 AT = " at "
-"""What separates the work from the size in a progress message."""
+"""The text between the work and the size in a progress message."""
 
 
 class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -89,11 +89,12 @@ class TimeTask(CaseTask, frozen=True, kw_only=True, tag="time"):
     Attributes:
         versus: ``baseline``, ``self`` for an A/A trial, ``old`` for a side as of a commit.
         side: for ``old``, the role of that side.
-        past: for ``old``, the page as of the commit.
+        past: for ``old``, the page at the commit.
         budget: keywords of `schedule.Budget`.
         replicate: number of this process among those that measure the case.
         keep: keep the expected results of a `replicate` for the next task.
-        planted: slowdown planted in the second side: this share of extra calls is not counted.
+        planted: slowdown planted in the second side, as a share of calls that are timed but not
+            counted.
         audit: profile the kernels of both sides after the last window.
         timer: ``target`` (module:function) and ``options`` of a timer other than the device's own.
     """
@@ -110,7 +111,7 @@ class TimeTask(CaseTask, frozen=True, kw_only=True, tag="time"):
 
 
 class CountTask(CaseTask, frozen=True, kw_only=True, tag="count"):
-    """Count a metric of `metric_limits.METRICS`, for a process side of the one role `side`."""
+    """Count a metric of `metric_limits.METRICS`; for process sides, only of the role `side`."""
 
     metric: str
     side: str = ""
@@ -119,7 +120,7 @@ class CountTask(CaseTask, frozen=True, kw_only=True, tag="count"):
 
 
 class ChangedTask(CaseTask, frozen=True, kw_only=True, tag="changed"):
-    """Name the sides whose sources differ from the page as of a commit, `past`."""
+    """Name the sides whose sources differ from `past`, the page at a commit."""
 
     past: PageSource
 
@@ -138,7 +139,7 @@ class CompileTask(CaseTask, frozen=True, kw_only=True, tag="compile"):
 
 
 class ProfileTask(CaseTask, frozen=True, kw_only=True, tag="profile"):
-    """Profile both sides with torch into `folder`, or run the one role `side` for a profiler."""
+    """Profile both sides with torch into `folder`, or only run the role `side` under a profiler."""
 
     folder: str = ""
     side: str = ""
@@ -311,7 +312,7 @@ def decode_task(line: bytes) -> AnyTask:
 
 
 def plain(value: Json) -> Json:
-    """Return `value` with infinities as text and tuples as lists; refuse all but plain types."""
+    """Return `value` with infinities as text and tuples as lists; other types raise TypeError."""
     if isinstance(value, float) and type(value) is float:
         return value if value - value == 0 else str(value)
     if isinstance(value, str):

@@ -70,7 +70,7 @@ class Metric:
 def shares(busy: Amounts, seconds: Sequence[float]) -> dict[str, float]:
     """Return the share of a call's `seconds`, of both sides, that it is `busy`; at most 1.
 
-    The profiler's kernels run at clocks of their own choosing and may add up to a little more.
+    Under the profiler the GPU's clocks may differ, so kernels can seem busy for longer than a call.
     """
     both = zip(("baseline", "optimized"), seconds, strict=True)
     return {role: min(1.0, busy[role] / lasts) for role, lasts in both}
@@ -84,16 +84,16 @@ def joules(value: float) -> str:
     return f"{value * 1e9:.3g} nJ"
 
 
-# Blocks are cut from segments of 2 or 20 MiB, and a library may choose another workspace.
+# The allocator takes segments of 2 or 20 MiB, and a library may choose another workspace.
 _ALLOCATED, _SEGMENTS = (0.01, 1 << 20), (0.01, 40 << 20)
 METRICS: dict[str, Metric] = {
     "memory": Metric("beyond the inputs", "assert_memory", amount, True, *_ALLOCATED),
     "reserved": Metric("taken from the GPU", "assert_memory", amount, True, *_SEGMENTS),
     "fragmentation": Metric("taken and unused", "assert_memory", amount, True, *_SEGMENTS),
     "launches": Metric("launches a call", "assert_launches", "{:g}".format, False, 0.0, 0.0),
-    # Leakage grows with temperature, and no two GPUs of a product draw the same.
+    # Leakage grows with temperature, and two GPUs of one product use different amounts of power.
     "energy": Metric("a call", "assert_energy", joules, True, 0.05, 0.0),
-    # Loaders and hosts differ by more than clocks do.
+    # Data loaders and hosts vary more than GPU clocks.
     "goodput": Metric(
         "at compute", "assert_goodput", "{:.0%}".format, False, 0.05, 0.0, rises=True
     ),

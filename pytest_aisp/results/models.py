@@ -1,4 +1,4 @@
-"""What is stored: a result of each case, and the environments in which they were recorded."""
+"""The contents of stored results: one result per case, and the environments of the recordings."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .verdict import UNKNOWN_SESSION
 Environment: TypeAlias = Mapping[str, Json]
 Environments: TypeAlias = Mapping[str, Environment]
 VERSIONS = ("driver", "cuda", "torch", "triton")
-"""The facts of an environment that are always known, and compared."""
+"""The facts of an environment that are always known and always compared."""
 COMPARED = ("cudnn", "cublas", "power_limit_w", "mig")
-"""Facts that are compared where both environments know them: they choose and pace GPU kernels."""
+"""Facts that are compared if both environments know them; they affect GPU kernels."""
 COMPARED_BY_HOST = ("cpu", "governor")
-"""Facts that are compared as well where the host's speed enters: on `HOST_CLOCKS`."""
+"""Facts that are compared too on `HOST_CLOCKS`, because the host's speed affects these clocks."""
 HOST_CLOCKS = ("host", "cpu", "process")
 COMPARED_BY_RANKS = ("nccl", "links")
-"""Facts that are compared as well where GPUs work together."""
+"""Facts that are compared too for cases on several GPUs."""
 
 
 Role = Literal["baseline", "optimized"]
@@ -44,9 +44,9 @@ TIMES = ("baseline_us", "optimized_us", "clock", "values")
 
 
 class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What is stored of one case, rounded when built to what the file holds.
+    """The stored result of one case; its numbers are rounded as in the file.
 
-    With several sessions, fields that are not by session are those of the latest one.
+    With several sessions, a field without sessions is from the latest session.
 
     Attributes:
         baseline_us, optimized_us: microseconds per call, to four digits.
@@ -58,11 +58,11 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
             was not timed has one session.
         sources: hashes of the sources of both sides.
         choices: tuning choices of the sides.
-        goals: by metric, what a call of ``baseline`` and of ``optimized`` takes, with ``noise``.
+        goals: by metric, the amount per call of ``baseline`` and ``optimized``, and ``noise``.
         samples: hash of the file with the samples.
 
     Raises:
-        ValueError: for fields that contradict each other. `of` checks each field as well.
+        ValueError: if fields contradict each other. `of` also checks each field.
     """
 
     baseline_us: Microseconds | None = None
@@ -79,7 +79,7 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
 
     @classmethod
     def of(cls, plain: Mapping[str, Json]) -> Result:
-        """Return the result of plain types. Raises ValueError for what the file cannot hold."""
+        """Return the result from plain types. Raises ValueError if the file cannot hold them."""
         return msgspec.convert(plain, cls)
 
     def __post_init__(self) -> None:
@@ -136,12 +136,12 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
 
     @property
     def processes(self) -> int:
-        """How many processes were measured, all sessions together."""
+        """How many processes were measured in all sessions."""
         return sum(map(len, self.values))
 
     @property
     def own_spread(self) -> float | None:
-        """Spread of a process's value, each session about its own centre; None below 3."""
+        """Spread of a process's value, relative to the mean of its session; None below 3."""
         spreads = [trimmed_spread(session) for session in self.values if len(session) >= 3]
         return rms(spreads) if spreads else None
 
@@ -150,7 +150,7 @@ Results: TypeAlias = Mapping[str, Result]
 
 
 class Stored(Struct, frozen=True):
-    """What one file holds: a product's results for one chapter, by page, function and case id."""
+    """The content of one file: one product's results for one chapter, by page and case."""
 
     product: str
     environments: Environments = {}
@@ -178,10 +178,10 @@ def base_of(product: str) -> str:
 def differences(
     one: Environment, other: Environment, clock: str, *, several: bool = False
 ) -> list[str]:
-    """Return the facts for which times on `clock` in two environments are not comparable.
+    """Return the facts that make times on `clock` in two environments not comparable.
 
-    A fact that one of them does not know is no difference: older files lack some. Any other fact,
-    as the NUMA node, is only recorded.
+    If one environment does not know a fact, that is no difference, because older files lack some.
+    Other facts, such as the NUMA node, are only recorded.
 
     Args:
         several: whether several GPUs worked together; then `COMPARED_BY_RANKS` count too.
@@ -199,7 +199,7 @@ def pooled(results: Iterable[Result], clock: str) -> list[float]:
 
 
 def session_sd(results: Iterable[Result], clock: str) -> float:
-    """Return the session-to-session sd on `clock`: what is assumed, until results show better."""
+    """Return the standard deviation between sessions on `clock`; without data, the assumed one."""
     cases = [result.values for result in results if result.clock == clock]
     return session_spread(cases, UNKNOWN_SESSION[clock])
 
@@ -211,7 +211,7 @@ def _rounded(value: float | None, form: str) -> float | None:
 
 
 def _sorted_table(name: str, table: Mapping[str, Json]) -> dict[str, Json]:
-    """Return a sorted copy of `table` as reading it back will give it.
+    """Return a sorted copy of `table`, as it will be when read from the file.
 
     Raises:
         ValueError: for a value that is not finite JSON.

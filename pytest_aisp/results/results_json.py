@@ -1,7 +1,7 @@
-"""The models of `results.json`, of the manifest and the canaries in it, and their JSON Schema.
+"""The models of `results.json` and of its manifest and canaries, and their JSON Schema.
 
-Within version 1 fields may be added. Those that are there keep their names and meanings. A field
-with a default may be missing when a file is read.
+Version 1 may gain fields. Existing fields keep their names and meanings. A field with a default may
+be missing when a file is read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NEWER_FIELDS = {
     "Case": {"gpus"},
     "Goal": {"noise", "stored", "margin", "slack"},
 }
-"""Fields that version 1 gained later, so that a valid file may lack them."""
+"""Fields that were added to version 1 later; a valid file may lack them."""
 MODES = ["measure", "check", "compile", "aa", "replay", "record"]
 UTC = Meta(description="UTC, ISO 8601.", extra_json_schema={"format": "date-time"})
 
@@ -65,7 +65,7 @@ class MachineFacts(Struct, kw_only=True):
 
 
 class GitState(Struct):
-    """State of the repository that `root` is in."""
+    """State of the repository that contains `root`."""
 
     commit: Annotated[str | None, about("In full.")] = None
     branch: Annotated[str | None, about("Null if none is checked out.")] = None
@@ -86,7 +86,7 @@ class StoredPeaks(Struct):
 
 
 class Manifest(Struct, kw_only=True):
-    """What ran, on what, and how it ended: `manifest.json`."""
+    """What ran, on which machine, and how it ended: `manifest.json`."""
 
     schema: Literal[1] = 1
     version: Annotated[str, about("Version of pytest-aisp.")] = ""
@@ -185,7 +185,7 @@ class Claim(Struct):
 
 
 class StoredSpeedup(Struct):
-    """What was measured on this product before."""
+    """The result that was stored for this product before."""
 
     speedup: Annotated[float, about("Times faster.")]
     origin: Annotated[str, about("The file.")] = field(name="from")
@@ -199,7 +199,7 @@ class Trial(Struct):
 
 
 class Goal(Struct, kw_only=True, omit_defaults=True):
-    """What a call takes of one metric, and the page's limit."""
+    """The amount of one metric per call, and the page's limit."""
 
     baseline: int | float
     optimized: int | float
@@ -311,7 +311,7 @@ def schema() -> dict[str, Json]:
     definitions = msgspec.json.schema(Results)["$defs"]
     for name, model in definitions.items():
         for described in model["properties"].values():
-            described.pop("default", None)  # of the reader: every field is written
+            described.pop("default", None)  # defaults are for reading; every field is written
         model["required"] = sorted(model["properties"].keys() - NEWER_FIELDS.get(name, set()))
     results = definitions.pop("Results")
     return {

@@ -1,4 +1,4 @@
-"""A row: everything that is known about one case, from its worker process to the report."""
+"""A row contains everything that is known about one case."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LETTERS = {
 
 
 class Profile(ProfileResult, omit_defaults=True):
-    """What the profiler `tool` wrote below `folder`, or nothing."""
+    """The files that the profiler `tool` wrote below `folder`, or nothing."""
 
     tool: str = ""
     folder: str = ""
@@ -44,10 +44,10 @@ class Profile(ProfileResult, omit_defaults=True):
 
 
 class Recording(Struct, omit_defaults=True, kw_only=True):
-    """What a run with ``--aisp-update-expectations`` stores of a case: fields of `models.Result`.
+    """The fields of `models.Result` that ``--aisp-update-expectations`` stores for a case.
 
     Attributes:
-        replace: whether it replaces a stored result.
+        replace: whether to replace a stored result.
     """
 
     baseline_us: float | None = None
@@ -69,8 +69,9 @@ class CaseRecord(Struct):
     """What is known about one case after it ended.
 
     Attributes:
-        file, key: where its stored result lives, and under which name.
-        page, function, variant, size, bound: the case. gpus: ranks that its sides run on.
+        file, key: the file of its stored result, and the key in it.
+        page, function, variant, size, bound: the case.
+        gpus: number of ranks that its sides run on.
         baseline: name of the slow side.
         product, arch: the machine. need: why the case could not be timed here, or empty.
         verdict: empty until the case is judged.
@@ -78,19 +79,20 @@ class CaseRecord(Struct):
         clock: the clock that judged.
         seconds: time of a call by side, the baseline's first.
         share, limit: share of the machine's limit that the optimized side reaches.
-        claim, stored: what the speedup was held against.
-        origins: where ``claim``, ``stored`` and ``limit`` are written.
+        claim, stored: the limits that the speedup was compared with.
+        origins: the places where ``claim``, ``stored`` and ``limit`` are written.
         work: what a call must move and compute. sources: hashes of both sides' sources.
         spread, session: of one process's ln(speedup), and from session to session if recorded.
-        detectable: the smallest loss of ln(speedup) found in 99 % of trials.
+        detectable: the smallest loss of ln(speedup) that is detected in 99 % of trials.
         votes: ln(speedup) of every fresh process.
         trials: ln(speedup) and verdict of each repeated A/A trial.
         suspect: 1 if slower than before, -1 if faster, else 0.
         reasons: what was missed, by how much, and where the limit came from.
         notes, remarks: further facts. Remarks are shown without ``-vv``.
         launch_bound: by side, how many times longer a call takes without a graph, if much.
-        goals: by metric, what a call of ``baseline`` and of ``optimized`` takes.
-        limits: the page's limits by metric. held: the optimized side's stored amounts.
+        goals: by metric, the amount per call of ``baseline`` and ``optimized``.
+        limits: the page's limits by metric.
+        held: by metric, the stored amount of the optimized side.
         environment: versions and facts that the result depends on.
         wall: seconds that the whole case took.
     """
@@ -150,7 +152,7 @@ class CaseRecord(Struct):
         return None if self.value is None else math.exp(self.value)
 
     def headline(self) -> str:
-        """Return ``3.53x [3.51, 3.55] 92 % copy``, or where it was checked."""
+        """Return ``3.53x [3.51, 3.55] 92 % copy``, or what replaced the timing."""
         if self.value is None or self.low is None or self.high is None:
             return self.need
         text = f"{ratio(self.value)} [{bare(self.low)}, {bare(self.high)}]"
@@ -196,23 +198,23 @@ class JournalLine(CaseRecord, kw_only=True):
     """A line of a journal: a case's record, and the file with its samples.
 
     Attributes:
-        samples: None if the disk refused them.
+        samples: None if they could not be written.
     """
 
     schema: int
     samples: SampleFile | None
 
     def with_samples(self, samples: Mapping[str, Json]) -> Row:
-        """Return the case's row, with what its file of samples holds."""
+        """Return the case's row with its samples."""
         return Row.of({**self.to_json(), **samples})
 
 
 class Row(CaseRecord):
-    """A case's record with the full answers of the processes that checked and timed it.
+    """A case's record with the full replies of the processes that checked and timed it.
 
     Attributes:
-        checks, timings: answers in the order in which they came.
-        against: answers about a changed side, timed against its version at a commit.
+        checks, timings: replies in the order in which they arrived.
+        against: replies about a changed side that was timed against its version at a commit.
     """
 
     checks: list[dict[str, Json]] = []
@@ -221,7 +223,7 @@ class Row(CaseRecord):
 
     @classmethod
     def of(cls, plain: Mapping[str, Json]) -> Row:
-        """Return the row that `to_json` turned into `plain`."""
+        """Return the row from `plain`, the result of `to_json`."""
         return msgspec.convert(plain, cls)
 
     def journal_line(self, schema: int, samples: SampleFile | None) -> JournalLine:
@@ -241,18 +243,18 @@ def bare(value: float) -> str:
 
 
 def digits(speedup: float) -> str:
-    """Return ``3.530`` or ``12.0``: what is shown of a speedup."""
+    """Return a speedup with the digits to show, as ``3.530`` or ``12.0``."""
     return f"{speedup:.3f}" if speedup < 9.9995 else f"{speedup:.1f}"
 
 
 def size_text(gpus: int, size: Mapping[str, object]) -> str:
-    """Return ``2 GPUs, n=4096``: ranks where there are several, then the size."""
+    """Return ``2 GPUs, n=4096``: the number of GPUs if there are several, then the size."""
     ranks = [f"{gpus} GPUs"] if gpus > 1 else []
     return ", ".join([*ranks, *(f"{name}={value}" for name, value in size.items())])
 
 
 def duration(seconds: float) -> str:
-    """Return ``128.2 us``: four digits and the unit that suits them."""
+    """Return ``128.2 us``: four digits and a suitable unit."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= scale:
             return f"{seconds / scale:.4g} {unit}"
@@ -260,14 +262,13 @@ def duration(seconds: float) -> str:
 
 
 LAUNCH_BOUND = 1.5
-"""A side is launch-bound whose calls take this many times as long without a graph."""
+"""A side is launch-bound if its calls take this many times as long without a graph."""
 MORE_TIMES, MORE_BYTES = 1.5, 64 << 20
-"""Memory is traded for speed where the optimized side needs this many times, and this many bytes,
-more than the baseline."""
+"""Memory is traded for speed if the optimized side needs this factor and this many bytes more."""
 
 
 def graph_notes(names: Sequence[str], details: Mapping[str, Json]) -> list[str]:
-    """Return what the graphs of both sides contain a call, or why nobody counted."""
+    """Return the graph nodes per call of both sides, or why they were not counted."""
     if "no graph_nodes" in details:
         return [f"graph: nodes not counted: {details['no graph_nodes']}"]
     by_side = details.get("graph_nodes", {})
@@ -282,7 +283,7 @@ def _many(number: float, kind: str) -> str:
 
 
 def memory_note(peaks: Mapping[str, int]) -> tuple[str, bool]:
-    """Return the memory of both sides in words, and whether it is traded for speed.
+    """Return the text about the memory of both sides, and whether memory is traded for speed.
 
     Args:
         peaks: bytes beyond the inputs, of ``baseline`` and ``optimized``.
@@ -304,10 +305,10 @@ def amount(count: float) -> str:
 def launch_bound(
     clock: str, seconds: Mapping[str, float], as_called: Sequence[float]
 ) -> dict[str, float]:
-    """Return by side how many times longer a call takes without a graph, where that is much.
+    """Return by side how many times longer a launch-bound call takes without a graph.
 
     Args:
-        clock: the clock that judges; only on ``graph`` is there anything to say.
+        clock: the clock that judges; on all but ``graph`` the result is empty.
         seconds: per call by side on that clock; `as_called`: on the host's, in the same order.
     """
     if clock != "graph":
@@ -320,6 +321,6 @@ def launch_bound(
 
 
 def launch_bound_note(times: Mapping[str, float]) -> str:
-    """Return what to say of launch-bound sides."""
+    """Return the text about launch-bound sides."""
     said = ", ".join(f"{name} {ratio:.1f}x" for name, ratio in times.items())
     return f"as called {said} longer: launch-bound without a graph"

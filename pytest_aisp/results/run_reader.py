@@ -54,7 +54,7 @@ class RecordedRun:
 
     @property
     def cases(self) -> list[dict[str, Json]]:
-        """The cases as `results.json` has them."""
+        """The cases of `results.json` as plain types."""
         return [msgspec.to_builtins(case) for case in self.typed_cases()]
 
     def typed_cases(self) -> list[Case]:
@@ -81,7 +81,7 @@ class RecordedRun:
         return self._samples(case["id"], file)
 
     def rows(self) -> Iterator[Row]:
-        """Yield each case's row as the run had it, with its samples. Raises as `samples` does."""
+        """Yield each case's row with its samples. Raises RunError if samples are missing."""
         for line in self.lines:
             yield line.with_samples(self._samples(line.nodeid, line.samples))
 
@@ -148,7 +148,7 @@ def _lines(file: Path) -> tuple[list[dict[str, Json]], list[str]]:
                 raise  # it may be any file
     case = re.search(r'"nodeid": "((?:[^"\\]|\\.)*)"', last)
     of = f", of {case[1]}," if case else ""
-    return lines, [f"its last line{of} is half written and was left out"]
+    return lines, [f"its last line{of} is incomplete and was left out"]
 
 
 @contextmanager
@@ -165,7 +165,7 @@ def _reading(file: Path) -> Iterator[None]:
 def _object(line: str) -> dict[str, Json]:
     found = json.loads(line)
     if not isinstance(found, dict):
-        raise ValueError(f"a line of it is no object: {line[:40]}")
+        raise ValueError(f"one of its lines is not a JSON object: {line[:40]}")
     return found
 
 
@@ -207,7 +207,7 @@ def is_ours(folder: Path) -> bool:
 def _check_fields(file: Path, found: Mapping[str, Json], sign: str, model: type[Struct]) -> None:
     """Refuse a table without the field `sign`, of another version, or without a required field."""
     if sign not in found:
-        raise RunError(f"{file}: was not written by pytest-aisp: it says no {sign}\n{_MAKE}")
+        raise RunError(f"{file}: was not written by pytest-aisp: it lacks {sign}\n{_MAKE}")
     schema = found.get("schema", 0)
     reads = f"schema {schema}; this one reads {SCHEMA}"
     if isinstance(schema, int) and schema > SCHEMA:
@@ -220,15 +220,15 @@ def _check_fields(file: Path, found: Mapping[str, Json], sign: str, model: type[
         raise RunError(f"{file}: lacks {', '.join(missing)}\n{_AGAIN}")
 
 
-_MAKE = "A run writes one where it is asked to:\n    pytest --aisp-artifacts=DIR"
+_MAKE = "To make pytest write a run:\n    pytest --aisp-artifacts=DIR"
 _AGAIN = "Measure again:\n    pytest --aisp-artifacts=DIR"
 
 
 FOLDER = "samples"
 LONGEST = 100
-"""Characters of a case in a file's name: file systems take 255 bytes."""
+"""Most characters of a case id in a file name; file systems allow 255 bytes."""
 OURS = re.compile(r"\d{4,}-[A-Za-z0-9.=,_-]+\.json")
-UNWRITTEN = "its samples were not written: the disk refused them"
+UNWRITTEN = "its samples could not be written"
 
 
 class SamplesError(Exception):
@@ -275,7 +275,7 @@ def read(folder: Path, at: SampleFile | None) -> dict[str, Json]:
     found = hashlib.sha256(data).hexdigest()
     if found != at.sha256:
         raise SamplesError(
-            f"{path}: these are not the samples that the run has written: SHA-256"
+            f"{path}: the run wrote other samples: SHA-256"
             f" {found[:12]}..., not {at.sha256[:12]}...\nCopy the folder of the run again"
         )
     return dict(json.loads(data))

@@ -1,4 +1,4 @@
-"""Arithmetic of a comparison: blocks to a process's value, processes to a spread.
+"""Statistics: the value of a process from its blocks, and the spread from several processes.
 
 Everything is in natural logarithms of ratios, so that faster and slower are symmetric and 0.01
 reads as 1 %. `value` is always ln(speedup): positive when the optimized side is faster.
@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, median
 
 FLOOR = 0.0010
-"""No spread is believed below 0.10 %: a smaller one is luck."""
+"""The smallest spread that is used: 0.10 %. A smaller estimate is due to chance."""
 ASSUMED = 4
-"""Further sessions of one case that count as much as what is assumed of sessions."""
+"""The assumed spread between sessions has the weight of this many additional sessions."""
 
 # 1 / sqrt(E[r^2]) for r^2 = mean square about the median without the largest of P normal values.
 _TRIMMED_RMS = {3: 2.401, 4: 1.788, 5: 1.573, 6: 1.477, 7: 1.387, 8: 1.347, 9: 1.298, 10: 1.276}
@@ -28,12 +28,14 @@ def block_value(baseline: Sequence[float], optimized: Sequence[float]) -> float:
 def process_value(blocks: Sequence[float], firsts: Sequence[int] = (), *, robust: bool) -> float:
     """Return a process's value: the mean of the middle half of its blocks, or their median.
 
-    A GPU now and then runs a few windows 10 % slower, once in half of the processes on one board
-    (spread.md): no block may move the value by itself. The host's clock, `robust`, is worse.
+    A GPU sometimes runs a few windows 10 % slower; on one board, half of the processes had this
+    (spread.md). So no single block may change the value much. The host's clock is noisier and needs
+    the median (`robust`).
 
     Args:
-        firsts: by block, which side was built first. Where memory came to lie favours one of them
-            by up to 1 %: blocks of either kind are taken together, and both means weigh the same.
+        firsts: by block, which side was built first. The memory layout favors one side by up to 1
+            %, depending on that order. So each order gets its own mean, and the two means have the
+            same weight.
     """
     if len(set(firsts)) > 1:
         kinds = ([b for b, f in zip(blocks, firsts, strict=True) if f == k] for k in (0, 1))
@@ -45,22 +47,23 @@ def process_value(blocks: Sequence[float], firsts: Sequence[int] = (), *, robust
 
 
 def process_error(blocks: Sequence[float], laps: int, firsts: Sequence[int] = ()) -> float:
-    """Return the standard error of a process's value as its laps show it; 0 with fewer than three.
+    """Return the standard error of a process's value from its laps; 0 with fewer than three laps.
 
-    As the value is a mean of the middle half of the blocks, a block outside of that half counts
-    here as the half's nearest one: a few slow windows move neither the value nor its error. That
-    is made for four laps; of eight, whole laps would fall outside, and the error be half too small.
+    The value is the mean of the middle half of the blocks. So a block outside of that half counts
+    here as the nearest block of the half, and a few slow windows change neither the value nor its
+    error. This is designed for four laps. With eight, whole laps would be outside of the half, and
+    the error would be half as large as it should be.
 
     Args:
-        blocks: of all laps, one after the other, as many of each.
-        laps: how many.
-        firsts: by block, which side was built first. What the order does cancels in the value:
-            only laps of one order are compared with each other.
+        blocks: the blocks of all laps, lap after lap, the same number per lap.
+        laps: number of laps.
+        firsts: by block, which side was built first. The effect of the order cancels in the value,
+            so only laps of the same order are compared with each other.
     """
     if laps < 3:
         return 0.0
     if len(blocks) % laps:
-        raise ValueError(f"{len(blocks)} blocks are not {laps} laps of as many blocks each")
+        raise ValueError(f"{len(blocks)} blocks cannot be divided into {laps} equal laps")
     each, firsts = len(blocks) // laps, firsts or [0] * len(blocks)
     rest, kinds = 0.0, sorted(set(firsts))
     for kind in kinds:
@@ -75,10 +78,10 @@ def process_error(blocks: Sequence[float], laps: int, firsts: Sequence[int] = ()
 
 
 def trimmed_spread(values: Sequence[float]) -> float:
-    """Return a standard deviation of `values` that one rogue process cannot inflate.
+    """Return a standard deviation of `values` that a single outlier does not inflate.
 
-    Deviations from the median, the largest dropped, the rms of the rest scaled to be unbiased
-    (in its square) for normal values. Needs at least 3 values.
+    It is the rms of the deviations from the median, without the largest one. It is scaled so that
+    its square is unbiased for normal values. Needs at least 3 values.
     """
     if len(values) < 3:
         raise ValueError(f"a spread needs at least 3 processes, got {len(values)}")
@@ -99,26 +102,27 @@ def rms(values: Iterable[float]) -> float:
 
 
 def pooled_spread(own: float, processes: int, others: Sequence[float]) -> float:
-    """Shrink a case's `own` spread towards those of its product's `others`.
+    """Shrink a case's `own` spread toward the spreads of `others` on the same product.
 
-    The pool, their median, counts as 8 degrees of freedom, so that a case that was lucky in its
-    few processes does not become the suite's false alarm. Never below `FLOOR`.
+    The median of `others` counts as 8 degrees of freedom. Without it, a case whose few processes
+    agree by chance would raise false alarms. The result is at least `FLOOR`.
     """
-    pool = median(others) if others else own  # one noisy case must not widen every other
+    pool = median(others) if others else own  # the median: one noisy case must not widen all others
     mine = max(processes - 2, 0)
     return max(FLOOR, math.sqrt((8 * pool**2 + mine * own**2) / (8 + mine)))
 
 
 def session_spread(cases: Sequence[Sequence[Sequence[float]]], assumed: float) -> float:
-    """Return the session-to-session sd that cases of several sessions show.
+    """Return the standard deviation between sessions, from cases that have several.
 
-    Pooled is by how much a case's sessions differ beyond what its processes scatter by, which all
-    its sessions of two processes and more tell; one of a single process counts as a session, too.
-    A few cases that happen to agree narrow no margin: what is `assumed` counts as `ASSUMED` more.
+    The variance between a case's sessions, minus the variance that its processes explain, is pooled
+    over all cases. Sessions of at least two processes give the variance of processes; a session of
+    one process counts as a session too. `assumed` counts as `ASSUMED` more sessions, so that a few
+    cases that agree by chance do not make the margin narrow.
 
     Args:
         cases: for each case, for each session, the values of its processes.
-        assumed: the sd where nothing is known.
+        assumed: the standard deviation to assume without any data.
     """
     total, count = ASSUMED * assumed**2, ASSUMED
     for sessions in cases:

@@ -1,10 +1,10 @@
-"""Stored results on disk: `baselines/<product>/<chapter>.json` read, merged and written.
+"""Read, merge and write the stored results in `baselines/<product>/<chapter>.json`.
 
-A file is replaced as a whole or not at all, and one that cannot be read is never written over.
+A file is replaced atomically, and a file that cannot be read is never overwritten.
 
-Writers take turns by `flock` on `.<chapter>.json.lock`, a hidden file beside the results: there,
-because a lock in /tmp would not hold off another node on a shared disk. Whoever holds it removes
-it, so that git never sees one; what a killed process leaves behind is empty and blocks nobody.
+Writers take turns with `flock` on `.<chapter>.json.lock`, a hidden file next to the results. A lock
+in /tmp would not stop another node that shares the disk. The process that holds the lock removes
+the file, so that git never sees it. A killed process may leave an empty file, which blocks nothing.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from .models import Environments, Result, Results, Stored
 
 
 def load(path: Path) -> Stored:
-    """Return what `path` holds; nothing where there is no file.
+    """Return the stored results in `path`; no results if there is no file.
 
     Raises:
-        StoreError: when the file cannot be read or is not what `write` could have written.
+        StoreError: if the file cannot be read or was not written by `write`.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -49,13 +49,13 @@ def load(path: Path) -> Stored:
 def write(
     path: Path, product: str, new: Results, environments: Environments, *, replace: bool
 ) -> list[Change]:
-    """Merge `new` into the file as `merge` does and return the changed lines, sorted by key.
+    """Merge `new` into the file and return the changed lines, sorted by key.
 
-    Atomic, and alone among the writers of this file, which is not touched when nothing changes.
+    The write is atomic and holds the file's lock. If nothing changes, the file is not written.
 
     Raises:
-        StoreError: when the file cannot be read or written; it is then as it was.
-        ValueError: when a result's environment is unknown, or its key means two things.
+        StoreError: if the file cannot be read or written; then it is unchanged.
+        ValueError: if a result's environment is unknown, or its key already has other facts.
     """
     if path.absolute().parent.name != product:
         raise misplaced(path, product)
@@ -67,12 +67,12 @@ def write(
 
 
 def prune(path: Path, gone: Collection[str]) -> list[str]:
-    """Remove the entries with the keys `gone` and return those that were there, sorted.
+    """Remove the entries with the keys `gone` and return the removed keys, sorted.
 
-    What is recorded after `gone` was found out stays: nothing else is removed.
+    Nothing else is removed, so results recorded meanwhile stay.
 
     Raises:
-        StoreError: when the file cannot be read or written; it is then as it was.
+        StoreError: if the file cannot be read or written; then it is unchanged.
     """
     if not path.exists():
         return []
@@ -86,7 +86,7 @@ def prune(path: Path, gone: Collection[str]) -> list[str]:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[Path]:
-    """Hold the lock of `path`, links resolved; what the disk refuses becomes a StoreError."""
+    """Lock `path` with its links resolved, and turn an OSError into a StoreError."""
     done = False
     try:
         target = path.resolve()
@@ -95,9 +95,9 @@ def _writing(path: Path) -> Iterator[Path]:
             yield target
             done = True
     except OSError as error:
-        if done:  # the file is replaced; only its lock would not close
+        if done:  # the file is replaced; only closing the lock failed
             return
-        fault = f"could not be written, and is as it was: {error}"
+        fault = f"could not be written and is unchanged: {error}"
         step = f"Free space in {path.parent} or make it writable, then run the same command again."
         raise store_error(path, fault, step) from error
 
@@ -111,7 +111,8 @@ def _locked(lock: Path) -> Iterator[None]:
                 try:
                     yield
                 finally:
-                    # Removed while held: who waits for it sees that its name is gone, and retries.
+                    # Removed while locked: a waiting process sees that the file is removed, and
+                    # retries.
                     with suppress(OSError):
                         os.unlink(lock)
                 return
@@ -125,8 +126,8 @@ def _is_named(path: Path, descriptor: int) -> bool:
 
 
 def _replace_file(path: Path, text: str) -> None:
-    """Replace `path` as a whole. On any failure it is as it was, and nothing else is left."""
-    temporary = path.with_name(f".{path.name}.tmp")  # one name is enough: the lock is held
+    """Replace `path` atomically. After a failure it is unchanged, and no other file is left."""
+    temporary = path.with_name(f".{path.name}.tmp")  # the lock makes one name enough
     try:
         with open(temporary, "w", encoding="ascii", newline="\n") as file:
             file.write(text)
@@ -136,8 +137,8 @@ def _replace_file(path: Path, text: str) -> None:
     finally:
         with suppress(OSError):
             os.unlink(temporary)
-    # The write is done. Where the directory cannot be synced, a power cut may bring the old file
-    # back, whole: no reason to say that nothing was written.
+    # The write is done. If the directory cannot be synced, a power failure may restore the complete
+    # old file. That is no reason to report a failed write.
     with suppress(OSError):
         _sync(path.parent)
 
@@ -151,18 +152,18 @@ def _sync(directory: Path) -> None:
 
 
 SCHEMAS = (1, 2)
-"""Of a file in which every case was timed, as all were once, and of one with others in it."""
+"""The schema of a file whose cases were all timed, and of a file with untimed cases."""
 
 
 class StoreError(Exception):
-    """A file of stored results that cannot be read or written. The last line is the way out."""
+    """A file of stored results that cannot be read or written. The last line says what to do."""
 
 
 def parse(path: Path, text: str) -> Stored:
-    """Return what the file at `path` holds, or held once, of which `text` is the content.
+    """Return the stored results in `text`, the content of the file `path` now or at a commit.
 
     Raises:
-        StoreError: when that is not what `write` could have written.
+        StoreError: if `write` did not write that text.
     """
     product = path.absolute().parent.name
     try:
@@ -180,7 +181,7 @@ def parse(path: Path, text: str) -> Stored:
 
 
 def dump(stored: Stored) -> str:
-    """Return the text of the file that holds `stored`: the same text for the same content."""
+    """Return the text of the file for `stored`; equal content gives equal text."""
     schema = SCHEMAS[0] if all(r.values for r in stored.results.values()) else SCHEMAS[1]
     lines = ["{", f'"schema": {schema},', f'"product": {json.dumps(stored.product)},']
     lines += ['"environments": {', *_lines(stored.environments), "},"]
@@ -194,7 +195,7 @@ def _lines(table: Mapping[str, Json]) -> list[str]:
 
 
 def _row(result: Result) -> dict[str, Json]:
-    """Return the fields of a line. The speedup is for the reader, and is not stored in a Result."""
+    """Return the fields of a line. The speedup is only for people who read the file."""
     row: dict[str, Json] = msgspec.to_builtins(result)
     speedup = result.speedup
     return row if speedup is None else {"speedup": float(f"{speedup:.4g}"), **row}
@@ -206,7 +207,7 @@ def _sealed(key: str, result: Result) -> dict[str, Json]:
 
 
 def _seal(key: str, row: Mapping[str, Json]) -> str:
-    """Return 12 hex digits of a line's hash, so that nobody changes a number by hand unseen."""
+    """Return 12 hex digits of a line's hash, so that a number edited by hand is noticed."""
     return hashlib.sha256(json.dumps([key, row], sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -214,7 +215,7 @@ def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     table: dict[str, Json] = {}
     for key, value in pairs:
         if key in table:
-            raise ValueError(f"it holds {key!r} twice; legal is once")
+            raise ValueError(f"it contains the key {key!r} twice")
         table[key] = value
     return table
 
@@ -242,20 +243,20 @@ def _result(key: str, row: dict[str, Json]) -> Result:
         if not math.isclose(speedup or 0.0, expected, rel_tol=1e-3):
             raise ValueError(f"{speedup=} must be {expected:.4g}, which its values give")
         if row.get("seal") != _seal(key, _row(result)):
-            raise ValueError("its seal is broken: it is not what a run has recorded")
+            raise ValueError("its seal is wrong: the line is not as a run recorded it")
     except ValueError as error:
         raise ValueError(f"results[{key!r}]: {error}") from None
     return result
 
 
 RESTORE = "git checkout -- {path}"
-"""The way out of a file that was not written by us."""
+"""The command that restores a file that this plugin did not write."""
 COMMITTED = "; restore the committed file:"
-"""How a fault ends whose way out is `RESTORE`."""
+"""The end of an error message whose command is `RESTORE`."""
 
 
 def store_error(path: Path, fault: str, way_out: str) -> StoreError:
-    """Return the error of a file; `way_out` is the command to type, ``{path}`` the file in it."""
+    """Return an error about a file; `way_out` is a command in which ``{path}`` is filled in."""
     return StoreError(f"{path} {fault}\n    {way_out.replace('{path}', quote(str(path)))}")
 
 
@@ -263,7 +264,7 @@ def _not_json(path: Path, text: str, error: json.JSONDecodeError) -> StoreError:
     conflict = re.search(r"^(<{7}|\|{7}|={7}|>{7})( |$)", text, re.MULTILINE)
     if conflict:
         line = text.count("\n", 0, conflict.start()) + 1
-        fault = f"holds a merge conflict in line {line}; keep one side, record what it lacks:"
+        fault = f"has a merge conflict in line {line}; keep one side, then record the rest:"
         step = "git checkout --ours -- {path} && pytest --aisp-update-expectations=missing"
         return store_error(path, fault, step)
     body = text.strip()
@@ -284,8 +285,8 @@ def _check_schema(path: Path, data: Json) -> None:
 
 
 def misplaced(path: Path, product: str) -> StoreError:
-    """Return the error of a file that holds another product's results than its folder says."""
+    """Return the error for a file whose results belong to another product than its folder."""
     folder = path.absolute().parent.name
-    fault = f"is the place of {folder}, but these are results of {product}; move them:"
+    fault = f"belongs to {folder}, but its results are of {product}; move the file:"
     home = quote(str(path.parent.parent / product / path.name))
     return store_error(path, fault, f"mv -n {{path}} {home}")

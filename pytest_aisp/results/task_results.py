@@ -13,7 +13,7 @@ Amounts: TypeAlias = dict[str, int | float]
 
 
 class SizeCheck(Struct):
-    """What a check found at one size.
+    """The findings of a check at one size.
 
     Attributes:
         errors: by side, the largest rms and the worst element in allowed deviations.
@@ -27,7 +27,7 @@ class SizeCheck(Struct):
 
 
 class CheckResult(Struct):
-    """The result of a `CheckTask`: by size what was found, hashes of sources, seconds by phase."""
+    """The result of a `CheckTask`: findings by size, hashes of sources, seconds by phase."""
 
     sizes: dict[str, SizeCheck]
     sources: dict[str, str]

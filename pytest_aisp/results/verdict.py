@@ -1,8 +1,8 @@
-"""The decision: gates, screen, vote, verdict.
+"""The verdict of a case: gates, screen, and votes.
 
 A gate compares ln(speedup) with one limit. A case past a gate's screen is a suspect and is measured
-again in up to five fresh processes; only three equal votes make it red. `verdict.md` gives the
-reasons and the error rates, `pytest_aisp.timing.fake_device` the device on which they are tested.
+again in up to five fresh processes; only three equal votes make it red. `verdict.md` explains this
+and has the error rates. `pytest_aisp.timing.fake_device` is the simulated device that tests them.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ if TYPE_CHECKING:
 VOTES = 3
 ATTEMPTS = 5
 SCREEN, VOTE = 2.2, 2.8
-"""Where a same-process comparison becomes a suspect, and where a vote is red, in spreads."""
+"""In spreads: the loss that makes a comparison a suspect, and the loss that makes a vote red."""
 INTERVAL = 2.6
 """Half width of the printed 99 % interval, in spreads."""
 BELIEVED = 1.5
-"""A process whose laps say its value is this many times less certain than recorded is believed."""
+"""If a process's standard error is this many times the recorded spread, it replaces the spread."""
 DETECTABLE = 4.6
-"""The loss that screen and vote find in 99 % of trials, in spreads."""
+"""The loss that screen and votes detect in 99 % of trials, in spreads."""
 DETECTABLE_CODE = 6.0
-"""The loss of a changed side that all but one in 500 trials find, in spreads."""
+"""The loss of a changed side that all but 1 in 500 trials detect, in spreads."""
 PLANTED = 0.01
-"""Least slowdown that a run's canary plants."""
+"""Smallest slowdown that a run's canary plants."""
 MOVED_SHARE, MOVED_LEAST = 0.05, 5
-"""More suspects than this share, and this many, in one direction: the environment moved."""
+"""The environment moved if more suspects than this share and this count have one direction."""
 RECORD_FLOOR = 0.02
 RECORD_SPREADS = 10.0
 SESSION_SHIFTS = 5.0
-"""Session spreads by which a detectable loss must clear the margin: all votes share the session."""
+"""A detectable loss exceeds the margin by this many session spreads: all votes share a session."""
 UNKNOWN_SESSION = {"graph": 0.010, "queue": 0.020, "host": 0.10, "cpu": 0.05, "process": 0.05}
 """Session-to-session spread by clock, assumed until sessions are recorded (spread.md)."""
 
 DEFAULT_SPREAD = {"graph": 0.0025, "queue": 0.005, "host": 0.030, "cpu": 0.030, "process": 0.030}
 """Spread of one process's value by clock, assumed until this product has recorded its own."""
 NEUTRAL_FLOOR = {"graph": 0.02, "queue": 0.03, "host": 0.05, "cpu": 0.10, "process": 0.10}
-"""Least loss that counts on each clock, for claims of `neutral` and for stored results."""
+"""Smallest loss that counts on each clock, for `neutral` claims and for stored results."""
 
 INVALID_RUN = 17
-"""Exit code of a run of which no verdict counts: its environment moved, or its canary failed."""
+"""Exit code of an invalid run: the environment moved, or the canary failed."""
 
 Outcome = Literal["clear", "red", "green", "open"]
 RED = ("fail", "regressed", "wrong", "invalid")
@@ -57,18 +57,18 @@ ORDER = (*RED, "stale", "inconclusive", "improved", "new", "pass", "checked", "c
 
 
 class Reading(NamedTuple):
-    """What one process says: ln(speedup), and its standard error as its own laps show it."""
+    """The result of one process: ln(speedup), and its standard error from its laps."""
 
     value: float
     error: float = 0.0
 
 
 def effective_spread(spread: float, reading: Reading) -> float:
-    """Return the spread to judge `reading` with: the recorded one, unless its laps deny that.
+    """Return the spread to judge `reading` with: the recorded one, or its own error if larger.
 
-    Some sessions scatter more than those that were recorded (spread.md). Only a standard error
-    of `BELIEVED` times the spread counts: four laps, two of either order, exceed that in 6 % of
-    processes by chance alone, and less than that misses too much of what scatters.
+    Some sessions vary more than the recorded ones (spread.md). The error replaces the spread only
+    above `BELIEVED` times the spread. Four laps, two of each order, exceed that by chance in 6 % of
+    processes. A higher limit would miss too many noisy processes.
     """
     return reading.error if reading.error > BELIEVED * spread else spread
 
@@ -80,11 +80,11 @@ class Gate:
     Attributes:
         name: ``claim``, ``neutral``, ``record``, ``improvement``, ``code``, ``same-slower``,
             ``same-faster``.
-        limit: ln(speedup) that the case is held against.
-        screen: a case is a suspect when its deficit is above this.
-        red, green: a vote is red above `red`, green at or below `green`.
-        spread: of one process, where `red` follows from it alone; where the processes of this case
-            are less certain than that, red votes have to lie further out.
+        limit: ln(speedup) that the case is compared with.
+        screen: a case is a suspect if its deficit is above this.
+        red, green: a vote is red if its deficit is above `red`, and green at or below `green`.
+        spread: of one process, if `red` is derived from it; if the processes of this case have
+            larger errors, a red vote needs a larger deficit.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Gate:
         return self.sign * (self.limit - value)
 
     def decide(self, first: Reading, votes: Sequence[Reading]) -> Outcome:
-        """Return the outcome so far: `open` while neither three red nor three green votes."""
+        """Return the outcome so far: `open` until there are three red or three green votes."""
         if self.deficit(first.value) <= self.screen:
             return "clear"
         together = Reading(0.0, rms(reading.error for reading in [first, *votes]))
@@ -111,25 +111,25 @@ class Gate:
         return "open"
 
     def _is_red(self, vote: Reading, together: Reading) -> bool:
-        """Whether `vote` is: for itself, and as uncertain as all processes of the case together."""
+        """Whether `vote` is red with its own error and with the error of all processes together."""
         wide = max(effective_spread(self.spread, vote), effective_spread(self.spread, together))
         excess = 0.0 if math.isinf(self.spread) else VOTE * (wide - self.spread)
         return self.deficit(vote.value) > self.red + excess
 
 
 def claim_gate(speedup: float, spread: float) -> Gate:
-    """Return the gate of ``at_least=speedup``: red below it by 2.8 spreads, clear 2.2 above."""
+    """Return the gate of ``at_least=speedup``: red 2.8 spreads below it, clear 2.2 above it."""
     screen, vote = -SCREEN * spread, VOTE * spread
     return Gate("claim", math.log(speedup), screen, vote, 0.0, spread=spread)
 
 
 def neutral_gate(margin: float) -> Gate:
-    """Return the gate of ``at_least="neutral"``: red only for a loss beyond `margin`."""
+    """Return the gate of ``at_least="neutral"``: red only if the loss exceeds `margin`."""
     return Gate("neutral", 0.0, 0.8 * margin, margin, margin)
 
 
 def record_gates(stored: float, margin: float) -> tuple[Gate, Gate]:
-    """Return the gates against a stored ln(speedup): the loss, and its mirror image."""
+    """Return the gates against a stored ln(speedup): one for losses, one for gains."""
     return (
         Gate("record", stored, 0.8 * margin, margin, margin),
         Gate("improvement", stored, 0.8 * margin, margin, margin, sign=-1),
@@ -137,12 +137,12 @@ def record_gates(stored: float, margin: float) -> tuple[Gate, Gate]:
 
 
 def code_gate(spread: float, first: Reading) -> Gate:
-    """Return the gate of a changed side against itself as it was: red for a loss alone.
+    """Return the gate of a changed side against its old version: only a loss is red.
 
     Args:
         spread: of one process, as recorded.
-        first: what the first process says. Where its laps deny the spread, the screen, which costs
-            votes and no verdict, widens less than what votes are held against.
+        first: the result of the first process. If its error replaces the spread, the screen widens
+            less than the limit for votes, because a screen only costs votes.
     """
     screen, vote = SCREEN * max(spread, effective_spread(spread, first) / BELIEVED), VOTE * spread
     return Gate("code", 0.0, screen, vote, vote, spread=spread)
@@ -168,14 +168,14 @@ def same_gates(spread: float) -> tuple[Gate, Gate]:
 
 
 def record_margin(spread: float, session: float, clock: str) -> float:
-    """Return the margin against a stored result: at least the clock's floor and 10 spreads."""
+    """Return the margin against a stored result: 10 spreads, and at least the clock's floor."""
     both = math.hypot(spread, session)
     return max(RECORD_FLOOR, NEUTRAL_FLOOR[clock], RECORD_SPREADS * both)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the gates said of one value and the votes on it."""
+    """The outcome of each gate, and the votes."""
 
     outcomes: dict[str, Outcome]
     votes: tuple[Reading, ...]
@@ -192,7 +192,7 @@ def decide(
 
     Args:
         first: what the first process measured.
-        remeasure: returns what one more fresh process does, or None when no budget is left.
+        remeasure: measures in one more fresh process, or returns None if no budget is left.
     """
     votes: list[Reading] = []
     while len(votes) < ATTEMPTS and any(g.decide(first, votes) == "open" for g in gates):
@@ -204,7 +204,7 @@ def decide(
 
 
 def verdict_of(decision: Decision, *, stored: bool, same_environment: bool) -> str:
-    """Return the case's verdict. A loss against a record of another environment is `stale`."""
+    """Return the case's verdict. A loss against a result from another environment is `stale`."""
     outcomes = decision.outcomes
     if "red" in (outcomes.get("claim"), outcomes.get("neutral")):
         return "fail"
@@ -218,14 +218,14 @@ def verdict_of(decision: Decision, *, stored: bool, same_environment: bool) -> s
 
 
 class Finding(NamedTuple):
-    """What one stage of a case found: the verdict that it alone would give, and the reasons."""
+    """The result of one stage of a case: the verdict of this stage alone, and the reasons."""
 
     verdict: str
     reasons: tuple[str, ...] = ()
 
 
 def case_verdict(findings: Iterable[Finding], *, strict_environment: bool = False) -> str:
-    """Return the verdict of a case: the worst of its findings, or empty without any.
+    """Return the verdict of a case: the worst of its findings, or an empty text without findings.
 
     Args:
         strict_environment: whether a loss in another environment is a regression.
@@ -237,10 +237,11 @@ def case_verdict(findings: Iterable[Finding], *, strict_environment: bool = Fals
 
 
 def detectable(gates: Sequence[Gate], spread: float, session: float) -> float:
-    """Return the smallest loss of ln(speedup) found in 99 % of trials.
+    """Return the smallest loss of ln(speedup) that is detected in 99 % of trials.
 
-    With a stored result the loss is against that, and what the session shifts counts too; with a
-    claim alone it is against the claim. 1.8 spreads past `Gate.red` make three of five votes red.
+    The loss is relative to the stored result if there is one, and then includes the spread between
+    sessions. Otherwise it is relative to the claim. A loss 1.8 spreads beyond `Gate.red` makes
+    three of five votes red.
     """
     record = next((g for g in gates if g.name == "record"), None)
     if record is None:
@@ -253,8 +254,8 @@ def interval(
 ) -> tuple[float, float]:
     """Return the printed 99 % interval of ln(speedup) around a mean of `processes` values.
 
-    Of one session it says what that session's processes say; with `session`, the spread between
-    sessions, what the next one may.
+    Without `session`, it covers other processes of the same session. With `session`, the spread
+    between sessions, it covers other sessions too.
     """
     half = INTERVAL * math.hypot(spread / math.sqrt(processes), session / math.sqrt(sessions))
     return value - half, value + half

@@ -33,7 +33,7 @@ returns the reading and the slowdown that was planted, which is a whole number o
 
 
 def offer_to_canary(case: CaseRun) -> None:
-    """Keep `case` for this process's canary if it has the finest time scale so far."""
+    """Keep `case` for this process's canary if its clock is the most precise so far."""
     if case.timing is not None and case.timing.clock in CLOCKS:
         best = case.run.canary_case
         if best is None or _coarseness(case) < _coarseness(best):
@@ -47,7 +47,7 @@ def _coarseness(case: CaseRun) -> tuple[int, float]:
 
 
 def has_canary(run: RunContext) -> bool:
-    """Return whether processes that judge cases of `run` end with a canary."""
+    """Return whether this run needs canaries."""
     return not (run.settings.aa or run.settings.in_process or run.replay)
 
 
@@ -57,7 +57,7 @@ def run_at_end(session: pytest.Session) -> None:
     run = config.stash[RUN]
     if run.canary_case is None or not has_canary(run):
         return
-    run.cases_done = True  # the suite's time limit ends here: verdicts need their canary
+    run.cases_done = True  # the suite's time limit does not apply here: verdicts need their canary
     try:
         with run.machine_locks(run.canary_case.case):
             canary = run_canary(run.canary_case)
@@ -103,7 +103,7 @@ def judge(canary: Canary, spread: float, time_itself: TimeItself) -> None:
     decision = verdict.decide(first, gates, lambda: time_itself(0.0, True)[0])
     canary.same, canary.votes = first.value, [vote.value for vote in decision.votes]
     if "red" in decision.outcomes.values():
-        canary.wrong = f"a side differs from itself: {', '.join(map(ratio, canary.votes))}"
+        canary.wrong = f"a side differs from its copy: {', '.join(map(ratio, canary.votes))}"
         return
     for attempt in range(ATTEMPTS):
         slowed, canary.planted = time_itself(verdict.planted_share(spread), attempt > 0)

@@ -1,9 +1,10 @@
 """One case, from its page to its row, top to bottom.
 
-The test body calls the stages: `check` by ``pair.assert_equivalent()``, `measure` by
-``pair.assert_speedup()``, `measure_metric` by ``pair.assert_memory()`` and its kin. A stage asks
-worker processes through `CaseClient`, and leaves typed results and findings. The verdict is a
-function of all findings (`results.verdict.case_verdict`); `measurement.build_row` makes the row.
+The test body calls the stages: ``pair.assert_equivalent()`` calls `check`,
+``pair.assert_speedup()`` calls `measure`, and ``pair.assert_memory()`` and similar assertions call
+`measure_metric`. A stage sends tasks to worker processes through `CaseClient`, and stores typed
+results and findings. The verdict is a function of all findings (`results.verdict.case_verdict`);
+`measurement.build_row` makes the row.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class CaseRun:
         placement: whether the case is timed, checked, compiled or skipped here.
         client: its worker processes, and what they replied.
         stored: its stored result, and those of its chapter.
-        timing, judgement, metrics: what the stages returned; None or empty before them.
+        timing, judgement, metrics: what the stages returned; None or empty before that stage.
         findings: the verdict that each stage alone would give, with its reasons.
         values: ln(speedup) of the processes that count.
         recorded: what to store, when recording.
@@ -118,7 +119,7 @@ class CaseRun:
             timing.refuse_impossible()
             if settings.audit and any(self.kernels):
                 self.client.note_kernel_resources(result)
-            if settings.in_process:  # no vote would be a fresh process
+            if settings.in_process:  # votes need fresh processes
                 option = settings.in_process
                 reason = f"timed inside pytest ({option}), not in a process of its own: no verdict"
                 self.findings.append(Finding("inconclusive", (reason,)))
@@ -139,7 +140,7 @@ class CaseRun:
                 self._repeat_aa(timing)
 
     def measure_metric(self, metric: metric_limits.Name, limit: float) -> None:
-        """Judge what a call of each side takes of `metric`.
+        """Judge the amount of `metric` per call of each side.
 
         Raises:
             EndOfBody: where nothing is timed.
@@ -191,7 +192,7 @@ class CaseRun:
         return verdict.case_verdict(self.findings, strict_environment=strict)
 
     def _stop_if_red(self, *, accept: bool = False) -> None:
-        """Raise `Failed` if the findings so far fail the run, by themselves or by the ini file.
+        """Raise `Failed` if the findings so far are red, or are red under the ini file.
 
         Args:
             accept: whether to print how to store today's result.
@@ -213,7 +214,7 @@ class CaseRun:
         return [reason for finding in self.findings for reason in finding.reasons]
 
     def _require_check(self, method: str, done: str) -> None:
-        """Refuse a pair that is not checked; end the body where nothing is timed."""
+        """Refuse a pair that was not checked; end the body if nothing is timed here."""
         if self.client.rule is None:
             raise Failed(
                 f"{method}() before assert_equivalent(): nothing is {done} before it is proved"
@@ -242,9 +243,9 @@ class CaseRun:
         return dict(self._checked_sources)
 
     def _record(self, timing: Timing) -> None:
-        """Measure the case in every recording process, and hand its result to the recorder.
+        """Measure the case in every recording process, and give its result to the recorder.
 
-        Votes count as recording processes: a value that they refuted must not be stored alone.
+        Votes count as recording processes, so that a value that they refuted is not stored alone.
         """
         count = 1 if timing.clock == "process" else self.run.settings.processes
         results = list(self.client.timings)
@@ -267,7 +268,7 @@ class CaseRun:
         self._store()
 
     def _store(self) -> None:
-        """Add the sources and the metrics so far to what is stored."""
+        """Add the sources and the metrics so far to the result to store."""
         self.recorded.sources = self.sources()
         self.recorded.goals = {name: dict(judged.amounts) for name, judged in self.metrics.items()}
         self.recorded.replace = self.run.settings.update == "all"

@@ -29,21 +29,21 @@ from .run_context import Failed, RunContext, Unrecorded
 from .terminal import rerun_commands
 
 CANARY = 1000
-"""First number of the processes of a run's canary, beyond those that measure and record."""
+"""Number of a canary's first process, larger than the numbers of other processes."""
 
 T = TypeVar("T", bound=CaseTask)
 
 
 class CaseClient:
-    """One case on one machine, as its worker processes see it.
+    """Sends the tasks of one case to worker processes.
 
     Attributes:
         path: the file of its stored result.
-        rule: the rule of comparison that its check was asked with; None before.
-        timings, against: the full replies of all processes that timed it, and that timed a changed
-            side against its version at a commit.
+        rule: the rule of comparison of its check; None before the check.
+        timings, against: the full replies of all processes that timed the case, and of those that
+        timed a changed side against its version at a commit.
         missing_votes: why votes were not taken.
-        notes, remarks: what else there is to say; remarks are shown without ``-vv``, too.
+        notes, remarks: further facts; remarks are shown without ``-vv`` too.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class CaseClient:
         return kind(**{**same, **fields})
 
     def ask(self, task: CaseTask, kind: type[Result], worker: Worker | None = None) -> Result:
-        """Return the result of `task`, a `kind`; raise `Failed` with its verdict for an error."""
+        """Return the result of `task`, of type `kind`; raise `Failed` for an error."""
         self.run.check_time()
         worker = worker or self.worker()
         reply = worker.ask(task, self.timeout, self.run.progress)
@@ -106,7 +106,7 @@ class CaseClient:
         raise failed(message, verdict=verdicts.get(reply.error or "", "fail"))
 
     def commands(self, seed: int = 0) -> list[str]:
-        """Return the lines that say how to run this case again, on the values of `seed`."""
+        """Return the lines that say how to run this case again with the values of `seed`."""
         return rerun_commands(self.run.settings, self.location.typed, seed)
 
     def _time(self, worker: Worker | None, **fields: Json) -> TimeResult:
@@ -123,13 +123,13 @@ class CaseClient:
         return result
 
     def vote(self, number: int, worker: Worker) -> Reading:
-        """Return what process `number` measures of the case."""
+        """Return the reading of process `number`."""
         return reading(self.time(number, worker))
 
     def note_kernel_resources(self, result: TimeResult) -> None:
         """Note what each kernel uses on this arch, and add it to the `result` of a timing."""
         if self.run.replay is not None or self.run.settings.in_process:
-            return  # there is no process to ask
+            return  # no process can be asked
         task = self.task(CompileTask, archs=(self.machine.arch,))
         reply = self.run.worker(COMPILER).ask(task, self.timeout, self.run.progress)
         if reply.error is None:
@@ -157,7 +157,7 @@ class CaseClient:
         return [role for role in ("baseline", "optimized") if getattr(changed, role)]
 
     def time_against(self, role: str, replicate: int, worker: Worker | None = None) -> Reading:
-        """Return what one process measures of the side `role` against its version at the commit."""
+        """Return the reading of one process: the side `role` against its version at the commit."""
         past = self._past()
         result = self._time(worker, versus="old", side=role, past=past, replicate=replicate)
         self.against.append((role, result))
@@ -166,7 +166,7 @@ class CaseClient:
     def time_itself(
         self, planted: float, number: int, worker: Worker | None = None
     ) -> tuple[Reading, float]:
-        """Return what one process measures of the optimized side against itself.
+        """Return the reading of one process: the optimized side against itself.
 
         Returns:
             The reading, and the share of extra calls in it: `planted`, rounded to whole calls.
@@ -225,7 +225,7 @@ class CaseClient:
         return budget
 
     def environment(self) -> dict[str, Json]:
-        """Return what a stored result depends on besides its sources."""
+        """Return the versions and facts that a stored result depends on, without its sources."""
         if self.run.replay is not None:
             return self._ask_facts(self.run.replay)
         facts = {**self.machine.versions, **self.machine.facts, **self._libraries()}

@@ -93,7 +93,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     if pair is None:
         return
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():  # only the page can have done that
+    if torch is not None and torch.cuda.is_initialized():  # only the page can have initialized CUDA
         refuse(
             item,
             "the page touches the GPU when imported: a page is imported on every machine\n"
@@ -159,7 +159,7 @@ class CatalogPlugin:
         if not any(fnmatch(collection_path.name, pattern) for pattern in patterns):
             return None
         if folders and not any(collection_path.is_relative_to(folder) for folder in folders):
-            return None  # pytest looks at the neighbours of a folder on the way to it
+            return None  # pytest also visits the neighbors of a folder
         page = self._page(collection_path)
         self._pages[page["path"]] = page
         if self._targets is None or self._targets & {page["chapter"], page["name"]}:
@@ -227,5 +227,5 @@ class CatalogPlugin:
 def _work(case: Case) -> dict[str, Json] | None:
     try:
         return asdict(case.pair.work_at(case.size, case.gpus))
-    except Exception:  # the page's own function: a run of the page reports the error
+    except Exception:  # an error in the page's own function is reported when the page runs
         return None

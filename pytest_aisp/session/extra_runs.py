@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from .measurement import Timing
 
 LIMIT = {"graph": 1.25, "host": 1.5, "cpu": 1.5}
-"""By clock: the largest ratio of the sandbox's time to the judged one, or the reverse. Calls behind
+"""By clock: the largest allowed ratio between the sandbox's time and the judged time. Calls behind
 a blocking kernel cannot be timed from outside."""
 LEAST, TIMES = 0.25, 5
 ATTEMPTS = 3
-"""A machine that is busy for a moment is no proof of a wrong time."""
+"""Several attempts, because the machine may be busy for a moment."""
 SEED = 0
-"""Profiled values are no secret: the task is written beside the report."""
+"""The seed of profiled values is not secret, because the task is written next to the report."""
 LONGEST = 120
 """Characters of a folder's name: file systems allow 255 bytes."""
 
@@ -55,7 +55,7 @@ def run_sandboxed(client: CaseClient, timing: Timing | None) -> None:
     """Run both sides of a case in a sandbox, and compare their outputs and times.
 
     Args:
-        timing: what the worker process measured, or None where nothing was timed.
+        timing: the timing of the worker process, or None if nothing was timed.
 
     Raises:
         Failed: for a wrong output (`wrong`) or a wrong time (`invalid`).
@@ -87,7 +87,7 @@ class _Sandbox:
         self.clock = timing.clock if timing is not None else ""
         self.slots = int(details.get("slots", 2))
         self.counted = [int(n) for n in details.get("counted", (1, 1))]
-        # A secret that no process of the sides has ever known.
+        # A secret seed that the sides' processes never get.
         self.seed = client.run.settings.seed or random.SystemRandom().randint(1, MAX_SEED)
 
     def run(self) -> None:
@@ -150,9 +150,9 @@ class _Sandbox:
 
 
 def profile(case: CaseRun) -> None:
-    """Profile both sides of `case`, and put what was written in its row.
+    """Profile both sides of `case`, and add the written files to its row.
 
-    Cases whose sides were not shown to be right are skipped: they would fail here, too.
+    Cases that failed their check are skipped, because they would fail here too.
     """
     tool = case.run.settings.profile
     if case.timing is None and case.verdict not in ("checked", "compiled") and not case.metrics:
@@ -210,7 +210,7 @@ def _task(client: CaseClient, **fields: Json) -> ProfileTask:
 
 
 def _profile_with_torch(client: CaseClient, folder: Path) -> ProfileResult:
-    """Profile both sides in a fresh worker process: one that was profiled must not time."""
+    """Profile both sides in a fresh worker process, because a profiled process must not time."""
     task = _task(client, folder=str(folder.absolute()))
     worker = client.fresh_worker()
     try:

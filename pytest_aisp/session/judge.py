@@ -1,6 +1,7 @@
-"""Judge a case: hold its speedup, its changed sides and its metrics against their limits.
+"""Judge a case: compare its speedup, its changed sides and its metrics with their limits.
 
-Each function returns findings. None decides the verdict alone, and none touches the row.
+Each function returns findings. No function here decides the verdict alone, and none changes the
+row.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from .run_context import Failed, Unrecorded
 
 @dataclass
 class Judgement:
-    """What the gates say of a speedup; every number is ln(speedup).
+    """The outcome of the gates for a speedup; every number is ln(speedup).
 
     Attributes:
         votes: of the fresh processes.
-        suspect: -1 or 1 where the first value is past a gate's screen: direction of the change.
+        suspect: -1 or 1, the direction of the change, if the first value is past a gate's screen.
         session: spread from session to session.
-        detectable: the smallest loss found in 99 % of trials; None where nothing is judged.
+        detectable: the smallest loss that is detected in 99 % of trials; None if nothing is judged.
         stored, stored_in: the stored value, and its file.
-        differences: why a loss against the stored result need not be the code's fault.
+        differences: other possible causes of a loss against the stored result.
     """
 
     votes: list[float]
@@ -49,12 +50,12 @@ class Judgement:
 
 @dataclass
 class MetricJudgement:
-    """What a call of each side takes of a metric.
+    """The amount of a metric per call of each side.
 
     Attributes:
         limit: the page's limit.
         stored: the optimized side's stored amount.
-        remark: both amounts in words; empty in an A/A trial.
+        remark: the text with both amounts; empty in an A/A trial.
     """
 
     amounts: metric_limits.Amounts
@@ -90,7 +91,7 @@ def judge_speedup(
     decision = _decide(client, timing.reading, gates, client.vote)
     votes = [vote.value for vote in decision.votes]
     if votes:
-        # The first value was selected for being extreme. The votes were not.
+        # The first value is left out: it was selected because it is extreme. The votes were not.
         client.notes.append(
             f"measured {1 + len(votes)} times; the first gave {ratio(timing.reading.value)}"
         )
@@ -122,7 +123,7 @@ def _claim_gates(claim: Claim | None, timing: Timing) -> list[Gate]:
 
 
 def _other_clock(stored: StoredResult, mine: models.Result, timing: Timing) -> str:
-    """Return that the stored result is of another clock, and why today's clock differs."""
+    """Return the text that the stored result has another clock, and why the clocks differ."""
     keys = ("no graph", "no queue")
     why = next((f": {timing.details[k]}" for k in keys if k in timing.details), "")
     return (
@@ -143,7 +144,7 @@ def _missed_gates(
     differences: list[str],
     stored: StoredResult,
 ) -> list[str]:
-    """Return for each missed gate the value, the limit, and where the limit is written."""
+    """Return a reason for each missed gate: the value, the limit, and the limit's origin."""
     origin = {
         "claim": "at_least on the page",
         "neutral": "at_least='neutral' on the page",
@@ -208,7 +209,7 @@ def judge_metric(
     sources: Mapping[str, str],
     speedup: Judgement | None,
 ) -> MetricJudgement:
-    """Hold both sides' `amounts` of a metric against the page's limit and the stored amount."""
+    """Compare both sides' `amounts` of a metric with the page's limit and the stored amount."""
     settings, metric = stored.run.settings, metric_limits.METRICS[name]
     if settings.aa:
         return MetricJudgement(amounts, limit)
@@ -236,10 +237,10 @@ def judge_metric(
 def judge_recorded_claim(
     claim: Claim | None, claim_origin: str, values: list[float], word: str
 ) -> None:
-    """Refuse to record a claim that is inconclusive and that the recorded processes miss.
+    """Refuse to record if a claim is inconclusive and the mean of the processes misses it.
 
     Raises:
-        Failed: where the mean of `values` is below the claim.
+        Failed: if the mean of `values` is below the claim.
     """
     if word != "inconclusive" or not isinstance(claim, (int, float)):
         return
@@ -270,16 +271,16 @@ def _decide(
 
 
 Measure = Callable[[int, Worker], Reading]
-"""Returns what a fresh process of this number measures."""
+"""A function that returns the reading of the fresh process with this number."""
 
 
 @contextmanager
 def remeasuring(client: CaseClient, measure: Measure) -> Iterator[Callable[[], Reading | None]]:
-    """Yield a function that returns at each call what `measure` finds in a fresh process.
+    """Yield a function that measures in one more fresh process at each call.
 
-    It returns None when the run's budget for votes is spent, or when a replayed recording has no
-    more samples. Where a GPU clock judges, the first processes start together, as many as a
-    verdict needs at least: most of a vote's cost is importing torch.
+    It returns None if the run's budget for votes is spent, or a replayed run has no more samples.
+    On GPU clocks, the processes that every verdict needs start together, because importing torch
+    takes most of a vote's time.
     """
     run, waiting, taken = client.run, list[Worker](), 0
 

@@ -1,4 +1,4 @@
-"""The measurements of a case: its timing, its stored result, and the row made of them."""
+"""The measurements of a case: its timing, its stored result, and its row."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class StoredResult:
         sources: Mapping[str, str],
         clock: str,
     ) -> list[str]:
-        """Return the differences that may explain a loss against `mine` other than the code."""
+        """Return the differences, other than the code, that may explain a loss against `mine`."""
         then = self.run.stored(self.path).environments.get(mine.environments[-1], {})
         names = models.differences(then, environment, clock, several=self.case.gpus > 1)
         reasons = [f"{n} was {then.get(n)} when stored, and is {environment.get(n)}" for n in names]
@@ -75,7 +75,7 @@ class StoredResult:
         return reasons
 
     def relative(self, path: Path | None = None) -> str:
-        """Return `path`, or that of the stored results, relative to the root."""
+        """Return `path`, by default the file of stored results, relative to the root."""
         return path_below(str(path or self.path), str(self.run.settings.root))
 
 
@@ -88,9 +88,9 @@ class Timing:
         spread: of one process's ln(speedup).
         seconds: of a call, by side, the baseline's first.
         share, limit, limit_origin: share of the machine's limit that the optimized side reaches,
-            the limit's name, and the file that holds it.
-        shortest: the least seconds that the machine's limit allows, where a side is faster.
-        launch_bound: by side, how many times longer a call takes without a graph, where much.
+        the limit's name, and its file.
+        shortest: the least seconds that the machine's limit allows, if a side is faster than that.
+        launch_bound: by launch-bound side, how many times longer a call takes without a graph.
     """
 
     result: TimeResult
@@ -161,7 +161,7 @@ def _add_notes(
     result: TimeResult,
     launches: Mapping[str, float],
 ) -> None:
-    """Note other clocks, goodput, graphs, memory, kernels, tuning and one-off costs."""
+    """Add notes about other clocks, goodput, graphs, memory, kernels, tuning and one-off costs."""
     details, notes = result.details, client.notes
     for key in ("as_called", "gpu_only"):
         if key in details:
@@ -214,7 +214,7 @@ def with_limit(client: CaseClient, stored: StoredResult, timing: Timing) -> Timi
 
 
 def build_row(run: CaseRun) -> Row:
-    """Return everything that is known of the case of `run`, after its last stage."""
+    """Return the row of the case of `run`, after its last stage."""
     client, case, location, metrics = run.client, run.case, run.location, run.metrics
     timing, judged = run.timing, run.judgement
     measured = timing is not None or bool(metrics)

@@ -19,7 +19,7 @@ SETTINGS: pytest.StashKey[Settings] = pytest.StashKey()
 RUN: pytest.StashKey[RunContext] = pytest.StashKey()
 RECORDER: pytest.StashKey[Recorder] = pytest.StashKey()
 LOCK_ERROR: pytest.StashKey[str] = pytest.StashKey()
-"""On an item: why the machine could not be locked for it."""
+"""Stored on a pytest item: why the machine could not be locked for it."""
 
 EVERY_ARCH = "all"
 UPDATES = ("missing", "all")
@@ -36,11 +36,11 @@ WITHOUT_VALUE = {
     "--aisp-profile": PROFILERS[0],
     "--aisp-artifacts": TIMESTAMPED,
 }
-"""Options whose value may be left out, and their default value."""
+"""Options with an optional value, and the default value."""
 IN_PROCESS = {"--aisp-in-process": "aisp_in_process", "--pdb": "usepdb", "--trace": "trace"}
 """The options that run sides inside the pytest process."""
 RECORD_PROCESSES = 8
-"""Processes that a stored result is recorded from."""
+"""Number of processes to record a stored result from."""
 MAX_SEED = 2**31 - 1
 
 
@@ -110,7 +110,7 @@ def _whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def fill_in_values(args: list[str]) -> None:
-    """Give options without a value their default: else argparse takes the next path as value."""
+    """Give options without a value their default; or argparse takes the next path as value."""
     for index, arg in enumerate(args):
         if arg in WITHOUT_VALUE:
             args[index] = f"{arg}={WITHOUT_VALUE[arg]}"
@@ -126,7 +126,7 @@ class Settings:
         compile: the archs to compile for.
         artifacts: folder for the run's results and samples, or None.
         timestamped: parent of the timestamped folder to make for `artifacts`, or None.
-        warmup, blocks, window: the timing budget, where the ini file sets it; window in seconds.
+        warmup, blocks, window: the timing budget, if the ini file sets it; window in seconds.
         seed: seed of the input values, or None for a secret one.
         in_process: the option that runs sides inside pytest, or empty.
         sanitize, profile: the tool to use, or empty.

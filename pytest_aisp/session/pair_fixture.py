@@ -27,7 +27,7 @@ from .run_context import EndOfBody, Failed, Interrupted
 
 CASE = pytest.StashKey[CaseRun]()
 LINES = 100
-"""Lines of what each process printed that pytest captures; with ``-s`` all are shown."""
+"""Most lines of each process's output that pytest captures; with ``-s`` all are shown."""
 MEMORY: Mapping[str, Name] = {
     "allocated": "memory",
     "reserved": "reserved",
@@ -39,14 +39,14 @@ MEMORY: Mapping[str, Name] = {
 class PairUnderTest:
     """A case in its test body. A body that judges nothing fails.
 
-    Where nothing is timed, the first judgement ends the body, and the case is `checked`. A red
-    verdict raises an AssertionError with the number, the limit that it missed and where the limit
-    is written.
+    If nothing is timed, the first assertion after the check ends the body, and the case is
+    `checked`. A red verdict raises an AssertionError with the number, the missed limit, and the
+    place where the limit is written.
 
     Attributes:
         variant, size: the case.
         judged: whether a verdict was asked for.
-        failure: the error of a verdict that is red.
+        failure: the error of a red verdict.
     """
 
     def __init__(self, case_run: CaseRun, session: pytest.Session) -> None:
@@ -59,7 +59,7 @@ class PairUnderTest:
     def assert_equivalent(
         self, *, exact: bool = False, rtol: float | None = None, atol: float | None = None
     ) -> None:
-        """Prove that baseline and variant compute what the reference says.
+        """Prove that baseline and variant compute the same as the reference.
 
         Args:
             exact: equal bit for bit.
@@ -83,11 +83,11 @@ class PairUnderTest:
         """Judge the variant's peak memory on the GPU against the baseline's, and the stored result.
 
         Args:
-            at_most: what a call of the variant may hold beyond its inputs, outputs and temporaries
-                together, as a share of what a call of the baseline holds. On several ranks, each
-                side counts with the rank that needs most.
-            of: ``allocated``; ``reserved``, what the allocator took from the GPU for it; or
-                ``fragmentation``, how much more it took than it ever held.
+            at_most: the most memory of a call of the variant, as a share of the baseline's. Outputs
+                and temporaries count, inputs do not. On several ranks, each side counts with the
+                rank that needs most.
+            of: ``allocated``; ``reserved``, the memory that the allocator took from the GPU; or
+                ``fragmentation``, the part of it that was never used.
 
         Raises:
             ValueError: for a share that is not above 0, or another kind of memory.
@@ -106,7 +106,7 @@ class PairUnderTest:
         with ``--aisp-energy`` and when recording. On several ranks, all GPUs count together.
 
         Args:
-            at_most: what a call of the variant may take, as a share of the baseline's.
+            at_most: the most energy of a call of the variant, as a share of the baseline's.
 
         Raises:
             ValueError: for a share that is not above 0.
@@ -153,7 +153,7 @@ class PairUnderTest:
         self._run_stage(lambda: self._case_run.measure_metric(metric, float(limit)))
 
     def _run_stage(self, stage: Callable[[], None]) -> None:
-        """Run a stage of the case; turn its failure into an assertion of the test."""
+        """Run a stage of the case; turn its failure into an AssertionError."""
         __tracebackhide__ = True
         try:
             return stage()
@@ -178,7 +178,7 @@ class PairUnderTest:
     def _stop(self, why: str) -> NoReturn:
         __tracebackhide__ = True
         if hasattr(self._session.config, "workerinput"):
-            self._session.shouldstop = why  # to xdist an exit would be a crash of this worker
+            self._session.shouldstop = why  # xdist would treat an exit as a crash of this worker
             pytest.skip(why)
         pytest.exit(why, returncode=pytest.ExitCode.INTERRUPTED)
 
@@ -252,7 +252,7 @@ def run_body(item: pytest.Function) -> Iterator[None]:
 
 
 def _require_judgement(item: pytest.Function, pair: PairUnderTest) -> None:
-    """Refuse a body that ended without judging its pair, or a speedup that its page claims."""
+    """Refuse a body that ended without judging its pair, or without judging the claimed speedup."""
     case_run = pair._case_run
     if not pair.judged:
         refuse(item, "this page never judged its pair\nEnd the body with pair.assert_speedup()")
@@ -278,7 +278,7 @@ def add_row(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestR
     if case_run.run.settings.profile:
         try:
             extra_runs.profile(case_run)
-        except pytest.fail.Exception as late:  # pytest-timeout's clock goes on after the verdict
+        except pytest.fail.Exception as late:  # pytest-timeout's clock continues after the verdict
             case_run.remarks.append(f"not profiled: {late.msg}")
     row = build_row(case_run)
     report.aisp = row.to_json()  # type: ignore[attr-defined]
@@ -294,7 +294,8 @@ def _fail(
     pair = getattr(item, "funcargs", {}).get("pair")
     error = call.excinfo.value if call.excinfo else None
     ours = error is not None and error is getattr(pair, "failure", None)
-    # Ours and not red: `new` or `inconclusive` that fails the run by the ini file.
+    # Ours and not red: A `new` or `inconclusive` verdict that fails the run because of the ini
+    # file.
     if case_run.verdict in RED or (ours and case_run.verdict):
         return
     text = call.excinfo.exconly(tryshort=True) if call.excinfo else report.longreprtext

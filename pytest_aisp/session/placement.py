@@ -13,7 +13,7 @@ from ..util.device import Machine
 from .run_context import RunContext
 
 COMPILER = "compiler"
-"""The device of a worker process that compiles: Triton's interpreter is off there."""
+"""The device of a worker process that only compiles, with Triton's interpreter off."""
 
 
 class Kernels(NamedTuple):
@@ -41,8 +41,8 @@ class Placement:
     Attributes:
         kind: ``time``, ``check``, ``compile`` or ``skip``.
         device: ``cuda``, ``cpu``, or the process that compiles.
-        need: what it lacks to be timed, or why it is skipped.
-        archs: what is compiled for.
+        need: what is missing to time the case, or why it is skipped.
+        archs: the archs to compile for.
     """
 
     kind: str
@@ -82,7 +82,7 @@ def placement_of(run: RunContext, case: Case, kernels: Kernels) -> Placement:
 def _compiled(
     wanted: tuple[str, ...], case: Case, archs: tuple[str, ...], kernels: Kernels
 ) -> Placement:
-    """Return where a case is compiled, and for which of the `wanted` archs."""
+    """Return the placement of a case that is compiled for `wanted` archs."""
     both = tuple(arch for arch in wanted if arch in archs)
     if case.kind == "cpu":
         return Placement("skip", COMPILER, "a size for CPUs: no kernel is launched")
@@ -96,7 +96,7 @@ def _compiled(
 
 
 def _need(case: Case, machine: Machine) -> str:
-    """Return what the machine lacks to time `case`."""
+    """Return what this machine lacks in order to time `case`."""
     if machine.arch == "cpu":
         here = "there is none here"
     elif len(machine.gpus) < case.gpus:

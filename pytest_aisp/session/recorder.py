@@ -39,13 +39,14 @@ NO_CASES = pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 class Recorder:
-    """Gather rows on the controller; nothing else writes stored results or rows.
+    """Collects rows on the controller; nothing else writes stored results or rows.
 
     Attributes:
-        changes, not_stored: what was stored, and what was kept instead of today's results.
+        changes, not_stored: the stored changes, and the results that were not stored, with the
+        reason.
         crashes: reports of xdist workers that died.
         without_canary: xdist workers that ended before their canary, and the keys of their cases.
-        left_alone: why the artifacts of an earlier run were not replaced, or empty.
+        left_alone: why the artifacts of an earlier run were kept, or empty.
     """
 
     def __init__(self, settings: Settings, config: pytest.Config) -> None:
@@ -87,7 +88,7 @@ class Recorder:
         write_report(ReportRun.read(folder), folder / REPORT, pages_root=self.settings.root)
 
     def close(self) -> None:
-        """Let other runs have the folder of artifacts."""
+        """Unlock the folder of artifacts, so that other runs can use it."""
         if self.artifacts is not None:
             self.artifacts.release()
 
@@ -132,7 +133,7 @@ class Recorder:
 
     @property
     def errors(self) -> list[str]:
-        """What could not be written: each error once, with the keys of all its cases."""
+        """Each write error once, with the keys of all its cases."""
         errors = [f"{', '.join(keys)}: {error}" for error, keys in self._refused.items()]
         if self.artifacts is not None and self.artifacts.error:
             errors.append(self.artifacts.error)
@@ -140,10 +141,10 @@ class Recorder:
 
     @functools.cached_property
     def _session(self) -> tuple[str, dict[str, str | None]]:
-        """The key and the facts of this run's environment, which stay the same all run long.
+        """The key and the facts of this run's environment; they do not change during the run.
 
-        Two runs in one second have two keys. `merge` reads from the time in the key whether two
-        runs are two sessions.
+        Two runs that start in the same second have different keys. `merge` uses the time in the key
+        to decide whether two runs are two sessions.
         """
         now = datetime.datetime.now(datetime.timezone.utc)
         facts = {"date": datetime.date.today().isoformat(), "commit": _commit(self.settings.root)}
@@ -154,7 +155,8 @@ class Recorder:
         reasons = [f"canary): {canary}" for canary in self.canaries if canary.wrong]
         if environment_moved(self.rows):
             reasons.append(
-                "environment moved): too many cases moved in one direction to be the code's doing"
+                "environment moved): too many cases moved in one direction for the code to be "
+                "the cause"
             )
         return [f"RUN INVALID ({reason}; no verdict of this run counts" for reason in reasons]
 
@@ -190,13 +192,13 @@ VARIABLES = re.compile(
     r"|(OMP|MKL|OPENBLAS|NUMEXPR)_NUM_THREADS|(OMP|KMP|GOMP)_[A-Z0-9_]+"
     r"|LD_PRELOAD|MALLOC_[A-Z0-9_]+|PYTHONHASHSEED|CI"
 )
-"""Environment variables that change what is measured; no other is ever written down."""
+"""Environment variables that affect measurements; no others are stored."""
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|PRIVATE|CERT|SIGNATURE")
 LOGIN = re.compile(r"://[^/\s]*@")
 
 
 def build_manifest(config: pytest.Config, run: RunContext) -> Manifest:
-    """Return what is known at the start of a run."""
+    """Return the manifest at the start of a run."""
     from ..tools.doctor import version_of
 
     settings = run.settings
@@ -231,7 +233,7 @@ def build_manifest(config: pytest.Config, run: RunContext) -> Manifest:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that may be written down: those listed that hold no secret."""
+    """Return the listed environment variables, without those that may hold secrets."""
     return {
         name: value
         for name, value in sorted(variables.items())
@@ -240,14 +242,14 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def stored_peaks(settings: Settings, products: Collection[str]) -> dict[str, StoredPeaks]:
-    """Return the stored peaks by product, of those products that have any."""
+    """Return the stored peaks by product, without products that have none."""
     stored = {}
     for product in sorted(set(products)):
         path = peaks_module.path_of(settings.baselines, product)
         try:
             peaks = peaks_module.stored(path)
         except (peaks_module.PeaksError, OSError):
-            continue  # cases that need them report the error
+            continue  # cases that need the peaks report the error
         if peaks is not None:
             origin = path_below(str(path), str(settings.root))
             stored[product] = StoredPeaks(dict(peaks.rates), dict(peaks.facts), origin)

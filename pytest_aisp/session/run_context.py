@@ -1,4 +1,4 @@
-"""What all cases of a pytest process share: machine, worker processes, stored results, peaks."""
+"""The state that all cases of a pytest process share: machine, worker processes, stored results."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Failed(Exception):
 
 
 class Unrecorded(Failed):
-    """A replayed case needs more samples than were recorded."""
+    """A replayed case needs more samples than the run recorded."""
 
 
 class Interrupted(Exception):
-    """The suite's time limit is over."""
+    """The suite's time limit has passed."""
 
 
 class EndOfBody(Exception):
@@ -60,7 +60,7 @@ class EndOfBody(Exception):
 
 @dataclass
 class RunContext:
-    """What the cases of one pytest process share.
+    """The state that all cases of one pytest process share.
 
     Attributes:
         timer: another timer than the device's own, from the hook, or None.
@@ -68,7 +68,7 @@ class RunContext:
         xdist_worker: number of this xdist worker; chooses its GPU.
         past: the pages as of the commit of ``--aisp-against``.
         progress: shows what is being done.
-        times_cpu: whether a GPU machine times sizes for CPUs, too.
+        times_cpu: whether a GPU machine times sizes for CPUs too.
         versions: of libraries in a worker process; None until one reports them.
         canary_case: the case that this process's canary will use.
         cases_done: whether the suite's time limit has ended.
@@ -190,7 +190,7 @@ class RunContext:
         return {name: os.path.join(folder, name.lower()) for name in names}
 
     def gpus(self, count: int) -> tuple[str, ...]:
-        """Return the UUIDs of the GPUs that this process uses for a case of `count`.
+        """Return the UUIDs of the GPUs that this process uses for a case on `count` GPUs.
 
         One is this xdist worker's own. Several are the machine's first, the same for all workers.
         """
@@ -200,7 +200,7 @@ class RunContext:
         return tuple(sorted(gpus)[:count])
 
     def links(self, count: int) -> str | None:
-        """Return how the GPUs of a case of `count` are joined, or None on a CPU."""
+        """Return the links between the GPUs of a case on `count` GPUs, or None on a CPU."""
         from ..distributed import topology
 
         return topology.route_kinds(self.gpus(count)) if len(self.machine.gpus) >= count else None
@@ -218,7 +218,7 @@ class RunContext:
         """Return the stored peaks of `product`, or None.
 
         Args:
-            measure: measure them where they are missing and results are recorded.
+            measure: measure the peaks if they are missing and this run records results.
         """
         if product not in self._peaks:
             path = peaks_module.path_of(self.settings.baselines, product)
@@ -244,10 +244,11 @@ class RunContext:
 
     @contextlib.contextmanager
     def machine_locks(self, case: Case | None) -> Iterator[None]:
-        """Hold the machine as `case` needs it; waiting counts against no time limit.
+        """Hold the leases that `case` needs; the wait does not count for any time limit.
 
-        A case on the host's clock is alone on the machine. Every other case shares the host and is
-        alone on its GPUs. The order of the locks is fixed, so two runs never wait for each other.
+        A case on the host's clock has the machine to itself. Every other case shares the host and
+        has its GPUs to itself. The order of the locks is fixed, so two runs never wait for each
+        other.
         """
         settings = self.settings
         measures = not (settings.check or settings.compile) and self.replay is None
@@ -264,13 +265,13 @@ class RunContext:
             yield
 
     def check_time(self) -> None:
-        """Raise `Interrupted` when the suite's time is over."""
+        """Raise `Interrupted` if the suite's time limit has passed."""
         limit = self.settings.suite_timeout
         if limit is not None and not self.cases_done and time.monotonic() - self.started > limit:
-            raise Interrupted(f"aisp_suite_timeout: {limit:g} s are over")
+            raise Interrupted(f"aisp_suite_timeout: {limit:g} s have passed")
 
     def end_workers(self) -> None:
-        """End every worker process; its caches go with it."""
+        """End every worker process, with its caches."""
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()

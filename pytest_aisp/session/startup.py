@@ -95,10 +95,10 @@ class XdistGateway(Protocol):
 
 
 def _of_controller(config: pytest.Config, workerinput: Mapping[str, Json]) -> Settings:
-    """Return the settings; an xdist worker has the folders that its controller had at its start."""
+    """Return the settings; an xdist worker gets the folders from its controller."""
     settings = config.stash[SETTINGS]
     folders = {name: Path(path) for name, path in workerinput.get("aisp_folders", {}).items()}
-    if settings.replay is not None:  # before `latest` points at this run
+    if settings.replay is not None:  # read before `latest` points to this run
         folders = {"replay": folder_of(settings.replay), **folders}
     artifacts = folders.get("artifacts", settings.artifacts)
     replay = folders.get("replay", settings.replay)
@@ -153,7 +153,7 @@ class _Gather:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: XdistNode, error: object) -> None:
-        """Take an xdist worker's canary, or note which of its verdicts stand without one."""
+        """Record an xdist worker's canary, or note which of its verdicts have no canary."""
         found = getattr(node, "workeroutput", {}).get("aisp_canary")
         judged = self._judged.pop(node, [])  # xdist calls twice for an interrupted worker
         if found is not None:
@@ -163,7 +163,7 @@ class _Gather:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, report: pytest.TestReport) -> None:
-        """Note the crash of an xdist worker: its running case has no row."""
+        """Record the crash of an xdist worker, whose running case has no row."""
         self._recorder.crashes.append(str(report.longrepr))
 
 
@@ -183,7 +183,7 @@ def _selects_cpu(expression: str) -> bool:
 
 @contextlib.contextmanager
 def lock_machine(item: pytest.Item) -> Iterator[None]:
-    """Hold the machine as the case of `item` needs it."""
+    """Hold the leases that the case of `item` needs."""
     with contextlib.ExitStack() as locks:
         try:
             locks.enter_context(item.config.stash[RUN].machine_locks(case_of(item)))

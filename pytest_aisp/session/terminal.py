@@ -72,7 +72,7 @@ def header(run: RunContext) -> list[str]:
 
 
 def show_captured(terminal: TerminalReporter) -> None:
-    """Write what green cases printed, with -rP: pytest itself knows only those that `pass`."""
+    """With -rP, write the output of green cases: pytest itself does this only for `pass`."""
     if terminal.no_summary:
         return
     for verdict, (_, word) in LETTERS.items():
@@ -111,7 +111,7 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
     lines += [f"NO VERDICT: {crash}" for crash in recorder.crashes]
     needs = {row.need for row in rows if row.need and row.verdict in ("checked", "compiled")}
     if needs and settings.check:
-        needs = {"--aisp-check"}  # no machine would have timed them
+        needs = {"--aisp-check"}  # no machine would time these cases
     lines += [f"not timed: {need}" for need in sorted(needs)]
     if settings.check and (compiled := sum(row.verdict == "compiled" for row in rows)):
         lines.append(
@@ -129,7 +129,7 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
     invalid = recorder.why_invalid()
     lines += [f"{reason} (exit code {INVALID_RUN})" for reason in invalid]
     if invalid and recorder.changes:
-        lines.append("this run stored results that a disturbed machine measured: take them back")
+        lines.append("this run is invalid but stored results; restore the old ones")
         lines.append(f"    git checkout -- {settings.baselines.name}")
     return lines
 
@@ -139,7 +139,7 @@ def _cases(count: int) -> str:
 
 
 def _unchecked_promises(rows: Sequence[Row]) -> list[str]:
-    """Return which promises machine code was not searched for, once for each reason."""
+    """Return a line for each reason, with the promises that were not checked in machine code."""
     promises: dict[str, set[str]] = {}
     for note in (note for row in rows for note in row.notes if note.startswith(NOT_CHECKED)):
         _, promise, why = note.split(": ", 2)
@@ -184,7 +184,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def rerun_commands(settings: Settings, case: str, seed: int = 0) -> list[str]:
-    """Return how to run `case` again, in this mode, on the values of `seed` unless it is 0."""
+    """Return the command that runs `case` again in this mode, with `seed` if not 0."""
     values = {
         "--aisp-check": "" if settings.check and not settings.sanitize else None,
         "--aisp-sanitize": settings.sanitize or None,
@@ -200,7 +200,7 @@ def rerun_commands(settings: Settings, case: str, seed: int = 0) -> list[str]:
 
 
 def accept_commands(case: str, *, stored: bool) -> list[str]:
-    """Return how to store today's result of `case`; `stored` says whether that replaces one."""
+    """Return the command that stores today's result of `case`; `stored`: it replaces a result."""
     how = "=all" if stored else ""
     return ["accept:", f"    pytest --aisp-update-expectations{how} {shlex.quote(case)}"]
 
@@ -213,7 +213,7 @@ class LiveProgress:
         self._terminal: TerminalReporter | None = None
 
     def pytest_sessionstart(self) -> None:
-        # Not before: pytest registers its reporter after plugins were configured.
+        # Not earlier, because pytest registers its reporter after plugins are configured.
         self._terminal = self._config.pluginmanager.get_plugin("terminalreporter")
         if self._terminal and self._terminal.isatty and self._config.get_verbosity() > 0:
             self._run.progress = self._show
@@ -228,8 +228,8 @@ class LiveProgress:
         width = terminal._tw.fullwidth - 1
         with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
             terminal.rewrite(f"{self._nodeid} {text}"[:width], erase=True)
-            if not text:  # pytest writes the verdict next, right behind the name
+            if not text:  # pytest writes the verdict next, directly after the name
                 terminal.rewrite(f"{self._nodeid} ")
-                # What was rewritten takes no room: pytest places its percentage by this.
+                # pytest uses this width to place its percentage; the progress text was erased.
                 terminal._tw._current_line = f"{self._nodeid} "
             terminal.flush()
