@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_aisp.kernels import sass
-from pytest_aisp.kernels.assemble import AssembledKernel, Assembly
+from pytest_aisp.kernels.cross_compile import AssembledKernel, Assembly
 from pytest_aisp.results import store
 from pytest_aisp.results.row import duration
 from pytest_aisp.worker.loader import load_page, pair_of

@@ -19,7 +19,7 @@ from pytest_aisp.distributed import bandwidth
 from pytest_aisp.distributed.bandwidth import CudaCopier, Hop, flag_slow_hops
 from pytest_aisp.distributed.topology import Route
 from pytest_aisp.timing import peaks
-from pytest_aisp.util import device
+from pytest_aisp.util import device, gpu_lease
 from pytest_aisp.util.device import Machine
 
 GB, GIB = 1e9, 1 << 30
@@ -229,7 +229,7 @@ def test_copier_detects_bytes_that_do_not_arrive(gpus, monkeypatch):
 def two(gpus, monkeypatch, tmp_path):
     """Two fake H200s; `two(rates)` sets how fast they copy."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(device, "lease_folder", lambda: tmp_path)
+    monkeypatch.setattr(gpu_lease, "lease_folder", lambda: tmp_path)
     monkeypatch.setattr(device, "load_nvml", lambda: nvml_of(2, SWITCHED))
     machine = Machine("sm90", "nvidia-h200", "NVIDIA H200", ("GPU-0", "GPU-1"), {"driver": "580"})
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: machine))
@@ -336,11 +336,11 @@ def test_out_of_memory_suggests_smaller_copies(two, monkeypatch, capsys):
 
 
 def test_unwritable_lock_folder_is_reported(two, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(device, "lease_folder", lambda: tmp_path / "not there")
+    monkeypatch.setattr(gpu_lease, "lease_folder", lambda: tmp_path / "not there")
     assert app.main(["bandwidth"]) == 2
     output = capsys.readouterr().err
     assert output.startswith("the machine cannot be leased: ")
-    assert output.endswith(f"{device.REMEDY}\n")
+    assert output.endswith(f"{gpu_lease.REMEDY}\n")
 
 
 def test_an_invalid_size_is_refused(capsys):

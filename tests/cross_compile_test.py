@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from pytest_aisp import capture
-from pytest_aisp.kernels import assemble, cuda_cpp, sass
-from pytest_aisp.kernels.assemble import AssembledKernel, Assembly, AssemblyError
+from pytest_aisp.kernels import cross_compile, cuda_cpp, sass
 from pytest_aisp.kernels.capture_launches import CapturedLaunch, CapturedLaunches, capture_launches
+from pytest_aisp.kernels.cross_compile import AssembledKernel, Assembly, AssemblyError
 from pytest_aisp.kernels.cuda_cpp import LaunchError
 from pytest_aisp.page.gpu_specs import GPU_ARCHS, LIMITS
 from pytest_aisp.page.pair import Pair, Variant, Work
@@ -360,7 +360,7 @@ def test_invalid_options_are_usage_errors(page, pytester, lines, options, messag
 
 
 def test_nothing_is_assembled_under_the_interpreter(monkeypatch):
-    monkeypatch.setattr(assemble, "interpreting", lambda: True)
+    monkeypatch.setattr(cross_compile, "interpreting", lambda: True)
     with pytest.raises(AssemblyError, match=r"nothing can be assembled\nUnset TRITON_INTERPRET"):
         assembly_of().run(["sm90"])
 
@@ -404,7 +404,7 @@ def test_unchecked_promises_are_shown_without_v():
 
 
 def test_a_page_without_launches_fails(monkeypatch):
-    monkeypatch.setattr(assemble, "interpreting", lambda: False)
+    monkeypatch.setattr(cross_compile, "interpreting", lambda: False)
     with pytest.raises(AssemblyError, match="no kernel was launched, so nothing was assembled"):
         assembly_of().run([])
 
@@ -552,7 +552,7 @@ def test_limits_of_the_arch_are_enforced(changes, messages):
     built = {"registers": 16, "shared": 0, "grid": (1,), "threads": 128, **changes}
     shape = launch(built["grid"], built["threads"])
     used = AssembledKernel("sm90", "s", shape, built["registers"], 0, 0, built["shared"], b"")
-    faults = list(assemble._limit_faults(used))
+    faults = list(cross_compile._limit_faults(used))
     assert len(faults) == len(messages)
     assert all(message in fault for message, fault in zip(messages, faults, strict=True))
 
@@ -608,7 +608,7 @@ def test_an_audit_continues_without_kernel_resources(write, gpu, pytester):
 
 def test_long_assembler_errors_are_shortened():
     lines = [f"line {number}" for number in range(40)]
-    short = assemble._first_lines("\n".join(lines)).splitlines()
+    short = cross_compile._first_lines("\n".join(lines)).splitlines()
     assert short == [*lines[:12], "... 28 more lines"]
-    assert assemble._first_lines("\n".join(lines[:13])).splitlines() == lines[:13]
-    assert assemble._first_lines("one\n") == "one"
+    assert cross_compile._first_lines("\n".join(lines[:13])).splitlines() == lines[:13]
+    assert cross_compile._first_lines("one\n") == "one"

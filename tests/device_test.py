@@ -12,7 +12,7 @@ import pytest
 import torch
 from worker_processes import wait_for
 
-from pytest_aisp.util import device, device_state
+from pytest_aisp.util import device, device_state, gpu_lease
 from pytest_aisp.util.device_state import Telemetry
 
 STRANGER = 1  # init: never a worker process
@@ -74,7 +74,7 @@ def test_another_process_on_the_gpu_is_reported(telemetry):
 
 def test_our_processes_and_hidden_ids_are_not_reported(telemetry, monkeypatch):
     assert telemetry(busy=[STRANGER], known=[STRANGER]).look() is None
-    monkeypatch.setattr(device, "is_worker", lambda pid: pid == os.getpid())
+    monkeypatch.setattr(device_state, "is_worker", lambda pid: pid == os.getpid())
     assert telemetry(busy=[os.getpid()]).look() is None
 
 
@@ -183,23 +183,23 @@ def test_a_cpu_is_recorded_by_model():
 
 
 def test_a_worker_is_recognized_by_command_and_lease_folder(tmp_path, monkeypatch):
-    assert not device.is_worker(os.getpid())
-    assert not device.is_worker(2**30)
+    assert not gpu_lease.is_worker(os.getpid())
+    assert not gpu_lease.is_worker(2**30)
     monkeypatch.setenv("AISP_LEASES", str(tmp_path))
     command = [sys.executable, "-c", "input()", "pytest_aisp.worker"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as other:
-        wait_for(lambda: device.is_worker(other.pid))  # it may not have begun yet
+        wait_for(lambda: gpu_lease.is_worker(other.pid))  # it may not have begun yet
         monkeypatch.setenv("AISP_LEASES", str(tmp_path / "elsewhere"))
-        assert not device.is_worker(other.pid), "nobody takes turns with it"
+        assert not gpu_lease.is_worker(other.pid), "nobody takes turns with it"
         monkeypatch.delenv("AISP_LEASES")
-        assert not device.is_worker(other.pid)
+        assert not gpu_lease.is_worker(other.pid)
         other.communicate(b"\n")
 
 
 def test_the_lease_folder_ignores_tmpdir(tmp_path, monkeypatch):
     monkeypatch.delenv("AISP_LEASES", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    assert device.lease_folder() == Path(f"/tmp/pytest-aisp-{os.getuid()}")
+    assert gpu_lease.lease_folder() == Path(f"/tmp/pytest-aisp-{os.getuid()}")
     monkeypatch.setenv("AISP_LEASES", str(tmp_path / "shared"))
-    assert device.lease_folder() == tmp_path / "shared"
-    assert device.lease_folder().is_dir()
+    assert gpu_lease.lease_folder() == tmp_path / "shared"
+    assert gpu_lease.lease_folder().is_dir()

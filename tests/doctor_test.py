@@ -185,7 +185,7 @@ def test_a_shared_memory_of_512_mib_is_noted(host):
 
 
 def test_worker_processes_of_aisp_are_not_other_processes(root, monkeypatch):
-    monkeypatch.setattr(device, "is_worker", lambda pid: pid == 7)
+    monkeypatch.setattr(doctor, "is_worker", lambda pid: pid == 7)
     ours = [SimpleNamespace(pid=os.getpid()), SimpleNamespace(pid=7)]
     found = gpu(root, nvmlDeviceGetComputeRunningProcesses=ours)["GPU 0 processes"]
     assert (found.state, found.text) == ("fine", "no other process uses this GPU")

@@ -12,7 +12,7 @@ import pytest_aisp
 from pytest_aisp.checking.inputs import InputPool
 from pytest_aisp.isolation import monkeypatches
 from pytest_aisp.page.pair import SideError
-from pytest_aisp.util import device
+from pytest_aisp.util import gpu_lease
 from pytest_aisp.worker.loader import Cache
 
 ROOT = Path(pytest_aisp.__file__).parent
@@ -38,7 +38,7 @@ def remembered():
     [
         (Cache, Cache.reference),
         (InputPool, InputPool.value_set),
-        (device, device.lease),
+        (gpu_lease, gpu_lease.lease),
         (monkeypatches, monkeypatches.replaced),
     ],
 )

@@ -20,7 +20,7 @@ from pytest_aisp.session.measurement import StoredResult, Timing, with_limit
 from pytest_aisp.session.run_context import Failed, RunContext
 from pytest_aisp.timing import peaks
 from pytest_aisp.timing.collectives import OPS
-from pytest_aisp.util import device
+from pytest_aisp.util import gpu_lease
 from pytest_aisp.util.cli_result import CliError
 from pytest_aisp.util.device import Machine
 from pytest_aisp.worker import server as bench
@@ -115,7 +115,7 @@ def ranks(monkeypatch, tmp_path):
     """Two fake H200s whose ranks return `ANSWER`."""
     machine_is(monkeypatch, TWO)
     monkeypatch.setattr(nccl, "RankSet", Ranks)
-    monkeypatch.setattr(device, "lease_folder", lambda: tmp_path)
+    monkeypatch.setattr(gpu_lease, "lease_folder", lambda: tmp_path)
     monkeypatch.setattr(Ranks, "reply", Reply(result=ANSWER), raising=False)
     return Ranks
 

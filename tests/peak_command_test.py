@@ -11,7 +11,7 @@ from pytest_aisp.results.messages import Reply
 from pytest_aisp.timing import peaks
 from pytest_aisp.timing.peaks import Peaks
 from pytest_aisp.tools import roofline
-from pytest_aisp.util import device
+from pytest_aisp.util import gpu_lease
 from pytest_aisp.util.device import Machine
 
 H200 = Machine("sm90", "nvidia-h200", "NVIDIA H200", ("GPU-a", "GPU-b"))
@@ -39,7 +39,7 @@ class Worker:
 def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: H200))
     monkeypatch.setattr(roofline, "WorkerProcess", Worker)
-    monkeypatch.setattr(device, "lease_folder", lambda: tmp_path)
+    monkeypatch.setattr(gpu_lease, "lease_folder", lambda: tmp_path)
     monkeypatch.setattr(Worker, "log", [], raising=False)
     return lambda reply: monkeypatch.setattr(Worker, "reply", reply)
 

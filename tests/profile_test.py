@@ -17,7 +17,7 @@ from pytest_aisp import Work, compare
 from pytest_aisp.checking.inputs import InputPool
 from pytest_aisp.results.messages import ProfileTask, Reply
 from pytest_aisp.results.row import Profile
-from pytest_aisp.session import extra_runs
+from pytest_aisp.session import sandbox_and_profile
 from pytest_aisp.session.run_context import Interrupted
 from pytest_aisp.worker import nvidia_tools, torch_profiler
 from pytest_aisp.worker.loader import pair_of
@@ -145,9 +145,9 @@ def test_an_unwritable_folder_keeps_the_verdict(page, pytester):
 
 LATE = """
     import pytest
-    from pytest_aisp.session import extra_runs
+    from pytest_aisp.session import sandbox_and_profile
 
-    extra_runs.profile = lambda case: pytest.fail("Timeout (>1.0s) from pytest-timeout.")
+    sandbox_and_profile.profile = lambda case: pytest.fail("Timeout (>1.0s) from pytest-timeout.")
 """
 
 
@@ -392,7 +392,7 @@ def test_on_a_gpu_only_kernels_are_counted():
 
 
 def judged_case(**changes):
-    """Return a case as `extra_runs` sees it."""
+    """Return a case as `sandbox_and_profile` sees it."""
     settings = SimpleNamespace(profile="torch", profiles=Path("out"))
     base = {
         "run": SimpleNamespace(
@@ -440,7 +440,7 @@ ONE_BY_ONE = SimpleNamespace(environment={})
 def test_a_case_that_cannot_be_profiled_says_why(tool, changes, words):
     case = judged_case(**changes)
     case.run.settings.profile = tool
-    extra_runs.profile(case)
+    sandbox_and_profile.profile(case)
     [remark] = case.remarks
     assert remark.startswith(f"not profiled ({tool}): {words}")
     assert case.profile == {}
@@ -458,8 +458,8 @@ def test_a_fresh_worker_profiles_the_case_and_is_closed():
         task=lambda kind, **changes: (kind, changes["seed"], changes["at"]),
         fresh_worker=lambda: worker,
     )
-    extra_runs.profile(case)
-    assert calls == [(ProfileTask, extra_runs.SEED, "case"), "closed"]
+    sandbox_and_profile.profile(case)
+    assert calls == [(ProfileTask, sandbox_and_profile.SEED, "case"), "closed"]
     assert case.notes[1] == "profile: none"
 
 
@@ -469,7 +469,7 @@ def test_nothing_is_profiled_after_the_suite_timeout():
 
     case = judged_case()
     case.run.check_time = over
-    extra_runs.profile(case)
+    sandbox_and_profile.profile(case)
     assert case.remarks == ["not profiled (torch): aisp_suite_timeout: 5 s are over"]
 
 
@@ -477,7 +477,7 @@ def test_each_side_of_a_gpu_case_runs_under_the_profiler(tools, task, tmp_path):
     tools(WORKING)
     case = judged_case(task=lambda kind, at, seed, side: task(side))
     case.run.settings.profile, case.run.settings.profiles = "ncu", tmp_path / "profile"
-    extra_runs.profile(case)
+    sandbox_and_profile.profile(case)
     assert case.remarks == []
     folder = tmp_path / "profile" / "ch99.p_test.test_it.a-n1"
     assert case.notes == [f"profile (ncu): {folder}"]
@@ -491,13 +491,13 @@ def test_notes_list_the_allocated_memory():
     found = Profile(memory={"baseline": {"before": held, "after": held}})
     one = "allocated 1 MiB, reserved 2 MiB, difference 1 MiB"
     notes = [f"profile: memory of baseline: before {one}; after {one}"]
-    assert extra_runs.profile_notes(found) == notes
+    assert sandbox_and_profile.profile_notes(found) == notes
 
 
 def test_two_cases_never_share_a_folder():
     ids = ["a-n1", "a-s x", "a-s_x", "b" * 200, "b" * 201]
     cases = [judged_case(case=SimpleNamespace(id=name)).client for name in ids]
-    names = [extra_runs.folder_of(case).name for case in cases]
+    names = [sandbox_and_profile.folder_of(case).name for case in cases]
     assert len(set(names)) == len(ids)
     assert max(map(len, names)) < 255
     assert names[0] == "ch99.p_test.test_it.a-n1"

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from pytest_aisp.util.device import lease
+from pytest_aisp.util.gpu_lease import lease
 
 
 @pytest.fixture

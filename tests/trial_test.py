@@ -13,7 +13,7 @@ from validity import TESTS
 from pytest_aisp.checking import check, controls
 from pytest_aisp.checking.inputs import slot_order
 from pytest_aisp.results.messages import CheckTask, TimeTask
-from pytest_aisp.timing import cpu_timer, trial
+from pytest_aisp.timing import cpu_timer, trial, verify_outputs
 from pytest_aisp.timing.trial import Trial
 from pytest_aisp.util.device_state import Stopwatch
 from pytest_aisp.worker.engine import Engine
@@ -124,7 +124,12 @@ def test_no_output_is_read_before_the_device_is_idle(built, monkeypatch, tmp_pat
             out.copy_(answer)
         PENDING.clear()
 
-    for module in (check, controls, trial):  # a window waits only for its own stream
+    for module in (
+        check,
+        controls,
+        trial,
+        verify_outputs,
+    ):  # a window waits only for its own stream
         monkeypatch.setattr(module, "synchronizer", lambda device: wait)
     monkeypatch.setitem(sys.modules, "trial_test", sys.modules[__name__])
     page = tmp_path / "late.py"

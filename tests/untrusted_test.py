@@ -10,7 +10,7 @@ import pytest
 from pytest_aisp.checking.numerics import Wrong
 from pytest_aisp.isolation import monkeypatches
 from pytest_aisp.results.messages import PerformTask, PrepareTask, TimeTask
-from pytest_aisp.session import extra_runs
+from pytest_aisp.session import sandbox_and_profile
 from pytest_aisp.timing import cpu_timer
 from pytest_aisp.worker import sandbox
 from pytest_aisp.worker.engine import Engine
@@ -157,8 +157,8 @@ def test_a_replaced_clock_is_detected_from_outside(page, monkeypatch):
         return time.perf_counter() - start
 
     seconds = sandbox.seconds_per_call(work, unit, at_least=0.01, times=3)
-    assert extra_runs.contradicts(seconds, min(timing.optimized), "cpu")
-    assert not extra_runs.contradicts(seconds, seconds, "cpu")
+    assert sandbox_and_profile.contradicts(seconds, min(timing.optimized), "cpu")
+    assert not sandbox_and_profile.contradicts(seconds, seconds, "cpu")
 
 
 def test_seconds_per_call_doubles_the_work_until_the_pipe_does_not_count():

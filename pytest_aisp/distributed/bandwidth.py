@@ -20,7 +20,8 @@ from statistics import median
 from ..results.row import duration
 from ..timing import peaks
 from ..util.cli_result import CliError, CliResult, columns, rate_text, size_text, with_progress
-from ..util.device import Machine, lease_gpus
+from ..util.device import Machine
+from ..util.gpu_lease import lease_gpus
 from .topology import Route, read_topology
 
 WINDOWS = 7

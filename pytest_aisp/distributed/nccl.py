@@ -16,7 +16,8 @@ from ..results.messages import CollectivesTask
 from ..results.row import duration
 from ..timing.collectives import ONE_SHOT, OPS, WINDOWS, bandwidths
 from ..util.cli_result import CliError, CliResult, columns, rate_text, size_text
-from ..util.device import Machine, lease_gpus
+from ..util.device import Machine
+from ..util.gpu_lease import lease_gpus
 from .launcher import RankSet
 
 SMALLEST_PEAK = 64 << 20

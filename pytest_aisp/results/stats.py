@@ -12,6 +12,8 @@ from statistics import fmean, median
 
 FLOOR = 0.0010
 """The smallest spread that is used: 0.10 %. A smaller estimate is due to chance."""
+INTERVAL = 2.6
+"""Half width of the printed 99 % interval, in spreads."""
 ASSUMED = 4
 """The assumed spread between sessions has the weight of this many additional sessions."""
 
@@ -145,3 +147,15 @@ def halves_ratio(blocks: Sequence[float]) -> float:
     """Return the drift inside a process: mean of the second half minus mean of the first."""
     middle = len(blocks) // 2
     return fmean(blocks[middle:]) - fmean(blocks[:middle]) if middle else 0.0
+
+
+def interval(
+    value: float, spread: float, processes: int = 1, *, session: float = 0.0, sessions: int = 1
+) -> tuple[float, float]:
+    """Return the printed 99 % interval of ln(speedup) around a mean of `processes` values.
+
+    Without `session`, it covers other processes of the same session. With `session`, the spread
+    between sessions, it covers other sessions too.
+    """
+    half = INTERVAL * math.hypot(spread / math.sqrt(processes), session / math.sqrt(sessions))
+    return value - half, value + half

@@ -21,8 +21,6 @@ VOTES = 3
 ATTEMPTS = 5
 SCREEN, VOTE = 2.2, 2.8
 """In spreads: the loss that makes a comparison a suspect, and the loss that makes a vote red."""
-INTERVAL = 2.6
-"""Half width of the printed 99 % interval, in spreads."""
 BELIEVED = 1.5
 """If a process's standard error is this many times the recorded spread, it replaces the spread."""
 DETECTABLE = 4.6
@@ -247,18 +245,6 @@ def detectable(gates: Sequence[Gate], spread: float, session: float) -> float:
     if record is None:
         return max(g.red for g in gates if g.sign > 0) + (DETECTABLE - VOTE) * spread
     return record.red + (DETECTABLE - VOTE) * spread + SESSION_SHIFTS * session
-
-
-def interval(
-    value: float, spread: float, processes: int = 1, *, session: float = 0.0, sessions: int = 1
-) -> tuple[float, float]:
-    """Return the printed 99 % interval of ln(speedup) around a mean of `processes` values.
-
-    Without `session`, it covers other processes of the same session. With `session`, the spread
-    between sessions, it covers other sessions too.
-    """
-    half = INTERVAL * math.hypot(spread / math.sqrt(processes), session / math.sqrt(sessions))
-    return value - half, value + half
 
 
 def environment_moved(rows: Iterable[CaseRecord]) -> bool:

@@ -23,7 +23,6 @@ from ..results.verdict import Finding
 from .canary import offer_to_canary
 from .case_client import CaseClient
 from .collect import CaseLocation
-from .extra_runs import run_sandboxed
 from .judge import (
     Judgement,
     MetricJudgement,
@@ -36,6 +35,7 @@ from .judge import (
 from .measurement import StoredResult, Timing, read_timing
 from .placement import kernels_of, placement_of
 from .run_context import EndOfBody, Failed, RunContext
+from .sandbox_and_profile import run_sandboxed
 from .terminal import accept_commands
 
 

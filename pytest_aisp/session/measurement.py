@@ -258,7 +258,7 @@ def build_row(run: CaseRun) -> Row:
         row.launch_bound = timing.launch_bound
         row.share, row.limit = timing.share, timing.limit
         row.value = fmean(run.values)
-        row.low, row.high = verdict.interval(row.value, timing.spread, len(run.values))
+        row.low, row.high = stats.interval(row.value, timing.spread, len(run.values))
         if timing.limit_origin:
             row.origins["limit"] = timing.limit_origin
     if judged is not None:

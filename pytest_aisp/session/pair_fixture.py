@@ -13,12 +13,12 @@ from typing import NoReturn
 import pytest
 
 from ..page.pair import Case, Size
-from ..results import verdict
+from ..results import stats
 from ..results.metric_limits import Name
 from ..results.row import Recording
 from ..results.verdict import RED, Finding
 from ..worker.output_capture import write_text
-from . import extra_runs
+from . import sandbox_and_profile
 from .case import CaseRun
 from .collect import CaseLocation, refuse
 from .measurement import build_row
@@ -192,7 +192,7 @@ class PairUnderTest:
         """The 99 % interval of `speedup`."""
         values, timing = self._values("interval"), self._case_run.timing
         assert timing is not None
-        low, high = verdict.interval(fmean(values), timing.spread, len(values))
+        low, high = stats.interval(fmean(values), timing.spread, len(values))
         return math.exp(low), math.exp(high)
 
     def _values(self, name: str) -> list[float]:
@@ -277,7 +277,7 @@ def add_row(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestR
         case_run.recorded = Recording()
     if case_run.run.settings.profile:
         try:
-            extra_runs.profile(case_run)
+            sandbox_and_profile.profile(case_run)
         except pytest.fail.Exception as late:  # pytest-timeout's clock continues after the verdict
             case_run.remarks.append(f"not profiled: {late.msg}")
     row = build_row(case_run)

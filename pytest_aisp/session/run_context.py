@@ -22,8 +22,9 @@ from ..results.store import StoreError
 from ..results.task_results import PeaksResult
 from ..results.verdict import Finding
 from ..timing import peaks as peaks_module
-from ..util.device import Machine, lease
+from ..util.device import Machine
 from ..util.git import GitSnapshot
+from ..util.gpu_lease import lease
 from ..worker.client import Worker, WorkerProcess
 from ..worker.output_capture import STREAMS, Chunk, StreamName, format_output
 from ..worker.server import InProcess

@@ -20,8 +20,9 @@ from ..results.messages import Json
 from ..results.results_json import Canary
 from ..results.row import Row
 from ..results.run_reader import folder_of
-from ..util.device import REMEDY, Machine
+from ..util.device import Machine
 from ..util.git import GitError, GitSnapshot
+from ..util.gpu_lease import REMEDY
 from .canary import CLOCKS, has_canary
 from .collect import case_of
 from .options import LOCK_ERROR, PROFILERS, RECORDER, RUN, SETTINGS, Settings

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..kernels.assemble import NOT_CHECKED
+from ..kernels.cross_compile import NOT_CHECKED
 from ..results.messages import Json
 from ..results.row import LETTERS, Row, bare, duration, size_text
 from ..results.verdict import INVALID_RUN, RED

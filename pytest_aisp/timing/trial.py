@@ -10,15 +10,15 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Protocol
 
-from ..checking import check, compare, numerics
-from ..checking.inputs import VALUE_SETS, BoundSide, slot_order
+from ..checking import check
+from ..checking.inputs import VALUE_SETS, BoundSide
 from ..checking.memoization import check_repeats
-from ..checking.numerics import NamedTensors, Rule
+from ..checking.numerics import Rule
 from ..checking.reference import Reference, outputs_and_state
 from ..isolation.monkeypatches import watching
 from ..isolation.protections import enabled
 from ..kernels.capture_launches import merge_choices, record_choices
-from ..page.pair import Precision, Side, size_words
+from ..page.pair import Precision, Side
 from ..results.messages import Json, TimeTask
 from ..util import pytree
 from ..util.device_state import release, synchronizer
@@ -27,13 +27,12 @@ from . import schedule
 from .cross_check import KernelProfile
 from .memory import drop_sent_tensors
 from .schedule import Budget, Samples
+from .verify_outputs import OutputVerifier
 
 PYTHON_CLOCKS = ("host", "cpu")
 """Clocks on which a side's Python runs at every timed call."""
 LONG_ROUND = 3e-3
 """Calls longer than this many seconds get two laps."""
-FURTHER_CALLS = 4
-"""Calls after the last window that are compared one by one."""
 
 
 class CheckedPairTimer(schedule.PairTimer, Protocol):
@@ -59,9 +58,7 @@ class Trial:
     """One case being timed: slots, both sides, blocks in laps, and a check of each output.
 
     Attributes:
-        worst: by side, the largest error of its timed outputs, in units of the allowed error.
         one_off: by side, the seconds that preparing it took.
-        outputs: how many outputs of timed calls were compared.
         kernels: by side, what it launches, if requested.
         tuned: by tuned Triton kernel, the configurations it was launched in.
         known: clock and counted calls of the first lap, which the others use again.
@@ -73,9 +70,7 @@ class Trial:
     budget: Budget
     rng: random.Random
     progress: Callable[[str], None]
-    worst: dict[str, float] = field(default_factory=dict)
     one_off: dict[str, float] = field(default_factory=dict)
-    outputs: int = 0
     kernels: dict[str, KernelProfile] = field(default_factory=dict)
     tuned: dict[str, set[str]] = field(default_factory=dict)
     known: tuple[str, list[int]] | None = None
@@ -83,6 +78,7 @@ class Trial:
     def __post_init__(self) -> None:
         self.pool, self.pair = self.reference.pool, self.reference.pool.pair
         self.watch, self.rule = self.reference.watch, Rule(**self.task.rule)
+        self.verifier = OutputVerifier(self.reference, self.sides, self.rule, self.task.device)
         self.names = " or ".join(dict.fromkeys(side.__name__ for side, _ in self.sides))
         self.on_gpu = self.task.device.startswith("cuda")
 
@@ -103,8 +99,8 @@ class Trial:
         parts[0].details.update(details | parts[0].details)
         if self.tuned:
             parts[0].details["choices"] = merge_choices([self.tuned])
-        extra: dict[str, Json] = {"one_off": self.one_off, "errors": self.worst}
-        extra["outputs_checked"] = self.outputs
+        extra: dict[str, Json] = {"one_off": self.one_off, "errors": self.verifier.worst}
+        extra["outputs_checked"] = self.verifier.compared
         if self.kernels:
             extra["kernels"] = {name: asdict(profile) for name, profile in self.kernels.items()}
         return schedule.join(parts), extra
@@ -202,7 +198,8 @@ class Trial:
                 with phase("time"):
                     samples = schedule.measure(timer, budget, self.rng, first)
             with phase("verify"):
-                self._verify_all(timer)
+                self.verifier.verify_windows(timer)
+                self.one_off.update({side.name: side.one_off for side in timer.sides})
             if first_process:
                 with phase("clocks"):
                     samples.details.update(timer.check_times())
@@ -216,26 +213,13 @@ class Trial:
                     check_repeats(self.pool, timer.sides, synchronizer(self.task.device), seed)
             if checks:
                 with phase("verify"):
-                    self._verify_each_call(timer.sides[1])
+                    self.verifier.verify_each_call(timer.sides[1])
                 with phase("other clock"):
                     samples.details.update(timer.other_clock())
             if first_process:
                 with phase("memory"):
                     samples.details.update(timer.memory())
         return samples
-
-    def _verify_all(self, timer: CheckedPairTimer) -> None:
-        """Compare inputs, outputs and states of both sides after the last timed calls."""
-        # `check_times` reports late work. Whether an output is read early must not depend on luck.
-        synchronizer(self.task.device)()
-        size = size_words(self.pool.size)
-        for slot, turn in zip(self.pool.slots, self.pool.pattern, strict=True):
-            compare.check_unchanged(self.names, slot, self.pool.value_set(turn), size)
-        built = zip(timer.sides, self.sides, timer.windows, strict=True)
-        for bound, (side, precision), window in built:
-            compare.check_outputs(side.__name__, bound.outputs, self.pool.slots, size)
-            self._verify(bound, side, precision, window)
-            self.one_off[bound.name] = bound.one_off
 
     def _slot_count(self) -> int:
         if self.pool.prepared and self.pair.as_called:
@@ -247,48 +231,3 @@ class Trial:
         l2_bytes = torch.cuda.get_device_properties().L2_cache_size
         free = current_group().min(torch.cuda.mem_get_info()[0])
         return self.pool.slots_for(self.output_bytes, l2_bytes, free)
-
-    def _verify(
-        self, bound: BoundSide, side: Side, precision: Precision | None, window: schedule.Window
-    ) -> None:
-        """Compare the outputs of the last timed calls, of every slot called, to the reference."""
-        if not enabled("timed-outputs"):
-            return
-        pattern = self.pool.pattern
-        order = slot_order(window.counted, len(pattern), window.calls - window.counted)
-        if self.pair.state is not None:
-            turns = tuple(pattern[slot] for slot in order)
-            outputs = outputs_and_state(bound.outputs[order[-1]], bound.state)
-            self._compare(side, outputs, turns, precision)
-            return
-        for slot in sorted(set(order)):
-            outputs = outputs_and_state(bound.outputs[slot], None)
-            self._compare(side, outputs, (pattern[slot],), precision)
-
-    def _verify_each_call(self, bound: BoundSide) -> None:
-        """Call the second side a few times more, on new values each time, and compare each call.
-
-        Values do not change within a window, so a side that works only at every second call would
-        be right at its end.
-        """
-        if self.pair.state is not None or not enabled("every-call"):
-            return
-        side, precision = self.sides[1]
-        wait = synchronizer(self.task.device)
-        for call in range(FURTHER_CALLS):
-            turn = call % VALUE_SETS
-            pytree.copy_into(self.pool.slots[0], self.pool.value_set(turn))
-            outputs = outputs_and_state(bound.run(0), None)
-            wait()
-            self._compare(side, outputs, (turn,), precision)
-
-    def _compare(
-        self, side: Side, outputs: NamedTensors, turns: tuple[int, ...], precision: Precision | None
-    ) -> None:
-        try:
-            results = check.judge(self.reference, side, outputs, turns, precision, self.rule)
-        except numerics.Wrong as error:
-            raise numerics.Wrong(f"{error}\nThis is the output of a timed call.") from None
-        self.outputs += 1
-        name = side.__name__
-        self.worst[name] = max(self.worst.get(name, 0.0), *(r.worst for r in results))

@@ -18,6 +18,7 @@ from ..util import device
 from ..util.cli_result import CliResult, columns
 from ..util.device import read_text
 from ..util.device_state import THROTTLED
+from ..util.gpu_lease import is_worker
 from ..worker import nvidia_tools
 
 State: TypeAlias = Literal["fine", "note", "harms", "unread"]
@@ -277,7 +278,7 @@ class _Gpu:
         processes = self._query("nvmlDeviceGetComputeRunningProcesses")
         if processes is None:
             return self._unread("processes")
-        pids = [p.pid for p in processes if p.pid != os.getpid() and not device.is_worker(p.pid)]
+        pids = [p.pid for p in processes if p.pid != os.getpid() and not is_worker(p.pid)]
         if not pids:
             return self._finding("processes", "fine", "no other process uses this GPU")
         text = f"other processes use this GPU: {', '.join(map(str, pids))}"

@@ -22,7 +22,8 @@ from ..results.task_results import PeaksResult
 from ..timing import peaks
 from ..timing.peaks import PCIE, SECONDS, Peaks, PeaksError
 from ..util.cli_result import CliError, CliResult, columns
-from ..util.device import Machine, lease, lease_gpus
+from ..util.device import Machine
+from ..util.gpu_lease import lease, lease_gpus
 from ..worker.client import WorkerProcess
 from .catalog import Catalog, CatalogCase, target_of
 from .stored_results import chapters, stored_peaks

@@ -22,8 +22,9 @@ from ..results.export import table
 from ..results.metric_limits import METRICS
 from ..results.models import Result, Stored, base_of, session_sd
 from ..results.row import bare, duration
+from ..results.stats import interval
 from ..results.store import StoreError
-from ..results.verdict import DEFAULT_SPREAD, NEUTRAL_FLOOR, interval
+from ..results.verdict import DEFAULT_SPREAD, NEUTRAL_FLOOR
 from ..timing import peaks
 from ..timing.peaks import Peaks, PeaksError
 from ..util.cli_result import CliError, CliResult, columns

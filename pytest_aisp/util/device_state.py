@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from . import device
 from .device import query
+from .gpu_lease import is_worker
 
 THROTTLED = {
     0x8: "hardware slowdown",
@@ -180,7 +181,7 @@ class Telemetry:
             return []
         samples = query(nvml.nvmlDeviceGetProcessUtilization, handle, since) or []
         busy = {int(s.pid) for s in samples if s.smUtil > 0 and s.timeStamp > since}
-        return sorted(pid for pid in busy if not device.is_worker(pid))
+        return sorted(pid for pid in busy if not is_worker(pid))
 
     def summary(self) -> dict[str, list[int] | None]:
         """Return the smallest and the largest value of each quantity."""

@@ -314,7 +314,7 @@ class Engine:
 
     def compile(self, task: messages.CompileTask) -> task_results.CompileResult:
         """Assemble every kernel that the case's sides launch, for each arch of `task`."""
-        from ..kernels.assemble import Assembly
+        from ..kernels.cross_compile import Assembly
 
         context = TaskContext(task)
         case = context.pair, context.pair.variant(task.variant), task.size
