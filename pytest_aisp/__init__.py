@@ -39,7 +39,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> object:
-    # Lazy, so that pytest can load the plugin without loading what pages need.
+    # Lazy, so that pytest can load the plugin without loading the modules that pages need.
     from importlib import import_module
 
     if name in _HOME:

@@ -302,7 +302,7 @@ def test_store_is_refused_under_ci(two, capsys, monkeypatch):
     assert app.main(["bandwidth", "--store"]) == 2
     output = capsys.readouterr()
     assert output.out == ""
-    assert output.err.startswith("--store is refused where CI is set: a gate must not move its own")
+    assert output.err.startswith("--store is refused if CI is set: a gate must not change its own")
 
 
 @pytest.mark.parametrize(("count", "have"), [(0, "none is"), (1, "one is")])

@@ -240,7 +240,7 @@ def test_store_is_refused_under_ci(ranks, monkeypatch, capsys):
     monkeypatch.setenv("CI", "1")
     assert app.main(["nccl", "--store"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "--store is refused where CI is set: a gate must not move its own limits",
+        "--store is refused if CI is set: a gate must not change its own limits",
         "Store on the machine by hand and commit the file",
     ]
 

@@ -124,4 +124,4 @@ def test_a_foreign_file_and_ci_prevent_storing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Worker, "log", [])
     assert app.main(["peak", "--store"]) == 2
     assert Worker.log == []
-    assert capsys.readouterr().err.startswith("--store is refused where CI is set")
+    assert capsys.readouterr().err.startswith("--store is refused if CI is set")

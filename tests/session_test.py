@@ -126,7 +126,7 @@ def test_recording_is_refused_where_ci_is_set(page, pytester, monkeypatch):
     result = pytester.runpytest_inprocess(UPDATE)
     result.stderr.fnmatch_lines(
         [
-            f"ERROR: {UPDATE} is refused where CI is set: a gate must not move its own limits.",
+            f"ERROR: {UPDATE} is refused if CI is set: a gate must not change its own limits.",
             "Record on the machine by hand and commit the file",
         ]
     )

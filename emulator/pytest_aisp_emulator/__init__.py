@@ -34,11 +34,11 @@ def install() -> None:
 
 
 def pytest_aisp_cuda_emulator(config: pytest.Config) -> str:
-    """Tell pytest-aisp which module emulates CUDA C++."""
+    """Return the name of the module that emulates CUDA C++ for pytest-aisp."""
     os.environ.setdefault(SEED, str(random.SystemRandom().randrange(1 << 31)))
     return __name__
 
 
 def pytest_report_header() -> str:
-    """Say how to repeat this run's thread orders."""
+    """Print how to repeat this run's thread orders."""
     return f"CUDA C++ runs emulated; repeat its thread orders with {SEED}={os.environ[SEED]}"

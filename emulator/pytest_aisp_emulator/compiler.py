@@ -34,7 +34,7 @@ UNSUPPORTED = {
     "cooperative groups": r"\bcooperative_groups\b",
     "libcu++": r"\bcuda\s*::\s*(?!std\b)\w+",
 }
-"""What needs a GPU, with the pattern that finds it in a source."""
+"""Features that need a GPU, with the pattern that finds each in a source."""
 
 
 class CannotEmulate(RuntimeError):
@@ -42,7 +42,7 @@ class CannotEmulate(RuntimeError):
 
 
 def unsupported(module: CudaModule) -> str:
-    """Return what in `module` needs a GPU, or an empty string."""
+    """Return the feature of `module` that needs a GPU, or an empty string."""
     plain = "".join(map(without_comments, module.sources.values()))
     return ", ".join(what for what, pattern in UNSUPPORTED.items() if re.search(pattern, plain))
 

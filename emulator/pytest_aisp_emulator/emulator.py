@@ -1,10 +1,10 @@
 """Run launches of CUDA C++ kernels on the CPU.
 
 `emulated.cpp` runs a kernel's threads one at a time, in an order drawn from a seed, and inspects
-every access to tensors and shared memory. A `Fault` is an access that is out of bounds, misaligned
-or races with another thread's, or a barrier or shuffle that some thread never reaches. Shared
-memory starts as NaN. Not emulated: the GPU's memory model, time, and warps or blocks that wait for
-one another.
+every access to tensors and shared memory. A `Fault` is an access that is out of bounds, is
+misaligned, or races with another thread, or a barrier or shuffle that some thread never reaches.
+Shared memory starts as NaN. Not emulated: the GPU's memory model, time, and warps or blocks that
+wait for one another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .compiler import library_of
 
 MOST_SHARED = 227 * 1024
 SMALL_GPU = {"multi_processor_count": 2, "max_threads_per_multi_processor": 1024}
-"""A few blocks fill this GPU, so that persistent kernels loop."""
+"""The emulated GPU has few processors, so that persistent kernels loop."""
 
 
 class Fault(RuntimeError):
@@ -37,8 +37,8 @@ def emulated(seed: int = 0, *, races: bool = True) -> Iterator[None]:
     """Run every launch at once on the CPU, each in its own thread order drawn from `seed`.
 
     Args:
-        races: report two accesses without a barrier between them as a fault. Without it a race
-            shows only in the results.
+        races: report two accesses without a barrier between them as a fault. Without `races`, a
+            race is only visible in wrong results.
     """
     import torch
 
@@ -111,7 +111,7 @@ def _checked(kernel: Kernel, args: Sequence[object]) -> list[object]:
 
 
 class _Tensor(ctypes.Structure):
-    """A tensor as emulated.cpp sees it."""
+    """A tensor as `emulated.cpp` gets it."""
 
     _fields_ = (
         ("base", ctypes.c_void_p),

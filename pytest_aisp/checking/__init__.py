@@ -1,1 +1,1 @@
-"""Sides made ready and proved right: values, reference, bounds, controls."""
+"""Prepare sides and check them: values, reference, error bounds, and negative controls."""

@@ -32,12 +32,12 @@ EXAMPLES = 20
 
 @dataclass
 class CheckResult:
-    """What checking found, in plain types.
+    """The result of a check, in plain types.
 
     Attributes:
         errors: by side, the largest rms and the worst element in allowed deviations.
         controls: the result of each control.
-        exact: whether the exact integer probe ran, or why not.
+        exact: a note that the exact integer probe ran, or why it did not.
     """
 
     errors: dict[str, list[float]] = field(default_factory=dict)
@@ -60,8 +60,8 @@ def check_sides(
 
     Raises:
         Wrong: for a wrong result.
-        SideError: for a side that breaks a rule of comparing.
-        TooLoose, CannotTell: when a control shows that the tolerance or the inputs are unsuitable.
+        SideError: if a side breaks a rule of the comparison.
+        TooLoose, CannotTell: if a control shows that the tolerance or the inputs are unsuitable.
     """
     result = CheckResult()
     baseline: list[Comparison] = []
@@ -86,7 +86,7 @@ def check_sides(
 
 
 def _check_terms(reference: Reference) -> None:
-    """Refuse a declared sum that is longer than the inputs: its length widens the bound."""
+    """Refuse a declared sum that is longer than the inputs, because the length widens the bound."""
     pool, world = reference.pool, current_group().world
     tensors = [tensor for _, tensor in pytree.tensors(pool.values[0])]
     tensors += pytree.state_tensors(pool.new_state()).values()
@@ -115,7 +115,7 @@ def _check_ratio(
                 f" {size_words(reference.pool.size)}:"
                 f" {own.path} has an rms error of {own.rms:.3g} allowed deviations, limit"
                 f" {limit:.3g} (1.5 x the baseline's {base.rms:.3g}, at least 0.8);"
-                " declare Variant(precision=...) where that is on purpose"
+                " declare Variant(precision=...) if that is on purpose"
             )
 
 
@@ -152,7 +152,7 @@ def _check_side(
 
 
 def _turns(pair: Pair) -> tuple[int, ...]:
-    """Return the value sets on which a side is checked in turn, at one address."""
+    """Return the value sets for checking a side, one after the other at the same address."""
     if pair.state is not None:
         return tuple(k % VALUE_SETS for k in range(STEPS if enabled("steps") else 1))
     return (0, 1) if enabled("fresh-values") else (0,)
@@ -231,7 +231,7 @@ def _check_form(
 
 
 def _poison_free_memory(like: object) -> None:
-    """Leave NaN in the memory that the allocator hands out next, so `empty` holds no answer."""
+    """Fill the memory that the allocator will return next with NaN, so `empty` holds no answer."""
     import torch
 
     tensors = [tensor for _, tensor in pytree.tensors(like) if tensor.numel()]
@@ -248,7 +248,7 @@ def smallest_failure(
 
     Args:
         strategies: values and Hypothesis strategies by size key.
-        check: raises for a size at which a side is wrong.
+        check: raises an error if a side is wrong at the given size.
     """
     if current_group().world > 1:
         sizes: list[Size] = []

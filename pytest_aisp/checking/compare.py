@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 SMALL = 1 << 18
-"""Outputs of up to this many elements are compared together: a launch costs more than they do."""
+"""Outputs with at most this many elements are compared together, to save launches."""
 
 
 def scatter(count: int) -> float:
@@ -31,7 +31,8 @@ class Comparison:
     """How far one output is from the expected value, in allowed standard deviations.
 
     Attributes:
-        index, got, want, bound: the worst element, its two values and its allowed deviation.
+        index, got, want, bound: the worst element, its actual and expected values, and its allowed
+            deviation.
         count: number of elements.
         step: number of the training step that was compared.
         worst_limit: allowed error of the worst element.
@@ -69,7 +70,7 @@ def compare_all(
 ) -> list[Comparison]:
     """Compare outputs with the expected ones, in order. Shapes must agree already.
 
-    Small outputs are compared together. Only those that differ are then compared one by one.
+    Small outputs are compared together. Outputs that differ are then compared one by one.
     """
     accepted: dict[int, Comparison] = {}
     if not rule.exact:
@@ -140,7 +141,7 @@ def compare(got: torch.Tensor, leaf: Leaf, rule: Rule) -> Comparison:
 
 
 def _errors(got: torch.Tensor, leaf: Leaf) -> torch.Tensor:
-    """Return the absolute errors in float64; infinite where only one value is finite."""
+    """Return the absolute errors in float64; an error is infinite if only one value is finite."""
     import torch
 
     result = got.detach().to(torch.float64, copy=True, memory_format=torch.contiguous_format)
@@ -234,7 +235,7 @@ def check_outputs(name: str, outputs: object, inputs: Iterable[object], size: st
 
 
 def _lazy_kind(tensor: torch.Tensor) -> str | None:
-    """Return what `tensor` is if not all its elements are written in memory, else None."""
+    """Return a description of `tensor` if some elements are not written in memory, else None."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):

@@ -99,7 +99,7 @@ def _by_majority(reference: Reference, precision: Precision | None, rule: Rule) 
 
 
 def _redrawn(reference: Reference, draw: int) -> Reference:
-    """Return the reference of other values of the same page and size."""
+    """Return the reference for other values of the same page and size."""
     pool = reference.pool
     seed = pool.seed + draw * DRAW_SEEDS
     other = InputPool(pool.pair, pool.size, pool.device, seed, pool.unseen_seed)
@@ -135,8 +135,8 @@ def run_controls(
         rule: the page's.
 
     Raises:
-        TooLoose: when the rule accepts a control that applies.
-        CannotTell: when no control of a kind applies.
+        TooLoose: if the rule accepts a control that applies.
+        CannotTell: if no control of one kind applies.
     """
     wrong = dict(_wrong_answers(expected))
     wrong["stale"] = [leaf.value for leaf in stale]
@@ -176,8 +176,9 @@ def _wrong_answers(expected: Sequence[Leaf]) -> Iterator[tuple[str, list[torch.T
 def _noisy(leaf: Leaf, largest: int) -> torch.Tensor:
     """Return the expected values with noise: 2.4 bounds in outputs of `largest` elements.
 
-    The rms of few elements varies by chance, so more noise is needed to break its bound. A smaller
-    output beside a larger one gets no more: a page's tolerance for all would then seem too loose.
+    The rms of few elements varies by chance, so more noise is needed to break its bound. The
+    largest output decides for all outputs. More noise in a smaller output would make a tolerance
+    for all outputs seem too loose.
     """
     import torch
 
@@ -257,7 +258,7 @@ def _is_exact(value: torch.Tensor) -> bool:
 
 
 def _fits_types(reference: Reference, expected: NamedTensors) -> bool:
-    """Return whether the outputs' types hold every integer up to the largest expected value.
+    """Return whether the outputs' types can represent the largest expected integer.
 
     The partial sum of one rank is then as exact as the total.
     """

@@ -1,4 +1,4 @@
-"""What a pair's sides run on at one size and device: value sets, slots, states, bound sides."""
+"""The inputs of a pair's sides at one size on one device: value sets, slots, and states."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from ..util.process_group import current_group
 
 VALUE_SETS = 2
 STEPS = 3
-"""Steps after which a training step's state is compared, besides the first."""
+"""The state of a training step is compared after the first step and after these steps."""
 UNSEEN = VALUE_SETS
 """The value set that is shown only before the last block."""
 COLD_FOOTPRINT = 5.0
-"""Slots together cover this many L2 caches: cyclic reuse then hits in less than 1 % of accesses."""
+"""All slots together are this many times the L2, so that less than 1 % of accesses hit."""
 MAX_SLOTS = 512
 RANK_SEEDS = 7919
 """Distance between the seeds of two ranks' inputs."""
 STATE_SEED = 500_009
-"""Added to the seed of a state, so that it does not begin with the numbers of the inputs."""
+"""Added to the seed of a state, so that the state gets other random numbers than the inputs."""
 
 Inputs: TypeAlias = tuple[object, ...]
 """The arguments of a side."""
 
 
 class NotCold(PageError):
-    """The working set is too small to be cold by rotation."""
+    """The working set is so small that rotation cannot keep the L2 cold."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class InputPool:
         unseen_seed: seed of the `UNSEEN` set.
         values: `VALUE_SETS` sets of inputs, then the `UNSEEN` one once it was requested.
         slots: copies of value sets, at addresses that stay the same.
-        pattern: which value set each slot holds now.
+        pattern: the value set that each slot holds now.
     """
 
     pair: Pair
@@ -73,7 +73,7 @@ class InputPool:
         return make_inputs(self.pair, self.device, self.size, seed, rank)
 
     def all_ranks(self, k: int) -> list[Inputs]:
-        """Return value set `k` of every rank. Those of other ranks are drawn anew each time."""
+        """Return value set `k` of every rank. Those of others are redrawn at each call."""
         seed = self.unseen_seed if k == UNSEEN else self.seed + k
         own = current_group().rank
         return [
@@ -89,8 +89,8 @@ class InputPool:
     def rewrite(self, sides: Sequence[BoundSide], *, last: bool = False) -> None:
         """Give each slot other values, in place, and overwrite every output with NaN.
 
-        The last time, every second slot gets the value set that no side has seen. An answer that
-        was cached by address is then wrong.
+        Before the last block, every second slot gets the value set that no side has seen. An answer
+        that was cached by address is then wrong.
         """
         self.pattern = [self.rng.choice([k for k in (0, 1) if k != now]) for now in self.pattern]
         if last and enabled("unseen-values"):
@@ -116,10 +116,10 @@ class InputPool:
         return BoundSide(side, self.slots, self.new_state())
 
     def slots_for(self, output_bytes: int, l2_bytes: int, free_bytes: int) -> int:
-        """Return how many slots make the working set cold, or a few where it may be warm.
+        """Return how many slots make the working set cold, or a small number if it may be warm.
 
         Raises:
-            NotCold: when more than `MAX_SLOTS` slots would be needed.
+            NotCold: if more than `MAX_SLOTS` slots would be needed.
         """
         footprint = max(1, pytree.nbytes(self.values[0]) + output_bytes)
         if self.pair.state is not None or self.pair.l2 == "warm" or self.pair.as_called:
@@ -158,7 +158,7 @@ def one_slot(pool: InputPool) -> Iterator[None]:
 
 @functools.cache
 def slot_order(calls: int, slots: int, extra: int = 0) -> tuple[int, ...]:
-    """Return the slot of each of `calls` calls in turn, and of `extra` further ones.
+    """Return the slot of each of `calls` calls, followed by those of `extra` more calls.
 
     The extra calls start half a turn further. The next window begins with slot 0, and no slot may
     come again while the L2 still holds it.
@@ -211,7 +211,7 @@ def make_inputs(pair: Pair, device: str, size: Size, seed: int, rank: int | None
 
 
 def _rank_arguments(function: Callable[..., object], rank: int) -> dict[str, int]:
-    """Return those of `rank` and `world` that the page's function takes."""
+    """Return the keywords `rank` and `world`, if the page's function takes them."""
     parameters = inspect.signature(function).parameters
     arguments = {"rank": rank, "world": current_group().world}
     return {name: value for name, value in arguments.items() if name in parameters}
@@ -239,7 +239,7 @@ class Snapshot:
         self.saved = {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
     def restore(self) -> None:
-        """Copy the saved values back. Tensors made since (momentum, gradients) become zero."""
+        """Copy the saved values back. Newer tensors (momentum, gradients) become 0."""
         import torch
 
         with torch.no_grad():
@@ -257,9 +257,9 @@ class BoundSide:
         name: the side's name.
         calls: one callable for each slot; each returns that slot's outputs.
         outputs: for each slot, what the last call returned.
-        one_off: seconds that preparing took for each slot (0 for a function).
-        held_bytes: bytes on the GPU that preparing keeps for each slot (0 for a function).
-        state: what the side may change, or None.
+        one_off: for each slot, seconds that preparing took (0 for a function).
+        held_bytes: for each slot, bytes on the GPU that preparing keeps (0 for a function).
+        state: the state that the side may change, or None.
     """
 
     def __init__(self, side: Side, slots: Sequence[Inputs], state: object = None) -> None:
@@ -317,7 +317,7 @@ class BoundSide:
             self._snapshot.restore()
 
     def close(self) -> None:
-        """Let prepared sides tear down, and drop every output."""
+        """Run the teardown of prepared sides, and drop every output."""
         for generator in self._generators:
             if next(generator, None) is not None:
                 raise SideError(f"{self.name} yields twice; a prepared side yields once")

@@ -1,8 +1,8 @@
-"""Finds sides that remember answers by value: always right, but fast only on repeated values.
+"""Find sides that remember answers by value: they are right, but fast only on repeated values.
 
-Windows repeat their values, so a memo looks like a fast side. Only Python can keep one, and it does
-not run on the graph and queue clocks. On the others each side is timed on new values, then on the
-same ones again.
+Windows repeat their values, so a side with a memo looks fast. Only Python code can use a memo, and
+Python does not run during windows of the graph and queue clocks. On the other clocks, each side is
+timed on new values, and then on the same values again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ..util.process_group import current_group
 from .inputs import BoundSide, InputPool, make_inputs
 
 ROUNDS, MORE_ROUNDS = 3, 12
-"""Sets of new values, and how many more are drawn before a side is refused."""
+"""The number of sets of new values, and how many more are drawn before a side is refused."""
 REPEAT_RATIO = 1.5
 """A side remembers answers if its best time on new values is longer by this factor."""
 REPEAT_SECONDS = 20e-6
-"""Seconds by which it must be slower on new values. Less is not worth remembering."""
+"""Such a side is also slower on new values by at least this many seconds."""
 
 Times = tuple[list[float], list[float]]
 """Seconds on new values, and on the same values again."""
@@ -29,7 +29,7 @@ Times = tuple[list[float], list[float]]
 def check_repeats(
     pool: InputPool, sides: Sequence[BoundSide], wait: Callable[[], None], seed: int
 ) -> None:
-    """Refuse a side that is fast only on values which it has seen before.
+    """Refuse a side that is fast only on values that it has seen before.
 
     Runs the sides on slot 0 and leaves other values there.
 

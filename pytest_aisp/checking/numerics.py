@@ -1,6 +1,6 @@
-"""Error bounds: which error each element of an output may have. `compare` applies them.
+"""Error bounds: the error that each element of an output may have. `compare` applies them.
 
-The reference is computed in float64 from the inputs as the sides get them. The allowed error of
+The reference is computed in float64 from the same inputs that the sides get. The allowed error of
 each element is a standard deviation, derived from the types, the longest sum and the reference's
 own sensitivity to its operands; docs/explanation/checking.md derives it. Two tests must hold: one
 for the rms of the error over all elements, one for the worst element.
@@ -30,15 +30,19 @@ SIGNS = 1048573
 """Random signs that are drawn for one perturbed tensor: the largest prime below 2^20."""
 
 BLOCKED, WORST_BLOCK = ("int8", "int4", "w4a16", "mxfp8", "nvfp4"), 16.0
-"""Formats in which a block shares one scale, and the limit of their worst element. The largest of
-10^8 normal values is six times their rms, where `UNIT` assumes four, and rounding the scale to a
-power of two may double the step of that block."""
+"""Formats in which a block shares one scale, and the limit of their worst element.
+
+`UNIT` assumes that the largest value of a block is four times the rms, but the largest of 10^8
+normal values is six times their rms. Rounding the scale to a power of two may also double the step
+of that block.
+"""
 
 # Unit roundoff by name of type, and the depth of one tensor-core instruction (K elements).
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 UNIT |= {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3, "tf32": 2.0**-11, "fp16": 2.0**-11}
 UNIT |= {"bf16": 2.0**-8, "fp8": 2.0**-4, "mxfp8": 2.0**-4, "nvfp4": 2.0**-2}
-# The step of these is a share of the largest value in the block, about four times the block's rms.
+# The step of these formats is a share of the largest value in the block, which is about four times
+# the block's rms.
 UNIT |= {"int8": 2.0**-6, "int4": 2.0**-2, "w4a16": 2.0**-2}
 _ONE_OPERAND = ("w4a16",)  # only the weights have four bits, not activations and results
 _OPERANDS_ONLY = ("tf32", *_ONE_OPERAND)  # results are never rounded to these
@@ -82,7 +86,7 @@ class Leaf:
     """One expected output: its value in float64 and the allowed error of each element.
 
     Attributes:
-        sigma: allowed standard deviation of each element, or None where only equality is accepted.
+        sigma: allowed standard deviation of each element, or None if only equality is accepted.
             Zeros in it are raised to 1e-300.
         worst_limit: allowed error of the worst element, in allowed standard deviations.
     """
@@ -103,7 +107,7 @@ class Leaf:
 
     @functools.cached_property
     def total(self) -> float:
-        """Root of the sum of the squares of `sigma` where a finite value is expected."""
+        """Root of the sum of the squares of `sigma` over the elements with finite values."""
         import torch
 
         if self.sigma is None:
@@ -143,8 +147,8 @@ def sensitivity(run: Callable[[int | None], NamedTensors], probes: int = PROBES)
                 difference = (moved.double() - value.double()).div_(STEP)
                 total += difference.square_().nan_to_num_(0.0, 0.0, 0.0).div_(probes)
     for total in squares:
-        # Three probes scatter. No sensitivity counts as less than 0.7 of the output's rms, else the
-        # worst of 10^8 correct elements could exceed the limit because of an unlucky estimate.
+        # Three probes vary by chance, so a sensitivity counts as at least 0.7 of the output's rms.
+        # Otherwise the worst of 10^8 correct elements could exceed the limit.
         if total is not None and total.numel():
             total.clamp_min_(0.5 * float(total.mean()))
     return [
@@ -187,11 +191,11 @@ def allowed(
 
     Args:
         value: the reference's output in float64.
-        squares: sum of squares of the terms that make each element.
-        dtype: type in which the sides return it, ``float32``.
+        squares: for each element, the sum of the squares of its terms.
+        dtype: type in which the sides return it, such as ``float32``.
         precision: lower arithmetic that a side declares, or None.
         work: the page's work: longest sum and number of roundings.
-        steps: how often the whole computation ran, each on the result of the one before.
+        steps: number of steps, each of which starts from the result of the previous step.
     """
     u_out = UNIT[dtype]
     low = precision if precision and UNIT[precision] > u_out else None

@@ -1,4 +1,4 @@
-"""The reference of one pair at one size: what it returns is computed once and cached."""
+"""The reference of one pair at one size. Its results are computed once and cached."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Reference:
-    """What the reference returns for the values of `pool`.
+    """The results of the reference for the values of `pool`.
 
     Attributes:
         exact: whether the page accepts only equality; then nothing is perturbed.
@@ -62,7 +62,7 @@ class Reference:
     def leaves(self, turns: tuple[int, ...], precision: str | None) -> list[Leaf]:
         """Return the expected outputs after running on the value sets `turns`, one by one.
 
-        Only the last turn matters without a state, or if the reference only reads the state.
+        Without a state, or if the reference only reads the state, only the last turn matters.
         """
         key = (self._needed(turns), precision)
         if key not in self._leaves:
@@ -113,7 +113,7 @@ class Reference:
     def _fits_memory(self, count: int) -> bool:
         """Return whether the outputs after each of `count` turns fit the GPU of every rank.
 
-        A state and its gradients need memory for the value, its sensitivity, and a run's own.
+        The memory is for the value, its sensitivity, and the run itself, gradients included.
         """
         if not self.pool.device.startswith("cuda"):
             return True
@@ -122,7 +122,7 @@ class Reference:
         return current_group().max(needed > free_bytes() / 2) == 0
 
     def learn_types(self, types: Iterable[tuple[str, torch.dtype]]) -> None:
-        """Remember in which type the sides return the outputs whose type is still unknown."""
+        """Remember the types in which the sides return outputs, for outputs of unknown type."""
         new = {path: dtype for path, dtype in types if path not in self.types}
         if new:
             self.types.update(new)
@@ -206,7 +206,7 @@ def _equal(old: dict[str, object], new: dict[str, object]) -> bool:
 
 
 def outputs_and_state(outputs: object, state: object) -> NamedTensors:
-    """Return what is compared: the outputs, then every tensor of the state."""
+    """Return the values to compare: the outputs, then every tensor of the state."""
     named = numerics.as_leaves(outputs) if outputs is not None else []
     if state is not None:
         tensors = pytree.state_tensors(state)

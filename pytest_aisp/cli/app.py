@@ -60,7 +60,7 @@ OLD_SPELLINGS = {
     "suite run": "bench run",
     "results checksums": "seals",
 }
-"""Spellings from before there were groups. The other commands were their last word alone."""
+"""Old spellings that are not just the last word of the command."""
 CLASSES: Mapping[Command, type[TyperCommand]] = {
     suite.run: suite.PytestCommand,
     suite.verify: suite.PytestCommand,
@@ -87,7 +87,7 @@ def build() -> typer.Typer:
 
 
 def _group(text: str) -> typer.Typer:
-    # Without frames around errors, which are hard to read in a log.
+    # No frames around errors, because they are hard to read in a log.
     return typer.Typer(
         name="aisp", help=text, rich_markup_mode=None, pretty_exceptions_enable=False
     )

@@ -1,4 +1,4 @@
-"""What all commands share: common options, printing results, and showing progress."""
+"""Functions that all commands share: common options, printing results, and showing progress."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def finish(result: CliResult) -> NoReturn:
 
 
 def store_measured(result: CliResult, store: Callable[[], Sequence[str]]) -> CliResult:
-    """Call `store` and print its lines on stderr. Return the result, even if storing fails."""
+    """Call `store`, print its lines on stderr, and return the result, even if storing fails."""
     try:
         print_error("\n".join(store()))
     except CliError as error:

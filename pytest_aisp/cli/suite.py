@@ -110,7 +110,7 @@ def replay(ctx: typer.Context, folder: Folder, targets: Targets = None) -> None:
 
 
 def _read_catalog(targets: list[str] | None) -> Catalog:
-    """Return the catalog without importing a page. Fail if it lacks one of `targets`."""
+    """Return the catalog without importing a page. Fail if the catalog lacks one of `targets`."""
     from ..tools import catalog
 
     with show_progress() as progress:
@@ -134,13 +134,14 @@ def _target_names(incomplete: str) -> list[str]:
 class TargetsCommand(TyperCommand):
     """A command whose `--targets` takes all words up to the next option.
 
-    `ctx` is a click context: click's own, or that of the click inside of newer versions of Typer.
+    `ctx` is a click context, either from click or from the copy of click inside newer versions of
+    Typer.
     """
 
     takes_pytest_arguments = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Repeat `--targets` before each of its words, which is the form that Typer knows."""
+        """Repeat `--targets` before each of its words, because Typer only accepts that form."""
         end = args.index("--") if "--" in args else len(args)
         own, has_dashes = args[:end], end < len(args)
         if has_dashes and not self.takes_pytest_arguments:
@@ -155,7 +156,7 @@ class TargetsCommand(TyperCommand):
         return super().parse_args(ctx, words)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Complete any target. Typer itself completes only the first."""
+        """Complete any target. Typer itself completes only the first word."""
         if ctx.meta.get(LAST_TARGETS) is None or incomplete.startswith("-"):
             return list(super().shell_complete(ctx, incomplete))
         if incomplete == ":":

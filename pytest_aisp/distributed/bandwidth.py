@@ -28,7 +28,7 @@ WINDOWS = 7
 WINDOW_BYTES = 4 << 30
 """Bytes that one window copies, in at least 4 and at most 64 copies."""
 SLOW_SHARE = 0.8
-"""A hop below this share of the median of its kind is slow."""
+"""A hop whose rate is below this share of the median of its kind is slow."""
 NVLINK_FLOOR, NVLINK_FULL = 250e9, 450e9
 """The lowest good rate in bytes/s of a hop whose NVLink links carry 450 GB/s. The floor scales with
 the limit: a bridge of 4 links can never carry 250 GB/s."""
@@ -47,7 +47,7 @@ class Hop:
         both: True if both directions were busy at once; `rate` is then their sum.
         rate: bytes/s.
         kind: as in `topology.Route`.
-        limit: bytes/s of as many directions as `rate`, or None.
+        limit: bytes/s for the same number of directions as `rate`, or None.
         arrived: True if the target received what the source had sent.
         slow: why the hop is slow, or empty.
     """
@@ -102,7 +102,7 @@ class CudaCopier:
             torch.cuda.synchronize(name)
 
     def seconds(self, pairs: Sequence[Pair], copies: int) -> float:
-        """Return the seconds that `copies` copies along each of `pairs` took, all at once."""
+        """Return the seconds of `copies` copies along each of `pairs`, all at the same time."""
         import torch
 
         self._synchronize()
@@ -159,7 +159,7 @@ def measure(
 
 
 def flag_slow_hops(hops: Sequence[Hop], nbytes: int) -> list[Hop]:
-    """Return `hops` with `slow` set where one is below its kind's median or its floor."""
+    """Return `hops`, with `slow` set for hops below their kind's median or their floor."""
     kinds: dict[tuple[str, bool], list[float]] = {}
     for hop in hops:
         kinds.setdefault((hop.kind, hop.both), []).append(hop.rate)
@@ -251,7 +251,7 @@ def _describe_bad_hops(bad: Sequence[Hop]) -> list[str]:
 
 
 def peer_peaks(hops: Sequence[Hop], nbytes: int) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the peaks ``peer`` and ``peer_both`` to store, and how each was measured.
+    """Return the peaks ``peer`` and ``peer_both`` to store, and how they were measured.
 
     Raises:
         CliError: if a hop is slow (exit code 1), or the copies are too small for a peak.
@@ -275,7 +275,7 @@ def refuse_under_ci() -> None:
     """Refuse ``--store`` if CI is set."""
     if os.environ.get("CI"):
         raise CliError(
-            "--store is refused where CI is set: a gate must not move its own limits\n"
+            "--store is refused if CI is set: a gate must not change its own limits\n"
             "Store on the machine by hand and commit the file"
         )
 

@@ -1,8 +1,8 @@
-"""Start the ranks of a page, ask them all, and name the rank at fault.
+"""Start the ranks of a page, send tasks to all of them, and name the rank that failed.
 
 A `RankSet` is a `Worker` of n processes. torch's elastic launcher starts them once; each task goes
-to all, and the reply is rank 0's. A rank that fails, dies or falls silent ends them all, because
-the others may wait for it in a collective forever.
+to all ranks, and the reply is rank 0's. If a rank fails, dies, or stops responding, all ranks are
+ended, because the others may wait for it in a collective forever.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from ..worker.output_capture import STREAMS, OutputCapture, Stream
 from .rank import Member, describe_hang, output_file
 
 ERRORS_IN_COLLECTIVES = ("fault", "side", "memory")
-"""Errors that may leave collectives pending, which the next page's collectives would meet."""
+"""Errors that may leave collectives pending, which would disturb the next page's collectives."""
 MAX_FOLDER = 93
 """Longest path in bytes of the socket's folder: Linux takes 107 for a socket."""
 GRACE_SECONDS = 3.0
 """Time for the other ranks to reply once a rank has failed."""
 OUTPUT_LINES = 20
-"""Lines of the ranks' output that a failure shows."""
+"""Most lines of the ranks' output in a failure message."""
 _EXIT = re.compile(r"rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*(-?\d+)")
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Where the ranks of several machines meet; each machine has a launcher.
+    """The endpoint at which the ranks of several machines meet; each machine has a launcher.
 
     Attributes:
         endpoint: ``host:port``, the same on all; the first node listens there.
@@ -66,7 +66,7 @@ class RankSet:
 
     Args:
         environment: variables to set for the ranks; None as a value removes one.
-        nodes: where they meet the ranks of other machines, if there are any.
+        nodes: the endpoint where they meet the ranks of other machines, if there are any.
     """
 
     count: int
@@ -118,7 +118,7 @@ class RankSet:
 
     @property
     def outputs(self) -> Sequence[OutputCapture]:
-        """The output of the ranks, without their launcher's."""
+        """The output of the ranks, without the output of their launcher."""
         return [rank.output for rank in self._in_order()]
 
     @property
@@ -192,7 +192,7 @@ class RankSet:
                 return self._hung(seconds)
             updates = self._receive(0.1)
             if updates:
-                deadline = time.monotonic() + seconds  # the limit is on silence, not on long work
+                deadline = time.monotonic() + seconds  # the time limit restarts at each message
                 progress(updates[-1])
         return self._failure()
 
@@ -216,7 +216,7 @@ class RankSet:
         return updates
 
     def _failure(self) -> Reply | None:
-        """Return the first failed rank's reply, which names the rank unless all failed alike."""
+        """Return the first failed rank's reply; name the rank unless all failed the same way."""
         failed_ranks = [rank for rank in self._in_order() if rank.failed]
         failures = [rank.reply for rank in failed_ranks if rank.reply is not None]
         if not failures:
@@ -249,9 +249,9 @@ class RankSet:
         return [self._ranks[number] for number in sorted(self._ranks)]
 
     def _died(self, when: str) -> Reply:
-        """Return which rank has ended and how, as far as the launcher knows."""
+        """Return which rank has ended and how, if the launcher reported it."""
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(GRACE_SECONDS)  # it reports exit codes when all ranks have ended
+            self._process.wait(GRACE_SECONDS)  # it reports when all ranks have ended
         closed = [rank for rank in self._in_order() if rank.closed]
         codes = {int(rank): int(code) for rank, code in _EXIT.findall(self._output.peek().text)}
         culprit = next((r for r in closed if r.number in codes), closed[0] if closed else None)
@@ -274,7 +274,7 @@ class RankSet:
         return timeout_reply(seconds, description, self.output())
 
     def output(self) -> str:
-        """Return the last lines that each rank printed, or their launcher's if none did."""
+        """Return the last lines that each rank printed, or the launcher's if there are none."""
         lines = [
             f"{output.label}: {line}"
             for output in self.outputs

@@ -43,7 +43,7 @@ class Sweep:
     Attributes:
         device: ``cuda`` or ``cpu``.
         backend: versions of NCCL and torch, and the GPU's name.
-        notes: what was not available.
+        notes: features that were not available.
     """
 
     ranks: int
@@ -121,7 +121,7 @@ def measure_collectives(
             group.close()
     if reply.error is not None:
         message = reply.message
-        if reply.error == "timeout":  # its last line names an option of pytest
+        if reply.error == "timeout":  # the message's last line names an option of pytest
             message = f"{message.splitlines()[0]}\nGive it longer with --timeout={2 * timeout:g}"
         raise CliError("\n".join(filter(None, (reply.trace.rstrip(), message))), code=1)
     backend = dict(reply.result)
@@ -153,9 +153,10 @@ def nccl_result(sweep: Sweep) -> CliResult:
 
 
 def collective_peaks(sweep: Sweep) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the peaks to store, and how each was measured.
+    """Return the peaks to store, and how they were measured.
 
-    They are ``busbw`` of the largest all-reduce, and ``all_reduce``, seconds of the smallest.
+    They are ``busbw`` of the largest all-reduce, and ``all_reduce``, the seconds of the smallest
+    all-reduce.
 
     Raises:
         CliError: without a GPU, or without a large all-reduce.
@@ -195,8 +196,8 @@ MULTI_NODE_ADVICE = {
     "MASTER_PORT": "a free port there",
     "NCCL_SOCKET_IFNAME": "the interface that the nodes reach each other by",
     "GLOO_SOCKET_IFNAME": "the same for Gloo, which agrees on times between ranks",
-    "NCCL_IB_HCA": "the adapters beside the GPUs, where there is InfiniBand or RoCE",
-    "NCCL_IB_GID_INDEX": "on RoCE where connections fail: often 3",
+    "NCCL_IB_HCA": "the adapters next to the GPUs, if there is InfiniBand or RoCE",
+    "NCCL_IB_GID_INDEX": "on RoCE if connections fail: often 3",
 }
 """What ranks on several nodes need, in the order to set it."""
 

@@ -40,7 +40,7 @@ def si(value: float) -> str:
 
 
 def opening(width: float, height: float) -> list[str]:
-    """Return the first elements of an SVG of this size; the end tag is the caller's."""
+    """Return the start of an SVG of this size; the caller adds the end tag."""
     return [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" font-family="Helvetica, Arial, sans-serif">',

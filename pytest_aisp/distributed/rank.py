@@ -117,7 +117,7 @@ def _join(rank: int, world: int, tell: Callable[[int], object]) -> None:
 
 @dataclass
 class Member:
-    """A rank as its launcher sees it: the connection, and the messages from it.
+    """The launcher's view of a rank: the connection, and the messages from the rank.
 
     Attributes:
         step: number of agreements with the other ranks.
@@ -165,7 +165,7 @@ def describe_hang(ranks: Sequence[Member], folder: str) -> tuple[str, str]:
     stacks = _read_stacks(ranks, folder)
     fewest = min(rank.step for rank in ranks)
     behind = [r for r in ranks if r.reply is None and r.step == fewest]
-    if len(behind) == len(ranks):  # then the culprit is a rank that is in no collective
+    if len(behind) == len(ranks):  # then the others wait for a rank that is in no collective
         behind = [r for r in ranks if not _is_waiting(stacks[r.number])] or list(ranks)
     description = "; ".join(
         f"rank {r.number}: {r.doing.partition(AT)[0]}{_position(stacks[r.number])}" for r in behind

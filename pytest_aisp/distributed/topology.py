@@ -1,6 +1,6 @@
 """The GPUs of this machine and the routes between them, as NVML and the kernel report them.
 
-Nothing here touches CUDA. What a driver or a container does not report is shown as unknown.
+Nothing here touches CUDA. Values that a driver or a container does not report are shown as unknown.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..util.device import PCI, numa_node, query
 NVSWITCH = "NVSwitch"
 MAX_LINKS = 36
 """Links that NVML can report (NVML_NVLINK_MAX_LINKS of NVLink 6)."""
-# NVML numbers NVLink's versions in an enumeration of its own (nvmlNvlinkVersion_t; an A100 says 5).
-# The bytes/s that one link carries in one direction are from NVIDIA's data sheets: an H200 has
-# 18 links of NVLink 4 and 900 GB/s both ways together.
+# NVML has its own numbers for NVLink versions (nvmlNvlinkVersion_t; an A100 reports 5). The bytes/s
+# that one link carries in one direction are from NVIDIA's data sheets: an H200 has 18 links of
+# NVLink 4 and 900 GB/s both ways together.
 NVLINK_VERSIONS = {1: "1", 2: "2", 3: "2.2", 4: "3", 5: "3", 6: "4", 7: "5", 8: "6"}
 LINK_RATES = {"1": 20e9, "2": 25e9, "2.2": 25e9, "3": 25e9, "4": 25e9, "5": 50e9}
 LANE_RATES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
@@ -86,7 +86,8 @@ class Route:
 
     Attributes:
         ancestor: what PCIe traffic between them crosses, as in `ANCESTORS`, or empty.
-        access: ``OK`` or the reason against it, by capability; a missing one is unknown.
+        access: by capability, ``OK`` or the reason why it is not available; a missing one is
+            unknown.
         links: NVLink links between the two, direct or through switches.
         version: NVLink's version.
         pcie: generation and lanes of the slower of the two, or None.
@@ -102,7 +103,7 @@ class Route:
 
     @property
     def label(self) -> str:
-        """``NV18``, or what PCIe traffic crosses."""
+        """``NV18`` for NVLink, or the name of what PCIe traffic crosses."""
         return f"NV{self.links}" if self.links else self.ancestor or "?"
 
     @property

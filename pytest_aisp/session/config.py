@@ -256,7 +256,7 @@ def _refuse_combinations(settings: Settings, config: pytest.Config) -> None:
         raise pytest.UsageError(f"{modes[0]} cannot be combined with {modes[1]}: choose one mode")
     if settings.update is not None and os.environ.get("CI"):
         raise pytest.UsageError(
-            "--aisp-update-expectations is refused where CI is set: a gate must not move its own"
+            "--aisp-update-expectations is refused if CI is set: a gate must not change its own"
             " limits.\nRecord on the machine by hand and commit the file"
         )
     if settings.replay and settings.artifacts:
