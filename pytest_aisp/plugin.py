@@ -1,7 +1,7 @@
 """The hooks and fixtures of the plugin; each calls the module that does the work.
 
-Loading it imports only pytest, the standard library and the options. Hooks import the rest when a
-page needs it.
+Loading it imports only pytest, the standard library and the options. Hooks import other modules
+when a page needs them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def pytest_load_initial_conftests(
 ) -> None:
     given = list(args)
     options.fill_in_values(args)
-    if args != given:  # pytest has parsed them already, and loads conftests by what it parsed
+    if args != given:  # pytest has parsed them, and loads conftests by the result
         known = parser.parse_known_args(args, namespace=copy.copy(early_config.option))
         known.confcutdir = early_config.known_args_namespace.confcutdir
         early_config.known_args_namespace = known
@@ -121,7 +121,7 @@ def pair(request: pytest.FixtureRequest) -> PairUnderTest:
 
 @pytest.fixture
 def aisp_device() -> str:
-    """The device of this machine: ``cuda`` where there is a GPU, else ``cpu``."""
+    """The device of this machine: ``cuda`` if there is a GPU, else ``cpu``."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -129,7 +129,7 @@ def aisp_device() -> str:
 
 @pytest.fixture
 def warmup() -> Callable[[Callable[[], object]], int]:
-    """Run a callable until it is steady: ``warmup(f)`` returns the number of calls it took."""
+    """Run a callable until its time is steady: ``warmup(f)`` returns the number of calls."""
     from .timing.schedule import warm
 
     return warm
@@ -236,7 +236,7 @@ def pytest_report_header(config: pytest.Config) -> list[str] | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     recorder = session.config.stash.get(RECORDER, None)
-    # An interrupted suite has run in part only, so it needs no canary.
+    # An interrupted suite ran only in part, so it needs no canary.
     if session.exitstatus != pytest.ExitCode.INTERRUPTED:
         if session.config.stash.get(RUN, None) is not None:
             from .session.canary import run_at_end

@@ -77,7 +77,7 @@ UNKNOWN_WORDS = {
     "arch": ({"at_least": {"sm91": 2.0}}, "unknown arch in at_least 'sm91'; legal: cpu, sm90, "),
 }
 SLOWDOWN = (
-    "claims a slowdown; write at_least='neutral' where nothing is gained, or at_least='yardstick'"
+    "claims a slowdown; write at_least='neutral' if nothing is gained, or at_least='yardstick'"
 )
 CLAIMS = {
     "below one": ({"at_least": 0.9}, f"at_least=0.9 {SLOWDOWN}"),

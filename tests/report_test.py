@@ -244,9 +244,7 @@ def test_samples_are_read_only_from_the_folder_of_the_run(tmp_path):
     outside = with_cases(case(0, samples={"path": "../x.json", "sha256": "0"}))
     (error,) = sample_errors(ReportRun.of(outside, tmp_path))
     assert error == "../x.json: samples lie below their run's folder, in samples/."
-    assert sample_errors(ReportRun.of(outside)) == [
-        "its samples are not here, only the results are."
-    ]
+    assert sample_errors(ReportRun.of(outside)) == ["only its results are here, not its samples."]
 
 
 def test_history_shows_only_results_of_the_same_product():

@@ -35,9 +35,9 @@ OWNED = {
 }
 """The settings that a page may change for good, by the word in its ``owns=``."""
 MIXED = "mixed"
-"""The matmul precision where torch refuses to read it: both of its interfaces have set it."""
+"""The value for a matmul precision that torch cannot read, because both interfaces set it."""
 
-# Variables that the libraries below us read whenever something starts or is loaded.
+# Variables that libraries read each time something starts or is loaded.
 _WATCHED = (
     *("CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_", "OMP_", "GOMP_", "KMP_", "MKL_"),
     *("OPENBLAS_", "PYTORCH_", "TORCH_", "MALLOC_", "LD_", "PYTHON"),
@@ -51,7 +51,7 @@ _SET_BY_TORCH = (
 
 @dataclass(frozen=True)
 class Setting(Generic[T]):
-    """How one global setting is read and written."""
+    """The functions that read and write one global setting."""
 
     read: Callable[[], T]
     write: Callable[[T], object]
@@ -68,14 +68,14 @@ def snapshot() -> dict[str, object]:
 def restore(before: Mapping[str, object]) -> None:
     """Put every setting that has changed back to its value in `before`."""
     for name, setting in _settings().items():
-        # A setting that is missing in `before` is new: CUDA was initialized meanwhile.
+        # A setting that is not in `before` is new: CUDA was initialized meanwhile.
         if name in before and setting.read() != before[name]:
             with suppress(OSError):  # only root may lower a priority value
                 setting.write(before[name])
 
 
 def _settings() -> Settings:
-    """Return every setting. A setting whose writing changes others comes before them."""
+    """Return every setting. A setting that changes others when written comes before them."""
     torch_settings = {**_modes(), **_precision(), **_behavior(), **_hooks()}
     named = {f"torch's {name}": setting for name, setting in torch_settings.items()}
     return {**named, **_persisting_l2(), **_process()}
@@ -180,7 +180,7 @@ def _behavior() -> Settings:
 
 
 def _hooks() -> Settings:
-    """Return the number of hooks in each table of hooks that run with every module."""
+    """Return the number of hooks in each of torch's tables of global module hooks."""
     from torch.nn.modules import module
 
     names = [name for name in vars(module) if name.startswith("_global") and "hooks" in name]

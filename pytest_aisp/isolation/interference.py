@@ -1,10 +1,10 @@
-"""Work besides a side's own: threads and processes it leaves, imports, compilation, page faults.
+"""Detect what disturbs a measurement: leftover threads and processes, imports, page faults.
 
-`BackgroundWork` finds what still runs when a side has returned.
+`BackgroundWork` finds threads, processes and timers that still run after a side has returned.
 
-`InterferenceMonitor` counts events between blocks, never inside a window, and only on clocks on
-which a side's Python runs in its windows. A window in which a module was imported or something was
-compiled is measured again: that work belongs at the top of the page or in the warmup.
+`InterferenceMonitor` reads its counters between blocks, never inside a window. It does so only on
+clocks whose windows run a side's Python. If a module was imported or something was compiled in a
+window, the window is measured again. Such work belongs at the top of the page or in the warmup.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ..page.sources import libraries
 from .protections import enabled
 
 POLL_SECONDS, IDLE_POLLS = 1e-3, 4
-"""A thread in a library's code is idle after this many polls in which it slept."""
+"""A thread in a library's code counts as idle after it was asleep in this many polls."""
 BUSY_NS = 4_000_000
-"""A thread is busy once it has used this much CPU time. Shutting down takes less."""
+"""A thread counts as busy after it has used this much CPU time. Shutting down takes less."""
 POLL_TIMEOUT = 2.0
-"""Seconds after which a thread that never slept counts as busy, even if it hardly gets a core."""
+"""After this many seconds, a thread that never slept counts as busy, even without CPU time."""
 _TIMERS = ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF")
 _PYTHON_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
@@ -60,7 +60,7 @@ class BackgroundWork:
         return cls(threads, frozenset(_children()), frozenset(_timers()))
 
     def left(self) -> str | None:
-        """Describe something that was started since and still works, or return None."""
+        """Describe something that was started later and still works, or return None."""
         for thread in threading.enumerate():
             if thread not in self.threads and _is_busy(thread):
                 return f"a thread at work after its call: {thread.name}"
@@ -87,7 +87,7 @@ def _is_busy(thread: threading.Thread) -> bool:
         if _in_a_page(sys._current_frames().get(thread.ident or 0)):
             return True
         before = _cpu_ns(thread.native_id)
-        time.sleep(POLL_SECONDS)  # releases Python's lock, so that a waiting thread can go on
+        time.sleep(POLL_SECONDS)  # releases Python's lock, so that a waiting thread can continue
         used = _cpu_ns(thread.native_id)
         if used - started > BUSY_NS:
             return True
@@ -98,7 +98,7 @@ def _is_busy(thread: threading.Thread) -> bool:
 
 
 def _cpu_ns(thread: int | None) -> int:
-    """Return the CPU time of a thread by its native id, 0 if it has ended."""
+    """Return the CPU time of the thread with this native id, or 0 if it has ended."""
     if thread is None:
         return 0
     try:
@@ -117,14 +117,14 @@ def _in_a_page(frame: types.FrameType | None) -> bool:
 
 
 def _children() -> Iterator[int]:
-    """Yield the ids of this process's children; none where there is no /proc."""
+    """Yield the ids of this process's children; none if the system has no /proc."""
     for path in glob.glob("/proc/self/task/*/children"):
         with suppress(OSError), open(path) as file:
             yield from map(int, file.read().split())
 
 
 def _of_a_library(pid: int) -> bool:
-    """Return whether a library started the process for itself, as Inductor does its compilers."""
+    """Return whether a library started the process for itself, such as Inductor's compilers."""
     try:
         with open(f"/proc/{pid}/cmdline") as file:
             arguments = file.read().split("\0")[1:]
@@ -157,12 +157,12 @@ def _timers() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Counts:
-    """What was counted at one moment.
+    """The counters at one moment.
 
     Attributes:
-        modules: a copy of `sys.modules`. A module that is imported again is another object.
+        modules: a copy of `sys.modules`. If a module is imported again, it is a different object.
         events: events by name. These only grow.
-        swapped: KiB of this process that are swapped out, None where the system does not say.
+        swapped: KiB of this process that are swapped out, or None if the system does not report it.
     """
 
     modules: Mapping[str, object]
@@ -174,7 +174,8 @@ class InterferenceMonitor:
     """Count events between `begin` and `look`, block after block.
 
     Args:
-        owns: what the page varies itself. With ``page_faults`` they are counted but no fault.
+        owns: the settings that the page changes on purpose. With ``page_faults``, page faults are
+            counted but allowed.
         allocations: returns how often memory was allocated on the device so far.
     """
 
@@ -200,7 +201,7 @@ class InterferenceMonitor:
         return ", ".join(self._causes(imported, events, swapped)) or None
 
     def grew(self) -> bool:
-        """Return whether anything was imported or compiled since `begin`, and begin again."""
+        """Return whether anything was imported or compiled since `begin`; call `begin`."""
         before, self._before = self._before, self._now()
         compiled = any(before.events[name] != self._before.events[name] for name in _COMPILING)
         return compiled or bool(_imported(before.modules, self._before.modules))
@@ -234,7 +235,7 @@ class InterferenceMonitor:
 
 
 def swapped_kib() -> int | None:
-    """Return how many KiB of this process are swapped out, None where the system does not say."""
+    """Return how many KiB of this process are swapped out, or None if that is unknown."""
     try:
         with open("/proc/self/status") as lines:
             line = next((line for line in lines if line.startswith("VmSwap:")), None)

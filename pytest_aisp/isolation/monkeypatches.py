@@ -1,7 +1,7 @@
-"""What a page must not replace: clocks, waits, arithmetic, and the functions of this package.
+"""Functions that a page must not replace: clocks, waits, arithmetic, and those of this package.
 
-`remember` takes them once, before a page is loaded; `replaced` compares them by identity.
-`watching` refuses a side that replaces one, or that leaves anything else behind.
+`remember` stores the original functions before a page is loaded; `replaced` compares them by
+identity. `watching` refuses a side that replaces one of them, or that leaves anything else changed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .protections import enabled
 
 now_ns = time.perf_counter_ns
 now = time.perf_counter
-"""The clocks that are read. A page can replace those in `time`, not these."""
+"""The clocks to read. A page can replace the functions in `time`, but not these."""
 
 WATCHED = ("checking", "isolation", "results", "timing", "util", "worker")
-"""Our packages whose functions and methods are watched, in every module but these."""
+"""The packages whose functions and methods are watched, and the modules that are excluded."""
 NOT_WATCHED = ("worker.__main__", "worker.client")
-"""A program, and the client in pytest's process, where no side runs."""
+"""The excluded modules are a program, and the client in pytest's process, in which no side runs."""
 TORCH = (
     *("cat", "empty", "empty_like", "equal", "full_like", "randint", "segment_reduce", "tensor"),
     *("where", "zeros_like", "linalg.vector_norm", "cuda.synchronize", "cuda.Event"),
@@ -40,7 +40,7 @@ TORCH = (
     *("cuda.Stream", "cuda.current_stream"),
 )
 COVERAGE_VARIABLES = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE")
-"""The variables with which coverage and pytest-cov start in every new process."""
+"""The variables that make coverage and pytest-cov start in every new process."""
 
 _Attribute = tuple[object, str]
 _originals: dict[str, tuple[_Attribute, object]] = {}
@@ -68,7 +68,7 @@ def put_back() -> None:
 
 
 def watched_modules() -> list[str]:
-    """Return the names of our modules on disk that a page must not change."""
+    """Return the names of this package's modules that a page must not change."""
     package = __name__.partition(".")[0]
     return [
         f"{package}.{name}.{module.name}"
@@ -114,7 +114,7 @@ def _functions(module: ModuleType) -> Iterator[tuple[str, _Attribute]]:
 def _methods(prefix: str, kind: type) -> Iterator[tuple[str, _Attribute]]:
     for name in dir(kind):
         method = getattr(kind, name, None)
-        # Class methods are made anew at each access, so they cannot be compared.
+        # Each access to a class method creates a new object, so these cannot be compared.
         if callable(method) and not name.startswith("__") and method is getattr(kind, name):
             yield f"{prefix}.{name}", (kind, name)
     if "__call__" in vars(kind):
@@ -123,7 +123,7 @@ def _methods(prefix: str, kind: type) -> Iterator[tuple[str, _Attribute]]:
 
 @contextmanager
 def watching(name: str, owns: Sequence[str] = ()) -> Iterator[None]:
-    """Refuse a side `name` that changes settings, leaves work running or replaces functions.
+    """Refuse the side `name` if it changes settings, leaves work running, or replaces functions.
 
     Args:
         owns: what the page may change: ``threads`` (processes too), ``tf32``, ``gc``, ``affinity``.
@@ -166,7 +166,7 @@ def _check_settings(name: str, before: Mapping[str, object], owned: Sequence[str
 
 
 class Traced(RuntimeError):
-    """A tracer runs in the process that would time something."""
+    """A tracer runs in the process that measures."""
 
 
 def refuse_tracers() -> None:

@@ -1,4 +1,4 @@
-"""Every protection by name: what it refuses, and the switch with which the tests prove it.
+"""Every protection by name, with its rule, and a switch that tests use to turn it off.
 
 The tests prove each protection twice with the cheating sides in `tests/exploits`: the protection
 catches them, and without it they pass. Only those tests switch a protection off: neither an option
@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 PROTECTIONS = {
     "returned": "a side returns its outputs",
-    "inputs-unchanged": "a side changes nothing but its declared state, bit for bit",
-    "no-alias": "an output is no view of an input",
+    "inputs-unchanged": "a side changes nothing except its declared state, not even one bit",
+    "no-alias": "an output is not a view of an input",
     "plain-tensors": "an output is a plain tensor with all elements written, never a lazy one",
     "form": "outputs have the number, shape, type and device of the reference and the baseline",
     "work": "the longest sum that the page declares is no longer than its inputs",
@@ -22,18 +22,18 @@ PROTECTIONS = {
     "ratio": "a variant that declares no lower precision is as exact as its baseline",
     "exact-probe": "small integers, where every sum is exact, give the exact result",
     "controls": "the page's tolerance refuses zeros, noise, permuted and stale answers",
-    "fresh-values": "other values at the same address give another answer",
+    "fresh-values": "new values at the same address give a new answer",
     "fresh-memory": "memory from `empty` holds NaN, not an earlier answer",
     "steps": "a training step's state is compared after one, two and three steps",
     "timed-outputs": "the outputs of the last timed calls are compared, in every slot",
-    "every-call": "each of a few further calls, on other values each time, gives the right answer",
+    "every-call": "a few more calls, each on new values, give the right answers",
     "unseen-values": "before the last block the inputs get values that no side has seen",
     "poisoned-outputs": "outputs are overwritten with NaN between windows",
     "clocks-agree": "CUDA events, the host's clock and the GPU's own counter agree on the time",
     "kernels-agree": "the profiler sees kernels run for no longer than the clocks measured",
     "no-late-work": "when the last call ends, no work is left on another stream",
     "graph-nodes": "a side's graph computes something and calls nothing on the CPU",
-    "cold-l2": "after one round of calls the L2 holds nothing that it held before",
+    "cold-l2": "one round of calls evicts everything that was in the L2 before",
     "repeats": "a side is as fast on new values as on repeated ones",
     "global-flags": "a side leaves the global settings of torch and the process as they were",
     "threads": "no thread, child process or timer of a side runs after its call",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Integer: TypeAlias = "ctypes._SimpleCData[int]"
 Float: TypeAlias = "ctypes._SimpleCData[float]"
 Convert: TypeAlias = Callable[[Any, int], object]
-"""Return an argument for a device as cuda.core takes it, or None if it does not fit."""
+"""Convert an argument for cuda.core on a device; return None if the argument does not fit."""
 
 # PyTorch's names for C types. `_dtype` derives the integers from their bits.
 _DTYPES = {"float": "float32", "double": "float64", "bool": "bool", "size_t": "uint64"}
@@ -60,7 +60,7 @@ class Param:
 
     Attributes:
         text: the declaration: ``const float4* x``.
-        needs: what it accepts, for error messages; has a ``{device}``.
+        needs: the accepted arguments, for error messages; contains ``{device}``.
     """
 
     text: str
@@ -72,7 +72,7 @@ class Param:
 def check_arguments(
     name: str, params: Sequence[Param], args: Sequence[object], device: int
 ) -> list[object]:
-    """Return `args` as cuda.core takes them.
+    """Return `args` converted for cuda.core.
 
     Raises:
         LaunchError: an argument does not match its parameter, or their counts differ.
@@ -137,7 +137,7 @@ def _tensor_map(arg: object, device: int) -> object:
 
 
 def without_comments(source: str) -> str:
-    """Return `source` without comments, every line in its place."""
+    """Return `source` without comments and with the same line numbers."""
     return _COMMENT.sub(lambda match: match[1] or " " + "\n" * match[0].count("\n"), source)
 
 
@@ -175,7 +175,7 @@ def _param(kernel: str, text: str) -> Param:
 
 
 def _pointer(dtype: str, width: int) -> tuple[str, Convert]:
-    """Return what a pointer needs, in words, and the function that converts an argument to it."""
+    """Return the description of a valid pointer argument, and the function that converts one."""
     # PyTorch has few operations for wide unsigned dtypes, so signed tensors are accepted too.
     signed = dtype if dtype == "uint8" else dtype.removeprefix("u")
     names = " or ".join(dict.fromkeys((dtype, signed)))
@@ -206,7 +206,7 @@ def _dtype(c_type: str) -> str:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A map of `tensor`, which it keeps alive, in tiles of `box` elements; pass it to a kernel."""
+    """A map of `tensor` in tiles of `box` elements, for a kernel; it keeps `tensor` alive."""
 
     tensor: torch.Tensor
     box: tuple[int, ...]
@@ -216,7 +216,7 @@ class TensorMap:
 def tensor_map(
     tensor: torch.Tensor, box: Sequence[int], *, swizzle: int = 0, promotion: int = 128
 ) -> TensorMap:
-    """Return a map of `tensor` in tiles of `box` elements, by dimension as in its shape.
+    """Return a map of `tensor` in tiles of `box` elements, which has one entry per dimension.
 
     Elements beyond the tensor's edge are read as zero and never written. Elements of one and two
     bytes are passed as integers: a kernel can load and store them, but not reduce into them.
@@ -268,7 +268,7 @@ def _tma_faults(
 def _encode_tensor_map(
     tensor: torch.Tensor, box: tuple[int, ...], swizzle: int, promotion: int
 ) -> cuda.core.TensorMapDescriptor:
-    """Return the descriptor; nothing waits, so this is legal while a graph is captured."""
+    """Return the descriptor; this does not wait for the GPU, so it is legal during a capture."""
     import torch
 
     maps = import_module("cuda.core._tensor_map")  # cuda.core does not export its enums

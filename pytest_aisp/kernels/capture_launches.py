@@ -88,7 +88,7 @@ class CapturedLaunches:
 
     @property
     def kernels(self) -> set[Kernel]:
-        """The kernels that were launched or passed to one."""
+        """The kernels that were launched or were passed to a launched kernel."""
         return {launch.kernel for launch in self.unique.values()} | self.arguments
 
 
@@ -146,7 +146,7 @@ def _fake_ranks(count: int) -> Iterator[None]:
 def _run(pair: Pair, side: Side, size: Size) -> None:
     state = make_state(pair, "cuda", size, 0)
     inputs = make_inputs(pair, "cuda", size, 0)
-    side = getattr(side, "side", side)  # the function inside a fresh_process side
+    side = getattr(side, "side", side)  # the function that a fresh_process side wraps
     result = side(*inputs) if state is None else side(state, *inputs)
     if inspect.isgenerator(result):
         run = next(result, None)
@@ -189,7 +189,7 @@ def _clusters_at_once(self: cuda_cpp.Kernel, block: Dims, shared: int = 0, *, cl
 
 
 def _run_every_configuration(self: Autotuner, *args: object, **kwargs: object) -> None:
-    """Launch a tuned kernel in every configuration that pruning leaves, as tuning would."""
+    """Launch a tuned kernel in every configuration that is left after pruning, as tuning would."""
     self.nargs = dict(zip(self.arg_names, args, strict=False))
     for config in self.prune_configs(kwargs):
         if config.pre_hook is not None:
@@ -281,7 +281,7 @@ def choice_notes(choices: Choices) -> list[str]:
 
 
 def differing_choices(stored: Choices, now: Choices) -> list[str]:
-    """Return a line for each kernel with a configuration that is not among its stored ones."""
+    """Return a line for each kernel whose configuration is not among the stored ones."""
     return [
         f"{kernel} is tuned differently than in the stored result: {' | '.join(configs)},"
         f" stored {' | '.join(stored[kernel])}"

@@ -1,4 +1,4 @@
-"""Assemble the kernels that a case launches, and check that they contain promised instructions.
+"""Assemble the kernels that a case launches, and check them for promised instructions.
 
 Both sides run on a fake GPU of each arch at the case's real size. Every kernel that they launch
 must assemble, fit the arch and contain the promised instructions. Every kernel of the page must be
@@ -23,9 +23,9 @@ PARTITIONS = 4
 NOT_CHECKED = "NOT CHECKED"
 """The start of a note that every run shows, even without -v."""
 ARCHS = "\0archs\0"
-"""Placeholder in a fault for the archs that have it."""
+"""Placeholder in the text of a fault for the names of the archs."""
 ERROR_LINES = 12
-"""Lines of an assembler's error that are shown."""
+"""Most lines of an assembler's error in a message."""
 
 
 class AssemblyError(PageError):
@@ -138,7 +138,7 @@ class Assembly:
             raise AssemblyError("\n".join(errors))
 
     def _refusals(self) -> Iterator[str]:
-        """Yield each assembler's error once, with all kernels that have it on the same archs."""
+        """Yield each assembler error once, with all kernels that have it on the same archs."""
         for message, kernels in self.refused.items():
             by_archs: dict[str, list[str]] = {}
             for kernel, archs in kernels.items():
@@ -171,7 +171,7 @@ class Assembly:
                 self._add(f"{kernel} on {ARCHS} {fault}", arch)
 
     def _check_promises(self, arch: str) -> None:
-        """Look in machine code for the page's features and the variant's `needs` and `sass`."""
+        """Search machine code for the instructions of `needs` and `sass`."""
         common, own = (
             [(feature, INSTRUCTIONS[feature]) for feature in needs if feature in INSTRUCTIONS]
             for needs in (self.pair.needs, as_tuple(self.variant.needs))
@@ -240,7 +240,7 @@ def _kernel_name(kernel: Kernel) -> str:
 
 
 def _first_lines(message: str) -> str:
-    """Return the first lines of an assembler's error, which often repeats one mistake."""
+    """Return the first lines of an assembler's error; the rest often repeats the same mistake."""
     lines = message.strip().splitlines()
     more = len(lines) - ERROR_LINES
     return "\n".join(lines if more < 2 else [*lines[:ERROR_LINES], f"... {more} more lines"])
@@ -254,7 +254,7 @@ def _ended(launches: CapturedLaunches) -> str:
 
 
 def _assembled(arch: str, side: str, launch: CapturedLaunch) -> AssembledKernel:
-    """Return the kernel of `launch` with what its code uses on `arch`."""
+    """Return the kernel of `launch` with the resources that its code uses on `arch`."""
     if launch.fault:
         raise AssemblyError(launch.fault)
     cubin, usage = launch.cubin, dict[str, int]()
@@ -273,7 +273,7 @@ def _allocated(registers: int) -> int:
 
 
 def _limit_faults(kernel: AssembledKernel) -> Iterator[str]:
-    """Yield why `kernel` cannot be launched on its arch."""
+    """Yield each reason why `kernel` cannot be launched on its arch."""
     limits, launch = LIMITS[kernel.arch], kernel.launch
     if kernel.shared > limits.shared:
         yield (

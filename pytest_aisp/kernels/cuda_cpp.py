@@ -1,8 +1,8 @@
 """CUDA C++ beside its page: NVRTC compiles it on first use, torch's current stream runs it.
 
-A kernel is ``extern "C" __global__ void name(...)``. The import of the page reads its signature
-from the source. Every launch is checked against it, so a wrong argument is a `LaunchError` and not
-an illegal address on the GPU.
+A kernel is ``extern "C" __global__ void name(...)``. When the page is imported, the kernel's
+signature is read from the source. Every launch is checked against the signature. So a wrong
+argument is a `LaunchError`, not an illegal address on the GPU.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class CudaModule:
 
     def __getattr__(self, name: str) -> Kernel:
         path, kernels = (self.__dict__.get(key) for key in ("path", "_kernels"))
-        has = ", ".join(kernels or ())  # copy and pickle ask before there are any
+        has = ", ".join(kernels or ())  # copy and pickle ask before kernels exist
         raise AttributeError(f"{path} has no kernel {name!r}; it has {has}")
 
     @property
@@ -208,7 +208,7 @@ class Kernel:
         cooperative: bool = False,
         dependent: bool = False,
     ) -> Launch:
-        """Return a launch with attributes; without any it is ``[grid, block, shared]``.
+        """Return a launch with attributes; without any it equals ``[grid, block, shared]``.
 
         Args:
             grid: blocks by dimension, also with a cluster.
@@ -285,7 +285,7 @@ class Launch:
         __tracebackhide__ = True
         from torch import cuda
 
-        # Without a GPU nothing is initialized, and wrong arguments still get our error.
+        # Without a GPU nothing is initialized, and wrong arguments still raise LaunchError.
         initialized: Callable[[], bool] = cuda.is_initialized
         device = cuda.current_device() if initialized() else 0
         values = check_arguments(self.kernel.name, self.kernel.params, args, device)

@@ -80,7 +80,7 @@ def drive_interpreter() -> None:
 
 @contextlib.contextmanager
 def fake_gpu(arch: str) -> Iterator[None]:
-    """Make this process seem to have a GPU of `arch`, as far as shapes and dtypes go.
+    """Make this process appear to have a GPU of `arch`, for shapes and dtypes only.
 
     `torch.cuda.is_available` still returns False: nothing can be captured or timed.
     """

@@ -49,7 +49,7 @@ class NoCompiler(RuntimeError):
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code, and what each kernel uses according to the assembler."""
+    """Machine code, and the resources that each kernel uses according to the assembler."""
 
     code: bytes
     usage: dict[str, dict[str, int]]
@@ -81,7 +81,7 @@ def compile_module(module: CudaModule, target: str) -> Cubin:
     if cached := _read(entry):
         return cached
     cubin = _compile(core, module, target, options)
-    # NVRTC reads headers from disk; one that was edited since the import does not match the key.
+    # NVRTC reads headers from disk; a header that was edited after the import has another key.
     if sources_of(module.path, module.folders) == module.sources:
         _write(entry, cubin)
     return cubin
@@ -180,7 +180,7 @@ def _read(entry: Path) -> Cubin | None:
 
 def _write(entry: Path, cubin: Cubin) -> None:
     body = json.dumps(cubin.usage).encode() + b"\n" + cubin.code
-    with suppress(OSError):  # without a cache each process compiles again
+    with suppress(OSError):  # without a cache folder each process compiles again
         entry.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=entry.parent, delete=False) as file:
             file.write(hashlib.sha256(body).digest() + body)

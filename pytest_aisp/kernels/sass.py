@@ -1,4 +1,4 @@
-"""Read a cubin: registers and stack from its ELF notes, instructions (SASS) by ``nvdisasm``.
+"""Read a cubin: registers and stack from its ELF notes, instructions (SASS) with ``nvdisasm``.
 
 ``nvdisasm`` comes with Triton, with CUDA, and as a package. An old one does not know newer archs:
 Triton 3.6's cannot read sm103.
@@ -58,7 +58,7 @@ def _symbols(table: bytes, names: bytes) -> Iterator[str]:
 
 
 def _attributes(info: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield attribute, symbol and value of the entries that have both."""
+    """Yield attribute, symbol and value of the entries that have a symbol and a value."""
     at = 0
     while at < len(info):
         kind, attribute, size = struct.unpack_from("<BBH", info, at)

@@ -1,1 +1,1 @@
-"""What a page declares: a pair of sides, its cases, its needs, and the digests of its sources."""
+"""The declaration of a page: a pair of sides, its cases, its needs, and digests of its sources."""

@@ -61,23 +61,25 @@ def compare(
     Every optimized side becomes a case at every size. Nothing runs when the page is imported.
 
     Args:
-        baseline: the side that a competent engineer would write first. `f(*inputs)` returns new
+        baseline: the side as a competent engineer would write it first. `f(*inputs)` returns new
             outputs. A generator function is *prepared*: it gets the inputs once and yields the
-            callable to time. It may compute ahead only what depends on `state`.
+            callable to time. It may compute in advance only what depends on `state` alone.
         optimized: the sides to compare with the baseline, each named by its idea.
         inputs: `inputs(device, **size)` returns the arguments of every side as a tuple. The plugin
             seeds it. With `gpus` above 1 it may also take `rank` and `world`.
         reference: takes the arguments of a side and computes in float64, independent of the sides.
         sizes: sizes to time on a GPU, one mapping of keywords each.
         work: `work(**size)` returns the `Work` that any implementation must do.
-        bound: what limits the faster side. ``launch`` and ``host`` are judged as called and never
-            captured in a graph by the harness; everything else by GPU time alone.
+        bound: what limits the faster side. With ``launch`` and ``host``, sides are judged as called
+            and the harness never captures them in a graph. With all others, only GPU time is
+            judged.
         check_sizes: small, odd sizes to check everywhere. Values may be Hypothesis strategies.
-        cpu_sizes: sizes that a CPU can time honestly.
-        state: `state(device, **size)` builds what sides may change (model, optimizer, cache).
-            Sides and reference get it as first argument. It is compared after one and N steps.
+        cpu_sizes: sizes to time on a CPU.
+        state: `state(device, **size)` builds the objects that sides may change (model, optimizer,
+            cache). Sides and reference get it as first argument. It is compared after one and N
+            steps.
         at_least: the claim: a speedup, ``"neutral"``, or ``"yardstick"`` for a library that may
-            lose. One for all archs, or a mapping by arch (``sm90``, ``cpu``).
+            lose. It is one claim for all archs, or a mapping by arch (``sm90``, ``cpu``).
         conditions: features, GPUs, L2 and switches that the sides need: `Conditions`.
 
     Raises:
@@ -272,6 +274,6 @@ def _validate_speedup(claim: object) -> None:
         raise PairError(f"at_least={claim!r} is neither a number nor 'neutral' or 'yardstick'")
     if not claim >= 1:
         raise PairError(
-            f"at_least={claim} claims a slowdown; write at_least='neutral' where nothing is gained,"
-            " or at_least='yardstick' for a library that is there to compare with"
+            f"at_least={claim} claims a slowdown; write at_least='neutral' if nothing is gained, "
+            "or at_least='yardstick' for a library that is there to compare with"
         )

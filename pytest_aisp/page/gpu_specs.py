@@ -54,13 +54,13 @@ tcgen05_int8         -     a     -     -
 tcgen05_block_scale  -     f     f     -
 two_cta              -     f     f     -
 """
-# What the assembler accepts of `features.cu`, as the least target that compiles it: + is the plain
-# ``sm_100``, f the family's ``sm_100f``, a the arch's own ``sm_100a``, - no target. A test holds
-# this table against `python benchmarks/feature_probe.py`.
+# For each feature of `features.cu`, the least specific target that compiles it: + is the plain
+# ``sm_100``, f the family's ``sm_100f``, a the arch's own ``sm_100a``, - no target. A test
+# compares this table with `python benchmarks/feature_probe.py`.
 
 
 def _parse(table: str) -> dict[str, dict[str, str]]:
-    """Return by feature the archs that have it, each with the suffix that its target needs."""
+    """Return by feature the archs that have it, each with the suffix of the required target."""
     archs, *rows = (line.split() for line in table.split("\n") if line)
     parsed = {}
     for feature, *cells in rows:
@@ -82,11 +82,11 @@ OTHERS: dict[str, dict[str, str]] = {
 
 FEATURES = ASSEMBLED | OTHERS
 """Which archs have a feature."""
-# The assembler replaces multicast on sm121 by a call of its own (`sass_test`).
+# On sm121 the assembler replaces multicast with a function call (`sass_test`).
 FEATURES["multicast"] = {a: s for a, s in ASSEMBLED["multicast"].items() if a != "sm121"}
 
-# Code that uses a feature holds at least one of these instructions, with these modifiers. Found by
-# disassembling probes of NVRTC 13.5 and Triton 3.9 (tests/sass_test.py). Features without a line
+# Code that uses a feature contains at least one of these instructions, with these modifiers. Found
+# by disassembling probes of NVRTC 13.5 and Triton 3.9 (tests/sass_test.py). Features without a line
 # have no instruction of their own: clusters are a launch attribute, and remote shared memory is
 # read by an ordinary load.
 INSTRUCTIONS: dict[str, tuple[str, ...]] = {
@@ -165,5 +165,5 @@ def missing_feature(features: tuple[str, ...], arch: str) -> str | None:
 def target_of(arch: str, features: Iterable[str] = ()) -> str:
     """Return the target to compile for on `arch`: ``sm_90a`` if one of `features` needs it."""
     suffixes = [FEATURES[feature].get(arch) for feature in features]
-    # The arch's own target accepts all that the family's does, and the code runs on this arch.
+    # The arch's own target accepts everything that the family's target accepts.
     return arch.replace("sm", "sm_") + "a" * any(suffixes)

@@ -39,7 +39,7 @@ OWNED: tuple[str, ...] = get_args(Owned)
 HOST_BOUNDS = ("launch", "host")
 """Bounds whose sides are judged as called. All others are judged by GPU time alone."""
 CLAIM_WORDS = ("neutral", "yardstick")
-"""Claims without a number: no gain is promised; nothing is promised, it is there to compare."""
+"""Claims without a number: `neutral` promises no loss; `yardstick` promises nothing."""
 
 
 class PairError(ValueError):
@@ -56,7 +56,7 @@ class SideError(PageError):
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the algorithm must move and compute, in any implementation.
+    """The bytes and operations that any implementation of the algorithm needs.
 
     Attributes:
         read, write: bytes that must come from and go to memory (DRAM on a GPU).
@@ -91,11 +91,11 @@ class Variant:
     Attributes:
         side: the callable to compare with the baseline.
         needs: features this variant needs besides the page's, as in ``needs="tma"``.
-        when: returns whether the variant exists at a size. Called with the size's keys.
+        when: returns whether the variant exists at a size; called with the size's keys.
         at_least: its claim, if it is not the page's.
         precision: the lower arithmetic it uses on purpose. It widens the derived tolerance.
         sass: instructions that its machine code must hold besides those of `needs`, as in
-            ``sass="LDG.128"``. Looked for when its kernels are assembled.
+            ``sass="LDG.128"``. They are searched for when its kernels are assembled.
         gpu_only: why no CPU can check it, as in ``gpu_only="symmetric memory"``. Without the GPUs
             it needs, its cases are skipped instead of checked.
         marks: pytest marks for its cases, as in ``pytest.param(marks=...)``.
@@ -124,7 +124,7 @@ class Conditions:
         needs: features that every side needs, as in ``"tma"``.
         gpus: number of ranks that the sides run on. Several counts make cases of each.
         l2: ``cold`` (the working set rotates through five L2 caches) or ``warm``.
-        owns: what the page varies itself and the harness must leave alone.
+        owns: settings that the page changes on purpose, so that the harness allows it.
         environment: variables that the page's ranks start with, if `gpus` is above 1. Pages with
             the same variables share ranks.
     """
@@ -172,7 +172,7 @@ class Pair:
         return next(v for v in self.variants if v.name == name)
 
     def work_at(self, size: Size, world: int) -> Work:
-        """Return the work of one of `world` ranks at `size`."""
+        """Return the work of each of `world` ranks at `size`."""
         if "world" in inspect.signature(self.work).parameters:
             return self.work(**size, world=world)
         return self.work(**size)
@@ -189,8 +189,9 @@ class Pair:
     def claim(self, variant: Variant, arch: str, gpus: int | None = None) -> Claim:
         """Return the speedup that `variant` promises on `arch`, 1.0 if the page promises none.
 
-        On more GPUs than the page's first count only a claim for that count counts, as in
-        ``{"sm90": 1.5, "sm90-x4": 1.2}``: a measurement of two GPUs says nothing about four.
+        If the case has more GPUs than the page's first count, only a claim for its own count
+        applies, as in ``{"sm90": 1.5, "sm90-x4": 1.2}``. A measurement on two GPUs says nothing
+        about four.
         """
         claims, first = self._claims(variant), self._is_first_count(gpus)
         if not isinstance(claims, Mapping):
@@ -199,7 +200,7 @@ class Pair:
         return claims.get(arch if first else f"{arch}-x{gpus}", default)
 
     def origin(self, variant: Variant, arch: str, gpus: int | None = None) -> str:
-        """Return in words where `claim` is written."""
+        """Return the text that says where `claim` is written."""
         claims, first = self._claims(variant), self._is_first_count(gpus)
         place = "on the page" if variant.at_least is None else f"of {variant.name} on the page"
         if first and not isinstance(claims, Mapping):
@@ -228,7 +229,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Case:
-    """One pytest item: a variant at a size, for a GPU or for a CPU."""
+    """One pytest item: a variant at a size for a GPU or a CPU."""
 
     pair: Pair
     variant_name: str
@@ -262,7 +263,7 @@ def side_name(side: Side) -> str:
 
 
 def size_words(size: CheckSize) -> str:
-    """Return a size as messages show it: ``n=4096, m=33``."""
+    """Return the text of a size for messages: ``n=4096, m=33``."""
     return ", ".join(f"{k}={v}" for k, v in size.items()) or "its only size"
 
 

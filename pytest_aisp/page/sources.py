@@ -1,4 +1,4 @@
-"""Digests of the sources of a side: its own code and everything under the root that it uses."""
+"""Digests of the sources of a side: its own code, and all code under the root that it uses."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PACKAGE = str(Path(__file__).parents[1])
 """The folder of this package."""
 
 TRITON_OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg")
-"""What a `triton.Config` holds besides a kernel's own arguments."""
+"""The fields of a `triton.Config` that are not arguments of the kernel."""
 CONSTANTS = "\0constants"
 """Separates the source of an object from the constants that it names."""
 
 
 def digest(side: object, root: str, *, constants: bool = False) -> str:
-    """Return 16 hex digits of the source of `side` and of what it reaches under `root`.
+    """Return a digest of the source of `side` and of the code under `root` that it uses.
 
     Functions, Triton kernels, kernel files and modules are followed by the names that the code
     uses. Libraries belong to the environment, not to the source.
@@ -58,7 +58,7 @@ def libraries() -> tuple[str, ...]:
 
 
 def kernel_files(sides: Iterable[object], root: str) -> list[CudaModule]:
-    """Return the `cuda_module`s that `sides` reach, in the order of their paths."""
+    """Return the `cuda_module`s that `sides` use, in the order of their paths."""
     return [kernel for kernel in _sorted_kernels(sides, root) if _is_cuda_module(kernel)]
 
 
@@ -71,7 +71,7 @@ def triton_kernels(sides: Iterable[object], root: str) -> list[FunctionType]:
 
 
 def imported_late(side: object, root: str) -> list[str]:
-    """Return the modules that `side` and what it reaches under `root` import when called.
+    """Return the modules that `side`, and the code under `root` that it uses, import when called.
 
     Relative imports are left out. The digest does not follow these imports.
     """
@@ -158,12 +158,12 @@ def _is_cuda_module(thing: object) -> TypeGuard[CudaModule]:
 
 
 def _is_triton(thing: object) -> bool:
-    """Return whether `thing` is a Triton function, autotuned or interpreted ones included."""
+    """Return whether `thing` is a Triton function, possibly autotuned or interpreted."""
     return type(thing).__module__.startswith("triton.") and hasattr(thing, "fn")
 
 
 def _tuning(thing: object) -> str:
-    """Return the configurations of an autotuned kernel, which may stand far from its source."""
+    """Return the configurations of an autotuned kernel; their source may be elsewhere."""
     if not _is_triton(thing):
         return ""
     configs = "".join(map(_config_text, getattr(thing, "configs", ())))
@@ -188,7 +188,7 @@ def _unwrapped(thing: object) -> object:
 
 
 def _kernel_path(thing: object) -> Path | None:
-    path = getattr(thing, "path", None)  # the module `os` has a `path` too
+    path = getattr(thing, "path", None)  # other modules have a `path` too, such as `os`
     return path if isinstance(path, Path) else None
 
 
@@ -227,7 +227,7 @@ def _used(thing: object) -> Iterator[object]:
 
 
 def _is_launched(value: object) -> bool:
-    """Return whether `value` is launched by index. An autotuned kernel is not callable."""
+    """Return whether `value` is launched by index, like kernels, also autotuned ones."""
     return _kernel_path(value) is not None or _is_triton(value)
 
 

@@ -25,17 +25,17 @@ from .source_view import Page, diff
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 MAX_CODE = 2_500_000
-"""Bytes of code and diffs in a report. Cases beyond that are shown without their code."""
+"""Bytes of code and diffs in a report. Cases beyond this limit are shown without their code."""
 MAX_BLOCKS, MIN_BLOCKS_SHOWN, MAX_BLOCKS_SHOWN = 24_000, 6, 40
-"""Blocks of four windows in a report, and the least and most of one process."""
+"""Number of blocks in a report, and the smallest and largest number for one process."""
 MAX_PROCESSES = 8
-"""Processes of a case that are shown, the first ones."""
+"""Only the first processes of a case are shown, at most this many."""
 FIELDS: tuple[str, ...] = ("id", "page", "chapter", "function", "baseline", "variant", "size")
 FIELDS += ("gpus", "product", "arch", "bound", "clock", "verdict", "not_timed", "speedup")
 FIELDS += ("seconds", "limit", "work", "claim", "stored", "spread", "detectable", "wall", "votes")
 FIELDS += ("goals", "reasons", "notes", "remarks", "profile", "processes", "samples_error")
 FIELDS += ("history", "command", "diff", "code_left_out")
-"""Fields of a case that the scripts get."""
+"""The fields of a case that the report's scripts get."""
 FACTS: tuple[str, ...] = (
     "sm_mhz",
     "watts",
@@ -54,7 +54,7 @@ class Timing(Struct):
 
     Attributes:
         orders: the order of each block's windows, ``A`` is the baseline.
-        laps: one entry each time that both sides were built.
+        laps: one entry for each time that both sides were built.
         dropped: why blocks were measured again. `dropped_at`: how many blocks came before each.
     """
 
@@ -68,7 +68,7 @@ class Timing(Struct):
 
 
 class ReportPage(Struct):
-    """A page's docstring, and the code of its sides by name."""
+    """A page's docstring, and by name the code of its sides."""
 
     title: str
     doc: str
@@ -76,7 +76,7 @@ class ReportPage(Struct):
 
 
 class ReportData(Struct):
-    """What the report of a run shows. `runs` counts the other runs of the history."""
+    """The data of a report. `runs` counts the other runs of the history."""
 
     peaks: dict[str, StoredPeaks]
     pages: dict[str, ReportPage]
@@ -85,7 +85,7 @@ class ReportData(Struct):
     runs: int
 
     def json(self) -> str:
-        """Return the data for the scripts. It leaves out fields of a run that may hold secrets."""
+        """Return the data for the scripts, without fields of a run that may hold secrets."""
         peaks = {
             product: {"rates": each.rates, "from": each.origin, "date": each.facts.get("date")}
             for product, each in self.peaks.items()
@@ -104,13 +104,13 @@ def report_data(
     pages_root: Path | None = None,
     target: Path | None = None,
 ) -> ReportData:
-    """Return what the report of `run` embeds, the cases that need a look first.
+    """Return the data of the report of `run`, with the cases that need attention first.
 
     Args:
         history: other runs. Their results for the same product are shown beside each case's own.
-        pages_root: what the pages' paths are relative to. By default the root of the run, or the
-            working directory.
-        target: the folder that the report goes to. Links to profiles are relative to it.
+        pages_root: what the pages' paths are relative to. The default is the root of the run, or
+            the working directory.
+        target: the folder of the report. Links to profiles are relative to it.
     """
     most = blocks_for(len(run.cases))
     histories = _history(run, history)
@@ -217,18 +217,18 @@ class _CodeBudget:
 
 
 def read_timings(run: ReportRun, case: ReportCase) -> list[Timing]:
-    """Return what each process measured of `case`, nothing if it was not timed.
+    """Return the measurements of each process of `case`; none if it was not timed.
 
     Raises:
-        SamplesError: if its file is missing, is not the one that the run wrote, or holds no
-            samples. The message leaves out the folder, because reports are passed around.
+        SamplesError: if the file is missing, is not the one that the run wrote, or has no samples.
+            The message leaves out the folder, because reports are passed around.
     """
     if case.samples is None:
         if case.speedup is not None:
             raise SamplesError(run_reader.UNWRITTEN)
         return []
     if run.folder is None:
-        raise SamplesError("its samples are not here, only the results are")
+        raise SamplesError("only its results are here, not its samples")
     try:
         file = msgspec.convert(case.samples, SampleFile)
     except ValidationError:
@@ -252,7 +252,7 @@ def blocks_for(cases: int) -> int:
 def thinned(timings: Sequence[Timing], most: int) -> list[Process]:
     """Return the windows of each process, at most `most` whole blocks.
 
-    Of more blocks, those with the shortest and the longest window of either side are shown, and
+    If there are more blocks, the blocks with each side's shortest and longest window are shown, and
     others at even distances.
     """
     timed = [t for t in timings[:MAX_PROCESSES] if t.baseline and t.optimized]

@@ -1,7 +1,7 @@
-"""`report.html`: a run as one file that holds everything it shows and loads nothing.
+"""`report.html`: a run as one file that contains all its data and loads nothing.
 
-The file is the folder `page` put together. Its table of cases is HTML that needs no scripts. The
-scripts add filters, the roofline, and a page for each case.
+The file is assembled from the files in the folder `page`. Its table of cases is HTML that needs no
+scripts. The scripts add filters, the roofline, and a page for each case.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .run import VERDICTS, ReportCase, ReportRun
 PARTS = Path(__file__).parent / "page"
 SCRIPTS = ["dom", "marks", "list", "axis", "roofline", "samples", "interval", "code"]
 SCRIPTS += ["case", "main"]
-"""In this order: each uses definitions of those before it."""
+"""The scripts in order: each uses definitions of earlier scripts."""
 POLICY = "default-src 'none'; img-src data:; style-src {style}; script-src {script}"
-"""The page may load nothing and run only its own script, whatever a case is called."""
+"""The page may load nothing and run only its own script, even if the name of a case has HTML."""
 COARSE, FINE = (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)
 """Ticks of a decade."""
 MIDDLE = 12
@@ -125,14 +125,14 @@ class Axis:
 
     @classmethod
     def over(cls, cases: Iterable[ReportCase]) -> Axis:
-        """Return an axis with room for every interval, claim and stored result, and for 1x."""
+        """Return an axis that covers every interval, claim and stored result, and 1x."""
         values = [1.0, *(value for case in cases for value in _plotted(case))]
         low, high = min(values), max(values)
         margin = max(high / low, 1.2) ** 0.04
         return cls(low / margin, high * margin)
 
     def at(self, value: float) -> str:
-        """Return the place of `value` as a percentage of the width."""
+        """Return the position of `value` as a percentage of the width."""
         part = math.log(value / self.low) / math.log(self.high / self.low)
         return f"{100 * part:.2f}%"
 
@@ -183,7 +183,7 @@ def _row(index: int, case: ReportCase, axis: Axis) -> str:
 
 
 def _glyph(verdict: str) -> str:
-    """Return the shape of a verdict, which tells it apart without its color."""
+    """Return the shape of a verdict, which identifies the verdict without its color."""
     return f'<svg class="glyph" aria-hidden="true"><use href="#v-{verdict}" x="8" y="8"/></svg>'
 
 
@@ -300,7 +300,7 @@ def _lead(cases: Sequence[ReportCase]) -> str:
 
 
 def _banner(run: ReportRun) -> str:
-    """Return what a reader must know before any number."""
+    """Return the warnings that a reader must see before any number."""
     manifest = run.manifest
     missing = [*run.lost, *manifest.not_written]
     html = ""

@@ -30,7 +30,7 @@ VERDICTS: tuple[str, ...] = ("wrong", "invalid", "regressed", "fail", "inconclus
 VERDICTS += ("new", "improved", "pass", "checked", "compiled", "")
 """The worst first. The verdict of a case that was not judged is empty."""
 MAX_TEXT, MAX_LINES = 4_000, 40
-"""Longer texts of a case, and more lines of them, are cut."""
+"""The longest text of a case, and the most lines of it; longer ones are cut."""
 EMPTY: tuple[Json, ...] = (None, "", [], {}, 0, 1, True)
 """Values for required fields that a run lacks. The first one of the right type is used."""
 
@@ -43,7 +43,7 @@ class Process(Struct):
         blocks: how many blocks were measured. `shown`: the drawn ones, None for all.
         laps: before which blocks both sides were built again.
         dropped: the cause and the place of each block that was measured again.
-        of: how many processes measured the case.
+        of: number of processes that measured the case.
     """
 
     sides: str
@@ -106,7 +106,7 @@ class ReportRun:
     Attributes:
         cases: in the order in which they finished.
         lost: lines of the journal that could not be read.
-        folder: where its samples and profiles lie, None if there is only `results.json`.
+        folder: the folder of its samples and profiles, or None if there is only `results.json`.
         killed: the journal of a run that was killed before it wrote `results.json`, else None.
     """
 

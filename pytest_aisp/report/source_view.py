@@ -1,7 +1,7 @@
 """The code of a page's sides: functions, constants and kernels, read from files and never run.
 
-A side is shown with everything that it names at the top level of its page, and with the kernels
-that it takes from kernel files. Imported code is not shown.
+A side is shown with all top-level definitions of the page that it uses, and with the kernels that
+it uses from kernel files. Imported code is not shown.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 CONTEXT = 4
 """Lines around a change in a diff."""
 MAX_LINES = 600
-"""Lines of a side that are shown."""
+"""Most lines of a side that are shown."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +90,7 @@ class Page:
         return sorted(set(reached.values()), key=lambda node: node.lineno)
 
     def _kernels(self, nodes: list[ast.stmt]) -> Iterator[str]:
-        """Yield for each kernel file the kernels that `nodes` use, and what these use of it."""
+        """Yield for each kernel file the kernels that `nodes` use, with their helper code."""
         names_by_file: dict[str, list[str]] = {}
         for node in (n for top in nodes for n in ast.walk(top)):
             if isinstance(node, ast.Attribute) and _name(node.value) in self.modules:
@@ -159,7 +159,7 @@ def _read_kernels(path: Path) -> str:
         return ""
 
 
-# CUDA C++ is not parsed. It is cut at blank lines outside of braces.
+# CUDA C++ is not parsed. A kernel file is split at blank lines outside of braces.
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _COMMENT_OR_STRING = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", re.DOTALL)
@@ -170,7 +170,7 @@ _VARIABLE = re.compile(r"([A-Za-z_]\w*)\s*(?:\[[^\]]*\]\s*)*(?:=|,|$)")
 
 
 def kernel_parts(text: str, names: Sequence[str]) -> list[str]:
-    """Return the parts of a kernel file that declare one of `names` or what these use, in order."""
+    """Return the parts of a kernel file that declare `names` and what they use, in order."""
     parts = _parts(text)
     reached: set[int] = set()
     pending = set(names)
