@@ -1,8 +1,8 @@
 """Collectives of this process's ranks: checked on known values, then timed.
 
-On GPUs a window is a CUDA graph of K calls. On CPUs, and where NCCL cannot be captured, it is K
-calls on the host's clock. The slowest rank counts. Sizes and bandwidths are those of nccl-tests
-(its PERFORMANCE.md).
+On GPUs a window is a CUDA graph of K calls. On CPUs, and if NCCL cannot be captured, it is K calls
+on the host's clock. The slowest rank counts. Sizes and bandwidths are those of nccl-tests (its
+PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Collective:
 def sweep(
     ops: Sequence[str], sizes: Sequence[int], device: str, progress: Callable[[str], object]
 ) -> dict[str, object]:
-    """Return seconds by collective and size, and what they were taken with.
+    """Return seconds by collective and size, and the clock and versions that they were taken with.
 
     A size is the bytes of the buffer that is reduced, gathered into, scattered from or exchanged.
     It is rounded down to a whole number of elements for each rank.
@@ -108,7 +108,7 @@ def sweep(
 
 
 def _collective(op: str, nbytes: int, device: str) -> Collective:
-    """Return `op` on `nbytes` a rank, with values that identify their rank and chunk."""
+    """Return `op` on `nbytes` per rank, with values that identify their rank and chunk."""
     import torch
     import torch.distributed as dist
 
@@ -146,9 +146,9 @@ def _one_shot_refusal(device: str) -> str | None:
     try:
         if not device.startswith("cuda"):
             raise RuntimeError("it needs GPUs")
-        _one_shot(1024, device)  # not run: a rank alone in it would wait forever on its GPU
+        _one_shot(1024, device)  # not run: one rank alone would wait forever
         refusal = None
-    except Exception as error:  # drivers, containers and torch raise different ones
+    except Exception as error:  # drivers, containers and torch raise different errors
         refusal = (str(error) or type(error).__name__).splitlines()[0]
     return current_group().first_message(refusal)
 
@@ -180,15 +180,15 @@ def _one_shot(nbytes: int, device: str) -> Collective:
 
 def _timed(collective: Collective, device: str) -> CollectiveTime:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames; 2.9 has the old names
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renamed them
         collective.check()
-        collective.sent.zero_()  # sums of sums would overflow; zeros take as long to send
+        collective.sent.zero_()  # repeated sums would overflow; zeros take the same time to send
         clock, seconds = _seconds(BoundSide(collective.run, [()]), device)
     return {"op": collective.name, "size": collective.nbytes, "seconds": seconds, "clock": clock}
 
 
 def _seconds(side: BoundSide, device: str) -> tuple[str, float]:
-    """Return the clock and the seconds of a call: the median window, each by its slowest rank."""
+    """Return the clock and the seconds per call: the median of the slowest rank's windows."""
     for clock, make in _clocks(device):
         try:
             probe = on_all_ranks(partial(make, side, 1))

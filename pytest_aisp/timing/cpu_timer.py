@@ -1,4 +1,4 @@
-"""The timer of a CPU, and the host's clock, which GPU pages that are timed as called use too."""
+"""The timer of a CPU, and the host's clock, which is also used for GPU pages timed as called."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .schedule import MOST_STEPS, Budget, calls_for, calls_to_plant, extra_calls
 WINDOW = 10e-3
 """Least seconds of a window."""
 STOLEN = 0.05
-"""A block is disturbed when the process waited this share of its time for a CPU core."""
+"""A block is disturbed if the process waited this share of its time for a CPU core."""
 
 
 class HostWindow:

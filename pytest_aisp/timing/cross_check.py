@@ -1,8 +1,9 @@
 """Cross-checks of a timed window: other clocks, and the kernels that the profiler sees.
 
 Three clocks time the same GPU work: events, the host between full waits, and the GPU's counter. A
-trick that fools one does not fool the others: work on a side stream ends after the last event,
-replaced events disagree with host and counter, and a replaced host clock disagrees with both.
+trick that fools one clock does not fool the others. Work on a side stream ends after the last
+event. Replaced events disagree with the host and the counter. A replaced host clock disagrees with
+both.
 
 The profiler is a fourth clock. It slows launches down, so it runs after the windows, and only under
 ``--aisp-audit``, when a result is recorded, and for pages that limit launches or goodput.
@@ -36,17 +37,19 @@ MARGIN = 0.02
 HOST, COUNTER = 150e-6, 60e-6
 """... plus these seconds: for launches, and for the start and end of a timestamp kernel."""
 LATE, LATE_QUEUED, LATE_ON_RANKS = 50e-6, 30e-6, 150e-6
-"""Seconds after the last event by which the device must be idle, in addition to the margin. Queued
-calls get no margin: a side stream is late by its last call at most, however many calls there were,
-and a graph cannot capture such a stream. Beside NCCL it took 50 to 120 us, and 450 us after 0.2 s
-of its calls."""
+"""Seconds after the last event by which the device must be idle, in addition to the margin.
+
+Queued calls get no margin, because a side stream is late by at most its last call. A graph cannot
+capture such a stream. A GPU that runs NCCL took 50 to 120 us, and 450 us after 0.2 s of NCCL
+calls.
+"""
 ATTEMPTS = 5
-"""Readings that must all disagree, because the host may be busy elsewhere for a moment."""
+"""Number of readings that must all disagree, because the host may be busy for a moment."""
 
 
 @dataclass(frozen=True)
 class Clocks:
-    """Seconds that the same work took.
+    """Seconds for the same work on each clock.
 
     Attributes:
         events: between two events on the side's stream.
@@ -93,7 +96,7 @@ class Clocks:
 
 
 def contradiction(read: Callable[[], Clocks]) -> str:
-    """Return how the clocks contradict each other at every reading, or an empty string."""
+    """Return how the clocks contradict each other in every reading, or an empty string."""
     reason = ""
     for _ in range(ATTEMPTS):
         reason = current_group().first_message(read().contradiction() or None) or ""
@@ -171,8 +174,10 @@ def gpu_timestamps() -> Timestamps | None:
 
 
 BUSY_SHARE, BUSY_SECONDS = 0.20, 1e-6
-"""How far the profiler's time may exceed the windows' time: it measures the start and end of each
-kernel, and at another clock frequency."""
+"""How far the profiler's time may exceed the windows' time.
+
+The profiler includes the start and end of each kernel, and the clock frequency may differ.
+"""
 PROFILE_WARMUP = 3
 """Calls before launches are counted: the first may compile, tune or fill a cache."""
 COMPUTE_CALLS = 3
@@ -183,7 +188,7 @@ NO_COMPUTE = (
 )
 """Parts of the names of kernels that move data, wait, or communicate with other ranks."""
 NAME_LENGTH = 90
-"""Characters to keep of a kernel's name: template names have thousands."""
+"""Most characters of a kernel's name to keep; names of templates have thousands."""
 
 
 @dataclass(frozen=True)

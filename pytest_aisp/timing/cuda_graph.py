@@ -30,8 +30,11 @@ WARMUP = 3
 SCARCE = 1 / 4
 """Share of a GPU's memory below which the cache is emptied before a capture."""
 abandoned: list[_POOL_HANDLE] = []
-"""Memory pools of captures that failed. torch may keep more of such a capture, depending on its
-version, so a process with a failed capture answers no further task."""
+"""Memory pools of failed captures.
+
+Some versions of torch keep more state of a failed capture, so the process then answers no further
+task.
+"""
 
 
 class Uncapturable(RuntimeError):
@@ -86,7 +89,8 @@ class GraphWindow:
 def window_times(function: Callable[[], object], *, window: float, windows: int) -> list[float]:
     """Return for each window the seconds per call of a warm callable.
 
-    A GPU replays a graph if `function` can be captured. Otherwise the host's clock is used.
+    A GPU replays a graph if `function` can be captured. Otherwise the host's clock is used for the
+    windows.
     """
     import torch
 
@@ -107,7 +111,7 @@ def on_all_ranks(make: Callable[[], T]) -> T:
     """Return what `make` captures.
 
     Raises:
-        Uncapturable: on all ranks if one of them cannot capture.
+        Uncapturable: on all ranks if one rank cannot capture.
     """
     made: list[T] = []
     refusal = None
@@ -125,8 +129,8 @@ def capture_graph(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """Capture what `run` launches on a side stream. The graph keeps its nodes for counting.
 
     Raises:
-        Uncapturable: when CUDA refuses.
-        torch.OutOfMemoryError: when there is not enough memory.
+        Uncapturable: if CUDA refuses.
+        torch.OutOfMemoryError: if there is not enough memory.
     """
     import torch
 
@@ -144,7 +148,7 @@ def capture_graph(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
             run()
             graph.capture_end()
             graph.instantiate()
-        except torch.OutOfMemoryError:  # the side would need as much on another clock
+        except torch.OutOfMemoryError:  # the side would need as much memory on another clock
             _abandon(graph, pool)
             raise
         except Exception as error:
@@ -155,7 +159,7 @@ def capture_graph(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def _refuse_waiting(run: Callable[[], object]) -> None:
-    """Run once while every wait for the GPU is an error: a failed capture is hard to clean up."""
+    """Run once with every wait for the GPU as an error, so that the capture does not fail later."""
     import torch
 
     mode = torch.cuda.get_sync_debug_mode()
@@ -177,8 +181,8 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: _POOL_HANDLE) -> None:
     abandoned.append(pool)
     with suppress(RuntimeError):  # an invalidated capture raises when it ends
         graph.capture_end()
-    # Up to torch 2.11 a CUDA error skips this (pytorch/pytorch#180395), and the allocator would
-    # return no memory for the rest of the process.
+    # Up to torch 2.11 a CUDA error skips this cleanup (pytorch/pytorch#180395). Without it the
+    # allocator returns no memory until the process ends.
     with suppress(RuntimeError):  # the allocator has already ended this capture
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
@@ -199,7 +203,7 @@ def capture(step: Callable[[], T], *, pool: _POOL_HANDLE | None = None) -> Calla
 
     Args:
         pool: memory that several graphs share (`torch.cuda.graph_pool_handle()`). Replay such
-            graphs one after the other. By default the graph has its own.
+            graphs one after the other. By default the graph has its own memory.
 
     Source: PyTorch's notes on CUDA graphs ("CUDA semantics").
     """
@@ -239,24 +243,27 @@ NODE_NAMES = {
     "EMPTY": "empty node",
     "WAIT_EVENT": "event wait",
 }
-"""Node types that are not named by their driver constant in lower case."""
+"""Names of node types, if they differ from the driver's constant in lower case."""
 IDLE = frozenset(
     (
         *("host node", "child graph", "empty node", "event wait", "event record"),
         *("mem alloc", "mem free", "ext semas signal", "ext semas wait"),
     )
 )
-"""Node types that neither compute nor move data. Nodes of a child graph are counted themselves."""
+"""Node types that neither compute nor move data.
+
+A child graph is not counted as a node; its own nodes are counted.
+"""
 
 
 def count_nodes(graph: torch.cuda.CUDAGraph) -> dict[str, int]:
     """Return how many nodes of each type a graph has that was captured with ``keep_graph=True``.
 
-    Nodes of child graphs count too. Not seen are kernels that a kernel launches, graphs launched
-    on the device, and the bodies of conditional nodes.
+    Nodes of child graphs count too. These are not counted: kernels that a kernel launches, graphs
+    launched on the device, and the bodies of conditional nodes.
 
     Raises:
-        Uncounted: without cuda.bindings, or when torch or the driver gives no answer.
+        Uncounted: without cuda.bindings, or if torch or the driver cannot answer.
 
     Source: the CUDA driver API, "Graph Management".
     """
@@ -312,9 +319,9 @@ def contradiction(nodes: Mapping[str, int]) -> str:
 
 
 def check_nodes(windows: Iterable[GraphWindow]) -> dict[str, object]:
-    """Return by side how many nodes of each type a call has, or why they are not counted.
+    """Return by side the number of nodes per call of each type, or why they are not counted.
 
-    Refuse a graph that calls back to the CPU, or in which nothing computes.
+    Refuse a graph that calls back to the CPU, or that computes nothing.
     """
     by_role = {}
     for role, window in zip(ROLES, windows, strict=True):

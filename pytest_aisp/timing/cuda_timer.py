@@ -1,7 +1,7 @@
 """The timer of a CUDA GPU: two sides on the best clock that both can use.
 
-That is graph replay (`GraphWindow`), else queued calls (`QueueWindow`). Pages that are timed as
-called use the host's clock (`HostWindow`).
+That is the replay of a graph (`GraphWindow`), or else queued calls (`QueueWindow`). Pages that are
+timed as called use the host's clock (`HostWindow`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ SPIN_CYCLES = 2_000_000
 LONG_CALL = 1e-3
 """Calls longer than this are estimated from one window."""
 SIZINGS = 3
-"""How often the number of calls in a window is corrected at most."""
+"""The number of calls in a window is corrected at most this many times."""
 FASTEST = 5e-7
-"""Least seconds assumed for a call. An empty graph node takes twice as long, so a side that seems
-faster does no work, and no graph of a million calls is needed to show it."""
+"""Least seconds assumed for a call.
+
+An empty graph node takes twice as long. So a faster side does no work, and a window does not need a
+million of its calls.
+"""
 NEAR = 0.25
 """A number of calls within this share of the wanted one is accepted."""
 THREADS = "the page owns threads, which a capture would disturb"
@@ -78,7 +81,9 @@ class QueueWindow:
         raise Unblockable(f"{self.side.name} waits for the GPU or launches too much to queue")
 
     def clocks(self, seconds: float) -> Clocks:
-        """Return what each clock reads for one window, whatever its length: it must fit the queue.
+        """Return each clock's reading of one window.
+
+        The window may be short, because it must fit the queue.
 
         Work on a side stream may finish while the stream is still blocked. A second reading without
         the blocking kernel shows how late such work is.
@@ -162,7 +167,7 @@ class CudaPairTimer:
 
     def _choose_clock(self) -> tuple[str, tuple[CudaWindow, CudaWindow]]:
         if not self.pool.pair.as_called:
-            # A kernel that blocks one GPU would block the others in their collectives.
+            # A kernel that blocks one GPU would also block the other GPUs in their collectives.
             for clock in ("graph", "queue") if current_group().world == 1 else ("graph",):
                 try:
                     return clock, self._sized(clock)
@@ -177,7 +182,8 @@ class CudaPairTimer:
         seconds = self._estimates(windows)
         least = self.budget.window or WINDOW[clock]
         for _ in range(SIZINGS):
-            # The launch of a graph inflates the time of a few short calls: size, time, size again.
+            # The launch of a graph inflates the time of a few short calls, so the number is
+            # corrected.
             rounds = [calls_a_round(t, slots) for t in seconds]
             window = max(least, *(t * n for t, n in zip(seconds, rounds, strict=True)))
             counts = [
@@ -195,10 +201,12 @@ class CudaPairTimer:
     def _build(
         self, clock: str, counts: Sequence[int], *, plant: bool = True
     ) -> tuple[CudaWindow, CudaWindow]:
-        """Return a window of each side. If one rank cannot capture its own, no rank uses it.
+        """Return a window of each side.
 
-        Nothing is captured while a page's own threads run: a thread that pins memory meanwhile
-        would be left with an event of the graph.
+        If one rank cannot capture its own window, no rank uses that clock.
+
+        Nothing is captured while a page's own threads run. If such a thread pins memory during a
+        capture, it gets an event that belongs to the graph.
         """
         make = WINDOWS[clock]
         if make is GraphWindow and "threads" in self.pool.pair.owns:
@@ -217,7 +225,7 @@ class CudaPairTimer:
         return [max(_quick_time(window), FASTEST) for window in windows]
 
     def check_times(self) -> dict[str, object]:
-        """Refuse a side whose clocks disagree, whose L2 is warm, or whose graph is not GPU work.
+        """Refuse a side if its clocks disagree, its L2 is warm, or its graph is not GPU work.
 
         Runs the sides again. The host's clock waits for the whole device and needs no cross-check.
         """
@@ -237,8 +245,9 @@ class CudaPairTimer:
     def profile(self, seconds: Sequence[float]) -> dict[str, KernelProfile]:
         """Return by side what it launches; refuse a side whose kernels run longer than `seconds`.
 
-        Runs the sides again. The times are not checked on the host's clock, which waits for
-        everything, or on several ranks, whose kernels wait for another rank's profiler to start.
+        Runs the sides again. The times are not checked on the host's clock, because it waits for
+        everything. They are not checked on several ranks either, because kernels wait there until
+        the profilers of other ranks start.
         """
         profiles = {}
         for side, expected in zip(self.sides, seconds, strict=True):
@@ -251,9 +260,9 @@ class CudaPairTimer:
         return profiles
 
     def other_clock(self) -> dict[str, object]:
-        """Return seconds per call on the clock that does not judge, or why there are none.
+        """Return seconds per call on the other clock, which does not judge, or why there are none.
 
-        Runs the sides again, which overwrites the outputs of timed calls.
+        This runs the sides again and overwrites the outputs of timed calls.
         """
         import torch
 

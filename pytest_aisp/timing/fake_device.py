@@ -1,8 +1,9 @@
 """A simulated device: it computes times with programmable noise, bias and faults.
 
-Tests and docs use it instead of a GPU. Each window's time is the side's true time, scaled by noise
-that both sides share (drift, warm-up ramp, clock steps) and by noise of its own (session, process,
-capture, window), then rounded to the clock's resolution.
+Tests and docs use it instead of a GPU. A window's time is the side's true time multiplied by two
+kinds of noise. Both sides share the drift, the warm-up ramp and the clock steps. Each side has its
+own noise of session, process, capture and window. The time is then rounded to the clock's
+resolution.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Noise:
 
 
 class Process:
-    """One process on the simulated device: its biases hold while it lives."""
+    """One process on the simulated device; its biases stay the same until it ends."""
 
     def __init__(
         self,
@@ -149,7 +150,7 @@ class _PairTimer:
         return bool(chance) and self.process.rng.random() < chance
 
     def refresh(self, *, last: bool) -> None:
-        """There are no values to rewrite."""
+        """A simulated pair has no values to rewrite."""
 
     def disturbance(self) -> str | None:
         throttled, self.throttled = self.throttled, self._draw_throttled()

@@ -1,7 +1,7 @@
-"""The L2 cache: flush it between blocks, and measure that a round of calls leaves it cold.
+"""The L2 cache: flush it between blocks, and measure whether a round of calls leaves it cold.
 
 Each call uses another slot of inputs, and the slots together cover five L2 caches, so they should
-evict each other. The latency of dependent loads shows whether they do.
+evict each other. The latency of dependent loads shows whether old data were evicted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LINES, LINE = 16384, 32
 STEPS = 1024
 """Lines that one reading loads: 128 KiB."""
 COLD_RATIO = 1.25
-"""A load from DRAM takes at least this many times as long as one from the L2; usually twice."""
+"""A load from DRAM takes at least this many times as long as from the L2, usually twice."""
 ATTEMPTS = 3
 
 
@@ -34,7 +34,7 @@ def flush_l2(l2_bytes: int) -> None:
 
 
 class Latency(NamedTuple):
-    """Cycles of a load: just after its line was read, and after a round of a side's calls."""
+    """Cycles of a load directly after its line was read, and after a round of a side's calls."""
 
     warm: float
     after: float
@@ -95,7 +95,7 @@ def latency_reader() -> Callable[[], float] | None:
 
 
 def check_cold(windows: Iterable[GraphWindow], slots: int) -> dict[str, object]:
-    """Refuse a side whose calls leave in the L2 what was there before them.
+    """Refuse a side if data that were in the L2 before its calls are still there after them.
 
     Calls too long to go through all `slots` (`schedule.LONG`) are not refused.
     """

@@ -11,7 +11,7 @@ from ..util.device_state import release
 from ..util.process_group import current_group
 
 WATCHDOG = 0.25
-"""Seconds in which NCCL's watchdog, which looks every 0.1 s, sees every finished send."""
+"""Seconds after which NCCL's watchdog, which polls every 0.1 s, has seen every finished send."""
 
 
 def drop_sent_tensors() -> None:
@@ -32,8 +32,8 @@ def drop_sent_tensors() -> None:
 def peak_bytes(side: BoundSide) -> int:
     """Return the most bytes that one call holds on a GPU beyond its inputs.
 
-    Outputs and memory held by preparation count. Memory kept since an earlier call, memory owned by
-    the side's own graph, and memory that torch did not allocate do not.
+    Outputs and memory held by preparation count. Three kinds of memory do not count: memory kept
+    since an earlier call, memory of the side's own graph, and memory that torch did not allocate.
     """
     import torch
 
@@ -51,7 +51,7 @@ def allocated(pool: InputPool, side: Side) -> float:
     """Return the most bytes that calls of `side` hold on a GPU beyond inputs and state.
 
     Counted are outputs, temporaries, memory held by preparation, and what the first call leaves for
-    the second, such as an optimizer's moments. Of several ranks, the one that needs most counts.
+    the second, such as an optimizer's moments. With several ranks, the rank that needs most counts.
     """
     return current_group().max(_peaks(pool, side)[0])
 
@@ -65,7 +65,7 @@ def reserved(pool: InputPool, side: Side) -> float:
 
 
 def fragmentation(pool: InputPool, side: Side) -> float:
-    """Return how many more bytes are reserved on a GPU for `side` than it ever holds."""
+    """Return how many bytes are reserved on a GPU for `side` beyond the most that it holds."""
     held, taken = _peaks(pool, side)
     return current_group().max(max(0.0, taken - held))
 
@@ -73,7 +73,7 @@ def fragmentation(pool: InputPool, side: Side) -> float:
 def _peaks(pool: InputPool, side: Side) -> tuple[float, float]:
     """Return the most bytes allocated and reserved for `side` while it is called.
 
-    The side has run before, so that no library workspace counts. Allocations are measured at the
+    The side has already run, so that no library workspace counts. Allocations are measured at the
     second call. Reserved memory is never returned, so it is measured from the first call.
     """
     import torch

@@ -1,7 +1,7 @@
 """Peaks: the best rates measured on this machine, and the limit they set for a page's work.
 
-Each direction has its own: an H200 reads at 4.3, copies at 4.2 and fills at 4.6 TB/s, so a single
-"bandwidth" would make an honest fill look impossible.
+Each direction has its own rate: an H200 reads at 4.3, copies at 4.2 and fills at 4.6 TB/s. With a
+single "bandwidth", a correct fill could look too fast.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TOLERANCE = 1.05
 """A side that exceeds the limit by more than this does not do the declared work."""
 PCIE = ("h2d", "d2h")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32"}
-"""Types of the matrix products, the longest last because a hot chip lowers its clocks."""
+"""Types of the matrix products; the longest one is last, because a hot chip lowers its clocks."""
 LINKS = ("peer", "busbw")
 """Rates at which a rank sends: a copy to a peer, and the largest all-reduce's busbw."""
 SECONDS = ("launch", "graph_node", "all_reduce")
@@ -54,7 +54,7 @@ class PeaksError(ValueError):
 
 @dataclass(frozen=True)
 class Peaks:
-    """The best rates of one product. Rates that the machine does not have are absent.
+    """The best rates of one product. Rates that do not apply to the machine are missing.
 
     Attributes:
         product: as in `device.Machine`.
@@ -63,7 +63,7 @@ class Peaks:
             kernel costs the host (``launch``) and takes in a graph (``graph_node``). Of several
             GPUs, bytes/s of the best copy to a ``peer``, ``peer_both`` ways together, and of the
             largest all-reduce (``busbw``), and seconds of the smallest one (``all_reduce``).
-        facts: which kernel was fastest, and GPU, versions, clocks and date.
+        facts: the fastest kernel of each rate, and GPU, versions, clocks and date.
     """
 
     product: str
@@ -115,9 +115,9 @@ def share(limit: Limit, seconds: float) -> float:
 
 
 def implausible(limit: Limit, seconds: float) -> bool:
-    """Return whether `seconds` is less than the declared work can take with cold buffers.
+    """Return whether `seconds` is too short for the declared work with cold buffers.
 
-    A link is never implausible: a switch that reduces sends less, and a GPU has other links too.
+    A link time is never too short, because a switch may reduce and a GPU has several links.
     """
     return limit.name not in LINKS and share(limit, seconds) > TOLERANCE
 
@@ -150,8 +150,8 @@ def load(path: Path) -> Peaks:
     """Return the peaks stored in `path`.
 
     Raises:
-        FileNotFoundError: when there is no such file.
-        PeaksError: when the file is damaged, or holds something else.
+        FileNotFoundError: if there is no such file.
+        PeaksError: if the file is damaged or is not a peaks file.
     """
     try:
         stored = json.loads(path.read_bytes())
@@ -169,7 +169,7 @@ def save(path: Path, peaks: Peaks) -> None:
     """Write `peaks` to `path` atomically, one rate a line, with four significant digits.
 
     Raises:
-        PeaksError: when `path` holds anything but peaks of the same product. It is not changed.
+        PeaksError: if `path` exists and does not hold peaks of the same product. It is not changed.
     """
     if path.exists() and (before := load(path).product) != peaks.product:
         raise PeaksError(f"{path} holds the peaks of {before}, not of {peaks.product}")
@@ -247,7 +247,7 @@ class _Survey:
         self.rates[key] = amount / min(seconds.values())
 
     def where_it_runs(self, name: str, make: Callable[[], Run]) -> dict[str, Run]:
-        """Return the run that `make` makes, or nothing and store the reason among the facts."""
+        """Return the result of `make`, or None; then the reason is added to the facts."""
         import torch
 
         try:

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from ..results.messages import Json
 
 ROBUST_CLOCKS = ("host", "cpu", "process")
-"""Clocks whose process value is the median of the blocks, not the mean of their middle half."""
+"""Clocks on which a process's value is the median of all its blocks."""
 MOST_STEPS = 16
 """Most steps in a window of a training step: the state after it is compared with the reference."""
 MOST_DROPPED = 20
-"""Disturbed blocks after which a measurement gives up."""
+"""A measurement fails after this many disturbed blocks."""
 LISTS = ("blocks", "baseline", "optimized", "orders", "dropped", "laps", "firsts")
 """Fields of `Samples` that hold a list per lap."""
 
@@ -35,7 +35,7 @@ class Window(Protocol):
 
     Attributes:
         counted: the number that the time is divided by: `calls`, unless a slowdown is planted.
-        repeats: how often the calls run for one timing: a timed replay follows an untimed one.
+        repeats: how often the calls run per timing, because an untimed replay precedes a timed one.
     """
 
     calls: int
@@ -57,7 +57,7 @@ class PairTimer(Protocol):
         """Rewrite the inputs' values in place and poison the outputs."""
 
     def disturbance(self) -> str | None:
-        """Return what disturbed the windows since the last call, or None."""
+        """Return the cause that disturbed the windows since the last call, or None."""
 
     def details(self) -> dict[str, object]:
         """Return facts of JSON types for the row: slots, calls, clocks, allocations."""
@@ -69,7 +69,7 @@ class Budget:
 
     Attributes:
         blocks: most blocks.
-        laps: how often both sides are built and captured again where that is cheap. Most of the
+        laps: how often both sides are built and captured again, if that is cheap. Most of the
             spread between processes is spread between captures (spread.md).
         seconds: time for all blocks together.
         window: least seconds of a window (None: the clock's default).
@@ -144,7 +144,7 @@ class Samples:
 
 
 def join(parts: Sequence[Samples]) -> Samples:
-    """Return the samples of several laps as those of one process."""
+    """Return the samples of several laps as the samples of one process."""
     joined, housekeeping = Samples(parts[0].clock), Counter[str]()
     looks: list[Json] = []
     for part in parts:
@@ -169,14 +169,14 @@ class Disturbed(RuntimeError):
 def measure(timer: PairTimer, budget: Budget, rng: random.Random, first: int = 0) -> Samples:
     """Run the blocks of `timer` and return its samples.
 
-    One discarded block decides how many blocks there are. A block is dropped and measured again
-    only if the timer says what disturbed it.
+    The first block is discarded; its time determines the number of blocks. A block is dropped and
+    measured again only if the timer says what disturbed it.
 
     Args:
         first: the side that was built first.
 
     Raises:
-        Disturbed: when `MOST_DROPPED` blocks were dropped.
+        Disturbed: if `MOST_DROPPED` blocks were dropped.
     """
     trial = _block(timer, "ABBA")
     timer.disturbance()
@@ -212,7 +212,7 @@ def measure(timer: PairTimer, budget: Budget, rng: random.Random, first: int = 0
 
 
 def _orders(count: int, rng: random.Random) -> list[str]:
-    """Return `count` random orders in which each pair of neighbours has one of each kind."""
+    """Return `count` random orders; each pair of blocks has one ABBA and one BAAB."""
     orders: list[str] = []
     while len(orders) < count:
         orders += rng.sample(["ABBA", "BAAB"], 2)
@@ -220,9 +220,9 @@ def _orders(count: int, rng: random.Random) -> list[str]:
 
 
 def _valid_blocks(call: int, samples: Samples) -> int:
-    """Return how many valid blocks there were at the `call`-th call of `PairTimer.disturbance`.
+    """Return how many blocks were valid at the `call`-th call of `PairTimer.disturbance`.
 
-    It is called after the discarded block and after dropped blocks too.
+    `disturbance` is also called after the discarded block and after dropped blocks.
     """
     valid = max(call - 1, 0)
     for at in samples.dropped_at:
@@ -247,8 +247,9 @@ def settle(
 ) -> int:
     """Warm up all sides in turn until they are steady; return how many rounds it took.
 
-    Steady means: at least `least` rounds, no growth in the last one, and the median of each side's
-    last three times within 10 % of that of the three before. Gives up after `seconds`.
+    They are steady after at least `least` rounds, if nothing grew in the last round, and if the
+    median of each side's last three times is within 10 % of the median of the three before. Gives
+    up after `seconds`.
 
     Args:
         calls: one timed call of each side.
@@ -294,10 +295,12 @@ def warm(function: Callable[[], object]) -> int:
 
 
 PLANTABLE = 0.85, 1.35
-"""A window may hold this many times the wanted calls so that a slowdown is planted exactly."""
+"""To plant an exact slowdown, a window may have this many times the wanted number of calls."""
 LONG, FEW_SLOTS = 5e-3, 2
-"""Calls longer than this many seconds find the L2 cold with so few slots: filling 60 MB of L2 from
-memory takes an H200 0.3 % of that time."""
+"""Calls longer than this many seconds need only a few slots.
+
+An H200 fills 60 MB of L2 from memory in 0.3 % of that time.
+"""
 
 
 def calls_a_round(seconds_per_call: float, slots: int) -> int:
@@ -306,9 +309,10 @@ def calls_a_round(seconds_per_call: float, slots: int) -> int:
 
 
 def calls_for(seconds_per_call: float, window: float, slots: int) -> int:
-    """Return how many calls, in whole rounds, come closest to `window` seconds.
+    """Return the number of calls, in whole rounds, that takes closest to `window` seconds.
 
-    Both sides' windows then last about the same, and starting one costs both the same share.
+    Both sides' windows then have about the same length, so the start of a window has the same
+    share.
     """
     calls = calls_a_round(seconds_per_call, slots)
     rounds = max(1, round(window / max(seconds_per_call * calls, 1e-9)))
@@ -316,12 +320,12 @@ def calls_for(seconds_per_call: float, window: float, slots: int) -> int:
 
 
 def extra_calls(counted: int, planted: float) -> int:
-    """Return how many calls beside `counted` plant a slowdown of at least the share `planted`."""
+    """Return how many extra calls plant a slowdown of at least the share `planted`."""
     return math.ceil(counted * planted - 1e-9)
 
 
 def calls_to_plant(calls: int, slots: int, planted: float) -> int:
-    """Return the multiple of `slots` near `calls` at which whole extra calls best plant `planted`.
+    """Return the multiple of `slots` near `calls` for which whole extra calls best match `planted`.
 
     100 calls plant 1 % exactly, 101 would plant 2 %.
     """

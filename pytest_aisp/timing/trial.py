@@ -1,4 +1,4 @@
-"""One case being timed in one process: build both sides, time them, check what was timed."""
+"""Time one case in one process: build both sides, time them, and check the timed outputs."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ LONG_ROUND = 3e-3
 
 
 class CheckedPairTimer(schedule.PairTimer, Protocol):
-    """A pair timer whose clock can be checked against others."""
+    """A pair timer whose clock can be compared with other clocks."""
 
     sides: tuple[BoundSide, BoundSide]
 
     def check_times(self) -> dict[str, object]:
-        """Refuse a side whose clocks disagree or whose L2 is not cold. May run the sides again."""
+        """Refuse a side if its clocks disagree or its L2 is not cold. May run the sides again."""
 
     def profile(self, seconds: Sequence[float]) -> dict[str, KernelProfile]:
         """Return by side what it launches; refuse a side whose kernels run for longer."""
 
     def other_clock(self) -> dict[str, object]:
-        """Return the times on the clock that does not judge. May run the sides again."""
+        """Return the times on the other clock, which does not judge. May run the sides again."""
 
     def memory(self) -> dict[str, object]:
         """Return by side the bytes that a call needs. May run the sides again."""
@@ -60,8 +60,8 @@ class Trial:
     Attributes:
         one_off: by side, the seconds that preparing it took.
         kernels: by side, what it launches, if requested.
-        tuned: by tuned Triton kernel, the configurations it was launched in.
-        known: clock and counted calls of the first lap, which the others use again.
+        tuned: by tuned Triton kernel, the configurations that were launched.
+        known: clock and counted calls of the first lap, which later laps use too.
     """
 
     task: TimeTask
@@ -87,7 +87,7 @@ class Trial:
         self._learn_types()
         details: dict[str, object] = {}
         if self._rebuilds():
-            # The captures of long calls scatter least (spread.md).
+            # The captures of long calls vary least (spread.md).
             laps = min(2, self.budget.laps) if self.round_seconds > LONG_ROUND else self.budget.laps
             budget = self.budget.lap(laps)
             details = self._build_untimed(budget)
@@ -106,7 +106,7 @@ class Trial:
         return schedule.join(parts), extra
 
     def _rebuilds(self) -> bool:
-        """Whether each lap may build both sides again: only where that costs next to nothing."""
+        """Whether each lap builds both sides again, which is done only if it is cheap."""
         pair = self.pair
         return self.on_gpu and not (self.pool.prepared or pair.as_called or pair.state is not None)
 
@@ -134,8 +134,9 @@ class Trial:
     def _build_untimed(self, budget: Budget) -> dict[str, object]:
         """Build both sides once without timing them, and return the timer's details.
 
-        This chooses the clock, and leaves memory as each lap will find it. The laps' memory then
-        differs only by the order of building, which cancels (docs/explanation/spread.md).
+        This chooses the clock, and leaves the same memory layout that later laps start from. So the
+        memory layouts of the laps differ only by the order of building, which cancels
+        (docs/explanation/spread.md).
         """
         self._lay_slots()
         with self.watch.phase("build"), self._built(budget) as timer:
@@ -162,7 +163,7 @@ class Trial:
         self.pool.lay_slots(self._slot_count())
 
     def _build(self, sides: ExitStack, budget: Budget, first: int) -> CheckedPairTimer:
-        """Build both sides, `first` first, which `sides` will close, and return their timer."""
+        """Build both sides, `first` first, and return their timer; `sides` closes them later."""
         built: dict[int, BoundSide] = {}
         order, planted = (first, 1 - first), self.task.planted
         with record_choices(self.tuned):
@@ -181,7 +182,7 @@ class Trial:
             return timer
 
     def _lap(self, budget: Budget, first: int, *, checks: bool = False) -> Samples:
-        """Lay slots, build both sides, time `budget`'s blocks, check all outputs of the last one.
+        """Create slots, build both sides, time the blocks, and check the last outputs.
 
         Args:
             first: which side to build first: its place in memory is worth up to 1 %.
@@ -209,7 +210,7 @@ class Trial:
                     self.kernels = timer.profile(seconds)
             if timer.clock in PYTHON_CLOCKS and enabled("repeats"):
                 with phase("repeats"):
-                    seed = self.pool.unseen_seed + 1  # as secret as the unseen values
+                    seed = self.pool.unseen_seed + 1  # this seed is as secret as the unseen values
                     check_repeats(self.pool, timer.sides, synchronizer(self.task.device), seed)
             if checks:
                 with phase("verify"):
