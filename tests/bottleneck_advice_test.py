@@ -209,7 +209,7 @@ def test_without_advice_the_report_says_what_takes_the_time():
     reason = "and no known change can save 5%."
     idle = on_gpu(0.01, 0.99, busy=0.98, kernels=0.97, launches=9).report()[-1]
     assert idle == f"Nothing stands out: the GPU is busy for 98% of a step, {reason}"
-    host = "the step's own Python and operators take 99%"
+    host = "Python and operators in the step take 99%"
     assert found(0.01, 0.99).report()[-1] == f"Nothing stands out: {host}, {reason}"
 
 
@@ -248,7 +248,7 @@ loading, summed over 4 workers  calls per batch  time per batch
 Blur                            32               600 ms
 collate                         1                100 ms
 
-What each change can save of a step at most (savings overlap: do not add them):
+The most that each change can save of a step (savings overlap, so do not add them):
  50%  a CUDA graph
 """
 

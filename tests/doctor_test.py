@@ -136,7 +136,7 @@ unread NCCL: not installed as a package
     $
 note memlock: ulimit: 1 MiB, less than 64 MiB: network adapters pin memory
     raise the hard limit of memlock in limits.conf
-note nofile: ulimit: 1024, less than 4096: ranks and loader workers open files
+note nofile: ulimit: 1024, less than 4096: ranks and loader workers open many files
     ulimit -n 4096
 note stack: ulimit: 1 MiB, less than 8 MiB: compilers recurse deeply
     ulimit -s 8192

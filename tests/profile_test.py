@@ -524,7 +524,7 @@ def test_differences_list_new_gone_and_other_counts():
         "count  1 -> 2  b",
     ]
     same = Differences.between("operators", {"a": one}, {"a": one})
-    assert same.summary() == "both sides run the same operators, as often"
+    assert same.summary() == "both sides run the same operators equally often"
     assert same.lines()[-1] == same.summary()
     many = Differences.between("kernels", {}, {f"{n}" + "k" * 99: one for n in range(6)})
     assert many.summary().endswith("kkk (1), 2 more")

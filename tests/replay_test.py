@@ -59,7 +59,7 @@ def test_a_replay_without_enough_votes_is_inconclusive(page, gpu, recorded, pyte
     recorded()
     again = pytester.runpytest_subprocess("--aisp-replay=kept")
     case = "inconclusive: doubling_test.py::test_doubling[[]doubled-n1001]: "
-    why = "the recording holds 1 timing of it, and one more is asked for"
+    why = "the recording holds 1 timing of it, and one more is needed"
     again.stdout.fnmatch_lines(
         [
             "doubling *2.0??x *inconclusive",

@@ -26,7 +26,7 @@ from ..worker.client import ReplayError, ReplayWorker
 
 COLLECTOR = "pytest_aisp.session.collect"
 LAST_LINES = 20
-"""How many lines of pytest's output are shown if it cannot collect."""
+"""Most lines of pytest's output that are shown if pytest cannot collect."""
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,7 +162,7 @@ TITLE_WIDTH = 60
 
 
 class TargetSummary(msgspec.Struct, frozen=True):
-    """One page in `aisp suite list`; each word once."""
+    """One page in `aisp suite list`; repeated words are shown once."""
 
     target: str
     path: str
@@ -214,7 +214,7 @@ PYTHON = ("python", "-m", "pytest")
 
 
 def command_line(words: Sequence[str]) -> str:
-    """Return a pytest command as one types it; `run` uses this process's Python for it."""
+    """Return a pytest command as a user types it; `run` runs it with this process's Python."""
     return shlex.join([*PYTHON, *words])
 
 
@@ -224,7 +224,7 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
     process = Popen([sys.executable, *PYTHON[1:], *words])
     try:
         code = process.wait()
-    except KeyboardInterrupt:  # pytest got it from the terminal too, and ends its run
+    except KeyboardInterrupt:  # pytest got Ctrl-C from the terminal too, and ends its run
         code = process.wait()
     return code if code >= 0 else 128 - code  # as a shell reports a signal
 
@@ -237,7 +237,7 @@ def run_all(commands: Sequence[Sequence[str]], say: Callable[[str], None]) -> in
 def measure_commands(
     paths: Sequence[str], profile: str, artifacts: Path | None, more: Sequence[str]
 ) -> list[list[str]]:
-    """Return the commands that measure `paths`: one, and another for each further profiler.
+    """Return the commands that measure `paths`: one, plus one for each additional profiler.
 
     A run has only one profiler, and each profiler's reports need their own folder. `minimal` is
     torch's profiler; `full` adds `nsys` and `ncu` if they are installed.

@@ -21,7 +21,7 @@ from ..util.cli_result import CliError, CliResult, columns
 
 BASELINES = "baselines"
 PEAKS = "peaks.json"
-"""A file beside the stored results that contains none."""
+"""A file next to the stored results that contains no results."""
 HEADS = ("", "case", "metric", "better", "old", "new", "change", "noise")
 LABELS = {"worse": "WORSE", "better": "better", "same": ""}
 CHANGED = diff.ORDER[:2]
@@ -173,7 +173,7 @@ def _summary(comparison: Comparison) -> str:
 
 
 def _rows(comparison: Comparison, every: bool) -> list[tuple[str, ...]]:
-    """Return the table, the worse rows first; only with `every`, the unchanged rows too."""
+    """Return the table, worse rows first; `every` adds the unchanged rows."""
     rows: list[tuple[str, ...]] = []
     for outcome in diff.ORDER if every else CHANGED:
         for turned in comparison.turned:

@@ -23,8 +23,10 @@ from ..worker import nvidia_tools
 
 State: TypeAlias = Literal["fine", "note", "harms", "unread"]
 LABELS: dict[State, str] = {"fine": "fine", "note": "note", "harms": "HARMS", "unread": "?"}
-"""`note` may cost time or affect others, `harms` makes times wrong or noisy, and `unread` is
-unknown."""
+"""`note`: may cost time or affect others.
+
+`harms`: makes times wrong or noisy. `unread`: unknown.
+"""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -66,10 +68,10 @@ def doctor_result(findings: Sequence[Finding], *, as_json: bool) -> CliResult:
 MIB, GIB = 1 << 20, 1 << 30
 LIMITS = {
     "memlock": (resource.RLIMIT_MEMLOCK, 64 * MIB, "network adapters pin memory", "-l"),
-    "nofile": (resource.RLIMIT_NOFILE, 4096, "ranks and loader workers open files", "-n"),
+    "nofile": (resource.RLIMIT_NOFILE, 4096, "ranks and loader workers open many files", "-n"),
     "stack": (resource.RLIMIT_STACK, 8 * MIB, "compilers recurse deeply", "-s"),
 }
-"""By name: the limit, the least good value, what needs it, and the option of `ulimit`."""
+"""By name: the limit, its lowest good value, the reason, and the option of `ulimit`."""
 PACKAGES = {
     "torch": ("torch",),
     "triton": ("triton",),
@@ -105,7 +107,7 @@ def _versions() -> Iterator[Finding]:
         version = next(filter(None, map(version_of, distributions)), None)
         if version is not None:
             yield Finding(name, "fine", version)
-        elif name == "NCCL":  # a torch for CPUs has none, and one built from source contains it
+        elif name == "NCCL":  # torch for CPUs has no NCCL; torch from source contains it
             yield Finding(name, "unread", "not installed as a package")
         else:
             yield Finding(name, "note", "not installed", f"pip install {distributions[0]}")
@@ -166,7 +168,7 @@ def _shared_memory(folder: Path) -> Finding:
 COMPUTE_DEFAULT, COMPUTE_EXCLUSIVE = 0, 3
 """NVML's compute modes: any number of processes on a GPU, or only one; 2 prohibits all."""
 SM, LOCKED = 1, 0x2
-"""NVML's SM clock, and the reason that a clock was set (-lgc, -ac)."""
+"""NVML's constants for the SM clock, and for a clock that was set by `nvidia-smi -lgc` or `-ac`."""
 NO_GPU = "NVML finds no GPU, or its driver is not loaded"
 
 
@@ -194,7 +196,7 @@ class _Gpu:
         self._nvml, self._handle, self._name = nvml, handle, name
 
     def _query(self, function: str, *args: object) -> Any:
-        """Return the answer of an NVML function, or None; each has a type of its own."""
+        """Return the result of an NVML function, or None if it fails."""
         return device.query(lambda: getattr(self._nvml, function)(self._handle, *args))
 
     def _finding(self, name: str, state: State, text: str, change: str = "") -> Finding:
@@ -245,7 +247,7 @@ class _Gpu:
         return self._finding("persistence", "note", text, "sudo nvidia-smi -pm 1")
 
     def ecc(self) -> Finding:
-        modes = self._query("nvmlDeviceGetEccMode")  # now, and after the next reset
+        modes = self._query("nvmlDeviceGetEccMode")  # ECC mode now, and after the next reset
         if modes is None:
             return self._unread("ECC")
         now, pending = ("on" if mode else "off" for mode in modes)

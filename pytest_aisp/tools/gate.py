@@ -1,7 +1,7 @@
 """`aisp ci gate`: one verdict for the runs of several machines.
 
-A run is a folder of artifacts. The verdicts of an invalid run do not count. A missing product is as
-red as a red case. The exit code is pytest's: 0, 1 or 17.
+A run is a folder of artifacts. The verdicts of an invalid run do not count. A missing product makes
+the verdict red, as a red case does. The exit code is pytest's: 0, 1 or 17.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class GateRun:
     """What one folder of artifacts contains.
 
     Attributes:
-        products: those of which it timed a case, or counted one's metrics.
+        products: the products for which it timed a case or counted metrics.
         invalid: why its verdicts do not count, or empty.
-        unfinished: why it does not have all its cases, or empty.
+        unfinished: why some of its cases may be missing, or empty.
         red: the journal's lines of the red cases.
         cases: how many cases there are.
     """
@@ -81,7 +81,7 @@ def gate_result(folders: Sequence[Path], expected: Sequence[str], *, form: str) 
 
 
 def judge(runs: Sequence[GateRun], expected: Sequence[str]) -> Gate:
-    # A product whose run is invalid is not missing: it has to be measured again.
+    # A product with an invalid run is not missing; the run must be repeated.
     seen = {product for run in runs for product in run.products}
     return Gate(tuple(runs), tuple(product for product in expected if product not in seen))
 
@@ -193,7 +193,7 @@ FORMS: dict[str, Callable[[Gate], list[str]]] = {
 
 
 class Annotation(NamedTuple):
-    """Something that is not green; without a file, it belongs to no page."""
+    """A problem to report; without a file, it belongs to no page."""
 
     file: str
     line: int

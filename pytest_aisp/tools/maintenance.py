@@ -1,4 +1,4 @@
-"""Upkeep of a repository: remove what runs left, prune and check stored results."""
+"""Maintain a repository: remove leftovers of runs, and prune and check stored results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Leftover(msgspec.Struct):
 
 
 def clean_result(catalog: Catalog, *, yes: bool, as_json: bool = False) -> CliResult:
-    """Return what runs left, removed if `yes`; exit code 2 if something cannot be removed."""
+    """List leftovers of runs and remove them if `yes`; exit code 2 if removing fails."""
     items = list(leftovers(catalog.root, catalog.baselines))
     for leftover in items if yes else []:
         leftover.remove()
@@ -66,7 +66,7 @@ def clean_result(catalog: Catalog, *, yes: bool, as_json: bool = False) -> CliRe
 
 
 def leftovers(root: Path, baselines: Path) -> Iterator[Leftover]:
-    """Yield what runs left under `root`: profiles, artifacts, temporary files in `baselines`.
+    """Yield leftovers of runs under `root`: profiles, artifacts, temporary files in `baselines`.
 
     Nothing behind a link is removed, and no folder that contains the stored results. A link to a
     removed folder is removed too.
@@ -111,9 +111,9 @@ def _size(nbytes: int) -> str:
 def prune_result(
     catalog: Catalog, product: str | None, *, yes: bool, as_json: bool = False
 ) -> CliResult:
-    """Return the results without a case, of one product or all; removed if `yes`.
+    """List the results without a case, of one product or all, and remove them if `yes`.
 
-    A page that is skipped or broken here may have any case, so its results stay.
+    The cases of a page that is skipped or broken here are unknown, so its results stay.
     """
     if not catalog.folders:
         raise CliError(
@@ -156,7 +156,7 @@ def _prune_text(catalog: Catalog, gone: Sequence[tuple[Chapter, str]], yes: bool
 def _results_without_case(
     catalog: Catalog, product: str | None
 ) -> Iterator[tuple[Chapter, Sequence[str]]]:
-    """Yield each chapter that has some, with their keys."""
+    """Yield each chapter with such results, and their keys."""
     cases = {(case.chapter, case.key) for case in catalog.cases}
     unread = {Path(page.path).name for page in catalog.unread}
     for chapter in chapters(catalog.baselines, product):
@@ -185,13 +185,13 @@ STAGED = ""
 
 
 def checksums_result(files: Sequence[Path], baselines: Path, against: str) -> CliResult:
-    """Return what is wrong with staged stored results, by default of all changed files."""
+    """Return the problems of staged stored results, by default in all changed files."""
     names = [file.as_posix() for file in files] or _changed(baselines, against)
     names = [name for name in names if name.endswith(".json") and not name.endswith("/peaks.json")]
     problems = [problem for name in names for problem in _problems(name, against)]
     if problems:
         lines = [line for problem in problems for line in problem.splitlines()]
-        complete = all("\n" in problem for problem in problems)  # each one has its own advice
+        complete = all("\n" in problem for problem in problems)  # each error has its own advice
         return CliResult(lines if complete else [*lines, *ADVICE], 1)
     if not names:
         none = f"no stored results staged below {baselines} differ from {against}"
@@ -203,7 +203,7 @@ def checksums_result(files: Sequence[Path], baselines: Path, against: str) -> Cl
 
 
 def _problems(name: str, against: str) -> Iterator[str]:
-    """Yield what is wrong with a staged file of stored results."""
+    """Yield the problems of a staged file of stored results."""
     try:
         now = _stored(STAGED, name)
     except StoreError as error:
@@ -212,7 +212,7 @@ def _problems(name: str, against: str) -> Iterator[str]:
         return
     try:
         before = _stored(against, name)
-    except StoreError:  # it was broken when it was committed
+    except StoreError:  # the committed file is already broken
         before = Stored(now.product)
     for key, facts in now.environments.items():
         old = before.environments.get(key)

@@ -1,7 +1,7 @@
 """`aisp results roofline`: the rate that limits each stored result, and the share that it reaches.
 
-The work is from today's page, the times and the peaks are stored. If the page is gone or declares
-no work, the stored share is shown. `aisp machine peak` measures the peaks.
+The work is from the current page; the times and the peaks are stored. If the page is gone or
+declares no work, the stored share is shown. `aisp machine peak` measures the peaks.
 """
 
 from __future__ import annotations
@@ -122,10 +122,10 @@ def points(
 def _limit(
     case: CatalogCase | None, result: Result, limits: Peaks | None
 ) -> tuple[str | None, float | None]:
-    """Return the rate that limits a case, and the share of it: of today's work, or as stored."""
+    """Return the rate that limits a case, and the share of that rate that the case reaches."""
     limit = None
     if case is not None and case.work is not None and limits is not None:
-        with contextlib.suppress(PeaksError):  # a type without a rate: the page's run reports it
+        with contextlib.suppress(PeaksError):  # a run of the page reports this error
             limit = peaks.limit_of(msgspec.convert(case.work, Work), case.bound, limits)
     if limit is None:
         return result.limit, result.share

@@ -1,7 +1,8 @@
-"""The stored results: of which products, whether they support the claims, and README tables.
+"""Report on stored results: their products, whether they support the claims, README tables.
 
-`aisp results expectations` compares each stored ln(speedup) with today's claim, the sources of its
-sides with today's pages, and its processes and sessions with what a spread needs.
+`aisp results expectations` compares each stored ln(speedup) with the current claim, and the stored
+sources with the current pages. It also checks whether there are enough processes and sessions to
+estimate a spread.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Chapter(NamedTuple):
 
 
 def select_products(baselines: Path, product: str | None, machine: Machine) -> list[str]:
-    """Return `product` and its products of several GPUs.
+    """Return `product` and the products with several of its GPUs.
 
     The default is the machine's product, or the only one with stored results.
     """
@@ -59,7 +60,7 @@ def _products(baselines: Path) -> list[str]:
 
 
 def no_results(baselines: Path, product: str) -> CliError:
-    """Return the error of a product without stored results."""
+    """Return the error for a product without stored results."""
     text = f"no results of {product} are stored in {baselines}"
     if others := _products(baselines):
         advice = f"only of {', '.join(others)}; choose with\n    --product={others[0]}"
@@ -90,7 +91,7 @@ def stored_peaks(baselines: Path, product: str) -> Peaks | None:
 
 
 def arch_of(product: str, arch: str | None, machine: Machine) -> str:
-    """Return the arch whose claims apply to `product`: `arch`, or the one of its GPU's name."""
+    """Return the arch whose claims apply to `product`: `arch`, or the arch of its GPU."""
     legal = f"legal are {', '.join(ARCHS)}"
     if arch is not None and arch not in ARCHS:
         raise CliError(f"--arch={arch}: unknown arch; {legal}")
@@ -106,7 +107,7 @@ def arch_of(product: str, arch: str | None, machine: Machine) -> str:
 
 
 MIN_PROCESSES, MIN_SESSIONS = 8, 2
-"""The least from which a case's spread is estimated."""
+"""The least numbers of processes and sessions from which a case's spread is estimated."""
 STATES = {
     "below": "the stored speedup is below the claim",
     "neutral": "a speedup is claimed, but the 99 % interval includes 1",
@@ -189,7 +190,7 @@ def _states(
 
 
 def _is_below(result: Result, claim: float | str | None) -> bool:
-    """Return whether a result is below its claim, or loses more than the clock's floor."""
+    """Return whether a result is below its claim; a `neutral` one may lose the clock's floor."""
     if result.value is None or result.clock is None:
         return False
     if claim == "neutral":
@@ -260,7 +261,7 @@ def _cells(key: str, stored: Stored) -> tuple[str, ...]:
 
 
 def _amount(result: Result, side: str) -> str:
-    """Return a side's time; if nothing was timed, its metrics."""
+    """Return a side's time, or its metrics if nothing was timed."""
     if side in result.seconds:
         return duration(result.seconds[side])
     return ", ".join(f"{name} {METRICS[name].unit(n[side])}" for name, n in result.goals.items())

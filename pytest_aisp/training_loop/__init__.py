@@ -1,1 +1,1 @@
-"""What the steps of a training loop wait for, and what to change first."""
+"""Find out what the steps of a training loop wait for, and what to change first."""

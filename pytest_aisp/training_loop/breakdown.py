@@ -1,4 +1,4 @@
-"""Where the time of a loop's steps goes, and what to change.
+"""Show where the time of a loop's steps goes, and what to change.
 
 No change on the host makes a step shorter than the GPU's busy time, so the time in which the GPU is
 idle limits what most changes can save. Savings overlap: they do not add up.
@@ -54,7 +54,7 @@ class Loader:
 
 
 def device_name() -> str:
-    """Return the name of this process's GPU, or of its CPU if it uses none."""
+    """Return the name of this process's GPU, or of its CPU if it uses no GPU."""
     import torch
 
     if torch.cuda.is_initialized():
@@ -72,7 +72,7 @@ class Breakdown:
         steps, warm: the timed steps, and the warm-up steps before them.
         drained: total seconds that the GPU kept working after the last step of each epoch.
         gpu: the GPU's work in a step; if it is None, `note` says why.
-        stages: of loading a batch, the slowest first.
+        stages: the stages of loading a batch, the slowest first.
     """
 
     name: str
@@ -178,7 +178,7 @@ class Breakdown:
             return ["", "loading: not timed, because the workers started before the measurement"]
         head = f"loading, summed over {self.loader.workers} workers"
         stages = list(self.stages)
-        if not self.loader.workers:  # the loop itself loads, while it waits
+        if not self.loader.workers:  # without workers, the loop itself loads while it waits
             head = "loading"
             rest = self.wait - sum(stage.seconds for stage in stages)
             stages += [Stage("other", 1, rest)] if rest > 0 else []
@@ -187,9 +187,10 @@ class Breakdown:
 
     def _advice_lines(self) -> list[str]:
         if advice := advise(self):
-            head = "What each change can save of a step at most (savings overlap: do not add them):"
+            head = "The most that each change can save of a step (savings overlap, so do not add "
+            "them):"
             return [head, *(f"{change.share:4.0%}  {change.text}" for change in advice)]
-        reason = f"the step's own Python and operators take {self.share(self.host):.0%}"
+        reason = f"Python and operators in the step take {self.share(self.host):.0%}"
         if self.gpu is not None:
             reason = f"the GPU is busy for {self.share(self.gpu.busy):.0%} of a step"
         return [f"Nothing stands out: {reason}, and no known change can save {NOTICEABLE:.0%}."]
@@ -213,7 +214,7 @@ Rule: TypeAlias = Iterator[tuple[float, str]]
 
 @dataclass(frozen=True)
 class Advice:
-    """One change, and the most that it can save of a step."""
+    """One change, and the largest share of a step that it can save."""
 
     seconds: float
     share: float

@@ -163,11 +163,11 @@ class Loop:
         self.profile.stop()
         if self.profiled:
             self._start_timing()
-        else:  # the epoch ended at once: profile the next one
+        else:  # the epoch ended without a step: profile the next epoch
             self.profile, self._phase = None, "warmup"
 
     def _start_timing(self) -> None:
-        self._instruments.synchronize()  # queued work of warm-up belongs to no timed step
+        self._instruments.synchronize()  # warm-up work must not count for a timed step
         self._phase = "timed"
 
     def _drain(self) -> None:
@@ -200,7 +200,8 @@ class Event(NamedTuple):
 class TorchProfile:
     """Steps under torch.profiler, which starts at once.
 
-    It records operators as well as the GPU's work: only they tell `.item()` from other waits.
+    It records operators as well as the GPU's work, because only operators distinguish `.item()`
+    from other waits.
     """
 
     def __init__(self, *, gpu: bool) -> None:
@@ -223,7 +224,7 @@ class TorchProfile:
     def stop(self) -> None:
         try:
             self._profiler.stop()
-        except RuntimeError:  # the loop's own profiler ran meanwhile; torch 2.13 does not raise
+        except RuntimeError:  # the loop's own profiler ran too; torch 2.13 does not raise
             self._lost = True
 
     def events(self) -> list[Event]:

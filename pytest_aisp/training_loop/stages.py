@@ -108,7 +108,7 @@ def _leaves(place: AnyPlace, above: tuple[int, ...]) -> Iterator[AnyPlace]:
 
 
 def innermost(dataset: object, above: tuple[int, ...] = ()) -> list[object]:
-    """Return the datasets that produce the items of `dataset`, each once: those it wraps, or it."""
+    """Return the datasets that produce the items of `dataset`: the wrapped ones, or itself."""
     if id(dataset) in above:
         return []
     inner = _wrapped_datasets(dataset)
@@ -117,7 +117,7 @@ def innermost(dataset: object, above: tuple[int, ...] = ()) -> list[object]:
 
 
 def name_of(work: object) -> str:
-    """Return a transform's name: of a function, its name; of a lambda, its line; else its class."""
+    """Return a transform's name: a function's name, a lambda's line, or the class."""
     while isinstance(work, functools.partial):
         work = work.func
     name = getattr(work, "__name__", None) or type(work).__name__
@@ -139,7 +139,7 @@ _inner = _InnerSeconds()
 class Timed:
     """A callable that adds its calls and seconds to shared memory.
 
-    In other ways it is the callable itself. A copy of it is the plain callable, unless
+    Otherwise it behaves like the callable itself. A copy of it is the plain callable, unless
     multiprocessing copies it into a new worker process.
     """
 
@@ -180,7 +180,7 @@ def _process() -> int:
 
 
 def is_dataloader(loader: object) -> TypeGuard[DataLoader[object]]:
-    data = sys.modules.get("torch.utils.data")  # PyTorch is not imported to find out
+    data = sys.modules.get("torch.utils.data")  # PyTorch is not imported just for this check
     return data is not None and isinstance(loader, data.DataLoader)
 
 
@@ -202,7 +202,7 @@ class Stages:
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         """Time every stage inside the block, and restore the originals after it."""
-        # A subclass may inherit a method that its parent's replacement would hide.
+        # The replacement in a parent class must not hide a method that a subclass inherits.
         methods = [getattr(owner, GETITEM) for owner in self._classes]
         with contextlib.ExitStack() as restore:
             for i, (owner, method) in enumerate(zip(self._classes, methods, strict=True)):
@@ -222,9 +222,9 @@ class Stages:
         return Timed(work, self._cells, 2 * number, self._width)
 
     def _timed_getitem(self, method: Work, number: int) -> Work:
-        """Return a `__getitem__` that times this loader's datasets and no other instances.
+        """Return a `__getitem__` that times only this loader's datasets, not other instances.
 
-        A worker process that was spawned imports the class anew: its items are not timed.
+        A spawned worker process imports the class again, so its items are not timed.
         """
         timed, datasets = self._timed(method, number), self._datasets
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 INTERRUPTED = 130
-"""The exit code of a process that Ctrl-C ended, as a shell reports it."""
+"""The exit code that a shell reports for a process that Ctrl-C ended."""
 
 
 def bottleneck(
@@ -122,7 +122,7 @@ class Watch(Generic[T]):
         return len(self.loader)  # type: ignore[arg-type]
 
     def measured(self) -> Breakdown:
-        """Return the figures, or raise `CliError` if no step was timed yet."""
+        """Return the figures, or raise `CliError` if no step has been timed yet."""
         return self._source.breakdown(type(self.loader).__name__)
 
     def report(self) -> str:
@@ -170,7 +170,7 @@ class ScriptBatches(Iterator[object]):
 
 
 class StepsDone(SystemExit):
-    """Ends the script when it requests a batch after the last step to time."""
+    """Raised when the script requests a batch after the last timed step, to end the script."""
 
 
 class LoopFinder:

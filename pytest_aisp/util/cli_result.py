@@ -41,7 +41,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     """Return the sizes of ``4KiB:512MiB`` (each twice the last) or ``4KiB,1MiB``, ascending.
 
     Raises:
-        ValueError: a size is not one, or a range ends before it begins.
+        ValueError: a text is not a size, or a range ends before it begins.
     """
     if ":" not in text:
         return tuple(sorted({parse_bytes(part) for part in text.split(",")}))
@@ -60,7 +60,7 @@ def with_progress(text: str, done: int, total: int) -> str:
 
 
 def split_progress(text: str) -> tuple[str, int, int | None]:
-    """Return the text, done and total of `with_progress`; the total of any other text is None."""
+    """Return the text, done and total of `with_progress`; for any other text, the total is None."""
     match = re.fullmatch(r"(.*) \((\d+) of (\d+) done\)", text)
     return (text, 0, None) if match is None else (match[1], int(match[2]), int(match[3]))
 

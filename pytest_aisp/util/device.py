@@ -33,8 +33,8 @@ class Machine:
 
     Attributes:
         arch: ``sm90``, or ``cpu`` without a GPU.
-        product: what stored results belong to: ``nvidia-h200``, ``cpu-<model>-<cores>``.
-        name: as the driver says it.
+        product: the key of stored results: ``nvidia-h200``, ``cpu-<model>-<cores>``.
+        name: as the driver reports it.
         gpus: UUIDs of the visible GPUs of this product.
         versions: of the driver and CUDA.
         facts: power limit, MIG, NUMA node, CPU and its governor; None for an unknown one.
@@ -49,7 +49,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """Return this machine by its first visible GPU, or by its CPU without one."""
+        """Return this machine with its first visible GPU, or with its CPU if there is none."""
         return _gpu_machine() or cpu_machine()
 
     def with_count(self, count: int) -> str:
@@ -62,7 +62,7 @@ class Machine:
 
 
 def cpu_machine() -> Machine:
-    """Return this machine by its CPU: model and usable cores are its product."""
+    """Return this machine as a CPU machine; model and usable cores form its product."""
     cores = len(cores_here())
     name = cpu_name()
     product = f"cpu-{product_of(name)}-{cores}c"
@@ -129,7 +129,7 @@ def _gpu_machine() -> Machine | None:
 
 
 def clocks() -> dict[str, int | None]:
-    """Return the MHz of SM and memory of the first visible GPU, and their maxima; or nothing."""
+    """Return the first visible GPU's SM and memory clocks in MHz and their maxima, or nothing."""
     nvml = load_nvml()
     handles = visible_gpus(nvml)
     if nvml is None or not handles:
@@ -145,7 +145,7 @@ def clocks() -> dict[str, int | None]:
 
 def _gpu_facts(nvml: ModuleType, handle: object) -> Mapping[str, object]:
     limit = query(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
-    mode = query(nvml.nvmlDeviceGetMigMode, handle)  # now, and after the next reset
+    mode = query(nvml.nvmlDeviceGetMigMode, handle)  # MIG mode now, and after the next reset
     pci = query(nvml.nvmlDeviceGetPciInfo, handle)
     return {
         "power_limit_w": None if limit is None else limit // 1000,
@@ -156,7 +156,7 @@ def _gpu_facts(nvml: ModuleType, handle: object) -> Mapping[str, object]:
 
 @functools.cache
 def load_nvml() -> ModuleType | None:
-    """Return pynvml, initialized; None without a GPU that this process may use."""
+    """Return pynvml, initialized; None if this process may use no GPU."""
     try:
         import pynvml
 
@@ -178,7 +178,7 @@ def visible_gpus(nvml: ModuleType | None) -> list[object]:
 
 
 def is_visible(nvml: ModuleType, handle: object) -> bool:
-    """Return whether ``CUDA_VISIBLE_DEVICES`` names the GPU by index or start of UUID."""
+    """Return whether ``CUDA_VISIBLE_DEVICES`` names the GPU by index or start of its UUID."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return True
@@ -196,7 +196,10 @@ def query(function: Callable[..., T], *args: object) -> T | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the version of each library, None for a missing one. Load no library, touch no GPU."""
+    """Return the version of each library, None for a missing one.
+
+    No library is loaded and no GPU is used.
+    """
     import torch
 
     cudnn = query(torch.backends.cudnn.version)

@@ -22,8 +22,10 @@ THROTTLED = {
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
-"""NVML's clock event reasons that make a measurement worthless. The software power cap (0x4) is
-normal at full load."""
+"""NVML's clock event reasons that make a measurement worthless.
+
+The software power cap (0x4) is normal at full load.
+"""
 
 
 @contextmanager
@@ -60,13 +62,13 @@ def release(device: str) -> None:
     import torch
 
     gc.collect()
-    gc.freeze()  # later collections do not walk through torch again
+    gc.freeze()  # later collections skip torch's objects
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
 
 
 class Stopwatch:
-    """Count seconds by phase. A phase inside another stops the outer one's count."""
+    """Count seconds by phase. While an inner phase runs, the outer phase is not counted."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -100,7 +102,7 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Look:
-    """What NVML says of a GPU after `block` blocks."""
+    """NVML's values for a GPU after `block` blocks."""
 
     block: int
     sm_mhz: int | None
@@ -111,7 +113,7 @@ class Look:
 class Telemetry:
     """Clocks, power, temperature and throttling of one GPU while it is measured.
 
-    An NVML call can take a millisecond. So NVML is asked after every `EVERY`-th block only, and
+    An NVML call can take a millisecond. So NVML is read only after every `EVERY`-th block, and
     after each block while the GPU is throttled.
     """
 
@@ -130,7 +132,7 @@ class Telemetry:
         self._read()
 
     def _read(self) -> int:
-        """Record a look; return NVML's clock event reasons."""
+        """Record one reading of NVML; return its clock event reasons."""
         nvml, handle = self._nvml, self._handle
         if nvml is None or handle is None:
             return 0
@@ -165,10 +167,10 @@ class Telemetry:
         return ", ".join(causes) or None
 
     def _other_processes(self) -> list[int]:
-        """Return the processes that have computed here since the last call and are not ours.
+        """Return other processes that have computed on the GPU since the last call.
 
-        If a container hides process ids, NVML does not list ours. Then our own work cannot be told
-        from another's, and no process is reported.
+        If a container hides process ids, NVML does not list our own process. Then our own work
+        cannot be distinguished from other work, and no process is reported.
         """
         nvml, handle, since = self._nvml, self._handle, self._asked_us
         self._asked_us = time.time_ns() // 1000
@@ -192,5 +194,5 @@ class Telemetry:
         return ranges
 
     def looks(self) -> list[list[int | None]]:
-        """Return each look as the number of blocks before it, MHz, watts and degrees Celsius."""
+        """Return each reading as the number of blocks before it, MHz, watts and degrees Celsius."""
         return [[look.block, look.sm_mhz, look.watts, look.celsius] for look in self._looks]

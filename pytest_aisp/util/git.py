@@ -49,7 +49,7 @@ class SnapshotError(GitError):
 
 @dataclass
 class GitSnapshot:
-    """The tree under `root` as of a commit, unpacked in a folder of its own.
+    """The tree under `root` at a commit, unpacked in a separate folder.
 
     Attributes:
         sha: the commit.
@@ -71,7 +71,7 @@ class GitSnapshot:
 
     @classmethod
     def at(cls, root: Path, ref: str) -> GitSnapshot:
-        """Return the tree under `root` as of `ref`.
+        """Return the tree under `root` at `ref`.
 
         Raises:
             SnapshotError: `root` is in no repository, or the repository has no such commit.
@@ -132,7 +132,8 @@ class GitSnapshot:
 def _check_out(root: Path, sha: str, tree: Path) -> frozenset[str]:
     """Write the files of `root` at `sha` into `tree`, and return their names.
 
-    It uses an index of its own: `git archive` obeys `.gitattributes`, which can leave files out.
+    It uses a separate index, because `git archive` obeys `.gitattributes`, which can leave files
+    out.
     """
     index = {"GIT_INDEX_FILE": str(tree.with_name("index"))}
     top = Path(_git(root, "rev-parse", "--show-toplevel").removesuffix("\n"))

@@ -1,9 +1,9 @@
 """The ranks that run a pair together: one process, or several that `torch.distributed` joined.
 
 All ranks must reach the same decision: a rank that makes one more call waits in a collective
-forever. So every value that a rank finds out by itself and that a decision depends on (times, free
-memory, a failed capture) goes through `current_group()`, which returns the same on all ranks.
-Random choices come from seeds that the ranks share.
+forever. A decision may depend on values that differ between ranks, such as times, free memory, or a
+failed capture. Every such value goes through `current_group()`, which returns the same value on all
+ranks. Random choices come from seeds that the ranks share.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SingleProcess:
 class Ranks(SingleProcess):
     """`world` processes that `torch.distributed` joined; this one is `rank`.
 
-    They agree through a Gloo group of their own, whatever backend the page's collectives use.
+    The ranks agree through a separate Gloo group, which is independent of the page's backend.
 
     Args:
         tell: called with the number of each agreement before this rank waits for it. The rank with
@@ -124,7 +124,7 @@ class Ranks(SingleProcess):
         if not device.startswith("cuda"):
             dist.barrier(group=self._group)
         else:
-            # On the stream: work launched before still runs, and no GPU starts alone.
+            # On the stream: earlier work may still run, and no GPU starts alone.
             if self._flag is None:
                 self._flag = torch.zeros(1, device="cuda")
             dist.all_reduce(self._flag)
@@ -139,7 +139,8 @@ class Ranks(SingleProcess):
     def details(self) -> dict[str, object]:
         """Return the median and the largest seconds between the first and the last rank's start.
 
-        These are host times of the launch. Between machines they mean nothing: clocks differ.
+        These are host times of the launch. They are meaningless between machines, because the
+        clocks differ.
         """
         if not self._skews:
             return {}

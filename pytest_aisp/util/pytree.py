@@ -1,4 +1,4 @@
-"""Nested structures of tensors: what sides take and return, and what a state holds."""
+"""Nested structures of tensors: inputs and outputs of sides, and states."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tensors(tree: object) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Tree) -> Tree:
-    """Return `tree` with `function` applied to each tensor; everything else stays."""
+    """Return `tree` with `function` applied to each tensor; other leaves are unchanged."""
     mapped: Tree = _map(function, tree)
     return mapped
 
@@ -132,7 +132,8 @@ def _state(value: object, path: str) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in (*value.named_parameters(), *value.named_buffers()):
             yield from _state(tensor, f"{path}.{name}")
     elif isinstance(value, torch.optim.Optimizer):
-        # By the parameter's number: a sharded optimizer has entries for some of them only.
+        # By the parameter's number, because a sharded optimizer has entries for only some
+        # parameters.
         parameters = [p for group in value.param_groups for p in group["params"]]
         for index, parameter in enumerate(parameters):
             for name, leaf in value.state.get(parameter, {}).items():

@@ -1,4 +1,4 @@
-"""The worker process: sides built, timed on a clock, checked again; and the pipe to it.
+"""The worker process, which builds, checks and times sides, and the pipe to it.
 
 `python -m pytest_aisp.worker` is the program.
 """

@@ -3,10 +3,9 @@
     python -m pytest_aisp.worker READ_FD WRITE_FD     answer tasks over a pipe (see `server`)
     python -m pytest_aisp.worker TASK.json            run one task of a file
 
-The second form is what NVIDIA's profilers are put around. The file holds a `ProfileTask` whose
-`side` is a role. A few calls run in an NVTX range ``aisp-baseline`` or ``aisp-optimized``, between
-the start and the stop of CUDA's profiler. The exit code is 1 if the side cannot be run; stderr says
-why.
+NVIDIA's profilers run the second form. The file holds a `ProfileTask` whose `side` is a role. A few
+calls run in an NVTX range ``aisp-baseline`` or ``aisp-optimized``, between the start and the stop
+of CUDA's profiler. The exit code is 1 if the side cannot be run; stderr says why.
 """
 
 from __future__ import annotations

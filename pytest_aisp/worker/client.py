@@ -1,7 +1,7 @@
-"""Workers as the pytest process sees them: a process behind a pipe, or a recorded run.
+"""The pytest process's view of workers: a process behind a pipe, or a recorded run.
 
-A `WorkerProcess` is started, asked, and killed when it is late. A `ReplayWorker` answers from the
-samples of a recorded run.
+A `WorkerProcess` is started, gets tasks, and is killed if it is late. A `ReplayWorker` answers from
+the samples of a recorded run.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from .output_capture import OutputCapture, Stream
 Progress = Callable[[str], None]
 PROGRAM = ("-m", "pytest_aisp.worker")
 START_SECONDS = 120.0
-"""Time to start a worker process, beside a task's: torch from a cold disk takes a minute."""
+"""Time to start a worker process, added to a task's time: torch from a cold disk takes a minute."""
 EXIT_SECONDS = 3.0
-"""Time to end for a process that has closed its pipe; a normal exit takes less than a second."""
+"""Time that a process gets to end after it closed its pipe; a normal exit takes under a second."""
 POLL_SECONDS = 0.5
 """How often the client checks that the process is alive while it waits for an answer."""
 TIMEOUT_HINT = "give it longer with -o aisp_timeout_multiplier=2"
-"""The last line of the message about anything that took too long."""
+"""The last line of the message about a timeout."""
 
 
 class Worker(Protocol):
-    """Whatever answers tasks: a process, several ranks, this process, or a recording."""
+    """Anything that answers tasks: a process, several ranks, this process, or a recording."""
 
     def ask(self, task: Task, seconds: float, progress: Progress) -> Reply: ...
 
@@ -63,7 +63,7 @@ class WorkerProcess:
         launcher: command that starts the interpreter, such as a sanitizer.
 
     Attributes:
-        outputs: what it prints, as a list of one process.
+        outputs: the captured output, as a list with one process.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class WorkerProcess:
 
     @property
     def closed(self) -> bool:
-        """Whether the process can print no more."""
+        """Whether the process can no longer print."""
         return self.outputs[0].stdout.file.closed
 
     @property
@@ -123,13 +123,14 @@ class WorkerProcess:
                     return self._dead(doing)
                 answer = messages.decode(line)
                 if isinstance(answer, Reply):
-                    # The next task needs a process that can use its GPU and leaves others room.
+                    # The next task needs a process that can use its GPU and leaves memory to
+                    # others.
                     if answer.error == "fault" or answer.exhausted:
                         self.kill()
                     return answer
                 assert isinstance(answer, ProgressUpdate)
                 doing = answer.text
-                deadline = time.monotonic() + seconds  # the limit is on silence, not on long work
+                deadline = time.monotonic() + seconds  # the time limit restarts at each message
                 if doing == messages.READY:
                     self._ready, limit, doing = True, seconds, task.kind
                 progress(doing)
@@ -174,7 +175,7 @@ class WorkerProcess:
     def kill(self) -> None:
         """Kill the process and everything in its process group, which may outlive it."""
         if not self._killed:
-            self._killed = True  # later another group may have the same number
+            self._killed = True  # later another group may get the same number
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         if self.alive:
@@ -194,7 +195,7 @@ class WorkerProcess:
 def interpreter() -> list[str]:
     """Return the command for Python without the current folder at the head of its path.
 
-    `worker_environment` hands down the current folder where pytest's own path has it.
+    `worker_environment` passes on the current folder if pytest's own path has it.
     """
     return [sys.executable, "-P"] if sys.version_info >= (3, 11) else [sys.executable]
 
@@ -223,7 +224,7 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 CaseName = tuple[str, str, int]
-"""Identifies a case across runs: its page below the root, its key there, its number of GPUs."""
+"""Identifies a case across runs: its page below the root, its key, and its number of GPUs."""
 
 
 class ReplayError(Exception):
@@ -237,7 +238,7 @@ class ReplayWorker:
         path: `results.jsonl` of an artifacts folder, or the folder.
 
     Attributes:
-        dropped: says which line is left out because its writer died, or is empty.
+        dropped: names the incomplete line that is left out, or is empty.
         machine: where the run was recorded, so that it is judged as that; None if unknown.
 
     Raises:
@@ -290,7 +291,7 @@ class ReplayWorker:
         self._answered[name, kind] = number + 1
         if number >= len(answers):
             word = kind if len(answers) != 1 else kind.removesuffix("s")
-            message = f"the recording holds {len(answers)} {word} of it, and one more is asked for"
+            message = f"the recording holds {len(answers)} {word} of it, and one more is needed"
             return Reply(error="unrecorded", message=message)
         return Reply(result=answers[number])
 
@@ -299,7 +300,7 @@ class ReplayWorker:
 
 
 def _name_of_row(row: JournalLine, root: str | None) -> CaseName:
-    # Only a manifest says where the root was; an id is relative to it.
+    # Ids are relative to the root, which only the manifest has.
     page = row.nodeid.partition("::")[0] if root is None else path_below(row.page, root)
     return page, row.key, row.gpus
 

@@ -39,7 +39,7 @@ from .loader import Cache, DeclaredSide, TaskContext, pair_of, seed_of
 from .process_timer import ProcessSide, measure_processes, time_here
 
 SANDBOX = "sandbox"
-"""Purpose of the seed, and key of the reference, of a sandboxed side's values."""
+"""The purpose of the seed of a sandboxed side's values, and the key of their reference."""
 
 
 @dataclass
@@ -229,7 +229,7 @@ class Engine:
         return task_results.SampleResult(seconds)
 
     def profile(self, task: messages.ProfileTask) -> task_results.ProfileResult:
-        """Run both sides under torch's profiler, or one for a profiler around this process."""
+        """Run both sides under torch's profiler, or one side under another profiler."""
         from . import torch_profiler
 
         context = TaskContext(task)
@@ -344,5 +344,5 @@ class Engine:
 
 
 def _function_of(side: Side) -> Side:
-    """Return the function to check in this process: that of a process side."""
+    """Return the function to check in this process; for a process side, its function."""
     return side.side if isinstance(side, ProcessSide) else side

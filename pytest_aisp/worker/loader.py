@@ -1,4 +1,4 @@
-"""Load what a task needs: the page, its sides now and at a commit, and cached references."""
+"""Load the objects of a task: the page, its sides now and at a commit, and cached references."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from ..util.process_group import current_group
 def load_page(path: str, root: str, module: str) -> types.ModuleType:
     """Import the page at `path` as `module`, so that its relative imports work.
 
-    Parent packages without a file are created, as pytest's importlib mode does. Without a GPU,
-    Triton's interpreter is made ready for the page's kernels.
+    Missing parent packages are created, as in pytest's importlib mode. Without a GPU, Triton's
+    interpreter is made ready for the page's kernels.
     """
     if module not in sys.modules:
         _import(path, root, module)
@@ -74,17 +74,17 @@ def pair_of(function: object) -> Pair | None:
 
 
 class MixedTreesError(ImportError):
-    """An old page that imports a file of today's tree; the message says which."""
+    """An old page imports a file of the current tree; the message names the file."""
 
 
 def load_old_page(path: str, root: str, module: str, today: str) -> types.ModuleType:
     """Import the page at `path` of the old tree `root`, with that tree's helpers.
 
-    The modules of today's tree are removed meanwhile, except for libraries. Entries of `sys.path`
-    in today's tree are replaced by the same folders of the old tree.
+    During the import, the modules of the current tree are removed, except for libraries. Entries of
+    `sys.path` in the current tree are replaced with the same folders of the old tree.
 
     Raises:
-        MixedTreesError: if an import still found a file of today's tree.
+        MixedTreesError: if an import still found a file of the current tree.
     """
     if module in sys.modules:
         return sys.modules[module]
@@ -105,12 +105,14 @@ def load_old_page(path: str, root: str, module: str, today: str) -> types.Module
         sys.modules.update(hidden)
         sys.path[:] = before
     if mixed:
-        raise MixedTreesError(f"the old page imports {', '.join(sorted(mixed))} as of today")
+        raise MixedTreesError(
+            f"the old page imports {', '.join(sorted(mixed))} from the current tree"
+        )
     return page
 
 
 def leads_to(name: str, root: str) -> bool:
-    """Return whether an import of `name` would now find it under `root`, and in no library."""
+    """Return whether an import of `name` would find it under `root`, not in a library."""
     top = name.partition(".")[0]
     if top in sys.modules:
         return any(_is_under(path, root) for path in _paths_of(sys.modules[top]))
@@ -122,7 +124,7 @@ def leads_to(name: str, root: str) -> bool:
 
 
 def _in_old_tree(entry: str, today: str, root: str) -> str:
-    """Return the folder of the old tree for an `entry` of `sys.path` in today's tree."""
+    """Return the folder of the old tree for an `entry` of `sys.path` in the current tree."""
     real = os.path.realpath(entry)
     if not _is_under(real, today):
         return entry
@@ -130,7 +132,7 @@ def _in_old_tree(entry: str, today: str, root: str) -> str:
 
 
 def _modules_under(root: str) -> dict[str, types.ModuleType]:
-    """Return by name the imported modules that lie under `root`, without libraries.
+    """Return by name the imported modules under `root`, without libraries.
 
     Packages without a file count by their folders, because their modules are imported from there.
     """
@@ -150,7 +152,7 @@ def _paths_of(module: types.ModuleType) -> list[str]:
 
 
 def _is_under(path: str, root: str) -> bool:
-    """Return whether a file or folder lies under `root`, and in no library."""
+    """Return whether a file or folder is under `root` and not in a library."""
     if f"{path}{os.sep}".startswith(libraries()):
         return False
     real = f"{os.path.realpath(path)}{os.sep}"
@@ -160,7 +162,7 @@ def _is_under(path: str, root: str) -> bool:
 DeclaredSide: TypeAlias = tuple[Side, Precision | None]
 """A side and the lower precision that it declares."""
 MAX_CHECK_SIZES = 3
-"""Most of a page's listed check sizes that are checked before a case is timed."""
+"""Most listed check sizes of a page to check before a case is timed."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ class TaskContext:
     """A task's pair and sides. The page is imported on first use.
 
     Attributes:
-        past: the page as of a commit, or None.
+        past: the page at a commit, or None.
     """
 
     task: CaseTask
@@ -208,7 +210,8 @@ class TaskContext:
     def require_interpreter(self) -> None:
         """Refuse Triton kernels on a CPU without Triton's interpreter.
 
-        Worker processes have it. Sides inside the pytest process need it before pytest starts.
+        Worker processes have it. If sides run inside the pytest process, the interpreter must be on
+        before pytest starts.
         """
         sides = [side for side, _ in self.sides]  # this imports the page, and Triton with it
         interprets = self.task.device != "cpu" or interpreting()
@@ -227,18 +230,18 @@ class TaskContext:
         return pair_of(getattr(page, self.task.function, None))
 
     def old_pair(self) -> Pair:
-        """Return the pair as of the commit of `past`."""
+        """Return the pair at the commit of `past`."""
         if self._old_pair is None:
             raise PageError(f"{self.task.function} has no pair in the old page")
         return self._old_pair
 
     def old_side(self, role: str) -> Side:
-        """Return the side with this role as of the commit of `past`."""
+        """Return the side with this role at the commit of `past`."""
         sides = self._both_sides(self.pair, self.old_pair())
         return {name: old for name, _, old in sides}[role]
 
     def _both_sides(self, pair: Pair, old: Pair) -> Iterator[tuple[str, Side, Side]]:
-        """Yield role, today's side and the old side, for each side that was there."""
+        """Yield role, current side and old side, for each side that existed at the commit."""
         yield "baseline", pair.baseline, old.baseline
         name = self.task.variant
         if name in [variant.name for variant in old.variants]:
@@ -247,8 +250,8 @@ class TaskContext:
     def changed(self) -> ChangedResult:
         """Return which sides have changed, or why they cannot be compared.
 
-        Neither an old page that needs files of today's tree can be compared, nor an old side that
-        would import them when it is called.
+        An old page cannot be compared if it needs files of the current tree, or if an old side
+        would import such files when it is called.
         """
         assert self.past is not None
         result = ChangedResult()
@@ -274,12 +277,12 @@ class TaskContext:
 MAX_CPU_REFERENCES = 4
 """Most references that are kept on a CPU."""
 KEPT_SHARE, KEPT_SHARE_OF_RANK = 1 / 8, 1 / 64
-"""Share of a GPU's memory that a process may keep between tasks; there are many sets of ranks."""
+"""Share of a GPU's memory that a process may keep between tasks; several sets of ranks share it."""
 
 
 @dataclass
 class Cache:
-    """What an engine keeps between tasks; the cases of a ladder at one size share references.
+    """The state that an engine keeps between tasks; the variants at one size share references.
 
     Attributes:
         references: the expected results, by page, size and seed.
@@ -296,7 +299,8 @@ class Cache:
         """Return the reference at `size`, the same one for check and timing.
 
         The timed size has fixed values, so that a stored result is measured again with the same
-        values. Its unseen values and all other sizes are drawn from the task's seed.
+        values. Its unseen values, and the values at all other sizes, are drawn from the task's
+        seed.
         """
         page = f"{task.page}{task.function}{task.device}"
         fixed = task.at == "case" and size == task.size

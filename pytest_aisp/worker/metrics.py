@@ -1,4 +1,4 @@
-"""Metrics beyond time: what a call of each side takes of memory, launches, energy, or goodput.
+"""Measure metrics besides time: the memory, launches, energy, or goodput of each side's calls.
 
 The sides are measured one after the other, each alone; a process side in a fresh process of its
 own. The limits are in `results.metric_limits`.
@@ -26,11 +26,11 @@ from .client import Progress
 from .process_timer import ProcessSide, ask_fresh
 
 WINDOW_SECONDS = 5.0
-"""Least length of a window of energy."""
+"""Least length of a window that measures energy."""
 RAMP_SECONDS = 1.5
-"""The same work before it: power follows the load within one second, and the clock with it."""
+"""Seconds of the same work before it; power and clocks follow the load within one second."""
 WINDOW_ORDER = (0, 1, 1, 0)
-"""The sides' windows: a GPU that warms up affects both sides alike."""
+"""The order of windows; a GPU that warms up then affects both sides equally."""
 COUNTERS: dict[str, Callable[[InputPool, Side], float]] = {
     "memory": allocated,
     "reserved": reserved,
@@ -38,7 +38,7 @@ COUNTERS: dict[str, Callable[[InputPool, Side], float]] = {
     "launches": launches_per_call,
     "goodput": compute_seconds,
 }
-"""By metric, what measures one side alone; of goodput, the seconds of compute."""
+"""By metric, the function that measures one side; for goodput, the seconds of compute."""
 
 
 class Uncountable(PageError):
@@ -46,7 +46,7 @@ class Uncountable(PageError):
 
 
 def count(task: CountTask, trial: Trial) -> dict[str, float]:
-    """Return by role what a call takes of `task.metric`.
+    """Return by role the amount of `task.metric` per call.
 
     Raises:
         Uncountable: if the metric cannot be measured for such a side.
@@ -55,10 +55,12 @@ def count(task: CountTask, trial: Trial) -> dict[str, float]:
     processes = [side for side in sides if isinstance(side, ProcessSide)]
     if task.metric == "energy":
         if processes:
-            raise Uncountable("assert_energy: a process side's processes end before 5 s of work do")
+            raise Uncountable(
+                "assert_energy: the processes of a process side are too short for 5 s of work"
+            )
         return energy(trial)
     counter = COUNTERS[task.metric]
-    if task.side:  # in the process of a process side
+    if task.side:  # in the fresh process of a process side
         return {task.side: counter(trial.pool, sides[ROLES.index(task.side)])}
     if processes:
         tasks = [replace(task, side=role) for role in ROLES]
@@ -117,7 +119,7 @@ def _joules_per_call(window: Window, read: Callable[[], float], progress: Progre
 
 @dataclass
 class CounterSteps:
-    """The steps of the energy counter while calls run.
+    """The steps of the energy counter during calls.
 
     Attributes:
         steps: joules and calls when a new value was seen; the counter steps every 0.1 s or so.

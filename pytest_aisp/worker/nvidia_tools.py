@@ -35,7 +35,7 @@ from .output_capture import Stream
 from .torch_profiler import range_name
 
 PROFILER_SLOWDOWN = 20.0
-"""Factor on the time limit: `ncu` runs each kernel some forty times."""
+"""Factor on the time limit: `ncu` runs each kernel about forty times."""
 LAUNCHES = 100
 """Most kernels of a side that `ncu` profiles."""
 NO_COUNTERS = "ERR_NVGPUCTRPERM"
@@ -83,7 +83,7 @@ PROFILERS = {
         ".ncu-rep",
         (
             *("--nvtx", "--nvtx-include", "{range}/", "--set=full"),
-            "--target-processes=application-only",  # not the compilers that a side may start
+            "--target-processes=application-only",  # do not profile compilers that a side may start
             *(f"--launch-count={LAUNCHES}", "--force-overwrite", "--export={report}"),
         ),
     ),
@@ -186,14 +186,14 @@ def _reason(name: str, code: int | None, seconds: float, log: Path) -> str:
 
 
 LAST_LINES = 6
-"""Lines of a profiler's output that an error shows."""
+"""Most lines of a profiler's output in an error message."""
 
 SANITIZER = "compute-sanitizer"
 MISSING_SANITIZER = f"{SANITIZER} is not on PATH; it comes with the CUDA toolkit, in bin/"
 SANITIZER_SLOWDOWN = 20.0
 """Factor on the time limit of a task under compute-sanitizer."""
 REPORT_LINES = 12
-"""Lines of its report that a failure shows."""
+"""Most lines of its report in a failure message."""
 _NO_ERROR = re.compile(r"COMPUTE-SANITIZER|ERROR SUMMARY: 0 |^=+\s*$|Target application|LEAK SUM")
 
 
@@ -213,9 +213,9 @@ class SanitizedWorker(WorkerProcess):
         handle, self._log = tempfile.mkstemp(prefix="aisp-sanitizer-", suffix=".log")
         os.close(handle)
         self._tool, self._position = tool, 0
-        # Errors that a library's own initialization makes are not the page's.
+        # Errors during a library's own initialization are not the page's fault.
         options = ("--tool", tool, "--log-file", self._log, "--report-api-errors", "no")
-        # Without a cache each tensor is an allocation, so that reading beyond it is an error.
+        # Without the cache each tensor is a separate allocation, so reading beyond it is an error.
         changes = {**(environment or {}), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         super().__init__(changes, [sanitizer_installed() or SANITIZER, *options])
 

@@ -1,6 +1,6 @@
-"""What processes print: files that they write and that are read between tasks.
+"""Captured output: processes print into files, which are read between tasks.
 
-A pipe would stop a side that fills it, or need a reader while windows are timed.
+A full pipe would stop a side, and a reader would disturb timed windows.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..page.sources import PACKAGE
 StreamName = Literal["stdout", "stderr"]
 STREAMS: tuple[StreamName, StreamName] = ("stdout", "stderr")
 MAX_BYTES = 1 << 24
-"""Bytes that are read at once; the lines before them are only counted."""
+"""Most bytes to read at once; lines before them are only counted."""
 MAX_LINE_LENGTH = 1 << 10
-"""Average characters a line where the number of lines is limited."""
+"""Average number of characters per line if the number of lines is limited."""
 
 # faulthandler's lines that are of no use to a page's author: a traceback has a comma before "in".
 _OUR_FRAMES = re.compile(
@@ -40,7 +40,7 @@ class Chunk(NamedTuple):
         return self.data.decode(errors="replace")
 
     def lines(self) -> list[str]:
-        """Return the lines, without this package's lines of a crash's stack."""
+        """Return the lines, without this package's lines in the stack of a crash."""
         return [line for line in self.text.splitlines() if not _OUR_FRAMES.match(line)]
 
 
@@ -63,7 +63,7 @@ class Stream:
         return chunk
 
     def _read(self) -> tuple[Chunk, int]:
-        """Return what is new, and the position of its end."""
+        """Return the new output, and the position of its end."""
         if self.file.closed:
             return self._unread, self._position
         fd = self.file.fileno()
@@ -98,7 +98,7 @@ class OutputCapture:
         return [*self.stdout.peek().lines(), *self.stderr.peek().lines()][-lines:]
 
     def take(self, name: StreamName) -> Chunk:
-        """Return what is new in one stream."""
+        """Return the new output of one stream."""
         return (self.stdout if name == "stdout" else self.stderr).take()
 
     def close(self) -> None:

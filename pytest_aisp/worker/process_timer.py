@@ -1,4 +1,4 @@
-"""Process sides: environment, allocator and threads are settings that only a new process reads.
+"""Process sides, for settings that only a new process reads: environment, allocator, threads.
 
 Each sample is one fresh process that imports the page, makes the inputs, warms up, and times its
 own calls. The order of the processes is ABBA, as for every clock.
@@ -50,7 +50,7 @@ class ProcessFailed(RuntimeError):
 
 
 class ProcessSide:
-    """A side each of whose samples is a fresh process.
+    """A side for which each sample is a fresh process.
 
     Attributes:
         side: the function.
@@ -86,8 +86,8 @@ def fresh_process(
 ) -> ProcessSide | Callable[[Side], ProcessSide]:
     """Declare that each sample of a side is a fresh process, started with `environment`.
 
-    Used as a decorator, bare or with arguments. Both sides of a pair must be process sides, and
-    differ only in their environment or in what they do before the first call.
+    Used as a decorator, bare or with arguments. Both sides of a pair must be process sides. They
+    may differ only in their environment or in the work before the first call.
 
     Args:
         environment: variables to set; None as a value removes one.
@@ -199,7 +199,7 @@ def time_here(call: Callable[[], object], warmup: int, synchronize: Callable[[],
     """Return the seconds per call in this process; with `warmup=0`, those of the first call."""
     for _ in range(warmup):
         call()
-    if warmup:  # without warm-up the first call must create the CUDA context inside the timing
+    if warmup:  # without warm-up, the first call includes the creation of the CUDA context
         synchronize()
     count, start = 0, now()
     while count == 0 or (warmup and now() - start < SAMPLE_SECONDS):

@@ -2,8 +2,8 @@
 
     python -m pytest_aisp.worker READ_FD WRITE_FD
 
-It dies with its parent. What a page prints goes to this process's own stdout and stderr, which are
-files (`output_capture`), and never into an answer.
+It dies with its parent. The output of a page goes to this process's own stdout and stderr, which
+are files (`output_capture`), and never into a reply.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(read_fd: int, write_fd: int) -> None:
         server = Server(lambda text: replies.write(messages.encode(ProgressUpdate(text))))
         import torch  # noqa: F401 - slow: the time limit of the first request starts after it
 
-        gc.freeze()  # leaves torch's half a million objects out: a collection takes 0.1 s less
+        gc.freeze()  # excludes torch's half a million objects, so a collection takes 0.1 s less
 
         server.progress(messages.READY)
         for line in tasks:
@@ -53,14 +53,14 @@ def main(read_fd: int, write_fd: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends; leave Ctrl-C to the parent."""
+    """Make the kernel kill this process when its parent ends; leave Ctrl-C to the parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def print_at_once() -> None:
-    """Write each printed line at once, also C's and CUDA's: a crash loses what is buffered."""
+    """Write each printed line at once, also from C and CUDA, so that a crash loses none."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     if sys.platform == "linux":
@@ -70,14 +70,14 @@ def print_at_once() -> None:
 
 
 def _close_in_children(*pipes: IO[bytes]) -> None:
-    """Close `pipes` in every child: one that outlives this process must not hold them open."""
+    """Close `pipes` in every child, so that a surviving child does not keep them open."""
     for pipe in pipes:
         os.set_inheritable(pipe.fileno(), False)
         os.register_at_fork(after_in_child=pipe.close)
 
 
 def encode_reply(reply: Reply) -> bytes:
-    """Return the line for `reply`, or for the error that it cannot be encoded."""
+    """Return the line for `reply`, or for an error reply if `reply` cannot be encoded."""
     try:
         return messages.encode(reply)
     except (TypeError, ValueError) as error:
@@ -167,8 +167,8 @@ def _error_reply(error: BaseException, doing: str) -> Reply:
 def _may_have_lost_gpu(error: BaseException | None) -> bool:
     """Return whether CUDA may be unusable in this process.
 
-    After an illegal access every call fails. After a lesser CUDA error torch's own state may be
-    broken, such as an event that the allocator of pinned memory queries at every `.item()`.
+    After an illegal access every call fails. After other CUDA errors, torch's own state may be
+    broken. For example, the allocator of pinned memory may query a broken event at every `.item()`.
     """
     import torch
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from torch.profiler import profile
 
 WARMUP, CALLS = 2, 3
-"""Calls before the profiler starts, which compile and tune kernels, and calls that it records."""
+"""Number of calls before the profiler starts (they compile and tune), and of recorded calls."""
 MAX_SNAPSHOT_EVENTS = 100_000
-"""Events of the allocator that a snapshot keeps."""
+"""Most events of the allocator in a snapshot."""
 TABLE_ROWS = 100
 """Rows of torch's own table."""
 
@@ -77,13 +77,13 @@ def profile_sides(
 
 
 def replay_side(pool: InputPool, side: Side, role: str) -> None:
-    """Call `side` a few times in a range of its role, for a profiler around this process.
+    """Call `side` a few times in a range of its role, for a profiler that wraps this process.
 
     Only the range is between the start and the stop of CUDA's profiler; the warm-up is before it.
     """
     import torch
 
-    # An NVTX range holds what its own thread launches, and backward has threads of its own.
+    # An NVTX range covers only launches of its own thread, and backward has separate threads.
     one_thread = torch.autograd.set_multithreading_enabled(False)
     with one_thread, _warm(pool, side) as bound:
         if _on_gpu(pool):
@@ -116,7 +116,7 @@ def _run(pool: InputPool, bound: BoundSide, calls: int) -> None:
 
 @contextmanager
 def _range(pool: InputPool, role: str) -> Iterator[None]:
-    """Name what happens inside for torch's profiler and, on a GPU, for NVIDIA's."""
+    """Open a named range for torch's profiler and, on a GPU, for NVIDIA's profilers."""
     import torch
 
     with ExitStack() as ranges:
@@ -155,8 +155,8 @@ def _events(profiler: profile, pool: InputPool) -> Iterable[tuple[str, float]]:
 def _memory(pool: InputPool, side: Side, snapshot: Path) -> dict[str, Amounts]:
     """Return the allocator's bytes before `side` is built and after its calls.
 
-    The allocator's history between the two goes to `snapshot`. This is a pass of its own, because
-    recording takes a stack at each allocation.
+    The allocator's history between the two goes to `snapshot`. This is a separate pass, because
+    recording takes a stack trace at each allocation.
     """
     import torch
 
@@ -211,7 +211,7 @@ def table_lines(what: str, usage: Mapping[str, Usage]) -> list[str]:
 
 
 SUMMARY_NAMES, SUMMARY_WIDTH = 4, 60
-"""Names in one line of the summary, and characters of each; the files have all of them."""
+"""Most names in one line of the summary, and characters per name; the files are complete."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class Differences:
             "other counts": {name: f"{a:g} -> {b:g}" for name, (a, b) in self.counts.items()},
         }
         parts = [_summarize(kind, counts) for kind, counts in changes.items() if counts]
-        return "; ".join(parts) or f"both sides run the same {self.what}, as often"
+        return "; ".join(parts) or f"both sides run the same {self.what} equally often"
 
     def lines(self) -> list[str]:
         """Return the lines of the file: all differences, with full names."""
