@@ -217,17 +217,18 @@ def test_missing_and_replaced_samples_are_reported(tmp_path):
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ('{"timings": [{"baseline": ["x"]}, 3]}', ""),
-        ('{"timings": 3}', "samples/0000.json: holds no samples."),
-        ("3", "samples/0000.json: holds no samples."),
-        ("{", "samples/0000.json: holds no samples."),
+        ('{"checks": [], "timings": [{"baseline": ["x"]}], "against": []}', ""),
+        ('{"checks": []}', "Object missing required field `timings`"),
+        ("3", "Expected `object`, got `int`"),
     ],
 )
 def test_malformed_samples_are_not_shown(tmp_path, text, error):
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "0000.json").write_text(text)
     file = {"path": "samples/0000.json", "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    assert sample_errors(ReportRun.of(with_cases(case(0, samples=file)), tmp_path)) == [error]
+    [shown] = sample_errors(ReportRun.of(with_cases(case(0, samples=file)), tmp_path))
+    cause = f"samples/0000.json: was not written by pytest-aisp: {error}"
+    assert shown == (error and f"{cause}. Measure again: pytest --aisp-artifacts=DIR.")
 
 
 def test_timed_case_without_samples_is_reported():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import re
@@ -241,6 +242,17 @@ def change_manifest(**fields):
         (change_line(reasons="slow"), "Expected `array`, got `str` - at `$[0].reasons`"),
         (change_line(seconds={"v": "1"}), "Expected `float`, got `str` - at `$[0].seconds[...]`"),
         (change_line(key=...), "results.jsonl: lacks key\nMeasure again:"),
+        (
+            change_line(goals={"watts": {"baseline": 1, "optimized": 1}}),
+            "results.jsonl: was not written by pytest-aisp: goals={'watts': {'baseline': 1,"
+            " 'optimized': 1}} must be by memory or reserved or fragmentation or launches or energy"
+            " or goodput, amounts of baseline and optimized, and noise\n"
+            "To make pytest write a run:\n    pytest --aisp-artifacts=DIR",
+        ),
+        (
+            change_line(goals={"memory": {"optimized": 1}}),
+            "goals={'memory': {'optimized': 1}} must be by memory or reserved",
+        ),
         (change_manifest(complete="yes"), "Expected `bool`, got `str` - at `$.complete`"),
         (change_manifest(machine={}), "Object missing required field `arch` - at `$.machine`"),
         (change_manifest(peaks=...), "manifest.json: lacks peaks\nMeasure again:"),
@@ -349,6 +361,34 @@ def test_samples_outside_the_folder_are_refused(replayed, tmp_path):
         )
 
     assert "../secret.json: samples lie below their run's folder" in replayed(spoil).message
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ('{"checks": [], "timings": [{"va', "Unterminated string starting at: line 1 column 29"),
+        ("[]", "Expected `object`, got `array`"),
+        ('{"checks": [], "against": []}', "Object missing required field `timings`"),
+        (
+            '{"checks": [], "timings": 3, "against": []}',
+            "Expected `array`, got `int` - at `$.timings`",
+        ),
+    ],
+)
+def test_malformed_samples_are_refused_with_a_command_to_type(write, text, cause):
+    artifacts = write(row())
+    [file] = (artifacts.folder / "samples").iterdir()
+    file.write_text(text)
+    samples = {"path": f"samples/{file.name}", "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    change_line(samples=samples)(artifacts.folder)
+    with pytest.raises(run_reader.RunError) as refused:
+        list(run_reader.load(artifacts.folder).rows())
+    task = TimeTask(page="ch99/a_test.py", function="test_f", case="v")
+    answer = ReplayWorker(artifacts.path).ask(task, 1.0, print)
+    assert answer.error == "page"
+    for message in (str(refused.value), answer.message):
+        assert f"{file}: was not written by pytest-aisp: {cause}" in message
+        assert message.endswith("\nMeasure again:\n    pytest --aisp-artifacts=DIR")
 
 
 def test_samples_that_were_not_written_are_none(write, monkeypatch):

@@ -128,7 +128,8 @@ def report_data(
         try:
             entry.processes = thinned(read_timings(run, case), most)
         except SamplesError as error:
-            entry.samples_error = shortened(f"{'. '.join(str(error).splitlines())}.")
+            text = str(error).replace(":\n    ", ": ")  # a command stays in its sentence
+            entry.samples_error = shortened(f"{'. '.join(text.splitlines())}.")
         code.add_to(entry)
         cases.append(entry)
     return ReportData(run.manifest.peaks, code.pages(), cases, most, len(history))
@@ -220,8 +221,8 @@ def read_timings(run: ReportRun, case: ReportCase) -> list[Timing]:
     """Return the measurements of each process of `case`; none if it was not timed.
 
     Raises:
-        SamplesError: if the file is missing, is not the one that the run wrote, or has no samples.
-            The message leaves out the folder, because reports are passed around.
+        SamplesError: if the file is missing, malformed, or not the one that the run wrote. The
+            message leaves out the folder, because reports are passed around.
     """
     if case.samples is None:
         if case.speedup is not None:
@@ -234,14 +235,10 @@ def read_timings(run: ReportRun, case: ReportCase) -> list[Timing]:
     except ValidationError:
         raise SamplesError("the run does not say which file holds its samples") from None
     try:
-        timings = cleaned(run_reader.read(run.folder, file))["timings"]
+        samples = run_reader.read(run.folder, file)
     except SamplesError as error:
         raise SamplesError(str(error).replace(f"{run.folder}{os.sep}", "")) from None
-    except (KeyError, TypeError, ValueError):
-        timings = None
-    if not isinstance(timings, list):
-        raise SamplesError(f"{file.path}: holds no samples")
-    return [lenient(Timing, timing) for timing in timings]
+    return [lenient(Timing, timing) for timing in cleaned(samples["timings"])]
 
 
 def blocks_for(cases: int) -> int:

@@ -84,6 +84,14 @@ def joules(value: float) -> str:
     return f"{value * 1e9:.3g} nJ"
 
 
+def check_goals(goals: Mapping[str, Amounts]) -> None:
+    """Raise ValueError if a metric is unknown, or if an amount of it is missing or unknown."""
+    for metric, amounts in goals.items():
+        if metric not in METRICS or amounts.keys() - {"noise"} != {"baseline", "optimized"}:
+            legal = f"by {' or '.join(METRICS)}, amounts of baseline and optimized, and noise"
+            raise ValueError(f"goals={goals} must be {legal}")
+
+
 # The allocator takes segments of 2 or 20 MiB, and a library may choose another workspace.
 _ALLOCATED, _SEGMENTS = (0.01, 1 << 20), (0.01, 40 << 20)
 METRICS: dict[str, Metric] = {

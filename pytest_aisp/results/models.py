@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from .messages import Json
-from .metric_limits import METRICS
+from .metric_limits import check_goals
 from .stats import rms, session_spread, trimmed_spread
 from .verdict import UNKNOWN_SESSION
 
@@ -107,10 +107,7 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
             raise ValueError(f"share={self.share} of {self.limit} must be None without a time")
         if self.sources.keys() != set(ROLES):
             raise ValueError(f"sources={self.sources} must be of baseline and optimized")
-        for metric, amounts in self.goals.items():
-            if metric not in METRICS or amounts.keys() - {"noise"} != set(ROLES):
-                legal = f"by {' or '.join(METRICS)}, amounts of baseline and optimized, and noise"
-                raise ValueError(f"goals={self.goals} must be {legal}")
+        check_goals(self.goals)
         names = self.environments
         if not len(set(names)) == len(names) == max(1, len(self.values)):
             raise ValueError(f"environments={names} must be one per session, all different")

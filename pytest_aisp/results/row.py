@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -194,6 +194,14 @@ class SampleFile(Struct):
     ]
 
 
+class Samples(TypedDict):
+    """A file of samples. See `Row` for the meaning of each field."""
+
+    checks: list[dict[str, Json]]
+    timings: list[dict[str, Json]]
+    against: list[dict[str, Json]]
+
+
 class JournalLine(CaseRecord, kw_only=True):
     """A line of a journal: a case's record, and the file with its samples.
 
@@ -204,7 +212,7 @@ class JournalLine(CaseRecord, kw_only=True):
     schema: int
     samples: SampleFile | None
 
-    def with_samples(self, samples: Mapping[str, Json]) -> Row:
+    def with_samples(self, samples: Samples) -> Row:
         """Return the case's row with its samples."""
         return Row.of({**self.to_json(), **samples})
 

@@ -17,8 +17,9 @@ from msgspec import Struct, structs
 
 from . import export
 from .messages import Json
+from .metric_limits import check_goals
 from .results_json import SCHEMA, Canary, Case, Manifest
-from .row import JournalLine, Row, SampleFile
+from .row import JournalLine, Row, SampleFile, Samples
 
 T = TypeVar("T")
 JOURNAL, CANARIES, MANIFEST = "results.jsonl", "canaries.jsonl", "manifest.json"
@@ -71,7 +72,7 @@ class RecordedRun:
             "lost": list(self.lost),
         }
 
-    def samples(self, case: Mapping[str, Json]) -> dict[str, Json]:
+    def samples(self, case: Mapping[str, Json]) -> Samples:
         """Return the ``checks``, ``timings`` and ``against`` of a case of `cases`.
 
         Raises:
@@ -85,7 +86,7 @@ class RecordedRun:
         for line in self.lines:
             yield line.with_samples(self._samples(line.nodeid, line.samples))
 
-    def _samples(self, case: str, file: SampleFile | None) -> dict[str, Json]:
+    def _samples(self, case: str, file: SampleFile | None) -> Samples:
         try:
             return read(self.path, file)
         except SamplesError as error:
@@ -130,10 +131,14 @@ def journal(file: Path) -> tuple[list[JournalLine], list[str]]:
     Raises:
         RunError: if the file cannot be read, is no journal, or has another schema.
     """
-    lines, lost = _lines(file)
-    for line in lines:
+    plain, lost = _lines(file)
+    for line in plain:
         _check_fields(file, line, "nodeid", JournalLine)
-    return _converted(file, lines, list[JournalLine]), lost
+    lines = _converted(file, plain, list[JournalLine])
+    with _reading(file):
+        for case in lines:
+            check_goals(case.goals)
+    return lines, lost
 
 
 def _lines(file: Path) -> tuple[list[dict[str, Json]], list[str]]:
@@ -254,11 +259,11 @@ def write(folder: Path, number: int, row: Row) -> SampleFile:
     return SampleFile(str(path), hashlib.sha256(data).hexdigest())
 
 
-def read(folder: Path, at: SampleFile | None) -> dict[str, Json]:
+def read(folder: Path, at: SampleFile | None) -> Samples:
     """Return the samples in the file `at`.
 
     Raises:
-        SamplesError: if they are missing, or are not the ones that the run wrote.
+        SamplesError: if they are missing, malformed, or not the ones that the run wrote.
     """
     if at is None:
         raise SamplesError(UNWRITTEN)
@@ -278,7 +283,10 @@ def read(folder: Path, at: SampleFile | None) -> dict[str, Json]:
             f"{path}: the run wrote other samples: SHA-256"
             f" {found[:12]}..., not {at.sha256[:12]}...\nCopy the folder of the run again"
         )
-    return dict(json.loads(data))
+    try:
+        return msgspec.convert(json.loads(data), Samples)
+    except ValueError as error:
+        raise SamplesError(f"{path}: was not written by pytest-aisp: {error}\n{_AGAIN}") from None
 
 
 def clear(folder: Path) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
-from typing import Protocol
+from typing import Literal, Protocol
 
 from msgspec.structs import replace
 
@@ -282,7 +282,9 @@ class ReplayWorker:
             return Reply(error="page", message=f"the recording holds no {case}{why}")
         if isinstance(task, FactsTask):
             return Reply(result=row.environment)
-        kind = "checks" if isinstance(task, (CheckTask, CountTask)) else "timings"
+        kind: Literal["checks", "timings"] = "timings"
+        if isinstance(task, (CheckTask, CountTask)):
+            kind = "checks"
         try:
             answers = run_reader.read(self._folder, row.samples)[kind]
         except run_reader.SamplesError as error:
