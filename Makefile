@@ -36,6 +36,7 @@ release: $(VENV)/.ready
 	$(PY) -m pip install -q -c constraints.txt build twine
 	rm -rf dist
 	$(PY) -m build
+	rm -rf build *.egg-info emulator/build emulator/*.egg-info  # pytest would find a second plugin
 	$(PY) -m twine check --strict dist/*
 	PYTHON=$(PY) .ci/try-wheel dist/*.whl
 
