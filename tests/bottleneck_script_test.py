@@ -257,7 +257,7 @@ def test_the_command_prints_the_report_after_the_scripts_own_output(tmp_path):
     lines = done.stdout.splitlines()
     assert lines[:2] == ["['--json']", "shell"]
     assert lines[2].startswith("train.py on ")
-    assert "3 steps over DataLoader (batch 2, 0 workers), after 1 warm-up steps in" in lines[2]
+    assert "3 steps over DataLoader (batch 2, 0 workers), after 1 warm-up step in" in lines[2]
     command += ["--json", path]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert len(json.loads(done.stdout)["steps"]) == 3

@@ -147,14 +147,18 @@ class Breakdown:
         return [*self._head(), "", *self._table(), *self._stage_table(), "", *self._advice_lines()]
 
     def _head(self) -> list[str]:
-        steps = "optimizer steps" if self.loader is None else f"steps over {self.loader}"
+        steps = _counted(len(self.steps), "optimizer step")
+        if self.loader is not None:
+            steps = f"{_counted(len(self.steps), 'step')} over {self.loader}"
         early = sum(step.wait + step.body for step in self.warm)
-        warm = f", after {len(self.warm)} warm-up steps in {duration(early)}" if self.warm else ""
+        if self.warm:
+            warm_up = _counted(len(self.warm), "warm-up step")
+            steps += f", after {warm_up} in {duration(early)}"
         gpu = f"GPU: no figures: {self.note}"
         if self.gpu is not None:
-            gpu = f"GPU: {self.gpu.steps} more steps under torch.profiler,"
+            gpu = f"GPU: {_counted(self.gpu.steps, 'more step')} under torch.profiler,"
             gpu += f" {self.gpu.launches:.4g} kernels and {self.gpu.items:.4g} .item() per step"
-        return [f"{self.name} on {self.device}: {len(self.steps)} {steps}{warm}", gpu]
+        return [f"{self.name} on {self.device}: {steps}", gpu]
 
     def _table(self) -> list[str]:
         host = "Python and operators" if self.gpu is None else "Python and kernel launches"
@@ -219,6 +223,10 @@ class Advice:
     seconds: float
     share: float
     text: str
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + "s" * (count != 1)
 
 
 def advise(breakdown: Breakdown) -> list[Advice]:
