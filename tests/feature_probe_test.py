@@ -503,6 +503,12 @@ def test_a_page_that_needs_wgmma_is_compiled_for_the_arch_that_has_it(pytester):
     pytester.makepyfile(page_test=text)
     result = pytester.runpytest_subprocess("--aisp-check", "-v", "-p", "no:randomly")
     result.stdout.fnmatch_lines(
-        ["*COMPILED needs wgmma (sm90); *", "not timed: --aisp-check", "*1 compiled in *"]
+        [
+            "*COMPILED needs wgmma (sm90); *",
+            "not timed: --aisp-check",
+            "compiled and not checked: 1 case; CUDA C++ is checked on a GPU or with the emulator:"
+            " docs/how-to/check-cuda-without-a-gpu.md",
+            "*1 compiled in *",
+        ]
     )
     assert result.ret == 0

@@ -115,7 +115,8 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
     lines += [f"not timed: {need}" for need in sorted(needs)]
     if settings.check and (compiled := sum(row.verdict == "compiled" for row in rows)):
         lines.append(
-            f"compiled and not checked: {_cases(compiled)}; CUDA C++ is checked on a GPU only"
+            f"compiled and not checked: {_cases(compiled)}; CUDA C++ is checked on a GPU"
+            " or with the emulator: docs/how-to/check-cuda-without-a-gpu.md"
         )
     lines += _unchecked_promises(rows)
     if any(row.verdict == "new" for row in rows) and settings.update is None:
