@@ -248,7 +248,7 @@ loading, summed over 4 workers  calls per batch  time per batch
 Blur                            32               600 ms
 collate                         1                100 ms
 
-The most that each change can save of a step (savings overlap, so do not add them):
+The most that each change can save of a step (do not add overlapping savings):
  50%  a CUDA graph
 """
 

@@ -191,8 +191,7 @@ class Breakdown:
 
     def _advice_lines(self) -> list[str]:
         if advice := advise(self):
-            head = "The most that each change can save of a step (savings overlap, so do not add "
-            "them):"
+            head = "The most that each change can save of a step (do not add overlapping savings):"
             return [head, *(f"{change.share:4.0%}  {change.text}" for change in advice)]
         reason = f"Python and operators in the step take {self.share(self.host):.0%}"
         if self.gpu is not None:
