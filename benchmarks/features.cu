@@ -16,10 +16,10 @@
 // tensormap_replace: tensormap.replace, a tensor map edited on the GPU.
 // clusters: barrier.cluster, thread blocks that run side by side and can wait for each other.
 // dsmem: mapa and ld.shared::cluster, the shared memory of another block of the cluster.
-// st_async: st.async, a store there that reports to an mbarrier.
+// st_async: st.async, a store to the shared memory of another block that reports to an mbarrier.
 // multicast: cp.async.bulk and .tensor with .multicast::cluster, one read for several blocks.
 // clc: clusterlaunchcontrol.try_cancel, a running block takes the place of a later one.
-// clc_multicast: the same with .multicast::cluster::all, answered to every block of the cluster.
+// clc_multicast: the same with .multicast::cluster::all: every block of the cluster gets the answer.
 // multimem: multimem.ld_reduce, a sum over several GPUs made by the switch.
 // fp8: mma.sync on e4m3.
 // fp4: cvt to e2m1, four-bit floats.

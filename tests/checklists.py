@@ -110,7 +110,7 @@ _NCCL = "test_nccl_and_links_count_where_several_gpus_work_together"
 _PRODUCT = "test_results_are_not_written_into_another_products_folder"
 
 SIDE_STREAM = Item(
-    "Work on a stream that nobody waits for",
+    "Work on a stream that is never waited for",
     exploits="side_stream",
     tests=_CLOCKS,
     why="no work may be left on any stream when the last event is reached",
@@ -120,7 +120,7 @@ BACKGROUND_WORK = Item(
     exploits=_BACKGROUND,
     open="threads that a C library starts",
 )
-LAZY_OUTPUT = Item("An output that is computed when it is read", exploits=_LAZY)
+LAZY_OUTPUT = Item("An output that is computed only when it is read", exploits=_LAZY)
 CACHED_ANSWER = Item(
     "An answer found again by address, by shape, or from the last call",
     exploits=_STALE + " scans_inputs memo",
@@ -136,7 +136,7 @@ LOWER_PRECISION = Item(
     "Lower precision than declared",
     exploits=_LOWER + " terms",
     tests="test_tf32_inside_fp32_fails_unless_declared test_a_bf16_accumulator_fails",
-    open="an overstated Work(roundings=) widens the bound; nothing compares it with the code",
+    open="an overstated Work(roundings=) widens the bound; no check compares it with the code",
 )
 PREPARED_GRAPH = Item(
     "A graph captured with the answer, or with the work already done",
@@ -148,7 +148,7 @@ SHORT_SAMPLES = Item(
     why="a window lasts at least 1 ms, and the mean is taken inside it",
 )
 PROFILER = Item(
-    "A profiler that drops or slows what it sees",
+    "A profiler that drops events or slows kernels",
     exploits="traced profiled torch_profiler",
     why="no profiler is used as a clock, and none may run during timing",
 )
@@ -159,7 +159,7 @@ BENCHMARK_CHEATS = (
     LAZY_OUTPUT,
     CACHED_ANSWER,
     Item(
-        "Several calls done as one, the others skipped",
+        "Several calls merged into one, with the others skipped",
         exploits="every_second_call every_second_round skips_when_timed fewer_steps"
         " uncaptured skips_captured",
     ),
@@ -197,12 +197,12 @@ BENCHMARK_CHEATS = (
     ),
     Item("Right only at the listed sizes", "listed_size checked_sizes", _WRONG_SIDES),
     Item(
-        "Omitted work that no result shows",
+        "Omitted work that does not change any result",
         exploits="dropped_columns dropped_row one_element rounded_a_little reversed_rows",
         open="work whose result the page does not return: bytes and FLOPs are not counted (CUPTI)",
     ),
     Item(
-        "A fallback to the baseline that nobody notices",
+        "An unnoticed fallback to the baseline",
         tests="test_a_missed_claim_is_red_and_names_value_and_limit"
         " test_notes_list_kernels_and_say_if_both_sides_launch_the_same",
         why="a variant that is its baseline has a speedup of 1 and misses any claim above 1",
@@ -230,7 +230,7 @@ BENCHMARK_CHEATS = (
         why="with `--aisp-untrusted` the clock of another process must agree",
     ),
     Item(
-        "Events that were swapped, or measure nothing",
+        "CUDA events that were swapped or that measure nothing",
         exploits="own_event no_wait short_events no_replay",
         tests=_CLOCKS,
         why="the plugin makes its own events, and the GPU's own counter must agree with them",
@@ -249,8 +249,8 @@ BENCHMARK_CHEATS = (
         exploits="imports compiles",
         tests=f"{_WARMUP} {_IMPORTS} {_COMPILATIONS}"
         " test_device_allocations_in_a_window_are_counted",
-        why="both sides are warmed up until their times are steady; the cost of preparing has its"
-        " own line; allocations are counted, never refused",
+        why="both sides are warmed up until their times are steady; the report has a separate "
+        "line for the cost of preparing; allocations are counted, never refused",
         open=f"Triton's compilations and allocations: {_WITH_FAKES}",
     ),
     Item(
@@ -330,7 +330,7 @@ BENCHMARK_CHEATS = (
         "A neighbor on the GPU",
         tests=f"test_a_wait_for_a_lease_is_announced {_WAITED} {_OTHER_PROCESS}",
         why="sessions lock the GPU in turn; NVML names other processes that compute",
-        open="nobody can be named if a container hides process ids",
+        open="if a container hides process ids, no process is named",
     ),
     PROFILER,
     Item(
@@ -409,7 +409,8 @@ VALIDITY_ISSUES: Mapping[str, tuple[Item, ...]] = {
         Item(
             "A smaller KV cache",
             exploits="dropped_columns half_a_step",
-            why="a cache is an input or a state, the same for both sides; its tensors are compared",
+            why="a cache is an input or a state; both sides get the same one, and its tensors "
+            "are compared",
         ),
         Item(
             "Test data seen in training",
@@ -446,8 +447,8 @@ VALIDITY_ISSUES: Mapping[str, tuple[Item, ...]] = {
             "An unfinished copy to pinned memory",
             exploits="late_copy",
             tests=f"{_CLOCKS} test_no_output_is_read_before_the_device_is_idle",
-            why="a graph ends when all its copies have ended; on the queue clock the device must"
-            " be idle when the last call ends; outputs are read after that",
+            why="a graph ends after all its copies; on the queue clock, the device must be idle "
+            "when the last call ends; outputs are read after that",
         ),
         Item(
             "The allocator's pool returns the answer",
@@ -492,11 +493,11 @@ VALIDITY_ISSUES: Mapping[str, tuple[Item, ...]] = {
             why="values change in place, so anything prepared from them is stale",
         ),
         Item(
-            "A kernel that stays and works on",
+            "A kernel that keeps running after the call",
             exploits="side_stream",
             tests=f"{_CLOCKS} test_an_endless_kernel_fails_only_its_case",
-            why="it is late like an unfinished copy, and each wait for the device waits for it; a"
-            " kernel that never ends reaches the time limit",
+            why="every wait for the device waits for the kernel, and the plugin reports late "
+            "work as for an unfinished copy; a kernel that never ends reaches the time limit",
         ),
         Item(
             "More GPUs than declared",
@@ -519,8 +520,8 @@ VALIDITY_ISSUES: Mapping[str, tuple[Item, ...]] = {
         ),
         Item(
             "Kernels started by kernels",
-            why="by CUDA's rules a kernel ends after the kernels it started, and a window ends with"
-            " its kernels",
+            why="by CUDA's rules a kernel ends after the kernels that it started, and a window "
+            "ends after its kernels",
             open="no exploit on a GPU yet; they are not nodes of a graph, so they are not counted;"
             " graphs launched on the device are not tested",
         ),
@@ -535,8 +536,8 @@ VALIDITY_ISSUES: Mapping[str, tuple[Item, ...]] = {
         Item(
             "A warm compile cache on one side",
             tests="test_cold_start_gives_each_case_its_own_caches",
-            why="the cost of preparing a side has its own line",
-            open="without `--aisp-cold-start` that line may come from a warm cache",
+            why="the report has a separate line for the cost of preparing a side",
+            open="without `--aisp-cold-start` that cost may be from a warm cache",
         ),
         Item(
             "A reused trace",
@@ -545,12 +546,12 @@ VALIDITY_ISSUES: Mapping[str, tuple[Item, ...]] = {
         ),
         Item(
             "Eager on one side, compiled on the other",
-            why="that is sometimes a page's idea; the page says what each side is",
+            why="some pages compare just that; the page says what each side is",
             open="the reader must judge whether only one thing differs between the sides",
         ),
-        Item("Compiled for one side only", open="for the reader to judge, as above"),
+        Item("Compiled for one side only", open="the reader must judge this, as above"),
         Item(
-            "Guards that fail and compile again",
+            "Guards that fail and cause another compilation",
             exploits="compiles",
             tests=f"{_WARMUP} {_DYNAMO}",
             why="timing starts when times are steady; Dynamo frames and Inductor graphs are"
@@ -578,7 +579,8 @@ VALIDITY_ISSUES: Mapping[str, tuple[Item, ...]] = {
         Item(
             "A skipped collective",
             tests=_ONE_RANK,
-            why="every output depends on the inputs of every rank, and no rank knows the others'",
+            why="every output depends on the inputs of every rank, and no rank knows the inputs "
+            "of the others",
         ),
         Item(
             "Another topology",
@@ -593,8 +595,8 @@ VALIDITY_ISSUES: Mapping[str, tuple[Item, ...]] = {
         ),
         Item(
             "Other gradient buckets",
-            why="that is sometimes a page's idea; the page says what each side is",
-            open="for the reader to judge",
+            why="some pages compare just that; the page says what each side is",
+            open="the reader must judge this",
         ),
         Item(
             "Gradients not waited for",
@@ -635,13 +637,14 @@ VALIDITY_ISSUES: Mapping[str, tuple[Item, ...]] = {
             "Another NUMA node",
             exploits="affinity",
             tests="test_numa_node_is_looked_up_by_pci_bus_id",
-            why="both sides run in one process, so on the same node; the GPU's is recorded",
+            why="both sides run in one process, so on the same NUMA node; the GPU's node is "
+            "recorded",
         ),
         Item(
             "Another CPU governor",
             tests=f"{_COMPARED_FACTS} test_governor_covers_the_usable_cores",
-            why="it affects both sides alike in every window; on the host's clocks a loss under"
-            " another governor or on another CPU is `stale`",
+            why="it affects both sides equally in every window; on the host's clocks a loss "
+            "under another governor or on another CPU is `stale`",
         ),
         Item(
             "Thermal throttling",
@@ -670,12 +673,11 @@ VALIDITY_ISSUES: Mapping[str, tuple[Item, ...]] = {
         Item(
             "A container's limits",
             tests=_WAITED,
-            why="no cgroup limit is refused: ordinary pods have one, and both sides share it",
+            why="a cgroup limit is not refused: ordinary pods have one, and both sides share it",
         ),
         Item(
             "A virtual machine",
-            why="none is refused: both sides share it, and A/A trials show what a machine can"
-            " resolve",
+            why="no such machine is refused: both sides share it, and A/A trials show its noise",
         ),
     ),
     "Statistical": (
@@ -693,7 +695,8 @@ VALIDITY_ISSUES: Mapping[str, tuple[Item, ...]] = {
             "A chosen spread",
             tests="test_a_small_spread_is_pulled_toward_the_products"
             " test_spread_is_unbiased_in_its_square",
-            why="it comes from recorded processes, shrunk towards the chapter's; no page sets it",
+            why="it comes from recorded processes and is shrunk toward the chapter's spread; no "
+            "page sets it",
         ),
         Item(
             "A chosen percentile", why="every page uses one estimator, and none can choose another"
@@ -728,7 +731,7 @@ VALIDITY_ISSUES: Mapping[str, tuple[Item, ...]] = {
         Item(
             "Its own time limits",
             tests="test_the_marker_sets_the_time_limit_of_a_case",
-            why="a limit only fails a case; no time is derived from it",
+            why="a limit can only fail a case; no time is derived from a limit",
         ),
         Item(
             "Its own metrics",

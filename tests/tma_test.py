@@ -40,7 +40,12 @@ def test_a_map_holds_its_tensor_and_tile(encoded):
     ("make", "box", "options", "message"),
     [
         (lambda: torch.empty(64, 64), (8, 8), {}, "it is on the CPU"),
-        (lambda: on_gpu(64, 64), (8,), {}, "needs 1 to 5 dimensions, and as many in the tile"),
+        (
+            lambda: on_gpu(64, 64),
+            (8,),
+            {},
+            "needs 1 to 5 dimensions, and the tile needs the same number",
+        ),
         (lambda: on_gpu(2, 2, 2, 2, 2, 8), (1,) * 6, {}, "needs 1 to 5 dimensions"),
         (lambda: on_gpu(512, 512), (257, 8), {}, "a tile has 1 to 256 elements in each"),
         (lambda: on_gpu(512, 512), (0, 8), {}, "a tile has 1 to 256 elements"),

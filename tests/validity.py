@@ -23,10 +23,11 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 DOCUMENT = ROOT / "docs/reference/validity.md"
 INTRODUCTION = """
-Each protection has a name. For each there are exploits in `tests/exploits`: pages whose optimized
-side cheats. `tests/exploits_test.py` runs every exploit with only one of its protections on, which
-must catch it, and with all of them off, which must let it pass. There are {exploits} exploits and
-{protections} protections. {gpu} exploits need a GPU and are skipped without one.
+Each protection has a name. The exploits in `tests/exploits` are pages whose optimized side cheats.
+`tests/exploits_test.py` runs every exploit with only one of its protections on: the protection must
+catch it. It also runs every exploit with all of its protections off: the exploit must pass. There
+are {exploits} exploits and {protections} protections. {gpu} exploits need a GPU and are skipped
+without one.
 
 The protections run in the process that runs the side. They stop mistakes and shortcuts, not a side
 that attacks the harness itself. `--aisp-untrusted` is for attacks
@@ -43,7 +44,7 @@ The tables show what catches each item here, and which tests prove it. A script 
 
 - **caught**: the tests in the last column prove it, and we know of no gap;
 - **in part**: the tests prove a part. The gap follows *Open*;
-- **by design**: there is nothing to catch, for the reason given;
+- **by design**: this is not a problem here, for the given reason;
 - **open**: not proved, or not done.
 """
 WHEN = {"check": "checked", "time": "timed"}

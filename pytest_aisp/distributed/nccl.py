@@ -1,6 +1,6 @@
 """`aisp links nccl`: time collectives on ranks; `nccl-env`: explain the variables that are set.
 
-The ranks are the ones that pages use (`launcher.RankSet`): NCCL on GPUs, Gloo on CPUs.
+It uses the same ranks as pages (`launcher.RankSet`): NCCL on GPUs, Gloo on CPUs.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ def _tma_faults(
     if not tensor.is_cuda:
         yield "it is on the CPU; the accelerator reads GPU memory"
     if not 1 <= rank <= MAX_RANK or len(box) != rank:
-        yield f"needs 1 to {MAX_RANK} dimensions, and as many in the tile"
+        yield f"needs 1 to {MAX_RANK} dimensions, and the tile needs the same number"
     if not all(isinstance(n, int) and 1 <= n <= MAX_BOX for n in box):
         yield f"a tile has 1 to {MAX_BOX} elements in each dimension"
     if size not in _SAME_WIDTH or tensor.is_complex() or not tensor.numel():

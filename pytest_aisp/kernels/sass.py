@@ -62,7 +62,7 @@ def _attributes(info: bytes) -> Iterator[tuple[int, int, int]]:
     at = 0
     while at < len(info):
         kind, attribute, size = struct.unpack_from("<BBH", info, at)
-        sized = kind == 4  # EIFMT_SVAL: only here the third field is a length
+        sized = kind == 4  # EIFMT_SVAL: the only format whose third field is a length
         if sized and size == 8:
             yield (attribute, *struct.unpack_from("<II", info, at + 4))
         at += 4 + size * sized

@@ -274,7 +274,7 @@ class CaseRun:
         self.recorded.replace = self.run.settings.update == "all"
 
     def _repeat_aa(self, timing: Timing) -> None:
-        """Repeat an A/A trial in more processes; each is a trial of its own."""
+        """Repeat an A/A trial in more processes; each process is a separate trial."""
         spread = self.stored.spread(timing.clock)
         self.trials.append((timing.reading.value, self.verdict))
         for number in range(1, self.run.settings.processes):

@@ -303,7 +303,7 @@ class _Survey:
 
 
 def _seconds(make: MakeWindow, least: float, run: Run, *, calls: int = 0) -> float:
-    """Return seconds per run, the median of windows of `calls` runs or of `least` seconds."""
+    """Return seconds per run: the median window, of `calls` runs or of `least` seconds."""
     side = BoundSide(run, [()])
     side.run(0)  # a capture may neither compile nor load
     if not calls:

@@ -30,7 +30,7 @@ from .stored_results import chapters, stored_peaks
 
 HEADS = ("product", "target", "case", "bound", "speedup", "time", "attained", "share", "limit")
 BYTES = ("copy", "read", "write", *PCIE, *peaks.LINKS, "peer_both")
-"""Rates in bytes/s; the others are in FLOP/s, or in seconds."""
+"""The rates in bytes/s; the other rates are in FLOP/s or in seconds."""
 
 
 @dataclass(frozen=True)

@@ -255,7 +255,7 @@ class TaskContext:
         """
         assert self.past is not None
         result = ChangedResult()
-        pair = self.pair  # imported before the old page, which needs its modules out of the way
+        pair = self.pair  # imported first: the old import removes its modules
         try:
             old = self._old_pair
         except MixedTreesError as error:
