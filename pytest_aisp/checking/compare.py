@@ -155,7 +155,7 @@ def _errors(got: torch.Tensor, leaf: Leaf) -> torch.Tensor:
 
 
 def _within(error: torch.Tensor, leaf: Leaf, rule: Rule) -> torch.Tensor:
-    """Return 1.0 where the page's own tolerance accepts the error, or everywhere without one."""
+    """Return 1.0 for elements that the page's own tolerance (if any) accepts."""
     if not rule.given:
         return error.new_ones(error.shape)
     bound = leaf.value.abs().mul_(rule.rtol or 0.0).add_(rule.atol or 0.0)

@@ -42,7 +42,7 @@ class TooLoose(PageError):
 
 
 class CannotTell(PageError):
-    """With the page's inputs, right and wrong results look alike."""
+    """With the page's inputs, right and wrong results cannot be distinguished."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Control:
 def check_tolerance(
     reference: Reference, precisions: Iterable[Precision | None], rule: Rule
 ) -> list[Control]:
-    """Apply the controls at each precision that a side declares; return those of the last.
+    """Apply the controls at each precision that a side declares; return the last results.
 
     Raises:
         TooLoose, CannotTell: if most draws of the inputs fail, with the message of the first.

@@ -112,7 +112,7 @@ class InputPool:
         return [make_state(*where, rank) for rank in range(current_group().world)]
 
     def bind(self, side: Side) -> BoundSide:
-        """Return `side` built on the slots, with a state of its own."""
+        """Return `side` built on the slots, with its own state."""
         return BoundSide(side, self.slots, self.new_state())
 
     def slots_for(self, output_bytes: int, l2_bytes: int, free_bytes: int) -> int:

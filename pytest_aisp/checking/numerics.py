@@ -65,7 +65,7 @@ class Rule:
 
     @property
     def given(self) -> bool:
-        """Whether the page chose a tolerance of its own."""
+        """Whether the page sets its own tolerance."""
         return self.rtol is not None or self.atol is not None
 
     @property

@@ -283,7 +283,7 @@ class RankSet:
         return "\n".join(lines or self._output.peek().lines()[-OUTPUT_LINES:])
 
     def kill(self) -> None:
-        """Kill every rank and the launcher: torchrun gives each a session of its own."""
+        """Kill every rank and the launcher; each has its own session."""
         for rank in self._ranks.values():
             with suppress(ProcessLookupError):
                 os.killpg(rank.pid, signal.SIGKILL)  # and the processes that it has started

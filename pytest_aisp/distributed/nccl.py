@@ -21,7 +21,7 @@ from ..util.gpu_lease import lease_gpus
 from .launcher import RankSet
 
 SMALLEST_PEAK = 64 << 20
-"""A smaller all-reduce does not fill the links, so its busbw is no peak."""
+"""A smaller all-reduce does not fill the links, so its busbw is not a peak."""
 GLOO = "Gloo on a CPU (not a measurement of links)"
 
 
@@ -133,7 +133,7 @@ def measure_collectives(
 
 
 def nccl_result(sweep: Sweep) -> CliResult:
-    """Return the table of collectives by size, with one-shot beside NCCL's all-reduce."""
+    """Return the table of collectives by size, with one-shot next to NCCL's all-reduce."""
     one_shot = {row["size"]: row for row in sweep.of(ONE_SHOT)}
     heads = ["collective", "size", "time", "algbw", "busbw", "clock"]
     table = [heads + (["one-shot", "its busbw"] if one_shot else [])]
@@ -181,16 +181,19 @@ INFINIBAND = Path("/sys/class/infiniband")
 MEANINGS: dict[str, str] = json.loads(
     Path(__file__).with_name("nccl_variables.json").read_text(encoding="utf-8")
 )
-"""What each variable does, in one line. Sources: NCCL's user guide ("Environment Variables"),
-PyTorch's "ProcessGroupNCCL Environment Variables", pytorch/pytorch#136577 (multicast), and
-NVSHMEM's "Environment Variables".
+"""One line about the meaning of each variable. Sources: NCCL's user guide ("Environment
+Variables"), PyTorch's "ProcessGroupNCCL Environment Variables", pytorch/pytorch#136577 (multicast),
+and NVSHMEM's "Environment Variables".
 """
 MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-"""Values that keep NVLink multicast off. No rank of ours changes them, and the output says so."""
+"""Values that keep NVLink multicast off.
+
+This plugin's ranks do not change these variables, and the output says so.
+"""
 MULTI_NODE_ADVICE = {
     "MASTER_ADDR": "the first node's address, the same on all: torchrun takes --rdzv-endpoint",
     "MASTER_PORT": "a free port there",
@@ -199,7 +202,7 @@ MULTI_NODE_ADVICE = {
     "NCCL_IB_HCA": "the adapters next to the GPUs, if there is InfiniBand or RoCE",
     "NCCL_IB_GID_INDEX": "on RoCE if connections fail: often 3",
 }
-"""What ranks on several nodes need, in the order to set it."""
+"""The variables that ranks on several nodes need, in the order to set them."""
 
 
 def nccl_env_result(environment: Mapping[str, str], version: str) -> CliResult:

@@ -141,7 +141,7 @@ def toolchain() -> Toolchain:
 
 @functools.cache
 def _toolkit() -> list[str]:
-    """Return the folders of CUDA's own headers, which NVRTC does not bring."""
+    """Return the folders of CUDA's own headers, which NVRTC does not include."""
     find = import_module("cuda.pathfinder").find_nvidia_header_directory
     return [folder for folder in map(find, ("cudart", "cccl")) if folder]
 

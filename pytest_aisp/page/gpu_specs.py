@@ -87,8 +87,8 @@ FEATURES["multicast"] = {a: s for a, s in ASSEMBLED["multicast"].items() if a !=
 
 # Code that uses a feature contains at least one of these instructions, with these modifiers. Found
 # by disassembling probes of NVRTC 13.5 and Triton 3.9 (tests/sass_test.py). Features without a line
-# have no instruction of their own: clusters are a launch attribute, and remote shared memory is
-# read by an ordinary load.
+# have no special instruction: clusters are a launch attribute, and an ordinary load reads remote
+# shared memory.
 INSTRUCTIONS: dict[str, tuple[str, ...]] = {
     "tma": ("UTMALDG", "UTMASTG", "UTMAREDG"),
     "bulk_copy": ("UBLKCP", "UBLKRED"),

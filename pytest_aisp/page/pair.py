@@ -90,11 +90,11 @@ class Variant:
 
     Attributes:
         side: the callable to compare with the baseline.
-        needs: features this variant needs besides the page's, as in ``needs="tma"``.
+        needs: features this variant needs in addition to the page's, as in ``needs="tma"``.
         when: returns whether the variant exists at a size; called with the size's keys.
         at_least: its claim, if it is not the page's.
         precision: the lower arithmetic it uses on purpose. It widens the derived tolerance.
-        sass: instructions that its machine code must hold besides those of `needs`, as in
+        sass: instructions that its machine code must contain in addition to those of `needs`, as in
             ``sass="LDG.128"``. They are searched for when its kernels are assembled.
         gpu_only: why no CPU can check it, as in ``gpu_only="symmetric memory"``. Without the GPUs
             it needs, its cases are skipped instead of checked.

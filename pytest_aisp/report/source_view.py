@@ -26,7 +26,7 @@ class Page:
     """The contents of a page's file.
 
     Attributes:
-        path: the file. Its kernel files lie beside it.
+        path: the file. Its kernel files are in the same folder.
         text: its source.
         doc: its docstring, or "".
         defined: the top-level statements by the names that they bind.

@@ -87,7 +87,7 @@ class TimeTask(CaseTask, frozen=True, kw_only=True, tag="time"):
     """Time two sides against each other.
 
     Attributes:
-        versus: ``baseline``, ``self`` for an A/A trial, ``old`` for a side as of a commit.
+        versus: ``baseline``, ``self`` for an A/A trial, ``old`` for a side at a commit.
         side: for ``old``, the role of that side.
         past: for ``old``, the page at the commit.
         budget: keywords of `schedule.Budget`.
@@ -256,8 +256,11 @@ Result = TypeVar("Result")
 ErrorKind = Literal[
     "wrong", "page", "side", "fault", "memory", "disturbed", "died", "timeout", "unrecorded"
 ]
-"""``wrong``: a result is wrong. ``page``: the page breaks a rule. ``side``: a side raised.
-``fault``: a side raised, and its process lost its GPU. ``unrecorded``: the recording has ended."""
+"""``wrong``: a result is wrong.
+
+``page``: the page breaks a rule. ``side``: a side raised. ``fault``: a side raised, and its process
+lost its GPU. ``unrecorded``: the recording has ended.
+"""
 
 
 class Reply(Struct, frozen=True, kw_only=True, tag="reply"):

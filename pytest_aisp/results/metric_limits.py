@@ -1,4 +1,4 @@
-"""Metrics besides time: what a page may claim of memory, launches, energy and goodput.
+"""Metrics besides time that a page may limit: memory, launches, energy and goodput.
 
 Counts do not scatter, so there are no votes on them. A metric with `noise` is judged in favor of
 the optimized side.
@@ -13,7 +13,7 @@ from typing import Literal
 from .row import amount
 
 Amounts = Mapping[str, float]
-"""What a call of ``baseline`` and of ``optimized`` takes, and the relative ``noise`` of both."""
+"""The amount per call of ``baseline`` and ``optimized``, and the relative ``noise`` of both."""
 Name = Literal["memory", "reserved", "fragmentation", "launches", "energy", "goodput"]
 
 
@@ -39,7 +39,7 @@ class Metric:
     rises: bool = False
 
     def describe(self, amounts: Amounts, limit: float) -> str:
-        """Return both amounts in words, beside the limit."""
+        """Return the text with both amounts and the limit."""
         both = f"{self.both(amounts)} {self.what}"
         noise = f", noise {amounts['noise']:.1%}" if "noise" in amounts else ""
         if not self.relative:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 MARKER = "aisp_timer"
 WINDOW, WINDOWS = 1e-3, 10
 OURS = pytest.StashKey[int]()
-"""How many of the session's benchmarks are sides of ours."""
+"""How many of the session's benchmarks are sides of cases."""
 
 
 def _session(config: pytest.Config) -> BenchmarkSession:
@@ -45,7 +45,7 @@ def pytest_aisp_result(config: pytest.Config, row: Mapping[str, object]) -> None
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_terminal_summary(config: pytest.Config) -> None:
-    """Hide the table of pytest-benchmark if it only repeats ours and nobody asked for it."""
+    """Hide the table of pytest-benchmark if it only repeats this plugin's and was not requested."""
     session = _session(config)
     requested = any(str(word).startswith("--benchmark") for word in config.invocation_params.args)
     session.quiet |= not requested and len(session.benchmarks) == config.stash.get(OURS, 0)

@@ -76,8 +76,8 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--aisp-cold-start", action="store_true", help=argparse.SUPPRESS)
     flag("--aisp-in-process", "run sides inside pytest, for debuggers")
     flag("--aisp-audit", "let the profiler list the kernels that each side launches")
-    flag("--aisp-energy", "measure energy where a page asks for it (30 s a case)")
-    flag("--aisp-untrusted", "run sides again where they cannot reach the clock or the answers")
+    flag("--aisp-energy", "measure energy if a page asks for it (30 s a case)")
+    flag("--aisp-untrusted", "run sides again in a process without the clock and the answers")
     optional_value("--aisp-sanitize", "TOOL", "check under compute-sanitizer")
     optional_value("--aisp-profile", "TOOL", "profile both sides after the verdict")
 

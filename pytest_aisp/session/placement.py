@@ -17,7 +17,7 @@ COMPILER = "compiler"
 
 
 class Kernels(NamedTuple):
-    """Which kernels of its own a case launches; only an emulator runs CUDA C++ on a CPU."""
+    """The kinds of kernels that a case launches; only an emulator runs CUDA C++ on a CPU."""
 
     cuda: bool = False
     triton: bool = False
@@ -25,7 +25,7 @@ class Kernels(NamedTuple):
 
 
 def kernels_of(run: RunContext, case: Case) -> Kernels:
-    """Return which kernels of its own `case` launches."""
+    """Return the kind of kernels that `case` launches."""
     sides, root = [case.pair.baseline, case.variant.side], str(run.settings.root)
     modules = kernel_files(sides, root)
     emulated = False

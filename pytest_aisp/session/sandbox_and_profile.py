@@ -40,8 +40,10 @@ if TYPE_CHECKING:
     from .measurement import Timing
 
 LIMIT = {"graph": 1.25, "host": 1.5, "cpu": 1.5}
-"""By clock: the largest allowed ratio between the sandbox's time and the judged time. Calls behind
-a blocking kernel cannot be timed from outside."""
+"""By clock: the largest allowed ratio between the sandbox's time and the judged time.
+
+Calls behind a blocking kernel cannot be timed from outside.
+"""
 LEAST, TIMES = 0.25, 5
 ATTEMPTS = 3
 """Several attempts, because the machine may be busy for a moment."""
@@ -81,7 +83,7 @@ def contradicts(sandboxed: float, judged: float, clock: str) -> bool:
 class _Sandbox:
     def __init__(self, client: CaseClient, timing: Timing | None, folder: Path) -> None:
         self.client, self.folder = client, folder
-        # A simulated device has times of its own; its sides run on the CPU.
+        # The times of a simulated device are made up; its sides run on the CPU.
         self.timing = timing = None if client.run.timer is not None else timing
         details = timing.details if timing is not None else {}
         self.clock = timing.clock if timing is not None else ""
@@ -91,7 +93,7 @@ class _Sandbox:
         self.seed = client.run.settings.seed or random.SystemRandom().randint(1, MAX_SEED)
 
     def run(self) -> None:
-        """Draw inputs and compare outputs in one process; run each side in a process of its own."""
+        """Draw inputs and compare outputs in one process; run each side in a separate process."""
         checker = self.client.fresh_worker()
         try:
             values = str(self.folder / "values.pt")

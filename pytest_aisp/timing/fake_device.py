@@ -125,7 +125,7 @@ class _Window:
         throttling = THROTTLING if self.timer.throttled else 0.0
         scale = math.exp(own + shared * process.common() + process.white() + throttling)
         seconds = process.seconds[self.side] * self.calls * scale
-        process.now += self.repeats * seconds  # the untimed replay takes as long
+        process.now += self.repeats * seconds  # the untimed replay takes the same time
         if noise.resolution:
             phase = process.rng.random()
             seconds = math.floor(seconds / noise.resolution + phase) * noise.resolution
@@ -167,7 +167,7 @@ def simulate(
     """Measure one case in one simulated process. This is the target of a `TimeTask`'s timer.
 
     Args:
-        options: ``seconds`` by side name (``name@old``: the side as of a commit), ``noise`` as
+        options: ``seconds`` by side name (``name@old``: the side at a commit), ``noise`` as
             keywords of `Noise`, ``session`` bias, ``planted`` slowdown of the second side, and more
             ``details``.
         seed: makes this process different from all others.

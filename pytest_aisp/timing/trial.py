@@ -224,7 +224,7 @@ class Trial:
 
     def _slot_count(self) -> int:
         if self.pool.prepared and self.pair.as_called:
-            return 1  # a prepared side owns its inputs; their values still change in place
+            return 1  # a prepared side keeps its inputs, whose values still change in place
         if not self.on_gpu:
             return VALUE_SETS
         import torch

@@ -21,11 +21,11 @@ from ..util.device_state import synchronizer
 from .schedule import Window
 
 FURTHER_CALLS = 4
-"""Calls after the last window that are compared one by one."""
+"""Number of calls after the last window whose outputs are compared one by one."""
 
 
 class TimedSides(Protocol):
-    """What a pair timer knows of the sides that it has timed."""
+    """A pair timer's facts about the sides that it has timed."""
 
     sides: tuple[BoundSide, BoundSide]
 

@@ -130,7 +130,7 @@ def target_of(chapter: str, page: str) -> str:
 def collect(
     targets: Sequence[str] | None = None, *, tell: Callable[[str], None] = lambda text: None
 ) -> Catalog:
-    """Return what pytest, in a process of its own, collects from here.
+    """Return the pages and cases that pytest collects here, in a separate process.
 
     Args:
         targets: import only their pages; None imports all pages, an empty list none.

@@ -24,7 +24,7 @@ PROFILES, ARTIFACTS = "aisp-profile", "artifacts"
 RUN_FILES = ("results.jsonl", "results.json")
 """A folder with one of these was written by a run."""
 TEMPORARY = re.compile(r"\.(\w|-|\.)+\.json\.(lock|tmp|\d+)")
-"""Files that a killed process leaves beside stored results."""
+"""Files that a killed process leaves next to stored results."""
 
 
 class Leftover(msgspec.Struct):

@@ -1,7 +1,7 @@
 """Measure metrics besides time: the memory, launches, energy, or goodput of each side's calls.
 
-The sides are measured one after the other, each alone; a process side in a fresh process of its
-own. The limits are in `results.metric_limits`.
+The sides are measured one after the other, each alone; a process side runs in a fresh process. The
+limits are in `results.metric_limits`.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class OutputCapture:
     label: str = ""
 
     def last(self, lines: int) -> list[str]:
-        """Return the last new lines, those of stderr after those of stdout."""
+        """Return the last new lines, first of stdout and then of stderr."""
         return [*self.stdout.peek().lines(), *self.stderr.peek().lines()][-lines:]
 
     def take(self, name: StreamName) -> Chunk:

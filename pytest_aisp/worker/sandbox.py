@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class SandboxedSide:
-    """A side that is ready to be called, in a process of its own.
+    """A side that is ready to be called, in a separate process.
 
     Attributes:
         unit: calls in one unit of work: a graph of ``task.counted`` calls, else one call.

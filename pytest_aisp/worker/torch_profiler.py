@@ -216,13 +216,14 @@ SUMMARY_NAMES, SUMMARY_WIDTH = 4, 60
 
 @dataclass(frozen=True)
 class Differences:
-    """What differs between the sides, by name and per call.
+    """The differences between the sides, by name and per call.
 
     Attributes:
         what: ``kernels`` or ``operators``.
         new: what only the optimized side runs, and how often.
         gone: what only the baseline runs, and how often.
-        counts: what both run, but not as often: the baseline's count, the optimized side's.
+        counts: what both run, but a different number of times: the baseline's count, then the
+            optimized side's.
     """
 
     what: str
