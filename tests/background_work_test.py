@@ -48,7 +48,7 @@ def pool():
 def test_a_working_pool_is_found(pool, work):
     before = BackgroundWork.now()
     pool.submit(*work)
-    assert "a thread at work after its call: ThreadPoolExecutor" in (before.left() or "")
+    assert "a thread still running after its call: ThreadPoolExecutor" in (before.left() or "")
 
 
 def test_an_idle_pool_is_accepted():

@@ -320,7 +320,7 @@ def test_a_mig_slice_is_refused(two, monkeypatch, capsys):
     properties = SimpleNamespace(uuid="slice")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda k: properties)
     assert app.main(["bandwidth"]) == 2
-    message = "NVML does not know GPU-slice: MIG slices have no links of their own\n"
+    message = "NVML does not know GPU-slice: MIG slices have no separate links\n"
     assert capsys.readouterr().err == message
 
 

@@ -306,7 +306,7 @@ def test_cases_without_kernels_are_skipped_with_a_reason(page, write, pytester):
     write("hopper", more="conditions=Conditions(needs='wgmma'), cpu_sizes=[{'n': 99}],")
     result = compiled(pytester, "-rs", "--aisp-compile=sm100", "ch99")
     for why in (
-        "launches no kernel of its own: nothing to assemble",
+        "launches no kernel of the page: nothing to assemble",
         "a size for CPUs: no kernel is launched",
         "needs wgmma (sm90); asked for sm100",
     ):

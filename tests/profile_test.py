@@ -433,7 +433,7 @@ ONE_BY_ONE = SimpleNamespace(environment={})
         (
             "torch",
             {"case": SimpleNamespace(id="a", pair=SimpleNamespace(baseline=ONE_BY_ONE))},
-            "each of its samples is a process of its own",
+            "each of its samples is a separate process",
         ),
     ],
 )

@@ -286,7 +286,7 @@ def test_a_case_timed_under_a_debugger_is_inconclusive(timed_page, pytester, ini
     timed_page(at_least="9")
     command = [sys.executable, "-m", "pytest", "--pdb", "-o", f"aisp_inconclusive={ini}"]
     result = pytester.run(*command, stdin=b"c\n")
-    reason = "timed inside pytest (--pdb), not in a process of its own: no verdict"
+    reason = "timed inside pytest (--pdb), not in a separate process: no verdict"
     result.stdout.fnmatch_lines([f"*{reason}", f"=* {ends} in *"])
 
 

@@ -190,7 +190,7 @@ def judge(
 def _in_both(
     reference: Reference, side: Side, leaves: Sequence[Leaf], outputs: NamedTensors
 ) -> tuple[list[Leaf], NamedTensors]:
-    """Return what both have. Only a tensor that an optimizer makes later may be missing."""
+    """Return what both have. A tensor may be missing only if an optimizer creates it later."""
     by_path = dict(outputs)
     for leaf in leaves:
         optional = leaf.path.startswith("state") and ".grad" not in leaf.path

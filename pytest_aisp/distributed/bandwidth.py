@@ -30,8 +30,10 @@ WINDOW_BYTES = 4 << 30
 SLOW_SHARE = 0.8
 """A hop whose rate is below this share of the median of its kind is slow."""
 NVLINK_FLOOR, NVLINK_FULL = 250e9, 450e9
-"""The lowest good rate in bytes/s of a hop whose NVLink links carry 450 GB/s. The floor scales with
-the limit: a bridge of 4 links can never carry 250 GB/s."""
+"""The lowest good rate in bytes/s of a hop whose NVLink links carry 450 GB/s.
+
+The floor scales with the limit: a bridge of 4 links can never carry 250 GB/s.
+"""
 FULL_RATE_BYTES = 256 << 20
 """Smaller copies do not fill a link, so the floor does not apply to them."""
 
@@ -203,7 +205,7 @@ def measure_visible_gpus(nbytes: int, progress: Callable[[str], None]) -> tuple[
     for uuid in uuids:
         gpu = known.gpu(uuid)
         if gpu is None:
-            raise CliError(f"NVML does not know {uuid}: MIG slices have no links of their own")
+            raise CliError(f"NVML does not know {uuid}: MIG slices have no separate links")
         indices.append(gpu.index)
     pairs = itertools.permutations(range(count), 2)
     routes = {(a, b): known.route(indices[a], indices[b]) for a, b in pairs}

@@ -63,10 +63,10 @@ class BackgroundWork:
         """Describe something that was started later and still works, or return None."""
         for thread in threading.enumerate():
             if thread not in self.threads and _is_busy(thread):
-                return f"a thread at work after its call: {thread.name}"
+                return f"a thread still running after its call: {thread.name}"
         for pid in _children():
             if pid not in self.children and not _ended(pid) and not _of_a_library(pid):
-                return f"a process at work after its call: {pid}"
+                return f"a process still running after its call: {pid}"
         for timer in _timers():
             if timer not in self.timers:
                 return f"a timer running after its call: signal.{timer}"

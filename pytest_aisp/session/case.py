@@ -121,7 +121,7 @@ class CaseRun:
                 self.client.note_kernel_resources(result)
             if settings.in_process:  # votes need fresh processes
                 option = settings.in_process
-                reason = f"timed inside pytest ({option}), not in a process of its own: no verdict"
+                reason = f"timed inside pytest ({option}), not in a separate process: no verdict"
                 self.findings.append(Finding("inconclusive", (reason,)))
                 return self._stop_if_red()
             offer_to_canary(self)

@@ -209,7 +209,7 @@ MODES = ("--aisp-sanitize", "--aisp-check", "--aisp-aa", COMPILE, REPLAY, UPDATE
 """Options that choose what a run does: at most one."""
 IN_THIS_PROCESS, XDIST = "in-process", "xdist"
 CONFLICTS = [
-    (UPDATE, IN_THIS_PROCESS, "stored results come from processes of their own"),
+    (UPDATE, IN_THIS_PROCESS, "stored results must come from separate processes"),
     (UPDATE, XDIST, "results are recorded on a quiet machine"),
     ("--aisp-profile", COMPILE, "it runs nothing, so there is nothing to profile"),
     ("--aisp-profile", REPLAY, "it runs nothing, so there is nothing to profile"),
@@ -220,16 +220,16 @@ CONFLICTS = [
     ("--aisp-against", "--aisp-aa", "both sides would be the same"),
     ("--aisp-untrusted", COMPILE, "it runs nothing"),
     ("--aisp-untrusted", REPLAY, "it runs nothing"),
-    ("--aisp-untrusted", IN_THIS_PROCESS, "untrusted sides need processes of their own"),
+    ("--aisp-untrusted", IN_THIS_PROCESS, "untrusted sides need separate processes"),
     ("--aisp-audit", COMPILE, "it runs nothing, so there is nothing to list"),
-    ("--aisp-sanitize", IN_THIS_PROCESS, "the sanitizer needs a process of its own"),
+    ("--aisp-sanitize", IN_THIS_PROCESS, "the sanitizer needs a separate process"),
     ("--aisp-seed", COMPILE, "it draws no values"),
     ("--aisp-seed", REPLAY, "it draws no values"),
     ("--aisp-seed", UPDATE, "a stored result is checked on secret values"),
 ]
 """Pairs of options that cannot be combined, and why."""
 ADVICE = {
-    "--aisp-profile": "\nProfile in a run of its own:\n    pytest --aisp-check --aisp-profile",
+    "--aisp-profile": "\nProfile in a separate run:\n    pytest --aisp-check --aisp-profile",
     UPDATE: "\nRecord alone:\n    pytest -n0 --aisp-update-expectations",
 }
 

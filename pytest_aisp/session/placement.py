@@ -87,7 +87,7 @@ def _compiled(
     if case.kind == "cpu":
         return Placement("skip", COMPILER, "a size for CPUs: no kernel is launched")
     if not any(kernels):
-        return Placement("skip", COMPILER, "launches no kernel of its own: nothing to assemble")
+        return Placement("skip", COMPILER, "launches no kernel of the page: nothing to assemble")
     if not both:
         features = ", ".join(case.pair.features(case.variant))
         why = f"needs {features} ({', '.join(archs)}); asked for {', '.join(wanted)}"

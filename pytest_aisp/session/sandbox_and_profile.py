@@ -63,7 +63,7 @@ def run_sandboxed(client: CaseClient, timing: Timing | None) -> None:
         Failed: for a wrong output (`wrong`) or a wrong time (`invalid`).
     """
     if hasattr(client.case.pair.baseline, "environment"):
-        client.notes.append("not sandboxed: each of its samples is a process of its own")
+        client.notes.append("not sandboxed: each of its samples is a separate process")
         return
     if client.ranks > 1:
         raise Failed(
@@ -197,7 +197,7 @@ def _why_not(client: CaseClient, tool: str) -> str | None:
     if client.placement.kind not in ("time", "check"):
         return "its kernels are only compiled here, nothing runs"
     if hasattr(client.case.pair.baseline, "environment"):
-        return "each of its samples is a process of its own"
+        return "each of its samples is a separate process"
     way_out = "\n    pytest --aisp-profile=torch"
     if tool != "torch" and client.ranks > 1:
         return f"its sides run on {client.ranks} ranks, {tool} profiles one{way_out}"

@@ -1,6 +1,6 @@
 """Compare the outputs of the timed calls with the reference.
 
-A captured graph may replay stale memory, and a side may work only while it is checked. So the
+A captured graph may replay stale memory, and a side may compute only while it is checked. So the
 outputs of the last timed calls are compared, and then the outputs of a few single calls.
 """
 
@@ -36,7 +36,7 @@ class TimedSides(Protocol):
 
 @dataclass
 class OutputVerifier:
-    """Compare what timed calls returned.
+    """Compare the outputs of timed calls.
 
     Attributes:
         sides: the baseline and the optimized side, each with its declared precision.
@@ -57,7 +57,8 @@ class OutputVerifier:
 
     def verify_windows(self, timer: TimedSides) -> None:
         """Compare inputs, outputs and states of both sides after the last timed calls."""
-        # `check_times` reports late work. Whether an output is read early must not depend on luck.
+        # `check_times` reports late work. Wait here, so that an output is never read too early by
+        # chance.
         synchronizer(self.device)()
         size = size_words(self.pool.size)
         for slot, turn in zip(self.pool.slots, self.pool.pattern, strict=True):
@@ -70,7 +71,7 @@ class OutputVerifier:
     def _verify_window(
         self, bound: BoundSide, side: Side, precision: Precision | None, window: Window
     ) -> None:
-        """Compare the outputs of the last timed calls, of every slot called, to the reference."""
+        """Compare the outputs of the last timed calls, in every slot, with the reference."""
         if not enabled("timed-outputs"):
             return
         pattern = self.pool.pattern
@@ -85,7 +86,7 @@ class OutputVerifier:
             self._compare(side, outputs, (pattern[slot],), precision)
 
     def verify_each_call(self, bound: BoundSide) -> None:
-        """Call the second side a few times more, on new values each time, and compare each call.
+        """Call the second side a few more times, on new values each time, and compare each output.
 
         Values do not change within a window, so a side that works only at every second call would
         be right at its end.

@@ -164,7 +164,7 @@ class ScriptBatches(Iterator[object]):
         return getattr(self._batches, name)
 
     def __del__(self) -> None:
-        # A loop that breaks drops its iterator: what follows belongs to none of its steps.
+        # A loop that breaks drops its iterator, so later work belongs to none of its steps.
         self._source.loop.leave()
         self._finder.leave(self._source)
 
