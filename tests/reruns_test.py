@@ -264,7 +264,7 @@ def test_a_monitoring_tool_is_named(monkeypatch):
     tools = SimpleNamespace(get_tool=["", "coverage", None, None, None, None].__getitem__)
     monkeypatch.setattr(sys, "monitoring", tools, raising=False)
     monkeypatch.setattr(sys, "gettrace", lambda: None)
-    assert monkeypatches.tracing() == "coverage (sys.monitoring)"
+    assert monkeypatches.active_tracer() == "coverage (sys.monitoring)"
 
 
 def test_a_python_profiler_is_named_by_its_module(monkeypatch):
@@ -276,7 +276,7 @@ def test_a_python_profiler_is_named_by_its_module(monkeypatch):
 
     monkeypatch.setattr(sys, "gettrace", lambda: None)
     monkeypatch.setattr(sys, "getprofile", lambda: Profiler().hook)
-    assert monkeypatches.tracing() == "yappi (sys.setprofile)"
+    assert monkeypatches.active_tracer() == "yappi (sys.setprofile)"
 
 
 @pytest.mark.parametrize(

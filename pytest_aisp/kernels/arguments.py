@@ -132,7 +132,7 @@ def _real(ctype: type[Float], arg: object, device: int) -> Float | None:
 
 
 def _tensor_map(arg: object, device: int) -> object:
-    descriptor = getattr(arg, "descriptor", arg)  # of a `TensorMap`, or cuda.core's own
+    descriptor = getattr(arg, "descriptor", arg)  # a `TensorMap`, or cuda.core's object
     return descriptor if type(descriptor).__name__ == "TensorMapDescriptor" else None
 
 

@@ -122,7 +122,8 @@ class Conditions:
 
     Attributes:
         needs: features that every side needs, as in ``"tma"``.
-        gpus: number of ranks that the sides run on. Several counts make cases of each.
+        gpus: number of ranks that the sides run on. With several counts, each count gets its own
+            cases.
         l2: ``cold`` (the working set rotates through five L2 caches) or ``warm``.
         owns: settings that the page changes on purpose, so that the harness allows it.
         environment: variables that the page's ranks start with, if `gpus` is above 1. Pages with

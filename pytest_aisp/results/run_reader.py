@@ -186,7 +186,7 @@ def manifest(path: Path) -> Manifest:
 def _plain_manifest(path: Path) -> dict[str, Json]:
     file = path / MANIFEST
     if not file.exists() and (path / JOURNAL).exists():
-        journal(path / JOURNAL)  # one of an older version has its own message
+        journal(path / JOURNAL)  # a journal of an older version has its own message
     if not file.exists():
         raise RunError(f"{path}: holds no run: it has no {MANIFEST}\n{_MAKE}")
     with _reading(file):

@@ -132,7 +132,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if (file := config.getoption("aisp_catalog")) is None:
         return
-    config.option.aisp_artifacts = None  # from addopts: it would overwrite the run in that folder
+    config.option.aisp_artifacts = None  # set by addopts; it would overwrite the run there
     pages = [str(path) for path in config.getini("aisp_pages") if path.exists()]
     if pages and config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.args = pages

@@ -187,7 +187,7 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: _POOL_HANDLE) -> None:
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
     torch.cuda.synchronize()
-    # A successful capture resets PyTorch's random generator, which a failed one does not.
+    # A successful capture resets PyTorch's random generator, but a failed capture does not.
     empty = torch.cuda.CUDAGraph()
     empty.capture_begin(capture_error_mode="thread_local")
     torch.zeros(1, device="cuda")
