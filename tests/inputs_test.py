@@ -11,6 +11,7 @@ import torch
 from pytest_aisp import Conditions, Work, compare
 from pytest_aisp.checking import check
 from pytest_aisp.checking.inputs import COLD_FOOTPRINT, UNSEEN, InputPool, NotCold
+from pytest_aisp.page.pair import SideError
 from pytest_aisp.session.placement import COMPILER
 from pytest_aisp.session.run_context import RunContext
 from pytest_aisp.timing import cpu_timer
@@ -46,6 +47,15 @@ def pool_of(*, n=1000, seed=1, unseen=2, l2="cold"):
         pair.assert_speedup()
 
     return InputPool(pair_of(test_doubling), {"n": n}, "cpu", seed, unseen)
+
+
+def test_inputs_whose_shapes_depend_on_the_seed_are_refused():
+    def inputs(device, n):
+        return (torch.zeros(1 + int(torch.randint(1000, ())), device=device),)
+
+    pair = dataclasses.replace(pool_of().pair, inputs=inputs)
+    with pytest.raises(SideError, match=r"inputs returned .*shapes may depend on the size only"):
+        InputPool(pair, {"n": 33}, "cpu", 1, 2)
 
 
 def test_slots_cover_five_caches_and_share_no_memory():

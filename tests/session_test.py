@@ -333,7 +333,7 @@ def test_the_suite_timeout_ends_the_run_and_keeps_finished_cases(page, pytester)
     result.stdout.fnmatch_lines(
         [
             "first *checked",
-            "!* _pytest.outcomes.Exit: aisp_suite_timeout: 100000 s are over !*",
+            "!* _pytest.outcomes.Exit: aisp_suite_timeout: 100000 s have passed !*",
             "=* 1 checked in *",
         ]
     )
@@ -345,7 +345,7 @@ def test_the_suite_timeout_ends_the_run_and_keeps_finished_cases(page, pytester)
 def test_an_expired_suite_timeout_stops_the_first_case(page, pytester, workers):
     page()
     result = pytester.runpytest_subprocess("-o", "aisp_suite_timeout=0.001", *WORKERS[workers])
-    result.stdout.fnmatch_lines(["*aisp_suite_timeout: 0.001 s are over*"])
+    result.stdout.fnmatch_lines(["*aisp_suite_timeout: 0.001 s have passed*"])
     assert result.ret == pytest.ExitCode.INTERRUPTED
 
 

@@ -98,7 +98,7 @@ def _compare_together(
     import torch
 
     def joined(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([t.detach().reshape(-1) for t in tensors])
+        return torch.cat([t.detach().reshape(-1).double() for t in tensors])
 
     counts = [t.numel() for t in got]
     lengths = torch.tensor(counts, device=got[0].device)
@@ -136,7 +136,7 @@ def compare(got: torch.Tensor, leaf: Leaf, rule: Rule) -> Comparison:
     rms = float(torch.linalg.vector_norm(error)) / max(leaf.total, 1e-300)
     scaled = error.div_(leaf.sigma)
     worst = int(scaled.argmax())
-    result = _at_element(got, leaf, worst, rms, float(scaled.view(-1)[worst]), accepted)
+    result = _at_element(got, leaf, worst, rms, float(scaled.reshape(-1)[worst]), accepted)
     return result.judged_by(rule)
 
 
@@ -170,12 +170,15 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _compare_exact(got: torch.Tensor, leaf: Leaf) -> Comparison:
     want = leaf.value.to(got.dtype)
-    different = ~_same(got, want) if got.is_floating_point() else got != want
+    if got.is_floating_point():
+        got, want = got.double(), want.double()  # fp8 has no comparison of its own
+    different = ~_same(got, want)
     wrong = bool(different.any())
     error = math.inf if wrong else 0.0
     if not got.numel():
         return Comparison(leaf.path, error, error, True)
-    return _at_element(got, leaf, int(different.view(-1).int().argmax()), error, error, not wrong)
+    first = int(different.reshape(-1).int().argmax())
+    return _at_element(got, leaf, first, error, error, not wrong)
 
 
 def _at_element(

@@ -6,7 +6,7 @@ import functools
 import inspect
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -61,6 +61,7 @@ class InputPool:
 
     def __post_init__(self) -> None:
         self.values = [self._draw(self.seed + k) for k in range(VALUE_SETS)]
+        _require_equal_shapes(self.values)
         self.rng = random.Random(self.seed)
 
     def value_set(self, k: int) -> Inputs:
@@ -208,6 +209,20 @@ def make_inputs(pair: Pair, device: str, size: Size, seed: int, rank: int | None
                 " return tensors, and declare what a side may change with state="
             )
     return made
+
+
+def _require_equal_shapes(value_sets: Iterable[Inputs]) -> None:
+    """Refuse inputs whose shapes depend on the seed, because values are rewritten in place."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for values in value_sets:
+        for path, tensor in pytree.tensors(values):
+            first = shapes.setdefault(path, tuple(tensor.shape))
+            if tuple(tensor.shape) != first:
+                raise SideError(
+                    f"inputs returned {path} of shape {first}, and of shape {tuple(tensor.shape)}"
+                    " with another seed; shapes may depend on the size only: choose the lengths"
+                    " of ragged data from the size, or pad it"
+                )
 
 
 def _rank_arguments(function: Callable[..., object], rank: int) -> dict[str, int]:

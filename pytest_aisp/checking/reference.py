@@ -172,7 +172,10 @@ class Reference:
         return outputs[current_group().rank]
 
     def without_slice(self, turn: int) -> list[Leaf] | None:
-        """Return the outputs with a slice of the largest input zeroed, or None if there is none."""
+        """Return the outputs with a slice of the largest input zeroed.
+
+        None if there is no such input, or if the reference refuses those values.
+        """
         if self.pool.pair.state is not None:
             return None
         ranks = pytree.clone(self.pool.all_ranks(turn))
@@ -183,8 +186,19 @@ class Reference:
             largest = max(floating, key=lambda t: t.numel()).detach()
             last = largest.shape[-1]
             largest[..., last - max(1, last // 16) :] = 0
-        outputs = outputs_and_state(self.evaluate(ranks, []), None)
+        try:
+            outputs = outputs_and_state(self.evaluate(ranks, []), None)
+        except refusals():
+            return None
         return [Leaf(path, value.double(), None) for path, value in outputs]
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """Return the errors that code raises for values that break its preconditions."""
+    import torch
+
+    not_factored = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+    return (ArithmeticError, AssertionError, IndexError, ValueError, not_factored)
 
 
 def _state_values(state: object) -> dict[str, object]:

@@ -328,11 +328,7 @@ class Cache:
         release(device)
 
     def release_memory(self, device: str) -> None:
-        """Give a GPU's memory back to other processes, except for a small share.
-
-        A few small tensors can hold a large segment. A process that still holds too much memory
-        without references is exhausted.
-        """
+        """Give a GPU's memory back. A process that still holds too much of it is exhausted."""
         import torch
 
         if not device.startswith("cuda"):
