@@ -1,8 +1,9 @@
 """Check that sides compute what the reference computes, before and after they are timed.
 
-`check_sides` runs the sides under the rules (fresh memory, fresh values at the same addresses,
-inputs unchanged, nothing aliased) and compares them with the reference, then applies the exact
-probe and the controls. `smallest_failure` searches sizes for the smallest one that fails.
+`check_sides` runs the sides on fresh memory and on fresh values at the same addresses. It refuses
+changed inputs and outputs that alias inputs, and compares the outputs with the reference. Then it
+applies the exact probe and the controls. `smallest_failure` searches for the smallest size that
+fails.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from .numerics import Leaf, NamedTensors, Rule, Wrong
 from .reference import Reference, outputs_and_state
 
 FEW_TERMS = 1024
-"""A sum of so few terms hardly widens the bound: 2e-6 in fp32."""
+"""A sum of at most this many terms hardly widens the error bound (2e-6 in fp32)."""
 EXAMPLES = 20
-"""Sizes that a search tries."""
+"""Number of sizes that a search tries."""
 
 
 @dataclass
@@ -35,9 +36,9 @@ class CheckResult:
     """The result of a check, in plain types.
 
     Attributes:
-        errors: by side, the largest rms and the worst element in allowed deviations.
+        errors: the largest rms and the worst element of each side, in allowed deviations.
         controls: the result of each control.
-        exact: a note that the exact integer probe ran, or why it did not.
+        exact: the result of the exact integer probe, or the reason why it did not run.
     """
 
     errors: dict[str, list[float]] = field(default_factory=dict)
@@ -55,11 +56,11 @@ def check_sides(
 ) -> CheckResult:
     """Check every side of `sides` against the reference. The baseline comes first.
 
-    Without `controls` the tolerance is not checked: a size found by search may be too small for
-    any control to apply. `progress` is called with the name of each side.
+    Without `controls`, the tolerance is not checked. This is for sizes found by a search, which may
+    be too small for any control to apply. `progress` is called with the name of each side.
 
     Raises:
-        Wrong: for a wrong result.
+        Wrong: if a result is wrong.
         SideError: if a side breaks a rule of the comparison.
         TooLoose, CannotTell: if a control shows that the tolerance or the inputs are unsuitable.
     """
@@ -86,7 +87,7 @@ def check_sides(
 
 
 def _check_terms(reference: Reference) -> None:
-    """Refuse a declared sum that is longer than the inputs, because the length widens the bound."""
+    """Refuse a declared sum with more terms than the inputs, because it widens the error bound."""
     pool, world = reference.pool, current_group().world
     tensors = [tensor for _, tensor in pytree.tensors(pool.values[0])]
     tensors += pytree.state_tensors(pool.new_state()).values()
@@ -107,7 +108,7 @@ def _check_ratio(
 ) -> None:
     by_output = {(c.path, c.step): c for c in baseline}
     for own in compared:
-        base = by_output.get((own.path, own.step), own)  # only this side's optimizer may have it
+        base = by_output.get((own.path, own.step), own)  # the baseline may lack this tensor
         limit = max(numerics.BASELINE_FACTOR * base.rms, numerics.BASELINE_FLOOR)
         if own.rms > limit * (1 + own.scatter + base.scatter):
             raise Wrong(
@@ -152,7 +153,7 @@ def _check_side(
 
 
 def _turns(pair: Pair) -> tuple[int, ...]:
-    """Return the value sets for checking a side, one after the other at the same address."""
+    """Return the value sets on which a side is checked, one after another at the same address."""
     if pair.state is not None:
         return tuple(k % VALUE_SETS for k in range(STEPS if enabled("steps") else 1))
     return (0, 1) if enabled("fresh-values") else (0,)
@@ -167,14 +168,14 @@ def judge(
     rule: Rule,
     is_baseline: bool = False,
 ) -> list[Comparison]:
-    """Compare a side's outputs with the reference; raise `Wrong` at the first mismatch."""
+    """Compare a side's outputs with the reference. Raise `Wrong` at the first mismatch."""
     has_state = reference.pool.pair.state is not None
     if is_baseline and not has_state and not reference.types:
         expected = reference.expected(turns)
         if len(expected) == len(outputs):
             pairs = zip(expected, outputs, strict=True)
             reference.learn_types((one.path, tensor.dtype) for one, (_, tensor) in pairs)
-    if has_state:  # an optimizer of this side may make tensors that others do not
+    if has_state:  # this side's optimizer may make additional tensors
         reference.learn_types((path, tensor.dtype) for path, tensor in outputs)
     leaves = reference.leaves(turns, precision)
     if has_state:
@@ -190,7 +191,7 @@ def judge(
 def _in_both(
     reference: Reference, side: Side, leaves: Sequence[Leaf], outputs: NamedTensors
 ) -> tuple[list[Leaf], NamedTensors]:
-    """Return what both have. A tensor may be missing only if an optimizer creates it later."""
+    """Return the outputs that both have. Only tensors that an optimizer creates may be missing."""
     by_path = dict(outputs)
     for leaf in leaves:
         optional = leaf.path.startswith("state") and ".grad" not in leaf.path
@@ -216,7 +217,7 @@ def _check_form(
                 f"{name} returned {path} of shape {tuple(tensor.shape)} at {size},"
                 f" the reference returned {tuple(leaf.value.shape)}"
             )
-        if path != leaf.path and "view_as_real(" in path + leaf.path:  # complex and real
+        if path != leaf.path and "view_as_real(" in path + leaf.path:  # one is complex
             raise Wrong(f"{name} returned {path} at {size}, the reference {leaf.path}")
         dtype = reference.types.get(leaf.path)
         if dtype is not None and tensor.dtype != dtype:
@@ -231,7 +232,7 @@ def _check_form(
 
 
 def _poison_free_memory(like: object) -> None:
-    """Fill the memory that the allocator will return next with NaN, so `empty` holds no answer."""
+    """Fill the memory that `empty` will return with NaN, so that it contains no earlier answer."""
     import torch
 
     tensors = [tensor for _, tensor in pytree.tensors(like) if tensor.numel()]
@@ -243,11 +244,11 @@ def smallest_failure(
 ) -> Exception | None:
     """Return the failure of the smallest size that fails, or None if none of 20 fails.
 
-    All ranks check the sizes that rank 0 draws, without shrinking: the sizes that shrinking tries
-    depend on what failed, and a size may fail on one rank only.
+    With several ranks, all ranks check the sizes that rank 0 draws, and failures are not shrunk.
+    Shrinking chooses sizes by which ones failed, and a size may fail on only one of the ranks.
 
     Args:
-        strategies: values and Hypothesis strategies by size key.
+        strategies: a value or a Hypothesis strategy for each size key.
         check: raises an error if a side is wrong at the given size.
     """
     if current_group().world > 1:

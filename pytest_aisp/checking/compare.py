@@ -1,4 +1,4 @@
-"""The comparison: how far an output is from the expected value, and the message of a mismatch."""
+"""Compare outputs with the expected values, and explain mismatches."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 SMALL = 1 << 18
-"""Outputs with at most this many elements are compared together, to save launches."""
+"""Outputs with at most this many elements are compared together, which saves launches."""
 
 
 def scatter(count: int) -> float:
-    """Return how far the rms of `count` elements varies by chance: three standard deviations."""
+    """Return the random variation of the rms of `count` elements (three standard deviations)."""
     return 3 / math.sqrt(2 * count) if count else 0.0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far one output is from the expected value, in allowed standard deviations.
+    """The errors of one output, in allowed standard deviations.
 
     Attributes:
         index, got, want, bound: the worst element, its actual and expected values, and its allowed
@@ -52,23 +52,23 @@ class Comparison:
 
     @property
     def scatter(self) -> float:
-        """Relative variation of `rms` by chance."""
+        """Relative random variation of `rms`."""
         return scatter(self.count)
 
     @property
     def score(self) -> float:
-        """Multiples of the derived bound: above 1 the derived rule fails."""
+        """The error as a multiple of the derived bound. Above 1, the derived rule fails."""
         return max(self.rms / (RMS * (1 + self.scatter)), self.worst / self.worst_limit)
 
     def judged_by(self, rule: Rule) -> Comparison:
-        """Return this comparison, failed if the derived bound applies and is exceeded."""
+        """Return this comparison, marked as failed if it exceeds a derived bound that applies."""
         return self if rule.given or self.score <= 1 else replace(self, ok=False)
 
 
 def compare_all(
     got: Sequence[torch.Tensor], leaves: Sequence[Leaf], rule: Rule
 ) -> list[Comparison]:
-    """Compare outputs with the expected ones, in order. Shapes must agree already.
+    """Compare outputs with the expected ones, in order. The caller has compared the shapes.
 
     Small outputs are compared together. Outputs that differ are then compared one by one.
     """
@@ -124,7 +124,7 @@ def _compare_together(
 
 
 def compare(got: torch.Tensor, leaf: Leaf, rule: Rule) -> Comparison:
-    """Compare one output with the expected one. Shapes must agree already."""
+    """Compare one output with the expected one. The caller has compared the shapes."""
     import torch
 
     if rule.exact or leaf.sigma is None:
@@ -141,7 +141,7 @@ def compare(got: torch.Tensor, leaf: Leaf, rule: Rule) -> Comparison:
 
 
 def _errors(got: torch.Tensor, leaf: Leaf) -> torch.Tensor:
-    """Return the absolute errors in float64; an error is infinite if only one value is finite."""
+    """Return absolute errors in float64; an error is infinite if only one value is finite."""
     import torch
 
     result = got.detach().to(torch.float64, copy=True, memory_format=torch.contiguous_format)
@@ -171,7 +171,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _compare_exact(got: torch.Tensor, leaf: Leaf) -> Comparison:
     want = leaf.value.to(got.dtype)
     if got.is_floating_point():
-        got, want = got.double(), want.double()  # fp8 has no comparison of its own
+        got, want = got.double(), want.double()  # fp8 tensors cannot be compared directly
     different = ~_same(got, want)
     wrong = bool(different.any())
     error = math.inf if wrong else 0.0
@@ -184,7 +184,7 @@ def _compare_exact(got: torch.Tensor, leaf: Leaf) -> Comparison:
 def _at_element(
     got: torch.Tensor, leaf: Leaf, flat: int, rms: float, worst: float, ok: bool
 ) -> Comparison:
-    """Return a comparison that shows element number `flat`."""
+    """Return the comparison with element number `flat` as its worst element."""
     index, rest = [], flat
     for length in reversed(got.shape):
         index.append(rest % length)
@@ -205,7 +205,7 @@ def _at_element(
 
 
 def explain(side: str, size: Mapping[str, object], result: Comparison, rule: Rule) -> str:
-    """Return the message of a mismatch: output, index, both values, size, and the broken bound."""
+    """Describe a mismatch: the output, index, both values, the size, and the violated bound."""
     where = f"{result.path}{list(result.index)}" if result.index else result.path
     text = (
         f"{side} is wrong at {size_words(size)}:"
@@ -221,7 +221,7 @@ def explain(side: str, size: Mapping[str, object], result: Comparison, rule: Rul
 
 
 def check_outputs(name: str, outputs: object, inputs: Iterable[object], size: str) -> None:
-    """Refuse outputs of the side `name` that are lazy, or views of `inputs`."""
+    """Refuse outputs of the side `name` that are lazy or are views of `inputs`."""
     tensors = list(pytree.tensors(outputs))
     if enabled("plain-tensors"):
         for path, tensor in tensors:
@@ -238,7 +238,7 @@ def check_outputs(name: str, outputs: object, inputs: Iterable[object], size: st
 
 
 def _lazy_kind(tensor: torch.Tensor) -> str | None:
-    """Return a description of `tensor` if some elements are not written in memory, else None."""
+    """Return the kind of lazy tensor if not all elements are in memory, else None."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -254,7 +254,7 @@ def _lazy_kind(tensor: torch.Tensor) -> str | None:
 
 
 def check_unchanged(name: str, slot: object, values: object, size: str) -> None:
-    """Refuse a side that changed an input, even by a single bit."""
+    """Refuse a side that has changed any bit of an input."""
     import torch
 
     if not enabled("inputs-unchanged"):
@@ -278,7 +278,7 @@ def _changed(name: str, what: str, size: str) -> SideError:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes, so that NaN equals itself."""
+    """Return the bytes of a tensor. Unlike its values, they are equal even if they are NaN."""
     import torch
 
     flat = tensor.detach().contiguous().view(-1)

@@ -1,9 +1,10 @@
-"""Wrong answers that a page must refuse, and the exact probe.
+"""Negative controls, which are wrong answers that a page must refuse, and the exact probe.
 
-Each negative control is made from the reference. A control applies if it moves the reference
-beyond `APPLIES` times the derived bound; that is computed, never declared. If the page's tolerance
-accepts a control that applies, the tolerance is too loose. If no noise, no structure or no
-freshness control applies, the inputs cannot tell right from wrong.
+Each control is a changed copy of the reference's outputs. A control applies if its error is more
+than `APPLIES` times the derived bound. This is computed and cannot be declared. If the page's
+tolerance accepts a control that applies, the tolerance is too loose. There are three kinds: noise,
+structure and freshness. If no control of some kind applies, right and wrong answers cannot be
+distinguished with these inputs.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ if TYPE_CHECKING:
 
 APPLIES = 4.0
 NOISE = 3.0
-"""The noise control in allowed deviations, for an output of many elements."""
+"""Size of the noise control, in allowed deviations, for an output with many elements."""
 KINDS = {"noise": "noise", "zeros": "structure", "rolled": "structure", "swapped": "structure"}
 KINDS |= {"reversed": "structure", "dropped": "structure", "stale": "freshness"}
 DRAWS = 5
-"""Draws of a page's values. The majority decides whether the page can tell right from wrong."""
+"""Number of draws of the values. A page is refused if the controls fail for most draws."""
 QUANTILES = 0.75, 0.9
-"""Where the exact probe rounds magnitudes to 0, 1, and 2, of a sample of this many elements:"""
+"""Quantiles of the magnitudes between which the exact probe rounds them to 0, 1, and 2."""
 SAMPLE = 1 << 16
+"""Number of elements from which these quantiles are computed."""
 DRAW_SEEDS = 0x10001
 """Distance between the seeds of two draws."""
 
@@ -46,12 +48,12 @@ class TooLoose(PageError):
 
 
 class CannotTell(PageError):
-    """With the page's inputs, right and wrong results cannot be distinguished."""
+    """Right and wrong results cannot be distinguished with the page's inputs."""
 
 
 @dataclass(frozen=True)
 class Control:
-    """One control on one page: whether it applies, and whether the rule refused it."""
+    """The result of one control on one page: does it apply, and did the rule refuse it?"""
 
     name: str
     moves: float
@@ -67,10 +69,10 @@ class Control:
 def check_tolerance(
     reference: Reference, precisions: Iterable[Precision | None], rule: Rule
 ) -> list[Control]:
-    """Apply the controls at each precision that a side declares; return the last results.
+    """Apply the controls at each precision that a side declares, and return the last results.
 
     Raises:
-        TooLoose, CannotTell: if most draws of the inputs fail, with the message of the first.
+        TooLoose, CannotTell: the error of the first draw, if most draws of the inputs fail.
     """
     controls: list[Control] = []
     for precision in dict.fromkeys(precisions):
@@ -82,7 +84,7 @@ def check_tolerance(
 
 
 def _by_majority(reference: Reference, precision: Precision | None, rule: Rule) -> list[Control]:
-    """Apply the controls to the first draw of the values. If that fails, most draws decide."""
+    """Apply the controls to the first draw of the values. If they fail, let most draws decide."""
     try:
         return _apply(reference, precision, rule)
     except (CannotTell, TooLoose) as error:
@@ -103,7 +105,7 @@ def _by_majority(reference: Reference, precision: Precision | None, rule: Rule) 
 
 
 def _redrawn(reference: Reference, draw: int) -> Reference:
-    """Return the reference for other values of the same page and size."""
+    """Return the reference of the same page and size, but for other values."""
     pool = reference.pool
     seed = pool.seed + draw * DRAW_SEEDS
     other = InputPool(pool.pair, pool.size, pool.device, seed, pool.unseen_seed)
@@ -133,10 +135,10 @@ def run_controls(
 
     Args:
         expected: the reference's outputs for these inputs.
-        stale: its outputs for other inputs.
-        dropped: its outputs with a slice of one input zeroed, or None.
-        types: the types in which the sides return each output.
-        rule: the page's.
+        stale: the reference's outputs for other inputs.
+        dropped: the reference's outputs with a slice of one input set to zero, or None.
+        types: the type in which the sides return each output.
+        rule: the rule of the page.
 
     Raises:
         TooLoose: if the rule accepts a control that applies.
@@ -178,15 +180,15 @@ def _wrong_answers(expected: Sequence[Leaf]) -> Iterator[tuple[str, list[torch.T
 
 
 def _noisy(leaf: Leaf, largest: int) -> torch.Tensor:
-    """Return the expected values with noise: 2.4 bounds in outputs of `largest` elements.
+    """Return the expected values with noise of 2.4 times the bound, or more if `largest` is small.
 
-    The rms of few elements varies by chance, so more noise is needed to break its bound. The
-    largest output decides for all outputs. More noise in a smaller output would make a tolerance
-    for all outputs seem too loose.
+    The rms of few elements varies by chance, so more noise is needed to exceed its bound. Only
+    outputs of the largest size get this additional noise. With more noise in a smaller output, a
+    tolerance that is shared by all outputs would seem too loose.
     """
     import torch
 
-    if leaf.sigma is None:  # integers and decisions: off by one
+    if leaf.sigma is None:  # integers are off by one, booleans are inverted
         return ~leaf.value if leaf.value.dtype == torch.bool else leaf.value + 1
     generator = torch.Generator(device=leaf.value.device).manual_seed(7)
     draws = torch.empty_like(leaf.value).uniform_(-1, 1, generator=generator)
@@ -212,10 +214,10 @@ def _judge(
     types: Sequence[torch.dtype],
     rule: Rule,
 ) -> Control:
-    # Leaf by leaf: a tolerance that is too loose for one output must not hide behind another.
+    # Compare each output alone, because a tolerance may be too loose for only one of them.
     least = 1.0 if name == "noise" else APPLIES  # noise is 2.4 bounds by construction
     if any(v.shape != leaf.value.shape for v, leaf in zip(values, expected, strict=True)):
-        return Control(name, math.inf, True, True)  # the form alone refuses it
+        return Control(name, math.inf, True, True)  # the wrong shape is always refused
     candidates = [value.to(dtype) for value, dtype in zip(values, types, strict=True)]
     derived = compare_all(candidates, expected, Rule())
     by_rule = derived if rule.derived else compare_all(candidates, expected, rule)
@@ -228,11 +230,11 @@ def _judge(
 def exact_probe(reference: Reference, sides: Sequence[Side]) -> str:
     """Run every side on small integers, where a linear operation has exactly one right answer.
 
-    Only floating point outputs are compared if inputs were replaced: rounding makes ties, so there
-    is more than one right order of the elements.
+    If inputs were rounded to integers, only floating-point outputs are compared. Rounding makes
+    elements equal, so more than one order of the elements is right.
 
     Returns:
-        how exact the sides are, or why the probe does not apply.
+        a note on how exact the sides are, or on why the probe does not apply.
     """
     import torch
 
@@ -262,7 +264,7 @@ def exact_probe(reference: Reference, sides: Sequence[Side]) -> str:
             synchronizer(pool.device)()
         except refusals() as error:
             if group.world > 1:
-                raise  # the other ranks would go on with the probe
+                raise  # the other ranks continue with the probe
             return f"n/a: {bound.name} raises {type(error).__name__} on small integers"
         finally:
             bound.close()
@@ -282,7 +284,7 @@ def _is_exact(value: torch.Tensor) -> bool:
 def _fits_types(reference: Reference, expected: NamedTensors) -> bool:
     """Return whether the outputs' types can represent the largest expected integer.
 
-    The partial sum of one rank is then as exact as the total.
+    If they can, the partial sum of each rank is also exact.
     """
     for path, value in expected:
         unit = numerics.UNIT.get(str(reference.types.get(path)).removeprefix("torch."), 2.0**-24)
@@ -292,10 +294,11 @@ def _fits_types(reference: Reference, expected: NamedTensors) -> bool:
 
 
 def _integers(values: Inputs, rank: int) -> Inputs:
-    """Return `values` of `rank` as small integers: -2 to 2, about three of four of them zero.
+    """Round the `values` of `rank` to integers from -2 to 2, about three quarters of them zero.
 
-    Sides may rely on the order, the equality, and the symmetry of elements, so rounding keeps
-    them. A tensor of one magnitude gets random integers.
+    Sides may rely on the order, the equality, and the symmetry of elements, so the rounding
+    preserves all three. If all elements of a tensor have the same magnitude, it gets random
+    integers.
     """
 
     def replaced(tensor: torch.Tensor) -> torch.Tensor:

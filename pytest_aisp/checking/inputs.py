@@ -21,21 +21,21 @@ VALUE_SETS = 2
 STEPS = 3
 """The state of a training step is compared after the first step and after these steps."""
 UNSEEN = VALUE_SETS
-"""The value set that is shown only before the last block."""
+"""Index of the value set that the sides get only before the last block."""
 COLD_FOOTPRINT = 5.0
-"""All slots together are this many times the L2, so that less than 1 % of accesses hit."""
+"""All slots together are this many times as large as the L2. Less than 1 % of accesses hit."""
 MAX_SLOTS = 512
 RANK_SEEDS = 7919
 """Distance between the seeds of two ranks' inputs."""
 STATE_SEED = 500_009
-"""Added to the seed of a state, so that the state gets other random numbers than the inputs."""
+"""Offset added to the seed of a state, so that its random numbers differ from the inputs'."""
 
 Inputs: TypeAlias = tuple[object, ...]
 """The arguments of a side."""
 
 
 class NotCold(PageError):
-    """The working set is so small that rotation cannot keep the L2 cold."""
+    """The working set is so small that even many slots cannot keep the L2 cold."""
 
 
 @dataclass
@@ -45,9 +45,9 @@ class InputPool:
     Attributes:
         seed: seed of the value sets and the state.
         unseen_seed: seed of the `UNSEEN` set.
-        values: `VALUE_SETS` sets of inputs, then the `UNSEEN` one once it was requested.
+        values: `VALUE_SETS` sets of inputs, and the `UNSEEN` set after it is first requested.
         slots: copies of value sets, at addresses that stay the same.
-        pattern: the value set that each slot holds now.
+        pattern: for each slot, the index of the value set that it now contains.
     """
 
     pair: Pair
@@ -65,7 +65,7 @@ class InputPool:
         self.rng = random.Random(self.seed)
 
     def value_set(self, k: int) -> Inputs:
-        """Return value set `k`. The unseen one does not exist until it is requested."""
+        """Return value set `k`. The unseen set is not created before it is requested."""
         if k == UNSEEN == len(self.values):
             self.values.append(self._draw(self.unseen_seed))
         return self.values[k]
@@ -74,7 +74,7 @@ class InputPool:
         return make_inputs(self.pair, self.device, self.size, seed, rank)
 
     def all_ranks(self, k: int) -> list[Inputs]:
-        """Return value set `k` of every rank. Those of others are redrawn at each call."""
+        """Return value set `k` of every rank. Each call creates the sets of other ranks anew."""
         seed = self.unseen_seed if k == UNSEEN else self.seed + k
         own = current_group().rank
         return [
@@ -88,10 +88,10 @@ class InputPool:
         self.slots = [pytree.clone(self.values[k]) for k in self.pattern]
 
     def rewrite(self, sides: Sequence[BoundSide], *, last: bool = False) -> None:
-        """Give each slot other values, in place, and overwrite every output with NaN.
+        """Write other values into each slot in place, and overwrite every output with NaN.
 
-        Before the last block, every second slot gets the value set that no side has seen. An answer
-        that was cached by address is then wrong.
+        An answer that a side has cached by address is then wrong. Before the last block, every
+        second slot gets the value set that no side has seen.
         """
         self.pattern = [self.rng.choice([k for k in (0, 1) if k != now]) for now in self.pattern]
         if last and enabled("unseen-values"):
@@ -104,7 +104,7 @@ class InputPool:
                 pytree.poison(side.outputs)
 
     def new_state(self) -> object:
-        """Return a new state, or None for a page without one."""
+        """Return a new state, or None if the page has no state."""
         return make_state(self.pair, self.device, self.size, self.seed)
 
     def all_states(self) -> list[object]:
@@ -117,7 +117,7 @@ class InputPool:
         return BoundSide(side, self.slots, self.new_state())
 
     def slots_for(self, output_bytes: int, l2_bytes: int, free_bytes: int) -> int:
-        """Return how many slots make the working set cold, or a small number if it may be warm.
+        """Return the number of slots for a cold L2, or a small number if the L2 may be warm.
 
         Raises:
             NotCold: if more than `MAX_SLOTS` slots would be needed.
@@ -135,7 +135,7 @@ class InputPool:
 
     @property
     def prepared(self) -> bool:
-        """Whether a side of the pair is prepared."""
+        """True if a side of the pair has a preparation step."""
         sides = [self.pair.baseline, *(v.side for v in self.pair.variants)]
         return any(inspect.isgeneratorfunction(s) for s in sides)
 
@@ -161,8 +161,8 @@ def one_slot(pool: InputPool) -> Iterator[None]:
 def slot_order(calls: int, slots: int, extra: int = 0) -> tuple[int, ...]:
     """Return the slot of each of `calls` calls, followed by those of `extra` more calls.
 
-    The extra calls start half a turn further. The next window begins with slot 0, and no slot may
-    come again while the L2 still holds it.
+    The extra calls start at a slot that is half a turn away. The next window begins with slot 0,
+    and no slot may be used again while its data are still in the L2.
     """
     return (
         *(call % slots for call in range(calls)),
@@ -190,7 +190,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def make_inputs(pair: Pair, device: str, size: Size, seed: int, rank: int | None = None) -> Inputs:
-    """Return the page's inputs for `seed` on `rank` (None: this one)."""
+    """Return the page's inputs for `seed` on `rank`, or on this rank if that is None."""
     import numpy as np
     import torch
 
@@ -226,16 +226,16 @@ def _require_equal_shapes(value_sets: Iterable[Inputs]) -> None:
 
 
 def _rank_arguments(function: Callable[..., object], rank: int) -> dict[str, int]:
-    """Return the keywords `rank` and `world`, if the page's function takes them."""
+    """Return the keyword arguments `rank` and `world` if the page's function has them."""
     parameters = inspect.signature(function).parameters
     arguments = {"rank": rank, "world": current_group().world}
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def make_state(pair: Pair, device: str, size: Size, seed: int, rank: int | None = None) -> object:
-    """Return a new state for `seed`, or None for a page without one.
+    """Return a new state for `seed`, or None if the page has no state.
 
-    The seed is the same on every rank: ranks differ only by what the page derives from `rank`.
+    The seed is the same on every rank. States differ only if the page's function uses `rank`.
     """
     if pair.state is None:
         return None
@@ -246,7 +246,7 @@ def make_state(pair: Pair, device: str, size: Size, seed: int, rank: int | None 
 
 
 class Snapshot:
-    """The values of a state's tensors, to be put back in place."""
+    """A copy of the values of a state's tensors, which can be restored in place."""
 
     def __init__(self, state: object) -> None:
         self.state = state
@@ -254,7 +254,7 @@ class Snapshot:
         self.saved = {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
     def restore(self) -> None:
-        """Copy the saved values back. Newer tensors (momentum, gradients) become 0."""
+        """Copy the saved values back. Tensors created later (momentum, gradients) become 0."""
         import torch
 
         with torch.no_grad():
@@ -270,10 +270,10 @@ class BoundSide:
 
     Attributes:
         name: the side's name.
-        calls: one callable for each slot; each returns that slot's outputs.
-        outputs: for each slot, what the last call returned.
-        one_off: for each slot, seconds that preparing took (0 for a function).
-        held_bytes: for each slot, bytes on the GPU that preparing keeps (0 for a function).
+        calls: one callable for each slot, which returns that slot's outputs.
+        outputs: the last outputs of each slot.
+        one_off: seconds of preparation per slot (0 for a function).
+        held_bytes: GPU memory in bytes that preparation keeps per slot (0 for a function).
         state: the state that the side may change, or None.
     """
 
@@ -297,7 +297,7 @@ class BoundSide:
         on_gpu = torch.cuda.is_initialized()
         start, before = time.perf_counter(), torch.cuda.memory_allocated() if on_gpu else 0
         self.calls = [self._prepare(side, args) for args in arguments]
-        synchronizer("cuda" if on_gpu else "cpu")()  # work that preparing launched counts
+        synchronizer("cuda" if on_gpu else "cpu")()  # include the GPU work of the preparation
         self.one_off = (time.perf_counter() - start) / len(arguments)
         if on_gpu:
             self.held_bytes = max(0, torch.cuda.memory_allocated() - before) // len(arguments)
@@ -312,12 +312,12 @@ class BoundSide:
         return call
 
     def run(self, slot: int) -> object:
-        """Run the side on `slot`, keep its outputs there and return them."""
+        """Run the side on `slot`, store its outputs for this slot, and return them."""
         self.outputs[slot] = out = self.calls[slot]()
         return out
 
     def cycle(self, calls: int, extra: int = 0) -> None:
-        """Run the side `calls` times and `extra` times, in the order of `slot_order`."""
+        """Run the side `calls` plus `extra` times, on the slots given by `slot_order`."""
         run = self.run
         for slot in slot_order(calls, len(self.calls), extra):
             run(slot)
@@ -327,12 +327,12 @@ class BoundSide:
         self.cycle(len(self.calls))
 
     def restore(self) -> None:
-        """Put the state back to its initial values."""
+        """Reset the state to its initial values."""
         if self._snapshot is not None:
             self._snapshot.restore()
 
     def close(self) -> None:
-        """Run the teardown of prepared sides, and drop every output."""
+        """Run the teardown of a prepared side, and free all outputs."""
         for generator in self._generators:
             if next(generator, None) is not None:
                 raise SideError(f"{self.name} yields twice; a prepared side yields once")

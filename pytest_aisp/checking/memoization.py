@@ -16,14 +16,14 @@ from ..util.process_group import current_group
 from .inputs import BoundSide, InputPool, make_inputs
 
 ROUNDS, MORE_ROUNDS = 3, 12
-"""The number of sets of new values, and how many more are drawn before a side is refused."""
+"""Number of sets of new values, and number of additional sets before a side is refused."""
 REPEAT_RATIO = 1.5
 """A side remembers answers if its best time on new values is longer by this factor."""
 REPEAT_SECONDS = 20e-6
-"""Such a side is also slower on new values by at least this many seconds."""
+"""A side is refused only if new values are also slower by at least this many seconds."""
 
 Times = tuple[list[float], list[float]]
-"""Seconds on new values, and on the same values again."""
+"""Times in seconds on new values, and on the same values again."""
 
 
 def check_repeats(
@@ -31,10 +31,10 @@ def check_repeats(
 ) -> None:
     """Refuse a side that is fast only on values that it has seen before.
 
-    Runs the sides on slot 0 and leaves other values there.
+    This runs the sides on slot 0, and changes the values in it.
 
     Raises:
-        SideError: with both times.
+        SideError: if a side remembers answers. The message has both times.
     """
     times: list[Times] = [([], []) for _ in sides]
     _time_repeats(pool, sides, times, wait, range(seed, seed + ROUNDS))

@@ -1,9 +1,9 @@
-"""Error bounds: the error that each element of an output may have. `compare` applies them.
+"""Compute the error that each element of an output may have. `compare` applies these bounds.
 
 The reference is computed in float64 from the same inputs that the sides get. The allowed error of
-each element is a standard deviation, derived from the types, the longest sum and the reference's
-own sensitivity to its operands; docs/explanation/checking.md derives it. Two tests must hold: one
-for the rms of the error over all elements, one for the worst element.
+each element is a standard deviation. It depends on the types, the longest sum, and the reference's
+sensitivity to its operands (docs/explanation/checking.md has the derivation). An output must pass
+two tests: one for the rms of the error over all elements, and one for the worst element.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     import torch
 
 RMS, WORST = 1.25, 8.0
-"""The derived rule: rms error and worst element, in allowed standard deviations."""
+"""The derived rule's limits of the rms and the worst error, in allowed standard deviations."""
 BASELINE_FACTOR, BASELINE_FLOOR = 1.5, 0.8
-"""A variant's rms may be this many times the baseline's. The limit is never below the floor."""
+"""A variant's rms may be at most this factor times the baseline's rms, or the floor if larger."""
 PROBES = 3
 STEP = 2.0**-10
 """Relative perturbation of the operands that measures the reference's sensitivity."""
 SIGNS = 1048573
-"""Random signs that are drawn for one perturbed tensor: the largest prime below 2^20."""
+"""Number of random signs per perturbed tensor: the largest prime below 2^20."""
 
 BLOCKED, WORST_BLOCK = ("int8", "int4", "w4a16", "mxfp8", "nvfp4"), 16.0
 """Formats in which a block shares one scale, and the limit of their worst element.
@@ -44,7 +44,7 @@ UNIT |= {"bf16": 2.0**-8, "fp8": 2.0**-4, "mxfp8": 2.0**-4, "nvfp4": 2.0**-2}
 # The step of these formats is a share of the largest value in the block, which is about four times
 # the block's rms.
 UNIT |= {"int8": 2.0**-6, "int4": 2.0**-2, "w4a16": 2.0**-2}
-_ONE_OPERAND = ("w4a16",)  # only the weights have four bits, not activations and results
+_ONE_OPERAND = ("w4a16",)  # only the weights have four bits
 _OPERANDS_ONLY = ("tf32", *_ONE_OPERAND)  # results are never rounded to these
 _DEPTH = {"tf32": 8, "bf16": 16, "fp16": 16, "bfloat16": 16, "float16": 16}
 
@@ -57,7 +57,7 @@ class Wrong(AssertionError):
 
 @dataclass(frozen=True)
 class Rule:
-    """How equal is equal. Without `exact` and without a tolerance the bound is derived."""
+    """The rule of a comparison. The bound is derived if neither `exact` nor a tolerance is set."""
 
     exact: bool = False
     rtol: float | None = None
@@ -65,12 +65,12 @@ class Rule:
 
     @property
     def given(self) -> bool:
-        """Whether the page sets its own tolerance."""
+        """True if the page sets its own tolerance."""
         return self.rtol is not None or self.atol is not None
 
     @property
     def derived(self) -> bool:
-        """Whether the error bound is derived."""
+        """True if the error bound is derived."""
         return not (self.exact or self.given)
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Leaf:
 
     Attributes:
         sigma: allowed standard deviation of each element, or None if only equality is accepted.
-            Zeros in it are raised to 1e-300.
+            Zeros are replaced by 1e-300.
         worst_limit: allowed error of the worst element, in allowed standard deviations.
     """
 
@@ -102,7 +102,7 @@ class Leaf:
 
     @functools.cached_property
     def finite(self) -> bool:
-        """Whether every expected element is finite."""
+        """True if every expected element is finite."""
         return bool(self.value.isfinite().all())
 
     @functools.cached_property
@@ -128,9 +128,9 @@ def sensitivity(run: Callable[[int | None], NamedTensors], probes: int = PROBES)
     """Return the reference's outputs and the squares of their sensitivities.
 
     Args:
-        run: computes the reference's outputs. With a number, the operands are perturbed by `STEP`
-            with random signs from that seed.
-        probes: how many perturbed runs. With 0 the sensitivities are None.
+        run: computes the reference's outputs. If its argument is a number, it perturbs the operands
+            by `STEP`, with random signs from that seed.
+        probes: number of perturbed runs. If it is 0, the sensitivities are None.
     """
     import torch
 
@@ -147,8 +147,8 @@ def sensitivity(run: Callable[[int | None], NamedTensors], probes: int = PROBES)
                 difference = (moved.double() - value.double()).div_(STEP)
                 total += difference.square_().nan_to_num_(0.0, 0.0, 0.0).div_(probes)
     for total in squares:
-        # Three probes vary by chance, so a sensitivity counts as at least 0.7 of the output's rms.
-        # Otherwise the worst of 10^8 correct elements could exceed the limit.
+        # Three probes vary by chance, so a sensitivity is raised to at least 0.7 of the output's
+        # rms. Otherwise the worst of 10^8 correct elements could exceed the limit.
         if total is not None and total.numel():
             total.clamp_min_(0.5 * float(total.mean()))
     return [
@@ -160,7 +160,7 @@ def sensitivity(run: Callable[[int | None], NamedTensors], probes: int = PROBES)
 def perturb(tensor: torch.Tensor, generator: torch.Generator) -> None:
     """Multiply each element of `tensor` by 1 + STEP or 1 - STEP, in place.
 
-    The signs repeat after a prime number of elements, so no dimension is in step with them.
+    The signs repeat after a prime number of elements, so they do not align with any dimension.
     """
     import torch
 
@@ -193,8 +193,8 @@ def allowed(
         value: the reference's output in float64.
         squares: for each element, the sum of the squares of its terms.
         dtype: type in which the sides return it, such as ``float32``.
-        precision: lower arithmetic that a side declares, or None.
-        work: the page's work: longest sum and number of roundings.
+        precision: the lower precision that a side declares, or None.
+        work: the work that the page declares: its longest sum and number of roundings.
         steps: number of steps, each of which starts from the result of the previous step.
     """
     u_out = UNIT[dtype]
@@ -203,7 +203,7 @@ def allowed(
     operands = each * work.roundings * steps if low else work.roundings * steps - 1
     u_in = UNIT[low] if low else u_out
     rounding = (u_out**2 * value.square() + operands * u_in**2 * squares) / 3
-    if low and low not in _OPERANDS_ONLY:  # in a sum of few terms results may exceed `squares`
+    if low and low not in _OPERANDS_ONLY:  # results of short sums may exceed `squares`
         more = (value.square() - squares).clamp_min_(0)
         rounding += more.mul_(work.roundings * steps * u_in**2 / 3)
     return (rounding + steps * _accumulation(value, squares, dtype, precision, work.terms)).sqrt_()
@@ -217,19 +217,19 @@ def _accumulation(
     if arithmetic == "float64":
         return UNIT["float64"] ** 2 * terms * (squares / 6 + value.square() / 9)
     depth = _DEPTH.get(arithmetic, 32 if UNIT.get(arithmetic, 0) >= 2.0**-4 else None)
-    if depth is None or terms == 1:  # CUDA cores round to nearest: the error grows like a root
+    if depth is None or terms == 1:  # CUDA cores round to nearest: a random walk
         return UNIT["float32"] ** 2 * terms * (squares / 6 + value.square() / 9)
     length = max(1.0, terms / depth)  # tensor cores truncate: the error grows linearly
     return (UNIT["float32"] * length / 2) ** 2 * (squares + value.square())
 
 
 def as_leaves(outputs: object) -> NamedTensors:
-    """Return the outputs as real tensors; Python numbers become float32 or int64 scalars.
+    """Return the outputs as real tensors. Python numbers become float32 or int64 scalars.
 
-    A complex tensor becomes its real and imaginary parts, and its path says so.
+    A complex tensor is replaced by its real and imaginary parts, which is noted in its path.
 
     Raises:
-        pytree.TreeError: for a leaf that cannot be compared.
+        pytree.TreeError: if an output cannot be compared.
     """
     import torch
 

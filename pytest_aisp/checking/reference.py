@@ -1,4 +1,4 @@
-"""The reference of one pair at one size. Its results are computed once and cached."""
+"""Compute the reference of one pair at one size, and cache its results."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Reference:
     """The results of the reference for the values of `pool`.
 
     Attributes:
-        exact: whether the page accepts only equality; then nothing is perturbed.
-        types: by output path, the type in which the baseline returned it.
+        exact: True if the page accepts only equality. Nothing is then perturbed.
+        types: the type in which the baseline returned each output, by path.
         initial_state: names of the tensors in a new state.
         controls: results of the negative controls, by precision, rule and types.
     """
@@ -49,7 +49,7 @@ class Reference:
 
     @functools.cached_property
     def state_changes(self) -> bool:
-        """Whether the reference changes the state of any rank."""
+        """True if the reference changes the state of any rank."""
         if self.pool.pair.state is None:
             return False
         states = self.pool.all_states()
@@ -60,7 +60,7 @@ class Reference:
         return not all(_equal(old, new) for old, new in zip(before, after, strict=True))
 
     def leaves(self, turns: tuple[int, ...], precision: str | None) -> list[Leaf]:
-        """Return the expected outputs after running on the value sets `turns`, one by one.
+        """Return the expected outputs after runs on the value sets `turns`, one after another.
 
         Without a state, or if the reference only reads the state, only the last turn matters.
         """
@@ -76,10 +76,10 @@ class Reference:
         return self._leaves[key]
 
     def expected(self, turns: tuple[int, ...], *, every: bool = False) -> list[Expected]:
-        """Return the reference's outputs after `turns`.
+        """Return the reference's outputs after runs on the value sets `turns`.
 
-        With `every`, the outputs after each turn are computed in the same pass, if memory suffices.
-        Otherwise each turn is run again for each later one.
+        With `every`, the outputs after each turn are computed and cached in the same pass, if there
+        is enough memory. Otherwise later requests for them start again from the first turn.
         """
         turns = self._needed(turns)
         if turns not in self._expected:
@@ -111,9 +111,9 @@ class Reference:
         return [list(itertools.islice(leaves, length)) for length in lengths]
 
     def _fits_memory(self, count: int) -> bool:
-        """Return whether the outputs after each of `count` turns fit the GPU of every rank.
+        """Return whether the outputs after each of `count` turns fit in every rank's GPU memory.
 
-        The memory is for the value, its sensitivity, and the run itself, gradients included.
+        The estimate includes the values, their sensitivities, and the run itself with gradients.
         """
         if not self.pool.device.startswith("cuda"):
             return True
@@ -122,7 +122,7 @@ class Reference:
         return current_group().max(needed > free_bytes() / 2) == 0
 
     def learn_types(self, types: Iterable[tuple[str, torch.dtype]]) -> None:
-        """Remember the types in which the sides return outputs, for outputs of unknown type."""
+        """Store the types of outputs whose types are not known yet."""
         new = {path: dtype for path, dtype in types if path not in self.types}
         if new:
             self.types.update(new)
@@ -138,7 +138,7 @@ class Reference:
         )
 
     def _run(self, turns: tuple[int, ...], probe: int | None) -> Iterator[NamedTensors]:
-        """Run the reference on each of `turns`; yield this rank's outputs and state after each."""
+        """Run the reference on each of `turns`. Yield this rank's outputs and state after each."""
         states = self.pool.all_states()
         if self.pool.pair.state is not None and probe is not None:
             for state in states:
@@ -148,7 +148,7 @@ class Reference:
             yield outputs_and_state(outputs, states[current_group().rank])
 
     def evaluate(self, ranks: list[Inputs], states: list[object]) -> object:
-        """Run the reference on these inputs and states of all ranks; return this rank's outputs."""
+        """Run the reference on the inputs and states of all ranks. Return this rank's outputs."""
         pair = self.pool.pair
         with self.watch.phase("reference"):
             if pair.multi_rank:
@@ -172,9 +172,9 @@ class Reference:
         return outputs[current_group().rank]
 
     def without_slice(self, turn: int) -> list[Leaf] | None:
-        """Return the outputs with a slice of the largest input zeroed.
+        """Return the outputs with a slice of the largest input set to zero.
 
-        None if there is no such input, or if the reference refuses those values.
+        Return None if there is no such input, or if the reference raises an error for it.
         """
         if self.pool.pair.state is not None:
             return None
@@ -194,7 +194,7 @@ class Reference:
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """Return the errors that code raises for values that break its preconditions."""
+    """Return the types of errors that code raises if values violate its preconditions."""
     import torch
 
     not_factored = torch.linalg.LinAlgError  # type: ignore[attr-defined]
@@ -202,7 +202,7 @@ def refusals() -> tuple[type[Exception], ...]:
 
 
 def _state_values(state: object) -> dict[str, object]:
-    """Return by name the tensors of `state`, and its numbers and strings."""
+    """Return the tensors, numbers and strings of `state` by name."""
     leaves = pytree.leaves(state)
     plain = {path: leaf for path, leaf in leaves if isinstance(leaf, (int, float, str))}
     return {**plain, **pytree.state_tensors(state)}
@@ -213,14 +213,14 @@ def _equal(old: dict[str, object], new: dict[str, object]) -> bool:
 
     def same(a: object, b: object) -> bool:
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-            return torch.equal(a.double(), b.double())  # a reference may convert a model
+            return torch.equal(a.double(), b.double())  # a reference may change a model's dtype
         return type(a) is type(b) and a == b
 
     return old.keys() == new.keys() and all(same(old[name], new[name]) for name in old)
 
 
 def outputs_and_state(outputs: object, state: object) -> NamedTensors:
-    """Return the values to compare: the outputs, then every tensor of the state."""
+    """Return all tensors to compare: first the outputs, then the tensors of the state."""
     named = numerics.as_leaves(outputs) if outputs is not None else []
     if state is not None:
         tensors = pytree.state_tensors(state)
@@ -229,7 +229,7 @@ def outputs_and_state(outputs: object, state: object) -> NamedTensors:
 
 
 def _promoted(ranks: list[Inputs], probe: int | None) -> list[Inputs]:
-    """Return a copy of the inputs of all ranks; with a probe, in float64 and perturbed."""
+    """Copy the inputs of all ranks. With a probe, the copy is in float64 and perturbed."""
     import torch
 
     if probe is None:

@@ -1,1 +1,1 @@
-"""Detects what a side changes outside its own work: settings, threads, functions, imports."""
+"""Detect side effects of a side: changed settings, threads, replaced functions, imports."""

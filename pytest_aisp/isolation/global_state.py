@@ -1,6 +1,6 @@
-"""Global settings of torch and the process that change results or times of whatever runs next.
+"""Global settings of torch and the process that affect the results or times of later code.
 
-`snapshot` reads them all, `restore` puts back those that have changed.
+`snapshot` reads all settings, and `restore` resets those that have changed.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ OWNED = {
     "gc": ("Python's garbage collection",),
     "l2_persistence": (PERSISTING_L2,),
 }
-"""The settings that a page may change for good, by the word in its ``owns=``."""
+"""The settings that a page may change permanently, by the word in its ``owns=``."""
 MIXED = "mixed"
-"""The value for a matmul precision that torch cannot read, because both interfaces set it."""
+"""Value of the matmul precision if torch cannot read it because both interfaces set it."""
 
-# Variables that libraries read each time something starts or is loaded.
+# Environment variables that libraries read whenever something is started or loaded.
 _WATCHED = (
     *("CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_", "OMP_", "GOMP_", "KMP_", "MKL_"),
     *("OPENBLAS_", "PYTORCH_", "TORCH_", "MALLOC_", "LD_", "PYTHON"),
 )
-# Variables that torch and Inductor set themselves.
+# Environment variables that torch and Inductor set themselves.
 _SET_BY_TORCH = (
     *("CUDA_MODULE_LOADING", "CUDA_HOME", "CUBLAS_WORKSPACE_CONFIG", "KMP_DUPLICATE_LIB_OK"),
     "TORCH_WARM_POOL",
@@ -66,23 +66,23 @@ def snapshot() -> dict[str, object]:
 
 
 def restore(before: Mapping[str, object]) -> None:
-    """Put every setting that has changed back to its value in `before`."""
+    """Reset every setting that has changed to its value in `before`."""
     for name, setting in _settings().items():
         # A setting that is not in `before` is new: CUDA was initialized meanwhile.
         if name in before and setting.read() != before[name]:
-            with suppress(OSError):  # only root may lower a priority value
+            with suppress(OSError):  # only root may raise a priority
                 setting.write(before[name])
 
 
 def _settings() -> Settings:
-    """Return every setting. A setting that changes others when written comes before them."""
+    """Return all settings. If writing one setting changes others, it comes before them."""
     torch_settings = {**_modes(), **_precision(), **_behavior(), **_hooks()}
     named = {f"torch's {name}": setting for name, setting in torch_settings.items()}
     return {**named, **_persisting_l2(), **_process()}
 
 
 def _persisting_l2() -> Settings:
-    """Return the share of the L2 that is set aside for persisting data, if there is a GPU."""
+    """Return the setting of the L2's part for persisting data, if there is a GPU."""
     import torch
 
     if not torch.cuda.is_initialized():
@@ -103,7 +103,7 @@ def _persisting_l2() -> Settings:
 
 
 def _modes() -> Settings:
-    """Return the depths of the stacks of active modes. Modes see every operation."""
+    """Return the depths of torch's mode stacks. An active mode intercepts every operation."""
     from torch import _C
 
     def unwind(depth: Callable[[], int], pop: Callable[[], object]) -> Setting[int]:
@@ -180,7 +180,7 @@ def _behavior() -> Settings:
 
 
 def _hooks() -> Settings:
-    """Return the number of hooks in each of torch's tables of global module hooks."""
+    """Return the number of hooks in each table of torch's global module hooks."""
     from torch.nn.modules import module
 
     names = [name for name in vars(module) if name.startswith("_global") and "hooks" in name]
@@ -226,7 +226,7 @@ def _flushes_denormals() -> bool:
 def _set_default_device(device: torch.device) -> None:
     import torch
 
-    # A default device that was set, even to the CPU, stays active as a mode and slows every call.
+    # Any default device, even the CPU, is an active mode that slows every call. None removes it.
     torch.set_default_device(None if str(device) == "cpu" else device)
 
 

@@ -2,9 +2,9 @@
 
 `BackgroundWork` finds threads, processes and timers that still run after a side has returned.
 
-`InterferenceMonitor` reads its counters between blocks, never inside a window. It does so only on
-clocks whose windows run a side's Python. If a module was imported or something was compiled in a
-window, the window is measured again. Such work belongs at the top of the page or in the warmup.
+`InterferenceMonitor` reads its counters between blocks, never inside a window. It is used only on
+clocks whose windows run a side's Python code. If a module was imported or something was compiled in
+a block, the block is measured again. Such work belongs at the top of the page or in the warmup.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from ..page.sources import libraries
 from .protections import enabled
 
 POLL_SECONDS, IDLE_POLLS = 1e-3, 4
-"""A thread in a library's code counts as idle after it was asleep in this many polls."""
+"""Interval of polls, and number of polls that find an idle thread of a library asleep."""
 BUSY_NS = 4_000_000
-"""A thread counts as busy after it has used this much CPU time. Shutting down takes less."""
+"""A thread is busy if it uses more CPU time than this. A thread that shuts down uses less."""
 POLL_TIMEOUT = 2.0
-"""After this many seconds, a thread that never slept counts as busy, even without CPU time."""
+"""A thread that is not found idle within this many seconds is busy, whatever its CPU time."""
 _TIMERS = ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF")
 _PYTHON_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 CLOCKS = ("host", "cpu", "queue")
-"""Clocks on which a side's Python runs in its windows. The replay of a graph runs none."""
+"""On these clocks, windows run a side's Python code. The replay of a graph runs no Python."""
 FAULTS = "page_faults"
-"""The word in ``owns=`` of a page that reads mapped files inside its windows on purpose."""
+"""The word in ``owns=`` for pages that intentionally read mapped files in their windows."""
 _GRAPH_COUNTERS = ("fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass")
-"""Inductor counts each graph that it compiles or loads in one of these."""
+"""Inductor increments one of these counters for each graph that it compiles or loads."""
 _COMPILING = {"frames": "Dynamo frame", "graphs": "Inductor graph", "kernels": "Triton kernel"}
 _EVENTS = (*_COMPILING, "graph_breaks", "allocations", "major_faults", "minor_faults")
 _triton_kernels = [0]
-"""How many kernels Triton has compiled in this process or loaded from its cache."""
+"""Number of kernels that Triton has compiled or loaded from its cache in this process."""
 
 
 @dataclass(frozen=True)
 class BackgroundWork:
-    """The threads, child processes and signal timers that ran at one moment."""
+    """The threads, child processes and signal timers that exist at one moment."""
 
     threads: frozenset[threading.Thread]
     children: frozenset[int]
@@ -55,12 +55,12 @@ class BackgroundWork:
 
     @classmethod
     def now(cls) -> BackgroundWork:
-        """Return what runs now."""
+        """Return the threads, child processes and signal timers that exist now."""
         threads = frozenset(threading.enumerate())
         return cls(threads, frozenset(_children()), frozenset(_timers()))
 
     def left(self) -> str | None:
-        """Describe something that was started later and still works, or return None."""
+        """Describe something that was started since then and is still active, or return None."""
         for thread in threading.enumerate():
             if thread not in self.threads and _is_busy(thread):
                 return f"a thread still running after its call: {thread.name}"
@@ -76,9 +76,9 @@ class BackgroundWork:
 def _is_busy(thread: threading.Thread) -> bool:
     """Return whether `thread` runs a page's code or uses CPU time in a library's code.
 
-    Idle pools of torch and Python have only library code on their stacks and use no CPU time. The
-    scheduler's state alone would mislead on a busy machine: an idle thread may wait for a core
-    before it can sleep, and a busy one may sleep until it gets Python's lock.
+    Threads of idle pools (torch, Python) have only library code on their stacks and use no CPU
+    time. The scheduler's state alone is misleading on a busy machine: an idle thread may wait for a
+    core before it can sleep, and a busy thread may sleep until it gets Python's lock.
     """
     started = _cpu_ns(thread.native_id)
     deadline = time.monotonic() + POLL_TIMEOUT
@@ -117,14 +117,14 @@ def _in_a_page(frame: types.FrameType | None) -> bool:
 
 
 def _children() -> Iterator[int]:
-    """Yield the ids of this process's children; none if the system has no /proc."""
+    """Yield the ids of this process's children. Yield nothing if the system has no /proc."""
     for path in glob.glob("/proc/self/task/*/children"):
         with suppress(OSError), open(path) as file:
             yield from map(int, file.read().split())
 
 
 def _of_a_library(pid: int) -> bool:
-    """Return whether a library started the process for itself, such as Inductor's compilers."""
+    """Return whether this is a library's own process, such as a compiler process of Inductor."""
     try:
         with open(f"/proc/{pid}/cmdline") as file:
             arguments = file.read().split("\0")[1:]
@@ -141,7 +141,7 @@ def _ended(pid: int) -> bool:
 
 
 def _state(folder: str) -> str:
-    """Return the letter of a process's or thread's state, empty if it has none."""
+    """Return the letter of a process's or thread's state, or an empty string if it has ended."""
     try:
         with open(f"{folder}/stat") as file:
             return file.read().rpartition(")")[2].split()[0]
@@ -160,8 +160,8 @@ class Counts:
     """The counters at one moment.
 
     Attributes:
-        modules: a copy of `sys.modules`. If a module is imported again, it is a different object.
-        events: events by name. These only grow.
+        modules: a copy of `sys.modules`. A module that is imported again is a different object.
+        events: number of events by name. The numbers never decrease.
         swapped: KiB of this process that are swapped out, or None if the system does not report it.
     """
 
@@ -176,7 +176,7 @@ class InterferenceMonitor:
     Args:
         owns: the settings that the page changes on purpose. With ``page_faults``, page faults are
             counted but allowed.
-        allocations: returns how often memory was allocated on the device so far.
+        allocations: returns the number of memory allocations on the device so far.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class InterferenceMonitor:
         self.begin()
 
     def begin(self) -> None:
-        """Count from now on."""
+        """Start to count from now."""
         _listen_to_triton()
         self._before = self._now()
 
@@ -201,13 +201,13 @@ class InterferenceMonitor:
         return ", ".join(self._causes(imported, events, swapped)) or None
 
     def grew(self) -> bool:
-        """Return whether anything was imported or compiled since `begin`; call `begin`."""
+        """Return whether anything was imported or compiled since `begin`. Then call `begin`."""
         before, self._before = self._before, self._now()
         compiled = any(before.events[name] != self._before.events[name] for name in _COMPILING)
         return compiled or bool(_imported(before.modules, self._before.modules))
 
     def counts(self) -> dict[str, int]:
-        """Return the events of all blocks together, dropped blocks included."""
+        """Return the number of events in all blocks together, including dropped blocks."""
         unknown = self._before.swapped is None
         names = ("imports", *_EVENTS, *(() if unknown else ("swapped_kib",)))
         return {name: self._totals[name] for name in names}
@@ -253,7 +253,7 @@ def _imported(before: Mapping[str, object], now: Mapping[str, object]) -> list[s
 
 
 def _dynamo() -> dict[str, int]:
-    """Return the counters of Dynamo and Inductor, zeros if they were never imported."""
+    """Return the counters of Dynamo and Inductor, or zeros if they were never imported."""
     utils = sys.modules.get("torch._dynamo.utils")
     counters: Mapping[str, Mapping[str, int]] = getattr(utils, "counters", {})
     inductor = counters.get("inductor", {})
@@ -265,7 +265,7 @@ def _dynamo() -> dict[str, int]:
 
 
 def _listen_to_triton() -> None:
-    """Count each kernel that Triton compiles. A listener that was set before is still called."""
+    """Count each kernel that Triton compiles. A listener that was already set is still called."""
     triton = sys.modules.get("triton")
     compilation = getattr(getattr(triton, "knobs", None), "compilation", None)
     before = getattr(compilation, "listener", None)

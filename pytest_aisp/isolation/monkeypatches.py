@@ -1,6 +1,6 @@
-"""Functions that a page must not replace: clocks, waits, arithmetic, and those of this package.
+"""Detect replaced functions: clocks, waits, arithmetic, and the functions of this package.
 
-`remember` stores the original functions before a page is loaded; `replaced` compares them by
+`remember` stores the original functions before a page is loaded, and `replaced` compares them by
 identity. `watching` refuses a side that replaces one of them, or that leaves anything else changed.
 """
 
@@ -26,12 +26,12 @@ from .protections import enabled
 
 now_ns = time.perf_counter_ns
 now = time.perf_counter
-"""The clocks to read. A page can replace the functions in `time`, but not these."""
+"""This package reads these clocks, because a page can replace the functions in `time`."""
 
 WATCHED = ("checking", "isolation", "results", "timing", "util", "worker")
-"""The packages whose functions and methods are watched, and the modules that are excluded."""
+"""The packages whose functions and methods are watched."""
 NOT_WATCHED = ("worker.__main__", "worker.client")
-"""The excluded modules are a program, and the client in pytest's process, in which no side runs."""
+"""Modules that are not watched: a program, and the client in pytest's process (runs no side)."""
 TORCH = (
     *("cat", "empty", "empty_like", "equal", "full_like", "randint", "segment_reduce", "tensor"),
     *("where", "zeros_like", "linalg.vector_norm", "cuda.synchronize", "cuda.Event"),
@@ -40,14 +40,14 @@ TORCH = (
     *("cuda.Stream", "cuda.current_stream"),
 )
 COVERAGE_VARIABLES = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE")
-"""The variables that make coverage and pytest-cov start in every new process."""
+"""Environment variables that start coverage or pytest-cov in every new process."""
 
 _Attribute = tuple[object, str]
 _originals: dict[str, tuple[_Attribute, object]] = {}
 
 
 def remember() -> None:
-    """Remember every watched function as it is now. Called before a page is loaded."""
+    """Store every watched function as it is now. Call this before a page is loaded."""
     if not _originals:
         for name in watched_modules():
             importlib.import_module(name)
@@ -61,7 +61,7 @@ def replaced() -> str | None:
 
 
 def put_back() -> None:
-    """Put back everything that was replaced."""
+    """Restore everything that was replaced."""
     for place, original in _originals.values():
         if _value(place) is not original:
             setattr(*place, original)
@@ -83,7 +83,7 @@ def _value(place: _Attribute) -> object:
 
 
 def _attributes() -> Iterator[tuple[str, _Attribute]]:
-    """Yield every watched attribute by name, with the object that holds it."""
+    """Yield the name of every watched attribute, and the object that it belongs to."""
     import torch
 
     for module in (time, math, statistics):
@@ -114,7 +114,7 @@ def _functions(module: ModuleType) -> Iterator[tuple[str, _Attribute]]:
 def _methods(prefix: str, kind: type) -> Iterator[tuple[str, _Attribute]]:
     for name in dir(kind):
         method = getattr(kind, name, None)
-        # Each access to a class method creates a new object, so these cannot be compared.
+        # Each access to a class method creates a new object, so identity cannot be compared.
         if callable(method) and not name.startswith("__") and method is getattr(kind, name):
             yield f"{prefix}.{name}", (kind, name)
     if "__call__" in vars(kind):
@@ -126,10 +126,11 @@ def watching(name: str, owns: Sequence[str] = ()) -> Iterator[None]:
     """Refuse the side `name` if it changes settings, leaves work running, or replaces functions.
 
     Args:
-        owns: what the page may change: ``threads`` (processes too), ``tf32``, ``gc``, ``affinity``.
+        owns: the things that the page may change, such as ``threads`` (which includes processes),
+            ``tf32``, ``gc`` or ``affinity``.
 
     Raises:
-        SideError: naming what was changed.
+        SideError: if something else was changed. The message names it.
     """
     before, running, tracer = snapshot(), BackgroundWork.now(), active_tracer()
     try:
@@ -146,7 +147,7 @@ def watching(name: str, owns: Sequence[str] = ()) -> Iterator[None]:
 
 
 def check_clocks(name: str) -> None:
-    """Refuse replaced clocks, waits and comparisons."""
+    """Refuse the side `name` if clocks, waits or comparisons were replaced."""
     if enabled("own-clock") and (function := replaced()):
         raise SideError(f"{name} replaced {function}; its times and results cannot be trusted")
 
@@ -166,14 +167,14 @@ def _check_settings(name: str, before: Mapping[str, object], owned: Sequence[str
 
 
 class Traced(RuntimeError):
-    """A tracer runs in the process that measures."""
+    """A tracer is active in the process that measures."""
 
 
 def refuse_tracers() -> None:
     """Refuse to time anything while a debugger, coverage or a profiler runs.
 
     Raises:
-        Traced: naming the tracer, and how to switch it off.
+        Traced: if one of them runs. The message names it and says how to switch it off.
     """
     if enabled("untraced") and (tracer := active_tracer()):
         variable = next((name for name in COVERAGE_VARIABLES if name in os.environ), None)
@@ -184,7 +185,7 @@ def refuse_tracers() -> None:
 
 
 def active_tracer() -> str | None:
-    """Return what traces this process: a debugger, coverage, a profiler; or None."""
+    """Return the name of the debugger, coverage tool or profiler in this process, or None."""
     import torch
 
     for hook, function in ((sys.gettrace(), "settrace"), (sys.getprofile(), "setprofile")):
@@ -198,6 +199,6 @@ def active_tracer() -> str | None:
 
 
 def _module_of(hook: object) -> str:
-    """Return the module that a hook comes from: ``pdb``, ``coverage.tracer``."""
+    """Return the module that a hook comes from, such as ``pdb`` or ``coverage.tracer``."""
     owner = getattr(hook, "__self__", hook)
     return str(getattr(owner, "__module__", None) or type(owner).__module__)

@@ -1,8 +1,8 @@
-"""Every protection by name, with its rule, and a switch that tests use to turn it off.
+"""The names and rules of all protections, and a switch with which tests turn them off.
 
-The tests prove each protection twice with the cheating sides in `tests/exploits`: the protection
-catches them, and without it they pass. Only those tests switch a protection off: neither an option
-nor a page can reach `Task.without`.
+The tests prove two things with the cheating sides in `tests/exploits`: each protection catches its
+cheating sides, and without the protection those sides pass. Only the tests can switch a protection
+off, because neither an option nor a page can set `Task.without`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def enabled(name: str) -> bool:
 
 @contextmanager
 def without(names: Iterable[str]) -> Iterator[None]:
-    """Switch protections off inside the block."""
+    """Switch the named protections off inside the `with` block."""
     global _disabled
     before, requested = _disabled, frozenset(names)
     if unknown := requested - PROTECTIONS.keys():

@@ -1,1 +1,1 @@
-"""Timing: the schedule of windows, the timers, and the checks that prove their times."""
+"""Timing: the schedule of windows, the timers, and the checks of the measured times."""

@@ -1,8 +1,8 @@
-"""Collectives of this process's ranks: checked on known values, then timed.
+"""Check the collectives of this process group on known values, then time them.
 
-On GPUs a window is a CUDA graph of K calls. On CPUs, and if NCCL cannot be captured, it is K calls
-on the host's clock. The slowest rank counts. Sizes and bandwidths are those of nccl-tests (its
-PERFORMANCE.md).
+On GPUs a window is a CUDA graph of K calls. On CPUs, or if NCCL cannot be captured, a window is K
+calls timed by the host's clock. The time of the slowest rank is used. Sizes and bandwidths are
+defined as in nccl-tests (see its PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 ONE_SHOT = "one_shot"
 ONE_SHOT_MOST = 16 << 20
-"""Largest size for one-shot: every rank reads every other rank's whole buffer."""
+"""Largest size in bytes for one-shot, in which every rank reads the whole buffer of every rank."""
 WINDOWS = 7
 ITEM = 4
 """Bytes of a float32."""
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """Return busbw / algbw: the bytes that a rank's link carries, as a multiple of the size."""
+    """Return busbw / algbw: the bytes that each rank's link carries, divided by the size."""
     return (2 if op in ("all_reduce", ONE_SHOT) else 1) * (ranks - 1) / ranks
 
 
 class CollectiveTime(TypedDict):
-    """Seconds of one collective at one size in bytes."""
+    """The time of one collective in seconds, at one size in bytes."""
 
     op: str
     size: int
@@ -51,7 +51,16 @@ class CollectiveTime(TypedDict):
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective on its buffers: `run` starts it; `sent`, `out` and `expected` check it."""
+    """One collective on its buffers.
+
+    Attributes:
+        nbytes: size of the buffer.
+        run: starts the collective.
+        sent: the buffer that this rank sends.
+        fill: the known values for `sent`.
+        out: returns the received buffer.
+        expected: the expected values of `out`, one for each chunk.
+    """
 
     name: str
     nbytes: int
@@ -62,7 +71,7 @@ class Collective:
     expected: torch.Tensor
 
     def check(self) -> None:
-        """Run once on known values. Raises Wrong if a rank receives a wrong value."""
+        """Run once on known values. Raise `Wrong` if this rank receives a wrong value."""
         self.sent.copy_(self.fill)
         self.run()
         parts = self.out().view(self.expected.numel(), -1)
@@ -77,10 +86,10 @@ class Collective:
 def sweep(
     ops: Sequence[str], sizes: Sequence[int], device: str, progress: Callable[[str], object]
 ) -> dict[str, object]:
-    """Return seconds by collective and size, and the clock and versions that they were taken with.
+    """Return the seconds and the clock of each collective at each size, and the library versions.
 
-    A size is the bytes of the buffer that is reduced, gathered into, scattered from or exchanged.
-    It is rounded down to a whole number of elements for each rank.
+    A size is the number of bytes in the buffer that is reduced, gathered into, scattered from, or
+    exchanged. It is rounded down so that each rank gets a whole number of elements.
     """
     import torch
     import torch.distributed as dist
@@ -108,7 +117,7 @@ def sweep(
 
 
 def _collective(op: str, nbytes: int, device: str) -> Collective:
-    """Return `op` on `nbytes` per rank, with values that identify their rank and chunk."""
+    """Return `op` on `nbytes`, with known values that identify their rank and chunk."""
     import torch
     import torch.distributed as dist
 
@@ -137,16 +146,16 @@ def _collective(op: str, nbytes: int, device: str) -> Collective:
 
 
 def _elements_per_rank(nbytes: int) -> int:
-    """Return the elements of a rank's part of `nbytes`, in units of the 16 bytes of one-shot."""
+    """Return how many elements each rank gets, in multiples of 16 bytes, as one-shot requires."""
     return max(1, nbytes // (4 * ITEM * current_group().world)) * 4
 
 
 def _one_shot_refusal(device: str) -> str | None:
-    """Return why no rank can use symmetric memory, or None. All ranks return the same."""
+    """Return why symmetric memory is unavailable, or None. All ranks return the same answer."""
     try:
         if not device.startswith("cuda"):
             raise RuntimeError("it needs GPUs")
-        _one_shot(1024, device)  # not run: one rank alone would wait forever
+        _one_shot(1024, device)  # do not run it: one rank alone would wait forever
         refusal = None
     except Exception as error:  # drivers, containers and torch raise different errors
         refusal = (str(error) or type(error).__name__).splitlines()[0]
@@ -154,7 +163,7 @@ def _one_shot_refusal(device: str) -> str | None:
 
 
 def _one_shot(nbytes: int, device: str) -> Collective:
-    """Return torch's one-shot all-reduce: every rank reads and sums all symmetric buffers."""
+    """Return torch's one-shot all-reduce, in which each rank reads and sums the buffers of all."""
     import torch
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as symmetric
@@ -180,7 +189,7 @@ def _one_shot(nbytes: int, device: str) -> Collective:
 
 def _timed(collective: Collective, device: str) -> CollectiveTime:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renamed them
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renamed the functions
         collective.check()
         collective.sent.zero_()  # repeated sums would overflow; zeros take the same time to send
         clock, seconds = _seconds(BoundSide(collective.run, [()]), device)
@@ -188,7 +197,7 @@ def _timed(collective: Collective, device: str) -> CollectiveTime:
 
 
 def _seconds(side: BoundSide, device: str) -> tuple[str, float]:
-    """Return the clock and the seconds per call: the median of the slowest rank's windows."""
+    """Return the clock, and the slowest rank's seconds per call (median of the windows)."""
     for clock, make in _clocks(device):
         try:
             probe = on_all_ranks(partial(make, side, 1))
@@ -208,6 +217,6 @@ def _clocks(device: str) -> Iterator[tuple[str, Callable[[BoundSide, int], Windo
 
 
 def bandwidths(row: CollectiveTime, ranks: int) -> tuple[float, float]:
-    """Return algbw and busbw of a row in bytes/s."""
+    """Return the algbw and the busbw of a row, in bytes/s."""
     algbw = row["size"] / row["seconds"]
     return algbw, algbw * bus_factor(row["op"], ranks)

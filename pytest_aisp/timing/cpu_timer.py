@@ -1,4 +1,4 @@
-"""The timer of a CPU, and the host's clock, which is also used for GPU pages timed as called."""
+"""Timing on the CPU's clock. GPU pages that are timed as called use its `HostWindow` too."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .cross_check import KernelProfile
 from .schedule import MOST_STEPS, Budget, calls_for, calls_to_plant, extra_calls, settle
 
 WINDOW = 10e-3
-"""Least seconds of a window."""
+"""Shortest length of a window, in seconds."""
 STOLEN = 0.05
-"""A block is disturbed if the process waited this share of its time for a CPU core."""
+"""A block is disturbed if its threads waited for a CPU core for more than this share of it."""
 
 
 class HostWindow:
-    """Time K calls of one side by the host's clock, with the device idle at both ends."""
+    """Time K calls of one side with the host's clock, from an idle device to an idle device."""
 
     repeats = 1
 
@@ -96,19 +96,19 @@ class CpuPairTimer:
         return f"waited for a core {share:.0%} of the time" if share > STOLEN else None
 
     def check_times(self) -> dict[str, object]:
-        """A CPU has one clock."""
+        """Return nothing, because a CPU has no second clock to compare with."""
         return {}
 
     def profile(self, seconds: Sequence[float]) -> dict[str, KernelProfile]:
-        """A CPU launches no kernels."""
+        """Return nothing, because a CPU launches no kernels."""
         return {}
 
     def other_clock(self) -> dict[str, object]:
-        """A CPU has one clock."""
+        """Return nothing, because a CPU has no other clock."""
         return {}
 
     def memory(self) -> dict[str, object]:
-        """CPU allocations are not counted."""
+        """Return nothing, because CPU allocations are not measured."""
         return {}
 
     def details(self) -> dict[str, object]:
@@ -126,7 +126,7 @@ class CpuPairTimer:
 
 
 def _waiting() -> float:
-    """Return the seconds that this process's threads waited for a core (0: unknown)."""
+    """Return the seconds that this process's threads have waited for a core; 0 if unknown."""
     waited = 0
     for stat in glob.glob("/proc/self/task/*/schedstat"):
         with suppress(OSError, IndexError, ValueError), open(stat) as file:

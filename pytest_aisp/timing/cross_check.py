@@ -1,12 +1,15 @@
-"""Cross-checks of a timed window: other clocks, and the kernels that the profiler sees.
+"""Cross-check the times of windows with other clocks, and with the profiler's kernel times.
 
-Three clocks time the same GPU work: events, the host between full waits, and the GPU's counter. A
-trick that fools one clock does not fool the others. Work on a side stream ends after the last
-event. Replaced events disagree with the host and the counter. A replaced host clock disagrees with
-both.
+Three clocks time the same GPU work: CUDA events, the host's clock with the device idle before and
+after, and the GPU's counter. A trick that fools one clock does not fool the others:
 
-The profiler is a fourth clock. It slows launches down, so it runs after the windows, and only under
-``--aisp-audit``, when a result is recorded, and for pages that limit launches or goodput.
+- Work hidden on a side stream is still running after the last event.
+- Replaced events disagree with the host's clock and the counter.
+- A replaced host clock disagrees with the events and the counter.
+
+The profiler is a fourth clock. It slows launches down, so it runs after the windows, and only in
+three situations: with ``--aisp-audit``, when a result is recorded, or for pages that limit launches
+or goodput.
 """
 
 from __future__ import annotations
@@ -31,32 +34,33 @@ if TYPE_CHECKING:
     from ..kernels.cuda_cpp import Kernel
 
 STRETCH = 5e-3
-"""Least seconds of work over which the clocks are compared."""
+"""The clocks are compared over at least this many seconds of work."""
 MARGIN = 0.02
-"""The clocks may differ by this share of the work ..."""
+"""The clocks may differ by this share of the measured time ..."""
 HOST, COUNTER = 150e-6, 60e-6
-"""... plus these seconds: for launches, and for the start and end of a timestamp kernel."""
+"""... plus this many seconds. The host's clock needs them for the launches, and the GPU's counter
+needs them for the start and end of the timestamp kernels."""
 LATE, LATE_QUEUED, LATE_ON_RANKS = 50e-6, 30e-6, 150e-6
-"""Seconds after the last event by which the device must be idle, in addition to the margin.
+"""The device must be idle within this many seconds (plus `MARGIN`) after the last event.
 
-Queued calls get no margin, because a side stream is late by at most its last call. A graph cannot
-capture such a stream. A GPU that runs NCCL took 50 to 120 us, and 450 us after 0.2 s of NCCL
-calls.
+Queued calls get no `MARGIN`: work hidden on a side stream may be late by only its last call, so a
+margin would hide it. With NCCL, an honest GPU became idle after 50 to 120 us, or after 450 us when
+the NCCL calls had run for 0.2 s.
 """
 ATTEMPTS = 5
-"""Number of readings that must all disagree, because the host may be busy for a moment."""
+"""A side is refused only if this many readings all disagree: the host may be briefly busy."""
 
 
 @dataclass(frozen=True)
 class Clocks:
-    """Seconds for the same work on each clock.
+    """The time of the same work on each clock, in seconds.
 
     Attributes:
-        events: between two events on the side's stream.
-        host: from an idle device until the second event; None if the host waited for other work.
-        counter: between two timestamps on that stream; None if they cannot be compiled.
-        late: from the second event until the whole device was idle.
-        queued: whether the calls were launched one by one.
+        events: time between two events on the side's stream.
+        host: time from an idle device to the second event; None if other work ran first.
+        counter: time between two timestamps on that stream; None if they cannot be compiled.
+        late: time from the second event until the whole device was idle.
+        queued: True if the calls were queued one by one, not replayed as a graph.
     """
 
     events: float
@@ -73,7 +77,7 @@ class Clocks:
         return LATE_QUEUED if self.queued else MARGIN * self.events + LATE
 
     def contradiction(self) -> str:
-        """Return how another clock contradicts the events, or an empty string."""
+        """Return a message if another clock contradicts the events, else an empty string."""
         margin = MARGIN * self.events
         if enabled("no-late-work") and self.late > self.allowed_lateness:
             return (
@@ -96,7 +100,7 @@ class Clocks:
 
 
 def contradiction(read: Callable[[], Clocks]) -> str:
-    """Return how the clocks contradict each other in every reading, or an empty string."""
+    """Return a message if the clocks disagree in every reading, else an empty string."""
     reason = ""
     for _ in range(ATTEMPTS):
         reason = current_group().first_message(read().contradiction() or None) or ""
@@ -111,10 +115,10 @@ def read_clocks(
     end: torch.cuda.Event,
     before: Callable[[], None] | None = None,
 ) -> Clocks:
-    """Return what each clock reads for the GPU work that `work` launches on the current stream.
+    """Time the GPU work that `work` launches on the current stream with each clock.
 
     Args:
-        before: launches untimed work that `work` waits behind. The host clock then reads nothing.
+        before: launches untimed work that runs before `work`. The host's clock is then not read.
     """
     import torch
 
@@ -143,7 +147,7 @@ def read_clocks(
 
 
 class Timestamps:
-    """Two timestamps of the GPU's counter, recorded on the current stream."""
+    """Two readings of the GPU's counter, recorded on the current stream."""
 
     def __init__(self, kernel: Kernel) -> None:
         import torch
@@ -167,44 +171,45 @@ def gpu_timestamps() -> Timestamps | None:
 
     timestamps = Timestamps(cuda_module("probes.cu").stamp)
     try:
-        timestamps.record(0)  # compiles
+        timestamps.record(0)  # compiles the kernel
     except NoCompiler:
         return None
     return timestamps
 
 
 BUSY_SHARE, BUSY_SECONDS = 0.20, 1e-6
-"""How far the profiler's time may exceed the windows' time.
+"""The profiler's time may exceed the windows' time by this share plus this many seconds.
 
-The profiler includes the start and end of each kernel, and the clock frequency may differ.
+The profiler's time includes the start and end of each kernel, and the GPU's clock frequency may
+differ between the two measurements.
 """
 PROFILE_WARMUP = 3
-"""Calls before launches are counted: the first may compile, tune or fill a cache."""
+"""Calls before the profile starts, because the first calls may compile, tune or fill a cache."""
 COMPUTE_CALLS = 3
-"""Calls over which compute time is averaged."""
+"""Compute time is averaged over this many calls."""
 NO_COMPUTE = (
     *("memcpy", "memset", "nccl", "nvshmem", "barrier", "spin_kernel"),
     *("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "all_to_all"),
 )
-"""Parts of the names of kernels that move data, wait, or communicate with other ranks."""
+"""Kernels whose names contain one of these move data, wait, or communicate with other ranks."""
 NAME_LENGTH = 90
-"""Most characters of a kernel's name to keep; names of templates have thousands."""
+"""Kernel names are cut to this many characters, because template names have thousands."""
 
 
 @dataclass(frozen=True)
 class KernelProfile:
-    """What a side's calls launched.
+    """The kernels, copies and fills that a side launched on the GPU.
 
     Attributes:
-        launches: how many of each kernel, copy and fill, per call.
-        busy: seconds per call in which at least one of them ran.
+        launches: number of launches per call, by name.
+        busy: seconds per call during which at least one of them ran.
     """
 
     launches: Mapping[str, float]
     busy: float
 
     def contradiction(self, seconds: float) -> str:
-        """Return how this contradicts windows of `seconds` per call, or an empty string."""
+        """Return why `seconds` per call contradict this profile, or an empty string."""
         if not self.launches:
             return "nothing is launched on the GPU"
         if enabled("kernels-agree") and self.busy > seconds * (1 + BUSY_SHARE) + BUSY_SECONDS:
@@ -216,7 +221,7 @@ class KernelProfile:
 
 
 def kernel_notes(by_side: Mapping[str, KernelProfile]) -> list[str]:
-    """Return notes for the row about the kernels of both sides."""
+    """Return the row's notes about the kernels of both sides."""
     notes = []
     for name, profile in by_side.items():
         counts = ", ".join(f"{n:g} x {kernel}" for kernel, n in profile.launches.items())
@@ -247,10 +252,10 @@ def summarize(events: Iterable[tuple[str, float, float]], calls: int) -> KernelP
 def profile_kernels(
     work: Callable[[], object], calls: int, counts: Callable[[str], bool] = lambda name: True
 ) -> KernelProfile:
-    """Return what `work`, which makes `calls` calls, launches on the GPU.
+    """Profile `work`, which makes `calls` calls, and return its GPU launches per call.
 
     Args:
-        counts: whether to count a kernel of this name.
+        counts: returns True for the names of kernels that are included.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -266,18 +271,18 @@ def profile_kernels(
 
 
 def computes(name: str) -> bool:
-    """Return whether a kernel of this name computes: no copy, fill, collective or wait."""
+    """Return False if the name is that of a copy, fill, collective or wait, else True."""
     return not any(word in name.lower() for word in NO_COMPUTE)
 
 
 def launches_per_call(pool: InputPool, side: Side) -> float:
-    """Return the kernels, copies and fills that a warm call launches; the most of any rank."""
+    """Return how many kernels, copies and fills a warm call launches (maximum over the ranks)."""
     with _warm(pool, side) as call:
         return current_group().max(sum(profile_kernels(call, 1).launches.values()))
 
 
 def compute_seconds(pool: InputPool, side: Side) -> float:
-    """Return the seconds of a warm call in which a kernel computes; the least of any rank."""
+    """Return the seconds of a warm call during which kernels compute (minimum over the ranks)."""
     with _warm(pool, side) as call:
 
         def work() -> None:

@@ -1,4 +1,4 @@
-"""CUDA graphs: capture calls, replay and time them, and count the nodes of a graph."""
+"""Capture calls in CUDA graphs, replay and time the graphs, and count their nodes."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 WARMUP = 3
-"""Calls before a callable is captured."""
+"""Number of calls before a callable is captured."""
 SCARCE = 1 / 4
-"""Share of a GPU's memory below which the cache is emptied before a capture."""
+"""The allocator's cache is emptied before a capture if less than this share of memory is free."""
 abandoned: list[_POOL_HANDLE] = []
 """Memory pools of failed captures.
 
-Some versions of torch keep more state of a failed capture, so the process then answers no further
-task.
+Some versions of torch keep more state of a failed capture, so a process with a failed capture is
+not used for further tasks.
 """
 
 
 class Uncapturable(RuntimeError):
-    """A side cannot be captured in a CUDA graph; the message is CUDA's."""
+    """A side cannot be captured in a CUDA graph. The message is the error from CUDA."""
 
 
 class Uncounted(RuntimeError):
-    """The nodes of a graph cannot be counted here; the message says why."""
+    """The nodes of a graph cannot be counted on this machine. The message gives the reason."""
 
 
 class GraphWindow:
-    """Time K calls captured in one CUDA graph, plus `extra` calls that are not counted.
+    """Time K calls in one CUDA graph. The time includes `extra` calls, but is divided by K only.
 
     An untimed replay precedes each timed one on the stream.
     """
@@ -72,11 +72,11 @@ class GraphWindow:
         return current_group().slowest(seconds) / self.counted
 
     def nodes(self) -> dict[str, int]:
-        """Return how many nodes of each type the graph has. Raises `Uncounted`."""
+        """Return the number of nodes of each type in the graph. May raise `Uncounted`."""
         return count_nodes(self._graph)
 
     def clocks(self, seconds: float) -> Clocks:
-        """Return what each clock reads for replays that together last at least `seconds`."""
+        """Time replays that together last at least `seconds` with each clock."""
         replays = math.ceil(seconds / max(self(), 1e-9) / self.counted)
 
         def work() -> None:
@@ -87,10 +87,10 @@ class GraphWindow:
 
 
 def window_times(function: Callable[[], object], *, window: float, windows: int) -> list[float]:
-    """Return for each window the seconds per call of a warm callable.
+    """Time `windows` windows of a warm callable and return the seconds per call of each window.
 
-    A GPU replays a graph if `function` can be captured. Otherwise the host's clock is used for the
-    windows.
+    On a GPU, a window is the replay of a CUDA graph if `function` can be captured. Otherwise the
+    windows are timed with the host's clock.
     """
     import torch
 
@@ -108,10 +108,10 @@ def window_times(function: Callable[[], object], *, window: float, windows: int)
 
 
 def on_all_ranks(make: Callable[[], T]) -> T:
-    """Return what `make` captures.
+    """Return the result of `make`, which captures a graph on every rank.
 
     Raises:
-        Uncapturable: on all ranks if one rank cannot capture.
+        Uncapturable: on every rank, if the capture fails on any rank.
     """
     made: list[T] = []
     refusal = None
@@ -126,10 +126,10 @@ def on_all_ranks(make: Callable[[], T]) -> T:
 
 
 def capture_graph(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Capture what `run` launches on a side stream. The graph keeps its nodes for counting.
+    """Capture the work of `run` on a side stream. The graph keeps its nodes for counting.
 
     Raises:
-        Uncapturable: if CUDA refuses.
+        Uncapturable: if CUDA refuses the capture.
         torch.OutOfMemoryError: if there is not enough memory.
     """
     import torch
@@ -148,7 +148,7 @@ def capture_graph(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
             run()
             graph.capture_end()
             graph.instantiate()
-        except torch.OutOfMemoryError:  # the side would need as much memory on another clock
+        except torch.OutOfMemoryError:  # another clock would need as much memory
             _abandon(graph, pool)
             raise
         except Exception as error:
@@ -159,7 +159,7 @@ def capture_graph(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def _refuse_waiting(run: Callable[[], object]) -> None:
-    """Run once with every wait for the GPU as an error, so that the capture does not fail later."""
+    """Run once and refuse any wait for the GPU, because a wait would make the capture fail."""
     import torch
 
     mode = torch.cuda.get_sync_debug_mode()
@@ -175,7 +175,7 @@ def _refuse_waiting(run: Callable[[], object]) -> None:
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, pool: _POOL_HANDLE) -> None:
-    """End a failed capture as far as possible. The process is exhausted afterwards."""
+    """End a failed capture as far as possible. The process is not used again afterwards."""
     import torch
 
     abandoned.append(pool)
@@ -230,7 +230,7 @@ def capture(step: Callable[[], T], *, pool: _POOL_HANDLE | None = None) -> Calla
 
 @functools.cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """Return the one stream used for captures: cuBLAS keeps a workspace for each stream."""
+    """Return the only stream for captures, because cuBLAS keeps a workspace for each stream."""
     import torch
 
     return torch.cuda.Stream(device)
@@ -243,7 +243,7 @@ NODE_NAMES = {
     "EMPTY": "empty node",
     "WAIT_EVENT": "event wait",
 }
-"""Names of node types, if they differ from the driver's constant in lower case."""
+"""Readable names of the node types whose name is not the driver's constant in lower case."""
 IDLE = frozenset(
     (
         *("host node", "child graph", "empty node", "event wait", "event record"),
@@ -252,18 +252,18 @@ IDLE = frozenset(
 )
 """Node types that neither compute nor move data.
 
-A child graph is not counted as a node; its own nodes are counted.
+A child graph is not a node of its own, because the nodes inside it are counted.
 """
 
 
 def count_nodes(graph: torch.cuda.CUDAGraph) -> dict[str, int]:
-    """Return how many nodes of each type a graph has that was captured with ``keep_graph=True``.
+    """Return the number of nodes of each type. Capture the graph with ``keep_graph=True``.
 
-    Nodes of child graphs count too. These are not counted: kernels that a kernel launches, graphs
-    launched on the device, and the bodies of conditional nodes.
+    The nodes of child graphs are included. Not included are kernels that a kernel launches, graphs
+    that are launched on the device, and the bodies of conditional nodes.
 
     Raises:
-        Uncounted: without cuda.bindings, or if torch or the driver cannot answer.
+        Uncounted: if cuda.bindings is missing, or torch or the driver cannot list the nodes.
 
     Source: the CUDA driver API, "Graph Management".
     """
@@ -295,17 +295,17 @@ def _count(driver: ModuleType, graph: object) -> Counter[str]:
 
 
 def node_name(constant: str) -> str:
-    """Return the readable name of a node type of the driver."""
+    """Return the readable name of the driver's constant for a node type."""
     short = constant.removeprefix(PREFIX)
     return NODE_NAMES.get(short, short.lower().replace("_", " "))
 
 
 def contradiction(nodes: Mapping[str, int]) -> str:
-    """Return why the graph clock may not time a graph of these nodes, or an empty string."""
+    """Return why a graph with these nodes must not be timed, or an empty string."""
     if not enabled("graph-nodes"):
         return ""
     callbacks, total = nodes.get("host node", 0), sum(nodes.values())
-    if callbacks and current_group().world == 1:  # NCCL drives networks with host nodes
+    if callbacks and current_group().world == 1:  # NCCL uses host nodes for networks
         return (
             f"{callbacks} of the {total} nodes in its graph call back to the CPU, which a graph"
             " clock cannot time; declare bound='host' to time it as called"
@@ -319,7 +319,7 @@ def contradiction(nodes: Mapping[str, int]) -> str:
 
 
 def check_nodes(windows: Iterable[GraphWindow]) -> dict[str, object]:
-    """Return by side the number of nodes per call of each type, or why they are not counted.
+    """Return each side's nodes per call by type, or the reason why they cannot be counted.
 
     Refuse a graph that calls back to the CPU, or that computes nothing.
     """

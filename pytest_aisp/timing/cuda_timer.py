@@ -1,7 +1,7 @@
-"""The timer of a CUDA GPU: two sides on the best clock that both can use.
+"""Time two sides on a CUDA GPU, on the best clock that both sides can use.
 
-That is the replay of a graph (`GraphWindow`), or else queued calls (`QueueWindow`). Pages that are
-timed as called use the host's clock (`HostWindow`).
+The best clock is the replay of a graph (`GraphWindow`), and the second best is queued calls
+(`QueueWindow`). Pages that are timed as called use the host's clock (`HostWindow`).
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from .memory import peak_bytes
 from .schedule import Budget, calls_a_round, calls_for, calls_to_plant, extra_calls
 
 LINKS = ("pcie", "nvlink")
-"""Bounds of pages that move data past the L2."""
+"""Pages with one of these bounds move data past the L2."""
 WINDOW = {"graph": 1e-3, "queue": 1e-3, "host": 5e-3}
-"""Least seconds of a window, by clock."""
+"""Shortest length of a window in seconds, by clock."""
 SPIN_CYCLES = 2_000_000
-"""First length of the blocking kernel: about 1 ms."""
+"""Initial length of the blocking kernel in GPU cycles, about 1 ms."""
 LONG_CALL = 1e-3
-"""Calls longer than this are estimated from one window."""
+"""The time of calls longer than this many seconds is estimated from a single window."""
 SIZINGS = 3
 """The number of calls in a window is corrected at most this many times."""
 FASTEST = 5e-7
-"""Least seconds assumed for a call.
+"""A call is assumed to take at least this many seconds.
 
-An empty graph node takes twice as long. So a faster side does no work, and a window does not need a
-million of its calls.
+An empty graph node takes twice as long, so a side that seems faster does no work. The limit keeps
+its windows from having a million calls.
 """
 NEAR = 0.25
-"""A number of calls within this share of the wanted one is accepted."""
+"""The number of calls in a window is accepted if it is off by at most this share."""
 THREADS = "the page owns threads, which a capture would disturb"
 
 
@@ -50,9 +50,9 @@ class Unblockable(PageError):
 
 
 class QueueWindow:
-    """Time K calls of one side between two events, queued behind a blocking kernel.
+    """Time K calls of one side between two events.
 
-    The GPU then never waits for Python.
+    The calls are queued behind a blocking kernel, so that the GPU never waits for Python.
     """
 
     repeats = 1
@@ -81,12 +81,10 @@ class QueueWindow:
         raise Unblockable(f"{self.side.name} waits for the GPU or launches too much to queue")
 
     def clocks(self, seconds: float) -> Clocks:
-        """Return each clock's reading of one window.
+        """Time one window with each clock. The window may be short, because it must fit the queue.
 
-        The window may be short, because it must fit the queue.
-
-        Work on a side stream may finish while the stream is still blocked. A second reading without
-        the blocking kernel shows how late such work is.
+        Work on a side stream may finish while the main stream is still blocked, and then it is not
+        late. A second reading without the blocking kernel detects such work.
         """
         import torch
 
@@ -108,9 +106,9 @@ class CudaPairTimer:
     """Time two sides on one GPU, on the best clock that both can use.
 
     Args:
-        order: which side to build first.
-        known: clock and counted calls of an earlier timer of this pair, to be used again.
-        planted: slowdown planted in the second side.
+        order: the order in which the two sides are built.
+        known: the clock and the counted calls of an earlier timer of this pair, to be reused.
+        planted: the slowdown to plant in the second side.
     """
 
     def __init__(
@@ -167,7 +165,7 @@ class CudaPairTimer:
 
     def _choose_clock(self) -> tuple[str, tuple[CudaWindow, CudaWindow]]:
         if not self.pool.pair.as_called:
-            # A kernel that blocks one GPU would also block the other GPUs in their collectives.
+            # A blocking kernel on one GPU would also block the collectives of the other GPUs.
             for clock in ("graph", "queue") if current_group().world == 1 else ("graph",):
                 try:
                     return clock, self._sized(clock)
@@ -176,14 +174,14 @@ class CudaPairTimer:
         return "host", self._sized("host")
 
     def _sized(self, clock: str) -> tuple[CudaWindow, CudaWindow]:
-        """Return windows of about the same length that a clock can measure well."""
+        """Return two windows of about the same length, each long enough for this clock."""
         slots = len(self.pool.slots)
         windows = self._build(clock, [slots, slots])
         seconds = self._estimates(windows)
         least = self.budget.window or WINDOW[clock]
         for _ in range(SIZINGS):
-            # The launch of a graph inflates the time of a few short calls, so the number is
-            # corrected.
+            # The launch of a graph inflates the time of a few short calls, so the number of calls
+            # is corrected.
             rounds = [calls_a_round(t, slots) for t in seconds]
             window = max(least, *(t * n for t, n in zip(seconds, rounds, strict=True)))
             counts = [
@@ -203,10 +201,10 @@ class CudaPairTimer:
     ) -> tuple[CudaWindow, CudaWindow]:
         """Return a window of each side.
 
-        If one rank cannot capture its own window, no rank uses that clock.
+        If the capture fails on any rank, no rank uses this clock.
 
-        Nothing is captured while a page's own threads run. If such a thread pins memory during a
-        capture, it gets an event that belongs to the graph.
+        Nothing is captured while a page's own threads run. A thread that pins memory during a
+        capture would get an event that belongs to the graph.
         """
         make = WINDOWS[clock]
         if make is GraphWindow and "threads" in self.pool.pair.owns:
@@ -227,7 +225,8 @@ class CudaPairTimer:
     def check_times(self) -> dict[str, object]:
         """Refuse a side if its clocks disagree, its L2 is warm, or its graph is not GPU work.
 
-        Runs the sides again. The host's clock waits for the whole device and needs no cross-check.
+        This runs the sides again. Windows on the host's clock need no cross-check, because they
+        wait for the whole device.
         """
         pair, results = self.pool.pair, dict[str, object]()
         if graphs := [window for window in self.windows if isinstance(window, GraphWindow)]:
@@ -243,11 +242,11 @@ class CudaPairTimer:
         return results
 
     def profile(self, seconds: Sequence[float]) -> dict[str, KernelProfile]:
-        """Return by side what it launches; refuse a side whose kernels run longer than `seconds`.
+        """Profile both sides. Refuse a side whose kernels run longer than its `seconds` per call.
 
-        Runs the sides again. The times are not checked on the host's clock, because it waits for
-        everything. They are not checked on several ranks either, because kernels wait there until
-        the profilers of other ranks start.
+        This runs the sides again. There are two cases in which no side is refused: on the host's
+        clock, which waits for all work anyway, and with several ranks, where kernels may wait
+        until the profilers of other ranks have started.
         """
         profiles = {}
         for side, expected in zip(self.sides, seconds, strict=True):
@@ -260,8 +259,9 @@ class CudaPairTimer:
         return profiles
 
     def other_clock(self) -> dict[str, object]:
-        """Return seconds per call on the other clock, which does not judge, or why there are none.
+        """Return each side's seconds per call from the other clock, which the verdict does not use.
 
+        If the other clock cannot be used, return the reason instead.
         This runs the sides again and overwrites the outputs of timed calls.
         """
         import torch
@@ -274,7 +274,7 @@ class CudaPairTimer:
             return {f"no {key}": str(error).splitlines()[0]}
 
     def memory(self) -> dict[str, object]:
-        """Return by side the bytes that a call needs beyond its inputs. Runs the sides again."""
+        """Run the sides again and return the bytes that a call of each needs beyond its inputs."""
         peaks = [peak_bytes(side) for side in self.sides]
         return {"peak_bytes": dict(zip(ROLES, peaks, strict=True))}
 
@@ -312,7 +312,7 @@ def _quick_time(window: Callable[[], float]) -> float:
 
 
 def _allocations() -> int:
-    """Return how often the allocator has asked the device for memory."""
+    """Return how many times the allocator has requested memory from the device."""
     import torch
 
     return int(torch.cuda.memory_stats().get("num_device_alloc", 0))

@@ -1,9 +1,9 @@
-"""A simulated device: it computes times with programmable noise, bias and faults.
+"""A simulated device that computes times with programmable noise, bias and faults.
 
-Tests and docs use it instead of a GPU. A window's time is the side's true time multiplied by two
-kinds of noise. Both sides share the drift, the warm-up ramp and the clock steps. Each side has its
-own noise of session, process, capture and window. The time is then rounded to the clock's
-resolution.
+Tests and docs use it instead of a GPU. The time of a window is the side's true time, multiplied by
+shared and by separate noise, and rounded to the clock's resolution. Drift, the warm-up ramp and the
+clock steps are the same for both sides. The noise of each session, process, capture and window is
+separate for each side.
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ if TYPE_CHECKING:
     from ..results.messages import Json
 
 WINDOW = 1e-3
-"""Least seconds of a window."""
+"""Shortest length of a window, in seconds."""
 THROTTLING = 0.2
-"""ln of the factor by which a throttled block is slower."""
+"""Logarithm of the factor by which a throttled block is slower."""
 DIP_WITHIN, DIP_SECONDS = 0.06, 0.01
 """A dip begins in the first 60 ms of device time and lasts for 5 to 15 ms."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Noise of a simulated device, as fractions (0.01 is 1 %), one standard deviation each.
+    """The noise of a simulated device. Sizes are fractions: 0.01 is 1 %.
 
     Attributes:
-        window: of one window's time.
-        heavy: whether window noise has a Student-t(4) tail.
-        capture, process, session: per-side bias that lasts as long as its name says.
-        placement: bias of a process toward the side that is built first.
-        drift: of both sides together, per second of device time.
-        ramp: extra time at the start, decaying with `ramp_seconds`.
-        step, step_chance: size of a clock step and its chance per window, both sides.
-        unlike: share of the common changes that do not affect the optimized side.
+        window: standard deviation of one window's time.
+        heavy: True if the noise of windows has the heavy tail of Student's t(4).
+        capture, process, session: standard deviation of the bias of one side that lasts for one
+            capture, process or session.
+        placement: standard deviation of a process's bias toward the side that is built first.
+        drift: drift of both sides together, per second of device time.
+        ramp: extra time at the start, which decays with `ramp_seconds`.
+        step, step_chance: size of a clock step of both sides, and its chance per window.
+        unlike: share of the shared changes that does not affect the optimized side.
         rogue: chance that a process is off by 1 %.
-        resolution: of the clock, in seconds.
+        resolution: resolution of the clock, in seconds.
         throttle: chance that a block is throttled, which slows it by 20 %.
-        dip: chance that a process meets one dip: both sides 10 % slower for some 10 ms.
+        dip: chance that a process has one dip, in which both sides are 10 % slower for about 10 ms.
     """
 
     window: float = 0.003
@@ -65,7 +66,7 @@ class Noise:
 
 
 class Process:
-    """One process on the simulated device; its biases stay the same until it ends."""
+    """One process on the simulated device. Its biases stay the same until it ends."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Process:
     ) -> None:
         self.seconds, self.noise, self.rng, self.planted = seconds, noise, rng, planted
         rogue = 0.01 if rng.random() < noise.rogue else 0.0
-        # All bias is put on the second side: only the ratio is judged.
+        # All bias is applied to the second side, because the verdict depends only on the ratio.
         self.bias = session + rogue + rng.gauss(0, noise.process)
         self.placement = rng.gauss(0, noise.placement) if noise.placement else 0.0
         self.now, self.clock_step = 0.0, 0.0
@@ -85,7 +86,7 @@ class Process:
         self.dip = begins, begins + rng.uniform(0.5, 1.5) * DIP_SECONDS
 
     def common(self) -> float:
-        """Return ln of the factor that slows both sides now."""
+        """Return the logarithm of the factor by which both sides are slower now."""
         noise = self.noise
         if noise.step_chance and self.rng.random() < noise.step_chance:
             self.clock_step = self.rng.gauss(0, noise.step)
@@ -94,14 +95,14 @@ class Process:
         return noise.drift * self.now + ramp + self.clock_step + dip
 
     def white(self) -> float:
-        """Return ln of one window's own noise."""
+        """Return the logarithm of the noise factor of one window."""
         draw = self.rng.gauss(0, 1)
-        if self.noise.heavy:  # t(4) has variance 2: scaled to the same standard deviation
+        if self.noise.heavy:  # t(4) has variance 2, so scale it to 1
             draw /= math.sqrt(self.rng.gammavariate(2, 2) / 4) * math.sqrt(2)
         return self.noise.window * draw
 
     def measure(self, budget: Budget) -> Samples:
-        """Measure one pair: one capture per lap, with the blocks shared among the laps."""
+        """Measure one pair. The laps share the blocks, and each lap has its own capture."""
         parts: list[Samples] = []
         share = budget.lap()
         for lap in range(budget.laps):
@@ -133,7 +134,7 @@ class _Window:
 
 
 class _PairTimer:
-    """A pair of windows on a simulated process, on the clock ``graph``."""
+    """A pair of windows in a simulated process, on the ``graph`` clock."""
 
     clock = "graph"
 
@@ -150,7 +151,7 @@ class _PairTimer:
         return bool(chance) and self.process.rng.random() < chance
 
     def refresh(self, *, last: bool) -> None:
-        """A simulated pair has no values to rewrite."""
+        """Do nothing, because a simulated pair has no values to rewrite."""
 
     def disturbance(self) -> str | None:
         throttled, self.throttled = self.throttled, self._draw_throttled()
@@ -164,12 +165,12 @@ class _PairTimer:
 def simulate(
     baseline: str, optimized: str, options: Mapping[str, Json], budget: Budget, seed: str
 ) -> Samples:
-    """Measure one case in one simulated process. This is the target of a `TimeTask`'s timer.
+    """Measure one case in one simulated process. A `TimeTask` can name this as its timer.
 
     Args:
-        options: ``seconds`` by side name (``name@old``: the side at a commit), ``noise`` as
-            keywords of `Noise`, ``session`` bias, ``planted`` slowdown of the second side, and more
-            ``details``.
+        options: ``seconds`` are the true times by side name (``name@old`` is the side at an older
+            commit). ``noise`` has the keywords of `Noise`, ``session`` is the session's bias,
+            ``planted`` is the slowdown of the second side, and ``details`` are added to the result.
         seed: makes this process different from all others.
     """
     seconds = options["seconds"]

@@ -1,7 +1,7 @@
-"""The L2 cache: flush it between blocks, and measure whether a round of calls leaves it cold.
+"""Flush the L2 cache between blocks, and check that a round of calls leaves it cold.
 
-Each call uses another slot of inputs, and the slots together cover five L2 caches, so they should
-evict each other. The latency of dependent loads shows whether old data were evicted.
+Each call uses a different slot of inputs. All slots together are five times as large as the L2, so
+they should evict each other. The latency of dependent loads shows whether old data were evicted.
 """
 
 from __future__ import annotations
@@ -18,35 +18,40 @@ if TYPE_CHECKING:
     from .cuda_graph import GraphWindow
 
 LINES, LINE = 16384, 32
-"""Cache lines in the buffer, and int32 elements in a line of 128 bytes."""
+"""Number of cache lines in the buffer, and of int32 elements in a line of 128 bytes."""
 STEPS = 1024
-"""Lines that one reading loads: 128 KiB."""
+"""Number of lines that one reading loads, 128 KiB in total."""
 COLD_RATIO = 1.25
-"""A load from DRAM takes at least this many times as long as from the L2, usually twice."""
+"""A load from DRAM takes at least this many times as long as one from the L2 (usually 2)."""
 ATTEMPTS = 3
 
 
 def flush_l2(l2_bytes: int) -> None:
-    """Read a buffer of twice the L2, which evicts dirty lines and the last window's data."""
+    """Evict dirty lines and the last window's data by reading a buffer of twice the L2's size."""
     import torch
 
     torch.empty(2 * l2_bytes // 4, dtype=torch.float32, device="cuda").sum()
 
 
 class Latency(NamedTuple):
-    """Cycles of a load directly after its line was read, and after a round of a side's calls."""
+    """Cycles of a load in two situations.
+
+    Attributes:
+        warm: directly after the same cache line was read.
+        after: after a round of a side's calls.
+    """
 
     warm: float
     after: float
 
     @property
     def cold(self) -> bool:
-        """Whether the round has evicted the lines from the L2."""
+        """True if the round of calls evicted the lines from the L2."""
         return self.after >= COLD_RATIO * self.warm
 
 
 def measure(work: Callable[[], object], read: Callable[[], float]) -> Latency:
-    """Return the latency that `read` measures before and after `work`; the best of three."""
+    """Measure the latency with `read` before and after `work`; return the coldest attempt."""
     best = Latency(1.0, 0.0)
     for _ in range(ATTEMPTS):
         read()
@@ -59,7 +64,7 @@ def measure(work: Callable[[], object], read: Callable[[], float]) -> Latency:
 
 
 def pointer_chain(lines: int, seed: int = 0) -> list[int]:
-    """Return for each line the offset of the next one: one random cycle through all lines."""
+    """Return one random cycle through all lines, as the offset of each line's successor."""
     order = list(range(1, lines))
     random.Random(seed).shuffle(order)
     order = [0, *order]
@@ -71,7 +76,7 @@ def pointer_chain(lines: int, seed: int = 0) -> list[int]:
 
 @functools.cache
 def latency_reader() -> Callable[[], float] | None:
-    """Return a function that measures the cycles of a load, or None without a compiler."""
+    """Return a function that measures the cycles of a load, or None if there is no compiler."""
     import torch
 
     from ..kernels.cuda_cpp import cuda_module
@@ -88,16 +93,17 @@ def latency_reader() -> Callable[[], float] | None:
         return float(cycles[0].item())
 
     try:
-        read()  # compiles
+        read()  # compiles the kernel
     except NoCompiler:
         return None
     return read
 
 
 def check_cold(windows: Iterable[GraphWindow], slots: int) -> dict[str, object]:
-    """Refuse a side if data that were in the L2 before its calls are still there after them.
+    """Refuse a side if data stay in the L2 during a round of its calls.
 
-    Calls too long to go through all `slots` (`schedule.LONG`) are not refused.
+    A side is never refused if its calls are so long (`schedule.LONG`) that a window does not use
+    all `slots`.
     """
     if not enabled("cold-l2"):
         return {}

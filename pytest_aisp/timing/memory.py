@@ -1,4 +1,4 @@
-"""The GPU memory that a call of a side needs beyond its inputs."""
+"""Measure the GPU memory that a call of a side needs beyond its inputs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from ..util.device_state import release
 from ..util.process_group import current_group
 
 WATCHDOG = 0.25
-"""Seconds after which NCCL's watchdog, which polls every 0.1 s, has seen every finished send."""
+"""Seconds to wait for NCCL's watchdog. It polls every 0.1 s, so it has then seen every send."""
 
 
 def drop_sent_tensors() -> None:
-    """Wait for the GPU, and make ranks drop the tensors that they sent.
+    """Wait for the GPU, and make each rank free the tensors that it has sent.
 
-    NCCL's process group holds a tensor until its watchdog has seen the send finish and the next
-    collective begins. Without this, the next side would be charged for the last side's tensors.
+    NCCL's process group keeps a tensor until two things have happened: its watchdog has seen that
+    the send is finished, and the next collective has begun. Without this function, tensors of one
+    side would be included in the memory of the next side.
     """
     import torch
 
@@ -30,10 +31,11 @@ def drop_sent_tensors() -> None:
 
 
 def peak_bytes(side: BoundSide) -> int:
-    """Return the most bytes that one call holds on a GPU beyond its inputs.
+    """Return the peak GPU memory of one call beyond its inputs, in bytes.
 
-    Outputs and memory held by preparation count. Three kinds of memory do not count: memory kept
-    since an earlier call, memory of the side's own graph, and memory that torch did not allocate.
+    This includes the outputs and the memory that the side's preparation keeps. It does not include
+    memory kept since an earlier call, memory of the side's own graph, or memory that torch did not
+    allocate.
     """
     import torch
 
@@ -48,33 +50,35 @@ def peak_bytes(side: BoundSide) -> int:
 
 
 def allocated(pool: InputPool, side: Side) -> float:
-    """Return the most bytes that calls of `side` hold on a GPU beyond inputs and state.
+    """Return the peak GPU memory of calls of `side` beyond inputs and state, in bytes.
 
-    Counted are outputs, temporaries, memory held by preparation, and what the first call leaves for
-    the second, such as an optimizer's moments. With several ranks, the rank that needs most counts.
+    This includes outputs, temporaries, the memory that preparation keeps, and memory that the first
+    call leaves for the second, such as an optimizer's moments. With several ranks, this is the
+    peak of the rank that needs the most.
     """
     return current_group().max(_peaks(pool, side)[0])
 
 
 def reserved(pool: InputPool, side: Side) -> float:
-    """Return the most bytes that the allocator reserves on a GPU for calls of `side`.
+    """Return the peak of the bytes that the allocator reserves on a GPU for calls of `side`.
 
-    The initial state counts, the inputs do not.
+    The initial state is included, but the inputs are not.
     """
     return current_group().max(_peaks(pool, side)[1])
 
 
 def fragmentation(pool: InputPool, side: Side) -> float:
-    """Return how many bytes are reserved on a GPU for `side` beyond the most that it holds."""
+    """Return the peak of reserved GPU memory for `side`, minus its peak of allocated memory."""
     held, taken = _peaks(pool, side)
     return current_group().max(max(0.0, taken - held))
 
 
 def _peaks(pool: InputPool, side: Side) -> tuple[float, float]:
-    """Return the most bytes allocated and reserved for `side` while it is called.
+    """Return the peaks of allocated and of reserved memory during calls of `side`, in bytes.
 
-    The side has already run, so that no library workspace counts. Allocations are measured at the
-    second call. Reserved memory is never returned, so it is measured from the first call.
+    The side has run before, so the workspaces of libraries already exist and are not included.
+    Allocated memory is measured at the second call. Reserved memory is measured from the first
+    call on, because the allocator does not return it.
     """
     import torch
 
@@ -93,7 +97,7 @@ def _peaks(pool: InputPool, side: Side) -> tuple[float, float]:
 
 
 def _allocated_by_second_call(side: BoundSide) -> float:
-    """Return the most bytes that a second call holds beyond inputs and state."""
+    """Return the peak of allocated memory in a second call beyond inputs and state, in bytes."""
     import torch
 
     before = torch.cuda.memory_allocated() - side.held_bytes

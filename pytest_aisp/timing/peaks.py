@@ -1,7 +1,7 @@
-"""Peaks: the best rates measured on this machine, and the limit they set for a page's work.
+"""Peaks are the best rates measured on this machine. They limit how fast a page's work can be.
 
 Each direction has its own rate: an H200 reads at 4.3, copies at 4.2 and fills at 4.6 TB/s. With a
-single "bandwidth", a correct fill could look too fast.
+single "bandwidth" for all directions, a correct fill could look too fast.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 TOLERANCE = 1.05
-"""A side that exceeds the limit by more than this does not do the declared work."""
+"""A side that is faster than the limit by more than this factor skips declared work."""
 PCIE = ("h2d", "d2h")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32"}
-"""Types of the matrix products; the longest one is last, because a hot chip lowers its clocks."""
+"""Types of the matrix products. The longest is last, because a hot GPU lowers its clocks."""
 LINKS = ("peer", "busbw")
-"""Rates at which a rank sends: a copy to a peer, and the largest all-reduce's busbw."""
+"""Rates at which a rank sends: in a copy to a peer, and in the largest all-reduce (busbw)."""
 SECONDS = ("launch", "graph_node", "all_reduce")
 WINDOWS = 12
 RATES = ("copy", "read", "write", *DTYPES, "fp8", *PCIE, *LINKS, "peer_both", *SECONDS)
 
 
 class PeaksError(ValueError):
-    """Peaks that cannot be used; the message says why and what is legal."""
+    """The peaks cannot be used. The message says why, and what is allowed."""
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """The best rates of one product. Rates that do not apply to the machine are missing.
+    """The best rates of one GPU or CPU model. Rates that do not apply to the machine are missing.
 
     Attributes:
-        product: as in `device.Machine`.
-        rates: bytes/s of ``copy`` (read plus written), ``read``, ``write`` in DRAM, and of ``h2d``,
-            ``d2h`` with pinned memory; FLOP/s of matrix products by type; seconds that a tiny
-            kernel costs the host (``launch``) and takes in a graph (``graph_node``). Of several
-            GPUs, bytes/s of the best copy to a ``peer``, ``peer_both`` ways together, and of the
-            largest all-reduce (``busbw``), and seconds of the smallest one (``all_reduce``).
-        facts: the fastest kernel of each rate, and GPU, versions, clocks and date.
+        product: name of the model, as in `device.Machine`.
+        rates: In bytes/s: DRAM ``copy`` (read plus written), ``read`` and ``write``, and ``h2d``
+            and ``d2h`` with pinned memory. In FLOP/s: matrix products by type. In seconds: a tiny
+            kernel's cost on the host (``launch``) and in a graph (``graph_node``). With several
+            GPUs also the best copy to a ``peer``, ``peer_both`` ways, the largest all-reduce
+            (``busbw``), all in bytes/s, and the smallest one in seconds (``all_reduce``).
+        facts: the fastest kernel of each rate, and the GPU, versions, clocks and date.
     """
 
     product: str
@@ -80,19 +80,19 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Limit:
-    """The least seconds that the declared work can take, and the rate that sets them."""
+    """The least time that the declared work can take, and the rate that determines it."""
 
     name: str
     seconds: float
 
 
 def limit_of(work: Work, bound: str, peaks: Peaks) -> Limit | None:
-    """Return the limit of `work`, or None if nothing is declared or a rate is not measured.
+    """Return the limit of `work`, or None if nothing is declared or a rate was not measured.
 
-    It is the slowest of three resources that work at the same time. Memory: bytes read and written
-    at the copy rate, the surplus at its own. Arithmetic: the sum over types. The wire, if it is the
-    bound: the faster direction of PCIe, or the faster of a copy and an all-reduce between GPUs. The
-    L2 rate is not measured, so pages bound by it have no limit.
+    The limit is the time of the slowest of three resources, which work at the same time. The time
+    of memory uses the copy rate for equal bytes read and written, and the read or write rate for
+    the rest. The time of arithmetic is the sum over types. A page bound by a link also has the
+    link's time at its faster rate. The L2 rate is not measured, so pages bound by it have no limit.
     """
     both, wire = min(work.read, work.write), dict[str, float]()
     memory = {"copy": 2 * both, "read": work.read - both, "write": work.write - both}
@@ -110,20 +110,20 @@ def limit_of(work: Work, bound: str, peaks: Peaks) -> Limit | None:
 
 
 def share(limit: Limit, seconds: float) -> float:
-    """Return the share of the limit's speed that is reached: 0.5 is twice the least time."""
+    """Return the limit's time divided by `seconds`: 0.5 means twice the least time."""
     return limit.seconds / seconds if seconds > 0 else math.inf
 
 
 def implausible(limit: Limit, seconds: float) -> bool:
     """Return whether `seconds` is too short for the declared work with cold buffers.
 
-    A link time is never too short, because a switch may reduce and a GPU has several links.
+    A link's time is never too short, because a switch may reduce and a GPU has several links.
     """
     return limit.name not in LINKS and share(limit, seconds) > TOLERANCE
 
 
 def joined(one: Peaks | None, several: Peaks | None) -> Peaks | None:
-    """Return the peaks of one GPU together with the known link rates of several."""
+    """Return the peaks of one GPU, plus the link rates of several GPUs if they are known."""
     if one is None or several is None:
         return one or several
     links = {key: rate for key, rate in several.rates.items() if key in LINKS}
@@ -131,7 +131,7 @@ def joined(one: Peaks | None, several: Peaks | None) -> Peaks | None:
 
 
 def add(path: Path, product: str, rates: Mapping[str, float], facts: Mapping[str, str]) -> None:
-    """Add `rates` and `facts` to the peaks in `path`. Raises as `save`."""
+    """Add `rates` and `facts` to the peaks in `path`. Raises the errors of `save`."""
     before = stored(path) or Peaks(product, {})
     save(path, Peaks(product, {**before.rates, **rates}, {**before.facts, **facts}))
 
@@ -142,7 +142,7 @@ def path_of(baselines: Path, product: str) -> Path:
 
 
 def stored(path: Path) -> Peaks | None:
-    """Return the peaks stored in `path`, or None if there is no such file. Raises as `load`."""
+    """Return the peaks in `path`, or None if there is no such file. May raise `PeaksError`."""
     return load(path) if path.exists() else None
 
 
@@ -166,10 +166,10 @@ def load(path: Path) -> Peaks:
 
 
 def save(path: Path, peaks: Peaks) -> None:
-    """Write `peaks` to `path` atomically, one rate a line, with four significant digits.
+    """Write `peaks` to `path` atomically, one rate per line, with four significant digits.
 
     Raises:
-        PeaksError: if `path` exists and does not hold peaks of the same product. It is not changed.
+        PeaksError: if `path` exists but has no peaks of this product. It is not changed.
     """
     if path.exists() and (before := load(path).product) != peaks.product:
         raise PeaksError(f"{path} holds the peaks of {before}, not of {peaks.product}")
@@ -190,7 +190,7 @@ def save(path: Path, peaks: Peaks) -> None:
 
 
 def measure(device: str) -> Peaks:
-    """Measure the peaks of `device` (``cuda:1``): each rate is that of the fastest kernel tried."""
+    """Measure the peaks of `device` (``cuda:1``). The fastest of several kernels sets each rate."""
     import torch
 
     with torch.no_grad(), no_gc():
@@ -213,7 +213,7 @@ def _survey_gpu() -> _Survey:
     survey = _Survey(gpu.name, GraphWindow, WINDOW["graph"])
     survey.facts.update(Machine.here().versions)
     end, x = time.perf_counter() + 0.3, torch.randn(1 << 26, device="cuda")
-    while time.perf_counter() < end:  # the clocks leave idle (345 MHz on an H200) only under load
+    while time.perf_counter() < end:  # idle clocks (345 MHz on an H200) rise under load
         x.sum().item()
     telemetry = Telemetry(torch.cuda.current_device())
     telemetry.EVERY = 1  # it is read only twice
@@ -230,7 +230,7 @@ def _survey_gpu() -> _Survey:
 
 
 class _Survey:
-    """Rates and facts as they are measured."""
+    """The rates and facts measured so far."""
 
     def __init__(self, name: str, window: MakeWindow, least: float) -> None:
         import torch
@@ -241,13 +241,13 @@ class _Survey:
         self.facts["date"] = datetime.now(timezone.utc).date().isoformat()
 
     def take(self, key: str, amount: float, runs: Mapping[str, Run]) -> None:
-        """Store the rate of the fastest of `runs`, at `amount` a run."""
+        """Store the rate of the fastest of `runs`; each run processes `amount`."""
         seconds = {name: self._clock(run) for name, run in runs.items()}
         self.facts[key] = min(seconds, key=lambda name: seconds[name])
         self.rates[key] = amount / min(seconds.values())
 
     def where_it_runs(self, name: str, make: Callable[[], Run]) -> dict[str, Run]:
-        """Return the result of `make`, or None; then the reason is added to the facts."""
+        """Return the run of `make` by name. If it fails, return nothing and note the reason."""
         import torch
 
         try:
@@ -274,7 +274,7 @@ class _Survey:
         self.take("read", source.nbytes, reads)
         self.take("write", source.nbytes, {"fill_": partial(target.fill_, 1.0)})
         self.take("copy", 2 * source.nbytes, copies)
-        for key in ("read", "write"):  # a copy does both, so neither is slower
+        for key in ("read", "write"):  # a copy reads and writes, so neither can be slower
             self.rates[key] = max(self.rates[key], self.rates["copy"] / 2)
 
     def launches_and_transfers(self) -> None:
@@ -303,9 +303,9 @@ class _Survey:
 
 
 def _seconds(make: MakeWindow, least: float, run: Run, *, calls: int = 0) -> float:
-    """Return seconds per run: the median window, of `calls` runs or of `least` seconds."""
+    """Return the seconds per run in the median window of `calls` runs, or of `least` seconds."""
     side = BoundSide(run, [()])
-    side.run(0)  # a capture may neither compile nor load
+    side.run(0)  # compile and load before the capture
     if not calls:
         probe = make(side, 1)
         calls = calls_for(min(probe() for _ in range(3)), least, 1)
@@ -315,7 +315,7 @@ def _seconds(make: MakeWindow, least: float, run: Run, *, calls: int = 0) -> flo
 
 
 def _last_level_caches() -> int:
-    """Return the bytes of all last-level caches, or 0 if unknown."""
+    """Return the size of all last-level caches in bytes, or 0 if unknown."""
     sizes: dict[tuple[int, str], int] = {}
     for index in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index*"):
         level, cores, size = ((index / f).read_text() for f in ("level", "shared_cpu_list", "size"))

@@ -1,7 +1,7 @@
-"""The schedule: windows form ABBA blocks, and blocks form the samples of one process.
+"""The schedule of one process: windows form ABBA blocks, and blocks form the samples.
 
-This module only decides in which order the windows run, so it works the same on a GPU, a CPU, and
-the simulated device.
+This module decides only the order and the number of windows and calls, so it works the same on a
+GPU, a CPU, and the simulated device.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ if TYPE_CHECKING:
 ROBUST_CLOCKS = ("host", "cpu", "process")
 """Clocks on which a process's value is the median of all its blocks."""
 MOST_STEPS = 16
-"""Most steps in a window of a training step: the state after it is compared with the reference."""
+"""Most training steps per window. The reference repeats them all to compare the state."""
 MOST_DROPPED = 20
-"""A measurement fails after this many disturbed blocks."""
+"""A measurement fails when this many blocks were disturbed."""
 LISTS = ("blocks", "baseline", "optimized", "orders", "dropped", "laps", "firsts")
-"""Fields of `Samples` that hold a list per lap."""
+"""Fields of `Samples` that are lists, which `join` concatenates."""
 
 
 class Window(Protocol):
     """Time one window of `calls` calls and return seconds per counted call.
 
     Attributes:
-        counted: the number that the time is divided by: `calls`, unless a slowdown is planted.
-        repeats: how often the calls run per timing, because an untimed replay precedes a timed one.
+        calls: number of calls that are timed.
+        counted: number by which the time is divided. It is less than `calls` if a slowdown is
+            planted.
+        repeats: number of times that the calls run per timing: 2 if an untimed replay comes first.
     """
 
     calls: int
@@ -46,7 +48,7 @@ class Window(Protocol):
 
 
 class PairTimer(Protocol):
-    """Two sides ready to be timed against each other on one clock."""
+    """Two sides that are ready to be timed on one clock."""
 
     clock: str
 
@@ -54,13 +56,13 @@ class PairTimer(Protocol):
     def windows(self) -> tuple[Window, Window]: ...
 
     def refresh(self, *, last: bool) -> None:
-        """Rewrite the inputs' values in place and poison the outputs."""
+        """Write new values into the inputs in place, and overwrite the outputs with NaN."""
 
     def disturbance(self) -> str | None:
-        """Return the cause that disturbed the windows since the last call, or None."""
+        """Return what disturbed the windows since the previous call of this method, or None."""
 
     def details(self) -> dict[str, object]:
-        """Return facts of JSON types for the row: slots, calls, clocks, allocations."""
+        """Return facts for the row, in JSON types: slots, calls, clocks, allocations."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,13 @@ class Budget:
     """How long to measure, fixed before the first block.
 
     Attributes:
-        blocks: most blocks.
-        laps: how often both sides are built and captured again, if that is cheap. Most of the
+        blocks: maximum number of blocks.
+        laps: number of times that both sides are built and captured, if that is cheap. Most of the
             spread between processes is spread between captures (spread.md).
         seconds: time for all blocks together.
-        window: least seconds of a window (None: the clock's default).
-        warmup: least calls to warm up a side.
-        least: blocks that always run.
+        window: minimum length of a window in seconds, or None for the clock's default.
+        warmup: minimum number of calls to warm up a side.
+        least: minimum number of blocks, even if they take longer than `seconds`.
     """
 
     blocks: int = 20
@@ -90,11 +92,11 @@ class Budget:
         return max(min(self.least, self.blocks), min(fit, self.blocks))
 
     def exactly(self, blocks: int) -> Budget:
-        """Return this budget with a fixed number of blocks."""
+        """Return this budget, but with exactly `blocks` blocks."""
         return replace(self, blocks=blocks, least=blocks)
 
     def lap(self, laps: int | None = None) -> Budget:
-        """Return the budget of one of `laps` laps."""
+        """Return the budget of a single lap if there are `laps` laps."""
         laps = laps or self.laps
         return replace(
             self,
@@ -107,18 +109,18 @@ class Budget:
 
 @dataclass(frozen=True)
 class Samples:
-    """What one process measured.
+    """The measurements of one process.
 
     Attributes:
-        clock: ``graph``, ``queue``, ``host``, ``cpu``, ``process``.
+        clock: ``graph``, ``queue``, ``host``, ``cpu`` or ``process``.
         blocks: ln(speedup) of each block.
         baseline, optimized: seconds per call of each window, in the order they ran.
-        orders: ``ABBA`` or ``BAAB``, by block.
-        dropped: why blocks were measured again.
+        orders: order of each block, ``ABBA`` or ``BAAB``.
+        dropped: for each dropped block, the cause of the disturbance.
         details: facts from the timer.
         laps: ln(speedup) of each lap.
-        firsts: by block, which side its lap built first.
-        dropped_at: how many blocks came before each dropped one.
+        firsts: for each block, the side that was built first in its lap.
+        dropped_at: for each dropped block, the number of valid blocks before it.
     """
 
     clock: str
@@ -139,12 +141,12 @@ class Samples:
 
     @property
     def error(self) -> float:
-        """Standard error of `value` from the laps; 0 with fewer than three."""
+        """Standard error of `value`, computed from the laps; 0 if there are fewer than three."""
         return process_error(self.blocks, len(self.laps), self.firsts)
 
 
 def join(parts: Sequence[Samples]) -> Samples:
-    """Return the samples of several laps as the samples of one process."""
+    """Combine the samples of several laps into the samples of one process."""
     joined, housekeeping = Samples(parts[0].clock), Counter[str]()
     looks: list[Json] = []
     for part in parts:
@@ -169,8 +171,8 @@ class Disturbed(RuntimeError):
 def measure(timer: PairTimer, budget: Budget, rng: random.Random, first: int = 0) -> Samples:
     """Run the blocks of `timer` and return its samples.
 
-    The first block is discarded; its time determines the number of blocks. A block is dropped and
-    measured again only if the timer says what disturbed it.
+    The first block is discarded, but its time determines the number of blocks. A block is dropped
+    and measured again only if the timer reports what disturbed it.
 
     Args:
         first: the side that was built first.
@@ -212,7 +214,7 @@ def measure(timer: PairTimer, budget: Budget, rng: random.Random, first: int = 0
 
 
 def _orders(count: int, rng: random.Random) -> list[str]:
-    """Return `count` random orders; each pair of blocks has one ABBA and one BAAB."""
+    """Return `count` random orders. Every two successive blocks have one ABBA and one BAAB."""
     orders: list[str] = []
     while len(orders) < count:
         orders += rng.sample(["ABBA", "BAAB"], 2)
@@ -220,7 +222,7 @@ def _orders(count: int, rng: random.Random) -> list[str]:
 
 
 def _valid_blocks(call: int, samples: Samples) -> int:
-    """Return how many blocks were valid at the `call`-th call of `PairTimer.disturbance`.
+    """Return the number of valid blocks before the `call`-th call of `PairTimer.disturbance`.
 
     `disturbance` is also called after the discarded block and after dropped blocks.
     """
@@ -245,15 +247,15 @@ def settle(
     least: int,
     seconds: float,
 ) -> int:
-    """Warm up all sides in turn until they are steady; return how many rounds it took.
+    """Warm up all sides in turn until they are steady, and return the number of rounds.
 
-    They are steady after at least `least` rounds, if nothing grew in the last round, and if the
-    median of each side's last three times is within 10 % of the median of the three before. Gives
-    up after `seconds`.
+    The sides are steady if three conditions are met: at least `least` rounds have run, nothing grew
+    in the last round, and for each side the median of the last three times is within 10 % of the
+    median of the three times before. The warmup stops after `seconds` in any case.
 
     Args:
-        calls: one timed call of each side.
-        grew: whether allocations or modules were added since the last round.
+        calls: functions that make one call of a side and return its time.
+        grew: returns True if allocations or modules were added since the last round.
     """
     start, history = _agreed_time(), [list[float]() for _ in calls]
     rounds = 0
@@ -295,24 +297,24 @@ def warm(function: Callable[[], object]) -> int:
 
 
 PLANTABLE = 0.85, 1.35
-"""To plant an exact slowdown, a window may have this many times the wanted number of calls."""
+"""To plant a slowdown exactly, the number of calls may change by a factor in this range."""
 LONG, FEW_SLOTS = 5e-3, 2
-"""Calls longer than this many seconds need only a few slots.
+"""If a call is longer than `LONG` seconds, a round needs only `FEW_SLOTS` slots.
 
-An H200 fills 60 MB of L2 from memory in 0.3 % of that time.
+An H200 fills its 60 MB of L2 from memory in 0.3 % of that time.
 """
 
 
 def calls_a_round(seconds_per_call: float, slots: int) -> int:
-    """Return the calls of a round: one per slot, or two if a call is long."""
+    """Return the number of calls in a round: one per slot, or at most two if a call is long."""
     return min(slots, FEW_SLOTS) if seconds_per_call >= LONG else slots
 
 
 def calls_for(seconds_per_call: float, window: float, slots: int) -> int:
     """Return the number of calls, in whole rounds, that takes closest to `window` seconds.
 
-    Both sides' windows then have about the same length, so the start of a window has the same
-    share.
+    The windows of both sides then have about the same length, so the start of a window takes about
+    the same share of both.
     """
     calls = calls_a_round(seconds_per_call, slots)
     rounds = max(1, round(window / max(seconds_per_call * calls, 1e-9)))
@@ -320,14 +322,14 @@ def calls_for(seconds_per_call: float, window: float, slots: int) -> int:
 
 
 def extra_calls(counted: int, planted: float) -> int:
-    """Return how many extra calls plant a slowdown of at least the share `planted`."""
+    """Return how many extra calls make a window slower by at least the share `planted`."""
     return math.ceil(counted * planted - 1e-9)
 
 
 def calls_to_plant(calls: int, slots: int, planted: float) -> int:
     """Return the multiple of `slots` near `calls` for which whole extra calls best match `planted`.
 
-    100 calls plant 1 % exactly, 101 would plant 2 %.
+    For 1 %, 100 calls need one extra call, which is exact, but 101 calls would need two.
     """
     if not planted:
         return calls

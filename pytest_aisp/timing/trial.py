@@ -30,9 +30,9 @@ from .schedule import Budget, Samples
 from .verify_outputs import OutputVerifier
 
 PYTHON_CLOCKS = ("host", "cpu")
-"""Clocks on which a side's Python runs at every timed call."""
+"""On these clocks, a side's Python code runs in every timed call."""
 LONG_ROUND = 3e-3
-"""Calls longer than this many seconds get two laps."""
+"""A case gets at most two laps if a call of the baseline takes longer (in seconds)."""
 
 
 class CheckedPairTimer(schedule.PairTimer, Protocol):
@@ -44,24 +44,27 @@ class CheckedPairTimer(schedule.PairTimer, Protocol):
         """Refuse a side if its clocks disagree or its L2 is not cold. May run the sides again."""
 
     def profile(self, seconds: Sequence[float]) -> dict[str, KernelProfile]:
-        """Return by side what it launches; refuse a side whose kernels run for longer."""
+        """Profile both sides. Refuse a side whose kernels run longer than its `seconds`."""
 
     def other_clock(self) -> dict[str, object]:
-        """Return the times on the other clock, which does not judge. May run the sides again."""
+        """Return the times from the other clock, which the verdict does not use.
+
+        May run the sides again.
+        """
 
     def memory(self) -> dict[str, object]:
-        """Return by side the bytes that a call needs. May run the sides again."""
+        """Return the bytes that a call of each side needs. May run the sides again."""
 
 
 @dataclass
 class Trial:
-    """One case being timed: slots, both sides, blocks in laps, and a check of each output.
+    """The measurement of one case: build both sides, time blocks in laps, check the outputs.
 
     Attributes:
-        one_off: by side, the seconds that preparing it took.
-        kernels: by side, what it launches, if requested.
-        tuned: by tuned Triton kernel, the configurations that were launched.
-        known: clock and counted calls of the first lap, which later laps use too.
+        one_off: seconds that preparation took, by side.
+        kernels: the profile of each side, if profiles were requested.
+        tuned: the configurations that were launched, by autotuned Triton kernel.
+        known: the clock and the counted calls of the first lap, which later laps reuse.
     """
 
     task: TimeTask
@@ -83,7 +86,7 @@ class Trial:
         self.on_gpu = self.task.device.startswith("cuda")
 
     def run(self) -> tuple[Samples, dict[str, Json]]:
-        """Return the samples, and the other facts about this measurement for the row."""
+        """Measure the case. Return the samples, and the other facts about it for the row."""
         self._learn_types()
         details: dict[str, object] = {}
         if self._rebuilds():
@@ -106,12 +109,12 @@ class Trial:
         return schedule.join(parts), extra
 
     def _rebuilds(self) -> bool:
-        """Whether each lap builds both sides again, which is done only if it is cheap."""
+        """Return whether each lap builds both sides again. This is done only if it is cheap."""
         pair = self.pair
         return self.on_gpu and not (self.pool.prepared or pair.as_called or pair.state is not None)
 
     def _learn_types(self) -> None:
-        """Run the baseline to learn output types, bytes of a slot, and seconds of a call."""
+        """Run the baseline to find its output types, the bytes per slot, and the time of a call."""
         slot, state = pytree.clone(self.pool.values[0]), self.pool.new_state()
         side = BoundSide(self.pair.baseline, [slot], state)
         side.run(0)
@@ -134,9 +137,9 @@ class Trial:
     def _build_untimed(self, budget: Budget) -> dict[str, object]:
         """Build both sides once without timing them, and return the timer's details.
 
-        This chooses the clock, and leaves the same memory layout that later laps start from. So the
-        memory layouts of the laps differ only by the order of building, which cancels
-        (docs/explanation/spread.md).
+        This chooses the clock. It also makes the first lap start from the same memory layout as the
+        later laps. The layouts then differ only by the order in which the sides are built, and that
+        effect cancels (docs/explanation/spread.md).
         """
         self._lay_slots()
         with self.watch.phase("build"), self._built(budget) as timer:
@@ -144,7 +147,7 @@ class Trial:
 
     @contextmanager
     def ready(self) -> Iterator[CheckedPairTimer]:
-        """Yield both sides built on their slots, on the best clock that both can use."""
+        """Build both sides on their slots. Yield their timer, with the best clock for both."""
         self._learn_types()
         self._lay_slots()
         with self._built(self.budget) as timer:
@@ -158,12 +161,12 @@ class Trial:
     def _lay_slots(self, *, drop_sent: bool = False) -> None:
         self.pool.slots.clear()
         if drop_sent and self.on_gpu:
-            drop_sent_tensors()  # the memory that preparation holds is counted from here on
+            drop_sent_tensors()  # exclude them from the memory of the preparation
         release(self.task.device)
         self.pool.lay_slots(self._slot_count())
 
     def _build(self, sides: ExitStack, budget: Budget, first: int) -> CheckedPairTimer:
-        """Build both sides, `first` first, and return their timer; `sides` closes them later."""
+        """Build both sides, starting with `first`, and return their timer. `sides` closes them."""
         built: dict[int, BoundSide] = {}
         order, planted = (first, 1 - first), self.task.planted
         with record_choices(self.tuned):
@@ -185,8 +188,8 @@ class Trial:
         """Create slots, build both sides, time the blocks, and check the last outputs.
 
         Args:
-            first: which side to build first: its place in memory is worth up to 1 %.
-            checks: whether to check other clocks, the L2, and single calls afterwards.
+            first: the side to build first. Its place in memory can change its time by up to 1 %.
+            checks: if True, also check other clocks, the L2, and single calls afterwards.
         """
         self._lay_slots(drop_sent=checks)
         first_process = checks and self.task.replicate == 0
@@ -210,7 +213,7 @@ class Trial:
                     self.kernels = timer.profile(seconds)
             if timer.clock in PYTHON_CLOCKS and enabled("repeats"):
                 with phase("repeats"):
-                    seed = self.pool.unseen_seed + 1  # this seed is as secret as the unseen values
+                    seed = self.pool.unseen_seed + 1  # a page cannot guess this seed
                     check_repeats(self.pool, timer.sides, synchronizer(self.task.device), seed)
             if checks:
                 with phase("verify"):
@@ -224,7 +227,7 @@ class Trial:
 
     def _slot_count(self) -> int:
         if self.pool.prepared and self.pair.as_called:
-            return 1  # a prepared side keeps its inputs, whose values still change in place
+            return 1  # a prepared side has one slot, whose values change in place
         if not self.on_gpu:
             return VALUE_SETS
         import torch

@@ -1,7 +1,8 @@
 """Compare the outputs of the timed calls with the reference.
 
-A captured graph may replay stale memory, and a side may compute only while it is checked. So the
-outputs of the last timed calls are compared, and then the outputs of a few single calls.
+A side that was right before may be wrong while it is timed: its graph may replay stale memory, or
+it may compute only during checks. So the outputs of the last timed calls are compared, and then the
+outputs of a few single calls.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FURTHER_CALLS = 4
 
 
 class TimedSides(Protocol):
-    """A pair timer's facts about the sides that it has timed."""
+    """The parts of a pair timer that the verifier needs."""
 
     sides: tuple[BoundSide, BoundSide]
 
@@ -40,8 +41,8 @@ class OutputVerifier:
 
     Attributes:
         sides: the baseline and the optimized side, each with its declared precision.
-        worst: by side, the largest error of its timed outputs, in units of the allowed error.
-        compared: how many outputs of timed calls were compared.
+        worst: the largest error in the timed outputs of each side, in units of the allowed error.
+        compared: number of outputs of timed calls that were compared.
     """
 
     reference: Reference
@@ -57,8 +58,8 @@ class OutputVerifier:
 
     def verify_windows(self, timer: TimedSides) -> None:
         """Compare inputs, outputs and states of both sides after the last timed calls."""
-        # `check_times` reports late work. Wait here, so that an output is never read too early by
-        # chance.
+        # Wait, so that no output is read while it is still being written. Late work is reported by
+        # `check_times`.
         synchronizer(self.device)()
         size = size_words(self.pool.size)
         for slot, turn in zip(self.pool.slots, self.pool.pattern, strict=True):
@@ -88,8 +89,8 @@ class OutputVerifier:
     def verify_each_call(self, bound: BoundSide) -> None:
         """Call the second side a few more times, on new values each time, and compare each output.
 
-        Values do not change within a window, so a side that works only at every second call would
-        be right at its end.
+        Values do not change within a window. So a side that computes only in every second call
+        would still have the right outputs at the end of a window.
         """
         if self.pair.state is not None or not enabled("every-call"):
             return
