@@ -1,9 +1,10 @@
 """Write the artifacts of a run to its folder while its cases finish.
 
-`results.jsonl` has one complete line for each finished case; the samples of a case are in a
+`results.jsonl` has one complete line for each finished case. The samples of each case are in a
 separate file below `samples`. `canaries.jsonl` has the result of each process's canary.
-`manifest.json` says at the start what runs, and at the end how it ended. `results.json`, `.md` and
-`.csv` contain all of this for other programs and for people; the run writes them at its end.
+`manifest.json` is written at the start, with the options and the machine of the run, and again at
+the end, with its outcome. At its end, the run also writes `results.json`, `.md` and `.csv`, which
+contain all of this for other programs and for people.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ REPORT = "report.html"
 
 
 class Unclaimable(Exception):
-    """A run must not write to this folder. The message says why and what to do."""
+    """A run must not write to this folder. The message has the reason and the remedy."""
 
 
 class Artifacts:
-    """The folder of a run's artifacts. The first row of a new run removes those of an earlier run.
+    """The folder of a run's artifacts. The first row replaces the artifacts of an earlier run.
 
     Attributes:
         folder: the folder.
-        path: the file of rows.
-        canaries: the file of canaries.
-        begun: whether the artifacts of an earlier run are removed.
+        path: the file with one line per case.
+        canaries: the file with one line per canary.
+        begun: True once the artifacts of an earlier run have been removed.
 
     Raises:
         OSError: if the folder cannot be made or written.
@@ -62,8 +63,8 @@ class Artifacts:
         """Lock the folder for this run, until `release` or the end of this process.
 
         Raises:
-            Unclaimable: if it has other contents, or another run is writing to it.
-            OSError: if it cannot be written.
+            Unclaimable: if the folder contains files of no run, or another run is writing to it.
+            OSError: if the folder cannot be written.
         """
         if not run_reader.is_ours(self.folder) and any(
             map(self._is_foreign, self.folder.iterdir())
@@ -85,7 +86,7 @@ class Artifacts:
             pass  # some network file systems have no locks
 
     def _is_foreign(self, path: Path) -> bool:
-        """Whether `path` is anything but an empty journal."""
+        """Return whether `path` is anything but an empty journal."""
         return path != self.path or path.stat().st_size > 0
 
     def release(self) -> None:
@@ -95,7 +96,7 @@ class Artifacts:
             self._claim = None
 
     def start(self, manifest: Manifest) -> None:
-        """Write the manifest now, or with the first row if an earlier run's artifacts are there.
+        """Write the manifest. If an earlier run's artifacts are there, wait for the first row.
 
         Raises:
             OSError: if it cannot be written.
@@ -105,12 +106,12 @@ class Artifacts:
             self._begin()
 
     def _begin(self) -> None:
-        """Remove only what an earlier run wrote, and write the manifest."""
+        """Remove the files that an earlier run wrote, and only those. Then write the manifest."""
         self.begun = True
         for name in (run_reader.CANARIES, run_reader.MANIFEST, *WRITTEN, REPORT):
             (self.folder / name).unlink(missing_ok=True)
         run_reader.clear(self.folder)
-        self.path.write_text("")  # not replaced, because this file is locked
+        self.path.write_text("")  # emptied in place, because the lock belongs to this file
         self._write_manifest()
 
     def _ensure_begun(self) -> None:
@@ -118,7 +119,7 @@ class Artifacts:
             self._try(self.folder / run_reader.MANIFEST, self._begin)
 
     def add(self, row: Row) -> None:
-        """Append a row. If the disk refuses it, the run goes on and `error` says so."""
+        """Append a row. If that fails, the run continues, and `error` has the reason."""
         self._ensure_begun()
         number = self._given.get(self.path, 0) + 1
         samples = self._try(
@@ -131,7 +132,7 @@ class Artifacts:
         self._append(self.path, line.to_json())
 
     def add_canary(self, canary: Canary) -> None:
-        """Append a canary, as `add` does."""
+        """Append a canary. If that fails, the run continues, and `error` has the reason."""
         self._ensure_begun()
         self._append(self.canaries, msgspec.to_builtins(canary))
 
@@ -141,12 +142,12 @@ class Artifacts:
         peaks: Mapping[str, StoredPeaks],
         report: Callable[[Path], object] | None = None,
     ) -> None:
-        """Write the end of the manifest, the results and the report. `error` says what failed.
+        """Complete the manifest, and write the results and the report. `error` has what failed.
 
         Args:
-            facts: fields of the manifest that say how the run ended.
-            peaks: of the products that had cases.
-            report: writes the report of a folder, after everything else.
+            facts: the manifest's fields about the end of the run.
+            peaks: the stored peaks of the products that had cases.
+            report: a function that writes the report of a folder. It is called last.
         """
         self._ensure_begun()
         if self._manifest is not None:
@@ -169,7 +170,7 @@ class Artifacts:
         self._try(path, lambda: _append(path, line))
 
     def _try(self, path: Path, write: Callable[[], T]) -> T | None:
-        """Return the result of `write`, or None if it fails, and note that for `path`."""
+        """Return the result of `write`. If it fails, return None and keep the error for `path`."""
         self._given[path] = self._given.get(path, 0) + 1
         try:
             return write()
@@ -179,7 +180,7 @@ class Artifacts:
 
     @property
     def error(self) -> str | None:
-        """What is missing in the files, why, and what to do; or None."""
+        """A message with the missing contents of the files, the cause and the remedy; or None."""
         if not self._lost:
             return None
         lacking = [self._lacking(path, why) for path, why in self._lost.items()]
@@ -207,7 +208,7 @@ def publish(run: run_reader.RecordedRun) -> list[Path]:
 
 
 def stamped(base: Path) -> Path:
-    """Make a folder below `base` named by the time, point `latest` at it, and return it.
+    """Make a folder below `base` named after the current time, point `latest` at it, and return it.
 
     Raises:
         OSError: if it cannot be made, or `latest` is a folder.
@@ -229,7 +230,7 @@ def stamped(base: Path) -> Path:
 
 
 def _point(latest: Path, name: str) -> None:
-    """Replace `latest` with a link to `name`, or without symlinks with a file that names it."""
+    """Replace `latest` with a link to `name`, or without symlinks with a file that contains it."""
     temporary = latest.with_name(f".{latest.name}-{os.getpid()}")
     temporary.unlink(missing_ok=True)
     try:
@@ -243,7 +244,7 @@ def _point(latest: Path, name: str) -> None:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Append the whole line or nothing: half a line would spoil the next one."""
+    """Append the whole line or nothing, because half a line would corrupt the next line."""
     with open(path, "ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         try:

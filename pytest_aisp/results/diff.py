@@ -1,7 +1,7 @@
 """Compare two runs, or two states of the stored results, beyond the noise of each case.
 
-The noise is the margin of the gate against stored results (`verdict.record_margin`), because the
-two sides come from different sessions. Counted goals do not scatter.
+The two sides come from different sessions. So their noise is the margin that the gate against
+stored results allows (`verdict.record_margin`). Counted goals, such as launches, have no noise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .results_json import Case
 from .verdict import DEFAULT_SPREAD, RED, UNKNOWN_SESSION, record_margin
 
 TIME_FLOOR = 0.05
-"""Least noise of a time: a change of the GPU's clocks changes both times, but not their ratio.
+"""The least noise assumed for a time. The GPU's clocks change both times, but not their ratio.
 
 Times of the same kernel differ by up to 3.4 % from process to process (docs/explanation/spread.md).
 """
@@ -33,9 +33,12 @@ class Measured:
     """One case on one side of the comparison.
 
     Attributes:
-        value: ln(speedup); seconds: of ``baseline`` and ``optimized``, or nothing.
-        share: of the machine's `limit`; goals: as in `Result`.
-        spread: of one process's ln(speedup); session: from session to session, if recorded.
+        value: ln(speedup).
+        seconds: seconds per call of ``baseline`` and ``optimized``, or empty.
+        share: the share of the machine's `limit` that the optimized side reaches.
+        goals: the amounts by metric, as in `Result`.
+        spread: the spread of one process's ln(speedup).
+        session: the spread from session to session, if recorded.
         verdict: empty for a stored result.
     """
 
@@ -54,7 +57,7 @@ class Measured:
 
     @property
     def name(self) -> tuple[str, str, str]:
-        """Product, chapter and key, which identify a case on both sides."""
+        """The product, chapter and key. They identify the same case on both sides."""
         return self.product, self.chapter, self.key
 
 
@@ -65,8 +68,8 @@ class Change:
     Attributes:
         metric: ``speedup``, ``baseline time``, ``share of copy``, ``memory, optimized``, ...
         better: whether a higher or a lower value is better.
-        unit: ``x``, ``s``, ``share``, or the name of the goal that has the unit.
-        noise: the largest relative change that counts as no change; None for counts.
+        unit: ``x``, ``s``, ``share``, or the name of the goal whose unit applies.
+        noise: the largest relative change whose outcome is ``same``; None for counted metrics.
     """
 
     case: Measured
@@ -80,12 +83,12 @@ class Change:
 
     @property
     def change(self) -> float | None:
-        """Return the relative change, 0.1 for 10 % more; None if the old value is 0."""
+        """Return the relative change, such as 0.1 for 10 % more; None if the old value is 0."""
         return self.new / self.old - 1 if self.old else None
 
     @property
     def size(self) -> float:
-        """Return the change as a multiple of the noise, to sort by."""
+        """Return the change as a multiple of the noise. Changes are sorted by it."""
         if self.noise is None or not (self.old and self.new):
             return math.inf
         return abs(math.log(self.new / self.old)) / math.log1p(self.noise)
@@ -93,7 +96,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Turned:
-    """A case that is red on one side only, with both verdicts."""
+    """A case that is red on only one of the sides, with its verdict on each side."""
 
     case: Measured
     old: str
@@ -108,7 +111,7 @@ class Comparison:
     Attributes:
         changes: regressions first (the worst at the top), then improvements, then the rest.
         turned: cases that turned red, then those that turned green.
-        apart: cases that both sides have but that cannot be compared, with the reason.
+        apart: cases that both sides have but whose times cannot be compared, with the reason.
     """
 
     changes: tuple[Change, ...]
@@ -144,7 +147,7 @@ def of_run(cases: Iterable[Case]) -> Iterator[Measured]:
 
 
 def of_stored(stored: Stored, chapter: str) -> Iterator[Measured]:
-    """Yield the results of one file, ``<chapter>.json``."""
+    """Yield the stored results of one chapter, from the file ``<chapter>.json``."""
     for key, result in stored.results.items():
         yield Measured(
             product=stored.product,
@@ -177,7 +180,7 @@ def compare(old: Iterable[Measured], new: Iterable[Measured]) -> Comparison:
 
 
 def _why_apart(old: Measured, new: Measured) -> str:
-    """Return why the times of a case cannot be compared, or nothing."""
+    """Return why the times of a case cannot be compared, or an empty text if they can."""
     untimed = [side for side, case in (("OLD", old), ("NEW", new)) if case.value is None]
     if len(untimed) == 1:
         verdict = (old if untimed == ["OLD"] else new).verdict
@@ -188,7 +191,7 @@ def _why_apart(old: Measured, new: Measured) -> str:
 
 
 def _turned(old: Measured, new: Measured) -> Turned | None:
-    """Return whether a case turned red or green; a stored result without a verdict was green."""
+    """Return how a case turned red or green, or None. A stored result counts as green."""
     was, is_ = old.verdict in RED, new.verdict in RED
     known = bool(old.verdict and new.verdict)
     if is_ and not was and (known or new.value is None):
@@ -215,7 +218,7 @@ def _changes(old: Measured, new: Measured) -> Iterator[Change]:
 
 
 def margin(old: Measured, new: Measured) -> float:
-    """Return the margin of the gate against a stored result, in ln(speedup)."""
+    """Return the largest difference in ln(speedup) that the gate against stored results allows."""
     spreads = [case.spread for case in (old, new) if case.spread is not None]
     sessions = [case.session for case in (old, new) if case.session is not None]
     spread = max(spreads, default=DEFAULT_SPREAD[new.clock])

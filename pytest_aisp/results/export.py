@@ -1,4 +1,4 @@
-"""A run in the formats for other programs: the cases of `results.json`, Markdown and CSV."""
+"""Convert a run to formats for other programs: the cases of `results.json`, Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -170,20 +170,20 @@ def _row(case: Case) -> tuple[str, ...]:
 
 
 def label(case: Case) -> str:
-    """Return ``tiled, n=4096``."""
+    """Return the label of a case, such as ``tiled, n=4096``."""
     size = size_text(case.gpus, case.size)
     return f"{case.variant}, {size}" if size else case.variant
 
 
 def speed(speedup: Speedup | None) -> str:
-    """Return ``3.530x [3.510, 3.550]``, or nothing."""
+    """Return a text such as ``3.530x [3.510, 3.550]``; empty without a speedup."""
     if speedup is None:
         return ""
     return f"{times_text(speedup.value)} [{digits(speedup.low)}, {digits(speedup.high)}]"
 
 
 def times_text(speedup: float) -> str:
-    """Return ``3.530x``: three or four digits."""
+    """Return a speedup with three or four digits, such as ``3.530x``."""
     return f"{digits(speedup)}x"
 
 

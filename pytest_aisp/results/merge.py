@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from .models import Environments, Result, Results, Stored, base_of, differences
 
 HOURS_APART = 6
-"""Runs fewer hours apart are one session, because clocks and temperature change slowly."""
+"""Runs that start fewer hours apart count as one session: clocks and temperature change slowly."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ def merge(
         environments: the facts of each environment that `new` names.
         replace: True rewrites existing entries. False keeps them, but adds a second session to an
             entry that has one, and adds times or goals that an entry lacks. A second session must
-            be `HOURS_APART` from the first. An addition must have the same sources, clock and
-            tuning choices as the entry, and an environment without `differences`.
+            be at least `HOURS_APART` from the first. An addition must have the same sources, clock
+            and tuning choices as the entry, and there must be no `differences` between their
+            environments.
     """
     table = _table(stored, environments)
     for name, facts in stored.environments.items():
@@ -57,7 +58,7 @@ def merge(
 def why_kept(stored: Stored, key: str, new: Result, environments: Environments) -> str:
     """Return why `merge` with ``replace=False`` did not add `new` to `stored`, or an empty text.
 
-    The text is also empty if the stored result is comparable and already has two sessions.
+    The text is also empty if `new` is comparable and the stored result already has two sessions.
     """
     old = stored.results.get(key)
     if old is None or set(new.environments) <= set(old.environments):
@@ -94,7 +95,7 @@ def _could_be_second(old: Result, new: Result) -> bool:
 
 
 def _are_apart(old: Result, new: Result, table: Environments) -> bool:
-    """Return whether the sessions are far enough apart, by the times in their keys or by date."""
+    """Return whether the sessions are far enough apart. If a key has no time, compare dates."""
     one, other = old.environments[0], new.environments[0]
     first, second = _start(one), _start(other)
     if first is not None and second is not None:
@@ -104,7 +105,7 @@ def _are_apart(old: Result, new: Result, table: Environments) -> bool:
 
 
 def _start(name: str) -> datetime.datetime | None:
-    """Return when the session with this key began, or None for a key without a time."""
+    """Return the start time in the key `name` of a session, or None if the key has no time."""
     for form in ("%Y-%m-%dT%H%M%S.%fZ", "%Y-%m-%dT%H%M%SZ"):
         with suppress(ValueError):
             return datetime.datetime.strptime(name, form)
@@ -117,7 +118,7 @@ def _completed(old: Result, new: Result) -> Result:
 
 
 def _with_session(old: Result, new: Result, table: Environments) -> Result:
-    """Return one result with both sessions, ordered by date."""
+    """Return one result that has the sessions of both, ordered by date."""
     names = {result.environments[0]: result for result in (old, new)}
     first, last = sorted(names, key=lambda name: (str(table[name].get("date", "")), name))
     values = names[first].values + names[last].values

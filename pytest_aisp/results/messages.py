@@ -1,8 +1,8 @@
-"""The messages between the pytest process and its worker processes: one JSON object a line.
+"""The messages between the pytest process and its worker processes: one JSON object per line.
 
 A `Task` goes to the worker process. `ProgressUpdate` messages and one `Reply` come back. Each class
-has a tag, and both ends dispatch on the type. Only plain types go through the pipe. So the two ends
-may run different interpreters, and a recorded reply can be replayed.
+has a tag, from which both ends recognize its type. Only plain types go through the pipe. So the two
+ends may run different interpreters, and a recorded reply can be replayed.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import msgspec
 from msgspec import UNSET, Struct
 
 Json: TypeAlias = Any
-"""A JSON value of no fixed type: numbers, text, lists and tables."""
+"""Any JSON value: a number, a text, a list or a table."""
 
 READY = "ready"
-"""The first progress message of a process. The time limit of a task starts when it arrives."""
+"""The first progress message of a process. When it arrives, the time limit of a task starts."""
 
 AT = " at "
-"""The text between the work and the size in a progress message."""
+"""The text that separates the work from the size in a progress message."""
 
 
 class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
-    """A request.
+    """A request to a worker process.
 
     Attributes:
         device: ``cuda`` or ``cpu``.
@@ -37,7 +37,7 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_fi
 
     @property
     def kind(self) -> str:
-        """The tag, which is also the word for the work in messages to the user."""
+        """The tag. Messages to the user name the work by this word too."""
         return str(self.__struct_config__.tag)
 
 
@@ -53,13 +53,15 @@ class CaseTask(Task, frozen=True, kw_only=True):
     """A request about one case of a page.
 
     Attributes:
-        page: path of the page. `root` is the root of its tree, `module` its import name.
-        function, variant, size, gpus: the case. `case` is its pytest id.
-        at: ``case`` checks the case's own size and a few fixed ones, ``check`` small ones only.
-        rule: keywords of `numerics.Rule`.
-        seed: secret seed of the values at check sizes and of unseen values.
+        page, root, module: path of the page, root of its tree, and the page's import name.
+        function, variant, size, gpus: the test function and the parameters of the case.
+        case: pytest id of the case.
+        at: the sizes to check: ``case`` for the case's own size and a few fixed ones, ``check``
+            for small ones only.
+        rule: keyword arguments for `numerics.Rule`.
+        seed: secret seed of the input values at check sizes, and of values that no side has seen.
         reproducible: use deterministic algorithms only.
-        without: protections to switch off. Only the tests of exploits do that.
+        without: protections to switch off. Only the tests of exploits use this.
     """
 
     page: str = ""
@@ -78,7 +80,7 @@ class CaseTask(Task, frozen=True, kw_only=True):
 
 
 class CheckTask(CaseTask, frozen=True, kw_only=True, tag="check"):
-    """Check both sides against the reference; `search` looks for failing sizes too."""
+    """Check both sides against the reference. With `search`, also look for sizes that fail."""
 
     search: bool = False
 
@@ -87,15 +89,16 @@ class TimeTask(CaseTask, frozen=True, kw_only=True, tag="time"):
     """Time two sides against each other.
 
     Attributes:
-        versus: ``baseline``, ``self`` for an A/A trial, ``old`` for a side at a commit.
+        versus: the comparison: ``baseline`` for the two sides, ``self`` for an A/A trial, ``old``
+            for a side against its version at a commit.
         side: for ``old``, the role of that side.
         past: for ``old``, the page at the commit.
-        budget: keywords of `schedule.Budget`.
+        budget: keyword arguments for `schedule.Budget`.
         replicate: number of this process among those that measure the case.
-        keep: keep the expected results of a `replicate` for the next task.
-        planted: slowdown planted in the second side, as a share of calls that are timed but not
-            counted.
-        audit: profile the kernels of both sides after the last window.
+        keep: with a `replicate` above 0, keep the expected results for the next task.
+        planted: slowdown to plant in the second side, as a share of its calls. That many more
+            calls are timed but not counted.
+        audit: profile the kernels of both sides after the last timing window.
         timer: ``target`` (module:function) and ``options`` of a timer other than the device's own.
     """
 
@@ -111,7 +114,7 @@ class TimeTask(CaseTask, frozen=True, kw_only=True, tag="time"):
 
 
 class CountTask(CaseTask, frozen=True, kw_only=True, tag="count"):
-    """Count a metric of `metric_limits.METRICS`; for process sides, only of the role `side`."""
+    """Measure a metric of `metric_limits.METRICS`. For process sides, measure only `side`."""
 
     metric: str
     side: str = ""
@@ -126,7 +129,7 @@ class ChangedTask(CaseTask, frozen=True, kw_only=True, tag="changed"):
 
 
 class SampleTask(CaseTask, frozen=True, kw_only=True, tag="sample"):
-    """Time the process side named `side` in this process; with `past`, the side of that page."""
+    """Time the process side named `side` in this process. With `past`, use that page's side."""
 
     side: str
     past: PageSource | None = None
@@ -139,7 +142,7 @@ class CompileTask(CaseTask, frozen=True, kw_only=True, tag="compile"):
 
 
 class ProfileTask(CaseTask, frozen=True, kw_only=True, tag="profile"):
-    """Profile both sides with torch into `folder`, or only run the role `side` under a profiler."""
+    """Profile both sides with torch into `folder`. If another profiler is used, only run `side`."""
 
     folder: str = ""
     side: str = ""
@@ -158,7 +161,7 @@ class DrawTask(CaseTask, frozen=True, kw_only=True, tag="draw"):
 class PrepareTask(CaseTask, frozen=True, kw_only=True, tag="prepare"):
     """Get the role `side` ready in the sandbox, with as many `slots` as were timed.
 
-    With ``clock="graph"`` a unit of work is a graph of `counted` calls, else one call.
+    With ``clock="graph"``, a unit of work is a graph of `counted` calls. Otherwise it is one call.
     """
 
     side: str
@@ -228,12 +231,12 @@ AnyTask: TypeAlias = (
 
 
 def case_fields(task: CaseTask) -> dict[str, Json]:
-    """Return the fields that every task about the same case shares."""
+    """Return the fields that are the same in every task about the case."""
     return {name: getattr(task, name) for name in CaseTask.__struct_fields__}
 
 
 class ProgressUpdate(Struct, frozen=True, tag="progress"):
-    """What the process is doing now. It also renews the time limit."""
+    """The current work of the process. Each message also restarts the time limit."""
 
     text: str
 
@@ -246,7 +249,7 @@ class RankStarted(Struct, frozen=True, tag="rank started"):
 
 
 class RankStep(Struct, frozen=True, tag="rank step"):
-    """How many agreements with the other ranks a rank has reached."""
+    """The number of agreements that a rank has reached with the other ranks."""
 
     number: int
 
@@ -258,8 +261,9 @@ ErrorKind = Literal[
 ]
 """``wrong``: a result is wrong.
 
-``page``: the page breaks a rule. ``side``: a side raised. ``fault``: a side raised, and its process
-lost its GPU. ``unrecorded``: the recording has ended.
+``page``: the page breaks a rule. ``side``: a side raised an exception. ``fault``: a side raised an
+exception, and its process can no longer use its GPU. ``unrecorded``: a replayed run has no more
+samples.
 """
 
 
@@ -268,11 +272,11 @@ class Reply(Struct, frozen=True, kw_only=True, tag="reply"):
 
     Attributes:
         error: the kind of error, or None.
-        message: the error in words. The last line says what to do.
+        message: the error in words. Its last line is the remedy.
         at: the size at which the error happened; empty for the task's own size.
         trace: the traceback lines of the page.
-        result: one of `task_results`, in plain types if it has crossed a pipe. See `read`.
-        exhausted: the process holds more GPU memory than its share and must be replaced.
+        result: one of `task_results`. After a pipe it has plain types, which `read` converts.
+        exhausted: True if the process uses more GPU memory than its share and must be replaced.
     """
 
     error: ErrorKind | None = None
@@ -284,7 +288,7 @@ class Reply(Struct, frozen=True, kw_only=True, tag="reply"):
 
     def read(self, kind: type[Result]) -> Result:
         """Return the result as `kind`, the result of the task."""
-        return msgspec.convert(self.result, kind, strict=False)  # infinities are text
+        return msgspec.convert(self.result, kind, strict=False)  # infinities are sent as text
 
 
 Answer: TypeAlias = ProgressUpdate | RankStarted | RankStep | Reply
@@ -298,7 +302,7 @@ def failed(error: ErrorKind, message: str, doing: str, trace: str) -> Reply:
 
 
 def encode(message: Task | Answer) -> bytes:
-    """Return one line. Raises TypeError for values that are no plain types."""
+    """Return the message as one line. Raise TypeError if a value has no plain type."""
     return json.dumps(plain(message)).encode() + b"\n"
 
 
@@ -315,11 +319,11 @@ def decode_task(line: bytes) -> AnyTask:
 
 
 def plain(value: Json) -> Json:
-    """Return `value` with infinities as text and tuples as lists; other types raise TypeError."""
+    """Return `value` with infinities as text and tuples as lists. Raise TypeError for others."""
     if isinstance(value, float) and type(value) is float:
         return value if value - value == 0 else str(value)
     if isinstance(value, str):
-        return str(value)  # torch's version is a subclass
+        return str(value)  # torch's version is a subclass of str
     if value is None or type(value) in (bool, int):
         return value
     if isinstance(value, Mapping):

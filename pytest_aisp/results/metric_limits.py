@@ -1,7 +1,7 @@
 """Metrics besides time that a page may limit: memory, launches, energy and goodput.
 
-Counts do not scatter, so there are no votes on them. A metric with `noise` is judged in favor of
-the optimized side.
+Counts do not scatter, so there are no votes on them. Noise of a metric counts in favor of the
+optimized side: a limit is missed only if the amount is beyond it by more than the noise.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ class Metric:
     """One metric.
 
     Attributes:
-        what: what is counted, in words.
+        what: the words that follow the amounts in a message.
         assertion: the method of `pair` that limits it.
-        unit: formats one amount.
-        relative: whether the limit is a share of the baseline's amount.
-        margin, slack: an amount is worse than the stored one beyond this share of it plus `slack`.
-        rises: whether more is better.
+        unit: function that formats one amount.
+        relative: True if the limit is a share of the baseline's amount.
+        margin, slack: the allowed loss against the stored amount: the share `margin` of it, plus
+            the amount `slack`.
+        rises: True if a larger amount is better.
     """
 
     what: str
@@ -48,7 +49,7 @@ class Metric:
         return f"{both}, {share:.3g} of the baseline's against {limit:g}{noise}"
 
     def both(self, amounts: Amounts) -> str:
-        """Return ``600 MiB / 240 MiB``."""
+        """Return the amounts of both sides, such as ``600 MiB / 240 MiB``."""
         return f"{self.unit(amounts['baseline'])} / {self.unit(amounts['optimized'])}"
 
     def missed(self, amounts: Amounts, limit: float) -> bool:
@@ -68,7 +69,7 @@ class Metric:
 
 
 def shares(busy: Amounts, seconds: Sequence[float]) -> dict[str, float]:
-    """Return the share of a call's `seconds`, of both sides, that it is `busy`; at most 1.
+    """Return, by side, the share of a call's `seconds` in which the GPU is `busy`; at most 1.
 
     Under the profiler the GPU's clocks may differ, so kernels can seem busy for longer than a call.
     """
@@ -77,7 +78,7 @@ def shares(busy: Amounts, seconds: Sequence[float]) -> dict[str, float]:
 
 
 def joules(value: float) -> str:
-    """Return ``1.23 mJ``: three digits and the unit that suits them."""
+    """Return an energy with three digits and a suitable unit, such as ``1.23 mJ``."""
     for unit, scale in (("J", 1.0), ("mJ", 1e-3), ("uJ", 1e-6)):
         if value >= scale:
             return f"{value / scale:.3g} {unit}"
@@ -92,7 +93,8 @@ def check_goals(goals: Mapping[str, Amounts]) -> None:
             raise ValueError(f"goals={goals} must be {legal}")
 
 
-# The allocator takes segments of 2 or 20 MiB, and a library may choose another workspace.
+# The margins allow for the allocator, which reserves segments of 2 or 20 MiB, and for libraries,
+# which may choose another workspace.
 _ALLOCATED, _SEGMENTS = (0.01, 1 << 20), (0.01, 40 << 20)
 METRICS: dict[str, Metric] = {
     "memory": Metric("beyond the inputs", "assert_memory", amount, True, *_ALLOCATED),

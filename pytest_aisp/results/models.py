@@ -23,12 +23,12 @@ Environments: TypeAlias = Mapping[str, Environment]
 VERSIONS = ("driver", "cuda", "torch", "triton")
 """The facts of an environment that are always known and always compared."""
 COMPARED = ("cudnn", "cublas", "power_limit_w", "mig")
-"""Facts that are compared if both environments know them; they affect GPU kernels."""
+"""Facts that affect GPU kernels. They are compared if both environments have them."""
 COMPARED_BY_HOST = ("cpu", "governor")
-"""Facts that are compared too on `HOST_CLOCKS`, because the host's speed affects these clocks."""
+"""Additional facts compared on `HOST_CLOCKS`, because the host's speed affects these clocks."""
 HOST_CLOCKS = ("host", "cpu", "process")
 COMPARED_BY_RANKS = ("nccl", "links")
-"""Facts that are compared too for cases on several GPUs."""
+"""Additional facts compared for cases on several GPUs."""
 
 
 Role = Literal["baseline", "optimized"]
@@ -40,29 +40,30 @@ LogRatios = Annotated[tuple[Annotated[float, Meta(ge=-50, le=50)], ...], Meta(mi
 Amount = Annotated[int, Meta(ge=0, lt=10**18)] | Annotated[float, Meta(ge=0, lt=1e18)]
 ROLES: tuple[Role, ...] = get_args(Role)
 TIMES = ("baseline_us", "optimized_us", "clock", "values")
-"""A result has all of these fields, or none if nothing was timed."""
+"""The fields that a timed result has. A result without timing has none of them."""
 
 
 class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The stored result of one case; its numbers are rounded as in the file.
+    """The stored result of one case. Its numbers are rounded to the digits in the file.
 
-    With several sessions, a field without sessions is from the latest session.
+    If there are several sessions, a field that has only one value is from the latest session.
 
     Attributes:
         baseline_us, optimized_us: microseconds per call, to four digits.
-        share: share of the machine's `limit` that the optimized side reaches, as in 0.92.
-        limit: name of that limit, as in ``copy``.
-        clock: ``graph``, ``queue``, ``host``, ``cpu``, ``process``.
-        values: ln(speedup) by session, by process, to 0.00001.
+        share: share of the machine's `limit` that the optimized side reaches, such as 0.92.
+        limit: name of that limit, such as ``copy``.
+        clock: ``graph``, ``queue``, ``host``, ``cpu`` or ``process``.
+        values: for each session, ln(speedup) of each process, rounded to 0.00001.
         environments: for each session, its key in the file's table of environments. A case that
             was not timed has one session.
         sources: hashes of the sources of both sides.
         choices: tuning choices of the sides.
-        goals: by metric, the amount per call of ``baseline`` and ``optimized``, and ``noise``.
+        goals: by metric, the amounts per call of ``baseline`` and ``optimized``, and the relative
+            ``noise`` of both.
         samples: hash of the file with the samples.
 
     Raises:
-        ValueError: if fields contradict each other. `of` also checks each field.
+        ValueError: if fields contradict each other. Only `of` also checks the type of each field.
     """
 
     baseline_us: Microseconds | None = None
@@ -79,7 +80,7 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
 
     @classmethod
     def of(cls, plain: Mapping[str, Json]) -> Result:
-        """Return the result from plain types. Raises ValueError if the file cannot hold them."""
+        """Return the result from plain types. Raise ValueError if a file cannot contain them."""
         return msgspec.convert(plain, cls)
 
     def __post_init__(self) -> None:
@@ -133,12 +134,12 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
 
     @property
     def processes(self) -> int:
-        """How many processes were measured in all sessions."""
+        """The number of processes measured in all sessions together."""
         return sum(map(len, self.values))
 
     @property
     def own_spread(self) -> float | None:
-        """Spread of a process's value, relative to the mean of its session; None below 3."""
+        """Spread of the processes' values around their session's mean; None below 3 values."""
         spreads = [trimmed_spread(session) for session in self.values if len(session) >= 3]
         return rms(spreads) if spreads else None
 
@@ -163,25 +164,25 @@ class Stored(Struct, frozen=True):
 
 
 def joined(product: str, count: int) -> str:
-    """Return the product of `count` GPUs of `product`: ``nvidia-h200-x2``."""
+    """Return the product name of `count` GPUs of `product`, such as ``nvidia-h200-x2``."""
     return product if count == 1 else f"{product}-x{count}"
 
 
 def base_of(product: str) -> str:
-    """Return the product of one GPU: ``nvidia-h200`` for ``nvidia-h200-x2``."""
+    """Return the product name of a single GPU: ``nvidia-h200`` for ``nvidia-h200-x2``."""
     return re.sub(r"-x\d+$", "", product)
 
 
 def differences(
     one: Environment, other: Environment, clock: str, *, several: bool = False
 ) -> list[str]:
-    """Return the facts that make times on `clock` in two environments not comparable.
+    """Return the facts because of which times on `clock` in two environments are not comparable.
 
-    If one environment does not know a fact, that is no difference, because older files lack some.
-    Other facts, such as the NUMA node, are only recorded.
+    A fact that one environment lacks is no difference, because older files lack some facts. Other
+    facts, such as the NUMA node, are recorded but never compared.
 
     Args:
-        several: whether several GPUs worked together; then `COMPARED_BY_RANKS` count too.
+        several: True if several GPUs worked together. Then `COMPARED_BY_RANKS` are compared too.
     """
     names = COMPARED + (COMPARED_BY_HOST if clock in HOST_CLOCKS else ())
     names += COMPARED_BY_RANKS if several else ()
@@ -190,13 +191,13 @@ def differences(
 
 
 def pooled(results: Iterable[Result], clock: str) -> list[float]:
-    """Return the own spreads of the results measured on `clock`."""
+    """Return `Result.own_spread` of each result measured on `clock`."""
     spreads = (result.own_spread for result in results if result.clock == clock)
     return [spread for spread in spreads if spread is not None]
 
 
 def session_sd(results: Iterable[Result], clock: str) -> float:
-    """Return the standard deviation between sessions on `clock`; without data, the assumed one."""
+    """Return the standard deviation between sessions on `clock`. Without data, it is assumed."""
     cases = [result.values for result in results if result.clock == clock]
     return session_spread(cases, UNKNOWN_SESSION[clock])
 
@@ -204,14 +205,14 @@ def session_sd(results: Iterable[Result], clock: str) -> float:
 def _rounded(value: float | None, form: str) -> float | None:
     if value is None:
         return None
-    return float(format(value, form)) + 0.0  # no -0.0: equal results must give the same text
+    return float(format(value, form)) + 0.0  # no -0.0, so that equal results give equal text
 
 
 def _sorted_table(name: str, table: Mapping[str, Json]) -> dict[str, Json]:
-    """Return a sorted copy of `table`, as it will be when read from the file.
+    """Return a sorted copy of `table`, with the types it will have when read from the file.
 
     Raises:
-        ValueError: for a value that is not finite JSON.
+        ValueError: if a value is infinite, or has no JSON type.
     """
     try:
         text = json.dumps(dict(table), sort_keys=True, allow_nan=False)

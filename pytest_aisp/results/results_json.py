@@ -1,4 +1,4 @@
-"""The models of `results.json` and of its manifest and canaries, and their JSON Schema.
+"""The types of `results.json`, of its manifest and of its canaries, and their JSON Schema.
 
 Version 1 may gain fields. Existing fields keep their names and meanings. A field with a default may
 be missing when a file is read.
@@ -22,19 +22,19 @@ from .task_results import (
 from .verdict import ORDER
 
 SCHEMA = 1
-"""Version of `results.json`, of the manifest, and of the journal's lines."""
+"""The version number in `results.json`, in the manifest, and in each line of the journal."""
 NEWER_FIELDS = {
     "Manifest": {"no_canary"},
     "Case": {"gpus"},
     "Goal": {"noise", "stored", "margin", "slack"},
 }
-"""Fields that were added to version 1 later; a valid file may lack them."""
+"""Fields that were added to version 1 later. A valid file may lack them."""
 MODES = ["measure", "check", "compile", "aa", "replay", "record"]
 UTC = Meta(description="UTC, ISO 8601.", extra_json_schema={"format": "date-time"})
 
 
 def about(text: str) -> Meta:
-    """Return the description of a field in the schema."""
+    """Return metadata that makes `text` the description of a field in the schema."""
     return Meta(description=text)
 
 
@@ -311,7 +311,7 @@ def schema() -> dict[str, Json]:
     definitions = msgspec.json.schema(Results)["$defs"]
     for name, model in definitions.items():
         for described in model["properties"].values():
-            described.pop("default", None)  # defaults are for reading; every field is written
+            described.pop("default", None)  # defaults only fill in missing fields of old files
         model["required"] = sorted(model["properties"].keys() - NEWER_FIELDS.get(name, set()))
     results = definitions.pop("Results")
     return {

@@ -1,4 +1,4 @@
-"""A row contains everything that is known about one case."""
+"""Rows: the records of single cases, with their samples and the texts made from them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LETTERS = {
 
 
 class Profile(ProfileResult, omit_defaults=True):
-    """The files that the profiler `tool` wrote below `folder`, or nothing."""
+    """The files that the profiler `tool` wrote below `folder`; empty without a profile."""
 
     tool: str = ""
     folder: str = ""
@@ -47,7 +47,7 @@ class Recording(Struct, omit_defaults=True, kw_only=True):
     """The fields of `models.Result` that ``--aisp-update-expectations`` stores for a case.
 
     Attributes:
-        replace: whether to replace a stored result.
+        replace: True to replace an existing stored result.
     """
 
     baseline_us: float | None = None
@@ -66,33 +66,36 @@ class Recording(Struct, omit_defaults=True, kw_only=True):
 
 
 class CaseRecord(Struct):
-    """What is known about one case after it ended.
+    """The facts about one case after its end, without samples.
 
     Attributes:
-        file, key: the file of its stored result, and the key in it.
-        page, function, variant, size, bound: the case.
+        file, key: the file of the case's stored result, and its key in that file.
+        page, function, variant, size, bound: the page and the test function, the case's parameters,
+            and the resource that bounds it.
         gpus: number of ranks that its sides run on.
         baseline: name of the slow side.
-        product, arch: the machine. need: why the case could not be timed here, or empty.
-        verdict: empty until the case is judged.
+        product, arch: the machine.
+        need: why the case could not be timed here, or empty.
+        verdict: the verdict; empty before there is one.
         value, low, high: ln(speedup) with its 99 % interval; None if nothing was timed.
-        clock: the clock that judged.
-        seconds: time of a call by side, the baseline's first.
+        clock: the clock whose times the verdict uses.
+        seconds: seconds per call by side, with the baseline first.
         share, limit: share of the machine's limit that the optimized side reaches.
-        claim, stored: the limits that the speedup was compared with.
+        claim, stored: the page's claim and the stored value, with which the speedup was compared.
         origins: the places where ``claim``, ``stored`` and ``limit`` are written.
-        work: what a call must move and compute. sources: hashes of both sides' sources.
-        spread, session: of one process's ln(speedup), and from session to session if recorded.
+        work: the bytes and the operations that a call needs at least.
+        sources: hashes of both sides' sources.
+        spread, session: spread of one process's ln(speedup), and spread from session to session.
         detectable: the smallest loss of ln(speedup) that is detected in 99 % of trials.
-        votes: ln(speedup) of every fresh process.
+        votes: ln(speedup) of every fresh process that voted.
         trials: ln(speedup) and verdict of each repeated A/A trial.
-        suspect: 1 if slower than before, -1 if faster, else 0.
-        reasons: what was missed, by how much, and where the limit came from.
-        notes, remarks: further facts. Remarks are shown without ``-vv``.
-        launch_bound: by side, how many times longer a call takes without a graph, if much.
-        goals: by metric, the amount per call of ``baseline`` and ``optimized``.
+        suspect: 1 for a suspect that is slower, -1 for one that is faster, else 0.
+        reasons: texts with each missed limit, the amount missing, and the origin of the limit.
+        notes, remarks: further facts. Notes are shown only with ``-vv``, remarks always.
+        launch_bound: by launch-bound side, how many times longer a call takes without a graph.
+        goals: by metric, the amounts per call of ``baseline`` and ``optimized``.
         limits: the page's limits by metric.
-        held: by metric, the stored amount of the optimized side.
+        held: by metric, the optimized side's amount in the stored result.
         environment: versions and facts that the result depends on.
         wall: seconds that the whole case took.
     """
@@ -142,17 +145,17 @@ class CaseRecord(Struct):
     wall: float = 0.0
 
     def to_json(self) -> dict[str, Json]:
-        """Return plain types. Raises TypeError for a value of another type."""
+        """Return the row in plain types. Raise TypeError for a value of another type."""
         plain: dict[str, Json] = msgspec.to_builtins(self)
         return plain
 
     @property
     def speedup(self) -> float | None:
-        """Return how many times faster the optimized side is."""
+        """Return the speedup of the optimized side as a factor."""
         return None if self.value is None else math.exp(self.value)
 
     def headline(self) -> str:
-        """Return ``3.53x [3.51, 3.55] 92 % copy``, or what replaced the timing."""
+        """Return ``3.53x [3.51, 3.55] 92 % copy``, or `need` for an untimed case."""
         if self.value is None or self.low is None or self.high is None:
             return self.need
         text = f"{ratio(self.value)} [{bare(self.low)}, {bare(self.high)}]"
@@ -161,7 +164,7 @@ class CaseRecord(Struct):
     def properties(self) -> list[tuple[str, float | str]]:
         """Return flat numbers and words for JUnit: speedups as ratios, losses as shares, seconds.
 
-        A claim is a speedup or a word; each goal counts for both sides.
+        A claim is a speedup or a word. Each goal applies to both sides.
         """
         found: dict[str, float | str | None] = {
             "verdict": self.verdict,
@@ -181,7 +184,7 @@ class CaseRecord(Struct):
         return [(f"aisp_{name}", value) for name, value in found.items() if value not in (None, "")]
 
     def pair_seconds(self) -> tuple[float, ...]:
-        """Return the seconds of baseline and variant, or nothing."""
+        """Return the seconds per call of baseline and variant; empty if nothing was timed."""
         return tuple(self.seconds.values())
 
 
@@ -195,7 +198,7 @@ class SampleFile(Struct):
 
 
 class Samples(TypedDict):
-    """A file of samples. See `Row` for the meaning of each field."""
+    """The contents of a file of samples. `Row` explains each field."""
 
     checks: list[dict[str, Json]]
     timings: list[dict[str, Json]]
@@ -203,10 +206,10 @@ class Samples(TypedDict):
 
 
 class JournalLine(CaseRecord, kw_only=True):
-    """A line of a journal: a case's record, and the file with its samples.
+    """A line of the journal: a case's record, and a reference to the file of its samples.
 
     Attributes:
-        samples: None if they could not be written.
+        samples: the file of samples; None if it could not be written.
     """
 
     schema: int
@@ -221,8 +224,8 @@ class Row(CaseRecord):
     """A case's record with the full replies of the processes that checked and timed it.
 
     Attributes:
-        checks, timings: replies in the order in which they arrived.
-        against: replies about a changed side that was timed against its version at a commit.
+        checks, timings: the replies, in the order in which they arrived.
+        against: replies of processes that timed a changed side against its version at a commit.
     """
 
     checks: list[dict[str, Json]] = []
@@ -251,18 +254,18 @@ def bare(value: float) -> str:
 
 
 def digits(speedup: float) -> str:
-    """Return a speedup with the digits to show, as ``3.530`` or ``12.0``."""
+    """Return a speedup with a suitable number of digits, such as ``3.530`` or ``12.0``."""
     return f"{speedup:.3f}" if speedup < 9.9995 else f"{speedup:.1f}"
 
 
 def size_text(gpus: int, size: Mapping[str, object]) -> str:
-    """Return ``2 GPUs, n=4096``: the number of GPUs if there are several, then the size."""
+    """Return the number of GPUs if there are several, and the size, such as ``2 GPUs, n=4096``."""
     ranks = [f"{gpus} GPUs"] if gpus > 1 else []
     return ", ".join([*ranks, *(f"{name}={value}" for name, value in size.items())])
 
 
 def duration(seconds: float) -> str:
-    """Return ``128.2 us``: four digits and a suitable unit."""
+    """Return a time with four digits and a suitable unit, such as ``128.2 us``."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= scale:
             return f"{seconds / scale:.4g} {unit}"
@@ -272,11 +275,11 @@ def duration(seconds: float) -> str:
 LAUNCH_BOUND = 1.5
 """A side is launch-bound if its calls take this many times as long without a graph."""
 MORE_TIMES, MORE_BYTES = 1.5, 64 << 20
-"""Memory is traded for speed if the optimized side needs this factor and this many bytes more."""
+"""Memory is traded for speed if the optimized side needs more by this factor and by these bytes."""
 
 
 def graph_notes(names: Sequence[str], details: Mapping[str, Json]) -> list[str]:
-    """Return the graph nodes per call of both sides, or why they were not counted."""
+    """Return notes with both sides' graph nodes per call, or why there is no count."""
     if "no graph_nodes" in details:
         return [f"graph: nodes not counted: {details['no graph_nodes']}"]
     by_side = details.get("graph_nodes", {})
@@ -294,7 +297,7 @@ def memory_note(peaks: Mapping[str, int]) -> tuple[str, bool]:
     """Return the text about the memory of both sides, and whether memory is traded for speed.
 
     Args:
-        peaks: bytes beyond the inputs, of ``baseline`` and ``optimized``.
+        peaks: peak bytes of ``baseline`` and ``optimized``, without their inputs.
     """
     baseline, optimized = peaks["baseline"], peaks["optimized"]
     traded = optimized > MORE_TIMES * baseline and optimized - baseline > MORE_BYTES
@@ -302,7 +305,7 @@ def memory_note(peaks: Mapping[str, int]) -> tuple[str, bool]:
 
 
 def amount(count: float) -> str:
-    """Return ``1.2 GiB`` for a number of bytes."""
+    """Return a number of bytes with a suitable unit, such as ``1.2 GiB``."""
     if count < 1024:
         return f"{count:.0f} B"
     power = 3 if count >= 1 << 30 else 2 if count >= 1 << 20 else 1
@@ -313,11 +316,12 @@ def amount(count: float) -> str:
 def launch_bound(
     clock: str, seconds: Mapping[str, float], as_called: Sequence[float]
 ) -> dict[str, float]:
-    """Return by side how many times longer a launch-bound call takes without a graph.
+    """Return for each launch-bound side how many times longer a call takes without a graph.
 
     Args:
-        clock: the clock that judges; on all but ``graph`` the result is empty.
-        seconds: per call by side on that clock; `as_called`: on the host's, in the same order.
+        clock: the clock whose times the verdict uses. The result is empty unless it is ``graph``.
+        seconds: seconds per call by side on that clock.
+        as_called: seconds per call on the host's clock, for the sides in the same order.
     """
     if clock != "graph":
         return {}

@@ -1,4 +1,4 @@
-"""Read a run from its folder of artifacts, also one that was killed."""
+"""Read a run from its folder of artifacts, even if the run was killed."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from .row import JournalLine, Row, SampleFile, Samples
 T = TypeVar("T")
 JOURNAL, CANARIES, MANIFEST = "results.jsonl", "canaries.jsonl", "manifest.json"
 LATEST = "latest"
-"""A link to the newest of the folders named by time, or a file with its name."""
+"""A link to the newest of the timestamped folders, or a file that contains its name."""
 
 
 class RunError(Exception):
-    """The folder has no readable run. The message says why and what to do."""
+    """The folder has no readable run. The message has the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One run.
+    """One run, as read from its folder.
 
     Attributes:
         path: the folder.
-        manifest: what ran, on what, and how it ended.
-        lines: the journal: one line for each case, its samples by reference.
+        manifest: the run's options, its machine and its outcome.
+        lines: the journal's lines, one for each case. Each refers to a file with its samples.
         canaries: the canary of each process.
-        lost: the lines that are left out because they are half written.
-        plain_manifest, plain_canaries: both as their files have them, with fields of newer
-            versions.
+        lost: a message about each line that is left out because it is only half written.
+        plain_manifest, plain_canaries: the contents of both files, including fields that only
+            newer versions use.
     """
 
     path: Path
@@ -63,7 +63,7 @@ class RecordedRun:
         return [export.case(line, self.manifest.root) for line in self.lines]
 
     def plain(self) -> dict[str, Json]:
-        """Return what `results.json` holds."""
+        """Return the contents of `results.json`."""
         return {
             "schema": SCHEMA,
             "run": self.plain_manifest,
@@ -76,7 +76,7 @@ class RecordedRun:
         """Return the ``checks``, ``timings`` and ``against`` of a case of `cases`.
 
         Raises:
-            RunError: if they are missing, or are not the ones that the run wrote.
+            RunError: if they are missing, or were changed after the run wrote them.
         """
         file = msgspec.convert(case["samples"], SampleFile | None)
         return self._samples(case["id"], file)
@@ -97,7 +97,7 @@ def load(folder: Path | str) -> RecordedRun:
     """Return the run in `folder`.
 
     Raises:
-        RunError: if there is none that can be read.
+        RunError: if the folder has no run that can be read.
     """
     path = folder_of(Path(folder))
     if not path.is_dir():
@@ -122,14 +122,14 @@ def folder_of(path: Path) -> Path:
         return path
     if path.is_file():
         return path.parent / path.read_text(encoding="utf-8").strip()
-    return path.resolve()  # a later run may move the link
+    return path.resolve()  # fix the folder now, because a later run may move the link
 
 
 def journal(file: Path) -> tuple[list[JournalLine], list[str]]:
     """Return the lines of a journal, and a message about a line that is left out.
 
     Raises:
-        RunError: if the file cannot be read, is no journal, or has another schema.
+        RunError: if the file cannot be read, is not a journal, or has another schema.
     """
     plain, lost = _lines(file)
     for line in plain:
@@ -150,7 +150,7 @@ def _lines(file: Path) -> tuple[list[dict[str, Json]], list[str]]:
             return [*lines, *([_object(last)] if last else [])], []
         except ValueError:
             if not lines and not file.with_name(MANIFEST).exists():
-                raise  # it may be any file
+                raise  # not a journal with a half-written end, but some other file
     case = re.search(r'"nodeid": "((?:[^"\\]|\\.)*)"', last)
     of = f", of {case[1]}," if case else ""
     return lines, [f"its last line{of} is incomplete and was left out"]
@@ -158,7 +158,7 @@ def _lines(file: Path) -> tuple[list[dict[str, Json]], list[str]]:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """Turn errors about a file that pytest-aisp did not write into a RunError."""
+    """Turn an error while reading `file`, or about its contents, into a RunError."""
     try:
         yield
     except OSError as error:
@@ -178,7 +178,7 @@ def manifest(path: Path) -> Manifest:
     """Return the manifest of the run in the folder `path`.
 
     Raises:
-        RunError: if there is none, or it is not ours, or it has another schema.
+        RunError: if the folder has no manifest of pytest-aisp, or if it has another schema.
     """
     return _converted(path / MANIFEST, _plain_manifest(path), Manifest)
 
@@ -186,7 +186,7 @@ def manifest(path: Path) -> Manifest:
 def _plain_manifest(path: Path) -> dict[str, Json]:
     file = path / MANIFEST
     if not file.exists() and (path / JOURNAL).exists():
-        journal(path / JOURNAL)  # a journal of an older version has its own message
+        journal(path / JOURNAL)  # raises a more exact message for a journal of an older version
     if not file.exists():
         raise RunError(f"{path}: holds no run: it has no {MANIFEST}\n{_MAKE}")
     with _reading(file):
@@ -210,7 +210,7 @@ def is_ours(folder: Path) -> bool:
 
 
 def _check_fields(file: Path, found: Mapping[str, Json], sign: str, model: type[Struct]) -> None:
-    """Refuse a table without the field `sign`, of another version, or without a required field."""
+    """Refuse a table that lacks `sign` or a required field, or that has another version."""
     if sign not in found:
         raise RunError(f"{file}: was not written by pytest-aisp: it lacks {sign}\n{_MAKE}")
     schema = found.get("schema", 0)
@@ -231,17 +231,17 @@ _AGAIN = "Measure again:\n    pytest --aisp-artifacts=DIR"
 
 FOLDER = "samples"
 LONGEST = 100
-"""Most characters of a case id in a file name; file systems allow 255 bytes."""
+"""The most characters of a case id in a file name. File systems allow 255 bytes per name."""
 OURS = re.compile(r"\d{4,}-[A-Za-z0-9.=,_-]+\.json")
 UNWRITTEN = "its samples could not be written"
 
 
 class SamplesError(Exception):
-    """Samples are missing, or are not the ones that the run wrote."""
+    """The samples are missing, or were changed after the run wrote them."""
 
 
 def name_of(number: int, case: str) -> str:
-    """Return a unique file name of letters that every file system accepts."""
+    """Return a unique file name that has only characters that every file system accepts."""
     safe = re.sub(r"[^A-Za-z0-9.=,_-]", "_", case)[-LONGEST:]
     return f"{number:04d}-{safe}.json"
 
@@ -250,7 +250,7 @@ def write(folder: Path, number: int, row: Row) -> SampleFile:
     """Write the samples of a case; return their path below `folder`, and their hash.
 
     Raises:
-        OSError: if they cannot be written. No file is left then.
+        OSError: if they cannot be written. In that case, no partial file remains.
     """
     samples = {"checks": row.checks, "timings": row.timings, "against": row.against}
     data = json.dumps(msgspec.to_builtins(samples)).encode()
@@ -263,7 +263,7 @@ def read(folder: Path, at: SampleFile | None) -> Samples:
     """Return the samples in the file `at`.
 
     Raises:
-        SamplesError: if they are missing, malformed, or not the ones that the run wrote.
+        SamplesError: if they are missing or malformed, or were changed after the run.
     """
     if at is None:
         raise SamplesError(UNWRITTEN)

@@ -1,7 +1,7 @@
 """Statistics: the value of a process from its blocks, and the spread from several processes.
 
-Everything is in natural logarithms of ratios, so that faster and slower are symmetric and 0.01
-reads as 1 %. `value` is always ln(speedup): positive when the optimized side is faster.
+All values are natural logarithms of ratios. So faster and slower are symmetric, and 0.01 means
+about 1 %. `value` is always ln(speedup), which is positive if the optimized side is faster.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, median
 
 FLOOR = 0.0010
-"""The smallest spread that is used: 0.10 %. A smaller estimate is due to chance."""
+"""The smallest spread that is used, 0.10 %. An estimate below it is due to chance."""
 INTERVAL = 2.6
-"""Half width of the printed 99 % interval, in spreads."""
+"""Half the width of the printed 99 % interval, as a multiple of the spread."""
 ASSUMED = 4
 """The assumed spread between sessions has the weight of this many additional sessions."""
 
-# 1 / sqrt(E[r^2]) for r^2 = mean square about the median without the largest of P normal values.
+# By the number P of normal values: 1 / sqrt(E[r^2]), where r^2 is the mean square deviation from
+# the median, without the largest deviation.
 _TRIMMED_RMS = {3: 2.401, 4: 1.788, 5: 1.573, 6: 1.477, 7: 1.387, 8: 1.347, 9: 1.298, 10: 1.276}
 _TRIMMED_RMS |= {11: 1.246, 12: 1.232, 14: 1.200, 16: 1.178, 20: 1.146, 24: 1.125}
 
@@ -35,9 +36,9 @@ def process_value(blocks: Sequence[float], firsts: Sequence[int] = (), *, robust
     the median (`robust`).
 
     Args:
-        firsts: by block, which side was built first. The memory layout favors one side by up to 1
-            %, depending on that order. So each order gets its own mean, and the two means have the
-            same weight.
+        firsts: for each block, the index of the side that was built first. That order changes the
+            memory layout, which favors one side by up to 1 %. So each order gets its own mean, and
+            the two means have the same weight.
     """
     if len(set(firsts)) > 1:
         kinds = ([b for b, f in zip(blocks, firsts, strict=True) if f == k] for k in (0, 1))
@@ -51,16 +52,16 @@ def process_value(blocks: Sequence[float], firsts: Sequence[int] = (), *, robust
 def process_error(blocks: Sequence[float], laps: int, firsts: Sequence[int] = ()) -> float:
     """Return the standard error of a process's value from its laps; 0 with fewer than three laps.
 
-    The value is the mean of the middle half of the blocks. So a block outside of that half counts
-    here as the nearest block of the half, and a few slow windows change neither the value nor its
-    error. This is designed for four laps. With eight, whole laps would be outside of the half, and
-    the error would be half as large as it should be.
+    The value is the mean of the middle half of the blocks. So a block outside of that half is
+    replaced here by the nearest block of the half. Thus a few slow windows change neither the value
+    nor its error. This is designed for four laps. With eight laps, whole laps would be outside of
+    the half, and the error would be half as large as it should be.
 
     Args:
-        blocks: the blocks of all laps, lap after lap, the same number per lap.
+        blocks: the blocks of all laps in order. Each lap has the same number of blocks.
         laps: number of laps.
-        firsts: by block, which side was built first. The effect of the order cancels in the value,
-            so only laps of the same order are compared with each other.
+        firsts: for each block, the index of the side that was built first. The effect of that
+            order cancels in the value, so only laps of the same order are compared.
     """
     if laps < 3:
         return 0.0
@@ -82,8 +83,8 @@ def process_error(blocks: Sequence[float], laps: int, firsts: Sequence[int] = ()
 def trimmed_spread(values: Sequence[float]) -> float:
     """Return a standard deviation of `values` that a single outlier does not inflate.
 
-    It is the rms of the deviations from the median, without the largest one. It is scaled so that
-    its square is unbiased for normal values. Needs at least 3 values.
+    It is the rms of the deviations from the median, without the largest deviation. It is scaled so
+    that its square is unbiased for normal values. At least 3 values are required.
     """
     if len(values) < 3:
         raise ValueError(f"a spread needs at least 3 processes, got {len(values)}")
@@ -106,24 +107,24 @@ def rms(values: Iterable[float]) -> float:
 def pooled_spread(own: float, processes: int, others: Sequence[float]) -> float:
     """Shrink a case's `own` spread toward the spreads of `others` on the same product.
 
-    The median of `others` counts as 8 degrees of freedom. Without it, a case whose few processes
-    agree by chance would raise false alarms. The result is at least `FLOOR`.
+    The median of `others` has the weight of 8 degrees of freedom. Without it, a case whose few
+    processes agree by chance would raise false alarms. The result is at least `FLOOR`.
     """
-    pool = median(others) if others else own  # the median: one noisy case must not widen all others
+    pool = median(others) if others else own  # not the mean, which one noisy case would widen
     mine = max(processes - 2, 0)
     return max(FLOOR, math.sqrt((8 * pool**2 + mine * own**2) / (8 + mine)))
 
 
 def session_spread(cases: Sequence[Sequence[Sequence[float]]], assumed: float) -> float:
-    """Return the standard deviation between sessions, from cases that have several.
+    """Return the standard deviation between sessions, from the cases with several sessions.
 
     The variance between a case's sessions, minus the variance that its processes explain, is pooled
-    over all cases. Sessions of at least two processes give the variance of processes; a session of
-    one process counts as a session too. `assumed` counts as `ASSUMED` more sessions, so that a few
-    cases that agree by chance do not make the margin narrow.
+    over all cases. The variance of processes comes from sessions with at least two processes, but a
+    session with one process is used as a session too. `assumed` has the weight of `ASSUMED` more
+    sessions, so that a few cases that agree by chance do not make the margin narrow.
 
     Args:
-        cases: for each case, for each session, the values of its processes.
+        cases: for each case, a list of sessions. Each session is a list of its processes' values.
         assumed: the standard deviation to assume without any data.
     """
     total, count = ASSUMED * assumed**2, ASSUMED
@@ -144,7 +145,7 @@ def _variance(values: Sequence[float]) -> float:
 
 
 def halves_ratio(blocks: Sequence[float]) -> float:
-    """Return the drift inside a process: mean of the second half minus mean of the first."""
+    """Return a process's drift: the mean of its second half minus the mean of its first half."""
     middle = len(blocks) // 2
     return fmean(blocks[middle:]) - fmean(blocks[:middle]) if middle else 0.0
 

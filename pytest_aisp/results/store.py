@@ -3,8 +3,9 @@
 A file is replaced atomically, and a file that cannot be read is never overwritten.
 
 Writers take turns with `flock` on `.<chapter>.json.lock`, a hidden file next to the results. A lock
-in /tmp would not stop another node that shares the disk. The process that holds the lock removes
-the file, so that git never sees it. A killed process may leave an empty file, which blocks nothing.
+in /tmp would not stop another node that shares the disk. The process that has the lock removes the
+lock file at the end, so that it never appears in git. A killed process may leave an empty lock
+file, which blocks no other process.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .models import Environments, Result, Results, Stored
 
 
 def load(path: Path) -> Stored:
-    """Return the stored results in `path`; no results if there is no file.
+    """Return the stored results in `path`. Without a file, there are no results.
 
     Raises:
         StoreError: if the file cannot be read or was not written by `write`.
@@ -51,11 +52,11 @@ def write(
 ) -> list[Change]:
     """Merge `new` into the file and return the changed lines, sorted by key.
 
-    The write is atomic and holds the file's lock. If nothing changes, the file is not written.
+    The write is atomic, under the file's lock. If nothing changes, the file is not written.
 
     Raises:
         StoreError: if the file cannot be read or written; then it is unchanged.
-        ValueError: if a result's environment is unknown, or its key already has other facts.
+        ValueError: if a result's environment is unknown, or is stored with different facts.
     """
     if path.absolute().parent.name != product:
         raise misplaced(path, product)
@@ -69,7 +70,7 @@ def write(
 def prune(path: Path, gone: Collection[str]) -> list[str]:
     """Remove the entries with the keys `gone` and return the removed keys, sorted.
 
-    Nothing else is removed, so results recorded meanwhile stay.
+    No other entries are removed, so results that another run records meanwhile stay.
 
     Raises:
         StoreError: if the file cannot be read or written; then it is unchanged.
@@ -86,7 +87,7 @@ def prune(path: Path, gone: Collection[str]) -> list[str]:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[Path]:
-    """Lock `path` with its links resolved, and turn an OSError into a StoreError."""
+    """Lock `path`, after resolving its links, and turn an OSError into a StoreError."""
     done = False
     try:
         target = path.resolve()
@@ -95,7 +96,7 @@ def _writing(path: Path) -> Iterator[Path]:
             yield target
             done = True
     except OSError as error:
-        if done:  # the file is replaced; only closing the lock failed
+        if done:  # the file is written, and only closing the lock failed
             return
         fault = f"could not be written and is unchanged: {error}"
         step = f"Free space in {path.parent} or make it writable, then run the same command again."
@@ -127,7 +128,7 @@ def _is_named(path: Path, descriptor: int) -> bool:
 
 def _replace_file(path: Path, text: str) -> None:
     """Replace `path` atomically. After a failure it is unchanged, and no other file is left."""
-    temporary = path.with_name(f".{path.name}.tmp")  # the lock makes one name enough
+    temporary = path.with_name(f".{path.name}.tmp")  # one name is enough under the lock
     try:
         with open(temporary, "w", encoding="ascii", newline="\n") as file:
             file.write(text)
@@ -152,15 +153,15 @@ def _sync(directory: Path) -> None:
 
 
 SCHEMAS = (1, 2)
-"""The schema of a file whose cases were all timed, and of a file with untimed cases."""
+"""The schema versions: of a file whose cases were all timed, and of a file with untimed cases."""
 
 
 class StoreError(Exception):
-    """A file of stored results that cannot be read or written. The last line says what to do."""
+    """A file of stored results cannot be read or written. The message ends with the remedy."""
 
 
 def parse(path: Path, text: str) -> Stored:
-    """Return the stored results in `text`, the content of the file `path` now or at a commit.
+    """Return the stored results in `text`, which is the content of `path`, now or at a commit.
 
     Raises:
         StoreError: if `write` did not write that text.
@@ -181,7 +182,7 @@ def parse(path: Path, text: str) -> Stored:
 
 
 def dump(stored: Stored) -> str:
-    """Return the text of the file for `stored`; equal content gives equal text."""
+    """Return the text of the file for `stored`. Equal content gives equal text."""
     schema = SCHEMAS[0] if all(r.values for r in stored.results.values()) else SCHEMAS[1]
     lines = ["{", f'"schema": {schema},', f'"product": {json.dumps(stored.product)},']
     lines += ['"environments": {', *_lines(stored.environments), "},"]
@@ -195,7 +196,7 @@ def _lines(table: Mapping[str, Json]) -> list[str]:
 
 
 def _row(result: Result) -> dict[str, Json]:
-    """Return the fields of a line. The speedup is only for people who read the file."""
+    """Return the fields of a result's line. The speedup is there only for human readers."""
     row: dict[str, Json] = msgspec.to_builtins(result)
     speedup = result.speedup
     return row if speedup is None else {"speedup": float(f"{speedup:.4g}"), **row}
@@ -207,7 +208,7 @@ def _sealed(key: str, result: Result) -> dict[str, Json]:
 
 
 def _seal(key: str, row: Mapping[str, Json]) -> str:
-    """Return 12 hex digits of a line's hash, so that a number edited by hand is noticed."""
+    """Return 12 hex digits of a line's hash, by which numbers edited by hand are noticed."""
     return hashlib.sha256(json.dumps([key, row], sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -250,13 +251,13 @@ def _result(key: str, row: dict[str, Json]) -> Result:
 
 
 RESTORE = "git checkout -- {path}"
-"""The command that restores a file that this plugin did not write."""
+"""The command that restores a file after something other than this plugin changed it."""
 COMMITTED = "; restore the committed file:"
-"""The end of an error message whose command is `RESTORE`."""
+"""The end of an error message that offers the command `RESTORE`."""
 
 
 def store_error(path: Path, fault: str, way_out: str) -> StoreError:
-    """Return an error about a file; `way_out` is a command in which ``{path}`` is filled in."""
+    """Return an error about a file. The path replaces ``{path}`` in the command `way_out`."""
     return StoreError(f"{path} {fault}\n    {way_out.replace('{path}', quote(str(path)))}")
 
 
@@ -285,7 +286,7 @@ def _check_schema(path: Path, data: Json) -> None:
 
 
 def misplaced(path: Path, product: str) -> StoreError:
-    """Return the error for a file whose results belong to another product than its folder."""
+    """Return the error for a file whose product is not the product of its folder."""
     folder = path.absolute().parent.name
     fault = f"belongs to {folder}, but its results are of {product}; move the file:"
     home = quote(str(path.parent.parent / product / path.name))

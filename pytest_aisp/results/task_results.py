@@ -1,4 +1,4 @@
-"""The result of each task, as the worker builds it and the client reads it."""
+"""The results of the tasks. The worker process builds them, and the client reads them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from msgspec import UNSET, Struct, UnsetType
 from .messages import Json
 
 Amounts: TypeAlias = dict[str, int | float]
-"""Amounts by side or by metric. A whole number stays one. The result of a `CountTask`."""
+"""Amounts by side or by metric, such as the result of a `CountTask`. Integers stay integers."""
 
 
 class SizeCheck(Struct):
     """The findings of a check at one size.
 
     Attributes:
-        errors: by side, the largest rms and the worst element in allowed deviations.
-        controls: the result of each control.
-        exact: whether the exact integer probe ran, or why not.
+        errors: by side, the largest rms error and the largest error of an element, both as
+            multiples of the allowed deviation.
+        controls: the result of each negative control.
+        exact: True if the exact integer probe ran, or the reason why it did not.
     """
 
     errors: dict[str, list[float]] = {}
@@ -40,13 +41,13 @@ class TimeResult(Struct, kw_only=True):
     Attributes:
         value, error: ln(speedup), and its standard error.
         sources: hashes of both sides' sources.
-        work: what a call must move and compute.
-        spent: seconds by phase.
-        one_off: by side, seconds to prepare it.
+        work: the bytes and the operations that a call needs at least.
+        spent: seconds spent in each phase.
+        one_off: by side, the seconds to prepare it once.
         errors: by side, the largest error of the outputs of timed calls.
         outputs_checked: how many outputs of timed calls were compared.
-        kernels: by side, fields of `cross_check.KernelProfile`.
-        assembled: what each kernel uses on this arch.
+        kernels: by side, the fields of `cross_check.KernelProfile`.
+        assembled: the resources that each kernel uses on this arch, such as registers.
     """
 
     clock: str
@@ -72,7 +73,7 @@ class TimeResult(Struct, kw_only=True):
 
 
 class ChangedResult(Struct):
-    """The result of a `ChangedTask`: which sides changed, or why they cannot be compared."""
+    """The result of a `ChangedTask`: the changed sides, or why sides cannot be compared."""
 
     baseline: bool = False
     optimized: bool = False
@@ -86,7 +87,7 @@ class SampleResult(Struct):
 
 
 class CompileResult(Struct):
-    """The result of a `CompileTask`: what each kernel uses, the same in words, and sources."""
+    """The result of a `CompileTask`: each kernel's resources as data and as text, and sources."""
 
     assembled: list[dict[str, Json]]
     words: list[str]
@@ -97,9 +98,9 @@ class ProfileResult(Struct, omit_defaults=True):
     """The result of a `ProfileTask`.
 
     Attributes:
-        files: names of what was written, by side and of ``both``.
-        differences, words: how the sides differ, as data and as text.
-        memory: bytes by side, before and after a call, and by kind.
+        files: names of the written files, by side, and under ``both`` for those about both sides.
+        differences, words: the differences between the sides, as data and as text.
+        memory: by side, the bytes before and after a call, and the bytes of each kind.
     """
 
     files: dict[str, list[str]] = {}
@@ -109,17 +110,17 @@ class ProfileResult(Struct, omit_defaults=True):
 
 
 class PrepareResult(Struct):
-    """The result of a `PrepareTask`: the calls in a unit of work."""
+    """The result of a `PrepareTask`: the number of calls in a unit of work."""
 
     unit: int
 
 
 class PeaksResult(Struct):
-    """The result of a `PeaksTask`: rates by name, and facts about them."""
+    """The result of a `PeaksTask`: the peak rates by name, and facts about the measurement."""
 
     rates: dict[str, float]
     facts: dict[str, str]
 
 
 Facts: TypeAlias = dict[str, Json]
-"""Versions, and the device. The result of a `FactsTask`. A recorded one has all facts."""
+"""The result of a `FactsTask`: versions and the device. If it is recorded, it has all facts."""

@@ -1,8 +1,9 @@
 """The verdict of a case: gates, screen, and votes.
 
 A gate compares ln(speedup) with one limit. A case past a gate's screen is a suspect and is measured
-again in up to five fresh processes; only three equal votes make it red. `verdict.md` explains this
-and has the error rates. `pytest_aisp.timing.fake_device` is the simulated device that tests them.
+again in up to five fresh processes, each of which is a vote. Only three red votes make it red.
+`verdict.md` explains this and has the error rates, which are tested on a simulated device
+(`pytest_aisp.timing.fake_device`).
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ if TYPE_CHECKING:
 VOTES = 3
 ATTEMPTS = 5
 SCREEN, VOTE = 2.2, 2.8
-"""In spreads: the loss that makes a comparison a suspect, and the loss that makes a vote red."""
+"""The loss that makes a comparison a suspect, and the loss that makes a vote red, in spreads."""
 BELIEVED = 1.5
-"""If a process's standard error is this many times the recorded spread, it replaces the spread."""
+"""A process's standard error replaces the recorded spread if it is above this multiple of it."""
 DETECTABLE = 4.6
-"""The loss that screen and votes detect in 99 % of trials, in spreads."""
+"""The loss that screen and votes together detect in 99 % of trials, in spreads."""
 DETECTABLE_CODE = 6.0
-"""The loss of a changed side that all but 1 in 500 trials detect, in spreads."""
+"""The loss of a changed side that is detected in all but 1 of 500 trials, in spreads."""
 PLANTED = 0.01
-"""Smallest slowdown that a run's canary plants."""
+"""The smallest slowdown that a run's canary plants."""
 MOVED_SHARE, MOVED_LEAST = 0.05, 5
-"""The environment moved if more suspects than this share and this count have one direction."""
+"""The environment moved if suspects in one direction exceed this share of cases and this count."""
 RECORD_FLOOR = 0.02
 RECORD_SPREADS = 10.0
 SESSION_SHIFTS = 5.0
-"""A detectable loss exceeds the margin by this many session spreads: all votes share a session."""
+"""A detectable loss is the margin plus this many session spreads, as all votes share a session."""
 UNKNOWN_SESSION = {"graph": 0.010, "queue": 0.020, "host": 0.10, "cpu": 0.05, "process": 0.05}
-"""Session-to-session spread by clock, assumed until sessions are recorded (spread.md)."""
+"""By clock, the spread between sessions that is assumed until sessions are recorded (spread.md)."""
 
 DEFAULT_SPREAD = {"graph": 0.0025, "queue": 0.005, "host": 0.030, "cpu": 0.030, "process": 0.030}
-"""Spread of one process's value by clock, assumed until this product has recorded its own."""
+"""By clock, the spread of one process's value, assumed until this product has its own."""
 NEUTRAL_FLOOR = {"graph": 0.02, "queue": 0.03, "host": 0.05, "cpu": 0.10, "process": 0.10}
-"""Smallest loss that counts on each clock, for `neutral` claims and for stored results."""
+"""By clock, the smallest margin for `neutral` claims and for stored results."""
 
 INVALID_RUN = 17
 """Exit code of an invalid run: the environment moved, or the canary failed."""
@@ -49,9 +50,9 @@ INVALID_RUN = 17
 Outcome = Literal["clear", "red", "green", "open"]
 RED = ("fail", "regressed", "wrong", "invalid")
 LOOK = (*RED, "inconclusive", "stale")
-"""Verdicts that somebody should look at."""
+"""Verdicts of cases that somebody should look at."""
 ORDER = (*RED, "stale", "inconclusive", "improved", "new", "pass", "checked", "compiled")
-"""All verdicts: red first, then what somebody should look at."""
+"""All verdicts: first the red ones, then the others in `LOOK`, then the rest."""
 
 
 class Reading(NamedTuple):
@@ -62,11 +63,11 @@ class Reading(NamedTuple):
 
 
 def effective_spread(spread: float, reading: Reading) -> float:
-    """Return the spread to judge `reading` with: the recorded one, or its own error if larger.
+    """Return the spread that applies to `reading`: the recorded one, or its own larger error.
 
     Some sessions vary more than the recorded ones (spread.md). The error replaces the spread only
-    above `BELIEVED` times the spread. Four laps, two of each order, exceed that by chance in 6 % of
-    processes. A higher limit would miss too many noisy processes.
+    if it is above `BELIEVED` times the spread. With four laps, two of each order, 6 % of processes
+    exceed that limit by chance. A higher limit would miss too many noisy processes.
     """
     return reading.error if reading.error > BELIEVED * spread else spread
 
@@ -78,11 +79,11 @@ class Gate:
     Attributes:
         name: ``claim``, ``neutral``, ``record``, ``improvement``, ``code``, ``same-slower``,
             ``same-faster``.
-        limit: ln(speedup) that the case is compared with.
+        limit: the ln(speedup) with which the case is compared.
         screen: a case is a suspect if its deficit is above this.
         red, green: a vote is red if its deficit is above `red`, and green at or below `green`.
-        spread: of one process, if `red` is derived from it; if the processes of this case have
-            larger errors, a red vote needs a larger deficit.
+        spread: the spread of one process, if `red` is derived from it. If the processes of this
+            case have larger errors, a red vote needs a larger deficit.
     """
 
     name: str
@@ -109,7 +110,7 @@ class Gate:
         return "open"
 
     def _is_red(self, vote: Reading, together: Reading) -> bool:
-        """Whether `vote` is red with its own error and with the error of all processes together."""
+        """Return whether `vote` is red, both by its own error and by the error of all processes."""
         wide = max(effective_spread(self.spread, vote), effective_spread(self.spread, together))
         excess = 0.0 if math.isinf(self.spread) else VOTE * (wide - self.spread)
         return self.deficit(vote.value) > self.red + excess
@@ -138,26 +139,26 @@ def code_gate(spread: float, first: Reading) -> Gate:
     """Return the gate of a changed side against its old version: only a loss is red.
 
     Args:
-        spread: of one process, as recorded.
+        spread: the recorded spread of one process.
         first: the result of the first process. If its error replaces the spread, the screen widens
-            less than the limit for votes, because a screen only costs votes.
+            less than the limit for votes, because a needless suspect costs only votes.
     """
     screen, vote = SCREEN * max(spread, effective_spread(spread, first) / BELIEVED), VOTE * spread
     return Gate("code", 0.0, screen, vote, vote, spread=spread)
 
 
 def planted_share(spread: float) -> float:
-    """Return the slowdown that a run's canary plants: 1 %, or what the code gate can detect."""
+    """Return the slowdown that a run's canary plants: 1 %, or more if the code gate needs more."""
     return max(PLANTED, math.expm1(DETECTABLE_CODE * spread))
 
 
 def sees(reading: Reading, spread: float) -> bool:
-    """Return whether a side that `reading` says is slower than itself becomes a suspect."""
+    """Return whether a slowed-down side with this `reading` becomes a suspect of the code gate."""
     return code_gate(spread, reading).decide(reading, []) != "clear"
 
 
 def same_gates(spread: float) -> tuple[Gate, Gate]:
-    """Return the gates of a side against itself in one process: an A/A trial, a changed side."""
+    """Return the gates for comparing a side with itself in one process, as in an A/A trial."""
     screen, vote = SCREEN * spread, VOTE * spread
     return (
         Gate("same-slower", 0.0, screen, vote, vote, spread=spread),
@@ -166,7 +167,7 @@ def same_gates(spread: float) -> tuple[Gate, Gate]:
 
 
 def record_margin(spread: float, session: float, clock: str) -> float:
-    """Return the margin against a stored result: 10 spreads, and at least the clock's floor."""
+    """Return the margin against a stored result: 10 combined spreads, or a larger floor."""
     both = math.hypot(spread, session)
     return max(RECORD_FLOOR, NEUTRAL_FLOOR[clock], RECORD_SPREADS * both)
 
@@ -189,8 +190,9 @@ def decide(
     """Screen `first`, then vote with `remeasure` until every gate is decided.
 
     Args:
-        first: what the first process measured.
-        remeasure: measures in one more fresh process, or returns None if no budget is left.
+        first: the result of the first process.
+        remeasure: function that measures in one more fresh process. It returns None if there is no
+            budget left for that.
     """
     votes: list[Reading] = []
     while len(votes) < ATTEMPTS and any(g.decide(first, votes) == "open" for g in gates):
@@ -202,7 +204,7 @@ def decide(
 
 
 def verdict_of(decision: Decision, *, stored: bool, same_environment: bool) -> str:
-    """Return the case's verdict. A loss against a result from another environment is `stale`."""
+    """Return the verdict. A loss against a result from another environment makes it `stale`."""
     outcomes = decision.outcomes
     if "red" in (outcomes.get("claim"), outcomes.get("neutral")):
         return "fail"
@@ -223,10 +225,10 @@ class Finding(NamedTuple):
 
 
 def case_verdict(findings: Iterable[Finding], *, strict_environment: bool = False) -> str:
-    """Return the verdict of a case: the worst of its findings, or an empty text without findings.
+    """Return the verdict of a case, the worst of its findings; empty without findings.
 
     Args:
-        strict_environment: whether a loss in another environment is a regression.
+        strict_environment: True if a loss in another environment is a regression too.
     """
     words = [finding.verdict for finding in findings]
     if strict_environment:
@@ -248,7 +250,7 @@ def detectable(gates: Sequence[Gate], spread: float, session: float) -> float:
 
 
 def environment_moved(rows: Iterable[CaseRecord]) -> bool:
-    """Return whether too many of the timed cases are suspect in one direction."""
+    """Return whether too many of the timed cases are suspects in the same direction."""
     suspects = [row.suspect for row in rows if row.value is not None]
     limit = max(MOVED_LEAST, MOVED_SHARE * len(suspects))
     return any(suspects.count(direction) > limit for direction in (1, -1))

@@ -1,6 +1,7 @@
-"""The adapter to pytest-benchmark: our timed sides in its results, our timer under its fixture.
+"""The adapter to pytest-benchmark. It adds our timed sides to pytest-benchmark's results, and makes
+the fixture `benchmark` use our timer.
 
-pytest-benchmark has no public interface for either. This module alone uses its internals.
+pytest-benchmark has no public interface for either task. Only this module uses its internals.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ T = TypeVar("T")
 MARKER = "aisp_timer"
 WINDOW, WINDOWS = 1e-3, 10
 OURS = pytest.StashKey[int]()
-"""How many of the session's benchmarks are sides of cases."""
+"""The number of the session's benchmarks that are sides of cases."""
 
 
 def _session(config: pytest.Config) -> BenchmarkSession:
@@ -35,7 +36,7 @@ def _session(config: pytest.Config) -> BenchmarkSession:
 
 
 def pytest_aisp_result(config: pytest.Config, row: Mapping[str, object]) -> None:
-    """Add a case's sides to the benchmarks; called on the controller, so xdist works too."""
+    """Add a case's sides to the benchmarks. Only the controller calls this, so xdist works too."""
     session, option = _session(config), config.getoption
     if not (session.skip or (option("benchmark_disable") and not option("benchmark_enable"))):
         benchmarks = sides(Row.of(row))
@@ -45,7 +46,7 @@ def pytest_aisp_result(config: pytest.Config, row: Mapping[str, object]) -> None
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_terminal_summary(config: pytest.Config) -> None:
-    """Hide the table of pytest-benchmark if it only repeats this plugin's and was not requested."""
+    """Hide pytest-benchmark's table if it has only this plugin's cases and was not requested."""
     session = _session(config)
     requested = any(str(word).startswith("--benchmark") for word in config.invocation_params.args)
     session.quiet |= not requested and len(session.benchmarks) == config.stash.get(OURS, 0)
@@ -82,9 +83,9 @@ def _refuse(*args: object, **kwargs: object) -> NoReturn:
 
 
 def sides(row: Row) -> list[Metadata]:
-    """Return both timed sides of a row as one group of benchmarks; none if nothing was timed.
+    """Return both timed sides of a row as one group of benchmarks; empty if nothing was timed.
 
-    A round is one timing window of any process, votes included. Its value is the seconds of one
+    Each timing window of each process, votes included, is one round. Its value is the seconds per
     call in that window.
     """
     from pytest_benchmark.stats import Metadata
@@ -109,10 +110,10 @@ def sides(row: Row) -> list[Metadata]:
 
 
 def export_result(folder: Path) -> CliResult:
-    """Return the JSON that `pytest-benchmark compare` reads.
+    """Return the run in `folder` as the JSON that `pytest-benchmark compare` reads.
 
     Raises:
-        CliError: if pytest-benchmark is missing, or `folder` holds no run or no timed side.
+        CliError: if pytest-benchmark is missing, or `folder` has no run or no timed side.
     """
     from ..results import run_reader
 

@@ -1,7 +1,8 @@
-"""The canary: each run times one side against itself, once unchanged and once slowed down.
+"""The canary: each process times one side against itself, once unchanged and once slowed down.
 
-The first must show no difference and the second must become a suspect. Otherwise no verdict of the
-run counts. docs/explanation/verdict.md has the chance that either goes wrong by itself.
+The unchanged side must show no difference, and the slowed-down side must become a suspect.
+Otherwise all verdicts of the run are invalid. docs/explanation/verdict.md has the probability that
+either trial fails by chance.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
     from .case import CaseRun
 
 ATTEMPTS = 4
-"""Processes in which the planted slowdown may be seen."""
+"""The number of processes that may try to detect the planted slowdown. One success is enough."""
 CLOCKS = ("graph", "queue", "host", "cpu")
-"""Clocks on which a slowdown can be planted, the most precise first."""
+"""The clocks on which a slowdown can be planted, with the most precise one first."""
 
 TimeItself = Callable[[float, bool], tuple[Reading, float]]
-"""Times a side against itself. Takes the slowdown to plant and whether to use a fresh process;
-returns the reading and the slowdown that was planted, which is a whole number of calls."""
+"""A function that times a side against itself. Its arguments are the slowdown to plant, and True to
+use a fresh process. It returns the reading and the slowdown that was planted. These can differ,
+because a slowdown consists of whole calls."""
 
 
 def offer_to_canary(case: CaseRun) -> None:
@@ -41,7 +43,7 @@ def offer_to_canary(case: CaseRun) -> None:
 
 
 def _coarseness(case: CaseRun) -> tuple[int, float]:
-    # A short call fills a window many times, so that one in a hundred can be planted.
+    # If calls are short, a window has many of them, so even a slowdown of 1 % is a whole call.
     assert case.timing is not None
     return CLOCKS.index(case.timing.clock), case.timing.pair_seconds[1]
 
@@ -52,16 +54,16 @@ def has_canary(run: RunContext) -> bool:
 
 
 def run_at_end(session: pytest.Session) -> None:
-    """Run this process's canary, and give it to the controller."""
+    """Run this process's canary, and send its result to the controller."""
     config = session.config
     run = config.stash[RUN]
     if run.canary_case is None or not has_canary(run):
         return
-    run.cases_done = True  # the suite's time limit does not apply here: verdicts need their canary
+    run.cases_done = True  # no time limit from here on, because verdicts need the canary
     try:
         with run.machine_locks(run.canary_case.case):
             canary = run_canary(run.canary_case)
-    except KeyboardInterrupt:  # pytest catches no interrupt here and would leave no results
+    except KeyboardInterrupt:  # pytest does not catch it here, and results would be lost
         session.exitstatus = pytest.ExitCode.INTERRUPTED
         interrupt = pytest.ExceptionInfo.from_current()
         config.hook.pytest_keyboard_interrupt(excinfo=interrupt)
@@ -74,7 +76,7 @@ def run_at_end(session: pytest.Session) -> None:
 
 
 def run_canary(case: CaseRun) -> Canary:
-    """Time the optimized side of `case`, which this process has measured, against itself."""
+    """Time the optimized side of `case` against itself. This process has measured `case` before."""
     assert case.timing is not None
     client, numbers = case.client, iter(range(100))
     canary = Canary(case.location.nodeid.rpartition("::")[2], case.timing.clock)
@@ -96,7 +98,7 @@ def run_canary(case: CaseRun) -> Canary:
 
 
 def judge(canary: Canary, spread: float, time_itself: TimeItself) -> None:
-    """Fill in `canary` with the timings of a side whose processes scatter by `spread`."""
+    """Fill in `canary` from timings of a side. `spread` is the spread from process to process."""
     first, _ = time_itself(0.0, False)
     spread = verdict.effective_spread(spread, first)
     gates = verdict.same_gates(spread)

@@ -1,9 +1,9 @@
-"""One case, from its page to its row, top to bottom.
+"""Run one case, from its page to its row.
 
 The test body calls the stages: ``pair.assert_equivalent()`` calls `check`,
 ``pair.assert_speedup()`` calls `measure`, and ``pair.assert_memory()`` and similar assertions call
 `measure_metric`. A stage sends tasks to worker processes through `CaseClient`, and stores typed
-results and findings. The verdict is a function of all findings (`results.verdict.case_verdict`);
+results and findings. `results.verdict.case_verdict` computes the verdict from all findings, and
 `measurement.build_row` makes the row.
 """
 
@@ -43,13 +43,13 @@ class CaseRun:
     """One case in one run.
 
     Attributes:
-        placement: whether the case is timed, checked, compiled or skipped here.
-        client: its worker processes, and what they replied.
-        stored: its stored result, and those of its chapter.
-        timing, judgement, metrics: what the stages returned; None or empty before that stage.
-        findings: the verdict that each stage alone would give, with its reasons.
-        values: ln(speedup) of the processes that count.
-        recorded: what to store, when recording.
+        placement: the kind of run on this machine: timed, checked, compiled or skipped.
+        client: the client of the case's worker processes, with their replies.
+        stored: the stored result of the case, and those of its chapter.
+        timing, judgement, metrics: the results of the stages; None or empty before that stage.
+        findings: for each stage, the verdict of this stage alone, and its reasons.
+        values: ln(speedup) of each process that the speedup is computed from.
+        recorded: the result to store, if the run records.
         wall: seconds that the test body took.
     """
 
@@ -119,7 +119,7 @@ class CaseRun:
             timing.refuse_impossible()
             if settings.audit and any(self.kernels):
                 self.client.note_kernel_resources(result)
-            if settings.in_process:  # votes need fresh processes
+            if settings.in_process:  # there can be no votes, because they need fresh processes
                 option = settings.in_process
                 reason = f"timed inside pytest ({option}), not in a separate process: no verdict"
                 self.findings.append(Finding("inconclusive", (reason,)))
@@ -140,7 +140,7 @@ class CaseRun:
                 self._repeat_aa(timing)
 
     def measure_metric(self, metric: metric_limits.Name, limit: float) -> None:
-        """Judge the amount of `metric` per call of each side.
+        """Measure `metric` per call of each side, and compare it with its limits.
 
         Raises:
             EndOfBody: where nothing is timed.
@@ -176,7 +176,7 @@ class CaseRun:
 
     @contextmanager
     def _stage(self) -> Iterator[None]:
-        """Turn the failure of a stage into a finding."""
+        """Turn a failure inside the `with` block into a finding."""
         try:
             yield
         except Failed as failure:
@@ -186,16 +186,16 @@ class CaseRun:
 
     @property
     def verdict(self) -> str:
-        """The verdict of everything found so far; empty before any finding."""
+        """The verdict that follows from the findings so far; empty without findings."""
         settings = self.run.settings
         strict = settings.strict_environment and settings.update is None
         return verdict.case_verdict(self.findings, strict_environment=strict)
 
     def _stop_if_red(self, *, accept: bool = False) -> None:
-        """Raise `Failed` if the findings so far are red, or are red under the ini file.
+        """Raise `Failed` if the verdict so far is red, or if the ini file makes it fail the run.
 
         Args:
-            accept: whether to print how to store today's result.
+            accept: True to print the command that stores today's result.
         """
         settings, word = self.run.settings, self.verdict
         red = word in verdict.RED
@@ -214,7 +214,7 @@ class CaseRun:
         return [reason for finding in self.findings for reason in finding.reasons]
 
     def _require_check(self, method: str, done: str) -> None:
-        """Refuse a pair that was not checked; end the body if nothing is timed here."""
+        """Refuse a pair that was not checked. End the test body if nothing is timed here."""
         if self.client.rule is None:
             raise Failed(
                 f"{method}() before assert_equivalent(): nothing is {done} before it is proved"
@@ -237,15 +237,15 @@ class CaseRun:
         return self.timing.environment if self.timing is not None else self.client.environment()
 
     def sources(self) -> dict[str, str]:
-        """Return the digests of both sides."""
+        """Return the hashes of both sides' sources."""
         if self.timing is not None:
             return self.timing.sources
         return dict(self._checked_sources)
 
     def _record(self, timing: Timing) -> None:
-        """Measure the case in every recording process, and give its result to the recorder.
+        """Measure the case in all recording processes, and prepare its result for the recorder.
 
-        Votes count as recording processes, so that a value that they refuted is not stored alone.
+        The values of votes are stored too, so that a value that they refuted is not stored alone.
         """
         count = 1 if timing.clock == "process" else self.run.settings.processes
         results = list(self.client.timings)
@@ -268,7 +268,7 @@ class CaseRun:
         self._store()
 
     def _store(self) -> None:
-        """Add the sources and the metrics so far to the result to store."""
+        """Add the sources, and the metrics measured so far, to the result to store."""
         self.recorded.sources = self.sources()
         self.recorded.goals = {name: dict(judged.amounts) for name, judged in self.metrics.items()}
         self.recorded.replace = self.run.settings.update == "all"

@@ -1,4 +1,4 @@
-"""One case as a client of worker processes: its tasks and their replies."""
+"""The client of one case. It sends tasks to worker processes and collects their replies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .run_context import Failed, RunContext, Unrecorded
 from .terminal import rerun_commands
 
 CANARY = 1000
-"""Number of a canary's first process, larger than the numbers of other processes."""
+"""The number of a canary's first process. It is larger than the numbers of all other processes."""
 
 T = TypeVar("T", bound=CaseTask)
 
@@ -38,12 +38,13 @@ class CaseClient:
     """Sends the tasks of one case to worker processes.
 
     Attributes:
-        path: the file of its stored result.
-        rule: the rule of comparison of its check; None before the check.
-        timings, against: the full replies of all processes that timed the case, and of those that
-        timed a changed side against its version at a commit.
-        missing_votes: why votes were not taken.
-        notes, remarks: further facts; remarks are shown without ``-vv`` too.
+        path: the file of the case's stored result.
+        rule: the rule by which its check compared the outputs; None before the check.
+        timings: the full replies of all processes that timed the case.
+        against: the full replies of all processes that timed a changed side against its version at
+            a commit.
+        missing_votes: the reasons why votes are missing.
+        notes, remarks: further facts. Notes are shown only with ``-vv``, remarks always.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class CaseClient:
 
     def _machine(self) -> Machine:
         run, on_gpu = self.run, self.placement.kind == "time" and self.placement.device == "cuda"
-        recorded = run.replay is not None and run.machine.arch == "cpu"  # maybe by another CPU
+        recorded = run.replay is not None and run.machine.arch == "cpu"  # maybe on another CPU
         return run.machine if on_gpu or recorded or run.timer is not None else cpu_machine()
 
     def task(self, kind: type[T], **fields: Json) -> T:
@@ -86,7 +87,7 @@ class CaseClient:
         return kind(**{**same, **fields})
 
     def ask(self, task: CaseTask, kind: type[Result], worker: Worker | None = None) -> Result:
-        """Return the result of `task`, of type `kind`; raise `Failed` for an error."""
+        """Return the result of `task`, which has the type `kind`. Raise `Failed` for an error."""
         self.run.check_time()
         worker = worker or self.worker()
         reply = worker.ask(task, self.timeout, self.run.progress)
@@ -106,7 +107,7 @@ class CaseClient:
         raise failed(message, verdict=verdicts.get(reply.error or "", "fail"))
 
     def commands(self, seed: int = 0) -> list[str]:
-        """Return the lines that say how to run this case again with the values of `seed`."""
+        """Return the commands that run this case again, with the input values of `seed`."""
         return rerun_commands(self.run.settings, self.location.typed, seed)
 
     def _time(self, worker: Worker | None, **fields: Json) -> TimeResult:
@@ -114,7 +115,7 @@ class CaseClient:
         return self.ask(task, TimeResult, worker)
 
     def time(self, replicate: int, worker: Worker | None = None) -> TimeResult:
-        """Return the result of timing process number `replicate`, and add it to `timings`."""
+        """Time the case in process `replicate`. Return the result and add it to `timings`."""
         settings = self.run.settings
         versus = "self" if settings.aa else "baseline"
         audit = settings.audit and replicate == 0
@@ -123,13 +124,13 @@ class CaseClient:
         return result
 
     def vote(self, number: int, worker: Worker) -> Reading:
-        """Return the reading of process `number`."""
+        """Time the case in process `number`, and return the reading."""
         return reading(self.time(number, worker))
 
     def note_kernel_resources(self, result: TimeResult) -> None:
-        """Note what each kernel uses on this arch, and add it to the `result` of a timing."""
+        """Add each kernel's resources on this arch to the notes, and to a timing's `result`."""
         if self.run.replay is not None or self.run.settings.in_process:
-            return  # no process can be asked
+            return  # no process can compile
         task = self.task(CompileTask, archs=(self.machine.arch,))
         reply = self.run.worker(COMPILER).ask(task, self.timeout, self.run.progress)
         if reply.error is None:
@@ -157,7 +158,7 @@ class CaseClient:
         return [role for role in ("baseline", "optimized") if getattr(changed, role)]
 
     def time_against(self, role: str, replicate: int, worker: Worker | None = None) -> Reading:
-        """Return the reading of one process: the side `role` against its version at the commit."""
+        """Time the side `role` against its version at the commit in one process."""
         past = self._past()
         result = self._time(worker, versus="old", side=role, past=past, replicate=replicate)
         self.against.append((role, result))
@@ -166,10 +167,10 @@ class CaseClient:
     def time_itself(
         self, planted: float, number: int, worker: Worker | None = None
     ) -> tuple[Reading, float]:
-        """Return the reading of one process: the optimized side against itself.
+        """Time the optimized side against itself in one process.
 
         Returns:
-            The reading, and the share of extra calls in it: `planted`, rounded to whole calls.
+            The reading, and the planted slowdown, which is `planted` rounded to whole calls.
         """
         number += CANARY
         result = self._time(worker, versus="self", planted=planted, replicate=number, keep=True)
@@ -177,27 +178,27 @@ class CaseClient:
         return reading(result), details["calls"][1] / details["counted"][1] - 1
 
     def worker(self, number: int = 0) -> Worker:
-        """Return worker process `number` for this case, or its ranks."""
+        """Return worker process `number` for this case. With several ranks, return all of them."""
         return self.run.worker(self.placement.device, number, self.ranks, self._variables)
 
     def start_recording_processes(self) -> None:
-        """Start all recording processes: they import torch while the first one checks."""
+        """Start all recording processes. The others import torch while the first one checks."""
         if self.placement.device == "cuda" and self.run.timer is None:
             for number in range(1, self.run.settings.processes):
                 self.worker(number)
 
     def fresh_worker(self) -> Worker:
-        """Start one more worker process for this case's device, or its ranks."""
+        """Start one more worker process for this case. With several ranks, start all of them."""
         return self.run.start(self.placement.device, self.ranks, self._variables)
 
     @property
     def _variables(self) -> Mapping[str, str]:
-        """Environment variables of this case's ranks."""
+        """The environment variables of this case's ranks; empty for a single process."""
         return self.case.pair.environment if self.ranks > 1 else {}
 
     @property
     def ranks(self) -> int:
-        """Number of processes that this case's sides run on. Kernels are compiled in one."""
+        """The number of processes that this case's sides run in. To compile kernels, it is 1."""
         alone = self.placement.kind not in ("time", "check") or self.run.timer is not None
         return 1 if alone else self.case.gpus
 
@@ -213,7 +214,7 @@ class CaseClient:
         return PageSource(page=str(page), root=str(past.tree), module=module)
 
     def _budget(self) -> dict[str, float]:
-        """Return the keywords of `schedule.Budget` that the ini file sets."""
+        """Return the arguments for `schedule.Budget` that the ini file sets."""
         settings = self.run.settings
         budget: dict[str, float] = {}
         if settings.blocks is not None:
@@ -249,5 +250,5 @@ class CaseClient:
 
 
 def reading(timed: TimeResult) -> Reading:
-    """Return ln(speedup) and its error in a timing process's result."""
+    """Return ln(speedup) and its error from the result of a timing process."""
     return Reading(timed.value, timed.error)

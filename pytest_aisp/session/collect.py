@@ -1,10 +1,10 @@
-"""Collect the cases of a page: what pytest runs, and what `aisp` lists.
+"""Collect the cases of pages, for pytest to run and for `aisp` to list.
 
 `aisp` loads this module as a plugin and reads the JSON file that it writes:
 
     pytest --collect-only -p pytest_aisp.session.collect --aisp-catalog=FILE
 
-The catalog holds every page: markers and keywords that the ini file selects by are ignored.
+The catalog has every page. It ignores markers and keywords by which the ini file selects tests.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from .options import SETTINGS
 
 @dataclass(frozen=True)
 class CaseLocation:
-    """Where the test of a case is written.
+    """The place where the test of a case is written.
 
     Attributes:
-        nodeid: its pytest id, relative to the root.
-        typed: its pytest id, relative to the folder where pytest was started.
-        page, module, function: file, import name and function of the test.
+        nodeid: the pytest id of the test, relative to the root.
+        typed: the pytest id, relative to the folder where pytest was started.
+        page, module, function: the file of the page, its import name, and the test function.
         chapter: the name that the page's results are stored under.
     """
 
@@ -48,7 +48,7 @@ class CaseLocation:
 
     @classmethod
     def of(cls, item: pytest.Function) -> CaseLocation:
-        """Return where the test of `item` is written."""
+        """Return the place where the test of `item` is written."""
         config = item.config
         path, colons, name = item.nodeid.partition("::")
         typed = os.path.relpath(config.rootpath / path, config.invocation_params.dir)
@@ -67,7 +67,7 @@ class CaseLocation:
 
 
 def chapter_of(path: Path, config: pytest.Config) -> str:
-    """Return the name that the results of the page at `path` are stored under: its folder's."""
+    """Return the chapter of the page at `path`. Its results are stored under that name."""
     settings = config.stash[SETTINGS]
     bases = [p for p in settings.pages if path.is_relative_to(p)] or [config.rootpath]
     folder = path.parent.relative_to(bases[0]) if path.is_relative_to(bases[0]) else path.parent
@@ -88,12 +88,12 @@ def refuse(item: pytest.Item, message: str) -> NoReturn:
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
-    """Make each case a parameter of the test, with the marks of what it needs."""
+    """Make each case a parameter of the test, with marks for the case's requirements."""
     pair, item = pair_of(metafunc.function), metafunc.definition
     if pair is None:
         return
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():  # only the page can have initialized CUDA
+    if torch is not None and torch.cuda.is_initialized():  # only the page can have done that
         refuse(
             item,
             "the page touches the GPU when imported: a page is imported on every machine\n"
@@ -132,7 +132,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if (file := config.getoption("aisp_catalog")) is None:
         return
-    config.option.aisp_artifacts = None  # set by addopts; it would overwrite the run there
+    config.option.aisp_artifacts = None  # if addopts sets it, the run there must survive
     pages = [str(path) for path in config.getini("aisp_pages") if path.exists()]
     if pages and config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.args = pages
@@ -142,10 +142,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class CatalogPlugin:
-    """Write the catalog to `file`.
+    """Writes the catalog to `file`.
 
     Args:
-        targets: chapters, and pages as ``ch10:gemm``. Other pages are listed and not imported.
+        targets: chapters, and pages such as ``ch10:gemm``. Other pages are listed, but not
+            imported.
     """
 
     def __init__(self, config: pytest.Config, file: Path, targets: set[str] | None) -> None:
@@ -159,7 +160,7 @@ class CatalogPlugin:
         if not any(fnmatch(collection_path.name, pattern) for pattern in patterns):
             return None
         if folders and not any(collection_path.is_relative_to(folder) for folder in folders):
-            return None  # pytest also visits the neighbors of a folder
+            return None  # pytest also visits files next to the requested ones
         page = self._page(collection_path)
         self._pages[page["path"]] = page
         if self._targets is None or self._targets & {page["chapter"], page["name"]}:

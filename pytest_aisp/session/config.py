@@ -1,4 +1,4 @@
-"""Read the command line and the ini file into `Settings`; refuse contradicting options."""
+"""Read the command line and the ini file into `Settings`, and refuse contradictory options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_settings(config: pytest.Config) -> Settings:
     """Return the settings of this session.
 
     Raises:
-        pytest.UsageError: for an illegal value or combination.
+        pytest.UsageError: if a value or a combination of options is not allowed.
     """
     get = config.getoption
     blocks, window = _iterations(config)
@@ -104,7 +104,7 @@ def _number(
 
 
 def _iterations(config: pytest.Config) -> tuple[int | None, float | None]:
-    """Return the blocks and the least window in seconds of ``aisp_iterations``."""
+    """Return the two numbers of ``aisp_iterations``: blocks, and least seconds per window."""
     text = str(config.getini("aisp_iterations")).strip()
     if not text:
         return None, None
@@ -153,9 +153,9 @@ def _archs(text: str | None) -> tuple[str, ...]:
 
 
 def _artifact_folders(config: pytest.Config) -> tuple[Path | None, Path | None]:
-    """Return the folder for artifacts, or the parent of a timestamped one.
+    """Return the folder for artifacts, and the parent for a timestamped one; at most one is set.
 
-    The ini key makes a timestamped folder only for runs that measure.
+    The ini key leads to a timestamped folder only for runs that measure.
     """
     option, ini = config.getoption("aisp_artifacts"), str(config.getini("aisp_artifacts") or "")
     if option == "":
@@ -206,7 +206,7 @@ def _profiler(tool: str | None) -> str:
 
 COMPILE, REPLAY, UPDATE = "--aisp-compile", "--aisp-replay", "--aisp-update-expectations"
 MODES = ("--aisp-sanitize", "--aisp-check", "--aisp-aa", COMPILE, REPLAY, UPDATE)
-"""Options that choose what a run does: at most one."""
+"""The options that choose what a run does. At most one of them may be given."""
 IN_THIS_PROCESS, XDIST = "in-process", "xdist"
 CONFLICTS = [
     (UPDATE, IN_THIS_PROCESS, "stored results must come from separate processes"),
@@ -227,7 +227,7 @@ CONFLICTS = [
     ("--aisp-seed", REPLAY, "it draws no values"),
     ("--aisp-seed", UPDATE, "a stored result is checked on secret values"),
 ]
-"""Pairs of options that cannot be combined, and why."""
+"""Options that cannot be combined with certain others, and the reason."""
 ADVICE = {
     "--aisp-profile": "\nProfile in a separate run:\n    pytest --aisp-check --aisp-profile",
     UPDATE: "\nRecord alone:\n    pytest -n0 --aisp-update-expectations",
@@ -235,7 +235,7 @@ ADVICE = {
 
 
 def _refuse_combinations(settings: Settings, config: pytest.Config) -> None:
-    """Raise `pytest.UsageError` for options that contradict or would overwrite results."""
+    """Raise `pytest.UsageError` if options contradict each other or would overwrite results."""
 
     def given(option: str) -> object:
         if option == IN_THIS_PROCESS:

@@ -1,7 +1,7 @@
 """Judge a case: compare its speedup, its changed sides and its metrics with their limits.
 
-Each function returns findings. No function here decides the verdict alone, and none changes the
-row.
+The functions return findings, from which the verdict is computed elsewhere. None of them changes
+the row.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .run_context import Failed, Unrecorded
 
 @dataclass
 class Judgement:
-    """The outcome of the gates for a speedup; every number is ln(speedup).
+    """The outcome of the gates for a speedup. Every value is in ln(speedup).
 
     Attributes:
-        votes: of the fresh processes.
-        suspect: -1 or 1, the direction of the change, if the first value is past a gate's screen.
-        session: spread from session to session.
-        detectable: the smallest loss that is detected in 99 % of trials; None if nothing is judged.
+        votes: the values of the fresh processes.
+        suspect: 1 for a suspected loss, -1 for a suspected gain, 0 if the case is no suspect.
+        session: the spread from session to session.
+        detectable: the smallest loss that is detected in 99 % of trials; None without gates.
         stored, stored_in: the stored value, and its file.
         differences: other possible causes of a loss against the stored result.
     """
@@ -55,7 +55,7 @@ class MetricJudgement:
     Attributes:
         limit: the page's limit.
         stored: the optimized side's stored amount.
-        remark: the text with both amounts; empty in an A/A trial.
+        remark: a text with both amounts; empty in an A/A trial.
     """
 
     amounts: metric_limits.Amounts
@@ -68,11 +68,11 @@ class MetricJudgement:
 def judge_speedup(
     client: CaseClient, stored: StoredResult, timing: Timing, claim: Claim | None
 ) -> Judgement:
-    """Screen the first value, vote if it is suspect, and judge claim and stored result."""
+    """Compare the speedup with claim and stored result. If the first value is suspect, vote."""
     settings, clock, spread = client.run.settings, timing.clock, timing.spread
     session, mine = stored.session_spread(clock), stored.result
     has_record = mine is not None and mine.value is not None and not settings.aa
-    replaces = settings.update == "all"  # then only the claim counts
+    replaces = settings.update == "all"  # then only the claim has a gate
     gates = list(verdict.same_gates(spread)) if settings.aa else _claim_gates(claim, timing)
     findings: list[Finding] = []
     differences: list[str] = []
@@ -91,7 +91,7 @@ def judge_speedup(
     decision = _decide(client, timing.reading, gates, client.vote)
     votes = [vote.value for vote in decision.votes]
     if votes:
-        # The first value is left out: it was selected because it is extreme. The votes were not.
+        # Only the votes are averaged. The first value is biased: it led to votes by being extreme.
         client.notes.append(
             f"measured {1 + len(votes)} times; the first gave {ratio(timing.reading.value)}"
         )
@@ -123,7 +123,7 @@ def _claim_gates(claim: Claim | None, timing: Timing) -> list[Gate]:
 
 
 def _other_clock(stored: StoredResult, mine: models.Result, timing: Timing) -> str:
-    """Return the text that the stored result has another clock, and why the clocks differ."""
+    """Return a text about the stored result's other clock, with the reason for the difference."""
     keys = ("no graph", "no queue")
     why = next((f": {timing.details[k]}" for k in keys if k in timing.details), "")
     return (
@@ -174,7 +174,7 @@ def _listed(decision: Decision) -> str:
 def judge_changed_side(
     client: CaseClient, stored: StoredResult, timing: Timing, role: str
 ) -> list[Finding]:
-    """Judge a changed side against its version at the commit: a loss that votes confirm is red."""
+    """Compare a changed side with its version at the commit. A loss confirmed by votes is red."""
     case, past = client.case, client.run.past
     name = case.pair.baseline.__name__ if role == "baseline" else case.variant_name
     try:
@@ -237,7 +237,7 @@ def judge_metric(
 def judge_recorded_claim(
     claim: Claim | None, claim_origin: str, values: list[float], word: str
 ) -> None:
-    """Refuse to record if a claim is inconclusive and the mean of the processes misses it.
+    """Refuse to record if the claim is inconclusive and the mean of all processes is below it.
 
     Raises:
         Failed: if the mean of `values` is below the claim.
@@ -271,15 +271,15 @@ def _decide(
 
 
 Measure = Callable[[int, Worker], Reading]
-"""A function that returns the reading of the fresh process with this number."""
+"""A function that measures in a fresh process with the given number and returns the reading."""
 
 
 @contextmanager
 def remeasuring(client: CaseClient, measure: Measure) -> Iterator[Callable[[], Reading | None]]:
-    """Yield a function that measures in one more fresh process at each call.
+    """Yield a function that starts one more fresh process at each call and measures in it.
 
     It returns None if the run's budget for votes is spent, or a replayed run has no more samples.
-    On GPU clocks, the processes that every verdict needs start together, because importing torch
+    On GPU clocks, the processes for the first three votes start together, because importing torch
     takes most of a vote's time.
     """
     run, waiting, taken = client.run, list[Worker](), 0

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class StoredResult:
-    """The stored result of a case, among those of its chapter.
+    """The stored result of a case, together with the other stored results of its chapter.
 
     Attributes:
-        path: the chapter's file of this product.
-        key: the case's name in it.
+        path: the file with the chapter's results for this product.
+        key: the case's key in that file.
     """
 
     run: RunContext
@@ -43,11 +43,11 @@ class StoredResult:
 
     @property
     def result(self) -> models.Result | None:
-        """The case's stored result."""
+        """The case's stored result, or None."""
         return self.run.stored(self.path).results.get(self.key)
 
     def spread(self, clock: str) -> float:
-        """Return the spread of one process's value: recorded, pooled, or the clock's default."""
+        """Return the spread of one process's value: recorded, pooled, or a default."""
         others = models.pooled(list(self.run.stored(self.path).results.values()), clock)
         mine = self.result
         own = mine.own_spread if mine is not None and mine.clock == clock else None
@@ -56,7 +56,7 @@ class StoredResult:
         return stats.rms(others) if len(others) >= 3 else verdict.DEFAULT_SPREAD[clock]
 
     def session_spread(self, clock: str) -> float:
-        """Return the spread from session to session of this product and clock."""
+        """Return the spread from session to session on this product and clock."""
         return models.session_sd(self.run.stored(self.path).results.values(), clock)
 
     def differences(
@@ -66,7 +66,7 @@ class StoredResult:
         sources: Mapping[str, str],
         clock: str,
     ) -> list[str]:
-        """Return the differences, other than the code, that may explain a loss against `mine`."""
+        """Return the differences outside the code that may explain a loss against `mine`."""
         then = self.run.stored(self.path).environments.get(mine.environments[-1], {})
         names = models.differences(then, environment, clock, several=self.case.gpus > 1)
         reasons = [f"{n} was {then.get(n)} when stored, and is {environment.get(n)}" for n in names]
@@ -75,21 +75,21 @@ class StoredResult:
         return reasons
 
     def relative(self, path: Path | None = None) -> str:
-        """Return `path`, by default the file of stored results, relative to the root."""
+        """Return `path` relative to the root. By default, it is the file of stored results."""
         return path_below(str(path or self.path), str(self.run.settings.root))
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What the first worker process measured.
+    """The timing by the first worker process.
 
     Attributes:
-        result: its full result.
-        spread: of one process's ln(speedup).
-        seconds: of a call, by side, the baseline's first.
-        share, limit, limit_origin: share of the machine's limit that the optimized side reaches,
-        the limit's name, and its file.
-        shortest: the least seconds that the machine's limit allows, if a side is faster than that.
+        result: the full result of that process.
+        spread: the spread of one process's ln(speedup).
+        seconds: seconds per call by side, with the baseline first.
+        share, limit, limit_origin: the share of the machine's limit that the optimized side
+            reaches, the limit's name, and the file that has it.
+        shortest: if a side is impossibly fast, the least seconds that the limit allows.
         launch_bound: by launch-bound side, how many times longer a call takes without a graph.
     """
 
@@ -108,20 +108,20 @@ class Timing:
 
     @property
     def details(self) -> Mapping[str, Json]:
-        """The timer's own facts: graph nodes, memory, other clocks."""
+        """Further facts from the timer: graph nodes, memory, times on other clocks."""
         return self.result.details
 
     @property
     def pair_seconds(self) -> tuple[float, ...]:
-        """Seconds of a call of the baseline and of the variant."""
+        """Seconds per call of the baseline and of the variant."""
         return tuple(self.seconds.values())
 
     def with_seconds(self, seconds: Sequence[float]) -> Timing:
-        """Return this timing with the seconds of all recorded processes."""
+        """Return this timing with other `seconds` per call, from all recording processes."""
         return replace(self, seconds=dict(zip(self.seconds, seconds, strict=True)))
 
     def refuse_impossible(self) -> None:
-        """Raise `Failed` if a side is faster than the machine can be."""
+        """Raise `Failed` if a side is faster than the machine's limit allows."""
         if self.shortest is not None:
             raise Failed(
                 f"{duration(min(self.pair_seconds))} is less than the {duration(self.shortest)}"
@@ -132,7 +132,7 @@ class Timing:
 
 
 def read_timing(client: CaseClient, stored: StoredResult, result: TimeResult) -> Timing:
-    """Return the timing in a worker process's `result`; add its other facts to the case's notes."""
+    """Return the timing in a worker process's `result`. Add its other facts to the notes."""
     clock, first, details = result.clock, reading(result), result.details
     variant = client.case.variant_name
     aa = client.run.settings.aa
@@ -189,7 +189,7 @@ def _add_notes(
 
 
 def with_limit(client: CaseClient, stored: StoredResult, timing: Timing) -> Timing:
-    """Return `timing` with the share of the machine's limit, if its peaks are stored."""
+    """Return `timing` with its share of the machine's limit, if the machine's peaks are stored."""
     run, case = client.run, client.case
     rates = run.peaks(client.machine.product)
     if case.gpus > 1:
@@ -214,7 +214,7 @@ def with_limit(client: CaseClient, stored: StoredResult, timing: Timing) -> Timi
 
 
 def build_row(run: CaseRun) -> Row:
-    """Return the row of the case of `run`, after its last stage."""
+    """Return the row of the case that `run` has run, after its last stage."""
     client, case, location, metrics = run.client, run.case, run.location, run.metrics
     timing, judged = run.timing, run.judgement
     measured = timing is not None or bool(metrics)

@@ -1,4 +1,4 @@
-"""Command-line options and ini keys; `config.read_settings` reads them into `Settings`."""
+"""Command-line options and ini keys. `config.read_settings` reads them into `Settings`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ SETTINGS: pytest.StashKey[Settings] = pytest.StashKey()
 RUN: pytest.StashKey[RunContext] = pytest.StashKey()
 RECORDER: pytest.StashKey[Recorder] = pytest.StashKey()
 LOCK_ERROR: pytest.StashKey[str] = pytest.StashKey()
-"""Stored on a pytest item: why the machine could not be locked for it."""
+"""The key under which an item has the reason why the machine could not be locked for it."""
 
 EVERY_ARCH = "all"
 UPDATES = ("missing", "all")
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PROFILERS = ("torch", "nsys", "ncu")
 TIMESTAMPED = "<timestamp>"
-"""The value of `--aisp-artifacts` without a value: a folder named after the current time."""
+"""The value that `--aisp-artifacts` gets if none is given: a folder named after the time."""
 ARTIFACTS = "artifacts"
-"""Parent of timestamped folders, unless the ini file names another."""
+"""The parent of timestamped folders, unless the ini file sets another one."""
 WITHOUT_VALUE = {
     "--aisp-update-expectations": UPDATES[0],
     "--aisp-compile": EVERY_ARCH,
@@ -36,11 +36,11 @@ WITHOUT_VALUE = {
     "--aisp-profile": PROFILERS[0],
     "--aisp-artifacts": TIMESTAMPED,
 }
-"""Options with an optional value, and the default value."""
+"""The options whose value is optional, each with its default value."""
 IN_PROCESS = {"--aisp-in-process": "aisp_in_process", "--pdb": "usepdb", "--trace": "trace"}
-"""The options that run sides inside the pytest process."""
+"""The options with which the sides run inside the pytest process."""
 RECORD_PROCESSES = 8
-"""Number of processes to record a stored result from."""
+"""The number of processes that measure a result to be stored."""
 MAX_SEED = 2**31 - 1
 
 
@@ -54,7 +54,7 @@ def add_options(parser: pytest.Parser) -> None:
     def value(name: str, metavar: str, text: str, type: Callable[[str], object] = str) -> None:
         group.addoption(name, metavar=metavar, type=type, help=text)
 
-    # argparse `choices` would refuse the path after an option without a value.
+    # With `choices`, argparse would refuse a path that follows an option without a value.
     def optional_value(name: str, metavar: str, text: str) -> None:
         const = WITHOUT_VALUE[name]
         text = f"{text} (default {const}; give another as {name}={metavar})"
@@ -110,7 +110,7 @@ def _whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def fill_in_values(args: list[str]) -> None:
-    """Give options without a value their default; or argparse takes the next path as value."""
+    """Add the default to options without a value. Otherwise argparse takes the next path."""
     for index, arg in enumerate(args):
         if arg in WITHOUT_VALUE:
             args[index] = f"{arg}={WITHOUT_VALUE[arg]}"
@@ -118,19 +118,21 @@ def fill_in_values(args: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """The command line and the ini file of a session; `options.add_options` describes each.
+    """The settings of a session. `add_options` describes each option and ini key.
 
     Attributes:
-        ours: whether this session may collect pages: it has an ``--aisp-*`` option, or a path
-            below one of `pages`.
+        ours: True if this session may collect pages, because it has an ``--aisp-*`` option, or a
+            path below one of `pages`.
         compile: the archs to compile for.
-        artifacts: folder for the run's results and samples, or None.
-        timestamped: parent of the timestamped folder to make for `artifacts`, or None.
-        warmup, blocks, window: the timing budget, if the ini file sets it; window in seconds.
+        artifacts: the folder for the run's results and samples, or None.
+        timestamped: the folder in which to make a timestamped folder for `artifacts`, or None.
+        warmup, blocks, window: the timing budget, if the ini file sets it. The window is in
+            seconds.
         seed: seed of the input values, or None for a secret one.
-        in_process: the option that runs sides inside pytest, or empty.
-        sanitize, profile: the tool to use, or empty.
-        timeout: seconds for one request to a worker process, `timeout_multiplier` included.
+        in_process: the given option with which sides run inside pytest, or empty.
+        sanitize, profile: the sanitizer and the profiler to use, or empty.
+        timeout: the time limit of one request to a worker process, in seconds. It already includes
+            `timeout_multiplier`.
     """
 
     ours: bool
@@ -175,5 +177,5 @@ class Settings:
 
     @property
     def profiles(self) -> Path:
-        """Folder of profiles: inside `artifacts` if there is one."""
+        """The folder for profiles. It is inside `artifacts` if that is set."""
         return self.artifacts / "profile" if self.artifacts else self.root / "aisp-profile"

@@ -27,25 +27,25 @@ from .run_context import EndOfBody, Failed, Interrupted
 
 CASE = pytest.StashKey[CaseRun]()
 LINES = 100
-"""Most lines of each process's output that pytest captures; with ``-s`` all are shown."""
+"""The most lines per process that pytest captures. With ``-s``, all lines are shown."""
 MEMORY: Mapping[str, Name] = {
     "allocated": "memory",
     "reserved": "reserved",
     "fragmentation": "fragmentation",
 }
-"""The metric of each kind of memory that a page may name."""
+"""For each kind of memory that a page may name, the metric that measures it."""
 
 
 class PairUnderTest:
-    """A case in its test body. A body that judges nothing fails.
+    """A case, as its test body uses it. A body that requests no verdict fails.
 
-    If nothing is timed, the first assertion after the check ends the body, and the case is
-    `checked`. A red verdict raises an AssertionError with the number, the missed limit, and the
-    place where the limit is written.
+    If nothing is timed, the first assertion after the check ends the body, and the verdict is
+    `checked`. A red verdict raises an AssertionError with the measured value, the missed limit, and
+    the place where the limit is written.
 
     Attributes:
         variant, size: the case.
-        judged: whether a verdict was asked for.
+        judged: True once the body has requested a verdict.
         failure: the error of a red verdict.
     """
 
@@ -59,38 +59,39 @@ class PairUnderTest:
     def assert_equivalent(
         self, *, exact: bool = False, rtol: float | None = None, atol: float | None = None
     ) -> None:
-        """Prove that baseline and variant compute the same as the reference.
+        """Check that baseline and variant compute the same as the reference.
 
         Args:
-            exact: equal bit for bit.
-            rtol, atol: a tolerance of the page's own, instead of the derived bound; refused when a
-                negative control passes it.
+            exact: require equality bit for bit.
+            rtol, atol: the page's own tolerance, instead of the derived bound. It is refused if a
+                negative control passes with it.
 
         Raises:
-            AssertionError: naming the output, the worst coordinate, both values and the bound.
+            AssertionError: if an output differs. The message has the output, its worst coordinate,
+                both values and the bound.
         """
         __tracebackhide__ = True
         rule = {"exact": exact, "rtol": rtol, "atol": atol}
         self._run_stage(lambda: self._case_run.check(rule))
 
     def assert_speedup(self) -> None:
-        """Time both sides and judge the claim and the stored result."""
+        """Time both sides, and compare the speedup with the claim and the stored result."""
         __tracebackhide__ = True
         self.judged = True
         self._run_stage(self._case_run.measure)
 
     def assert_memory(self, *, at_most: float, of: str = "allocated") -> None:
-        """Judge the variant's peak memory on the GPU against the baseline's, and the stored result.
+        """Compare the variant's peak GPU memory with the baseline's and with the stored result.
 
         Args:
-            at_most: the most memory of a call of the variant, as a share of the baseline's. Outputs
-                and temporaries count, inputs do not. On several ranks, each side counts with the
-                rank that needs most.
-            of: ``allocated``; ``reserved``, the memory that the allocator took from the GPU; or
-                ``fragmentation``, the part of it that was never used.
+            at_most: the most memory that a call of the variant may need, as a share of the
+                baseline's. Outputs and temporaries are included, but inputs are not. With several
+                ranks, the amount of each side is that of the rank that needs most.
+            of: the kind of memory: ``allocated``; ``reserved``, which the allocator took from the
+                GPU; or ``fragmentation``, the part of the reserved memory that was never used.
 
         Raises:
-            ValueError: for a share that is not above 0, or another kind of memory.
+            ValueError: if the share is not above 0, or the kind of memory is unknown.
         """
         __tracebackhide__ = True
         if of not in MEMORY:
@@ -100,16 +101,18 @@ class PairUnderTest:
         self._judge_metric(MEMORY[of], at_most)
 
     def assert_energy(self, *, at_most: float) -> None:
-        """Judge the joules of a call against the baseline's, and the stored result.
+        """Compare the variant's energy per call with the baseline's and with the stored result.
 
-        The GPU's own counter needs four windows of at least 5 s a case, so energy is measured only
-        with ``--aisp-energy`` and when recording. On several ranks, all GPUs count together.
+        The GPU's own counter needs four windows of at least 5 s per case, so energy is measured
+        only with ``--aisp-energy`` and when recording. With several ranks, it is the sum over all
+        GPUs.
 
         Args:
-            at_most: the most energy of a call of the variant, as a share of the baseline's.
+            at_most: the most energy that a call of the variant may use, as a share of the
+                baseline's.
 
         Raises:
-            ValueError: for a share that is not above 0.
+            ValueError: if the share is not above 0.
         """
         __tracebackhide__ = True
         if not at_most > 0:
@@ -117,16 +120,18 @@ class PairUnderTest:
         self._judge_metric("energy", at_most)
 
     def assert_goodput(self, *, at_least: float) -> None:
-        """Judge the share of the variant's wall time in which the GPU computes, and the stored one.
+        """Compare the variant's goodput with `at_least` and with the stored result.
 
-        Copies, fills, collectives and gaps do not count; kernels that run side by side count once.
-        `assert_speedup` comes first and gives the wall time; the profiler gives the kernels' time.
+        Goodput is the share of the wall time in which the GPU computes. It excludes copies, fills,
+        collectives and gaps, and includes the time of kernels that run side by side only once. Call
+        `assert_speedup` first, because it measures the wall time. The profiler measures the
+        kernels' time.
 
         Args:
-            at_least: share of the variant's wall time.
+            at_least: the least goodput, as a share of the variant's wall time.
 
         Raises:
-            ValueError: for a share that is not above 0 and at most 1.
+            ValueError: if the share is not above 0, or is above 1.
         """
         __tracebackhide__ = True
         if not 0 < at_least <= 1:
@@ -134,13 +139,13 @@ class PairUnderTest:
         self._judge_metric("goodput", at_least)
 
     def assert_launches(self, *, at_most: float) -> None:
-        """Judge how many launches a call of the variant makes, and the stored result.
+        """Compare the variant's launches per call with `at_most` and with the stored result.
 
         Args:
-            at_most: kernels, copies and fills on the GPU, as the profiler sees them.
+            at_most: the most kernels, copies and fills on the GPU that the profiler may see.
 
         Raises:
-            ValueError: for a limit that is not above 0.
+            ValueError: if the limit is not above 0.
         """
         __tracebackhide__ = True
         if not at_most > 0:
@@ -153,7 +158,7 @@ class PairUnderTest:
         self._run_stage(lambda: self._case_run.measure_metric(metric, float(limit)))
 
     def _run_stage(self, stage: Callable[[], None]) -> None:
-        """Run a stage of the case; turn its failure into an AssertionError."""
+        """Run a stage of the case, and turn its failure into an AssertionError."""
         __tracebackhide__ = True
         try:
             return stage()
@@ -184,7 +189,7 @@ class PairUnderTest:
 
     @property
     def speedup(self) -> float:
-        """How many times faster the variant was."""
+        """The speedup of the variant as a factor."""
         return math.exp(fmean(self._values("speedup")))
 
     @property
@@ -202,7 +207,7 @@ class PairUnderTest:
 
 
 def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
-    """Return what the `pair` fixture gives to a test body."""
+    """Return the value of the `pair` fixture for a test body."""
     item, config = request.node, request.config
     case = getattr(request, "param", None)
     if not isinstance(case, Case):
@@ -236,7 +241,7 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
 
 @contextlib.contextmanager
 def run_body(item: pytest.Function) -> Iterator[None]:
-    """Run a test body. It must judge its pair, and it ends early if nothing is timed."""
+    """Run a test body. It must request a verdict, and it ends early if nothing is timed."""
     __tracebackhide__ = True
     start, pair = time.monotonic(), item.funcargs.get("pair")
     if not isinstance(pair, PairUnderTest):  # a fixture of the user's own
@@ -252,7 +257,7 @@ def run_body(item: pytest.Function) -> Iterator[None]:
 
 
 def _require_judgement(item: pytest.Function, pair: PairUnderTest) -> None:
-    """Refuse a body that ended without judging its pair, or without judging the claimed speedup."""
+    """Refuse a body that requested no verdict, or none on the claimed speedup."""
     case_run = pair._case_run
     if not pair.judged:
         refuse(item, "this page never judged its pair\nEnd the body with pair.assert_speedup()")
@@ -290,12 +295,12 @@ def add_row(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestR
 def _fail(
     item: pytest.Item, call: pytest.CallInfo[None], case_run: CaseRun, report: pytest.TestReport
 ) -> None:
-    """Make the verdict red if the test failed: a body may assert more than its pair's claims."""
+    """Make the verdict red if the test failed, because a body may also make other assertions."""
     pair = getattr(item, "funcargs", {}).get("pair")
     error = call.excinfo.value if call.excinfo else None
     ours = error is not None and error is getattr(pair, "failure", None)
-    # Ours and not red: A `new` or `inconclusive` verdict that fails the run because of the ini
-    # file.
+    # A verdict that failed the test without being red is `new` or `inconclusive`. The ini file made
+    # it fail the run.
     if case_run.verdict in RED or (ours and case_run.verdict):
         return
     text = call.excinfo.exconly(tryshort=True) if call.excinfo else report.longreprtext

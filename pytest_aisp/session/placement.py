@@ -1,4 +1,4 @@
-"""Where a case runs on this machine: timed, checked, compiled or skipped, and why."""
+"""Decide whether a case is timed, checked, compiled or skipped on this machine, and why."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..util.device import Machine
 from .run_context import RunContext
 
 COMPILER = "compiler"
-"""The device of a worker process that only compiles, with Triton's interpreter off."""
+"""The device name of a worker process that only compiles. Triton's interpreter is off in it."""
 
 
 class Kernels(NamedTuple):
-    """The kinds of kernels that a case launches; only an emulator runs CUDA C++ on a CPU."""
+    """The kinds of kernels that a case launches. On a CPU, CUDA C++ needs an emulator."""
 
     cuda: bool = False
     triton: bool = False
@@ -25,7 +25,7 @@ class Kernels(NamedTuple):
 
 
 def kernels_of(run: RunContext, case: Case) -> Kernels:
-    """Return the kind of kernels that `case` launches."""
+    """Return the kinds of kernels that `case` launches."""
     sides, root = [case.pair.baseline, case.variant.side], str(run.settings.root)
     modules = kernel_files(sides, root)
     emulated = False
@@ -36,12 +36,12 @@ def kernels_of(run: RunContext, case: Case) -> Kernels:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a case runs.
+    """The decision where and how a case runs.
 
     Attributes:
         kind: ``time``, ``check``, ``compile`` or ``skip``.
-        device: ``cuda``, ``cpu``, or the process that compiles.
-        need: what is missing to time the case, or why it is skipped.
+        device: ``cuda``, ``cpu`` or `COMPILER`.
+        need: the missing requirement for timing the case, or the reason why it is skipped.
         archs: the archs to compile for.
     """
 
@@ -96,7 +96,7 @@ def _compiled(
 
 
 def _need(case: Case, machine: Machine) -> str:
-    """Return what this machine lacks in order to time `case`."""
+    """Return the requirement for timing `case` that this machine lacks; empty if it lacks none."""
     if machine.arch == "cpu":
         here = "there is none here"
     elif len(machine.gpus) < case.gpus:

@@ -1,4 +1,4 @@
-"""The recorder of the controller: rows, artifacts, stored results, and the run's manifest."""
+"""The recorder in the controller writes artifacts, stored results, and the run's manifest."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ NO_CASES = pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 class Recorder:
-    """Collects rows on the controller; nothing else writes stored results or rows.
+    """Collects rows on the controller. Only the recorder writes rows and stored results.
 
     Attributes:
-        changes, not_stored: the stored changes, and the results that were not stored, with the
-        reason.
+        changes: the changes to stored results that were written.
+        not_stored: the results that were not stored, each with the reason.
         crashes: reports of xdist workers that died.
-        without_canary: xdist workers that ended before their canary, and the keys of their cases.
-        left_alone: why the artifacts of an earlier run were kept, or empty.
+        without_canary: for each xdist worker that ended before its canary, the keys of its cases.
+        left_alone: the reason why an earlier run's artifacts were kept, or empty.
     """
 
     def __init__(self, settings: Settings, config: pytest.Config) -> None:
@@ -62,7 +62,7 @@ class Recorder:
         self.artifacts = None if settings.artifacts is None else Artifacts(settings.artifacts)
 
     def finish(self, exit_code: int) -> None:
-        """Write to the artifacts how the run ended, unless no case finished."""
+        """Complete the artifacts at the end of the run, unless no case finished."""
         if self.artifacts is None:
             return
         if not self.artifacts.begun and exit_code in (*INCOMPLETE, NO_CASES):
@@ -93,7 +93,7 @@ class Recorder:
             self.artifacts.release()
 
     def add(self, row: Row) -> None:
-        """Add a case's row to the artifacts and to the stored results, and call the hook."""
+        """Add a case's row to the artifacts and to the stored results, and call the result hook."""
         self.rows.append(row)
         if self.artifacts is not None:
             self.artifacts.add(row)
@@ -133,7 +133,7 @@ class Recorder:
 
     @property
     def errors(self) -> list[str]:
-        """Each write error once, with the keys of all its cases."""
+        """The write errors, each only once, with the keys of all cases that it concerns."""
         errors = [f"{', '.join(keys)}: {error}" for error, keys in self._refused.items()]
         if self.artifacts is not None and self.artifacts.error:
             errors.append(self.artifacts.error)
@@ -141,7 +141,7 @@ class Recorder:
 
     @functools.cached_property
     def _session(self) -> tuple[str, dict[str, str | None]]:
-        """The key and the facts of this run's environment; they do not change during the run.
+        """The key and the facts of this run's environment, which are the same during the whole run.
 
         Two runs that start in the same second have different keys. `merge` uses the time in the key
         to decide whether two runs are two sessions.
@@ -151,7 +151,7 @@ class Recorder:
         return now.strftime("%Y-%m-%dT%H%M%S.%fZ"), facts
 
     def why_invalid(self) -> list[str]:
-        """Return why no verdict of this run counts; nothing for a valid run."""
+        """Return the reasons why all verdicts of this run are invalid; empty for a valid run."""
         reasons = [f"canary): {canary}" for canary in self.canaries if canary.wrong]
         if environment_moved(self.rows):
             reasons.append(
@@ -162,20 +162,20 @@ class Recorder:
 
 
 def _commit(root: Path) -> str | None:
-    for variable in ("GITHUB_SHA", "CI_COMMIT_SHA"):  # a checkout without history
+    for variable in ("GITHUB_SHA", "CI_COMMIT_SHA"):  # CI may lack the history
         if os.environ.get(variable):
             return os.environ[variable][:12]
     return (git.try_git(root, "rev-parse", "--short=12", "HEAD") or "").strip() or None
 
 
 def _as_result(recorded: Recording, environment: str) -> Result:
-    """Return the stored result of a row's `recorded` values."""
+    """Return the values that a row has `recorded` as a result to store."""
     fields = {name: value for name, value in asdict(recorded).items() if name != "replace"}
     return Result.of({**fields, "environments": [environment]})
 
 
 def _describe(result: Result) -> str:
-    """Return ``3.530x, memory 600 MiB / 240 MiB``."""
+    """Return a result as text, such as ``3.530x, memory 600 MiB / 240 MiB``."""
     parts = [] if result.value is None else [ratio(result.value)]
     parts += [f"{name} {METRICS[name].both(amounts)}" for name, amounts in result.goals.items()]
     return ", ".join(parts)
@@ -192,13 +192,13 @@ VARIABLES = re.compile(
     r"|(OMP|MKL|OPENBLAS|NUMEXPR)_NUM_THREADS|(OMP|KMP|GOMP)_[A-Z0-9_]+"
     r"|LD_PRELOAD|MALLOC_[A-Z0-9_]+|PYTHONHASHSEED|CI"
 )
-"""Environment variables that affect measurements; no others are stored."""
+"""The environment variables that affect measurements. No others are stored."""
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|PRIVATE|CERT|SIGNATURE")
 LOGIN = re.compile(r"://[^/\s]*@")
 
 
 def build_manifest(config: pytest.Config, run: RunContext) -> Manifest:
-    """Return the manifest at the start of a run."""
+    """Return the manifest as it is at the start of a run."""
     from ..tools.doctor import version_of
 
     settings = run.settings
@@ -242,14 +242,14 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def stored_peaks(settings: Settings, products: Collection[str]) -> dict[str, StoredPeaks]:
-    """Return the stored peaks by product, without products that have none."""
+    """Return the stored peaks by product, leaving out products without stored peaks."""
     stored = {}
     for product in sorted(set(products)):
         path = peaks_module.path_of(settings.baselines, product)
         try:
             peaks = peaks_module.stored(path)
         except (peaks_module.PeaksError, OSError):
-            continue  # cases that need the peaks report the error
+            continue  # the cases that need these peaks report this error
         if peaks is not None:
             origin = path_below(str(path), str(settings.root))
             stored[product] = StoredPeaks(dict(peaks.rates), dict(peaks.facts), origin)
@@ -257,7 +257,7 @@ def stored_peaks(settings: Settings, products: Collection[str]) -> dict[str, Sto
 
 
 def git_state(root: Path) -> GitState | None:
-    """Return commit, branch, and whether tracked files differ; None outside of a repository."""
+    """Return the commit, the branch and the state of tracked files; None without a repository."""
     commit = git.try_git(root, "rev-parse", "HEAD")
     if commit is None:
         return None

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 
 class Failed(Exception):
-    """A case is red; the message says why and what to do.
+    """A case is red. The message has the reason and the remedy.
 
     Attributes:
-        finding: for the case's verdict; None if the case has it already.
+        finding: the finding to add to the case; None if the case has it already.
     """
 
     def __init__(self, message: str, verdict: str | None = "fail") -> None:
@@ -64,15 +64,15 @@ class RunContext:
     """The state that all cases of one pytest process share.
 
     Attributes:
-        timer: another timer than the device's own, from the hook, or None.
-        emulator: module that emulates CUDA C++ on the CPU, from the hook, or None.
-        xdist_worker: number of this xdist worker; chooses its GPU.
+        timer: a timer that a hook provides instead of the device's own, or None.
+        emulator: a module from a hook that emulates CUDA C++ on the CPU, or None.
+        xdist_worker: the number of this xdist worker, which determines its GPU.
         past: the pages as of the commit of ``--aisp-against``.
-        progress: shows what is being done.
-        times_cpu: whether a GPU machine times sizes for CPUs too.
-        versions: of libraries in a worker process; None until one reports them.
+        progress: a function that shows a text about the current work.
+        times_cpu: True if a machine with a GPU times sizes for CPUs too.
+        versions: library versions in a worker process; None until one reports them.
         canary_case: the case that this process's canary will use.
-        cases_done: whether the suite's time limit has ended.
+        cases_done: True after the last case, when the suite's time limit no longer applies.
         vote_seconds: time spent on votes so far.
     """
 
@@ -99,7 +99,7 @@ class RunContext:
 
     @property
     def seed(self) -> int:
-        """Seed of checked values: secret, unless it is given or the run must be reproducible."""
+        """The seed of checked values: secret, unless one is given or the run is reproducible."""
         if self.settings.seed is not None:
             return self.settings.seed
         return 0 if self.settings.reproducible else self.secret
@@ -113,7 +113,7 @@ class RunContext:
     ) -> Worker:
         """Return worker process `number` for `device`, or `ranks` with environment `variables`.
 
-        It is started if it does not run yet.
+        If it does not run yet, start it.
         """
         if self.replay is not None:
             return self.replay
@@ -151,10 +151,11 @@ class RunContext:
         return worker
 
     def take_output(self, most: int | None = None) -> dict[StreamName, str]:
-        """Return what the processes of this run printed since the last call.
+        """Return the output of this run's processes since the last call.
 
         Args:
-            most: lines of each process, votes counted together; None for all.
+            most: the most lines per process, or None for all lines. All votes together are
+                treated as one process.
         """
         outputs = [(o, o.label) for worker in self._printing for o in worker.outputs]
         self._printing = [worker for worker in self._printing if not worker.closed]
@@ -169,7 +170,7 @@ class RunContext:
         return texts
 
     def environment(self, device: str, ranks: int = 1) -> dict[str, str | None]:
-        """Return the environment variables to change for `device`; None removes one."""
+        """Return the environment variables to change for `device`. The value None removes one."""
         changes: dict[str, str | None] = {"TRITON_INTERPRET": None}
         if device == "cuda" and self.machine.gpus:
             changes["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus(ranks))
@@ -193,7 +194,8 @@ class RunContext:
     def gpus(self, count: int) -> tuple[str, ...]:
         """Return the UUIDs of the GPUs that this process uses for a case on `count` GPUs.
 
-        One is this xdist worker's own. Several are the machine's first, the same for all workers.
+        For one GPU, it is this xdist worker's own. For several GPUs, they are the first ones of the
+        machine, which are the same for all workers.
         """
         gpus = self.machine.gpus
         if count == 1:
@@ -207,7 +209,7 @@ class RunContext:
         return topology.route_kinds(self.gpus(count)) if len(self.machine.gpus) >= count else None
 
     def stored(self, path: Path) -> Stored:
-        """Return the stored results in `path`, read once."""
+        """Return the stored results in `path`. Each file is read only once."""
         if path not in self._stored:
             try:
                 self._stored[path] = store.load(path)
@@ -219,7 +221,7 @@ class RunContext:
         """Return the stored peaks of `product`, or None.
 
         Args:
-            measure: measure the peaks if they are missing and this run records results.
+            measure: True to measure missing peaks, if this run records results.
         """
         if product not in self._peaks:
             path = peaks_module.path_of(self.settings.baselines, product)
@@ -245,11 +247,11 @@ class RunContext:
 
     @contextlib.contextmanager
     def machine_locks(self, case: Case | None) -> Iterator[None]:
-        """Hold the leases that `case` needs; the wait does not count for any time limit.
+        """Hold the leases that `case` needs. No time limit includes the wait for them.
 
-        A case on the host's clock has the machine to itself. Every other case shares the host and
-        has its GPUs to itself. The order of the locks is fixed, so two runs never wait for each
-        other.
+        A case on the host's clock has the machine to itself. All other cases share the host, but
+        each has its GPUs to itself. The locks are taken in a fixed order, so that two runs never
+        wait for each other in a deadlock.
         """
         settings = self.settings
         measures = not (settings.check or settings.compile) and self.replay is None
@@ -272,7 +274,7 @@ class RunContext:
             raise Interrupted(f"aisp_suite_timeout: {limit:g} s have passed")
 
     def end_workers(self) -> None:
-        """End every worker process, with its caches."""
+        """End every worker process, and delete its caches."""
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
@@ -281,7 +283,7 @@ class RunContext:
         self._caches.clear()
 
     def close(self) -> None:
-        """End every worker process, and remove the old tree."""
+        """End every worker process, and remove the checkout of the old commit."""
         self.end_workers()
         if self.past is not None:
             self.past.folder.cleanup()

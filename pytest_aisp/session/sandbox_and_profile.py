@@ -1,7 +1,7 @@
-"""Extra runs of a case's sides in processes that do not time it.
+"""Run the sides of a case again, in processes whose times the speedup does not use.
 
-`--aisp-untrusted` runs them in a sandbox that can reach neither the clock nor the answers.
-`--aisp-profile` runs them under a profiler after the verdict.
+`--aisp-untrusted` runs the sides in a sandbox that can reach neither the clock nor the expected
+results. `--aisp-profile` runs them under a profiler after the verdict.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ if TYPE_CHECKING:
     from .measurement import Timing
 
 LIMIT = {"graph": 1.25, "host": 1.5, "cpu": 1.5}
-"""By clock: the largest allowed ratio between the sandbox's time and the judged time.
+"""By clock, the largest allowed ratio between the sandbox's time and the time for the verdict.
 
-Calls behind a blocking kernel cannot be timed from outside.
+The clock ``queue`` has no limit, because calls behind a blocking kernel cannot be timed from
+outside.
 """
 LEAST, TIMES = 0.25, 5
 ATTEMPTS = 3
-"""Several attempts, because the machine may be busy for a moment."""
+"""The number of attempts to confirm a time. The machine may be busy during one of them."""
 SEED = 0
 """The seed of profiled values is not secret, because the task is written next to the report."""
 LONGEST = 120
-"""Characters of a folder's name: file systems allow 255 bytes."""
+"""The most characters in a folder's name. File systems allow 255 bytes."""
 
 
 def run_sandboxed(client: CaseClient, timing: Timing | None) -> None:
@@ -60,7 +61,7 @@ def run_sandboxed(client: CaseClient, timing: Timing | None) -> None:
         timing: the timing of the worker process, or None if nothing was timed.
 
     Raises:
-        Failed: for a wrong output (`wrong`) or a wrong time (`invalid`).
+        Failed: with the verdict `wrong` for a wrong output, or `invalid` for a wrong time.
     """
     if hasattr(client.case.pair.baseline, "environment"):
         client.notes.append("not sandboxed: each of its samples is a separate process")
@@ -76,14 +77,14 @@ def run_sandboxed(client: CaseClient, timing: Timing | None) -> None:
 
 
 def contradicts(sandboxed: float, judged: float, clock: str) -> bool:
-    """Return whether the sandbox's seconds per call contradict the judged ones."""
+    """Return whether the sandbox's seconds per call contradict those that the verdict uses."""
     return not 1 / LIMIT[clock] <= sandboxed / judged <= LIMIT[clock]
 
 
 class _Sandbox:
     def __init__(self, client: CaseClient, timing: Timing | None, folder: Path) -> None:
         self.client, self.folder = client, folder
-        # The times of a simulated device are made up; its sides run on the CPU.
+        # The times of a simulated device are made up, because its sides run on the CPU.
         self.timing = timing = None if client.run.timer is not None else timing
         details = timing.details if timing is not None else {}
         self.clock = timing.clock if timing is not None else ""
@@ -132,7 +133,7 @@ class _Sandbox:
         self.client.ask(self._task(kind, **fields), dict[str, Json], worker)
 
     def _compare_times(self, worker: Worker, role: str, judged: float, unit: int) -> None:
-        """Refuse a side whose time on this process's clock is not the `judged` one."""
+        """Refuse a side if its time on this process's clock contradicts the `judged` time."""
 
         def work(units: int) -> float:
             start = now()
@@ -161,14 +162,14 @@ def profile(case: CaseRun) -> None:
         return
     try:
         _profile(case, tool)
-    except Exception as error:  # the verdict stands, and the run goes on
+    except Exception as error:  # the verdict remains, and the run continues
         case.remarks.append(f"not profiled ({tool}): {error}")
     finally:
         case.run.progress("")
 
 
 def folder_of(client: CaseClient) -> Path:
-    """Return the folder of the case's profiles, named after chapter, page, test and case."""
+    """Return the folder for the case's profiles, named after chapter, page, test and case."""
     place = client.location
     full = f"{place.chapter}.{place.page.stem}.{place.function}.{client.case.id}"
     name = re.sub(r"[^\w.=,-]", "_", full)[:LONGEST]
@@ -212,7 +213,7 @@ def _task(client: CaseClient, **fields: Json) -> ProfileTask:
 
 
 def _profile_with_torch(client: CaseClient, folder: Path) -> ProfileResult:
-    """Profile both sides in a fresh worker process, because a profiled process must not time."""
+    """Profile both sides in a fresh worker process, because profiling would distort timings."""
     task = _task(client, folder=str(folder.absolute()))
     worker = client.fresh_worker()
     try:
@@ -237,7 +238,7 @@ def _profile_with_nsight(client: CaseClient, tool: str, folder: Path) -> dict[st
 
 
 def profile_notes(profile: Profile) -> list[str]:
-    """Return how the sides differ, and their memory before and after a call."""
+    """Return notes on the sides' differences, and on their memory before and after a call."""
     notes = [f"profile: {profile.words}"] if profile.words else []
     for role, memory in profile.memory.items():
         sizes = [

@@ -1,4 +1,4 @@
-"""The start of a run: its context, its recorder, and its xdist workers."""
+"""Start a run: set up its context, its recorder, and its xdist workers."""
 
 from __future__ import annotations
 
@@ -96,10 +96,10 @@ class XdistGateway(Protocol):
 
 
 def _of_controller(config: pytest.Config, workerinput: Mapping[str, Json]) -> Settings:
-    """Return the settings; an xdist worker gets the folders from its controller."""
+    """Return the settings. An xdist worker gets its folders from its controller."""
     settings = config.stash[SETTINGS]
     folders = {name: Path(path) for name, path in workerinput.get("aisp_folders", {}).items()}
-    if settings.replay is not None:  # read before `latest` points to this run
+    if settings.replay is not None:  # resolve it before `latest` points to this run
         folders = {"replay": folder_of(settings.replay), **folders}
     artifacts = folders.get("artifacts", settings.artifacts)
     replay = folders.get("replay", settings.replay)
@@ -108,7 +108,7 @@ def _of_controller(config: pytest.Config, workerinput: Mapping[str, Json]) -> Se
 
 
 def _recorder(config: pytest.Config, run: RunContext) -> Recorder:
-    """Return the recorder; make the folder of artifacts if one is requested."""
+    """Return the recorder. Make the folder of artifacts if one is requested."""
     settings = run.settings
     try:
         if settings.timestamped is not None:
@@ -130,15 +130,15 @@ def _recorder(config: pytest.Config, run: RunContext) -> Recorder:
 
 
 class _Gather:
-    """On the controller: give every case's row to the recorder as its report arrives."""
+    """Gives each case's row to the recorder when its report arrives at the controller."""
 
     def __init__(self, recorder: Recorder, run: RunContext) -> None:
         self._recorder, self._run = recorder, run
-        self._judged: dict[object, list[str]] = {}  # by xdist worker, the keys that need its canary
+        self._judged: dict[object, list[str]] = {}  # by xdist worker: its cases' keys
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: XdistNode) -> None:
-        """Give an xdist worker, also a replacement, the run's folders and its remaining time."""
+        """Give the run's folders and its remaining time to an xdist worker, new or replaced."""
         node.workerinput["aisp_elapsed"] = time.monotonic() - self._run.started
         settings = self._run.settings
         folders = {"artifacts": settings.artifacts, "replay": settings.replay}
@@ -154,7 +154,7 @@ class _Gather:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: XdistNode, error: object) -> None:
-        """Record an xdist worker's canary, or note which of its verdicts have no canary."""
+        """Record an xdist worker's canary. If it is missing, note the worker's cases."""
         found = getattr(node, "workeroutput", {}).get("aisp_canary")
         judged = self._judged.pop(node, [])  # xdist calls twice for an interrupted worker
         if found is not None:
@@ -164,12 +164,12 @@ class _Gather:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, report: pytest.TestReport) -> None:
-        """Record the crash of an xdist worker, whose running case has no row."""
+        """Record the crash of an xdist worker, because the case that it was running has no row."""
         self._recorder.crashes.append(str(report.longrepr))
 
 
 def _interrupt_on_sigterm() -> None:
-    """Turn SIGTERM, which Slurm sends first, into the interrupt that pytest can handle."""
+    """Turn SIGTERM, which Slurm sends before it kills, into an interrupt for pytest."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt("SIGTERM")
@@ -188,6 +188,6 @@ def lock_machine(item: pytest.Item) -> Iterator[None]:
     with contextlib.ExitStack() as locks:
         try:
             locks.enter_context(item.config.stash[RUN].machine_locks(case_of(item)))
-        except OSError as error:  # raised here it would end the whole run
+        except OSError as error:  # if raised here, it would end the whole run
             item.stash[LOCK_ERROR] = f"the machine cannot be leased: {error}\n{REMEDY}"
         yield

@@ -1,4 +1,4 @@
-"""Terminal output: a word for each case, a header, progress, and the closing table."""
+"""Write to the terminal: a word for each case, a header, progress, and the closing table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .run_context import RunContext
 
 NAMED = 5
-"""Most cases that a line names."""
+"""The most cases that a line lists by name."""
 COLUMNS: tuple[str, ...] = (
     "page",
     "variant",
@@ -37,7 +37,7 @@ COLUMNS: tuple[str, ...] = (
 COLUMNS += ("claim", "stored", "detects", "verdict")
 
 Status = tuple[str, str, "tuple[str, Mapping[str, bool]]"]
-"""Category, letter, and word with markup, as `pytest_report_teststatus` returns them."""
+"""The return type of `pytest_report_teststatus`: category, letter, and word with markup."""
 
 
 def status(plain: Mapping[str, Json], outcome: str) -> Status | None:
@@ -57,7 +57,7 @@ def status(plain: Mapping[str, Json], outcome: str) -> Status | None:
 
 
 def header(run: RunContext) -> list[str]:
-    """Return the header: machine, mode, limits."""
+    """Return the header lines, with the machine, the mode and the limits."""
     settings, machine = run.settings, run.machine
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     gpus = f" x {len(machine.gpus)}" if len(machine.gpus) > 1 else ""
@@ -72,7 +72,7 @@ def header(run: RunContext) -> list[str]:
 
 
 def show_captured(terminal: TerminalReporter) -> None:
-    """With -rP, write the output of green cases: pytest itself does this only for `pass`."""
+    """With -rP, write the output of green cases. pytest itself does so only for `pass`."""
     if terminal.no_summary:
         return
     for verdict, (_, word) in LETTERS.items():
@@ -81,7 +81,7 @@ def show_captured(terminal: TerminalReporter) -> None:
 
 
 def show_summary(terminal: TerminalReporter, recorder: Recorder) -> None:
-    """Write the closing table and what the run changed."""
+    """Write the closing table, and the changes that the run made."""
     rows = recorder.rows
     closing = _closing(recorder, rows)
     if not rows and not closing:
@@ -140,7 +140,7 @@ def _cases(count: int) -> str:
 
 
 def _unchecked_promises(rows: Sequence[Row]) -> list[str]:
-    """Return a line for each reason, with the promises that were not checked in machine code."""
+    """Return a line per reason, with the promises about machine code that it left unchecked."""
     promises: dict[str, set[str]] = {}
     for note in (note for row in rows for note in row.notes if note.startswith(NOT_CHECKED)):
         _, promise, why = note.split(": ", 2)
@@ -149,7 +149,7 @@ def _unchecked_promises(rows: Sequence[Row]) -> list[str]:
 
 
 def _no_canary(worker: str, keys: Sequence[str]) -> str:
-    """Return the line about a worker whose verdicts have no canary."""
+    """Return a line about an xdist worker that ended before its canary."""
     more = len(keys) - NAMED
     named = ", ".join(keys[:NAMED]) + (f" and {more} more" if more > 0 else "")
     return f"NO CANARY: worker '{worker}' ended before its canary; its verdicts: {named}"
@@ -178,14 +178,14 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows with their columns aligned, the first one as a heading."""
+    """Return the rows as lines with aligned columns. The first row is the heading."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
     return [lines[0], "  ".join("-" * w for w in widths), *lines[1:]]
 
 
 def rerun_commands(settings: Settings, case: str, seed: int = 0) -> list[str]:
-    """Return the command that runs `case` again in this mode, with `seed` if not 0."""
+    """Return the command that runs `case` again in this mode. A `seed` of 0 is left out."""
     values = {
         "--aisp-check": "" if settings.check and not settings.sanitize else None,
         "--aisp-sanitize": settings.sanitize or None,
@@ -201,20 +201,20 @@ def rerun_commands(settings: Settings, case: str, seed: int = 0) -> list[str]:
 
 
 def accept_commands(case: str, *, stored: bool) -> list[str]:
-    """Return the command that stores today's result of `case`; `stored`: it replaces a result."""
+    """Return the command that stores today's result of `case`. If `stored`, it replaces one."""
     how = "=all" if stored else ""
     return ["accept:", f"    pytest --aisp-update-expectations{how} {shlex.quote(case)}"]
 
 
 class LiveProgress:
-    """With -v on a terminal: what is being measured, on the case's own line."""
+    """With -v on a terminal, shows the current measurement on the case's own line."""
 
     def __init__(self, config: pytest.Config, run: RunContext) -> None:
         self._config, self._run, self._nodeid = config, run, ""
         self._terminal: TerminalReporter | None = None
 
     def pytest_sessionstart(self) -> None:
-        # Not earlier, because pytest registers its reporter after plugins are configured.
+        # Only now, because pytest registers its reporter after it has configured the plugins.
         self._terminal = self._config.pluginmanager.get_plugin("terminalreporter")
         if self._terminal and self._terminal.isatty and self._config.get_verbosity() > 0:
             self._run.progress = self._show
@@ -229,7 +229,7 @@ class LiveProgress:
         width = terminal._tw.fullwidth - 1
         with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
             terminal.rewrite(f"{self._nodeid} {text}"[:width], erase=True)
-            if not text:  # pytest writes the verdict next, directly after the name
+            if not text:  # next, pytest writes the verdict directly after the name
                 terminal.rewrite(f"{self._nodeid} ")
                 # pytest uses this width to place its percentage; the progress text was erased.
                 terminal._tw._current_line = f"{self._nodeid} "
