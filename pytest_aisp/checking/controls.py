@@ -53,7 +53,13 @@ class CannotTell(PageError):
 
 @dataclass(frozen=True)
 class Control:
-    """The result of one control on one page: does it apply, and did the rule refuse it?"""
+    """The result of one control on one page.
+
+    Attributes:
+        moves: size of its error, in derived bounds.
+        applies: True if the rule must refuse it.
+        refused: True if the rule refused it.
+    """
 
     name: str
     moves: float
@@ -84,7 +90,7 @@ def check_tolerance(
 
 
 def _by_majority(reference: Reference, precision: Precision | None, rule: Rule) -> list[Control]:
-    """Apply the controls to the first draw of the values. If they fail, let most draws decide."""
+    """Apply the controls to the first draw of the values. If they fail, use a majority of draws."""
     try:
         return _apply(reference, precision, rule)
     except (CannotTell, TooLoose) as error:

@@ -1,4 +1,4 @@
-"""Find sides that remember answers by value: they are right, but fast only on repeated values.
+"""Detect sides that cache answers by input value, and so are fast only on repeated values.
 
 Windows repeat their values, so a side with a memo looks fast. Only Python code can use a memo, and
 Python does not run during windows of the graph and queue clocks. On the other clocks, each side is

@@ -25,7 +25,7 @@ from ..page.sources import libraries
 from .protections import enabled
 
 POLL_SECONDS, IDLE_POLLS = 1e-3, 4
-"""Interval of polls, and number of polls that find an idle thread of a library asleep."""
+"""Seconds between polls, and the number of polls that must find an idle thread asleep."""
 BUSY_NS = 4_000_000
 """A thread is busy if it uses more CPU time than this. A thread that shuts down uses less."""
 POLL_TIMEOUT = 2.0

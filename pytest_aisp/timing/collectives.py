@@ -146,7 +146,7 @@ def _collective(op: str, nbytes: int, device: str) -> Collective:
 
 
 def _elements_per_rank(nbytes: int) -> int:
-    """Return how many elements each rank gets, in multiples of 16 bytes, as one-shot requires."""
+    """Return how many elements each rank gets. One-shot requires a multiple of 16 bytes."""
     return max(1, nbytes // (4 * ITEM * current_group().world)) * 4
 
 

@@ -36,10 +36,9 @@ if TYPE_CHECKING:
 STRETCH = 5e-3
 """The clocks are compared over at least this many seconds of work."""
 MARGIN = 0.02
-"""The clocks may differ by this share of the measured time ..."""
+"""The clocks may differ by this share of the measured time, plus `HOST` or `COUNTER` seconds."""
 HOST, COUNTER = 150e-6, 60e-6
-"""... plus this many seconds. The host's clock needs them for the launches, and the GPU's counter
-needs them for the start and end of the timestamp kernels."""
+"""Additional seconds for the launches on the host, and for the start and end of a timestamp."""
 LATE, LATE_QUEUED, LATE_ON_RANKS = 50e-6, 30e-6, 150e-6
 """The device must be idle within this many seconds (plus `MARGIN`) after the last event.
 

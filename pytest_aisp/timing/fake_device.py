@@ -40,7 +40,7 @@ class Noise:
         drift: drift of both sides together, per second of device time.
         ramp: extra time at the start, which decays with `ramp_seconds`.
         step, step_chance: size of a clock step of both sides, and its chance per window.
-        unlike: share of the shared changes that does not affect the optimized side.
+        unlike: share of the common changes that does not affect the optimized side.
         rogue: chance that a process is off by 1 %.
         resolution: resolution of the clock, in seconds.
         throttle: chance that a block is throttled, which slows it by 20 %.

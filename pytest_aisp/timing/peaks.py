@@ -61,8 +61,8 @@ class Peaks:
         rates: In bytes/s: DRAM ``copy`` (read plus written), ``read`` and ``write``, and ``h2d``
             and ``d2h`` with pinned memory. In FLOP/s: matrix products by type. In seconds: a tiny
             kernel's cost on the host (``launch``) and in a graph (``graph_node``). With several
-            GPUs also the best copy to a ``peer``, ``peer_both`` ways, the largest all-reduce
-            (``busbw``), all in bytes/s, and the smallest one in seconds (``all_reduce``).
+            GPUs, also copies to a ``peer`` or in both directions (``peer_both``) and the largest
+            all-reduce (``busbw``) in bytes/s, and the smallest ``all_reduce`` in seconds.
         facts: the fastest kernel of each rate, and the GPU, versions, clocks and date.
     """
 
@@ -91,8 +91,9 @@ def limit_of(work: Work, bound: str, peaks: Peaks) -> Limit | None:
 
     The limit is the time of the slowest of three resources, which work at the same time. The time
     of memory uses the copy rate for equal bytes read and written, and the read or write rate for
-    the rest. The time of arithmetic is the sum over types. A page bound by a link also has the
-    link's time at its faster rate. The L2 rate is not measured, so pages bound by it have no limit.
+    the rest. The time of arithmetic is the sum over types. The third resource is the link, at its
+    faster rate, if the page is bound by one. The L2 rate is not measured, so there is no limit for
+    pages bound by the L2.
     """
     both, wire = min(work.read, work.write), dict[str, float]()
     memory = {"copy": 2 * both, "read": work.read - both, "write": work.write - both}
@@ -213,7 +214,7 @@ def _survey_gpu() -> _Survey:
     survey = _Survey(gpu.name, GraphWindow, WINDOW["graph"])
     survey.facts.update(Machine.here().versions)
     end, x = time.perf_counter() + 0.3, torch.randn(1 << 26, device="cuda")
-    while time.perf_counter() < end:  # idle clocks (345 MHz on an H200) rise under load
+    while time.perf_counter() < end:  # the clocks rise from idle only under load
         x.sum().item()
     telemetry = Telemetry(torch.cuda.current_device())
     telemetry.EVERY = 1  # it is read only twice
