@@ -17,9 +17,9 @@ class SizeCheck(Struct):
 
     Attributes:
         errors: by side, the largest rms error and the largest error of an element, both as
-            multiples of the allowed deviation.
+            multiples of the allowed standard deviation.
         controls: the result of each negative control.
-        exact: True if the exact integer probe ran, or the reason why it did not.
+        exact: the result of the exact integer probe, or the reason why it did not run.
     """
 
     errors: dict[str, list[float]] = {}
@@ -100,7 +100,7 @@ class ProfileResult(Struct, omit_defaults=True):
     Attributes:
         files: names of the written files, by side, and under ``both`` for those about both sides.
         differences, words: the differences between the sides, as data and as text.
-        memory: by side, the bytes before and after a call, and the bytes of each kind.
+        memory: by side, the bytes of each kind of memory, ``before`` and ``after`` a call.
     """
 
     files: dict[str, list[str]] = {}

@@ -96,7 +96,7 @@ def _compiled(
 
 
 def _need(case: Case, machine: Machine) -> str:
-    """Return the requirement for timing `case` that this machine lacks; empty if it lacks none."""
+    """Return the requirement for timing `case` that this machine does not meet."""
     if machine.arch == "cpu":
         here = "there is none here"
     elif len(machine.gpus) < case.gpus:
