@@ -1,1 +1,1 @@
-"""The command line `aisp`: commands and their options. `tools` computes what they print."""
+"""The command line `aisp`: its commands and their options. `tools` computes the results."""

@@ -1,4 +1,4 @@
-"""`python -m pytest_aisp.cli` is `aisp`."""
+"""Run `aisp` as `python -m pytest_aisp.cli`."""
 
 import sys
 

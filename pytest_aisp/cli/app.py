@@ -1,8 +1,9 @@
 """The command line `aisp`: its groups of commands, and the exit codes.
 
-Exit codes: 0, everything is fine; 1, something is wrong (no GPU, a slow link, a result below its
-claim); 2, the command cannot answer here, or its arguments are wrong. A command that runs pytest or
-a script returns the exit code of that program.
+Exit code 0 means that everything is fine. Exit code 1 means that something is wrong, such as a
+missing GPU, a slow link, or a result below its claim. Exit code 2 means that the command cannot
+work here, or that its arguments are wrong. A command that runs pytest or a script returns the exit
+code of that program.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ OLD_SPELLINGS = {
     "suite run": "bench run",
     "results checksums": "seals",
 }
-"""Old spellings that are not just the last word of the command."""
+"""The old names of commands, if they are not just the last word of the new name."""
 CLASSES: Mapping[Command, type[TyperCommand]] = {
     suite.run: suite.PytestCommand,
     suite.verify: suite.PytestCommand,
@@ -70,7 +71,7 @@ CLASSES: Mapping[Command, type[TyperCommand]] = {
 
 
 def build() -> typer.Typer:
-    """Return the app: the groups of commands, and the old spellings as hidden commands."""
+    """Return the app with the groups of commands. The old names are hidden commands."""
     app = _group("Measure pages with pytest, judge stored results, and inspect the machine.")
     bench = _group("The old spelling of `aisp suite`.")
     for name, (text, commands) in GROUPS.items():
@@ -81,13 +82,13 @@ def build() -> typer.Typer:
             _add(bench if parents else app, old, command, hidden=not parents)
         app.add_typer(group, name=name)
     app.add_typer(bench, name="bench", hidden=True)
-    # Everything after the script is an argument of the script, `--json` included.
+    # Everything after the script is an argument of the script, even `--json`.
     app.command(context_settings={"allow_interspersed_args": False})(machine.bottleneck)
     return app
 
 
 def _group(text: str) -> typer.Typer:
-    # No frames around errors, because they are hard to read in a log.
+    # Print errors without a box around them, because boxes are hard to read in a log.
     return typer.Typer(
         name="aisp", help=text, rich_markup_mode=None, pretty_exceptions_enable=False
     )
@@ -98,14 +99,14 @@ def _add(group: typer.Typer, name: str, command: Command, *, hidden: bool = Fals
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, print its result, return its exit code."""
+    """Run one command, print its result, and return its exit code."""
     command = typer.main.get_command(build())
     try:
         command.main(None if arguments is None else list(arguments), prog_name="aisp")
     except CliError as error:
         print_error(str(error))
         return error.code
-    except SystemExit as end:  # how Typer ends, also after an error or --help
+    except SystemExit as end:  # Typer always ends in this way, even after an error or --help
         if isinstance(end.code, str):
             raise
         return end.code or 0

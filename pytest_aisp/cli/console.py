@@ -32,7 +32,7 @@ def finish(result: CliResult) -> NoReturn:
 
 
 def store_measured(result: CliResult, store: Callable[[], Sequence[str]]) -> CliResult:
-    """Call `store`, print its lines on stderr, and return the result, even if storing fails."""
+    """Call `store` and print its lines on stderr. Return the result even if storing fails."""
     try:
         print_error("\n".join(store()))
     except CliError as error:
@@ -42,7 +42,7 @@ def store_measured(result: CliResult, store: Callable[[], Sequence[str]]) -> Cli
 
 
 def print_line(text: str) -> None:
-    """Print `text` and flush, so that the output of child processes comes after it."""
+    """Print `text` and flush stdout, so that the output of child processes appears after it."""
     print(text, flush=True)
 
 
@@ -55,7 +55,7 @@ def print_error(text: str) -> None:
 def show_progress() -> Iterator[Progress]:
     """Show a progress bar with the current step and its time, but only on a terminal.
 
-    The bar fills if a text comes from `with_progress`. Otherwise it only moves.
+    The bar fills if the texts come from `with_progress`. Otherwise it only moves back and forth.
     """
     if not sys.stderr.isatty():
         yield lambda text: None
@@ -75,7 +75,7 @@ def show_progress() -> Iterator[Progress]:
 
 
 def parse_option(option: str, parse: Callable[[str], T], text: str) -> T:
-    """Return `parse(text)`. A ValueError becomes the error of this option."""
+    """Return `parse(text)`. Turn a ValueError into an error message about this option."""
     try:
         return parse(text)
     except ValueError as error:

@@ -25,7 +25,7 @@ from .console import (
 )
 
 SIZES = {"cuda": "4KiB:512MiB", "cpu": "4KiB:4MiB"}
-"""The default sizes of `aisp links nccl`. Gloo on a CPU is about 1000 times slower than a GPU."""
+"""The default sizes of `aisp links nccl`. Gloo on CPUs is about 1000 times slower than NCCL."""
 
 
 def peak(
@@ -153,7 +153,7 @@ def nccl(
 
 
 def _write_plot(result: CliResult, path: Path, svg: str) -> CliResult:
-    """Write the plot. If that fails, keep the table and return exit code 2."""
+    """Write the plot. If that fails, return the table with exit code 2."""
     try:
         path.write_text(svg, encoding="utf-8")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`aisp results ...` and `aisp ci gate`: what runs and stored results show."""
+"""`aisp results ...` and `aisp ci gate`: evaluate runs and stored results."""
 
 from __future__ import annotations
 

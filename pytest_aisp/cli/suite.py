@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 OPTION = "--targets"
 PYTEST_ARGUMENTS = "pytest_aisp.pytest_arguments"
-"""Key in a command's context: the arguments after ``--``."""
+"""The key in a command's context for the arguments after ``--``."""
 LAST_TARGETS = "pytest_aisp.last_targets"
-"""Key in a command's context during completion: the targets at the end of the line."""
+"""The key for the targets at the end of the line, which exist only during completion."""
 
 
 def complete_target(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return completions of a target: chapters, and the pages of a chapter that is complete.
+    """Return completions of a target: chapters, or the pages of a chapter that is fully typed.
 
-    bash splits `ch10:ge` into three words and replaces the last one.
+    bash splits `ch10:ge` into three words and replaces only the last one.
     """
     words = list(ctx.meta.get(LAST_TARGETS) or ())
     prefix = f"{words[-2]}:" if words[1:] and words[-1] == ":" else ""
@@ -110,7 +110,7 @@ def replay(ctx: typer.Context, folder: Folder, targets: Targets = None) -> None:
 
 
 def _read_catalog(targets: list[str] | None) -> Catalog:
-    """Return the catalog without importing a page. Fail if the catalog lacks one of `targets`."""
+    """Return the catalog without importing any page. Raise `CliError` if it lacks a target."""
     from ..tools import catalog
 
     with show_progress() as progress:
@@ -124,7 +124,7 @@ def _target_names(incomplete: str) -> list[str]:
 
     try:
         pages = catalog.collect(()).pages
-    except CliError:  # a completion cannot show the reason
+    except CliError:  # completion cannot show an error
         return []
     chapters = sorted({page.chapter for page in pages})
     names = [page.name for page in pages if page.chapter == incomplete.partition(":")[0]]
@@ -134,8 +134,7 @@ def _target_names(incomplete: str) -> list[str]:
 class TargetsCommand(TyperCommand):
     """A command whose `--targets` takes all words up to the next option.
 
-    `ctx` is a click context, either from click or from the copy of click inside newer versions of
-    Typer.
+    `ctx` is a context of click, or of the copy of click that newer versions of Typer contain.
     """
 
     takes_pytest_arguments = False
@@ -148,7 +147,7 @@ class TargetsCommand(TyperCommand):
             ctx.fail("this command does not run pytest: remove -- and the words after it")
         ctx.meta[PYTEST_ARGUMENTS] = args[end + 1 :]
         words = list(_repeat_option(own))
-        if ctx.resilient_parsing:  # the shell completes an unfinished line
+        if ctx.resilient_parsing:  # the shell is completing an unfinished line
             ctx.meta[LAST_TARGETS] = None if has_dashes else _last_targets(own)
             words = [word for word in words if word != OPTION]
         if OPTION in words:
@@ -156,7 +155,7 @@ class TargetsCommand(TyperCommand):
         return super().parse_args(ctx, words)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Complete any target. Typer itself completes only the first word."""
+        """Complete a target at any position. Typer itself completes only the first one."""
         if ctx.meta.get(LAST_TARGETS) is None or incomplete.startswith("-"):
             return list(super().shell_complete(ctx, incomplete))
         if incomplete == ":":
@@ -173,9 +172,12 @@ class PytestCommand(TargetsCommand):
 
 
 def _repeat_option(args: Sequence[str]) -> Iterator[str]:
-    """Yield ``--targets=a --targets=b`` for ``--targets a b``, and ``--targets`` for no word."""
+    """Yield ``--targets=a --targets=b`` for ``--targets a b``.
+
+    Keep a ``--targets`` without words.
+    """
     in_targets = has_word = False
-    for word in [*args, "--"]:  # "--" ends the last option
+    for word in [*args, "--"]:  # the added "--" ends the last option
         if in_targets and not word.startswith("-"):
             yield f"{OPTION}={word}"
             has_word = True
@@ -189,7 +191,7 @@ def _repeat_option(args: Sequence[str]) -> Iterator[str]:
 
 
 def _last_targets(args: Sequence[str]) -> list[str] | None:
-    """Return the targets at the end of `args`, or None if the last option is another one."""
+    """Return the targets at the end of `args`, or None if the last option is not `--targets`."""
     words: list[str] = []
     for word in reversed(args):
         if not word.startswith("-"):

@@ -1,8 +1,8 @@
-"""`aisp links bandwidth`: copy between every two GPUs, and name the slow links.
+"""`aisp links bandwidth`: copy between every pair of GPUs, and name the slow links.
 
 Each rate is compared with the limit of its link and with the other links of its kind. One process
-allocates one send and one receive buffer on each GPU. CUDA events on the source's stream time a few
-copies; the median of several such windows counts.
+allocates one send and one receive buffer on each GPU. A window is a few copies that CUDA
+events time on the source's stream. The rate is computed from the median of several windows.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .topology import Route, read_topology
 
 WINDOWS = 7
 WINDOW_BYTES = 4 << 30
-"""Bytes that one window copies, in at least 4 and at most 64 copies."""
+"""The bytes that one window copies, unless that takes fewer than 4 or more than 64 copies."""
 SLOW_SHARE = 0.8
-"""A hop whose rate is below this share of the median of its kind is slow."""
+"""A hop is slow if its rate is below this share of the median rate of hops of its kind."""
 NVLINK_FLOOR, NVLINK_FULL = 250e9, 450e9
-"""The lowest good rate in bytes/s of a hop whose NVLink links carry 450 GB/s.
+"""The lowest acceptable rate of a hop whose NVLink links can carry 450 GB/s, and that limit.
 
-The floor scales with the limit: a bridge of 4 links can never carry 250 GB/s.
+For slower links the floor is lower in proportion: a bridge of 4 links can never carry 250 GB/s.
 """
 FULL_RATE_BYTES = 256 << 20
 """Smaller copies do not fill a link, so the floor does not apply to them."""
@@ -45,13 +45,14 @@ class Hop:
     """The measured rate between two GPUs.
 
     Attributes:
-        source, target: NVML's indices of the GPUs.
-        both: True if both directions were busy at once; `rate` is then their sum.
+        source, target: the indices of the GPUs in NVML.
+        both: True if both directions were busy at once. `rate` is then the sum of both.
         rate: bytes/s.
-        kind: as in `topology.Route`.
-        limit: bytes/s for the same number of directions as `rate`, or None.
+        kind: the kind of route, as in `topology.Route.kind`.
+        limit: the highest possible rate in bytes/s, in both directions together if `both` is True,
+            or None if it is unknown.
         arrived: True if the target received what the source had sent.
-        slow: why the hop is slow, or empty.
+        slow: the reason why the hop is considered slow, or an empty string.
     """
 
     source: int
@@ -69,12 +70,12 @@ class Hop:
 
     @property
     def share(self) -> float | None:
-        """The rate as a share of the limit, or None if that is unknown."""
+        """The rate as a share of the limit, or None if the limit is unknown."""
         return None if self.limit is None else self.rate / self.limit
 
 
 class CudaCopier:
-    """Copies of `nbytes` between `devices`, timed by CUDA events. A pair is two device numbers."""
+    """Copies of `nbytes` between `devices`, timed by CUDA events. A pair is two indices into it."""
 
     def __init__(self, devices: Sequence[str], nbytes: int) -> None:
         import torch
@@ -85,8 +86,8 @@ class CudaCopier:
             buffers = torch.empty(2, nbytes, dtype=torch.uint8, device=name)
             self._send.append(buffers[0].fill_(number + 1))
             self._receive.append(buffers[1])
-        # Two streams per GPU: a copy waits for the current streams of both of its GPUs, so on one
-        # stream the two directions would take turns.
+        # Use two streams per GPU. A copy waits for the current streams of both of its GPUs, so
+        # the two directions would take turns if each GPU had only one stream.
         self._streams = [[torch.cuda.Stream(name) for name in devices] for _ in range(2)]
 
     def _copy(self, direction: int, pair: Pair) -> None:
@@ -125,7 +126,7 @@ class CudaCopier:
         return float(start.elapsed_time(end)) * 1e-3
 
     def arrived(self, pairs: Sequence[Pair]) -> bool:
-        """Copy along each of `pairs` into cleared buffers; return True if every byte arrives."""
+        """Copy along each of `pairs` into cleared buffers. Return True if all bytes arrive."""
         for _, target in pairs:
             self._receive[target].zero_()
         self._synchronize()
@@ -142,7 +143,7 @@ def measure(
     """Measure each direction of each route alone, then both directions at once.
 
     Args:
-        routes: by the numbers that `copier` uses for the GPUs.
+        routes: the routes, keyed by the indices of `copier`'s devices.
     """
     count = min(64, max(4, math.ceil(WINDOW_BYTES / nbytes)))
     pairs = sorted(routes)
@@ -153,7 +154,7 @@ def measure(
         limit = None if route.limit is None else route.limit * len(directions)
         hop = Hop(route.source, route.target, len(directions) == 2, 0.0, route.kind, limit)
         progress(with_progress(hop.label, len(hops), len(plan)))
-        arrived = copier.arrived(directions)  # warms the route up, too
+        arrived = copier.arrived(directions)  # also warms up the route
         seconds = median(copier.seconds(directions, count) for _ in range(WINDOWS))
         rate = len(directions) * nbytes * count / seconds
         hops.append(replace(hop, rate=rate, arrived=arrived))
@@ -161,7 +162,10 @@ def measure(
 
 
 def flag_slow_hops(hops: Sequence[Hop], nbytes: int) -> list[Hop]:
-    """Return `hops`, with `slow` set for hops below their kind's median or their floor."""
+    """Return `hops`, with `slow` set where the rate is too low.
+
+    It is too low if it is far below the median of the hop's kind, or below the hop's floor.
+    """
     kinds: dict[tuple[str, bool], list[float]] = {}
     for hop in hops:
         kinds.setdefault((hop.kind, hop.both), []).append(hop.rate)
@@ -178,7 +182,7 @@ def _why_slow(hop: Hop, usual: float, nbytes: int) -> str:
 
 
 def _floor(hop: Hop) -> float:
-    """Return the lowest good rate of a hop; 0 over PCIe or links of unknown rate."""
+    """Return the lowest acceptable rate of a hop, or 0 over PCIe or links of unknown rate."""
     if not hop.kind.startswith("NVLink") or hop.limit is None:
         return 0.0
     directions = 2 if hop.both else 1
@@ -186,10 +190,10 @@ def _floor(hop: Hop) -> float:
 
 
 def measure_visible_gpus(nbytes: int, progress: Callable[[str], None]) -> tuple[int, list[Hop]]:
-    """Lease the visible GPUs; return their number and the hops between them.
+    """Lease the visible GPUs, and return their number and the measured hops between them.
 
     Raises:
-        CliError: for fewer than two GPUs, GPUs that NVML does not know, or no memory.
+        CliError: if there are fewer than two GPUs, NVML does not know one, or memory runs out.
     """
     import torch
 
@@ -222,7 +226,7 @@ def measure_visible_gpus(nbytes: int, progress: Callable[[str], None]) -> tuple[
 
 
 def bandwidth_result(hops: Sequence[Hop], nbytes: int, *, as_json: bool) -> CliResult:
-    """Return the output and the exit code, which is 1 if a hop is slow or loses data."""
+    """Return the output, with exit code 1 if a hop is slow or loses data."""
     bad = [hop for hop in hops if hop.slow or not hop.arrived]
     code = 1 if bad else 0
     if as_json:
@@ -253,10 +257,10 @@ def _describe_bad_hops(bad: Sequence[Hop]) -> list[str]:
 
 
 def peer_peaks(hops: Sequence[Hop], nbytes: int) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the peaks ``peer`` and ``peer_both`` to store, and how they were measured.
+    """Return the peaks ``peer`` and ``peer_both`` for storage, and how they were measured.
 
     Raises:
-        CliError: if a hop is slow (exit code 1), or the copies are too small for a peak.
+        CliError: if a hop is slow (exit code 1), or the copies are too small to reach the peak.
     """
     if any(hop.slow or not hop.arrived for hop in hops):
         raise CliError("nothing is stored: a machine with a slow hop has no peaks", code=1)
@@ -274,7 +278,7 @@ def peer_peaks(hops: Sequence[Hop], nbytes: int) -> tuple[dict[str, float], dict
 
 
 def refuse_under_ci() -> None:
-    """Refuse ``--store`` if CI is set."""
+    """Raise `CliError` for ``--store`` if the variable CI is set."""
     if os.environ.get("CI"):
         raise CliError(
             "--store is refused if CI is set: a gate must not change its own limits\n"
@@ -289,13 +293,15 @@ def store_peaks(
     rates: Mapping[str, float],
     facts: Mapping[str, str],
 ) -> list[str]:
-    """Add `rates` of `count` GPUs of `machine` to their peaks; return a line for each.
+    """Add `rates`, measured on `count` GPUs of `machine`, to the stored peaks of these GPUs.
+
+    Return one line of text for each rate.
 
     Args:
-        facts: how each rate was measured; versions and the date are appended.
+        facts: how each rate was measured. This function adds the versions and the date.
 
     Raises:
-        CliError: if the GPUs are not of one product, or the file cannot be written.
+        CliError: if the GPUs are of different products, or the file cannot be written.
     """
     if count > len(machine.gpus):
         raise CliError(

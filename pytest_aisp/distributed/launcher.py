@@ -1,8 +1,8 @@
 """Start the ranks of a page, send tasks to all of them, and name the rank that failed.
 
-A `RankSet` is a `Worker` of n processes. torch's elastic launcher starts them once; each task goes
-to all ranks, and the reply is rank 0's. If a rank fails, dies, or stops responding, all ranks are
-ended, because the others may wait for it in a collective forever.
+A `RankSet` is a `Worker` that consists of n processes. torch's elastic launcher starts them once.
+Each task is sent to all ranks, and rank 0's reply is used. If a rank fails, dies, or stops
+responding, all ranks are killed, because the others may wait for it in a collective forever.
 """
 
 from __future__ import annotations
@@ -36,23 +36,24 @@ from ..worker.output_capture import STREAMS, OutputCapture, Stream
 from .rank import Member, describe_hang, output_file
 
 ERRORS_IN_COLLECTIVES = ("fault", "side", "memory")
-"""Errors that may leave collectives pending, which would disturb the next page's collectives."""
+"""Errors after which a collective may still be pending, which would disturb the next page."""
 MAX_FOLDER = 93
-"""Longest path in bytes of the socket's folder: Linux takes 107 for a socket."""
+"""The maximum length of the folder's path in bytes. Linux allows 107 for a socket's path."""
 GRACE_SECONDS = 3.0
-"""Time for the other ranks to reply once a rank has failed."""
+"""Seconds that the other ranks have to reply after one rank has failed."""
 OUTPUT_LINES = 20
-"""Most lines of the ranks' output in a failure message."""
+"""The maximum number of lines of the ranks' output in a failure message."""
 _EXIT = re.compile(r"rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*(-?\d+)")
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The endpoint at which the ranks of several machines meet; each machine has a launcher.
+    """The endpoint at which the ranks of several machines meet. Each machine runs one launcher.
 
     Attributes:
-        endpoint: ``host:port``, the same on all; the first node listens there.
-        count: launchers; number: which one this is, from 0.
+        endpoint: ``host:port``, the same on all machines. The first machine listens there.
+        count: the number of launchers.
+        number: the number of this launcher, counted from 0.
     """
 
     endpoint: str
@@ -62,11 +63,11 @@ class Nodes:
 
 @dataclass
 class RankSet:
-    """`count` ranks on this machine, started at once.
+    """`count` ranks on this machine. Creating the object starts them.
 
     Args:
-        environment: variables to set for the ranks; None as a value removes one.
-        nodes: the endpoint where they meet the ranks of other machines, if there are any.
+        environment: variables to set for the ranks. A variable with the value None is removed.
+        nodes: the endpoint where these ranks meet the ranks of other machines, or None.
     """
 
     count: int
@@ -92,9 +93,9 @@ class RankSet:
         )
 
     def _arguments(self) -> list[str]:
-        """Return torchrun's arguments; a rank that ends is never started again."""
+        """Return torchrun's arguments, which forbid it to restart ranks."""
         arguments = [f"--nproc-per-node={self.count}", "--max-restarts=0"]
-        arguments.append(f"--log-dir={self._folder}")  # otherwise torchrun leaves a folder behind
+        arguments.append(f"--log-dir={self._folder}")  # torchrun's own folder would be left behind
         if self.nodes is None:
             return [*arguments, "--standalone", "--nnodes=1"]
         return [
@@ -108,26 +109,26 @@ class RankSet:
 
     @property
     def alive(self) -> bool:
-        """Whether they accept tasks."""
+        """True if the ranks can accept tasks."""
         return self._process.poll() is None and not any(r.closed for r in self._ranks.values())
 
     @property
     def closed(self) -> bool:
-        """Whether their output has ended."""
+        """True if the launcher's output is closed."""
         return self._output.file.closed
 
     @property
     def outputs(self) -> Sequence[OutputCapture]:
-        """The output of the ranks, without the output of their launcher."""
+        """The output of each rank, without the launcher's own output."""
         return [rank.output for rank in self._in_order()]
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, the launcher's first."""
+        """The process ids of the launcher and of the ranks, in this order."""
         return [self._process.pid, *(rank.pid for rank in self._ranks.values())]
 
     def ask(self, task: Task, seconds: float, progress: Progress) -> Reply:
-        """Return rank 0's reply to `task`, or the failure of a rank."""
+        """Send `task` to all ranks, and return rank 0's reply, or the failure of a rank."""
         try:
             failure = self._wait_for_start(max(seconds, START_SECONDS))
             if failure is None:
@@ -163,7 +164,7 @@ class RankSet:
         connection.settimeout(START_SECONDS)
         with connection.makefile("rb", 0) as file:
             line = file.readline()
-        if not line:  # the rank has died; the launcher will end and report how
+        if not line:  # the rank has died; the launcher reports the cause when it exits
             connection.close()
             return
         started = messages.decode(line)
@@ -175,7 +176,7 @@ class RankSet:
         self._ranks[number] = Member(number, started.pid, connection, output)
 
     def _collect_replies(self, task: Task, seconds: float, progress: Progress) -> Reply | None:
-        """Send `task` to every rank and wait for all replies; return a failure or None."""
+        """Send `task` to every rank and wait for all replies. Return a failure, or None."""
         ranks = list(self._ranks.values())
         for rank in ranks:
             rank.reply, rank.step, rank.doing = None, 0, task.kind
@@ -192,12 +193,12 @@ class RankSet:
                 return self._hung(seconds)
             updates = self._receive(0.1)
             if updates:
-                deadline = time.monotonic() + seconds  # the time limit restarts at each message
+                deadline = time.monotonic() + seconds  # each message restarts the time limit
                 progress(updates[-1])
         return self._failure()
 
     def _receive(self, seconds: float) -> list[str]:
-        """Read the messages that arrive within `seconds`; return the progress messages."""
+        """Read the messages that arrive within `seconds`, and return the progress texts in them."""
         open_ranks = {r.connection: r for r in self._ranks.values() if not r.closed}
         updates = []
         for connection in select.select(list(open_ranks), [], [], seconds)[0]:
@@ -216,7 +217,10 @@ class RankSet:
         return updates
 
     def _failure(self) -> Reply | None:
-        """Return the first failed rank's reply; name the rank unless all failed the same way."""
+        """Return the first failed rank's reply, or None if no rank has failed.
+
+        The message names the rank, unless all ranks failed with the same message.
+        """
         failed_ranks = [rank for rank in self._in_order() if rank.failed]
         failures = [rank.reply for rank in failed_ranks if rank.reply is not None]
         if not failures:
@@ -234,7 +238,7 @@ class RankSet:
         return replace(first, message=message)
 
     def _merged_reply(self) -> Reply:
-        """Return rank 0's result with the largest errors of all ranks."""
+        """Return rank 0's result, but with the largest error that any rank measured."""
         replies = [rank.reply for rank in self._in_order() if rank.reply is not None]
         results = [reply.result for reply in replies]
         merged = dict(results[0])
@@ -249,9 +253,9 @@ class RankSet:
         return [self._ranks[number] for number in sorted(self._ranks)]
 
     def _died(self, when: str) -> Reply:
-        """Return which rank has ended and how, if the launcher reported it."""
+        """Return a reply that names the rank that has ended, with the cause if it is known."""
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(GRACE_SECONDS)  # it reports when all ranks have ended
+            self._process.wait(GRACE_SECONDS)  # the launcher reports after all ranks have ended
         closed = [rank for rank in self._in_order() if rank.closed]
         codes = {int(rank): int(code) for rank, code in _EXIT.findall(self._output.peek().text)}
         culprit = next((r for r in closed if r.number in codes), closed[0] if closed else None)
@@ -265,7 +269,7 @@ class RankSet:
         return failed("died", f"rank {culprit.number} ended{how}", culprit.doing, trace)
 
     def _hung(self, seconds: float) -> Reply:
-        """Return which rank the others wait for, and its position."""
+        """Return a reply that names the rank that the others wait for, and the line where it is."""
         description, size = describe_hang(self._in_order(), self._folder)
         return replace(self._timed_out(description, seconds), at=size)
 
@@ -274,7 +278,7 @@ class RankSet:
         return timeout_reply(seconds, description, self.output())
 
     def output(self) -> str:
-        """Return the last lines that each rank printed, or the launcher's if there are none."""
+        """Return the last lines of each rank's output, or the launcher's if there are none."""
         lines = [
             f"{output.label}: {line}"
             for output in self.outputs
@@ -283,10 +287,10 @@ class RankSet:
         return "\n".join(lines or self._output.peek().lines()[-OUTPUT_LINES:])
 
     def kill(self) -> None:
-        """Kill every rank and the launcher; each has its own session."""
+        """Kill every rank and the launcher. Each of them runs in its own session."""
         for rank in self._ranks.values():
             with suppress(ProcessLookupError):
-                os.killpg(rank.pid, signal.SIGKILL)  # and the processes that it has started
+                os.killpg(rank.pid, signal.SIGKILL)  # also kills the processes that it has started
             rank.closed = True
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -304,7 +308,7 @@ class RankSet:
 
 
 def _new_folder() -> str:
-    """Return a new folder for the ranks' socket, in /tmp if TMPDIR is too long for a socket."""
+    """Create and return a folder for the ranks' socket, in /tmp if TMPDIR is too long."""
     folder = tempfile.mkdtemp(prefix="aisp-ranks-")
     if len(os.fsencode(folder)) <= MAX_FOLDER:
         return folder
@@ -313,7 +317,10 @@ def _new_folder() -> str:
 
 
 def _launcher_variables(ranks: int) -> dict[str, str | None]:
-    """Return variables to change: a torchrun job's own are removed, and ranks share the cores."""
+    """Return the variables to change for the ranks; None means remove.
+
+    Variables of a surrounding torchrun job are removed, and the ranks divide the cores among them.
+    """
     changes: dict[str, str | None] = {name: None for name in os.environ if name.startswith("PET_")}
     if "OMP_NUM_THREADS" not in os.environ:  # torchrun would give each rank one thread
         changes["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks))

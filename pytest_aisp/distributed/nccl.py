@@ -1,6 +1,7 @@
 """`aisp links nccl`: time collectives on ranks; `nccl-env`: explain the variables that are set.
 
-It uses the same ranks as pages (`launcher.RankSet`): NCCL on GPUs, Gloo on CPUs.
+The ranks are started in the same way as for pages (`launcher.RankSet`), with NCCL on GPUs and Gloo
+on CPUs.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from ..util.gpu_lease import lease_gpus
 from .launcher import RankSet
 
 SMALLEST_PEAK = 64 << 20
-"""A smaller all-reduce does not fill the links, so its busbw is not a peak."""
+"""The smallest all-reduce that fills the links. The bus bandwidth of a smaller one is no peak."""
 GLOO = "Gloo on a CPU (not a measurement of links)"
 
 
 class SweepRow(TypedDict):
-    """One collective at one size: bytes, seconds of a call, bandwidths in bytes/s."""
+    """The measurement of one collective at one size: bytes, seconds per call, bytes/s."""
 
     op: str
     size: int
@@ -38,12 +39,12 @@ class SweepRow(TypedDict):
 
 @dataclass(frozen=True)
 class Sweep:
-    """What the ranks measured.
+    """The measurements of the ranks.
 
     Attributes:
         device: ``cuda`` or ``cpu``.
-        backend: versions of NCCL and torch, and the GPU's name.
-        notes: features that were not available.
+        backend: the versions of NCCL and torch, and the GPU's name.
+        notes: notes about features that were not available.
     """
 
     ranks: int
@@ -68,7 +69,7 @@ def parse_ops(text: str) -> tuple[str, ...]:
     """Return the collectives named in ``all_reduce,all_gather``.
 
     Raises:
-        ValueError: for an unknown collective.
+        ValueError: if a collective is unknown.
     """
     ops = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for op in ops:
@@ -78,10 +79,12 @@ def parse_ops(text: str) -> tuple[str, ...]:
 
 
 def choose_ranks(machine: Machine, ranks: int | None) -> tuple[str, int]:
-    """Return the device and the number of ranks: one per GPU, or two on a CPU without two GPUs.
+    """Return the device and the number of ranks.
+
+    By default there is one rank per GPU, or two ranks on the CPU if there are fewer than two GPUs.
 
     Raises:
-        CliError: for fewer than two ranks, or more than the machine has GPUs.
+        CliError: if there are fewer than two ranks, or more ranks than GPUs.
     """
     have = len(machine.gpus)
     if ranks is not None and ranks < 2:
@@ -102,13 +105,13 @@ def measure_collectives(
     timeout: float,
     progress: Callable[[str], None],
 ) -> Sweep:
-    """Start the ranks, measure, and stop them.
+    """Start the ranks, measure the collectives, and stop the ranks.
 
     Args:
-        timeout: seconds that the ranks may be silent.
+        timeout: the number of seconds without a message after which the ranks are stopped.
 
     Raises:
-        CliError: with exit code 1 if a rank fails; the message names it.
+        CliError: if a rank fails. The message names the rank, and the exit code is 1.
     """
     device, count = choose_ranks(machine, ranks)
     gpus = sorted(machine.gpus)[:count] if device == "cuda" else []
@@ -121,7 +124,7 @@ def measure_collectives(
             group.close()
     if reply.error is not None:
         message = reply.message
-        if reply.error == "timeout":  # the message's last line names an option of pytest
+        if reply.error == "timeout":  # the last line recommends an option of pytest, not of aisp
             message = f"{message.splitlines()[0]}\nGive it longer with --timeout={2 * timeout:g}"
         raise CliError("\n".join(filter(None, (reply.trace.rstrip(), message))), code=1)
     backend = dict(reply.result)
@@ -133,7 +136,7 @@ def measure_collectives(
 
 
 def nccl_result(sweep: Sweep) -> CliResult:
-    """Return the table of collectives by size, with one-shot next to NCCL's all-reduce."""
+    """Return a table of collectives by size, with one-shot all-reduce next to NCCL's."""
     one_shot = {row["size"]: row for row in sweep.of(ONE_SHOT)}
     heads = ["collective", "size", "time", "algbw", "busbw", "clock"]
     table = [heads + (["one-shot", "its busbw"] if one_shot else [])]
@@ -155,11 +158,11 @@ def nccl_result(sweep: Sweep) -> CliResult:
 def collective_peaks(sweep: Sweep) -> tuple[dict[str, float], dict[str, str]]:
     """Return the peaks to store, and how they were measured.
 
-    They are ``busbw`` of the largest all-reduce, and ``all_reduce``, the seconds of the smallest
-    all-reduce.
+    The peaks are ``busbw``, the bus bandwidth of the largest all-reduce, and ``all_reduce``, the
+    seconds of the smallest all-reduce.
 
     Raises:
-        CliError: without a GPU, or without a large all-reduce.
+        CliError: if the ranks used no GPU, or no large all-reduce was measured.
     """
     if sweep.device == "cpu":
         raise CliError(f"nothing is stored: {GLOO}")
@@ -181,7 +184,7 @@ INFINIBAND = Path("/sys/class/infiniband")
 MEANINGS: dict[str, str] = json.loads(
     Path(__file__).with_name("nccl_variables.json").read_text(encoding="utf-8")
 )
-"""One line about the meaning of each variable. Sources: NCCL's user guide ("Environment
+"""A line that explains each variable. Sources: NCCL's user guide ("Environment
 Variables"), PyTorch's "ProcessGroupNCCL Environment Variables", pytorch/pytorch#136577 (multicast),
 and NVSHMEM's "Environment Variables".
 """
@@ -190,9 +193,9 @@ MULTICAST_OFF = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-"""Values that keep NVLink multicast off.
+"""The values of these variables that disable NVLink multicast.
 
-This plugin's ranks do not change these variables, and the output says so.
+This plugin does not set the variables for its ranks, and the output states that.
 """
 MULTI_NODE_ADVICE = {
     "MASTER_ADDR": "the first node's address, the same on all: torchrun takes --rdzv-endpoint",
@@ -202,14 +205,14 @@ MULTI_NODE_ADVICE = {
     "NCCL_IB_HCA": "the adapters next to the GPUs, if there is InfiniBand or RoCE",
     "NCCL_IB_GID_INDEX": "on RoCE if connections fail: often 3",
 }
-"""The variables that ranks on several nodes need, in the order to set them."""
+"""The variables that ranks on several nodes need, in the order in which to set them."""
 
 
 def nccl_env_result(environment: Mapping[str, str], version: str) -> CliResult:
-    """Explain the variables of `environment` that concern NCCL, without changing any.
+    """Return an explanation of each variable in `environment` that affects NCCL.
 
     Args:
-        version: `nccl_version`.
+        version: the line that `nccl_version` returns.
     """
     names = sorted(name for name in environment if name.startswith(PREFIXES))
     lines = [version, "", "set here" if names else f"none of {', '.join(PREFIXES)}* is set here"]
@@ -235,7 +238,7 @@ def _meaning(name: str, environment: Mapping[str, str]) -> str:
 
 
 def nccl_version() -> str:
-    """Return one line with the version of NCCL in this torch."""
+    """Return one line with the version of NCCL that the installed torch uses."""
     import torch
 
     if torch.version.cuda is None:

@@ -1,4 +1,4 @@
-"""The plot of bandwidths as an SVG, and the SVG elements that it consists of."""
+"""Draw the plot of bandwidths as an SVG, and the SVG elements that it needs."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ LEFT, RIGHT, TOP, BOTTOM = 90, 740, 64, 450
 COLORS = {"all_reduce": "#0969da", "all_gather": "#1a7f37", "reduce_scatter": "#bc4c00"}
 COLORS |= {"all_to_all": "#8250df", "one_shot": "#cf222e"}
 STEP = 18
-"""Pixels between the names of two curves."""
+"""The smallest vertical distance in pixels between the names of two curves."""
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def decades(low: float, high: float) -> list[float]:
-    """Return the powers of ten between two values."""
+    """Return the powers of ten from `low` to `high`."""
     return [10.0**d for d in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
 
 
 def log_fraction(value: float, low: float, high: float) -> float:
-    """Return the logarithmic position of `value` between `low` (0) and `high` (1)."""
+    """Return the position of `value` on a logarithmic axis from `low` (0) to `high` (1)."""
     return math.log(value / low) / math.log(high / low)
 
 
 def si(value: float) -> str:
-    """Return ``4.24 T``: three digits and an SI prefix."""
+    """Return `value` with three digits and an SI prefix, such as ``4.24 T``."""
     scale, prefix = next(((s, p) for s, p in PREFIXES if value >= s), (1.0, ""))
     return f"{value / scale:.3g} {prefix}"
 
 
 def opening(width: float, height: float) -> list[str]:
-    """Return the start of an SVG of this size; the caller adds the end tag."""
+    """Return the first lines of an SVG of this size. The caller must add the end tag."""
     return [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" font-family="Helvetica, Arial, sans-serif">',
@@ -51,14 +51,14 @@ def opening(width: float, height: float) -> list[str]:
 def line(
     x1: float, y1: float, x2: float, y2: float, color: str, *, width: float = 1, dash: str = ""
 ) -> str:
-    """Return a straight line."""
+    """Return the SVG element of a straight line."""
     points = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     return f'<line {points} stroke="{color}" stroke-width="{width}"{dashed}/>'
 
 
 def circle(x: float, y: float, radius: float, color: str, fill: str) -> str:
-    """Return a circle with an edge of `color`."""
+    """Return the SVG element of a circle whose outline has `color`."""
     center = f'cx="{x:.1f}" cy="{y:.1f}" r="{radius}"'
     return f'<circle {center} stroke="{color}" stroke-width="1.8" fill="{fill}"/>'
 
@@ -76,7 +76,10 @@ def text(
     turn: float = 0,
     by: tuple[float, float] = (0, 0),
 ) -> str:
-    """Return `words` at a point, rotated around it and shifted `by` in the rotated direction."""
+    """Return the SVG element of `words` at a point.
+
+    `turn` rotates the text around the point. `by` shifts it within the rotated axes.
+    """
     style = f'font-size="{size}" text-anchor="{anchor}" font-weight="{weight}" fill="{fill}"'
     style += f' transform="rotate({turn:.2f} {x:.1f} {y:.1f})"' if turn else ""
     style += f' stroke="{stroke}" stroke-width="3"' if stroke else ""
@@ -87,7 +90,7 @@ Point = tuple[float, float]
 
 
 def draw(rows: Sequence[SweepRow], title: str) -> str:
-    """Return the SVG with a curve of `busbw` over size for each collective."""
+    """Return the SVG, which plots `busbw` against size in one curve for each collective."""
     sizes, rates = [row["size"] for row in rows], [row["busbw"] for row in rows]
     across, up = (min(sizes) / 1.5, max(sizes) * 1.5), (min(rates) / 2, max(rates) * 2)
     curves: dict[str, list[Point]] = {}
@@ -121,7 +124,7 @@ def _grid(sizes: Sequence[int], across: Point, up: Point) -> Iterator[str]:
 
 
 def _curves(curves: Mapping[str, Sequence[Point]]) -> Iterator[str]:
-    names = sorted(curves, key=lambda op: curves[op][-1][1])  # from the top
+    names = sorted(curves, key=lambda op: curves[op][-1][1])  # the highest curve first
     last = float(TOP - STEP)
     for op in names:
         points, color = curves[op], COLORS.get(op, INK)

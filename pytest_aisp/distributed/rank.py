@@ -4,8 +4,8 @@
     python -m pytest_aisp.distributed.rank SOCKET
 
 The first command runs torch's elastic launcher, which runs the second once for each rank. A rank
-connects to SOCKET, joins the others, and answers the same tasks as a worker process. All ranks die
-with the process that launched them.
+connects to SOCKET, joins the others, and answers the same tasks as a worker process. If the process
+that launched the ranks dies, all ranks die too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ..worker.server import Server, die_with_parent, encode_reply, print_at_once
 
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 STACK_SECONDS = 0.5
-"""Time for silent ranks to print their stacks."""
+"""Seconds that silent ranks have to write their stacks."""
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\w+)')
 _WAITING = re.compile(
     r"/torch/distributed/|/torch/cuda/\S+\", line \d+ in synchronize"
@@ -51,7 +51,7 @@ _WAITING = re.compile(
 
 
 def launch(address: str, arguments: list[str]) -> None:
-    """Run torch's elastic launcher on this program; die with the parent."""
+    """Run torch's elastic launcher on this program. If the parent process dies, die too."""
     die_with_parent()
     from torch.distributed.run import main
 
@@ -84,7 +84,7 @@ def serve(address: str) -> None:
                 task = messages.decode_task(line)
                 if isinstance(task, StopTask):
                     break
-                # Launchers of several machines have drawn different seeds.
+                # Each machine's launcher has drawn its own seed, so all ranks use rank 0's.
                 if isinstance(task, CaseTask):
                     task = replace(task, seed=process_group.current_group().broadcast(task.seed))
                 replies.write(encode_reply(server.answer(task)))
@@ -97,12 +97,12 @@ def output_file(folder: str, name: str, rank: int) -> str:
 
 
 def _stack_file(folder: str, rank: int) -> str:
-    """Return the file to which `rank` writes its stack when it gets SIGUSR1."""
+    """Return the file to which `rank` writes its stack when it receives SIGUSR1."""
     return os.path.join(folder, f"stack-{rank}")
 
 
 def _join(rank: int, world: int, tell: Callable[[int], object]) -> None:
-    """Join the other ranks: with NCCL if GPUs are visible, else with Gloo."""
+    """Join the other ranks, with NCCL if GPUs are visible, and otherwise with Gloo."""
     import torch
     import torch.distributed as dist
 
@@ -120,10 +120,10 @@ class Member:
     """The launcher's view of a rank: the connection, and the messages from the rank.
 
     Attributes:
-        step: number of agreements with the other ranks.
-        doing: text of the last progress message.
-        reply: reply to the current task.
-        closed: whether the connection has ended.
+        step: how many times the rank has synchronized with the other ranks.
+        doing: the text of the rank's last progress message.
+        reply: the rank's reply to the current task, or None.
+        closed: True if the connection has ended.
     """
 
     number: int
@@ -139,7 +139,7 @@ class Member:
 
     @property
     def failed(self) -> bool:
-        """Whether the rank has replied with an error."""
+        """True if the rank has replied with an error."""
         return self.reply is not None and bool(self.reply.error)
 
     def send(self, data: bytes) -> None:
@@ -149,7 +149,7 @@ class Member:
             self.closed = True
 
     def lines(self) -> list[bytes]:
-        """Return the lines that have arrived; note the end of the connection."""
+        """Return the lines that have arrived. Set `closed` if the connection has ended."""
         try:
             chunk = self.connection.recv(1 << 20)
         except OSError:
@@ -161,11 +161,15 @@ class Member:
 
 
 def describe_hang(ranks: Sequence[Member], folder: str) -> tuple[str, str]:
-    """Return which of the silent `ranks` the others wait for and its position, and its size."""
+    """Return a description of the hang, and the size that was being measured.
+
+    The description names the rank that the others wait for, and the line of the page where it is.
+    """
     stacks = _read_stacks(ranks, folder)
     fewest = min(rank.step for rank in ranks)
     behind = [r for r in ranks if r.reply is None and r.step == fewest]
-    if len(behind) == len(ranks):  # then the others wait for a rank that is in no collective
+    # all ranks made the same number of steps: blame those outside of collectives
+    if len(behind) == len(ranks):
         behind = [r for r in ranks if not _is_waiting(stacks[r.number])] or list(ranks)
     description = "; ".join(
         f"rank {r.number}: {r.doing.partition(AT)[0]}{_position(stacks[r.number])}" for r in behind
@@ -177,7 +181,7 @@ def describe_hang(ranks: Sequence[Member], folder: str) -> tuple[str, str]:
 
 
 def _read_stacks(ranks: Sequence[Member], folder: str) -> dict[int, list[str]]:
-    """Make every rank write its stack; return the frames of each, innermost first."""
+    """Make every rank write its stack, and return the frames by rank, the innermost first."""
     for rank in ranks:
         with suppress(ProcessLookupError):
             os.kill(rank.pid, signal.SIGUSR1)
@@ -190,12 +194,12 @@ def _read_stacks(ranks: Sequence[Member], folder: str) -> dict[int, list[str]]:
 
 
 def _is_waiting(stack: list[str]) -> bool:
-    """Return whether a rank is in a collective, or waits for its GPU to end one."""
+    """Return True if a rank is in a collective, or waits until its GPU has finished one."""
     return bool(stack) and bool(_WAITING.search(stack[0]))
 
 
 def _position(stack: list[str]) -> str:
-    """Return the innermost line of the page, as in ``, in summed (page_test.py:12)``."""
+    """Return the innermost line in the page, such as ``, in summed (page_test.py:12)``."""
     for frame in map(_FRAME.match, stack):
         if frame and not frame["file"].startswith(libraries()):
             return f", in {frame['name']} ({os.path.basename(frame['file'])}:{frame['line']})"

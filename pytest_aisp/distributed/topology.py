@@ -1,6 +1,7 @@
 """The GPUs of this machine and the routes between them, as NVML and the kernel report them.
 
-Nothing here touches CUDA. Values that a driver or a container does not report are shown as unknown.
+This module never calls CUDA. Values that a driver or a container does not report are shown as
+unknown.
 """
 
 from __future__ import annotations
@@ -18,21 +19,23 @@ from ..util.device import PCI, numa_node, query
 
 NVSWITCH = "NVSwitch"
 MAX_LINKS = 36
-"""Links that NVML can report (NVML_NVLINK_MAX_LINKS of NVLink 6)."""
-# NVML has its own numbers for NVLink versions (nvmlNvlinkVersion_t; an A100 reports 5). The bytes/s
-# that one link carries in one direction are from NVIDIA's data sheets: an H200 has 18 links of
-# NVLink 4 and 900 GB/s both ways together.
+"""The most links that NVML can report per GPU: NVML_NVLINK_MAX_LINKS, as of NVLink 6."""
+# NVML has its own numbers for NVLink versions (nvmlNvlinkVersion_t): for example, an A100
+# reports 5. LINK_RATES are the bytes/s of one link in one direction. They follow from NVIDIA's data
+# sheets: for example, an H200 has 18 links of NVLink 4, which carry 900 GB/s in both directions
+# together.
 NVLINK_VERSIONS = {1: "1", 2: "2", 3: "2.2", 4: "3", 5: "3", 6: "4", 7: "5", 8: "6"}
 LINK_RATES = {"1": 20e9, "2": 25e9, "2.2": 25e9, "3": 25e9, "4": 25e9, "5": 50e9}
 LANE_RATES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-"""Bytes/s of a PCIe lane in one direction without encoding overhead, by generation."""
+"""The bytes/s of a PCIe lane in one direction, keyed by generation, minus encoding overhead."""
 ANCESTORS = {0: "one board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
-"""NVML's nvmlGpuTopologyLevel_t in the words of ``nvidia-smi topo -m``."""
+"""The names that ``nvidia-smi topo -m`` shows, keyed by NVML's nvmlGpuTopologyLevel_t."""
 LEGEND = (
     "NVn: n NVLink links; else what PCIe traffic crosses: PIX one switch, PXB several,"
     " PHB the host bridge, NODE host bridges of a NUMA node, SYS the link between nodes"
 )
-# nvmlGpuP2PCapsIndex_t; pynvml's NVML_P2P_CAPS_INDEX_READ is a tuple, so they are numbers here.
+# The values of nvmlGpuP2PCapsIndex_t. They are written as numbers, because in pynvml the constant
+# NVML_P2P_CAPS_INDEX_READ is a tuple.
 P2P_CAPABILITIES = {"read": 0, "write": 1, "nvlink": 2, "atomics": 3}
 P2P_STATUS = {
     0: "OK",
@@ -58,10 +61,12 @@ class Gpu:
     """One GPU.
 
     Attributes:
-        index: NVML's index, which nvidia-smi shows too.
-        bus: PCI bus id, as ``00000000:18:00.0``.
-        numa: the nearest NUMA node, or None; cpus: the nearest cores, as ``0-31,64-95``.
-        pcie: generation and lanes that both the GPU and its slot support, or None.
+        index: the GPU's index in NVML and in nvidia-smi.
+        bus: the PCI bus id, such as ``00000000:18:00.0``.
+        numa: the nearest NUMA node, or None.
+        cpus: the nearest cores, such as ``0-31,64-95``.
+        pcie: the highest PCIe generation and the most lanes that both the GPU and its slot
+            support, or None.
         visible: False if ``CUDA_VISIBLE_DEVICES`` hides it.
     """
 
@@ -82,15 +87,16 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Route:
-    """How traffic gets from one GPU to another.
+    """The route of traffic from one GPU to another.
 
     Attributes:
-        ancestor: what PCIe traffic between them crosses, as in `ANCESTORS`, or empty.
-        access: by capability, ``OK`` or the reason why it is not available; a missing one is
-            unknown.
-        links: NVLink links between the two, direct or through switches.
-        version: NVLink's version.
-        pcie: generation and lanes of the slower of the two, or None.
+        ancestor: the topology level that PCIe traffic between the two GPUs crosses, one of the
+            names in `ANCESTORS`, or an empty string.
+        access: ``OK``, or the reason why peer access is not available, keyed by capability. A
+            capability that is missing is unknown.
+        links: the number of NVLink links between the two GPUs, direct or through switches.
+        version: the version of NVLink.
+        pcie: the PCIe generation and lanes of the slower of the two GPUs, or None.
     """
 
     source: int
@@ -103,12 +109,12 @@ class Route:
 
     @property
     def label(self) -> str:
-        """``NV18`` for NVLink, or the name of what PCIe traffic crosses."""
+        """The route's short name: ``NV18`` for 18 NVLink links, or else `ancestor`."""
         return f"NV{self.links}" if self.links else self.ancestor or "?"
 
     @property
     def kind(self) -> str:
-        """The kind of route: only routes of one kind are compared with each other."""
+        """The kind of route. Only routes of the same kind are compared with each other."""
         if self.links:
             return f"NVLink {self.version or '?'} x{self.links}"
         name = "PCIe {} x{}".format(*self.pcie) if self.pcie else "PCIe"
@@ -117,7 +123,7 @@ class Route:
 
     @property
     def limit(self) -> float | None:
-        """Bytes/s that the links carry in one direction, or None if unknown."""
+        """The bytes/s that the links can carry in one direction, or None if unknown."""
         if self.links:
             rate = LINK_RATES.get(self.version)
             return rate and rate * self.links
@@ -148,7 +154,7 @@ class Topology:
 
 
 def read_topology() -> Topology:
-    """Return the machine's topology; without a GPU it is empty."""
+    """Return the machine's topology, which is empty if there is no GPU."""
     nvml = device.load_nvml()
     if nvml is None:
         return Topology((), ())
@@ -160,7 +166,7 @@ def read_topology() -> Topology:
 
 
 def route_kinds(uuids: Sequence[str]) -> str | None:
-    """Return each kind of route between these GPUs once, as ``NVLink 4 x18``, or None."""
+    """Return the kinds of routes between these GPUs, such as ``NVLink 4 x18``, or None."""
     topology = read_topology()
     gpus = [gpu.index for gpu in map(topology.gpu, uuids) if gpu is not None]
     kinds = {r.kind for r in topology.routes if r.source in gpus and r.target in gpus}
@@ -191,7 +197,7 @@ def _bus_id(info: object) -> str:
 
 
 def _read_numa_node(nvml: ModuleType, handle: object, bus: str) -> int | None:
-    """Return the GPU's NUMA node from the kernel, else from NVML, else None."""
+    """Return the GPU's NUMA node as the kernel or else NVML reports it, or None."""
     node = numa_node(bus, PCI)
     if node is not None:
         return node
@@ -218,7 +224,7 @@ def _read_links(nvml: ModuleType, handle: object, buses: Sequence[str]) -> list[
     links = []
     for number in range(MAX_LINKS):
         if not query(nvml.nvmlDeviceGetNvLinkState, handle, number):
-            continue  # not there, or down
+            continue  # the link does not exist, or is down
         version = query(nvml.nvmlDeviceGetNvLinkVersion, handle, number) or 0
         remote = query(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, number)
         kind = query(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, number)
@@ -264,7 +270,7 @@ def topology_result(*, as_json: bool) -> CliResult:
     """Return the output of `aisp links topology`.
 
     Raises:
-        CliError: if there is no GPU, with exit code 1.
+        CliError: if there is no GPU. The exit code is 1.
     """
     topology = read_topology()
     if not topology.gpus:
@@ -302,7 +308,7 @@ def _link_cell(gpu: Gpu) -> str:
 
 
 def read_access(route: Route) -> str:
-    """Return ``yes``, ``no`` with the reason, or ``?``: may the source read the target?"""
+    """Return whether the source can read the target's memory: ``yes``, ``no: reason``, or ``?``."""
     status = route.access.get("read")
     return {"OK": "yes", None: "?"}.get(status, f"no: {status}")
 

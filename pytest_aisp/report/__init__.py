@@ -1,1 +1,1 @@
-"""A run as one HTML file to look at."""
+"""Write a run as one HTML file that people read in a browser."""

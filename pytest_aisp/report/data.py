@@ -1,4 +1,4 @@
-"""The data that a report embeds: cases, their code, their samples and their history."""
+"""Collect the data that a report embeds: cases, their code, their samples and their history."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .source_view import Page, diff
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 MAX_CODE = 2_500_000
-"""Bytes of code and diffs in a report. Cases beyond this limit are shown without their code."""
+"""The maximum bytes of code and diffs in a report. Later cases are shown without their code."""
 MAX_BLOCKS, MIN_BLOCKS_SHOWN, MAX_BLOCKS_SHOWN = 24_000, 6, 40
-"""Number of blocks in a report, and the smallest and largest number for one process."""
+"""The target number of blocks in a report, and the minimum and maximum number per process."""
 MAX_PROCESSES = 8
-"""Only the first processes of a case are shown, at most this many."""
+"""The maximum number of processes shown per case. If there are more, the first ones are shown."""
 FIELDS: tuple[str, ...] = ("id", "page", "chapter", "function", "baseline", "variant", "size")
 FIELDS += ("gpus", "product", "arch", "bound", "clock", "verdict", "not_timed", "speedup")
 FIELDS += ("seconds", "limit", "work", "claim", "stored", "spread", "detectable", "wall", "votes")
@@ -46,16 +46,19 @@ FACTS: tuple[str, ...] = (
     "graph_nodes",
 )
 FACTS += ("looks",)
-"""Details of a process that are shown. `looks`: readings of clock, power and temperature."""
+"""The details of a process that are shown. `looks` are readings of clock, power and temperature."""
 
 
 class Timing(Struct):
-    """What one process measured: the seconds per call of each window, two per side and block.
+    """The measurements of one process.
 
     Attributes:
-        orders: the order of each block's windows, ``A`` is the baseline.
+        baseline, optimized: the seconds per call in each window of the side. A block has two
+            windows of each side.
+        orders: the order of each block's windows, in which ``A`` is the baseline.
         laps: one entry for each time that both sides were built.
-        dropped: why blocks were measured again. `dropped_at`: how many blocks came before each.
+        dropped: the reason for each block that was measured again.
+        dropped_at: for each of these blocks, the number of blocks before it.
     """
 
     baseline: list[Positive] = []
@@ -68,7 +71,7 @@ class Timing(Struct):
 
 
 class ReportPage(Struct):
-    """A page's docstring, and by name the code of its sides."""
+    """A page's title, its docstring, and the code of its sides, keyed by name."""
 
     title: str
     doc: str
@@ -76,7 +79,7 @@ class ReportPage(Struct):
 
 
 class ReportData(Struct):
-    """The data of a report. `runs` counts the other runs of the history."""
+    """The data of a report. `runs` is the number of other runs in the history."""
 
     peaks: dict[str, StoredPeaks]
     pages: dict[str, ReportPage]
@@ -85,7 +88,7 @@ class ReportData(Struct):
     runs: int
 
     def json(self) -> str:
-        """Return the data for the scripts, without fields of a run that may hold secrets."""
+        """Return the data for the scripts, without fields that may contain secrets."""
         peaks = {
             product: {"rates": each.rates, "from": each.origin, "date": each.facts.get("date")}
             for product, each in self.peaks.items()
@@ -104,12 +107,13 @@ def report_data(
     pages_root: Path | None = None,
     target: Path | None = None,
 ) -> ReportData:
-    """Return the data of the report of `run`, with the cases that need attention first.
+    """Return the data for the report of `run`. The cases that need attention come first.
 
     Args:
-        history: other runs. Their results for the same product are shown beside each case's own.
-        pages_root: what the pages' paths are relative to. The default is the root of the run, or
-            the working directory.
+        history: other runs. Their results for the same case and product are shown together with
+            the result of `run`.
+        pages_root: the folder to which the pages' paths are relative. The default is the root of
+            the run, or the working directory.
         target: the folder of the report. Links to profiles are relative to it.
     """
     most = blocks_for(len(run.cases))
@@ -128,7 +132,8 @@ def report_data(
         try:
             entry.processes = thinned(read_timings(run, case), most)
         except SamplesError as error:
-            text = str(error).replace(":\n    ", ": ")  # a command stays in its sentence
+            # put the command on the line of its sentence
+            text = str(error).replace(":\n    ", ": ")
             entry.samples_error = shortened(f"{'. '.join(text.splitlines())}.")
         code.add_to(entry)
         cases.append(entry)
@@ -136,7 +141,8 @@ def report_data(
 
 
 def _order(case: ReportCase) -> tuple[int, str, str]:
-    severity = min(VERDICTS.index(case.verdict), len(LOOK))  # the first ones need a look
+    # the first `len(LOOK)` verdicts need attention
+    severity = min(VERDICTS.index(case.verdict), len(LOOK))
     return severity, case.chapter, case.page
 
 
@@ -152,7 +158,7 @@ def _profile(case: ReportCase, folder: Path | None, target: Path | None) -> Prof
 def _history(
     run: ReportRun, others: Sequence[ReportRun]
 ) -> dict[tuple[str, str], list[HistoryEntry]]:
-    """Return the results by case and product, this run's included, the oldest first."""
+    """Return the results of all runs, keyed by case and product, the oldest first."""
     history: dict[tuple[str, str], list[HistoryEntry]] = {}
     for each in sorted([*others, run], key=lambda r: r.manifest.started) if others else ():
         git = each.manifest.git
@@ -178,13 +184,13 @@ def _read_pages(paths: Iterable[str], roots: Sequence[Path]) -> dict[str, Page]:
 
 @cache
 def _code(page: Page, side: str) -> str:
-    """Return the code of a side. Most cases of a page differ only by size."""
+    """Return the code of a side. It is read only once, because many cases share their sides."""
     return str(cleaned(page.side(side)))
 
 
 @dataclass
 class _CodeBudget:
-    """Adds code to the cases until `left` bytes are used up."""
+    """Adds code to the cases until it has added `left` bytes."""
 
     sources: dict[str, Page]
     left: int
@@ -218,11 +224,11 @@ class _CodeBudget:
 
 
 def read_timings(run: ReportRun, case: ReportCase) -> list[Timing]:
-    """Return the measurements of each process of `case`; none if it was not timed.
+    """Return the measurements of each process of `case`, or none if the case was not timed.
 
     Raises:
         SamplesError: if the file is missing, malformed, or not the one that the run wrote. The
-            message leaves out the folder, because reports are passed around.
+            message does not name the folder, because users share reports.
     """
     if case.samples is None:
         if case.speedup is not None:
@@ -247,10 +253,10 @@ def blocks_for(cases: int) -> int:
 
 
 def thinned(timings: Sequence[Timing], most: int) -> list[Process]:
-    """Return the windows of each process, at most `most` whole blocks.
+    """Return the windows of each process, but at most `most` blocks per process.
 
-    If there are more blocks, the blocks with each side's shortest and longest window are shown, and
-    others at even distances.
+    If a process has more blocks, the result contains the blocks with each side's shortest and
+    longest window, and other blocks at even distances.
     """
     timed = [t for t in timings[:MAX_PROCESSES] if t.baseline and t.optimized]
     return [_process(timing, most, of=len(timings)) for timing in timed]
@@ -261,7 +267,7 @@ def _process(timing: Timing, most: int, *, of: int) -> Process:
     shown = _select_blocks(blocks, most)
     windows = [window for index in shown for window in blocks[index]]
     laps = len(timing.laps)
-    whole_laps = laps > 0 and len(blocks) % laps == 0  # all of the same length
+    whole_laps = laps > 0 and len(blocks) % laps == 0  # all laps have the same length
     places: Sequence[int | None] = timing.dropped_at
     if len(places) != len(timing.dropped):
         places = [None] * len(timing.dropped)
@@ -278,9 +284,12 @@ def _process(timing: Timing, most: int, *, of: int) -> Process:
 
 
 def _blocks(timing: Timing) -> list[list[tuple[str, float]]]:
-    """Return the windows by block in the order of measurement: ``b`` or ``o``, and seconds."""
+    """Return the windows of each block in the order of measurement.
+
+    A window is ``b`` (baseline) or ``o`` (optimized), with its seconds.
+    """
     baseline, optimized, orders = timing.baseline, timing.optimized, timing.orders
-    if not 2 * len(orders) == len(baseline) == len(optimized):  # of unknown order
+    if not 2 * len(orders) == len(baseline) == len(optimized):  # the order is unknown
         return [[("b", b), ("o", o)] for b, o in zip(baseline, optimized, strict=False)]
     sides = {"A": ("b", iter(baseline)), "B": ("o", iter(optimized))}
     return [[(sides[w][0], next(sides[w][1])) for w in order] for order in orders]

@@ -1,7 +1,7 @@
-"""`report.html`: a run as one file that contains all its data and loads nothing.
+"""Write `report.html`: a run as one file that contains all its data and loads no other file.
 
-The file is assembled from the files in the folder `page`. Its table of cases is HTML that needs no
-scripts. The scripts add filters, the roofline, and a page for each case.
+The report is assembled from the files in the folder `page`. Its table of cases is plain HTML and
+needs no scripts. The scripts add filters, the roofline, and a page for each case.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from .run import VERDICTS, ReportCase, ReportRun
 PARTS = Path(__file__).parent / "page"
 SCRIPTS = ["dom", "marks", "list", "axis", "roofline", "samples", "interval", "code"]
 SCRIPTS += ["case", "main"]
-"""The scripts in order: each uses definitions of earlier scripts."""
+"""The scripts in the order in which they must run: each uses definitions of earlier ones."""
 POLICY = "default-src 'none'; img-src data:; style-src {style}; script-src {script}"
-"""The page may load nothing and run only its own script, even if the name of a case has HTML."""
+"""The policy that lets the report load nothing and run only its own script.
+
+It holds even if the name of a case contains HTML.
+"""
 COARSE, FINE = (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)
-"""Ticks of a decade."""
+"""The ticks within one decade of the axis."""
 MIDDLE = 12
 """Half the height of a row's plot, in pixels."""
 PACKAGES = ("torch", "triton", "transformer-engine")
@@ -44,8 +47,9 @@ def write_report(
     """Write the report of `run` to `out` and return `out`.
 
     Args:
-        history: other runs, for the history of each case.
-        pages_root: what the paths of pages are relative to, by default the root of the run.
+        history: other runs, which are shown in the history of each case.
+        pages_root: the folder to which the pages' paths are relative. The default is the root of
+            the run.
 
     Raises:
         OSError: if `out` cannot be written.
@@ -61,10 +65,10 @@ def report_result(
     out: Path | None = None,
     pages_root: Path | None = None,
 ) -> CliResult:
-    """Write the report of the run in `folder` and return where it is.
+    """Write the report of the run in `folder`, and return its path as output.
 
     Raises:
-        CliError: if a folder holds no run, or the report cannot be written.
+        CliError: if a folder contains no run, or the report cannot be written.
     """
     run, others = ReportRun.read(folder), [ReportRun.read(each) for each in history]
     path = out or (run.folder or folder) / REPORT
@@ -96,7 +100,8 @@ def render(run: ReportRun, data: ReportData) -> str:
         "tally": _tally(data.cases),
         "axis": _axis_labels(axis),
         "rows": "\n".join(_row(index, case, axis) for index, case in enumerate(data.cases)),
-        "data": data.json().replace("<", "\\u003c"),  # so that it cannot end the script element
+        # `</script>` in the data must not end the element
+        "data": data.json().replace("<", "\\u003c"),
         "script": script,
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _part("page.html"))
@@ -107,7 +112,7 @@ def _part(name: str) -> str:
 
 
 def _script() -> str:
-    """Return all scripts as one that defines no global name."""
+    """Return all scripts combined into one that defines no global names."""
     body = "\n".join(_part(f"{name}.js") for name in SCRIPTS)
     return f'(() => {{\n"use strict";\n{body}\n}})();\n'
 
@@ -125,7 +130,7 @@ class Axis:
 
     @classmethod
     def over(cls, cases: Iterable[ReportCase]) -> Axis:
-        """Return an axis that covers every interval, claim and stored result, and 1x."""
+        """Return an axis that includes 1x and every interval, claim and stored result."""
         values = [1.0, *(value for case in cases for value in _plotted(case))]
         low, high = min(values), max(values)
         margin = max(high / low, 1.2) ** 0.04
@@ -137,9 +142,9 @@ class Axis:
         return f"{100 * part:.2f}%"
 
     def ticks(self) -> list[float]:
-        """Return round speedups on the axis, 1x among them, with room for their labels."""
+        """Return round speedups on the axis, including 1x, far enough apart for their labels."""
         decades = math.log10(self.high / self.low)
-        if decades < 0.35:  # within a factor of two, by tenths or hundredths
+        if decades < 0.35:  # for less than a factor of about two, use linear steps
             step = 0.1 if decades > 0.08 else 0.02
             first, last = math.ceil(self.low / step), math.floor(self.high / step)
             return [round(n * step, 4) for n in range(first, last + 1)]
@@ -157,7 +162,7 @@ def _axis_labels(axis: Axis) -> str:
 
 
 def _grid(axis: Axis) -> str:
-    """Return the lines behind every plot, for the page's definitions."""
+    """Return the grid lines that are drawn behind every plot, as an SVG definition."""
     lines = (
         f'<line class="{"one" if t == 1 else ""}" x1="{axis.at(t)}" x2="{axis.at(t)}"'
         f' y1="0" y2="100%"/>'
@@ -168,7 +173,7 @@ def _grid(axis: Axis) -> str:
 
 def _row(index: int, case: ReportCase, axis: Axis) -> str:
     verdict, plot = case.verdict or "none", _plot(case, axis)
-    if case.verdict in LOOK and case.reasons:  # the page of the case has all reasons
+    if case.verdict in LOOK and case.reasons:  # the page of the case shows all reasons
         plot += f'<div class="why">{escape(case.reasons[0])}</div>'
     cells = [
         f'<td class="verdict">{_glyph(verdict)}{verdict}</td>',
@@ -183,7 +188,7 @@ def _row(index: int, case: ReportCase, axis: Axis) -> str:
 
 
 def _glyph(verdict: str) -> str:
-    """Return the shape of a verdict, which identifies the verdict without its color."""
+    """Return a shape that identifies the verdict even to readers who cannot see its color."""
     return f'<svg class="glyph" aria-hidden="true"><use href="#v-{verdict}" x="8" y="8"/></svg>'
 
 
@@ -203,7 +208,7 @@ def _name(case: ReportCase) -> str:
 
 
 def _plotted(case: ReportCase) -> list[float]:
-    """Return the speedups in a row's plot, none if the case was not timed."""
+    """Return the speedups in a row's plot, or none if the case was not timed."""
     if case.speedup is None:
         return []
     marks = [case.claimed_speedup, case.stored.speedup if case.stored else None]
@@ -234,7 +239,7 @@ def _plot(case: ReportCase, axis: Axis) -> str:
 
 
 def _ratio(speedup: float) -> str:
-    """Return ``3.530×``, with the digits that the terminal shows."""
+    """Return a speedup such as ``3.530×``, with as many digits as the terminal shows."""
     return f"{digits(speedup)}×"
 
 
@@ -291,7 +296,7 @@ def _commit(git: GitState | None) -> str:
 
 
 def _lead(cases: Sequence[ReportCase]) -> str:
-    """Return the result of the run in a sentence."""
+    """Return one sentence that summarizes the result of the run."""
     if not cases:
         return "No case ran."
     timed = sum(case.speedup is not None for case in cases)
@@ -327,7 +332,7 @@ def _notice(kind: str, text: str, lines: Sequence[str]) -> str:
 
 
 def _tally(cases: Sequence[ReportCase]) -> str:
-    """Return the number of cases by verdict, the worst first. Scripts make them filters."""
+    """Return the number of cases by verdict, the worst first. Scripts turn it into filters."""
     counts = Counter(case.verdict for case in cases)
     return "".join(
         f'<button type="button" class="v-{verdict or "none"}" data-verdict="{verdict}" disabled>'

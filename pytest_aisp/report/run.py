@@ -1,7 +1,7 @@
-"""A run as the report reads it: `results.json` of an artifacts folder.
+"""Read `results.json` in an artifacts folder for the report.
 
-A run may be incomplete, or written by another version: a field that is missing or malformed is left
-out.
+A run may be incomplete, or another version may have written it. Therefore, fields that are missing
+or malformed are left out.
 """
 
 from __future__ import annotations
@@ -28,22 +28,25 @@ fields_of = cache(msgspec.structs.fields)
 
 VERDICTS: tuple[str, ...] = ("wrong", "invalid", "regressed", "fail", "inconclusive", "stale")
 VERDICTS += ("new", "improved", "pass", "checked", "compiled", "")
-"""The worst first. The verdict of a case that was not judged is empty."""
+"""All verdicts, the worst first. A case without a verdict has an empty string."""
 MAX_TEXT, MAX_LINES = 4_000, 40
-"""The longest text of a case, and the most lines of it; longer ones are cut."""
+"""The maximum characters and lines of a case's text. Longer texts are cut."""
 EMPTY: tuple[Json, ...] = (None, "", [], {}, 0, 1, True)
-"""Values for required fields that a run lacks. The first one of the right type is used."""
+"""Candidates for the value of a missing required field. The first one of the right type is used."""
 
 
 class Process(Struct):
     """The windows of one process that the report draws.
 
     Attributes:
-        sides: ``b`` or ``o`` for each window in the order of measurement. `us`: its time.
-        blocks: how many blocks were measured. `shown`: the drawn ones, None for all.
-        laps: before which blocks both sides were built again.
-        dropped: the cause and the place of each block that was measured again.
-        of: number of processes that measured the case.
+        sides: one letter per window in the order of measurement: ``b`` (baseline) or ``o``
+            (optimized).
+        us: the time of each window, in microseconds.
+        blocks: the number of measured blocks.
+        shown: the indices of the drawn blocks, or None if all blocks are drawn.
+        laps: the indices of the blocks before which both sides were built again.
+        dropped: for each block that was measured again, the reason and the position.
+        of: the number of processes that measured the case.
     """
 
     sides: str
@@ -57,7 +60,7 @@ class Process(Struct):
 
 
 class HistoryEntry(Struct):
-    """The result of a case in one run. `current` marks the run of the report."""
+    """The result of a case in one run. `current` is True for the run that the report is about."""
 
     started: str
     commit: str
@@ -69,7 +72,7 @@ class HistoryEntry(Struct):
 class ReportCase(Case, kw_only=True):
     """A case of a run, with everything that its page in the report shows."""
 
-    samples: Json = None  # checked when the file is read
+    samples: Json = None  # `data.read_timings` checks this field
     processes: list[Process] = field(default_factory=list)
     samples_error: str = ""
     history: list[HistoryEntry] = field(default_factory=list)
@@ -92,7 +95,7 @@ class ReportCase(Case, kw_only=True):
 
     @property
     def claimed_speedup(self) -> float | None:
-        """1 for ``neutral``, None for ``yardstick``, which claims nothing."""
+        """The claimed speedup: 1 for ``neutral``, None for ``yardstick``, which claims none."""
         claim = self.claim.at_least if self.claim else None
         if isinstance(claim, str):
             return 1.0 if claim == "neutral" else None
@@ -101,13 +104,13 @@ class ReportCase(Case, kw_only=True):
 
 @dataclass(frozen=True)
 class ReportRun:
-    """One run's results.
+    """The results of one run.
 
     Attributes:
-        cases: in the order in which they finished.
-        lost: lines of the journal that could not be read.
-        folder: the folder of its samples and profiles, or None if there is only `results.json`.
-        killed: the journal of a run that was killed before it wrote `results.json`, else None.
+        cases: the cases in the order in which they finished.
+        lost: the lines of the journal that could not be read.
+        folder: the folder of the samples and profiles, or None if there is only `results.json`.
+        killed: the journal if the run was killed before it wrote `results.json`, else None.
     """
 
     manifest: Manifest
@@ -121,11 +124,11 @@ class ReportRun:
         """Return the run in `folder`.
 
         Raises:
-            CliError: if no run can be read there.
+            CliError: if the folder contains no run that can be read.
         """
         folder = run_reader.folder_of(folder)
         path = folder / WRITTEN[0] if folder.is_dir() else folder
-        if not path.exists():  # a killed run has only its journal
+        if not path.exists():  # a run that was killed wrote only its journal
             try:
                 journal = run_reader.load(folder)
             except run_reader.RunError as error:
@@ -143,7 +146,7 @@ class ReportRun:
 
     @classmethod
     def of(cls, results: Mapping[str, Json], folder: Path | None = None) -> ReportRun:
-        """Return the run whose `results.json` holds `results`. Cases without an id are left out."""
+        """Return the run whose `results.json` contains `results`, without cases that lack an id."""
         plain = cleaned(results)
         cases = [c for c in plain["cases"] if isinstance(c, dict) and isinstance(c.get("id"), str)]
         return cls(
@@ -155,7 +158,7 @@ class ReportRun:
 
 
 def lenient(model: type[Model], plain: Json) -> Model:
-    """Return `plain` as a model. A missing or malformed field gets its default, or is empty."""
+    """Return `plain` as a model. Missing or malformed fields get a default or empty value."""
     try:
         return msgspec.convert(plain, model)
     except ValidationError:
@@ -184,7 +187,7 @@ def _is_struct(kind: object) -> bool:
 
 
 def cleaned(value: Json) -> Json:
-    """Return `value` with None for NaN and infinity, and without halves of surrogate pairs."""
+    """Return `value` with None in place of NaN and infinity, and without lone surrogates."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):

@@ -1,7 +1,7 @@
-"""The code of a page's sides: functions, constants and kernels, read from files and never run.
+"""Extract the code of a page's sides from files: functions, constants and kernels.
 
-A side is shown with all top-level definitions of the page that it uses, and with the kernels that
-it uses from kernel files. Imported code is not shown.
+The code is never run. A side is shown with all top-level definitions of the page that it uses, and
+with the kernels that it uses from kernel files. Imported code is not shown.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 CONTEXT = 4
-"""Lines around a change in a diff."""
+"""The number of unchanged lines around a change in a diff."""
 MAX_LINES = 600
-"""Most lines of a side that are shown."""
+"""The maximum number of lines of a side that are shown."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,11 +26,11 @@ class Page:
     """The contents of a page's file.
 
     Attributes:
-        path: the file. Its kernel files are in the same folder.
-        text: its source.
-        doc: its docstring, or "".
-        defined: the top-level statements by the names that they bind.
-        modules: the files of `cuda_module`s by the names of their variables.
+        path: the path of the file. Its kernel files are in the same folder.
+        text: the source code.
+        doc: the docstring, or "".
+        defined: the top-level statements, keyed by the names that they bind.
+        modules: the kernel files of the `cuda_module` variables, keyed by variable.
     """
 
     path: Path
@@ -44,8 +44,8 @@ class Page:
         """Return the page at `path`.
 
         Raises:
-            OSError: if it cannot be read.
-            SyntaxError, ValueError: if it is not Python.
+            OSError: if the file cannot be read.
+            SyntaxError, ValueError: if the file is not valid Python.
         """
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
@@ -59,7 +59,7 @@ class Page:
         return self.doc.partition("\n")[0].strip()
 
     def side(self, name: str) -> str:
-        """Return the code of a side, its kernels last, or "" if the page does not define it."""
+        """Return the code of a side, followed by its kernels, or "" if the page lacks the side."""
         nodes = self._reached(name)
         source = self.text.splitlines()
         parts = ["\n".join(source[_first_line(n) - 1 : n.end_lineno]) for n in nodes]
@@ -69,7 +69,7 @@ class Page:
         return "\n".join(lines)
 
     def sides(self, function: str) -> tuple[str, tuple[str, ...]]:
-        """Return the names of the baseline and of the variants that a test's `compare` names."""
+        """Return the names of the baseline and of the variants in a test's `compare`."""
         test = self.defined.get(function)
         for call in getattr(test, "decorator_list", []):
             arguments = {k.arg: k.value for k in getattr(call, "keywords", [])}
@@ -79,7 +79,7 @@ class Page:
         return "", ()
 
     def _reached(self, name: str) -> list[ast.stmt]:
-        """Return the statements of the page that define `name` and what it uses, in order."""
+        """Return the page's statements that define `name` and all names that it uses, in order."""
         reached: dict[str, ast.stmt] = {}
         pending = [name]
         while pending:
@@ -90,7 +90,7 @@ class Page:
         return sorted(set(reached.values()), key=lambda node: node.lineno)
 
     def _kernels(self, nodes: list[ast.stmt]) -> Iterator[str]:
-        """Yield for each kernel file the kernels that `nodes` use, with their helper code."""
+        """Yield, for each kernel file, the kernels that `nodes` use and their helper code."""
         names_by_file: dict[str, list[str]] = {}
         for node in (n for top in nodes for n in ast.walk(top)):
             if isinstance(node, ast.Attribute) and _name(node.value) in self.modules:
@@ -129,7 +129,7 @@ def _bound_names(node: ast.stmt) -> Iterator[str]:
 
 
 def _kernel_file(node: ast.stmt) -> str:
-    """Return the file of ``kernels = cuda_module("transpose.cu", ...)``, or ""."""
+    """Return the file name in ``kernels = cuda_module("transpose.cu", ...)``, or ""."""
     match getattr(node, "value", None):
         case ast.Call(func=function, args=[ast.Constant(value=str(file)), *_]):
             return file if _name(function) == "cuda_module" else ""
@@ -137,7 +137,7 @@ def _kernel_file(node: ast.stmt) -> str:
 
 
 def _name(node: ast.expr) -> str:
-    """Return the name in an element of `optimized=`: ``tiled``, ``Variant(tiled)``."""
+    """Return the function's name in an element of `optimized=`: ``tiled`` or ``Variant(tiled)``."""
     match node:
         case ast.Call(args=[first, *_]):
             return _name(first)
@@ -159,7 +159,7 @@ def _read_kernels(path: Path) -> str:
         return ""
 
 
-# CUDA C++ is not parsed. A kernel file is split at blank lines outside of braces.
+# The code below does not parse CUDA C++. It splits a kernel file at blank lines outside of braces.
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _COMMENT_OR_STRING = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", re.DOTALL)
@@ -170,7 +170,7 @@ _VARIABLE = re.compile(r"([A-Za-z_]\w*)\s*(?:\[[^\]]*\]\s*)*(?:=|,|$)")
 
 
 def kernel_parts(text: str, names: Sequence[str]) -> list[str]:
-    """Return the parts of a kernel file that declare `names` and what they use, in order."""
+    """Return the parts of a kernel file that declare `names` and all names they use, in order."""
     parts = _parts(text)
     reached: set[int] = set()
     pending = set(names)

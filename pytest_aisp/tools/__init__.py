@@ -1,1 +1,1 @@
-"""What the commands of `aisp` compute; `CliError` says why a command cannot answer here."""
+"""Compute the results of the `aisp` commands. `CliError` means that a command cannot work."""

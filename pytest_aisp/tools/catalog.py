@@ -1,7 +1,7 @@
-"""The pages and cases that pytest collects here.
+"""List the pages and cases that pytest collects in the working directory.
 
-A target is a chapter, `ch10`, or a page of it, `ch10:gemm`. The commands of `aisp suite` turn
-targets into pytest commands.
+A target is a chapter, such as `ch10`, or a page of a chapter, such as `ch10:gemm`. The commands of
+`aisp suite` turn targets into pytest commands.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ..worker.client import ReplayError, ReplayWorker
 
 COLLECTOR = "pytest_aisp.session.collect"
 LAST_LINES = 20
-"""Most lines of pytest's output that are shown if pytest cannot collect."""
+"""The maximum number of lines of pytest's output that are shown if pytest cannot collect."""
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
-    """A page: its path below pytest's root, its chapter, and its target."""
+    """A page, with its path below pytest's root, its chapter, and its target."""
 
     path: str
     chapter: str
@@ -44,8 +44,8 @@ class CatalogCase(Page, frozen=True, kw_only=True):
     """A case of a page, as `session.collect` describes it.
 
     Attributes:
-        claims: by arch.
-        work: the fields of `Work`; None if the page's function fails.
+        claims: the claims, keyed by arch.
+        work: the fields of `Work`, or None if the page's `work` function fails.
     """
 
     title: str
@@ -65,7 +65,7 @@ class CatalogCase(Page, frozen=True, kw_only=True):
 
 
 class UnreadPage(msgspec.Struct, frozen=True):
-    """A page that could not be collected: pytest's outcome and its text."""
+    """A page that could not be collected, with pytest's outcome and its message."""
 
     path: str
     outcome: str
@@ -73,13 +73,15 @@ class UnreadPage(msgspec.Struct, frozen=True):
 
 
 class Catalog(msgspec.Struct, frozen=True, kw_only=True):
-    """What pytest collects here.
+    """The pages and cases that pytest collects in the working directory.
 
     Attributes:
-        root: pytest's; paths of pages are relative to it.
+        root: pytest's root folder. The paths of pages are relative to it.
         baselines: the folder of stored results.
-        folders: the folders of pages in the ini file; without any, pytest searches from here.
-        pages: all pages, imported or not; cases: those of the imported pages.
+        folders: the folders of pages in the ini file. If there are none, pytest searches the
+            working directory.
+        pages: all pages, imported or not.
+        cases: the cases of the imported pages.
     """
 
     root: Path
@@ -96,7 +98,10 @@ class Catalog(msgspec.Struct, frozen=True, kw_only=True):
         return [f"{page.path}: {page.text.strip().splitlines()[-1]}" for page in failed]
 
     def paths(self, targets: Sequence[str]) -> list[str]:
-        """Return pytest's arguments for `targets`, relative to this folder; without any, all."""
+        """Return pytest's arguments for `targets`, relative to the working directory.
+
+        If there are no targets, the arguments are the folders of pages.
+        """
         chosen = self.pages_of(targets) if targets else self.folders
         return [os.path.relpath(self.root / path) for path in chosen]
 
@@ -105,7 +110,7 @@ class Catalog(msgspec.Struct, frozen=True, kw_only=True):
         return [page.path for page in self.pages if page.is_in(targets)]
 
     def check_targets(self, targets: Sequence[str]) -> None:
-        """Raise `CliError` for a target that names no page."""
+        """Raise `CliError` if a target names no page."""
         names = sorted({page.name for page in self.pages})
         chapters = sorted({page.chapter for page in self.pages})
         for target in targets:
@@ -113,7 +118,7 @@ class Catalog(msgspec.Struct, frozen=True, kw_only=True):
                 continue
             among = names if ":" in target else [*chapters, *names]
             near = difflib.get_close_matches(target, among, n=3, cutoff=0.6)
-            if not near:  # a page's name without its chapter, or with another chapter
+            if not near:  # the chapter in the target is missing or wrong: search by the page's name
                 page = target.rpartition(":")[2]
                 near = [name for name in names if name.partition(":")[2] == page]
             known = (
@@ -130,10 +135,11 @@ def target_of(chapter: str, page: str) -> str:
 def collect(
     targets: Sequence[str] | None = None, *, tell: Callable[[str], None] = lambda text: None
 ) -> Catalog:
-    """Return the pages and cases that pytest collects here, in a separate process.
+    """Run pytest in a separate process, and return the pages and cases that it collects.
 
     Args:
-        targets: import only their pages; None imports all pages, an empty list none.
+        targets: the targets whose pages are imported. None imports all pages, and an empty list
+            imports no page.
     """
     tell("collect the pages")
     with tempfile.TemporaryDirectory(prefix="aisp-catalog-") as folder:
@@ -152,7 +158,7 @@ def collect(
 
 
 def read(file: Path) -> Catalog:
-    """Return the catalog that `session.collect` wrote."""
+    """Return the catalog that `session.collect` wrote to `file`."""
     plain = json.loads(file.read_bytes())
     return msgspec.convert(plain, Catalog, dec_hook=lambda kind, value: kind(value))
 
@@ -162,7 +168,7 @@ TITLE_WIDTH = 60
 
 
 class TargetSummary(msgspec.Struct, frozen=True):
-    """One page in `aisp suite list`; repeated words are shown once."""
+    """One page in `aisp suite list`. A word that several cases share is shown once."""
 
     target: str
     path: str
@@ -198,7 +204,7 @@ class TargetSummary(msgspec.Struct, frozen=True):
 
 
 def list_targets_result(catalog: Catalog, *, as_json: bool) -> CliResult:
-    """Return the pages with their cases; exit code 1 if a page cannot be imported."""
+    """Return the pages with their cases. The exit code is 1 if a page cannot be imported."""
     names = dict.fromkeys(case.name for case in catalog.cases)
     pages = [TargetSummary.of([c for c in catalog.cases if c.name == name]) for name in names]
     errors = catalog.import_errors
@@ -214,7 +220,7 @@ PYTHON = ("python", "-m", "pytest")
 
 
 def command_line(words: Sequence[str]) -> str:
-    """Return a pytest command as a user types it; `run` runs it with this process's Python."""
+    """Return a pytest command as a user would type it. `run` uses this process's Python instead."""
     return shlex.join([*PYTHON, *words])
 
 
@@ -224,9 +230,9 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
     process = Popen([sys.executable, *PYTHON[1:], *words])
     try:
         code = process.wait()
-    except KeyboardInterrupt:  # pytest got Ctrl-C from the terminal too, and ends its run
+    except KeyboardInterrupt:  # the terminal sends Ctrl-C to pytest, too: wait until it ends
         code = process.wait()
-    return code if code >= 0 else 128 - code  # as a shell reports a signal
+    return code if code >= 0 else 128 - code  # a shell reports signals in this way
 
 
 def run_all(commands: Sequence[Sequence[str]], say: Callable[[str], None]) -> int:
@@ -239,8 +245,8 @@ def measure_commands(
 ) -> list[list[str]]:
     """Return the commands that measure `paths`: one, plus one for each additional profiler.
 
-    A run has only one profiler, and each profiler's reports need their own folder. `minimal` is
-    torch's profiler; `full` adds `nsys` and `ncu` if they are installed.
+    A run can use only one profiler, and each profiler needs its own folder for reports. The profile
+    `minimal` uses torch's profiler. The profile `full` adds `nsys` and `ncu` if they are installed.
     """
     profilers = {"none": [""], "minimal": ["torch"]}.get(profile)
     if profilers is None:
@@ -266,9 +272,10 @@ def verify_commands(paths: Sequence[str], more: Sequence[str]) -> list[list[str]
 def replay_command(
     folder: Path, root: Path, paths: Collection[str], more: Sequence[str]
 ) -> list[str]:
-    """Return the command that judges the cases recorded in `folder` again.
+    """Return the command that computes new verdicts from the samples recorded in `folder`.
 
-    Recorded ids and `paths` are relative to pytest's `root`; without paths, all pages are judged.
+    Recorded ids and `paths` are relative to pytest's `root`. If there are no `paths`, the command
+    covers all pages.
     """
     try:
         ids = [row.nodeid for row in ReplayWorker(folder).rows.values()]

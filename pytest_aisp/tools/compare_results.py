@@ -1,7 +1,7 @@
 """`aisp results compare OLD NEW`: compare two runs or stored results, metric by metric.
 
-Each side is a folder of artifacts, a folder of stored results, or a git ref, which means the
-stored results in that commit.
+Each of the two sides is a folder of artifacts, a folder of stored results, or a git ref. A git ref
+stands for the stored results in that commit.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ..util.cli_result import CliError, CliResult, columns
 
 BASELINES = "baselines"
 PEAKS = "peaks.json"
-"""A file next to the stored results that contains no results."""
+"""A file in the folder of stored results that contains no results."""
 HEADS = ("", "case", "metric", "better", "old", "new", "change", "noise")
 LABELS = {"worse": "WORSE", "better": "better", "same": ""}
 CHANGED = diff.ORDER[:2]
 """The outcomes that are printed without ``--all``."""
 SCHEMA = 1
-"""Version of the JSON."""
+"""The version of the JSON format."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One side: its description, its cases, and warnings about its numbers."""
+    """One side of the comparison: its description, its cases, and warnings about its numbers."""
 
     description: str
     cases: Sequence[Measured]
@@ -42,12 +42,12 @@ class Side:
 def compare_result(
     old: str, new: str, *, form: str = "text", every: bool = False, root: Path
 ) -> CliResult:
-    """Return the comparison; exit code 1 if something got worse beyond its noise.
+    """Return the comparison. The exit code is 1 if something got worse by more than its noise.
 
     Args:
-        old, new: folders, relative to this one, or git refs of the repository of `root`.
+        old, new: folders relative to the working directory, or git refs of `root`'s repository.
         form: one of `FORMS`.
-        every: whether to list changes within the noise; JSON always does.
+        every: also list changes within the noise. JSON always lists them.
     """
     sides = read(old, root), read(new, root)
     comparison = diff.compare(sides[0].cases, sides[1].cases)
@@ -57,7 +57,7 @@ def compare_result(
 
 
 def read(name: str, root: Path) -> Side:
-    """Return the side that `name` means: a folder if it exists, or else a git ref."""
+    """Return the side for `name`, which is a folder if one exists, and otherwise a git ref."""
     folder = run_reader.folder_of(Path(name))
     if folder.is_dir():
         if any((folder / file).exists() for file in (run_reader.MANIFEST, run_reader.JOURNAL)):
@@ -132,7 +132,7 @@ def _parse(texts: Mapping[Path, str]) -> tuple[Measured, ...]:
 
 
 def _why_nothing(old: Side, new: Side, comparison: Comparison) -> str:
-    """Return why two sides cannot be compared."""
+    """Return the reason why the two sides have nothing to compare."""
     products = [sorted({case.product for case in side.cases}) for side in (old, new)]
     sides = f"OLD is {old.description}; NEW is {new.description}"
     if comparison.apart:
@@ -173,7 +173,7 @@ def _summary(comparison: Comparison) -> str:
 
 
 def _rows(comparison: Comparison, every: bool) -> list[tuple[str, ...]]:
-    """Return the table, worse rows first; `every` adds the unchanged rows."""
+    """Return the rows of the table, the worse ones first. `every` adds the unchanged rows."""
     rows: list[tuple[str, ...]] = []
     for outcome in diff.ORDER if every else CHANGED:
         for turned in comparison.turned:
@@ -212,7 +212,7 @@ def _name(case: Measured) -> str:
 
 
 def _other_cases(comparison: Comparison, every: bool) -> list[str]:
-    """Return lines about everything that is not in the table."""
+    """Return lines about the cases that are not in the table."""
     lines = []
     same = comparison.count("same")
     if same and not every:

@@ -1,4 +1,4 @@
-"""`aisp machine doctor`: find what disturbs measurements on this machine, and how to fix it."""
+"""`aisp machine doctor`: find what disturbs measurements on this machine, and suggest fixes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ from ..worker import nvidia_tools
 
 State: TypeAlias = Literal["fine", "note", "harms", "unread"]
 LABELS: dict[State, str] = {"fine": "fine", "note": "note", "harms": "HARMS", "unread": "?"}
-"""`note`: may cost time or affect others.
+"""The labels by state.
 
-`harms`: makes times wrong or noisy. `unread`: unknown.
+`note` may cost time or affect other users, `harms` makes times wrong or noisy, and `unread` could
+not be read.
 """
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that was examined.
+    """The result of one check.
 
     Attributes:
-        text: what it is; change: how to fix it, the command last.
+        text: the state that the check found.
+        change: the instructions that fix it, with the command last.
     """
 
     name: str
@@ -43,13 +45,13 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def examine() -> list[Finding]:
-    """Return the findings on this machine."""
+    """Run all checks on this machine and return their findings."""
     root, cores = Path("/"), device.cores_here()
     return [*gpu_findings(device.load_nvml(), root, cores), *host_findings(root, cores)]
 
 
 def doctor_result(findings: Sequence[Finding], *, as_json: bool) -> CliResult:
-    """Return the findings; exit code 1 if something harms measurements."""
+    """Return the findings as text. The exit code is 1 if something harms measurements."""
     states = [finding.state for finding in findings]
     harms, unread = states.count("harms"), states.count("unread")
     code = 1 if harms else 0
@@ -71,7 +73,7 @@ LIMITS = {
     "nofile": (resource.RLIMIT_NOFILE, 4096, "ranks and loader workers open many files", "-n"),
     "stack": (resource.RLIMIT_STACK, 8 * MIB, "compilers recurse deeply", "-s"),
 }
-"""By name: the limit, its lowest good value, the reason, and the option of `ulimit`."""
+"""For each name: the limit, its lowest acceptable value, the reason, and `ulimit`'s option."""
 PACKAGES = {
     "torch": ("torch",),
     "triton": ("triton",),
@@ -79,7 +81,7 @@ PACKAGES = {
     "NVRTC": ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12"),
     "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
 }
-"""By name: the distributions that contain it."""
+"""The distributions that may contain the package, keyed by the name shown."""
 SHM_FIX = "docker run --shm-size=8g ..., or sudo mount -o remount,size=8G /dev/shm"
 
 
@@ -92,7 +94,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def host_findings(root: Path, cores: Collection[int]) -> Iterator[Finding]:
-    """Yield the findings on the host."""
+    """Yield the findings about the host."""
     yield Finding("python", "fine", platform.python_version())
     yield from _versions()
     for name, (number, least, why, option) in LIMITS.items():
@@ -107,7 +109,7 @@ def _versions() -> Iterator[Finding]:
         version = next(filter(None, map(version_of, distributions)), None)
         if version is not None:
             yield Finding(name, "fine", version)
-        elif name == "NCCL":  # torch for CPUs has no NCCL; torch from source contains it
+        elif name == "NCCL":  # torch for CPUs has no NCCL, and torch built from source contains it
             yield Finding(name, "unread", "not installed as a package")
         else:
             yield Finding(name, "note", "not installed", f"pip install {distributions[0]}")
@@ -161,19 +163,19 @@ def _shared_memory(folder: Path) -> Finding:
     if size >= GIB:
         return Finding("/dev/shm", "fine", text)
     text = f"{text}, less than 1 GiB: ranks and loader workers share memory there"
-    state: State = "harms" if size <= 64 * MIB else "note"  # containers have 64 MiB by default
+    state: State = "harms" if size <= 64 * MIB else "note"  # the default in containers is 64 MiB
     return Finding("/dev/shm", state, text, SHM_FIX)
 
 
 COMPUTE_DEFAULT, COMPUTE_EXCLUSIVE = 0, 3
-"""NVML's compute modes: any number of processes on a GPU, or only one; 2 prohibits all."""
+"""Two of NVML's compute modes: a GPU allows many processes, or only one. Mode 2 allows none."""
 SM, LOCKED = 1, 0x2
-"""NVML's constants for the SM clock, and for a clock that was set by `nvidia-smi -lgc` or `-ac`."""
+"""NVML's constants for the SM clock, and for a clock that `nvidia-smi -lgc` or `-ac` has set."""
 NO_GPU = "NVML finds no GPU, or its driver is not loaded"
 
 
 def gpu_findings(nvml: ModuleType | None, root: Path, cores: Collection[int]) -> Iterator[Finding]:
-    """Yield the findings on the visible GPUs."""
+    """Yield the findings about the visible GPUs."""
     handles = device.visible_gpus(nvml)
     if nvml is None or not handles:
         yield Finding("GPU", "unread", NO_GPU)
@@ -190,7 +192,7 @@ def gpu_findings(nvml: ModuleType | None, root: Path, cores: Collection[int]) ->
 
 
 class _Gpu:
-    """The findings on one GPU."""
+    """The checks of one GPU. Each method returns a finding."""
 
     def __init__(self, nvml: ModuleType, handle: object, name: str) -> None:
         self._nvml, self._handle, self._name = nvml, handle, name
@@ -247,7 +249,8 @@ class _Gpu:
         return self._finding("persistence", "note", text, "sudo nvidia-smi -pm 1")
 
     def ecc(self) -> Finding:
-        modes = self._query("nvmlDeviceGetEccMode")  # ECC mode now, and after the next reset
+        # the current ECC mode, and the mode after the next reset
+        modes = self._query("nvmlDeviceGetEccMode")
         if modes is None:
             return self._unread("ECC")
         now, pending = ("on" if mode else "off" for mode in modes)
@@ -303,13 +306,13 @@ class _Gpu:
 
 
 def cpus_of(text: str) -> set[int]:
-    """Return the numbers of ``0-3,8``."""
+    """Return the set of CPU numbers in a text such as ``0-3,8``."""
     spans = [part.partition("-") for part in text.split(",") if part]
     return {n for a, _, b in spans for n in range(int(a), int(b or a) + 1)}
 
 
 def counters(root: Path) -> Finding:
-    """Return whether `ncu` may read the GPU's performance counters."""
+    """Return the finding whether `ncu` may read the GPU's performance counters."""
     file = root / "proc/driver/nvidia/params"
     text = read_text(file)
     if text is None:

@@ -1,7 +1,8 @@
-"""`aisp ci gate`: one verdict for the runs of several machines.
+"""`aisp ci gate`: combine the runs of several machines into one verdict.
 
-A run is a folder of artifacts. The verdicts of an invalid run do not count. A missing product makes
-the verdict red, as a red case does. The exit code is pytest's: 0, 1 or 17.
+Each run is a folder of artifacts. The verdicts of an invalid run are ignored. The combined verdict
+is red if a case is red or an expected product is missing. The exit code is the one that pytest uses
+for the same verdict: 0, 1 or 17.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from ..results.verdict import INVALID_RUN, RED, environment_moved
 from ..util.cli_result import CliError, CliResult
 
 COMPLETE = (0, 1, INVALID_RUN)
-"""The exit codes of a pytest that ran all its cases."""
+"""The exit codes with which pytest ends if it ran all its cases."""
 
 
 @dataclass(frozen=True)
 class GateRun:
-    """What one folder of artifacts contains.
+    """The content of one folder of artifacts.
 
     Attributes:
-        products: the products for which it timed a case or counted metrics.
-        invalid: why its verdicts do not count, or empty.
-        unfinished: why some of its cases may be missing, or empty.
+        products: the products for which the run timed a case or counted metrics.
+        invalid: the reason why the run's verdicts are ignored, or an empty string.
+        unfinished: the reason why some cases may be missing, or an empty string.
         red: the journal's lines of the red cases.
-        cases: how many cases there are.
+        cases: the number of cases.
     """
 
     folder: str
@@ -75,19 +76,19 @@ class Gate:
 
 
 def gate_result(folders: Sequence[Path], expected: Sequence[str], *, form: str) -> CliResult:
-    """Return the verdict on the runs in `folders`, which must time the `expected` products."""
+    """Return the verdict on the runs in `folders`, which must cover the `expected` products."""
     gate = judge([read(folder) for folder in folders], expected)
     return CliResult(FORMS[form](gate), gate.exit_code)
 
 
 def judge(runs: Sequence[GateRun], expected: Sequence[str]) -> Gate:
-    # A product with an invalid run is not missing; the run must be repeated.
+    # A product whose run is invalid is not missing: that run must be repeated.
     seen = {product for run in runs for product in run.products}
     return Gate(tuple(runs), tuple(product for product in expected if product not in seen))
 
 
 def read(folder: Path) -> GateRun:
-    """Return what a folder of artifacts contains."""
+    """Return the run in a folder of artifacts."""
     try:
         run = run_reader.load(folder)
     except run_reader.RunError as error:
@@ -131,7 +132,7 @@ TITLE = "Performance gate"
 
 
 def text(gate: Gate) -> list[str]:
-    """Return the verdict, then one line for each reason."""
+    """Return a line with the verdict, followed by one line for each reason."""
     counts = f"{len(gate.runs)} runs, {sum(run.cases for run in gate.runs)} cases"
     lines = [f"{gate.verdict}: {counts}"]
     for run in gate.runs:
@@ -154,7 +155,7 @@ def markdown(gate: Gate) -> list[str]:
 
 
 def github(gate: Gate) -> list[str]:
-    """Return commands that GitHub's runner shows as annotations at the lines of the pages."""
+    """Return commands that make GitHub's runner show annotations at the lines of the pages."""
     lines = []
     for file, line, title, why in _annotations(gate):
         place = f"file={_escape_property(file)},line={line}," if file else ""
@@ -178,7 +179,7 @@ def gitlab(gate: Gate) -> list[str]:
 
 
 def as_json(gate: Gate) -> list[str]:
-    """Return everything, with the journal's lines of the red cases."""
+    """Return the verdict and all runs as JSON, with the journal's lines of the red cases."""
     plain = {"verdict": gate.verdict, "exit_code": gate.exit_code, **msgspec.to_builtins(gate)}
     return json.dumps(plain, indent=1).splitlines()
 
@@ -193,7 +194,7 @@ FORMS: dict[str, Callable[[Gate], list[str]]] = {
 
 
 class Annotation(NamedTuple):
-    """A problem to report; without a file, it belongs to no page."""
+    """A problem to report. If it has no file, it does not belong to a page."""
 
     file: str
     line: int
@@ -214,7 +215,7 @@ def _annotations(gate: Gate) -> Iterator[Annotation]:
 
 
 def line_of(page: Path, function: str) -> int:
-    """Return the line of a page's test; 1 if the page is not here or lacks the test."""
+    """Return the line of a page's test, or 1 if the page does not exist here or lacks the test."""
     try:
         tree = ast.parse(page.read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):

@@ -20,15 +20,15 @@ from .catalog import Catalog
 from .stored_results import Chapter, chapters
 
 PROFILES, ARTIFACTS = "aisp-profile", "artifacts"
-"""The default folder of profiles, and the folder that contains the artifact folders of runs."""
+"""The default folder of profiles, and the default parent folder of runs' artifacts."""
 RUN_FILES = ("results.jsonl", "results.json")
-"""A folder with one of these was written by a run."""
+"""If a folder contains one of these files, a run wrote the folder."""
 TEMPORARY = re.compile(r"\.(\w|-|\.)+\.json\.(lock|tmp|\d+)")
-"""Files that a killed process leaves next to stored results."""
+"""The names of files that a killed process leaves next to stored results."""
 
 
 class Leftover(msgspec.Struct):
-    """A file or folder that a run left, and whether it is removed."""
+    """A file or folder that a run left behind. `remove` records the outcome in it."""
 
     path: str
     nbytes: int = msgspec.field(name="bytes")
@@ -48,7 +48,7 @@ class Leftover(msgspec.Struct):
 
 
 def clean_result(catalog: Catalog, *, yes: bool, as_json: bool = False) -> CliResult:
-    """List leftovers of runs and remove them if `yes`; exit code 2 if removing fails."""
+    """List leftovers of runs, and remove them if `yes`. The exit code is 2 if that fails."""
     items = list(leftovers(catalog.root, catalog.baselines))
     for leftover in items if yes else []:
         leftover.remove()
@@ -68,8 +68,8 @@ def clean_result(catalog: Catalog, *, yes: bool, as_json: bool = False) -> CliRe
 def leftovers(root: Path, baselines: Path) -> Iterator[Leftover]:
     """Yield leftovers of runs under `root`: profiles, artifacts, temporary files in `baselines`.
 
-    Nothing behind a link is removed, and no folder that contains the stored results. A link to a
-    removed folder is removed too.
+    Files and folders behind a link are not yielded, nor is a folder that contains the stored
+    results. A link to a yielded folder is also yielded.
     """
     stored = baselines.resolve()
     candidates = [root / PROFILES, *_artifact_folders(root / ARTIFACTS)]
@@ -80,7 +80,7 @@ def leftovers(root: Path, baselines: Path) -> Iterator[Leftover]:
         yield Leftover(str(folder), sum(file.lstat().st_size for file in files))
     targets = {folder.resolve() for folder in folders}
     for link in candidates:
-        if link.is_symlink() and link.resolve() in targets:  # such as `latest`
+        if link.is_symlink() and link.resolve() in targets:  # for example `latest`
             yield Leftover(str(link), 0)
     if stored.is_relative_to(root.resolve()):
         for file in sorted(baselines.glob("*/.*")):
@@ -93,7 +93,7 @@ def leftovers(root: Path, baselines: Path) -> Iterator[Leftover]:
 
 
 def _artifact_folders(folder: Path) -> Sequence[Path]:
-    """Return `folder` if a run wrote into it, or the run folders in it."""
+    """Return `folder` if it is a run's own folder, or else the run folders in it."""
     if any((folder / name).exists() for name in RUN_FILES):
         return [folder]
     inside = sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
@@ -111,9 +111,12 @@ def _size(nbytes: int) -> str:
 def prune_result(
     catalog: Catalog, product: str | None, *, yes: bool, as_json: bool = False
 ) -> CliResult:
-    """List the results without a case, of one product or all, and remove them if `yes`.
+    """List the results whose case no longer exists, and remove them if `yes`.
 
-    The cases of a page that is skipped or broken here are unknown, so its results stay.
+    If a page is skipped or broken here, its cases are unknown, so its results stay.
+
+    Args:
+        product: the product whose results are examined, or None for all products.
     """
     if not catalog.folders:
         raise CliError(
@@ -156,7 +159,7 @@ def _prune_text(catalog: Catalog, gone: Sequence[tuple[Chapter, str]], yes: bool
 def _results_without_case(
     catalog: Catalog, product: str | None
 ) -> Iterator[tuple[Chapter, Sequence[str]]]:
-    """Yield each chapter with such results, and their keys."""
+    """Yield each chapter that has such results, with the keys of these results."""
     cases = {(case.chapter, case.key) for case in catalog.cases}
     unread = {Path(page.path).name for page in catalog.unread}
     for chapter in chapters(catalog.baselines, product):
@@ -181,17 +184,18 @@ ADVICE = (
     "    pytest --aisp-update-expectations",
 )
 STAGED = ""
-"""The ref of git's index."""
+"""The empty ref. In ``git show :FILE``, it stands for git's index."""
 
 
 def checksums_result(files: Sequence[Path], baselines: Path, against: str) -> CliResult:
-    """Return the problems of staged stored results, by default in all changed files."""
+    """Return the problems in the staged versions of `files`, or by default of all changed files."""
     names = [file.as_posix() for file in files] or _changed(baselines, against)
     names = [name for name in names if name.endswith(".json") and not name.endswith("/peaks.json")]
     problems = [problem for name in names for problem in _problems(name, against)]
     if problems:
         lines = [line for problem in problems for line in problem.splitlines()]
-        complete = all("\n" in problem for problem in problems)  # each error has its own advice
+        # every problem already includes advice
+        complete = all("\n" in problem for problem in problems)
         return CliResult(lines if complete else [*lines, *ADVICE], 1)
     if not names:
         none = f"no stored results staged below {baselines} differ from {against}"
@@ -203,7 +207,7 @@ def checksums_result(files: Sequence[Path], baselines: Path, against: str) -> Cl
 
 
 def _problems(name: str, against: str) -> Iterator[str]:
-    """Yield the problems of a staged file of stored results."""
+    """Yield the problems in the staged version of a file of stored results."""
     try:
         now = _stored(STAGED, name)
     except StoreError as error:
@@ -212,7 +216,7 @@ def _problems(name: str, against: str) -> Iterator[str]:
         return
     try:
         before = _stored(against, name)
-    except StoreError:  # the committed file is already broken
+    except StoreError:  # the file at `against` is already broken
         before = Stored(now.product)
     for key, facts in now.environments.items():
         old = before.environments.get(key)
@@ -224,7 +228,7 @@ def _problems(name: str, against: str) -> Iterator[str]:
 
 
 def _stored(ref: str, name: str) -> Stored:
-    """Return the results in a file at `ref`; none if the file is not there."""
+    """Return the results in a file at `ref`, or empty results if `ref` lacks the file."""
     path = Path(name)
     text = _git("show", f"{ref}:./{name}", missing_ok=True)
     if text is None:
@@ -249,7 +253,7 @@ def _is_commit(commit: object) -> bool:
 
 
 def _git(*args: str, missing_ok: bool = False) -> bytes | None:
-    """Return git's output; with `missing_ok`, None if git fails."""
+    """Return git's output. If git fails and `missing_ok` is True, return None."""
     try:
         return git.run_git(Path(), *args)
     except git.NoGit as error:

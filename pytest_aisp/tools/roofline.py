@@ -1,7 +1,8 @@
 """`aisp results roofline`: the rate that limits each stored result, and the share that it reaches.
 
-The work is from the current page; the times and the peaks are stored. If the page is gone or
-declares no work, the stored share is shown. `aisp machine peak` measures the peaks.
+The share is computed from the work that the current page declares, and from the stored times and
+peaks. If the page is gone or declares no work, the share is the one that was stored.
+`aisp machine peak` measures the peaks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .stored_results import chapters, stored_peaks
 
 HEADS = ("product", "target", "case", "bound", "speedup", "time", "attained", "share", "limit")
 BYTES = ("copy", "read", "write", *PCIE, *peaks.LINKS, "peer_both")
-"""The rates in bytes/s; the other rates are in FLOP/s or in seconds."""
+"""The rates whose unit is bytes/s. The other rates are in FLOP/s or in seconds."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,11 @@ class Point:
     """One stored result and its limit.
 
     Attributes:
-        limit: the rate that limits it; None if the work or the rate is unknown.
-        attained: what the optimized side reaches of that rate; peak: the rate itself.
+        limit: the name of the rate that limits the result, or None if the work or the rate is
+            unknown.
+        share: the share of that rate that the optimized side reaches, or None if unknown.
+        attained: the value that the optimized side reaches, or None if unknown.
+        peak: the stored peak of that rate, or None if unknown.
     """
 
     product: str
@@ -69,7 +73,7 @@ class Point:
 
 
 def rate_text(name: str | None, rate: float | None) -> str:
-    """Return a rate in its unit; ``-`` if it is unknown."""
+    """Return a rate with its unit, or ``-`` if the rate is unknown."""
     if name is None or rate is None:
         return "-"
     if name in SECONDS:
@@ -81,7 +85,10 @@ def rate_text(name: str | None, rate: float | None) -> str:
 def roofline_result(
     catalog: Catalog, products: Sequence[str], targets: Sequence[str], *, as_json: bool
 ) -> CliResult:
-    """Return the results of `products` and `targets`, the largest share of a chapter last."""
+    """Return a table of the results of `products` and `targets`.
+
+    Within a chapter, the result with the largest share is last.
+    """
     limits = {name: stored_peaks(catalog.baselines, name) for name in products}
     rows = [p for name in products for p in points(catalog, name, targets, limits[name])]
     if as_json:
@@ -125,7 +132,7 @@ def _limit(
     """Return the rate that limits a case, and the share of that rate that the case reaches."""
     limit = None
     if case is not None and case.work is not None and limits is not None:
-        with contextlib.suppress(PeaksError):  # a run of the page reports this error
+        with contextlib.suppress(PeaksError):  # ignore the error here: a run of the page reports it
             limit = peaks.limit_of(msgspec.convert(case.work, Work), case.bound, limits)
     if limit is None:
         return result.limit, result.share
@@ -133,11 +140,11 @@ def _limit(
 
 
 TIMEOUT = 120.0
-"""Seconds that a worker process may be silent: it replies only when everything is measured."""
+"""Seconds within which the worker process must reply. It replies only after all measurements."""
 
 
 def measure_peaks(machine: Machine, tell: Callable[[str], None]) -> Peaks:
-    """Return the peaks of `machine`'s first GPU, or of its CPU, measured in another process."""
+    """Measure, in another process, the peaks of `machine`'s first GPU, or else of its CPU."""
     device = "cuda" if machine.gpus else "cpu"
     gpu, interpret = next(iter(machine.gpus), ""), None if machine.gpus else "1"
     environment = {"CUDA_VISIBLE_DEVICES": gpu, "TRITON_INTERPRET": interpret}
@@ -157,7 +164,10 @@ def measure_peaks(machine: Machine, tell: Callable[[str], None]) -> Peaks:
 
 
 def peak_result(measured: Peaks, *, as_json: bool) -> CliResult:
-    """Return the rates, each with its fastest kernel; exit code 1 if the clocks were low."""
+    """Return a table of the rates and their fastest kernels.
+
+    The exit code is 1 if the clocks were low.
+    """
     throttled = _throttled(measured)
     if as_json:
         return CliResult([json.dumps(asdict(measured), indent=1)], 1 if throttled else 0)
@@ -176,13 +186,13 @@ def _in_order(measured: Peaks) -> list[tuple[str, float]]:
 
 
 def _throttled(measured: Peaks) -> str:
-    """Return why the clocks were low, or nothing."""
+    """Return the reason why the clocks were low, or an empty string."""
     reason = measured.facts.get("throttled", "no")
     return "" if reason == "no" else reason
 
 
 def store_peaks(measured: Peaks, baselines: Path) -> list[str]:
-    """Replace the stored peaks; return a line for each rate, with the old one."""
+    """Replace the stored peaks. Return a line for each rate with its new and old value."""
     path = peaks.path_of(baselines, measured.product)
     if throttled := _throttled(measured):
         raise CliError(f"nothing is stored: {throttled}\n    aisp machine doctor", code=1)

@@ -1,4 +1,4 @@
-"""Report on stored results: their products, whether they support the claims, README tables.
+"""Report on stored results: list products, compare results with claims, write README tables.
 
 `aisp results expectations` compares each stored ln(speedup) with the current claim, and the stored
 sources with the current pages. It also checks whether there are enough processes and sessions to
@@ -42,9 +42,9 @@ class Chapter(NamedTuple):
 
 
 def select_products(baselines: Path, product: str | None, machine: Machine) -> list[str]:
-    """Return `product` and the products with several of its GPUs.
+    """Return the stored products that consist of one or several GPUs of `product`.
 
-    The default is the machine's product, or the only one with stored results.
+    If `product` is None, it is the only product with stored results, or else the machine's.
     """
     stored = _products(baselines)
     bases = sorted({base_of(name) for name in stored})
@@ -60,7 +60,7 @@ def _products(baselines: Path) -> list[str]:
 
 
 def no_results(baselines: Path, product: str) -> CliError:
-    """Return the error for a product without stored results."""
+    """Return the error to raise for a product without stored results."""
     text = f"no results of {product} are stored in {baselines}"
     if others := _products(baselines):
         advice = f"only of {', '.join(others)}; choose with\n    --product={others[0]}"
@@ -81,7 +81,10 @@ def chapters(baselines: Path, product: str | None = None) -> Iterator[Chapter]:
 
 
 def stored_peaks(baselines: Path, product: str) -> Peaks | None:
-    """Return the stored peaks of `product`; with several GPUs, of one GPU and of their links."""
+    """Return the stored peaks of `product`, or None.
+
+    For a product with several GPUs, they are the peaks of one GPU and of the links between GPUs.
+    """
     names = dict.fromkeys((base_of(product), product))
     try:
         parts = [peaks.stored(peaks.path_of(baselines, name)) for name in names]
@@ -107,7 +110,7 @@ def arch_of(product: str, arch: str | None, machine: Machine) -> str:
 
 
 MIN_PROCESSES, MIN_SESSIONS = 8, 2
-"""The least numbers of processes and sessions from which a case's spread is estimated."""
+"""The minimum numbers of processes and sessions that are needed to estimate a spread."""
 STATES = {
     "below": "the stored speedup is below the claim",
     "neutral": "a speedup is claimed, but the 99 % interval includes 1",
@@ -121,7 +124,7 @@ HEADS = ("product", "chapter", "case", "claim", "stored [99 %]", "processes", "s
 
 @dataclass(frozen=True)
 class Expectation:
-    """One stored result and its claim; `states` is empty if there is no problem."""
+    """A stored result and its claim. `states` lists its problems."""
 
     product: str
     chapter: str
@@ -144,7 +147,13 @@ class Expectation:
 
 
 def expectations_result(catalog: Catalog, archs: Mapping[str, str], *, form: str) -> CliResult:
-    """Return each product's results and the claims for its arch; exit code 1 if one is below."""
+    """Return the results of all products with their claims.
+
+    The exit code is 1 if a result is below its claim.
+
+    Args:
+        archs: the arch whose claims apply, keyed by product.
+    """
     entries = [e for product, arch in archs.items() for e in expectations(catalog, product, arch)]
     code = 1 if any("below" in one.states for one in entries) else 0
     if form == "json":
@@ -160,7 +169,7 @@ def expectations(catalog: Catalog, product: str, arch: str) -> Iterator[Expectat
         for key, result in sorted(chapter.stored.results.items()):
             case = cases.get((chapter.name, key))
             ends = interval_of(result, chapter.stored)
-            # A claim is about a speedup: it does not apply to a result with metrics only.
+            # A claim is about a speedup, so it does not apply to a result that has only metrics.
             claim = None if case is None or ends is None else case.claims[arch]
             states = _states(result, case, claim, ends[0] if ends else 0.0)
             if case is None and key.partition("::")[0] in unread:
@@ -190,12 +199,15 @@ def _states(
 
 
 def _is_below(result: Result, claim: float | str | None) -> bool:
-    """Return whether a result is below its claim; a `neutral` one may lose the clock's floor."""
+    """Return True if a result is below its claim.
+
+    If the claim is `neutral`, a slowdown up to the clock's floor is allowed.
+    """
     if result.value is None or result.clock is None:
         return False
     if claim == "neutral":
         return result.value < -NEUTRAL_FLOOR[result.clock]
-    # No margin: the stored value is a mean over processes, and the claim was chosen from it.
+    # There is no margin, because the claim was chosen from this value, a mean over processes.
     return isinstance(claim, int | float) and result.value < math.log(claim)
 
 
@@ -210,7 +222,7 @@ def _csv(entries: Sequence[Expectation]) -> list[str]:
 
 
 def _text(entries: Sequence[Expectation]) -> list[str]:
-    """Return a table of the results with a problem, and the count of each problem."""
+    """Return a table of the results that have a problem, and the number of each problem."""
     problems = [one for one in entries if one.states]
     lines = columns([HEADS, *(one.row() for one in problems)]) if problems else []
     lines.append(f"{len(entries)} stored results, {len(entries) - len(problems)} without a problem")
@@ -261,16 +273,16 @@ def _cells(key: str, stored: Stored) -> tuple[str, ...]:
 
 
 def _amount(result: Result, side: str) -> str:
-    """Return a side's time, or its metrics if nothing was timed."""
+    """Return a side's time, or the side's metrics if it was not timed."""
     if side in result.seconds:
         return duration(result.seconds[side])
     return ", ".join(f"{name} {METRICS[name].unit(n[side])}" for name, n in result.goals.items())
 
 
 def interval_of(result: Result, stored: Stored) -> tuple[float, float] | None:
-    """Return the 99 % interval of a result in ln(speedup), with the spread between sessions.
+    """Return the 99 % interval of a result's ln(speedup), or None if it was not timed.
 
-    None if nothing was timed.
+    The interval includes the spread between sessions.
     """
     if result.value is None or result.clock is None:
         return None
@@ -284,7 +296,7 @@ def interval_of(result: Result, stored: Stored) -> tuple[float, float] | None:
 
 
 def rewrite(readme: Path, baselines: Path) -> str:
-    """Return the text of `readme` with the tables of today's stored results."""
+    """Return the text of `readme` with tables of the current stored results."""
     text = readme.read_text()
     if START not in text or END not in text:
         raise ValueError(f"{readme} has no place for the table: add {START} and {END}")
@@ -294,7 +306,7 @@ def rewrite(readme: Path, baselines: Path) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Rewrite the README of a chapter's folder, or check it; return the exit code."""
+    """Rewrite or check the README of a chapter's folder, and return the exit code."""
     check = "--check" in arguments
     folders = [Path(a) for a in arguments if a != "--check"]
     readme = folders[0] / "README.md"

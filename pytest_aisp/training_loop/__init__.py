@@ -1,1 +1,1 @@
-"""Find out what the steps of a training loop wait for, and what to change first."""
+"""Find what the steps of a training loop wait for, and suggest what to change first."""

@@ -1,7 +1,7 @@
 """Show where the time of a loop's steps goes, and what to change.
 
-No change on the host makes a step shorter than the GPU's busy time, so the time in which the GPU is
-idle limits what most changes can save. Savings overlap: they do not add up.
+No change on the host makes a step shorter than the GPU's busy time, so most changes can save no
+more than the GPU's idle time. The savings of several changes overlap, so they do not add up.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from .stages import Stage, is_dataloader
 
 @dataclass(frozen=True)
 class Loader:
-    """What the batches come from.
+    """The object that supplies the batches.
 
     Attributes:
-        name: its class; cores: how many cores its workers may use.
-        batch: samples per batch, or None if unknown.
-        workers, pinned, persistent: settings of a DataLoader; None for any other iterable.
+        name: the name of its class.
+        cores: the number of cores that its workers may use.
+        batch: the number of samples per batch, or None if unknown.
+        workers, pinned, persistent: the settings of a DataLoader, or None for other iterables.
     """
 
     name: str
@@ -64,14 +65,18 @@ def device_name() -> str:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """The steps of one loop, and what host and GPU did in them. Times are seconds per step.
+    """The time of one loop's steps, by activity of the host and of the GPU.
+
+    Properties that are times are means in seconds per step.
 
     Attributes:
-        name: of the script or the loader; device: the GPU, or else the CPU.
-        loader: None if the optimizer marks the steps; then waiting for data is not measured.
+        name: the name of the script or of the loader.
+        device: the name of the GPU, or of the CPU if no GPU is used.
+        loader: the loader, or None if calls of the optimizer separate the steps. Without a loader,
+            the time spent waiting for data is not measured.
         steps, warm: the timed steps, and the warm-up steps before them.
-        drained: total seconds that the GPU kept working after the last step of each epoch.
-        gpu: the GPU's work in a step; if it is None, `note` says why.
+        drained: the seconds that the GPU kept working after the last step of each epoch, summed.
+        gpu: the GPU's work in a step, or None. `note` is then the reason.
         stages: the stages of loading a batch, the slowest first.
     """
 
@@ -91,22 +96,22 @@ class Breakdown:
 
     @cached_property
     def wait(self) -> float:
-        """The loop waits for its batch."""
+        """The time in which the loop waits for its batch."""
         return sum(step.wait for step in self.steps) / len(self.steps)
 
     @cached_property
     def body(self) -> float:
-        """From a batch to the next request."""
+        """The time from receiving a batch to requesting the next one."""
         return sum(step.body for step in self.steps) / len(self.steps)
 
     @property
     def drain(self) -> float:
-        """The GPU finishes the work of an epoch whose last step has ended on the host."""
+        """The time in which the GPU still works after the host has ended an epoch's last step."""
         return self.drained / len(self.steps)
 
     @cached_property
     def starts(self) -> float:
-        """The part of `wait` by which the first batch of an epoch takes longer than the others."""
+        """The part of `wait` that exists only because an epoch's first batch takes longer."""
         usual = [step.wait for step in self.steps if not step.first]
         if not usual:
             return 0.0
@@ -115,17 +120,17 @@ class Breakdown:
 
     @property
     def stalls(self) -> float:
-        """The host waits for the GPU."""
+        """The time in which the host waits for the GPU."""
         return 0.0 if self.gpu is None else min(self.gpu.stalls, self.body)
 
     @property
     def host(self) -> float:
-        """Python and kernel launches; without a GPU, the operators too."""
+        """The time that Python and kernel launches take, and without a GPU also the operators."""
         return self.body - self.stalls
 
     @property
     def idle(self) -> float:
-        """The GPU has nothing to do; without a GPU, the whole step."""
+        """The time in which the GPU has no work, or the whole step if no GPU is used."""
         return self.step if self.gpu is None else max(0.0, self.step - self.gpu.busy)
 
     def share(self, seconds: float) -> float:
@@ -133,7 +138,10 @@ class Breakdown:
         return seconds / self.step if self.step else 0.0
 
     def rows(self) -> dict[str, float]:
-        """Return the seconds per step by activity: the host's, which add up, then the GPU's."""
+        """Return the seconds per step of each activity.
+
+        The host's activities come first and add up to the step. The GPU's follow.
+        """
         host = {"host": self.host}
         if self.loader is not None:
             host = {"data": self.wait, **host}
@@ -182,7 +190,8 @@ class Breakdown:
             return ["", "loading: not timed, because the workers started before the measurement"]
         head = f"loading, summed over {self.loader.workers} workers"
         stages = list(self.stages)
-        if not self.loader.workers:  # without workers, the loop itself loads while it waits
+        # without workers, the loop loads the data itself, so its wait is load time
+        if not self.loader.workers:
             head = "loading"
             rest = self.wait - sum(stage.seconds for stage in stages)
             stages += [Stage("other", 1, rest)] if rest > 0 else []
@@ -199,7 +208,7 @@ class Breakdown:
         return [f"Nothing stands out: {reason}, and no known change can save {NOTICEABLE:.0%}."]
 
     def to_json(self) -> dict[str, object]:
-        """Return the figures and the advice as plain types: means per step, totals, every step."""
+        """Return the figures and the advice as plain types, with means, totals, and every step."""
         rows = {
             name: {"a_step": s, "share": self.share(s), "total": s * len(self.steps)}
             for name, s in {"step": self.step, **self.rows()}.items()
@@ -210,14 +219,14 @@ class Breakdown:
 NOTICEABLE = 0.05
 """The smallest share of a step for which a change is listed."""
 ROOM = 0.5
-"""The share of the GPU's memory up to which a batch twice as large fits."""
+"""A batch twice as large fits if at most this share of the GPU's memory is used."""
 Rule: TypeAlias = Iterator[tuple[float, str]]
-"""The seconds per step that a change can save at most, and the change with its reason."""
+"""For each change: the most seconds per step that it can save, and its text with the reason."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One change, and the largest share of a step that it can save."""
+    """A suggested change, and the largest share of a step that it can save."""
 
     seconds: float
     share: float
@@ -236,7 +245,7 @@ def advise(breakdown: Breakdown) -> list[Advice]:
 
 
 def _loading(breakdown: Breakdown) -> Rule:
-    """Yield the changes to the loader."""
+    """Yield the possible changes to the loader."""
     loader = breakdown.loader
     if loader is None:
         return
@@ -265,7 +274,8 @@ def _loading(breakdown: Breakdown) -> Rule:
 def _workers(
     breakdown: Breakdown, loader: Loader, workers: int, wait: float, waits: str
 ) -> tuple[float, str]:
-    # If the workers cannot keep up, each one loads a batch per step of all of them.
+    # Assume that the workers are too slow, so that all of them are always busy. Then a batch takes
+    # one worker as long as `workers` steps.
     loading = workers * (breakdown.step - breakdown.starts) if workers else wait
     work = breakdown.body + breakdown.drain
     wanted = max(1, min(math.ceil(loading / work) if work else loader.cores, loader.cores))
@@ -280,7 +290,7 @@ def _workers(
 
 
 def _gpu(breakdown: Breakdown) -> Rule:
-    """Yield the changes to the step's own work."""
+    """Yield the possible changes to the work in a step."""
     gpu, idle = breakdown.gpu, breakdown.idle
     if gpu is None:
         return
@@ -318,7 +328,7 @@ def _gpu(breakdown: Breakdown) -> Rule:
             f"a batch twice as large: the host takes {duration(breakdown.host)} for a batch of any"
             f" size, and only {size_text(gpu.used)} of the GPU's {size_text(gpu.memory)} are used",
         )
-    if gpu.busy >= idle:  # shorter kernels help if the GPU sets the pace
+    if gpu.busy >= idle:  # shorter kernels help only if the GPU limits the speed
         yield (
             gpu.fusible,
             "torch.compile, which fuses kernels: PyTorch's elementwise and reduction kernels take"

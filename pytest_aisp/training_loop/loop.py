@@ -1,4 +1,4 @@
-"""The steps of a training loop: their time on the host's clock, and the GPU's work in them."""
+"""Measure the steps of a training loop: their time on the host's clock, and the GPU's work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Plan:
-    """How many steps are warm-up, profiled (if a GPU is used), and timed (None: all the others)."""
+    """The number of steps in each phase: warm-up, profiled, and timed.
+
+    Steps are profiled only if a GPU is used. If `steps` is None, all other steps are timed.
+    """
 
     warmup: int = 5
     profiled: int = 10
@@ -25,7 +28,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds waiting for a batch, and from then to the next request; `first` of its epoch."""
+    """The seconds in which the loop waited for a batch, and then worked on it.
+
+    `first` is True for the first step of an epoch.
+    """
 
     wait: float
     body: float
@@ -33,20 +39,20 @@ class Step:
 
 
 class Instruments:
-    """The clock, the GPU synchronization, and the profiler that measure a loop."""
+    """The means to measure a loop: a clock, the GPU synchronization, and a profiler."""
 
     def clock(self) -> float:
         return time.perf_counter()
 
     def synchronize(self) -> None:
-        """Wait for the GPU. A loop that uses no GPU gets no CUDA context."""
+        """Wait for the GPU, but create no CUDA context if the loop uses no GPU."""
         import torch
 
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
 
     def profile(self) -> TorchProfile | str:
-        """Start the profiler, or return why that is not possible."""
+        """Start and return the profiler, or return the reason why that is not possible."""
         import torch
 
         if not torch.cuda.is_initialized():
@@ -58,11 +64,13 @@ class Instruments:
 
 
 class Loop:
-    """Times one loop, which calls `request` and `receive` for each batch.
+    """Times one loop. The caller must call `request` and `receive` for each batch.
 
     Attributes:
-        drained: seconds that the GPU kept working after the last timed step of each epoch.
-        profile, profiled: the profiler and how many steps it saw; without one, `note` says why.
+        drained: the seconds that the GPU kept working after the last timed step of each epoch,
+            summed.
+        profile: the profiler, or None. `note` is then the reason if profiling was impossible.
+        profiled: the number of profiled steps.
     """
 
     def __init__(
@@ -83,7 +91,10 @@ class Loop:
         return self._phase == "done"
 
     def begin_epoch(self, make: Callable[[], Iterator[T]]) -> Iterator[T]:
-        """Return the iterator of a new epoch; making it counts as waiting for the first batch."""
+        """Return the iterator of a new epoch.
+
+        The time to create it is added to the wait for the first batch.
+        """
         since = self._instruments.clock()
         batches = make()
         self._first, self._wait = True, self._instruments.clock() - since
@@ -109,16 +120,16 @@ class Loop:
             self._stop_profile()
 
     def leave(self) -> None:
-        """Record that the loop ended in the middle of a step, which does not count."""
+        """Record that the loop ended in the middle of a step, and discard that step."""
         if self._phase == "profiled" and self.profile is not None:
             if self._working:
                 self.profile.end_step()
-                self.profiled += 1  # its kernels are in the profile
+                self.profiled += 1  # the profile contains its kernels
             self._stop_profile()
         self._working = False
 
     def gpu_step(self) -> tuple[GpuStep | None, str]:
-        """Return the GPU's work in a mean step, or None and the reason."""
+        """Return the GPU's mean work per step, or None and the reason."""
         if self.profile is None:
             return None, self.note
         events = self.profile.events()
@@ -140,7 +151,7 @@ class Loop:
             self.warm.append(step)
 
     def _advance(self) -> None:
-        """Begin the next phase if this one has all its steps."""
+        """Begin the next phase if all steps of the current phase are complete."""
         if self._phase == "warmup" and len(self.warm) >= self.plan.warmup and self._ready():
             self._start_profile()
         if self._phase == "profiled" and self.profiled >= self.plan.profiled:
@@ -163,11 +174,11 @@ class Loop:
         self.profile.stop()
         if self.profiled:
             self._start_timing()
-        else:  # the epoch ended without a step: profile the next epoch
+        else:  # the epoch ended before one step was profiled: profile the next epoch
             self.profile, self._phase = None, "warmup"
 
     def _start_timing(self) -> None:
-        self._instruments.synchronize()  # warm-up work must not count for a timed step
+        self._instruments.synchronize()  # earlier work must not be part of a timed step
         self._phase = "timed"
 
     def _drain(self) -> None:
@@ -180,15 +191,15 @@ class Loop:
 BODY = "aisp.body"
 """The profiler annotation around a step's work, from its batch to the next request."""
 ITEM, COPY = "aten::_local_scalar_dense", "aten::copy_"
-"""Operators: `.item()`, `float()`, `bool()` and similar, and every copy."""
+"""Two operators: the one below `.item()`, `float()`, `bool()` and similar, and that of copies."""
 BLOCKS = re.compile(r"\w*Synchronize|cudaMemcpy(Async)?")
-"""CUDA calls in which the host waits; copies of unpinned memory wait too."""
+"""CUDA calls in which the host waits. Asynchronous copies wait if the memory is not pinned."""
 FUSIBLE = re.compile(r"elementwise|reduce_kernel|multi_tensor_apply|layer_norm|softmax", re.I)
 """PyTorch's memory-bound kernels, which a compiler can fuse."""
 
 
 class Event(NamedTuple):
-    """One profiler event; times in seconds. An annotation is not work."""
+    """A profiler event, with times in seconds. An annotation only marks a time span."""
 
     name: str
     start: float
@@ -198,10 +209,10 @@ class Event(NamedTuple):
 
 
 class TorchProfile:
-    """Steps under torch.profiler, which starts at once.
+    """Profiles steps with torch.profiler. Creating the object starts the profiler.
 
-    It records operators as well as the GPU's work, because only operators distinguish `.item()`
-    from other waits.
+    The profiler records operators as well as the GPU's work, because only the operators show
+    whether `.item()` or something else made the host wait.
     """
 
     def __init__(self, *, gpu: bool) -> None:
@@ -224,7 +235,7 @@ class TorchProfile:
     def stop(self) -> None:
         try:
             self._profiler.stop()
-        except RuntimeError:  # the loop's own profiler ran too; torch 2.13 does not raise
+        except RuntimeError:  # the loop started its own profiler, too (torch 2.13 does not raise)
             self._lost = True
 
     def events(self) -> list[Event]:
@@ -243,16 +254,20 @@ class TorchProfile:
 
 @dataclass(frozen=True)
 class GpuStep:
-    """The GPU's work in a step, in seconds: the mean of `steps` profiled ones.
+    """The GPU's work per step: means over `steps` profiled steps. Times are in seconds.
 
     Attributes:
-        busy: at least one kernel, copy or fill ran; kernels, copies: at least one of these ran.
-        uploads: copies from host memory while no kernel ran; pageable: those from unpinned memory.
-        stalls: the host waited for the GPU during the step's work; item, copy: in `.item()` and
-            in copies.
-        fusible: PyTorch's elementwise, reduction and normalization kernels ran.
-        launches, items: how many kernels, and how many `.item()` calls.
-        memory, used: bytes of the GPU, and the most that PyTorch reserved; 0 if unknown.
+        busy: the time in which the GPU ran at least one kernel, copy or fill.
+        kernels: the time in which it ran at least one kernel.
+        copies: the time in which it ran at least one copy.
+        uploads: the time in which it copied from host memory and ran no kernel.
+        pageable: the part of `uploads` in which the host memory was not pinned.
+        stalls: the time in which the host waited for the GPU during the step's work.
+        item, copy: the parts of `stalls` in `.item()` and in copies.
+        fusible: the time in elementwise, reduction and normalization kernels of PyTorch.
+        launches, items: the number of kernels, and the number of `.item()` calls.
+        memory: the GPU's memory in bytes, or 0 if unknown.
+        used: the most bytes that PyTorch reserved, or 0 if unknown.
     """
 
     steps: int
@@ -272,7 +287,7 @@ class GpuStep:
 
 
 def gpu_memory() -> tuple[int, int]:
-    """Return the bytes of the GPU and the most that PyTorch reserved; zeros without a GPU."""
+    """Return the GPU's bytes of memory and the most that PyTorch reserved, or two zeros."""
     import torch
 
     if not torch.cuda.is_initialized():
@@ -283,7 +298,7 @@ def gpu_memory() -> tuple[int, int]:
 def summarize(
     events: Sequence[Event], steps: int, *, memory: int = 0, used: int = 0
 ) -> GpuStep | None:
-    """Return the GPU's work in a mean step, or None if it did nothing."""
+    """Return the GPU's work per step, averaged over `steps`, or None if it did nothing."""
     work = [e for e in events if e.on_gpu and not e.annotation]
     host = [e for e in events if not e.on_gpu]
     if not work:
@@ -294,7 +309,8 @@ def summarize(
         [e for e in host if BLOCKS.fullmatch(e.name)], [e for e in host if e.name == BODY]
     )
     items = [e for e in host if e.name == ITEM]
-    # .item() copies without aten::copy_; float(x.cpu()) waits only in the copy.
+    # The waits in `item` and `copy` do not overlap: .item() does not call aten::copy_, and
+    # float(x.cpu()) waits only in the copy.
     return GpuStep(
         steps,
         busy=_seconds(work) / steps,
@@ -314,7 +330,7 @@ def summarize(
 
 
 def _inside(events: Iterable[Event], outer: Sequence[Event]) -> list[Event]:
-    """Return the `events` that lie within one of `outer`."""
+    """Return the `events` that start and end within one of `outer`."""
     return [e for e in events if any(o.start <= e.start and e.end <= o.end for o in outer)]
 
 
@@ -323,5 +339,5 @@ def _seconds(events: Iterable[Event]) -> float:
 
 
 def _exposed(copies: Sequence[Event], kernels: Sequence[Event]) -> float:
-    """Return the seconds in which a copy ran and no kernel did."""
+    """Return the seconds in which a copy ran but no kernel."""
     return _seconds([*copies, *kernels]) - _seconds(kernels)

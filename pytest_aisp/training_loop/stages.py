@@ -1,7 +1,7 @@
-"""The stages of loading a batch: the dataset's items, its transforms, and the collate function.
+"""Time the stages of loading a batch: the dataset's items, its transforms, the collate function.
 
-Time that one stage spends inside another counts only for the inner one. The counters are in memory
-shared with the DataLoader's worker processes, with separate cells for each process.
+If one stage calls another, the time of the inner stage is not part of the outer stage's time. The
+counters are in memory that the DataLoader's worker processes share. Each process has its own cells.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 TRANSFORMS = ("transform", "target_transform", "transforms")
-"""Attributes in which datasets, and torchvision's Compose, keep their transforms."""
+"""The attributes in which datasets and torchvision's Compose store their transforms."""
 WRAPPED = ("dataset", "datasets")
-"""Attributes in which Subset, ConcatDataset and similar datasets keep what they wrap."""
+"""The attributes in which Subset, ConcatDataset and similar datasets store the inner datasets."""
 COLLATE, GETITEM = "collate", "__getitem__"
 
 K = TypeVar("K", contravariant=True)
@@ -36,7 +36,7 @@ Work: TypeAlias = Callable[..., object]
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: calls per batch, and seconds per batch summed over the worker processes."""
+    """A stage, with its calls and its seconds per batch, summed over the worker processes."""
 
     name: str
     calls: float
@@ -44,7 +44,7 @@ class Stage:
 
 
 class Container(Protocol[K]):
-    """A list, or the attributes of an object."""
+    """A list, or the dictionary of an object's attributes."""
 
     def __getitem__(self, key: K, /) -> object: ...
 
@@ -53,7 +53,7 @@ class Container(Protocol[K]):
 
 @dataclass(frozen=True)
 class Place(Generic[K]):
-    """Where a callable is stored."""
+    """A place where a callable is stored: a container and a key."""
 
     container: Container[K]
     key: K
@@ -69,15 +69,16 @@ AnyPlace: TypeAlias = "Place[str] | Place[int]"
 
 
 def places(dataset: object) -> list[AnyPlace]:
-    """Return where `dataset` keeps its transforms; for a Compose, where it keeps its parts."""
-    # torchvision's datasets store the same Compose twice.
+    """Return the places of the transforms of `dataset`. A Compose is replaced by its parts."""
+    # torchvision's datasets store the same Compose twice, so remove duplicates.
     unique = {(id(place.container), place.key): place for place in _walk(dataset, ())}
     return list(unique.values())
 
 
 def _attributes(owner: object) -> dict[str, object]:
     attributes = getattr(owner, "__dict__", None)
-    return attributes if isinstance(attributes, dict) else {}  # a class has a read-only mapping
+    # the `__dict__` of a class is read-only
+    return attributes if isinstance(attributes, dict) else {}
 
 
 def _wrapped_datasets(owner: object) -> list[object]:
@@ -108,7 +109,7 @@ def _leaves(place: AnyPlace, above: tuple[int, ...]) -> Iterator[AnyPlace]:
 
 
 def innermost(dataset: object, above: tuple[int, ...] = ()) -> list[object]:
-    """Return the datasets that produce the items of `dataset`: the wrapped ones, or itself."""
+    """Return the datasets that produce the items of `dataset`: the innermost ones, or itself."""
     if id(dataset) in above:
         return []
     inner = _wrapped_datasets(dataset)
@@ -117,7 +118,7 @@ def innermost(dataset: object, above: tuple[int, ...] = ()) -> list[object]:
 
 
 def name_of(work: object) -> str:
-    """Return a transform's name: a function's name, a lambda's line, or the class."""
+    """Return a transform's name: the function's name, the lambda's line, or the class's name."""
     while isinstance(work, functools.partial):
         work = work.func
     name = getattr(work, "__name__", None) or type(work).__name__
@@ -128,7 +129,7 @@ def name_of(work: object) -> str:
 
 
 class _InnerSeconds(threading.local):
-    """The seconds of the stages that ran inside the current one."""
+    """The seconds that other stages ran inside the current stage."""
 
     seconds = 0.0
 
@@ -173,14 +174,14 @@ def _identity(work: object) -> object:
 
 
 def _process() -> int:
-    """Return 0 in the loop's own process, or the number of the DataLoader's worker plus one."""
+    """Return 0 in the loop's own process, and n + 1 in the DataLoader's worker n."""
     data = sys.modules.get("torch.utils.data")
     worker = data.get_worker_info() if data is not None else None
     return 0 if worker is None else int(worker.id) + 1
 
 
 def is_dataloader(loader: object) -> TypeGuard[DataLoader[object]]:
-    data = sys.modules.get("torch.utils.data")  # PyTorch is not imported just for this check
+    data = sys.modules.get("torch.utils.data")  # do not import PyTorch just for this check
     return data is not None and isinstance(loader, data.DataLoader)
 
 
@@ -202,7 +203,7 @@ class Stages:
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         """Time every stage inside the block, and restore the originals after it."""
-        # The replacement in a parent class must not hide a method that a subclass inherits.
+        # Get all methods before replacing any, or a subclass would inherit a replaced method.
         methods = [getattr(owner, GETITEM) for owner in self._classes]
         with contextlib.ExitStack() as restore:
             for i, (owner, method) in enumerate(zip(self._classes, methods, strict=True)):
@@ -224,7 +225,7 @@ class Stages:
     def _timed_getitem(self, method: Work, number: int) -> Work:
         """Return a `__getitem__` that times only this loader's datasets, not other instances.
 
-        A spawned worker process imports the class again, so its items are not timed.
+        A spawned worker process imports the original class, so it does not time the items.
         """
         timed, datasets = self._timed(method, number), self._datasets
 
@@ -236,7 +237,7 @@ class Stages:
         return getitem
 
     def read(self) -> tuple[Stage, ...]:
-        """Return the stages that ran, the slowest first; none if no batch was collated."""
+        """Return the stages that ran, the slowest first. If no batch was collated, return none."""
         sums = [sum(self._cells[i :: self._width]) for i in range(self._width)]
         batches = sums[-2]
         if not batches:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 INTERRUPTED = 130
-"""The exit code that a shell reports for a process that Ctrl-C ended."""
+"""The exit code that a shell reports if Ctrl-C ended the process."""
 
 
 def bottleneck(
@@ -34,7 +34,9 @@ def bottleneck(
     warmup: int = 5,
     profiled: int = 10,
 ) -> Watch[T]:
-    """Return a watched `loader`: iterate it instead, for any number of epochs, then call `report`.
+    """Return a watched version of `loader`.
+
+    Iterate it instead of `loader`, for any number of epochs, and then call `report`.
 
     A step lasts from one request for a batch to the next. The loop gets the same batches in the
     same order. While a `torch.utils.data.DataLoader` is iterated, its transforms and its collate
@@ -42,19 +44,20 @@ def bottleneck(
 
     Args:
         loader: any iterable.
-        steps: the most steps to time; all by default.
-        warmup: how many steps to leave out first.
-        profiled: how many steps after these run under torch.profiler, if a GPU is used.
+        steps: the maximum number of steps to time. The default is all steps.
+        warmup: the number of steps at the start that are not measured.
+        profiled: the number of steps after the warm-up that run under torch.profiler if a GPU is
+            used. They are not timed.
     """
     return Watch(loader, Plan(warmup, profiled, steps))
 
 
 class Source:
-    """A loop with the loader of its batches.
+    """A loop, together with the loader of its batches.
 
     Attributes:
-        loader: None if the optimizer marks the steps.
-        trained: how many optimizer steps the loop made.
+        loader: the loader, or None if calls of the optimizer separate the steps.
+        trained: the number of optimizer steps that the loop made.
     """
 
     def __init__(
@@ -130,12 +133,12 @@ class Watch(Generic[T]):
         return "\n".join(self.measured().report())
 
     def to_json(self) -> dict[str, object]:
-        """Return the figures and the advice as plain types, times in seconds."""
+        """Return the figures and the advice as plain types. Times are in seconds."""
         return self.measured().to_json()
 
 
 class ScriptBatches(Iterator[object]):
-    """The iterator of a script's DataLoader, which reports each request and each batch."""
+    """An iterator over a script's DataLoader that reports each request and each batch."""
 
     def __init__(
         self, finder: LoopFinder, source: Source, make: Callable[[], Iterator[object]]
@@ -159,18 +162,18 @@ class ScriptBatches(Iterator[object]):
         return len(self._batches)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> object:
-        if name == "_batches":  # it could not be made
+        if name == "_batches":  # creating the iterator failed
             raise AttributeError(name)
         return getattr(self._batches, name)
 
     def __del__(self) -> None:
-        # A loop that breaks drops its iterator, so later work belongs to none of its steps.
+        # A loop that ends with `break` drops its iterator. Later work is not part of its steps.
         self._source.loop.leave()
         self._finder.leave(self._source)
 
 
 class StepsDone(SystemExit):
-    """Raised when the script requests a batch after the last timed step, to end the script."""
+    """Raised after the last timed step, when the next one begins, to end the script."""
 
 
 class LoopFinder:
@@ -187,7 +190,7 @@ class LoopFinder:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Watch inside the block, and restore everything after it."""
+        """Watch while the block runs, and restore everything after it."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
         from torch.utils.data import DataLoader
 
@@ -209,18 +212,18 @@ class LoopFinder:
                 self._stopped = True
 
     def enter(self, source: Source) -> None:
-        """Record that `source` returned a batch, so its loop works now."""
+        """Record that `source` returned a batch, so the script is now inside its loop."""
         self.leave(source)
         self._inside.append(source)
         self._stop_if_done(source.loop)
 
     def leave(self, source: Source) -> None:
-        """Record that `source` is no longer iterated."""
+        """Record that the script has left the loop of `source`."""
         if source in self._inside:
             self._inside.remove(source)
 
     def training_loop(self, script: Path) -> Source:
-        """Return the loop in which an optimizer stepped for the longest time."""
+        """Return the longest loop in which an optimizer made a step."""
         sources = [s for s in (*self._sources.values(), self._no_loader) if s.trained]
         if not sources:
             raise CliError(
@@ -235,7 +238,8 @@ class LoopFinder:
     def _watched(
         self, loader: DataLoader[object], make: Callable[[], Iterator[object]]
     ) -> ScriptBatches:
-        if id(loader) not in self._sources:  # a source keeps its loader alive: ids are unique
+        # ids stay unique because the source keeps its loader alive
+        if id(loader) not in self._sources:
             source = Source(loader, self._plan, self._instruments, needs_optimizer=True)
             if source.stages is not None:
                 self._restore.enter_context(source.stages.attached())
@@ -246,7 +250,8 @@ class LoopFinder:
         source = self._inside[-1] if self._inside else self._no_loader
         source.trained += 1
         self._first_optimizer = self._first_optimizer or optimizer
-        # Only one of several optimizers may mark the steps: each of them steps in every iteration.
+        # With several optimizers, each one steps in every iteration. Only the first one separates
+        # the loop's steps.
         if source is self._no_loader and optimizer is self._first_optimizer:
             source.loop.request()
             source.loop.receive()
@@ -266,7 +271,7 @@ def bottleneck_result(
     as_json: bool = False,
     instruments: Instruments | None = None,
 ) -> CliResult:
-    """Run `script` and return the breakdown of its training loop, with the script's exit code."""
+    """Run `script`, and return the breakdown of its training loop and the script's exit code."""
     if not script.is_file():
         raise CliError(f"{script}: no such script\naisp bottleneck train.py [its arguments]")
     finder = LoopFinder(plan, instruments or Instruments())
@@ -284,9 +289,9 @@ def bottleneck_result(
 
 
 def _run(script: Path, arguments: Sequence[str]) -> int:
-    """Run `script` as Python does, and return the exit code that Python would return."""
+    """Run `script` as its own program, and return the exit code that Python would return."""
     argv, path = sys.argv, sys.path
-    # Python puts the script's folder first, so that it can import its neighbors.
+    # Like Python, put the script's folder first, so that it can import files next to it.
     sys.argv, sys.path = [str(script), *arguments], [str(script.resolve().parent), *path]
     try:
         runpy.run_path(str(script), run_name="__main__")
@@ -304,7 +309,7 @@ def _run(script: Path, arguments: Sequence[str]) -> int:
 
 
 def _from(script: Path, trace: TracebackType | None) -> TracebackType | None:
-    """Return `trace` without the frames above the script."""
+    """Return `trace` without the frames that called the script."""
     while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
         trace = trace.tb_next
     return trace
@@ -312,7 +317,7 @@ def _from(script: Path, trace: TracebackType | None) -> TracebackType | None:
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Send the output of the script and its child processes to stderr: stdout is for JSON."""
+    """Send the output of the script and its children to stderr, so that stdout is only JSON."""
     sys.stdout.flush()
     original = os.dup(1)
     os.dup2(2, 1)
