@@ -1,6 +1,6 @@
-"""The hooks and fixtures of the plugin; each calls the module that does the work.
+"""The plugin's hooks and fixtures. Each one calls the module that does the work.
 
-Loading it imports only pytest, the standard library and the options. Hooks import other modules
+This module imports only pytest, the standard library and the options. Hooks import other modules
 when a page needs them.
 """
 
@@ -41,19 +41,19 @@ class Hooks:
 
     @pytest.hookspec(firstresult=True)
     def pytest_aisp_timer(self, config: pytest.Config) -> Mapping[str, object] | None:
-        """Return ``{"target": "module:function", "options": {...}}`` of another timer, or None."""
+        """Return another timer, ``{"target": "module:function", "options": {...}}``, or None."""
 
     @pytest.hookspec(firstresult=True)
     def pytest_aisp_cuda_emulator(self, config: pytest.Config) -> str | None:
         """Return the name of a module that emulates CUDA C++ on the CPU, or None.
 
-        Its ``unsupported(cuda_module)`` names what needs a GPU, or is empty; its ``install()``
-        makes this process emulate every launch.
+        The module's ``unsupported(cuda_module)`` returns a description of the features that need a
+        GPU, or an empty text. Its ``install()`` makes this process emulate every launch.
         """
 
     @pytest.hookspec
     def pytest_aisp_result(self, config: pytest.Config, row: Mapping[str, object]) -> None:
-        """Receive each case's row on the controller as the case finishes."""
+        """Receive a case's row when the case finishes. Only the controller calls this hook."""
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -69,7 +69,7 @@ def pytest_load_initial_conftests(
 ) -> None:
     given = list(args)
     options.fill_in_values(args)
-    if args != given:  # pytest has parsed them, and loads conftests by the result
+    if args != given:  # pytest already parsed the old ones and loads conftests from that
         known = parser.parse_known_args(args, namespace=copy.copy(early_config.option))
         known.confcutdir = early_config.known_args_namespace.confcutdir
         early_config.known_args_namespace = known
@@ -194,7 +194,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     if item.get_closest_marker("aisp_pair") is None:
         return (yield)
     if item.config.pluginmanager.hasplugin("rerunfailures"):
-        # A rerun would turn a red verdict green. The first mark counts.
+        # A rerun could turn a red verdict green. Only the first mark has an effect.
         item.add_marker(pytest.mark.flaky(reruns=0), append=False)
     if item.config.stash.get(RUN, None) is None:
         return (yield)
@@ -236,7 +236,7 @@ def pytest_report_header(config: pytest.Config) -> list[str] | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     recorder = session.config.stash.get(RECORDER, None)
-    # An interrupted suite ran only in part, so it needs no canary.
+    # An interrupted suite is incomplete, so it needs no canary.
     if session.exitstatus != pytest.ExitCode.INTERRUPTED:
         if session.config.stash.get(RUN, None) is not None:
             from .session.canary import run_at_end
@@ -249,7 +249,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _exit_code(session: pytest.Session, recorder: Recorder | None) -> int:
-    """Return pytest's exit code, or another if the run is invalid or a file was not written."""
+    """Return pytest's exit code, except if the run is invalid or a file was not written."""
     code = session.exitstatus
     if recorder is None or code == pytest.ExitCode.INTERRUPTED:
         return code

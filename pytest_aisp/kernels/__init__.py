@@ -1,1 +1,1 @@
-"""CUDA C++ and Triton kernels: compile, launch, assemble for any GPU, read machine code."""
+"""CUDA C++ and Triton kernels: compile and launch them, and read their machine code."""

@@ -1,7 +1,7 @@
 """The signature of a CUDA C++ kernel, and its arguments: tensors, numbers and tensor maps.
 
-A tensor map tells the tensor memory accelerator (TMA) where a tensor's tiles are. A kernel takes
-one as ``const __grid_constant__ CUtensorMap map``.
+A tensor map describes to the tensor memory accelerator (TMA) where a tensor's tiles are. A kernel
+has a parameter ``const __grid_constant__ CUtensorMap map`` for it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 Integer: TypeAlias = "ctypes._SimpleCData[int]"
 Float: TypeAlias = "ctypes._SimpleCData[float]"
 Convert: TypeAlias = Callable[[Any, int], object]
-"""Convert an argument for cuda.core on a device; return None if the argument does not fit."""
+"""A function that converts an argument on a device for cuda.core. It returns None if the argument
+does not match the parameter."""
 
-# PyTorch's names for C types. `_dtype` derives the integers from their bits.
+# PyTorch's names for C types. `_dtype` derives the names of integers from their number of bits.
 _DTYPES = {"float": "float32", "double": "float64", "bool": "bool", "size_t": "uint64"}
 _DTYPES |= {"half": "float16", "__half": "float16", "__nv_bfloat16": "bfloat16"}
 _DTYPES |= {"__nv_fp8_e4m3": "float8_e4m3fn", "__nv_fp8_e5m2": "float8_e5m2"}
@@ -39,19 +40,19 @@ _KERNEL = re.compile(r'extern\s*"C"\s*__global__([^{;]*)[{;]')
 _ATTRIBUTE = re.compile(r"__\w+__\s*\((?:[^()]|\([^()]*\))*\)")
 _QUALIFIER = re.compile(r"\b(const|volatile|__restrict__|__restrict|__grid_constant__)\b|std::")
 
-# The tensor map of an element size takes this dtype.
+# The dtype that a tensor map uses for elements of this size in bytes.
 _SAME_WIDTH = {1: "uint8", 2: "uint16", 4: "int32", 8: "int64"}
 SWIZZLES = {0: "NONE", 32: "SWIZZLE_32B", 64: "SWIZZLE_64B", 128: "SWIZZLE_128B"}
 PROMOTIONS = {0: "NONE", 64: "L2_64B", 128: "L2_128B", 256: "L2_256B"}
 MAX_BOX = 256
-"""Most elements of a tile along one dimension."""
+"""The largest number of elements of a tile in one dimension."""
 TMA_ALIGNMENT = 16
-"""Alignment in bytes of a tensor, its rows and a tile's rows."""
+"""Required alignment, in bytes, of a tensor, of its rows and of a tile's rows."""
 MAX_RANK = 5
 
 
 class LaunchError(TypeError):
-    """A kernel cannot be launched this way; the message says what it needs."""
+    """A kernel cannot be launched this way. The message says what it needs."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class Param:
     """One parameter of a kernel.
 
     Attributes:
-        text: the declaration: ``const float4* x``.
-        needs: the accepted arguments, for error messages; contains ``{device}``.
+        text: the declaration, such as ``const float4* x``.
+        needs: a description of valid arguments for error messages, with a placeholder ``{device}``.
     """
 
     text: str
@@ -75,7 +76,7 @@ def check_arguments(
     """Return `args` converted for cuda.core.
 
     Raises:
-        LaunchError: an argument does not match its parameter, or their counts differ.
+        LaunchError: an argument does not match its parameter, or the number of arguments is wrong.
     """
     __tracebackhide__ = True
     if len(args) != len(params):
@@ -116,7 +117,7 @@ def _tensor(dtypes: frozenset[str], align: int, arg: torch.Tensor, device: int) 
 
 
 def _integer(ctype: type[Integer], arg: object, device: int) -> Integer | None:
-    # cuda.core would take a Python int for an address. ctypes wraps a number that is too large.
+    # ctypes, because cuda.core treats a Python int as an address. A number that is too large wraps.
     number = ctype(int(arg)) if isinstance(arg, (int, Integral)) else None
     return number if number is not None and number.value == arg else None
 
@@ -142,7 +143,7 @@ def without_comments(source: str) -> str:
 
 
 def signatures(file: str, sources: Iterable[str]) -> Iterator[tuple[str, tuple[Param, ...]]]:
-    """Yield the name and the parameters of every kernel in the sources of `file`."""
+    """Yield the name and the parameters of every kernel in `sources`, which belong to `file`."""
     for source in sources:
         for header in _KERNEL.findall(without_comments(source)):
             words = " ".join(_ATTRIBUTE.sub("", header).split())
@@ -175,7 +176,7 @@ def _param(kernel: str, text: str) -> Param:
 
 
 def _pointer(dtype: str, width: int) -> tuple[str, Convert]:
-    """Return the description of a valid pointer argument, and the function that converts one."""
+    """Return a description of valid pointer arguments, and the function that converts them."""
     # PyTorch has few operations for wide unsigned dtypes, so signed tensors are accepted too.
     signed = dtype if dtype == "uint8" else dtype.removeprefix("u")
     names = " or ".join(dict.fromkeys((dtype, signed)))
@@ -187,7 +188,7 @@ def _pointer(dtype: str, width: int) -> tuple[str, Convert]:
 
 
 def _element(c_type: str) -> tuple[str, int]:
-    """Return the PyTorch dtype and the width of a C type: float32 and 4 for float4."""
+    """Return the PyTorch dtype and the vector width of a C type: for float4, float32 and 4."""
     if dtype := _dtype(c_type):
         return dtype, 1
     vector = re.fullmatch(r"(.+)([1-4])", c_type)
@@ -206,7 +207,7 @@ def _dtype(c_type: str) -> str:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A map of `tensor` in tiles of `box` elements, for a kernel; it keeps `tensor` alive."""
+    """A kernel argument that maps `tensor` in tiles of `box` elements. It keeps `tensor` alive."""
 
     tensor: torch.Tensor
     box: tuple[int, ...]
@@ -216,20 +217,20 @@ class TensorMap:
 def tensor_map(
     tensor: torch.Tensor, box: Sequence[int], *, swizzle: int = 0, promotion: int = 128
 ) -> TensorMap:
-    """Return a map of `tensor` in tiles of `box` elements, which has one entry per dimension.
+    """Return a map of `tensor` in tiles of `box` elements.
 
-    Elements beyond the tensor's edge are read as zero and never written. Elements of one and two
-    bytes are passed as integers: a kernel can load and store them, but not reduce into them.
+    Elements beyond the tensor's edge are read as zero and never written. The map treats elements of
+    one and two bytes as integers, so a kernel can load and store them, but not reduce into them.
 
     Args:
-        box: 1 to 256 elements in each dimension; a row (the last dimension) must be a multiple of
-            16 bytes.
-        swizzle: 32, 64 or 128 bytes: the pattern in which 16-byte pieces of a tile's rows are
-            exchanged in shared memory. A row must not be longer.
-        promotion: 64, 128 or 256 bytes that a miss brings into the L2.
+        box: the tile's size in each dimension, 1 to 256 elements. A row (the last dimension) must
+            be a multiple of 16 bytes.
+        swizzle: 32, 64 or 128 bytes, or 0 for none. It selects the pattern in which 16-byte pieces
+            of a tile's rows are exchanged in shared memory. A row must not be longer than this.
+        promotion: 64, 128 or 256, the number of bytes that a miss loads into the L2.
 
     Raises:
-        LaunchError: the accelerator cannot address this.
+        LaunchError: the TMA cannot access this tensor in such tiles.
     """
     __tracebackhide__ = True
     box = tuple(box)
@@ -268,7 +269,7 @@ def _tma_faults(
 def _encode_tensor_map(
     tensor: torch.Tensor, box: tuple[int, ...], swizzle: int, promotion: int
 ) -> cuda.core.TensorMapDescriptor:
-    """Return the descriptor; this does not wait for the GPU, so it is legal during a capture."""
+    """Return the descriptor. It is legal during a capture, because it does not wait for the GPU."""
     import torch
 
     maps = import_module("cuda.core._tensor_map")  # cuda.core does not export its enums

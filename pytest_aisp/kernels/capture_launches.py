@@ -1,11 +1,11 @@
-"""Record which kernels a side launches, and the configurations that Triton's autotuner chose.
+"""Record the kernels that a side launches, and the configurations that Triton's autotuner chose.
 
 `capture_launches` runs a side on a fake GPU, where tensors have no values. Every launch is recorded
-with its meta-parameters, and a tuned kernel in every configuration. Triton also compiles its
-kernels for the fake GPU's arch.
+with its meta-parameters. An autotuned kernel is recorded in every configuration. Triton also
+compiles its kernels for the fake GPU's arch.
 
-`record_choices` records what the autotuner chose on a real device. The autotuner measures, so it
-may choose differently in the next process. That is why its choices are stored with a result.
+`record_choices` records the autotuner's choices on a real device. They depend on measurements, so
+they may be different in the next process. That is why the choices are stored with a result.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ COLLECTIVES = (
     *("all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv"),
     *("P2POp", "batch_isend_irecv", "new_group"),
 )
-"""Functions of torch.distributed that do nothing between fake ranks."""
+"""Functions of torch.distributed that are replaced for fake ranks and do nothing."""
 Kernel: TypeAlias = "cuda_cpp.Kernel | FunctionType"
 """A CUDA C++ kernel, or the function inside a Triton kernel."""
 Choices: TypeAlias = Mapping[str, list[str]]
-"""The configurations of each kernel as Triton prints them: ``BLOCK: 128, num_warps: 4``."""
+"""Each kernel's configurations, in the format of Triton: ``BLOCK: 128, num_warps: 4``."""
 
 
 @dataclass(frozen=True)
 class CapturedLaunch:
-    """One kernel with its meta-parameters.
+    """One launched kernel with its meta-parameters.
 
     Attributes:
         config: the meta-parameters as text.
-        threads: of a block.
-        shared: bytes of a block; for CUDA C++ only the dynamic ones.
-        cubin: a Triton kernel's machine code, if it was compiled.
-        fault: why it could not be compiled.
+        threads: threads per block.
+        shared: bytes of shared memory per block; for CUDA C++, only the dynamic ones.
+        cubin: the machine code of a Triton kernel, if it was compiled.
+        fault: the reason why the kernel could not be compiled, or an empty text.
     """
 
     kernel: Kernel
@@ -74,7 +74,7 @@ class CapturedLaunches:
     """The kernels that one side launches.
 
     Attributes:
-        unique: each different launch once, in order.
+        unique: the launches in order, without repetitions.
         arguments: functions that were passed to kernels.
         error: the exception that ended the side, or None.
     """
@@ -95,25 +95,28 @@ class CapturedLaunches:
 def capture_launches(
     pair: Pair, side: Side, size: Size, arch: str, *, assemble: bool
 ) -> CapturedLaunches:
-    """Return what `side` launches at `size` on a GPU of `arch`, with cubins if `assemble`.
+    """Return the kernels that `side` launches at `size` on a GPU of `arch`.
 
-    A side on several ranks runs as rank 0, once for each count of ranks.
+    A side on several ranks runs as rank 0, once for each number of ranks in `pair.gpus`.
+
+    Args:
+        assemble: whether Triton's kernels are compiled to cubins.
     """
     captured = CapturedLaunches()
     for count in pair.gpus:
         with fake_gpu(arch), _fake_ranks(count), _capturing(captured, assemble):
             try:
                 _run(pair, side, size)
-            except Exception as error:  # the side needs values or a real GPU
+            except Exception as error:  # such as a side that needs values or a real GPU
                 captured.error = error
     return captured
 
 
 @contextlib.contextmanager
 def _fake_ranks(count: int) -> Iterator[None]:
-    """Make this process seem to be rank 0 of `count`; collectives move nothing.
+    """Make this process appear to be rank 0 of `count` ranks. Collectives do nothing.
 
-    Every rank's symmetric memory is an ordinary tensor.
+    An ordinary tensor stands for each rank's symmetric memory.
     """
     if count == 1:
         yield
@@ -189,7 +192,7 @@ def _clusters_at_once(self: cuda_cpp.Kernel, block: Dims, shared: int = 0, *, cl
 
 
 def _run_every_configuration(self: Autotuner, *args: object, **kwargs: object) -> None:
-    """Launch a tuned kernel in every configuration that is left after pruning, as tuning would."""
+    """Launch a kernel in every configuration that remains after pruning, as tuning does."""
     self.nargs = dict(zip(self.arg_names, args, strict=False))
     for config in self.prune_configs(kwargs):
         if config.pre_hook is not None:
@@ -201,7 +204,10 @@ def _run_every_configuration(self: Autotuner, *args: object, **kwargs: object) -
 def _launch_triton(
     captured: CapturedLaunches, compile_kernel: Callable[..., Any] | None
 ) -> Callable[..., None]:
-    """Return a replacement for `JITFunction.run` that records; it also compiles if it can."""
+    """Return a replacement for `JITFunction.run` that records launches.
+
+    If there is a `compile_kernel`, it also compiles the kernel.
+    """
 
     def run(
         self: JITFunction,
@@ -240,9 +246,9 @@ def _meta_parameters(kernel: JITFunction, values: Mapping[str, object]) -> str:
 
 @contextlib.contextmanager
 def record_choices(found: dict[str, set[str]]) -> Iterator[None]:
-    """Add to `found`, by kernel, the configuration of every tuned launch inside the block.
+    """Add the chosen configurations of every autotuned kernel launched inside the block to `found`.
 
-    Recording costs each launch some tenths of a microsecond, so nothing is timed in the block.
+    Recording makes each launch some tenths of a microsecond slower, so time nothing in the block.
     """
     module = sys.modules.get("triton.runtime.autotuner")
     if module is None:
@@ -276,12 +282,12 @@ def merge_choices(parts: Iterable[Mapping[str, Iterable[str]]]) -> dict[str, lis
 
 
 def choice_notes(choices: Choices) -> list[str]:
-    """Return a line for each tuned kernel."""
+    """Return a line for each autotuned kernel, with its choices."""
     return [f"tuned {kernel}: {' | '.join(configs)}" for kernel, configs in choices.items()]
 
 
 def differing_choices(stored: Choices, now: Choices) -> list[str]:
-    """Return a line for each kernel whose configuration is not among the stored ones."""
+    """Return a line for each kernel whose choices now include one that is not stored."""
     return [
         f"{kernel} is tuned differently than in the stored result: {' | '.join(configs)},"
         f" stored {' | '.join(stored[kernel])}"

@@ -1,8 +1,8 @@
 """Assemble the kernels that a case launches, and check them for promised instructions.
 
 Both sides run on a fake GPU of each arch at the case's real size. Every kernel that they launch
-must assemble, fit the arch and contain the promised instructions. Every kernel of the page must be
-launched by one of its sides.
+must assemble and must not exceed the arch's limits. For each promised instruction, a kernel of the
+side must contain it. Every kernel of the page must be launched by one of the page's sides.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from .cuda_cpp import DIM_LIMITS
 from .fake_gpu import interpreting
 
 PARTITIONS = 4
-"""Partitions of a processor; each has its own registers and warps."""
+"""Number of partitions of a processor. Each partition has its own registers and warps."""
 NOT_CHECKED = "NOT CHECKED"
 """The start of a note that every run shows, even without -v."""
 ARCHS = "\0archs\0"
 """Placeholder in the text of a fault for the names of the archs."""
 ERROR_LINES = 12
-"""Most lines of an assembler's error in a message."""
+"""The largest number of lines of an assembler's error in a message."""
 
 
 class AssemblyError(PageError):
-    """Kernels that do not assemble, cannot be launched or break a promise, one a line."""
+    """Kernels do not assemble, cannot be launched or break a promise."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class AssembledKernel:
 
     @property
     def resident(self) -> int:
-        """Blocks that fit on one processor at once, by warps, registers and shared memory."""
+        """Blocks that fit on one processor at once. Warps, registers and shared memory limit it."""
         limits = LIMITS[self.arch]
         registers = max(REGISTER_UNIT, _allocated(self.registers)) * 32
         return min(
@@ -63,7 +63,7 @@ class AssembledKernel:
 
     @property
     def occupancy(self) -> float:
-        """Share of a processor's warps that `resident` blocks fill."""
+        """The share of a processor's warps that `resident` blocks occupy."""
         return self.resident * self.warps * 32 / LIMITS[self.arch].resident_threads
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class AssembledKernel:
         )
 
     def to_json(self) -> dict[str, object]:
-        """Return plain types for the artifacts."""
+        """Return the kernel in types of JSON, for the artifacts."""
         launch = self.launch
         return {
             "arch": self.arch,
@@ -97,13 +97,13 @@ class Assembly:
     """The kernels of one case.
 
     Attributes:
-        pairs: every pair of the page; `pair` and `variant` are the case.
-        root: folder of the page's own code.
-        progress: called with the name of each step.
+        pairs: all pairs of the page. The case is `variant` of `pair`.
+        root: the folder of the page's own code.
+        progress: a function that is called with the name of each step.
         assembled: the kernels that assembled.
-        refused: archs by the assembler's error message and kernel.
-        faults: archs by the text of any other fault, which contains `ARCHS`.
-        notes: promises that could not be checked.
+        refused: the archs of each assembler error, keyed by error message and kernel.
+        faults: the archs of each other fault, keyed by its text, which may contain `ARCHS`.
+        notes: messages about promises that could not be checked.
     """
 
     pairs: Sequence[Pair]
@@ -118,7 +118,7 @@ class Assembly:
     notes: list[str] = field(default_factory=list)
 
     def run(self, archs: Sequence[str]) -> None:
-        """Assemble for each of `archs`; raise `AssemblyError` with every fault."""
+        """Assemble for each of `archs`. Raise an `AssemblyError` if there are faults."""
         if interpreting():
             raise AssemblyError(
                 "Triton's interpreter is on in this process, so nothing can be assembled\n"
@@ -171,7 +171,7 @@ class Assembly:
                 self._add(f"{kernel} on {ARCHS} {fault}", arch)
 
     def _check_promises(self, arch: str) -> None:
-        """Search machine code for the instructions of `needs` and `sass`."""
+        """Search the machine code for the instructions that `needs` and `sass` promise."""
         common, own = (
             [(feature, INSTRUCTIONS[feature]) for feature in needs if feature in INSTRUCTIONS]
             for needs in (self.pair.needs, as_tuple(self.variant.needs))
@@ -240,7 +240,7 @@ def _kernel_name(kernel: Kernel) -> str:
 
 
 def _first_lines(message: str) -> str:
-    """Return the first lines of an assembler's error; the rest often repeats the same mistake."""
+    """Return the first lines of an assembler's error. Later lines often repeat the same error."""
     lines = message.strip().splitlines()
     more = len(lines) - ERROR_LINES
     return "\n".join(lines if more < 2 else [*lines[:ERROR_LINES], f"... {more} more lines"])
@@ -254,7 +254,7 @@ def _ended(launches: CapturedLaunches) -> str:
 
 
 def _assembled(arch: str, side: str, launch: CapturedLaunch) -> AssembledKernel:
-    """Return the kernel of `launch` with the resources that its code uses on `arch`."""
+    """Return the kernel of `launch` as assembled for `arch`, with the resources it uses."""
     if launch.fault:
         raise AssemblyError(launch.fault)
     cubin, usage = launch.cubin, dict[str, int]()

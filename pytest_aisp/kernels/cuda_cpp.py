@@ -1,8 +1,9 @@
-"""CUDA C++ beside its page: NVRTC compiles it on first use, torch's current stream runs it.
+"""CUDA C++ kernels in a file beside the page. NVRTC compiles them on first use.
 
-A kernel is ``extern "C" __global__ void name(...)``. When the page is imported, the kernel's
-signature is read from the source. Every launch is checked against the signature. So a wrong
-argument is a `LaunchError`, not an illegal address on the GPU.
+Kernels run on torch's current stream. A kernel is ``extern "C" __global__ void name(...)``. When
+the page is imported, the kernel's signature is read from the source. Every launch is checked
+against the signature. So a wrong argument raises a `LaunchError` and does not cause an illegal
+address on the GPU.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ def cuda_module(
     options: Mapping[str, object] | Iterable[tuple[str, object]] = (),
     targets: Mapping[str, str] | None = None,
 ) -> CudaModule:
-    """Return the kernels of `file`, a path relative to the calling page. Compile nothing yet.
+    """Return the kernels of `file`, a path relative to the calling page. Nothing is compiled yet.
 
     Args:
         options: fields of `cuda.core.ProgramOptions`, as in ``{"use_fast_math": True}``.
-        targets: the target to compile for by arch, as in ``{"sm90": "sm_90a"}``. The default
-            follows from the `needs` of the sides that use the file.
+        targets: the compilation targets keyed by arch, as in ``{"sm90": "sm_90a"}``. The default
+            depends on the `needs` of the sides that use the file.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -59,7 +60,7 @@ def cuda_module(
 
 
 class CudaModule:
-    """The kernels of one .cu file, each an attribute: ``kernels.naive[grid, block](x, out, n)``."""
+    """The kernels of one .cu file as attributes: ``kernels.naive[grid, block](x, out, n)``."""
 
     def __init__(self, path: Path, options: dict[str, object], targets: dict[str, str]) -> None:
         self.path, self.options, self.targets = path, {"std": "c++17", **options}, targets
@@ -74,11 +75,11 @@ class CudaModule:
             raise LaunchError(f"{path} has no kernel; a kernel looks like: {form}")
         if taken := self._kernels.keys() & {*dir(CudaModule), *vars(self)}:
             raise LaunchError(f"{path}: a kernel cannot be called {min(taken)!r}; rename it")
-        vars(self).update(self._kernels)  # plain attributes keep launches fast
+        vars(self).update(self._kernels)  # plain attributes, because they are fast
 
     def __getattr__(self, name: str) -> Kernel:
         path, kernels = (self.__dict__.get(key) for key in ("path", "_kernels"))
-        has = ", ".join(kernels or ())  # copy and pickle ask before kernels exist
+        has = ", ".join(kernels or ())  # copy and pickle call this before `__init__`
         raise AttributeError(f"{path} has no kernel {name!r}; it has {has}")
 
     @property
@@ -89,13 +90,13 @@ class CudaModule:
     def assemble(self, arch: str) -> dict[str, dict[str, int]]:
         """Compile for `arch` without a GPU or driver, and return the resources of each kernel.
 
-        These are ``registers`` per thread, static ``shared`` bytes and ``spilled`` bytes.
+        The resources are ``registers`` per thread, static ``shared`` bytes and ``spilled`` bytes.
         """
         usage = nvrtc.compile_module(self, self.target(arch)).usage
         return {name: usage.get(name, {}) for name in self._kernels}
 
     def target(self, arch: str) -> str:
-        """Return the target to compile for on `arch`."""
+        """Return the compilation target for `arch`."""
         return self.targets.get(arch) or target_of(arch, self.needs)
 
     def load(self, name: str, device: int) -> cuda.core.Kernel:
@@ -128,7 +129,7 @@ class LaunchConfig:
         return ", ".join(words)
 
     def for_cuda_core(self, core: ModuleType) -> object:
-        """Return the `cuda.core.LaunchConfig`, whose grid counts clusters."""
+        """Return a `cuda.core.LaunchConfig`. With clusters, its grid is in clusters."""
         grid = self.grid
         attributes: dict[str, object] = {}
         if self.cluster:
@@ -164,7 +165,7 @@ def launch_config_of(name: str, index: object) -> LaunchConfig:
 
 
 def cluster_of(name: str, grid: tuple[int, ...], cluster: Dims | None) -> tuple[int, ...]:
-    """Return `cluster` with as many dimensions as `grid`; empty for None."""
+    """Return `cluster` with as many dimensions as `grid`, or an empty tuple for None."""
     if cluster is None:
         return ()
     dims = cluster if isinstance(cluster, tuple) else (cluster,)
@@ -178,10 +179,10 @@ def cluster_of(name: str, grid: tuple[int, ...], cluster: Dims | None) -> tuple[
 
 
 class Kernel:
-    """One kernel; index it with ``[grid, block]`` or ``[grid, block, shared_bytes]``, then call it.
+    """One kernel. Index it with ``[grid, block]`` or ``[grid, block, shared_bytes]``, then call it.
 
-    Grid and block are an int or up to 3 ints; `shared_bytes` is the dynamic shared memory. `launch`
-    takes clusters and other launch attributes too.
+    Grid and block are an int or up to 3 ints. `shared_bytes` is the dynamic shared memory. For
+    clusters and other launch attributes, use `launch`.
     """
 
     def __init__(self, module: CudaModule, name: str, params: tuple[Param, ...]) -> None:
@@ -193,7 +194,7 @@ class Kernel:
         __tracebackhide__ = True
         try:
             return self._launches[index]
-        except (KeyError, TypeError):  # a list cannot be hashed; `launch_config_of` refuses it
+        except (KeyError, TypeError):  # a list is not hashable: `launch_config_of` raises an error
             pass
         self._launches[index] = Launch(self, launch_config_of(self.name, index))
         return self._launches[index]
@@ -208,15 +209,15 @@ class Kernel:
         cooperative: bool = False,
         dependent: bool = False,
     ) -> Launch:
-        """Return a launch with attributes; without any it equals ``[grid, block, shared]``.
+        """Return a launch with attributes. Without any, it equals ``[grid, block, shared]``.
 
         Args:
-            grid: blocks by dimension, also with a cluster.
-            cluster: blocks that are scheduled together, an int or up to 3 ints, at most 8 in all;
-                unnecessary for a kernel whose source has ``__cluster_dims__``.
-            cooperative: run all blocks at once, so that they can wait for each other.
-            dependent: start before the previous kernel on the stream has ended (programmatic
-                dependent launch); the kernel waits with ``griddepcontrol.wait``.
+            grid: the number of blocks in each dimension, even if there are clusters.
+            cluster: the number of blocks that are scheduled together, an int or up to 3 ints, at
+                most 8 in all. Not needed if the kernel's source has ``__cluster_dims__``.
+            cooperative: whether all blocks run at once, so that they can wait for each other.
+            dependent: whether the kernel may start before the previous kernel on the stream has
+                ended (programmatic dependent launch). It then waits with ``griddepcontrol.wait``.
 
         Raises:
             LaunchError: no GPU can launch this.
@@ -233,8 +234,9 @@ class Kernel:
     def clusters_at_once(self, block: Dims, shared: int = 0, *, cluster: Dims) -> int:
         """Return how many clusters torch's current GPU runs at once.
 
-        That is the grid of a persistent kernel. It can be fewer than the processors suggest: a
-        cluster must lie within one group of processors, and leftover processors idle.
+        Use it for the grid of a persistent kernel. It can be less than the number of processors
+        divided by the cluster's size: a cluster must fit into one group of processors, and leftover
+        processors of a group are idle.
 
         Raises:
             LaunchError: no GPU can launch this.
@@ -254,7 +256,10 @@ class Kernel:
         return int(kernel.occupancy.max_active_clusters(config.for_cuda_core(core), stream=stream))
 
     def allow_shared(self, kernel: cuda.core.Kernel, shared: int, device: int) -> None:
-        """Raise the limit of dynamic shared memory, 48 KiB by default, static memory included."""
+        """Raise the kernel's limit of dynamic shared memory.
+
+        By default, dynamic and static shared memory together are limited to 48 KiB.
+        """
         if shared <= self._allowed.get(device, 0):
             return
         driver = import_module("cuda.bindings.driver")
@@ -270,14 +275,14 @@ class Kernel:
 
 
 class Launch:
-    """A kernel with its launch config, ``kernels.naive[grid, block]``; call it with arguments."""
+    """A kernel and its launch config, such as ``kernels.naive[grid, block]``. Call it to run."""
 
     def __init__(self, kernel: Kernel, config: LaunchConfig) -> None:
         self.kernel, self.config = kernel, config
         self._ready: dict[int, tuple[Callable[..., None], object, cuda.core.Kernel]] = {}
 
     def __call__(self, *args: object) -> None:
-        """Launch on the current stream of torch's current GPU; legal while it is captured.
+        """Launch on the current stream of torch's current GPU. This is legal during a capture.
 
         Raises:
             LaunchError: an argument does not match the kernel's signature.
@@ -285,7 +290,7 @@ class Launch:
         __tracebackhide__ = True
         from torch import cuda
 
-        # Without a GPU nothing is initialized, and wrong arguments still raise LaunchError.
+        # Without a GPU, CUDA is not initialized, but wrong arguments still raise a LaunchError.
         initialized: Callable[[], bool] = cuda.is_initialized
         device = cuda.current_device() if initialized() else 0
         values = check_arguments(self.kernel.name, self.kernel.params, args, device)
@@ -313,7 +318,7 @@ _streams: dict[int, cuda.core.Stream] = {}
 
 
 def _make_current(device: int) -> None:
-    # A thread that has not called CUDA yet has no context; torch's is the device's primary one.
+    # A thread that has not called CUDA yet has no context. Torch uses the device's primary context.
     nvrtc.toolchain().core.Device(device).set_current()
     _thread.has_context = True
 

@@ -1,7 +1,7 @@
-"""A fake GPU: code that makes CUDA tensors and launches kernels runs on a machine without one.
+"""A fake GPU, on which code can create CUDA tensors and launch kernels without a real GPU.
 
 Tensors have shapes and dtypes but no values, and nothing is computed. Triton's interpreter uses the
-fake driver too, because its autotuner asks the driver for a benchmark function.
+fake driver too, because Triton's autotuner gets its benchmark function from the driver.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
 ADDRESS = 1 << 32
-"""The address of every tensor on a fake GPU, aligned like those of torch's allocator."""
+"""The address of every tensor on a fake GPU. It is aligned like addresses of torch's allocator."""
 
 
 class FakeDriver:
@@ -38,7 +38,7 @@ class FakeDriver:
         self.utils = SimpleNamespace(get_device_properties=lambda device: properties)
 
     def get_current_device(self) -> int:
-        """Return a different number for each arch: Triton caches what it compiled by device."""
+        """Return a number that identifies the arch: Triton caches compiled kernels by device."""
         return 10 * self.major + self.minor
 
     def get_device_capability(self, device: object = None) -> tuple[int, int]:
@@ -58,18 +58,18 @@ class FakeDriver:
         return torch.device("cuda", 0)
 
     def get_benchmarker(self) -> Callable[..., list[float]]:
-        """Return a benchmark function that runs nothing, so that the first configuration wins."""
+        """Return a benchmark function that runs nothing. The first configuration then wins."""
         return lambda call, quantiles: [0.0 for _ in quantiles]
 
 
 def interpreting() -> bool:
-    """Return whether Triton was imported with its interpreter on."""
+    """Return whether Triton's interpreter was on when Triton was imported."""
     triton = sys.modules.get("triton")
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
 def drive_interpreter() -> None:
-    """Give Triton's interpreter a driver on a machine without a GPU; autotuning needs one."""
+    """Without a GPU, give Triton's interpreter a fake driver, because autotuning needs a driver."""
     import torch
 
     if interpreting() and not torch.cuda.is_available():
@@ -82,7 +82,7 @@ def drive_interpreter() -> None:
 def fake_gpu(arch: str) -> Iterator[None]:
     """Make this process appear to have a GPU of `arch`, for shapes and dtypes only.
 
-    `torch.cuda.is_available` still returns False: nothing can be captured or timed.
+    `torch.cuda.is_available` still returns False, because nothing can be captured or timed.
     """
     import torch
 
@@ -97,7 +97,7 @@ def fake_gpu(arch: str) -> Iterator[None]:
 
 
 def cuda_functions(arch: str) -> dict[str, Any]:
-    """Return the functions of torch.cuda for a fake GPU; its streams and events do nothing."""
+    """Return replacements for functions of torch.cuda. Fake streams and events do nothing."""
     capability, limits = capability_of(arch), LIMITS[arch]
     properties = SimpleNamespace(
         name=f"a GPU of {arch}",
@@ -121,7 +121,7 @@ def cuda_functions(arch: str) -> dict[str, Any]:
 
 
 def _tensors_without_values() -> TorchFunctionMode:
-    """Return the mode in which CUDA tensors are meta tensors that claim to be on the GPU."""
+    """Return a mode in which CUDA tensors are meta tensors that appear to be on the GPU."""
     import torch
     from torch.overrides import TorchFunctionMode
 

@@ -32,10 +32,10 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 
 
 class CompileError(RuntimeError):
-    """A .cu file does not compile; the message has file, line and the compiler's error.
+    """A .cu file does not compile. The message has the file, the line and the compiler's error.
 
     Attributes:
-        any_target: the message without the target.
+        any_target: the same message without the target's name.
     """
 
     def __init__(self, message: str, any_target: str = "") -> None:
@@ -56,7 +56,7 @@ class Cubin:
 
 
 class Toolchain(NamedTuple):
-    """`cuda.core`, and NVRTC's version and size, which identify the build."""
+    """`cuda.core`, and the version and size of NVRTC, which identify NVRTC's build."""
 
     core: ModuleType
     version: str
@@ -64,7 +64,7 @@ class Toolchain(NamedTuple):
 
 
 def compile_module(module: CudaModule, target: str) -> Cubin:
-    """Return `module` compiled for `target`, from the cache on disk or by NVRTC.
+    """Return `module` compiled for `target`. NVRTC compiles it if it is not in the cache on disk.
 
     Raises:
         CompileError: the module does not compile.
@@ -81,7 +81,7 @@ def compile_module(module: CudaModule, target: str) -> Cubin:
     if cached := _read(entry):
         return cached
     cubin = _compile(core, module, target, options)
-    # NVRTC reads headers from disk; a header that was edited after the import has another key.
+    # NVRTC reads headers from disk. If one was edited after the import, the key is wrong.
     if sources_of(module.path, module.folders) == module.sources:
         _write(entry, cubin)
     return cubin
@@ -95,7 +95,7 @@ def _compile(core: ModuleType, module: CudaModule, target: str, options: Options
         if "cannot open source file" in message and not _toolkit():
             message += f"\n{HEADERS}"
         raise _error(module, target, message) from None
-    # A kernel inside `#if` has a signature, but not a section of the ELF file for every target.
+    # A kernel inside `#if` always has a signature, but for some targets no section in the ELF file.
     if missing := [k for k in module.kernels if f".text.{k}\0".encode() not in code]:
         raise _error(module, target, f" no code for {', '.join(missing)}; is it inside an #if?")
     return Cubin(code, _usage(log))
@@ -107,7 +107,7 @@ def _error(module: CudaModule, target: str, message: str) -> CompileError:
 
 
 def compile_source(core: ModuleType, source: str, options: Options) -> tuple[bytes, str]:
-    """Return the machine code of CUDA C++ and the compiler's log, or raise `CompileError`."""
+    """Compile `source`. Return the machine code and the compiler's log, or raise `CompileError`."""
     log = io.StringIO()
     try:
         program = core.Program(source, "c++", core.ProgramOptions(**options))
@@ -141,13 +141,13 @@ def toolchain() -> Toolchain:
 
 @functools.cache
 def _toolkit() -> list[str]:
-    """Return the folders of CUDA's own headers, which NVRTC does not include."""
+    """Return the folders of CUDA's own headers, which are not part of NVRTC."""
     find = import_module("cuda.pathfinder").find_nvidia_header_directory
     return [folder for folder in map(find, ("cudart", "cccl")) if folder]
 
 
 def sources_of(path: Path, folders: list[str]) -> dict[str, str]:
-    """Return the text of `path` and of every header that it includes from `folders`, by path."""
+    """Return the texts of `path` and of the headers in `folders` that it includes, by path."""
     sources: dict[str, str] = {}
     todo = [path]
     while todo:
@@ -162,7 +162,7 @@ def sources_of(path: Path, folders: list[str]) -> dict[str, str]:
 
 
 def as_list(value: object) -> list[str]:
-    """Return an option, which may be a string, several strings or None, as a list."""
+    """Return an option as a list. The option may be a string, several strings or None."""
     if isinstance(value, str):
         return [value]
     return [str(each) for each in value] if isinstance(value, Iterable) else []
@@ -180,7 +180,7 @@ def _read(entry: Path) -> Cubin | None:
 
 def _write(entry: Path, cubin: Cubin) -> None:
     body = json.dumps(cubin.usage).encode() + b"\n" + cubin.code
-    with suppress(OSError):  # without a cache folder each process compiles again
+    with suppress(OSError):  # without a cache folder, each process compiles again
         entry.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=entry.parent, delete=False) as file:
             file.write(hashlib.sha256(body).digest() + body)

@@ -1,7 +1,8 @@
-"""Read a cubin: registers and stack from its ELF notes, instructions (SASS) with ``nvdisasm``.
+"""Read a cubin's registers, stack and instructions (SASS).
 
-``nvdisasm`` comes with Triton, with CUDA, and as a package. An old one does not know newer archs:
-Triton 3.6's cannot read sm103.
+The registers and the stack are in the ELF file's ``.nv.info``. ``nvdisasm`` reads the instructions.
+It comes with Triton, with CUDA, and as a package. An old version does not support newer archs. For
+example, Triton 3.6's ``nvdisasm`` cannot read sm103.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _KERNEL = re.compile(r"^\.text\.(\w+):$", re.MULTILINE)
 
 
 def usage(cubin: bytes) -> dict[str, dict[str, int]]:
-    """Return by kernel the ``registers`` and the bytes of ``stack`` of a thread.
+    """Return the ``registers`` and the bytes of ``stack`` per thread, keyed by kernel.
 
-    The stack is local memory: spilled registers, and arrays that do not fit into registers.
+    The stack is in local memory. It has spilled registers, and arrays that are not in registers.
     """
     sections = dict(_sections(cubin))
     names = list(_symbols(sections[".symtab"], sections[".strtab"]))
@@ -58,7 +59,7 @@ def _symbols(table: bytes, names: bytes) -> Iterator[str]:
 
 
 def _attributes(info: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield attribute, symbol and value of the entries that have a symbol and a value."""
+    """Yield the attribute, symbol and value of each entry that has a symbol and a value."""
     at = 0
     while at < len(info):
         kind, attribute, size = struct.unpack_from("<BBH", info, at)
@@ -69,12 +70,12 @@ def _attributes(info: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 class NoDisassembler(Exception):
-    """No nvdisasm reads this machine code; the message says what to install."""
+    """No nvdisasm can read this machine code. The message says what to install."""
 
 
 @functools.cache
 def disassemblers() -> tuple[str, ...]:
-    """Return the paths of every nvdisasm: on the PATH, Triton's, and the package's."""
+    """Return the paths of every nvdisasm: that on the PATH, Triton's, and the package's."""
     on_path = shutil.which("nvdisasm")
     paths = [on_path] if on_path else []
     for package, folder in (("triton", "backends/nvidia/bin"), ("nvidia", "")):
@@ -88,10 +89,10 @@ def disassemblers() -> tuple[str, ...]:
 
 @functools.cache
 def instructions(cubin: bytes) -> dict[str, frozenset[str]]:
-    """Return by kernel its instructions with their modifiers: ``LDG.E.128``.
+    """Return each kernel's instructions with their modifiers, such as ``LDG.E.128``.
 
     Raises:
-        NoDisassembler: no nvdisasm reads this machine code.
+        NoDisassembler: no nvdisasm can read this machine code.
     """
     fault = ""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -110,9 +111,9 @@ def instructions(cubin: bytes) -> dict[str, frozenset[str]]:
 
 
 def contains(instructions: Iterable[str], promised: str) -> bool:
-    """Return whether one of `instructions` is `promised`; it may have more modifiers.
+    """Return whether one of `instructions` matches `promised`. It may have additional modifiers.
 
-    ``LDG.128`` is also LDG.E.128.CONSTANT, and ``UTMALDG`` also UTMALDG.2D.
+    For example, LDG.E.128.CONSTANT matches ``LDG.128``, and UTMALDG.2D matches ``UTMALDG``.
     """
     name, *modifiers = promised.split(".")
     parts = (instruction.split(".") for instruction in instructions)

@@ -1,1 +1,1 @@
-"""The declaration of a page: a pair of sides, its cases, its needs, and digests of its sources."""
+"""The declaration on a page: a pair of sides, its cases and needs, and digests of its sources."""

@@ -1,4 +1,4 @@
-"""`compare`: how a page declares its pair."""
+"""`compare`, with which a page declares its pair."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from .sources import kernel_files
 TestFunction = TypeVar("TestFunction", bound=Callable[..., object])
 MULTICAST_SWITCHES = {"NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST"}
 MULTICAST_SWITCHES |= {"NVSHMEM_DISABLE_NVLS"}
-"""Variables that only the owner of a machine sets: NVLink multicast can hang its GPUs."""
+"""Variables that only a machine's owner should set, because NVLink multicast can hang its GPUs."""
 
-__tracebackhide__ = True  # an error in a page's `when=` shows lines of the page only
+__tracebackhide__ = True  # an error in a page's `when=` shows only the page's lines
 
 
 def compare(
@@ -61,29 +61,32 @@ def compare(
     Every optimized side becomes a case at every size. Nothing runs when the page is imported.
 
     Args:
-        baseline: the side as a competent engineer would write it first. `f(*inputs)` returns new
+        baseline: the first version that a competent engineer would write. `f(*inputs)` returns new
             outputs. A generator function is *prepared*: it gets the inputs once and yields the
-            callable to time. It may compute in advance only what depends on `state` alone.
-        optimized: the sides to compare with the baseline, each named by its idea.
+            callable to time. Before it yields, it may compute only values that depend on nothing
+            but `state`.
+        optimized: the sides to compare with the baseline. Name each one after its idea.
         inputs: `inputs(device, **size)` returns the arguments of every side as a tuple. The plugin
-            seeds it. With `gpus` above 1 it may also take `rank` and `world`.
-        reference: takes the arguments of a side and computes in float64, independent of the sides.
-        sizes: sizes to time on a GPU, one mapping of keywords each.
+            sets the random seed. With `gpus` above 1 it may also take `rank` and `world`.
+        reference: a function that takes the arguments of a side and computes the result in float64,
+            independently of the sides.
+        sizes: the sizes to time on a GPU. Each is a mapping of keywords.
         work: `work(**size)` returns the `Work` that any implementation must do.
-        bound: what limits the faster side. With ``launch`` and ``host``, sides are judged as called
-            and the harness never captures them in a graph. With all others, only GPU time is
-            judged.
-        check_sizes: small, odd sizes to check everywhere. Values may be Hypothesis strategies.
-        cpu_sizes: sizes to time on a CPU.
+        bound: the resource that limits the faster side. With ``launch`` and ``host``, the verdict
+            is about the time of ordinary calls, and the harness never captures sides in a graph.
+            With all others, the verdict is about GPU time alone.
+        check_sizes: small, odd sizes to check on every machine. Their values may be Hypothesis
+            strategies.
+        cpu_sizes: the sizes to time on a CPU.
         state: `state(device, **size)` builds the objects that sides may change (model, optimizer,
-            cache). Sides and reference get it as first argument. It is compared after one and N
-            steps.
+            cache). It is the first argument of the sides and the reference. It is compared after
+            one step and after N steps.
         at_least: the claim: a speedup, ``"neutral"``, or ``"yardstick"`` for a library that may
-            lose. It is one claim for all archs, or a mapping by arch (``sm90``, ``cpu``).
-        conditions: features, GPUs, L2 and switches that the sides need: `Conditions`.
+            be slower. Give one claim for all archs, or a mapping keyed by arch (``sm90``, ``cpu``).
+        conditions: the features, GPUs, L2 state and settings that the sides need.
 
     Raises:
-        PairError: for a declaration that makes no sense, at the page's own line.
+        PairError: if the declaration makes no sense. The traceback shows the page's own line.
     """
     __tracebackhide__ = True
     try:
@@ -135,7 +138,7 @@ def _variants(optimized: Sequence[Side | Variant]) -> tuple[Variant, ...]:
 
 
 def _set_kernel_file_needs(pair: Pair) -> None:
-    """Pass each side's needs to its kernel files: some features need a compile target."""
+    """Pass each side's needs to its kernel files, because some features need a special target."""
     needs = [(pair.baseline, pair.needs), *((v.side, pair.features(v)) for v in pair.variants)]
     for side, features in needs:
         if any(any(FEATURES[feature].values()) for feature in features):
@@ -245,7 +248,7 @@ def _validate_size(pair: Pair, argument: str, size: CheckSize) -> None:
 def _validate_keys(
     argument: str, size: CheckSize, name: str, function: Callable[..., object], extra: set[str]
 ) -> None:
-    """Check that `function` takes the keys of `size`. It may take the `extra` names too."""
+    """Check that `function` has a parameter for each key of `size`. `extra` ones are legal too."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return

@@ -1,7 +1,7 @@
-"""GPUs: the features and limits of each arch, and the names of products.
+"""Data about GPUs: the features and limits of each arch, and the names of products.
 
 Code is compiled for an arch, and markers are named after archs. A stored result belongs to a
-product. The arch of a product follows from its compute capability, never from its name.
+product. A GPU's arch is determined by its compute capability, never by its product name.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ tcgen05_int8         -     a     -     -
 tcgen05_block_scale  -     f     f     -
 two_cta              -     f     f     -
 """
-# For each feature of `features.cu`, the least specific target that compiles it: + is the plain
-# ``sm_100``, f the family's ``sm_100f``, a the arch's own ``sm_100a``, - no target. A test
-# compares this table with `python benchmarks/feature_probe.py`.
+# For each feature of `features.cu`, the least specific target that compiles it. The signs mean:
+# + the plain ``sm_100``, f the family's ``sm_100f``, a the arch's own ``sm_100a``, - no target. A
+# test compares this table with `python benchmarks/feature_probe.py`.
 
 
 def _parse(table: str) -> dict[str, dict[str, str]]:
-    """Return by feature the archs that have it, each with the suffix of the required target."""
+    """Return the archs that have each feature, with the suffix of the target that it requires."""
     archs, *rows = (line.split() for line in table.split("\n") if line)
     parsed = {}
     for feature, *cells in rows:
@@ -78,17 +78,17 @@ OTHERS: dict[str, dict[str, str]] = {
     "nvlink": dict.fromkeys(("sm90", "sm100", "sm103"), ""),
     "nvshmem": dict.fromkeys(("sm90", "sm100", "sm103"), ""),
 }
-"""Features that no assembler knows: libraries, and links between GPUs."""
+"""Features that are not instructions: libraries, and links between GPUs."""
 
 FEATURES = ASSEMBLED | OTHERS
-"""Which archs have a feature."""
+"""The archs that have each feature, with the suffix of the required target."""
 # On sm121 the assembler replaces multicast with a function call (`sass_test`).
 FEATURES["multicast"] = {a: s for a, s in ASSEMBLED["multicast"].items() if a != "sm121"}
 
-# Code that uses a feature contains at least one of these instructions, with these modifiers. Found
-# by disassembling probes of NVRTC 13.5 and Triton 3.9 (tests/sass_test.py). Features without a line
-# have no special instruction: clusters are a launch attribute, and an ordinary load reads remote
-# shared memory.
+# Code that uses a feature contains at least one of these instructions, with these modifiers. They
+# were found by disassembling probes of NVRTC 13.5 and Triton 3.9 (tests/sass_test.py). A feature
+# that is not listed has no special instruction: clusters are a launch attribute, and an ordinary
+# load reads remote shared memory.
 INSTRUCTIONS: dict[str, tuple[str, ...]] = {
     "tma": ("UTMALDG", "UTMASTG", "UTMAREDG"),
     "bulk_copy": ("UBLKCP", "UBLKRED"),
@@ -114,10 +114,10 @@ class Limits:
     Attributes:
         shared: bytes of shared memory per block, dynamic and static together.
         sms: SMs of the largest product, for the grids of persistent kernels.
-        registers: per block.
-        threads: per block.
+        registers: registers per block.
+        threads: threads per block.
         per_thread: registers per thread.
-        resident_threads, resident_blocks: at once on an SM.
+        resident_threads, resident_blocks: threads and blocks that an SM can run at once.
     """
 
     shared: int
@@ -129,8 +129,8 @@ class Limits:
     resident_blocks: int = 32
 
 
-# CUDA C++ Programming Guide 13, "Technical Specifications per Compute Capability". SMs: H200 132,
-# B200 148, B300 160, GB10 48.
+# From the CUDA C++ Programming Guide 13, "Technical Specifications per Compute Capability". The SM
+# counts are those of H200 (132), B200 (148), B300 (160) and GB10 (48).
 LIMITS = {
     "sm90": Limits(shared=227 * 1024, sms=132),
     "sm100": Limits(shared=227 * 1024, sms=148),
@@ -145,7 +145,7 @@ def capability_of(arch: str) -> tuple[int, int]:
 
 
 def arch_of(major: int, minor: int) -> str:
-    """Return the arch of a compute capability, also of one that is not in the table."""
+    """Return the arch of a compute capability, even if it is not in the table."""
     return f"sm{major}{minor}"
 
 
@@ -163,7 +163,7 @@ def missing_feature(features: tuple[str, ...], arch: str) -> str | None:
 
 
 def target_of(arch: str, features: Iterable[str] = ()) -> str:
-    """Return the target to compile for on `arch`: ``sm_90a`` if one of `features` needs it."""
+    """Return the target to compile for: ``sm_90``, or ``sm_90a`` if one of `features` needs it."""
     suffixes = [FEATURES[feature].get(arch) for feature in features]
     # The arch's own target accepts everything that the family's target accepts.
     return arch.replace("sm", "sm_") + "a" * any(suffixes)

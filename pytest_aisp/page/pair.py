@@ -1,6 +1,6 @@
 """A pair: one baseline, its optimized variants, and everything a page declares about them.
 
-These are plain data. `declare` refuses declarations that make no sense.
+The classes only store data. `declare` rejects declarations that make no sense.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from .gpu_specs import FEATURES, GPU_ARCHS
 if TYPE_CHECKING:
     import pytest
 
-__tracebackhide__ = True  # an error in a page's `when=` shows lines of the page only
+__tracebackhide__ = True  # an error in a page's `when=` shows only the page's lines
 MARK = "aisp_pair"
 """Name of the mark with which `compare` attaches a pair to its test function."""
 
 Side: TypeAlias = Callable[..., Any]
 Size: TypeAlias = Mapping[str, "int | float | bool | str"]
 CheckSize: TypeAlias = Mapping[str, object]
-"""A size that may also hold Hypothesis strategies."""
+"""A size whose values may also be Hypothesis strategies."""
 Claim: TypeAlias = "float | Literal['neutral', 'yardstick']"
 Claims: TypeAlias = "Claim | Mapping[str, Claim]"
 Bound = Literal["dram", "l2", "tensor", "issue", "latency", "launch", "nvlink", "pcie", "host"]
@@ -34,12 +34,12 @@ ROLES = ("baseline", "optimized")
 BOUNDS: tuple[str, ...] = get_args(Bound)
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 ARITHMETIC = ("fp64", "fp32", *PRECISIONS)
-"""Legal keys of ``Work(flops=)``. A type without a measured rate has no limit."""
+"""Legal keys of ``Work(flops=)``. A type without a measured peak has no roofline limit."""
 OWNED: tuple[str, ...] = get_args(Owned)
 HOST_BOUNDS = ("launch", "host")
-"""Bounds whose sides are judged as called. All others are judged by GPU time alone."""
+"""With these bounds, the verdict is about the time of ordinary calls, else about GPU time alone."""
 CLAIM_WORDS = ("neutral", "yardstick")
-"""Claims without a number: `neutral` promises no loss; `yardstick` promises nothing."""
+"""Claims without a number. `neutral` promises no slowdown, and `yardstick` promises nothing."""
 
 
 class PairError(ValueError):
@@ -59,12 +59,12 @@ class Work:
     """The bytes and operations that any implementation of the algorithm needs.
 
     Attributes:
-        read, write: bytes that must come from and go to memory (DRAM on a GPU).
+        read, write: bytes that must be read from and written to memory (on a GPU, DRAM).
         flops: operations by arithmetic type, as in ``{"bf16": 2 * n**3}``.
         wire: bytes that each rank must send, or bytes that must cross PCIe.
-        terms: the longest sum in a result. With the types it gives the tolerance.
-        roundings: how many results in a row are rounded to the storage type on the way
-            to an output (1: only the output is).
+        terms: the number of terms in the longest sum. The tolerance depends on it and the types.
+        roundings: how many times in a row a value is rounded to the storage type before it is an
+            output, including the output itself (1: only the output is rounded).
     """
 
     read: float = 0
@@ -91,13 +91,13 @@ class Variant:
     Attributes:
         side: the callable to compare with the baseline.
         needs: features this variant needs in addition to the page's, as in ``needs="tma"``.
-        when: returns whether the variant exists at a size; called with the size's keys.
-        at_least: its claim, if it is not the page's.
-        precision: the lower arithmetic it uses on purpose. It widens the derived tolerance.
+        when: a function that takes a size's keys and returns whether the variant exists there.
+        at_least: the variant's claim, if it differs from the page's.
+        precision: the lower precision that it uses on purpose. It makes the tolerance larger.
         sass: instructions that its machine code must contain in addition to those of `needs`, as in
-            ``sass="LDG.128"``. They are searched for when its kernels are assembled.
-        gpu_only: why no CPU can check it, as in ``gpu_only="symmetric memory"``. Without the GPUs
-            it needs, its cases are skipped instead of checked.
+            ``sass="LDG.128"``. They are checked when its kernels are assembled.
+        gpu_only: the reason why it cannot be checked on a CPU, as in
+            ``gpu_only="symmetric memory"``. Without enough GPUs, its cases are skipped.
         marks: pytest marks for its cases, as in ``pytest.param(marks=...)``.
     """
 
@@ -139,7 +139,7 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Everything that a page declared. See `pytest_aisp.compare` for the fields."""
+    """Everything that a page declares. `pytest_aisp.compare` explains the fields."""
 
     baseline: Side
     variants: tuple[Variant, ...]
@@ -165,7 +165,7 @@ class Pair:
 
     @property
     def as_called(self) -> bool:
-        """Whether the launch itself is judged, so that the harness must not capture a side."""
+        """Whether the verdict is about ordinary calls. The harness then captures no side."""
         return self.bound in HOST_BOUNDS
 
     def variant(self, name: str) -> Variant:
@@ -188,11 +188,11 @@ class Pair:
         return tuple(a for a in GPU_ARCHS if all(a in archs for archs in needed))
 
     def claim(self, variant: Variant, arch: str, gpus: int | None = None) -> Claim:
-        """Return the speedup that `variant` promises on `arch`, 1.0 if the page promises none.
+        """Return the claim of `variant` on `arch`. The default is 1.0.
 
-        If the case has more GPUs than the page's first count, only a claim for its own count
-        applies, as in ``{"sm90": 1.5, "sm90-x4": 1.2}``. A measurement on two GPUs says nothing
-        about four.
+        A claim without a number of GPUs applies only to the page's first count. Other counts need
+        their own claims, as in ``{"sm90": 1.5, "sm90-x4": 1.2}``, because a measurement on two
+        GPUs is no evidence for four. Without such a claim, they get ``"yardstick"``.
         """
         claims, first = self._claims(variant), self._is_first_count(gpus)
         if not isinstance(claims, Mapping):
@@ -201,7 +201,7 @@ class Pair:
         return claims.get(arch if first else f"{arch}-x{gpus}", default)
 
     def origin(self, variant: Variant, arch: str, gpus: int | None = None) -> str:
-        """Return the text that says where `claim` is written."""
+        """Return a text that describes where the page declares `claim`."""
         claims, first = self._claims(variant), self._is_first_count(gpus)
         place = "on the page" if variant.at_least is None else f"of {variant.name} on the page"
         if first and not isinstance(claims, Mapping):
@@ -219,7 +219,7 @@ class Pair:
         return gpus in (None, self.gpus[0])
 
     def cases(self) -> Iterator[Case]:
-        """Yield the cases size by size, so that neighbors share baseline and reference."""
+        """Yield the cases size by size, so that neighbors share a baseline and a reference."""
         for kind, sizes in (("gpu", self.sizes), ("cpu", self.cpu_sizes)):
             for size in sizes:
                 for gpus in self.gpus:
@@ -244,7 +244,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """The id in the brackets of a test, the same on every machine: ``tiled-cpu-n256``."""
+        """The id in the brackets of a test, the same on all machines: ``tiled-cpu-n256``."""
         parts = [self.variant_name]
         if self.kind == "cpu":
             parts.append("cpu")
@@ -269,7 +269,7 @@ def size_words(size: CheckSize) -> str:
 
 
 def is_plain(size: CheckSize) -> TypeGuard[Size]:
-    """Return whether `size` holds values only, no Hypothesis strategy."""
+    """Return whether `size` has only plain values and no Hypothesis strategy."""
     return all(isinstance(value, (int, float, bool, str)) for value in size.values())
 
 
@@ -279,7 +279,7 @@ def as_tuple(words: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def require_known(kind: str, words: Sequence[str], legal: Sequence[str]) -> None:
-    """Raise `PairError` for a word that is not `legal`."""
+    """Raise `PairError` if a word is not one of `legal`."""
     for word in words:
         if word not in legal:
             raise PairError(f"unknown {kind} {word!r}; legal: {', '.join(legal)}")

@@ -1,4 +1,4 @@
-"""Digests of the sources of a side: its own code, and all code under the root that it uses."""
+"""Digests of a side's sources: the side's own code, and all code under the root that it uses."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ CONSTANTS = "\0constants"
 def digest(side: object, root: str, *, constants: bool = False) -> str:
     """Return a digest of the source of `side` and of the code under `root` that it uses.
 
-    Functions, Triton kernels, kernel files and modules are followed by the names that the code
-    uses. Libraries belong to the environment, not to the source.
+    The digest includes the functions, Triton kernels, kernel files and modules whose names the code
+    uses. Libraries are not included.
 
     Args:
-        constants: also count plain constants that the code names, and the options of kernel
-            files. True to compare two commits; the digests of stored results do not count them.
+        constants: whether to include plain constants whose names the code uses, and the options of
+            kernel files. It is True for comparing two commits, and False for stored results.
     """
     texts = _reach([side], root).texts
     if not constants:
@@ -48,10 +48,10 @@ def digest(side: object, root: str, *, constants: bool = False) -> str:
 def libraries() -> tuple[str, ...]:
     """Return the folders of Python, of installed packages, and of this package.
 
-    They may lie under the root of the pages, as a virtual environment often does.
+    They may be inside the pages' root, as a virtual environment often is.
     """
     folders = {sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")}
-    torch = importlib.util.find_spec("torch")  # some distributions keep it elsewhere
+    torch = importlib.util.find_spec("torch")  # some distributions install it elsewhere
     if torch and torch.origin:
         folders.add(str(Path(torch.origin).parents[1]))
     return tuple(f"{folder}{os.sep}" for folder in sorted(folders | {PACKAGE}))
@@ -65,15 +65,16 @@ def kernel_files(sides: Iterable[object], root: str) -> list[CudaModule]:
 def triton_kernels(sides: Iterable[object], root: str) -> list[FunctionType]:
     """Return the Python functions of the Triton kernels that `sides` launch.
 
-    Kernels that only other kernels call are left out.
+    Kernels that are called only by other kernels are not included.
     """
     return [k for k in _sorted_kernels(sides, root) if isinstance(k, FunctionType)]
 
 
 def imported_late(side: object, root: str) -> list[str]:
-    """Return the modules that `side`, and the code under `root` that it uses, import when called.
+    """Return the modules that a side imports only when it is called.
 
-    Relative imports are left out. The digest does not follow these imports.
+    This includes imports in all code under `root` that the side uses, except for relative imports.
+    The digest does not include such modules.
     """
     codes = [getattr(each, "__code__", None) for each in _reach([side], root).objects]
     return sorted({name for code in codes if code is not None for name in _imports(code)})
@@ -91,11 +92,11 @@ def _imports(code: CodeType) -> Iterator[str]:
 
 @dataclass
 class _Reach:
-    """What sides reach under a root.
+    """The objects under a root that sides use, directly or indirectly.
 
     Attributes:
-        texts: the source and the constants of each object, by path and qualified name.
-        kernels: kernel files, and Triton kernels that are launched from the host.
+        texts: each object's source and constants, keyed by path and qualified name.
+        kernels: the kernel files, and the Triton kernels that are launched from the host.
     """
 
     root: Path
@@ -135,7 +136,7 @@ def _sorted_kernels(sides: Iterable[object], root: str) -> list[object]:
 
 
 def _constants(thing: object) -> str:
-    """Return the plain constants that a function names, or the options of a kernel file."""
+    """Return the plain constants whose names a function uses, or the options of a kernel file."""
     if _kernel_path(thing):
         settings = (getattr(thing, name, None) for name in ("options", "targets"))
         return repr([sorted(table.items()) for table in settings if isinstance(table, Mapping)])
@@ -163,7 +164,7 @@ def _is_triton(thing: object) -> bool:
 
 
 def _tuning(thing: object) -> str:
-    """Return the configurations of an autotuned kernel; their source may be elsewhere."""
+    """Return an autotuned kernel's configurations, which may not be part of the kernel's source."""
     if not _is_triton(thing):
         return ""
     configs = "".join(map(_config_text, getattr(thing, "configs", ())))
@@ -171,7 +172,7 @@ def _tuning(thing: object) -> str:
 
 
 def _config_text(config: Any) -> str:
-    """Return a configuration as Triton 3.6 prints it. Later versions print more."""
+    """Return a configuration in the format of Triton 3.6. Later versions print more."""
     known = {**config.kwargs, **{name: getattr(config, name, None) for name in TRITON_OPTIONS}}
     if (override := getattr(config, "ir_override", None)) is not None:
         known["ir_override"] = override
@@ -188,7 +189,7 @@ def _unwrapped(thing: object) -> object:
 
 
 def _kernel_path(thing: object) -> Path | None:
-    path = getattr(thing, "path", None)  # other modules have a `path` too, such as `os`
+    path = getattr(thing, "path", None)  # modules such as `os` have a `path` too
     return path if isinstance(path, Path) else None
 
 
@@ -211,7 +212,7 @@ def _source(thing: Any, file: Path) -> str:
 
 
 def _used(thing: object) -> Iterator[object]:
-    """Yield the functions, modules and kernels that a function names."""
+    """Yield the functions, modules and kernels whose names a function uses."""
     code: CodeType | None = getattr(thing, "__code__", None)
     if code is None:
         return
@@ -227,7 +228,7 @@ def _used(thing: object) -> Iterator[object]:
 
 
 def _is_launched(value: object) -> bool:
-    """Return whether `value` is launched by index, like kernels, also autotuned ones."""
+    """Return whether `value` is launched with ``[grid]``, like kernels and autotuned kernels."""
     return _kernel_path(value) is not None or _is_triton(value)
 
 

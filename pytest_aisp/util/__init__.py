@@ -1,1 +1,1 @@
-"""Helpers for every layer: the device, ranks, nested tensors, git, results of commands."""
+"""Helpers that every layer can use: the device, ranks, nested tensors, git, results of commands."""

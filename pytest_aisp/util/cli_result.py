@@ -1,4 +1,4 @@
-"""The result of an `aisp` command, and how commands read and print sizes, rates and tables."""
+"""The result of an `aisp` command, and functions to parse and print sizes, rates and tables."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 @dataclass(frozen=True)
 class CliResult:
-    """The lines to print, and the exit code."""
+    """The result of a command: the lines to print, and the exit code."""
 
     lines: Sequence[str]
     code: int = 0
 
 
 class CliError(Exception):
-    """A command cannot run here; the message says why and what to do."""
+    """A command cannot run here. The message contains the reason and a remedy."""
 
     def __init__(self, message: str, code: int = 2) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class CliError(Exception):
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of ``4KiB``, ``512MiB``, ``1GiB`` or ``4096``.
+    """Return the number of bytes in a size such as ``4KiB``, ``512MiB``, ``1GiB`` or ``4096``.
 
     Raises:
         ValueError: the text is not a size.
@@ -38,10 +38,12 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Return the sizes of ``4KiB:512MiB`` (each twice the last) or ``4KiB,1MiB``, ascending.
+    """Return the sizes in a list ``4KiB,1MiB`` or a range ``4KiB:512MiB``, in ascending order.
+
+    In a range, each size is twice the previous one.
 
     Raises:
-        ValueError: a text is not a size, or a range ends before it begins.
+        ValueError: a part is not a size, or a range ends before it begins.
     """
     if ":" not in text:
         return tuple(sorted({parse_bytes(part) for part in text.split(",")}))
@@ -55,29 +57,29 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def with_progress(text: str, done: int, total: int) -> str:
-    """Return `text` with the progress: ``all_reduce of 4 KiB (3 of 18 done)``."""
+    """Return `text` and the progress: ``all_reduce of 4 KiB (3 of 18 done)``."""
     return f"{text} ({done} of {total} done)"
 
 
 def split_progress(text: str) -> tuple[str, int, int | None]:
-    """Return the text, done and total of `with_progress`; for any other text, the total is None."""
+    """Return the arguments that `with_progress` had. For any other text, the total is None."""
     match = re.fullmatch(r"(.*) \((\d+) of (\d+) done\)", text)
     return (text, 0, None) if match is None else (match[1], int(match[2]), int(match[3]))
 
 
 def size_text(nbytes: int) -> str:
-    """Return ``4 KiB``: `nbytes` in the largest unit that gives at least 1."""
+    """Return `nbytes` in the largest unit in which it is at least 1: ``4 KiB``."""
     unit, scale = next(u for u in reversed(UNITS.items()) if nbytes >= u[1] or u[1] == 1)
     return f"{nbytes / scale:.4g} {unit}"
 
 
 def rate_text(rate: float) -> str:
-    """Return ``387.4 GB/s``."""
+    """Return `rate` as text with its unit: ``387.4 GB/s``."""
     return f"{rate / 1e9:.4g} GB/s"
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return `rows`, headings first, as lines with aligned columns."""
+    """Return `rows` as lines with aligned columns. The first row has the headings."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()

@@ -1,6 +1,6 @@
 """The machine: its GPUs or its CPU, and the versions of its libraries.
 
-`Machine.here` asks NVML and never touches CUDA, so the pytest process may call it.
+`Machine.here` uses NVML and never CUDA, so the pytest process may call it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Machine:
     """The machine a case runs on.
 
     Attributes:
-        arch: ``sm90``, or ``cpu`` without a GPU.
-        product: the key of stored results: ``nvidia-h200``, ``cpu-<model>-<cores>``.
-        name: as the driver reports it.
-        gpus: UUIDs of the visible GPUs of this product.
-        versions: of the driver and CUDA.
-        facts: power limit, MIG, NUMA node, CPU and its governor; None for an unknown one.
+        arch: the GPU's arch, such as ``sm90``, or ``cpu`` without a GPU.
+        product: the key of stored results, ``nvidia-h200`` or ``cpu-<model>-<cores>``.
+        name: the name that the driver reports.
+        gpus: the UUIDs of the visible GPUs of this product.
+        versions: the versions of the driver and of CUDA.
+        facts: power limit, MIG, NUMA node, CPU and its governor. Unknown values are None.
     """
 
     arch: str
@@ -62,7 +62,7 @@ class Machine:
 
 
 def cpu_machine() -> Machine:
-    """Return this machine as a CPU machine; model and usable cores form its product."""
+    """Return this machine as a CPU machine. Its product is the CPU's model and usable cores."""
     cores = len(cores_here())
     name = cpu_name()
     product = f"cpu-{product_of(name)}-{cores}c"
@@ -89,21 +89,24 @@ def cores_here() -> Collection[int]:
 
 
 def governor(folder: Path = CPUS, cores: Collection[int] | None = None) -> str | None:
-    """Return the frequency governors of `cores` (by default the usable ones), or None in a VM."""
+    """Return the frequency governors of `cores`, or None if they are unknown, as in a VM.
+
+    By default, these are the cores that this process may use.
+    """
     cores = cores_here() if cores is None else cores
     files = [folder / f"cpu{core}" / "cpufreq" / "scaling_governor" for core in cores]
     return ", ".join(sorted({word for file in files if (word := read_text(file))})) or None
 
 
 def numa_node(bus: str, folder: Path = PCI) -> int | None:
-    """Return the NUMA node of the PCI device at NVML's `bus` (``00000000:0F:00.0``), or None."""
+    """Return a PCI device's NUMA node, or None. `bus` is NVML's, as in ``00000000:0F:00.0``."""
     domain, _, rest = bus.lower().partition(":")
     node = read_text(folder / f"{domain[-4:]}:{rest}" / "numa_node")
-    return None if node is None or int(node) < 0 else int(node)  # -1: the system does not know
+    return None if node is None or int(node) < 0 else int(node)  # -1 means unknown
 
 
 def read_text(file: Path) -> str | None:
-    """Return the stripped text of a file, or None if it cannot be read."""
+    """Return a file's text without surrounding white space, or None if it cannot be read."""
     try:
         return file.read_text().strip()
     except OSError:
@@ -129,7 +132,10 @@ def _gpu_machine() -> Machine | None:
 
 
 def clocks() -> dict[str, int | None]:
-    """Return the first visible GPU's SM and memory clocks in MHz and their maxima, or nothing."""
+    """Return the first visible GPU's SM and memory clocks in MHz and their maxima.
+
+    Without a GPU, the mapping is empty.
+    """
     nvml = load_nvml()
     handles = visible_gpus(nvml)
     if nvml is None or not handles:
@@ -156,7 +162,7 @@ def _gpu_facts(nvml: ModuleType, handle: object) -> Mapping[str, object]:
 
 @functools.cache
 def load_nvml() -> ModuleType | None:
-    """Return pynvml, initialized; None if this process may use no GPU."""
+    """Return pynvml after its initialization, or None if this process may not use a GPU."""
     try:
         import pynvml
 
@@ -178,7 +184,7 @@ def visible_gpus(nvml: ModuleType | None) -> list[object]:
 
 
 def is_visible(nvml: ModuleType, handle: object) -> bool:
-    """Return whether ``CUDA_VISIBLE_DEVICES`` names the GPU by index or start of its UUID."""
+    """Return whether ``CUDA_VISIBLE_DEVICES`` has the GPU's index or the beginning of its UUID."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return True
@@ -188,15 +194,15 @@ def is_visible(nvml: ModuleType, handle: object) -> bool:
 
 
 def query(function: Callable[..., T], *args: object) -> T | None:
-    """Return the answer of a library function, or None if it fails here."""
+    """Call a library function. Return its result, or None if it fails on this machine."""
     try:
         return function(*args)
-    except Exception:  # NVML has an exception class for each refusal
+    except Exception:  # NVML has one exception class per error code
         return None
 
 
 def versions() -> dict[str, str | None]:
-    """Return the version of each library, None for a missing one.
+    """Return the version of each library, or None if a library is missing.
 
     No library is loaded and no GPU is used.
     """
@@ -214,7 +220,7 @@ def versions() -> dict[str, str | None]:
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of a Python package, or None without it."""
+    """Return the version of a Python package, or None if it is not installed."""
     try:
         return str(importlib.import_module(package).__version__)
     except ImportError:
@@ -222,7 +228,7 @@ def version_of(package: str) -> str | None:
 
 
 def _cublas_version(cuda: str | None) -> str | None:
-    """Return the version of the cuBLAS that torch has loaded, according to the library itself."""
+    """Return the version that the cuBLAS library loaded by torch reports."""
     import ctypes
 
     if cuda is None:

@@ -1,6 +1,7 @@
-"""The state of a GPU and of this process while something is measured.
+"""The state of a GPU and of this process during a measurement.
 
-Pending work, free memory and garbage collection; clocks, power, throttling and other processes.
+This includes pending work, free memory and garbage collection, and the GPU's clocks, power,
+throttling and other processes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def no_gc() -> Iterator[None]:
 def synchronizer(device: str) -> Callable[[], None]:
     """Return a function that waits until `device` has finished its work."""
     if not device.startswith("cuda"):
-        return lambda: None  # a call on a CPU is done when it returns
+        return lambda: None  # on a CPU, a call has finished when it returns
     import torch
 
     return torch.cuda.synchronize
@@ -58,7 +59,7 @@ def free_bytes() -> int:
 
 
 def release(device: str) -> None:
-    """Free unreferenced memory, so that the next buffers get other addresses."""
+    """Free unreferenced memory, so that the next buffers get different addresses."""
     import torch
 
     gc.collect()
@@ -68,7 +69,7 @@ def release(device: str) -> None:
 
 
 class Stopwatch:
-    """Count seconds by phase. While an inner phase runs, the outer phase is not counted."""
+    """Measure the seconds in each phase. An inner phase's time is not part of the outer phase."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -76,7 +77,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside the block as `name`."""
+        """Add the time inside the block to the phase `name`."""
         outer = self._switch(name)
         try:
             yield
@@ -94,7 +95,7 @@ class Stopwatch:
         self._since, self.seconds = time.perf_counter(), {}
 
     def read(self) -> dict[str, float]:
-        """Return the seconds by phase since the last reading, and start from zero."""
+        """Return the seconds in each phase since the last reading, and start from zero."""
         self._switch(self._phase)
         seconds, self.seconds = self.seconds, {}
         return {name: round(value, 4) for name, value in seconds.items()}
@@ -113,8 +114,8 @@ class Look:
 class Telemetry:
     """Clocks, power, temperature and throttling of one GPU while it is measured.
 
-    An NVML call can take a millisecond. So NVML is read only after every `EVERY`-th block, and
-    after each block while the GPU is throttled.
+    An NVML call can take a millisecond. So NVML is normally read only after every `EVERY`-th
+    block. While the GPU is disturbed, it is read after each block.
     """
 
     EVERY = 5
@@ -132,7 +133,7 @@ class Telemetry:
         self._read()
 
     def _read(self) -> int:
-        """Record one reading of NVML; return its clock event reasons."""
+        """Record one reading of NVML, and return NVML's clock event reasons."""
         nvml, handle = self._nvml, self._handle
         if nvml is None or handle is None:
             return 0
@@ -154,7 +155,7 @@ class Telemetry:
         return None if millijoules is None else millijoules * 1e-3
 
     def disturbance(self) -> str | None:
-        """Return why the GPU is slower than it should be, or None. Only some blocks are checked."""
+        """Return why the GPU is slower than it should be, or None. Some calls do not check it."""
         self._blocks += 1
         return self.look() if self._disturbed or self._blocks % self.EVERY == 0 else None
 
@@ -169,8 +170,8 @@ class Telemetry:
     def _other_processes(self) -> list[int]:
         """Return other processes that have computed on the GPU since the last call.
 
-        If a container hides process ids, NVML does not list our own process. Then our own work
-        cannot be distinguished from other work, and no process is reported.
+        If a container hides process ids, NVML does not list this process. Then this process's work
+        cannot be distinguished from other processes' work, and no process is returned.
         """
         nvml, handle, since = self._nvml, self._handle, self._asked_us
         self._asked_us = time.time_ns() // 1000
@@ -186,7 +187,7 @@ class Telemetry:
         return sorted(pid for pid in busy if not is_worker(pid))
 
     def summary(self) -> dict[str, list[int] | None]:
-        """Return the smallest and the largest value of each quantity."""
+        """Return the smallest and the largest reading of each quantity."""
         ranges: dict[str, list[int] | None] = {}
         for name in ("sm_mhz", "watts", "celsius"):
             values = [v for look in self._looks if (v := getattr(look, name)) is not None]
@@ -194,5 +195,5 @@ class Telemetry:
         return ranges
 
     def looks(self) -> list[list[int | None]]:
-        """Return each reading as the number of blocks before it, MHz, watts and degrees Celsius."""
+        """Return each reading as a list: blocks before it, MHz, watts and degrees Celsius."""
         return [[look.block, look.sm_mhz, look.watts, look.celsius] for look in self._looks]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class GitError(Exception):
-    """Git failed; the message is git's own."""
+    """Git failed. The message is git's own."""
 
 
 class NoGit(GitError):
@@ -44,7 +44,7 @@ def try_git(root: Path, *arguments: str) -> str | None:
 
 
 class SnapshotError(GitError):
-    """A commit cannot be read; the last line says what to do."""
+    """A commit cannot be read. The last line of the message says what to do."""
 
 
 @dataclass
@@ -54,8 +54,8 @@ class GitSnapshot:
     Attributes:
         sha: the commit.
         label: the commit range that a verdict names: ``1a2b3c4d..HEAD + uncommitted changes``.
-        folder: holds the old tree, and is deleted with this object.
-        tree: where the old tree lies. Links that lead out of it are left out.
+        folder: the temporary folder that contains the old tree. It is deleted with this object.
+        tree: the path of the old tree. Links to targets outside the tree are left out.
         moved: whether any tracked file under `root` differs from the commit.
     """
 
@@ -92,14 +92,16 @@ class GitSnapshot:
         return cls(root, sha, label, folder, tree, moved, _renamed(root, sha), names, left_out)
 
     def page(self, path: Path) -> Path | None:
-        """Return the file of `path` in the old tree, under its old name, or None if it is new.
+        """Return the old tree's version of the file `path`, or None if the file is new.
+
+        If the file was renamed, the old version has the old name.
 
         Raises:
-            SnapshotError: something deleted the file from the old tree.
+            SnapshotError: the file was deleted from the temporary folder.
         """
         name = self._name(path)
         if name is None or name not in self._names:
-            old = None if name is None else self.tree / name  # reached through a link to a folder
+            old = None if name is None else self.tree / name  # may be in a linked folder
             return old if old is not None and old.exists() else None
         if not (self.tree / name).exists():
             raise SnapshotError(
@@ -109,7 +111,7 @@ class GitSnapshot:
         return self.tree / name
 
     def unreached(self, path: Path) -> str:
-        """Return why the old version of `path` is unknown, or an empty text."""
+        """Return the reason why the old version of `path` is unknown, or an empty text."""
         name = self._name(path)
         if name is None:
             return f"{path} lies outside {self.root}"
@@ -118,7 +120,7 @@ class GitSnapshot:
         return f"{link} was a link out of {self.root}" if link else ""
 
     def _name(self, path: Path) -> str | None:
-        """Return the old name of `path` below the root, or None if it lies elsewhere."""
+        """Return the old name of `path`, relative to the root, or None if it is outside."""
         root = os.path.realpath(self.root)
         for folder in (os.path.realpath(path.parent), str(path.parent.absolute())):
             full = Path(folder, path.name)
@@ -132,8 +134,8 @@ class GitSnapshot:
 def _check_out(root: Path, sha: str, tree: Path) -> frozenset[str]:
     """Write the files of `root` at `sha` into `tree`, and return their names.
 
-    It uses a separate index, because `git archive` obeys `.gitattributes`, which can leave files
-    out.
+    It checks the files out with a separate index. `git archive` would be wrong here, because
+    `.gitattributes` can exclude files from archives.
     """
     index = {"GIT_INDEX_FILE": str(tree.with_name("index"))}
     top = Path(_git(root, "rev-parse", "--show-toplevel").removesuffix("\n"))
@@ -144,7 +146,7 @@ def _check_out(root: Path, sha: str, tree: Path) -> frozenset[str]:
 
 
 def _drop_links_out(tree: Path) -> Iterator[str]:
-    """Remove the links that lead out of `tree`, and yield their names."""
+    """Remove the links in `tree` with targets outside it, and yield their names."""
     for folder, folders, files in os.walk(tree):
         for name in (*folders, *files):
             path = Path(folder, name)

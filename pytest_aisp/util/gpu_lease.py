@@ -1,7 +1,7 @@
-"""Leases: runs on one machine take turns at its GPUs.
+"""Leases, with which runs on the same machine take turns to use its GPUs.
 
-A lease is an advisory lock on a file in a folder that all of a user's runs share. It ends with the
-process that holds it.
+A lease is an advisory lock on a file in a folder that all runs of a user share. A lease ends when
+the process that holds it ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REMEDY = f"Point {LEASES} at a folder that can be written, the same for all who 
 def lease_folder() -> Path:
     """Return the folder of this machine's leases, created if necessary.
 
-    It does not follow TMPDIR, which jobs and containers set differently.
+    The folder does not depend on TMPDIR, because jobs and containers set that differently.
     """
     path = Path(os.environ.get(LEASES) or f"/tmp/pytest-aisp-{os.getuid()}")
     path.mkdir(mode=0o700, exist_ok=True)
@@ -33,10 +33,11 @@ def lease_folder() -> Path:
 def lease(
     name: str, *, shared: bool = False, waiting: Callable[[str], None] = lambda text: None
 ) -> Iterator[None]:
-    """Wait for the lease `name`, and hold it alone or with other `shared` holders.
+    """Wait for the lease `name`, and hold it inside the block.
 
     Args:
-        waiting: called with a message before a wait.
+        shared: whether others that also share the lease may hold it at the same time.
+        waiting: a function that is called with a message if this process has to wait.
     """
     with open(lease_folder() / f"{name}.lock", "w") as file:
         mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
@@ -53,9 +54,9 @@ def lease(
 
 @contextlib.contextmanager
 def lease_gpus(gpus: Iterable[str], waiting: Callable[[str], None]) -> Iterator[None]:
-    """Hold the leases of `gpus` by UUID and share the host's, as a case on several GPUs does.
+    """Hold the leases of the GPUs with these UUIDs inside the block, and share the host's lease.
 
-    The order is the same everywhere, which prevents deadlocks.
+    All runs take the leases in the same order, which prevents deadlocks.
 
     Raises:
         CliError: the folder of leases cannot be written.
@@ -71,13 +72,13 @@ def lease_gpus(gpus: Iterable[str], waiting: Callable[[str], None]) -> Iterator[
 
 
 def is_worker(pid: int) -> bool:
-    """Return whether `pid` is a worker process that leases in the same folder as this process.
+    """Return whether `pid` is a worker process that uses the same folder of leases.
 
-    Then the two take turns, so it does not disturb a measurement here.
+    Such a process takes turns with this one, so it does not disturb a measurement here.
     """
     try:
         command, variables = (Path(f"/proc/{pid}/{f}").read_bytes() for f in ("cmdline", "environ"))
-    except OSError:  # it has ended, or belongs to another user
+    except OSError:  # the process has ended, or belongs to another user
         return False
     if b"pytest_aisp.worker" not in command and b"pytest_aisp.distributed.rank" not in command:
         return False

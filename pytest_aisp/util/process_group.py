@@ -1,9 +1,9 @@
-"""The ranks that run a pair together: one process, or several that `torch.distributed` joined.
+"""The ranks that run a pair together: one process, or several connected by `torch.distributed`.
 
-All ranks must reach the same decision: a rank that makes one more call waits in a collective
-forever. A decision may depend on values that differ between ranks, such as times, free memory, or a
-failed capture. Every such value goes through `current_group()`, which returns the same value on all
-ranks. Random choices come from seeds that the ranks share.
+All ranks must make the same decisions: a rank that makes one call more than the others waits in a
+collective forever. Some decisions depend on values that differ between ranks, such as times, free
+memory, or a failed capture. Every such value goes through `current_group()`, which returns the
+same value on all ranks. Random choices come from seeds that the ranks share.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class SingleProcess:
-    """One process by itself, for which each method returns its argument."""
+    """A single process. Each method that combines values returns its argument."""
 
     rank, world = 0, 1
 
@@ -36,33 +36,33 @@ class SingleProcess:
         return value
 
     def first_message(self, text: str | None) -> str | None:
-        """Return the text of the first rank that has one, with the rank's number, or None."""
+        """Return the first rank's text that is not None, with the rank's number, or None."""
         return text
 
     def broadcast(self, value: T) -> T:
-        """Return the `value` of rank 0."""
+        """Return the `value` that rank 0 has."""
         return value
 
     def start_window(self, device: str) -> None:
-        """Wait until all ranks can start a window, as the last step before its start time."""
+        """Wait until all ranks can start a window. Call it last, just before the start time."""
 
     def slowest(self, seconds: float) -> float:
-        """Return the seconds of the window's slowest rank."""
+        """Return the time in seconds that the slowest rank took for the window."""
         return seconds
 
     def details(self) -> dict[str, object]:
-        """Return facts of JSON types for the row."""
+        """Return facts about the ranks for the row, in JSON types."""
         return {}
 
 
 class Ranks(SingleProcess):
-    """`world` processes that `torch.distributed` joined; this one is `rank`.
+    """`world` processes, connected by `torch.distributed`. This process is `rank`.
 
-    The ranks agree through a separate Gloo group, which is independent of the page's backend.
+    The ranks exchange values in a separate Gloo group, which is independent of the page's backend.
 
     Args:
-        tell: called with the number of each agreement before this rank waits for it. The rank with
-            the lowest number is the one that hangs.
+        tell: a function that is called with the number of each exchange before this rank waits for
+            it. If the ranks hang, the rank with the lowest number is the cause.
     """
 
     def __init__(self, rank: int, world: int, tell: Callable[[int], object]) -> None:
@@ -124,7 +124,7 @@ class Ranks(SingleProcess):
         if not device.startswith("cuda"):
             dist.barrier(group=self._group)
         else:
-            # On the stream: earlier work may still run, and no GPU starts alone.
+            # A collective on the stream: it waits for earlier work, and all GPUs continue together.
             if self._flag is None:
                 self._flag = torch.zeros(1, device="cuda")
             dist.all_reduce(self._flag)
@@ -139,8 +139,8 @@ class Ranks(SingleProcess):
     def details(self) -> dict[str, object]:
         """Return the median and the largest seconds between the first and the last rank's start.
 
-        These are host times of the launch. They are meaningless between machines, because the
-        clocks differ.
+        The host's clock measures these start times. If the ranks run on several machines, the
+        result is meaningless, because the machines' clocks differ.
         """
         if not self._skews:
             return {}

@@ -17,7 +17,7 @@ Tree = TypeVar("Tree")
 
 
 class TreeError(PageError):
-    """A value that can be neither compared nor restored."""
+    """The tree contains a value that can be neither compared nor restored."""
 
 
 def leaves(tree: object, path: str = "") -> Iterator[tuple[str, object]]:
@@ -40,7 +40,7 @@ def tensors(tree: object) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Tree) -> Tree:
-    """Return `tree` with `function` applied to each tensor; other leaves are unchanged."""
+    """Return `tree` with `function` applied to each tensor. Other leaves stay the same."""
     mapped: Tree = _map(function, tree)
     return mapped
 
@@ -65,7 +65,7 @@ def _map(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
 
 
 def clone(tree: Tree) -> Tree:
-    """Return `tree` with every tensor copied, keeping strides and pinned memory."""
+    """Return `tree` with a copy of every tensor. Copies keep strides and pinned memory."""
     return map_tensors(_clone, tree)
 
 
@@ -80,7 +80,7 @@ def _clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_into(target: object, source: object) -> None:
-    """Copy every tensor of `source` into its place in `target`."""
+    """Copy every tensor of `source` into the tensor at the same place in `target`."""
     import torch
 
     with torch.no_grad():
@@ -89,7 +89,7 @@ def copy_into(target: object, source: object) -> None:
 
 
 def poison(tree: object) -> None:
-    """Overwrite every tensor of `tree` with NaN, or with all bits set if there is no NaN."""
+    """Overwrite every tensor of `tree` with NaN, or if its dtype has no NaN, set all its bits."""
     import torch
 
     with torch.no_grad():
@@ -105,18 +105,18 @@ def poison(tree: object) -> None:
 
 
 def nbytes(tree: object) -> int:
-    """Return the bytes of all tensors in `tree`, counting a storage that views share once."""
+    """Return the bytes of all tensors in `tree`. A storage that views share is counted once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for _, t in tensors(tree)}
     return sum(s.nbytes() for s in storages.values())
 
 
 def state_tensors(state: object) -> dict[str, torch.Tensor]:
-    """Return by name every tensor that `state` holds, gradients included.
+    """Return every tensor in `state`, including gradients, keyed by name.
 
-    A state may be tensors, modules, optimizers, and containers of them.
+    A state may consist of tensors, modules, optimizers, and containers of them.
 
     Raises:
-        TreeError: the state holds something else, which could change undetected.
+        TreeError: the state contains an object of another type, which could change undetected.
     """
     return dict(_state(state, "state"))
 
@@ -132,8 +132,8 @@ def _state(value: object, path: str) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in (*value.named_parameters(), *value.named_buffers()):
             yield from _state(tensor, f"{path}.{name}")
     elif isinstance(value, torch.optim.Optimizer):
-        # By the parameter's number, because a sharded optimizer has entries for only some
-        # parameters.
+        # The names use the parameter's number, because a sharded optimizer has entries for only
+        # some parameters.
         parameters = [p for group in value.param_groups for p in group["params"]]
         for index, parameter in enumerate(parameters):
             for name, leaf in value.state.get(parameter, {}).items():
@@ -162,7 +162,7 @@ def _children(tree: object) -> list[tuple[str, object]] | None:
 
 
 def _fields(tree: object) -> list[tuple[str, object]] | None:
-    """Return names and values of a dataclass or a namespace; None for anything else."""
+    """Return the names and values in a dataclass or a namespace, or None for other types."""
     if isinstance(tree, SimpleNamespace):
         return list(vars(tree).items())
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):

@@ -1,4 +1,4 @@
-"""The worker process, which builds, checks and times sides, and the pipe to it.
+"""The worker process and the pipe to it. The process builds, checks and times sides.
 
-`python -m pytest_aisp.worker` is the program.
+`python -m pytest_aisp.worker` starts the process.
 """

@@ -1,11 +1,12 @@
 """The worker process as a program.
 
     python -m pytest_aisp.worker READ_FD WRITE_FD     answer tasks over a pipe (see `server`)
-    python -m pytest_aisp.worker TASK.json            run one task of a file
+    python -m pytest_aisp.worker TASK.json            run the task in a file
 
-NVIDIA's profilers run the second form. The file holds a `ProfileTask` whose `side` is a role. A few
-calls run in an NVTX range ``aisp-baseline`` or ``aisp-optimized``, between the start and the stop
-of CUDA's profiler. The exit code is 1 if the side cannot be run; stderr says why.
+NVIDIA's profilers run the second form. The file holds a `ProfileTask` whose `side` is a role. The
+program starts CUDA's profiler, calls the side a few times in an NVTX range named ``aisp-baseline``
+or ``aisp-optimized``, and stops the profiler. The exit code is 1 if the side cannot be run, and
+stderr contains the reason.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from .server import Server, main
 
 
 def run_file(path: str) -> int:
-    """Run the task in the file `path`; return the exit code."""
-    faulthandler.enable()  # a crash shows the line of the side
+    """Run the task in the file `path` and return the exit code."""
+    faulthandler.enable()  # a crash prints the side's line
     task = messages.decode_task(Path(path).read_bytes())
     reply = Server(lambda text: None).answer(task)
     if reply.error is not None:

@@ -1,7 +1,7 @@
-"""The pytest process's view of workers: a process behind a pipe, or a recorded run.
+"""The workers that the pytest process sends tasks to: a process, or a recorded run.
 
-A `WorkerProcess` is started, gets tasks, and is killed if it is late. A `ReplayWorker` answers from
-the samples of a recorded run.
+A `WorkerProcess` receives tasks over a pipe and is killed if it exceeds a time limit. A
+`ReplayWorker` answers with the samples of a recorded run.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from .output_capture import OutputCapture, Stream
 Progress = Callable[[str], None]
 PROGRAM = ("-m", "pytest_aisp.worker")
 START_SECONDS = 120.0
-"""Time to start a worker process, added to a task's time: torch from a cold disk takes a minute."""
+"""Seconds added to the first task's time limit: importing torch from a cold disk takes a minute."""
 EXIT_SECONDS = 3.0
-"""Time that a process gets to end after it closed its pipe; a normal exit takes under a second."""
+"""Seconds that a process may take to end after its pipe is closed. Normally one is enough."""
 POLL_SECONDS = 0.5
-"""How often the client checks that the process is alive while it waits for an answer."""
+"""Seconds between two checks that the process is alive, while the client waits for an answer."""
 TIMEOUT_HINT = "give it longer with -o aisp_timeout_multiplier=2"
 """The last line of the message about a timeout."""
 
@@ -56,14 +56,14 @@ class Worker(Protocol):
 
 
 class WorkerProcess:
-    """A worker process, started at once, killed at the first fault.
+    """A worker process. It is started immediately, and killed at its first fault.
 
     Args:
         environment: variables to set for it; None as a value removes one.
-        launcher: command that starts the interpreter, such as a sanitizer.
+        launcher: command that runs the interpreter, such as a sanitizer.
 
     Attributes:
-        outputs: the captured output, as a list with one process.
+        outputs: the captured output of each process; here there is only one.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class WorkerProcess:
                     return self._dead(doing)
                 answer = messages.decode(line)
                 if isinstance(answer, Reply):
-                    # The next task needs a process that can use its GPU and leaves memory to
-                    # others.
+                    # The next task needs a process that can use its GPU and does not occupy
+                    # memory that other processes need.
                     if answer.error == "fault" or answer.exhausted:
                         self.kill()
                     return answer
@@ -141,7 +141,7 @@ class WorkerProcess:
             raise
 
     def _read_line(self, deadline: float) -> bytes | None:
-        """Return the next line, an empty one at the end of the pipe, or None at the deadline."""
+        """Return the next line. It is empty at the end of the pipe, and None at the deadline."""
         while b"\n" not in self._buffer:
             alive, remaining = self.alive, max(0, deadline - time.monotonic())
             seconds = min(remaining, POLL_SECONDS) if alive else 0
@@ -173,9 +173,9 @@ class WorkerProcess:
         return "\n".join(self.outputs[0].last(20))
 
     def kill(self) -> None:
-        """Kill the process and everything in its process group, which may outlive it."""
+        """Kill the process and all processes in its group, because they could outlive it."""
         if not self._killed:
-            self._killed = True  # later another group may get the same number
+            self._killed = True  # later, another group may get the same id
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         if self.alive:
@@ -184,7 +184,7 @@ class WorkerProcess:
         self._process.wait()
 
     def close(self) -> None:
-        """End the process and release its pipes."""
+        """End the process and close its pipes."""
         self.kill()
         for fd in (self._tasks, self._answers):
             with suppress(OSError):
@@ -195,13 +195,16 @@ class WorkerProcess:
 def interpreter() -> list[str]:
     """Return the command for Python without the current folder at the head of its path.
 
-    `worker_environment` passes on the current folder if pytest's own path has it.
+    If the current folder is on pytest's own import path, `worker_environment` passes it on.
     """
     return [sys.executable, "-P"] if sys.version_info >= (3, 11) else [sys.executable]
 
 
 def worker_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
-    """Return this process's environment with its import path and `changes`; None removes one."""
+    """Return this process's environment with its import path and `changes`.
+
+    A variable whose value in `changes` is None is removed.
+    """
     path = os.pathsep.join(p for p in sys.path if p)
     merged = {**os.environ, "PYTHONPATH": path, **changes}
     return {name: value for name, value in merged.items() if value is not None}
@@ -214,7 +217,7 @@ def timeout_reply(seconds: float, doing: str, trace: str) -> Reply:
 
 
 def describe_exit(code: int) -> str:
-    """Return how a process with this exit status ended: ``by SIGSEGV``, ``with exit code 3``."""
+    """Return a description of an exit status: ``by SIGSEGV`` or ``with exit code 3``."""
     return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
@@ -224,25 +227,26 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 CaseName = tuple[str, str, int]
-"""Identifies a case across runs: its page below the root, its key, and its number of GPUs."""
+"""A case's identity across runs: its page's path below the root, its key, its number of GPUs."""
 
 
 class ReplayError(Exception):
-    """A file that holds no recorded rows."""
+    """The file contains no recorded run."""
 
 
 class ReplayWorker:
-    """A worker that answers from a recorded run.
+    """A worker that answers with the results of a recorded run.
 
     Args:
-        path: `results.jsonl` of an artifacts folder, or the folder.
+        path: an artifacts folder, or its `results.jsonl`.
 
     Attributes:
-        dropped: names the incomplete line that is left out, or is empty.
-        machine: where the run was recorded, so that it is judged as that; None if unknown.
+        dropped: a note about an incomplete line that was ignored, or an empty text.
+        machine: the machine that the run was recorded on, or None if unknown. The verdicts are for
+            this machine.
 
     Raises:
-        ReplayError: for a file that cannot be read as a recorded run.
+        ReplayError: if the file cannot be read as a recorded run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -271,7 +275,7 @@ class ReplayWorker:
         self._answered: dict[tuple[CaseName, str], int] = {}
 
     def ask(self, task: Task, seconds: float, progress: Progress) -> Reply:
-        """Return what was recorded for `task`; timings come in the order of the recording."""
+        """Return the recorded reply to `task`. Timings are returned in the recorded order."""
         if not isinstance(task, CaseTask):
             return Reply(error="page", message=f"the recording holds no {task.kind}")
         name = _name_of_task(task)
@@ -298,11 +302,11 @@ class ReplayWorker:
         return Reply(result=answers[number])
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
 
 def _name_of_row(row: JournalLine, root: str | None) -> CaseName:
-    # Ids are relative to the root, which only the manifest has.
+    # The page's path must be relative to the root, and only the manifest contains the root.
     page = row.nodeid.partition("::")[0] if root is None else path_below(row.page, root)
     return page, row.key, row.gpus
 

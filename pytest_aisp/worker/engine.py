@@ -1,6 +1,6 @@
-"""The engine of a worker process: load a page, check its sides, time them, check again.
+"""The engine of a worker process: it loads a page, checks its sides, times them, checks again.
 
-An `Engine` answers tasks, with one method for each kind.
+An `Engine` has one method for each kind of task.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .loader import Cache, DeclaredSide, TaskContext, pair_of, seed_of
 from .process_timer import ProcessSide, measure_processes, time_here
 
 SANDBOX = "sandbox"
-"""The purpose of the seed of a sandboxed side's values, and the key of their reference."""
+"""The seed's purpose for a sandboxed side's values, and the key of their reference in the cache."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Engine:
         raise TypeError(f"no engine answers {task.kind!r}")
 
     def check(self, task: messages.CheckTask) -> task_results.CheckResult:
-        """Check the case's variant and its baseline; return the results by size."""
+        """Check the case's variant and baseline, and return the results by size."""
         self.watch.start()
         context = TaskContext(task)
         context.require_interpreter()
@@ -140,7 +140,7 @@ class Engine:
                     raise failure
 
     def time(self, task: TimeTask) -> task_results.TimeResult:
-        """Time the case's variant against its baseline; check the outputs of the timed calls."""
+        """Time the case's variant and its baseline, and check the outputs of the timed calls."""
         self.watch.start()
         context = TaskContext(task, task.past)
         sides = context.sides
@@ -152,7 +152,7 @@ class Engine:
         with self._quiet_process(task, context.pair):
             monkeypatches.refuse_tracers()
             samples, extra = self._measure(task, context, sides)
-        if task.replicate and not task.keep:  # one of many processes
+        if task.replicate and not task.keep:  # one of several that measure the case
             self.cache.references.clear()
         self.cache.release_memory(task.device)
         return task_results.TimeResult(
@@ -187,7 +187,7 @@ class Engine:
         return Trial(task, reference, sides, budget, rng, self.progress).run()
 
     def count(self, task: messages.CountTask) -> Mapping[str, float]:
-        """Return a metric of a call by role."""
+        """Return a metric per call, keyed by role."""
         from ..timing.trial import Trial
         from . import metrics
 
@@ -217,7 +217,7 @@ class Engine:
             warmup = getattr(side, "warmup", 3)
             seconds = time_here(lambda: bound.run(0), warmup, synchronizer(task.device))
         reference, rule = Reference(pool), Rule(**task.rule)
-        for turn in range(VALUE_SETS):  # the timed output, then one for new values
+        for turn in range(VALUE_SETS):  # first the timed output, then the outputs for new values
             if turn:
                 pytree.copy_into(slot, pool.values[turn])
                 bound.run(0)
@@ -229,7 +229,7 @@ class Engine:
         return task_results.SampleResult(seconds)
 
     def profile(self, task: messages.ProfileTask) -> task_results.ProfileResult:
-        """Run both sides under torch's profiler, or one side under another profiler."""
+        """Run both sides under torch's profiler, or one side for a profiler around this process."""
         from . import torch_profiler
 
         context = TaskContext(task)
@@ -243,7 +243,7 @@ class Engine:
             return torch_profiler.profile_sides(pool, sides, Path(task.folder), self.progress)
 
     def draw(self, task: messages.DrawTask) -> dict[str, Json]:
-        """Write the values that a sandboxed side will get; keep the reference for them."""
+        """Write the values that a sandboxed side will receive, and keep their reference."""
         context = TaskContext(task)
         size = dict(context.sizes[-1])
         self._report(task.kind, size)
@@ -254,7 +254,7 @@ class Engine:
         return {}
 
     def prepare(self, task: messages.PrepareTask) -> task_results.PrepareResult:
-        """Get one side ready in this process; return the calls in a unit of work."""
+        """Prepare one side in this process, and return the number of calls in a unit of work."""
         context = TaskContext(task)
         size = dict(context.sizes[-1])
         self._report(task.kind, size)
@@ -264,7 +264,7 @@ class Engine:
         return task_results.PrepareResult(self._sandboxed.unit)
 
     def perform(self, task: messages.PerformTask) -> dict[str, Json]:
-        """Do units of work with the prepared side."""
+        """Run the requested units of work with the prepared side."""
         self._prepared_side(task).work(task.units)
         return {}
 
@@ -286,7 +286,7 @@ class Engine:
         return {"compared": sandbox.compare(reference, side, precision, task)}
 
     def facts(self, task: messages.FactsTask) -> task_results.Facts:
-        """Return versions, and the device as this process sees it."""
+        """Return the libraries' versions and the name of this process's device."""
         import torch
 
         facts: task_results.Facts = dict(device.versions())
@@ -313,7 +313,7 @@ class Engine:
         return sweep(task.ops, task.sizes, task.device, self.progress)
 
     def compile(self, task: messages.CompileTask) -> task_results.CompileResult:
-        """Assemble every kernel that the case's sides launch, for each arch of `task`."""
+        """For each arch of `task`, assemble every kernel that the case's sides launch."""
         from ..kernels.cross_compile import Assembly
 
         context = TaskContext(task)
@@ -329,7 +329,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _quiet_process(self, task: CaseTask, pair: Pair) -> Iterator[None]:
-        """Suspend garbage collection; use deterministic algorithms if the task says so."""
+        """Suspend garbage collection, and use deterministic algorithms if `task` requires them."""
         import torch
 
         if task.reproducible:
@@ -344,5 +344,5 @@ class Engine:
 
 
 def _function_of(side: Side) -> Side:
-    """Return the function to check in this process; for a process side, its function."""
+    """Return the function to check in this process: the side, or a process side's function."""
     return side.side if isinstance(side, ProcessSide) else side

@@ -1,4 +1,4 @@
-"""Load the objects of a task: the page, its sides now and at a commit, and cached references."""
+"""Load the objects that a task needs: the page, its sides now or at a commit, and references."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from ..util.process_group import current_group
 def load_page(path: str, root: str, module: str) -> types.ModuleType:
     """Import the page at `path` as `module`, so that its relative imports work.
 
-    Missing parent packages are created, as in pytest's importlib mode. Without a GPU, Triton's
-    interpreter is made ready for the page's kernels.
+    Missing parent packages are created, as in pytest's importlib mode. On a machine without a GPU,
+    Triton's interpreter is prepared for the page's kernels.
     """
     if module not in sys.modules:
         _import(path, root, module)
@@ -74,17 +74,17 @@ def pair_of(function: object) -> Pair | None:
 
 
 class MixedTreesError(ImportError):
-    """An old page imports a file of the current tree; the message names the file."""
+    """An old page imports modules of the current tree. The message names them."""
 
 
 def load_old_page(path: str, root: str, module: str, today: str) -> types.ModuleType:
-    """Import the page at `path` of the old tree `root`, with that tree's helpers.
+    """Import the page at `path` in the old tree `root`, together with that tree's helpers.
 
-    During the import, the modules of the current tree are removed, except for libraries. Entries of
-    `sys.path` in the current tree are replaced with the same folders of the old tree.
+    During the import, the current tree's modules are removed from `sys.modules`; libraries stay.
+    Folders of the current tree in `sys.path` are replaced with the same folders of the old tree.
 
     Raises:
-        MixedTreesError: if an import still found a file of the current tree.
+        MixedTreesError: if the page still imported a module of the current tree.
     """
     if module in sys.modules:
         return sys.modules[module]
@@ -112,7 +112,7 @@ def load_old_page(path: str, root: str, module: str, today: str) -> types.Module
 
 
 def leads_to(name: str, root: str) -> bool:
-    """Return whether an import of `name` would find it under `root`, not in a library."""
+    """Return whether `import name` would find a module under `root` that is not in a library."""
     top = name.partition(".")[0]
     if top in sys.modules:
         return any(_is_under(path, root) for path in _paths_of(sys.modules[top]))
@@ -132,16 +132,16 @@ def _in_old_tree(entry: str, today: str, root: str) -> str:
 
 
 def _modules_under(root: str) -> dict[str, types.ModuleType]:
-    """Return by name the imported modules under `root`, without libraries.
+    """Return the imported modules under `root`, keyed by name and without libraries.
 
-    Packages without a file count by their folders, because their modules are imported from there.
+    A package without a file is included if one of its folders is under `root`.
     """
     modules = list(sys.modules.items())
     return {n: m for n, m in modules if any(_is_under(path, root) for path in _paths_of(m))}
 
 
 def _paths_of(module: types.ModuleType) -> list[str]:
-    # From its dictionary: `torch.ops` and lazy modules invent an answer for any attribute.
+    # Not `getattr`: `torch.ops` and lazy modules return something for every attribute name.
     known = getattr(module, "__dict__", {})
     if isinstance(known.get("__file__"), str):
         return [known["__file__"]]
@@ -162,12 +162,12 @@ def _is_under(path: str, root: str) -> bool:
 DeclaredSide: TypeAlias = tuple[Side, Precision | None]
 """A side and the lower precision that it declares."""
 MAX_CHECK_SIZES = 3
-"""Most listed check sizes of a page to check before a case is timed."""
+"""How many of a page's check sizes are checked, at most, before a case is timed."""
 
 
 @dataclass(frozen=True)
 class TaskContext:
-    """A task's pair and sides. The page is imported on first use.
+    """A task's pair and sides. The page is imported when they are first needed.
 
     Attributes:
         past: the page at a commit, or None.
@@ -178,7 +178,7 @@ class TaskContext:
 
     @cached_property
     def pair(self) -> Pair:
-        """The pair of today's page."""
+        """The pair of the current page."""
         page = load_page(self.task.page, self.task.root, self.task.module)
         pair = pair_of(getattr(page, self.task.function, None))
         if pair is None:
@@ -197,23 +197,23 @@ class TaskContext:
 
     @property
     def sizes(self) -> list[Size]:
-        """The sizes at which the task checks the sides; the last one is the case's own."""
+        """The sizes at which the task checks the sides. The last one is the case's own size."""
         listed = [size for size in self.pair.check_sizes if is_plain(size)]
         if self.task.at == "check":
             return listed or [*self.pair.cpu_sizes, self.task.size][:1]
         return [*listed[:MAX_CHECK_SIZES], self.task.size]
 
     def sources(self) -> dict[str, str]:
-        """Return the digest of each side's source by role."""
+        """Return the digest of each side's source, keyed by role."""
         return {role: digest(self.side(role)[0], self.task.root) for role in ROLES}
 
     def require_interpreter(self) -> None:
         """Refuse Triton kernels on a CPU without Triton's interpreter.
 
-        Worker processes have it. If sides run inside the pytest process, the interpreter must be on
-        before pytest starts.
+        Worker processes turn the interpreter on. If sides run inside the pytest process, it must be
+        on before pytest starts.
         """
-        sides = [side for side, _ in self.sides]  # this imports the page, and Triton with it
+        sides = [side for side, _ in self.sides]  # imports the page, which may import Triton
         interprets = self.task.device != "cpu" or interpreting()
         if not interprets and triton_kernels(sides, self.task.root):
             raise PageError(
@@ -241,14 +241,14 @@ class TaskContext:
         return {name: old for name, _, old in sides}[role]
 
     def _both_sides(self, pair: Pair, old: Pair) -> Iterator[tuple[str, Side, Side]]:
-        """Yield role, current side and old side, for each side that existed at the commit."""
+        """Yield role, current side and old side of each side that existed at the commit."""
         yield "baseline", pair.baseline, old.baseline
         name = self.task.variant
         if name in [variant.name for variant in old.variants]:
             yield "optimized", pair.variant(name).side, old.variant(name).side
 
     def changed(self) -> ChangedResult:
-        """Return which sides have changed, or why they cannot be compared.
+        """Return which sides have changed, or why the old page cannot be compared.
 
         An old page cannot be compared if it needs files of the current tree, or if an old side
         would import such files when it is called.
@@ -275,19 +275,20 @@ class TaskContext:
 
 
 MAX_CPU_REFERENCES = 4
-"""Most references that are kept on a CPU."""
+"""The largest number of references kept on a CPU."""
 KEPT_SHARE, KEPT_SHARE_OF_RANK = 1 / 8, 1 / 64
-"""Share of a GPU's memory that a process may keep between tasks; several sets of ranks share it."""
+"""Shares of a GPU's memory that a process may keep between tasks. A rank's share is smaller,
+because several sets of ranks share a GPU."""
 
 
 @dataclass
 class Cache:
-    """The state that an engine keeps between tasks; the variants at one size share references.
+    """An engine's state between tasks. Variants at the same size share a reference.
 
     Attributes:
-        references: the expected results, by page, size and seed.
-        checks: the results of checks, by case and size.
-        exhausted: whether the process holds memory that it cannot give back.
+        references: the expected results, keyed by page, size and seed.
+        checks: the results of checks, keyed by case and size.
+        exhausted: whether the process uses memory that it cannot release.
     """
 
     watch: Stopwatch
@@ -296,11 +297,10 @@ class Cache:
     exhausted: bool = False
 
     def reference(self, task: CaseTask, pair: Pair, size: Size) -> Reference:
-        """Return the reference at `size`, the same one for check and timing.
+        """Return the reference at `size`. Checks and timings use the same one.
 
-        The timed size has fixed values, so that a stored result is measured again with the same
-        values. Its unseen values, and the values at all other sizes, are drawn from the task's
-        seed.
+        The values at the timed size are the same in every run, so that a new result can be compared
+        with a stored one. Its unseen values and all other sizes' values depend on the task's seed.
         """
         page = f"{task.page}{task.function}{task.device}"
         fixed = task.at == "case" and size == task.size
@@ -316,7 +316,7 @@ class Cache:
         return self.references[key]
 
     def _make_room(self, page: str, device: str) -> None:
-        """Drop the references of other pages, and of this page too if memory is short."""
+        """Delete the references of other pages. If memory is short, delete this page's too."""
         import torch
 
         if device.startswith("cuda"):
@@ -328,7 +328,7 @@ class Cache:
         release(device)
 
     def release_memory(self, device: str) -> None:
-        """Give a GPU's memory back. A process that still holds too much of it is exhausted."""
+        """Release GPU memory. If too much remains in use, mark the process as exhausted."""
         import torch
 
         if not device.startswith("cuda"):
@@ -346,5 +346,5 @@ class Cache:
 
 
 def seed_of(task: CaseTask, purpose: str) -> int:
-    """Return a seed of `task`'s page for one purpose."""
+    """Return the seed that the function of `task` uses for `purpose`."""
     return zlib.crc32(f"{task.function}{purpose}".encode())

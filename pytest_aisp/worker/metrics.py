@@ -1,7 +1,7 @@
 """Measure metrics besides time: the memory, launches, energy, or goodput of each side's calls.
 
-The sides are measured one after the other, each alone; a process side runs in a fresh process. The
-limits are in `results.metric_limits`.
+The sides are measured separately, one after the other. A process side runs in a fresh process.
+`results.metric_limits` compares the results with their limits.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .client import Progress
 from .process_timer import ProcessSide, ask_fresh
 
 WINDOW_SECONDS = 5.0
-"""Least length of a window that measures energy."""
+"""Minimum length of a window that measures energy."""
 RAMP_SECONDS = 1.5
-"""Seconds of the same work before it; power and clocks follow the load within one second."""
+"""Seconds of the same work before each window: power and clocks take up to a second to settle."""
 WINDOW_ORDER = (0, 1, 1, 0)
-"""The order of windows; a GPU that warms up then affects both sides equally."""
+"""The order of the windows. With this order, a GPU that warms up affects both sides equally."""
 COUNTERS: dict[str, Callable[[InputPool, Side], float]] = {
     "memory": allocated,
     "reserved": reserved,
@@ -38,18 +38,18 @@ COUNTERS: dict[str, Callable[[InputPool, Side], float]] = {
     "launches": launches_per_call,
     "goodput": compute_seconds,
 }
-"""By metric, the function that measures one side; for goodput, the seconds of compute."""
+"""Functions that measure one side, keyed by metric. Goodput's measures the compute time."""
 
 
 class Uncountable(PageError):
-    """A metric that cannot be measured for this side or on this GPU; the message says why."""
+    """The metric cannot be measured for this side or on this GPU. The message says why."""
 
 
 def count(task: CountTask, trial: Trial) -> dict[str, float]:
-    """Return by role the amount of `task.metric` per call.
+    """Return the amount of `task.metric` per call, keyed by role.
 
     Raises:
-        Uncountable: if the metric cannot be measured for such a side.
+        Uncountable: if the metric cannot be measured for these sides.
     """
     sides = [side for side, _ in trial.sides]
     processes = [side for side in sides if isinstance(side, ProcessSide)]
@@ -60,7 +60,7 @@ def count(task: CountTask, trial: Trial) -> dict[str, float]:
             )
         return energy(trial)
     counter = COUNTERS[task.metric]
-    if task.side:  # in the fresh process of a process side
+    if task.side:  # this is the fresh process of a process side
         return {task.side: counter(trial.pool, sides[ROLES.index(task.side)])}
     if processes:
         tasks = [replace(task, side=role) for role in ROLES]
@@ -70,12 +70,13 @@ def count(task: CountTask, trial: Trial) -> dict[str, float]:
 
 
 def energy(trial: Trial) -> dict[str, float]:
-    """Return by role the joules of a call, of all ranks together, and their ``noise``.
+    """Return the joules per call of all ranks together, keyed by role, and their ``noise``.
 
-    The noise is half the larger relative difference between two windows of the same side.
+    Each side has two windows. The noise is half the relative difference between a side's windows,
+    for the side with the larger difference.
 
     Raises:
-        Uncountable: if NVML does not count energy.
+        Uncountable: if NVML cannot measure energy on this GPU.
     """
     with trial.ready() as timer:
         read = energy_counter()
@@ -91,7 +92,7 @@ def energy_counter() -> Callable[[], float]:
     """Return a function that reads the joules that this process's GPU has consumed.
 
     Raises:
-        Uncountable: if NVML does not count energy.
+        Uncountable: if NVML cannot measure energy on this GPU.
     """
     import torch
 
@@ -119,10 +120,10 @@ def _joules_per_call(window: Window, read: Callable[[], float], progress: Progre
 
 @dataclass
 class CounterSteps:
-    """The steps of the energy counter during calls.
+    """The steps of the energy counter, which changes its value about every 0.1 s.
 
     Attributes:
-        steps: joules and calls when a new value was seen; the counter steps every 0.1 s or so.
+        steps: total joules and total calls at each moment when the counter had a new value.
     """
 
     read: Callable[[], float]
@@ -131,7 +132,7 @@ class CounterSteps:
     steps: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, calls: float, *, ramp: bool) -> None:
-        """Read the counter after `calls` more calls; steps during the ramp do not count."""
+        """Read the counter after `calls` more calls. Steps during the ramp are ignored."""
         self.calls += calls
         before, self.value = self.value, self.read()
         if not ramp and before is not None and self.value != before:
@@ -139,7 +140,7 @@ class CounterSteps:
 
     @property
     def joules_per_call(self) -> float:
-        """Joules of a call, from the first to the last step."""
+        """Joules per call between the first and the last step."""
         if len(self.steps) < 2:
             raise Uncountable("assert_energy: the GPU's energy counter does not count")
         (first_value, first_calls), (last_value, last_calls) = self.steps[0], self.steps[-1]

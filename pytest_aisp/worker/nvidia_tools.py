@@ -1,7 +1,7 @@
-"""NVIDIA's tools around a side: Nsight Systems (`nsys`), Nsight Compute (`ncu`), compute-sanitizer.
+"""Run a side under Nsight Systems (`nsys`), Nsight Compute (`ncu`) or compute-sanitizer.
 
-A profiler gets a program that runs one side, not a worker with its pipes and time limits, so that
-the same command can be run again by hand with other options.
+A profiler runs a program that runs one side and needs neither pipes nor time limits. So a user can
+run the same command again by hand with other options.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from .output_capture import Stream
 from .torch_profiler import range_name
 
 PROFILER_SLOWDOWN = 20.0
-"""Factor on the time limit: `ncu` runs each kernel about forty times."""
+"""Factor by which a profiler's time limit is longer: `ncu` runs each kernel about forty times."""
 LAUNCHES = 100
-"""Most kernels of a side that `ncu` profiles."""
+"""The largest number of kernel launches of a side that `ncu` profiles."""
 NO_COUNTERS = "ERR_NVGPUCTRPERM"
 COUNTERS = (
     f"ncu may not read the GPU's performance counters ({NO_COUNTERS})\n"
@@ -48,18 +48,18 @@ COUNTERS = (
 
 
 class NsightError(Exception):
-    """A profiler that wrote no report; the message says why and what to do."""
+    """The profiler failed. The message contains the reason and a remedy."""
 
 
 @dataclass(frozen=True)
 class Profiler:
-    """How to call a profiler.
+    """The command line of a profiler.
 
     Attributes:
-        product: what has to be installed.
-        suffix: of its reports.
-        options: before the program. ``{range}`` is filled in, and ``{report}`` with a path to
-            which the profiler adds its suffix.
+        product: the product to install.
+        suffix: the suffix of its reports.
+        options: the options before the program. ``{range}`` is replaced with the name of the side's
+            range, and ``{report}`` with the report's path without the suffix.
     """
 
     product: str
@@ -112,14 +112,14 @@ def profile_side(
     environment: Mapping[str, str | None],
     seconds: float,
 ) -> list[str]:
-    """Run the side `task.side` under the profiler `name`; return the files written in `folder`.
+    """Run the side `task.side` under the profiler `name`; return the names of its files.
 
     Args:
         environment: variables to set for the side; None as a value removes one.
-        seconds: time limit without a profiler.
+        seconds: the time limit that the side would have without a profiler.
 
     Raises:
-        NsightError: if the profiler wrote no report.
+        NsightError: if the profiler failed or wrote no report.
         OSError: if the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ def _run(
     except subprocess.TimeoutExpired:
         return None
     finally:
-        if process.poll() is None:  # too late, or Ctrl-C: no profiler outlives its run
+        if process.poll() is None:  # on a timeout or Ctrl-C: kill the profiler
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
@@ -186,14 +186,14 @@ def _reason(name: str, code: int | None, seconds: float, log: Path) -> str:
 
 
 LAST_LINES = 6
-"""Most lines of a profiler's output in an error message."""
+"""The largest number of lines of a profiler's output in an error message."""
 
 SANITIZER = "compute-sanitizer"
 MISSING_SANITIZER = f"{SANITIZER} is not on PATH; it comes with the CUDA toolkit, in bin/"
 SANITIZER_SLOWDOWN = 20.0
-"""Factor on the time limit of a task under compute-sanitizer."""
+"""Factor by which a task's time limit is longer under compute-sanitizer."""
 REPORT_LINES = 12
-"""Most lines of its report in a failure message."""
+"""The largest number of lines of the sanitizer's report in a failure message."""
 _NO_ERROR = re.compile(r"COMPUTE-SANITIZER|ERROR SUMMARY: 0 |^=+\s*$|Target application|LEAK SUM")
 
 
@@ -203,7 +203,7 @@ def sanitizer_installed() -> str | None:
 
 
 class SanitizedWorker(WorkerProcess):
-    """A worker process whose kernels a tool of compute-sanitizer checks.
+    """A worker process under compute-sanitizer, which checks the kernels with one of its tools.
 
     Args:
         tool: ``memcheck``, ``racecheck``, ``initcheck`` or ``synccheck``.
@@ -215,24 +215,25 @@ class SanitizedWorker(WorkerProcess):
         self._tool, self._position = tool, 0
         # Errors during a library's own initialization are not the page's fault.
         options = ("--tool", tool, "--log-file", self._log, "--report-api-errors", "no")
-        # Without the cache each tensor is a separate allocation, so reading beyond it is an error.
+        # Without torch's cache, each tensor is a separate allocation. So the tool can detect reads
+        # beyond a tensor's end.
         changes = {**(environment or {}), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         super().__init__(changes, [sanitizer_installed() or SANITIZER, *options])
 
     def ask(self, task: Task, seconds: float, progress: Progress) -> Reply:
-        """Return the reply to `task`, or the errors that the tool reported meanwhile."""
+        """Return the reply to `task`, or an error reply if the tool reported errors."""
         reply = super().ask(task, SANITIZER_SLOWDOWN * seconds, progress)
         errors = self._new_errors()
         if not errors:
             return reply
-        self.kill()  # after an invalid access every call fails
+        self.kill()  # after an invalid access, all further CUDA calls fail
         lines = [f"{self._tool} found an error in a kernel:", *errors[:REPORT_LINES]]
         if len(errors) > REPORT_LINES:
             lines.append("...")
         return replace(reply, error="page", message="\n".join(lines), trace="")
 
     def _new_errors(self) -> list[str]:
-        """Return the report's new lines, without its frame."""
+        """Return the report's new lines without the lines that frame them."""
         with open(self._log, errors="replace") as log:
             log.seek(self._position)
             lines = log.read().splitlines()

@@ -1,6 +1,7 @@
 """Captured output: processes print into files, which are read between tasks.
 
-A full pipe would stop a side, and a reader would disturb timed windows.
+Pipes would be worse: a full pipe stops the side that prints, and a process that empties the pipe
+disturbs timed windows.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from ..page.sources import PACKAGE
 StreamName = Literal["stdout", "stderr"]
 STREAMS: tuple[StreamName, StreamName] = ("stdout", "stderr")
 MAX_BYTES = 1 << 24
-"""Most bytes to read at once; lines before them are only counted."""
+"""The largest number of bytes to read at once. Lines before them are only counted."""
 MAX_LINE_LENGTH = 1 << 10
-"""Average number of characters per line if the number of lines is limited."""
+"""If the number of lines is limited, so are the characters: to this many per line on average."""
 
-# faulthandler's lines that are of no use to a page's author: a traceback has a comma before "in".
+# The lines of faulthandler's stack that a page's author does not need. An ordinary traceback does
+# not match, because it has a comma before "in".
 _OUR_FRAMES = re.compile(
     rf'  File "({re.escape(PACKAGE)}/|<frozen runpy>)'
     r'[^"]*", line \d+ in |Extension modules: '
@@ -29,7 +31,7 @@ _OUR_FRAMES = re.compile(
 
 
 class Chunk(NamedTuple):
-    """A piece of output: the number of skipped lines, then data."""
+    """A piece of output: the number of skipped lines, and the data after them."""
 
     skipped: int = 0
     data: bytes = b""
@@ -40,35 +42,35 @@ class Chunk(NamedTuple):
         return self.data.decode(errors="replace")
 
     def lines(self) -> list[str]:
-        """Return the lines, without this package's lines in the stack of a crash."""
+        """Return the lines. This package's own lines in the stack of a crash are removed."""
         return [line for line in self.text.splitlines() if not _OUR_FRAMES.match(line)]
 
 
 class Stream:
-    """A file that a process appends to, read from where the last `take` stopped."""
+    """A file that a process appends to. Each read starts at the end of the last `take`."""
 
     def __init__(self, path: str | None = None) -> None:
         self.file: IO[bytes] = open(path, "rb") if path else tempfile.TemporaryFile("a+b")  # noqa: SIM115 - close
         self._position = 0
-        self._unread = Chunk()  # of a closed file
+        self._unread = Chunk()  # the rest of a closed file
 
     def peek(self) -> Chunk:
         """Return what was printed since the last `take`."""
         return self._read()[0]
 
     def take(self) -> Chunk:
-        """Return what was printed since the last `take`, and move on."""
+        """Return what was printed since the last `take`, and mark it as read."""
         chunk, self._position = self._read()
         self._unread = Chunk()
         return chunk
 
     def _read(self) -> tuple[Chunk, int]:
-        """Return the new output, and the position of its end."""
+        """Return the new output and the file position of its end."""
         if self.file.closed:
             return self._unread, self._position
         fd = self.file.fileno()
         end = os.fstat(fd).st_size
-        start = self._position if self._position <= end else 0  # a page may empty the file
+        start = self._position if self._position <= end else 0  # a page may truncate the file
         skipped = 0
         while start < end - MAX_BYTES:
             data = os.pread(fd, min(MAX_BYTES, end - MAX_BYTES - start), start)
@@ -76,17 +78,17 @@ class Stream:
         return Chunk(skipped, os.pread(fd, end - start, start)), end
 
     def close(self) -> None:
-        """Close the file; its unread part can still be taken."""
+        """Close the file. Its unread part is kept for the next `take`."""
         self._unread = self.peek()
         self.file.close()
 
 
 @dataclass(frozen=True)
 class OutputCapture:
-    """What one process prints.
+    """The output of one process.
 
     Attributes:
-        label: names the process among several, or is empty.
+        label: the name of the process if there are several, else an empty text.
     """
 
     stdout: Stream
@@ -94,7 +96,7 @@ class OutputCapture:
     label: str = ""
 
     def last(self, lines: int) -> list[str]:
-        """Return the last new lines, first of stdout and then of stderr."""
+        """Return the last of the new lines: those of stdout, followed by those of stderr."""
         return [*self.stdout.peek().lines(), *self.stderr.peek().lines()][-lines:]
 
     def take(self, name: StreamName) -> Chunk:
@@ -108,10 +110,10 @@ class OutputCapture:
 
 
 def format_output(chunks: Sequence[Chunk], label: str, max_lines: int | None) -> str:
-    """Return what was printed as text, each line after its process's `label`.
+    """Return the output as text. Each line starts with the process's `label`.
 
     Args:
-        max_lines: how many of the last lines to show; None for all of them.
+        max_lines: the number of lines to keep from the end; None for all lines.
     """
     skipped = sum(chunk.skipped for chunk in chunks)
     prefix = f"{label}: " if label else ""
@@ -125,12 +127,12 @@ def format_output(chunks: Sequence[Chunk], label: str, max_lines: int | None) ->
 
 
 def _left_out(prefix: str, lines: int, characters: int) -> str:
-    """Return the line that says how much is left out, or nothing."""
+    """Return a line with the amount of output that is left out, or an empty text."""
     parts = [f"{lines} lines"] * bool(lines) + [f"{characters} characters"] * bool(characters)
     return f"{prefix}({' and '.join(parts)} left out)\n" if parts else ""
 
 
 def write_text(stream: TextIO, text: str) -> None:
-    """Write `text` to `stream`; characters that its encoding lacks become question marks."""
+    """Write `text` to `stream`. Characters that its encoding lacks become question marks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     stream.write(text.encode(encoding, "replace").decode(encoding))

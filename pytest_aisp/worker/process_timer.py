@@ -1,7 +1,7 @@
-"""Process sides, for settings that only a new process reads: environment, allocator, threads.
+"""Process sides, for settings that are read only when a process starts, such as the environment.
 
-Each sample is one fresh process that imports the page, makes the inputs, warms up, and times its
-own calls. The order of the processes is ABBA, as for every clock.
+Each sample comes from one fresh process, which imports the page, makes the inputs, warms up, and
+times its own calls. The processes run in the order ABBA, like the windows of every clock.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ SAMPLE_SECONDS = 0.05
 
 
 class ProcessFailed(RuntimeError):
-    """A sample's process died or gave a wrong result.
+    """The process of a sample died or returned a wrong result.
 
     Attributes:
-        reply: the process's error.
+        reply: the error reply.
     """
 
     def __init__(self, side: str, reply: Reply) -> None:
@@ -54,8 +54,8 @@ class ProcessSide:
 
     Attributes:
         side: the function.
-        environment: variables that its process starts with; None removes one.
-        warmup: calls before the clock starts; 0 times the first call.
+        environment: variables to set for the process; None as a value removes one.
+        warmup: calls before the clock starts. With 0, the first call is timed.
     """
 
     __name__: str
@@ -91,7 +91,7 @@ def fresh_process(
 
     Args:
         environment: variables to set; None as a value removes one.
-        warmup: calls before the clock starts; 0 times the first call of the process.
+        warmup: calls before the clock starts. With 0, the first call of the process is timed.
     """
 
     def wrap(function: Side) -> ProcessSide:
@@ -107,7 +107,7 @@ def measure_processes(
     rng: random.Random,
     progress: Progress,
 ) -> Samples:
-    """Run the blocks, one process a window; each process renews the time limit."""
+    """Run the blocks. Each window is a process, and each process restarts the time limit."""
     few = replace(budget, blocks=min(budget.blocks, BLOCKS), least=BLOCKS, laps=1, seconds=1e9)
     past = task.past if task.versus == "old" else None
     windows = (
@@ -124,7 +124,7 @@ class _ProcessTimer:
         self.windows = windows
 
     def refresh(self, *, last: bool) -> None:
-        """Every process has fresh memory."""
+        """Do nothing: every process has fresh memory."""
 
     def disturbance(self) -> str | None:
         return None
@@ -151,13 +151,13 @@ class _ProcessWindow:
 
 
 def ask_fresh(requests: Sequence[tuple[Task, ProcessSide]], progress: Progress) -> list[Amounts]:
-    """Return the result of each task, each in a fresh process of its process side.
+    """Run each task in a fresh process of its process side, and return the results.
 
-    The processes start together, because importing torch takes most of their time. They answer one
-    after the other.
+    The processes start together, because importing torch takes most of their time. They run
+    their tasks one after the other.
 
     Raises:
-        ProcessFailed: naming the first side whose process failed.
+        ProcessFailed: if a process failed. The message names its side.
     """
     results = []
     with contextlib.ExitStack() as stack:
@@ -165,14 +165,14 @@ def ask_fresh(requests: Sequence[tuple[Task, ProcessSide]], progress: Progress) 
         for worker, (task, side) in zip(workers, requests, strict=True):
             progress(f"a process of {side.__name__}")
             results.append(_ask(worker, task, side.__name__, Amounts))
-            worker.kill()  # the next process needs its memory
-            _print_again(worker.outputs)  # before the next process prints
+            worker.kill()  # frees memory for the next process
+            _print_again(worker.outputs)  # now, so that outputs stay in order
     return results
 
 
 @contextlib.contextmanager
 def _fresh_worker(environment: Mapping[str, str | None]) -> Iterator[WorkerProcess]:
-    """Start a process; when it ends, print its output here."""
+    """Start a process. When it ends, copy its output to this process's output."""
     worker = client.WorkerProcess(environment)
     try:
         yield worker
@@ -189,17 +189,17 @@ def _ask(worker: WorkerProcess, task: Task, name: str, kind: type[Result]) -> Re
 
 
 def _print_again(outputs: Sequence[OutputCapture]) -> None:
-    """Print the output of a sample's process here: the session reads this process's output."""
+    """Copy the outputs of a sample's process to this process's output, which the session reads."""
     for output in outputs:
         write_text(sys.stdout, output.stdout.take().text)
         write_text(sys.stderr, output.stderr.take().text)
 
 
 def time_here(call: Callable[[], object], warmup: int, synchronize: Callable[[], None]) -> float:
-    """Return the seconds per call in this process; with `warmup=0`, those of the first call."""
+    """Return the seconds per call in this process, or with `warmup=0` those of the first call."""
     for _ in range(warmup):
         call()
-    if warmup:  # without warm-up, the first call includes the creation of the CUDA context
+    if warmup:  # without warm-up, the time includes creating the CUDA context
         synchronize()
     count, start = 0, now()
     while count == 0 or (warmup and now() - start < SAMPLE_SECONDS):

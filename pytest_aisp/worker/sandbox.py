@@ -1,8 +1,9 @@
-"""Sides that are not trusted: one process runs them, another one knows the expected results.
+"""Untrusted sides: one process runs them, and another one has the expected results.
 
-The sandboxed process gets values and returns outputs. The pytest process times its answers. A
+The sandboxed process receives values and returns outputs. The pytest process times its answers. A
 third process draws the values, compares the outputs, and never runs a side. So with
-``--aisp-untrusted`` a side can reach neither clock, nor comparison, nor expected values.
+``--aisp-untrusted`` a side can access neither the clock, nor the comparison, nor the expected
+values.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
 
 
 class SandboxedSide:
-    """A side that is ready to be called, in a separate process.
+    """A side that was prepared in the sandboxed process.
 
     Attributes:
-        unit: calls in one unit of work: a graph of ``task.counted`` calls, else one call.
+        unit: calls in one unit of work. A unit is one replay of a graph of ``task.counted`` calls,
+            or without a graph one call.
     """
 
     def __init__(self, pair: Pair, side: Side, size: Size, seed: int, task: PrepareTask) -> None:
@@ -49,7 +51,7 @@ class SandboxedSide:
         self._wait()
 
     def work(self, units: int) -> None:
-        """Run `units` units and wait for them; every few steps the state is restored."""
+        """Run `units` units of work and wait for them. The state is restored every few steps."""
         restore_every = max(1, MOST_STEPS // self.unit)
         for number in range(units):
             if self._bound.state is not None and number % restore_every == 0:
@@ -63,7 +65,7 @@ class SandboxedSide:
     def show(self, values: Path, outputs: Path, slots: Sequence[int]) -> None:
         """Run one unit on `values` and write the outputs of `slots`.
 
-        With a state, write the state after the unit's steps instead.
+        If the side has a state, write only the last step's outputs, with the state after it.
         """
         import torch
 
@@ -84,7 +86,7 @@ class SandboxedSide:
 
 
 def draw(reference: Reference, values: Path) -> None:
-    """Write values that no side has seen."""
+    """Write values that no side has received before."""
     import torch
 
     def detached(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,10 +98,10 @@ def draw(reference: Reference, values: Path) -> None:
 def compare(
     reference: Reference, side: Side, precision: Precision | None, task: CompareTask
 ) -> int:
-    """Compare what a sandboxed side wrote with the reference; return the number of outputs.
+    """Compare the outputs that a sandboxed side wrote with the reference; return their number.
 
     Raises:
-        Wrong: for a wrong output, or a file that holds none.
+        Wrong: if an output is wrong, or the file contains no outputs.
     """
     shown = _read(Path(task.outputs), side)
     turns, rule = (UNSEEN,) * task.steps, Rule(**task.rule)
@@ -114,7 +116,7 @@ def _read(outputs: Path, side: Side) -> list[NamedTensors]:
     import torch
 
     try:
-        shown = torch.load(outputs, weights_only=True)  # runs nothing that the file contains
+        shown = torch.load(outputs, weights_only=True)  # runs no code from the file
         if not shown or not all(_is_named(named) for named in shown):
             raise ValueError("no outputs in it")
     except Exception as error:
@@ -131,13 +133,13 @@ def _is_named(named: NamedTensors) -> bool:
 def seconds_per_call(
     work: Callable[[int], float], unit: int, *, at_least: float, times: int
 ) -> float:
-    """Return the smallest number of seconds per call that `work` was seen to take.
+    """Return the shortest measured time of `work`, in seconds per call.
 
     Args:
-        work: does a number of units and returns the seconds until its answer.
-        unit: calls in a unit.
-        at_least: seconds that one request must last, so that the pipe does not count.
-        times: how often it is measured.
+        work: a function that runs a number of units and returns the seconds until its answer.
+        unit: the number of calls in a unit.
+        at_least: the least seconds per request. It makes the time spent in the pipe negligible.
+        times: the number of measurements.
     """
     units = 1
     while (seconds := work(units)) < at_least:

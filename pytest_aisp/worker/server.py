@@ -1,9 +1,9 @@
-"""The worker process: answer tasks over a pipe, never inside pytest.
+"""The program of a worker process: answer tasks over a pipe.
 
     python -m pytest_aisp.worker READ_FD WRITE_FD
 
-It dies with its parent. The output of a page goes to this process's own stdout and stderr, which
-are files (`output_capture`), and never into a reply.
+The process dies with its parent. A page's output goes to this process's own stdout and stderr,
+which are files (see `output_capture`), and never into a reply.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..results import messages
 from ..results.messages import ErrorKind, ProgressUpdate, Reply, StopTask, Task, failed
 
 LINE_BUFFERED = 1
-"""Linux's _IOLBF: a stream of C is written at the end of each line."""
+"""Linux's _IOLBF: C's library writes a stream out at the end of each line."""
 PR_SET_PDEATHSIG = 1
 SKIP_HINT = "a side cannot skip, its case can: Variant(side, marks=[pytest.mark.skipif(...)])"
 
@@ -35,14 +35,14 @@ SKIP_HINT = "a side cannot skip, its case can: Variant(side, marks=[pytest.mark.
 def main(read_fd: int, write_fd: int) -> None:
     """Answer tasks until the pipe closes or a `stop` arrives."""
     die_with_parent()
-    faulthandler.enable()  # a crash shows the line of the side
+    faulthandler.enable()  # a crash prints the side's line
     print_at_once()
     with os.fdopen(read_fd, "rb") as tasks, os.fdopen(write_fd, "wb", buffering=0) as replies:
         _close_in_children(tasks, replies)
         server = Server(lambda text: replies.write(messages.encode(ProgressUpdate(text))))
-        import torch  # noqa: F401 - slow: the time limit of the first request starts after it
+        import torch  # noqa: F401 - slow, so done before the first request's time limit
 
-        gc.freeze()  # excludes torch's half a million objects, so a collection takes 0.1 s less
+        gc.freeze()  # collections skip torch's half a million objects: 0.1 s faster each
 
         server.progress(messages.READY)
         for line in tasks:
@@ -53,14 +53,14 @@ def main(read_fd: int, write_fd: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent ends; leave Ctrl-C to the parent."""
+    """Ask Linux to kill this process when its parent ends. Leave Ctrl-C to the parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def print_at_once() -> None:
-    """Write each printed line at once, also from C and CUDA, so that a crash loses none."""
+    """Write out each line when it is printed, also by C and CUDA, so that a crash loses no line."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     if sys.platform == "linux":
@@ -70,7 +70,7 @@ def print_at_once() -> None:
 
 
 def _close_in_children(*pipes: IO[bytes]) -> None:
-    """Close `pipes` in every child, so that a surviving child does not keep them open."""
+    """Close `pipes` in every child process, so that no surviving child keeps them open."""
     for pipe in pipes:
         os.set_inheritable(pipe.fileno(), False)
         os.register_at_fork(after_in_child=pipe.close)
@@ -85,10 +85,10 @@ def encode_reply(reply: Reply) -> bytes:
 
 
 class Server:
-    """Answer tasks with an engine; exceptions become error replies.
+    """Answer tasks with an engine, and turn exceptions into error replies.
 
     Attributes:
-        progress: is called with what is being done now.
+        progress: a function that is called with a description of the current step.
     """
 
     def __init__(self, progress: Callable[[str], object]) -> None:
@@ -112,29 +112,29 @@ class Server:
             reply = _error_reply(error, self._doing)
             if _may_have_lost_gpu(error):
                 reply = replace(reply, error="fault")
-        with suppress(Exception):  # a page may have replaced it
+        with suppress(Exception):  # a page may have replaced stdout
             sys.stdout.flush()
         exhausted = self.engine.cache.exhausted or bool(cuda_graph.abandoned)
         return replace(reply, exhausted=exhausted)
 
 
 class InProcess:
-    """The same engine inside this process, for debuggers."""
+    """A worker that runs the engine in the pytest process, so that a debugger can be used."""
 
     def __init__(self) -> None:
         self._server = Server(lambda text: None)
 
     def ask(self, task: Task, seconds: float, progress: Callable[[str], None]) -> Reply:
-        """Return the reply to `task`; there is no time limit here."""
+        """Return the reply to `task`, without a time limit."""
         self._server.progress = progress
         return self._server.answer(replace(task, limit=seconds))
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
 
 def _reported_exceptions() -> tuple[type[BaseException], ...]:
-    """Return the exceptions that become replies, with that of `pytest.skip` if pytest is loaded."""
+    """Return the exceptions that become replies. This includes `pytest.skip`'s, if loaded."""
     outcomes = sys.modules.get("_pytest.outcomes")
     return (Exception,) if outcomes is None else (Exception, outcomes.OutcomeException)
 
@@ -167,7 +167,7 @@ def _error_reply(error: BaseException, doing: str) -> Reply:
 def _may_have_lost_gpu(error: BaseException | None) -> bool:
     """Return whether CUDA may be unusable in this process.
 
-    After an illegal access every call fails. After other CUDA errors, torch's own state may be
+    After an illegal access, all CUDA calls fail. After other CUDA errors, torch's own state may be
     broken. For example, the allocator of pinned memory may query a broken event at every `.item()`.
     """
     import torch
@@ -186,14 +186,14 @@ def _may_have_lost_gpu(error: BaseException | None) -> bool:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    text = str(error).lower()  # torch raises a plain RuntimeError on a CPU
+    text = str(error).lower()  # on a CPU, torch raises a plain RuntimeError
     if isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text:
         return True
     return error.__cause__ is not None and _is_out_of_memory(error.__cause__)
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of the message of `error`, and of its cause."""
+    """Return the first line of the error's message, and that of its cause."""
     lines = str(error).strip().splitlines() or ["no message"]
     cause = error.__cause__
     if cause is None:

@@ -1,7 +1,7 @@
-"""Both sides under torch's profiler, a few calls each: traces, tables, and allocated memory.
+"""Profile a few calls of each side with torch's profiler: traces, tables, and allocated memory.
 
-It runs after the verdict in a worker process that measures nothing, because a profiler leaves its
-hooks in the process.
+Profiling starts after the verdict, in a separate worker process that measures nothing, because the
+profiler's hooks stay in its process.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
     from torch.profiler import profile
 
 WARMUP, CALLS = 2, 3
-"""Number of calls before the profiler starts (they compile and tune), and of recorded calls."""
+"""Numbers of warm-up calls, in which kernels are compiled and tuned, and of recorded calls."""
 MAX_SNAPSHOT_EVENTS = 100_000
-"""Most events of the allocator in a snapshot."""
+"""The largest number of the allocator's events in a snapshot."""
 TABLE_ROWS = 100
-"""Rows of torch's own table."""
+"""Number of rows in torch's own table."""
 
 
 def range_name(role: str) -> str:
-    """Return the name of a side's range in every profiler; it needs no escaping in filters."""
+    """Return the name of a side's range in every profiler. Filters accept it without escaping."""
     return f"aisp-{role}"
 
 
 def profile_sides(
     pool: InputPool, sides: Mapping[str, Side], folder: Path, progress: Progress
 ) -> ProfileResult:
-    """Profile `sides`, by role, one after the other, and write the results below `folder`.
+    """Profile `sides` one after the other, and write the results to `folder`.
 
-    On several ranks each rank calls its sides, and rank 0 writes what it recorded.
+    On several ranks, every rank calls its sides, but only rank 0 writes its recording.
 
-    Returns: `files` by role and of ``both``, `differences` and the `words` for them, and on a GPU
-        `memory` by role, in bytes.
+    Returns: the `files` keyed by role or ``both``, the `differences` between the sides, a summary
+        of them in `words`, and on a GPU the `memory` in bytes, keyed by role.
     """
     what = "kernels" if _on_gpu(pool) else "operators"
     writes = current_group().rank == 0
@@ -79,11 +79,12 @@ def profile_sides(
 def replay_side(pool: InputPool, side: Side, role: str) -> None:
     """Call `side` a few times in a range of its role, for a profiler that wraps this process.
 
-    Only the range is between the start and the stop of CUDA's profiler; the warm-up is before it.
+    CUDA's profiler is started after the warm-up and stopped after the range.
     """
     import torch
 
-    # An NVTX range covers only launches of its own thread, and backward has separate threads.
+    # An NVTX range covers only its own thread's launches, and a backward pass normally launches
+    # from other threads.
     one_thread = torch.autograd.set_multithreading_enabled(False)
     with one_thread, _warm(pool, side) as bound:
         if _on_gpu(pool):
@@ -102,7 +103,7 @@ def _on_gpu(pool: InputPool) -> bool:
 
 @contextmanager
 def _warm(pool: InputPool, side: Side) -> Iterator[BoundSide]:
-    """Yield `side` on one slot after its warm-up calls."""
+    """Bind `side` to one slot, run the warm-up calls, and yield it."""
     with alone(pool, side) as bound:
         _run(pool, bound, WARMUP)
         bound.restore()
@@ -139,7 +140,7 @@ def _profile(pool: InputPool, side: Side, role: str) -> profile:
 
 
 def _events(profiler: profile, pool: InputPool) -> Iterable[tuple[str, float]]:
-    """Return name and seconds of each kernel, copy and fill, or on a CPU of each operator.
+    """Return the name and seconds of each kernel, copy and fill; on a CPU, those of each operator.
 
     An operator's seconds do not include the operators that it calls.
     """
@@ -155,8 +156,8 @@ def _events(profiler: profile, pool: InputPool) -> Iterable[tuple[str, float]]:
 def _memory(pool: InputPool, side: Side, snapshot: Path) -> dict[str, Amounts]:
     """Return the allocator's bytes before `side` is built and after its calls.
 
-    The allocator's history between the two goes to `snapshot`. This is a separate pass, because
-    recording takes a stack trace at each allocation.
+    The allocator's history from before to after is written to `snapshot`. This is a separate pass,
+    because the allocator then records a stack trace at each allocation, which takes time.
     """
     import torch
 
@@ -176,7 +177,7 @@ def _memory(pool: InputPool, side: Side, snapshot: Path) -> dict[str, Amounts]:
 
 
 def _allocated() -> Amounts:
-    """Return the bytes of tensors, the bytes taken from the GPU, and the difference."""
+    """Return the bytes used by tensors, the bytes reserved on the GPU, and their difference."""
     import torch
 
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
@@ -185,14 +186,18 @@ def _allocated() -> Amounts:
 
 @dataclass(frozen=True)
 class Usage:
-    """How often a call of a side runs one kernel or operator, and its seconds in that call."""
+    """The count and the total seconds of one kernel or operator in one call of a side."""
 
     count: float
     seconds: float
 
 
 def usage_per_call(events: Iterable[tuple[str, float]], calls: int) -> dict[str, Usage]:
-    """Return the usage by name from ``(name, seconds)`` events of `calls` calls, longest first."""
+    """Return the usage per call, keyed by name, with the longest first.
+
+    Args:
+        events: ``(name, seconds)`` of each event in `calls` calls.
+    """
     usage: dict[str, Usage] = {}
     for name, seconds in events:
         before = usage.get(name, Usage(0.0, 0.0))
@@ -201,7 +206,7 @@ def usage_per_call(events: Iterable[tuple[str, float]], calls: int) -> dict[str,
 
 
 def table_lines(what: str, usage: Mapping[str, Usage]) -> list[str]:
-    """Return a side's table: count and time per call, share of all time, full name."""
+    """Return a side's table. Its columns are count, time per call, share of all time, full name."""
     total = sum(one.seconds for one in usage.values())
     lines = [f"{'a call':>8}  {'time a call':>12}  {'share':>6}  {what}"]
     for name, one in usage.items():
@@ -211,19 +216,19 @@ def table_lines(what: str, usage: Mapping[str, Usage]) -> list[str]:
 
 
 SUMMARY_NAMES, SUMMARY_WIDTH = 4, 60
-"""Most names in one line of the summary, and characters per name; the files are complete."""
+"""Limits on the names in one line of the summary and on their length. The files have no limits."""
 
 
 @dataclass(frozen=True)
 class Differences:
-    """The differences between the sides, by name and per call.
+    """The differences between the sides per call, keyed by the name of a kernel or operator.
 
     Attributes:
         what: ``kernels`` or ``operators``.
-        new: what only the optimized side runs, and how often.
-        gone: what only the baseline runs, and how often.
-        counts: what both run, but a different number of times: the baseline's count, then the
-            optimized side's.
+        new: the counts of those that only the optimized side runs.
+        gone: the counts of those that only the baseline runs.
+        counts: both counts of those that the sides run a different number of times, the baseline's
+            first.
     """
 
     what: str
@@ -235,7 +240,7 @@ class Differences:
     def between(
         cls, what: str, baseline: Mapping[str, Usage], optimized: Mapping[str, Usage]
     ) -> Differences:
-        """Return the differences of two sides; counts within 1e-6 are the same."""
+        """Return the differences between two sides. Counts within 1e-6 are equal."""
         both = {n: (baseline[n].count, optimized[n].count) for n in baseline if n in optimized}
         return cls(
             what,
@@ -245,7 +250,7 @@ class Differences:
         )
 
     def summary(self) -> str:
-        """Return one line: the first names of each kind, cut."""
+        """Return one line with the first names of each kind, shortened."""
         changes = {
             "new": {name: f"{count:g}" for name, count in self.new.items()},
             "gone": {name: f"{count:g}" for name, count in self.gone.items()},
@@ -255,7 +260,7 @@ class Differences:
         return "; ".join(parts) or f"both sides run the same {self.what} equally often"
 
     def lines(self) -> list[str]:
-        """Return the lines of the file: all differences, with full names."""
+        """Return the lines of the file, which lists all differences with full names."""
         lines = [f"{self.what} a call: baseline -> optimized"]
         lines += [f"new    0 -> {count:g}  {name}" for name, count in self.new.items()]
         lines += [f"gone   {count:g} -> 0  {name}" for name, count in self.gone.items()]
