@@ -1,6 +1,6 @@
 """Run CUDA C++ kernels on the CPU: ``pytest -p pytest_aisp_emulator --aisp-check``.
 
-Or without pytest::
+To use it without pytest::
 
     with emulated(seed=1):
         kernels.rows[grid, block](x, out, n)  # CPU tensors
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 __all__ = ["CannotEmulate", "Fault", "emulated", "install", "unsupported"]
 
 SEED = "PYTEST_AISP_EMULATOR_SEED"
-"""The environment variable with the seed from which thread orders are drawn."""
+"""The name of the environment variable whose value is the seed of the thread orders."""
 
 
 _installed = contextlib.ExitStack()
 
 
 def install() -> None:
-    """Emulate every launch in this process from now on."""
+    """From now on, emulate every kernel launch in this process."""
     _installed.enter_context(emulated(int(os.environ.get(SEED, "0"))))
 
 
@@ -40,5 +40,5 @@ def pytest_aisp_cuda_emulator(config: pytest.Config) -> str:
 
 
 def pytest_report_header() -> str:
-    """Print how to repeat this run's thread orders."""
+    """Return a line that says how to repeat the thread orders of this run."""
     return f"CUDA C++ runs emulated; repeat its thread orders with {SEED}={os.environ[SEED]}"

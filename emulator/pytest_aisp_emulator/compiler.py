@@ -1,4 +1,4 @@
-"""Compile a .cu file with g++ into a library whose threads `emulated.cpp` runs."""
+"""Compile a .cu file with g++ into a library, whose kernels `emulated.cpp` runs on the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEADERS = (
     *("cuda/std/cstddef", "cuda/std/cstdint", "cuda/std/limits", "cuda/std/type_traits"),
     *("cuda/std/utility",),
 )
-"""Headers that a .cu file may include; `emulated.h` defines what they contain."""
+"""CUDA headers that a .cu file may include. `emulated.h` defines their contents."""
 UNSUPPORTED = {
     "inline assembly": r"\basm\b",
     "tensor maps": r"\bCUtensorMap\b",
@@ -34,24 +34,24 @@ UNSUPPORTED = {
     "cooperative groups": r"\bcooperative_groups\b",
     "libcu++": r"\bcuda\s*::\s*(?!std\b)\w+",
 }
-"""Features that need a GPU, with the pattern that finds each in a source."""
+"""For each feature that needs a GPU, the pattern that finds its use in a source file."""
 
 
 class CannotEmulate(RuntimeError):
-    """A .cu file uses something that needs a GPU; the message names it."""
+    """A .cu file cannot run on the CPU. The message says why."""
 
 
 def unsupported(module: CudaModule) -> str:
-    """Return the feature of `module` that needs a GPU, or an empty string."""
+    """Return the features of `module` that need a GPU, separated by commas, or an empty string."""
     plain = "".join(map(without_comments, module.sources.values()))
     return ", ".join(what for what, pattern in UNSUPPORTED.items() if re.search(pattern, plain))
 
 
 def library_of(module: CudaModule) -> ctypes.PyDLL:
-    """Return `module` compiled and loaded.
+    """Compile `module` and return the loaded library.
 
     Raises:
-        CannotEmulate: the module needs a GPU, or g++ rejects it.
+        CannotEmulate: if the module needs a GPU, or if g++ is missing or rejects it.
     """
     if reason := unsupported(module):
         raise CannotEmulate(f"{module.path.name}: {reason}: needs a GPU")
@@ -63,14 +63,20 @@ def library_of(module: CudaModule) -> ctypes.PyDLL:
 
 
 def _macros(options: Mapping[str, object]) -> list[str]:
-    """Return the macros of `define_macro`: a name, a name and its value, or a list of these."""
+    """Return the macros in the form `NAME` or `NAME=VALUE`.
+
+    The option `define_macro` is a name, a name with its value, or a list of these.
+    """
     given = options.get("define_macro") or []
     macros = given if isinstance(given, list) else [given]
     return [one if isinstance(one, str) else "=".join(map(str, one)) for one in macros]
 
 
 def _unit(module: CudaModule) -> str:
-    """Return the .cu file as C++. A namespace lets kernels share names with libc functions."""
+    """Return the .cu file as C++ source.
+
+    It is in a namespace, so that a kernel may have the name of a libc function.
+    """
     source = without_comments(module.sources[str(module.path)])
     source = re.sub(r'extern\s*"C"\s*(?=__global__)', "", source)
     source = re.sub(r"__shared__\s+alignas\b", "__shared__ __align__", source)
@@ -88,7 +94,7 @@ def _unit(module: CudaModule) -> str:
 
 @functools.cache
 def _temporary() -> tempfile.TemporaryDirectory[str]:
-    """Return this process's temporary folder; it is removed when the process ends."""
+    """Return the temporary folder of this process, which is removed when the process ends."""
     return tempfile.TemporaryDirectory(prefix="pytest-aisp-emulator-")
 
 
@@ -111,13 +117,13 @@ def _compiled(path: str, unit: str, flags: tuple[str, ...]) -> ctypes.PyDLL:
     source.write_text(unit)
     include, built = f"-I{runtime / 'include'}", folder / "unit.o"
     _tool("g++", *KERNELS, *flags, include, "-x", "c++", "-c", source, "-o", built)
-    # One section holds all shared memory, so that each block can begin with garbage in it.
+    # All shared memory is in one section, so that the runtime can fill it before each block.
     moved = ".bss=emulated_shared,alloc,load,data,contents"
     _tool("objcopy", "--rename-section", moved, built)
     # No -fsanitize here: the runtime defines the sanitizer's functions itself.
     library = folder / "unit.so"
     _tool("g++", "-shared", "-Wl,-Bsymbolic", built, runtime / "runtime.o", "-o", library)
-    loaded = ctypes.PyDLL(str(library))  # PyDLL holds the GIL: the emulated GPU has no locks
+    loaded = ctypes.PyDLL(str(library))  # PyDLL keeps the GIL, since the emulator has no locks
     loaded.emulate.restype = ctypes.c_char_p
     loaded.emulated_site.restype = ctypes.c_size_t
     return loaded

@@ -1,10 +1,10 @@
 """Run launches of CUDA C++ kernels on the CPU.
 
 `emulated.cpp` runs a kernel's threads one at a time, in an order drawn from a seed, and inspects
-every access to tensors and shared memory. A `Fault` is an access that is out of bounds, is
-misaligned, or races with another thread, or a barrier or shuffle that some thread never reaches.
-Shared memory starts as NaN. Not emulated: the GPU's memory model, time, and warps or blocks that
-wait for one another.
+every access to tensors and shared memory. It raises a `Fault` for an access that is out of bounds,
+is misaligned, or races with another thread. It also raises one for a barrier or shuffle that some
+thread never reaches. Shared memory starts as NaN. The GPU's memory model, time, and warps or blocks
+that wait for one another are not emulated.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ SMALL_GPU = {"multi_processor_count": 2, "max_threads_per_multi_processor": 1024
 
 
 class Fault(RuntimeError):
-    """A kernel did something illegal; the message names it, the thread and the line."""
+    """A kernel did something illegal. The message names the error, the thread and the line."""
 
 
 @contextlib.contextmanager
 def emulated(seed: int = 0, *, races: bool = True) -> Iterator[None]:
-    """Run every launch at once on the CPU, each in its own thread order drawn from `seed`.
+    """Run each launch on the CPU when it is called, and draw its thread order from `seed`.
 
     Args:
-        races: report two accesses without a barrier between them as a fault. Without `races`, a
-            race is only visible in wrong results.
+        races: report a race (accesses by two threads without a barrier between them) as a fault.
+            If false, a race only shows in wrong results.
     """
     import torch
 
@@ -56,7 +56,7 @@ def emulated(seed: int = 0, *, races: bool = True) -> Iterator[None]:
 
 
 def _device_properties() -> dict[str, Callable[..., object]]:
-    """Return torch.cuda's functions about the device, for a GPU with few processors."""
+    """Return substitutes for torch.cuda's device queries, with few processors."""
     functions = cuda_functions("sm90")
     properties = functions["get_device_properties"]()
     vars(properties).update(SMALL_GPU)
@@ -64,12 +64,12 @@ def _device_properties() -> dict[str, Callable[..., object]]:
 
 
 def run(launch: Launch, args: Sequence[object], seed: int, *, races: bool) -> None:
-    """Run one launch to its end.
+    """Run one launch until all of its threads have ended.
 
     Raises:
-        LaunchError: for the same reasons as on a GPU.
-        CannotEmulate: the kernel needs a GPU.
-        Fault: the kernel did something illegal.
+        LaunchError: if the launch would also be refused on a GPU.
+        CannotEmulate: if the kernel needs a GPU.
+        Fault: if the kernel did something illegal.
     """
     __tracebackhide__ = True
     kernel, config = launch.kernel, launch.config
@@ -102,7 +102,7 @@ def run(launch: Launch, args: Sequence[object], seed: int, *, races: bool) -> No
 
 
 def _checked(kernel: Kernel, args: Sequence[object]) -> list[object]:
-    """Return `args` converted as the signature asks; CPU tensors are on device -1."""
+    """Return `args` converted to the signature's types. Tensors must be on the CPU, device -1."""
     __tracebackhide__ = True
     try:
         return check_arguments(kernel.name, kernel.params, args, -1)
@@ -111,7 +111,7 @@ def _checked(kernel: Kernel, args: Sequence[object]) -> list[object]:
 
 
 class _Tensor(ctypes.Structure):
-    """A tensor as `emulated.cpp` gets it."""
+    """The struct in which `emulated.cpp` receives a tensor."""
 
     _fields_ = (
         ("base", ctypes.c_void_p),
