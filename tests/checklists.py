@@ -314,7 +314,7 @@ BENCHMARK_CHEATS = (
         " test_memory_held_by_preparation_is_counted_per_slot"
         " test_memory_is_measured_once_and_after_the_windows",
         why="the row has the peak memory of a call of each side, and it is shown if the optimized"
-        " side needs 1.5 times as much and 64 MiB more; it is reported, not refused",
+        " side needs both 1.5 times as much and 64 MiB more. More memory is reported, not refused",
         open="memory that a side keeps from an earlier call, memory in its own graphs, and memory"
         " outside torch are not counted",
     ),

@@ -110,7 +110,7 @@ def diff(baseline: str, optimized: str, names: tuple[str, str]) -> str:
 
 
 def _used_names(top: ast.stmt) -> set[str]:
-    """Return the names that a statement reads and does not bind itself."""
+    """Return the names that a statement reads but does not itself bind."""
     names = [n for n in ast.walk(top) if isinstance(n, ast.Name)]
     bound = {n.id for n in names if isinstance(n.ctx, ast.Store)}
     bound |= {n.arg for n in ast.walk(top) if isinstance(n, ast.arg)}
