@@ -23,7 +23,7 @@ PARTITIONS = 4
 NOT_CHECKED = "NOT CHECKED"
 """The start of a note that every run shows, even without -v."""
 ARCHS = "\0archs\0"
-"""Placeholder in the text of a fault for the names of the archs."""
+"""Placeholder for the arch names in the text of a fault."""
 ERROR_LINES = 12
 """The largest number of lines of an assembler's error in a message."""
 

@@ -279,7 +279,7 @@ MORE_TIMES, MORE_BYTES = 1.5, 64 << 20
 
 
 def graph_notes(names: Sequence[str], details: Mapping[str, Json]) -> list[str]:
-    """Return notes with both sides' graph nodes per call, or why there is no count."""
+    """Return notes that give each side's graph nodes per call, or say why there are none."""
     if "no graph_nodes" in details:
         return [f"graph: nodes not counted: {details['no graph_nodes']}"]
     by_side = details.get("graph_nodes", {})

@@ -287,7 +287,7 @@ def add_row(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestR
             case_run.remarks.append(f"not profiled: {late.msg}")
     row = build_row(case_run)
     report.aisp = row.to_json()  # type: ignore[attr-defined]
-    # JUnit reads the properties of the teardown report, which are the item's.
+    # The teardown report has the properties of the item, and JUnit reads them there.
     item.user_properties += row.properties()
     report.user_properties += row.properties()
 

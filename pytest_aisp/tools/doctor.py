@@ -312,7 +312,7 @@ def cpus_of(text: str) -> set[int]:
 
 
 def counters(root: Path) -> Finding:
-    """Return the finding whether `ncu` may read the GPU's performance counters."""
+    """Return a finding that says whether `ncu` may read the GPU's counters."""
     file = root / "proc/driver/nvidia/params"
     text = read_text(file)
     if text is None:

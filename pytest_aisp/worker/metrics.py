@@ -56,7 +56,7 @@ def count(task: CountTask, trial: Trial) -> dict[str, float]:
     if task.metric == "energy":
         if processes:
             raise Uncountable(
-                "assert_energy needs 5 s of work, and the processes of a process side end before that"
+                "assert_energy needs 5 s of work; the processes of a process side end before that"
             )
         return energy(trial)
     counter = COUNTERS[task.metric]
