@@ -42,7 +42,7 @@ def built(monkeypatch):
 COMMON = {
     "page": str(TESTS / "exploits" / "common.py"),
     "root": str(TESTS),
-    "module": "honest",
+    "module": "honest_page",
     "function": "honest_side",
     "variant": "honest_side",
     "seed": 1,
