@@ -312,7 +312,7 @@ def _integers(values: Inputs, rank: int) -> Inputs:
             return tensor.clone()
         integers = pytree.clone(tensor.detach())
         if tensor.numel():
-            integers.copy_(_rounded(tensor.detach().double(), rank))
+            integers.copy_(_rounded(tensor.detach().float(), rank))
         return integers.requires_grad_(tensor.requires_grad)
 
     return pytree.map_tensors(replaced, values)
@@ -325,9 +325,9 @@ def _rounded(tensor: torch.Tensor, rank: int) -> torch.Tensor:
     sample = magnitude.reshape(-1)[:: max(1, magnitude.numel() // SAMPLE)]
     if bool(sample.isfinite().all()) and bool((magnitude != sample[0]).any()):
         one, two = sample.quantile(sample.new_tensor(QUANTILES))
-        steps = (magnitude >= one).double() + (magnitude >= two).double()
+        steps = (magnitude >= one).float().add_(magnitude >= two)
         rounded: torch.Tensor = tensor.sign() * steps
         return rounded
     generator = torch.Generator(device=tensor.device).manual_seed(11 + rank)
     draws = torch.randint(-8, 9, tensor.shape, generator=generator, device=tensor.device)
-    return torch.where(draws.abs() <= 2, draws, 0).double()
+    return torch.where(draws.abs() <= 2, draws, 0).float()
