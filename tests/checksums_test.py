@@ -1,21 +1,34 @@
-"""`aisp results checksums`: what is staged and was recorded by no run is refused."""
+"""`aisp results checksums`: edited results, and results that no given run recorded, are refused."""
 
 from __future__ import annotations
 
+import hashlib
 import re
+import shutil
 import subprocess
+from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 
 import fake_results
 import pytest
+from msgspec.structs import replace
 
 from pytest_aisp.cli import app
-from pytest_aisp.results import store
+from pytest_aisp.results import run_reader, store
+from pytest_aisp.results.merge import merge
+from pytest_aisp.results.row import Row
+from pytest_aisp.session.recorder import Recorder
 
 NAME = "baselines/nvidia-h200/ch07.json"
 ADVICE = [
     "Restore the file, or record on the machine itself:",
     "    pytest --aisp-update-expectations",
+]
+
+NO_PROOF = [
+    "A checksum does not show that anything was measured; the artifacts of the run do:",
+    "    aisp results checksums --artifacts=FOLDER",
 ]
 
 
@@ -64,11 +77,12 @@ def seals(capsys, *words):
 def test_recorded_results_may_be_committed(file, capsys):
     record(file, "two", key="b", date="2026-08-21")
     git("add", ".")
-    assert seals(capsys) == (0, ["1 file of stored results is as runs recorded it"])
+    matches = "of stored results: unedited, the checksum of every line matches"
+    assert seals(capsys) == (0, [f"1 file {matches}", *NO_PROOF])
     assert seals(capsys, NAME)[0] == 0
     record(file.with_name("ch08.json"), "two", date="2026-08-21")
     git("add", ".")
-    assert seals(capsys) == (0, ["2 files of stored results are as runs recorded them"])
+    assert seals(capsys) == (0, [f"2 files {matches}", *NO_PROOF])
 
 
 def test_without_staged_files_nothing_is_checked(file, capsys):
@@ -112,8 +126,8 @@ def test_the_command_is_printed_once_for_all_files(file, capsys):
     git("add", ".")
     code, lines = seals(capsys)
     assert (code, len(lines)) == (1, 4)
-    assert lines[0].endswith("its seal is wrong: the line is not as a run recorded it")
-    assert lines[1].endswith("its seal is wrong: the line is not as a run recorded it")
+    assert lines[0].endswith("its seal is wrong: the line was changed after a run recorded it")
+    assert lines[1].endswith("its seal is wrong: the line was changed after a run recorded it")
     assert lines[2:] == ADVICE
 
 
@@ -200,3 +214,106 @@ def test_outside_a_repository_the_check_cannot_run(tmp_path, monkeypatch, capsys
     monkeypatch.setenv("PATH", str(tmp_path))
     code, lines = seals(capsys)
     assert (code, lines[1]) == (2, "Install git")
+
+
+RECORDED = {
+    "baseline_us": 2.0,
+    "optimized_us": 1.0,
+    "clock": "graph",
+    "values": [[0.693147, 0.691]],
+    "sources": fake_results.SOURCES,
+    "goals": {"memory": {"baseline": 4096, "optimized": 2048}},
+}
+
+
+def run(folder, *, key="b", **changes):
+    """Record a result as a run that keeps its artifacts in `folder` does."""
+    fake_results.artifacts(Path(folder), [], code=None)
+    case = fake_results.case("ch07:b")
+    row = fake_results.row(case, key=key, file=NAME, recorded={**RECORDED, **changes})
+    settings = SimpleNamespace(artifacts=Path(folder), update="all", root=Path.cwd())
+    hook = SimpleNamespace(pytest_aisp_result=lambda config, row: None)
+    recorder = Recorder(settings, SimpleNamespace(hook=hook))
+    recorder.artifacts.start(run_reader.manifest(Path(folder)))
+    recorder.add(Row.of({**row, "environment": fake_results.FACTS}))
+    assert recorder.errors == []
+    git("add", "baselines")
+
+
+def test_a_result_is_compared_with_the_run_that_recorded_it(file, capsys):
+    run("out")
+    [line] = [line for line in file.read_text().splitlines() if line.startswith('"b"')]
+    [sample] = Path("out/samples").iterdir()
+    assert f'"samples": "{hashlib.sha256(sample.read_bytes()).hexdigest()}"' in line
+    code, lines = seals(capsys, "--artifacts=out")
+    assert (code, lines[1:]) == (
+        0,
+        ["every changed result is one that a run recorded: out"],
+    )
+    run("again", key="c")
+    assert seals(capsys, "--artifacts=out", "--artifacts=again")[0] == 0
+    assert_unproved(capsys, "c", "its samples, ????????????..., are in none of these artifacts")
+
+
+def assert_unproved(capsys, key, why):
+    code, lines = seals(capsys, "--artifacts=out")
+    assert code == 1
+    assert fnmatch(lines[0], f"{NAME} results[[]'{key}']: {why}")
+    assert lines[1:] == [
+        "Give the folders of all runs that recorded these results, or record again:",
+        "    pytest --aisp-update-expectations --aisp-artifacts",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"optimized_us": 0.5}, "the run recorded other optimized_us"),
+        ({"values": ((1.4, 1.38),)}, "the run recorded other values"),
+        ({"clock": "queue"}, "the run recorded other clock"),
+        ({"choices": {"BLOCK": 64}}, "the run recorded other choices"),
+        ({"goals": {"memory": {"baseline": 9, "optimized": 1}}}, "the run recorded other memory"),
+        ({"sources": {"baseline": "cc", "optimized": "1b"}}, "the run recorded other sources"),
+        (
+            {"samples": "0123456789abcdef"},
+            "its samples, 0123456789ab..., are in none of these *",
+        ),
+        ({"samples": None}, "it names no samples, because the run that recorded it kept no *"),
+    ],
+)
+def test_values_with_a_forged_checksum_are_refused(file, capsys, change, why):
+    run("out")
+    stored = store.load(file)
+    forged = {**stored.results, "b": replace(stored.results["b"], **change)}
+    file.write_text(store.dump(replace(stored, results=forged)))
+    git("add", ".")
+    assert seals(capsys)[0] == 0  # unedited is all that a checksum can say
+    assert_unproved(capsys, "b", why)
+
+
+def test_a_forged_environment_is_refused(file, capsys):
+    run("out")
+    stored = store.load(file)
+    facts = {n: {**e, "driver": "1"} if n != "one" else e for n, e in stored.environments.items()}
+    file.write_text(store.dump(replace(stored, environments=facts)))
+    git("add", ".")
+    assert_unproved(capsys, "b", "the run recorded another environment")
+
+
+def test_artifacts_that_cannot_be_read_are_named(file, capsys):
+    run("out")
+    shutil.rmtree("out/samples")
+    code, lines = seals(capsys, "--artifacts=out")
+    assert (code, lines[-1]) == (2, "Copy the whole folder of the run, samples/ too")
+    assert seals(capsys, "--artifacts=nowhere")[1][0] == "nowhere: there is no such folder"
+
+
+def test_a_second_session_and_an_added_metric_name_the_run_that_added_them(file):
+    first = replace(store.load(file).results["a"], samples="aa")
+    stored = replace(store.load(file), results={"a": first})
+    goals = {"memory": {"baseline": 2, "optimized": 1}}
+    added = replace(first, goals=goals, samples="bb")
+    [change] = merge(stored, {"a": added}, stored.environments, replace=False)[1]
+    assert (change.new.samples, change.new.goals) == ("bb", goals)
+    again = replace(first, samples="cc")
+    assert merge(stored, {"a": again}, stored.environments, replace=False)[1] == []

@@ -377,7 +377,7 @@ def test_a_second_session_starts_six_hours_after_the_first(path, session, is_sec
     assert found.results[KEY].sessions == (2 if is_second else 1)
     if not is_second:
         assert found.results[KEY].goals == {**UNUSED, **TAKEN}
-    soon = "its stored session is less than 6 hours away, so this is no second one"
+    soon = "its stored session is less than 6 hours away, so this does not count as a second one"
     assert why_kept(found, KEY, second, table) == ("" if is_second else soon)
 
 
@@ -1080,7 +1080,7 @@ EDITS += [
 def test_a_manual_edit_breaks_the_seal(path, was, becomes):
     path.parent.mkdir(parents=True)
     path.write_text(EXPECTED.replace(was, becomes, 1))
-    with pytest.raises(StoreError, match="its seal is wrong: the line is not as a run rec"):
+    with pytest.raises(StoreError, match="its seal is wrong: the line was changed after a run rec"):
         store.load(path)
     assert path.read_text() == EXPECTED.replace(was, becomes, 1)
 

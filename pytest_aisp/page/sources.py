@@ -1,4 +1,8 @@
-"""Digests of a side's sources: the side's own code, and all code under the root that it uses."""
+"""Digests of a side's sources: the side's own code, and all code under the root that it uses.
+
+A digest is of normalized sources, so that comments, docstrings and formatting do not change it.
+Earlier versions stored digests of text. Such a stored digest is compared with today's text.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,8 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from . import normalize
+
 if TYPE_CHECKING:
     from ..kernels.cuda_cpp import CudaModule
 
@@ -23,25 +29,39 @@ PACKAGE = str(Path(__file__).parents[1])
 
 TRITON_OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg")
 """The fields of a `triton.Config` that are not arguments of the kernel."""
-CONSTANTS = "\0constants"
-"""Separates the source of an object from the constants that it names."""
+READS_DOCSTRINGS = ("__doc__", "getdoc")
+"""Texts by which code shows that it reads docstrings. Then docstrings are part of the digest."""
 
 
 def digest(side: object, root: str, *, constants: bool = False) -> str:
     """Return a digest of the source of `side` and of the code under `root` that it uses.
 
-    The digest includes the functions, Triton kernels, kernel files and modules whose names the code
-    uses. Libraries are not included.
+    The digest includes the functions, Triton kernels, kernel files with their headers, and modules
+    whose names the code uses. Libraries are not included.
 
     Args:
         constants: whether to include plain constants whose names the code uses, and the options of
             kernel files. It is True for comparing two commits, and False for stored results.
     """
-    texts = _reach([side], root).texts
-    if not constants:
-        texts = {name: text.partition(CONSTANTS)[0] for name, text in texts.items()}
-    joined = "\0".join(f"{name}\0{texts[name]}" for name in sorted(texts))
-    return hashlib.sha256(joined.encode()).hexdigest()[:16]
+    sources = _reach([side], root).sources
+    docstrings = any(word in one.text for word in READS_DOCSTRINGS for one in sources.values())
+    parts = [
+        (name, one.normalized(root, docstrings), one.tuning, one.constants if constants else "")
+        for (name, *_), one in sources.items()
+    ]
+    return f"syntax:{_hash(ascii(sorted(parts)))}"
+
+
+def text_digest(side: object, root: str) -> str:
+    """Return the digest that earlier versions stored, which is of text."""
+    texts: dict[str, str] = {}
+    for (name, *_), one in _reach([side], root).sources.items():
+        texts.setdefault(name, one.text + one.tuning)
+    return _hash("\0".join(f"{name}\0{texts[name]}" for name in sorted(texts)))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @functools.cache
@@ -76,7 +96,8 @@ def imported_late(side: object, root: str) -> list[str]:
     This includes imports in all code under `root` that the side uses, except for relative imports.
     The digest does not include such modules.
     """
-    codes = [getattr(each, "__code__", None) for each in _reach([side], root).objects]
+    things = [source.thing for source in _reach([side], root).sources.values()]
+    codes = [getattr(thing, "__code__", None) for thing in things]
     return sorted({name for code in codes if code is not None for name in _imports(code)})
 
 
@@ -90,18 +111,66 @@ def _imports(code: CodeType) -> Iterator[str]:
             yield from _imports(constant)
 
 
+@dataclass(frozen=True)
+class _Source:
+    """The source of one object.
+
+    Attributes:
+        text: the text of its definition, or of its file.
+        tuning: the configurations of an autotuned kernel.
+        constants: the plain constants whose names a function uses, or the options of a kernel file.
+    """
+
+    thing: Any
+    text: str
+    tuning: str
+    constants: str
+
+    def normalized(self, root: str, docstrings: bool) -> str:
+        """Return the normalized source, or the text if the file does not contain the source."""
+        if _is_cuda_module(self.thing):
+            return _normalized_cuda(self.thing, root)
+        found = None
+        if isinstance(self.thing, ModuleType):
+            found = normalize.module(self.text, docstrings=docstrings)
+        elif _kernel_path(self.thing) is None:
+            found = self._definition(docstrings)
+        return f"text {self.text}" if found is None else found
+
+    def _definition(self, docstrings: bool) -> str | None:
+        try:
+            text = "".join(inspect.findsource(self.thing)[0])
+        except (OSError, TypeError):
+            return normalize.module(self.text, docstrings=docstrings)
+        code = getattr(self.thing, "__code__", None)
+        if code is not None:
+            return normalize.function(text, code, docstrings=docstrings)
+        return normalize.class_(text, self.thing.__qualname__, docstrings=docstrings)
+
+
+def _normalized_cuda(kernels: CudaModule, root: str) -> str:
+    """Return the tokens of a kernel file, and of the headers under `root` that it includes."""
+    under = Path(root).resolve()
+    texts = {
+        str(path.relative_to(under)): text
+        for path, text in sorted((Path(p).resolve(), t) for p, t in kernels.sources.items())
+        if path.is_relative_to(under)
+    }
+    return ascii(list(zip(texts, normalize.cuda(list(texts.values())), strict=True)))
+
+
 @dataclass
 class _Reach:
     """The objects under a root that sides use, directly or indirectly.
 
     Attributes:
-        texts: each object's source and constants, keyed by path and qualified name.
+        sources: each object's source, keyed by path and qualified name, first line, and tuning:
+            two lambdas have the same name.
         kernels: the kernel files, and the Triton kernels that are launched from the host.
     """
 
     root: Path
-    texts: dict[str, str] = field(default_factory=dict)
-    objects: list[object] = field(default_factory=list)
+    sources: dict[tuple[str, int, str], _Source] = field(default_factory=dict)
     kernels: dict[str, object] = field(default_factory=dict)
 
     def visit(self, wrapped: object, *, from_kernel: bool = False) -> None:
@@ -115,11 +184,12 @@ class _Reach:
         name = f"{path.relative_to(self.root)}:{getattr(thing, '__qualname__', '')}"
         if _is_cuda_module(thing) or (is_kernel and not from_kernel):
             self.kernels[name] = thing
-        if name in self.texts:
+        line = getattr(getattr(thing, "__code__", None), "co_firstlineno", 0)
+        key = name, line, _tuning(wrapped)
+        if key in self.sources:
             return
-        source = _source(thing, Path(file)) + _tuning(wrapped)
-        self.texts[name] = source + CONSTANTS + _constants(thing)
-        self.objects.append(thing)
+        text = _text(thing, Path(file))
+        self.sources[key] = _Source(thing, text, _tuning(wrapped), _constants(thing))
         for used in _used(thing):
             self.visit(used, from_kernel=is_kernel)
 
@@ -202,7 +272,7 @@ def _source_file(thing: Any) -> str | None:
         return None
 
 
-def _source(thing: Any, file: Path) -> str:
+def _text(thing: Any, file: Path) -> str:
     if _kernel_path(thing) or isinstance(thing, ModuleType):
         return file.read_text()
     try:

@@ -20,7 +20,7 @@ from urllib.parse import quote
 from ..results.artifacts import REPORT, publish
 from ..results.results_json import GitState
 from ..results.row import digits, duration
-from ..results.verdict import LOOK, RED
+from ..results.verdict import DISTURBED, LOOK, RED
 from ..util.cli_result import CliError, CliResult
 from .data import ReportData, report_data
 from .run import VERDICTS, ReportCase, ReportRun
@@ -273,6 +273,7 @@ def _facts(run: ReportRun) -> str:
     manifest, machine = run.manifest, run.manifest.machine
     power, sm = machine.facts.get("power_limit_w"), machine.clocks.get("sm_max")
     facts: dict[str, object] = {"product": machine.product}
+    facts["simulated by"] = manifest.timer
     facts |= {name: machine.versions.get(name) for name in ("driver", "cuda")}
     facts |= {name: manifest.packages.get(name) for name in PACKAGES}
     facts["power limit"] = power and f"{power} W"
@@ -320,6 +321,12 @@ def _banner(run: ReportRun) -> str:
     if manifest.no_verdict:
         text = "Cases without a verdict: their worker died."
         html += _notice("partial", text, manifest.no_verdict)
+    if disturbed := [c for c in run.cases if c.verdict == DISTURBED]:
+        text = "Cases without a verdict: something else used the machine."
+        lines = [
+            f"{case.function}[{case.variant}]: {'; '.join(case.reasons)}" for case in disturbed
+        ]
+        html += _notice("partial", text, lines)
     if manifest.no_canary:
         text = "Verdicts without a canary: their worker ended before it ran one."
         html += _notice("partial", text, manifest.no_canary)

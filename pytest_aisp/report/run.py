@@ -26,8 +26,8 @@ from ..util.cli_result import CliError
 Model = TypeVar("Model", bound=Struct)
 fields_of = cache(msgspec.structs.fields)
 
-VERDICTS: tuple[str, ...] = ("wrong", "invalid", "regressed", "fail", "inconclusive", "stale")
-VERDICTS += ("new", "improved", "pass", "checked", "compiled", "")
+VERDICTS: tuple[str, ...] = ("wrong", "invalid", "regressed", "fail", "disturbed")
+VERDICTS += ("inconclusive", "stale", "new", "improved", "pass", "checked", "compiled", "")
 """All verdicts, the worst first. A case without a verdict has an empty string."""
 MAX_TEXT, MAX_LINES = 4_000, 40
 """The maximum characters and lines of a case's text. Longer texts are cut."""

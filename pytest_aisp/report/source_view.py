@@ -100,6 +100,15 @@ class Page:
                 yield f"// {file}\n\n" + "\n\n".join(parts)
 
 
+def page_diffs(page: Page) -> Iterator[str]:
+    """Yield the lines of the diff from the baseline to each variant of the page's tests."""
+    for function in page.defined:
+        baseline, variants = page.sides(function)
+        for variant in variants:
+            text = diff(page.side(baseline), page.side(variant), (baseline, variant))
+            yield from ["", *text.splitlines()]
+
+
 @cache
 def diff(baseline: str, optimized: str, names: tuple[str, str]) -> str:
     """Return the diff from `baseline` to `optimized` in the format of ``diff -u``."""

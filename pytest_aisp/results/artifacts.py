@@ -25,7 +25,7 @@ from . import export, run_reader
 from .export import path_below
 from .messages import Json
 from .results_json import SCHEMA, Canary, Manifest, StoredPeaks
-from .row import Row
+from .row import Row, SampleFile
 
 T = TypeVar("T")
 WRITTEN = ("results.json", "results.md", "results.csv")
@@ -63,7 +63,7 @@ class Artifacts:
         """Lock the folder for this run, until `release` or the end of this process.
 
         Raises:
-            Unclaimable: if the folder contains files of no run, or another run is writing to it.
+            Unclaimable: if the folder contains files of no run, or if another run is writing to it.
             OSError: if the folder cannot be written.
         """
         if not run_reader.is_ours(self.folder) and any(
@@ -71,7 +71,7 @@ class Artifacts:
         ):
             raise Unclaimable(
                 "it is not empty and holds no run: nothing in it is touched\n"
-                "Give another folder, or nothing for one named after the moment:\n"
+                "Give another folder, or none for one named after the time:\n"
                 "    pytest --aisp-artifacts"
             )
         self._claim = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -118,8 +118,11 @@ class Artifacts:
         if not self.begun:
             self._try(self.folder / run_reader.MANIFEST, self._begin)
 
-    def add(self, row: Row) -> None:
-        """Append a row. If that fails, the run continues, and `error` has the reason."""
+    def add(self, row: Row) -> SampleFile | None:
+        """Append a row and return the file of its samples.
+
+        If that fails, the run continues, and `error` has the reason.
+        """
         self._ensure_begun()
         number = self._given.get(self.path, 0) + 1
         samples = self._try(
@@ -130,6 +133,7 @@ class Artifacts:
             folder = path_below(line.profile.folder, str(self.folder))
             line.profile = replace(line.profile, folder=folder)
         self._append(self.path, line.to_json())
+        return samples
 
     def add_canary(self, canary: Canary) -> None:
         """Append a canary. If that fails, the run continues, and `error` has the reason."""

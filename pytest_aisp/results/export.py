@@ -24,7 +24,7 @@ from .results_json import (
     StoredSpeedup,
     Trial,
 )
-from .row import JournalLine, Profile, digits, duration, size_text
+from .row import JournalLine, Profile, claim_text, digits, duration, size_text
 from .verdict import ORDER, RED
 
 
@@ -37,7 +37,7 @@ def case(line: JournalLine, root: str) -> Case:
     if line.share is not None and math.isfinite(line.share):
         limit = Limit(line.limit, line.share, origins.get("limit", ""))
     if line.claim is not None:
-        claim = Claim(line.claim, origins.get("claim", ""))
+        claim = Claim(line.claim, origins.get("claim", ""), line.versus)
     if line.stored is not None:
         stored = StoredSpeedup(math.exp(line.stored), origins.get("stored", ""))
     return Case(
@@ -117,8 +117,25 @@ def markdown(run: Manifest, cases: Sequence[Case]) -> str:
     lines = [f"**{_counted(cases)}** on {run.machine.name}, {_when(run)}", ""]
     lines += [f"**Invalid**: {_cell(why)}\n" for why in run.invalid]
     if cases:
-        lines += table(HEADS, [_row(case) for case in in_order(cases)])
+        labels = page_labels((case.page, case.function) for case in cases)
+        ordered = in_order(cases)
+        lines += table(HEADS, [_row(case, labels[case.page, case.function]) for case in ordered])
     return "\n".join(lines) + "\n"
+
+
+def page_labels(tests: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Return the label of each test, given by the path of its page and its function.
+
+    The label is the name of the page. If a page has several tests, its function is added.
+    """
+    unique = set(tests)
+    counts = Counter(page for page, _ in unique)
+
+    def label(page: str, function: str) -> str:
+        stem = PurePath(page).name.removesuffix("_test.py")
+        return stem if counts[page] == 1 else f"{stem}::{function}"
+
+    return {test: label(*test) for test in unique}
 
 
 def in_order(cases: Iterable[Case]) -> list[Case]:
@@ -149,21 +166,21 @@ def _when(run: Manifest) -> str:
     text = run.started
     if run.git is not None and run.git.commit:
         text += f" at {run.git.commit[:12]}" + " with uncommitted changes" * bool(run.git.dirty)
-    return text if run.complete else f"{text}; the run did not come to its end"
+    return text if run.complete else f"{text}; the run did not finish"
 
 
-def _row(case: Case) -> tuple[str, ...]:
+def _row(case: Case, page: str) -> tuple[str, ...]:
     times, limit, claim, stored = case.seconds, case.limit, case.claim, case.stored
     why = case.reasons or ([case.not_timed] if case.not_timed else [])
     return (
         f"**{case.verdict}**" if case.verdict in RED else case.verdict,
-        PurePath(case.page).name.removesuffix("_test.py"),
+        page,
         label(case),
         duration(times.baseline) if times else "",
         duration(times.optimized) if times else "",
         speed(case.speedup),
         f"{limit.share:.0%} {limit.name}" if limit else "",
-        str(claim.at_least) if claim else "",
+        claim_text(claim.at_least, claim.versus) if claim else "",
         times_text(stored.speedup) if stored else "",
         "; ".join(why),
     )

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from .models import Environments, Result, Results, Stored, base_of, differences
+from .row import Recording
 
 HOURS_APART = 6
 """Runs that start fewer hours apart count as one session: clocks and temperature change slowly."""
+
+
+NO_TEXTS: Mapping[str, Mapping[str, str]] = {}
 
 
 @dataclass(frozen=True)
@@ -22,9 +27,19 @@ class Change:
     old: Result | None
     new: Result
 
+    @property
+    def only_digests(self) -> bool:
+        """Whether only the kind of the line's digests has changed."""
+        return self.old is not None and self.new == replace(self.old, sources=self.new.sources)
+
 
 def merge(
-    stored: Stored, new: Results, environments: Environments, *, replace: bool
+    stored: Stored,
+    new: Results,
+    environments: Environments,
+    *,
+    replace: bool,
+    texts: Mapping[str, Mapping[str, str]] = NO_TEXTS,
 ) -> tuple[Stored, list[Change]]:
     """Return `stored` with `new` merged in, and the changes. No entry is ever dropped.
 
@@ -35,6 +50,8 @@ def merge(
             be at least `HOURS_APART` from the first. An addition must have the same sources, clock
             and tuning choices as the entry, and there must be no `differences` between their
             environments.
+        texts: the digests of today's texts, by key. In an entry that has such a digest, it is
+            replaced by the new digest of syntax.
     """
     table = _table(stored, environments)
     for name, facts in stored.environments.items():
@@ -46,7 +63,9 @@ def merge(
         old = results.get(key)
         if old is None or replace:
             results[key] = result
-        elif not _unlike(old, result, table, several):
+            continue
+        results[key] = old = old.with_syntax(result.sources, texts.get(key, {}))
+        if not _unlike(old, result, table, several):
             second = _could_be_second(old, result) and _are_apart(old, result, table)
             gained = _with_session(old, result, table) if second else _completed(old, result)
             results[key] = gained
@@ -67,7 +86,8 @@ def why_kept(stored: Stored, key: str, new: Result, environments: Environments) 
     if names := _unlike(old, new, table, _several(stored)):
         return f"it differs from the stored result in {', '.join(names)}"
     if _could_be_second(old, new) and not _are_apart(old, new, table):
-        return f"its stored session is less than {HOURS_APART} hours away, so this is no second one"
+        near = f"its stored session is less than {HOURS_APART} hours away"
+        return f"{near}, so this does not count as a second one"
     return ""
 
 
@@ -114,7 +134,20 @@ def _start(name: str) -> datetime.datetime | None:
 
 def _completed(old: Result, new: Result) -> Result:
     """Return `old` with the times and goals that only `new` has."""
-    return replace(old if old.values else new, goals={**new.goals, **old.goals})
+    gained = replace(old if old.values else new, goals={**new.goals, **old.goals})
+    return gained if gained == old else replace(gained, samples=new.samples)
+
+
+def recorded_result(recorded: Recording, environment: str, samples: str | None) -> Result:
+    """Return the values that a row has `recorded` as a result to store.
+
+    Args:
+        environment: the key of the run's environment.
+        samples: the hash of the row's samples; None if the run keeps none.
+    """
+    others = ("text_sources", "replace")
+    fields = {name: value for name, value in asdict(recorded).items() if name not in others}
+    return Result.of({**fields, "environments": [environment], "samples": samples})
 
 
 def _with_session(old: Result, new: Result, table: Environments) -> Result:

@@ -80,9 +80,13 @@ class CaseTask(Task, frozen=True, kw_only=True):
 
 
 class CheckTask(CaseTask, frozen=True, kw_only=True, tag="check"):
-    """Check both sides against the reference. With `search`, also look for sizes that fail."""
+    """Check both sides against the reference. With `search`, also look for sizes that fail.
+
+    With `baseline_alone`, the variant does not run.
+    """
 
     search: bool = False
+    baseline_alone: bool = False
 
 
 class TimeTask(CaseTask, frozen=True, kw_only=True, tag="time"):
@@ -153,9 +157,10 @@ class FactsTask(CaseTask, frozen=True, kw_only=True, tag="facts"):
 
 
 class DrawTask(CaseTask, frozen=True, kw_only=True, tag="draw"):
-    """Draw input values for a sandboxed side and write them to the file `values`."""
+    """Write input values to the file `values`: for a sandboxed side, or `count` new sets."""
 
     values: str
+    count: int = 0
 
 
 class PrepareTask(CaseTask, frozen=True, kw_only=True, tag="prepare"):
@@ -257,26 +262,32 @@ class RankStep(Struct, frozen=True, tag="rank step"):
 Result = TypeVar("Result")
 
 ErrorKind = Literal[
-    "wrong", "page", "side", "fault", "memory", "disturbed", "died", "timeout", "unrecorded"
+    "wrong",
+    "page",
+    "side",
+    "fault",
+    "memory",
+    "disturbed",
+    "traced",
+    "died",
+    "timeout",
+    "unrecorded",
 ]
-"""``wrong``: a result is wrong.
-
-``page``: the page breaks a rule. ``side``: a side raised an exception. ``fault``: a side raised an
-exception, and its process can no longer use its GPU. ``unrecorded``: a replayed run has no more
-samples.
-"""
+"""``wrong``: a result is wrong. ``page``: the page breaks a rule. ``side``: a side raised an
+exception. ``fault``: a side raised an exception, and its process can no longer use its GPU.
+``disturbed``: the machine disturbed the measurement. ``traced``: a debugger or a profiler runs in
+the process. ``unrecorded``: a replayed run has no more samples."""
 
 
 class Reply(Struct, frozen=True, kw_only=True, tag="reply"):
     """The answer to a task: a result, or an error.
 
     Attributes:
-        error: the kind of error, or None.
-        message: the error in words. Its last line is the remedy.
-        at: the size at which the error happened; empty for the task's own size.
-        trace: the traceback lines of the page.
+        error, message: the kind of error, or None, and its words. The last line is the remedy.
+        at, trace: the size, unless it is the task's own, and the traceback lines of the page.
         result: one of `task_results`. After a pipe it has plain types, which `read` converts.
         exhausted: True if the process uses more GPU memory than its share and must be replaced.
+        code: the reason that the exception itself names, for `aisp judge`.
     """
 
     error: ErrorKind | None = None
@@ -285,6 +296,7 @@ class Reply(Struct, frozen=True, kw_only=True, tag="reply"):
     trace: str = ""
     result: Json = {}
     exhausted: bool = False
+    code: str = ""
 
     def read(self, kind: type[Result]) -> Result:
         """Return the result as `kind`, the result of the task."""

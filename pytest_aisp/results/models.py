@@ -11,7 +11,7 @@ from typing import Annotated, Literal, TypeAlias, get_args
 
 import msgspec
 from msgspec import Meta, Struct
-from msgspec.structs import force_setattr
+from msgspec.structs import force_setattr, replace
 
 from .messages import Json
 from .metric_limits import check_goals
@@ -27,12 +27,17 @@ COMPARED = ("cudnn", "cublas", "power_limit_w", "mig")
 COMPARED_BY_HOST = ("cpu", "governor")
 """Additional facts compared on `HOST_CLOCKS`, because the host's speed affects these clocks."""
 HOST_CLOCKS = ("host", "cpu", "process")
+SIMULATED = "simulated-"
+"""How the product of a timer that is not the plugin's own begins. No real product begins so."""
 COMPARED_BY_RANKS = ("nccl", "links")
 """Additional facts compared for cases on several GPUs."""
 
 
 Role = Literal["baseline", "optimized"]
 Hash = Annotated[str, Meta(pattern=r"\A[0-9a-f]+\Z")]
+SYNTAX = "syntax:"
+"""The prefix of a digest of syntax. A stored digest without it is of text (`page.sources`)."""
+Digest = Annotated[str, Meta(pattern=rf"\A({SYNTAX})?[0-9a-f]+\Z")]
 Name = Annotated[str, Meta(pattern=r"\A.+\Z")]
 Microseconds = Annotated[float, Meta(ge=1e-6, le=1e15)]
 Ratio = Annotated[float, Meta(ge=0, le=1e22)]
@@ -56,11 +61,12 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
         values: for each session, ln(speedup) of each process, rounded to 0.00001.
         environments: for each session, its key in the file's table of environments. A case that
             was not timed has one session.
-        sources: hashes of the sources of both sides.
+        sources: digests of the sources of both sides.
         choices: tuning choices of the sides.
         goals: by metric, the amounts per call of ``baseline`` and ``optimized``, and the relative
             ``noise`` of both.
-        samples: hash of the file with the samples.
+        samples: SHA-256 of the file of samples of the run that last wrote this result. It is None
+            if that run kept no artifacts.
 
     Raises:
         ValueError: if fields contradict each other. Only `of` also checks the type of each field.
@@ -73,7 +79,7 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
     clock: Literal["graph", "queue", "host", "cpu", "process"] | None = None
     values: tuple[LogRatios, ...] = ()
     environments: tuple[Name, ...]
-    sources: Mapping[str, Hash]
+    sources: Mapping[str, Digest]
     choices: Mapping[str, Json] = {}
     goals: Mapping[str, Mapping[str, Amount]] = {}
     samples: Hash | None = None
@@ -143,6 +149,20 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
         spreads = [trimmed_spread(session) for session in self.values if len(session) >= 3]
         return rms(spreads) if spreads else None
 
+    @property
+    def has_text_digests(self) -> bool:
+        return not all(digest.startswith(SYNTAX) for digest in self.sources.values())
+
+    def with_syntax(self, syntax: Mapping[str, str], text: Mapping[str, str]) -> Result:
+        """Return the result with digests of syntax for the sides that have not changed.
+
+        Args:
+            syntax, text: today's digests of both sides.
+        """
+        then = self.sources
+        met = {role: digest for role, digest in syntax.items() if then[role] == text.get(role)}
+        return replace(self, sources={**then, **met}) if met else self
+
 
 Results: TypeAlias = Mapping[str, Result]
 
@@ -161,6 +181,10 @@ class Stored(Struct, frozen=True):
         for key, result in self.results.items():
             for name in set(result.environments) - set(table):
                 raise ValueError(f"results[{key!r}]: its environment {name!r} is not in the table")
+        for name, fact in table.items():
+            if fact.get("timer") and not self.product.startswith(SIMULATED):
+                timer = f"the timer {fact['timer']}, not the plugin's own"
+                raise ValueError(f"environments[{name!r}] is of {timer}, on {self.product}")
 
 
 def joined(product: str, count: int) -> str:

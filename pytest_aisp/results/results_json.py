@@ -24,8 +24,9 @@ from .verdict import ORDER
 SCHEMA = 1
 """The version number in `results.json`, in the manifest, and in each line of the journal."""
 NEWER_FIELDS = {
-    "Manifest": {"no_canary"},
+    "Manifest": {"no_canary", "timer"},
     "Case": {"gpus"},
+    "Claim": {"versus"},
     "Goal": {"noise", "stored", "margin", "slack"},
 }
 """Fields that were added to version 1 later. A valid file may lack them."""
@@ -39,7 +40,7 @@ def about(text: str) -> Meta:
 
 
 class Workload(Struct):
-    """What was asked to run."""
+    """What the run was asked to do."""
 
     paths: Annotated[list[str], about("Arguments that are paths or node ids.")] = []
     keyword: Annotated[str, about("-k")] = ""
@@ -51,8 +52,8 @@ class MachineFacts(Struct, kw_only=True):
     """The machine, by its first visible GPU, or by its CPU without one."""
 
     arch: Annotated[str, about("`sm90`, or `cpu`.")]
-    product: Annotated[str, about("What stored results belong to.")]
-    name: Annotated[str, about("As the driver says it.")]
+    product: Annotated[str, about("The product that stored results belong to.")]
+    name: Annotated[str, about("The name that the driver reports.")]
     gpus: Annotated[list[str], about("UUIDs.")] = []
     versions: Annotated[dict[str, str], about("Driver and CUDA.")] = {}
     facts: Annotated[
@@ -67,7 +68,7 @@ class MachineFacts(Struct, kw_only=True):
 class GitState(Struct):
     """State of the repository that contains `root`."""
 
-    commit: Annotated[str | None, about("In full.")] = None
+    commit: Annotated[str | None, about("The full hash.")] = None
     branch: Annotated[str | None, about("Null if none is checked out.")] = None
     dirty: Annotated[bool | None, about("Whether tracked files differ from the commit.")] = None
 
@@ -77,7 +78,7 @@ class StoredPeaks(Struct):
 
     rates: Annotated[
         dict[str, Annotated[float, Meta(gt=0)]],
-        about("Bytes/s, FLOP/s or seconds by name, as `copy`, `bf16`, `launch` or `busbw`."),
+        about("Bytes/s, FLOP/s or seconds by name, such as `copy`, `bf16`, `launch` or `busbw`."),
     ] = {}
     facts: Annotated[dict[str, Json], about("Which kernel was fastest, on what, and when.")] = {}
     origin: Annotated[str, about("The file, relative to `root` if below it.")] = field(
@@ -92,7 +93,7 @@ class Manifest(Struct, kw_only=True):
     version: Annotated[str, about("Version of pytest-aisp.")] = ""
     started: Annotated[str, UTC]
     mode: Annotated[
-        str, Meta(description="What was asked for.", extra_json_schema={"enum": MODES})
+        str, Meta(description="What the run was asked to do.", extra_json_schema={"enum": MODES})
     ] = "measure"
     root: Annotated[str, about("pytest's root directory. Paths of pages are relative to it.")]
     workload: Workload = field(default_factory=Workload)
@@ -103,9 +104,13 @@ class Manifest(Struct, kw_only=True):
     pytest: Annotated[str, about("Version.")] = ""
     platform: Annotated[str, about("System, release and architecture.")] = ""
     packages: Annotated[
-        dict[str, str], about("Version of each installed package that counts.")
+        dict[str, str], about("Versions of the installed packages that affect results.")
     ] = {}
     machine: MachineFacts
+    timer: Annotated[
+        str,
+        about("The timer that a conftest provides instead of the plugin's own, or empty."),
+    ] = ""
     git: GitState | None
     environment: Annotated[
         dict[str, str],
@@ -113,13 +118,13 @@ class Manifest(Struct, kw_only=True):
     ] = {}
     peaks: Annotated[
         dict[str, StoredPeaks],
-        about("By product, what the machine can do, for rooflines; empty if not measured."),
+        about("Peak rates of the machine by product, for rooflines; empty if not measured."),
     ]
     ended: Annotated[str | None, UTC] = None
     complete: Annotated[
         bool, about("Whether the run ended by itself; false if it was killed or interrupted.")
     ]
-    exit_code: Annotated[int | None, about("Of pytest.")] = None
+    exit_code: Annotated[int | None, about("The exit code of pytest.")] = None
     invalid: Annotated[
         list[str], about("Why no verdict of this run counts; empty for a valid run.")
     ]
@@ -137,9 +142,13 @@ class Canary(Struct):
     case: Annotated[str, about("Id of the case whose optimized side was used.")] = ""
     clock: Annotated[str, about("By which clock.")] = ""
     same: Annotated[float | None, about("ln(speedup) of the side against its copy.")] = None
-    votes: Annotated[list[float], about("The same of fresh processes.")] = []
+    votes: Annotated[
+        list[float], about("ln(speedup) of the side against its copy in fresh processes.")
+    ] = []
     planted: Annotated[float, about("Share of extra calls in the slowed copy.")] = 0.0
-    seen: Annotated[list[float], about("ln(speedup) of each attempt to see them.")] = []
+    seen: Annotated[
+        list[float], about("ln(speedup) of each attempt to detect the extra calls.")
+    ] = []
     wrong: Annotated[str, about("What misbehaved, or empty.")] = ""
 
     def __str__(self) -> str:
@@ -173,15 +182,18 @@ class Limit(Struct):
     """The machine's limit."""
 
     name: Annotated[str, about("As `copy`.")]
-    share: Annotated[float, about("Share of it that the optimized side reaches, as 0.92.")]
+    share: Annotated[
+        float, about("Share of the limit that the optimized side reaches, such as 0.92.")
+    ]
     origin: Annotated[str, about("The file of peaks.")] = field(name="from")
 
 
-class Claim(Struct):
+class Claim(Struct, omit_defaults=True):
     """What the page promises."""
 
     at_least: Annotated[int | float | str, about("A speedup, `neutral`, or `yardstick`.")]
     origin: Annotated[str, about("Where that is written.")] = field(name="from")
+    versus: Annotated[str, about("`library` if the baseline is a library.")] = ""
 
 
 class StoredSpeedup(Struct):
@@ -203,9 +215,10 @@ class Goal(Struct, kw_only=True, omit_defaults=True):
 
     baseline: int | float
     optimized: int | float
-    noise: Annotated[float | msgspec.UnsetType, about("Relative, of both, if they scatter.")] = (
-        msgspec.UNSET
-    )
+    noise: Annotated[
+        float | msgspec.UnsetType,
+        about("Relative noise of both amounts; absent if they do not vary."),
+    ] = msgspec.UNSET
     limit: Annotated[
         int | float | None,
         about(
@@ -217,7 +230,7 @@ class Goal(Struct, kw_only=True, omit_defaults=True):
     margin: Annotated[
         float, about("More than stored by this share, `slack` and the noise of both is a loss.")
     ]
-    slack: Annotated[int | float, about("In the metric's own unit.")]
+    slack: Annotated[int | float, about("An additional allowed loss, in the metric's own unit.")]
 
 
 class ProfileFiles(Struct):
@@ -232,7 +245,7 @@ class Case(Struct, kw_only=True):
     """One case: a variant at a size, on one machine."""
 
     id: Annotated[str, about("pytest's node id, unique in a run.")]
-    key: Annotated[str, about("Its name among stored results.")]
+    key: Annotated[str, about("Key of the stored result.")]
     page: Annotated[str, about("The page's path, relative to `root` if below it.")]
     chapter: Annotated[str, about("Name of the page's folder.")]
     function: Annotated[str, about("Name of the test function.")]
@@ -240,13 +253,13 @@ class Case(Struct, kw_only=True):
     variant: Annotated[str, about("Name of the optimized side.")]
     size: Annotated[dict[str, Json], about("The case's size, as declared.")]
     gpus: Annotated[int, Meta(ge=1, description="Ranks that its sides run on, one per GPU.")]
-    product: Annotated[str, about("What the stored result belongs to.")]
+    product: Annotated[str, about("The product that the stored result belongs to.")]
     arch: Annotated[str, about("`sm90`, `cpu`, ...")]
-    bound: Annotated[str, about("What the page says bounds it, as `dram`.")]
+    bound: Annotated[str, about("What the page says bounds it, such as `dram`.")]
     clock: Annotated[
         str, about("`graph`, `queue`, `host`, `cpu`, `process`; empty if nothing was timed.")
     ]
-    verdict: Annotated[Verdict, about("Empty for a case that ended before it had one.")]
+    verdict: Annotated[Verdict, about("Empty if the case ended before it had a verdict.")]
     not_timed: Annotated[str, about("Why it could not be timed here, or empty.")]
     speedup: Speedup | None
     seconds: Seconds | None
@@ -286,7 +299,7 @@ class Case(Struct, kw_only=True):
         list[str], about("What was missed, by how much, and where the limit came from.")
     ]
     notes: Annotated[list[str], about("Further facts.")]
-    remarks: Annotated[list[str], about("Facts that a table shows beside it.")]
+    remarks: Annotated[list[str], about("Facts that a table shows next to the case.")]
     launch_bound: Annotated[
         dict[str, float], about("By side, how many times longer a call takes without a graph.")
     ]
@@ -303,7 +316,7 @@ class Results(Struct):
     run: Manifest
     cases: Annotated[list[Case], about("In the order in which they finished.")]
     canaries: Annotated[list[Canary], about("One for each process that timed.")]
-    lost: Annotated[list[str], about("What a killed run left half written.")]
+    lost: Annotated[list[str], about("The lines that a killed run left half written.")]
 
 
 def schema() -> dict[str, Json]:

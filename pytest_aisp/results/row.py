@@ -9,18 +9,14 @@ from typing import Annotated, TypedDict
 import msgspec
 from msgspec import Meta, Struct, field
 
-from .messages import (
-    Json,
-)
-from .task_results import (
-    Amounts,
-    ProfileResult,
-)
+from .messages import Json
+from .task_results import Amounts, ProfileResult
 
 LETTERS = {
     "pass": (".", "PASSED"),
     "new": ("n", "NEW"),
     "improved": ("+", "IMPROVED"),
+    "disturbed": ("~", "DISTURBED"),
     "stale": ("o", "STALE"),
     "inconclusive": ("?", "INCONCLUSIVE"),
     "checked": ("c", "CHECKED"),
@@ -47,6 +43,7 @@ class Recording(Struct, omit_defaults=True, kw_only=True):
     """The fields of `models.Result` that ``--aisp-update-expectations`` stores for a case.
 
     Attributes:
+        text_sources: today's digests of text, if the stored result has such digests.
         replace: True to replace an existing stored result.
     """
 
@@ -59,6 +56,7 @@ class Recording(Struct, omit_defaults=True, kw_only=True):
     sources: dict[str, str] = {}
     choices: Mapping[str, object] = {}
     goals: dict[str, Amounts] = {}
+    text_sources: dict[str, str] = {}
     replace: bool = False
 
     def __bool__(self) -> bool:
@@ -82,6 +80,7 @@ class CaseRecord(Struct):
         seconds: seconds per call by side, with the baseline first.
         share, limit: share of the machine's limit that the optimized side reaches.
         claim, stored: the page's claim and the stored value, with which the speedup was compared.
+        versus: ``library`` if the baseline is a library, else empty.
         origins: the places where ``claim``, ``stored`` and ``limit`` are written.
         work: the bytes and the operations that a call needs at least.
         sources: hashes of both sides' sources.
@@ -122,6 +121,7 @@ class CaseRecord(Struct):
     share: float | None = None
     limit: str = ""
     claim: int | float | str | None = None
+    versus: str = ""
     stored: float | None = None
     origins: dict[str, str] = {}
     work: dict[str, int | float | Amounts] = {}
@@ -159,19 +159,22 @@ class CaseRecord(Struct):
         if self.value is None or self.low is None or self.high is None:
             return self.need
         text = f"{ratio(self.value)} [{bare(self.low)}, {bare(self.high)}]"
-        return text + (f" {self.share:.0%} {self.limit}" if self.share is not None else "")
+        text += f" {self.share:.0%} {self.limit}" if self.share is not None else ""
+        return f"{text} simulated" if self.timer else text
+
+    @property
+    def timer(self) -> str:
+        """Return the timer that a conftest provided instead of the plugin's own, or nothing."""
+        return str(self.environment.get("timer") or "")
 
     def properties(self) -> list[tuple[str, float | str]]:
         """Return flat numbers and words for JUnit: speedups as ratios, losses as shares, seconds.
 
         A claim is a speedup or a word. Each goal applies to both sides.
         """
-        found: dict[str, float | str | None] = {
-            "verdict": self.verdict,
-            "clock": self.clock,
-            "bound": self.bound,
-        }
-        found |= {"product": self.product, "share": self.share, "limit": self.limit}
+        found: dict[str, float | str | None] = {"verdict": self.verdict, "clock": self.clock}
+        found |= {"bound": self.bound, "product": self.product, "timer": self.timer}
+        found |= {"share": self.share, "limit": self.limit}
         found |= {"speedup": self.speedup, "claim": self.claim}
         logs = {"speedup_low": self.low, "speedup_high": self.high, "stored": self.stored}
         found |= {name: math.exp(value) for name, value in logs.items() if value is not None}
@@ -256,6 +259,13 @@ def bare(value: float) -> str:
 def digits(speedup: float) -> str:
     """Return a speedup with a suitable number of digits, such as ``3.530`` or ``12.0``."""
     return f"{speedup:.3f}" if speedup < 9.9995 else f"{speedup:.1f}"
+
+
+def claim_text(claim: float | str | None, versus: str) -> str:
+    """Return the text of a claim, such as ``1.5``, ``neutral``, or ``0.8 of library``."""
+    if claim is None:
+        return "-"
+    return f"{claim} of {versus}" if versus and not isinstance(claim, str) else str(claim)
 
 
 def size_text(gpus: int, size: Mapping[str, object]) -> str:

@@ -24,7 +24,7 @@ from shlex import quote
 import msgspec
 from msgspec import Struct
 
-from .merge import Change, merge, tidy
+from .merge import NO_TEXTS, Change, merge, tidy
 from .messages import Json
 from .models import Environments, Result, Results, Stored
 
@@ -48,9 +48,15 @@ def load(path: Path) -> Stored:
 
 
 def write(
-    path: Path, product: str, new: Results, environments: Environments, *, replace: bool
+    path: Path,
+    product: str,
+    new: Results,
+    environments: Environments,
+    *,
+    replace: bool,
+    texts: Mapping[str, Mapping[str, str]] = NO_TEXTS,
 ) -> list[Change]:
-    """Merge `new` into the file and return the changed lines, sorted by key.
+    """Merge `new` into the file as `merge` does, and return the changed lines, sorted by key.
 
     The write is atomic, under the file's lock. If nothing changes, the file is not written.
 
@@ -61,7 +67,7 @@ def write(
     if path.absolute().parent.name != product:
         raise misplaced(path, product)
     with _writing(path) as target:
-        stored, changes = merge(load(path), new, environments, replace=replace)
+        stored, changes = merge(load(path), new, environments, replace=replace, texts=texts)
         if changes:
             _replace_file(target, dump(stored))
     return changes
@@ -244,7 +250,7 @@ def _result(key: str, row: dict[str, Json]) -> Result:
         if not math.isclose(speedup or 0.0, expected, rel_tol=1e-3):
             raise ValueError(f"{speedup=} must be {expected:.4g}, which its values give")
         if row.get("seal") != _seal(key, _row(result)):
-            raise ValueError("its seal is wrong: the line is not as a run recorded it")
+            raise ValueError("its seal is wrong: the line was changed after a run recorded it")
     except ValueError as error:
         raise ValueError(f"results[{key!r}]: {error}") from None
     return result

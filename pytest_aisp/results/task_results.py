@@ -20,18 +20,30 @@ class SizeCheck(Struct):
             multiples of the allowed standard deviation.
         controls: the result of each negative control.
         exact: the result of the exact integer probe, or the reason why it did not run.
+        remarks: what a reader should know about the error bound.
+        inputs: what a reader should look at in the inputs.
     """
 
     errors: dict[str, list[float]] = {}
     controls: list[str] = []
     exact: str = ""
+    remarks: list[str] = []
+    inputs: list[str] = []
 
 
 class CheckResult(Struct):
-    """The result of a `CheckTask`: findings by size, hashes of sources, seconds by phase."""
+    """The result of a `CheckTask`.
+
+    Attributes:
+        sizes: the findings at each size that the page lists.
+        sources: hashes of both sides' sources.
+        searched: the further sizes that a search tried.
+        spent: seconds spent in each phase.
+    """
 
     sizes: dict[str, SizeCheck]
     sources: dict[str, str]
+    searched: list[str] = []
     spent: dict[str, float] = {}
 
 
@@ -81,9 +93,17 @@ class ChangedResult(Struct):
 
 
 class SampleResult(Struct):
-    """The result of a `SampleTask`."""
+    """The result of a `SampleTask`.
+
+    Attributes:
+        seconds: seconds per call.
+        disturbed: what disturbed the process, or empty.
+        cpu_share: CPU time of the process over wall time, in the timed calls.
+    """
 
     seconds: float
+    disturbed: str = ""
+    cpu_share: float = 0.0
 
 
 class CompileResult(Struct):
@@ -98,7 +118,7 @@ class ProfileResult(Struct, omit_defaults=True):
     """The result of a `ProfileTask`.
 
     Attributes:
-        files: names of the written files, by side, and under ``both`` for those about both sides.
+        files: names of the written files, keyed by side, or by ``both`` for files about both.
         differences, words: the differences between the sides, as data and as text.
         memory: by side, the bytes of each kind of memory, ``before`` and ``after`` a call.
     """

@@ -45,13 +45,15 @@ NEUTRAL_FLOOR = {"graph": 0.02, "queue": 0.03, "host": 0.05, "cpu": 0.10, "proce
 """By clock, the smallest margin for `neutral` claims and for stored results."""
 
 INVALID_RUN = 17
-"""Exit code of an invalid run: the environment moved, or the canary failed."""
+"""Exit code if the environment moved, the canary failed, or a case was disturbed."""
 
 Outcome = Literal["clear", "red", "green", "open"]
 RED = ("fail", "regressed", "wrong", "invalid")
-LOOK = (*RED, "inconclusive", "stale")
+DISTURBED = "disturbed"
+"""The verdict of a case that the machine disturbed. It says nothing about the code."""
+LOOK = (*RED, DISTURBED, "inconclusive", "stale")
 """Verdicts of cases that somebody should look at."""
-ORDER = (*RED, "stale", "inconclusive", "improved", "new", "pass", "checked", "compiled")
+ORDER = (*RED, DISTURBED, "stale", "inconclusive", "improved", "new", "pass", "checked", "compiled")
 """All verdicts: first the red ones, then the others in `LOOK`, then the rest."""
 
 

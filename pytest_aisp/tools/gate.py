@@ -20,7 +20,7 @@ import msgspec
 from ..results import run_reader
 from ..results.export import table
 from ..results.row import JournalLine
-from ..results.verdict import INVALID_RUN, RED, environment_moved
+from ..results.verdict import DISTURBED, INVALID_RUN, RED, environment_moved
 from ..util.cli_result import CliError, CliResult
 
 COMPLETE = (0, 1, INVALID_RUN)
@@ -35,6 +35,7 @@ class GateRun:
         products: the products for which the run timed a case or counted metrics.
         invalid: the reason why the run's verdicts are ignored, or an empty string.
         unfinished: the reason why some cases may be missing, or an empty string.
+        disturbed: the number of cases that got no verdict, and why, or an empty string.
         red: the journal's lines of the red cases.
         cases: the number of cases.
     """
@@ -43,6 +44,7 @@ class GateRun:
     products: tuple[str, ...]
     invalid: str
     unfinished: str
+    disturbed: str
     red: tuple[JournalLine, ...]
     cases: int
 
@@ -52,7 +54,7 @@ class GateRun:
         if self.invalid:
             return f"invalid, its verdicts do not count ({self.invalid})"
         parts = [f"{len(self.red)} of {self.cases} cases are red"] if self.red else []
-        parts += [self.unfinished] if self.unfinished else []
+        parts += [text for text in (self.unfinished, self.disturbed) if text]
         return "; ".join(parts) or "green"
 
 
@@ -68,7 +70,7 @@ class Gate:
         failed = any((run.red or run.unfinished) and not run.invalid for run in self.runs)
         if self.missing or failed:
             return "red"
-        return "invalid" if any(run.invalid for run in self.runs) else "green"
+        return "invalid" if any(run.invalid or run.disturbed for run in self.runs) else "green"
 
     @property
     def exit_code(self) -> int:
@@ -100,6 +102,7 @@ def read(folder: Path) -> GateRun:
         products=tuple(sorted({line.product for line in measured})),
         invalid=_why_invalid(run),
         unfinished=_why_unfinished(run, len(red)),
+        disturbed=_why_disturbed(run),
         red=red,
         cases=len(run.lines),
     )
@@ -112,7 +115,15 @@ def _why_invalid(run: run_reader.RecordedRun) -> str:
     if environment_moved(run.lines):
         return "environment moved"
     ended = run.manifest.exit_code
-    return f"pytest ended with exit code {INVALID_RUN}" if ended == INVALID_RUN else ""
+    unexplained = ended == INVALID_RUN and not _why_disturbed(run)
+    return f"pytest ended with exit code {INVALID_RUN}" if unexplained else ""
+
+
+def _why_disturbed(run: run_reader.RecordedRun) -> str:
+    lines = [line for line in run.lines if line.verdict == DISTURBED]
+    if not lines:
+        return ""
+    return f"{len(lines)} of {len(run.lines)} cases were disturbed ({'; '.join(lines[0].reasons)})"
 
 
 def _why_unfinished(run: run_reader.RecordedRun, red: int) -> str:
@@ -204,7 +215,7 @@ class Annotation(NamedTuple):
 
 def _annotations(gate: Gate) -> Iterator[Annotation]:
     for run in gate.runs:
-        if run.invalid or run.unfinished:
+        if run.invalid or run.unfinished or run.disturbed:
             yield Annotation("", 1, TITLE, f"{run.folder}: {run.status}")
         for row in [] if run.invalid else run.red:
             file = row.nodeid.partition("::")[0]

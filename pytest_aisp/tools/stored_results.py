@@ -22,7 +22,7 @@ from ..results import store
 from ..results.export import table
 from ..results.metric_limits import METRICS
 from ..results.models import Result, Stored, base_of, session_sd
-from ..results.row import bare, duration
+from ..results.row import bare, claim_text, duration
 from ..results.stats import interval
 from ..results.store import StoreError
 from ..results.verdict import DEFAULT_SPREAD, NEUTRAL_FLOOR
@@ -136,12 +136,13 @@ class Expectation:
     processes: int
     sessions: int
     states: tuple[str, ...]
+    versus: str
 
     def row(self) -> tuple[str, ...]:
         speed = "-"
         if self.speedup is not None:
             speed = f"{self.speedup:.3f}x [{self.low:.3f}, {self.high:.3f}]"
-        claim = "-" if self.claim is None else str(self.claim)
+        claim = claim_text(self.claim, self.versus)
         counts = (str(self.processes), str(self.sessions))
         return self.product, self.chapter, self.case, claim, speed, *counts, ", ".join(self.states)
 
@@ -179,6 +180,7 @@ def expectations(catalog: Catalog, product: str, arch: str) -> Iterator[Expectat
                 *(product, chapter.name, key, claim, result.speedup),
                 *(low, high, result.processes, result.sessions),
                 tuple(states),
+                case.versus if case is not None else "",
             )
 
 
@@ -191,11 +193,16 @@ def _states(
         return ["gone", *(["few"] if few else [])]
     states = {
         "below": _is_below(result, claim),
-        "neutral": isinstance(claim, int | float) and low <= 0,
-        "stale": dict(case.sources) != dict(result.sources),
+        "neutral": isinstance(claim, int | float) and claim >= 1 and low <= 0,
+        "stale": _is_stale(result, case),
         "few": few,
     }
     return [state for state, holds in states.items() if holds]
+
+
+def _is_stale(result: Result, case: CatalogCase) -> bool:
+    now = result.with_syntax(case.sources, case.text_sources)
+    return dict(now.sources) != dict(case.sources)
 
 
 def _is_below(result: Result, claim: float | str | None) -> bool:

@@ -67,7 +67,7 @@ function range(processes, name, unit) {
 // The evidence for the verdict.
 function evidence(one) {
   const claim = one.claim, stored = one.stored, processes = one.processes || [], lines = [];
-  if (claim) lines.push(["claim", `${typeof claim.at_least === "number" ? `at least ${digits(claim.at_least)}×` : claim.at_least}${claim.from ? `, ${claim.from}` : ""}`]);
+  if (claim) lines.push(["claim", `${typeof claim.at_least === "number" ? `at least ${digits(claim.at_least)}×${claim.versus ? ` of ${claim.versus}` : ""}` : claim.at_least}${claim.from ? `, ${claim.from}` : ""}`]);
   lines.push(["stored", stored ? `${ratio(stored.speedup)}, ${stored.from || ""}` : "no result for this product yet"]);
   if (one.votes) lines.push(["votes of fresh processes", one.votes.map(ratio).join(", ")]);
   if (one.limit) lines.push(["share of limit", `${percent(one.limit.share, 1)} of ${one.limit.name}`]);

@@ -1,0 +1,210 @@
+"""Normalize sources, so that comments and formatting do not change their digests.
+
+Python code becomes its syntax tree, and CUDA C++ becomes its tokens. Equal code has the same
+normalized text in every supported version of Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from types import CodeType
+
+IGNORED = ("kind", "type_comment")
+"""Fields of the syntax tree without an effect, such as the `u` of ``u"text"``."""
+Definition = tuple[int, str]
+"""The first line and the name of a function. A class has line 0 and its qualified name."""
+
+
+def function(text: str, code: CodeType, *, docstrings: bool = False) -> str | None:
+    """Return the normalized function with this `code` in `text`, the content of its file.
+
+    Several lambdas that begin on one line are all included. If the file does not contain the
+    function, because it was edited after the import or is not Python, return None.
+    """
+    return _definition(text, (code.co_firstlineno, code.co_name), docstrings)
+
+
+def class_(text: str, name: str, *, docstrings: bool = False) -> str | None:
+    """Return the normalized class with the qualified `name` in `text`, the content of its file."""
+    return _definition(text, (0, name), docstrings)
+
+
+def module(text: str, *, docstrings: bool = False) -> str | None:
+    """Return a normalized module, or None if `text` is not Python."""
+    tree = _parsed(text)
+    return None if tree is None else _python(tree, docstrings)
+
+
+def _definition(text: str, key: Definition, docstrings: bool) -> str | None:
+    found = _definitions(text).get(key)
+    return None if found is None else "\n".join(sorted(_python(n, docstrings) for n in found))
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(text: str) -> ast.Module | None:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+@functools.lru_cache(maxsize=8)
+def _definitions(text: str) -> dict[Definition, list[ast.AST]]:
+    """Return the functions and classes in `text`."""
+    table: dict[Definition, list[ast.AST]] = {}
+    todo: list[tuple[str, ast.AST | None]] = [("", _parsed(text))]
+    while todo:
+        outer, parent = todo.pop()
+        for node in () if parent is None else ast.iter_child_nodes(parent):
+            inner, key = outer, None
+            if isinstance(node, ast.Lambda):
+                key = node.lineno, "<lambda>"
+            elif isinstance(node, ast.ClassDef):
+                inner, key = f"{outer}{node.name}.", (0, f"{outer}{node.name}")
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                inner = f"{outer}{node.name}.<locals>."
+                key = min(n.lineno for n in (node, *node.decorator_list)), node.name
+            if key is not None:
+                table.setdefault(key, []).append(node)
+            todo.append((inner, node))
+    return table
+
+
+def _python(tree: ast.AST, docstrings: bool) -> str:
+    """Return a syntax tree as text, with neither positions nor empty fields.
+
+    `ast.dump` differs between versions of Python. A loop, because recursion limits the depth.
+    """
+    parts: list[str] = []
+    todo: list[object] = [tree]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, str):
+            parts.append(item)
+        else:
+            todo += reversed(list(_children(item, docstrings)))
+    return "".join(parts)
+
+
+def _children(item: object, docstrings: bool) -> Iterator[object]:
+    """Yield the parts of a node or a list: final texts, nodes and lists."""
+    if isinstance(item, list):
+        yield "["
+        for each in item:
+            if docstrings or not _is_string_statement(each):
+                yield from (_part(each), ",")
+        yield "]"
+        return
+    assert isinstance(item, ast.AST)
+    yield f"{type(item).__name__}("
+    if isinstance(item, ast.Constant):
+        yield ascii(item.value)  # `repr` depends on the version of Unicode
+    elif isinstance(item, ast.JoinedStr):
+        yield list(_joined(item.values))
+    else:
+        for name, value in ast.iter_fields(item):
+            if name not in IGNORED and not _is_empty(name, value):
+                yield from (f"{name}=", _part(value), ",")
+    yield ")"
+
+
+def _part(value: object) -> object:
+    return value if isinstance(value, (ast.AST, list)) else ascii(value)
+
+
+def _is_empty(name: str, value: object) -> bool:
+    if name == "format_spec" and isinstance(value, ast.JoinedStr):
+        return not list(_joined(value.values))
+    return value is None or value == []
+
+
+def _is_string_statement(node: object) -> bool:
+    """Return whether a statement is only a string: a docstring, or a text about a variable."""
+    value = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+
+
+def _joined(values: Iterable[ast.expr]) -> Iterator[ast.expr]:
+    """Yield the parts of an f-string. Versions of Python split its constant parts differently."""
+    constant = ""
+    for value in values:
+        if isinstance(value, ast.Constant):
+            constant += str(value.value)
+            continue
+        if constant:
+            yield ast.Constant(constant)
+        constant = ""
+        yield value
+    if constant:
+        yield ast.Constant(constant)
+
+
+SPLICE = r"\\\r?\n"
+"""A backslash at the end of a line joins it to the next line."""
+OPERATORS = (
+    "<<< >>> <=> <<= >>= ... ->* :: -> .* ++ -- << >> <= >= == != && || += -= *= /= %= &= |= ^= ##"
+    " %:%: %:"
+)
+TOKEN = re.compile(
+    rf"""
+      (?:u8|[uUL])?R"(?P<delimiter>[^()\\\s]{{0,16}})\(.*?\)(?P=delimiter)"\w*
+    | (?<=include)[ \t]*<[^>\n]*>
+    | (?P<comment> // (?:{SPLICE}|[^\n])* | /\*.*?\*/ )
+    | (?P<space> (?:\s|{SPLICE})+ )
+    | (?:u8|[uUL])?(?: "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*' )\w*
+    | \.?\d(?:[eEpP][+-]|'?\w|\.)*
+    | \w+
+    | {"|".join(map(re.escape, OPERATORS.split()))}
+    | .
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+HASH = ("#", "%:")
+GAP = ""
+"""White space between two tokens, which has an effect only if a macro makes a string of them."""
+
+
+def cuda(texts: Sequence[str]) -> list[list[str]]:
+    """Return the tokens of a CUDA C++ file and of the headers that it includes.
+
+    String literals are unchanged. In a preprocessor directive, white space separates tokens, and
+    the end of the line is a token. If a macro makes a string of its argument, as ``#x`` does, then
+    it matters in all code whether there is white space between two tokens.
+    """
+    found = [list(_tokens(text)) for text in texts]
+    if any(map(_makes_strings, found)):
+        return found
+    return [[token for token in tokens if token != GAP] for tokens in found]
+
+
+def _tokens(text: str) -> Iterator[str]:
+    in_directive, after_gap, starts_line, before = False, False, True, ""
+    for match in TOKEN.finditer(text):
+        token = match[0]
+        joined = re.sub(SPLICE, "", token)
+        if match["comment"] is not None or (match["space"] is not None and joined):
+            after_gap = True
+            if match["space"] is not None and "\n" in joined:
+                if in_directive:
+                    yield "\n"
+                in_directive, starts_line = False, True
+            continue
+        if starts_line and token in HASH:
+            in_directive = True
+            yield "\n"
+        elif after_gap and before not in HASH:
+            yield " " if in_directive else GAP
+        yield token
+        after_gap, starts_line, before = False, False, token
+    if in_directive:
+        yield "\n"
+
+
+def _makes_strings(tokens: Sequence[str]) -> bool:
+    """Return whether a macro has the operator ``#``, which is not the first token of its line."""
+    pairs = itertools.pairwise(tokens)
+    return any(token in HASH and before != "\n" for before, token in pairs)

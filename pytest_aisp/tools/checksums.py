@@ -1,0 +1,194 @@
+"""Check stored results: is each line unedited, and did the run of these artifacts record it?
+
+A checksum shows that a line was not edited by hand. It does not show that anything was measured,
+because anyone can compute it. Only the artifacts of the recording run show that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from ..results import run_reader
+from ..results.merge import recorded_result
+from ..results.models import Result, Stored
+from ..results.run_reader import RunError
+from ..results.store import COMMITTED, StoreError, parse
+from ..util import git
+from ..util.cli_result import CliError, CliResult
+
+ADVICE = (
+    "Restore the file, or record on the machine itself:",
+    "    pytest --aisp-update-expectations",
+)
+STAGED = ""
+"""The empty ref. In ``git show :FILE``, it stands for git's index."""
+
+
+NO_PROOF = (
+    "A checksum does not show that anything was measured; the artifacts of the run do:",
+    "    aisp results checksums --artifacts=FOLDER",
+)
+NOT_RECORDED = (
+    "Give the folders of all runs that recorded these results, or record again:",
+    "    pytest --aisp-update-expectations --aisp-artifacts",
+)
+FIELDS = ("baseline_us", "optimized_us", "share", "limit", "clock")
+
+
+class Recording(NamedTuple):
+    """What one run recorded for a case, and the environment of that run."""
+
+    result: Result
+    environment: Mapping[str, object]
+
+
+Recorded: TypeAlias = Mapping[tuple[str, str], Sequence[Recording]]
+"""What runs recorded, by product and key."""
+
+
+def checksums_result(
+    files: Sequence[Path], baselines: Path, against: str, artifacts: Sequence[Path] = ()
+) -> CliResult:
+    """Return the problems in the staged versions of `files`, or by default of all changed files.
+
+    Args:
+        artifacts: the folders of the runs that recorded what changed; none to check the seals only.
+    """
+    recorded = _recorded(artifacts) if artifacts else None
+    names = [file.as_posix() for file in files] or _changed(baselines, against)
+    names = [name for name in names if name.endswith(".json") and not name.endswith("/peaks.json")]
+    problems = [problem for name in names for problem in _problems(name, against, recorded)]
+    if problems:
+        lines = [line for problem in problems for line in problem.splitlines()]
+        # every problem already includes advice
+        complete = all("\n" in problem for problem in problems)
+        advice = ADVICE if recorded is None else NOT_RECORDED
+        return CliResult(lines if complete else [*lines, *advice], 1)
+    if not names:
+        none = f"no stored results staged below {baselines} differ from {against}"
+        none = "none of these files contains stored results" if files else none
+        return CliResult([f"{none}: nothing to refuse"])
+    count = "1 file" if len(names) == 1 else f"{len(names)} files"
+    unedited = f"{count} of stored results: unedited, the checksum of every line matches"
+    if recorded is None:
+        return CliResult([unedited, *NO_PROOF])
+    folders = ", ".join(map(str, artifacts))
+    return CliResult([unedited, f"every changed result is one that a run recorded: {folders}"])
+
+
+def _recorded(artifacts: Sequence[Path]) -> Recorded:
+    """Return what the runs in the folders `artifacts` recorded."""
+    found: dict[tuple[str, str], list[Recording]] = {}
+    try:
+        for folder in artifacts:
+            run = run_reader.load(folder)
+            for line, row in zip(run.lines, run.rows(), strict=True):  # `rows` checks the samples
+                if row.recorded and line.samples is not None:
+                    result = recorded_result(row.recorded, "of the run", line.samples.sha256)
+                    one = Recording(result, row.environment)
+                    found.setdefault((row.product, row.key), []).append(one)
+    except (RunError, ValueError) as error:
+        raise CliError(str(error)) from None
+    return found
+
+
+def _problems(name: str, against: str, recorded: Recorded | None) -> Iterator[str]:
+    """Yield the problems in the staged version of a file of stored results."""
+    try:
+        now = _stored(STAGED, name)
+    except StoreError as error:
+        # `ADVICE` replaces the error's own advice to restore the committed file.
+        yield str(error).partition(COMMITTED)[0]
+        return
+    try:
+        before = _stored(against, name)
+    except StoreError:  # the file at `against` is already broken
+        before = Stored(now.product)
+    for key, facts in now.environments.items():
+        old = before.environments.get(key)
+        if old is not None and old != facts:
+            yield f"{name} environments[{key!r}]: it is {facts}, and was {old}"
+        if old is None and not _is_commit(facts.get("commit")):
+            commit = facts.get("commit")
+            yield f"{name} environments[{key!r}]: {commit=} is not a commit of this repository"
+    if recorded is not None:
+        for key, why in _unproved(now, before, recorded):
+            yield f"{name} results[{key!r}]: {why}"
+
+
+def _unproved(now: Stored, before: Stored, recorded: Recorded) -> Iterator[tuple[str, str]]:
+    """Yield the key of each changed result that no run recorded, and the reason."""
+    for key, result in now.results.items():
+        old, runs = before.results.get(key), recorded.get((now.product, key), ())
+        run = next((run for run in runs if run.result.samples == result.samples), None)
+        if result == old:
+            continue
+        if result.samples is None:
+            yield key, "it names no samples, because the run that recorded it kept no artifacts"
+        elif run is None:
+            yield key, f"its samples, {result.samples[:12]}..., are in none of these artifacts"
+        elif wrong := _other_than_recorded(result, old, run, [one.result for one in runs]):
+            yield key, f"the run recorded other {', '.join(wrong)}"
+        else:
+            new = [n for n in result.environments if n not in before.environments]
+            if new and not any(run.environment.items() <= now.environments[n].items() for n in new):
+                yield key, "the run recorded another environment"
+
+
+def _other_than_recorded(
+    result: Result, old: Result | None, run: Recording, runs: Sequence[Result]
+) -> list[str]:
+    """Return the fields of `result` that neither `old` nor the run has like this."""
+    sources = [one for one in (run.result, old) if one is not None]
+    wrong = [
+        name
+        for name in (*FIELDS, "sources", "choices")
+        if getattr(result, name) not in [getattr(one, name) for one in sources]
+    ]
+    sessions = [values for one in (*runs, *sources) for values in one.values]
+    wrong += ["values"] if any(values not in sessions for values in result.values) else []
+    return wrong + [
+        metric
+        for metric, amounts in result.goals.items()
+        if amounts not in [one.goals.get(metric) for one in sources]
+    ]
+
+
+def _stored(ref: str, name: str) -> Stored:
+    """Return the results in a file at `ref`, or empty results if `ref` lacks the file."""
+    path = Path(name)
+    text = _git("show", f"{ref}:./{name}", missing_ok=True)
+    if text is None:
+        return Stored(path.absolute().parent.name)
+    try:
+        return parse(path, text.decode())
+    except UnicodeDecodeError as error:
+        raise StoreError(f"{name} was not written by pytest-aisp: {error}") from None
+
+
+def _changed(baselines: Path, against: str) -> list[str]:
+    """Return the staged files in `baselines` that differ from `against`."""
+    options = ("--cached", "--relative", "--name-only", "--diff-filter=d", "-z")
+    output = _git("diff", *options, against, "--", str(baselines)) or b""
+    return [name for name in output.decode().split("\0") if name]
+
+
+def _is_commit(commit: object) -> bool:
+    if commit is None:
+        return False
+    return _git("cat-file", "-e", f"{commit}^{{commit}}", missing_ok=True) == b""
+
+
+def _git(*args: str, missing_ok: bool = False) -> bytes | None:
+    """Return git's output. If git fails and `missing_ok` is True, return None."""
+    try:
+        return git.run_git(Path(), *args)
+    except git.NoGit as error:
+        raise CliError(str(error)) from None
+    except git.GitError as error:
+        if missing_ok:
+            return None
+        why = "".join(str(error).splitlines()[:1])
+    raise CliError(f"git {args[0]} fails: {why}\nRun it in a clone with that commit")
