@@ -100,6 +100,26 @@ SEARCH = {
     "check_sizes": "[{'n': 9}, {'n': st.integers(1, 40)}]",
 }
 LOWER = {"variants": "[Variant(doubled, precision='bf16')]"}
+ROUNDED = """
+
+    def rounded(x):
+        return x.bfloat16().sum(1).float()
+
+
+    def truncated(x):
+        return (x.view(torch.int32) >> 16 << 16).view(torch.float32)
+
+
+    added = Variant(rounded, precision="bf16")
+"""
+EXACT = {
+    "check_sizes": "[{'n': 4001}]",
+    "defs": SUMS.format(side="truncated(x).sum(1).bfloat16().float()")
+    + ROUNDED
+    + """
+    added = Variant(lambda x: x.sum(1), precision="bf16")
+""",
+}
 OUTPUT = "is wrong at n=33: output[[]*] is"
 CHECK = "pair.assert_equivalent({})\npair.assert_speedup()"
 
@@ -146,13 +166,13 @@ REFUSED = {
     ),
     "telling": (
         {"defs": "def inputs(device, n):\n    return (torch.zeros(n, device=device),)"},
-        "E       AssertionError: no * control applies, so these inputs cannot tell right from"
-        " wrong: *",
+        "E       AssertionError: the inputs cannot tell a right output from a wrong one, because"
+        " these wrong answers are too close to it: * (0 error bounds)*",
     ),
     "loose": (
         {"body": CHECK.format("atol=100")},
-        "E       AssertionError: the tolerance (rtol=0, atol=100) accepts a wrong answer: * passes"
-        " (3 of 3 draws of the values say so)",
+        "E       AssertionError: the tolerance (rtol=0, atol=100) is too loose: it accepts a wrong"
+        " answer, *, whose error is * times the derived bound (in 3 of 3 draws of the inputs)",
     ),
     "object": (
         {"defs": "def state(device, n):\n    return {'x': object()}", "more": "state=state,"},
@@ -235,6 +255,14 @@ WRONG = {
         LINEAR | {"defs": SUMS.format(side="x.bfloat16().sum(1).float()")},
         f"{OUTPUT} *, expected *; off by * allowed deviations of *",
     ),
+    "undeclared_beside_declared": (
+        LINEAR | {"defs": SUMS.format(side="x.bfloat16().sum(1).float()") + ROUNDED},
+        f"{OUTPUT} *, expected *; off by * allowed deviations of *",
+    ),
+    "less_exact": (
+        LINEAR | LOWER | EXACT,
+        "is less exact than its baseline at n=4001: output has an rms error of *, limit *",
+    ),
     "momentum": (
         STEP | {"defs": TRAINING.format(side="skip_momentum(model)")},
         "is wrong at n=33: * is *, expected *",
@@ -252,6 +280,8 @@ RIGHT = {
     "counts": {"defs": COUNTS.format(side="torch.relu(x)")},
     "sums": LINEAR | {"defs": SUMS.format(side="x @ torch.ones(64, device=x.device)")},
     "declared": LINEAR | LOWER | {"defs": SUMS.format(side="x.bfloat16().sum(1).float()")},
+    "baseline_declared": LINEAR | {"defs": SUMS.format(side="x.sum(1)") + ROUNDED},
+    "both_declared": LINEAR | LOWER | {"defs": SUMS.format(side="rounded(x)") + ROUNDED},
     "prepared": {"optimized": "(yield lambda: 2 * x)"},
     "training": STEP | {"defs": TRAINING.format(side="optimizer.step()")},
     "search": SEARCH,

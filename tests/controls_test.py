@@ -8,16 +8,18 @@ import pytest
 import torch
 
 from pytest_aisp import Work, compare
+from pytest_aisp.checking import check
 from pytest_aisp.checking.controls import (
     DRAW_SEEDS,
     DRAWS,
     CannotTell,
     TooLoose,
-    _fits_types,
     check_tolerance,
 )
-from pytest_aisp.checking.inputs import RANK_SEEDS, InputPool
+from pytest_aisp.checking.exact_probe import _fits_types
+from pytest_aisp.checking.inputs import InputPool
 from pytest_aisp.checking.numerics import Rule
+from pytest_aisp.checking.page_values import RANK_SEEDS, scaled_down
 from pytest_aisp.checking.reference import Reference
 from pytest_aisp.util.process_group import current_group
 from pytest_aisp.worker.loader import pair_of
@@ -84,7 +86,11 @@ def test_inputs_pass_if_most_draws_can_tell(constant):
 )
 def test_inputs_fail_if_most_draws_cannot_tell(constant, count):
     reference, _ = reference_of(constant)
-    with pytest.raises(CannotTell, match=rf"no \w+ control applies.*\({count} draws of the values"):
+    message = (
+        rf"too close to it: .* bounds\) \(in {count} draws of the inputs\)\n"
+        "Choose inputs "
+    )
+    with pytest.raises(CannotTell, match=message):
         check_tolerance(reference, [None], Rule())
 
 
@@ -106,10 +112,82 @@ def test_a_tolerance_passes_if_it_is_tight_enough_in_most_draws(small):
 def test_a_tolerance_fails_if_it_is_too_loose_in_most_draws(constant, small, count):
     reference, _ = reference_of(constant, small)
     message = (
-        rf"\(rtol=0, atol=3e-08\) accepts a wrong.* passes \({count} draws of the values say so\)"
+        rf"\(rtol=0, atol=3e-08\) is too loose: .* \(in {count} draws of the inputs\)\n"
+        "Lower rtol and atol, or leave them out"
     )
     with pytest.raises(TooLoose, match=message):
         check_tolerance(reference, [None], LOOSE)
+
+
+def mean(x):
+    return x.square().mean().bfloat16()
+
+
+def mean_of_rows(x):
+    return x.square().mean(1).mean().bfloat16()
+
+
+def mean_of_large(x):
+    """Assume that every element is at least 0.9."""
+    return x.clamp(min=0.9).square().mean().bfloat16()
+
+
+def constant(x):
+    return (x / x).mean().bfloat16()
+
+
+def checked(side, other, expected):
+    """Check two sides on inputs whose mean hardly depends on the draw."""
+
+    @compare(
+        baseline=side,
+        optimized=[other],
+        inputs=lambda device, n: (torch.rand(n, 9, device=device) / 100 + 1,),
+        reference=expected,
+        sizes=[{"n": 999}],
+        check_sizes=[{"n": 999}],
+        work=lambda n: Work(read=36 * n, terms=9 * n, roundings=2),
+        bound="dram",
+    )
+    def test_mean(pair):
+        pair.assert_equivalent()
+
+    reference = Reference(InputPool(pair_of(test_mean), {"n": 999}, "cpu", SEED, SEED + 1))
+    return reference, check.check_sides(reference, [(side, None), (other, None)], Rule())
+
+
+def test_inputs_are_scaled_if_two_draws_have_nearly_the_same_outputs():
+    reference, result = checked(mean, mean_of_rows, lambda x: x.double().square().mean())
+    assert "stale refused" in result.controls
+    assert result.controls[-1] == "inputs scaled: two draws have nearly the same outputs"
+    first, second, last = (reference.pool.value_set(k)[0] for k in range(3))
+    assert float(first.min()) >= 1
+    assert 0.5 <= float(second.min()) <= float(second.max()) < 0.51
+    assert 0.25 <= float(last.min()) <= float(last.max()) < 0.26
+
+
+@pytest.mark.parametrize(
+    ("side", "expected"),
+    [
+        (mean_of_large, lambda x: x.double().square().mean()),
+        (constant, lambda x: (x.double() / x.double()).mean()),
+    ],
+    ids=["baseline wrong on scaled inputs", "constant output"],
+)
+def test_a_page_is_refused_if_scaled_inputs_do_not_help(side, expected):
+    with pytest.raises(CannotTell, match=r"the output for other inputs \(.*\n.*that are halved"):
+        checked(side, lambda x: side(x), expected)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float16, torch.float8_e4m3fn, torch.complex64, torch.int32]
+)
+def test_scaled_values_keep_their_type_and_signs(dtype):
+    values = torch.tensor([-4, 0, 8]).to(dtype)
+    halved = scaled_down(1, values)
+    assert halved.dtype == dtype
+    expected = [-4, 0, 8] if dtype == torch.int32 else [-2, 0, 4]
+    assert halved.to(torch.complex64).tolist() == expected
 
 
 @pytest.mark.parametrize(

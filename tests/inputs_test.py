@@ -14,7 +14,6 @@ from pytest_aisp.checking.inputs import COLD_FOOTPRINT, UNSEEN, InputPool, NotCo
 from pytest_aisp.page.pair import SideError
 from pytest_aisp.session.placement import COMPILER
 from pytest_aisp.session.run_context import RunContext
-from pytest_aisp.timing import cpu_timer
 from pytest_aisp.timing.schedule import calls_for, settle
 from pytest_aisp.util import pytree
 from pytest_aisp.util.device import Machine
@@ -97,10 +96,10 @@ def test_the_unseen_values_do_not_exist_before_the_last_rewrite():
     pool = pool_of()
     pool.lay_slots(2)
     pool.rewrite([])
-    assert len(pool.values) == 2
+    assert UNSEEN not in pool.values
     pool.rewrite([], last=True)
     assert UNSEEN in pool.pattern
-    assert len(pool.values) == 3
+    assert UNSEEN in pool.values
 
 
 def test_free_memory_is_filled_with_nan(monkeypatch):
@@ -150,17 +149,6 @@ def test_the_warmup_lasts_while_memory_grows_or_times_fall():
     falling = iter([2.0**-k for k in range(8)])
     rounds = settle([lambda: next(falling, 2.0**-8)], lambda: False, least=3, seconds=1e9)
     assert rounds > 8
-
-
-def test_a_block_that_waited_for_a_core_is_measured_again(monkeypatch):
-    waited, clock = iter([0.0, 0.5, 0.501]), iter([0.0, 1.0, 2.0])
-    monkeypatch.setattr(cpu_timer, "_waiting", lambda: next(waited))
-    monkeypatch.setattr(cpu_timer.time, "perf_counter", lambda: next(clock))
-    timer = cpu_timer.CpuPairTimer.__new__(cpu_timer.CpuPairTimer)
-    timer._waited, timer._since = cpu_timer._waiting(), cpu_timer.time.perf_counter()
-    timer._monitor = SimpleNamespace(look=lambda: None, begin=lambda: None)
-    assert timer.disturbance() == "waited for a core 50% of the time"
-    assert timer.disturbance() is None
 
 
 @dataclasses.dataclass(frozen=True)

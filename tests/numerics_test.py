@@ -8,27 +8,42 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pytest_aisp import Work
+from pytest_aisp import compare as compare_sides
 from pytest_aisp.checking import compare, numerics
 from pytest_aisp.checking.controls import CannotTell, TooLoose, run_controls
+from pytest_aisp.checking.inputs import InputPool
 from pytest_aisp.checking.numerics import Leaf, Rule
-from pytest_aisp.page.pair import Work
+from pytest_aisp.checking.reference import Reference
+from pytest_aisp.worker.loader import pair_of
 
 
-def gemm_leaf(a, b, dtype="float32", precision=None, roundings=1):
-    """Return the expected product of `a` and `b`, with the bound that a page would get."""
+def leaf_of(function, *inputs, dtype="float32", precision=None, **work):
+    """Return the expected output of `function`, with the bound that a page would get."""
 
-    def run(probe):
-        if probe is None:
-            return [("output", a.double() @ b.double())]
-        make = torch.Generator().manual_seed(probe)
-        signs = [torch.randint(0, 2, t.shape, generator=make) * 2 - 1 for t in (a, b)]
-        moved = [t.double() * (1 + numerics.STEP * s) for t, s in zip((a, b), signs, strict=True)]
-        return [("output", moved[0] @ moved[1])]
+    def side(*values):
+        return function(*values)
 
-    [(path, value, squares)] = numerics.sensitivity(run)
-    work = Work(terms=a.shape[1], roundings=roundings)
-    sigma = numerics.allowed(value, squares, dtype=dtype, precision=precision, work=work)
-    return Leaf(path, value, sigma)
+    @compare_sides(
+        baseline=side,
+        optimized=[lambda *values: function(*values)],
+        inputs=lambda device, n: inputs,
+        reference=lambda *values: function(*(value.double() for value in values)),
+        sizes=[{"n": 1}],
+        check_sizes=[{"n": 1}],
+        work=lambda n: Work(read=1, **work),
+        bound="dram",
+    )
+    def test(pair): ...
+
+    reference = Reference(InputPool(pair_of(test), {"n": 1}, "cpu", 1, 2))
+    reference.learn_types([("output", getattr(torch, dtype))])
+    [leaf] = reference.leaves((0,), precision)
+    return leaf
+
+
+def gemm_leaf(a, b, dtype="float32", precision=None):
+    return leaf_of(torch.matmul, a, b, dtype=dtype, precision=precision)
 
 
 def operands(k, dtype=torch.float32, m=64, n=48):
@@ -67,22 +82,6 @@ def test_bf16_output_passes_and_one_bit_fewer_fails(k):
     assert not compare.compare(coarse, leaf, Rule()).ok
 
 
-def sum_leaf(terms, precision):
-    """Return the expected sum of `terms`, with the bound of a page on as many ranks."""
-
-    def run(probe):
-        moved = [t.double() for t in terms]
-        for t in moved if probe is not None else ():
-            numerics.perturb(t, make)
-        return [("output", sum(moved))]
-
-    make = torch.Generator().manual_seed(3)
-    [(path, value, squares)] = numerics.sensitivity(run)
-    work = Work(terms=len(terms))
-    sigma = numerics.allowed(value, squares, dtype="float32", precision=precision, work=work)
-    return Leaf(path, value, sigma)
-
-
 def in_blocks(x, largest, block=32):
     """Return `x` rounded in blocks: the largest element of each becomes `largest` steps."""
     rows = x.view(-1, block)
@@ -103,7 +102,7 @@ def test_sums_of_rounded_terms_pass_and_two_bits_fewer_fail(precision, world):
     """The terms may cancel in all three probes: the measured sensitivity is then near zero."""
     torch.manual_seed(world)
     terms = [torch.randn(1 << 20) for _ in range(world)]
-    leaf = sum_leaf(terms, precision)
+    leaf = leaf_of(lambda *terms: sum(terms), *terms, precision=precision)
     correct, coarse = ROUNDING[precision]
     for rounds, right in ((correct, True), (lambda x: coarse(x).view(torch.float32), False)):
         total = rounds(sum(rounds(t) for t in terms))
@@ -174,7 +173,7 @@ def test_the_tolerance_of_a_page_replaces_the_bound(rtol, atol, ok):
 
 
 def controls(leaf, stale, rule=Rule()):  # noqa: B008 - frozen
-    return run_controls([leaf], [stale], None, [torch.float32], rule)
+    return run_controls([leaf], {"stale": lambda: [stale.value]}, [torch.float32], rule)
 
 
 def test_the_derived_bound_refuses_every_control():
@@ -187,14 +186,19 @@ def test_the_derived_bound_refuses_every_control():
 def test_a_tolerance_that_accepts_a_control_is_refused():
     a, b = operands(256)
     c, d = operands(257)
-    with pytest.raises(TooLoose, match=r"\(rtol=0, atol=100\) accepts a wrong"):
+    with pytest.raises(TooLoose, match=r"\(rtol=0, atol=100\) is too loose: it accepts a wrong"):
         controls(gemm_leaf(a, b), gemm_leaf(c[:, :256], d[:256]), Rule(atol=100.0))
 
 
 def test_inputs_that_cannot_tell_are_named():
     flat = Leaf("output", torch.ones(33, dtype=torch.float64), torch.full((33,), 1.0).double())
-    with pytest.raises(CannotTell, match="no structure control applies"):
+    with pytest.raises(
+        CannotTell, match=r"other inputs \(0 error bounds\)\nChoose inputs that change"
+    ):
         controls(flat, flat)
+    other = Leaf("output", flat.value + 100, flat.sigma)
+    with pytest.raises(CannotTell, match=r"zeros \(0.58 error bounds\); (.|\n)* and from zero"):
+        controls(flat, other)
 
 
 def test_a_loose_output_cannot_hide_behind_a_strict_one():
@@ -202,9 +206,7 @@ def test_a_loose_output_cannot_hide_behind_a_strict_one():
     strict = Leaf("a", value, value.abs() * 1e-7 + 1e-9)
     loose = Leaf("b", value * 1e-3, value.abs() * 1e-10 + 1e-12)
     with pytest.raises(TooLoose):
-        run_controls(
-            [strict, loose], [strict, loose], None, [torch.float32] * 2, Rule(rtol=0, atol=1e-2)
-        )
+        run_controls([strict, loose], {}, [torch.float32] * 2, Rule(rtol=0, atol=1e-2))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 33, 4096])
@@ -223,6 +225,6 @@ def test_a_small_output_gets_no_more_noise_than_a_large_one_beside_it():
     torch.manual_seed(0)
     small, large = torch.ones(1, dtype=torch.float64), torch.randn(999, dtype=torch.float64)
     leaves = [Leaf("a", small, small * 1e-4), Leaf("b", large, large.abs() * 1e-2)]
-    stale = [Leaf(leaf.path, leaf.value + 1, leaf.sigma) for leaf in leaves]
-    results = run_controls(leaves, stale, None, [torch.float32] * 2, Rule(rtol=1e-2))
+    stale = {"stale": lambda: [leaf.value + 1 for leaf in leaves]}
+    results = run_controls(leaves, stale, [torch.float32] * 2, Rule(rtol=1e-2))
     assert all(control.refused for control in results if control.applies)

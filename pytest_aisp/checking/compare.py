@@ -12,6 +12,7 @@ from ..isolation.protections import enabled
 from ..page.pair import SideError, size_words
 from ..util import pytree
 from .numerics import RMS, WORST, Leaf, Rule
+from .output_types import check_containers
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,7 @@ class Comparison:
         index, got, want, bound: the worst element, its actual and expected values, and its allowed
             deviation.
         count: number of elements.
-        step: number of the training step that was compared.
+        step: number of the training step that was compared, or without a state, of the value set.
         worst_limit: allowed error of the worst element.
     """
 
@@ -103,11 +104,14 @@ def _compare_together(
     counts = [t.numel() for t in got]
     lengths = torch.tensor(counts, device=got[0].device)
     sigma = joined(leaf.sigma for leaf in leaves if leaf.sigma is not None)
-    leaf = Leaf("", joined(leaf.value for leaf in leaves), sigma)
-    error = _errors(joined(got), leaf)
-    accepted = torch.segment_reduce(_within(error, leaf, rule), "min", lengths=lengths).tolist()
+    value = joined(leaf.value for leaf in leaves)
+    finite = bool(value.isfinite().all())
+    error = _errors(joined(got), value, finite)
+    within = _within(error, value, finite, rule)
+    accepted = torch.segment_reduce(within, "min", lengths=lengths).tolist()
     squares = torch.segment_reduce(error.square(), "sum", lengths=lengths).tolist()
-    worst = torch.segment_reduce(error.div_(sigma), "max", lengths=lengths).tolist()
+    scaled = _scaled(error, sigma, finite)
+    worst = torch.segment_reduce(scaled, "max", lengths=lengths).tolist()
     results = []
     for i, each in enumerate(leaves):
         rms = math.sqrt(squares[i]) / max(each.total, 1e-300)
@@ -124,43 +128,57 @@ def _compare_together(
 
 
 def compare(got: torch.Tensor, leaf: Leaf, rule: Rule) -> Comparison:
-    """Compare one output with the expected one. The caller has compared the shapes."""
+    """Compare one output with the expected one. The caller has compared the shapes.
+
+    A large output is compared in pieces, which saves memory.
+    """
     import torch
 
     if rule.exact or leaf.sigma is None:
         return _compare_exact(got, leaf)
     if not got.numel():
         return Comparison(leaf.path, 0.0, 0.0, True)
-    error = _errors(got, leaf)
-    accepted = not rule.given or bool(_within(error, leaf, rule).all())
-    rms = float(torch.linalg.vector_norm(error)) / max(leaf.total, 1e-300)
-    scaled = error.div_(leaf.sigma)
-    worst = int(scaled.argmax())
-    result = _at_element(got, leaf, worst, rms, float(scaled.reshape(-1)[worst]), accepted)
-    return result.judged_by(rule)
+    accepted, norms, worst, index = True, list[float](), -1.0, tuple[int, ...]()
+    for at in pytree.pieces(got.shape):
+        value = leaf.value[at]
+        error = _errors(got[at], value, leaf.finite)
+        if rule.given:
+            accepted = accepted and bool(_within(error, value, leaf.finite, rule).all())
+        norms.append(float(torch.linalg.vector_norm(error)))
+        scaled = _scaled(error, leaf.sigma[at], leaf.finite).reshape(-1)
+        flat = int(scaled.argmax())
+        if (largest := float(scaled[flat])) > worst:
+            worst, index = largest, _index(at, value.shape, flat)
+    rms = math.hypot(*norms) / max(leaf.total, 1e-300)
+    return _at_element(got, leaf, index, rms, worst, accepted).judged_by(rule)
 
 
-def _errors(got: torch.Tensor, leaf: Leaf) -> torch.Tensor:
+def _errors(got: torch.Tensor, value: torch.Tensor, finite: bool) -> torch.Tensor:
     """Return absolute errors in float64; an error is infinite if only one value is finite."""
     import torch
 
     result = got.detach().to(torch.float64, copy=True, memory_format=torch.contiguous_format)
-    if leaf.finite:
+    if finite:
         not_finite = math.inf if enabled("finite") else 0.0
-        return result.sub_(leaf.value).abs_().nan_to_num_(not_finite, not_finite)
-    expected = leaf.value.isfinite()
-    agree = torch.where(expected, result.isfinite(), _same(result, leaf.value))
-    error = torch.where(expected, result.sub_(leaf.value).abs_(), 0.0)
+        return result.sub_(value).abs_().nan_to_num_(not_finite, not_finite)
+    expected = value.isfinite()
+    agree = torch.where(expected, result.isfinite(), _same(result, value))
+    error = torch.where(expected, result.sub_(value).abs_(), 0.0)
     return torch.where(agree, error, math.inf)
 
 
-def _within(error: torch.Tensor, leaf: Leaf, rule: Rule) -> torch.Tensor:
+def _scaled(error: torch.Tensor, sigma: torch.Tensor, finite: bool) -> torch.Tensor:
+    """Divide `error` by `sigma` in place. Where NaN is expected, `sigma` is NaN too."""
+    return error.div_(sigma if finite else sigma.nan_to_num(1.0, math.inf))
+
+
+def _within(error: torch.Tensor, value: torch.Tensor, finite: bool, rule: Rule) -> torch.Tensor:
     """Return 1.0 for elements that the page's own tolerance (if any) accepts."""
     if not rule.given:
         return error.new_ones(error.shape)
-    bound = leaf.value.abs().mul_(rule.rtol or 0.0).add_(rule.atol or 0.0)
-    if not leaf.finite:
-        bound = bound.where(leaf.value.isfinite(), 0.0)
+    bound = value.abs().mul_(rule.rtol or 0.0).add_(rule.atol or 0.0)
+    if not finite:
+        bound = bound.where(value.isfinite(), 0.0)
     return (error <= bound).to(error.dtype)
 
 
@@ -169,36 +187,46 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _compare_exact(got: torch.Tensor, leaf: Leaf) -> Comparison:
-    want = leaf.value.to(got.dtype)
-    if got.is_floating_point():
-        got, want = got.double(), want.double()  # fp8 tensors cannot be compared directly
-    different = ~_same(got, want)
-    wrong = bool(different.any())
-    error = math.inf if wrong else 0.0
     if not got.numel():
-        return Comparison(leaf.path, error, error, True)
-    first = int(different.reshape(-1).int().argmax())
-    return _at_element(got, leaf, first, error, error, not wrong)
+        return Comparison(leaf.path, 0.0, 0.0, True)
+    for at in pytree.pieces(got.shape):
+        part = got[at]
+        want = leaf.value[at].to(got.dtype)
+        if got.is_floating_point():
+            part, want = part.double(), want.double()  # fp8 tensors cannot be compared directly
+        different = ~_same(part, want)
+        if bool(different.any()):
+            first = int(different.reshape(-1).int().argmax())
+            index = _index(at, part.shape, first)
+            return _at_element(got, leaf, index, math.inf, math.inf, False)
+    return _at_element(got, leaf, (0,) * got.dim(), 0.0, 0.0, True)
+
+
+def _index(piece: pytree.Piece, shape: Sequence[int], flat: int) -> tuple[int, ...]:
+    """Return the index in the whole tensor of element `flat` of a piece with this `shape`."""
+    inside = []
+    for length in reversed(shape):
+        inside.append(flat % length)
+        flat //= length
+    inside.reverse()
+    if piece and isinstance(piece[-1], slice):
+        inside[0] += piece[-1].start
+    return (*(number for number in piece if isinstance(number, int)), *inside)
 
 
 def _at_element(
-    got: torch.Tensor, leaf: Leaf, flat: int, rms: float, worst: float, ok: bool
+    got: torch.Tensor, leaf: Leaf, index: tuple[int, ...], rms: float, worst: float, ok: bool
 ) -> Comparison:
-    """Return the comparison with element number `flat` as its worst element."""
-    index, rest = [], flat
-    for length in reversed(got.shape):
-        index.append(rest % length)
-        rest //= length
-    at = tuple(reversed(index))
+    """Return the comparison with the element at `index` as its worst element."""
     return Comparison(
         leaf.path,
         rms,
         worst,
         ok,
-        index=at,
-        got=float(got[at]),
-        want=float(leaf.value[at]),
-        bound=float(leaf.sigma[at]) if leaf.sigma is not None else 0.0,
+        index=index,
+        got=float(got[index]),
+        want=float(leaf.value[index]),
+        bound=float(leaf.sigma[index]) if leaf.sigma is not None else 0.0,
         count=got.numel(),
         worst_limit=leaf.worst_limit,
     )
@@ -222,6 +250,7 @@ def explain(side: str, size: Mapping[str, object], result: Comparison, rule: Rul
 
 def check_outputs(name: str, outputs: object, inputs: Iterable[object], size: str) -> None:
     """Refuse outputs of the side `name` that are lazy or are views of `inputs`."""
+    check_containers(name, outputs, size)
     tensors = list(pytree.tensors(outputs))
     if enabled("plain-tensors"):
         for path, tensor in tensors:
@@ -264,7 +293,7 @@ def check_unchanged(name: str, slot: object, values: object, size: str) -> None:
         raise _changed(name, "inputs: one was added or removed", size)
     for (path, new), (_, old) in zip(after, before, strict=True):
         if isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor):
-            same = torch.equal(_bits(new), _bits(old))
+            same = pytree.equal_bits(new, old)
         else:
             same = new is old or not isinstance(new, (int, float, str)) or new == old
         if not same:
@@ -275,11 +304,3 @@ def _changed(name: str, what: str, size: str) -> SideError:
     return SideError(
         f"{name} changed its {what} at {size}; declare what a side may change with state="
     )
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor. Unlike its values, they are equal even if they are NaN."""
-    import torch
-
-    flat = tensor.detach().contiguous().view(-1)
-    return flat if flat.dtype == torch.bool else flat.view(torch.uint8)

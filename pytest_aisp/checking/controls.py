@@ -1,4 +1,4 @@
-"""Negative controls, which are wrong answers that a page must refuse, and the exact probe.
+"""Negative controls, which are wrong answers that a page must refuse.
 
 Each control is a changed copy of the reference's outputs. A control applies if its error is more
 than `APPLIES` times the derived bound. This is computed and cannot be declared. If the page's
@@ -10,19 +10,17 @@ distinguished with these inputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from ..page.pair import PageError, Precision, Side
+from ..page.pair import PageError, Precision
 from ..util import pytree
-from ..util.device_state import synchronizer
 from ..util.process_group import current_group
-from . import numerics
-from .compare import compare_all, explain, scatter
-from .inputs import STEPS, VALUE_SETS, BoundSide, InputPool, Inputs
-from .numerics import Leaf, NamedTensors, Rule, Wrong
-from .reference import Reference, outputs_and_state, refusals
+from .compare import compare_all, scatter
+from .inputs import STEPS, VALUE_SETS, InputPool
+from .numerics import Leaf, Rule
+from .reference import Reference
 
 if TYPE_CHECKING:
     import torch
@@ -31,14 +29,26 @@ if TYPE_CHECKING:
 APPLIES = 4.0
 NOISE = 3.0
 """Size of the noise control, in allowed deviations, for an output with many elements."""
-KINDS = {"noise": "noise", "zeros": "structure", "rolled": "structure", "swapped": "structure"}
-KINDS |= {"reversed": "structure", "dropped": "structure", "stale": "freshness"}
+CONTROLS = {
+    "noise": ("noise", "the output plus noise of 2.4 times the error bound"),
+    "zeros": ("structure", "zeros"),
+    "rolled": ("structure", "the output shifted by one element"),
+    "swapped": ("structure", "the output with its halves swapped"),
+    "reversed": ("structure", "the output in reverse order"),
+    "dropped": ("structure", "the output without a slice of the inputs"),
+    "stale": ("freshness", "the output for other inputs"),
+}
+"""By name of the control: its kind, and the wrong answer."""
+ADVICE = {
+    "noise": "Return at least one finite element that depends on the inputs",
+    "structure": "Choose inputs for which the elements of the output differ from each other and"
+    " from zero",
+    "freshness": "Choose inputs that change the output. Two draws of them have the same output, and"
+    " so do inputs that are halved",
+}
+"""By kind of control: what to do if no control of this kind applies."""
 DRAWS = 5
 """Number of draws of the values. A page is refused if the controls fail for most draws."""
-QUANTILES = 0.75, 0.9
-"""Quantiles of the magnitudes between which the exact probe rounds them to 0, 1, and 2."""
-SAMPLE = 1 << 16
-"""Number of elements from which these quantiles are computed."""
 DRAW_SEEDS = 0x10001
 """Distance between the seeds of two draws."""
 
@@ -46,9 +56,13 @@ DRAW_SEEDS = 0x10001
 class TooLoose(PageError):
     """A wrong answer passes the page's tolerance."""
 
+    code = "problem_error"
+
 
 class CannotTell(PageError):
     """Right and wrong results cannot be distinguished with the page's inputs."""
+
+    code = "problem_error"
 
 
 @dataclass(frozen=True)
@@ -106,8 +120,9 @@ def _by_majority(reference: Reference, precision: Precision | None, rule: Rule) 
             return passed[0]
         if failures > DRAWS // 2:
             break
-    draws = failures + len(passed)
-    raise type(first)(f"{first} ({failures} of {draws} draws of the values say so)")
+    message, advice = str(first).split("\n")
+    count = f"{failures} of {failures + len(passed)}"
+    raise type(first)(f"{message} (in {count} draws of the inputs)\n{advice}")
 
 
 def _redrawn(reference: Reference, draw: int) -> Reference:
@@ -115,34 +130,66 @@ def _redrawn(reference: Reference, draw: int) -> Reference:
     pool = reference.pool
     seed = pool.seed + draw * DRAW_SEEDS
     other = InputPool(pool.pair, pool.size, pool.device, seed, pool.unseen_seed)
+    other.scale(on=pool.scaled)
     return Reference(other, reference.watch, reference.exact, dict(reference.types))
 
 
-def _apply(reference: Reference, precision: Precision | None, rule: Rule) -> list[Control]:
-    has_state = reference.pool.pair.state is not None
-    turns = (0, 1, 0)[:STEPS] if has_state else (0,)
-    other = (1, 0, 1)[:STEPS] if has_state else (1 % VALUE_SETS,)
+def draws_differ(reference: Reference, precisions: Iterable[Precision | None]) -> bool:
+    """Return whether the outputs for two draws of the inputs differ by more than the bound."""
+    for precision in dict.fromkeys(precisions):
+        # Of large outputs, only those of the last draw are kept.
+        last = int(reference.large and reference.pool.pair.state is None)
+        expected, types, stale = _expected(reference, precision, last)
+        candidates = [value.to(dtype) for value, dtype in zip(stale(), types, strict=True)]
+        if current_group().max(not _judge("stale", candidates, expected, Rule()).applies):
+            return False
+    return True
+
+
+def _expected(
+    reference: Reference, precision: Precision | None, first: int = 0
+) -> tuple[list[Leaf], list[torch.dtype], Callable[[], list[torch.Tensor]]]:
+    """Return the expected outputs for value set `first`, their types, and how to get stale ones."""
+    steps = STEPS if reference.pool.pair.state is not None else 1
+    turns, other = (tuple((k + n) % VALUE_SETS for n in range(steps)) for k in (first, first + 1))
     leaves = reference.leaves(turns, precision)
     expected = [leaf for leaf in leaves if leaf.path in reference.types] or leaves
-    stale_by_path = {leaf.path: leaf for leaf in reference.leaves(other, precision)}
-    stale = [stale_by_path[leaf.path] for leaf in expected]
     types = [reference.types.get(leaf.path, leaf.value.dtype) for leaf in expected]
-    return run_controls(expected, stale, reference.without_slice(0), types, rule)
+
+    def stale() -> list[torch.Tensor]:
+        import torch
+
+        by_path = dict(reference.values(other))
+        if reference.state_changes and all(
+            torch.equal(by_path[leaf.path], leaf.value) for leaf in expected
+        ):  # such as writes to places that the inputs name, in another order
+            by_path = dict(reference.values((first,) * steps))
+        return [by_path[leaf.path] for leaf in expected]
+
+    return expected, types, stale
+
+
+def _apply(reference: Reference, precision: Precision | None, rule: Rule) -> list[Control]:
+    expected, types, stale = _expected(reference, precision)
+    computed = {"stale": stale, "dropped": lambda: reference.without_slice(0)}
+    return run_controls(expected, computed, types, rule)
+
+
+Answers: TypeAlias = Callable[[], "Sequence[torch.Tensor] | None"]
+"""Returns wrong answers, or None if there are none."""
 
 
 def run_controls(
     expected: Sequence[Leaf],
-    stale: Sequence[Leaf],
-    dropped: Sequence[Leaf] | None,
+    computed: Mapping[str, Answers],
     types: Sequence[torch.dtype],
     rule: Rule,
 ) -> list[Control]:
-    """Apply every control and return the results.
+    """Apply every control and return the results. Only one wrong answer exists at a time.
 
     Args:
         expected: the reference's outputs for these inputs.
-        stale: the reference's outputs for other inputs.
-        dropped: the reference's outputs with a slice of one input set to zero, or None.
+        computed: the controls for which the reference computes the wrong answers, by name.
         types: the type in which the sides return each output.
         rule: the rule of the page.
 
@@ -150,39 +197,48 @@ def run_controls(
         TooLoose: if the rule accepts a control that applies.
         CannotTell: if no control of one kind applies.
     """
-    wrong = dict(_wrong_answers(expected))
-    wrong["stale"] = [leaf.value for leaf in stale]
-    if dropped is not None:
-        wrong["dropped"] = [leaf.value for leaf in dropped]
-    controls = [_judge(name, values, expected, types, rule) for name, values in wrong.items()]
+    controls = []
+    for name, answers in (*_made(expected).items(), *computed.items()):
+        values = answers()
+        if values is not None:
+            candidates = [value.to(dtype) for value, dtype in zip(values, types, strict=True)]
+            del values  # wrong answers may be large
+            controls.append(_judge(name, candidates, expected, rule))
+            del candidates
     for control in controls:
         if control.applies and not control.refused:
             raise TooLoose(
-                f"the tolerance ({rule}) accepts a wrong answer: {control.name} moves the result"
-                f" by {control.moves:.3g} derived bounds and passes"
+                f"the tolerance ({rule}) is too loose: it accepts a wrong answer,"
+                f" {CONTROLS[control.name][1]}, whose error is {control.moves:.3g} times the"
+                " derived bound\nLower rtol and atol, or leave them out"
             )
-    for kind in ("noise", "structure", "freshness"):
-        of_kind = [control for control in controls if KINDS[control.name] == kind]
+    for kind in ("noise", "freshness", "structure"):  # freshness names a constant output
+        of_kind = [control for control in controls if CONTROLS[control.name][0] == kind]
         if not any(control.applies for control in of_kind):
+            close = "; ".join(
+                f"{CONTROLS[c.name][1]} ({c.moves:.2g} error bounds)" for c in of_kind
+            )
             raise CannotTell(
-                f"no {kind} control applies, so these inputs cannot tell right from wrong: "
-                + "; ".join(map(str, of_kind))
+                "the inputs cannot tell a right output from a wrong one, because these wrong"
+                f" answers are too close to it: {close}\n{ADVICE[kind]}"
             )
     return controls
 
 
-def _wrong_answers(expected: Sequence[Leaf]) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    import torch
+def _made(expected: Sequence[Leaf]) -> dict[str, Answers]:
+    """Return the controls whose wrong answers are made from the expected ones."""
 
-    def each(change: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-        return [change(leaf.value) for leaf in expected]
+    def each(change: Callable[[torch.Tensor], torch.Tensor]) -> Answers:
+        return lambda: [change(leaf.value) for leaf in expected]
 
     largest = max((leaf.value.numel() for leaf in expected), default=0)
-    yield "noise", [_noisy(leaf, largest) for leaf in expected]
-    yield "zeros", each(torch.zeros_like)
-    yield "rolled", each(lambda v: v.roll(1, _longest(v)) if v.dim() else v)
-    yield "swapped", each(_swap_halves)
-    yield "reversed", each(lambda v: v.flip(_longest(v)) if v.dim() else v)
+    return {
+        "noise": lambda: [_noisy(leaf, largest) for leaf in expected],
+        "zeros": each(lambda v: v.new_zeros(()).expand(v.shape)),
+        "rolled": each(lambda v: v.roll(1, _longest(v)) if v.dim() else v),
+        "swapped": each(_swap_halves),
+        "reversed": each(lambda v: v.flip(_longest(v)) if v.dim() else v),
+    }
 
 
 def _noisy(leaf: Leaf, largest: int) -> torch.Tensor:
@@ -197,9 +253,12 @@ def _noisy(leaf: Leaf, largest: int) -> torch.Tensor:
     if leaf.sigma is None:  # integers are off by one, booleans are inverted
         return ~leaf.value if leaf.value.dtype == torch.bool else leaf.value + 1
     generator = torch.Generator(device=leaf.value.device).manual_seed(7)
-    draws = torch.empty_like(leaf.value).uniform_(-1, 1, generator=generator)
-    more = scatter(largest) if draws.numel() == largest else 0.0
-    return leaf.value + NOISE * (1 + more) * leaf.sigma * draws.sign()
+    more = scatter(largest) if leaf.value.numel() == largest else 0.0
+    noisy = torch.empty_like(leaf.value)
+    for at in pytree.pieces(noisy.shape):
+        draws = torch.empty_like(leaf.value[at]).uniform_(-1, 1, generator=generator)
+        noisy[at] = leaf.value[at] + draws.sign_().mul_(leaf.sigma[at]).mul_(NOISE * (1 + more))
+    return noisy
 
 
 def _longest(value: torch.Tensor) -> int:
@@ -217,117 +276,15 @@ def _judge(
     name: str,
     values: Sequence[torch.Tensor],
     expected: Sequence[Leaf],
-    types: Sequence[torch.dtype],
     rule: Rule,
 ) -> Control:
     # Compare each output alone, because a tolerance may be too loose for only one of them.
     least = 1.0 if name == "noise" else APPLIES  # noise is 2.4 bounds by construction
     if any(v.shape != leaf.value.shape for v, leaf in zip(values, expected, strict=True)):
         return Control(name, math.inf, True, True)  # the wrong shape is always refused
-    candidates = [value.to(dtype) for value, dtype in zip(values, types, strict=True)]
-    derived = compare_all(candidates, expected, Rule())
-    by_rule = derived if rule.derived else compare_all(candidates, expected, rule)
+    derived = compare_all(values, expected, Rule())
+    by_rule = derived if rule.derived else compare_all(values, expected, rule)
     both = zip(derived, by_rule, strict=True)
     applying = [result for moved, result in both if moved.score > least]
     moves = max(result.score for result in derived)
     return Control(name, moves, bool(applying), not any(result.ok for result in applying))
-
-
-def exact_probe(reference: Reference, sides: Sequence[Side]) -> str:
-    """Run every side on small integers, where a linear operation has exactly one right answer.
-
-    If inputs were rounded to integers, only floating-point outputs are compared. Rounding makes
-    elements equal, so more than one order of the elements is right.
-
-    Returns:
-        a note on how exact the sides are, or on why the probe does not apply.
-    """
-    import torch
-
-    pool, group = reference.pool, current_group()
-    if pool.pair.state is not None:
-        return "n/a: the page has a state"
-    ranks = [_integers(values, rank) for rank, values in enumerate(pool.all_ranks(0))]
-    try:
-        expected = outputs_and_state(reference.evaluate(pytree.clone(ranks), []), None)
-    except refusals() as error:
-        return f"n/a: the reference raises {type(error).__name__} on small integers"
-    if group.max(any(not _is_exact(value) for _, value in expected)):
-        return "n/a: not exact on small integers"
-    if pool.pair.multi_rank and group.max(not _fits_types(reference, expected)):
-        return "n/a: ranks round what they add"
-    floating = [torch.is_floating_point(value) for _, value in expected]
-    replaced = any(t.is_floating_point() for _, t in pytree.tensors(ranks[group.rank]))
-    if replaced and not any(floating):
-        return "n/a: no output is floating point"
-    compared = [i for i, is_float in enumerate(floating) if is_float or not replaced]
-    leaves = [Leaf(path, value.double(), None) for path, value in expected]
-    rule = Rule(exact=True)
-    for side in sides:
-        bound = BoundSide(side, [pytree.clone(ranks[group.rank])])
-        try:
-            outputs = numerics.as_leaves(bound.run(0))
-            synchronizer(pool.device)()
-        except refusals() as error:
-            if group.world > 1:
-                raise  # the other ranks continue with the probe
-            return f"n/a: {bound.name} raises {type(error).__name__} on small integers"
-        finally:
-            bound.close()
-        tensors = [outputs[i][1] for i in compared]
-        for result in compare_all(tensors, [leaves[i] for i in compared], rule):
-            if not result.ok:
-                message = explain(bound.name, pool.size, result, rule)
-                raise Wrong(f"{message}, on inputs replaced by small integers")
-    return "bit for bit" if any(floating) else "integers"
-
-
-def _is_exact(value: torch.Tensor) -> bool:
-    scaled = value.double() * 16
-    return bool(((scaled == scaled.round()) & (scaled.abs() < 2**24)).all())
-
-
-def _fits_types(reference: Reference, expected: NamedTensors) -> bool:
-    """Return whether the outputs' types can represent the largest expected integer.
-
-    If they can, the partial sum of each rank is also exact.
-    """
-    for path, value in expected:
-        unit = numerics.UNIT.get(str(reference.types.get(path)).removeprefix("torch."), 2.0**-24)
-        if value.numel() and float(value.double().abs().amax()) > 1 / unit:
-            return False
-    return True
-
-
-def _integers(values: Inputs, rank: int) -> Inputs:
-    """Round the `values` of `rank` to integers from -2 to 2, about three quarters of them zero.
-
-    Sides may rely on the order, the equality, and the symmetry of elements, so the rounding
-    preserves all three. If all elements of a tensor have the same magnitude, it gets random
-    integers.
-    """
-
-    def replaced(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return tensor.clone()
-        integers = pytree.clone(tensor.detach())
-        if tensor.numel():
-            integers.copy_(_rounded(tensor.detach().float(), rank))
-        return integers.requires_grad_(tensor.requires_grad)
-
-    return pytree.map_tensors(replaced, values)
-
-
-def _rounded(tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    import torch
-
-    magnitude = tensor.abs()
-    sample = magnitude.reshape(-1)[:: max(1, magnitude.numel() // SAMPLE)]
-    if bool(sample.isfinite().all()) and bool((magnitude != sample[0]).any()):
-        one, two = sample.quantile(sample.new_tensor(QUANTILES))
-        steps = (magnitude >= one).float().add_(magnitude >= two)
-        rounded: torch.Tensor = tensor.sign() * steps
-        return rounded
-    generator = torch.Generator(device=tensor.device).manual_seed(11 + rank)
-    draws = torch.randint(-8, 9, tensor.shape, generator=generator, device=tensor.device)
-    return torch.where(draws.abs() <= 2, draws, 0).float()

@@ -6,16 +6,23 @@ import functools
 import inspect
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from ..isolation.protections import enabled
 from ..page.pair import PageError, Pair, Side, SideError, Size, side_name
 from ..util import pytree
-from ..util.device_state import synchronizer
+from ..util.device_state import synchronizer, total_bytes
 from ..util.process_group import current_group
+from .page_values import (
+    Inputs,
+    make_inputs,
+    make_state,
+    require_equal_shapes,
+    scaled_down,
+    shapes_of,
+)
 
 VALUE_SETS = 2
 STEPS = 3
@@ -25,27 +32,30 @@ UNSEEN = VALUE_SETS
 COLD_FOOTPRINT = 5.0
 """All slots together are this many times as large as the L2. Less than 1 % of accesses hit."""
 MAX_SLOTS = 512
-RANK_SEEDS = 7919
-"""Distance between the seeds of two ranks' inputs."""
-STATE_SEED = 500_009
-"""Offset added to the seed of a state, so that its random numbers differ from the inputs'."""
-
-Inputs: TypeAlias = tuple[object, ...]
-"""The arguments of a side."""
+KEPT_SHARE = 1 / 64
+"""Value sets and expected outputs larger than this share of the device's memory are not kept."""
 
 
 class NotCold(PageError):
     """The working set is so small that even many slots cannot keep the L2 cold."""
+
+    code = "problem_error"
 
 
 @dataclass
 class InputPool:
     """The values and slots of `pair` at `size` on `device`.
 
+    Large value sets are drawn again when they are needed, and only one of them is kept. This needs
+    an `inputs` function that returns the same values for the same seed. If it does not, all sets
+    are kept.
+
     Attributes:
         seed: seed of the value sets and the state.
         unseen_seed: seed of the `UNSEEN` set.
-        values: `VALUE_SETS` sets of inputs, and the `UNSEEN` set after it is first requested.
+        most_kept: bytes above which a value set, or the outputs for one, are not kept.
+        scaled: True if every value set after the first is scaled down.
+        values: the value sets that are kept, by index.
         slots: copies of value sets, at addresses that stay the same.
         pattern: for each slot, the index of the value set that it now contains.
     """
@@ -55,37 +65,58 @@ class InputPool:
     device: str
     seed: int
     unseen_seed: int
-    values: list[Inputs] = field(init=False)
+    most_kept: int = field(init=False)
+    scaled: bool = field(init=False, default=False)
+    values: dict[int, Inputs] = field(init=False, default_factory=dict)
     slots: list[Inputs] = field(init=False, default_factory=list)
     pattern: list[int] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        self.values = [self._draw(self.seed + k) for k in range(VALUE_SETS)]
-        _require_equal_shapes(self.values)
+        self.most_kept = int(KEPT_SHARE * total_bytes(self.device))
+        self._keeps_all = True
+        shapes = shapes_of(self.value_set(0))
+        self._keeps_all = pytree.nbytes(self.values[0]) <= self.most_kept
+        before = None if self._keeps_all else pytree.checksum(self.values[0])
+        require_equal_shapes(shapes, shapes_of(self.value_set(1)))
+        if before is not None:
+            self._keeps_all = pytree.checksum(self.value_set(0)) != before
         self.rng = random.Random(self.seed)
 
     def value_set(self, k: int) -> Inputs:
         """Return value set `k`. The unseen set is not created before it is requested."""
-        if k == UNSEEN == len(self.values):
-            self.values.append(self._draw(self.unseen_seed))
+        if k not in self.values:
+            if not self._keeps_all:
+                self.values.clear()
+            self.values[k] = self._draw(k)
         return self.values[k]
 
-    def _draw(self, seed: int, rank: int | None = None) -> Inputs:
-        return make_inputs(self.pair, self.device, self.size, seed, rank)
+    def scale(self, *, on: bool) -> None:
+        """Halve value set 1 and quarter the unseen set, or use them as the page draws them.
+
+        The outputs of some pages, such as the mean of many numbers, hardly depend on the draw. With
+        scaled values, each value set has other outputs. Scaling by a power of two keeps the signs,
+        the order, the equality and the symmetry of elements.
+        """
+        self.scaled = on
+        self.values.clear()
+
+    def _draw(self, k: int, rank: int | None = None) -> Inputs:
+        seed = self.unseen_seed if k == UNSEEN else self.seed + k
+        made = make_inputs(self.pair, self.device, self.size, seed, rank)
+        return pytree.map_tensors(functools.partial(scaled_down, k), made) if self.scaled else made
 
     def all_ranks(self, k: int) -> list[Inputs]:
         """Return value set `k` of every rank. Each call creates the sets of other ranks anew."""
-        seed = self.unseen_seed if k == UNSEEN else self.seed + k
         own = current_group().rank
         return [
-            self.value_set(k) if rank == own else self._draw(seed, rank)
+            self.value_set(k) if rank == own else self._draw(k, rank)
             for rank in range(current_group().world)
         ]
 
     def lay_slots(self, count: int) -> None:
         """Make `count` slots, each a copy of one value set."""
         self.pattern = [k % VALUE_SETS for k in range(count)]
-        self.slots = [pytree.clone(self.values[k]) for k in self.pattern]
+        self.slots = [pytree.clone(self.value_set(k)) for k in self.pattern]
 
     def rewrite(self, sides: Sequence[BoundSide], *, last: bool = False) -> None:
         """Write other values into each slot in place, and overwrite every output with NaN.
@@ -122,16 +153,17 @@ class InputPool:
         Raises:
             NotCold: if more than `MAX_SLOTS` slots would be needed.
         """
-        footprint = max(1, pytree.nbytes(self.values[0]) + output_bytes)
+        footprint = max(1, pytree.nbytes(self.value_set(0)) + output_bytes)
+        few = VALUE_SETS if footprint <= self.most_kept else 1
         if self.pair.state is not None or self.pair.l2 == "warm" or self.pair.as_called:
-            return VALUE_SETS
+            return few
         wanted = int(-(-COLD_FOOTPRINT * l2_bytes // footprint))
         if wanted > MAX_SLOTS:
             raise NotCold(
-                f"{footprint} bytes a call would need {wanted} slots to be cold in a"
-                f" {l2_bytes >> 20} MiB L2; declare l2='warm' or a larger size"
+                f"a call uses only {footprint} bytes, so {wanted} copies would be needed to keep"
+                f" the L2 of {l2_bytes >> 20} MiB cold; declare l2='warm' or a larger size"
             )
-        return max(VALUE_SETS, min(wanted, int(0.6 * free_bytes // footprint)))
+        return max(few, min(wanted, int(0.6 * free_bytes // footprint)))
 
     @property
     def prepared(self) -> bool:
@@ -168,81 +200,6 @@ def slot_order(calls: int, slots: int, extra: int = 0) -> tuple[int, ...]:
         *(call % slots for call in range(calls)),
         *((slots // 2 + call) % slots for call in range(extra)),
     )
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed torch, numpy and random inside the block, and restore them after it."""
-    import numpy as np
-    import torch
-
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-
-
-def make_inputs(pair: Pair, device: str, size: Size, seed: int, rank: int | None = None) -> Inputs:
-    """Return the page's inputs for `seed` on `rank`, or on this rank if that is None."""
-    import numpy as np
-    import torch
-
-    rank = current_group().rank if rank is None else rank
-    with seeded(seed + RANK_SEEDS * rank):
-        made = pair.inputs(device, **size, **_rank_arguments(pair.inputs, rank))
-    if not isinstance(made, tuple):
-        raise SideError(
-            f"inputs returned a {type(made).__name__}; return a tuple of arguments,"
-            " as in `return (x,)`"
-        )
-    for path, leaf in pytree.leaves(made):
-        if isinstance(leaf, (np.ndarray, torch.nn.Module)):
-            raise SideError(
-                f"inputs holds a {type(leaf).__name__} at {path}, whose values cannot be watched;"
-                " return tensors, and declare what a side may change with state="
-            )
-    return made
-
-
-def _require_equal_shapes(value_sets: Iterable[Inputs]) -> None:
-    """Refuse inputs whose shapes depend on the seed, because values are rewritten in place."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for values in value_sets:
-        for path, tensor in pytree.tensors(values):
-            first = shapes.setdefault(path, tuple(tensor.shape))
-            if tuple(tensor.shape) != first:
-                raise SideError(
-                    f"inputs returned {path} of shape {first}, and of shape {tuple(tensor.shape)}"
-                    " with another seed; shapes may depend on the size only: choose the lengths"
-                    " of ragged data from the size, or pad it"
-                )
-
-
-def _rank_arguments(function: Callable[..., object], rank: int) -> dict[str, int]:
-    """Return the keyword arguments `rank` and `world` if the page's function has them."""
-    parameters = inspect.signature(function).parameters
-    arguments = {"rank": rank, "world": current_group().world}
-    return {name: value for name, value in arguments.items() if name in parameters}
-
-
-def make_state(pair: Pair, device: str, size: Size, seed: int, rank: int | None = None) -> object:
-    """Return a new state for `seed`, or None if the page has no state.
-
-    The seed is the same on every rank. States differ only if the page's function uses `rank`.
-    """
-    if pair.state is None:
-        return None
-    rank = current_group().rank if rank is None else rank
-    with seeded(seed + STATE_SEED):
-        state: object = pair.state(device, **size, **_rank_arguments(pair.state, rank))
-        return state
 
 
 class Snapshot:

@@ -1,19 +1,19 @@
 """Compute the error that each element of an output may have. `compare` applies these bounds.
 
 The reference is computed in float64 from the same inputs that the sides get. The allowed error of
-each element is a standard deviation. It depends on the types, the longest sum, and the reference's
-sensitivity to its operands (docs/explanation/checking.md has the derivation). An output must pass
-two tests: one for the rms of the error over all elements, and one for the worst element.
+each element is a standard deviation. It depends on the types, and on how much the rounding of
+intermediate values moves the reference (docs/explanation/checking.md has the derivation). An output
+must pass two tests: one for the rms of the error over all elements, and one for the worst element.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..page.pair import Work
 from ..util import pytree
 
 if TYPE_CHECKING:
@@ -23,11 +23,18 @@ RMS, WORST = 1.25, 8.0
 """The derived rule's limits of the rms and the worst error, in allowed standard deviations."""
 BASELINE_FACTOR, BASELINE_FLOOR = 1.5, 0.8
 """A variant's rms may be at most this factor times the baseline's rms, or the floor if larger."""
-PROBES = 3
+LEAST_SIGMA = {8: 1e-300, 4: 1e-45}
+"""Least allowed standard deviation, by bytes of its type. float32 has no smaller number."""
+DRAWS, MORE_DRAWS = 3, 12
+"""Number of perturbed runs of the reference, and of further runs before a side is refused."""
+SLOW = 10.0
+"""If one traced run of the reference takes longer (in seconds), it is perturbed only once."""
 STEP = 2.0**-10
-"""Relative perturbation of the operands that measures the reference's sensitivity."""
-SIGNS = 1048573
-"""Number of random signs per perturbed tensor: the largest prime below 2^20."""
+"""Relative perturbation of the inputs of a reference that cannot be traced."""
+TRACED = 1e-3
+"""A reference whose results change by more than this share when it is traced is not traced."""
+UNTRACED_TERMS, UNTRACED_ROUNDINGS = 1024, 8
+"""Terms of the longest sum and chained roundings of such a reference, unless the page has them."""
 
 BLOCKED, WORST_BLOCK = ("int8", "int4", "w4a16", "mxfp8", "nvfp4"), 16.0
 """Formats in which a block shares one scale, and the limit of their worst element.
@@ -44,15 +51,22 @@ UNIT |= {"bf16": 2.0**-8, "fp8": 2.0**-4, "mxfp8": 2.0**-4, "nvfp4": 2.0**-2}
 # The step of these formats is a share of the largest value in the block, which is about four times
 # the block's rms.
 UNIT |= {"int8": 2.0**-6, "int4": 2.0**-2, "w4a16": 2.0**-2}
-_ONE_OPERAND = ("w4a16",)  # only the weights have four bits
-_OPERANDS_ONLY = ("tf32", *_ONE_OPERAND)  # results are never rounded to these
-_DEPTH = {"tf32": 8, "bf16": 16, "fp16": 16, "bfloat16": 16, "float16": 16}
+ONE_OPERAND = ("w4a16",)  # only the weights have four bits
+OPERANDS_ONLY = ("tf32", *ONE_OPERAND)  # results are never rounded to these
+EIGHT_BITS = (*BLOCKED, "fp8")  # only inputs, outputs and operands of products have these
+DEPTH = {"tf32": 8, "bf16": 16, "fp16": 16, "bfloat16": 16, "float16": 16}
 
 NamedTensors = list[tuple[str, "torch.Tensor"]]
 
 
 class Wrong(AssertionError):
     """A side's result differs from the reference. The message shows where and by how much."""
+
+
+class WrongForm(Wrong):
+    """A side's outputs have another number, shape, type or device than the reference's."""
+
+    code = "wrong_structure"
 
 
 @dataclass(frozen=True)
@@ -87,7 +101,8 @@ class Leaf:
 
     Attributes:
         sigma: allowed standard deviation of each element, or None if only equality is accepted.
-            Zeros are replaced by 1e-300.
+            It is in float32 unless the side's output is in float64. Zeros are replaced by
+            `LEAST_SIGMA`.
         worst_limit: allowed error of the worst element, in allowed standard deviations.
     """
 
@@ -98,12 +113,12 @@ class Leaf:
 
     def __post_init__(self) -> None:
         if self.sigma is not None:
-            self.sigma.clamp_min_(1e-300)
+            self.sigma.clamp_min_(LEAST_SIGMA[self.sigma.element_size()])
 
     @functools.cached_property
     def finite(self) -> bool:
         """True if every expected element is finite."""
-        return bool(self.value.isfinite().all())
+        return all(bool(self.value[at].isfinite().all()) for at in pytree.pieces(self.value.shape))
 
     @functools.cached_property
     def total(self) -> float:
@@ -112,115 +127,147 @@ class Leaf:
 
         if self.sigma is None:
             return 0.0
-        counted = self.sigma if self.finite else self.sigma.where(self.value.isfinite(), 0.0)
-        return float(torch.linalg.vector_norm(counted))
+        norms = []
+        for at in pytree.pieces(self.value.shape):
+            counted = self.sigma[at].double()
+            if not self.finite:
+                counted = counted.where(self.value[at].isfinite(), 0.0)
+            norms.append(float(torch.linalg.vector_norm(counted)))
+        return math.hypot(*norms)
 
 
 class Expected(NamedTuple):
-    """One output of the reference: its value and the squares of its sensitivities."""
+    """One output of the reference, in float64 if it is floating point."""
 
     path: str
     value: torch.Tensor
-    squares: torch.Tensor | None
 
 
-def sensitivity(run: Callable[[int | None], NamedTensors], probes: int = PROBES) -> list[Expected]:
-    """Return the reference's outputs and the squares of their sensitivities.
+def as_expected(path: str, value: torch.Tensor, *, copy: bool) -> Expected:
+    """Return one output of the reference, in float64 if it is floating point."""
+    import torch
+
+    dtype = torch.float64 if value.is_floating_point() else value.dtype
+    return Expected(path, value.to(dtype, copy=copy))
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether both tensors have the same shape and elements."""
+    import torch
+
+    return one.shape == other.shape and torch.equal(one, other.to(one.dtype))
+
+
+def nearly_same(one: Expected, named: tuple[str, torch.Tensor]) -> bool:
+    """Return whether two runs of the same operations had the same result."""
+    import torch
+
+    value = named[1]
+    if not value.is_floating_point() or value.shape != one.value.shape:
+        return same_values(one.value, value)
+    difference = torch.linalg.vector_norm((value.double() - one.value).nan_to_num_(0.0, 0.0, 0.0))
+    size = torch.linalg.vector_norm(one.value.nan_to_num(0.0, 0.0, 0.0))
+    return bool(difference <= TRACED * size)
+
+
+def add_differences(
+    totals: list[torch.Tensor | None],
+    moved: NamedTensors,
+    expected: Sequence[Expected],
+    step: float,
+) -> None:
+    """Add the squared differences between a perturbed run and `expected` to `totals`, in place.
 
     Args:
-        run: computes the reference's outputs. If its argument is a number, it perturbs the operands
-            by `STEP`, with random signs from that seed.
-        probes: number of perturbed runs. If it is 0, the sensitivities are None.
+        totals: roots of the sums of the squares so far, or None for outputs that are not floating
+            point. Roots, unlike squares, have enough range in float32.
+        moved: the outputs of the perturbed run. They are removed, because they may be large.
+        step: the factor by which the perturbation was scaled up.
     """
     import torch
 
-    base = run(None)
-    squares = [
-        torch.zeros_like(value, dtype=torch.float64)
-        if probes and value.is_floating_point()
-        else None
-        for _, value in base
-    ]
-    for probe in range(probes):
-        for total, (_, moved), (_, value) in zip(squares, run(probe), base, strict=True):
-            if total is not None:
-                difference = (moved.double() - value.double()).div_(STEP)
-                total += difference.square_().nan_to_num_(0.0, 0.0, 0.0).div_(probes)
-    for total in squares:
-        # Three probes vary by chance, so a sensitivity is raised to at least 0.7 of the output's
-        # rms. Otherwise the worst of 10^8 correct elements could exceed the limit.
-        if total is not None and total.numel():
-            total.clamp_min_(0.5 * float(total.mean()))
-    return [
-        Expected(path, value.double() if value.is_floating_point() else value, total)
-        for (path, value), total in zip(base, squares, strict=True)
-    ]
-
-
-def perturb(tensor: torch.Tensor, generator: torch.Generator) -> None:
-    """Multiply each element of `tensor` by 1 + STEP or 1 - STEP, in place.
-
-    The signs repeat after a prime number of elements, so they do not align with any dimension.
-    """
-    import torch
-
-    count = tensor.numel()
-    period = max(1, min(count, SIGNS))
-    signs = torch.randint(
-        0, 2, (period,), generator=generator, device=tensor.device, dtype=torch.int8
-    )
-    factors = signs.to(tensor.dtype).mul_(2).sub_(1).mul_(STEP).add_(1)
-    if tensor.is_contiguous():
-        flat, whole = tensor.view(-1), count - count % period
-        flat[:whole].view(-1, period).mul_(factors)
-        flat[whole:].mul_(factors[: count - whole])
-    else:
-        tensor.mul_(factors.repeat(-(-count // period))[:count].view(tensor.shape))
+    moved.reverse()
+    for total, one in zip(totals, expected, strict=True):
+        _, changed = moved.pop()
+        if total is not None:
+            for at in pytree.pieces(one.value.shape):
+                difference = changed[at].double().sub(one.value[at]).div_(step)
+                difference = difference.nan_to_num_(0.0, 0.0, 0.0).to(total.dtype)
+                total[at] = torch.hypot(total[at], difference)
 
 
 def allowed(
-    value: torch.Tensor,
-    squares: torch.Tensor,
-    *,
-    dtype: str,
-    precision: str | None,
-    work: Work,
-    steps: int = 1,
+    value: torch.Tensor, variance: torch.Tensor, *, dtype: str, precision: str | None
 ) -> torch.Tensor:
     """Return the allowed standard deviation of each element (float64, shape of `value`).
 
     Args:
         value: the reference's output in float64.
-        squares: for each element, the sum of the squares of its terms.
+        variance: variance of each element from the rounding of intermediate values.
         dtype: type in which the sides return it, such as ``float32``.
         precision: the lower precision that a side declares, or None.
-        work: the work that the page declares: its longest sum and number of roundings.
-        steps: number of steps, each of which starts from the result of the previous step.
+    """
+    unit = UNIT[dtype] ** 2
+    if precision and precision not in OPERANDS_ONLY and UNIT[precision] > UNIT[dtype]:
+        unit += UNIT[precision] ** 2
+    return (unit / 3 * value.square()).add_(variance).sqrt_()
+
+
+def untraced(
+    value: torch.Tensor,
+    squares: torch.Tensor,
+    *,
+    dtype: str,
+    precision: str | None,
+    terms: int,
+    roundings: int,
+) -> torch.Tensor:
+    """Return the variance of each element if the operations of the reference are not known.
+
+    Args:
+        value: the reference's output in float64.
+        squares: for each element, the sum of the squares of its terms. This is the square of its
+            sensitivity to relative changes of the inputs.
+        dtype, precision: as in `allowed`.
+        terms: the number of terms in the longest sum.
+        roundings: how many times in a row values are rounded.
     """
     u_out = UNIT[dtype]
     low = precision if precision and UNIT[precision] > u_out else None
-    each = 1 if low in _ONE_OPERAND else 2
-    operands = each * work.roundings * steps if low else work.roundings * steps - 1
+    each = 1 if low in ONE_OPERAND else 2
+    operands = each * roundings if low else roundings
     u_in = UNIT[low] if low else u_out
-    rounding = (u_out**2 * value.square() + operands * u_in**2 * squares) / 3
-    if low and low not in _OPERANDS_ONLY:  # results of short sums may exceed `squares`
-        more = (value.square() - squares).clamp_min_(0)
-        rounding += more.mul_(work.roundings * steps * u_in**2 / 3)
-    return (rounding + steps * _accumulation(value, squares, dtype, precision, work.terms)).sqrt_()
+    of_terms, of_result = accumulation_error(precision or dtype, terms)
+    of_terms = math.hypot(of_terms, u_in * math.sqrt(operands / 3))
+    return of_terms**2 * squares + of_result**2 * value.square()
 
 
-def _accumulation(
-    value: torch.Tensor, squares: torch.Tensor, dtype: str, precision: str | None, terms: int
-) -> torch.Tensor:
-    """Return the variance from summing `terms` products in the accumulator."""
-    arithmetic = precision or dtype
+def accumulation_error(arithmetic: str, terms: float) -> tuple[float, float]:
+    """Return the relative errors of the terms and of the result of a sum of products.
+
+    Args:
+        arithmetic: the number format of the operands.
+        terms: the number of products.
+    """
     if arithmetic == "float64":
-        return UNIT["float64"] ** 2 * terms * (squares / 6 + value.square() / 9)
-    depth = _DEPTH.get(arithmetic, 32 if UNIT.get(arithmetic, 0) >= 2.0**-4 else None)
-    if depth is None or terms == 1:  # CUDA cores round to nearest: a random walk
-        return UNIT["float32"] ** 2 * terms * (squares / 6 + value.square() / 9)
-    length = max(1.0, terms / depth)  # tensor cores truncate: the error grows linearly
-    return (UNIT["float32"] * length / 2) ** 2 * (squares + value.square())
+        unit = UNIT["float64"]
+    else:
+        unit = UNIT["float32"]
+        depth = DEPTH.get(arithmetic, 32 if UNIT.get(arithmetic, 0) >= 2.0**-4 else None)
+        if depth is not None and terms > 1:  # tensor cores truncate: the error grows linearly
+            error = unit * max(1.0, terms / depth) / 2
+            return error, error
+    return random_walk(unit, terms)  # CUDA cores round to nearest
+
+
+def random_walk(unit: float, terms: float) -> tuple[float, float]:
+    """Return the relative errors of the terms and of the result of a sum that rounds to nearest.
+
+    Args:
+        unit: unit roundoff of the accumulator.
+        terms: the number of terms.
+    """
+    return unit * math.sqrt(terms / 6), unit * math.sqrt(terms / 9)
 
 
 def as_leaves(outputs: object) -> NamedTensors:

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+import time
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from ..page.pair import SideError
+from ..page.pair import Precision, SideError
 from ..util import pytree
 from ..util.device_state import Stopwatch, free_bytes
 from ..util.process_group import current_group
 from . import numerics
-from .inputs import VALUE_SETS, InputPool, Inputs
+from .error_bound import (
+    ErrorBound,
+    Pass,
+    floating,
+    perturb_all,
+    promote_in_place,
+    promoted,
+    unfused_attention,
+)
+from .inputs import VALUE_SETS, InputPool
 from .numerics import Expected, Leaf, NamedTensors
+from .page_values import Inputs, seeded
 
 if TYPE_CHECKING:
     import torch
 
     from .controls import Control
+    from .rounding import Rounding, Structure
+
+
+_added = itertools.count(1000)
+"""Indices of value sets that are added for a while."""
+Turns: TypeAlias = tuple[int, ...]
+"""Indices of the value sets on which the reference runs, one after another."""
 
 
 @dataclass
@@ -30,20 +48,25 @@ class Reference:
     Attributes:
         exact: True if the page accepts only equality. Nothing is then perturbed.
         types: the type in which the baseline returned each output, by path.
+        large: True if the outputs are so large that they are kept for one value set only.
         initial_state: names of the tensors in a new state.
         controls: results of the negative controls, by precision, rule and types.
+        bound: the error bound of the outputs.
     """
 
     pool: InputPool
     watch: Stopwatch = field(default_factory=Stopwatch)
     exact: bool = False
     types: dict[str, torch.dtype] = field(default_factory=dict)
+    large: bool = False
     initial_state: frozenset[str] = frozenset()
     controls: dict[Hashable, list[Control]] = field(default_factory=dict)
-    _expected: dict[tuple[int, ...], list[Expected]] = field(default_factory=dict)
-    _leaves: dict[tuple[tuple[int, ...], str | None], list[Leaf]] = field(default_factory=dict)
+    _structure: Structure | None = None
+    _passes: dict[Turns, Pass] = field(default_factory=dict)
+    _leaves: dict[tuple[Turns, Precision | None], list[Leaf]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.bound = ErrorBound(self)
         state = self.pool.new_state()
         self.initial_state = frozenset(() if state is None else pytree.state_tensors(state))
 
@@ -53,67 +76,153 @@ class Reference:
         if self.pool.pair.state is None:
             return False
         states = self.pool.all_states()
-        before = [pytree.clone(_state_values(state)) for state in states]
+        before = [pytree.clone(pytree.state_values(state)) for state in states]
         for turn in range(VALUE_SETS):
             self.evaluate(pytree.clone(self.pool.all_ranks(turn)), states)
-        after = map(_state_values, states)
-        return not all(_equal(old, new) for old, new in zip(before, after, strict=True))
+        after = map(pytree.state_values, states)
+        return not all(map(pytree.equal_values, before, after))
 
-    def leaves(self, turns: tuple[int, ...], precision: str | None) -> list[Leaf]:
+    def leaves(self, turns: Turns, precision: Precision | None) -> list[Leaf]:
         """Return the expected outputs after runs on the value sets `turns`, one after another.
 
         Without a state, or if the reference only reads the state, only the last turn matters.
         """
-        key = (self._needed(turns), precision)
+        turns = self._needed(turns)
+        key = (turns, precision)
         if key not in self._leaves:
             expected = self.expected(turns)
             limit = numerics.WORST_BLOCK if precision in numerics.BLOCKED else numerics.WORST
+            sigmas: Sequence[torch.Tensor | None] = [None] * len(expected)
             with self.watch.phase("reference"):
-                self._leaves[key] = [
-                    Leaf(one.path, one.value, self._sigma(one, precision, len(key[0])), limit)
-                    for one in expected
-                ]
+                if not self.exact:
+                    sigmas = self.bound.sigmas(self._passes[turns], len(turns), precision)
+            both = zip(expected, sigmas, strict=True)
+            self._leaves[key] = [Leaf(one.path, one.value, sigma, limit) for one, sigma in both]
+            if self.large:
+                self.bound.forget()
         return self._leaves[key]
 
-    def expected(self, turns: tuple[int, ...], *, every: bool = False) -> list[Expected]:
+    def refine(self, turns: Turns, precision: Precision | None) -> bool:
+        """Make the error bound more exact. Return False if it cannot become more exact."""
+        turns = self._needed(turns)
+        if self.exact or not self.bound.refine(self._passes[turns], len(turns), precision):
+            return False
+        self._leaves = {key: leaves for key, leaves in self._leaves.items() if key[1] != precision}
+        return True
+
+    def expected(self, turns: Turns, *, every: bool = False) -> list[Expected]:
         """Return the reference's outputs after runs on the value sets `turns`.
 
         With `every`, the outputs after each turn are computed and cached in the same pass, if there
         is enough memory. Otherwise later requests for them start again from the first turn.
         """
         turns = self._needed(turns)
-        if turns not in self._expected:
+        if turns not in self._passes:
+            if self.large:
+                self._forget()
             every = every and self._fits_memory(len(turns))
-            counts = range(1, len(turns) + 1) if every else [len(turns)]
             with self.watch.phase("reference"):
-                results = self._evaluate_turns(turns, every=every)
-            self._expected |= {turns[:n]: found for n, found in zip(counts, results, strict=True)}
-        return self._expected[turns]
+                made = self._run_and_trace(turns, every=every)
+            self._passes |= {turns[:count]: made for count in made.expected}
+            nbytes = sum(one.value.nbytes for one in made.expected[len(turns)])
+            self.large = nbytes > 2 * self.pool.most_kept
+        return self._passes[turns].expected[len(turns)]
 
-    def _needed(self, turns: tuple[int, ...]) -> tuple[int, ...]:
+    def values(self, turns: Turns) -> NamedTensors:
+        """Return the reference's outputs without their errors. They are not kept."""
+        turns = self._needed(turns)
+        if turns in self._passes:
+            return [(one.path, one.value) for one in self._passes[turns].expected[len(turns)]]
+        for named in self.run(turns, None):
+            outputs = named
+        return outputs
+
+    def scale_inputs(self, *, on: bool) -> None:
+        """Scale the value sets after the first (`InputPool.scale`), and forget their outputs."""
+        self.pool.scale(on=on)
+        self.controls.clear()
+        self._forget()
+
+    @contextlib.contextmanager
+    def added(self, values: Inputs) -> Iterator[int]:
+        """Add a value set, yield its index, and forget it and its outputs afterwards."""
+        turn = next(_added)
+        self.pool.values[turn] = values
+        try:
+            yield turn
+        finally:
+            self.pool.values.pop(turn, None)
+            self._passes.pop((turn,), None)
+            self._leaves = {key: kept for key, kept in self._leaves.items() if key[0] != (turn,)}
+            self.bound.forget((turn,))
+
+    def _forget(self) -> None:
+        self._passes.clear()
+        self._leaves.clear()
+        self.bound.forget()
+
+    def _needed(self, turns: Turns) -> Turns:
         return turns if self.state_changes else turns[-1:]
 
-    def _evaluate_turns(self, turns: tuple[int, ...], *, every: bool) -> list[list[Expected]]:
-        """Return the outputs after each turn, or only after the last."""
-        lengths: list[int] = []
+    def _run_and_trace(self, turns: Turns, *, every: bool) -> Pass:
+        """Run the reference, and find out of which operations it consists.
 
-        def run(probe: int | None) -> NamedTensors:
-            outputs: list[NamedTensors] = []
-            for count, named in enumerate(self._run(turns, probe), start=1):
-                if count == len(turns):
-                    outputs.append(named)
-                elif every:  # copied, because the next turn changes the state in place
-                    outputs.append([(path, tensor.detach().clone()) for path, tensor in named])
-            lengths[:] = map(len, outputs)
-            return [leaf for named in outputs for leaf in named]
+        The expected values come from a run without tracing, because tracing replaces composite
+        operations. In this run the reference also builds what it keeps for later runs.
+        """
+        made = Pass(turns)
+        for count, named in enumerate(self.run(turns, None), start=1):
+            if every or count == len(turns):
+                copy = self.pool.pair.state is not None  # the next turn changes it in place
+                made.expected[count] = [numerics.as_expected(*leaf, copy=copy) for leaf in named]
+        if not self.exact:
+            made.structure = self._structure or self._trace(made)
+            if self.pool.pair.state is None:  # other values run through the same operations
+                self._structure = made.structure
+        return made
 
-        leaves = iter(numerics.sensitivity(run, 0 if self.exact else numerics.PROBES))
-        return [list(itertools.islice(leaves, length)) for length in lengths]
+    def _trace(self, made: Pass) -> Structure:
+        from .operations import decompositions
+        from .rounding import Model, Rounding, SeesOutside, Structure
+
+        decompositions()  # its first call takes seconds, which are not the reference's
+        structure, same, start = Structure(), True, time.monotonic()
+        try:
+            with SeesOutside(structure):
+                rounding = Rounding(Model(), structure)
+                for count, named in enumerate(self.run(made.turns, rounding), start=1):
+                    if count in made.expected:
+                        rounding.record_origins(named)
+                        same &= all(map(numerics.nearly_same, made.expected[count], named))
+        except Exception as error:  # the reference itself ran before, so tracing is the reason
+            structure.untraced = f"{type(error).__name__} is raised when it is traced"
+        seconds = time.monotonic() - start
+        if seconds > numerics.SLOW:
+            self.bound.slow = True
+            self.bound.remark(
+                f"the reference takes {seconds:.0f} s: the error bound comes from one perturbed run"
+            )
+        if not same:
+            structure.untraced = "its results change when it is traced"
+        if structure.random:
+            turns = made.turns
+            self._require_repeatable(turns, made.expected[len(turns)], structure.random)
+        return structure
+
+    def _require_repeatable(self, turns: Turns, first: list[Expected], operation: str) -> None:
+        """Refuse a reference whose results depend on random numbers that it draws itself."""
+        *_, again = self.run(turns, None, self.pool.seed + 1)
+        both = zip(first, again, strict=True)
+        if not all(numerics.same_values(one.value, value) for one, (_, value) in both):
+            raise SideError(
+                f"reference draws random numbers ({operation}), so its results differ from run to"
+                " run; draw them in `inputs` and pass them to all sides"
+            )
 
     def _fits_memory(self, count: int) -> bool:
         """Return whether the outputs after each of `count` turns fit in every rank's GPU memory.
 
-        The estimate includes the values, their sensitivities, and the run itself with gradients.
+        The estimate includes the values, their errors, and the run itself with gradients.
         """
         if not self.pool.device.startswith("cuda"):
             return True
@@ -128,23 +237,46 @@ class Reference:
             self.types.update(new)
             self._leaves.clear()
 
-    def _sigma(self, one: Expected, precision: str | None, steps: int) -> torch.Tensor | None:
-        dtype = str(self.types.get(one.path, one.value.dtype)).removeprefix("torch.")
-        if one.squares is None or dtype not in numerics.UNIT:
-            return None
-        work = self.pool.pair.work_at(self.pool.size, current_group().world)
-        return numerics.allowed(
-            one.value, one.squares, dtype=dtype, precision=precision, work=work, steps=steps
-        )
+    def run(
+        self,
+        turns: Turns,
+        rounding: Rounding | None,
+        seed: int | None = None,
+        perturb: int | None = None,
+    ) -> Iterator[NamedTensors]:
+        """Run the reference on each of `turns`. Yield this rank's outputs and state after each.
 
-    def _run(self, turns: tuple[int, ...], probe: int | None) -> Iterator[NamedTensors]:
-        """Run the reference on each of `turns`. Yield this rank's outputs and state after each."""
+        Args:
+            rounding: the mode that perturbs intermediate values.
+            seed: the seed of random numbers that the reference draws.
+            perturb: the seed with which the inputs and the state are perturbed, or None.
+        """
+        promote = perturb is not None or (
+            rounding is not None and rounding.perturbation is not None
+        )
         states = self.pool.all_states()
-        if self.pool.pair.state is not None and probe is not None:
-            for state in states:
-                _perturb_in_place(pytree.state_tensors(state), probe)
+        stored = [floating(pytree.state_tensors(s)) for s in states if s is not None]
+        for tensors in stored:
+            types = [tensor.dtype for tensor in tensors]
+            if promote:
+                promote_in_place(tensors)
+            if rounding is not None:
+                rounding.start(tensors, types)
+            if perturb is not None:
+                perturb_all(tensors, perturb + 1000)
         for turn in turns:
-            outputs = self.evaluate(_promoted(self.pool.all_ranks(turn), probe), states)
+            given = self.pool.all_ranks(turn)
+            ranks = promoted(given) if promote else pytree.clone(given)
+            if rounding is not None:
+                rounding.start(floating(ranks), [tensor.dtype for tensor in floating(given)])
+            if perturb is not None:
+                perturb_all(floating(ranks), perturb)
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(seeded(self.pool.seed if seed is None else seed))
+                if rounding is not None:
+                    stack.enter_context(unfused_attention())
+                    stack.enter_context(rounding)
+                outputs = self.evaluate(ranks, states)
             yield outputs_and_state(outputs, states[current_group().rank])
 
     def evaluate(self, ranks: list[Inputs], states: list[object]) -> object:
@@ -171,7 +303,7 @@ class Reference:
             )
         return outputs[current_group().rank]
 
-    def without_slice(self, turn: int) -> list[Leaf] | None:
+    def without_slice(self, turn: int) -> list[torch.Tensor] | None:
         """Return the outputs with a slice of the largest input set to zero.
 
         Return None if there is no such input, or if the reference raises an error for it.
@@ -180,17 +312,17 @@ class Reference:
             return None
         ranks = pytree.clone(self.pool.all_ranks(turn))
         for values in ranks:
-            floating = [t for _, t in pytree.tensors(values) if t.is_floating_point() and t.dim()]
-            if not floating:
+            tensors = [t for _, t in pytree.tensors(values) if t.is_floating_point() and t.dim()]
+            if not tensors:
                 return None
-            largest = max(floating, key=lambda t: t.numel()).detach()
+            largest = max(tensors, key=lambda t: t.numel()).detach()
             last = largest.shape[-1]
             largest[..., last - max(1, last // 16) :] = 0
         try:
             outputs = outputs_and_state(self.evaluate(ranks, []), None)
         except refusals():
             return None
-        return [Leaf(path, value.double(), None) for path, value in outputs]
+        return [value for _, value in outputs]
 
 
 def refusals() -> tuple[type[Exception], ...]:
@@ -201,24 +333,6 @@ def refusals() -> tuple[type[Exception], ...]:
     return (ArithmeticError, AssertionError, IndexError, ValueError, not_factored)
 
 
-def _state_values(state: object) -> dict[str, object]:
-    """Return the tensors, numbers and strings of `state` by name."""
-    leaves = pytree.leaves(state)
-    plain = {path: leaf for path, leaf in leaves if isinstance(leaf, (int, float, str))}
-    return {**plain, **pytree.state_tensors(state)}
-
-
-def _equal(old: dict[str, object], new: dict[str, object]) -> bool:
-    import torch
-
-    def same(a: object, b: object) -> bool:
-        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-            return torch.equal(a.double(), b.double())  # a reference may change a model's dtype
-        return type(a) is type(b) and a == b
-
-    return old.keys() == new.keys() and all(same(old[name], new[name]) for name in old)
-
-
 def outputs_and_state(outputs: object, state: object) -> NamedTensors:
     """Return all tensors to compare: first the outputs, then the tensors of the state."""
     named = numerics.as_leaves(outputs) if outputs is not None else []
@@ -226,47 +340,3 @@ def outputs_and_state(outputs: object, state: object) -> NamedTensors:
         tensors = pytree.state_tensors(state)
         named += [(name, tensor.detach()) for name, tensor in sorted(tensors.items())]
     return named
-
-
-def _promoted(ranks: list[Inputs], probe: int | None) -> list[Inputs]:
-    """Copy the inputs of all ranks. With a probe, the copy is in float64 and perturbed."""
-    import torch
-
-    if probe is None:
-        return pytree.clone(ranks)
-    generator = _generators(probe)
-
-    def perturbed(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return tensor.clone()
-        moved = tensor.detach().to(torch.float64, copy=True)
-        numerics.perturb(moved, generator(tensor))
-        return moved.requires_grad_(tensor.requires_grad)
-
-    return pytree.map_tensors(perturbed, ranks)
-
-
-def _perturb_in_place(tensors: dict[str, torch.Tensor], probe: int) -> None:
-    import torch
-
-    generator = _generators(probe + 1000)
-    sharing = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
-    with torch.no_grad():
-        for tensor in tensors.values():
-            if not tensor.is_floating_point():
-                continue
-            alone = sharing[tensor.untyped_storage().data_ptr()] == 1
-            if torch.finfo(tensor.dtype).eps > numerics.STEP / 16 and alone:
-                tensor.data = tensor.double()  # bf16 would round the perturbation away
-            numerics.perturb(tensor, generator(tensor))
-
-
-def _generators(probe: int) -> Callable[[torch.Tensor], torch.Generator]:
-    """Return a function that gives each device its own generator, seeded by `probe`."""
-    import torch
-
-    @functools.cache
-    def on_device(device: torch.device) -> torch.Generator:
-        return torch.Generator(device=device).manual_seed(probe)
-
-    return lambda tensor: on_device(tensor.device)

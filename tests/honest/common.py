@@ -37,7 +37,7 @@ def honest(baseline, *optimized, inputs, reference=None, n=33, **page):
         "reference": reference or in_float64(baseline),
         "sizes": [{"n": 4 * n + 1}],
         "check_sizes": [{"n": n}],
-        "work": lambda n: Work(read=4 * n, write=4 * n, terms=256, roundings=8),
+        "work": lambda n: Work(read=4 * n, write=4 * n),
         "bound": "dram",
     }
     return compare(

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from honest.common import honest, randn
 
+from pytest_aisp import Work
+
 
 def integers(device, n):
     return (torch.randint(-100, 100, (n, 64), device=device, dtype=torch.int32),)
@@ -224,7 +226,12 @@ def doubling_scan(a, b):
     return b
 
 
-test_linear_recurrence = honest(recurrence, doubling_scan, inputs=recurrence_inputs)
+def scan_work(n):
+    # The scan also multiplies the coefficients, so it rounds more often than the loop.
+    return Work(read=4 * n, write=4 * n, roundings=320)
+
+
+test_linear_recurrence = honest(recurrence, doubling_scan, inputs=recurrence_inputs, work=scan_work)
 
 
 def view_inputs(device, n):
@@ -278,6 +285,37 @@ test_momentum = honest(
     inputs=gradient,
     reference=momentum_reference,
     state=moments,
+)
+
+
+def cache(device, n):
+    return {"k": torch.zeros(4, n, 8, device=device), "v": torch.zeros(4, n, 8, device=device)}
+
+
+def token(device, n):
+    k, v = torch.randn(4, 8, device=device), torch.randn(4, 8, device=device)
+    return k, v, torch.randint(n, (1,), device=device)
+
+
+def append_reference(cache, k, v, at):
+    for name, new in (("k", k), ("v", v)):
+        cache[name] = cache[name].double()
+        cache[name][:, at] = new[:, None].double()
+
+
+def append_by_mask(cache, k, v, at):
+    for name, new in (("k", k), ("v", v)):
+        here = torch.arange(cache[name].shape[1], device=at.device) == at
+        cache[name].copy_(torch.where(here[:, None], new[:, None], cache[name]))
+
+
+def append_in_place(cache, k, v, at):
+    cache["k"].index_copy_(1, at, k[:, None])
+    cache["v"].index_copy_(1, at, v[:, None])
+
+
+test_kv_cache_append = honest(
+    append_by_mask, append_in_place, inputs=token, reference=append_reference, state=cache
 )
 
 

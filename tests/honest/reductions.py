@@ -146,3 +146,19 @@ def total_of_rows(x):
 
 
 test_scalar_sum = honest(total, total_of_rows, inputs=randn(None, 200))
+
+
+def mean_square(x):
+    return x.square().mean()
+
+
+def mean_of_row_means(x):
+    return x.square().mean(dim=1).mean()
+
+
+def nearly_constant(device, n):
+    """Return inputs whose mean hardly depends on the draw."""
+    return ((1 + 0.1 * torch.randn(n, 999, device=device)).bfloat16(),)
+
+
+test_mean_that_hardly_varies = honest(mean_square, mean_of_row_means, inputs=nearly_constant)

@@ -1,0 +1,86 @@
+"""Refuse outputs whose classes run code while they are read.
+
+Such an output computes after the clock has stopped. So the classes of all containers are looked at
+before anything in them is read, and a class that replaces a method used for reading is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from types import GetSetDescriptorType, MemberDescriptorType, NoneType, SimpleNamespace
+
+from ..isolation.protections import enabled
+from ..page.pair import SideError
+
+READING = ("__iter__", "__len__", "__getattribute__", "__getattr__", "__class__", "__dict__")
+"""The names that are looked up when an output is read."""
+MAPPING = ("items", "keys", "values")
+"""The names that are also looked up when a dict is read."""
+PYTHON_CLASS = 1 << 9
+"""The bit of a class's `__flags__` that classes built into Python do not have."""
+KEYS = (str, int, bool, float, type(None))
+
+
+def check_containers(name: str, outputs: object, size: str) -> None:
+    """Refuse outputs of the side `name` that run code of the page while they are read."""
+    if not enabled("plain-outputs"):
+        return
+    for path, reason in _refused(outputs, "output"):
+        raise SideError(
+            f"{name} returned {path} at {size}, {reason}, so it may compute after it was timed\n"
+            "Return tensors in a list, a tuple, a dict, a NamedTuple or a dataclass"
+        )
+
+
+def _refused(tree: object, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the path of every container that must not be read, and the reason."""
+    import torch
+
+    kind = type(tree)
+    if issubclass(kind, torch.Tensor):
+        return  # other protections look at tensors
+    if name := _replaced(kind):
+        yield path, f"a {kind.__name__} whose class replaces {name}"
+    elif isinstance(tree, (list, tuple)):
+        for number, child in enumerate(tree):
+            yield from _refused(child, f"{path}[{number}]")
+    elif isinstance(tree, dict):
+        for key, child in tree.items():
+            if type(key) not in KEYS:
+                yield path, f"a {kind.__name__} with a key of type {type(key).__name__}"
+            else:
+                yield from _refused(child, f"{path}[{key!r}]")
+    elif kind is SimpleNamespace or _fields(kind):
+        for name in _fields(kind) or vars(tree):
+            yield from _refused(getattr(tree, name), f"{path}.{name}")
+
+
+def _replaced(kind: type) -> str:
+    """Return the name of something that runs code of `kind` while an instance is read, or ""."""
+    is_dict = issubclass(kind, dict)
+    if issubclass(kind, Mapping) and not is_dict:
+        return "dict"
+    for base in (base for base in kind.__mro__ if base.__flags__ & PYTHON_CLASS):
+        for name in READING + MAPPING * is_dict:
+            if not isinstance(vars(base).get(name), (NoneType, GetSetDescriptorType)):
+                return name
+    if type(inspect.getattr_static(kind, "_fields", ())) is not tuple:
+        return "_fields"
+    if type(inspect.getattr_static(kind, "__dataclass_fields__", {})) is not dict:
+        return "__dataclass_fields__"
+    if not issubclass(kind, (list, tuple, dict)):
+        return next((name for name in _fields(kind) if _computed(kind, name)), "")
+    return ""
+
+
+def _fields(kind: type) -> tuple[str, ...]:
+    """Return the names of a dataclass's fields."""
+    return tuple(inspect.getattr_static(kind, "__dataclass_fields__", ()))
+
+
+def _computed(kind: type, field: str) -> bool:
+    """Return whether a field is a property or another descriptor that runs code."""
+    found = inspect.getattr_static(kind, field, None)
+    stored = isinstance(found, MemberDescriptorType)  # a field in __slots__
+    return not stored and hasattr(type(found), "__get__")

@@ -1,0 +1,257 @@
+"""The error bound that follows from the operations of a reference, and references without one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pytest_aisp import Work, compare
+from pytest_aisp.checking import check, numerics
+from pytest_aisp.checking.inputs import InputPool
+from pytest_aisp.checking.numerics import Rule, Wrong
+from pytest_aisp.checking.reference import Reference
+from pytest_aisp.page.pair import SideError
+from pytest_aisp.worker.loader import pair_of
+
+
+def reference_of(function, inputs, side=None, **work):
+    """Return the reference `function` of a page with these inputs, for a float32 output."""
+
+    def baseline(*values):
+        return (side or function)(*values)
+
+    @compare(
+        baseline=baseline,
+        optimized=[lambda *values: baseline(*values)],
+        inputs=inputs,
+        reference=function,
+        sizes=[{"n": 33}],
+        check_sizes=[{"n": 33}],
+        work=lambda n: Work(read=1, **work),
+        bound="dram",
+    )
+    def test(pair): ...
+
+    return Reference(InputPool(pair_of(test), {"n": 33}, "cpu", 1, 2))
+
+
+def normal(device, n):
+    return (torch.randn(64, n, device=device),)
+
+
+def sigma_of(function, inputs=normal, dtype=torch.float32, precision=None, **work):
+    """Return the allowed deviations of the output of `function`, and the remarks."""
+    reference = reference_of(function, inputs, **work)
+    reference.learn_types([("output", dtype)])
+    [leaf] = reference.leaves((0,), precision)
+    return leaf.sigma, reference.bound.remarks
+
+
+def in_bf16(device, n):
+    return tuple(torch.randn(64, n, device=device).bfloat16() for _ in range(2))
+
+
+def two_products(x, y):
+    return (x.double() @ y.double().T) @ y.double()
+
+
+def test_intermediate_values_of_cancelling_sums_count():
+    """1 + x is rounded as 1 + x, however small the result of subtracting 1 again is."""
+    tiny, _ = sigma_of(lambda x: (1 + x.double() * 1e-6) - 1)
+    direct, _ = sigma_of(lambda x: x.double() * 1e-6)
+    assert float(tiny.mean()) > 1e4 * float(direct.mean())
+    assert float(tiny.mean()) == pytest.approx(2**-24 / 3**0.5, rel=0.1)
+
+
+def test_operations_inside_autograd_and_transforms_are_traced():
+    def by_autograd(x):
+        x = x.double().requires_grad_()
+        (1 + x * 1e-6).log().sum().backward()
+        return x.grad
+
+    def by_transform(x):
+        return torch.func.vmap(torch.func.grad(lambda r: (1 + r * 1e-6).log().sum()))(x.double())
+
+    for function in (by_autograd, by_transform):
+        sigma, remarks = sigma_of(function)
+        assert float(sigma.mean()) > 1e-6 * 2**-24
+        assert not remarks
+
+
+def test_a_page_with_fp32_outputs_promises_fp32_arithmetic_unless_it_declares_less():
+    exact, _ = sigma_of(two_products, in_bf16)
+    coarse, _ = sigma_of(two_products, in_bf16, precision="bf16")
+    stored, _ = sigma_of(two_products, in_bf16, torch.bfloat16)
+    assert float(coarse.mean()) > 1e3 * float(exact.mean())
+    assert 0.3 < float(stored.mean() / coarse.mean()) < 3
+
+
+def test_a_side_may_sum_more_and_round_more_often_than_the_reference():
+    def total(x):
+        return x.double().sum(1)
+
+    def triple(x):
+        return x.double() * 3
+
+    once, _ = sigma_of(total)
+    longer, _ = sigma_of(total, terms=33 * 100)
+    assert 5 < float(longer.mean() / once.mean()) < 20
+    once, _ = sigma_of(triple)
+    often, _ = sigma_of(triple, roundings=16)
+    assert 3 < float(often.mean() / once.mean()) < 5
+
+
+def test_a_declared_sum_that_is_shorter_than_the_traced_one_is_named():
+    _, remarks = sigma_of(lambda x: x.double().sum(1), terms=8)
+    assert remarks == ["Work(terms=8), but the reference sums 33 terms; leave terms out"]
+
+
+def test_complex_inputs_are_traced():
+    def inputs(device, n):
+        return (torch.randn(n, dtype=torch.complex64, device=device),)
+
+    sigma, remarks = sigma_of(lambda x: (x.to(torch.complex128) * (2 + 1j)).real, inputs)
+    assert float(sigma.min()) > 0
+    assert not remarks
+
+
+def test_integers_without_floating_inputs_have_a_bound():
+    def inputs(device, n):
+        return (torch.randint(0, 9, (n, n), device=device),)
+
+    sigma, remarks = sigma_of(lambda x: x.double().mean(1), inputs)
+    assert float(sigma.min()) > 0
+    assert not remarks
+
+
+@pytest.mark.parametrize("leave", [torch.Tensor.numpy, torch.Tensor.tolist])
+def test_a_reference_outside_of_pytorch_is_bound_by_its_inputs(leave):
+    sigma, remarks = sigma_of(lambda x: torch.tensor(leave(x.double())) * 3)
+    assert float(sigma.min()) > 0
+    assert remarks == [
+        "the error bound comes from the inputs alone: the reference's values leave PyTorch"
+        f" ({leave.__name__})"
+    ]
+
+
+def test_a_reference_that_cannot_run_while_it_is_traced_is_bound_by_its_inputs():
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    def untraceable(x):
+        if _get_current_dispatch_mode() is not None:
+            raise RuntimeError("no modes")
+        return x.double() * 3
+
+    sigma, remarks = sigma_of(untraceable)
+    assert float(sigma.min()) > 0
+    assert remarks == [
+        "the error bound comes from the inputs alone: RuntimeError is raised when it is traced"
+    ]
+
+
+def only_for(values):
+    def reference(x):
+        if not torch.equal(x.float(), values):
+            raise ValueError("these are not the inputs")
+        return x.double() * 3
+
+    return reference
+
+
+def test_a_reference_that_refuses_perturbed_inputs_is_bound_by_its_values():
+    values = torch.randn(64, 33)
+    sigma, remarks = sigma_of(
+        lambda x: only_for(values)(x * 1), lambda device, n: (values.to(device),)
+    )
+    assert float(sigma.min()) > 0
+    assert remarks == [
+        "the error bound comes from the inputs alone: the reference raises ValueError on perturbed"
+        " values",
+        "the error bound is relative to each element: the reference raises ValueError on perturbed"
+        " inputs",
+    ]
+
+
+def test_a_slow_reference_is_perturbed_once(monkeypatch):
+    monkeypatch.setattr(numerics, "SLOW", -1.0)
+    calls = []
+
+    def counted(x):
+        calls.append(x)
+        return x.double() * 3
+
+    _, remarks = sigma_of(counted)
+    assert len(calls) == 3
+    assert remarks == ["the reference takes 0 s: the error bound comes from one perturbed run"]
+
+
+def test_a_reference_that_draws_random_numbers_is_refused():
+    with pytest.raises(SideError, match=r"reference draws random numbers \(aten\.rand"):
+        sigma_of(lambda x: x.double() + torch.rand(64, 33))
+
+
+def test_random_numbers_that_do_not_matter_are_allowed():
+    def reference(x):
+        layer = torch.nn.Linear(33, 33, bias=False).double()  # draws weights
+        layer.weight.data.copy_(torch.eye(33))
+        return layer(x.double()).detach()
+
+    sigma, _ = sigma_of(reference)
+    assert float(sigma.mean()) > 0
+
+
+def test_more_runs_are_made_before_a_side_is_refused():
+    calls = []
+
+    def reference(x):
+        calls.append(x)
+        return x.double() * x.double().sum()
+
+    def inputs(device, n):
+        return (torch.rand(n, device=device) + 1,)
+
+    def off(x):
+        return reference(x).float() * (1 + 2.0**-19)
+
+    made = reference_of(reference, inputs, lambda x: x * x.sum())
+    sides = [(made.pool.pair.baseline, None), (off, None)]
+    with pytest.raises(Wrong, match="off is wrong"):
+        check.check_sides(made, sides, Rule(), controls=False)
+    assert len(calls) > 3 + numerics.DRAWS + numerics.MORE_DRAWS
+
+
+def test_masked_scores_are_perturbed():
+    """Negative infinity stays what it is, and the other elements are perturbed."""
+
+    def attention(x):
+        scores = x.double() @ x.double().T
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        return scores.masked_fill(later, -torch.inf).softmax(-1) @ x.double()
+
+    sigma, _ = sigma_of(attention)
+    unmasked, _ = sigma_of(lambda x: (x.double() @ x.double().T).softmax(-1) @ x.double())
+    assert 0.2 < float(sigma.mean() / unmasked.mean()) < 5
+
+
+def test_a_reference_may_build_tables_in_its_first_run():
+    tables = []
+
+    def reference(x):
+        if not tables:
+            tables.append(torch.randn(33, 33).double() @ torch.eye(33).double())
+        return x.double() @ torch.ones(33, 3).double()
+
+    lazy, remarks = sigma_of(reference)
+    plain, _ = sigma_of(lambda x: x.double() @ torch.ones(33, 3).double())
+    assert not remarks
+    assert torch.allclose(lazy, plain, rtol=1e-3)
+
+
+def test_results_that_change_when_they_are_traced_are_bound_by_the_inputs():
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    sigma, remarks = sigma_of(lambda x: x.double() * (1 if _get_current_dispatch_mode() else 3))
+    assert float(sigma.min()) > 0
+    assert remarks == [
+        "the error bound comes from the inputs alone: its results change when it is traced"
+    ]
