@@ -17,7 +17,7 @@ from typing import Any
 
 from pytest_aisp.results import run_reader
 
-GUARDS = ("verify", "repeats", "clocks", "controls")
+GUARDS = ("verify", "repeats", "clocks", "controls", "neighbors")
 """Phases that detect cheats. `check` and `reference` prove results, `time` and `build` measure."""
 
 

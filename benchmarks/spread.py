@@ -110,7 +110,7 @@ def one_process(seed: int) -> list[dict[str, Any]]:
         for kind, first in (("A/B", pair.baseline), ("A/A", optimized)):
             for capture in range(CAPTURES):
                 pool = InputPool(pair, {}, "cuda", seed * 100 + capture)
-                probe = BoundSide(first, [pool.values[0]])
+                probe = BoundSide(first, [pool.value_set(0)])
                 out = sum(t.untyped_storage().nbytes() for t in _flat(probe.run(0)))
                 probe.close()
                 pool.lay_slots(pool.slots_for(out, l2, torch.cuda.mem_get_info()[0]))

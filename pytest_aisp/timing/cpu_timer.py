@@ -2,47 +2,86 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from ..checking.inputs import BoundSide, InputPool
-from ..isolation.interference import InterferenceMonitor
-from ..isolation.monkeypatches import now_ns
+from ..isolation.interference import Cause, InterferenceMonitor, agreed_cause
+from ..isolation.malloc import reset_malloc
+from ..isolation.monkeypatches import cpu_now, now_ns
+from ..util.cpu_load import CpuLoad
 from ..util.device_state import synchronizer
 from ..util.process_group import current_group
 from .cross_check import KernelProfile
 from .schedule import MOST_STEPS, Budget, calls_for, calls_to_plant, extra_calls, settle
+from .unseen_values import SHORT_WINDOW, UnseenValues, window_calls
 
 WINDOW = 10e-3
 """Shortest length of a window, in seconds."""
-STOLEN = 0.05
-"""A block is disturbed if its threads waited for a CPU core for more than this share of it."""
+SIMILAR = 4
+"""Windows with new values have the same number of calls if the numbers differ by less than this."""
 
 
 class HostWindow:
-    """Time K calls of one side with the host's clock, from an idle device to an idle device."""
+    """Time K calls of one side with the host's clock, from an idle device to an idle device.
+
+    Attributes:
+        wall, cpu: the seconds of all windows so far, and the CPU seconds of this process in them.
+    """
 
     repeats = 1
 
     def __init__(self, side: BoundSide, counted: int, extra: int = 0, device: str = "cuda") -> None:
         self.side, self.counted, self.calls = side, counted, counted + extra
         self._extra, self._synchronize = extra, synchronizer(device)
+        self.wall = self.cpu = 0.0
 
     def __call__(self) -> float:
         self.side.restore()
+        reset_malloc()
         self._synchronize()
         current_group().start_window("cpu")
-        start = now_ns()
+        cpu, start = cpu_now(), now_ns()
         self.side.cycle(self.counted, self._extra)
         self._synchronize()
-        return current_group().slowest((now_ns() - start) * 1e-9) / self.counted
+        seconds = (now_ns() - start) * 1e-9
+        self.cpu, self.wall = self.cpu + cpu_now() - cpu, self.wall + seconds
+        return current_group().slowest(seconds) / self.counted
+
+
+def cpu_shares(windows: Sequence[HostWindow]) -> list[float]:
+    """Return the CPU time of each window over its wall time: 2.0 means two busy threads."""
+    return [round(window.cpu / max(window.wall, 1e-9), 3) for window in windows]
+
+
+class UnseenWindow(HostWindow):
+    """Time K calls of one side on a CPU, each on values that no side has seen."""
+
+    def __init__(self, side: BoundSide, counted: int, extra: int, unseen: UnseenValues) -> None:
+        super().__init__(side, counted, extra, device="cpu")
+        self._unseen = unseen
+
+    def __call__(self) -> float:
+        self._unseen.draw(self.calls)
+        reset_malloc()
+        self.side.run(0)
+        reset_malloc()
+        self._unseen.write(self.side)
+        cpu, start = cpu_now(), now_ns()
+        self.side.cycle(self.calls)
+        end = now_ns()
+        self.cpu, self.wall = self.cpu + cpu_now() - cpu, self.wall + (end - start) * 1e-9
+        self._unseen.keep(self.side)
+        return (end - start) * 1e-9 / self.counted
 
 
 class CpuPairTimer:
-    """Time two sides on a CPU."""
+    """Time two sides on a CPU.
+
+    Args:
+        unseen: the source of values for each window, or None if windows repeat the value sets.
+    """
 
     clock = "cpu"
 
@@ -52,23 +91,52 @@ class CpuPairTimer:
         sides: tuple[BoundSide, BoundSide],
         budget: Budget,
         planted: float = 0.0,
+        unseen: UnseenValues | None = None,
     ) -> None:
-        self.pool, self.sides = pool, sides
+        self.pool, self.sides, self.unseen = pool, sides, unseen
         self._monitor = InterferenceMonitor(pool.pair.owns)
         calls = [self._timed_call(side) for side in sides]
         self._warmup = settle(calls, self._monitor.grew, least=budget.warmup, seconds=1.0)
-        seconds = [min(call() for _ in range(3)) for call in calls]
-        window = max(budget.window or WINDOW, *seconds)
-        slots = len(pool.slots)
-        counts = [calls_to_plant(calls_for(t, window, slots), slots, planted) for t in seconds]
-        if pool.pair.state is not None:
-            counts = [min(count, MOST_STEPS) for count in counts]
-        self.windows = (
-            HostWindow(sides[0], counts[0], device="cpu"),
-            HostWindow(sides[1], counts[1], extra_calls(counts[1], planted), device="cpu"),
-        )
-        self._waited, self._since = _waiting(), time.perf_counter()
+        least = budget.window or WINDOW
+        self.windows: tuple[HostWindow, HostWindow]
+        if unseen is None:
+            self.windows = self._repeated(calls, least, planted)
+        else:
+            self.windows = self._unseen(unseen, least, planted)
+        self._load = CpuLoad()
         self._monitor.begin()
+
+    def _repeated(
+        self, calls: Sequence[Callable[[], float]], least: float, planted: float
+    ) -> tuple[HostWindow, HostWindow]:
+        seconds = [min(call() for _ in range(3)) for call in calls]
+        window, slots = max(least, *seconds), len(self.pool.slots)
+        counts = [calls_to_plant(calls_for(t, window, slots), slots, planted) for t in seconds]
+        if self.pool.pair.state is not None:
+            counts = [min(count, MOST_STEPS) for count in counts]
+        first, second = self.sides
+        extra = extra_calls(counts[1], planted)
+        return (
+            HostWindow(first, counts[0], device="cpu"),
+            HostWindow(second, counts[1], extra, device="cpu"),
+        )
+
+    def _unseen(
+        self, unseen: UnseenValues, least: float, planted: float
+    ) -> tuple[HostWindow, HostWindow]:
+        """Return windows with new values."""
+        seconds = [self._unseen_seconds(side, unseen) for side in self.sides]
+        window, slots = max(least, *seconds), len(self.pool.slots)
+        drawing = unseen.draw_seconds
+        counts = [window_calls(t, window, slots, drawing, planted) for t in seconds]
+        if max(counts) <= SIMILAR * min(counts):
+            counts = [max(counts)] * 2  # so that the first call weighs as much on both sides
+        first, second = self.sides
+        extra = extra_calls(counts[1], planted)
+        return (
+            UnseenWindow(first, counts[0], 0, unseen),
+            UnseenWindow(second, counts[1], extra, unseen),
+        )
 
     @staticmethod
     def _timed_call(side: BoundSide) -> Callable[[], float]:
@@ -80,20 +148,25 @@ class CpuPairTimer:
 
         return call
 
+    def _unseen_seconds(self, side: BoundSide, unseen: UnseenValues) -> float:
+        """Return the seconds of a call, from windows of about 1 ms if calls are short."""
+        single = UnseenWindow(side, 1, 0, unseen)
+        seconds = min(single() for _ in range(3))
+        calls = min(len(self.pool.slots), int(SHORT_WINDOW / seconds))
+        if calls < 2:
+            return seconds
+        several = UnseenWindow(side, calls, 0, unseen)
+        return min(several() for _ in range(3))
+
     def refresh(self, *, last: bool) -> None:
-        self.pool.rewrite(self.sides, last=last)
+        if self.unseen is None:
+            self.pool.rewrite(self.sides, last=last)
         self._monitor.begin()
 
-    def disturbance(self) -> str | None:
-        causes = [self._monitor.look(), self._waited_for_a_core()]
+    def disturbance(self) -> Cause | None:
+        cause = agreed_cause(self._monitor.look(), self._load.look())
         self._monitor.begin()
-        return current_group().first_message(", ".join(filter(None, causes)) or None)
-
-    def _waited_for_a_core(self) -> str | None:
-        waited, now = _waiting(), time.perf_counter()
-        share = (waited - self._waited) / max(now - self._since, 1e-9)
-        self._waited, self._since = waited, now
-        return f"waited for a core {share:.0%} of the time" if share > STOLEN else None
+        return cause
 
     def check_times(self) -> dict[str, object]:
         """Return nothing, because a CPU has no second clock to compare with."""
@@ -119,16 +192,8 @@ class CpuPairTimer:
             "slots": len(self.pool.slots),
             "calls": [w.calls for w in self.windows],
             "counted": [w.counted for w in self.windows],
+            "cpu_shares": cpu_shares(self.windows),
             "threads": min(torch.get_num_threads(), os.cpu_count() or 1),
             **current_group().details(),
             "housekeeping": self._monitor.counts(),
         }
-
-
-def _waiting() -> float:
-    """Return the seconds that this process's threads have waited for a core; 0 if unknown."""
-    waited = 0
-    for stat in glob.glob("/proc/self/task/*/schedstat"):
-        with suppress(OSError, IndexError, ValueError), open(stat) as file:
-            waited += int(file.read().split()[1])
-    return waited * 1e-9

@@ -88,12 +88,12 @@ class Clocks:
         if self.host is not None and not -margin < self.host - self.events < margin + HOST:
             return (
                 f"the events measure {self.events * 1e6:.4g} us,"
-                f" but the host between full waits {self.host * 1e6:.4g} us"
+                f" but the host measures {self.host * 1e6:.4g} us between full waits"
             )
         if self.counter is not None and abs(self.counter - self.events) > margin + COUNTER:
             return (
                 f"the events measure {self.events * 1e6:.4g} us,"
-                f" but the GPU's own counter {self.counter * 1e6:.4g} us"
+                f" but the GPU's own counter measures {self.counter * 1e6:.4g} us"
             )
         return ""
 
@@ -224,7 +224,7 @@ def kernel_notes(by_side: Mapping[str, KernelProfile]) -> list[str]:
     notes = []
     for name, profile in by_side.items():
         counts = ", ".join(f"{n:g} x {kernel}" for kernel, n in profile.launches.items())
-        notes.append(f"{name} launches a call: {counts}; busy {duration(profile.busy)}")
+        notes.append(f"{name} launches per call: {counts}; busy {duration(profile.busy)}")
     launches = [profile.launches for profile in by_side.values()]
     if len(launches) == 2 and launches[0] == launches[1]:
         notes.append("both sides launch the same kernels")

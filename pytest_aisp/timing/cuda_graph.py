@@ -76,7 +76,7 @@ class GraphWindow:
         return count_nodes(self._graph)
 
     def clocks(self, seconds: float) -> Clocks:
-        """Time replays that together last at least `seconds` with each clock."""
+        """Replay the graph for at least `seconds`, and time the replays with each clock."""
         replays = math.ceil(seconds / max(self(), 1e-9) / self.counted)
 
         def work() -> None:

@@ -14,11 +14,13 @@ from typing import TypeAlias
 
 from ..checking.inputs import BoundSide, InputPool
 from ..isolation import interference
+from ..isolation.interference import Cause, agreed_cause
 from ..page.pair import ROLES, PageError, SideError
+from ..util.cpu_load import CpuLoad
 from ..util.device_state import Telemetry
 from ..util.process_group import current_group
 from . import l2, schedule
-from .cpu_timer import HostWindow
+from .cpu_timer import HostWindow, cpu_shares
 from .cross_check import STRETCH, Clocks, KernelProfile, contradiction, profile_kernels, read_clocks
 from .cuda_graph import GraphWindow, Uncapturable, check_nodes, on_all_ranks
 from .memory import peak_bytes
@@ -103,7 +105,7 @@ WINDOWS = {"graph": GraphWindow, "queue": QueueWindow, "host": HostWindow}
 
 
 class CudaPairTimer:
-    """Time two sides on one GPU, on the best clock that both can use.
+    """Time two sides on one GPU, on the best clock that both can use. Windows repeat their values.
 
     Args:
         order: the order in which the two sides are built.
@@ -123,6 +125,7 @@ class CudaPairTimer:
         import torch
 
         self.pool, self.sides, self.budget, self._order = pool, sides, budget, order
+        self.unseen = None
         self._planted = 0.0, planted
         self.telemetry = Telemetry(torch.cuda.current_device())
         self._l2_bytes = torch.cuda.get_device_properties().L2_cache_size
@@ -134,6 +137,7 @@ class CudaPairTimer:
         else:
             self.clock, self.windows = known[0], self._build(known[0], known[1])
         self._runs_python = self.clock in interference.CLOCKS
+        self._load = CpuLoad()
 
     def _warm_up(self, seconds: float) -> int:
         import torch
@@ -287,15 +291,19 @@ class CudaPairTimer:
         if self._runs_python:
             self._monitor.begin()
 
-    def disturbance(self) -> str | None:
-        causes = [self._monitor.look() if self._runs_python else None, self.telemetry.disturbance()]
-        if self._runs_python:
-            self._monitor.begin()
-        return current_group().first_message(", ".join(filter(None, causes)) or None)
+    def disturbance(self) -> Cause | None:
+        machine = self.telemetry.disturbance()
+        if not self._runs_python:
+            return agreed_cause(None, machine)
+        cause = agreed_cause(self._monitor.look(), machine or self._load.look())
+        self._monitor.begin()
+        return cause
 
     def details(self) -> dict[str, object]:
+        on_host = [window for window in self.windows if isinstance(window, HostWindow)]
         return {
             **self.notes,
+            **({"cpu_shares": cpu_shares(on_host)} if on_host else {}),
             "slots": len(self.pool.slots),
             "calls": [w.calls for w in self.windows],
             "counted": [w.counted for w in self.windows],

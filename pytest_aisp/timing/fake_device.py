@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..isolation.interference import Cause
+from .neighbors import NO_VERDICT, Neighbors, Slices
 from .schedule import Budget, Samples, calls_to_plant, extra_calls, join, measure
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ WINDOW = 1e-3
 """Shortest length of a window, in seconds."""
 THROTTLING = 0.2
 """Logarithm of the factor by which a throttled block is slower."""
+SLICE_SECONDS = 0.5e-3
+"""Length of a time slice of the other process, in seconds."""
 DIP_WITHIN, DIP_SECONDS = 0.06, 0.01
 """A dip begins in the first 60 ms of device time and lasts for 5 to 15 ms."""
 
@@ -44,6 +48,8 @@ class Noise:
         rogue: chance that a process is off by 1 %.
         resolution: resolution of the clock, in seconds.
         throttle: chance that a block is throttled, which slows it by 20 %.
+        steal: chance that the host takes the CPU during a block, which slows it by 20 %.
+        neighbor: share of the device that another process uses, in time slices.
         dip: chance that a process has one dip, in which both sides are 10 % slower for about 10 ms.
     """
 
@@ -62,6 +68,8 @@ class Noise:
     rogue: float = 0.0
     resolution: float = 0.0
     throttle: float = 0.0
+    steal: float = 0.0
+    neighbor: float = 0.0
     dip: float = 0.0
 
 
@@ -105,12 +113,28 @@ class Process:
         """Measure one pair. The laps share the blocks, and each lap has its own capture."""
         parts: list[Samples] = []
         share = budget.lap()
+        neighbors = Neighbors(self.chain if self.noise.neighbor else None)
+        neighbors.before()
         for lap in range(budget.laps):
             capture = self.placement * (-1) ** lap + self.rng.gauss(0, self.noise.capture)
             timer = _PairTimer(self, capture, budget.window or WINDOW)
             parts.append(measure(timer, share, self.rng, lap % 2))
+            neighbors.after_lap(parts[-1].baseline, parts[-1].optimized)
             share = share.exactly(len(parts[0].blocks))
+        neighbors.refuse(NO_VERDICT)
+        parts[0].details.update(neighbors.details())
         return join(parts)
+
+    def chain(self) -> Slices:
+        """Return what a chain of kernels of 4 ms sees of the other process."""
+        lost = self.lost(4e-3)
+        return Slices(lost, SLICE_SECONDS if lost else 0.0, 4e-3 + lost)
+
+    def lost(self, seconds: float) -> float:
+        """Return the time that the other process takes while this one computes for `seconds`."""
+        share = self.noise.neighbor
+        slices = seconds * share / (1 - share) / SLICE_SECONDS
+        return SLICE_SECONDS * (math.floor(slices) + (self.rng.random() < slices % 1))
 
 
 class _Window:
@@ -123,9 +147,11 @@ class _Window:
         process, noise = self.timer.process, self.timer.process.noise
         own = (process.bias + self.timer.capture) if self.side else 0.0
         shared = 1.0 - noise.unlike if self.side else 1.0
-        throttling = THROTTLING if self.timer.throttled else 0.0
+        throttling = THROTTLING if self.timer.cause else 0.0
         scale = math.exp(own + shared * process.common() + process.white() + throttling)
         seconds = process.seconds[self.side] * self.calls * scale
+        if noise.neighbor:
+            seconds += process.lost(seconds)
         process.now += self.repeats * seconds  # the untimed replay takes the same time
         if noise.resolution:
             phase = process.rng.random()
@@ -144,18 +170,23 @@ class _PairTimer:
         counts = [calls_to_plant(count, 1, process.planted) for count in counts]
         extra = extra_calls(counts[1], process.planted)
         self.windows = (_Window(self, 0, counts[0], 0), _Window(self, 1, counts[1], extra))
-        self.throttled = self._draw_throttled()
+        self.cause = self._draw_cause()
 
-    def _draw_throttled(self) -> bool:
-        chance = self.process.noise.throttle
-        return bool(chance) and self.process.rng.random() < chance
+    def _draw_cause(self) -> Cause | None:
+        """Return what disturbs the next block, or None."""
+        noise, rng = self.process.noise, self.process.rng
+        if noise.throttle and rng.random() < noise.throttle:
+            return Cause("thermal slowdown (simulated)")
+        if noise.steal and rng.random() < noise.steal:
+            return Cause("the host took 20% of the CPU time (steal) (simulated)")
+        return None
 
     def refresh(self, *, last: bool) -> None:
         """Do nothing, because a simulated pair has no values to rewrite."""
 
-    def disturbance(self) -> str | None:
-        throttled, self.throttled = self.throttled, self._draw_throttled()
-        return "thermal slowdown (simulated)" if throttled else None
+    def disturbance(self) -> Cause | None:
+        cause, self.cause = self.cause, self._draw_cause()
+        return cause
 
     def details(self) -> dict[str, object]:
         counted = [w.counted for w in self.windows]

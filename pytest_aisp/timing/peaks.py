@@ -20,6 +20,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from ..checking.inputs import BoundSide
+from ..page.cost import memory_rates
 from ..page.gpu_specs import product_of
 from ..page.pair import Work
 from ..util.device import Machine, cpu_machine
@@ -95,8 +96,7 @@ def limit_of(work: Work, bound: str, peaks: Peaks) -> Limit | None:
     faster rate, if the page is bound by one. The L2 rate is not measured, so there is no limit for
     pages bound by the L2.
     """
-    both, wire = min(work.read, work.write), dict[str, float]()
-    memory = {"copy": 2 * both, "read": work.read - both, "write": work.write - both}
+    memory, wire = memory_rates(work.read, work.write), dict[str, float]()
     if bound == "l2":
         memory = {"l2": work.read + work.write}
     if links := {"pcie": PCIE, "nvlink": LINKS, "latency": LINKS}.get(bound):
@@ -124,10 +124,10 @@ def implausible(limit: Limit, seconds: float) -> bool:
 
 
 def joined(one: Peaks | None, several: Peaks | None) -> Peaks | None:
-    """Return the peaks of one GPU, plus the link rates of several GPUs if they are known."""
+    """Return the peaks of one GPU, plus those of the links if they are known."""
     if one is None or several is None:
         return one or several
-    links = {key: rate for key, rate in several.rates.items() if key in LINKS}
+    links = {key: rate for key, rate in several.rates.items() if key in (*LINKS, "all_reduce")}
     return Peaks(several.product, {**one.rates, **links}, one.facts)
 
 

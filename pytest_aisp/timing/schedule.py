@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
+from ..isolation.interference import Cause, Disturbed
+from ..page.pair import SideError
 from ..results.stats import block_value, process_error, process_value
 from ..util.process_group import current_group
 
@@ -26,6 +28,8 @@ MOST_STEPS = 16
 """Most training steps per window. The reference repeats them all to compare the state."""
 MOST_DROPPED = 20
 """A measurement fails when this many blocks were disturbed."""
+FEW_DROPPED, DROPPED_SECONDS = 3, 10.0
+"""It also fails when this many disturbed blocks have taken this many seconds."""
 LISTS = ("blocks", "baseline", "optimized", "orders", "dropped", "laps", "firsts")
 """Fields of `Samples` that are lists, which `join` concatenates."""
 
@@ -37,7 +41,7 @@ class Window(Protocol):
         calls: number of calls that are timed.
         counted: number by which the time is divided. It is less than `calls` if a slowdown is
             planted.
-        repeats: number of times that the calls run per timing: 2 if an untimed replay comes first.
+        repeats: how much longer a window takes than its calls: 2 if an untimed replay comes first.
     """
 
     calls: int
@@ -58,7 +62,7 @@ class PairTimer(Protocol):
     def refresh(self, *, last: bool) -> None:
         """Write new values into the inputs in place, and overwrite the outputs with NaN."""
 
-    def disturbance(self) -> str | None:
+    def disturbance(self) -> Cause | None:
         """Return what disturbed the windows since the previous call of this method, or None."""
 
     def details(self) -> dict[str, object]:
@@ -164,10 +168,6 @@ def join(parts: Sequence[Samples]) -> Samples:
     return joined
 
 
-class Disturbed(RuntimeError):
-    """Too many blocks were disturbed by a known cause."""
-
-
 def measure(timer: PairTimer, budget: Budget, rng: random.Random, first: int = 0) -> Samples:
     """Run the blocks of `timer` and return its samples.
 
@@ -178,7 +178,8 @@ def measure(timer: PairTimer, budget: Budget, rng: random.Random, first: int = 0
         first: the side that was built first.
 
     Raises:
-        Disturbed: if `MOST_DROPPED` blocks were dropped.
+        Disturbed: if the machine disturbed `MOST_DROPPED` blocks.
+        SideError: if a side itself disturbed them, for example with an import in every call.
     """
     trial = _block(timer, "ABBA")
     timer.disturbance()
@@ -188,18 +189,18 @@ def measure(timer: PairTimer, budget: Budget, rng: random.Random, first: int = 0
     count = budget.count(sum(seconds))
     orders = _orders(count, rng)
     refreshed = {0, count - 1, *rng.sample(range(count), min(2, count))}
-    samples = Samples(timer.clock)
+    samples, dropped_seconds = Samples(timer.clock), 0.0
     while len(samples.blocks) < count:
         if len(samples.blocks) in refreshed:
             timer.refresh(last=len(samples.blocks) == count - 1)
-        order = orders[len(samples.blocks)]
+        order, start = orders[len(samples.blocks)], time.perf_counter()
         baseline, optimized = _block(timer, order)
         cause = timer.disturbance()
         if cause is not None:
-            samples.dropped.append(cause)
+            samples.dropped.append(cause.text)
             samples.dropped_at.append(len(samples.blocks))
-            if len(samples.dropped) >= MOST_DROPPED:
-                raise Disturbed(f"{len(samples.dropped)} blocks were disturbed: {cause}")
+            dropped_seconds += time.perf_counter() - start
+            _give_up(cause, len(samples.dropped), dropped_seconds)
             continue
         samples.blocks.append(block_value(baseline, optimized))
         samples.baseline.extend(baseline)
@@ -211,6 +212,15 @@ def measure(timer: PairTimer, budget: Budget, rng: random.Random, first: int = 0
     samples.firsts.extend([first] * count)
     samples.laps.append(samples.value)
     return samples
+
+
+def _give_up(cause: Cause, dropped: int, seconds: float) -> None:
+    """Raise an error if too many blocks were dropped, or too much time is lost."""
+    slow = dropped >= FEW_DROPPED and current_group().max(seconds) > DROPPED_SECONDS
+    if dropped < MOST_DROPPED and not slow:
+        return
+    message = f"{dropped} blocks were disturbed: {cause.text}"
+    raise Disturbed(message) if cause.machine else SideError(message)
 
 
 def _orders(count: int, rng: random.Random) -> list[str]:

@@ -11,7 +11,8 @@ from statistics import median
 from typing import Protocol
 
 from ..checking import check
-from ..checking.inputs import VALUE_SETS, BoundSide
+from ..checking.controls import draws_differ
+from ..checking.inputs import BoundSide
 from ..checking.memoization import check_repeats
 from ..checking.numerics import Rule
 from ..checking.reference import Reference, outputs_and_state
@@ -21,24 +22,30 @@ from ..kernels.capture_launches import merge_choices, record_choices
 from ..page.pair import Precision, Side
 from ..results.messages import Json, TimeTask
 from ..util import pytree
-from ..util.device_state import release, synchronizer
+from ..util.device_state import OtherProcesses, release, synchronizer
 from ..util.process_group import current_group
 from . import schedule
 from .cross_check import KernelProfile
 from .memory import drop_sent_tensors
+from .neighbors import FEW, MANY, NAMED, NO_VERDICT, Neighbors, Slices, slice_reader
 from .schedule import Budget, Samples
+from .unseen_values import UnseenValues, ValueSource, supports
 from .verify_outputs import OutputVerifier
 
 PYTHON_CLOCKS = ("host", "cpu")
-"""On these clocks, a side's Python code runs in every timed call."""
+"""On these clocks, a side's Python code runs in every timed call, and can look up an answer."""
 LONG_ROUND = 3e-3
-"""A case gets at most two laps if a call of the baseline takes longer (in seconds)."""
+"""Seconds. If a call of the baseline takes longer, a case gets at most two laps."""
 
 
 class CheckedPairTimer(schedule.PairTimer, Protocol):
     """A pair timer whose clock can be compared with other clocks."""
 
     sides: tuple[BoundSide, BoundSide]
+
+    @property
+    def unseen(self) -> UnseenValues | None:
+        """What gives each call new values, or None if windows repeat their values."""
 
     def check_times(self) -> dict[str, object]:
         """Refuse a side if its clocks disagree or its L2 is not cold. May run the sides again."""
@@ -61,6 +68,7 @@ class Trial:
     """The measurement of one case: build both sides, time blocks in laps, check the outputs.
 
     Attributes:
+        source: draws values in another process, or None.
         one_off: seconds that preparation took, by side.
         kernels: the profile of each side, if profiles were requested.
         tuned: the configurations that were launched, by autotuned Triton kernel.
@@ -73,6 +81,7 @@ class Trial:
     budget: Budget
     rng: random.Random
     progress: Callable[[str], None]
+    source: ValueSource | None = None
     one_off: dict[str, float] = field(default_factory=dict)
     kernels: dict[str, KernelProfile] = field(default_factory=dict)
     tuned: dict[str, set[str]] = field(default_factory=dict)
@@ -84,10 +93,24 @@ class Trial:
         self.verifier = OutputVerifier(self.reference, self.sides, self.rule, self.task.device)
         self.names = " or ".join(dict.fromkeys(side.__name__ for side, _ in self.sides))
         self.on_gpu = self.task.device.startswith("cuda")
+        self.unseen: UnseenValues | None = None
+        if self.source is not None and supports(self.pool):
+            self.unseen = UnseenValues(self.pool, self.source)
+        self.neighbors = Neighbors(*self._readers())
+
+    def _readers(self) -> tuple[Callable[[], Slices | None] | None, Callable[[], dict[str, float]]]:
+        """Return the functions that find other processes on the GPU."""
+        if not self.on_gpu:
+            return None, dict
+        import torch
+
+        return slice_reader(), OtherProcesses(torch.cuda.current_device()).shares
 
     def run(self) -> tuple[Samples, dict[str, Json]]:
         """Measure the case. Return the samples, and the other facts about it for the row."""
         self._learn_types()
+        with self.watch.phase("neighbors"):
+            self.neighbors.before()
         details: dict[str, object] = {}
         if self._rebuilds():
             # The captures of long calls vary least (spread.md).
@@ -99,7 +122,8 @@ class Trial:
             parts += [self._lap(budget, first=lap % 2) for lap in range(1, laps)]
         else:
             parts = [self._lap(self.budget, first=self.rng.randrange(2), checks=True)]
-        parts[0].details.update(details | parts[0].details)
+        self.neighbors.refuse(NO_VERDICT)
+        parts[0].details.update(details | parts[0].details | self.neighbors.details())
         if self.tuned:
             parts[0].details["choices"] = merge_choices([self.tuned])
         extra: dict[str, Json] = {"one_off": self.one_off, "errors": self.verifier.worst}
@@ -115,7 +139,7 @@ class Trial:
 
     def _learn_types(self) -> None:
         """Run the baseline to find its output types, the bytes per slot, and the time of a call."""
-        slot, state = pytree.clone(self.pool.values[0]), self.pool.new_state()
+        slot, state = pytree.clone(self.pool.value_set(0)), self.pool.new_state()
         side = BoundSide(self.pair.baseline, [slot], state)
         side.run(0)
         wait = synchronizer(self.task.device)
@@ -129,10 +153,20 @@ class Trial:
         wait()  # a copy to the host may still be running
         self.output_bytes = pytree.nbytes(outputs)
         check.judge(
-            self.reference, self.pair.baseline, outputs_and_state(outputs, state), (0,), None,
-            self.rule, is_baseline=True,
+            self.reference, self.pair.baseline, outputs_and_state(outputs, state), (0,),
+            self.pair.baseline_precision, self.rule, is_baseline=True,
         )  # fmt: skip
         side.close()
+        self._scale_if_needed()
+
+    def _scale_if_needed(self) -> None:
+        """Scale the inputs if two draws have nearly the same outputs, as the check does."""
+        if self.pool.scaled or not enabled("controls") or current_group().world > 1:
+            return
+        precisions = [precision for _, precision in self.sides]
+        if not draws_differ(self.reference, precisions):
+            self.reference.scale_inputs(on=True)
+            self.reference.scale_inputs(on=draws_differ(self.reference, precisions))
 
     def _build_untimed(self, budget: Budget) -> dict[str, object]:
         """Build both sides once without timing them, and return the timer's details.
@@ -151,7 +185,10 @@ class Trial:
         self._learn_types()
         self._lay_slots()
         with self._built(self.budget) as timer:
+            self.neighbors.before()
             yield timer
+            self.neighbors.look(MANY)
+            self.neighbors.refuse(NAMED)
 
     @contextmanager
     def _built(self, budget: Budget) -> Iterator[CheckedPairTimer]:
@@ -177,7 +214,7 @@ class Trial:
             if not self.on_gpu:
                 from .cpu_timer import CpuPairTimer
 
-                return CpuPairTimer(self.pool, pair, budget, planted)
+                return CpuPairTimer(self.pool, pair, budget, planted, self.unseen)
             from .cuda_timer import CudaPairTimer
 
             timer = CudaPairTimer(self.pool, pair, budget, order, self.known, planted)
@@ -201,18 +238,24 @@ class Trial:
                 self.progress(f"time on the {timer.clock} clock")
                 with phase("time"):
                     samples = schedule.measure(timer, budget, self.rng, first)
+            with phase("neighbors"):
+                chains = FEW if self._rebuilds() else MANY
+                self.neighbors.after_lap(samples.baseline, samples.optimized, chains=chains)
             with phase("verify"):
-                self.verifier.verify_windows(timer)
+                if timer.unseen is None:
+                    self.verifier.verify_windows(timer)
+                else:
+                    self.verifier.verify_calls(timer, timer.unseen)
                 self.one_off.update({side.name: side.one_off for side in timer.sides})
             if first_process:
-                with phase("clocks"):
+                with phase("clocks"), self.neighbors.excusing():
                     samples.details.update(timer.check_times())
             if checks and self.task.audit:
-                with phase("profile"):
+                with phase("profile"), self.neighbors.excusing():
                     seconds = [median(samples.baseline), median(samples.optimized)]
                     self.kernels = timer.profile(seconds)
-            if timer.clock in PYTHON_CLOCKS and enabled("repeats"):
-                with phase("repeats"):
+            if timer.clock in PYTHON_CLOCKS and timer.unseen is None and enabled("repeats"):
+                with phase("repeats"), self.neighbors.excusing():
                     seed = self.pool.unseen_seed + 1  # a page cannot guess this seed
                     check_repeats(self.pool, timer.sides, synchronizer(self.task.device), seed)
             if checks:
@@ -228,8 +271,12 @@ class Trial:
     def _slot_count(self) -> int:
         if self.pool.prepared and self.pair.as_called:
             return 1  # a prepared side has one slot, whose values change in place
+        if self.unseen is not None:
+            if count := self.unseen.slot_count(self.output_bytes, self.task.planted):
+                return count
+            self.unseen = None
         if not self.on_gpu:
-            return VALUE_SETS
+            return self.pool.slots_for(self.output_bytes, l2_bytes=0, free_bytes=0)
         import torch
 
         l2_bytes = torch.cuda.get_device_properties().L2_cache_size

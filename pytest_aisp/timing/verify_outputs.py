@@ -7,9 +7,10 @@ outputs of a few single calls.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..checking import check, compare
 from ..checking.inputs import VALUE_SETS, BoundSide, slot_order
@@ -20,9 +21,24 @@ from ..page.pair import Precision, Side, size_words
 from ..util import pytree
 from ..util.device_state import synchronizer
 from .schedule import Window
+from .unseen_values import TimedCall, UnseenValues
+
+if TYPE_CHECKING:
+    import torch
 
 FURTHER_CALLS = 4
-"""Number of calls after the last window whose outputs are compared one by one."""
+"""Number of calls after the last window whose outputs are compared one by one.
+
+If the outputs are large, there is one call for each value set, because the reference runs again for
+each of them.
+"""
+
+
+COMPARED_CALLS, COMPARE_SECONDS = 2, 0.15
+"""On the CPU's clock, calls of each side that are compared like those of a check, and the seconds
+that are spent to find more calls that are wrong."""
+SHARE = 0.05
+"""A call is compared again if more than this share of an output is wrong."""
 
 
 class TimedSides(Protocol):
@@ -69,6 +85,49 @@ class OutputVerifier:
             compare.check_outputs(side.__name__, bound.outputs, self.pool.slots, size)
             self._verify_window(bound, side, precision, window)
 
+    def verify_calls(self, timer: TimedSides, unseen: UnseenValues) -> None:
+        """Compare the outputs of timed calls that were chosen at random.
+
+        A few are compared like those of a check. For the others, the reference runs without error
+        bounds, and only calls of which a large part is wrong are compared like that, too.
+        """
+        if not enabled("timed-outputs"):
+            return
+        for bound, (side, precision) in zip(timer.sides, self.sides, strict=True):
+            calls = unseen.calls(bound)
+            for call in calls[:COMPARED_CALLS]:
+                self._verify_call(call, side, precision)
+            limits = self._limits(precision)
+            started, suspects = time.monotonic(), 0
+            for call in calls[COMPARED_CALLS:]:
+                if time.monotonic() - started > COMPARE_SECONDS or suspects == COMPARED_CALLS:
+                    break
+                self.compared += 1
+                if self._largely_wrong(call, limits):
+                    suspects += 1
+                    self._verify_call(call, side, precision)
+
+    def _verify_call(self, call: TimedCall, side: Side, precision: Precision | None) -> None:
+        with self.reference.added(call.values) as turn:
+            self._compare(side, call.outputs, (turn,), precision)
+
+    def _limits(self, precision: Precision | None) -> list[float | None]:
+        """Return for each output the largest error that the first value set allows, or None."""
+        leaves = self.reference.leaves((0,), precision)
+        return [
+            None if leaf.sigma is None else leaf.worst_limit * largest(leaf.sigma)
+            for leaf in leaves
+        ]
+
+    def _largely_wrong(self, call: TimedCall, limits: Sequence[float | None]) -> bool:
+        with self.reference.added(call.values) as turn:
+            expected = self.reference.values((turn,))
+        outputs = call.outputs
+        if len(outputs) != len(expected):
+            return True
+        both = zip(outputs, expected, limits, strict=True)
+        return any(wrong_share(own, value, limit) > SHARE for (_, own), (_, value), limit in both)
+
     def _verify_window(
         self, bound: BoundSide, side: Side, precision: Precision | None, window: Window
     ) -> None:
@@ -96,7 +155,7 @@ class OutputVerifier:
             return
         side, precision = self.sides[1]
         wait = synchronizer(self.device)
-        for call in range(FURTHER_CALLS):
+        for call in range(VALUE_SETS if self.reference.large else FURTHER_CALLS):
             turn = call % VALUE_SETS
             pytree.copy_into(self.pool.slots[0], self.pool.value_set(turn))
             outputs = outputs_and_state(bound.run(0), None)
@@ -113,3 +172,18 @@ class OutputVerifier:
         self.compared += 1
         name = side.__name__
         self.worst[name] = max(self.worst.get(name, 0.0), *(r.worst for r in results))
+
+
+def largest(sigma: torch.Tensor) -> float:
+    """Return the largest finite element, or 0 if there is none."""
+    finite = sigma[sigma.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def wrong_share(got: torch.Tensor, want: torch.Tensor, limit: float | None) -> float:
+    """Return the share of elements that are off by more than `limit`. None allows no error."""
+    if got.shape != want.shape or not got.numel():
+        return float(got.shape != want.shape)
+    error = (got.double() - want.double()).abs()
+    right = (error <= (limit or 0.0)) | (got == want) | (got.isnan() & want.isnan())
+    return 1 - float(right.double().mean())

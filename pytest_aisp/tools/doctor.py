@@ -46,8 +46,11 @@ class Finding(msgspec.Struct, frozen=True):
 
 def examine() -> list[Finding]:
     """Run all checks on this machine and return their findings."""
-    root, cores = Path("/"), device.cores_here()
-    return [*gpu_findings(device.load_nvml(), root, cores), *host_findings(root, cores)]
+    from .machine_load import load_findings
+
+    root, cores, nvml = Path("/"), device.cores_here(), device.load_nvml()
+    found = [*gpu_findings(nvml, root, cores), *host_findings(root, cores)]
+    return [*found, *load_findings(nvml, cores)]
 
 
 def doctor_result(findings: Sequence[Finding], *, as_json: bool) -> CliResult:

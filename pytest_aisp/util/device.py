@@ -219,6 +219,19 @@ def versions() -> dict[str, str | None]:
     }
 
 
+def libraries_and_gpu(device: str) -> dict[str, str | None]:
+    """Return `versions`, and on a GPU also CUDA's version and the GPU's name."""
+    import torch
+
+    if not device.startswith("cuda"):
+        return versions()
+    return {
+        **versions(),
+        "cuda": torch.version.cuda,
+        "device": torch.cuda.get_device_name(),
+    }
+
+
 def version_of(package: str) -> str | None:
     """Return the version of a Python package, or None if it is not installed."""
     try:

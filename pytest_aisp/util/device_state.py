@@ -1,19 +1,23 @@
 """The state of a GPU and of this process during a measurement.
 
-This includes pending work, free memory and garbage collection, and the GPU's clocks, power,
-throttling and other processes.
+This includes pending work, free memory and garbage collection, the GPU's clocks, power and
+throttling, and the other processes on it.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 
 from . import device
+from .cpu_load import descendants
 from .device import query
 from .gpu_lease import is_worker
 
@@ -27,6 +31,30 @@ THROTTLED = {
 
 The software power cap (0x4) is normal at full load.
 """
+
+MPS_SERVER = "nvidia-cuda-mps"
+"""The beginning of the name of MPS's processes. Linux cuts names to 15 characters."""
+
+
+@contextmanager
+def no_output() -> Iterator[None]:
+    """Discard what this process and its children print inside the block."""
+    kept = {fd: os.dup(fd) for fd in (1, 2)}
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    _redirect(dict.fromkeys(kept, nothing))
+    try:
+        yield
+    finally:
+        _redirect(kept)
+        for fd in (nothing, *kept.values()):
+            os.close(fd)
+
+
+def _redirect(targets: dict[int, int]) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    for fd, target in targets.items():
+        os.dup2(target, fd)
 
 
 @contextmanager
@@ -66,6 +94,15 @@ def release(device: str) -> None:
     gc.freeze()  # later collections skip torch's objects
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
+
+
+def total_bytes(device: str) -> int:
+    """Return the bytes of memory of `device`."""
+    import torch
+
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info()[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class Stopwatch:
@@ -121,14 +158,8 @@ class Telemetry:
     EVERY = 5
 
     def __init__(self, index: int) -> None:
-        import torch
-
-        self._nvml = device.load_nvml()
-        uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-        self._handle = self._nvml and query(self._nvml.nvmlDeviceGetHandleByUUID, uuid)
+        self._nvml, self._handle = _nvml_of(index)
         self._blocks, self._disturbed = 0, False
-        self._asked_us = time.time_ns() // 1000
-        self._lists_us: bool | None = None
         self._looks: list[Look] = []
         self._read()
 
@@ -163,28 +194,8 @@ class Telemetry:
         """Return why the GPU is slower than it should be now, or None."""
         reasons = self._read()
         causes = [name for bit, name in THROTTLED.items() if reasons & bit]
-        causes += [f"process {pid} computes on this GPU too" for pid in self._other_processes()]
         self._disturbed = bool(causes)
         return ", ".join(causes) or None
-
-    def _other_processes(self) -> list[int]:
-        """Return other processes that have computed on the GPU since the last call.
-
-        If a container hides process ids, NVML does not list this process. Then this process's work
-        cannot be distinguished from other processes' work, and no process is returned.
-        """
-        nvml, handle, since = self._nvml, self._handle, self._asked_us
-        self._asked_us = time.time_ns() // 1000
-        if nvml is None or handle is None:
-            return []
-        if self._lists_us is None:
-            listed = query(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
-            self._lists_us = os.getpid() in {process.pid for process in listed}
-        if not self._lists_us:
-            return []
-        samples = query(nvml.nvmlDeviceGetProcessUtilization, handle, since) or []
-        busy = {int(s.pid) for s in samples if s.smUtil > 0 and s.timeStamp > since}
-        return sorted(pid for pid in busy if not is_worker(pid))
 
     def summary(self) -> dict[str, list[int] | None]:
         """Return the smallest and the largest reading of each quantity."""
@@ -197,3 +208,58 @@ class Telemetry:
     def looks(self) -> list[list[int | None]]:
         """Return each reading as a list: blocks before it, MHz, watts and degrees Celsius."""
         return [[look.block, look.sm_mhz, look.watts, look.celsius] for look in self._looks]
+
+
+def _nvml_of(index: int) -> tuple[ModuleType | None, object | None]:
+    """Return NVML, and its handle of torch's GPU with this index. Either may be missing."""
+    import torch
+
+    nvml = device.load_nvml()
+    uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+    return nvml, nvml and query(nvml.nvmlDeviceGetHandleByUUID, uuid)
+
+
+class OtherProcesses:
+    """The other processes that compute on a GPU, as far as NVML shows them.
+
+    If a container hides process ids, NVML does not list this process. Then this process's work
+    cannot be distinguished from other processes' work, and no process is returned.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._nvml, self._handle = _nvml_of(index)
+        self._asked_us = time.time_ns() // 1000
+        self._lists_us: bool | None = None
+
+    def shares(self) -> dict[str, float]:
+        """Return the share of the GPU that each has used since the last call, by its name."""
+        nvml, handle, since = self._nvml, self._handle, self._asked_us
+        self._asked_us = time.time_ns() // 1000
+        if nvml is None or handle is None:
+            return {}
+        if self._lists_us is None:
+            listed = query(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
+            self._lists_us = os.getpid() in {process.pid for process in listed}
+        if not self._lists_us:
+            return {}
+        samples = query(nvml.nvmlDeviceGetProcessUtilization, handle, since) or []
+        ours = {os.getpid(), *descendants()}
+        return {
+            process_name(int(sample.pid)): sample.smUtil / 100
+            for sample in samples
+            if sample.timeStamp > since and sample.pid not in ours and is_foreign(sample.pid)
+        }
+
+
+def is_foreign(pid: int) -> bool:
+    """Return whether `pid` is neither a worker process nor the server of CUDA's MPS.
+
+    The server computes on behalf of its clients, and this process may be one of them.
+    """
+    return not is_worker(pid) and MPS_SERVER not in process_name(pid)
+
+
+def process_name(pid: int) -> str:
+    """Return a process's id and name as text, such as ``process 4242 (python3)``."""
+    name = device.read_text(Path(f"/proc/{pid}/comm"))
+    return f"process {pid} ({name})" if name else f"process {pid}"

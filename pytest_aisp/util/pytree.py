@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ..page.pair import PageError
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 Tree = TypeVar("Tree")
+PIECE = 1 << 23
+"""Most elements of a piece of a large tensor. In float64 this is 64 MiB."""
 
 
 class TreeError(PageError):
@@ -80,12 +83,16 @@ def _clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_into(target: object, source: object) -> None:
-    """Copy every tensor of `source` into the tensor at the same place in `target`."""
+    """Copy every tensor of `source` into the tensor at the same place in `target`.
+
+    A side cannot see in `Tensor._version` that a plain tensor has new values.
+    """
     import torch
 
     with torch.no_grad():
         for (_, t), (_, s) in zip(tensors(target), tensors(source), strict=True):
-            t.copy_(s)
+            plain = type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout == torch.strided
+            (t.data if plain else t).copy_(s)
 
 
 def poison(tree: object) -> None:
@@ -110,6 +117,56 @@ def nbytes(tree: object) -> int:
     return sum(s.nbytes() for s in storages.values())
 
 
+Piece: TypeAlias = tuple[int | slice, ...]
+"""The index of a part of a tensor."""
+
+
+def pieces(shape: Sequence[int], most: int | None = None) -> Iterator[Piece]:
+    """Yield indices that divide a tensor of `shape` into pieces of at most `most` elements.
+
+    A tensor that is small enough is one piece, whose index is empty. The last entry of any other
+    index is a slice.
+    """
+    most = most or PIECE
+    if math.prod(shape) <= most:
+        yield ()
+        return
+    row = math.prod(shape[1:])
+    if row > most:
+        for number in range(shape[0]):
+            for piece in pieces(shape[1:], most):
+                yield number, *piece
+        return
+    step = most // row
+    for start in range(0, shape[0], step):
+        yield (slice(start, min(start + step, shape[0])),)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor. Unlike its values, they are equal even if they are NaN."""
+    import torch
+
+    flat = tensor.detach().contiguous().view(-1)
+    return flat if flat.dtype == torch.bool else flat.view(torch.uint8)
+
+
+def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors have the same shape and the same bytes."""
+    import torch
+
+    if a.shape != b.shape:
+        return False
+    return all(torch.equal(bits(a[at]), bits(b[at])) for at in pieces(a.shape))
+
+
+def checksum(tree: object) -> list[int]:
+    """Return a sum over the bytes of each tensor in `tree`."""
+    sums = []
+    for _, tensor in tensors(tree):
+        sums.append(sum(int(bits(tensor[at]).sum()) for at in pieces(tensor.shape)))
+    return sums
+
+
 def state_tensors(state: object) -> dict[str, torch.Tensor]:
     """Return every tensor in `state`, including gradients, keyed by name.
 
@@ -119,6 +176,24 @@ def state_tensors(state: object) -> dict[str, torch.Tensor]:
         TreeError: the state contains an object of another type, which could change undetected.
     """
     return dict(_state(state, "state"))
+
+
+def state_values(state: object) -> dict[str, object]:
+    """Return the tensors, numbers and strings of `state` by name."""
+    plain = {path: leaf for path, leaf in leaves(state) if isinstance(leaf, (int, float, str))}
+    return {**plain, **state_tensors(state)}
+
+
+def equal_values(old: Mapping[str, object], new: Mapping[str, object]) -> bool:
+    """Return whether two results of `state_values` are equal, in tensors of any type."""
+    import torch
+
+    def same(a: object, b: object) -> bool:
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            return torch.equal(a.double(), b.double())  # a reference may change a model's dtype
+        return type(a) is type(b) and a == b
+
+    return old.keys() == new.keys() and all(same(old[name], new[name]) for name in old)
 
 
 def _state(value: object, path: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -151,7 +226,7 @@ def _state(value: object, path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _children(tree: object) -> list[tuple[str, object]] | None:
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return [(f".{name}", getattr(tree, name)) for name in tree._fields]
+        return [(f".{name}", child) for name, child in zip(tree._fields, tree, strict=True)]
     if isinstance(tree, (tuple, list)):
         return [(f"[{i}]", child) for i, child in enumerate(tree)]
     if isinstance(tree, Mapping):

@@ -32,6 +32,7 @@ from ..results.messages import (
     failed,
 )
 from ..results.row import JournalLine
+from ..results.verdict import DISTURBED
 from ..util.device import Machine
 from .output_capture import OutputCapture, Stream
 
@@ -55,6 +56,18 @@ class Worker(Protocol):
     def close(self) -> None: ...
 
 
+class Launched(Protocol):
+    """What a `WorkerProcess` uses of its `Popen`."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
 class WorkerProcess:
     """A worker process. It is started immediately, and killed at its first fault.
 
@@ -74,23 +87,26 @@ class WorkerProcess:
         self.outputs = (OutputCapture(Stream(), Stream()),)
         self._buffer = b""
         self._ready = self._killed = False
-        self._process = Popen(
-            [
-                *launcher,
-                *interpreter(),
-                *PROGRAM,
-                str(task_read),
-                str(answer_write),
-            ],
+        self._process = self._launch(task_read, answer_write, environment or {}, launcher)
+        os.close(task_read)
+        os.close(answer_write)
+
+    def _launch(
+        self,
+        task_read: int,
+        answer_write: int,
+        environment: Mapping[str, str | None],
+        launcher: Sequence[str],
+    ) -> Launched:
+        return Popen(
+            [*launcher, *interpreter(), *PROGRAM, str(task_read), str(answer_write)],
             stdin=DEVNULL,
             stdout=self.outputs[0].stdout.file,
             stderr=self.outputs[0].stderr.file,
             pass_fds=(task_read, answer_write),
-            env=worker_environment(environment or {}),
+            env=worker_environment(environment),
             start_new_session=True,
         )
-        os.close(task_read)
-        os.close(answer_write)
 
     @property
     def alive(self) -> bool:
@@ -295,6 +311,8 @@ class ReplayWorker:
             return Reply(error="page", message=f"the recording cannot be judged again: {error}")
         number = self._answered.get((name, kind), 0)
         self._answered[name, kind] = number + 1
+        if number >= len(answers) and kind == "timings" and row.verdict == DISTURBED:
+            return Reply(error="disturbed", message="; ".join(row.reasons))
         if number >= len(answers):
             word = kind if len(answers) != 1 else kind.removesuffix("s")
             message = f"the recording holds {len(answers)} {word} of it, and one more is needed"

@@ -1,7 +1,4 @@
-"""The engine of a worker process: it loads a page, checks its sides, times them, checks again.
-
-An `Engine` has one method for each kind of task.
-"""
+"""The engine of a worker process. An `Engine` has one method for each kind of task."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import os
+import pkgutil
 import random
 import sys
 import zlib
@@ -18,7 +16,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from ..checking import check
+from ..checking import check, search
 from ..checking.check import CheckResult
 from ..checking.inputs import VALUE_SETS, BoundSide, InputPool
 from ..checking.memoization import check_repeats
@@ -31,9 +29,10 @@ from ..results import messages, task_results
 from ..results.messages import AT, CaseTask, Json, Task, TimeTask, case_fields
 from ..timing.schedule import Budget, Samples
 from ..util import device, pytree
+from ..util.cpu_load import CpuLoad
 from ..util.device_state import Stopwatch, no_gc, synchronizer
 from ..util.process_group import current_group
-from . import sandbox
+from . import input_process, sandbox
 from .client import Progress
 from .loader import Cache, DeclaredSide, TaskContext, pair_of, seed_of
 from .process_timer import ProcessSide, measure_processes, time_here
@@ -101,24 +100,24 @@ class Engine:
         results = {}
         with self._quiet_process(task, context.pair), self.watch.phase("check"):
             for size in context.sizes:
-                found = self._check_at(context, size, rule)
+                found = self._check_at(context, size, rule, 1 if task.baseline_alone else 2)
                 results[size_words(size)] = task_results.SizeCheck(**asdict(found))
-            if task.search:
-                self._search(context, rule)
-        sources = context.sources()
+            searched = self._search(context, rule) if task.search else []
         self.cache.release_memory(task.device)
-        return task_results.CheckResult(results, sources, self.watch.read())
+        sources, spent = context.sources(), self.watch.read()
+        return task_results.CheckResult(results, sources, searched, spent)
 
     def _check_at(
-        self, context: TaskContext, size: Size, rule: Rule, *, controls: bool = True
+        self, context: TaskContext, size: Size, rule: Rule, count: int = 2, *, controls: bool = True
     ) -> CheckResult:
-        task = context.task
-        key = f"{task.page}{task.function}{task.variant}{task.device}{size_words(size)}{rule}"
+        """Check the first `count` sides, the baseline first."""
+        task, at = context.task, f"{size_words(size)}{rule}"
+        key = f"{task.page}{task.function}{task.variant}{count}{task.device}{at}"
         if key not in self.cache.checks:
             self._report("check", size)
             self.cache.checks[key] = check.check_sides(
                 self.cache.reference(task, context.pair, size),
-                [(_function_of(side), precision) for side, precision in context.sides],
+                [(_function_of(side), precision) for side, precision in context.sides[:count]],
                 rule,
                 controls=controls,
                 progress=lambda name: self._report(f"check {name}", size),
@@ -128,16 +127,19 @@ class Engine:
     def _report(self, work: str, size: Size) -> None:
         self.progress(f"{work}{AT}{size_words(size)}")
 
-    def _search(self, context: TaskContext, rule: Rule) -> None:
+    def _search(self, context: TaskContext, rule: Rule) -> list[str]:
+        """Check random sizes, and return them. Raise the failure of the smallest that fails."""
+        searched: dict[str, None] = {}
+
         def check_at(size: Size) -> CheckResult:
+            searched[size_words(size)] = None
             return self._check_at(context, size, rule, controls=False)
 
-        for size in context.pair.check_sizes:
-            if not is_plain(size):
-                self.progress("search " + ", ".join(size))
-                failure = check.smallest_failure(size, check_at, context.task.seed)
-                if failure is not None:
-                    raise failure
+        for size in (size for size in context.pair.check_sizes if not is_plain(size)):
+            self.progress("search " + ", ".join(size))
+            if failure := search.smallest_failure(size, check_at, context.task.seed):
+                raise failure
+        return list(searched)
 
     def time(self, task: TimeTask) -> task_results.TimeResult:
         """Time the case's variant and its baseline, and check the outputs of the timed calls."""
@@ -160,7 +162,7 @@ class Engine:
             value=samples.value,
             error=samples.error,
             sources=context.sources(),
-            work=asdict(context.pair.work_at(task.size, task.gpus)),
+            work=context.pair.work_at(task.size, task.gpus).declared(),
             spent=self.watch.read(),
             **extra,
         )
@@ -169,12 +171,11 @@ class Engine:
         self, task: TimeTask, context: TaskContext, sides: tuple[DeclaredSide, DeclaredSide]
     ) -> tuple[Samples, dict[str, Json]]:
         budget = Budget(**task.budget)
-        name = os.path.basename(task.page)
-        seed = f"{name}{task.function}{task.variant}{task.size}{task.replicate}"
+        case = f"{os.path.basename(task.page)}{task.function}{task.variant}{task.size}"
+        seed = f"{case}{task.replicate}"
         first, second = (side for side, _ in sides)
         if task.timer is not None:
-            module, function = task.timer["target"].split(":")
-            simulate = getattr(importlib.import_module(module), function)
+            simulate = pkgutil.resolve_name(task.timer["target"])
             options = {**task.timer.get("options", {}), "planted": task.planted}
             first_name = first.__name__ + ("@old" if task.versus == "old" else "")
             return simulate(first_name, second.__name__, options, budget, seed), {}
@@ -184,7 +185,8 @@ class Engine:
         from ..timing.trial import Trial
 
         reference = self.cache.reference(task, context.pair, task.size)
-        return Trial(task, reference, sides, budget, rng, self.progress).run()
+        with input_process.values_for(task) as source:
+            return Trial(task, reference, sides, budget, rng, self.progress, source).run()
 
     def count(self, task: messages.CountTask) -> Mapping[str, float]:
         """Return a metric per call, keyed by role."""
@@ -192,8 +194,7 @@ class Engine:
         from . import metrics
 
         if task.timer is not None:
-            simulated: dict[str, float] = task.timer["options"]["details"]["goals"][task.metric]
-            return simulated
+            return dict(task.timer["options"]["details"]["goals"][task.metric])
         context = TaskContext(task)
         with self._quiet_process(task, context.pair):
             reference = self.cache.reference(task, context.pair, task.size)
@@ -206,27 +207,29 @@ class Engine:
         """Time one process side in this process and check its output."""
         context = TaskContext(task, task.past)
         pair = context.pair if task.past is None else context.old_pair()
-        sides = [(pair.baseline, None), *((v.side, v.precision) for v in pair.variants)]
+        baseline = pair.baseline, pair.baseline_precision
+        sides = [baseline, *((v.side, v.precision) for v in pair.variants)]
         side, precision = next((s, p) for s, p in sides if s.__name__ == task.side)
         seed = zlib.crc32(task.function.encode())
         pool = InputPool(pair, dict(task.size), task.device, seed, task.seed)
-        slot = pytree.clone(pool.values[0])
+        slot = pytree.clone(pool.value_set(0))
         bound = BoundSide(side, [slot], None)
         with self._quiet_process(task, pair):
             monkeypatches.refuse_tracers()
-            warmup = getattr(side, "warmup", 3)
-            seconds = time_here(lambda: bound.run(0), warmup, synchronizer(task.device))
+            warmup, load = getattr(side, "warmup", 3), CpuLoad()
+            seconds, share = time_here(lambda: bound.run(0), warmup, synchronizer(task.device))
+            disturbed = load.look() or ""
         reference, rule = Reference(pool), Rule(**task.rule)
         for turn in range(VALUE_SETS):  # first the timed output, then the outputs for new values
             if turn:
-                pytree.copy_into(slot, pool.values[turn])
+                pytree.copy_into(slot, pool.value_set(turn))
                 bound.run(0)
             outputs = outputs_and_state(bound.outputs[0], None)
             check.judge(reference, side, outputs, (turn,), precision, rule, is_baseline=True)
         if warmup and enabled("repeats"):
             pool.slots = [slot]
             check_repeats(pool, [bound], synchronizer(task.device), task.seed + 1)
-        return task_results.SampleResult(seconds)
+        return task_results.SampleResult(seconds, disturbed, share)
 
     def profile(self, task: messages.ProfileTask) -> task_results.ProfileResult:
         """Run both sides under torch's profiler, or one side for a profiler around this process."""
@@ -242,9 +245,11 @@ class Engine:
             sides = {role: context.side(role)[0] for role in ROLES}
             return torch_profiler.profile_sides(pool, sides, Path(task.folder), self.progress)
 
-    def draw(self, task: messages.DrawTask) -> dict[str, Json]:
+    def draw(self, task: messages.DrawTask) -> Mapping[str, Json]:
         """Write the values that a sandboxed side will receive, and keep their reference."""
         context = TaskContext(task)
+        if task.count:
+            return input_process.write_value_sets(context.pair, task)
         size = dict(context.sizes[-1])
         self._report(task.kind, size)
         pool = InputPool(context.pair, size, task.device, seed_of(task, SANDBOX), task.seed)
@@ -287,13 +292,7 @@ class Engine:
 
     def facts(self, task: messages.FactsTask) -> task_results.Facts:
         """Return the libraries' versions and the name of this process's device."""
-        import torch
-
-        facts: task_results.Facts = dict(device.versions())
-        if task.device.startswith("cuda"):
-            facts["cuda"] = torch.version.cuda
-            facts["device"] = torch.cuda.get_device_name()
-        return facts
+        return dict(device.libraries_and_gpu(task.device))
 
     def peaks(self, task: messages.PeaksTask) -> task_results.PeaksResult:
         """Measure the machine's peaks."""

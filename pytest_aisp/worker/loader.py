@@ -25,6 +25,7 @@ from ..results.task_results import ChangedResult
 from ..timing import cuda_graph
 from ..util.device_state import Stopwatch, free_bytes, release
 from ..util.process_group import current_group
+from .page_settings import settings_of
 
 
 def load_page(path: str, root: str, module: str) -> types.ModuleType:
@@ -105,9 +106,8 @@ def load_old_page(path: str, root: str, module: str, today: str) -> types.Module
         sys.modules.update(hidden)
         sys.path[:] = before
     if mixed:
-        raise MixedTreesError(
-            f"the old page imports {', '.join(sorted(mixed))} from the current tree"
-        )
+        names = ", ".join(sorted(mixed))
+        raise MixedTreesError(f"the old page imports {names} from the current tree")
     return page
 
 
@@ -179,7 +179,8 @@ class TaskContext:
     @cached_property
     def pair(self) -> Pair:
         """The pair of the current page."""
-        page = load_page(self.task.page, self.task.root, self.task.module)
+        with settings_of(self.task.module, self.task.root):
+            page = load_page(self.task.page, self.task.root, self.task.module)
         pair = pair_of(getattr(page, self.task.function, None))
         if pair is None:
             raise PageError(f"{self.task.page} has no test {self.task.function!r} with @compare")
@@ -189,7 +190,8 @@ class TaskContext:
     def sides(self) -> tuple[DeclaredSide, DeclaredSide]:
         """Baseline and variant."""
         variant = self.pair.variant(self.task.variant)
-        return (self.pair.baseline, None), (variant.side, variant.precision)
+        baseline = self.pair.baseline, self.pair.baseline_precision
+        return baseline, (variant.side, variant.precision)
 
     def side(self, role: str) -> DeclaredSide:
         """Return the side with this role."""
@@ -224,8 +226,8 @@ class TaskContext:
 
     @cached_property
     def _old_pair(self) -> Pair | None:
-        assert self.past is not None
         past = self.past
+        assert past is not None
         page = load_old_page(past.page, past.root, past.module, self.task.root)
         return pair_of(getattr(page, self.task.function, None))
 
@@ -254,8 +256,7 @@ class TaskContext:
         would import such files when it is called.
         """
         assert self.past is not None
-        result = ChangedResult()
-        pair = self.pair  # imported first: the old import removes its modules
+        pair, result = self.pair, ChangedResult()  # the page first: the old import hides modules
         try:
             old = self._old_pair
         except MixedTreesError as error:
@@ -264,7 +265,7 @@ class TaskContext:
             why = f"the old page cannot be imported: {type(error).__name__}: {error}"
             return ChangedResult(why=why)
         root, old_root = self.task.root, self.past.root
-        for role, now, then in () if old is None else self._both_sides(pair, old):
+        for role, now, then in self._both_sides(pair, old) if old else ():
             late = [name for name in imported_late(then, old_root) if leads_to(name, root)]
             if late:
                 result.why = f"{then.__name__} imports {', '.join(late)} when it is called"
@@ -303,8 +304,7 @@ class Cache:
         with a stored one. Its unseen values and all other sizes' values depend on the task's seed.
         """
         page = f"{task.page}{task.function}{task.device}"
-        fixed = task.at == "case" and size == task.size
-        purpose = "time" if fixed else f"check{task.seed}"
+        purpose = "time" if (task.at, size) == ("case", task.size) else f"check{task.seed}"
         exact = Rule(**task.rule).exact
         key = f"{page}{size_words(size)}{purpose}{exact}"
         if key not in self.references:

@@ -12,9 +12,11 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import overload
 
-from ..isolation.monkeypatches import now
+from ..isolation.interference import Cause, agreed_cause
+from ..isolation.monkeypatches import cpu_now, now
 from ..page.pair import Side
 from ..results.messages import (
     Json,
@@ -126,11 +128,14 @@ class _ProcessTimer:
     def refresh(self, *, last: bool) -> None:
         """Do nothing: every process has fresh memory."""
 
-    def disturbance(self) -> str | None:
-        return None
+    def disturbance(self) -> Cause | None:
+        return agreed_cause(None, next(filter(None, [w.disturbed() for w in self.windows]), None))
 
     def details(self) -> dict[str, Json]:
-        return {"processes": [window.started for window in self.windows]}
+        return {
+            "processes": [window.started for window in self.windows],
+            "cpu_shares": [round(median(window.cpu_shares), 3) for window in self.windows],
+        }
 
 
 class _ProcessWindow:
@@ -142,12 +147,22 @@ class _ProcessWindow:
         self._task = SampleTask(**case_fields(task), side=side.__name__, past=past)
         self._environment, self._progress = side.environment, progress
         self.started = 0
+        self.cpu_shares: list[float] = []
+        self._disturbed = ""
+
+    def disturbed(self) -> str:
+        """Return what disturbed a process since the last call, or an empty string."""
+        text, self._disturbed = self._disturbed, ""
+        return text
 
     def __call__(self) -> float:
         self.started += 1
         self._progress(f"process {self.started} of {self._task.side}")
         with _fresh_worker(self._environment) as worker:
-            return _ask(worker, self._task, self._task.side, SampleResult).seconds
+            sample = _ask(worker, self._task, self._task.side, SampleResult)
+        self._disturbed = self._disturbed or sample.disturbed
+        self.cpu_shares.append(sample.cpu_share)
+        return sample.seconds
 
 
 def ask_fresh(requests: Sequence[tuple[Task, ProcessSide]], progress: Progress) -> list[Amounts]:
@@ -195,15 +210,21 @@ def _print_again(outputs: Sequence[OutputCapture]) -> None:
         write_text(sys.stderr, output.stderr.take().text)
 
 
-def time_here(call: Callable[[], object], warmup: int, synchronize: Callable[[], None]) -> float:
-    """Return the seconds per call in this process, or with `warmup=0` those of the first call."""
+def time_here(
+    call: Callable[[], object], warmup: int, synchronize: Callable[[], None]
+) -> tuple[float, float]:
+    """Return the seconds per call in this process, and its CPU time over its wall time.
+
+    With `warmup=0`, only the first call is timed.
+    """
     for _ in range(warmup):
         call()
     if warmup:  # without warm-up, the time includes creating the CUDA context
         synchronize()
-    count, start = 0, now()
+    count, cpu, start = 0, cpu_now(), now()
     while count == 0 or (warmup and now() - start < SAMPLE_SECONDS):
         call()
         synchronize()
         count += 1
-    return (now() - start) / count
+    seconds = now() - start
+    return seconds / count, (cpu_now() - cpu) / seconds

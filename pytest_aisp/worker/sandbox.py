@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checking import check
-from ..checking.inputs import UNSEEN, VALUE_SETS, BoundSide, make_inputs, make_state
+from ..checking.compare import check_outputs
+from ..checking.inputs import UNSEEN, VALUE_SETS, BoundSide
 from ..checking.numerics import NamedTensors, Rule, Wrong
+from ..checking.page_values import make_inputs, make_state
 from ..checking.reference import Reference, outputs_and_state
-from ..page.pair import Pair, Precision, Side, Size, side_name
+from ..page.pair import Pair, Precision, Side, Size, side_name, size_words
 from ..results.messages import CompareTask, PrepareTask
 from ..timing.cuda_graph import capture_graph
 from ..timing.schedule import MOST_STEPS
@@ -36,7 +38,7 @@ class SandboxedSide:
     """
 
     def __init__(self, pair: Pair, side: Side, size: Size, seed: int, task: PrepareTask) -> None:
-        device = task.device
+        device, self._size = task.device, size
         values = [make_inputs(pair, device, size, seed + k) for k in range(VALUE_SETS)]
         self._slots = [pytree.clone(values[k % VALUE_SETS]) for k in range(task.slots)]
         self._bound = BoundSide(side, self._slots, make_state(pair, device, size, seed))
@@ -81,6 +83,7 @@ class SandboxedSide:
         self._wait()
         if has_state:
             slots = [(self.unit - 1) % len(self._slots)]
+        check_outputs(self._bound.name, self._bound.outputs, self._slots, size_words(self._size))
         found = [outputs_and_state(self._bound.outputs[k], self._bound.state) for k in slots]
         torch.save([[(path, t.detach().cpu()) for path, t in named] for named in found], outputs)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import importlib
 import io
 import os
 import signal
@@ -28,8 +29,10 @@ from ..results.messages import ErrorKind, ProgressUpdate, Reply, StopTask, Task,
 
 LINE_BUFFERED = 1
 """Linux's _IOLBF: C's library writes a stream out at the end of each line."""
+MESSAGE_LINES = 30
+"""The largest number of lines of an error's message, after its first line."""
 PR_SET_PDEATHSIG = 1
-SKIP_HINT = "a side cannot skip, its case can: Variant(side, marks=[pytest.mark.skipif(...)])"
+SKIP_HINT = "a side cannot skip, but its case can: Variant(side, marks=[pytest.mark.skipif(...)])"
 
 
 def main(read_fd: int, write_fd: int) -> None:
@@ -40,13 +43,17 @@ def main(read_fd: int, write_fd: int) -> None:
     with os.fdopen(read_fd, "rb") as tasks, os.fdopen(write_fd, "wb", buffering=0) as replies:
         _close_in_children(tasks, replies)
         server = Server(lambda text: replies.write(messages.encode(ProgressUpdate(text))))
-        import torch  # noqa: F401 - slow, so done before the first request's time limit
+        importlib.import_module("torch")  # slow, so done before the first task's time limit
 
         gc.freeze()  # collections skip torch's half a million objects: 0.1 s faster each
 
+        from .input_process import fork_early
+
         server.progress(messages.READY)
-        for line in tasks:
+        for number, line in enumerate(tasks):
             task = messages.decode_task(line)
+            if number == 0:  # no page has been imported
+                fork_early(task)
             if isinstance(task, StopTask):
                 return
             replies.write(encode_reply(server.answer(task)))
@@ -109,7 +116,7 @@ class Server:
         try:
             reply = Reply(result=self.engine.answer(task))
         except _reported_exceptions() as error:
-            reply = _error_reply(error, self._doing)
+            reply = replace(_error_reply(error, self._doing), code=getattr(error, "code", ""))
             if _may_have_lost_gpu(error):
                 reply = replace(reply, error="fault")
         with suppress(Exception):  # a page may have replaced stdout
@@ -126,8 +133,12 @@ class InProcess:
 
     def ask(self, task: Task, seconds: float, progress: Callable[[str], None]) -> Reply:
         """Return the reply to `task`, without a time limit."""
+        from ..isolation import monkeypatches
+
         self._server.progress = progress
-        return self._server.answer(replace(task, limit=seconds))
+        reply = self._server.answer(replace(task, limit=seconds))
+        monkeypatches.put_back()  # the next case has the same process
+        return reply
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
@@ -141,9 +152,9 @@ def _reported_exceptions() -> tuple[type[BaseException], ...]:
 
 def _error_reply(error: BaseException, doing: str) -> Reply:
     from ..checking.numerics import Wrong
+    from ..isolation.interference import Disturbed
     from ..isolation.monkeypatches import Traced
     from ..page.pair import PageError
-    from ..timing.schedule import Disturbed
     from .process_timer import ProcessFailed
 
     if not isinstance(error, Exception) and type(error).__name__ == "Skipped":
@@ -153,12 +164,13 @@ def _error_reply(error: BaseException, doing: str) -> Reply:
     kinds: dict[ErrorKind, tuple[type[Exception], ...]] = {
         "wrong": (Wrong,),
         "page": (PageError,),
-        "disturbed": (Disturbed, Traced),
+        "disturbed": (Disturbed,),
+        "traced": (Traced,),
     }
     for kind, types in kinds.items():
         if isinstance(error, types):
             return Reply(error=kind, message=str(error))
-    trace = _page_lines(error)
+    trace = _page_lines(error) + _further_lines(error)
     if _is_out_of_memory(error):
         return failed("memory", f"out of memory: {_first_line(error)},", doing, trace)
     return failed("side", f"{type(error).__name__}: {_first_line(error)},", doing, trace)
@@ -195,10 +207,16 @@ def _is_out_of_memory(error: BaseException) -> bool:
 def _first_line(error: BaseException) -> str:
     """Return the first line of the error's message, and that of its cause."""
     lines = str(error).strip().splitlines() or ["no message"]
-    cause = error.__cause__
+    cause, first = error.__cause__, lines[0].removesuffix(":")
     if cause is None:
-        return lines[0]
-    return f"{lines[0]} ({type(cause).__name__}: {_first_line(cause)})"
+        return first
+    return f"{first} ({type(cause).__name__}: {_first_line(cause)})"
+
+
+def _further_lines(error: BaseException) -> str:
+    """Return the message after its first line, if that ends with a colon, like a compiler's."""
+    first, *rest = str(error).strip().splitlines() or [""]
+    return "".join(f"{line}\n" for line in rest[:MESSAGE_LINES]) if first.endswith(":") else ""
 
 
 def _page_lines(error: BaseException) -> str:
