@@ -10,7 +10,8 @@ import subprocess
 import sys
 import textwrap
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from logging.handlers import QueueListener
 
 import pytest
@@ -98,3 +99,38 @@ def test_an_idle_thread_that_waits_for_a_core_is_accepted(monkeypatch):
     states = itertools.chain("R" * 8, itertools.repeat("S"))
     monkeypatch.setattr(interference, "_state", lambda folder: next(states))
     test_a_thread_that_waits_for_a_queue_is_accepted()
+
+
+def test_a_pool_that_worked_inside_the_call_and_is_as_old_as_the_page_is_accepted(pool):
+    list(pool.map(hashlib.sha256, [b"x"] * 2))  # both threads have started
+    before = BackgroundWork.now()
+    pool.submit(*IN_C_CODE).result()
+    assert before.left() is None
+
+
+def test_an_old_thread_that_waits_in_the_page_after_its_work_is_accepted():
+    tasks, stop = queue.SimpleQueue(), object()
+
+    def serve():
+        while (task := tasks.get()) is not stop:
+            task.set_result(hashlib.pbkdf2_hmac("sha256", b"", b"", 200_000))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    before, task = BackgroundWork.now(), Future()
+    tasks.put(task)
+    task.result()
+    try:
+        assert before.left() is None
+    finally:
+        tasks.put(stop)
+        thread.join()
+
+
+def test_an_old_thread_that_works_after_the_call_is_found(pool):
+    list(pool.map(hashlib.sha256, [b"x"] * 2))
+    before = BackgroundWork.now()
+    pool.submit(*IN_C_CODE)
+    while not before.used_cpu():  # on a busy machine the work begins late
+        time.sleep(0.001)
+    assert "a thread still running after its call: ThreadPoolExecutor" in (before.left() or "")

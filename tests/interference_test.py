@@ -16,11 +16,12 @@ from exploits_test import SHORT
 
 from pytest_aisp.checking.inputs import InputPool
 from pytest_aisp.isolation import interference
-from pytest_aisp.isolation.interference import InterferenceMonitor
+from pytest_aisp.isolation.interference import Cause, InterferenceMonitor
 from pytest_aisp.isolation.protections import without
+from pytest_aisp.page.pair import SideError
 from pytest_aisp.timing import schedule
 from pytest_aisp.timing.cpu_timer import CpuPairTimer
-from pytest_aisp.timing.schedule import Budget, Disturbed, Samples, join
+from pytest_aisp.timing.schedule import Budget, Samples, join
 from pytest_aisp.worker.loader import pair_of
 
 USED = SimpleNamespace(ru_majflt=7, ru_minflt=90)
@@ -55,12 +56,12 @@ def test_every_import_of_a_module_is_counted(quiet, monkeypatch):
     monitor = InterferenceMonitor()
     monkeypatch.setitem(sys.modules, "one_more", ModuleType("one_more"))
     message = "one_more imported inside a timed window (import at the page's top)"
-    assert monitor.look() == message
+    assert monitor.look() == Cause(message, machine=False)
     monitor.begin()
     assert monitor.look() is None
     monkeypatch.setitem(sys.modules, "one_more", ModuleType("one_more"))
     monkeypatch.setitem(sys.modules, "another", ModuleType("another"))
-    assert monitor.look() == message.replace("one_more", "one_more and 1 more")
+    assert monitor.look().text == message.replace("one_more", "one_more and 1 more")
     assert monitor.counts()["imports"] == 3
     with without(["no-imports"]):
         assert monitor.look() is None
@@ -80,7 +81,7 @@ def test_compilations_of_dynamo_and_inductor_are_named_and_other_counters_ignore
     dynamo["frames"] = {"total": 2, "ok": 2}
     dynamo["inductor"] = {"fxgraph_cache_hit": 1, "cudagraph_skips": 9}
     dynamo["graph_break"] = {"print": 1}
-    assert monitor.look() == (
+    assert monitor.look().text == (
         "2 Dynamo frames and 1 Inductor graph compiled inside a timed window"
         " (only fresh processes time that)"
     )
@@ -108,7 +109,7 @@ def test_real_compilations_of_dynamo_are_counted(quiet):
 def test_page_faults_disturb_unless_the_page_owns_them(quiet):
     monitor, owner = InterferenceMonitor(), InterferenceMonitor(["page_faults"])
     quiet.used = SimpleNamespace(ru_majflt=8, ru_minflt=95)
-    assert monitor.look() == "1 page read from disk inside a timed window"
+    assert monitor.look() == Cause("1 page read from disk inside a timed window")
     assert owner.look() is None
     assert owner.counts() | {"major_faults": 1, "minor_faults": 5} == owner.counts()
 
@@ -118,7 +119,7 @@ def test_swapping_disturbs_but_earlier_swap_does_not(quiet):
     monitor = InterferenceMonitor()
     assert monitor.look() is None
     quiet.swap = 4160
-    assert monitor.look() == "64 KiB of this process swapped out inside a timed window"
+    assert monitor.look() == Cause("64 KiB of this process swapped out inside a timed window")
     assert monitor.counts()["swapped_kib"] == 64
 
 
@@ -159,7 +160,7 @@ class Importing:
 
 def timer_of(monkeypatch, optimized):
     """Return a timer of the exploits' honest side and `optimized`, on the CPU."""
-    monkeypatch.setattr("pytest_aisp.timing.cpu_timer.STOLEN", math.inf)  # on a busy machine too
+    monkeypatch.setattr("pytest_aisp.util.cpu_load.STOLEN", math.inf)  # on a busy machine too
     pair = pair_of(against(optimized))
     pool = InputPool(pair, {"n": 33}, "cpu", 1, 2)
     pool.lay_slots(2)
@@ -188,7 +189,7 @@ def test_an_import_at_every_call_fails_the_case(monkeypatch, quiet):
     side = Importing(monkeypatch)
     timer = timer_of(monkeypatch, side)
     side.times = 10**9
-    with pytest.raises(Disturbed, match="20 blocks were disturbed: imported_by_a_test imported"):
+    with pytest.raises(SideError, match="20 blocks were disturbed: imported_by_a_test imported"):
         schedule.measure(timer, Budget(**SHORT), random.Random(1))
 
 

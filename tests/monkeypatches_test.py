@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import pytest_aisp
 from pytest_aisp.checking.inputs import InputPool
 from pytest_aisp.isolation import monkeypatches
 from pytest_aisp.page.pair import SideError
 from pytest_aisp.util import gpu_lease
+from pytest_aisp.worker import client
 from pytest_aisp.worker.loader import Cache
 
 ROOT = Path(pytest_aisp.__file__).parent
-WATCHED = ("checking", "isolation", "results", "timing", "util", "worker")
+WATCHED = ("checking", "isolation", "judging", "results", "timing", "util", "worker")
 MODULES = sorted(
     f"pytest_aisp.{package}.{path.stem}"
     for package in WATCHED
     for path in (ROOT / package).rglob("*.py")
     if path.stem not in ("__init__", "__main__")
-    and (package, path.stem) != ("worker", "client")  # runs in pytest's process, beside no side
 )
 
 
@@ -40,6 +42,7 @@ def remembered():
         (InputPool, InputPool.value_set),
         (gpu_lease, gpu_lease.lease),
         (monkeypatches, monkeypatches.replaced),
+        (client.WorkerProcess, client.WorkerProcess.ask),
     ],
 )
 def test_replacing_a_function_of_ours_is_refused_by_name(owner, original):
@@ -54,6 +57,38 @@ def test_replacing_a_function_of_ours_is_refused_by_name(owner, original):
         setattr(owner, original.__name__, replacement)
     monkeypatches.put_back()
     assert getattr(owner, original.__name__) is original
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(torch, "matmul"), (torch.nn.functional, "softmax"), (torch.linalg, "cholesky")],
+)
+def test_replacing_a_function_of_torch_is_refused_and_undone(module, name):
+    original = getattr(module, name)
+    message = f"^doubled replaced {module.__name__}.{name}; its times"
+    with pytest.raises(SideError, match=message), monkeypatches.watching("doubled"):
+        setattr(module, name, lambda *args: original(*args))
+    assert getattr(module, name) is original
+
+
+def test_a_library_may_replace_functions_of_torch_when_a_page_is_imported(monkeypatch):
+    monkeypatch.setattr(torch, "matmul", torch.mm)
+    with monkeypatches.watching("doubled"):
+        pass
+
+
+def test_a_side_is_not_blamed_for_what_was_replaced_before():
+    torch.equal = lambda a, b: True
+    with (
+        pytest.raises(SideError, match=r"^torch\.equal was replaced before doubled ran; times"),
+        monkeypatches.watching("doubled"),
+    ):
+        raise AssertionError("the side ran")
+
+
+def test_what_torch_replaces_itself_is_accepted():
+    with monkeypatches.watching("doubled"):
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
 
 
 def test_a_side_that_replaces_nothing_passes():
@@ -73,3 +108,63 @@ def test_every_function_of_a_watched_module_is_remembered(module):
         if callable(value) and getattr(value, "__module__", None) == module
     }
     assert functions <= monkeypatches._originals.keys()
+
+
+def slow_softmax(*args, **kwargs):
+    return torch.nn.functional.log_softmax(*args, **kwargs).exp()
+
+
+@pytest.mark.parametrize(
+    ("owner", "function", "name"),
+    [
+        (torch.nn.functional, "softmax", "torch.nn.functional.softmax"),
+        (torch, "softmax", "torch.softmax"),
+        (torch.nn.Linear, "forward", "torch.nn.Linear.forward"),
+    ],
+)
+def test_a_function_of_torch_that_the_import_of_a_page_replaced_is_refused(
+    owner, function, name, monkeypatch
+):
+    monkeypatch.setattr(owner, function, slow_softmax)
+    expected = rf"^{name} was replaced before doubled ran(.|\n)* must not replace it$"
+    with pytest.raises(SideError, match=expected), monkeypatches.watching("doubled"):
+        pass
+    monkeypatch.undo()
+    with monkeypatches.watching("doubled"):
+        pass
+
+
+def test_a_function_of_torch_that_a_library_replaced_is_accepted(monkeypatch):
+    monkeypatch.setattr(torch.nn.functional, "softmax", functools.partial(torch.softmax))
+    with monkeypatches.watching("doubled"):
+        pass
+    monkeypatch.setattr(torch.nn.functional, "softmax", re.escape)  # its code is in a library
+    with monkeypatches.watching("doubled"):
+        pass
+
+
+def test_a_page_may_add_a_function_to_torch(monkeypatch):
+    monkeypatch.setattr(torch, "slow_softmax", slow_softmax, raising=False)
+    with monkeypatches.watching("doubled"):
+        pass
+
+
+def test_a_page_that_replaces_a_function_of_torch_at_its_import_fails_alone(
+    page, gpu, pytester, read_junit
+):
+    gpu(added=2e-5, doubled=1e-5)
+    defs = """
+        original = torch.mul
+
+        def slow(*args, **kwargs):
+            return original(*args, **kwargs)
+
+        torch.mul = slow
+    """
+    page(defs=defs)
+    page(name="other_test.py")
+    result = pytester.runpytest_subprocess("--junitxml=junit.xml")
+    assert result.ret == 1
+    cases = read_junit(pytester.path / "junit.xml")
+    assert "torch.mul was replaced before added ran" in cases["doubling"].failure
+    assert cases["other"].verdict == "new"

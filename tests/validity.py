@@ -16,12 +16,14 @@ from pathlib import Path
 import checklists
 from checklists import Item
 from exploits.common import Exploit
+from tricks import STATES, TRICKS
 
 from pytest_aisp.isolation.protections import PROTECTIONS
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 DOCUMENT = ROOT / "docs/reference/validity.md"
+BOTH_MODES = "Under `--aisp-untrusted`, all protections of the ordinary mode work too."
 INTRODUCTION = """
 Each protection has a name. The exploits in `tests/exploits` are pages whose optimized side cheats.
 `tests/exploits_test.py` runs every exploit with only one of its protections on: the protection must
@@ -81,7 +83,8 @@ def document() -> str:
     found = find_exploits()
     on_gpu = sum(one.device == "cuda" for one in found)
     intro = INTRODUCTION.format(exploits=len(found), protections=len(PROTECTIONS), gpu=on_gpu)
-    lines = ["# Cheats and protections", "", *intro.strip().splitlines(), ""]
+    lines = ["# Cheats and protections", "", *_tricks(), "", "## How this is proved", ""]
+    lines += [*intro.strip().splitlines(), ""]
     for name, meaning in PROTECTIONS.items():
         caught = [one for one in found if name in one.exploit.protections]
         lines += [f"## {name}", "", f"{meaning[0].upper()}{meaning[1:]}.", ""]
@@ -93,6 +96,18 @@ def document() -> str:
     categories = [name for name, items in checklists.VALIDITY_ISSUES.items() for _ in items]
     lines += ["## 95 validity issues", "", *_checklist(issues, categories)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _tricks() -> Iterator[str]:
+    """Yield the table of all classes of tricks."""
+    known = {one.exploit.name: one.link for one in find_exploits()}
+    for state, meaning in STATES.items():
+        yield f"- **{state}**: {meaning}."
+    yield from ("", BOTH_MODES, "", "| trick | ordinary mode | `--aisp-untrusted` | proved by |")
+    yield "| --- | --- | --- | --- |"
+    for trick in TRICKS:
+        proofs = ", ".join(known.get(name) or _test_link(name) for name in trick.proofs.split())
+        yield f"| {trick.name} | {trick.ordinary} | {trick.untrusted} | {proofs} |"
 
 
 def _exploit_table(found: Sequence[FoundExploit]) -> Iterator[str]:

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
@@ -28,14 +31,15 @@ OWNED = {
         *("torch's cudnn.rnn.fp32_precision", "torch's mkldnn.matmul.fp32_precision"),
         *("torch's mkldnn.conv.fp32_precision", "torch's mkldnn.rnn.fp32_precision"),
     ),
-    "threads": ("torch's threads",),
+    "threads": ("torch's threads", "torch's MKL threads"),
+    "onednn": ("torch's oneDNN",),
     "affinity": ("the CPU affinity",),
     "gc": ("Python's garbage collection",),
     "l2_persistence": (PERSISTING_L2,),
 }
 """The settings that a page may change permanently, by the word in its ``owns=``."""
 MIXED = "mixed"
-"""Value of the matmul precision if torch cannot read it because both interfaces set it."""
+"""Value of a setting that torch cannot read because both of its interfaces set it."""
 
 # Environment variables that libraries read whenever something is started or loaded.
 _WATCHED = (
@@ -127,8 +131,10 @@ def _precision() -> Settings:
     backends = torch.backends
     matmul = backends.cuda.matmul
     settings: Settings = {
-        "float32 matmul precision": Setting(_matmul_precision, torch.set_float32_matmul_precision),
-        "cudnn.allow_tf32": _attribute(backends.cudnn, "allow_tf32"),
+        "float32 matmul precision": _unless_mixed(
+            Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
+        ),
+        "cudnn.allow_tf32": _unless_mixed(_attribute(backends.cudnn, "allow_tf32")),
         "default dtype": Setting(torch.get_default_dtype, torch.set_default_dtype),
         "flush denormals": Setting(_flushes_denormals, torch.set_flush_denormal),
     }
@@ -148,13 +154,20 @@ def _precision() -> Settings:
     return settings
 
 
-def _matmul_precision() -> str:
-    import torch
+def _unless_mixed(setting: Setting[Any]) -> Setting[Any]:
+    """Return the setting, whose value is `MIXED` while torch cannot read it."""
 
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return MIXED
+    def read() -> object:
+        try:
+            return setting.read()
+        except RuntimeError:
+            return MIXED
+
+    def write(value: object) -> None:
+        if value != MIXED:
+            setting.write(value)
+
+    return Setting(read, write)
 
 
 def _behavior() -> Settings:
@@ -169,6 +182,12 @@ def _behavior() -> Settings:
             torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
         ),
         "threads": Setting(torch.get_num_threads, torch.set_num_threads),
+        "MKL threads": Setting(_mkl_threads, _set_mkl_threads),
+        "oneDNN": _attribute(torch.backends.mkldnn, "enabled"),
+        "mkldnn.deterministic": _attribute(torch.backends.mkldnn, "deterministic"),
+        "NNPACK": Setting(torch._C._get_nnpack_enabled, torch._C._set_nnpack_enabled),
+        "opt_einsum": _attribute(torch.backends.opt_einsum, "enabled"),
+        "quantized engine": _attribute(torch.backends.quantized, "engine"),
     }
     for name in ("enabled", "benchmark", "deterministic"):
         settings[f"cudnn.{name}"] = _attribute(cudnn, name)
@@ -221,6 +240,25 @@ def _flushes_denormals() -> bool:
     import torch
 
     return float(torch.tensor(1e-310, dtype=torch.float64, device="cpu") * 1.0) == 0.0
+
+
+def _mkl_threads() -> int:
+    """Return the number of threads that MKL uses, or 0 if torch was built without it."""
+    import torch
+
+    text = torch.__config__.parallel_info()
+    found = re.search(r"mkl_get_max_threads\(\) : (\d+)", text)
+    return int(found[1]) if found else 0
+
+
+def _set_mkl_threads(count: int) -> None:
+    import torch
+
+    # MKL's number for this thread alone comes before that of the process. 0 removes it.
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    library.MKL_Set_Num_Threads_Local(0)
+    if _mkl_threads() != count:
+        torch.set_num_threads(torch.get_num_threads())
 
 
 def _set_default_device(device: torch.device) -> None:

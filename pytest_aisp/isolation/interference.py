@@ -1,5 +1,7 @@
 """Detect what disturbs a measurement: leftover threads and processes, imports, page faults.
 
+`Cause` says what disturbed a block, and whether the machine or the side itself did it.
+
 `BackgroundWork` finds threads, processes and timers that still run after a side has returned.
 
 `InterferenceMonitor` reads its counters between blocks, never inside a window. It is used only on
@@ -9,7 +11,6 @@ a block, the block is measured again. Such work belongs at the top of the page o
 
 from __future__ import annotations
 
-import glob
 import resource
 import signal
 import sys
@@ -18,10 +19,12 @@ import time
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..page.sources import libraries
+from ..util.cpu_load import child_processes
+from ..util.process_group import current_group
 from .protections import enabled
 
 POLL_SECONDS, IDLE_POLLS = 1e-3, 4
@@ -45,26 +48,53 @@ _triton_kernels = [0]
 """Number of kernels that Triton has compiled or loaded from its cache in this process."""
 
 
+class Disturbed(RuntimeError):
+    """The machine disturbed a measurement. The message says who or what, and how much."""
+
+
+class Cause(NamedTuple):
+    """What disturbed a block. `machine` is False if the side itself did, as with an import."""
+
+    text: str
+    machine: bool = True
+
+
+def agreed_cause(side: Cause | None, machine: str | None) -> Cause | None:
+    """Return the cause on which all ranks agree. A cause in a side comes before the machine's."""
+    group = current_group()
+    own = side.text if side is not None and not side.machine else None
+    text = group.first_message(own)
+    if text is not None:
+        return Cause(text, machine=False)
+    text = group.first_message(machine or (side.text if side is not None else None))
+    return None if text is None else Cause(text)
+
+
 @dataclass(frozen=True)
 class BackgroundWork:
-    """The threads, child processes and signal timers that exist at one moment."""
+    """The threads, child processes and signal timers that exist at one moment.
 
-    threads: frozenset[threading.Thread]
+    Attributes:
+        threads: every thread, with its CPU time in nanoseconds.
+    """
+
+    threads: Mapping[threading.Thread, int]
     children: frozenset[int]
     timers: frozenset[str]
 
     @classmethod
     def now(cls) -> BackgroundWork:
         """Return the threads, child processes and signal timers that exist now."""
-        threads = frozenset(threading.enumerate())
-        return cls(threads, frozenset(_children()), frozenset(_timers()))
+        threads = {thread: _cpu_ns(thread.native_id) for thread in threading.enumerate()}
+        return cls(threads, frozenset(child_processes("self")), frozenset(_timers()))
 
     def left(self) -> str | None:
         """Describe something that was started since then and is still active, or return None."""
-        for thread in threading.enumerate():
-            if thread not in self.threads and _is_busy(thread):
+        new = [thread for thread in threading.enumerate() if thread not in self.threads]
+        for thread in [*new, *self.used_cpu()]:
+            if _is_busy(thread, idle_in_page=thread in self.threads):
                 return f"a thread still running after its call: {thread.name}"
-        for pid in _children():
+        for pid in child_processes("self"):
             if pid not in self.children and not _ended(pid) and not _of_a_library(pid):
                 return f"a process still running after its call: {pid}"
         for timer in _timers():
@@ -72,9 +102,17 @@ class BackgroundWork:
                 return f"a timer running after its call: signal.{timer}"
         return None
 
+    def used_cpu(self) -> list[threading.Thread]:
+        """Return the other threads that existed then and have used CPU time since then."""
+        old = ((thread, used) for thread, used in self.threads.items() if thread.is_alive())
+        busy = [thread for thread, used in old if _cpu_ns(thread.native_id) - used > BUSY_NS]
+        return [thread for thread in busy if thread is not threading.current_thread()]
 
-def _is_busy(thread: threading.Thread) -> bool:
+
+def _is_busy(thread: threading.Thread, *, idle_in_page: bool = False) -> bool:
     """Return whether `thread` runs a page's code or uses CPU time in a library's code.
+
+    With `idle_in_page`, a thread that waits in a page's code is idle too.
 
     Threads of idle pools (torch, Python) have only library code on their stacks and use no CPU
     time. The scheduler's state alone is misleading on a busy machine: an idle thread may wait for a
@@ -84,7 +122,7 @@ def _is_busy(thread: threading.Thread) -> bool:
     deadline = time.monotonic() + POLL_TIMEOUT
     idle = 0
     while time.monotonic() < deadline:
-        if _in_a_page(sys._current_frames().get(thread.ident or 0)):
+        if not idle_in_page and _in_a_page(sys._current_frames().get(thread.ident or 0)):
             return True
         before = _cpu_ns(thread.native_id)
         time.sleep(POLL_SECONDS)  # releases Python's lock, so that a waiting thread can continue
@@ -114,13 +152,6 @@ def _in_a_page(frame: types.FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _children() -> Iterator[int]:
-    """Yield the ids of this process's children. Yield nothing if the system has no /proc."""
-    for path in glob.glob("/proc/self/task/*/children"):
-        with suppress(OSError), open(path) as file:
-            yield from map(int, file.read().split())
 
 
 def _of_a_library(pid: int) -> bool:
@@ -191,14 +222,17 @@ class InterferenceMonitor:
         _listen_to_triton()
         self._before = self._now()
 
-    def look(self) -> str | None:
+    def look(self) -> Cause | None:
         """Count the events since `begin`; describe those that disturb a block, or return None."""
         now, before = self._now(), self._before
         imported = _imported(before.modules, now.modules)
         events = Counter({name: n - before.events[name] for name, n in now.events.items()})
         swapped = max(0, (now.swapped or 0) - (before.swapped or 0))
         self._totals.update({"imports": len(imported), **events, "swapped_kib": swapped})
-        return ", ".join(self._causes(imported, events, swapped)) or None
+        own = list(self._own_causes(imported, events))
+        faults = 0 if FAULTS in self._owns else events["major_faults"]
+        text = ", ".join([*own, *_paging(faults, swapped)])
+        return Cause(text, machine=not own) if text else None
 
     def grew(self) -> bool:
         """Return whether anything was imported or compiled since `begin`. Then call `begin`."""
@@ -218,9 +252,7 @@ class InterferenceMonitor:
         events |= {"major_faults": usage.ru_majflt, "minor_faults": usage.ru_minflt}
         return Counts(dict(sys.modules), events, swapped_kib())
 
-    def _causes(
-        self, imported: Sequence[str], events: Mapping[str, int], swapped: int
-    ) -> Iterator[str]:
+    def _own_causes(self, imported: Sequence[str], events: Mapping[str, int]) -> Iterator[str]:
         if imported and enabled("no-imports"):
             more = f" and {len(imported) - 1} more" if len(imported) > 1 else ""
             yield f"{imported[0]}{more} imported inside a timed window (import at the page's top)"
@@ -228,10 +260,13 @@ class InterferenceMonitor:
         if compiled and enabled("no-compiling"):
             names = " and ".join(compiled)
             yield f"{names} compiled inside a timed window (only fresh processes time that)"
-        if events["major_faults"] and FAULTS not in self._owns:
-            yield f"{_count(events['major_faults'], 'page')} read from disk inside a timed window"
-        if swapped:
-            yield f"{swapped} KiB of this process swapped out inside a timed window"
+
+
+def _paging(faults: int, swapped: int) -> Iterator[str]:
+    if faults:
+        yield f"{_count(faults, 'page')} read from disk inside a timed window"
+    if swapped:
+        yield f"{swapped} KiB of this process swapped out inside a timed window"
 
 
 def swapped_kib() -> int | None:

@@ -18,20 +18,24 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 from ..page.pair import SideError
+from ..page.sources import libraries
 from .global_state import ENVIRONMENT, OWNED, restore, snapshot
 from .interference import BackgroundWork
 from .protections import enabled
+from .setters import Change, changes_inside, install
 
 now_ns = time.perf_counter_ns
 now = time.perf_counter
+cpu_now = time.process_time
 """This package reads these clocks, because a page can replace the functions in `time`."""
 
-WATCHED = ("checking", "isolation", "results", "timing", "util", "worker")
+WATCHED = ("checking", "isolation", "judging", "results", "timing", "util", "worker")
 """The packages whose functions and methods are watched."""
-NOT_WATCHED = ("worker.__main__", "worker.client")
-"""Modules that are not watched: a program, and the client in pytest's process (runs no side)."""
+NOT_WATCHED = ("worker.__main__",)
+"""Modules that are not watched: a program."""
 TORCH = (
     *("cat", "empty", "empty_like", "equal", "full_like", "randint", "segment_reduce", "tensor"),
     *("where", "zeros_like", "linalg.vector_norm", "cuda.synchronize", "cuda.Event"),
@@ -39,25 +43,45 @@ TORCH = (
     *("cuda.CUDAGraph", "cuda.CUDAGraph.replay", "cuda.CUDAGraph.raw_cuda_graph"),
     *("cuda.Stream", "cuda.current_stream"),
 )
+TORCH_MODULES = ("torch", "torch.nn.functional", "torch.linalg", "torch.fft")
+"""The modules whose functions no side may replace, because the other sides call them too."""
+REPLACED_BY_TORCH = ("manual_seed",)
+"""The functions that torch itself replaces, when it imports Dynamo."""
 COVERAGE_VARIABLES = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE")
 """Environment variables that start coverage or pytest-cov in every new process."""
 
 _Attribute = tuple[object, str]
 _originals: dict[str, tuple[_Attribute, object]] = {}
+_torch_originals: dict[tuple[Any, str], object] = {}
 
 
 def remember() -> None:
     """Store every watched function as it is now. Call this before a page is loaded."""
+    install()
     if not _originals:
         for name in watched_modules():
             importlib.import_module(name)
         _originals.update({name: (place, _value(place)) for name, place in _attributes()})
+        _torch_originals.update(_torch_functions())
 
 
 def replaced() -> str | None:
     """Return the name of a watched function that was replaced, or None."""
     changed = (name for name, (place, old) in _originals.items() if _value(place) is not old)
     return next(changed, None)
+
+
+def _replaced_by_a_page() -> str | None:
+    """Return the name of a function of torch that a page's own code has replaced, or None.
+
+    A library may replace functions of torch when it is imported.
+    """
+    for place, original in _torch_originals.items():
+        value = _value(place)
+        code = getattr(value, "__code__", None)
+        if value is not original and code and not code.co_filename.startswith(libraries()):
+            return _torch_name(place)
+    return None
 
 
 def put_back() -> None:
@@ -132,24 +156,60 @@ def watching(name: str, owns: Sequence[str] = ()) -> Iterator[None]:
     Raises:
         SideError: if something else was changed. The message names it.
     """
+    if enabled("own-clock") and (function := replaced() or _replaced_by_a_page()):
+        raise SideError(
+            f"{function} was replaced before {name} ran; times and results cannot be trusted\n"
+            "The import of the page, its inputs or its reference must not replace it"
+        )
     before, running, tracer = snapshot(), BackgroundWork.now(), active_tracer()
+    functions, changes = _torch_functions(), len(changes_inside())
+    owned = [what for own in owns for what in OWNED.get(own, ())]
     try:
         yield
-        check_clocks(name)
+        _check_functions(name, functions)
         if enabled("untraced") and (started := active_tracer()) and started != tracer:
             raise SideError(f"{started} was switched on while {name} ran\nMeasure without it")
         if enabled("global-flags"):
-            _check_settings(name, before, [what for own in owns for what in OWNED.get(own, ())])
+            _check_settings(name, before, owned)
+        if enabled("steady-settings"):
+            _check_changes(name, changes_inside()[changes:], owned)
         if enabled("threads") and "threads" not in owns and (left := running.left()):
             raise SideError(f"{name} leaves {left}; that work is not timed")
     finally:
         restore(before)
 
 
-def check_clocks(name: str) -> None:
-    """Refuse the side `name` if clocks, waits or comparisons were replaced."""
-    if enabled("own-clock") and (function := replaced()):
+def _check_functions(name: str, before: Mapping[tuple[Any, str], object]) -> None:
+    """Refuse the side `name` if clocks, waits, comparisons or functions of torch were replaced."""
+    if not enabled("own-clock"):
+        return
+    function = replaced()
+    for (module, attribute), original in before.items():
+        if getattr(module, attribute, None) is not original:
+            function = function or _torch_name((module, attribute))
+            setattr(module, attribute, original)
+    if function:
         raise SideError(f"{name} replaced {function}; its times and results cannot be trusted")
+
+
+def _torch_functions() -> dict[tuple[Any, str], object]:
+    """Return the functions of `TORCH_MODULES` and the `forward` of torch's modules, by place."""
+    import torch
+
+    functions = {
+        (module, name): value
+        for module in (sys.modules[name] for name in TORCH_MODULES)
+        for name, value in vars(module).items()
+        if callable(value) and not isinstance(value, type) and name not in REPLACED_BY_TORCH
+    }
+    kinds = [kind for kind in vars(torch.nn.modules).values() if isinstance(kind, type)]
+    forwards = {(k, "forward"): vars(k)["forward"] for k in kinds if "forward" in vars(k)}
+    return {**functions, **forwards}
+
+
+def _torch_name(place: tuple[Any, str]) -> str:
+    owner, name = place
+    return f"{'torch.nn.' if isinstance(owner, type) else ''}{owner.__name__}.{name}"
 
 
 def _check_settings(name: str, before: Mapping[str, object], owned: Sequence[str]) -> None:
@@ -163,6 +223,19 @@ def _check_settings(name: str, before: Mapping[str, object], owned: Sequence[str
             change = ", ".join(sorted(dict(new.items() ^ old.items())))  # values may be secret
         raise SideError(
             f"{name} changed {setting}: {change}; a side restores every setting that it changes"
+        )
+
+
+def _check_changes(name: str, changes: Sequence[Change], owned: Sequence[str]) -> None:
+    """Refuse the side `name` if it changed a setting inside its call, even if it was restored."""
+    for change in changes:
+        if change.setting in owned:
+            continue
+        word = next((word for word, settings in OWNED.items() if change.setting in settings), None)
+        remedy = f'if the page is about that: conditions=Conditions(owns=["{word}"])'
+        raise SideError(
+            f"{name} changes {change}\nThe two sides then do not run under the same settings."
+            f" Remove it{', or declare it ' + remedy if word else ''}"
         )
 
 
