@@ -17,10 +17,18 @@ from pytest_aisp.util.cli_result import CliError
 COLLECT = ("--collect-only", "-q", "-p", catalog.COLLECTOR)
 
 
+COST = "Cost(read=4 * n, write=4 * n, launches=1) + Cost(launches=1)"
+
+
 @pytest.fixture
 def collect(pytester, page):
     """Collect ch99 and ch98 with the plugin that `aisp` collects with."""
-    page(variants="[doubled]", at_least='{"sm90": 1.5, "cpu": "neutral"}')
+    page(
+        variants="[doubled]",
+        at_least='{"sm90": 1.5, "cpu": "neutral"}',
+        defs="from pytest_aisp import Cost",
+        more=f"costs={{doubled: lambda n: {COST}}},",
+    )
     page(folder="ch98", name="other_test.py")
     page(folder="ch98", name="broken_test.py", text="import nothing_of_this_name")
     page(folder="ch98", name="skipped_test.py", text="import pytest; pytest.skip('x', True)")
@@ -49,7 +57,8 @@ def test_every_page_is_collected_even_if_the_ini_file_deselects_it(collect, pyte
     (doubling,) = (c for c in found.cases if c.name == "ch99:doubling")
     plain = msgspec.to_builtins(doubling)
     sources = plain.pop("sources")
-    assert len({*sources.values()}) == 2
+    texts = plain.pop("text_sources")
+    assert len({*sources.values(), *texts.values()}) == 4
     assert plain == {
         "path": "ch99/doubling_test.py",
         "chapter": "ch99",
@@ -66,7 +75,9 @@ def test_every_page_is_collected_even_if_the_ini_file_deselects_it(collect, pyte
         "needs": [],
         "archs": ["sm90", "sm100", "sm103", "sm121"],
         "claims": {**dict.fromkeys(ARCHS, 1.0), "sm90": 1.5, "cpu": "neutral"},
-        "work": {"read": 4004, "write": 4004, "flops": {}, "wire": 0, "terms": 1, "roundings": 1},
+        "versus": "",
+        "work": {"read": 4004, "write": 4004, "flops": {}, "wire": 0},
+        "costs": {"optimized": [{"read": 4004, "write": 4004, "launches": 1}, {"launches": 1}]},
     }
     assert {p.path: p.outcome for p in found.unread} == {
         "ch98/broken_test.py": "failed",

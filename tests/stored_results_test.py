@@ -182,6 +182,8 @@ def test_the_links_of_several_gpus_are_a_limit(collected, tmp_path):
         ((result(0.2), "yardstick"), ""),
         ((result(1.0), 1.0), "neutral"),
         ((result(0.9), 1.0), "below neutral"),
+        ((result(0.9), 0.8), ""),
+        ((result(0.7), 0.8), "below"),
         ((result(2.0, sources={"baseline": "0b", "optimized": "1b"}), 1.5), "stale"),
         ((result(2.0, values=((0.69,) * 8,), environments=("one",)), 1.5), "few"),
         ((result(2.0, values=((0.69,) * 3,) * 2), 1.5), "few"),
@@ -224,6 +226,13 @@ def test_a_readme_table_shows_metrics_if_nothing_was_timed(tmp_path):
     launches = "launches 63, memory 600 MiB | launches 2, memory 240 MiB"
     assert lines[-2] == f"{page} tiled-n64 | {launches} | - |  | - |"
     assert lines[-1].startswith(f"{page} timed-n64 | 1 ms | 500 us | 2.000x [")
+
+
+def test_a_share_of_a_librarys_speed_is_shown_as_one(collected, tmp_path):
+    found = collected(case("ch07:scan", claim=0.8, versus="library"))
+    stored(tmp_path, {SCAN: result(0.7)})
+    lines = stored_results.expectations_result(found, {"nvidia-h200": "sm90"}, form="text").lines
+    assert any("  0.8 of library  " in line for line in lines)
 
 
 def test_the_claim_is_the_one_for_the_products_arch(collected, tmp_path, capsys):
@@ -363,3 +372,93 @@ def test_prune_fails_for_a_product_without_results_or_an_unwritable_file(
     with pytest.raises(CliError, match=f"{path} could not be written"):
         maintenance.prune_result(found, None, yes=True)
     assert math.isclose(store.load(path).results.popitem()[1].speedup, 2.0, rel_tol=1e-3)
+
+
+COSTS = {
+    "baseline": [{"read": 4e9, "launches": 1}, {"write": 1e9}],
+    "optimized": [{"read": 2e9, "write": 2e9}],
+}
+
+
+def predicted(capsys, code=0):
+    assert app.main(["results", "predictions"]) == code
+    return capsys.readouterr()
+
+
+def test_stored_times_are_compared_with_predicted_ones(collected, tmp_path, capsys):
+    two = [case("ch07:scan", name, costs=COSTS) for name in ("tiled", "wide")]
+    collected(*two, case("ch07:plain"))
+    rates(tmp_path, copy=4e12, read=4e12, write=2e12, graph_node=1e-6)
+    keys = [one["key"] for one in two]
+    stored(tmp_path, {keys[0]: result(1.0), keys[1]: result(2.0)})
+    head, worst, *rest, summary = predicted(capsys).out.splitlines()
+    assert head.split()[3:6] == ["side", "predicted", "stored"]
+    assert worst.split()[2:] == [keys[1], "wide", "1", "ms", "500", "us", "0.50", "copy"]
+    lines = [line.split()[2:] for line in rest]
+    assert lines[0] == [keys[0], "baseline", "1.501", "ms", "1", "ms", "0.67", "read"]
+    assert lines[1] == [keys[0], "tiled", "1", "ms", "1", "ms", "1.00", "copy"]
+    assert len(rest) == 2, "both cases have the same baseline"
+    assert summary == "1 of 3 within 25% of the prediction"
+    assert app.main(["results", "predictions", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["predicted"] == pytest.approx(1e-3)
+
+
+def test_no_prediction_is_an_error_that_says_what_to_do(collected, tmp_path, capsys):
+    stored(tmp_path, {SCAN: result(2.0)})
+    collected(
+        case("ch07:scan"), unread=[{"path": "a_test.py", "outcome": "failed", "text": "oh no"}]
+    )
+    message = predicted(capsys, code=2).err
+    assert "a_test.py was not read: oh no\nno page with stored results of nvidia-h200" in message
+    assert "\n    @compare(..., costs={side: lambda n: Cost(" in message
+    collected(case("ch07:scan", costs=COSTS))
+    assert "no peaks of nvidia-h200 are stored; measure them there:" in predicted(capsys, 2).err
+    rates(tmp_path, copy=4e12, write=2e12)
+    message = predicted(capsys, code=2).err
+    named = "suites/ch07/scan_test.py: the cost of the baseline of scan_test.py::test_scan"
+    assert named in message
+    assert "the rate 'read' was not measured on nvidia-h200; measure it there:" in message
+
+
+PAGE = '''"""A title.
+
+Bound      DRAM.
+"""
+def plain(x):
+    return x + 1
+
+def tiled(x):
+    return x + 2
+
+@compare(baseline=plain, optimized=[tiled])
+def test_scan(pair):
+    pass
+'''
+
+
+def test_a_page_is_shown_with_its_times_and_differences(collected, tmp_path, capsys):
+    scan = case("ch07:scan", costs=COSTS)
+    collected(scan, case("ch07:other"))
+    (tmp_path / "suites" / "ch07").mkdir()
+    (tmp_path / scan["path"]).write_text(PAGE)
+    assert app.main(["suite", "show", "ch07:scan"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:3] == ["A title.", "", "Bound      DRAM."]
+    assert any("no results of cpu-some-4c are stored" in line for line in shown)
+    assert shown[-4:] == [
+        "-def plain(x):",
+        "-    return x + 1",
+        "+def tiled(x):",
+        "+    return x + 2",
+    ]
+    rates(tmp_path, copy=4e12, read=4e12, write=2e12, graph_node=1e-6)
+    stored(tmp_path, {scan["key"]: result(1.25, share=0.5, limit="copy")})
+    assert app.main(["suite", "show", "ch07:scan"]) == 0
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["nvidia-h200:"] in shown
+    assert ["n=64", "baseline", "1.501", "ms", "1", "ms"] in shown
+    row = ["n=64", "tiled", "1", "ms", "800", "us", "1.5x", "1.25x", "50%", "of", "copy"]
+    assert row in shown
+    assert app.main(["suite", "show", "ch07"]) == 2
+    message = "'ch07' has several pages; name one\n    aisp suite list --chapter=ch07\n"
+    assert capsys.readouterr().err == message

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from ..util.cli_result import CliError
-from . import machine, results, suite
+from . import judge, machine, results, suite
 from .console import print_error
 
 Command = Callable[..., None]
@@ -24,6 +24,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Command]]] = {
         "List pages, and check or measure them with pytest.",
         {
             "list": suite.list_pages,
+            "show": suite.show,
             "run": suite.run,
             "verify": suite.verify,
             "replay": suite.replay,
@@ -34,6 +35,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Command]]] = {
         {
             "compare": results.compare,
             "expectations": results.expectations,
+            "predictions": results.predictions,
             "prune": results.prune,
             "checksums": results.checksums,
             "report": results.report,
@@ -67,6 +69,7 @@ CLASSES: Mapping[Command, type[TyperCommand]] = {
     suite.verify: suite.PytestCommand,
     suite.replay: suite.PytestCommand,
     results.roofline: suite.TargetsCommand,
+    results.predictions: suite.TargetsCommand,
 }
 
 
@@ -82,6 +85,7 @@ def build() -> typer.Typer:
             _add(bench if parents else app, old, command, hidden=not parents)
         app.add_typer(group, name=name)
     app.add_typer(bench, name="bench", hidden=True)
+    app.command()(judge.judge)
     # Everything after the script is an argument of the script, even `--json`.
     app.command(context_settings={"allow_interspersed_args": False})(machine.bottleneck)
     return app

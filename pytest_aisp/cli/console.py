@@ -22,6 +22,10 @@ Store = Annotated[
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="remove everything that is listed")]
 Baselines = Annotated[Path, typer.Option(metavar="DIR", help="folder of stored results")]
+Product = Annotated[
+    str | None,
+    typer.Option(metavar="PRODUCT", help="default: this machine's product, or the only one stored"),
+]
 DEFAULT_BASELINES = Path("baselines")
 
 

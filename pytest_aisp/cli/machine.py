@@ -70,7 +70,9 @@ def topology(as_json: Json = False) -> None:
 
 
 def bandwidth(
-    size: Annotated[str, typer.Option(metavar="SIZE", help="bytes to copy, as 256MiB")] = "1GiB",
+    size: Annotated[
+        str, typer.Option(metavar="SIZE", help="bytes to copy, such as 256MiB")
+    ] = "1GiB",
     as_json: Json = False,
     store: Store = False,
     baselines: Baselines = DEFAULT_BASELINES,
@@ -103,7 +105,7 @@ def nccl(
         str | None,
         typer.Option(
             metavar="SIZES",
-            help="a range that doubles, or a list, as 4KiB,1MiB;"
+            help="a range that doubles, or a list, such as 4KiB,1MiB;"
             f" default: {SIZES['cuda']}, on CPUs {SIZES['cpu']}",
         ),
     ] = None,

@@ -7,13 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from .console import DEFAULT_BASELINES, Baselines, Json, Yes, finish, show_progress
+from .console import DEFAULT_BASELINES, Baselines, Json, Product, Yes, finish, show_progress
 from .suite import Folder, Targets
 
-Product = Annotated[
-    str | None,
-    typer.Option(metavar="PRODUCT", help="default: this machine's product, or the only one stored"),
-]
 Reference = Annotated[
     str, typer.Argument(help="a run's folder, a folder of stored results, or a commit")
 ]
@@ -39,7 +35,7 @@ def expectations(
         str | None,
         typer.Option(
             metavar="ARCH",
-            help="use the claims for this arch, as sm90; default: the product's arch",
+            help="use the claims for this arch, such as sm90; default: the product's arch",
         ),
     ] = None,
 ) -> None:
@@ -53,6 +49,17 @@ def expectations(
     products = stored_results.select_products(pages.baselines, product, machine)
     archs = {name: stored_results.arch_of(name, arch, machine) for name in products}
     finish(stored_results.expectations_result(pages, archs, form=form))
+
+
+def predictions(targets: Targets = None, product: Product = None, as_json: Json = False) -> None:
+    """Compare stored times with the times that the costs of their sides predict."""
+    from ..tools import catalog, predictions, stored_results
+    from ..util.device import Machine
+
+    with show_progress() as progress:
+        pages = catalog.collect(targets, tell=progress)
+    products = stored_results.select_products(pages.baselines, product, Machine.here())
+    finish(predictions.predictions_result(pages, products, as_json=as_json))
 
 
 def prune(
@@ -91,14 +98,20 @@ def checksums(
         list[Path] | None, typer.Argument(help="default: all that differ from REF")
     ] = None,
     against: Annotated[
-        str, typer.Option(metavar="REF", help="commit to compare with, as origin/main")
+        str, typer.Option(metavar="REF", help="commit to compare with, such as origin/main")
     ] = "HEAD",
     baselines: Baselines = DEFAULT_BASELINES,
+    artifacts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FOLDER", help="a run that recorded them, to compare with; repeatable"
+        ),
+    ] = None,
 ) -> None:
-    """Refuse stored results that no run recorded."""
-    from ..tools import maintenance
+    """Refuse stored results that were edited by hand, or that differ from their run."""
+    from ..tools import checksums
 
-    finish(maintenance.checksums_result(files or (), baselines, against))
+    finish(checksums.checksums_result(files or (), baselines, against, artifacts or ()))
 
 
 def report(
@@ -133,7 +146,7 @@ def gate(
     products: Annotated[
         str,
         typer.Option(
-            metavar="P,P", help="products that must have a run, as nvidia-h200,nvidia-b200"
+            metavar="P,P", help="products that must have a run, such as nvidia-h200,nvidia-b200"
         ),
     ] = "",
     form: Annotated[

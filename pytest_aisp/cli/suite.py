@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from ..util.cli_result import CliError
-from .console import Json, finish, print_line, show_progress
+from ..util.cli_result import CliError, CliResult
+from .console import Json, Product, finish, print_line, show_progress
 
 if TYPE_CHECKING:
     from ..tools.catalog import Catalog
@@ -50,7 +50,7 @@ Targets = Annotated[
 
 def list_pages(
     chapter: Annotated[
-        str | None, typer.Option(metavar="CHAPTER", help="list only its pages, as ch10")
+        str | None, typer.Option(metavar="CHAPTER", help="list only its pages, such as ch10")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -60,6 +60,33 @@ def list_pages(
     with show_progress() as progress:
         pages = catalog.collect(None if chapter is None else [chapter], tell=progress)
     finish(catalog.list_targets_result(pages, as_json=as_json))
+
+
+def show(
+    page: Annotated[str, typer.Argument(metavar="PAGE", autocompletion=complete_target)],
+    product: Product = None,
+) -> None:
+    """Show a page: its text, the predicted and stored times of its sides, and their differences."""
+    from ..report import source_view
+    from ..tools import catalog, predictions, stored_results
+    from ..util.device import Machine
+
+    with show_progress() as progress:
+        pages = catalog.collect([page], tell=progress)
+    [*others, path] = pages.pages_of([page])
+    if others:
+        raise CliError(
+            f"{page!r} has several pages; name one\n    aisp suite list --chapter={page}"
+        )
+    shown = source_view.Page.read(pages.root / path)
+    lines = shown.doc.splitlines()
+    lines += [f"{each.path} was not read: {each.text}" for each in pages.unread]
+    try:
+        products = stored_results.select_products(pages.baselines, product, Machine.here())
+        lines += predictions.page_tables(pages, products)
+    except CliError as error:
+        lines += ["", *str(error).splitlines()]
+    finish(CliResult([*lines, *source_view.page_diffs(shown)]))
 
 
 def run(
@@ -151,7 +178,7 @@ class TargetsCommand(TyperCommand):
             ctx.meta[LAST_TARGETS] = None if has_dashes else _last_targets(own)
             words = [word for word in words if word != OPTION]
         if OPTION in words:
-            ctx.fail(f"{OPTION} needs a chapter or a page, as ch10 or ch10:gemm")
+            ctx.fail(f"{OPTION} needs a chapter or a page, such as ch10 or ch10:gemm")
         return super().parse_args(ctx, words)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:

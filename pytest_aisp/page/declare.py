@@ -9,12 +9,14 @@ from typing import Any, TypeVar
 
 import pytest
 
+from .cost import Costs, cost_at, validate_costs
 from .gpu_specs import ARCHS, FEATURES
 from .pair import (
     BOUNDS,
     CLAIM_WORDS,
     OWNED,
     PRECISIONS,
+    VERSUS,
     Bound,
     CheckSize,
     Claims,
@@ -24,6 +26,7 @@ from .pair import (
     Side,
     Size,
     Variant,
+    Versus,
     Work,
     as_tuple,
     is_plain,
@@ -42,7 +45,7 @@ __tracebackhide__ = True  # an error in a page's `when=` shows only the page's l
 
 def compare(
     *,
-    baseline: Side,
+    baseline: Side | Variant,
     optimized: Sequence[Side | Variant],
     inputs: Callable[..., tuple[Any, ...]],
     reference: Callable[..., Any],
@@ -53,6 +56,8 @@ def compare(
     cpu_sizes: Sequence[Size] = (),
     state: Callable[..., Any] | None = None,
     at_least: Claims = 1.0,
+    versus: Versus | None = None,
+    costs: Costs | None = None,
     conditions: Conditions | None = None,
     **unknown: object,
 ) -> Callable[[TestFunction], TestFunction]:
@@ -64,7 +69,8 @@ def compare(
         baseline: the first version that a competent engineer would write. `f(*inputs)` returns new
             outputs. A generator function is *prepared*: it gets the inputs once and yields the
             callable to time. Before it yields, it may compute only values that depend on nothing
-            but `state`.
+            but `state`. If it computes in a lower precision, write
+            ``Variant(f, precision="tf32")``.
         optimized: the sides to compare with the baseline. Name each one after its idea.
         inputs: `inputs(device, **size)` returns the arguments of every side as a tuple. The plugin
             sets the random seed. With `gpus` above 1 it may also take `rank` and `world`.
@@ -83,6 +89,10 @@ def compare(
             one step and after N steps.
         at_least: the claim: a speedup, ``"neutral"``, or ``"yardstick"`` for a library that may
             be slower. Give one claim for all archs, or a mapping keyed by arch (``sm90``, ``cpu``).
+        versus: ``"library"`` if the baseline is a library. A claim may then be below 1, as in
+            ``at_least=0.8`` for a kernel that reaches 0.8 of the library's speed.
+        costs: for each side, a function that takes a size's keys and returns the `Cost` of a call.
+            The time of a side is predicted from it.
         conditions: the features, GPUs, L2 state and settings that the sides need.
 
     Raises:
@@ -92,8 +102,10 @@ def compare(
     try:
         _refuse_unknown_keywords(unknown)
         given = conditions or Conditions()
+        first = _baseline(baseline)
         pair = Pair(
-            baseline=baseline,
+            baseline=first.side,
+            baseline_precision=first.precision,
             variants=_variants(optimized),
             inputs=inputs,
             reference=reference,
@@ -104,11 +116,13 @@ def compare(
             bound=bound,
             state=state,
             at_least=at_least,
+            versus=versus,
             needs=as_tuple(given.needs),
             gpus=tuple(given.gpus) if isinstance(given.gpus, Sequence) else (given.gpus,),
             l2=given.l2,
             owns=tuple(given.owns),
             environment=dict(given.environment),
+            costs=costs or {},
         )
         validate(pair)
     except PairError as error:
@@ -129,6 +143,30 @@ def _refuse_unknown_keywords(unknown: Mapping[str, object]) -> None:
             f"{min(unknown)}= is one of the conditions of a page: {', '.join(names)}\n"
             f"    conditions=Conditions({given})"
         )
+
+
+_BELONGS = {
+    "needs": "in conditions=Conditions(needs=...), because every case runs the baseline",
+    "when": "on each variant",
+    "at_least": "on compare() or on a variant, because a claim is about an optimized side",
+    "sass": "on a variant",
+    "gpu_only": "on each variant",
+    "marks": "on the test function, as in @pytest.mark.skipif(...)",
+}
+"""Where to write the arguments of `Variant` that a baseline cannot have."""
+
+
+def _baseline(baseline: Side | Variant) -> Variant:
+    if not isinstance(baseline, Variant):
+        return Variant(baseline)
+    plain = Variant(baseline.side)
+    for name, place in _BELONGS.items():
+        if getattr(baseline, name) != getattr(plain, name):
+            raise PairError(
+                f"baseline=Variant({name}=...): a baseline declares only its precision; write"
+                f" {name}= {place}"
+            )
+    return baseline
 
 
 def _variants(optimized: Sequence[Side | Variant]) -> tuple[Variant, ...]:
@@ -153,12 +191,25 @@ def validate(pair: Pair) -> None:
     _validate_ranks(pair)
     _validate_sizes(pair)
     _validate_claims(pair)
+    _validate_costs(pair)
+
+
+def _validate_costs(pair: Pair) -> None:
+    sides = [pair.baseline, *(v.side for v in pair.variants)]
+    validate_costs(pair.costs, sides)
+    for side, function in pair.costs.items():
+        for size in (*pair.sizes, *pair.cpu_sizes):
+            _validate_keys("sizes", size, f"the cost of {side_name(side)}", function, {"world"})
+            for gpus in pair.gpus:
+                cost_at(pair, side, size, gpus)
 
 
 def _validate_words(pair: Pair) -> None:
     require_known("bound", [pair.bound], BOUNDS)
     require_known("l2", [pair.l2], ("cold", "warm"))
     require_known("owns", pair.owns, OWNED)
+    require_known("versus", as_tuple(pair.versus or ()), VERSUS)
+    require_known("precision", as_tuple(pair.baseline_precision or ()), PRECISIONS)
     for variant in pair.variants:
         require_known("feature in needs", pair.features(variant), tuple(FEATURES))
         require_known("precision", as_tuple(variant.precision or ()), PRECISIONS)
@@ -167,6 +218,9 @@ def _validate_words(pair: Pair) -> None:
 def _validate_sides(pair: Pair) -> None:
     if not pair.variants:
         raise PairError("optimized=[] is empty: a pair needs at least one variant")
+    for side in (pair.baseline, *(v.side for v in pair.variants)):
+        if not callable(side):
+            raise PairError(f"a side is a function; {side!r} is not")
     names = [side_name(pair.baseline), *(v.name for v in pair.variants)]
     for name in names:
         if names.count(name) > 1:
@@ -248,7 +302,7 @@ def _validate_size(pair: Pair, argument: str, size: CheckSize) -> None:
 def _validate_keys(
     argument: str, size: CheckSize, name: str, function: Callable[..., object], extra: set[str]
 ) -> None:
-    """Check that `function` has a parameter for each key of `size`. `extra` ones are legal too."""
+    """Check that `function` has a parameter for each key of `size`. `extra` keys are optional."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
@@ -269,14 +323,17 @@ def _validate_claims(pair: Pair) -> None:
         require_known("arch in at_least", list(table), [*ARCHS, *counts])
         for claim in table.values():
             if claim not in CLAIM_WORDS:
-                _validate_speedup(claim)
+                _validate_speedup(claim, pair.versus)
 
 
-def _validate_speedup(claim: object) -> None:
+def _validate_speedup(claim: object, versus: Versus | None) -> None:
     if not isinstance(claim, (int, float)) or isinstance(claim, bool):
         raise PairError(f"at_least={claim!r} is neither a number nor 'neutral' or 'yardstick'")
-    if not claim >= 1:
+    if versus is not None and not claim > 0:
+        raise PairError(f"at_least={claim} must be above 0, as in at_least=0.8")
+    if versus is None and not claim >= 1:
         raise PairError(
             f"at_least={claim} claims a slowdown; write at_least='neutral' if nothing is gained, "
-            "or at_least='yardstick' for a library that is there to compare with"
+            "or at_least='yardstick' for a library that is there to compare with; if the baseline"
+            " is the library, and the claim is a share of its speed, add versus='library'"
         )

@@ -155,7 +155,7 @@ def product_of(name: str) -> str:
 
 
 def missing_feature(features: tuple[str, ...], arch: str) -> str | None:
-    """Return the first feature that `arch` lacks, as ``tcgen05 (sm100, sm103)``, or None."""
+    """Return the first feature that `arch` lacks, such as ``tcgen05 (sm100, sm103)``, or None."""
     for feature in features:
         if arch not in FEATURES[feature]:
             return f"{feature} ({', '.join(a for a in GPU_ARCHS if a in FEATURES[feature])})"

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, get_args
 
 from .gpu_specs import FEATURES, GPU_ARCHS
 
 if TYPE_CHECKING:
     import pytest
+
+    from .cost import Costs
 
 __tracebackhide__ = True  # an error in a page's `when=` shows only the page's lines
 MARK = "aisp_pair"
@@ -27,7 +29,10 @@ Claim: TypeAlias = "float | Literal['neutral', 'yardstick']"
 Claims: TypeAlias = "Claim | Mapping[str, Claim]"
 Bound = Literal["dram", "l2", "tensor", "issue", "latency", "launch", "nvlink", "pcie", "host"]
 Precision = Literal["tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4", "int8", "int4", "w4a16"]
-Owned = Literal["gc", "affinity", "allocator", "l2_persistence", "page_faults", "tf32", "threads"]
+Versus = Literal["library"]
+Owned = Literal[
+    "gc", "affinity", "allocator", "l2_persistence", "onednn", "page_faults", "tf32", "threads"
+]
 
 ROLES = ("baseline", "optimized")
 """Names of the two sides of a pair in messages and results."""
@@ -38,6 +43,7 @@ ARITHMETIC = ("fp64", "fp32", *PRECISIONS)
 OWNED: tuple[str, ...] = get_args(Owned)
 HOST_BOUNDS = ("launch", "host")
 """With these bounds, the verdict is about the time of ordinary calls, else about GPU time alone."""
+VERSUS: tuple[str, ...] = get_args(Versus)
 CLAIM_WORDS = ("neutral", "yardstick")
 """Claims without a number. `neutral` promises no slowdown, and `yardstick` promises nothing."""
 
@@ -62,17 +68,17 @@ class Work:
         read, write: bytes that must be read from and written to memory (on a GPU, DRAM).
         flops: operations by arithmetic type, as in ``{"bf16": 2 * n**3}``.
         wire: bytes that each rank must send, or bytes that must cross PCIe.
-        terms: the number of terms in the longest sum. The tolerance depends on it and the types.
-        roundings: how many times in a row a value is rounded to the storage type before it is an
-            output, including the output itself (1: only the output is rounded).
+        terms: the number of terms in the longest sum, if a side sums more than the reference.
+        roundings: how many times in a row a side rounds a value to the storage type, if it rounds
+            more often than the reference.
     """
 
     read: float = 0
     write: float = 0
     flops: Mapping[str, float] = field(default_factory=dict)
     wire: float = 0
-    terms: int = 1
-    roundings: int = 1
+    terms: int | None = None
+    roundings: int | None = None
 
     def __post_init__(self) -> None:
         numbers = {"read": self.read, "write": self.write, "wire": self.wire}
@@ -80,16 +86,23 @@ class Work:
             if not value >= 0:
                 raise PairError(f"Work({name}={value!r}) must be a number >= 0")
         require_known("type in Work(flops=)", list(self.flops), ARITHMETIC)
-        if self.terms < 1 or self.roundings < 1:
+        if any(count is not None and count < 1 for count in (self.terms, self.roundings)):
             raise PairError("Work(terms=, roundings=) must be at least 1")
+
+    def declared(self) -> dict[str, float | dict[str, float]]:
+        """Return the attributes by name, without those that the page leaves out."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One optimized side, and how it differs from the page's other variants.
+    """One side, and how it differs from the page's other sides.
+
+    The baseline may be a `Variant` with a `precision`. The other arguments are about optimized
+    sides alone.
 
     Attributes:
-        side: the callable to compare with the baseline.
+        side: the callable to compare with the baseline, or the baseline itself.
         needs: features this variant needs in addition to the page's, as in ``needs="tma"``.
         when: a function that takes a size's keys and returns whether the variant exists there.
         at_least: the variant's claim, if it differs from the page's.
@@ -142,6 +155,7 @@ class Pair:
     """Everything that a page declares. `pytest_aisp.compare` explains the fields."""
 
     baseline: Side
+    baseline_precision: Precision | None = None
     variants: tuple[Variant, ...]
     inputs: Callable[..., tuple[Any, ...]]
     reference: Callable[..., Any]
@@ -152,11 +166,13 @@ class Pair:
     bound: str
     state: Callable[..., Any] | None
     at_least: Claims
+    versus: Versus | None = None
     needs: tuple[str, ...]
     gpus: tuple[int, ...]
     l2: Literal["cold", "warm"]
     owns: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    costs: Costs = field(default_factory=dict)
 
     @property
     def multi_rank(self) -> bool:
@@ -192,13 +208,16 @@ class Pair:
 
         A claim without a number of GPUs applies only to the page's first count. Other counts need
         their own claims, as in ``{"sm90": 1.5, "sm90-x4": 1.2}``, because a measurement on two
-        GPUs is no evidence for four. Without such a claim, they get ``"yardstick"``.
+        GPUs is no evidence for four. Without such a claim, they get ``"yardstick"``. So do archs
+        without a claim if the baseline is a library.
         """
         claims, first = self._claims(variant), self._is_first_count(gpus)
         if not isinstance(claims, Mapping):
             return claims if first else "yardstick"
-        default: Claim = 1.0 if first else "yardstick"
-        return claims.get(arch if first else f"{arch}-x{gpus}", default)
+        return claims.get(arch if first else f"{arch}-x{gpus}", self._default_claim(first))
+
+    def _default_claim(self, first_count: bool) -> Claim:
+        return 1.0 if first_count and self.versus is None else "yardstick"
 
     def origin(self, variant: Variant, arch: str, gpus: int | None = None) -> str:
         """Return a text that describes where the page declares `claim`."""
@@ -210,7 +229,7 @@ class Pair:
         entry = f"at_least[{key!r}] {place}"
         if isinstance(claims, Mapping) and key in claims:
             return entry
-        return f"{'1.0' if first else 'yardstick'}, because there is no {entry}"
+        return f"{self._default_claim(first)}, because there is no {entry}"
 
     def _claims(self, variant: Variant) -> Claims:
         return self.at_least if variant.at_least is None else variant.at_least

@@ -45,7 +45,10 @@ class CatalogCase(Page, frozen=True, kw_only=True):
 
     Attributes:
         claims: the claims, keyed by arch.
+        versus: ``library`` if the baseline is a library, else empty.
         work: the fields of `Work`, or None if the page's `work` function fails.
+        costs: the arguments of each phase of a side's `Cost`, by role.
+        sources, text_sources: the sides' digests of syntax and of text.
     """
 
     title: str
@@ -60,8 +63,11 @@ class CatalogCase(Page, frozen=True, kw_only=True):
     needs: Sequence[str]
     archs: Sequence[str]
     claims: Mapping[str, float | str | None]
+    versus: str = ""
     work: Mapping[str, Json] | None
+    costs: Mapping[str, Sequence[Mapping[str, Json]]] = {}
     sources: Mapping[str, str]
+    text_sources: Mapping[str, str] = {}
 
 
 class UnreadPage(msgspec.Struct, frozen=True):

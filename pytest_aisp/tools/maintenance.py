@@ -1,4 +1,4 @@
-"""Maintain a repository: remove leftovers of runs, and prune and check stored results."""
+"""Maintain a repository: remove leftovers of runs, and prune stored results."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ..results import store
-from ..results.models import Stored
-from ..results.store import COMMITTED, StoreError, parse
-from ..util import git
+from ..results.store import StoreError
 from ..util.cli_result import CliError, CliResult, columns, size_text
 from .catalog import Catalog
 from .stored_results import Chapter, chapters
@@ -177,89 +175,3 @@ def _prune(chapter: Chapter, keys: Sequence[str]) -> list[str]:
         return store.prune(chapter.path, keys)
     except StoreError as error:
         raise CliError(str(error)) from None
-
-
-ADVICE = (
-    "Restore the file, or record on the machine itself:",
-    "    pytest --aisp-update-expectations",
-)
-STAGED = ""
-"""The empty ref. In ``git show :FILE``, it stands for git's index."""
-
-
-def checksums_result(files: Sequence[Path], baselines: Path, against: str) -> CliResult:
-    """Return the problems in the staged versions of `files`, or by default of all changed files."""
-    names = [file.as_posix() for file in files] or _changed(baselines, against)
-    names = [name for name in names if name.endswith(".json") and not name.endswith("/peaks.json")]
-    problems = [problem for name in names for problem in _problems(name, against)]
-    if problems:
-        lines = [line for problem in problems for line in problem.splitlines()]
-        # every problem already includes advice
-        complete = all("\n" in problem for problem in problems)
-        return CliResult(lines if complete else [*lines, *ADVICE], 1)
-    if not names:
-        none = f"no stored results staged below {baselines} differ from {against}"
-        none = "none of these files contains stored results" if files else none
-        return CliResult([f"{none}: nothing to refuse"])
-    if len(names) == 1:
-        return CliResult(["1 file of stored results is as runs recorded it"])
-    return CliResult([f"{len(names)} files of stored results are as runs recorded them"])
-
-
-def _problems(name: str, against: str) -> Iterator[str]:
-    """Yield the problems in the staged version of a file of stored results."""
-    try:
-        now = _stored(STAGED, name)
-    except StoreError as error:
-        # `ADVICE` replaces the error's own advice to restore the committed file.
-        yield str(error).partition(COMMITTED)[0]
-        return
-    try:
-        before = _stored(against, name)
-    except StoreError:  # the file at `against` is already broken
-        before = Stored(now.product)
-    for key, facts in now.environments.items():
-        old = before.environments.get(key)
-        if old is not None and old != facts:
-            yield f"{name} environments[{key!r}]: it is {facts}, and was {old}"
-        if old is None and not _is_commit(facts.get("commit")):
-            commit = facts.get("commit")
-            yield f"{name} environments[{key!r}]: {commit=} is not a commit of this repository"
-
-
-def _stored(ref: str, name: str) -> Stored:
-    """Return the results in a file at `ref`, or empty results if `ref` lacks the file."""
-    path = Path(name)
-    text = _git("show", f"{ref}:./{name}", missing_ok=True)
-    if text is None:
-        return Stored(path.absolute().parent.name)
-    try:
-        return parse(path, text.decode())
-    except UnicodeDecodeError as error:
-        raise StoreError(f"{name} was not written by pytest-aisp: {error}") from None
-
-
-def _changed(baselines: Path, against: str) -> list[str]:
-    """Return the staged files in `baselines` that differ from `against`."""
-    options = ("--cached", "--relative", "--name-only", "--diff-filter=d", "-z")
-    output = _git("diff", *options, against, "--", str(baselines)) or b""
-    return [name for name in output.decode().split("\0") if name]
-
-
-def _is_commit(commit: object) -> bool:
-    if commit is None:
-        return False
-    return _git("cat-file", "-e", f"{commit}^{{commit}}", missing_ok=True) == b""
-
-
-def _git(*args: str, missing_ok: bool = False) -> bytes | None:
-    """Return git's output. If git fails and `missing_ok` is True, return None."""
-    try:
-        return git.run_git(Path(), *args)
-    except git.NoGit as error:
-        raise CliError(str(error)) from None
-    except git.GitError as error:
-        if missing_ok:
-            return None
-        why = "".join(str(error).splitlines()[:1])
-    raise CliError(f"git {args[0]} fails: {why}\nRun it in a clone with that commit")

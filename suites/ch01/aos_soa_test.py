@@ -12,7 +12,7 @@ Bound      DRAM. It moves sectors of 32 bytes and a particle is exactly one, so 
 import torch
 from hypothesis import strategies as st
 
-from pytest_aisp import Work, compare
+from pytest_aisp import Cost, Work, compare
 
 FIELDS = 8
 X, VX = 0, 3
@@ -41,6 +41,10 @@ def struct_of_arrays(structs, arrays):
     return moved(arrays)
 
 
+def moving(n, fields):
+    return Cost(read=4 * fields * n, write=4 * n, ops={"fp32": 2 * n}, launches=1)
+
+
 @compare(
     baseline=array_of_structs,
     optimized=[struct_of_arrays],
@@ -51,6 +55,10 @@ def struct_of_arrays(structs, arrays):
     cpu_sizes=[{"n": 1 << 19}],
     work=lambda n: Work(read=8 * n, write=4 * n, flops={"fp32": 2 * n}, terms=2, roundings=2),
     bound="dram",
+    costs={
+        array_of_structs: lambda n: moving(n, fields=FIELDS),
+        struct_of_arrays: lambda n: moving(n, fields=2),
+    },
     at_least={"sm90": 2.3, "cpu": 2.5},
 )
 def test_aos_soa(pair):

@@ -18,7 +18,7 @@ Seen       An H200 gains 1.34x from either, and 2.4x and 2.8x from fusing: one 4
 import torch
 from hypothesis import strategies as st
 
-from pytest_aisp import Variant, Work, compare, cuda_module
+from pytest_aisp import Cost, Variant, Work, compare, cuda_module
 
 kernels = cuda_module("arithmetic_intensity.cu")
 BLOCK = 256
@@ -61,6 +61,15 @@ def fused_vectorized(a, b, c):
     return launch(kernels.fused_vectorized, a, b, c, each=4)
 
 
+def three_kernels(n):
+    step = Cost(read=8 * n, write=4 * n, ops={"fp32": n}, launches=1)
+    return 2 * step + Cost(read=4 * n, write=4 * n, ops={"fp32": n}, launches=1)
+
+
+def one_kernel(n):
+    return Cost(read=12 * n, write=4 * n, ops={"fp32": 3 * n}, launches=1)
+
+
 @compare(
     baseline=three_passes,
     optimized=[
@@ -75,6 +84,10 @@ def fused_vectorized(a, b, c):
     check_sizes=[{"n": 1023}, {"n": 4097}, {"n": st.integers(33, 5000)}],
     work=lambda n: Work(read=12 * n, write=4 * n, flops={"fp32": 3 * n}, roundings=2),
     bound="dram",
+    costs={
+        **dict.fromkeys([three_passes, unrolled, vectorized], three_kernels),
+        **dict.fromkeys([fused, fused_vectorized], one_kernel),
+    },
     at_least={"sm90": 2.0},
 )
 def test_arithmetic_intensity(pair):

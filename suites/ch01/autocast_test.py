@@ -16,7 +16,7 @@ import contextlib
 import torch
 from torch.nn import functional as F
 
-from pytest_aisp import Conditions, Variant, Work, compare
+from pytest_aisp import Conditions, Cost, Variant, Work, compare
 
 LAYERS = 3
 
@@ -61,6 +61,24 @@ def bf16(x, weights):
         return forward(x, weights).float()
 
 
+def layers(rows, width, arithmetic, element):
+    """Return the cost of the layers with operands and results of `element` bytes."""
+    product = Cost(
+        read=element * (rows + width) * width,
+        write=element * rows * width,
+        ops={arithmetic: 2 * rows * width**2},
+        launches=1,
+    )
+    gelu = Cost(read=element * rows * width, write=element * rows * width, launches=1)
+    return (LAYERS - 1) * (product + gelu) + product
+
+
+def casts(rows, width):
+    """Return the cost of casting input and weights to bf16, and the output to fp32."""
+    elements = (2 * rows + LAYERS * width) * width
+    return Cost(read=4 * elements, write=4 * elements, launches=LAYERS + 2)
+
+
 @compare(
     baseline=fp32,
     optimized=[
@@ -80,6 +98,11 @@ def bf16(x, weights):
         roundings=2 * LAYERS,
     ),
     bound="tensor",
+    costs={
+        fp32: lambda rows, width: layers(rows, width, "fp32", element=4),
+        tf32: lambda rows, width: layers(rows, width, "tf32", element=4),
+        bf16: lambda rows, width: layers(rows, width, "bf16", element=2) + casts(rows, width),
+    },
     conditions=Conditions(owns=["tf32"]),
 )
 def test_autocast(pair):

@@ -14,7 +14,7 @@ import functools
 import torch
 from torch.nn import functional as F
 
-from pytest_aisp import Work, compare
+from pytest_aisp import Cost, Work, compare
 
 WIDTH = 4096
 
@@ -41,6 +41,12 @@ def compiled(gate, up, residual, bias, shift, scale):
     return compiled_chain()(gate, up, residual, bias, shift, scale)
 
 
+def pointwise(rows, operands):
+    """Return the cost of a kernel that reads `operands` matrices and one row of 4096 elements."""
+    matrix = 4 * rows * WIDTH
+    return Cost(read=operands * matrix + 4 * WIDTH, write=matrix, launches=1)
+
+
 @compare(
     baseline=chain,
     optimized=[compiled],
@@ -55,6 +61,12 @@ def compiled(gate, up, residual, bias, shift, scale):
         roundings=6,
     ),
     bound="dram",
+    costs={
+        chain: lambda rows: 4 * pointwise(rows, operands=1) + 2 * pointwise(rows, operands=2),
+        compiled: lambda rows: Cost(
+            read=4 * (3 * rows + 3) * WIDTH, write=4 * rows * WIDTH, launches=1
+        ),
+    },
     at_least={"sm90": 3.5, "cpu": 1.4},
 )
 def test_compiled(pair):

@@ -13,7 +13,7 @@ Bound      DRAM. A step reads its frame and writes its state, 8n bytes; the stat
 import torch
 from hypothesis import strategies as st
 
-from pytest_aisp import Work, compare
+from pytest_aisp import Cost, Work, compare
 
 MEMORY = 4  # frames
 RATE = 1 / MEMORY
@@ -45,6 +45,11 @@ def preallocated(x):
     return states
 
 
+def smoothing(frames, n):
+    """Return the cost of the steps. The state before a step is in the L2."""
+    return frames * Cost(read=4 * n, write=4 * n, ops={"fp32": 3 * n}, launches=1)
+
+
 @compare(
     baseline=stacked,
     optimized=[preallocated],
@@ -61,6 +66,12 @@ def preallocated(x):
         roundings=3 * MEMORY,  # difference, product and sum of every frame not yet forgotten
     ),
     bound="dram",
+    costs={
+        stacked: lambda frames, n: (
+            smoothing(frames, n) + Cost(read=4 * frames * n, write=4 * frames * n, launches=1)
+        ),
+        preallocated: smoothing,
+    },
     at_least={"sm90": 1.3, "cpu": 1.2},
 )
 def test_preallocated(pair):

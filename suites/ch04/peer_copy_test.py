@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from hypothesis import strategies as st
 
-from pytest_aisp import Conditions, Variant, Work, compare
+from pytest_aisp import Conditions, Cost, Variant, Work, compare
 
 from .host_memory import shared_by_all
 
@@ -95,6 +95,13 @@ def written(x):
     check_sizes=[{"numel": 1023}, {"numel": st.integers(33, 2000)}],
     work=lambda numel: Work(wire=4 * numel),
     bound="nvlink",
+    costs={
+        staged: lambda numel: (
+            Cost(d2h=4 * numel, collectives=1) + Cost(h2d=4 * numel, collectives=1)
+        ),
+        sent: lambda numel: Cost(sent=4 * numel, collectives=1),
+        written: lambda numel: Cost(sent=4 * numel, collectives=2),
+    },
     conditions=Conditions(gpus=(2, 4)),
 )
 def test_peer_copy(pair):

@@ -21,7 +21,7 @@ Seen       An H200 shows no difference, as predicted. But no side is bound by DR
 import torch
 from hypothesis import strategies as st
 
-from pytest_aisp import Variant, Work, compare, cuda_module
+from pytest_aisp import Cost, Variant, Work, compare, cuda_module
 
 kernels = cuda_module("read_only.cu")
 BLOCK, EACH, REACH = 256, 4, 2
@@ -56,6 +56,10 @@ def restricted(x):
     return launch(kernels.restricted, x)
 
 
+def moved(n):
+    return Cost(read=4 * n, write=4 * n, ops={"fp32": 4 * n}, launches=1)
+
+
 @compare(
     baseline=plain,
     optimized=[Variant(ldg, sass="LDG.CONSTANT"), Variant(restricted, sass="LDG.CONSTANT")],
@@ -66,6 +70,7 @@ def restricted(x):
     check_sizes=[{"n": 1023}, {"n": 3074}, {"n": st.integers(33, 5000)}],
     work=lambda n: Work(read=4 * n, write=4 * n, flops={"fp32": 4 * n}, terms=TAPS),
     bound="dram",
+    costs=dict.fromkeys([plain, ldg, restricted], moved),
     at_least="neutral",
 )
 def test_read_only(pair):

@@ -26,7 +26,7 @@ Seen       An H200 gains 1.07x, not 1.48x. The baseline takes the predicted time
 import torch
 from hypothesis import strategies as st
 
-from pytest_aisp import Variant, Work, compare, cuda_module
+from pytest_aisp import Cost, Variant, Work, compare, cuda_module
 
 kernels = cuda_module("scan.cu")
 BLOCK = 256
@@ -66,6 +66,10 @@ def library(x):
     return torch.cumsum(x, 0, dtype=torch.int32)
 
 
+def one_pass(n):
+    return Cost(launches=1) + Cost(read=4 * n, write=4 * n, launches=1)
+
+
 @compare(
     baseline=reduce_then_scan,
     optimized=[
@@ -83,6 +87,11 @@ def library(x):
     ],
     work=lambda n: Work(read=4 * n, write=4 * n),
     bound="dram",
+    costs={
+        reduce_then_scan: lambda n: Cost(read=4 * n, launches=1) + one_pass(n),
+        look_back: one_pass,
+        library: one_pass,
+    },
 )
 def test_scan(pair):
     pair.assert_equivalent(exact=True)

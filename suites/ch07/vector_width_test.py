@@ -24,7 +24,7 @@ Seen       An H200 gains 1.6x from 16 bytes a thread, whatever their width: unro
 import torch
 from hypothesis import strategies as st
 
-from pytest_aisp import Variant, Work, compare, cuda_module
+from pytest_aisp import Cost, Variant, Work, compare, cuda_module
 
 kernels = cuda_module("vector_width.cu")
 BLOCK = 256
@@ -68,6 +68,10 @@ def library(x):
     return x.clone()
 
 
+def copied(n):
+    return Cost(read=4 * n, write=4 * n, launches=1)
+
+
 @compare(
     baseline=scalar,
     optimized=[
@@ -84,6 +88,7 @@ def library(x):
     check_sizes=[{"n": 1023}, {"n": 4097}, {"n": st.integers(33, 9000)}],
     work=lambda n: Work(read=4 * n, write=4 * n),
     bound="dram",
+    costs=dict.fromkeys([scalar, unrolled, pairs, quads, quads_unrolled, library], copied),
     at_least={"sm90": 1.3},
 )
 def test_vector_width(pair):

@@ -1,0 +1,158 @@
+"""What a side costs: the bytes, operations and launches of one call, from which a time follows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from .pair import (
+    ARITHMETIC,
+    Pair,
+    PairError,
+    Side,
+    Size,
+    Work,
+    require_known,
+    side_name,
+    size_words,
+)
+
+AMOUNTS = ("read", "write", "h2d", "d2h", "sent", "launches", "collectives")
+"""The attributes of `Cost` that are plain numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What one call of a side uses. The resources of one `Cost` work at the same time.
+
+    ``a + b`` means that `b` starts after `a` has ended, so their times add up. ``8 * a`` means that
+    `a` runs eight times, one after another.
+
+    Attributes:
+        read, write: bytes that it reads from and writes to DRAM.
+        h2d, d2h: bytes that it copies to and from the GPU.
+        sent: bytes that each rank sends to other GPUs.
+        ops: arithmetic operations by type, as in ``{"bf16": 2 * n**3}``.
+        launches: kernels that it launches.
+        collectives: barriers and collectives that it waits for, besides the bytes that they send.
+        then: what follows.
+
+    Raises:
+        PairError: if an amount is negative, or a type unknown.
+    """
+
+    read: float = 0
+    write: float = 0
+    h2d: float = 0
+    d2h: float = 0
+    sent: float = 0
+    ops: Mapping[str, float] = field(default_factory=dict)
+    launches: float = 0
+    collectives: float = 0
+    then: tuple[Cost, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_known("type in Cost(ops=)", list(self.ops), ARITHMETIC)
+        amounts = {name: getattr(self, name) for name in AMOUNTS}
+        for name, value in {**amounts, **self.ops}.items():
+            if not isinstance(value, (int, float)) or not value >= 0:
+                raise PairError(f"Cost({name}={value!r}) must be a number >= 0")
+
+    def phases(self) -> tuple[Cost, ...]:
+        """Return the parts that follow one another."""
+        return (replace(self, then=()), *self.then)
+
+    def amounts(self) -> list[dict[str, object]]:
+        """Return the arguments of each phase, without those that are zero."""
+        names = (*AMOUNTS, "ops")
+        phases = [{name: getattr(phase, name) for name in names} for phase in self.phases()]
+        return [{name: value for name, value in phase.items() if value} for phase in phases]
+
+    def __add__(self, other: Cost) -> Cost:
+        return self._followed_by(other.phases())
+
+    def __mul__(self, times: int) -> Cost:
+        if not isinstance(times, int) or times < 1:
+            raise PairError(f"{times!r} * Cost(...) must repeat it at least once")
+        return self._followed_by(self.phases() * (times - 1))
+
+    __rmul__ = __mul__
+
+    def _followed_by(self, more: tuple[Cost, ...]) -> Cost:
+        return replace(self, then=self.then + more)
+
+    def total(self, name: str) -> float:
+        """Return the sum of the amount `name` over all phases."""
+        return float(sum(getattr(phase, name) for phase in self.phases()))
+
+
+def memory_rates(read: float, write: float) -> dict[str, float]:
+    """Return the bytes at each rate of memory: equal bytes read and written are a copy."""
+    both = min(read, write)
+    return {"copy": 2 * both, "read": read - both, "write": write - both}
+
+
+Costs: TypeAlias = Mapping[Side, Callable[..., Cost]]
+"""For each side, a function that takes a size's keys and returns what a call costs."""
+
+
+def validate_costs(costs: Costs, sides: list[Side]) -> None:
+    """Raise `PairError` if a key of `costs` is no side, or a value no function."""
+    names = [side_name(side) for side in sides]
+    for side, function in costs.items():
+        if side not in sides:
+            raise PairError(
+                f"costs= has {side_name(side)!r}, which is no side of this page; its sides are"
+                f" {', '.join(names)}"
+            )
+        if not callable(function):
+            raise PairError(
+                f"costs[{side_name(side)}] is {function!r}; write a function of the size, as in"
+                f" {side_name(side)}: lambda n: Cost(read=4 * n, write=4 * n)"
+            )
+
+
+def cost_at(pair: Pair, side: Side, size: Size, world: int) -> Cost | None:
+    """Return the cost of a call of `side` at `size`, or None if the page declares none.
+
+    Raises:
+        PairError: if the function returns no `Cost`, or a cost below the declared work. The message
+            begins with the file and line of the function.
+    """
+    function = pair.costs.get(side)
+    if function is None:
+        return None
+    name, place, at = side_name(side), _place(function), size_words(size)
+    given = {**size, "world": world} if "world" in inspect.signature(function).parameters else size
+    try:
+        cost = function(**given)
+    except (PairError, TypeError) as error:
+        raise PairError(f"{place}: the cost of {name} at {at}: {error}") from None
+    if not isinstance(cost, Cost):
+        raise PairError(f"{place}: the cost of {name} is {cost!r}; return a Cost")
+    for resource, needed, paid in _declared(pair.work_at(size, world), cost):
+        if paid < needed:
+            raise PairError(
+                f"{place}: {name} costs {paid:g} {resource} at {at}, but work= says that any"
+                f" implementation needs {needed:g}; correct one of the two"
+            )
+    return cost
+
+
+def _declared(work: Work, cost: Cost) -> tuple[tuple[str, float, float], ...]:
+    """Return each resource of `work`, with the amounts in `work` and in `cost`."""
+    ops = sum(sum(phase.ops.values()) for phase in cost.phases())
+    wire = cost.total("h2d") + cost.total("d2h") + cost.total("sent")
+    return (
+        ("bytes read", work.read, cost.total("read")),
+        ("bytes written", work.write, cost.total("write")),
+        ("operations", sum(work.flops.values()), ops),
+        ("bytes over a link", work.wire, wire),
+    )
+
+
+def _place(function: Callable[..., object]) -> str:
+    code = inspect.unwrap(function).__code__
+    return f"{code.co_filename}:{code.co_firstlineno}"

@@ -1,0 +1,126 @@
+"""What a side costs, and the time that it predicts from the rates of a product."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from declare_test import declared, fast, message, slow
+
+from pytest_aisp import Cost, Work
+from pytest_aisp.page.cost import cost_at
+from pytest_aisp.timing.peaks import Peaks
+from pytest_aisp.timing.predict import RateMissing, predict
+
+PEAKS = Peaks(
+    "made-up",
+    {
+        **{"copy": 4e12, "read": 4e12, "write": 2e12, "bf16": 1e14, "h2d": 5e10, "d2h": 4e10},
+        **{"peer": 4e11, "busbw": 3e11, "launch": 1e-5, "graph_node": 1e-6, "all_reduce": 1e-5},
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("cost", "graph", "seconds", "limit"),
+    [
+        (Cost(read=4e9), True, 1e-3, "read"),
+        (Cost(read=4e9, write=8e9), True, 2e-3 + 2e-3, "copy"),  # 8 GB as a copy, 4 GB written
+        (Cost(read=4e9, ops={"bf16": 2e11}), True, 2e-3, "bf16"),
+        (Cost(read=4e9) + Cost(ops={"bf16": 2e11}), True, 3e-3, "bf16"),
+        (3 * (Cost(read=4e9) + Cost(h2d=5e7)), True, 6e-3, "read"),
+        (Cost(d2h=4e7, h2d=1e7), True, 1e-3, "d2h"),
+        (Cost(sent=4e8), True, 1e-3, "peer"),
+        (Cost(sent=4e8, collectives=2), True, 1.02e-3, "peer"),
+        (Cost(read=4e6, launches=3), True, 4e-6, "graph_node"),
+        (Cost(read=4e6, launches=3), False, 3e-5, "launch"),
+        (Cost(read=4e9, launches=3), False, 1e-3, "read"),
+    ],
+)
+def test_the_predicted_time(cost, graph, seconds, limit):
+    predicted = predict(cost, PEAKS, graph=graph)
+    assert predicted.seconds == pytest.approx(seconds)
+    assert predicted.limit == limit
+
+
+def test_a_measured_time_is_explained_within_a_quarter():
+    predicted = predict(Cost(read=4e9), PEAKS, graph=True)
+    assert predicted.explains(1.24e-3)
+    assert predicted.explains(0.76e-3)
+    assert not predicted.explains(1.26e-3)
+    assert not predicted.explains(0.74e-3)
+
+
+def test_a_rate_that_was_not_measured_is_named():
+    text = "the rate 'fp8' was not measured on made-up; measure it there:\n    aisp machine peak"
+    with pytest.raises(RateMissing, match=re.escape(text)):
+        predict(Cost(ops={"fp8": 1}), PEAKS, graph=True)
+
+
+def test_phases_are_kept_in_order():
+    one, two, three = (Cost(launches=k) for k in (1, 2, 3))
+    assert (one + (two + three)).phases() == ((one + two) + three).phases() == (one, two, three)
+    assert (2 * (one + two)).phases() == (one, two, one, two)
+
+
+REFUSED = {
+    "negative": ({fast: lambda n: Cost(read=-n)}, "Cost(read=-4096) must be a number >= 0"),
+    "a text": ({fast: lambda n: Cost(read="n")}, "Cost(read='n') must be a number >= 0"),
+    "negative operations": (
+        {fast: lambda n: Cost(ops={"fp32": -1})},
+        "Cost(fp32=-1) must be a number >= 0",
+    ),
+    "unknown type": (
+        {fast: lambda n: Cost(ops={"fp12": n})},
+        "unknown type in Cost(ops=) 'fp12'; legal: fp64, fp32, ",
+    ),
+    "unknown resource": ({fast: lambda n: Cost(l3=n)}, "unexpected keyword argument 'l3'"),
+    "no repetition": ({fast: lambda n: 0 * Cost(read=n)}, "0 * Cost(...) must repeat it at least"),
+    "no cost": ({fast: lambda n: 4 * n}, "the cost of fast is 16384; return a Cost"),
+    "no function": (
+        {fast: Cost(read=1)},
+        "costs[fast] is Cost(read=1, write=0, h2d=0, d2h=0, sent=0, ops={}, launches=0,",
+    ),
+    "another size": (
+        {fast: lambda n, m: Cost(read=n)},
+        "sizes lacks the key 'm', which the cost of fast needs",
+    ),
+    "no side": (
+        {re.sub: lambda n: Cost(read=n)},
+        "costs= has 'sub', which is no side of this page; its sides are slow, fast",
+    ),
+    "less than the work": (
+        {slow: lambda n: Cost(read=n)},
+        "slow costs 4096 bytes read at n=4096, but work= says that any implementation needs 16384;"
+        " correct one of the two",
+    ),
+}
+
+
+@pytest.mark.parametrize(("costs", "text"), REFUSED.values(), ids=REFUSED)
+def test_a_cost_that_makes_no_sense_is_refused(costs, text):
+    assert text in message(costs=costs)
+
+
+def test_the_message_names_the_line_of_the_cost():
+    def cost(n):
+        return Cost(read=-1)
+
+    line = cost.__code__.co_firstlineno
+    assert f"{__file__}:{line}: the cost of fast at n=4096: " in message(costs={fast: cost})
+
+
+def test_operations_are_compared_in_sum_because_a_side_may_use_another_type():
+    work = {"work": lambda n: Work(flops={"fp32": 2 * n})}
+    refused = message(costs={fast: lambda n: Cost(ops={"tf32": n})}, **work)
+    assert "fast costs 4096 operations at n=4096, but work= says" in refused
+    declared(costs={fast: lambda n: Cost(ops={"tf32": 2 * n})}, **work)
+
+
+def test_a_cost_may_depend_on_the_number_of_ranks():
+    def cost(n, world):
+        return Cost(read=4 * n * world)
+
+    pair = declared(costs={fast: cost}, gpus=1).kwargs["pair"]
+    assert cost_at(pair, fast, {"n": 3}, 2) == Cost(read=24)
+    assert cost_at(pair, slow, {"n": 3}, 2) is None
