@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .judging.judge import judge
     from .kernels.arguments import tensor_map
     from .kernels.cuda_cpp import cuda_module
+    from .page.cost import Cost
     from .page.declare import compare
     from .page.pair import Conditions, Variant, Work
     from .timing.cuda_graph import capture
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Conditions",
+    "Cost",
     "Variant",
     "Work",
     "bottleneck",
@@ -22,11 +25,13 @@ __all__ = [
     "compare",
     "cuda_module",
     "fresh_process",
+    "judge",
     "tensor_map",
 ]
 
 _HOME = {
     "Conditions": "page.pair",
+    "Cost": "page.cost",
     "Variant": "page.pair",
     "Work": "page.pair",
     "bottleneck": "training_loop.watch",
@@ -34,6 +39,7 @@ _HOME = {
     "compare": "page.declare",
     "cuda_module": "kernels.cuda_cpp",
     "fresh_process": "worker.process_timer",
+    "judge": "judging.judge",
     "tensor_map": "kernels.arguments",
 }
 

@@ -14,7 +14,7 @@ import pytest
 
 from .session import options
 from .session.config import read_settings
-from .session.options import RECORDER, RUN, SETTINGS
+from .session.options import COLLECTED, RECORDER, RUN, SETTINGS
 
 if TYPE_CHECKING:
     from _pytest.terminal import TerminalReporter
@@ -41,7 +41,11 @@ class Hooks:
 
     @pytest.hookspec(firstresult=True)
     def pytest_aisp_timer(self, config: pytest.Config) -> Mapping[str, object] | None:
-        """Return another timer, ``{"target": "module:function", "options": {...}}``, or None."""
+        """Return another timer, or None.
+
+        A timer is ``{"target": "module:function", "arch": ..., "product": ..., "options": {...}}``.
+        Its product begins with ``simulated-``.
+        """
 
     @pytest.hookspec(firstresult=True)
     def pytest_aisp_cuda_emulator(self, config: pytest.Config) -> str | None:
@@ -95,6 +99,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         run.close()
     if (recorder := config.stash.get(RECORDER, None)) is not None:
         recorder.close()
+        # Another hook may have changed the exit status since `pytest_sessionfinish`.
+        if (session := config.pluginmanager.get_plugin("session")) is not None:
+            session.exitstatus = _exit_code(session, recorder)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -109,6 +116,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             f"    def {name}(pair):",
             pytrace=False,
         )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if not report.passed and (cases := collector.config.stash.get(COLLECTED, None)) is not None:
+        cases.fail(collector.path.name)
+    return report
 
 
 @pytest.fixture
@@ -196,23 +213,28 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     if item.config.pluginmanager.hasplugin("rerunfailures"):
         # A rerun could turn a red verdict green. Only the first mark has an effect.
         item.add_marker(pytest.mark.flaky(reruns=0), append=False)
-    if item.config.stash.get(RUN, None) is None:
-        return (yield)
-    from .session.startup import lock_machine
+    try:
+        if item.config.stash.get(RUN, None) is None:
+            return (yield)
+        from .session.startup import lock_machine
 
-    with lock_machine(item):
-        return (yield)
+        with lock_machine(item):
+            return (yield)
+    except pytest.exit.Exception as stop:
+        # The cases after this one get no verdict, so the run must not be green.
+        stop.returncode = stop.returncode or pytest.ExitCode.INTERRUPTED
+        raise
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if call.when == "call" and item.get_closest_marker("aisp_pair") is not None:
-        from .session.pair_fixture import add_row
+    if isinstance(item, pytest.Function) and item.get_closest_marker("aisp_pair") is not None:
+        from .session.case_report import complete_report
 
-        add_row(item, call, report)
+        complete_report(item, call, report)
     return report
 
 
@@ -240,8 +262,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.exitstatus != pytest.ExitCode.INTERRUPTED:
         if session.config.stash.get(RUN, None) is not None:
             from .session.canary import run_at_end
+            from .session.unused_results import report_unused
 
             run_at_end(session)
+            report_unused(session.config)
         session.exitstatus = _exit_code(session, recorder)
     if recorder is not None:
         recorder.finish(session.exitstatus)
@@ -249,16 +273,20 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _exit_code(session: pytest.Session, recorder: Recorder | None) -> int:
-    """Return pytest's exit code, except if the run is invalid or a file was not written."""
+    """Return pytest's exit code, except if the rows or the recorder require a worse one."""
     code = session.exitstatus
     if recorder is None or code == pytest.ExitCode.INTERRUPTED:
         return code
-    if recorder.why_invalid():
-        from .results.verdict import INVALID_RUN
+    from .results.verdict import DISTURBED, INVALID_RUN, RED
 
+    if recorder.why_invalid():
         return INVALID_RUN
-    not_written = recorder.errors and code == pytest.ExitCode.OK
-    return pytest.ExitCode.TESTS_FAILED if not_written else code
+    if code != pytest.ExitCode.OK:
+        return code
+    verdicts = {row.verdict for row in recorder.rows}
+    if recorder.errors or not verdicts.isdisjoint(RED):
+        return pytest.ExitCode.TESTS_FAILED
+    return INVALID_RUN if DISTURBED in verdicts else code
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter, config: pytest.Config) -> None:

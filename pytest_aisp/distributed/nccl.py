@@ -200,8 +200,8 @@ This plugin does not set the variables for its ranks, and the output states that
 MULTI_NODE_ADVICE = {
     "MASTER_ADDR": "the first node's address, the same on all: torchrun takes --rdzv-endpoint",
     "MASTER_PORT": "a free port there",
-    "NCCL_SOCKET_IFNAME": "the interface that the nodes reach each other by",
-    "GLOO_SOCKET_IFNAME": "the same for Gloo, which agrees on times between ranks",
+    "NCCL_SOCKET_IFNAME": "the network interface that connects the nodes",
+    "GLOO_SOCKET_IFNAME": "the same for Gloo, with which the ranks agree on times",
     "NCCL_IB_HCA": "the adapters next to the GPUs, if there is InfiniBand or RoCE",
     "NCCL_IB_GID_INDEX": "on RoCE if connections fail: often 3",
 }
@@ -234,7 +234,7 @@ def nccl_env_result(environment: Mapping[str, str], version: str) -> CliResult:
 def _meaning(name: str, environment: Mapping[str, str]) -> str:
     known = MEANINGS.get(name, "not in this table: see the library's documentation")
     respected = MULTICAST_OFF.get(name) == environment[name].strip()
-    return known + (" (respected: the ranks get it as it is)" if respected else "")
+    return known + (" (respected: the ranks get it unchanged)" if respected else "")
 
 
 def nccl_version() -> str:

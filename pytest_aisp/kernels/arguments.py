@@ -49,6 +49,11 @@ MAX_BOX = 256
 TMA_ALIGNMENT = 16
 """Required alignment, in bytes, of a tensor, of its rows and of a tile's rows."""
 MAX_RANK = 5
+PASSED = (
+    "pointers to integers, float, double, __half, __nv_bfloat16, fp8, their vectors (float4) and"
+    " void, integer, float, double and bool scalars, and CUtensorMap"
+)
+"""The types of parameters that a kernel can have."""
 
 
 class LaunchError(TypeError):
@@ -105,9 +110,16 @@ def _torch_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _tensor(dtypes: frozenset[str], align: int, arg: torch.Tensor, device: int) -> int | None:
+def _tensor(
+    dtypes: frozenset[str], align: int, cast: int, arg: torch.Tensor, device: int
+) -> int | None:
+    """Return the tensor's address if it matches.
+
+    Args:
+        cast: if not 0, a tensor of any type matches if its size is a multiple of this many bytes.
+    """
     try:
-        fits = not dtypes or _torch_name(arg.dtype) in dtypes
+        fits = not dtypes or _torch_name(arg.dtype) in dtypes or (cast and not arg.nbytes % cast)
         if fits and arg.get_device() == device and arg.is_contiguous():
             address = arg.data_ptr()
             return None if address % align else address
@@ -142,6 +154,32 @@ def without_comments(source: str) -> str:
     return _COMMENT.sub(lambda match: match[1] or " " + "\n" * match[0].count("\n"), source)
 
 
+def only_kernel(source: str, name: str) -> str:
+    """Return `source` with the bodies of all kernels except `name` empty, and without comments.
+
+    Line numbers stay the same. Kernels that a macro defines are left as they are.
+    """
+    plain = without_comments(source)
+    kept, end = [], 0
+    for match in _KERNEL.finditer(plain):
+        words = re.findall(r"(\w+)\s*\(", _ATTRIBUTE.sub("", match[1]))
+        if match[0].endswith("{") and words[:1] != [name]:
+            kept.append(plain[end : match.end()])
+            end = _closing_brace(plain, match.end())
+            kept.append("\n" * plain.count("\n", match.end(), end))
+    return "".join([*kept, plain[end:]])
+
+
+def _closing_brace(plain: str, start: int) -> int:
+    """Return the index of the brace that closes the block whose first character is at `start`."""
+    depth = 1
+    for match in re.finditer(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|[{}]', plain[start:]):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if depth == 0:
+            return start + match.start()
+    return len(plain)
+
+
 def signatures(file: str, sources: Iterable[str]) -> Iterator[tuple[str, tuple[Param, ...]]]:
     """Yield the name and the parameters of every kernel in `sources`, which belong to `file`."""
     for source in sources:
@@ -151,10 +189,10 @@ def signatures(file: str, sources: Iterable[str]) -> Iterator[tuple[str, tuple[P
             if match is None:
                 raise LaunchError(f"{file}: cannot read the signature of `{words}`")
             texts = [t.strip() for t in match[2].split(",") if t.strip() not in ("", "void")]
-            yield match[1], tuple(_param(f"{file}: {match[1]}", text) for text in texts)
+            yield match[1], tuple(map(_param, texts))
 
 
-def _param(kernel: str, text: str) -> Param:
+def _param(text: str) -> Param:
     words = _QUALIFIER.sub(" ", text).replace("*", " * ").split()
     name = words.pop() if len(words) > 1 and words[-1] != "*" else "unnamed"
     c_type, stars = " ".join(w for w in words if w != "*"), words.count("*")
@@ -168,11 +206,8 @@ def _param(kernel: str, text: str) -> Param:
     if not stars and width == 1 and ctype:
         convert = _real if dtype.startswith("float") else _integer
         return Param(text, name, f"a number that {dtype} holds", partial(convert, ctype))
-    raise LaunchError(
-        f"{kernel}: `{text}` cannot be passed; legal are pointers to integers, float, double,"
-        " __half, __nv_bfloat16, fp8, their vectors (float4) and void, integer, float, double and"
-        " bool scalars, and CUtensorMap"
-    )
+    # Refused at the launch, so that the other kernels of the file can run.
+    return Param(text, name, f"a type that can be passed; legal are {PASSED}", lambda *_: None)
 
 
 def _pointer(dtype: str, width: int) -> tuple[str, Convert]:
@@ -181,10 +216,14 @@ def _pointer(dtype: str, width: int) -> tuple[str, Convert]:
     signed = dtype if dtype == "uint8" else dtype.removeprefix("u")
     names = " or ".join(dict.fromkeys((dtype, signed)))
     bits = re.search(r"\d+", dtype)
-    align = min(16, int(bits[0]) // 8 * (1 if width == 3 else width)) if bits else 1
+    size = int(bits[0]) // 8 * width if bits else 1
+    align = min(16, size // 3 if width == 3 else size)
     needs = f"a contiguous {names} tensor" if names else "a contiguous tensor"
     needs += " on cuda:{device}" + f" at a multiple of {align} bytes" * (width > 1)
-    return needs, partial(_tensor, frozenset((dtype, signed)) - {""}, align)
+    # Kernels load any type in such vectors. They calculate with half2, so its type must match.
+    cast = size if width in (2, 4) and dtype not in ("float16", "bfloat16") else 0
+    needs += f", or one of another type whose size is a multiple of {size} bytes" * bool(cast)
+    return needs, partial(_tensor, frozenset((dtype, signed)) - {""}, align, cast)
 
 
 def _element(c_type: str) -> tuple[str, int]:

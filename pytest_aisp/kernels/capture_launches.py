@@ -20,7 +20,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeAlias
 from unittest import mock
 
-from ..checking.inputs import make_inputs, make_state
+from ..checking.page_values import make_inputs, make_state
 from ..page.pair import Pair, Side, Size, side_name
 from ..util.process_group import SingleProcess, current_group, set_current_group
 from . import arguments, cuda_cpp

@@ -204,18 +204,28 @@ class Assembly:
             )
 
     def _unreached(self) -> Iterator[str]:
-        """Yield a fault for each kernel of the page that no side launches at any real size."""
+        """Yield a fault for each kernel of the page that no side launches at any real size.
+
+        If only sides of other cases raised errors, they are the likely cause. Each of these errors
+        fails its own case, so here they are only noted.
+        """
         reached: set[Kernel] = set()
         errors: dict[str, None] = {}
+        own = False
         for pair, side, size, arch in self._every_run():
             launches = capture_launches(pair, side, size, arch, assemble=False)
             reached |= launches.kernels
             if launches.error is not None:
                 errors[f"{side_name(side)}: {_ended(launches)}"] = None
+                own |= side in (self.pair.baseline, self.variant.side)
         because = f" ({'; '.join(errors)})" if errors else ""
         for name, kernel in self._page_kernels():
             if kernel not in reached:
-                yield f"{name} was not reached: no side of the page launches it{because}"
+                fault = f"{name} was not reached: no side of the page launches it{because}"
+                if own or not errors:
+                    yield fault
+                else:
+                    self.notes.append(fault)
 
     def _every_run(self) -> Iterator[tuple[Pair, Side, Size, str]]:
         for pair in self.pairs:
@@ -260,7 +270,7 @@ def _assembled(arch: str, side: str, launch: CapturedLaunch) -> AssembledKernel:
     cubin, usage = launch.cubin, dict[str, int]()
     if isinstance(launch.kernel, cuda_cpp.Kernel):
         module = launch.kernel.module
-        compiled = nvrtc.compile_module(module, module.target(arch))
+        compiled = nvrtc.compile_module(module, module.target(arch), launch.name)
         cubin, usage = compiled.code, compiled.usage.get(launch.name, {})
     used = sass.usage(cubin)[launch.name]
     stack, shared = used["stack"], launch.shared + usage.get("shared", 0)

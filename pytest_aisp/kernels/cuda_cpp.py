@@ -48,7 +48,7 @@ def cuda_module(
 
     Raises:
         FileNotFoundError: the file does not exist.
-        LaunchError: the file has no kernel, or a kernel with an unsupported parameter.
+        LaunchError: the file has no kernel, or a kernel whose signature cannot be read.
     """
     __tracebackhide__ = True
     page = Path(sys._getframe(1).f_code.co_filename)
@@ -69,7 +69,8 @@ class CudaModule:
         self.sources = nvrtc.sources_of(path, self.folders)
         declared = signatures(path.name, self.sources.values())
         self._kernels = {name: Kernel(self, name, params) for name, params in declared}
-        self._loaded: dict[str, cuda.core.ObjectCode] = {}
+        self._cubins: dict[tuple[str, str], bytes] = {}
+        self._loaded: dict[bytes, cuda.core.ObjectCode] = {}
         if not self._kernels:
             form = 'extern "C" __global__ void name(const float* x, int n)'
             raise LaunchError(f"{path} has no kernel; a kernel looks like: {form}")
@@ -104,10 +105,12 @@ class CudaModule:
         import torch
 
         target = self.target(arch_of(*torch.cuda.get_device_capability(device)))
-        if target not in self._loaded:
-            cubin = nvrtc.compile_module(self, target).code
-            self._loaded[target] = nvrtc.toolchain().core.ObjectCode.from_cubin(cubin)
-        return self._loaded[target].get_kernel(name)
+        if (target, name) not in self._cubins:
+            self._cubins[target, name] = nvrtc.compile_module(self, target, name).code
+        cubin = self._cubins[target, name]
+        if cubin not in self._loaded:  # loaded once, so that kernels share `__device__` variables
+            self._loaded[cubin] = nvrtc.toolchain().core.ObjectCode.from_cubin(cubin)
+        return self._loaded[cubin].get_kernel(name)
 
 
 @dataclass(frozen=True)
@@ -268,8 +271,9 @@ class Kernel:
         if status != driver.CUresult.CUDA_SUCCESS:
             properties = nvrtc.toolchain().core.Device(device).properties
             raise LaunchError(
-                f"{self.name}: {shared} bytes of dynamic shared memory: {status.name}; this GPU has"
-                f" {properties.max_shared_memory_per_block_optin} a block, the static included"
+                f"{self.name}: {shared} bytes of dynamic shared memory: {status.name}; this GPU"
+                f" allows {properties.max_shared_memory_per_block_optin} per block, including"
+                " static shared memory"
             )
         self._allowed[device] = shared
 

@@ -9,13 +9,15 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from .arguments import only_kernel
 
 if TYPE_CHECKING:
     from .cuda_cpp import CudaModule
@@ -63,42 +65,53 @@ class Toolchain(NamedTuple):
     size: int
 
 
-def compile_module(module: CudaModule, target: str) -> Cubin:
+def compile_module(module: CudaModule, target: str, kernel: str = "") -> Cubin:
     """Return `module` compiled for `target`. NVRTC compiles it if it is not in the cache on disk.
+
+    Args:
+        kernel: the kernel that is needed. If the module does not compile, this kernel is compiled
+            without the bodies of the others, so that their errors do not concern it.
 
     Raises:
         CompileError: the module does not compile.
         NoCompiler: cuda.core or NVRTC is not installed.
     """
+    main = str(module.path)
+    try:
+        return _cached(module, target, module.sources[main], module.kernels)
+    except CompileError:
+        if not kernel or len(module.kernels) == 1:
+            raise
+        return _cached(module, target, only_kernel(module.sources[main], kernel), (kernel,))
+
+
+def _cached(module: CudaModule, target: str, source: str, kernels: Sequence[str]) -> Cubin:
     core, *compiler = toolchain()
     options = {**module.options, "name": module.path.name, "arch": target}
     toolkit = _toolkit() if any(map(_INCLUDE.search, module.sources.values())) else []
     options["include_path"] = [*module.folders, *toolkit]
     options["ptxas_options"] = [*as_list(options.get("ptxas_options")), "-v"]
-    key = repr((compiler, sorted(options.items()), sorted(module.sources.items())))
+    sources = {**module.sources, str(module.path): source}
+    key = repr((compiler, kernels, sorted(options.items()), sorted(sources.items())))
     home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     entry = Path(home, "pytest-aisp", f"{hashlib.sha256(key.encode()).hexdigest()}.cubin")
     if cached := _read(entry):
         return cached
-    cubin = _compile(core, module, target, options)
-    # NVRTC reads headers from disk. If one was edited after the import, the key is wrong.
-    if sources_of(module.path, module.folders) == module.sources:
-        _write(entry, cubin)
-    return cubin
-
-
-def _compile(core: ModuleType, module: CudaModule, target: str, options: Options) -> Cubin:
     try:
-        code, log = compile_source(core, module.sources[str(module.path)], options)
+        code, log = compile_source(core, source, options)
     except CompileError as error:
         message = f"\n{error}"
         if "cannot open source file" in message and not _toolkit():
             message += f"\n{HEADERS}"
         raise _error(module, target, message) from None
     # A kernel inside `#if` always has a signature, but for some targets no section in the ELF file.
-    if missing := [k for k in module.kernels if f".text.{k}\0".encode() not in code]:
+    if missing := [k for k in kernels if f".text.{k}\0".encode() not in code]:
         raise _error(module, target, f" no code for {', '.join(missing)}; is it inside an #if?")
-    return Cubin(code, _usage(log))
+    cubin = Cubin(code, _usage(log))
+    # NVRTC reads headers from disk. If one was edited after the import, the key is wrong.
+    if sources_of(module.path, module.folders) == module.sources:
+        _write(entry, cubin)
+    return cubin
 
 
 def _error(module: CudaModule, target: str, message: str) -> CompileError:

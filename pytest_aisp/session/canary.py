@@ -90,10 +90,17 @@ def run_canary(case: CaseRun) -> Canary:
         finally:
             worker.close()
 
+    spread, neighbors = case.timing.spread, len(client.neighbors)
+
+    def forget() -> None:
+        canary.same, canary.votes, canary.seen = None, [], []
+
     try:
-        judge(canary, case.timing.spread, time_itself)
+        case.run.when_quiet(lambda: judge(canary, spread, time_itself), forget)
     except Failed as failure:
         canary.wrong = f"cannot be timed again: {str(failure).splitlines()[0]}"
+    if canary.wrong and len(client.neighbors) > neighbors:
+        canary.wrong += f"; {client.neighbor()}"
     return canary
 
 

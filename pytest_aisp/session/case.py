@@ -9,6 +9,7 @@ results and findings. `results.verdict.case_verdict` computes the verdict from a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from statistics import median
@@ -34,7 +35,7 @@ from .judge import (
 )
 from .measurement import StoredResult, Timing, read_timing
 from .placement import kernels_of, placement_of
-from .run_context import EndOfBody, Failed, RunContext
+from .run_context import EndOfBody, Failed, MachineDisturbed, RunContext
 from .sandbox_and_profile import run_sandboxed
 from .terminal import accept_commands
 
@@ -100,6 +101,9 @@ class CaseRun:
             for size, checked in result.sizes.items():
                 if checked.controls:
                     self.notes.append(f"controls at {size}: {'; '.join(checked.controls)}")
+                self.notes += [f"at {size}: {remark}" for remark in checked.remarks]
+            if result.sizes:  # the last size is the case's own
+                self.remarks += list(result.sizes.values())[-1].inputs
             if self.run.settings.untrusted and not times:
                 run_sandboxed(self.client, None)
 
@@ -110,34 +114,75 @@ class CaseRun:
             EndOfBody: where nothing is timed.
             Failed: for a red verdict.
         """
-        settings = self.run.settings
         with self._stage():
             self._require_check("assert_speedup", "timed")
-            result = self.client.time(0)
-            self.timing = timing = read_timing(self.client, self.stored, result)
-            self.values = [timing.reading.value]
-            timing.refuse_impossible()
-            if settings.audit and any(self.kernels):
-                self.client.note_kernel_resources(result)
-            if settings.in_process:  # there can be no votes, because they need fresh processes
-                option = settings.in_process
-                reason = f"timed inside pytest ({option}), not in a separate process: no verdict"
-                self.findings.append(Finding("inconclusive", (reason,)))
-                return self._stop_if_red()
-            offer_to_canary(self)
-            self.judgement = judge_speedup(self.client, self.stored, timing, self.claim)
-            self.values = self.judgement.votes or self.values
-            self.findings += self.judgement.findings
-            self._stop_if_red(accept=True)
-            for role in self.client.changed_sides():
-                self.findings += judge_changed_side(self.client, self.stored, timing, role)
-                self._stop_if_red()
-            if settings.untrusted:
-                run_sandboxed(self.client, timing)
-            if settings.update is not None:
-                self._record(timing)
-            if settings.aa:
-                self._repeat_aa(timing)
+            self._measure_when_quiet()
+
+    def _measure(self) -> None:
+        settings = self.run.settings
+        result = self.client.time(0)
+        self.timing = timing = read_timing(self.client, self.stored, result)
+        self.values = [timing.reading.value]
+        timing.refuse_impossible()
+        if settings.audit and any(self.kernels):
+            self.client.note_kernel_resources(result)
+        if settings.in_process:  # there can be no votes, because they need fresh processes
+            option = settings.in_process
+            reason = f"timed inside pytest ({option}), not in a separate process: no verdict"
+            self.findings.append(Finding("inconclusive", (reason,)))
+            return self._stop_if_red()
+        offer_to_canary(self)
+        self.judgement = judge_speedup(self.client, self.stored, timing, self.claim)
+        self.values = self.judgement.votes or self.values
+        self.findings += self.judgement.findings
+        self._stop_if_red(accept=True)
+        for role in self.client.changed_sides():
+            self.findings += judge_changed_side(self.client, self.stored, timing, role)
+            self._stop_if_red()
+        if settings.untrusted:
+            run_sandboxed(self.client, timing)
+        if settings.update is not None:
+            self._record(timing)
+        if settings.aa:
+            self._repeat_aa(timing)
+
+    def _measure_when_quiet(self) -> None:
+        """Measure until the machine does not disturb it, or until the time to wait is spent."""
+        client, canary = self.client, self.run.canary_case
+        lists: tuple[list[Json], ...] = (self.findings, self.notes, self.remarks, self.trials)
+        lists += client.timings, client.against, client.missing_votes, client.neighbors
+        lengths = [len(each) for each in lists]
+
+        def forget() -> None:
+            for each, length in zip(lists, lengths, strict=True):
+                del each[length:]
+            self.run.canary_case, self.recorded = canary, Recording()
+            self.timing = self.judgement = None
+            self.values = []
+
+        self.run.when_quiet(self._measure_beside_neighbors, forget)
+
+    def _measure_beside_neighbors(self) -> None:
+        """Measure. A verdict that another process on the GPU may have caused does not count.
+
+        Raises:
+            MachineDisturbed: if there is such a process, and the case would be red or recorded.
+        """
+        failure: Failed | None = None
+        try:
+            self._measure()
+        except Failed as error:
+            if error.finding is not None and error.finding.verdict != "invalid":
+                raise  # no neighbor causes an error
+            failure = error
+        word = "invalid" if failure is not None and failure.finding is not None else self.verdict
+        named = self.client.neighbor()
+        if named and (word not in ("pass", "new") or self.run.settings.update is not None):
+            raise MachineDisturbed(named)
+        if failure is not None:
+            raise failure
+        if named:
+            self.remarks.append(f"{named}: the speedup may be wrong")
 
     def measure_metric(self, metric: metric_limits.Name, limit: float) -> None:
         """Measure `metric` per call of each side, and compare it with its limits.
@@ -160,7 +205,8 @@ class CaseRun:
                     "Call pair.assert_speedup() first"
                 )
             task = self.client.task(CountTask, metric=metric, timer=self.run.timer)
-            amounts = self.client.ask(task, Amounts)
+            ask = functools.partial(self.client.ask, task, Amounts)
+            amounts = self.run.when_quiet(ask, lambda: None)
             self.checks.append(amounts)
             if metric == "goodput" and self.timing is not None:
                 amounts = metric_limits.shares(amounts, self.timing.pair_seconds)
@@ -270,6 +316,7 @@ class CaseRun:
     def _store(self) -> None:
         """Add the sources, and the metrics measured so far, to the result to store."""
         self.recorded.sources = self.sources()
+        self.recorded.text_sources = self.stored.text_sources
         self.recorded.goals = {name: dict(judged.amounts) for name, judged in self.metrics.items()}
         self.recorded.replace = self.run.settings.update == "all"
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Mapping
 from typing import NoReturn, TypeVar
 
+from msgspec.structs import replace
+
+from ..distributed.launcher import RankSet
 from ..page.pair import Case
 from ..results.messages import (
     CaseTask,
     ChangedTask,
+    CheckTask,
     CompileTask,
     FactsTask,
     Json,
@@ -22,10 +28,10 @@ from ..results.task_results import ChangedResult, CompileResult, Facts, TimeResu
 from ..results.verdict import Reading
 from ..util.device import VERSIONS, Machine, cpu_machine
 from ..util.git import SnapshotError
-from ..worker.client import START_SECONDS, Worker
+from ..worker.client import START_SECONDS, Worker, WorkerProcess
 from .collect import CaseLocation
 from .placement import COMPILER, Placement
-from .run_context import Failed, RunContext, Unrecorded
+from .run_context import Failed, MachineDisturbed, RunContext, Unrecorded
 from .terminal import rerun_commands
 
 CANARY = 1000
@@ -44,6 +50,7 @@ class CaseClient:
         against: the full replies of all processes that timed a changed side against its version at
             a commit.
         missing_votes: the reasons why votes are missing.
+        neighbors: for each timing beside another process on the GPU, its share and a text.
         notes, remarks: further facts. Notes are shown only with ``-vv``, remarks always.
     """
 
@@ -59,6 +66,7 @@ class CaseClient:
         self.timings: list[TimeResult] = []
         self.against: list[tuple[str, TimeResult]] = []
         self.missing_votes: list[str] = []
+        self.neighbors: list[tuple[float, str]] = []
         self.notes: list[str] = []
         self.remarks: list[str] = []
 
@@ -89,14 +97,55 @@ class CaseClient:
     def ask(self, task: CaseTask, kind: type[Result], worker: Worker | None = None) -> Result:
         """Return the result of `task`, which has the type `kind`. Raise `Failed` for an error."""
         self.run.check_time()
-        worker = worker or self.worker()
-        reply = worker.ask(task, self.timeout, self.run.progress)
+        reply = self._reply(task, worker or self.worker())
         if reply.error is not None:
-            self._fail(reply, task.seed)
+            self._fail(self._blame(reply, task), task.seed)
         return reply.read(kind)
 
+    def _reply(self, task: CaseTask, worker: Worker) -> Reply:
+        """Return the reply to `task`. After an error, the next task gets a new process.
+
+        If earlier cases ran in the process, one of them may have left behind what causes the error.
+        So the task runs again in a new process, whose reply counts.
+        """
+        run, place = self.run, self.run.shared.place_of(worker)
+        earlier = run.shared.earlier_cases(place, self.location.nodeid) if place else []
+        reply = worker.ask(task, self.timeout, run.progress)
+        if reply.error is None or not isinstance(worker, (WorkerProcess, RankSet)):
+            return reply
+        worker.kill()
+        if place is None or not earlier or reply.error == "disturbed":
+            return reply
+        device, number, ranks, variables = place
+        again = self._reply(task, run.worker(device, number, ranks, dict(variables)))
+        if again.error is None:
+            name = earlier[-1].rpartition("::")[2]
+            more = f" and {len(earlier) - 1} more" if len(earlier) > 1 else ""
+            self.remarks.append(
+                f"passed in a new process; in the process that had run {name}{more} before:"
+                f" {reply.message.splitlines()[0]}"
+            )
+        return again
+
+    def _blame(self, reply: Reply, task: CaseTask) -> Reply:
+        """Return `reply`. If it blames the baseline, add whether the baseline passes alone."""
+        run, first = self.run, reply.message.partition("\n")[0]
+        name, variant = self.case.pair.baseline.__name__, self.case.variant_name
+        blamed = re.search(rf"\b{re.escape(name)}\b", first) and variant not in first
+        ran = isinstance(task, (CheckTask, TimeTask)) and reply.error != "timeout"
+        if not (blamed and ran) or run.replay is not None or run.settings.in_process:
+            return reply
+        with contextlib.closing(self.fresh_worker()) as worker:
+            alone = self.task(CheckTask, at=task.at, baseline_alone=True)
+            if worker.ask(alone, self.timeout, run.progress).error is not None:
+                return reply
+        message = f"{name} passes its check alone, but not after {variant} ran: {reply.message}"
+        return replace(reply, message=message)
+
     def _fail(self, reply: Reply, seed: int) -> NoReturn:
-        verdicts = {"wrong": "wrong", "disturbed": "invalid"}
+        if reply.error == "disturbed":
+            raise MachineDisturbed(reply.message)
+        verdicts = {"wrong": "wrong", "traced": "invalid"}
         size = reply.at or size_text(1, self.case.size)
         where = f"{self.case.variant_name} at {size}" if size else self.case.variant_name
         plain = reply.error in ("wrong", "page", "unrecorded")
@@ -112,7 +161,14 @@ class CaseClient:
 
     def _time(self, worker: Worker | None, **fields: Json) -> TimeResult:
         task = self.task(TimeTask, timer=self.run.timer, budget=self._budget(), **fields)
-        return self.ask(task, TimeResult, worker)
+        result = self.ask(task, TimeResult, worker)
+        if (neighbor := result.details.get("neighbor")) is not None:
+            self.neighbors.append((neighbor["share"], neighbor["text"]))
+        return result
+
+    def neighbor(self) -> str:
+        """Return a text about the largest share of another process on the GPU, or an empty one."""
+        return max(self.neighbors)[1] if self.neighbors else ""
 
     def time(self, replicate: int, worker: Worker | None = None) -> TimeResult:
         """Time the case in process `replicate`. Return the result and add it to `timings`."""
@@ -235,7 +291,8 @@ class CaseClient:
     def _libraries(self) -> dict[str, Json]:
         run = self.run
         if run.timer is not None:
-            return {"torch": "simulated", **run.timer.get("environment", {})}
+            facts = run.timer.get("environment", {})
+            return {"torch": "simulated", **facts, "timer": run.timer["target"]}
         if run.versions is None:
             facts = self._ask_facts(run.worker(self.placement.device))
             run.versions = {name: fact for name, fact in facts.items() if name in VERSIONS}

@@ -12,20 +12,27 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
+from ..page.cost import cost_at
 from ..page.gpu_specs import ARCHS
-from ..page.pair import Case, Pair
-from ..page.sources import digest
+from ..page.pair import Case, Pair, Side
+from ..page.sources import digest, text_digest
 from ..results.export import path_below
 from ..results.messages import Json
 from ..worker.loader import pair_of
-from .options import SETTINGS
+from .options import COLLECTED, SETTINGS
+from .unused_results import CollectedCases
+
+NO_XFAIL = """xfail is refused on a case, because it would turn a red verdict green
+If a variant may be slower, declare at_least="yardstick". If it cannot run here, skip its cases:
+    Variant(side, marks=[pytest.mark.skipif(...)])"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,12 @@ class CaseLocation:
 
     def key(self, case: Case) -> str:
         """Return the name of the stored result of `case` in its chapter's file."""
-        return f"{self.page.name}::{self.function}[{case.id}]"
+        return key_of(self.page.name, self.function, case)
+
+
+def key_of(page: str, function: str, case: Case) -> str:
+    """Return the name of the stored result of `case`, given its page's file name and its test."""
+    return f"{page}::{function}[{case.id}]"
 
 
 def chapter_of(path: Path, config: pytest.Config) -> str:
@@ -81,10 +93,15 @@ def case_of(item: pytest.Item) -> Case | None:
     return case if isinstance(case, Case) else None
 
 
+def at_test(item: pytest.Item, message: str) -> str:
+    """Return `message` after the place in the page where the test of `item` is written."""
+    path, line, _ = item.location
+    return f"{path}:{(line or 0) + 1}: {message}"
+
+
 def refuse(item: pytest.Item, message: str) -> NoReturn:
     """Fail with one line that points at the test in its page, without a traceback."""
-    path, line, _ = item.location
-    pytest.fail(f"{path}:{(line or 0) + 1}: {message}", pytrace=False)
+    pytest.fail(at_test(item, message), pytrace=False)
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
@@ -107,8 +124,16 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
             "@compare with @pytest.mark.parametrize has no stored key\n"
             "Put the parameter into sizes",
         )
-    params = [pytest.param(c, marks=_marks(pair, c), id=c.id) for c in pair.cases()]
-    metafunc.parametrize("pair", params, indirect=True)
+    cases = list(pair.cases())
+    for case in cases:
+        if any(mark.name == "xfail" for mark in (*item.iter_markers(), *case.variant.marks)):
+            refuse(item, f"{item.name}[{case.id}]: {NO_XFAIL}")
+    params = [pytest.param(case, marks=_marks(pair, case), id=case.id) for case in cases]
+    # An error here would end the whole run. The fixture refuses a test without a case.
+    metafunc.parametrize("pair", params or [pytest.param(None, id="no-case")], indirect=True)
+    page, chapter = item.path.name, chapter_of(item.path, item.config)
+    keys = [key_of(page, item.originalname, case) for case in cases]
+    item.config.stash.setdefault(COLLECTED, CollectedCases()).add(chapter, page, keys)
 
 
 def _marks(pair: Pair, case: Case) -> list[pytest.MarkDecorator]:
@@ -124,7 +149,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--aisp-catalog-of",
         metavar="TARGETS",
-        help="import only the pages of these targets, as ch10:gemm,ch12 (empty: of none)",
+        help="import only the pages of these targets, such as ch10:gemm,ch12 (empty: of none)",
     )
 
 
@@ -185,6 +210,7 @@ class CatalogPlugin:
     def _case(self, item: pytest.Function, case: Case) -> dict[str, Json]:
         pair, variant, root = case.pair, case.variant, str(self._config.rootpath)
         location = CaseLocation.of(item)
+        sides = {"baseline": pair.baseline, "optimized": variant.side}
         return {
             **self._page(location.page),
             "title": ((item.module.__doc__ or "").strip().splitlines() or [""])[0],
@@ -198,12 +224,12 @@ class CatalogPlugin:
             "bound": pair.bound,
             "needs": list(pair.features(variant)),
             "archs": ["cpu"] if case.kind == "cpu" else list(pair.archs(variant)),
+            "versus": pair.versus or "",
             "claims": {arch: pair.claim(variant, arch) for arch in ARCHS},
             "work": _work(case),
-            "sources": {
-                "baseline": digest(pair.baseline, root),
-                "optimized": digest(variant.side, root),
-            },
+            "costs": _costs(case, sides),
+            "sources": {role: digest(side, root) for role, side in sides.items()},
+            "text_sources": {role: text_digest(side, root) for role, side in sides.items()},
         }
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -225,8 +251,14 @@ class CatalogPlugin:
         self._file.write_text(json.dumps(catalog), encoding="utf-8")
 
 
+def _costs(case: Case, sides: Mapping[str, Side]) -> dict[str, Json]:
+    """Return the phases of each side that has a declared cost, by role."""
+    at = {role: cost_at(case.pair, side, case.size, case.gpus) for role, side in sides.items()}
+    return {role: cost.amounts() for role, cost in at.items() if cost is not None}
+
+
 def _work(case: Case) -> dict[str, Json] | None:
     try:
-        return asdict(case.pair.work_at(case.size, case.gpus))
+        return case.pair.work_at(case.size, case.gpus).declared()
     except Exception:  # an error in the page's own function is reported when the page runs
         return None

@@ -65,6 +65,7 @@ def read_settings(config: pytest.Config) -> Settings:
         timeout_multiplier=multiplier,
         suite_timeout=_number(config, "aisp_suite_timeout", above=0),
         confirm_budget=_number(config, "aisp_confirm_budget", least=0) or 0.0,
+        wait=_number(config, "aisp_wait", least=0) or 0.0,
         missing=_pass_or_fail(config, "aisp_missing"),
         inconclusive=_pass_or_fail(config, "aisp_inconclusive"),
         strict_environment=config.getini("aisp_strict_env"),

@@ -145,8 +145,9 @@ def _missed_gates(
     stored: StoredResult,
 ) -> list[str]:
     """Return a reason for each missed gate: the value, the limit, and the limit's origin."""
+    versus = stored.case.pair.versus
     origin = {
-        "claim": "at_least on the page",
+        "claim": f"at_least{f' of {versus}' if versus else ''} on the page",
         "neutral": "at_least='neutral' on the page",
         "record": f"stored in {stored.relative()}",
         "improvement": f"stored in {stored.relative()}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING
@@ -12,7 +13,9 @@ import msgspec
 
 from ..kernels.capture_launches import choice_notes
 from ..page.pair import Case, Work
+from ..page.sources import text_digest
 from ..results import models, stats, verdict
+from ..results.baseline_remarks import cpu_note, unused_limit
 from ..results.export import path_below
 from ..results.messages import Json
 from ..results.row import Row, duration, graph_notes, launch_bound, launch_bound_note, memory_note
@@ -46,6 +49,15 @@ class StoredResult:
         """The case's stored result, or None."""
         return self.run.stored(self.path).results.get(self.key)
 
+    @cached_property
+    def text_sources(self) -> dict[str, str]:
+        """Today's digests of text of both sides, if the stored result has such digests."""
+        mine, root = self.result, str(self.run.settings.root)
+        if mine is None or not mine.has_text_digests:
+            return {}
+        sides = self.case.pair.baseline, self.case.variant.side
+        return {r: text_digest(side, root) for r, side in zip(models.ROLES, sides, strict=True)}
+
     def spread(self, clock: str) -> float:
         """Return the spread of one process's value: recorded, pooled, or a default."""
         others = models.pooled(list(self.run.stored(self.path).results.values()), clock)
@@ -70,7 +82,8 @@ class StoredResult:
         then = self.run.stored(self.path).environments.get(mine.environments[-1], {})
         names = models.differences(then, environment, clock, several=self.case.gpus > 1)
         reasons = [f"{n} was {then.get(n)} when stored, and is {environment.get(n)}" for n in names]
-        if mine.sources.get("baseline") != sources["baseline"]:
+        mine = mine.with_syntax(sources, self.text_sources)
+        if mine.sources["baseline"] != sources["baseline"]:
             reasons.append("the baseline is not the one that was stored")
         return reasons
 
@@ -161,7 +174,7 @@ def _add_notes(
     result: TimeResult,
     launches: Mapping[str, float],
 ) -> None:
-    """Add notes about other clocks, goodput, graphs, memory, kernels, tuning and one-off costs."""
+    """Add notes about clocks, goodput, graphs, memory, CPU time, kernels and one-off costs."""
     details, notes = result.details, client.notes
     for key in ("as_called", "gpu_only"):
         if key in details:
@@ -177,6 +190,9 @@ def _add_notes(
     if "peak_bytes" in details:
         text, traded = memory_note(details["peak_bytes"])
         (client.remarks if traded else notes).append(text)
+    if "cpu_shares" in details:
+        text, waits = cpu_note(tuple(seconds), details["cpu_shares"])
+        (client.remarks if waits else notes).append(text)
     kernels = result.kernels or {}
     notes += kernel_notes({name: KernelProfile(**counts) for name, counts in kernels.items()})
     notes += choice_notes(details.get("choices", {}))
@@ -204,9 +220,12 @@ def with_limit(client: CaseClient, stored: StoredResult, timing: Timing) -> Timi
     path: Path = peaks.path_of(run.settings.baselines, product)
     cold = case.pair.l2 == "cold" and timing.clock == "graph"
     impossible = cold and peaks.implausible(limit, min(timing.pair_seconds))
+    share = peaks.share(limit, timing.pair_seconds[1])
+    if text := unused_limit(timing.seconds, share, limit.name):
+        client.remarks.append(text)
     return replace(
         timing,
-        share=peaks.share(limit, timing.pair_seconds[1]),
+        share=share,
         limit=limit.name,
         limit_origin=stored.relative(path),
         shortest=limit.seconds if impossible else None,
@@ -234,6 +253,7 @@ def build_row(run: CaseRun) -> Row:
         need=run.placement.need,
         verdict=run.verdict,
         claim=run.claim,
+        versus=case.pair.versus or "",
         origins={"claim": run.claim_origin} if run.claim is not None else {},
         trials=run.trials,
         reasons=run.reasons(),

@@ -13,11 +13,13 @@ import pytest
 if TYPE_CHECKING:
     from .recorder import Recorder
     from .run_context import RunContext
+    from .unused_results import CollectedCases
 
 
 SETTINGS: pytest.StashKey[Settings] = pytest.StashKey()
 RUN: pytest.StashKey[RunContext] = pytest.StashKey()
 RECORDER: pytest.StashKey[Recorder] = pytest.StashKey()
+COLLECTED: pytest.StashKey[CollectedCases] = pytest.StashKey()
 LOCK_ERROR: pytest.StashKey[str] = pytest.StashKey()
 """The key under which an item has the reason why the machine could not be locked for it."""
 
@@ -89,8 +91,13 @@ def add_options(parser: pytest.Parser) -> None:
     add_ini("aisp_timeout_multiplier", "scale every time limit by this", default="1")
     add_ini("aisp_suite_timeout", "stop the run after this many seconds", default="")
     add_ini("aisp_confirm_budget", "most seconds a run spends on votes", default="600")
+    add_ini("aisp_wait", "most seconds a case waits for a disturbed machine", default="60")
     add_ini("aisp_warmup", "least warm-up calls of each side", default="")
-    add_ini("aisp_iterations", "blocks to time, or with a least window in us: 20x400", default="")
+    add_ini(
+        "aisp_iterations",
+        "blocks to time, and the least microseconds of a window: 20 or 20x400",
+        default="",
+    )
     add_ini("aisp_strict_env", "whether `stale` is red", type="bool", default=False)
     add_ini("aisp_missing", "what `new` does to the run: pass or fail", default="pass")
     add_ini("aisp_inconclusive", "what `inconclusive` does: pass or fail", default="pass")
@@ -164,6 +171,7 @@ class Settings:
     timeout_multiplier: float
     suite_timeout: float | None
     confirm_budget: float
+    wait: float
     missing: str
     inconclusive: str
     strict_environment: bool

@@ -1,4 +1,4 @@
-"""The fixture `pair`: the assertions of a page, and the row in the report of its test."""
+"""The fixture `pair`: the assertions of a page, and the test body that calls them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,16 @@ from typing import NoReturn
 
 import pytest
 
-from ..page.pair import Case, Size
+from ..page.pair import MARK, Case, Size
 from ..results import stats
 from ..results.metric_limits import Name
-from ..results.row import Recording
-from ..results.verdict import RED, Finding
 from ..worker.output_capture import write_text
-from . import sandbox_and_profile
 from .case import CaseRun
 from .collect import CaseLocation, refuse
-from .measurement import build_row
 from .options import LOCK_ERROR, RUN
-from .run_context import EndOfBody, Failed, Interrupted
+from .run_context import EndOfBody, Failed, Interrupted, MachineDisturbed
 
-CASE = pytest.StashKey[CaseRun]()
+PAIR: pytest.StashKey[PairUnderTest] = pytest.StashKey()
 LINES = 100
 """The most lines per process that pytest captures. With ``-s``, all lines are shown."""
 MEMORY: Mapping[str, Name] = {
@@ -46,12 +42,14 @@ class PairUnderTest:
     Attributes:
         variant, size: the case.
         judged: True once the body has requested a verdict.
-        failure: the error of a red verdict.
+        failure: the error of a red verdict. After it, each assertion raises the same error.
+        case_run: the case as it runs.
+        reported: True once the row is written. No assertion may follow.
     """
 
     def __init__(self, case_run: CaseRun, session: pytest.Session) -> None:
-        self._case_run, self._session = case_run, session
-        self.judged = False
+        self.case_run, self._session = case_run, session
+        self.judged = self.reported = False
         self.failure: AssertionError | None = None
         self.variant: str = case_run.case.variant_name
         self.size: Size = dict(case_run.case.size)
@@ -72,13 +70,13 @@ class PairUnderTest:
         """
         __tracebackhide__ = True
         rule = {"exact": exact, "rtol": rtol, "atol": atol}
-        self._run_stage(lambda: self._case_run.check(rule))
+        self._run_stage(lambda: self.case_run.check(rule))
 
     def assert_speedup(self) -> None:
         """Time both sides, and compare the speedup with the claim and the stored result."""
         __tracebackhide__ = True
         self.judged = True
-        self._run_stage(self._case_run.measure)
+        self._run_stage(self.case_run.measure)
 
     def assert_memory(self, *, at_most: float, of: str = "allocated") -> None:
         """Compare the variant's peak GPU memory with the baseline's and with the stored result.
@@ -155,13 +153,22 @@ class PairUnderTest:
     def _judge_metric(self, metric: Name, limit: float) -> None:
         __tracebackhide__ = True
         self.judged = True
-        self._run_stage(lambda: self._case_run.measure_metric(metric, float(limit)))
+        self._run_stage(lambda: self.case_run.measure_metric(metric, float(limit)))
 
     def _run_stage(self, stage: Callable[[], None]) -> None:
         """Run a stage of the case, and turn its failure into an AssertionError."""
         __tracebackhide__ = True
+        if self.reported:
+            raise AssertionError(
+                "the test is over and its verdict is reported: nothing more is judged\n"
+                "Call the assertions of `pair` in the test body"
+            )
+        if self.failure is not None:  # the body caught it, but nothing is measured after red
+            raise self.failure.with_traceback(None)
         try:
             return stage()
+        except MachineDisturbed as disturbed:
+            pytest.skip(f"disturbed: {disturbed}")
         except Failed as failure:
             message = str(failure)
         except Interrupted as over:
@@ -173,17 +180,21 @@ class PairUnderTest:
 
     def _print_captured(self) -> None:
         """Print the output of the sides' processes here, so that pytest captures it."""
-        run = self._case_run.run
+        run = self.case_run.run
         captured = self._session.config.getoption("capture", "fd") != "no"
         for name, text in run.take_output(LINES if captured else None).items():
             if text:
                 run.progress("")
                 write_text(getattr(sys, name), text)
 
+    def stop_after_report(self, why: str) -> None:
+        """End the run after this test has been reported."""
+        self._session.shouldstop = why
+
     def _stop(self, why: str) -> NoReturn:
         __tracebackhide__ = True
         if hasattr(self._session.config, "workerinput"):
-            self._session.shouldstop = why  # xdist would treat an exit as a crash of this worker
+            self.stop_after_report(why)  # xdist would treat an exit as a crash of this worker
             pytest.skip(why)
         pytest.exit(why, returncode=pytest.ExitCode.INTERRUPTED)
 
@@ -195,15 +206,15 @@ class PairUnderTest:
     @property
     def interval(self) -> tuple[float, float]:
         """The 99 % interval of `speedup`."""
-        values, timing = self._values("interval"), self._case_run.timing
+        values, timing = self._values("interval"), self.case_run.timing
         assert timing is not None
         low, high = stats.interval(fmean(values), timing.spread, len(values))
         return math.exp(low), math.exp(high)
 
     def _values(self, name: str) -> list[float]:
-        if not self._case_run.values:
+        if not self.case_run.values:
             raise AssertionError(f"pair.{name} before assert_speedup(): nothing was timed yet")
-        return self._case_run.values
+        return self.case_run.values
 
 
 def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
@@ -211,10 +222,17 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
     item, config = request.node, request.config
     case = getattr(request, "param", None)
     if not isinstance(case, Case):
-        refuse(item, "the fixture `pair` needs @compare on the test")
+        if item.get_closest_marker(MARK) is None:
+            refuse(item, "the fixture `pair` needs @compare on the test")
+        refuse(
+            item,
+            "when= leaves no case: it returned False for every variant at every size\n"
+            "Add a size at which a variant exists. If the page cannot run here, skip it:\n"
+            "    @pytest.mark.skipif(...)",
+        )
     if (why := item.stash.get(LOCK_ERROR, None)) is not None:
         refuse(item, why)
-    if CASE in item.stash:
+    if PAIR in item.stash:
         refuse(
             item,
             "this case was already judged in this run: a rerun must not turn red into green\n"
@@ -234,31 +252,42 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
         case_run.client.timeout = float(marker.args[0]) * run.settings.timeout_multiplier
     if reruns := config.getoption("reruns", None):
         case_run.notes.append(f"--reruns={reruns} does not rerun cases: the first verdict stands")
-    item.stash[CASE] = case_run
+    item.stash[PAIR] = pair = PairUnderTest(case_run, request.session)
     run.take_output(0)  # drop what an earlier case's threads or profiler printed after its end
-    return PairUnderTest(case_run, request.session)
+    return pair
 
 
 @contextlib.contextmanager
 def run_body(item: pytest.Function) -> Iterator[None]:
     """Run a test body. It must request a verdict, and it ends early if nothing is timed."""
     __tracebackhide__ = True
-    start, pair = time.monotonic(), item.funcargs.get("pair")
-    if not isinstance(pair, PairUnderTest):  # a fixture of the user's own
+    start, pair = time.monotonic(), item.stash.get(PAIR, None)
+    if pair is None:  # a fixture of the user's own
+        if item.get_closest_marker(MARK) is not None:
+            refuse(
+                item,
+                "another fixture `pair` hides the plugin's: nothing would be checked or timed\n"
+                "Give that fixture another name",
+            )
         yield
         return
     try:
         with contextlib.suppress(EndOfBody):
             yield
             _require_judgement(item, pair)
+    except pytest.exit.Exception as stop:
+        if pair.failure is None:
+            raise
+        pair.stop_after_report(str(stop))
+        raise pair.failure from None
     finally:
-        pair._case_run.run.progress("")
-        pair._case_run.wall = time.monotonic() - start
+        pair.case_run.run.progress("")
+        pair.case_run.wall = time.monotonic() - start
 
 
 def _require_judgement(item: pytest.Function, pair: PairUnderTest) -> None:
     """Refuse a body that requested no verdict, or none on the claimed speedup."""
-    case_run = pair._case_run
+    case_run = pair.case_run
     if not pair.judged:
         refuse(item, "this page never judged its pair\nEnd the body with pair.assert_speedup()")
     if case_run.timing is None and case_run.claim is not None:  # judged by metrics alone
@@ -269,39 +298,3 @@ def _require_judgement(item: pytest.Function, pair: PairUnderTest) -> None:
                 f" {case_run.claim_origin}\nCall pair.assert_speedup(), or claim nothing",
             )
         case_run.claim = None
-
-
-def add_row(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-    """Put the case's row into its report, and its numbers into JUnit's properties."""
-    case_run = item.stash.get(CASE, None)
-    if case_run is None or (report.skipped and not case_run.findings):
-        return
-    if report.failed:
-        _fail(item, call, case_run, report)
-    if report.failed or hasattr(report, "wasxfail"):
-        case_run.recorded = Recording()
-    if case_run.run.settings.profile:
-        try:
-            sandbox_and_profile.profile(case_run)
-        except pytest.fail.Exception as late:  # pytest-timeout's clock continues after the verdict
-            case_run.remarks.append(f"not profiled: {late.msg}")
-    row = build_row(case_run)
-    report.aisp = row.to_json()  # type: ignore[attr-defined]
-    # The teardown report has the properties of the item, and JUnit reads them there.
-    item.user_properties += row.properties()
-    report.user_properties += row.properties()
-
-
-def _fail(
-    item: pytest.Item, call: pytest.CallInfo[None], case_run: CaseRun, report: pytest.TestReport
-) -> None:
-    """Make the verdict red if the test failed, because a body may also make other assertions."""
-    pair = getattr(item, "funcargs", {}).get("pair")
-    error = call.excinfo.value if call.excinfo else None
-    ours = error is not None and error is getattr(pair, "failure", None)
-    # A verdict that failed the test without being red is `new` or `inconclusive`. The ini file made
-    # it fail the run.
-    if case_run.verdict in RED or (ours and case_run.verdict):
-        return
-    text = call.excinfo.exconly(tryshort=True) if call.excinfo else report.longreprtext
-    case_run.findings.append(Finding("fail", (text.partition("\n")[0],)))

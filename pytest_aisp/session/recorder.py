@@ -13,16 +13,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from msgspec.structs import asdict
 
 from ..results import store
 from ..results.artifacts import REPORT, Artifacts
 from ..results.export import path_below
-from ..results.merge import why_kept
+from ..results.merge import Change, recorded_result, why_kept
 from ..results.metric_limits import METRICS
 from ..results.models import Result
 from ..results.results_json import Canary, GitState, MachineFacts, Manifest, StoredPeaks, Workload
-from ..results.row import Recording, Row, ratio
+from ..results.row import Row, ratio
 from ..results.store import StoreError
 from ..results.verdict import environment_moved
 from ..timing import peaks as peaks_module
@@ -46,6 +45,7 @@ class Recorder:
         not_stored: the results that were not stored, each with the reason.
         crashes: reports of xdist workers that died.
         without_canary: for each xdist worker that ended before its canary, the keys of its cases.
+        unused: the stored results that no collected case uses, each with its file.
         left_alone: the reason why an earlier run's artifacts were kept, or empty.
     """
 
@@ -58,6 +58,7 @@ class Recorder:
         self.canaries: list[Canary] = []
         self.crashes: list[str] = []
         self.without_canary: list[tuple[str, list[str]]] = []
+        self.unused: set[str] = set()
         self.left_alone = ""
         self.artifacts = None if settings.artifacts is None else Artifacts(settings.artifacts)
 
@@ -95,10 +96,9 @@ class Recorder:
     def add(self, row: Row) -> None:
         """Add a case's row to the artifacts and to the stored results, and call the result hook."""
         self.rows.append(row)
-        if self.artifacts is not None:
-            self.artifacts.add(row)
+        samples = None if self.artifacts is None else self.artifacts.add(row)
         if row.recorded and self.settings.update is not None:
-            self._store(row)
+            self._store(row, None if samples is None else samples.sha256)
         self._config.hook.pytest_aisp_result(config=self._config, row=row.to_json())
 
     def add_canary(self, canary: Canary) -> None:
@@ -107,12 +107,12 @@ class Recorder:
         if self.artifacts is not None:
             self.artifacts.add_canary(canary)
 
-    def _store(self, row: Row) -> None:
+    def _store(self, row: Row, samples: str | None) -> None:
         key, facts = self._session
         environment = {**row.environment, **facts}
         path = Path(row.file)
         try:
-            result = _as_result(row.recorded, key)
+            result = recorded_result(row.recorded, key, samples)
             path.parent.mkdir(parents=True, exist_ok=True)
             changes = store.write(
                 path,
@@ -120,14 +120,14 @@ class Recorder:
                 {row.key: result},
                 {key: environment},
                 replace=row.recorded.replace,
+                texts={row.key: row.recorded.text_sources},
             )
             why = why_kept(store.load(path), row.key, result, {key: environment})
         except (StoreError, OSError, ValueError) as error:
             self._refused.setdefault(str(error), []).append(row.key)
             return
         for change in changes:
-            before = "new" if change.old is None else _describe(change.old)
-            self.changes.append(f"{change.key}: {before} -> {_describe(change.new)}")
+            self.changes.append(f"{change.key}: {_describe_change(change)}")
         if why:
             self.not_stored.append(f"{row.key}: {why}; --aisp-update-expectations=all replaces it")
 
@@ -168,10 +168,11 @@ def _commit(root: Path) -> str | None:
     return (git.try_git(root, "rev-parse", "--short=12", "HEAD") or "").strip() or None
 
 
-def _as_result(recorded: Recording, environment: str) -> Result:
-    """Return the values that a row has `recorded` as a result to store."""
-    fields = {name: value for name, value in asdict(recorded).items() if name != "replace"}
-    return Result.of({**fields, "environments": [environment]})
+def _describe_change(change: Change) -> str:
+    if change.only_digests:
+        return f"{_describe(change.new)} is kept, with digests of the syntax"
+    before = "new" if change.old is None else _describe(change.old)
+    return f"{before} -> {_describe(change.new)}"
 
 
 def _describe(result: Result) -> str:
@@ -224,6 +225,7 @@ def build_manifest(config: pytest.Config, run: RunContext) -> Manifest:
         platform=platform.platform(),
         packages={name: version for name in PACKAGES if (version := version_of(name))},
         machine=machine,
+        timer=run.timer["target"] if run.timer else "",
         git=git_state(settings.root),
         environment=environment(os.environ),
         peaks=stored_peaks(settings, [run.machine.product]),

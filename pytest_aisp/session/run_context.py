@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ..distributed.launcher import RankSet
 from ..page.pair import Case
@@ -20,7 +20,7 @@ from ..results.messages import Json, PeaksTask
 from ..results.models import Stored
 from ..results.store import StoreError
 from ..results.task_results import PeaksResult
-from ..results.verdict import Finding
+from ..results.verdict import DISTURBED, Finding
 from ..timing import peaks as peaks_module
 from ..util.device import Machine
 from ..util.git import GitSnapshot
@@ -29,9 +29,16 @@ from ..worker.client import Worker, WorkerProcess
 from ..worker.output_capture import STREAMS, Chunk, StreamName, format_output
 from ..worker.server import InProcess
 from .options import MAX_SEED, Settings
+from .shared_workers import SharedWorkers
 
 if TYPE_CHECKING:
     from .case import CaseRun
+
+T = TypeVar("T")
+FIRST_PAUSE = 1.0
+"""Seconds that a disturbed case waits before it is measured again. Each pause is twice as long."""
+RUN_WAITS = 5
+"""A run waits for a disturbed machine at most this many times as long as a case."""
 
 
 class Failed(Exception):
@@ -49,6 +56,13 @@ class Failed(Exception):
 
 class Unrecorded(Failed):
     """A replayed case needs more samples than the run recorded."""
+
+
+class MachineDisturbed(Failed):
+    """The machine disturbed the case, so the case has no verdict. It is not red."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, DISTURBED)
 
 
 class Interrupted(Exception):
@@ -69,11 +83,14 @@ class RunContext:
         xdist_worker: the number of this xdist worker, which determines its GPU.
         past: the pages as of the commit of ``--aisp-against``.
         progress: a function that shows a text about the current work.
+        announce: a function that shows why the run waits, also where `progress` shows nothing.
         times_cpu: True if a machine with a GPU times sizes for CPUs too.
         versions: library versions in a worker process; None until one reports them.
         canary_case: the case that this process's canary will use.
+        shared: the worker processes that the cases share.
         cases_done: True after the last case, when the suite's time limit no longer applies.
         vote_seconds: time spent on votes so far.
+        wait_seconds: time spent waiting for a disturbed machine so far.
     """
 
     settings: Settings
@@ -84,13 +101,15 @@ class RunContext:
     replay: Worker | None = None
     past: GitSnapshot | None = None
     progress: Callable[[str], None] = lambda text: None
+    announce: Callable[[str], None] = lambda text: None
     times_cpu: bool = False
     versions: dict[str, Json] | None = None
     canary_case: CaseRun | None = None
     started: float = field(default_factory=time.monotonic)
     cases_done: bool = False
     vote_seconds: float = 0.0
-    _workers: dict[tuple[object, ...], Worker] = field(default_factory=dict)
+    wait_seconds: float = 0.0
+    shared: SharedWorkers = field(default_factory=SharedWorkers)
     _printing: list[WorkerProcess | RankSet] = field(default_factory=list)
     _stored: dict[Path, Stored] = field(default_factory=dict)
     _peaks: dict[str, peaks_module.Peaks | None] = field(default_factory=dict)
@@ -117,14 +136,8 @@ class RunContext:
         """
         if self.replay is not None:
             return self.replay
-        key = device, number, ranks, *sorted((variables or {}).items())
-        current = self._workers.get(key)
-        if isinstance(current, (WorkerProcess, RankSet)) and not current.alive:
-            current.close()
-            current = None
-        if current is None:
-            current = self._workers[key] = self.start(device, ranks, variables)
-        return current
+        place = device, number, ranks, tuple(sorted((variables or {}).items()))
+        return self.shared.at(place) or self.shared.put(place, self.start(device, ranks, variables))
 
     def start(
         self, device: str, ranks: int = 1, variables: Mapping[str, str] | None = None
@@ -267,6 +280,35 @@ class RunContext:
                 locks.enter_context(lease(gpu, waiting=self.progress))
             yield
 
+    def when_quiet(self, measure: Callable[[], T], forget: Callable[[], None]) -> T:
+        """Return the result of `measure`. If the machine disturbs it, wait and measure again.
+
+        Each wait is twice as long as the one before. Together, the waits of a case take at most
+        `Settings.wait` seconds, and those of the run `RUN_WAITS` times as long.
+
+        Args:
+            forget: drops what a disturbed measurement has left.
+
+        Raises:
+            MachineDisturbed: if the machine is still disturbed after that time.
+        """
+        remaining, pause = self.settings.wait, FIRST_PAUSE
+        while True:
+            try:
+                return measure()
+            except MachineDisturbed as disturbed:
+                forget()
+                in_run = RUN_WAITS * self.settings.wait - self.wait_seconds
+                pause = min(pause, remaining, in_run)
+                if pause <= 0 or self.replay is not None or self.settings.in_process:
+                    raise
+                why = f"waiting {pause:.0f} s for the machine: {disturbed}"
+            self.announce(why)
+            time.sleep(pause)
+            self.check_time()
+            self.wait_seconds += pause
+            remaining, pause = remaining - pause, 2 * pause
+
     def check_time(self) -> None:
         """Raise `Interrupted` if the suite's time limit has passed."""
         limit = self.settings.suite_timeout
@@ -275,9 +317,7 @@ class RunContext:
 
     def end_workers(self) -> None:
         """End every worker process, and delete its caches."""
-        for worker in self._workers.values():
-            worker.close()
-        self._workers.clear()
+        self.shared.close()
         for folder in self._caches:
             shutil.rmtree(folder, ignore_errors=True)
         self._caches.clear()

@@ -84,8 +84,7 @@ def contradicts(sandboxed: float, judged: float, clock: str) -> bool:
 class _Sandbox:
     def __init__(self, client: CaseClient, timing: Timing | None, folder: Path) -> None:
         self.client, self.folder = client, folder
-        # The times of a simulated device are made up, because its sides run on the CPU.
-        self.timing = timing = None if client.run.timer is not None else timing
+        self.timing = timing
         details = timing.details if timing is not None else {}
         self.clock = timing.clock if timing is not None else ""
         self.slots = int(details.get("slots", 2))
@@ -105,6 +104,7 @@ class _Sandbox:
                 self._do(
                     checker, CompareTask, side=role, seed=self.seed, outputs=outputs, steps=steps
                 )
+                Path(outputs).unlink()  # the next side must not find the right outputs
                 self.client.notes.append(f"{role} sandboxed: its outputs are right")
         finally:
             checker.close()
@@ -196,14 +196,14 @@ def _profile(case: CaseRun, tool: str) -> None:
 def _why_not(client: CaseClient, tool: str) -> str | None:
     """Return why this case cannot be profiled by `tool`, or None."""
     if client.placement.kind not in ("time", "check"):
-        return "its kernels are only compiled here, nothing runs"
+        return "its kernels are only compiled here, so nothing runs"
     if hasattr(client.case.pair.baseline, "environment"):
         return "each of its samples is a separate process"
     way_out = "\n    pytest --aisp-profile=torch"
     if tool != "torch" and client.ranks > 1:
-        return f"its sides run on {client.ranks} ranks, {tool} profiles one{way_out}"
+        return f"its sides run on {client.ranks} ranks, but {tool} profiles only one{way_out}"
     if tool != "torch" and client.placement.device != "cuda":
-        return f"it runs on the CPU, {tool} is for GPUs{way_out}"
+        return f"it runs on the CPU, and {tool} profiles only GPUs{way_out}"
     return None
 
 

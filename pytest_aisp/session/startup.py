@@ -17,6 +17,7 @@ import pytest
 
 from ..results.artifacts import Unclaimable, stamped
 from ..results.messages import Json
+from ..results.models import SIMULATED
 from ..results.results_json import Canary
 from ..results.row import Row
 from ..results.run_reader import folder_of
@@ -37,7 +38,7 @@ def configure(config: pytest.Config) -> None:
     settings = _of_controller(config, worker or {})
     if threading.current_thread() is threading.main_thread():
         _interrupt_on_sigterm()
-    timer = config.hook.pytest_aisp_timer(config=config)
+    timer = _foreign_timer(config, settings)
     machine = Machine.here()
     if timer is not None:
         machine = Machine(timer["arch"], timer["product"], timer["product"], ("simulated",))
@@ -80,6 +81,30 @@ def configure(config: pytest.Config) -> None:
             from . import benchmark_plugin
 
             config.pluginmanager.register(benchmark_plugin, "aisp-benchmarks")
+
+
+def _foreign_timer(config: pytest.Config, settings: Settings) -> Mapping[str, Json] | None:
+    """Return the timer of the hook, or None. Its product must not look like a measured one."""
+    timer: Mapping[str, Json] | None = config.hook.pytest_aisp_timer(config=config)
+    if timer is None:
+        return None
+    if lacking := [name for name in ("target", "arch", "product") if not timer.get(name)]:
+        raise pytest.UsageError(
+            f"pytest_aisp_timer: the timer lacks {', '.join(lacking)}\nReturn all of them:\n"
+            '    {"target": "module:function", "arch": "sm90", "product": "simulated-gpu"}'
+        )
+    target, product = timer["target"], timer["product"]
+    if not product.startswith(SIMULATED):
+        raise pytest.UsageError(
+            f"pytest_aisp_timer: the times of {target} would pass for measurements of {product}\n"
+            f'Begin the product with {SIMULATED}:\n    "product": "{SIMULATED}{product}"'
+        )
+    if settings.untrusted:
+        raise pytest.UsageError(
+            f"--aisp-untrusted cannot be combined with the timer {target}: no other process can"
+            " verify its times\nRemove the hook pytest_aisp_timer from conftest.py"
+        )
+    return timer
 
 
 class XdistNode(Protocol):
@@ -146,7 +171,7 @@ class _Gather:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         plain = getattr(report, "aisp", None)
-        if plain is not None and report.when == "call":
+        if plain is not None:
             row = Row.of(plain)
             self._recorder.add(row)
             if row.value is not None and row.clock in CLOCKS:
@@ -155,7 +180,9 @@ class _Gather:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: XdistNode, error: object) -> None:
         """Record an xdist worker's canary. If it is missing, note the worker's cases."""
-        found = getattr(node, "workeroutput", {}).get("aisp_canary")
+        output = getattr(node, "workeroutput", {})
+        self._recorder.unused.update(output.get("aisp_unused", ()))
+        found = output.get("aisp_canary")
         judged = self._judged.pop(node, [])  # xdist calls twice for an interrupted worker
         if found is not None:
             self._recorder.add_canary(msgspec.convert(found, Canary))

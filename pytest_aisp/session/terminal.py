@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..kernels.cross_compile import NOT_CHECKED
+from ..results.export import page_labels
 from ..results.messages import Json
-from ..results.row import LETTERS, Row, bare, duration, size_text
-from ..results.verdict import INVALID_RUN, RED
+from ..results.row import LETTERS, Row, bare, claim_text, duration, size_text
+from ..results.verdict import DISTURBED, INVALID_RUN, RED
 from ..worker.client import ReplayWorker
 from .options import Settings
+from .unused_results import missing_files
 
 if TYPE_CHECKING:
     import pytest
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
     from .run_context import RunContext
 
 NAMED = 5
-"""The most cases that a line lists by name."""
+"""The most cases or sizes that a line lists."""
+CHECK_ONLY = "--aisp-check"
+"""The reason why no case of a check run is timed."""
 COLUMNS: tuple[str, ...] = (
     "page",
     "variant",
@@ -35,6 +39,8 @@ COLUMNS: tuple[str, ...] = (
     "bound",
 )
 COLUMNS += ("claim", "stored", "detects", "verdict")
+CHECK_COLUMNS: tuple[str, ...] = ("page", "variant", "size", "checked at", "verdict")
+"""The columns of a run that timed nothing."""
 
 Status = tuple[str, str, "tuple[str, Mapping[str, bool]]"]
 """The return type of `pytest_report_teststatus`: category, letter, and word with markup."""
@@ -44,11 +50,15 @@ def status(plain: Mapping[str, Json], outcome: str) -> Status | None:
     """Return pytest's category, letter and word of a case."""
     row = Row.of(plain)
     verdict = row.verdict
-    if outcome == "skipped" or verdict not in LETTERS:
+    if verdict not in LETTERS or (outcome == "skipped" and verdict != DISTURBED):
         return None
     letter, word = LETTERS[verdict]
+    if verdict == DISTURBED and outcome == "skipped":
+        return DISTURBED, letter, (": ".join([word, *row.reasons[:1]]), {"yellow": True})
     red = outcome == "failed" or verdict in RED
     headline = "" if red and row.value is None else row.headline()
+    if verdict == "checked" and (sizes := _checked_at(row, NAMED)):
+        headline = f"at {sizes}" + (f"; not timed: {row.need}" if row.need != CHECK_ONLY else "")
     text = f"{word} {headline}" if headline else word
     if red:
         return "failed", letter, (text, {"red": True})
@@ -66,9 +76,16 @@ def header(run: RunContext) -> list[str]:
     peaks = settings.baselines / machine.product / "peaks.json"
     if settings.mode == "measure" and not peaks.exists() and run.timer is None:
         lines.append(f"aisp: no peaks stored for {machine.product}: shares of the limit are blank")
+    if run.timer is not None:
+        lines.append(f"aisp: {_simulated(run.timer['target'])}")
     if isinstance(run.replay, ReplayWorker) and run.replay.dropped:
         lines.append(f"aisp: --aisp-replay={settings.replay}: {run.replay.dropped}")
     return lines
+
+
+def _simulated(timer: str) -> str:
+    """Return a line about the times of a timer that a conftest provides."""
+    return f"simulated: the times come from {timer} (pytest_aisp_timer), not from a device"
 
 
 def show_captured(terminal: TerminalReporter) -> None:
@@ -87,8 +104,9 @@ def show_summary(terminal: TerminalReporter, recorder: Recorder) -> None:
     if not rows and not closing:
         return
     terminal.section("aisp")
-    lines = table([COLUMNS, *(cells(row) for row in rows)]) if rows else []
-    if terminal.config.get_verbosity() > 1:
+    verbosity = terminal.config.get_verbosity()
+    lines = _table(rows, verbosity) if rows else []
+    if verbosity > 1:
         lines += [f"{row.function}[{row.variant}]: {note}" for row in rows for note in row.notes]
     for line in [*lines, *closing]:
         terminal.write_line(line)
@@ -97,7 +115,8 @@ def show_summary(terminal: TerminalReporter, recorder: Recorder) -> None:
 def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
     """Return the lines below the table."""
     settings = recorder.settings
-    lines = [f"{row.key}: {remark}" for row in rows for remark in row.remarks]
+    lines = [_simulated(timer) for timer in sorted({row.timer for row in rows if row.timer})]
+    lines += [f"{row.key}: {remark}" for row in rows for remark in row.remarks]
     if profiled := sum(bool(row.profile) for row in rows):
         choose = "" if settings.artifacts else "; --aisp-artifacts=DIR keeps them elsewhere"
         what = f"profiles ({settings.profile}) of {_cases(profiled)}"
@@ -111,7 +130,7 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
     lines += [f"NO VERDICT: {crash}" for crash in recorder.crashes]
     needs = {row.need for row in rows if row.need and row.verdict in ("checked", "compiled")}
     if needs and settings.check:
-        needs = {"--aisp-check"}  # no machine would time these cases
+        needs = {CHECK_ONLY}  # no machine would time these cases
     lines += [f"not timed: {need}" for need in sorted(needs)]
     if settings.check and (compiled := sum(row.verdict == "compiled" for row in rows)):
         lines.append(
@@ -122,17 +141,42 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
     if any(row.verdict == "new" for row in rows) and settings.update is None:
         lines.append("new cases have no stored result; record them on a quiet machine:")
         lines.append("    pytest --aisp-update-expectations <the same paths>")
+    for file in missing_files(rows, settings.root) if settings.update is None else ():
+        lines.append(f"{file} is committed but not here, so its cases are new; restore it:")
+        lines.append(f"    git checkout -- {shlex.quote(file)}")
+    lines += _unused(sorted(recorder.unused))
     for row in rows:
-        if row.verdict in ("inconclusive", "stale"):
+        if row.verdict in ("inconclusive", "stale", DISTURBED):
             lines += [f"{row.verdict}: {row.key}: {reason}" for reason in row.reasons]
     lines += [_no_canary(worker, keys) for worker, keys in recorder.without_canary]
     lines += [f"canary: {canary}" for canary in recorder.canaries if not canary.wrong]
     invalid = recorder.why_invalid()
     lines += [f"{reason} (exit code {INVALID_RUN})" for reason in invalid]
+    if disturbed := sum(row.verdict == DISTURBED for row in rows):
+        lines.append(
+            f"DISTURBED: {disturbed} of {_cases(len(rows))} got no verdict, because something else"
+            f" used the machine (exit code {INVALID_RUN} if no case is red). Find out what:"
+        )
+        lines.append("    aisp machine doctor")
     if invalid and recorder.changes:
         lines.append("this run is invalid but stored results; restore the old ones")
         lines.append(f"    git checkout -- {settings.baselines.name}")
     return lines
+
+
+def _unused(results: Sequence[str]) -> list[str]:
+    """Return lines about stored results that no collected case uses."""
+    if not results:
+        return []
+    lines = [f"unused: {result}" for result in results[:NAMED]]
+    more = len(results) - NAMED
+    return [
+        *lines,
+        *([f"unused: {more} more"] if more > 0 else []),
+        "no case uses these stored results: a page, a test or a size was renamed or removed",
+        "Undo that, or record under the new name; then list the results that are left to remove:",
+        "    aisp results prune",
+    ]
 
 
 def _cases(count: int) -> str:
@@ -155,22 +199,52 @@ def _no_canary(worker: str, keys: Sequence[str]) -> str:
     return f"NO CANARY: worker '{worker}' ended before its canary; its verdicts: {named}"
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    """Return a row of the closing table."""
-    size = size_text(row.gpus, row.size)
+def _table(rows: Sequence[Row], verbosity: int) -> list[str]:
+    """Return the closing table. A run that timed nothing gets fewer columns, and with -q none."""
+    labels = page_labels((row.page, row.function) for row in rows)
+    pages = [labels[row.page, row.function] for row in rows]
+    if any(row.value is not None for row in rows):
+        return table(
+            [COLUMNS, *((page, *_cells(row)) for page, row in zip(pages, rows, strict=True))]
+        )
+    if verbosity < 0:
+        return []
+    named = NAMED if verbosity == 0 else None
+    lines = [
+        (
+            page,
+            row.variant,
+            size_text(row.gpus, row.size),
+            _checked_at(row, named) or "-",
+            row.verdict,
+        )
+        for page, row in zip(pages, rows, strict=True)
+    ]
+    return table([CHECK_COLUMNS, *lines])
+
+
+def _checked_at(row: Row, most: int | None) -> str:
+    """Return the first `most` sizes at which the sides were checked, such as ``n=33; n=1001``."""
+    replies = [[*reply.get("sizes", ()), *reply.get("searched", ())] for reply in row.checks]
+    sizes = list(dict.fromkeys(size for found in replies for size in found))
+    more = 0 if most is None else len(sizes) - most
+    return "; ".join(sizes[:most]) + (f"; {more} more" if more > 0 else "")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    """Return a row of the closing table of timed cases, without its first column."""
     seconds = [duration(s) for s in row.pair_seconds()] or ["-", "-"]
     speed = "-"
     if row.value is not None and row.low is not None and row.high is not None:
         speed = f"{bare(row.value)}x [{bare(row.low)}, {bare(row.high)}]"
     return (
-        row.page.rpartition("/")[2].removesuffix("_test.py"),
         row.variant,
-        size,
+        size_text(row.gpus, row.size),
         *seconds,
         speed,
         "-" if row.share is None else f"{row.share:.0%} {row.limit}",
         row.bound,
-        "-" if row.claim is None else str(row.claim),
+        claim_text(row.claim, row.versus),
         "-" if row.stored is None else f"{bare(row.stored)}x",
         "-" if row.detectable is None else f"{1 - math.exp(-row.detectable):.1%}",
         row.verdict,
@@ -216,11 +290,25 @@ class LiveProgress:
     def pytest_sessionstart(self) -> None:
         # Only now, because pytest registers its reporter after it has configured the plugins.
         self._terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if self._terminal:
+            self._run.announce = self._announce
         if self._terminal and self._terminal.isatty and self._config.get_verbosity() > 0:
             self._run.progress = self._show
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._nodeid = nodeid
+
+    def _announce(self, text: str) -> None:
+        """Show why the run waits: on the case's line, or else on a line of its own."""
+        if self._run.progress == self._show:
+            return self._show(text)
+        terminal = self._terminal
+        assert terminal is not None
+        capture = self._config.pluginmanager.get_plugin("capturemanager")
+        with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
+            terminal.ensure_newline()
+            terminal.write_line(f"{self._nodeid}: {text}")
+            terminal.flush()
 
     def _show(self, text: str) -> None:
         terminal = self._terminal
