@@ -89,7 +89,7 @@ class Graphs:
         from pytest_aisp.checking.inputs import BoundSide
         from pytest_aisp.util import pytree
 
-        probe = BoundSide(self._side, [self._pool.values[0]])
+        probe = BoundSide(self._side, [self._pool.value_set(0)])
         output_bytes = pytree.nbytes(probe.run(0))
         probe.close()
         l2 = torch.cuda.get_device_properties().L2_cache_size

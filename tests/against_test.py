@@ -339,6 +339,7 @@ def test_doubling(pair):
 
 
 def test_processes_of_an_old_side_import_the_old_page(pytester, monkeypatch):
+    from pytest_aisp.util.cpu_load import CpuLoad
     from pytest_aisp.worker import client
     from pytest_aisp.worker.engine import Engine
 
@@ -361,6 +362,7 @@ def test_processes_of_an_old_side_import_the_old_page(pytester, monkeypatch):
             pass
 
     monkeypatch.setattr(client, "WorkerProcess", WorkerInThisProcess)
+    monkeypatch.setattr(CpuLoad, "look", lambda load: None)
     today, old = pytester.mkdir("today"), pytester.mkdir("old")
     (today / "aged_test.py").write_text(PROCESSES.replace('"then"', '"now"'))
     (old / "aged_test.py").write_text(PROCESSES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from checklists import BENCHMARK_CHEATS, VALIDITY_ISSUES
+from tricks import BELIEVED, STATES, TRICKS
 from validity import find_exploits, find_test
 
 ITEMS = [*BENCHMARK_CHEATS, *(item for items in VALIDITY_ISSUES.values() for item in items)]
@@ -38,3 +39,12 @@ def test_the_tests_of_an_item_exist(item):
 
 def test_every_exploit_is_in_a_checklist():
     assert {name for item in ITEMS for name in item.exploits.split()} == EXPLOITS
+
+
+@pytest.mark.parametrize("trick", TRICKS, ids=lambda trick: trick.name)
+def test_what_the_table_of_tricks_says_is_proved(trick):
+    assert {trick.ordinary, trick.untrusted} <= STATES.keys()
+    proofs = trick.proofs.split()
+    assert proofs or {trick.ordinary, trick.untrusted} == {BELIEVED}
+    for name in proofs:
+        assert name in EXPLOITS or find_test(name)

@@ -114,7 +114,9 @@ def test_unknown_target_is_refused(ran, capsys, command):
 @pytest.mark.parametrize("given", [["--targets"], ["--targets", "--profile=none"]])
 def test_targets_option_without_words_is_refused(ran, capsys, given):
     assert app.main(["bench", "run", *given]) == 2
-    assert "--targets needs a chapter or a page, as ch10 or ch10:gemm" in capsys.readouterr().err
+    assert (
+        "--targets needs a chapter or a page, such as ch10 or ch10:gemm" in capsys.readouterr().err
+    )
     assert ran[0] == []
 
 

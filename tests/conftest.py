@@ -17,6 +17,8 @@ import pytest
 import torch  # once, out here: pytester's in-process runs would load it twice and die
 from zygote import Zygote
 
+from pytest_aisp.isolation import monkeypatches
+
 if not torch.cuda.is_available():  # read when triton is imported: pages with kernels run here too
     os.environ["TRITON_INTERPRET"] = "1"
 hypothesis.settings.register_profile("busy", deadline=None)  # no test is about its own speed
@@ -85,6 +87,12 @@ INI = """
 """
 
 
+@pytest.fixture(autouse=True, scope="session")
+def original_functions() -> None:
+    """Store the watched functions before a test replaces some of them."""
+    monkeypatches.remember()
+
+
 @pytest.fixture(autouse=True)
 def no_ci(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test sets CI itself if it is about CI."""
@@ -109,6 +117,19 @@ def zygote() -> Iterator[Zygote]:
     started = Zygote.new()
     yield started
     started.close()
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fork the worker processes of a module's tests from one that has imported what they need."""
+    from pytest_aisp.worker import client
+
+    zygote = Zygote.new("torch._dynamo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "Popen", zygote.worker)
+        patch.setenv("AISP_LEASES", str(tmp_path_factory.mktemp("leases")))
+        yield
+    zygote.close()
 
 
 @pytest.fixture

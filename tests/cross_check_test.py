@@ -37,17 +37,17 @@ TRICKS = {
     ),
     "replaced events": (
         {"events": 5e-5},
-        "the events measure 50 us, but the host between full waits 5060 us",
+        "the events measure 50 us, but the host measures 5060 us between full waits",
         "clocks-agree",
     ),
     "replaced host clock": (
         {"host": 5e-5},
-        "the events measure 5000 us, but the host between full waits 50 us",
+        "the events measure 5000 us, but the host measures 50 us between full waits",
         "clocks-agree",
     ),
     "replaced events and host clock": (
         {"events": 5e-5, "host": 5.1e-5},
-        "the events measure 50 us, but the GPU's own counter 5004 us",
+        "the events measure 50 us, but the GPU's own counter measures 5004 us",
         "clocks-agree",
     ),
 }
@@ -78,7 +78,7 @@ def test_one_reading_without_contradiction_is_enough():
     busy = replace(HONEST, host=9e-3)
     readings = iter([busy] * (ATTEMPTS - 1) + [HONEST])
     assert contradiction(lambda: next(readings)) == ""
-    assert "host between full waits 9000 us" in contradiction(lambda: busy)
+    assert "the host measures 9000 us between full waits" in contradiction(lambda: busy)
 
 
 def test_several_ranks_may_be_idle_later(monkeypatch):
@@ -135,8 +135,8 @@ def test_kernels_contradict_windows_that_are_too_short(launches, busy, message):
 def test_notes_list_kernels_and_say_if_both_sides_launch_the_same():
     one, two = KernelProfile({"add": 2.0}, 9e-6), KernelProfile({"fused": 1.0}, 4e-6)
     assert kernel_notes({"eager": one, "fused": two}) == [
-        "eager launches a call: 2 x add; busy 9 us",
-        "fused launches a call: 1 x fused; busy 4 us",
+        "eager launches per call: 2 x add; busy 9 us",
+        "fused launches per call: 1 x fused; busy 4 us",
     ]
     assert kernel_notes({"eager": one, "other": one})[-1] == "both sides launch the same kernels"
     assert kernel_notes({}) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
+import xml.etree.ElementTree as ElementTree
 from unittest import mock
 
 import pytest
@@ -299,6 +300,65 @@ def test_a_fault_names_only_the_archs_that_have_it(red):
     for arch, most in (("sm90", 232448), ("sm121", 101376)):
         line = f" on {arch} needs 300000 bytes of shared memory; a block has {most} there"
         assert line in red["too_much_shared"].failure
+
+
+TWO_CUDA = CUDA + CUDA.replace("doubling", "other")
+OTHER = """
+kernels = cuda_module("{name}.cu")
+
+
+def other(x):
+    out = torch.empty_like(x)
+    {launch}
+    return out
+"""
+OTHER_LAUNCH = "kernels.other[4096, 256](x, out, x.numel())"
+BAD_SIBLINGS = {
+    "sibling_argument": (
+        TWO_CUDA,
+        OTHER_LAUNCH.replace("x.numel()", "'many'"),
+        "LaunchError: other: parameter 'n' was given 'many' (str)",
+    ),
+    "sibling_name": (
+        TWO_CUDA,
+        OTHER_LAUNCH.replace("other", "otter"),
+        "has no kernel 'otter'; it has doubling, other",
+    ),
+    "sibling_does_not_compile": (
+        CUDA + CUDA.replace("doubling", "other").replace("2 * x[i]", "undeclared"),
+        OTHER_LAUNCH,
+        'sibling_does_not_compile.cu(9): error: identifier "undeclared" is undefined',
+    ),
+    "sibling_parameter": (
+        CUDA
+        + CUDA.replace("doubling", "other").replace("int n", "float4 n").replace("< n", "< n.x"),
+        OTHER_LAUNCH,
+        "`float4 n` needs a type that can be passed",
+    ),
+}
+
+
+def test_a_bad_launch_fails_only_its_own_variant(write, pytester):
+    for name, (cuda, launch, _) in BAD_SIBLINGS.items():
+        write(name, cuda, side=CUDA_LAUNCH, variant="doubled, other", kernel="")
+        path = pytester.path / "ch99" / f"{name}_test.py"
+        defs = OTHER.format(name=name, launch=launch)
+        text = path.read_text().replace(f'kernels = cuda_module("{name}.cu")', defs)
+        kernel = text[text.index("@triton.jit") : text.index("kernels = ")]
+        path.write_text(text.replace(kernel, ""))
+    result = compiled(pytester, "--aisp-compile=sm90", "-rf")
+    cases = ElementTree.parse(pytester.path / "junit.xml").iter("testcase")
+    failures = {
+        case.attrib["classname"].rpartition(".")[2].removesuffix("_test")
+        + case.attrib["name"].removeprefix("test_doubling"): failure
+        for case in cases
+        for failure in [None if case.find("failure") is None else case.find("failure").text]
+    }
+    assert len(failures) == 2 * len(BAD_SIBLINGS)
+    for name, (_, _, message) in BAD_SIBLINGS.items():
+        assert failures[f"{name}[doubled-n1048576]"] is None
+        assert message in failures[f"{name}[other-n1048576]"]
+    result.stdout.fnmatch_lines(["*4 failed, 4 compiled*"])
 
 
 def test_cases_without_kernels_are_skipped_with_a_reason(page, write, pytester):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import importlib.util
+import math
 import multiprocessing
 import re
 import subprocess
@@ -62,6 +63,11 @@ class OnGpu:
     device: int = 0
     contiguous: bool = True
     address: int = 0x1000
+    more_bytes: int = 0
+
+    @property
+    def nbytes(self):
+        return math.prod(self.shape) * self.dtype.itemsize + self.more_bytes
 
     def get_device(self):
         return self.device
@@ -116,17 +122,29 @@ def test_an_unknown_kernel_error_lists_the_kernels():
         ),
         ('extern "C" __global__ void NAME(k)(int n) {}', "cannot read the signature of `void NAME"),
         ('extern "C" __global__ void path(int n) {}', "a kernel cannot be called 'path'; rename"),
-        ('extern "C" __global__ void k(Shape s) {}', "page.cu: k: `Shape s` cannot be passed"),
-        ('extern "C" __global__ void k(__half h) {}', "`__half h` cannot be passed"),
-        ('extern "C" __global__ void k(float4 v) {}', "`float4 v` cannot be passed"),
-        ('extern "C" __global__ void k(Shape* s) {}', "legal are pointers to integers, float"),
-        ('extern "C" __global__ void k(long double d) {}', "`long double d` cannot be passed"),
     ],
 )
 def test_unsupported_kernels_are_refused_at_declaration(module_of, source, message):
     with pytest.raises(LaunchError) as error:
         module_of(source)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "parameter", ["Shape s", "__half s", "float4 s", "Shape* s", "long double s"]
+)
+def test_an_unsupported_parameter_is_refused_at_the_launch_of_its_kernel(module_of, parameter):
+    module = module_of(
+        f'extern "C" __global__ void k({parameter}) {{}}\nextern "C" __global__ void good() {{}}'
+    )
+    assert module.kernels == ("k", "good")
+    with pytest.raises(LaunchError) as error:
+        module.k[1, 32](1.5)
+    message = (
+        f"k: parameter 's' was given 1.5 (float); `{parameter}` needs a type that can be passed;"
+        " legal are pointers to integers, float, double"
+    )
+    assert str(error.value).startswith(message)
 
 
 def test_comments_strings_and_attributes_do_not_confuse_the_parser(module_of):
@@ -188,17 +206,42 @@ def test_a_module_can_be_copied():
         ("float3", "float32", 4),
         ("float4", "float32", 16),
         ("double4", "float64", 16),
+        ("__nv_bfloat162", "bfloat16", 4),
         ("float*", "uint64 int64", 8),
     ],
 )
 def test_pointers_take_tensors_of_their_element_type(params_of, c_type, dtypes, align):
     (param,) = params_of(f"const {c_type}* __restrict__ x")
     every = {str(d).removeprefix("torch."): d for d in vars(torch).values() if is_dtype(d)}
-    taken = {name for name, d in every.items() if param.convert(OnGpu(d), 0) is not None}
+    fits = {name: param.convert(OnGpu(d, more_bytes=1), 0) for name, d in every.items()}
+    taken = {name for name, address in fits.items() if address is not None}
     assert taken == set(dtypes.split())
     good = every[dtypes.split()[0]]
     steps = [n for n in (1, 2, 4, 8, 16) if param.convert(OnGpu(good, address=0x1000 + n), 0)]
     assert steps[0] == align
+
+
+@pytest.mark.parametrize("c_type", ["uint4", "const int4", "float4", "double2", "longlong2"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8, torch.float32])
+def test_pointers_to_vectors_take_whole_vectors_of_any_type(params_of, c_type, dtype):
+    (param,) = params_of(f"{c_type}* x")
+    per_vector = 16 // dtype.itemsize
+    assert check_arguments("k", [param], [OnGpu(dtype, (3, per_vector))], 0) == [0x1000]
+    own = dtype == torch.float32 and c_type == "float4"
+    for odd in (OnGpu(dtype, (3, per_vector + 1)), OnGpu(dtype, (16,), address=0x1008)):
+        if own and odd.address == 0x1000:  # the kernel may handle the rest
+            assert param.convert(odd, 0)
+            continue
+        with pytest.raises(LaunchError, match="or one of another type whose size is"):
+            check_arguments("k", [param], [odd], 0)
+
+
+@pytest.mark.parametrize("c_type", ["float", "half2", "__nv_bfloat162", "__half", "int"])
+def test_a_tensor_of_another_type_is_refused_where_kernels_calculate(params_of, c_type):
+    (param,) = params_of(f"{c_type}* x")
+    for dtype in (torch.float64, torch.uint8):
+        with pytest.raises(LaunchError, match=r"'x' was given a \w+ tensor"):
+            check_arguments("k", [param], [OnGpu(dtype)], 0)
 
 
 def is_dtype(value):
@@ -253,7 +296,7 @@ def test_tensor_maps_are_passed_as_descriptors(params_of):
 FAULTS = {
     "CPU": (OnGpu(device=-1), "a float32 tensor of shape (4, 4) on the CPU"),
     "other GPU": (OnGpu(device=1), "a float32 tensor of shape (4, 4) on cuda:1"),
-    "dtype": (OnGpu(torch.float64), "a float64 tensor of shape (4, 4) on cuda:0"),
+    "dtype": (OnGpu(torch.float64, (3,)), "a float64 tensor of shape (3,) on cuda:0"),
     "strides": (OnGpu(contiguous=False), "on cuda:0, not contiguous"),
     "alignment": (OnGpu(address=0x1004), "on cuda:0, not 16-byte aligned"),
     "number": (3, "3 (int)"),
@@ -269,7 +312,8 @@ def test_a_wrong_tensor_error_names_parameter_value_and_need(fault):
     start, end = str(error.value).split("; ")
     assert start.startswith("wide: parameter 'out' was given ")
     assert start.endswith(message)
-    needs = "a contiguous float32 tensor on cuda:0 at a multiple of 16 bytes"
+    needs = "a contiguous float32 tensor on cuda:0 at a multiple of 16 bytes, or one of another"
+    needs += " type whose size is a multiple of 16 bytes"
     assert end == f"`float4 *out` needs {needs}"
 
 
@@ -485,7 +529,7 @@ def test_the_shared_memory_limit_is_only_raised(gpu):
 
 def test_too_much_shared_memory_names_the_limit(gpu):
     gpu.refuses = True
-    with pytest.raises(LaunchError, match=r"300000 bytes .*INVALID_VALUE; this GPU has 232448"):
+    with pytest.raises(LaunchError, match=r"300000 bytes .*INVALID_VALUE; this GPU allows 232448"):
         cuda_module("data/build.cu").wide[1, 256, 300_000](OnGpu(), OnGpu(), 4)
 
 
@@ -540,6 +584,46 @@ def test_a_kernel_removed_by_an_if_is_an_error(module_of):
 
 
 @needs_nvrtc
+def test_a_kernel_compiles_if_another_one_does_not(module_of):
+    module = module_of(
+        "__device__ int shift = 1;\n"
+        'extern "C" __global__ void __launch_bounds__(64) bad(int* x) {\n'
+        "  if (x[0]) { x[0] = '}' + undeclared; }\n}\n"
+        'extern "C" __global__ void good(int* x) { x[0] = shift; }\n'
+        'extern "C" __global__ void worse(int* x) { x[0] = unknown; }\n'
+    )
+    assert nvrtc.compile_module(module, "sm_90", "good").usage.keys() >= {"good"}
+    for kernel, line, own, other in (
+        ("bad", 3, "undeclared", "unknown"),
+        ("worse", 6, "unknown", "undeclared"),
+    ):
+        with pytest.raises(CompileError) as error:
+            nvrtc.compile_module(module, "sm_90", kernel)
+        assert f'page.cu({line}): error: identifier "{own}" is undefined' in str(error.value)
+        assert other not in str(error.value)
+
+
+@needs_nvrtc
+def test_an_error_in_shared_code_concerns_every_kernel(module_of):
+    shared = "__device__ int shift = undeclared;\n"
+    kernels = "".join(f'extern "C" __global__ void {k}(int* x) {{ *x = shift; }}\n' for k in "ab")
+    for kernel in "ab":
+        with pytest.raises(CompileError, match='"undeclared" is undefined'):
+            nvrtc.compile_module(module_of(shared + kernels), "sm_90", kernel)
+
+
+@needs_nvrtc
+def test_a_kernel_without_code_for_a_target_does_not_concern_the_others(module_of):
+    module = module_of(
+        '#if __CUDA_ARCH__ >= 1000\nextern "C" __global__ void late(int n) {}\n#endif\n'
+        'extern "C" __global__ void early(int n) {}\n'
+    )
+    assert nvrtc.compile_module(module, "sm_90", "early")
+    with pytest.raises(CompileError, match="no code for late; is it inside an #if"):
+        nvrtc.compile_module(module, "sm_90", "late")
+
+
+@needs_nvrtc
 def test_options_reach_the_compiler(module_of):
     source = 'extern "C" __global__ void k(float* x) { x[0] = TILE; }'
     assert module_of(source, options={"define_macro": ("TILE", "4")}).assemble("sm90")
@@ -573,13 +657,13 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch, error):
 @pytest.fixture
 def compilations(monkeypatch):
     """Count what really is compiled."""
-    real, seen = nvrtc._compile, []
+    real, seen = nvrtc.compile_source, []
 
-    def counted(core, module, target, options):
-        seen.append(target)
-        return real(core, module, target, options)
+    def counted(core, source, options):
+        seen.append(options["arch"])
+        return real(core, source, options)
 
-    monkeypatch.setattr(nvrtc, "_compile", counted)
+    monkeypatch.setattr(nvrtc, "compile_source", counted)
     return seen
 
 

@@ -63,11 +63,11 @@ PAGES = {"first": "doubled", "second": "{}", "third": "doubled"}
 def written(page, pytester):
     """Write three pages that launch kernels; the second one launches `kernel`."""
 
-    def write(kernel):
+    def write(kernel, more=""):
         for name, does in PAGES.items():
             side = f"launch(kernels.{does.format(kernel)}, x)"
             page(side, defs=LAUNCH, name=f"{name}_test.py")
-        (pytester.path / "ch99" / "faults.cu").write_text(KERNELS)
+        (pytester.path / "ch99" / "faults.cu").write_text(KERNELS + more)
 
     return write
 
@@ -93,6 +93,24 @@ def test_an_illegal_access_fails_only_its_case(written, pytester):
         ]
     )
     assert alive_workers(pytester.path) == []
+
+
+@needs_gpu
+def test_a_kernel_that_does_not_compile_fails_only_its_case(written, pytester):
+    written(
+        "broken", 'extern "C" __global__ void broken(const float* x, float* y, long long n) { no; }'
+    )
+    result = pytester.runpytest_subprocess("--aisp-check")
+    result.stdout.fnmatch_lines(
+        [
+            "E  *AssertionError: doubled at n=33: CompileError: *, during: check doubled*",
+            'E  *faults.cu(*): error: identifier "no" is undefined*',
+            "first *doubled *checked",
+            "second *doubled *fail",
+            "third *doubled *checked",
+            "=* 1 failed, 2 checked in *",
+        ]
+    )
 
 
 @needs_gpu
@@ -139,10 +157,11 @@ def test_a_process_that_lost_its_gpu_is_replaced(page, pytester):
     )
 
 
-def test_a_side_that_only_raises_keeps_its_process(page, pytester):
+def test_the_case_after_a_side_that_raises_gets_a_new_process(page, pytester):
     note = "open('pids', 'a').write(str(os.getpid()) + ' ') and"
     page(f"{note} 1 / 0", defs="import os", name="first_test.py")
     page(f"{note} 2 * x", defs="import os", name="second_test.py")
     result = pytester.runpytest_subprocess("--aisp-check")
     result.stdout.fnmatch_lines(["=* 1 failed, 1 checked in *"])
-    assert len(set((pytester.path / "pids").read_text().split())) == 1
+    first, *others = (pytester.path / "pids").read_text().split()
+    assert first not in others

@@ -5,6 +5,7 @@ The fake's events read the host's clock, and its graphs call the captured functi
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import time
@@ -22,7 +23,7 @@ from pytest_aisp.isolation.protections import without
 from pytest_aisp.page.pair import SideError
 from pytest_aisp.timing import cross_check, cuda_graph, cuda_timer, l2, memory, schedule
 from pytest_aisp.timing.schedule import Budget
-from pytest_aisp.util import device
+from pytest_aisp.util import cpu_load, device
 from pytest_aisp.worker.loader import pair_of
 
 CALLS = 4
@@ -84,6 +85,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(cross_check, "HOST", 60.0)
     monkeypatch.setattr(cross_check, "LATE", 60.0)
     monkeypatch.setattr(cross_check, "LATE_QUEUED", 60.0)
+    monkeypatch.setattr(cpu_load, "STOLEN", math.inf)
     return state
 
 
@@ -220,17 +222,18 @@ def test_peak_memory_of_a_call_excludes_earlier_allocations(gpu):
 
 
 def test_memory_held_by_preparation_is_counted_per_slot(gpu, monkeypatch):
+    pool = pool_of()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
 
     def ahead(x):
         gpu.allocated += 4096
         yield lambda: doubled(x)
 
-    side = pool_of().bind(ahead)
+    side = pool.bind(ahead)
     gpu.peak = gpu.allocated
     assert side.held_bytes == 4096
     assert memory.peak_bytes(side) == 4096
-    assert pool_of().bind(doubled).held_bytes == 0
+    assert pool.bind(doubled).held_bytes == 0
 
 
 def test_a_warm_l2_is_refused(gpu):

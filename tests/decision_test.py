@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pytest_aisp.isolation.interference import Cause, Disturbed
 from pytest_aisp.results import stats, verdict
 from pytest_aisp.results.verdict import Reading
 from pytest_aisp.timing.fake_device import Noise, Process
-from pytest_aisp.timing.schedule import Budget, Disturbed, join, measure
+from pytest_aisp.timing.schedule import Budget, join, measure
 
 spec = importlib.util.spec_from_file_location(
     "error_rates", Path(__file__).parents[1] / "benchmarks" / "error_rates.py"
@@ -382,7 +383,7 @@ class Watched:
 
     def disturbance(self):
         self.checks += 1
-        return "hot" if self.checks in (4, 5) else None
+        return Cause("hot") if self.checks in (4, 5) else None
 
     def details(self):
         return {"looks": [[0, 1980], [1, 1980], [3, 1900], [4, 1800], [5, 1800], [6, 1900]]}

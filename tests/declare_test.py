@@ -74,6 +74,11 @@ UNKNOWN_WORDS = {
         {"optimized": [Variant(fast, precision="fp12")]},
         "unknown precision 'fp12'; legal: tf32, bf16, ",
     ),
+    "precision of a baseline": (
+        {"baseline": Variant(slow, precision="fp12")},
+        "unknown precision 'fp12'; legal: tf32, bf16, ",
+    ),
+    "versus": ({"versus": "cublas"}, "unknown versus 'cublas'; legal: library"),
     "arch": ({"at_least": {"sm91": 2.0}}, "unknown arch in at_least 'sm91'; legal: cpu, sm90, "),
 }
 SLOWDOWN = (
@@ -84,6 +89,15 @@ CLAIMS = {
     "zero on a CPU": ({"at_least": {"cpu": 0}}, f"at_least=0 {SLOWDOWN}"),
     "not a number": ({"at_least": float("nan")}, f"at_least=nan {SLOWDOWN}"),
     "variant below one": ({"optimized": [Variant(fast, at_least=0.5)]}, f"at_least=0.5 {SLOWDOWN}"),
+    "below one, with the way out": (
+        {"at_least": 0.8},
+        f"at_least=0.8 {SLOWDOWN} for a library that is there to compare with; if the baseline"
+        " is the library, and the claim is a share of its speed, add versus='library'",
+    ),
+    "zero of a library": (
+        {"at_least": 0, "versus": "library"},
+        "at_least=0 must be above 0, as in at_least=0.8",
+    ),
     "a word": (
         {"at_least": "fast"},
         "at_least='fast' is neither a number nor 'neutral' or 'yardstick'",
@@ -103,6 +117,38 @@ SIDES = {
     "the baseline again": (
         {"optimized": [slow]},
         "two sides are called 'slow'; name each by its idea",
+    ),
+    "not a function": ({"optimized": [3]}, "a side is a function; 3 is not"),
+    "a variant of a variant": (
+        {"baseline": Variant(Variant(slow))},
+        "a side is a function; Variant(side=<function slow ",
+    ),
+    "a claim of the baseline": (
+        {"baseline": Variant(slow, at_least=1.5)},
+        "baseline=Variant(at_least=...): a baseline declares only its precision; write at_least="
+        " on compare() or on a variant, because a claim is about an optimized side",
+    ),
+    "needs of the baseline": (
+        {"baseline": Variant(slow, precision="tf32", needs="tma")},
+        "baseline=Variant(needs=...): a baseline declares only its precision; write needs= in"
+        " conditions=Conditions(needs=...), because every case runs the baseline",
+    ),
+    "when of the baseline": (
+        {"baseline": Variant(slow, when=lambda n: True)},
+        "baseline=Variant(when=...): a baseline declares only its precision; write when= on each",
+    ),
+    "instructions of the baseline": (
+        {"baseline": Variant(slow, sass="LDG.128")},
+        "baseline=Variant(sass=...): a baseline declares only its precision; write sass= on a",
+    ),
+    "baseline only on a GPU": (
+        {"baseline": Variant(slow, gpu_only="NCCL")},
+        "baseline=Variant(gpu_only=...): a baseline declares only its precision; write gpu_only=",
+    ),
+    "marks of the baseline": (
+        {"baseline": Variant(slow, marks=[pytest.mark.skip])},
+        "baseline=Variant(marks=...): a baseline declares only its precision; write marks= on the"
+        " test function, as in @pytest.mark.skipif(...)",
     ),
     "twice": (
         {"optimized": [fast, Variant(fast)]},
@@ -269,6 +315,20 @@ def test_claims_of_one_and_more_are_legal(claim):
     assert declared(at_least=claim)
 
 
+@pytest.mark.parametrize("baseline", [slow, Variant(slow), Variant(slow, precision="tf32")])
+def test_a_baseline_may_declare_its_precision(baseline):
+    pair = declared(baseline=baseline).kwargs["pair"]
+    assert pair.baseline is slow
+    assert pair.baseline_precision == getattr(baseline, "precision", None)
+
+
+def test_a_claim_against_a_library_may_be_below_one():
+    pair = declared(versus="library", at_least={"sm90": 0.8}).kwargs["pair"]
+    assert pair.claim(pair.variants[0], "sm90") == 0.8
+    assert pair.claim(pair.variants[0], "sm100") == "yardstick"
+    assert pair.origin(pair.variants[0], "sm100").startswith("yardstick, because there is no ")
+
+
 def test_page_and_variant_features_that_one_gpu_has_are_legal():
     pair = declared(needs="tma", optimized=[Variant(fast, needs="wgmma")]).kwargs["pair"]
     assert pair.archs(pair.variants[0]) == ("sm90",)
@@ -311,6 +371,10 @@ BROKEN = {
     "word": (
         [('bound="dram"', 'bound="disk"')],
         [*AT_COMPARE, f"{ERROR} unknown bound 'disk'; legal: dram, *"],
+    ),
+    "claiming": (
+        [("baseline=added", "baseline=Variant(added, at_least=2)")],
+        [*AT_COMPARE, f"{ERROR} baseline=Variant(at_least=...): a baseline declares only *"],
     ),
     "gpus": (
         [('bound="dram"', 'bound="dram", conditions=Conditions(gpus=lambda: 2)')],

@@ -13,7 +13,7 @@ import torch
 from worker_processes import wait_for
 
 from pytest_aisp.util import device, device_state, gpu_lease
-from pytest_aisp.util.device_state import Telemetry
+from pytest_aisp.util.device_state import OtherProcesses, Telemetry
 
 STRANGER = 1  # init: never a worker process
 
@@ -68,14 +68,34 @@ def test_the_power_cap_is_not_reported(telemetry):
     assert telemetry(reasons=0x4).look() is None
 
 
-def test_another_process_on_the_gpu_is_reported(telemetry):
-    assert telemetry(busy=[STRANGER]).look() == f"process {STRANGER} computes on this GPU too"
+@pytest.fixture
+def others(monkeypatch, telemetry):
+    """Return the shares of the GPU that other processes use, by name, with a fake NVML."""
+
+    def shares(**answers):
+        telemetry(**answers)
+        return OtherProcesses(0).shares()
+
+    return shares
 
 
-def test_our_processes_and_hidden_ids_are_not_reported(telemetry, monkeypatch):
-    assert telemetry(busy=[STRANGER], known=[STRANGER]).look() is None
-    monkeypatch.setattr(device_state, "is_worker", lambda pid: pid == os.getpid())
-    assert telemetry(busy=[os.getpid()]).look() is None
+def test_another_process_on_the_gpu_is_reported(others):
+    [(name, share)] = others(busy=[STRANGER]).items()
+    assert name.startswith(f"process {STRANGER} (")
+    assert share == 0.4
+
+
+def test_our_processes_and_hidden_ids_are_not_reported(others, monkeypatch):
+    assert others(busy=[STRANGER], known=[STRANGER]) == {}
+    assert others(busy=[os.getpid()]) == {}
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert others(busy=[child.pid]) == {}, "a side's own process is no neighbor"
+        child.communicate(b"\n")
+    monkeypatch.setattr(device_state, "is_worker", lambda pid: pid == STRANGER)
+    assert others(busy=[STRANGER]) == {}
+    monkeypatch.setattr(device_state, "is_worker", lambda pid: False)
+    monkeypatch.setattr(device, "read_text", lambda file: "nvidia-cuda-mps")
+    assert others(busy=[STRANGER]) == {}, "MPS computes for this process too"
 
 
 def test_nvml_is_asked_rarely_unless_the_gpu_is_disturbed(telemetry):

@@ -108,7 +108,7 @@ def test_without_a_gpu_memory_is_not_measured(page, pytester):
     page(body=ALONE.format(0.5))
     result = pytester.runpytest_subprocess("-v")
     result.stdout.fnmatch_lines(["*CHECKED*", "*1 checked*"])
-    busy = "from pytest_aisp.timing import cpu_timer\n\ncpu_timer.STOLEN = float('inf')"
+    busy = "from pytest_aisp.util import cpu_load\n\ncpu_load.STOLEN = float('inf')"
     more = "cpu_sizes=[{'n': 99}],"
     page(body=BODY.format(0.5), more=more, at_least="'yardstick'", defs=busy)
     result = pytester.runpytest_subprocess("-vv", "-m", "aisp_cpu")

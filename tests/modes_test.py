@@ -66,7 +66,7 @@ def test_a_loss_against_the_stored_result_is_regressed(page, gpu, recorded, pyte
     assert "shifted-n1001" not in last.stdout.str()
 
 
-WORDS = {"aisp_verdict", "aisp_clock", "aisp_bound", "aisp_product", "aisp_limit"}
+WORDS = {"aisp_verdict", "aisp_clock", "aisp_bound", "aisp_product", "aisp_limit", "aisp_timer"}
 """Properties in JUnit that are no numbers; the claim may be one."""
 
 
@@ -236,6 +236,24 @@ def test_a_yardstick_is_judged_only_against_its_stored_result(page, gpu, recorde
     assert result.ret == 1
 
 
+def test_a_claim_against_a_library_may_be_a_share_of_its_speed(page, gpu, recorded, pytester):
+    page(at_least="0.8", more="versus='library',")
+    gpu(added=0.9e-5, doubled=1e-5)
+    result = pytester.runpytest_subprocess("-v", "--aisp-artifacts=out")
+    result.stdout.fnmatch_lines(["*0.90?x*0.8 of library  -       *  new*"])
+    assert result.ret == 0
+    assert "0.8 of library" in (pytester.path / "out" / "results.md").read_text()
+    (case,) = json.loads((pytester.path / "out" / "results.json").read_text())["cases"]
+    assert case["claim"] == {"at_least": 0.8, "from": "at_least on the page", "versus": "library"}
+    recorded()
+    gpu(added=0.9e-5, doubled=1.4e-5)
+    result = pytester.runpytest_subprocess()
+    result.stdout.fnmatch_lines(
+        ["*against 0.800x (at_least of library on the page)*-> red", "*stored in *-> red"]
+    )
+    assert result.ret == 1
+
+
 def test_a_neutral_claim_fails_only_on_a_loss(page, gpu, pytester):
     page(at_least="'neutral'")
     gpu(added=1e-5, doubled=1e-5)
@@ -265,7 +283,9 @@ def test_check_mode_prints_one_reason_for_not_timing(page, pytester):
 def test_without_a_gpu_a_case_is_checked_and_names_its_need(page, pytester):
     page(more="conditions=Conditions(needs='tcgen05'),")
     result = pytester.runpytest_subprocess("-v")
-    result.stdout.fnmatch_lines(["*CHECKED needs tcgen05 (sm100, sm103); there is none here*"])
+    result.stdout.fnmatch_lines(
+        ["*CHECKED at n=33; not timed: needs tcgen05 (sm100, sm103); there is none here*"]
+    )
     assert result.ret == 0
 
 
@@ -275,7 +295,8 @@ def test_the_unmet_need_names_the_gpu_of_the_machine(page, gpu, pytester):
     text = pytester.path.joinpath("conftest.py").read_text().replace("sm90", "sm100")
     pytester.path.joinpath("conftest.py").write_text(text)
     result = pytester.runpytest_subprocess("-m", "sm90", "-v")
-    result.stdout.fnmatch_lines(["*CHECKED needs wgmma (sm90); this GPU is sm100 (simulated-gpu)*"])
+    need = "needs wgmma (sm90); this GPU is sm100 (simulated-gpu)"
+    result.stdout.fnmatch_lines([f"*CHECKED at n=33; not timed: {need}*"])
 
 
 def test_aa_times_a_side_against_itself(timed_page, pytester):
@@ -309,7 +330,8 @@ def test_replay_uses_the_votes_and_environment_of_the_recording(page, gpu, pytes
     gpu(added=2e-5, doubled=1e-5, environment={"power_limit_w": 700})
     pytester.runpytest_subprocess("--aisp-artifacts=kept")
     [recorded] = map(json.loads, (pytester.path / "kept/results.jsonl").read_text().splitlines())
-    assert recorded["environment"] == {"torch": "simulated", "power_limit_w": 700}
+    timer = {"timer": "pytest_aisp.timing.fake_device:simulate"}
+    assert recorded["environment"] == {"torch": "simulated", "power_limit_w": 700, **timer}
     gpu(added=1e-5, doubled=1e-5, environment={"power_limit_w": 350})
     pytester.runpytest_subprocess("--aisp-replay=kept", "--aisp-artifacts=again")
     [again] = map(json.loads, (pytester.path / "again/results.jsonl").read_text().splitlines())

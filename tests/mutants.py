@@ -24,7 +24,7 @@ MANY_ROUNDINGS = 4
 def units_of(pair):
     """Return by how many units `nearly` is off on the page of `pair`."""
     size = next(s for s in (*pair.check_sizes, *pair.cpu_sizes, *pair.sizes) if is_plain(s))
-    return DEEP if pair.work_at(size, 2).roundings > MANY_ROUNDINGS else SHALLOW
+    return DEEP if (pair.work_at(size, 2).roundings or 1) > MANY_ROUNDINGS else SHALLOW
 
 
 def mutate(mutant, honest, units):

@@ -12,7 +12,7 @@ from pytest_aisp.cli import app
 from pytest_aisp.distributed import nccl
 from pytest_aisp.worker.client import worker_environment
 
-RESPECTED = "(respected: the ranks get it as it is)"
+RESPECTED = "(respected: the ranks get it unchanged)"
 
 
 def lines(environment):

@@ -113,7 +113,7 @@ def test_a_page_refuses_wrong_sides(path, name, mutant):
 
 def returns_nothing(pair):
     pool = reference_of(pair, Rule()).pool
-    return plain(pair.baseline)(pool.new_state(), *pool.values[0]) is None
+    return plain(pair.baseline)(pool.new_state(), *pool.value_set(0)) is None
 
 
 @each_pair

@@ -290,35 +290,6 @@ def test_a_profiler_that_hangs_is_killed(tools, task, tmp_path):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-@pytest.fixture
-def pool():
-    def inputs(device, n):
-        return (torch.ones(n),)
-
-    def added(x):
-        CALLED.append("call")
-        return x + x
-
-    def doubled(x):
-        return 2 * x
-
-    @compare(
-        baseline=added,
-        optimized=[doubled],
-        inputs=inputs,
-        reference=added,
-        sizes=[{"n": 8}],
-        check_sizes=[{"n": 3}],
-        bound="dram",
-        work=lambda n: Work(read=4 * n, write=4 * n),
-    )
-    def test_it(pair):
-        """A pair, never run as a test."""
-
-    CALLED.clear()
-    return InputPool(pair_of(test_it), {"n": 8}, "cuda", 1, 2)
-
-
 CALLED: list[str] = []
 
 
@@ -345,11 +316,41 @@ def cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda.nvtx, "range", range_)
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: CALLED.append("start"))
     monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: CALLED.append("stop"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 30))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 100 + 10 * len(CALLED))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 500)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
     return history
+
+
+@pytest.fixture
+def pool(cuda):
+    def inputs(device, n):
+        return (torch.ones(n),)
+
+    def added(x):
+        CALLED.append("call")
+        return x + x
+
+    def doubled(x):
+        return 2 * x
+
+    @compare(
+        baseline=added,
+        optimized=[doubled],
+        inputs=inputs,
+        reference=added,
+        sizes=[{"n": 8}],
+        check_sizes=[{"n": 3}],
+        bound="dram",
+        work=lambda n: Work(read=4 * n, write=4 * n),
+    )
+    def test_it(pair):
+        """A pair, never run as a test."""
+
+    CALLED.clear()
+    return InputPool(pair_of(test_it), {"n": 8}, "cuda", 1, 2)
 
 
 def test_a_profiler_records_only_the_calls_in_the_range(pool, cuda):
@@ -419,7 +420,7 @@ ONE_BY_ONE = SimpleNamespace(environment={})
 @pytest.mark.parametrize(
     ("tool", "changes", "words"),
     [
-        ("ncu", {"ranks": 2}, "its sides run on 2 ranks, ncu profiles one"),
+        ("ncu", {"ranks": 2}, "its sides run on 2 ranks, but ncu profiles only one"),
         (
             "nsys",
             {"placement": SimpleNamespace(kind="check", device="cpu")},
@@ -428,7 +429,7 @@ ONE_BY_ONE = SimpleNamespace(environment={})
         (
             "torch",
             {"placement": SimpleNamespace(kind="compile", device="compiler")},
-            "its kernels are only compiled here, nothing runs",
+            "its kernels are only compiled here, so nothing runs",
         ),
         (
             "torch",

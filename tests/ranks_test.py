@@ -229,7 +229,7 @@ def test_ranks_of_two_launchers_measure_together(ranks, tmp_path, unused_port):
     """Two launchers stand for two machines; each sees its own rank alone."""
     path = write(tmp_path, "apart")
     # No test is about its own speed: waiting for a core is no disturbance here.
-    patience = "from pytest_aisp.timing import cpu_timer\n\ncpu_timer.STOLEN = float('inf')\n"
+    patience = "from pytest_aisp.util import cpu_load\n\ncpu_load.STOLEN = float('inf')\n"
     path.write_text(path.read_text().replace("import os\n", patience + "import os\n", 1))
     nodes = [ranks(1, Nodes(f"127.0.0.1:{unused_port}", 2, number)) for number in range(2)]
     replies = {}

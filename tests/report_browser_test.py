@@ -112,7 +112,7 @@ def opens_the_report(user):
     assert user.sees("#count") == [f"{COUNT + 1} cases"]
     assert user.js("performance.getEntriesByType('resource').length") == 0
     shapes = user.js("[...document.querySelectorAll('defs g[id^=v-]')].map(g => g.innerHTML)")
-    assert len(shapes) == len(set(shapes)) == 12  # no two verdicts differ in colour alone
+    assert len(shapes) == len(set(shapes)) == 13  # no two verdicts differ in colour alone
 
 
 def filters_the_list(user):

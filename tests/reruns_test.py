@@ -119,7 +119,7 @@ def test_a_crashed_vote_is_reported(timed_page, pytester):
 
 # Reruns
 
-COUNTED = "open('attempts', 'a').write('x') and torch.zeros_like(x)"
+COUNTED = "open('attempts', 'a').write('x')\npair.assert_equivalent()"
 OTHER = """
 def test_other():
     with open("others", "a") as file:
@@ -135,7 +135,7 @@ def attempts(pytester, name="attempts"):
 
 @pytest.mark.parametrize("workers", ["-n0", "-n1"])
 def test_reruns_skip_cases_and_repeat_other_tests(page, pytester, workers):
-    path = page(COUNTED)
+    path = page("3 * x", body=COUNTED)
     eager = "import pytest\n\n\n@pytest.mark.flaky(reruns=2)\n@compare("
     path.write_text(path.read_text().replace("@compare(", eager))
     pytester.makepyfile(other_test=OTHER)

@@ -469,7 +469,9 @@ def test_a_killed_or_invalid_run_is_marked_above_the_table(write):
     run = run_reader.load(write().folder)
     run.manifest.invalid = ["RUN INVALID (environment moved)"]
     text = markdown(run)
-    assert text.startswith("**no cases** on a GPU, 2026-01-01T00:00:00+00:00; the run did not come")
+    assert text.startswith(
+        "**no cases** on a GPU, 2026-01-01T00:00:00+00:00; the run did not finish"
+    )
     assert "**Invalid**: RUN INVALID (environment moved)" in text
 
 

@@ -35,16 +35,16 @@ def caused_by(cause):
 @pytest.mark.parametrize(
     ("cause", "kind", "message"),
     [
-        (None, "side", "RuntimeError: Failed to run stage backward:, during: time"),
+        (None, "side", "RuntimeError: Failed to run stage backward, during: time"),
         (
             KeyError("weight"),
             "side",
-            "RuntimeError: Failed to run stage backward: (KeyError: 'weight'), during: time",
+            "RuntimeError: Failed to run stage backward (KeyError: 'weight'), during: time",
         ),
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore"),
             "memory",
-            "out of memory: Failed to run stage backward: (OutOfMemoryError: CUDA out of memory."
+            "out of memory: Failed to run stage backward (OutOfMemoryError: CUDA out of memory."
             " Tried to allocate 2 GiB), during: time",
         ),
     ],
@@ -52,6 +52,20 @@ def caused_by(cause):
 def test_an_error_reply_includes_the_cause(cause, kind, message):
     reply = _error_reply(caused_by(cause), "time")
     assert (reply.error, reply.message) == (kind, message)
+
+
+def test_an_error_reply_includes_the_output_of_a_compiler():
+    lines = [
+        "page.cu does not compile:",
+        "page.cu(3): error: no",
+        *(f"line {n}" for n in range(40)),
+    ]
+    reply = _error_reply(RuntimeError("\n".join(lines)), "check added")
+    assert reply.message == "RuntimeError: page.cu does not compile, during: check added"
+    assert reply.trace.splitlines()[0] == "page.cu(3): error: no"
+    assert len(reply.trace.splitlines()) == 30
+    plain = _error_reply(RuntimeError("illegal access\nadvice of a library"), "check added")
+    assert plain.trace == ""
 
 
 @pytest.mark.parametrize("doing", ["check added", "check added at n=33, m=4", "search n"])
@@ -83,7 +97,7 @@ def test_any_cuda_error_is_a_fault_of_the_process(server, monkeypatch, error, ex
             lambda task: pytest.importorskip("no_such_library"),
             "page",
             "could not import 'no_such_library': No module named 'no_such_library', during: check\n"
-            "a side cannot skip, its case can: Variant(side, marks=[pytest.mark.skipif(...)])",
+            "a side cannot skip, but its case can: Variant(side, marks=[pytest.mark.skipif(...)])",
         ),
         (lambda task: pytest.fail("not so"), "side", "Failed: not so, during: check"),
     ],

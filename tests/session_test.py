@@ -195,8 +195,8 @@ DAMAGE = {
         "was written by a newer pytest-aisp (schema 99; this one reads 1 and 2)",
     ),
     "edited": (
-        lambda text: text.replace('"baseline": "', '"baseline": "0'),
-        "was not written by pytest-aisp: * its seal is wrong: the line is not as a run *",
+        lambda text: text.replace('"baseline": "syntax:', '"baseline": "syntax:0'),
+        "was not written by pytest-aisp: * its seal is wrong: the line was changed after a run *",
     ),
     "garbage": (lambda text: "hello", "is not JSON (*); restore the committed file:"),
     "truncated": (lambda text: text[:-40], "is truncated; restore the committed file:"),

@@ -88,3 +88,63 @@ def test_a_free_lease_is_not_announced(monkeypatch, tmp_path):
     ):
         pass
     assert said == []
+
+
+SECOND_TEST = """
+
+@compare(
+    baseline=added,
+    optimized=[doubled],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"n": 7}],
+    check_sizes=[{"n": 5}],
+    work=lambda n: Work(read=4 * n, write=4 * n),
+    bound="dram",
+)
+def test_again(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+"""
+
+
+def table_of(result):
+    """Return the cells of the closing table, which columns of two spaces separate."""
+    start = next(i for i, line in enumerate(result.outlines) if line.startswith("page  "))
+    rows = [re.split(r" {2,}", line.strip()) for line in result.outlines[start:]]
+    return [row for row in rows if len(row) == len(rows[0]) and not row[0].startswith("-")]
+
+
+def test_rows_name_the_test_if_a_file_holds_several(timed_page, page, pytester):
+    path = timed_page()
+    page(name="alone_test.py")
+    path.write_text(path.read_text() + SECOND_TEST)
+    result = pytester.runpytest_subprocess("--aisp-artifacts=kept")
+    names = ["alone", "doubling::test_doubling", "doubling::test_again"]
+    assert [row[0] for row in table_of(result)[1:]] == names
+    markdown = pytester.path.joinpath("kept", "results.md").read_text()
+    assert all(f"| {name} |" in markdown for name in names)
+
+
+def test_a_check_shows_the_sizes_it_checked(page, pytester):
+    page(check_sizes='[{"n": n} for n in range(2, 9)]')
+    result = pytester.runpytest_subprocess("--aisp-check")
+    assert table_of(result) == [
+        ["page", "variant", "size", "checked at", "verdict"],
+        ["doubling", "doubled", "n=1001", "n=2; n=3; n=4; n=5; n=6; 2 more", "checked"],
+    ]
+    result = pytester.runpytest_subprocess("--aisp-check", "-v")
+    result.stdout.fnmatch_lines(["* CHECKED at n=2; n=3; n=4; n=5; n=6; 2 more; not timed: *"])
+    assert table_of(result)[1][3] == "n=2; n=3; n=4; n=5; n=6; n=7; n=8"
+    quiet = pytester.runpytest_subprocess("--aisp-check", "-q")
+    assert not [line for line in quiet.outlines if line.startswith("page  ")]
+
+
+def test_a_check_shows_the_sizes_that_a_search_tried(page, pytester):
+    search = "from hypothesis import strategies as st"
+    page(defs=search, check_sizes="[{'n': 40}, {'n': st.integers(41, 43)}]")
+    result = pytester.runpytest_subprocess("--aisp-check")
+    first, *searched = table_of(result)[1][3].split("; ")
+    assert first == "n=40"
+    assert set(searched) <= {"n=41", "n=42", "n=43"}
+    assert searched

@@ -10,11 +10,12 @@ import pytest
 import torch
 from validity import TESTS
 
-from pytest_aisp.checking import check, controls
+from pytest_aisp.checking import check, exact_probe
 from pytest_aisp.checking.inputs import slot_order
 from pytest_aisp.results.messages import CheckTask, TimeTask
 from pytest_aisp.timing import cpu_timer, trial, verify_outputs
 from pytest_aisp.timing.trial import Trial
+from pytest_aisp.util import cpu_load
 from pytest_aisp.util.device_state import Stopwatch
 from pytest_aisp.worker.engine import Engine
 from pytest_aisp.worker.loader import Cache
@@ -32,7 +33,7 @@ def built(monkeypatch):
         firsts.append(first)
         return build(self, sides, budget, first)
 
-    monkeypatch.setattr(cpu_timer, "STOLEN", math.inf)  # a busy machine must not drop blocks,
+    monkeypatch.setattr(cpu_load, "STOLEN", math.inf)  # a busy machine must not drop blocks,
     monkeypatch.setattr(trial, "LONG_ROUND", math.inf)  # and a slow call must not drop laps
     monkeypatch.setattr(Trial, "_build", watched)
     monkeypatch.setattr(Trial, "_rebuilds", lambda self: True)
@@ -49,7 +50,8 @@ COMMON = {
     "rule": {},
     "device": "cpu",
     "size": {"n": 257},
-    "without": ("own-clock",),  # the fixture replaces watched functions
+    # The fixture replaces watched functions, and the laps are those of a GPU.
+    "without": ("own-clock", "new-values"),
 }
 
 
@@ -117,7 +119,7 @@ test_late = against(also_late, baseline=late)
 
 
 def test_no_output_is_read_before_the_device_is_idle(built, monkeypatch, tmp_path):
-    """A correct copy to pinned memory has its values only after its stream has run it."""
+    """A copy to pinned memory is complete only after its stream has run the copy."""
 
     def wait():
         for out, answer in PENDING:
@@ -126,7 +128,7 @@ def test_no_output_is_read_before_the_device_is_idle(built, monkeypatch, tmp_pat
 
     for module in (
         check,
-        controls,
+        exact_probe,
         trial,
         verify_outputs,
     ):  # a window waits only for its own stream
@@ -134,13 +136,40 @@ def test_no_output_is_read_before_the_device_is_idle(built, monkeypatch, tmp_pat
     monkeypatch.setitem(sys.modules, "trial_test", sys.modules[__name__])
     page = tmp_path / "late.py"
     page.write_text(LATE)
-    off = ("own-clock",)
+    off = ("own-clock", "new-values")
     where = {"page": str(page), "root": str(tmp_path), "module": "late", "without": off}
     engine = Engine()
     common = COMMON | where | {"function": "test_late", "variant": "also_late"}
     found = engine.check(CheckTask(**common))
     assert {size.exact for size in found.sizes.values()} == {"bit for bit"}
     result = engine.time(TimeTask(budget=SHORT, **common))
+    assert result.outputs_checked > 0
+
+
+ROUNDED = """
+from exploits.common import against, honest
+
+from pytest_aisp import Variant
+
+
+def rounded(x):
+    return honest(x.bfloat16()).float()
+
+
+def exact(x):
+    return honest(x)
+
+
+test_rounded = against(exact, baseline=Variant(rounded, precision="bf16"))
+"""
+
+
+def test_a_baseline_that_declares_its_precision_is_timed(built, tmp_path):
+    page = tmp_path / "rounded.py"
+    page.write_text(ROUNDED)
+    case = {"page": str(page), "root": str(tmp_path), "module": "rounded"}
+    case |= {"function": "test_rounded", "variant": "exact"}
+    result = Engine().time(TimeTask(budget=SHORT, **COMMON | case))
     assert result.outputs_checked > 0
 
 

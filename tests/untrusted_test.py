@@ -12,10 +12,10 @@ from pytest_aisp.isolation import monkeypatches
 from pytest_aisp.results.messages import PerformTask, PrepareTask, TimeTask
 from pytest_aisp.session import sandbox_and_profile
 from pytest_aisp.timing import cpu_timer
+from pytest_aisp.util import cpu_load
 from pytest_aisp.worker import sandbox
 from pytest_aisp.worker.engine import Engine
 
-SPEEDS = {"added": 2e-5, "doubled": 1e-5}
 # Each side returns a wrong answer that passes, because it runs where it is judged.
 HOSTILE = {
     "replaces the comparison": """
@@ -52,25 +52,23 @@ HOSTILE = {
 }
 
 
-def test_sides_that_attack_the_checks_fail_in_a_sandbox(page, gpu, pytester, read_junit):
-    gpu(**SPEEDS)
+def test_sides_that_attack_the_checks_fail_in_a_sandbox(page, pytester, read_junit):
     for number, defs in enumerate(HOSTILE.values()):
         page(defs=defs, name=f"hostile{number}_test.py")
-    trusting = pytester.runpytest_subprocess()
+    trusting = pytester.runpytest_subprocess("--aisp-check")
     assert trusting.ret == 0
-    result = pytester.runpytest_subprocess("--aisp-untrusted", "--junitxml=junit.xml")
+    options = ["--aisp-check", "--aisp-untrusted", "--junitxml=junit.xml"]
+    result = pytester.runpytest_subprocess(*options)
     assert result.ret == 1
     outcomes = read_junit(pytester.path / "junit.xml")
     assert [case.verdict for case in outcomes.values()] == ["wrong"] * len(HOSTILE)
     for case in outcomes.values():
-        assert "doubled is wrong at n=1001: output[" in case.failure
+        assert "doubled is wrong at n=33: output[" in case.failure
 
 
-@pytest.mark.parametrize("mode", [[], ["--aisp-check"]], ids=["measure", "check"])
-def test_an_honest_pair_passes_in_a_sandbox(page, gpu, pytester, mode):
-    gpu(**SPEEDS)
+def test_an_honest_pair_passes_in_a_sandbox(page, pytester):
     page()
-    result = pytester.runpytest_subprocess("--aisp-untrusted", "-vv", *mode)
+    result = pytester.runpytest_subprocess("--aisp-untrusted", "-vv", "--aisp-check")
     assert result.ret == 0
     for role in ("baseline", "optimized"):
         result.stdout.fnmatch_lines([f"*: {role} sandboxed: its outputs are right"])
@@ -139,7 +137,7 @@ def doubled(x):
 
 
 def test_a_replaced_clock_is_detected_from_outside(page, monkeypatch):
-    monkeypatch.setattr(cpu_timer, "STOLEN", math.inf)
+    monkeypatch.setattr(cpu_load, "STOLEN", math.inf)
     for module, name in ((cpu_timer, "now_ns"), (monkeypatches, "replaced")):
         monkeypatch.setattr(module, name, getattr(module, name))  # restores them
     path = page(defs=CLOCK)
@@ -183,3 +181,15 @@ def test_files_of_a_sandboxed_side_are_never_executed(tmp_path):
 
     with pytest.raises(Wrong, match="doubled left no outputs that can be read"):
         sandbox._read(tmp_path / "outputs.pt", doubled)
+
+
+def test_an_honest_pair_is_timed_in_a_sandbox(page, pytester):
+    # Whether both times agree depends on how busy this machine is, so they are not compared.
+    pytester.makeconftest(
+        "from pytest_aisp.session import sandbox_and_profile\nsandbox_and_profile.LIMIT = {}\n"
+    )
+    quiet = "from pytest_aisp.util import cpu_load\ncpu_load.STOLEN = float('inf')"
+    page("x + x", more="cpu_sizes=[{'n': 99}],", at_least='"yardstick"', defs=quiet)
+    result = pytester.runpytest_subprocess("--aisp-untrusted", "-vv", "-k", "cpu")
+    for role in ("baseline", "optimized"):
+        result.stdout.fnmatch_lines([f"*: {role} sandboxed: its outputs are right"])

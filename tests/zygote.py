@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import fcntl
 import gc
+import importlib
 import json
 import os
 import random
@@ -65,11 +66,11 @@ class Zygote:
         self._connection, self._process = connection, process
 
     @classmethod
-    def new(cls) -> Zygote:
-        """Start a zygote."""
+    def new(cls, *modules: str) -> Zygote:
+        """Start a zygote that also imports `modules`."""
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno())]
+            command = [sys.executable, __file__, str(theirs.fileno()), *modules]
             return cls(ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]))
 
     @classmethod
@@ -220,5 +221,8 @@ if __name__ == "__main__":
     import pytest  # noqa: F401
     import torch  # noqa: F401
 
-    gc.freeze()  # what all processes share is never garbage
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    gc.freeze()  # the objects that all processes share are never garbage
     _serve(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)  # at a regular exit, triton's binding prints what it leaks

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from pytest_aisp.kernels.arguments import without_comments
+from pytest_aisp.kernels.arguments import only_kernel, without_comments
 from pytest_aisp.kernels.cuda_cpp import CudaModule
 
 HERE = Path(__file__).parent
@@ -47,8 +47,10 @@ def unsupported(module: CudaModule) -> str:
     return ", ".join(what for what, pattern in UNSUPPORTED.items() if re.search(pattern, plain))
 
 
-def library_of(module: CudaModule) -> ctypes.PyDLL:
-    """Compile `module` and return the loaded library.
+def library_of(module: CudaModule, kernel: str) -> ctypes.PyDLL:
+    """Compile `module` and return the loaded library, which contains `kernel`.
+
+    If g++ rejects the module, the bodies of its other kernels are left out.
 
     Raises:
         CannotEmulate: if the module needs a GPU, or if g++ is missing or rejects it.
@@ -59,7 +61,14 @@ def library_of(module: CudaModule) -> ctypes.PyDLL:
         raise CannotEmulate("g++ or objcopy is missing\n    apt install g++")
     flags = [f"-I{folder}" for folder in module.folders]
     flags += [f"-D{macro}" for macro in _macros(module.options)]
-    return _compiled(str(module.path), _unit(module), (*flags, f"-std={module.options['std']}"))
+    path, flags = str(module.path), [*flags, f"-std={module.options['std']}"]
+    source = module.sources[path]
+    library = _compiled(path, _unit(module, source), tuple(flags))
+    if isinstance(library, CannotEmulate) and len(module.kernels) > 1:
+        library = _compiled(path, _unit(module, only_kernel(source, kernel)), tuple(flags))
+    if isinstance(library, CannotEmulate):
+        raise library
+    return library
 
 
 def _macros(options: Mapping[str, object]) -> list[str]:
@@ -72,12 +81,12 @@ def _macros(options: Mapping[str, object]) -> list[str]:
     return [one if isinstance(one, str) else "=".join(map(str, one)) for one in macros]
 
 
-def _unit(module: CudaModule) -> str:
-    """Return the .cu file as C++ source.
+def _unit(module: CudaModule, source: str) -> str:
+    """Return `source`, the text of the .cu file, as C++ source.
 
     It is in a namespace, so that a kernel may have the name of a libc function.
     """
-    source = without_comments(module.sources[str(module.path)])
+    source = without_comments(source)
     source = re.sub(r'extern\s*"C"\s*(?=__global__)', "", source)
     source = re.sub(r"__shared__\s+alignas\b", "__shared__ __align__", source)
     variable = r"__device__(?=(?:(?!\bconst)[^(){};=])*(?:=[^;]*)?;)"
@@ -110,13 +119,17 @@ def _runtime() -> Path:
 
 
 @functools.cache
-def _compiled(path: str, unit: str, flags: tuple[str, ...]) -> ctypes.PyDLL:
+def _compiled(path: str, unit: str, flags: tuple[str, ...]) -> ctypes.PyDLL | CannotEmulate:
+    """Return the loaded library, or the error of g++, which is cached too."""
     runtime = _runtime()
     folder = Path(tempfile.mkdtemp(dir=runtime))
     source = folder / Path(path).name  # addr2line prints this name
     source.write_text(unit)
     include, built = f"-I{runtime / 'include'}", folder / "unit.o"
-    _tool("g++", *KERNELS, *flags, include, "-x", "c++", "-c", source, "-o", built)
+    try:
+        _tool("g++", *KERNELS, *flags, include, "-x", "c++", "-c", source, "-o", built)
+    except CannotEmulate as error:
+        return error
     # All shared memory is in one section, so that the runtime can fill it before each block.
     moved = ".bss=emulated_shared,alloc,load,data,contents"
     _tool("objcopy", "--rename-section", moved, built)

@@ -77,7 +77,7 @@ def run(launch: Launch, args: Sequence[object], seed: int, *, races: bool) -> No
     if config.shared > MOST_SHARED:
         fault = f"{kernel.name}: {config.shared} bytes of dynamic shared memory"
         raise LaunchError(f"{fault}; a GPU has {MOST_SHARED} a block")
-    library = library_of(kernel.module)
+    library = library_of(kernel.module, kernel.name)
     held = [v if isinstance(v, ctypes._SimpleCData) else ctypes.c_uint64(v) for v in values]
     pointers = (ctypes.c_void_p * max(1, len(held)))(*map(ctypes.addressof, held))
     grid, block = ((*dims, 1, 1)[:3] for dims in (config.grid, config.block))

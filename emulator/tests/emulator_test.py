@@ -315,9 +315,20 @@ def test_arguments_are_checked_as_on_a_gpu(kernel):
         emulated(),
         pytest.raises(LaunchError, match=r"float64 tensor .* tensor on the CPU at a mult"),
     ):
-        k[1, 1](torch.zeros(4, dtype=torch.double), 4)
+        k[1, 1](torch.zeros(3, dtype=torch.double), 4)
     with emulated(), pytest.raises(LaunchError, match="262144 bytes of dynamic shared memory"):
         k[1, 1, 2**18](torch.zeros(4), 4)
+
+
+def test_a_kernel_may_copy_any_type_in_vectors(kernel):
+    copy = kernel("const uint4* x, uint4* out", "out[threadIdx.x] = x[threadIdx.x];")
+    x = torch.randn(64, dtype=torch.half)
+    out = torch.empty_like(x)
+    with emulated():
+        copy[1, 8](x, out)
+        assert torch.equal(x, out)
+        with pytest.raises(Fault, match="writes element 64 of out, which has 64"):
+            copy[1, 9](x, out)
 
 
 BEYOND = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def test_a_correct_kernel_is_checked(check):
     result.stdout.fnmatch_lines(
         [
             "CUDA C++ runs emulated; repeat its thread orders with PYTEST_AISP_EMULATOR_SEED=*",
-            "*CHECKED needs a GPU; *; its CUDA C++ kernels were emulated*",
+            "*CHECKED at n=33; not timed: needs a GPU; *; its CUDA C++ kernels were emulated*",
             "*1 checked*",
         ]
     )
@@ -92,6 +93,29 @@ def test_a_wrong_result_fails(check):
     result = check(KERNEL.replace("blockDim.x - 1 - threadIdx.x", "threadIdx.x"))
     result.stdout.fnmatch_lines(["*reversed_in_shared_memory is wrong at n=33*"])
     assert result.ret == 1
+
+
+def test_a_kernel_that_does_not_compile_fails_only_its_own_variant(check, pytester):
+    broken = KERNEL.replace("reverse", "broken").replace("tile[block", "undeclared[block")
+    with mock.patch(f"{__name__}.PAGE", with_second_variant(PAGE)):
+        result = check(KERNEL + broken)
+    result.stdout.fnmatch_lines(
+        [
+            "*reversed_in_shared_memory-n1024* CHECKED at n=33*",
+            "*broken-n1024* FAILED *",
+            "*reverse.cu:*error: 'undeclared' was not declared in this scope*",
+            "*1 failed, 1 checked*",
+        ]
+    )
+
+
+def with_second_variant(page):
+    """Return the text of `page` with a variant `broken`, which launches the kernel `broken`."""
+    start, end = page.index("def reversed_"), page.index("@compare")
+    side = page[start:end].replace("reversed_in_shared_memory", "broken")
+    return page.replace("@compare", side.replace(".reverse[", ".broken[") + "@compare").replace(
+        "[reversed_in_shared_memory]", "[reversed_in_shared_memory, broken]"
+    )
 
 
 def test_a_kernel_that_needs_a_gpu_is_still_assembled(check):
