@@ -220,6 +220,59 @@ def test_more_runs_are_made_before_a_side_is_refused():
     assert len(calls) > 3 + numerics.DRAWS + numerics.MORE_DRAWS
 
 
+def nearly(off, draws):
+    """Return a sum of rows whose first element is `off` deviations away in its first `draws` runs.
+
+    Each run gets other values, and a check has two of them for each draw of the inputs.
+    """
+    runs = []
+
+    def rows(x):
+        out = x.sum(1)
+        runs.append(1)
+        if len(runs) <= draws:
+            sigma, _ = sigma_of(lambda x: x.double().sum(1))
+            out[0] = x[0].double().sum() + off * float(sigma[0])
+        return out
+
+    return rows
+
+
+@pytest.mark.parametrize("off", [11, -11])
+def test_a_result_slightly_over_the_bound_is_right_if_it_is_right_on_other_values(off):
+    """The rounding errors of an honest side exceed any bound by chance now and then."""
+    made = reference_of(lambda x: x.double().sum(1), normal, lambda x: x.sum(1))
+    sides = [(made.pool.pair.baseline, None), (nearly(off, draws=1), None)]
+    check.check_sides(made, sides, Rule(), controls=False)
+    assert any("but not on another" in remark for remark in made.bound.remarks)
+
+
+@pytest.mark.parametrize(("off", "draws"), [(11, 99), (30, 1)])
+def test_a_result_over_the_bound_on_all_values_or_far_over_it_is_wrong(off, draws):
+    made = reference_of(lambda x: x.double().sum(1), normal, lambda x: x.sum(1))
+    sides = [(made.pool.pair.baseline, None), (nearly(off, draws), None)]
+    with pytest.raises(Wrong, match="rows is wrong"):
+        check.check_sides(made, sides, Rule(), controls=False)
+
+
+@pytest.mark.parametrize(("draws", "refused"), [(2, False), (99, True)])
+def test_a_side_is_less_exact_than_its_baseline_only_if_it_is_on_all_values(draws, refused):
+    runs = []
+
+    def rows(x):
+        runs.append(1)
+        exact = x.double().sum(1)
+        return (exact * (1 + 3e-7 * (len(runs) <= draws))).float()
+
+    made = reference_of(lambda x: x.double().sum(1), normal, lambda x: x.double().sum(1).float())
+    sides = [(made.pool.pair.baseline, None), (rows, None)]
+    if refused:
+        with pytest.raises(Wrong, match="rows is less exact than its baseline"):
+            check.check_sides(made, sides, Rule(), controls=False)
+    else:
+        check.check_sides(made, sides, Rule(), controls=False)
+
+
 def test_masked_scores_are_perturbed():
     """Negative infinity stays what it is, and the other elements are perturbed."""
 

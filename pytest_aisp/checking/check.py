@@ -8,7 +8,7 @@ applies the exact probe and the controls.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -20,19 +20,25 @@ from ..util.device_state import no_output, synchronizer
 from ..util.process_group import current_group
 from . import compare, numerics
 from .compare import Comparison, compare_all, explain
-from .controls import TooLoose, check_tolerance, draws_differ
+from .controls import TooLoose, check_tolerance, draws_differ, redrawn
 from .diagnose import explain_tf32
 from .exact_probe import exact_probe
 from .input_remarks import input_remarks
 from .inputs import STEPS, VALUE_SETS, BoundSide
 from .mismatch import Mismatch, explain_cause
-from .numerics import Leaf, NamedTensors, Rule, Wrong, WrongForm
+from .numerics import NamedTensors, Rule, Wrong
+from .output_types import check_form, outputs_in_both
 from .reference import Reference, outputs_and_state, refusals
 
 FEW_TERMS = 1024
 """A sum of at most this many terms hardly widens the error bound (2e-6 in fp32)."""
 CLEARLY_WRONG = 30.0
 """A result that exceeds the bound by this factor is wrong, however exact the bound is."""
+BORDERLINE = 2.0
+"""A result that exceeds the bound by at most this factor is checked again on other values. An
+output of a timed call may exceed it by this factor, because the side is not run again."""
+OTHER_DRAWS = 2
+"""Number of other draws of the inputs on which a borderline result is checked."""
 
 
 @dataclass
@@ -87,7 +93,7 @@ def check_sides(
                 precisions = [precision for _, precision in sides]
                 baseline = _scale_if_needed(reference, side, precisions, rule) or compared
         elif precision == sides[0][1] and rule.derived and enabled("ratio"):
-            _check_ratio(reference, side, compared, baseline)
+            _check_ratio(reference, (sides[0][0], side), precision, (baseline, compared))
     if enabled("exact-probe"):
         result.exact = exact_probe(reference, [side for side, _ in sides])
     if controls and enabled("controls"):
@@ -137,22 +143,49 @@ def _check_terms(reference: Reference) -> None:
 
 def _check_ratio(
     reference: Reference,
-    side: Side,
-    compared: Sequence[Comparison],
-    baseline: Sequence[Comparison],
+    sides: tuple[Side, Side],
+    precision: Precision | None,
+    compared: tuple[Sequence[Comparison], Sequence[Comparison]],
 ) -> None:
+    """Refuse a side that is less exact than its baseline, which comes first in both pairs."""
+    if not (message := _less_exact(reference, sides[1], *compared)):
+        return
+    for other in _other_values(reference):
+        with contextlib.suppress(Mismatch):
+            base, own = (_run_side(other, side, precision, Rule(), False) for side in sides)
+            if not _less_exact(other, sides[1], base, own):
+                return
+    raise Wrong(message)
+
+
+def _less_exact(
+    reference: Reference,
+    side: Side,
+    baseline: Sequence[Comparison],
+    compared: Sequence[Comparison],
+) -> str:
     by_output = {(c.path, c.step): c for c in baseline}
     for own in compared:
         base = by_output.get((own.path, own.step), own)  # the baseline may lack this tensor
         limit = max(numerics.BASELINE_FACTOR * base.rms, numerics.BASELINE_FLOOR)
         if own.rms > limit * (1 + own.scatter + base.scatter):
-            raise Wrong(
+            return (
                 f"{side_name(side)} is less exact than its baseline at"
                 f" {size_words(reference.pool.size)}:"
                 f" {own.path} has an rms error of {own.rms:.3g} allowed deviations, limit"
                 f" {limit:.3g} (1.5 x the baseline's {base.rms:.3g}, at least 0.8);"
                 " declare a lower Variant(precision=...) if that is on purpose"
             )
+    return ""
+
+
+def _other_values(reference: Reference) -> Iterator[Reference]:
+    """Yield the reference for other draws of the inputs, or nothing if there are other ranks.
+
+    Other ranks may not have failed. They would not run the sides again.
+    """
+    if current_group().world == 1:
+        yield from (redrawn(reference, draw) for draw in range(1, OTHER_DRAWS + 1))
 
 
 def _check_side(
@@ -162,6 +195,9 @@ def _check_side(
     try:
         return _run_side(reference, side, precision, rule, is_baseline)
     except Mismatch as error:
+        compared = _on_other_values(error, reference, side, precision, rule, is_baseline)
+        if compared is not None:
+            return compared
         cause = ""
         with no_output():  # the side runs again
             if precision is None and rule.derived:
@@ -171,6 +207,32 @@ def _check_side(
                 error, reference, side, precision, rule, is_baseline=is_baseline
             )
         raise Wrong(f"{error}\n{cause}" if cause else str(error)) from None
+
+
+def _on_other_values(
+    error: Mismatch,
+    reference: Reference,
+    side: Side,
+    precision: Precision | None,
+    rule: Rule,
+    is_baseline: bool,
+) -> list[Comparison] | None:
+    """Check a side with a borderline result on other values. Return None if it is wrong there too.
+
+    The rounding errors of an honest side exceed any bound by chance now and then. A wrong side
+    exceeds it on every draw of the inputs.
+    """
+    if not rule.derived or error.result.score > BORDERLINE:
+        return None
+    for other in _other_values(reference):
+        with contextlib.suppress(Mismatch):
+            compared = _run_side(other, side, precision, rule, is_baseline)
+            reference.bound.remark(
+                f"{side_name(side)} exceeded the error bound {error.result.score:.3g} times on one"
+                " draw of the inputs, but not on another"
+            )
+            return compared
+    return None
 
 
 def _run_side(
@@ -200,7 +262,9 @@ def _run_side(
             compare.check_unchanged(bound.name, slot, pool.value_set(turn), size)
             compare.check_outputs(bound.name, outputs, [slot], size)
             named = outputs_and_state(outputs, bound.state)
-            results = judge(reference, side, named, turns[:step], precision, rule, is_baseline)
+            results = judge(
+                reference, side, named, turns[:step], precision, rule, is_baseline, factor=1.0
+            )
             number = turn + 1 if pair.state is None else step
             compared += [replace(result, step=number) for result in results]
     finally:
@@ -223,8 +287,12 @@ def judge(
     precision: Precision | None,
     rule: Rule,
     is_baseline: bool = False,
+    factor: float = BORDERLINE,
 ) -> list[Comparison]:
-    """Compare a side's outputs with the reference. Raise `Wrong` at the first mismatch."""
+    """Compare a side's outputs with the reference. Raise `Wrong` at the first mismatch.
+
+    `factor` is the factor by which a result may exceed the derived bound.
+    """
     has_state = reference.pool.pair.state is not None
     if is_baseline and not has_state and not reference.types:
         expected = reference.expected(turns)
@@ -235,8 +303,8 @@ def judge(
         reference.learn_types((path, tensor.dtype) for path, tensor in outputs)
     leaves = reference.leaves(turns, precision)
     if has_state:
-        leaves, outputs = _in_both(reference, side, leaves, outputs)
-    _check_form(reference, side, outputs, leaves)
+        leaves, outputs = outputs_in_both(reference, side, leaves, outputs)
+    check_form(reference, side, outputs, leaves)
     tensors = [tensor for _, tensor in outputs]
     results = compare_all(tensors, leaves, rule)
     if rule.derived and _may_be_right(results) and reference.refine(turns, precision):
@@ -244,7 +312,8 @@ def judge(
         leaves = [refined[leaf.path] for leaf in leaves]
         results = compare_all(tensors, leaves, rule)
     for tensor, leaf, result in zip(tensors, leaves, results, strict=True):
-        if not result.ok and enabled("bound"):
+        borderline = rule.derived and result.score <= factor
+        if not result.ok and not borderline and enabled("bound"):
             message = explain(side_name(side), reference.pool.size, result, rule)
             raise Mismatch(message, tensor, leaf, result, turns)
     return results
@@ -257,49 +326,6 @@ def _may_be_right(results: Sequence[Comparison]) -> bool:
     """
     scores = [result.score for result in results if not result.ok]
     return bool(scores) and max(scores) < CLEARLY_WRONG
-
-
-def _in_both(
-    reference: Reference, side: Side, leaves: Sequence[Leaf], outputs: NamedTensors
-) -> tuple[list[Leaf], NamedTensors]:
-    """Return the outputs that both have. Only tensors that an optimizer creates may be missing."""
-    by_path = dict(outputs)
-    for leaf in leaves:
-        optional = leaf.path.startswith("state") and ".grad" not in leaf.path
-        if leaf.path not in by_path and (leaf.path in reference.initial_state or not optional):
-            raise Wrong(f"{side_name(side)} has no {leaf.path}, which the reference has")
-    shared = [leaf for leaf in leaves if leaf.path in by_path]
-    return shared, [(leaf.path, by_path[leaf.path]) for leaf in shared]
-
-
-def _check_form(
-    reference: Reference, side: Side, outputs: NamedTensors, leaves: Sequence[Leaf]
-) -> None:
-    if not enabled("form"):
-        return
-    name, size = side_name(side), size_words(reference.pool.size)
-    if len(outputs) != len(leaves):
-        raise WrongForm(
-            f"{name} returned {len(outputs)} tensors at {size}, the reference {len(leaves)}"
-        )
-    for (path, tensor), leaf in zip(outputs, leaves, strict=True):
-        if tensor.shape != leaf.value.shape:
-            raise WrongForm(
-                f"{name} returned {path} of shape {tuple(tensor.shape)} at {size},"
-                f" the reference returned {tuple(leaf.value.shape)}"
-            )
-        if path != leaf.path and "view_as_real(" in path + leaf.path:  # one is complex
-            raise WrongForm(f"{name} returned {path} at {size}, the reference {leaf.path}")
-        dtype = reference.types.get(leaf.path)
-        if dtype is not None and tensor.dtype != dtype:
-            raise WrongForm(
-                f"{name} returned {path} as {tensor.dtype} at {size}, the baseline as {dtype}"
-            )
-        if tensor.device.type != leaf.value.device.type:
-            raise WrongForm(
-                f"{name} returned {path} on {tensor.device} at {size},"
-                f" the reference is on {leaf.value.device}"
-            )
 
 
 def _poison_free_memory(like: object) -> None:

@@ -113,7 +113,7 @@ def _by_majority(reference: Reference, precision: Precision | None, rule: Rule) 
     failures = 1
     for draw in range(1, DRAWS):
         try:
-            passed.append(_apply(_redrawn(reference, draw), precision, rule))
+            passed.append(_apply(redrawn(reference, draw), precision, rule))
         except (CannotTell, TooLoose):
             failures += 1
         if len(passed) > DRAWS // 2:
@@ -125,7 +125,7 @@ def _by_majority(reference: Reference, precision: Precision | None, rule: Rule) 
     raise type(first)(f"{message} (in {count} draws of the inputs)\n{advice}")
 
 
-def _redrawn(reference: Reference, draw: int) -> Reference:
+def redrawn(reference: Reference, draw: int) -> Reference:
     """Return the reference of the same page and size, but for other values."""
     pool = reference.pool
     seed = pool.seed + draw * DRAW_SEEDS

@@ -1,17 +1,23 @@
-"""Refuse outputs whose classes run code while they are read.
+"""Refuse outputs whose classes run code while they are read, or whose form is wrong.
 
-Such an output computes after the clock has stopped. So the classes of all containers are looked at
-before anything in them is read, and a class that replaces a method used for reading is refused.
+An output that runs code computes after the clock has stopped. So the classes of all containers are
+looked at before anything in them is read, and a class that replaces a method used for reading is
+refused.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import GetSetDescriptorType, MemberDescriptorType, NoneType, SimpleNamespace
+from typing import TYPE_CHECKING
 
 from ..isolation.protections import enabled
-from ..page.pair import SideError
+from ..page.pair import Side, SideError, side_name, size_words
+from .numerics import Leaf, NamedTensors, Wrong, WrongForm
+
+if TYPE_CHECKING:
+    from .reference import Reference
 
 READING = ("__iter__", "__len__", "__getattribute__", "__getattr__", "__class__", "__dict__")
 """The names that are looked up when an output is read."""
@@ -84,3 +90,47 @@ def _computed(kind: type, field: str) -> bool:
     found = inspect.getattr_static(kind, field, None)
     stored = isinstance(found, MemberDescriptorType)  # a field in __slots__
     return not stored and hasattr(type(found), "__get__")
+
+
+def outputs_in_both(
+    reference: Reference, side: Side, leaves: Sequence[Leaf], outputs: NamedTensors
+) -> tuple[list[Leaf], NamedTensors]:
+    """Return the outputs that both have. Only tensors that an optimizer creates may be missing."""
+    by_path = dict(outputs)
+    for leaf in leaves:
+        optional = leaf.path.startswith("state") and ".grad" not in leaf.path
+        if leaf.path not in by_path and (leaf.path in reference.initial_state or not optional):
+            raise Wrong(f"{side_name(side)} has no {leaf.path}, which the reference has")
+    shared = [leaf for leaf in leaves if leaf.path in by_path]
+    return shared, [(leaf.path, by_path[leaf.path]) for leaf in shared]
+
+
+def check_form(
+    reference: Reference, side: Side, outputs: NamedTensors, leaves: Sequence[Leaf]
+) -> None:
+    """Refuse outputs of another number, name, shape, type or device than expected."""
+    if not enabled("form"):
+        return
+    name, size = side_name(side), size_words(reference.pool.size)
+    if len(outputs) != len(leaves):
+        raise WrongForm(
+            f"{name} returned {len(outputs)} tensors at {size}, the reference {len(leaves)}"
+        )
+    for (path, tensor), leaf in zip(outputs, leaves, strict=True):
+        if tensor.shape != leaf.value.shape:
+            raise WrongForm(
+                f"{name} returned {path} of shape {tuple(tensor.shape)} at {size},"
+                f" the reference returned {tuple(leaf.value.shape)}"
+            )
+        if path != leaf.path and "view_as_real(" in path + leaf.path:  # one is complex
+            raise WrongForm(f"{name} returned {path} at {size}, the reference {leaf.path}")
+        dtype = reference.types.get(leaf.path)
+        if dtype is not None and tensor.dtype != dtype:
+            raise WrongForm(
+                f"{name} returned {path} as {tensor.dtype} at {size}, the baseline as {dtype}"
+            )
+        if tensor.device.type != leaf.value.device.type:
+            raise WrongForm(
+                f"{name} returned {path} on {tensor.device} at {size},"
+                f" the reference is on {leaf.value.device}"
+            )
