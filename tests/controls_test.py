@@ -9,16 +9,18 @@ import torch
 
 from pytest_aisp import Work, compare
 from pytest_aisp.checking import check
+from pytest_aisp.checking.compare import scatter
 from pytest_aisp.checking.controls import (
     DRAW_SEEDS,
     DRAWS,
     CannotTell,
     TooLoose,
     check_tolerance,
+    run_controls,
 )
 from pytest_aisp.checking.exact_probe import _fits_types
 from pytest_aisp.checking.inputs import InputPool
-from pytest_aisp.checking.numerics import Rule
+from pytest_aisp.checking.numerics import RMS, Leaf, Rule
 from pytest_aisp.checking.page_values import RANK_SEEDS, scaled_down
 from pytest_aisp.checking.reference import Reference
 from pytest_aisp.util.process_group import current_group
@@ -117,6 +119,20 @@ def test_a_tolerance_fails_if_it_is_too_loose_in_most_draws(constant, small, cou
     )
     with pytest.raises(TooLoose, match=message):
         check_tolerance(reference, [None], LOOSE)
+
+
+@pytest.mark.parametrize(("bounds", "tells"), [(1.8, False), (2.2, True), (3.8, True)])
+def test_inputs_can_tell_if_an_answer_for_others_is_clearly_refused(bounds, tells):
+    """Less than four bounds are enough: such an answer is wrong on any values."""
+    value = 100 * torch.randn(1000, dtype=torch.float64)
+    leaf = Leaf("output", value, torch.ones_like(value))
+    stale = {"stale": lambda: [value + bounds * RMS * (1 + scatter(1000))]}
+    if tells:
+        controls = run_controls([leaf], stale, [torch.float64], Rule())
+        assert str(controls[-1]) == "stale refused"
+    else:
+        with pytest.raises(CannotTell, match=r"the output for other inputs \(1.8 error bounds\)"):
+            run_controls([leaf], stale, [torch.float64], Rule())
 
 
 def mean(x):

@@ -17,6 +17,8 @@ PEAKS = Peaks(
     {
         **{"copy": 4e12, "read": 4e12, "write": 2e12, "bf16": 1e14, "h2d": 5e10, "d2h": 4e10},
         **{"peer": 4e11, "busbw": 3e11, "launch": 1e-5, "graph_node": 1e-6, "all_reduce": 1e-5},
+        **{"l2": 8e12, "shared": 3e13, "atomics": 2e11, "sfu": 4e12, "pcie_both": 6e10},
+        **{"host_step": 1e-6, "sync": 2e-5},
     },
 )
 
@@ -29,12 +31,20 @@ PEAKS = Peaks(
         (Cost(read=4e9, ops={"bf16": 2e11}), True, 2e-3, "bf16"),
         (Cost(read=4e9) + Cost(ops={"bf16": 2e11}), True, 3e-3, "bf16"),
         (3 * (Cost(read=4e9) + Cost(h2d=5e7)), True, 6e-3, "read"),
+        (Cost(read=4e9, l2=1.6e10), True, 2e-3, "l2"),
+        (Cost(shared=3e10, sfu=8e9), True, 2e-3, "sfu"),
+        (Cost(atomics=2e8), True, 1e-3, "atomics"),
         (Cost(d2h=4e7, h2d=1e7), True, 1e-3, "d2h"),
+        (Cost(d2h=4e7, h2d=5e7), True, 1.5e-3, "pcie_both"),
         (Cost(sent=4e8), True, 1e-3, "peer"),
         (Cost(sent=4e8, collectives=2), True, 1.02e-3, "peer"),
         (Cost(read=4e6, launches=3), True, 4e-6, "graph_node"),
         (Cost(read=4e6, launches=3), False, 3e-5, "launch"),
         (Cost(read=4e9, launches=3), False, 1e-3, "read"),
+        (Cost(read=4e6, launches=3, host_steps=5), False, 3.5e-5, "launch"),
+        (Cost(read=4e6, launches=3, host_steps=5), True, 4e-6, "graph_node"),
+        # The host waits for the first kernel, and then launches ten while the GPU works.
+        (Cost(read=4e9, launches=1, syncs=1) + Cost(launches=10), False, 1.12e-3, "read"),
     ],
 )
 def test_the_predicted_time(cost, graph, seconds, limit):
@@ -79,7 +89,7 @@ REFUSED = {
     "no cost": ({fast: lambda n: 4 * n}, "the cost of fast is 16384; return a Cost"),
     "no function": (
         {fast: Cost(read=1)},
-        "costs[fast] is Cost(read=1, write=0, h2d=0, d2h=0, sent=0, ops={}, launches=0,",
+        "costs[fast] is Cost(read=1, write=0, h2d=0, d2h=0, sent=0, l2=0, shared=0,",
     ),
     "another size": (
         {fast: lambda n, m: Cost(read=n)},

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from pytest_aisp.page.pair import Work
-from pytest_aisp.timing import peaks
+from pytest_aisp.timing import measure_peaks, peaks
 from pytest_aisp.timing.peaks import Limit, Peaks, PeaksError, implausible, limit_of, share
 
 H200 = Peaks(
@@ -216,7 +216,7 @@ def test_the_cpu_can_be_measured(tmp_path):
     import torch
 
     before = torch.backends.cuda.matmul.fp32_precision
-    measured = peaks.measure("cpu")
+    measured = measure_peaks.measure("cpu")
     assert torch.backends.cuda.matmul.fp32_precision == before
     assert measured.product.startswith("cpu-")
     assert set(measured.rates) == {"copy", "read", "write", "fp32"}
@@ -236,6 +236,6 @@ def test_the_triton_read_kernel_reads_everything():
     if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
         pytest.skip("needs a GPU or TRITON_INTERPRET=1; this machine has no GPU")
     source = torch.randn(8 * 4096 * 4, device="cuda" if torch.cuda.is_available() else "cpu")
-    run = peaks._triton_read(source)
+    run = measure_peaks._triton_read(source)
     run()
     torch.testing.assert_close(run.args[1].sum(), source.sum(), atol=1e-2, rtol=1e-4)

@@ -3,8 +3,8 @@
 Each control is a changed copy of the reference's outputs. A control applies if its error is more
 than `APPLIES` times the derived bound. This is computed and cannot be declared. If the page's
 tolerance accepts a control that applies, the tolerance is too loose. There are three kinds: noise,
-structure and freshness. If no control of some kind applies, right and wrong answers cannot be
-distinguished with these inputs.
+structure and freshness. If the tolerance clearly refuses no control of some kind, right and wrong
+answers cannot be distinguished with these inputs.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 
 APPLIES = 4.0
+CLEARLY = 2.0
+"""A control is clearly refused if its error is more than this many times the derived bound. Sides
+with smaller errors are checked again on other values (`check.BORDERLINE`)."""
 NOISE = 3.0
 """Size of the noise control, in allowed deviations, for an output with many elements."""
 CONTROLS = {
@@ -73,15 +76,17 @@ class Control:
         moves: size of its error, in derived bounds.
         applies: True if the rule must refuse it.
         refused: True if the rule refused it.
+        clearly: True if the rule refused an output whose error is more than `CLEARLY` bounds.
     """
 
     name: str
     moves: float
     applies: bool
     refused: bool
+    clearly: bool
 
     def __str__(self) -> str:
-        if self.applies:
+        if self.applies or self.clearly:
             return f"{self.name} {'refused' if self.refused else 'ACCEPTED'}"
         return f"{self.name} n/a: moves the reference by {self.moves:.2g} bounds"
 
@@ -141,7 +146,7 @@ def draws_differ(reference: Reference, precisions: Iterable[Precision | None]) -
         last = int(reference.large and reference.pool.pair.state is None)
         expected, types, stale = _expected(reference, precision, last)
         candidates = [value.to(dtype) for value, dtype in zip(stale(), types, strict=True)]
-        if current_group().max(not _judge("stale", candidates, expected, Rule()).applies):
+        if current_group().max(not _judge("stale", candidates, expected, Rule()).clearly):
             return False
     return True
 
@@ -195,7 +200,7 @@ def run_controls(
 
     Raises:
         TooLoose: if the rule accepts a control that applies.
-        CannotTell: if no control of one kind applies.
+        CannotTell: if no control of one kind is clearly refused.
     """
     controls = []
     for name, answers in (*_made(expected).items(), *computed.items()):
@@ -214,7 +219,7 @@ def run_controls(
             )
     for kind in ("noise", "freshness", "structure"):  # freshness names a constant output
         of_kind = [control for control in controls if CONTROLS[control.name][0] == kind]
-        if not any(control.applies for control in of_kind):
+        if not any(control.clearly for control in of_kind):
             close = "; ".join(
                 f"{CONTROLS[c.name][1]} ({c.moves:.2g} error bounds)" for c in of_kind
             )
@@ -281,10 +286,12 @@ def _judge(
     # Compare each output alone, because a tolerance may be too loose for only one of them.
     least = 1.0 if name == "noise" else APPLIES  # noise is 2.4 bounds by construction
     if any(v.shape != leaf.value.shape for v, leaf in zip(values, expected, strict=True)):
-        return Control(name, math.inf, True, True)  # the wrong shape is always refused
+        return Control(name, math.inf, True, True, True)  # the wrong shape is always refused
     derived = compare_all(values, expected, Rule())
     by_rule = derived if rule.derived else compare_all(values, expected, rule)
-    both = zip(derived, by_rule, strict=True)
+    both = list(zip(derived, by_rule, strict=True))
     applying = [result for moved, result in both if moved.score > least]
     moves = max(result.score for result in derived)
-    return Control(name, moves, bool(applying), not any(result.ok for result in applying))
+    clearly = any(moved.score > min(least, CLEARLY) and not result.ok for moved, result in both)
+    refused = not any(result.ok for result in applying)
+    return Control(name, moves, bool(applying), refused, clearly)

@@ -19,7 +19,14 @@ from .pair import (
     size_words,
 )
 
-AMOUNTS = ("read", "write", "h2d", "d2h", "sent", "launches", "collectives")
+UNITS = ("l2", "shared", "atomics", "sfu")
+"""The attributes of `Cost` that are amounts of a unit of the GPU. Its rate has the same name."""
+HOST = {"launches": "launch", "host_steps": "host_step"}
+"""The attributes of `Cost` that take time of the host, and the time of each."""
+AMOUNTS = (
+    *("read", "write", *UNITS, "h2d", "d2h", "sent"),
+    *(*HOST, "syncs", "collectives"),
+)
 """The attributes of `Cost` that are plain numbers."""
 
 
@@ -32,10 +39,18 @@ class Cost:
 
     Attributes:
         read, write: bytes that it reads from and writes to DRAM.
+        l2: bytes that it reads from the L2 and writes there, in whole sectors of 32 bytes. DRAM
+            traffic also passes the L2, but needs to be counted only if the L2 is the limit.
+        shared: bytes that it reads from and writes to shared memory. If `k` threads of a warp
+            access different words of one bank, each of their bytes counts `k` times.
+        atomics: atomic additions to global memory.
+        sfu: exponentials, logarithms, sines, roots and reciprocals of fp32.
         h2d, d2h: bytes that it copies to and from the GPU.
         sent: bytes that each rank sends to other GPUs.
         ops: arithmetic operations by type, as in ``{"bf16": 2 * n**3}``.
         launches: kernels that it launches.
+        host_steps: calls of torch that launch nothing, such as views.
+        syncs: how often the host waits for the GPU, as in `.item()`.
         collectives: barriers and collectives that it waits for, besides the bytes that they send.
         then: what follows.
 
@@ -48,8 +63,14 @@ class Cost:
     h2d: float = 0
     d2h: float = 0
     sent: float = 0
+    l2: float = 0
+    shared: float = 0
+    atomics: float = 0
+    sfu: float = 0
     ops: Mapping[str, float] = field(default_factory=dict)
     launches: float = 0
+    host_steps: float = 0
+    syncs: float = 0
     collectives: float = 0
     then: tuple[Cost, ...] = ()
 

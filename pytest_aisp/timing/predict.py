@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..page.cost import Cost, memory_rates
+from ..page.cost import HOST, UNITS, Cost, memory_rates
 from .peaks import LINKS, SECONDS, Peaks
 
 EXPLAINED = 0.25
@@ -42,36 +42,50 @@ def predict(cost: Cost, peaks: Peaks, *, graph: bool) -> Prediction:
     """Return the time of a call that costs `cost`.
 
     In a graph, each kernel starts after the one before it, so starts and work add up. Without one,
-    the host launches kernels while the GPU works, so the longer of the two counts.
+    the host launches kernels while the GPU works, so the longer of the two counts. After a wait for
+    the GPU, both begin again.
 
     Raises:
         RateMissing: if a rate is missing. The message names it.
     """
-    work, starts = 0.0, 0.0
+    total, work, host = 0.0, 0.0, 0.0
     parts: dict[str, float] = {}
     for phase in cost.phases():
         resources = _seconds(phase, peaks)
+        waiting = _divide({"all_reduce": phase.collectives}, peaks)
         work += max((sum(times.values()) for times in resources), default=0.0)
-        start = {"graph_node" if graph else "launch": phase.launches}
-        waits = {"all_reduce": phase.collectives}
-        launching, waiting = _divide(start, peaks), _divide(waits, peaks)
-        starts += sum(launching.values())
         work += sum(waiting.values())
-        for times in (*resources, launching, waiting):
+        if graph:
+            steps = _divide({"graph_node": phase.launches}, peaks)
+        else:
+            steps = _divide({rate: getattr(phase, name) for name, rate in HOST.items()}, peaks)
+        host += sum(steps.values())
+        syncs = _divide({"sync": phase.syncs}, peaks)
+        if syncs:
+            total += _together(work, host, graph=graph) + syncs["sync"]
+            work = host = 0.0
+        for times in (*resources, waiting, steps, syncs):
             for rate, seconds in times.items():
                 parts[rate] = parts.get(rate, 0.0) + seconds
     ordered = dict(sorted(parts.items(), key=lambda part: -part[1]))
-    return Prediction(work + starts if graph else max(work, starts), ordered)
+    return Prediction(total + _together(work, host, graph=graph), ordered)
+
+
+def _together(work: float, starts: float, *, graph: bool) -> float:
+    return work + starts if graph else max(work, starts)
 
 
 def _seconds(phase: Cost, peaks: Peaks) -> list[dict[str, float]]:
     """Return the seconds by rate of each resource that `phase` uses. Resources overlap."""
     link = max(LINKS, key=lambda rate: peaks.rates.get(rate, 0.0))
+    both = phase.h2d + phase.d2h if phase.h2d and phase.d2h else 0.0
     resources = (
         memory_rates(phase.read, phase.write),
+        *({unit: getattr(phase, unit)} for unit in UNITS),
         phase.ops,
         {"h2d": phase.h2d},
         {"d2h": phase.d2h},
+        {"pcie_both": both},
         {link: phase.sent},
     )
     return [_divide(one, peaks) for one in resources]

@@ -296,9 +296,9 @@ class Engine:
 
     def peaks(self, task: messages.PeaksTask) -> task_results.PeaksResult:
         """Measure the machine's peaks."""
-        from ..timing import peaks
+        from ..timing import measure_peaks
 
-        measured = peaks.measure(task.device)
+        measured = measure_peaks.measure(task.device)
         return task_results.PeaksResult(dict(measured.rates), dict(measured.facts))
 
     def collectives(self, task: messages.CollectivesTask) -> dict[str, Json]:

@@ -5,7 +5,9 @@ from honest.common import honest
 
 
 def keys_and_payload(device, n):
-    return torch.randn(n, 40, device=device), torch.randn(n, 40, device=device)
+    # Distinct keys: a rank is one place only if no key occurs twice.
+    keys = torch.rand(n, 40, device=device).argsort(dim=1).float()
+    return keys, torch.randn(n, 40, device=device)
 
 
 def sorted_by_key(keys, payload):
