@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -203,3 +204,12 @@ def test_products_of_a_state_of_any_type_are_rounded_once_per_product(dtype, sha
     expected = 3 * unit**2 / 3 * leaf.value.square().mean()
     assert leaf.path == "output"
     assert 0.7 < float(leaf.sigma.square().mean() / expected) < 1.6
+
+
+def test_a_reference_is_freed_with_its_last_user():
+    """A cycle would keep its outputs in memory: the collector skips objects from earlier cases."""
+    made = reference_of(updating)
+    made.leaves((0,), None)
+    alive = weakref.ref(made)
+    del made
+    assert alive() is None

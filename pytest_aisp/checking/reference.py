@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import time
+import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
@@ -66,7 +67,7 @@ class Reference:
     _leaves: dict[tuple[Turns, Precision | None], list[Leaf]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.bound = ErrorBound(self)
+        self.bound = ErrorBound(weakref.proxy(self))  # a cycle would keep the outputs in memory
         state = self.pool.new_state()
         self.initial_state = frozenset(() if state is None else pytree.state_tensors(state))
 

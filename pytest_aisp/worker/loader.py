@@ -334,14 +334,14 @@ class Cache:
         if not device.startswith("cuda"):
             return
 
-        def holds_more_than(share: float) -> bool:
-            release(device)
+        def holds_more_than(share: float, *, everything: bool = False) -> bool:
+            release(device, everything=everything)
             limit = share * torch.cuda.mem_get_info()[1]
             return current_group().max(torch.cuda.memory_reserved() > limit) > 0
 
         if holds_more_than(KEPT_SHARE if current_group().world == 1 else KEPT_SHARE_OF_RANK):
             self.references.clear()
-            self.exhausted = holds_more_than(KEPT_SHARE)
+            self.exhausted = holds_more_than(KEPT_SHARE, everything=True)
         self.exhausted |= bool(cuda_graph.abandoned)
 
 
