@@ -1,9 +1,11 @@
-"""The style of pages: four headings, sides by name, every pair judged, no side effects."""
+"""The style of pages: their headings, sides by name, every pair judged, no side effects."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
+import itertools
 import math
 import re
 import types
@@ -12,15 +14,20 @@ from pathlib import Path
 
 import pytest
 
+from pytest_aisp.page.cost import cost_at
 from pytest_aisp.page.pair import CLAIM_WORDS, Pair
 from pytest_aisp.results import store
+from pytest_aisp.timing.predict import RateMissing, predict
+from pytest_aisp.tools.stored_results import stored_peaks
 from pytest_aisp.worker.loader import load_page, pair_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "suites").rglob("*_test.py"))
 ARCH_OF = {"nvidia-h200": "sm90"}
 GOALS = ("pair.assert_memory(", "pair.assert_goodput(")
-HEADINGS = ["Problem", "Baseline", "Optimized", "Bound"]
+HEADINGS = ["Problem", "Baseline", "Optimized", "Bound", "Use when"]
+FIGURE = re.compile(r"(\d+(?:\.(\d+))?) ?(x|times|us|ms|%|TB/s|GB/s|TFLOP/s)(?![\w/])")
+UNITS = {"us": 1e-6, "ms": 1e-3, "%": 1e-2, "TB/s": 1e12, "GB/s": 1e9, "TFLOP/s": 1e12}
 every_page = pytest.mark.parametrize("path", PAGES, ids=lambda p: f"{p.parent.name}/{p.stem}")
 
 
@@ -42,7 +49,8 @@ def pairs(path: Path) -> list[Pair]:
 
 def sections(path: Path) -> dict[str, str]:
     """Return the docstring's text by heading."""
-    parts = re.split(r"^(\w+) {2,}", ast.get_docstring(parsed(path)) or "", flags=re.MULTILINE)
+    heading = rf"^({'|'.join(HEADINGS)}|Seen) {{2,}}"
+    parts = re.split(heading, ast.get_docstring(parsed(path)) or "", flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
@@ -58,7 +66,7 @@ def test_suites_have_pages():
 
 
 @every_page
-def test_docstring_has_a_title_and_four_headings(path):
+def test_docstring_has_a_title_and_the_headings(path):
     title, blank = (ast.get_docstring(parsed(path)) or "").splitlines()[:2]
     assert re.fullmatch(r".+: .+\.", title)
     assert blank == ""
@@ -76,6 +84,42 @@ def test_docstring_names_the_baseline_and_the_variants(path):
     for pair in pairs(path):
         assert pair.baseline.__name__ in baselines
         assert {variant.name for variant in pair.variants} <= sides
+
+
+def stored_figures(path: Path) -> Iterator[float]:
+    """Yield every speedup, time, share and rate that stored results and costs of the page hold."""
+    for file in sorted((ROOT / "baselines").glob(f"*/{path.parent.name}.json")):
+        peaks = stored_peaks(ROOT / "baselines", file.parent.name)
+        yield from () if peaks is None else peaks.rates.values()
+        for key, result in store.load(file).results.items():
+            if not key.startswith(f"{path.name}::") or result.value is None:
+                continue
+            yield from (math.exp(result.value), result.share or 0.0)
+            yield from result.seconds.values()
+    for pair in pairs(path):
+        for case, graph, product in itertools.product(pair.cases(), (True, False), ARCH_OF):
+            sides = (pair.baseline, case.variant.side)
+            costs = [cost_at(pair, side, case.size, case.gpus) for side in sides]
+            found = stored_peaks(ROOT / "baselines", product)
+            with contextlib.suppress(RateMissing):
+                times = [predict(cost, found, graph=graph).seconds for cost in costs if cost]
+                yield from times
+                yield from [times[0] / times[1]] if len(times) == 2 else []
+
+
+@every_page
+def test_no_figure_of_a_stored_result_or_of_a_cost_is_typed_by_hand(path):
+    """Such a figure is wrong after the next record. `aisp suite show` prints the current one."""
+    known = list(stored_figures(path))
+    typed = []
+    for match in FIGURE.finditer(ast.get_docstring(parsed(path)) or ""):
+        number, digits, unit = match.groups()
+        step = UNITS.get(unit, 1.0) * 10 ** -len(digits or "")
+        value = float(number) * UNITS.get(unit, 1.0)
+        significant = len(number.replace(".", "").lstrip("0")) > 1
+        if significant and any(abs(value - each) <= 0.501 * step for each in known):
+            typed.append(match[0])
+    assert typed == []
 
 
 @every_page

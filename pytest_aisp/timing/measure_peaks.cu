@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) shared_read(unsigned* out, i
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const unsigned at = base + 16 * (threadIdx.x ^ (k * 32));
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+      asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(v[k].x), "=r"(v[k].y), "=r"(v[k].z), "=r"(v[k].w)
                    : "r"(at));
     }

@@ -165,7 +165,7 @@ class _Survey:
         for key, (run, amount) in probes.items():
             self.rates[key] = amount / self._clock(run)
         rates = {size: amount / self._clock(run) for size, (run, amount) in by_size.items()}
-        each = (f"{size >> 20} MiB {rate / 1e12:.2f}" for size, rate in rates.items())
+        each = (f"{size / 2**20:g} MiB {rate / 1e12:.2f}" for size, rate in rates.items())
         self.facts["l2"] = f"{', '.join(each)} TB/s"
         self.rates["l2"] = rates[max(s for s in rates if s <= l2_bytes // L2_SHARE)]
 

@@ -30,8 +30,8 @@ from .catalog import Catalog, CatalogCase, target_of
 from .stored_results import chapters, stored_peaks
 
 HEADS = ("product", "target", "case", "bound", "speedup", "time", "attained", "share", "limit")
-BYTES = ("copy", "read", "write", *PCIE, *peaks.LINKS, "peer_both")
-"""The rates whose unit is bytes/s. The other rates are in FLOP/s or in seconds."""
+BYTES = (*peaks.MEMORY, *PCIE, "pcie_both", *peaks.LINKS, "peer_both")
+"""The rates whose unit is bytes/s. The other rates are in FLOP/s, operations/s or seconds."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ def rate_text(name: str | None, rate: float | None) -> str:
     if name in SECONDS:
         return duration(rate)
     scale, letter = (1e12, "T") if rate >= 1e12 else (1e9, "G")
-    return f"{rate / scale:.4g} {letter}{'B' if name in BYTES else 'FLOP'}/s"
+    unit = "B" if name in BYTES else "op" if name in peaks.UNITS else "FLOP"
+    return f"{rate / scale:.4g} {letter}{unit}/s"
 
 
 def roofline_result(

@@ -1,12 +1,13 @@
 """Coalescing: keep the values that are used together next to each other.
 
-Problem    n particles of 8 fp32 fields (position, velocity, mass, charge); move them along x.
+Problem    n particles of 8 fp32 fields (position, velocity, mass, charge). Move them along x.
 Baseline   array_of_structs: the fields of one particle lie side by side, 32 bytes a particle.
 Optimized  struct_of_arrays: the values of one field lie side by side. Operation and shape are the
-           same; only the strides differ.
-Bound      DRAM. It moves sectors of 32 bytes and a particle is exactly one, so reading 2 of its 8
-           fields reads them all: 32 + 4 bytes a particle against 8 + 4, 3.0 times. Moving along all
-           three axes would use 6 of 8 fields: (32 + 12) / (24 + 12) = 1.2.
+           same. Only the strides differ.
+Bound      DRAM. It moves sectors of 32 bytes, and a particle is exactly one, so reading 2 of its 8
+           fields reads all of them.
+Use when   A kernel reads a few fields of many records. If it reads nearly all of them, there is
+           little to gain: moving along all three axes reads 6 of 8.
 """
 
 import torch
