@@ -15,7 +15,7 @@ from pytest_aisp.results.models import Result
 from pytest_aisp.results.store import StoreError
 from pytest_aisp.timing import peaks
 from pytest_aisp.timing.peaks import Peaks
-from pytest_aisp.tools import catalog, maintenance, roofline, stored_results
+from pytest_aisp.tools import catalog, expectations, maintenance, roofline, stored_results
 from pytest_aisp.util.cli_result import CliError
 from pytest_aisp.util.device import Machine
 
@@ -192,9 +192,9 @@ def test_the_links_of_several_gpus_are_a_limit(collected, tmp_path):
 def test_states_of_a_result(collected, tmp_path, result_and_claim, states):
     found = collected(case("ch07:scan", claim=result_and_claim[1]))
     stored(tmp_path, {SCAN: result_and_claim[0]})
-    (one,) = stored_results.expectations(found, "nvidia-h200", "sm90")
+    (one,) = expectations.expectations(found, "nvidia-h200", "sm90")
     assert " ".join(one.states) == states
-    code = stored_results.expectations_result(found, {"nvidia-h200": "sm90"}, form="text").code
+    code = expectations.expectations_result(found, {"nvidia-h200": "sm90"}, form="text").code
     assert code == ("below" in one.states)
 
 
@@ -204,7 +204,7 @@ def test_a_result_without_times_has_no_claim_and_no_limit(collected, tmp_path, c
     plain = {"environments": ("one",), "goals": goals}
     stored(tmp_path, {SCAN: Result(sources=SOURCES, **plain)})
     assert list(roofline.points(found, "nvidia-h200", [], None)) == []
-    (one,) = stored_results.expectations(found, "nvidia-h200", "sm90")
+    (one,) = expectations.expectations(found, "nvidia-h200", "sm90")
     assert one.states == ()
     assert one.row()[3:7] == ("-", "-", "0", "1")
     assert app.main(["expectations", "--format", "csv"]) == 0
@@ -212,7 +212,7 @@ def test_a_result_without_times_has_no_claim_and_no_limit(collected, tmp_path, c
     assert (row["claim"], row["speedup"], row["low"], row["high"]) == ("", "", "", "")
     changed = {**SOURCES, "optimized": "2c"}
     stored(tmp_path, {SCAN: Result(sources=changed, **plain)})
-    (one,) = stored_results.expectations(found, "nvidia-h200", "sm90")
+    (one,) = expectations.expectations(found, "nvidia-h200", "sm90")
     assert one.states == ("stale",)
 
 
@@ -231,7 +231,7 @@ def test_a_readme_table_shows_metrics_if_nothing_was_timed(tmp_path):
 def test_a_share_of_a_librarys_speed_is_shown_as_one(collected, tmp_path):
     found = collected(case("ch07:scan", claim=0.8, versus="library"))
     stored(tmp_path, {SCAN: result(0.7)})
-    lines = stored_results.expectations_result(found, {"nvidia-h200": "sm90"}, form="text").lines
+    lines = expectations.expectations_result(found, {"nvidia-h200": "sm90"}, form="text").lines
     assert any("  0.8 of library  " in line for line in lines)
 
 
@@ -253,8 +253,8 @@ def test_a_result_without_a_case_is_gone_unless_its_page_is_unread(collected, tm
     found = collected(case("ch07:scan"), unread=[unread])
     keys = ("left_test.py::test_left[a-n1]", "te_test.py::test_te[b-n1]")
     stored(tmp_path, {key: result(2.0) for key in keys})
-    expectations = stored_results.expectations(found, "nvidia-h200", "sm90")
-    assert [one.states for one in expectations] == [("gone",), ("unread",)]
+    found = expectations.expectations(found, "nvidia-h200", "sm90")
+    assert [one.states for one in found] == [("gone",), ("unread",)]
 
 
 def test_csv_and_json_contain_every_result(collected, tmp_path, capsys):

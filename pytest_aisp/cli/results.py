@@ -40,7 +40,7 @@ def expectations(
     ] = None,
 ) -> None:
     """Compare stored results with the claims of their pages."""
-    from ..tools import catalog, stored_results
+    from ..tools import catalog, expectations, stored_results
     from ..util.device import Machine
 
     machine = Machine.here()
@@ -48,7 +48,7 @@ def expectations(
         pages = catalog.collect(tell=progress)
     products = stored_results.select_products(pages.baselines, product, machine)
     archs = {name: stored_results.arch_of(name, arch, machine) for name in products}
-    finish(stored_results.expectations_result(pages, archs, form=form))
+    finish(expectations.expectations_result(pages, archs, form=form))
 
 
 def predictions(targets: Targets = None, product: Product = None, as_json: Json = False) -> None:

@@ -1,19 +1,9 @@
-"""Report on stored results: list products, compare results with claims, write README tables.
-
-`aisp results expectations` compares each stored ln(speedup) with the current claim, and the stored
-sources with the current pages. It also checks whether there are enough processes and sessions to
-estimate a spread.
-"""
+"""Read stored results: list products and chapters, and write README tables."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,15 +12,14 @@ from ..results import store
 from ..results.export import table
 from ..results.metric_limits import METRICS
 from ..results.models import Result, Stored, base_of, session_sd
-from ..results.row import bare, claim_text, duration
+from ..results.row import bare, duration
 from ..results.stats import interval
 from ..results.store import StoreError
-from ..results.verdict import DEFAULT_SPREAD, NEUTRAL_FLOOR
+from ..results.verdict import DEFAULT_SPREAD
 from ..timing import peaks
 from ..timing.peaks import Peaks, PeaksError
-from ..util.cli_result import CliError, CliResult, columns
+from ..util.cli_result import CliError
 from ..util.device import Machine
-from .catalog import Catalog, CatalogCase
 
 
 class Chapter(NamedTuple):
@@ -107,134 +96,6 @@ def arch_of(product: str, arch: str | None, machine: Machine) -> str:
         if set(names.lower().split(", ")) & set(base.split("-")):
             return known
     raise CliError(f"the arch of {product} is unknown; {legal}\n    --arch={ARCHS[1]}")
-
-
-MIN_PROCESSES, MIN_SESSIONS = 8, 2
-"""The minimum numbers of processes and sessions that are needed to estimate a spread."""
-STATES = {
-    "below": "the stored speedup is below the claim",
-    "neutral": "a speedup is claimed, but the 99 % interval includes 1",
-    "stale": "the sources of the sides have changed: record again",
-    "few": f"fewer than {MIN_PROCESSES} processes or {MIN_SESSIONS} sessions",
-    "gone": "no page here has the case",
-    "unread": "its page cannot be imported here, so its claim is unknown",
-}
-HEADS = ("product", "chapter", "case", "claim", "stored [99 %]", "processes", "sessions", "states")
-
-
-@dataclass(frozen=True)
-class Expectation:
-    """A stored result and its claim. `states` lists its problems."""
-
-    product: str
-    chapter: str
-    case: str
-    claim: float | str | None
-    speedup: float | None
-    low: float | None
-    high: float | None
-    processes: int
-    sessions: int
-    states: tuple[str, ...]
-    versus: str
-
-    def row(self) -> tuple[str, ...]:
-        speed = "-"
-        if self.speedup is not None:
-            speed = f"{self.speedup:.3f}x [{self.low:.3f}, {self.high:.3f}]"
-        claim = claim_text(self.claim, self.versus)
-        counts = (str(self.processes), str(self.sessions))
-        return self.product, self.chapter, self.case, claim, speed, *counts, ", ".join(self.states)
-
-
-def expectations_result(catalog: Catalog, archs: Mapping[str, str], *, form: str) -> CliResult:
-    """Return the results of all products with their claims.
-
-    The exit code is 1 if a result is below its claim.
-
-    Args:
-        archs: the arch whose claims apply, keyed by product.
-    """
-    entries = [e for product, arch in archs.items() for e in expectations(catalog, product, arch)]
-    code = 1 if any("below" in one.states for one in entries) else 0
-    if form == "json":
-        return CliResult([json.dumps([asdict(one) for one in entries], indent=1)], code)
-    return CliResult(_csv(entries) if form == "csv" else _text(entries), code)
-
-
-def expectations(catalog: Catalog, product: str, arch: str) -> Iterator[Expectation]:
-    """Yield each stored result of `product` with its claim."""
-    cases = {(case.chapter, case.key): case for case in catalog.cases}
-    unread = {Path(page.path).name for page in catalog.unread}
-    for chapter in chapters(catalog.baselines, product):
-        for key, result in sorted(chapter.stored.results.items()):
-            case = cases.get((chapter.name, key))
-            ends = interval_of(result, chapter.stored)
-            # A claim is about a speedup, so it does not apply to a result that has only metrics.
-            claim = None if case is None or ends is None else case.claims[arch]
-            states = _states(result, case, claim, ends[0] if ends else 0.0)
-            if case is None and key.partition("::")[0] in unread:
-                states = ["unread", *states[1:]]
-            low, high = (None, None) if ends is None else map(math.exp, ends)
-            yield Expectation(
-                *(product, chapter.name, key, claim, result.speedup),
-                *(low, high, result.processes, result.sessions),
-                tuple(states),
-                case.versus if case is not None else "",
-            )
-
-
-def _states(
-    result: Result, case: CatalogCase | None, claim: float | str | None, low: float
-) -> list[str]:
-    timed = result.value is not None  # counted metrics have no spread
-    few = timed and (result.processes < MIN_PROCESSES or result.sessions < MIN_SESSIONS)
-    if case is None:
-        return ["gone", *(["few"] if few else [])]
-    states = {
-        "below": _is_below(result, claim),
-        "neutral": isinstance(claim, int | float) and claim >= 1 and low <= 0,
-        "stale": _is_stale(result, case),
-        "few": few,
-    }
-    return [state for state, holds in states.items() if holds]
-
-
-def _is_stale(result: Result, case: CatalogCase) -> bool:
-    now = result.with_syntax(case.sources, case.text_sources)
-    return dict(now.sources) != dict(case.sources)
-
-
-def _is_below(result: Result, claim: float | str | None) -> bool:
-    """Return True if a result is below its claim.
-
-    If the claim is `neutral`, a slowdown up to the clock's floor is allowed.
-    """
-    if result.value is None or result.clock is None:
-        return False
-    if claim == "neutral":
-        return result.value < -NEUTRAL_FLOOR[result.clock]
-    # There is no margin, because the claim was chosen from this value, a mean over processes.
-    return isinstance(claim, int | float) and result.value < math.log(claim)
-
-
-def _csv(entries: Sequence[Expectation]) -> list[str]:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([field.name for field in fields(Expectation)])
-    for one in entries:
-        plain = {**asdict(one), "states": " ".join(one.states)}
-        writer.writerow(f"{v:.6g}" if isinstance(v, float) else v for v in plain.values())
-    return text.getvalue().splitlines()
-
-
-def _text(entries: Sequence[Expectation]) -> list[str]:
-    """Return a table of the results that have a problem, and the number of each problem."""
-    problems = [one for one in entries if one.states]
-    lines = columns([HEADS, *(one.row() for one in problems)]) if problems else []
-    lines.append(f"{len(entries)} stored results, {len(entries) - len(problems)} without a problem")
-    counts = {state: sum(state in one.states for one in problems) for state in STATES}
-    return lines + [f"{state} {n}: {STATES[state]}" for state, n in counts.items() if n]
 
 
 START, END = "<!-- results -->", "<!-- end of results -->"
