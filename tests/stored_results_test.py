@@ -413,11 +413,48 @@ def test_no_prediction_is_an_error_that_says_what_to_do(collected, tmp_path, cap
     assert "\n    @compare(..., costs={side: lambda n: Cost(" in message
     collected(case("ch07:scan", costs=COSTS))
     assert "no peaks of nvidia-h200 are stored; measure them there:" in predicted(capsys, 2).err
+
+
+def test_a_side_whose_rate_is_missing_is_listed_as_not_predicted(collected, tmp_path, capsys):
+    scan = case("ch07:scan", costs=COSTS)
+    collected(scan)
+    (tmp_path / "suites" / "ch07").mkdir()
+    (tmp_path / scan["path"]).write_text(PAGE)
+    stored(tmp_path, {SCAN: result(1.25)})
     rates(tmp_path, copy=4e12, write=2e12)
-    message = predicted(capsys, code=2).err
-    named = "suites/ch07/scan_test.py: the cost of the baseline of scan_test.py::test_scan"
-    assert named in message
-    assert "the rate 'read' was not measured on nvidia-h200; measure it there:" in message
+    missing = (
+        "1 side is not predicted, because the rate read was not measured there:"
+        " run aisp machine peak --store"
+    )
+    _, tiled, baseline, summary, closing = predicted(capsys).out.splitlines()
+    assert tiled.split()[2:] == [SCAN, "tiled", "1", "ms", "800", "us", "0.80", "copy"]
+    assert baseline.split()[2:] == [SCAN, "baseline", "not", "predicted:", "read", "1", "ms", "-"]
+    assert summary == "1 of 1 within 25% of the prediction"
+    assert closing == missing
+    assert app.main(["results", "predictions", "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert [(one["predicted"], one["missing"]) for one in plain] == [
+        (pytest.approx(1e-3), ""),
+        (None, "read"),
+    ]
+    assert app.main(["suite", "show", "ch07:scan"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert missing in shown
+    rows = [line.split() for line in shown]
+    assert ["n=64", "baseline", "not", "predicted:", "read", "1", "ms"] in rows
+    assert ["n=64", "tiled", "1", "ms", "800", "us", "-", "1.25x", "-"] in rows
+
+
+def test_a_page_shows_its_stored_times_if_no_peaks_are_stored(collected, tmp_path, capsys):
+    scan = case("ch07:scan", costs={**COSTS, "optimized": [{"sent": 1e9}]})
+    collected(scan)
+    (tmp_path / "suites" / "ch07").mkdir()
+    (tmp_path / scan["path"]).write_text(PAGE)
+    stored(tmp_path, {SCAN: result(1.25)})
+    assert app.main(["suite", "show", "ch07:scan"]) == 0
+    shown = capsys.readouterr().out
+    assert "2 sides are not predicted, because the rates peer, read were not measured" in shown
+    assert "run aisp links bandwidth --store and aisp machine peak --store" in shown
 
 
 PAGE = '''"""A title.

@@ -12,6 +12,11 @@ EXPLAINED = 0.25
 """A time is unexplained if it differs from the predicted time by more than this share of it."""
 
 
+def explains(predicted: float, measured: float) -> bool:
+    """Return whether a measured time is close to the predicted one."""
+    return abs(measured - predicted) <= EXPLAINED * predicted
+
+
 @dataclass(frozen=True)
 class Prediction:
     """The least time of a call, in seconds.
@@ -29,13 +34,22 @@ class Prediction:
         """The rate that takes the most time."""
         return next(iter(self.parts), "")
 
-    def explains(self, seconds: float) -> bool:
-        """Return whether the measured `seconds` are close to the predicted ones."""
-        return abs(seconds / self.seconds - 1) <= EXPLAINED
-
 
 class RateMissing(ValueError):
-    """A rate that a cost needs was not measured on this product."""
+    """The rate `rate`, which a cost needs, was not measured on this product."""
+
+    def __init__(self, rate: str, product: str) -> None:
+        self.rate = rate
+        super().__init__(
+            f"the rate {rate!r} was not measured on {product}; measure it there:\n"
+            f"    {how_to_measure(rate)}"
+        )
+
+
+def how_to_measure(rate: str) -> str:
+    """Return the command that measures and stores `rate`."""
+    links = {"peer": "bandwidth", "peer_both": "bandwidth", "busbw": "nccl", "all_reduce": "nccl"}
+    return f"aisp links {links[rate]} --store" if rate in links else "aisp machine peak --store"
 
 
 def predict(cost: Cost, peaks: Peaks, *, graph: bool) -> Prediction:
@@ -98,10 +112,7 @@ def _divide(amounts: Mapping[str, float], peaks: Peaks) -> dict[str, float]:
         if not amount:
             continue
         if rate not in peaks.rates:
-            raise RateMissing(
-                f"the rate {rate!r} was not measured on {peaks.product}; measure it there:\n"
-                "    aisp machine peak --store"
-            )
+            raise RateMissing(rate, peaks.product)
         each = peaks.rates[rate]
         seconds[rate] = amount * each if rate in SECONDS else amount / each
     return seconds

@@ -10,13 +10,13 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
 from ..page.cost import Cost
-from ..results.models import Result
+from ..results.models import ROLES, Result
 from ..results.row import duration
 from ..timing.peaks import Peaks
-from ..timing.predict import EXPLAINED, Prediction, RateMissing, predict
+from ..timing.predict import EXPLAINED, Prediction, RateMissing, explains, how_to_measure, predict
 from ..util.cli_result import CliError, CliResult, columns
 from .catalog import Catalog, CatalogCase
 from .stored_results import chapters, stored_peaks
@@ -29,24 +29,31 @@ class PredictedSide:
     """The predicted and the stored time of one side, in seconds.
 
     Attributes:
+        predicted: None if a rate is missing.
         limit: the rate that takes the most time.
+        missing: the first rate that the prediction needs and that was not measured.
     """
 
     product: str
     chapter: str
     case: str
     side: str
-    predicted: float
+    predicted: float | None
     stored: float
-    limit: str
+    limit: str = ""
+    missing: str = ""
 
     @property
-    def ratio(self) -> float:
+    def ratio(self) -> float | None:
         """The stored time divided by the predicted time."""
-        return self.stored / self.predicted
+        return self.stored / self.predicted if self.predicted else None
 
     def row(self) -> tuple[str, ...]:
-        times = duration(self.predicted), duration(self.stored), f"{self.ratio:.2f}"
+        predicted = f"not predicted: {self.missing}"
+        if self.predicted is not None:
+            predicted = duration(self.predicted)
+        ratio = "-" if self.ratio is None else f"{self.ratio:.2f}"
+        times = predicted, duration(self.stored), ratio
         return self.product, self.chapter, self.case, self.side, *times, self.limit
 
 
@@ -54,7 +61,7 @@ def predictions_result(catalog: Catalog, products: Sequence[str], *, as_json: bo
     """Return the predicted and the stored times of all sides that declare a cost.
 
     Raises:
-        CliError: if no side declares a cost, or if a rate was not measured.
+        CliError: if no side declares a cost, or if no peaks of a product are stored.
     """
     sides = [side for product in products for side in predictions(catalog, product)]
     unread = [f"{page.path} was not read: {page.text}" for page in catalog.unread]
@@ -68,12 +75,30 @@ def predictions_result(catalog: Catalog, products: Sequence[str], *, as_json: bo
                 ]
             )
         )
-    sides.sort(key=lambda side: -abs(math.log(side.ratio)))
+    sides.sort(key=lambda side: -abs(math.log(side.ratio)) if side.ratio else math.inf)
     if as_json:
         return CliResult([json.dumps([asdict(side) for side in sides], indent=1)])
-    close = sum(abs(side.ratio - 1) <= EXPLAINED for side in sides)
+    times = [(side.predicted, side.stored) for side in sides if side.predicted is not None]
+    close = sum(explains(predicted, stored) for predicted, stored in times)
     lines = [*unread, *columns([HEADS, *(side.row() for side in sides)])]
-    return CliResult([*lines, f"{close} of {len(sides)} within {EXPLAINED:.0%} of the prediction"])
+    lines.append(f"{close} of {len(times)} within {EXPLAINED:.0%} of the prediction")
+    return CliResult([*lines, *missing_line([side.missing for side in sides])])
+
+
+def missing_line(rates: Sequence[str]) -> list[str]:
+    """Return a line about the sides that are not predicted, or none.
+
+    Args:
+        rates: the missing rate of each side; empty if none is missing.
+    """
+    names = sorted({rate for rate in rates if rate})
+    if not names:
+        return []
+    count = sum(map(bool, rates))
+    sides = "1 side is" if count == 1 else f"{count} sides are"
+    listed = f"rate {names[0]} was" if len(names) == 1 else f"rates {', '.join(names)} were"
+    commands = " and ".join(sorted({how_to_measure(name) for name in names}))
+    return [f"{sides} not predicted, because the {listed} not measured there: run {commands}"]
 
 
 def predictions(catalog: Catalog, product: str) -> Iterator[PredictedSide]:
@@ -86,12 +111,54 @@ def predictions(catalog: Catalog, product: str) -> Iterator[PredictedSide]:
             case = cases.get((chapter.name, key))
             if case is None or result.value is None:
                 continue
-            for role, phases in case.costs.items():
+            for role in case.costs:
                 once = case.path, case.function, str(case.size)
                 if role == "baseline" and once in baselines:
                     continue
                 baselines.add(once)
-                yield _predicted(product, case, role, phases, result, peaks)
+                if peaks is None:
+                    raise CliError(
+                        f"no peaks of {product} are stored; measure them there:\n"
+                        "    aisp machine peak --store"
+                    )
+                yield _predicted(product, case, role, result, peaks)
+
+
+def _predicted(
+    product: str, case: CatalogCase, role: str, result: Result, peaks: Peaks
+) -> PredictedSide:
+    side = case.variant if role == "optimized" else "baseline"
+    place, stored = (product, case.chapter, case.key, side), result.seconds[role]
+    predicted = predicted_times(case, result, peaks)[role]
+    if isinstance(predicted, RateMissing):
+        return PredictedSide(*place, None, stored, missing=predicted.rate)
+    return PredictedSide(*place, predicted.seconds, stored, predicted.limit)
+
+
+def predicted_times(
+    case: CatalogCase, result: Result, peaks: Peaks
+) -> dict[str, Prediction | RateMissing]:
+    """Return the predicted time of each side with a cost, by role, or the rate that is missing."""
+    graph = result.clock == "graph"
+    return {role: _prediction(phases, peaks, graph) for role, phases in case.costs.items()}
+
+
+def _prediction(
+    phases: Sequence[Mapping[str, Any]], peaks: Peaks, graph: bool
+) -> Prediction | RateMissing:
+    first, *rest = (Cost(**phase) for phase in phases)
+    try:
+        return predict(sum(rest, first), peaks, graph=graph)
+    except RateMissing as error:
+        return error
+
+
+def speedup(times: Mapping[str, Prediction | RateMissing]) -> float | None:
+    """Return the predicted speedup, or None unless both sides are predicted."""
+    baseline, optimized = times.get("baseline"), times.get("optimized")
+    if not isinstance(baseline, Prediction) or not isinstance(optimized, Prediction):
+        return None
+    return baseline.seconds / optimized.seconds if optimized.seconds else None
 
 
 TABLE_HEADS = (
@@ -104,68 +171,42 @@ def page_tables(catalog: Catalog, products: Sequence[str]) -> Iterator[str]:
     """Yield the lines of a table for each product: the times and speedups of all sides."""
     cases = {(case.chapter, case.key): case for case in catalog.cases}
     for product in products:
-        peaks = stored_peaks(catalog.baselines, product)
+        peaks = stored_peaks(catalog.baselines, product) or Peaks(product, {})
         rows: dict[tuple[str, str], tuple[str, ...]] = {}
+        missing: dict[tuple[str, str], str] = {}
         for chapter in chapters(catalog.baselines, product):
             for key, result in chapter.stored.results.items():
                 case = cases.get((chapter.name, key))
                 if case is not None and result.value is not None:
-                    for row in _rows(product, case, result, peaks):
-                        rows.setdefault((row[0], row[1]), row)  # the baseline's first case counts
+                    times = predicted_times(case, result, peaks)
+                    for row, role in zip(_rows(case, result, times), ROLES, strict=True):
+                        side = row[0], row[1]
+                        rows.setdefault(side, row)  # the baseline's first case counts
+                        missing.setdefault(side, _missing(times.get(role)))
         if rows:
             yield from ["", f"{product}:", "", *columns([TABLE_HEADS, *rows.values()])]
+            yield from missing_line(list(missing.values()))
+
+
+def _missing(predicted: Prediction | RateMissing | None) -> str:
+    return predicted.rate if isinstance(predicted, RateMissing) else ""
 
 
 def _rows(
-    product: str, case: CatalogCase, result: Result, peaks: Peaks | None
+    case: CatalogCase, result: Result, times: Mapping[str, Prediction | RateMissing]
 ) -> Iterator[tuple[str, ...]]:
     size = ", ".join(f"{name}={value}" for name, value in case.size.items())
-    times = {
-        role: _prediction(product, case, role, phases, result, peaks).seconds
-        for role, phases in case.costs.items()
-    }
-    texts = {role: duration(seconds) for role, seconds in times.items()}
-    stored = duration(cast(float, result.baseline_us) * 1e-6)
-    yield size, "baseline", texts.get("baseline", "-"), stored, "", "", ""
-    both = "baseline" in times and "optimized" in times
-    gain = f"{times['baseline'] / times['optimized']:.3g}x" if both else "-"
-    stored = duration(cast(float, result.optimized_us) * 1e-6)
-    speedup = f"{result.speedup:.3g}x"
+    baseline, optimized = (_time_text(times.get(role)) for role in ROLES)
+    yield size, "baseline", baseline, duration(result.seconds["baseline"]), "", "", ""
+    gain = speedup(times)
     share = "-" if result.share is None else f"{result.share:.0%} of {result.limit}"
-    yield size, case.variant, texts.get("optimized", "-"), stored, gain, speedup, share
+    speedups = "-" if gain is None else f"{gain:.3g}x", f"{result.speedup:.3g}x"
+    yield size, case.variant, optimized, duration(result.seconds["optimized"]), *speedups, share
 
 
-def _predicted(
-    product: str,
-    case: CatalogCase,
-    role: str,
-    phases: Sequence[Mapping[str, Any]],
-    result: Result,
-    peaks: Peaks | None,
-) -> PredictedSide:
-    predicted = _prediction(product, case, role, phases, result, peaks)
-    stored = result.baseline_us if role == "baseline" else result.optimized_us
-    side = case.variant if role == "optimized" else "baseline"
-    seconds = cast(float, stored) * 1e-6
-    return PredictedSide(
-        *(product, case.chapter, case.key, side, predicted.seconds, seconds, predicted.limit)
-    )
-
-
-def _prediction(
-    product: str,
-    case: CatalogCase,
-    role: str,
-    phases: Sequence[Mapping[str, Any]],
-    result: Result,
-    peaks: Peaks | None,
-) -> Prediction:
-    if peaks is None:
-        raise CliError(
-            f"no peaks of {product} are stored; measure them there:\n    aisp machine peak --store"
-        )
-    first, *rest = (Cost(**phase) for phase in phases)
-    try:
-        return predict(sum(rest, first), peaks, graph=result.clock == "graph")
-    except RateMissing as error:
-        raise CliError(f"{case.path}: the cost of the {role} of {case.key}: {error}") from None
+def _time_text(predicted: Prediction | RateMissing | None) -> str:
+    if predicted is None:
+        return "-"
+    if isinstance(predicted, RateMissing):
+        return f"not predicted: {predicted.rate}"
+    return duration(predicted.seconds)
