@@ -6,13 +6,8 @@ import pytest
 
 from pytest_aisp.results import run_reader
 from pytest_aisp.results.artifacts import Artifacts
-from pytest_aisp.results.row import (
-    amount,
-    graph_notes,
-    launch_bound,
-    launch_bound_note,
-    memory_note,
-)
+from pytest_aisp.results.notes import graph_notes, launch_bound, launch_bound_note, memory_note
+from pytest_aisp.results.row import amount
 
 MIB = 1 << 20
 NAMES = ("added", "doubled")

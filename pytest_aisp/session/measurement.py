@@ -18,7 +18,8 @@ from ..results import models, stats, verdict
 from ..results.baseline_remarks import cpu_note, unused_limit
 from ..results.export import path_below
 from ..results.messages import Json
-from ..results.row import Row, duration, graph_notes, launch_bound, launch_bound_note, memory_note
+from ..results.notes import graph_notes, launch_bound, launch_bound_note, memory_note
+from ..results.row import Row, duration
 from ..results.task_results import TimeResult
 from ..results.verdict import Reading
 from ..timing import peaks
