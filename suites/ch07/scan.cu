@@ -1,17 +1,17 @@
-// Inclusive prefix sums of n ints, in tiles of 8192; every sum must fit an int.
+// Inclusive prefix sums of n ints, in tiles of 8192. Every sum must fit an int.
 //
 // tile_sums: the sum of each tile.
 // scan_sums: one block turns the sums of the tiles into their prefix sums, in place.
-// scan_tiles: reads each tile again and writes its prefix sums, begun at what lies before it.
-// look_back: one pass; a tile learns what lies before it from the tiles before it, while they run
+// scan_tiles: reads each tile again and writes its prefix sums, starting from the sum before it.
+// look_back: one pass. A tile learns the sum before it from the tiles before it, while they run
 //   (Merrill and Garland, Single-pass Parallel Prefix Scan with Decoupled Look-back, 2016).
 
 constexpr unsigned BLOCK = 256, ROUNDS = 8, WARPS = BLOCK / 32;
 constexpr unsigned VECTORS = ROUNDS * BLOCK, SEGMENTS = ROUNDS * WARPS;
 static_assert(SEGMENTS == 64, "a warp scans them two a lane");
 
-// Vector k * BLOCK + thread of a tile, for each round k: a warp's 32 vectors are neighbours, a
-// segment. What lies past the end is 0.
+// A thread has vector k * BLOCK + threadIdx.x of the tile in round k. The 32 vectors of a warp lie
+// side by side and are called a segment. Elements past the end are 0.
 struct Tile {
   int4 part[ROUNDS];
 };
@@ -74,8 +74,8 @@ __device__ int warp_sum(int value) {
   return value;
 }
 
-// Turns a tile into its own prefix sums and returns its sum to every thread: first each segment by
-// its warp, then the sums of the segments by warp 0, in the order in which they lie in memory.
+// Turns a tile into its prefix sums, and returns the tile's sum to every thread. Each warp scans
+// its segments. Then warp 0 scans the sums of the segments, in memory order.
 __device__ int scan(Tile& items) {
   __shared__ int upto[SEGMENTS];
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) scan_sums(int4* sums, unsign
     const int sum = scan(items);
     store(items, before, sums, tile, tiles);
     before += sum;
-    __syncthreads();  // the next scan writes what this one's last threads still read
+    __syncthreads();  // the next scan overwrites what threads of this scan may still read
   }
 }
 
@@ -137,10 +137,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
   store(items, before, out, blockIdx.x, n);
 }
 
-// What a tile has made known, in one word, so that who reads the kind has the sum that belongs to
-// it: no order between two words is needed, and no fence. Zero is "nothing yet".
+// What a tile has published. Kind and sum are one word, so that a reader gets a pair that belongs
+// together, without a fence. Zero means that the tile has published nothing yet.
 typedef unsigned long long Word;
-enum Kind : unsigned { NOTHING, TILE, PREFIX };  // of the tile alone; of all up to its end
+enum Kind : unsigned { NOTHING, TILE, PREFIX };  // the tile's sum, or all up to its end
 
 __device__ Word word(Kind kind, int sum) {
   return static_cast<Word>(kind) << 32 | static_cast<unsigned>(sum);
@@ -149,7 +149,7 @@ __device__ Word word(Kind kind, int sum) {
 __device__ Kind kind_of(Word word) { return static_cast<Kind>(word >> 32); }
 __device__ int sum_of(Word word) { return static_cast<int>(static_cast<unsigned>(word)); }
 
-// Volatile: each access goes to the L2, where other SMs see it, and is one access of 8 bytes.
+// Volatile: each access is one access of 8 bytes to the L2, where other SMs see it.
 __device__ void tell(Word* known, unsigned tile, Word word) {
   *static_cast<volatile Word*>(known + tile) = word;
 }
@@ -158,8 +158,8 @@ __device__ Word ask(Word* known, int tile) {
   return tile < 0 ? word(PREFIX, 0) : *static_cast<volatile Word*>(known + tile);
 }
 
-// The sum of all that lies before `tile`, for warp 0, which looks at 32 tiles at a time, the
-// nearest in lane 0. Every tile before this one was begun before it, so each will have told.
+// Returns the sum of all elements before `tile`. Only warp 0 calls it. It looks at 32 tiles at a
+// time, the nearest in lane 0. All earlier tiles have started, so each of them will publish.
 __device__ int sum_before(Word* known, unsigned tile) {
   int before = 0;
   for (int nearest = static_cast<int>(tile) - 1;; nearest -= 32) {
@@ -173,12 +173,12 @@ __device__ int sum_before(Word* known, unsigned tile) {
   }
 }
 
-// `known` has a word for each tile and, after them, the number of tiles begun; all begin as 0.
+// `known` has a word for each tile, then the number of tiles that have started. All are 0 at first.
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
     look_back(const int4* x, int4* out, unsigned long long* known, unsigned n, unsigned tiles) {
   __shared__ unsigned ticket;
   __shared__ int prefix;
-  // Not blockIdx: blocks may begin in any order, and one that waits must wait for one that runs.
+  // Not blockIdx: blocks may start in any order, and a tile must wait only for tiles that run.
   if (threadIdx.x == 0) ticket = static_cast<unsigned>(atomicAdd(&known[tiles], 1ull));
   __syncthreads();
   const unsigned tile = ticket;

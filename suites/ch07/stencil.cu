@@ -1,8 +1,8 @@
-// One step of a 7-point stencil on nz x ny x nx floats, fewer than 2^31; outside of them all is 0.
+// One step of a 7-point stencil on nz x ny x nx floats, fewer than 2^31. Cells outside are 0.
 //
-// in_cache: a thread a cell, its seven loads from global memory; the L1 keeps what blocks share.
-// tiled: a block loads 32 x 8 x 8 cells and their faces into shared memory, then computes them.
+// in_cache: one thread per cell, seven loads from global memory. The L1 serves what threads share.
 // column: a thread computes 8 cells along z and holds their column in registers.
+// tiled: a block loads 32 x 8 x 8 cells and their faces into shared memory, then computes them.
 
 constexpr int X = 32, Y = 8, Z = 8, WIDE = X + 2, PLANE = WIDE * (Y + 2);
 static_assert(Y == Z, "a row of threads loads the faces of a plane");
@@ -23,7 +23,7 @@ struct Box {
   }
 };
 
-// The Z cells of a thread, and the one below and the one above them.
+// A thread's Z cells, the cell below them, and the cell above them.
 struct Column {
   float cell[Z + 2];
 
@@ -55,10 +55,10 @@ extern "C" __global__ void __launch_bounds__(X* Y)
   const Box box{u, nx, ny, nz};
   const int tx = threadIdx.x, ty = threadIdx.y;
   const int x0 = blockIdx.x * X, y0 = blockIdx.y * Y, z0 = blockIdx.z * Z;
-  // All loads first: a store into the tile would wait for the load before it.
+  // All loads come first, because a store into the tile waits for its load.
   const Column column(box, x0 + tx, y0 + ty, z0);
   const float south = box.at(x0 + tx, y0 - 1, z0 + ty), north = box.at(x0 + tx, y0 + Y, z0 + ty);
-  const int row = tx / 2, side = tx % 2 * (X + 1);  // 16 lanes: both ends of a plane's 8 rows
+  const int row = tx / 2, side = tx % 2 * (X + 1);  // 16 lanes load both ends of a plane's 8 rows
   const float end = tx < 2 * Y ? box.at(x0 + side - 1, y0 + row, z0 + ty) : 0.0f;
   float* mine = tile + (ty + 1) * WIDE + tx + 1;
 #pragma unroll

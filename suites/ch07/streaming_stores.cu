@@ -1,10 +1,11 @@
-// out[i] = table[index[i]], rows of 32 floats: 8 threads a row with 16 bytes each, 4 rows a thread.
+// out[i] = table[index[i]] for rows of 32 floats. 8 threads copy a row, 16 bytes each. A thread has
+// 4 rows.
 //
-// ordinary: results are stored like anything that may be wanted again.
-// streaming: results are stored as the first that the L2 shall evict.
+// ordinary: plain stores.
+// streaming: stores that mark the results as the first that the L2 evicts.
 
 constexpr unsigned BLOCK = 256, QUADS = 8, EACH = 4, STEP = BLOCK / QUADS;
-constexpr unsigned BLOCKS_AN_SM = 8;  // 32 registers: the two shall not differ in occupancy
+constexpr unsigned BLOCKS_AN_SM = 8;  // 32 registers each, so that both have the same occupancy
 
 __device__ void store(float4* at, float4 value) { *at = value; }
 __device__ void store_streaming(float4* at, float4 value) { __stcs(at, value); }
@@ -31,7 +32,7 @@ __device__ void gather_rows(const float4* __restrict__ table, const int* __restr
   }
 }
 
-// In a block that is whole no row is tested, so that a thread's loads are on their way at once.
+// A block with all its rows tests none of them, so a thread issues its loads without a branch.
 template <auto store>
 __device__ void gather(const float4* __restrict__ table, const int* __restrict__ index,
                        float4* __restrict__ out, unsigned n) {

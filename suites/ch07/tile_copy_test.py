@@ -1,20 +1,20 @@
 """A tile through shared memory: asked for piece by piece, or by one thread as a whole.
 
-Problem    Copy an (m, n) fp32 matrix in tiles of 32 x 128 by way of shared memory: how every tiled
-           kernel begins and ends, without the arithmetic between.
-Baseline   cp_async: 128 threads compute addresses and edges, and ask for 16 bytes at a time
-           (`cp.async`), which go past the registers; each stores its pieces with 16-byte stores.
-Optimized  tma: one thread hands a tensor map to the tensor memory accelerator, which computes
-           addresses and edges itself, and waits; so does the store. 31 threads have nothing to do.
+Problem    Copy an (m, n) fp32 matrix in tiles of 32 x 128 through shared memory. Every tiled kernel
+           begins and ends like this.
+Baseline   cp_async: 128 threads compute addresses and edges. Each copies 16 bytes at a time into
+           shared memory with `cp.async`, and stores them with 16-byte stores.
+Optimized  tma: of cp_async. One thread hands a tensor map to the tensor memory accelerator (TMA),
+           which computes addresses and edges itself. The store works the same way. The other 31
+           threads of the block do nothing.
            library: `torch.clone`, a copy without tiles.
-Bound      DRAM: 8 m n bytes on every side, 1 GiB read and 1 GiB written; at 4.24 TB/s 0.51 ms. A
-           tile is 16 KiB, so that 12 or more are under way on a processor, while 18 KiB a processor
-           hide the 570 ns of a read at 4.24 TB/s: no side is short of bytes in flight, and TMA
-           saves only instructions that nothing waits for. Expected: 1.0x, at 97 % of the copy
-           rate.
-Seen       An H200 shows what was predicted: 1.01x, at 97 % of the copy rate. `torch.clone` takes
-           1.5 times as long where it is timed, in a CUDA graph; called on a stream it takes no
+Bound      DRAM. A tile is 16 KiB, and 12 or more tiles are in flight per SM, where about 13 KiB are
+           enough (see vector_width). TMA saves instructions, and no side waits for those.
+Seen       library takes longer than predicted. A CUDA graph, in which it is timed, runs `clone` as
+           a memcpy node of the driver, and that is slower. Called on a stream, `clone` takes no
            longer than the tiles.
+Use when   TMA is the simpler way to move tiles on sm90 and later, and leaves threads free for other
+           work. Do not expect a plain copy to become faster.
 """
 
 import torch
@@ -67,7 +67,7 @@ def copied(m, n):
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 12288, "n": 21848}],
-    # A row begins at a multiple of 16 bytes; neither edge need end with a tile.
+    # Rows begin at multiples of 16 bytes. The edges may cut tiles.
     check_sizes=[{"m": 33, "n": 132}, {"m": 31, "n": 4}, {"m": 70, "n": 384}],
     work=lambda m, n: Work(read=4 * m * n, write=4 * m * n),
     bound="dram",

@@ -1,14 +1,14 @@
-// out = x transposed, rows x columns floats: a block takes a tile of 64 x 64, a thread 16 floats.
+// out = x transposed, rows x columns floats. A block has a tile of 64 x 64, a thread 16 floats.
 //
 // naive: a warp reads along a row of x and writes down a column of out.
 // tiled: the tile turns in shared memory, so that a warp reads and writes along rows.
-// padded: tiled, with an unused float behind each row of the tile.
-// swizzled: tiled, with the columns of each row of the tile in an order of their own.
+// padded: tiled, with an unused float after each row of the tile.
+// swizzled: tiled, with the columns of each row of the tile in another order.
 
 constexpr unsigned BLOCK = 256, TILE = 64, STEP = BLOCK / TILE, EACH = TILE / STEP, BANKS = 32;
 
-// Where an element of the tile lies in shared memory. A warp writes 32 neighbours of one row, and
-// reads one column of 32 rows: with `plain` these share a bank, with the others each has its own.
+// Where an element of the tile lies in shared memory. A warp writes 32 neighbors of one row, and
+// reads one column of 32 rows. With `plain` the column lies in one bank, otherwise in 32.
 __device__ unsigned plain(unsigned row, unsigned column) { return row * TILE + column; }
 __device__ unsigned pad(unsigned row, unsigned column) { return row * (TILE + 1) + column; }
 __device__ unsigned swizzle(unsigned row, unsigned column) {
@@ -40,8 +40,7 @@ struct Block {
   }
 };
 
-// In a tile that is whole no element is tested, so that all 16 loads of a thread are on their way
-// before the first is waited for: 64 bytes.
+// A whole tile tests no element, so a thread issues all its 16 loads before it waits for the first.
 template <bool whole>
 __device__ void read(const Block& block, float (&value)[EACH]) {
 #pragma unroll

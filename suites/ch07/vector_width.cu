@@ -1,10 +1,10 @@
-// Copy n floats by accesses of 4, 8 or 16 bytes, so and so many a thread, a block apart.
+// Copies n floats with accesses of 4, 8 or 16 bytes. A thread's accesses are BLOCK vectors apart.
 //
-// scalar: one 4-byte access a thread.
-// unrolled: four 4-byte accesses a thread, 16 bytes in flight.
-// pairs: two 8-byte accesses a thread, 16 bytes in flight.
-// quads: one 16-byte access a thread.
-// quads_unrolled: four 16-byte accesses a thread, 64 bytes in flight.
+// scalar: one 4-byte access per thread.
+// unrolled: four 4-byte accesses per thread, 16 bytes in flight.
+// pairs: two 8-byte accesses per thread, 16 bytes in flight.
+// quads: one 16-byte access per thread.
+// quads_unrolled: four 16-byte accesses per thread, 64 bytes in flight.
 
 constexpr unsigned BLOCK = 256;
 

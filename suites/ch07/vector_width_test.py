@@ -1,24 +1,23 @@
-"""Vector width: what 16-byte accesses give a copy, and what is the bytes in flight.
+"""Vector width: a copy needs bytes in flight, and wide accesses are one way to get them.
 
 Problem    Copy n fp32 elements.
-Baseline   scalar: one 4-byte load and store a thread.
-Optimized  unrolled: four 4-byte accesses a thread, all loads before the first store.
-           pairs: two 8-byte accesses a thread: the same 16 bytes, half the instructions.
-           quads: one 16-byte access a thread: the same 16 bytes, a quarter of the instructions.
-           quads_unrolled: four 16-byte accesses a thread.
+Baseline   scalar: one 4-byte load and store per thread.
+Optimized  unrolled: of scalar. Four 4-byte accesses per thread, all loads before the first store.
+           pairs: of unrolled. The same 16 bytes in two 8-byte accesses.
+           quads: of unrolled. The same 16 bytes in one 16-byte access.
+           quads_unrolled: of quads. Four 16-byte accesses per thread.
            library: `Tensor.clone`, a memcpy of the driver.
-Bound      DRAM: 8 bytes an element, 0.25 ms for 1 GiB at 4.24 TB/s. What a copy lacks is bytes in
-           flight: at some 0.8 us a load, 2.1 TB/s of reads want 13 KiB on the way in each of the
-           132 SMs at all times. 2048 resident threads ask for 8 KiB as scalar, which also start
-           and end without any, and for 32 KiB on the next three rungs. So these predict the same,
-           1.3 times (arithmetic_intensity in ch01 gained 1.34 from either), and among them width
-           alone 1.0: SMs that copy at the full rate issue 4-byte accesses in 13 % of their
-           cycles. quads should reach 97 % of the copy rate, and quads_unrolled no more.
-Seen       An H200 gains 1.6x from 16 bytes a thread, whatever their width: unrolled, pairs and
-           quads copy at the full rate and differ by 0.3 %. That is more than 1.3x because scalar
-           stops at 65 % of the rate, about what 8 of 13 KiB in flight allow. quads_unrolled is 5 %
-           slower than quads, which is not explained. `clone` takes as long as scalar where it is
-           timed, in a CUDA graph; called on a stream it takes as long as quads.
+Bound      DRAM. A load takes about 0.8 us, so a copy at full rate needs about 13 KiB of loads in
+           flight per SM. The 2048 threads of an SM have 8 KiB in flight with 4 bytes each, and 32
+           KiB with 16 bytes. Width alone saves only instructions, which are not the limit.
+Seen       scalar takes longer than its bytes cost, because 8 KiB in flight are not enough. The
+           share of the copy rate that it reaches is about 8/13.
+           library takes as long as scalar. A CUDA graph, in which it is timed, runs `clone` as a
+           memcpy node of the driver, and that is slower. Called on a stream, `clone` takes as long
+           as quads.
+Use when   A memory-bound kernel has few bytes in flight: load several elements per thread before
+           using the first. Use 16-byte accesses if alignment allows it. More than 16 bytes per
+           thread gain nothing.
 """
 
 import torch
@@ -84,7 +83,7 @@ def copied(n):
     inputs=inputs,
     reference=reference,
     sizes=[{"n": 2**27}],
-    # A block copies up to 4096 elements; 1 to 3 fill no vector.
+    # A block copies up to 4096 elements. The last 1 to 3 elements may fill no vector.
     check_sizes=[{"n": 1023}, {"n": 4097}, {"n": st.integers(33, 9000)}],
     work=lambda n: Work(read=4 * n, write=4 * n),
     bound="dram",
