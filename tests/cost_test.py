@@ -8,7 +8,7 @@ import pytest
 from declare_test import declared, fast, message, slow
 
 from pytest_aisp import Cost, Work
-from pytest_aisp.page.cost import cost_at
+from pytest_aisp.page.cost import cost_at, has_seen_section
 from pytest_aisp.timing.peaks import Peaks
 from pytest_aisp.timing.predict import RateMissing, explains, predict
 
@@ -76,6 +76,19 @@ def test_a_rate_that_was_not_measured_is_named(cost, rate, command):
         f"the rate {rate!r} was not measured on made-up; measure it there:",
         f"    aisp {command} --store",
     ]
+
+
+@pytest.mark.parametrize(
+    ("doc", "found"),
+    [
+        (None, False),
+        ("A title.\n\n    Seen       An H200 waits.\n    ", True),
+        ("A title.\n\nBound      DRAM.\n           Seen  by nobody.\n", False),
+        ("A title.\n\nSeen twice.\n", False),
+    ],
+)
+def test_a_page_may_say_what_was_seen(doc, found):
+    assert has_seen_section(doc) is found
 
 
 def test_phases_are_kept_in_order():

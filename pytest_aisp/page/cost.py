@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -160,6 +161,11 @@ def cost_at(pair: Pair, side: Side, size: Size, world: int) -> Cost | None:
                 f" implementation needs {needed:g}; correct one of the two"
             )
     return cost
+
+
+def has_seen_section(doc: str | None) -> bool:
+    """Return whether the page's docstring `doc` has a section `Seen`, which explains its times."""
+    return re.search("^Seen {2,}", inspect.cleandoc(doc or ""), re.MULTILINE) is not None
 
 
 def _declared(work: Work, cost: Cost) -> tuple[tuple[str, float, float], ...]:

@@ -34,7 +34,7 @@ FIELDS: tuple[str, ...] = ("id", "page", "chapter", "function", "baseline", "var
 FIELDS += ("gpus", "product", "arch", "bound", "clock", "verdict", "not_timed", "speedup")
 FIELDS += ("seconds", "limit", "work", "claim", "stored", "spread", "detectable", "wall", "votes")
 FIELDS += ("goals", "reasons", "notes", "remarks", "profile", "processes", "samples_error")
-FIELDS += ("history", "command", "diff", "code_left_out")
+FIELDS += ("history", "command", "diff", "code_left_out", "predicted", "unexplained")
 """The fields of a case that the report's scripts get."""
 FACTS: tuple[str, ...] = (
     "sm_mhz",

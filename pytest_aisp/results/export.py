@@ -31,6 +31,7 @@ from .verdict import ORDER, RED
 def case(line: JournalLine, root: str) -> Case:
     """Return a line of the journal as a case of `results.json`, with paths relative to `root`."""
     origins, times = line.origins, list(line.seconds.values())
+    predicted = list(line.predicted.values())
     speedup, limit, claim, stored = None, None, None, None
     if line.value is not None and line.low is not None and line.high is not None:
         speedup = Speedup(math.exp(line.value), math.exp(line.low), math.exp(line.high))
@@ -58,6 +59,8 @@ def case(line: JournalLine, root: str) -> Case:
         not_timed=line.need,
         speedup=speedup,
         seconds=Seconds(times[0], times[-1]) if times else None,
+        predicted=Seconds(predicted[0], predicted[-1]) if predicted else None,
+        unexplained=line.unexplained,
         work=line.work,
         spread=line.spread,
         session=line.session,

@@ -1,11 +1,11 @@
-"""Notes and remarks of a row: graphs, memory, launch-bound sides."""
+"""Notes and remarks of a row: graphs, memory, launch-bound sides, predicted times."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from .messages import Json
-from .row import amount
+from .row import amount, duration
 
 LAUNCH_BOUND = 1.5
 """A side is launch-bound if its calls take this many times as long without a graph."""
@@ -62,3 +62,13 @@ def launch_bound_note(times: Mapping[str, float]) -> str:
     """Return the text about launch-bound sides."""
     said = ", ".join(f"{name} {ratio:.1f}x" for name, ratio in times.items())
     return f"as called {said} longer: launch-bound without a graph"
+
+
+def predicted_note(
+    predicted: Mapping[str, float], seconds: Mapping[str, float], unexplained: Sequence[str]
+) -> str:
+    """Return the text about the predicted times and speedup, and about unexplained sides."""
+    baseline, optimized = predicted.values()
+    text = f"predicted {duration(baseline)} / {duration(optimized)}: {baseline / optimized:.2g}x"
+    longer = (f"{name} takes {seconds[name] / predicted[name]:.2f}x" for name in unexplained)
+    return text + (f"; unexplained: {', '.join(longer)} the predicted time" if unexplained else "")

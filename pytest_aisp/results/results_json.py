@@ -12,20 +12,16 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct, field
 
-from .messages import (
-    Json,
-)
+from .messages import Json
 from .row import SampleFile, ratio
-from .task_results import (
-    Amounts,
-)
+from .task_results import Amounts
 from .verdict import ORDER
 
 SCHEMA = 1
 """The version number in `results.json`, in the manifest, and in each line of the journal."""
 NEWER_FIELDS = {
     "Manifest": {"no_canary", "timer"},
-    "Case": {"gpus"},
+    "Case": {"gpus", "predicted", "unexplained"},
     "Claim": {"versus"},
     "Goal": {"noise", "stored", "margin", "slack"},
 }
@@ -263,6 +259,13 @@ class Case(Struct, kw_only=True):
     not_timed: Annotated[str, about("Why it could not be timed here, or empty.")]
     speedup: Speedup | None
     seconds: Seconds | None
+    predicted: Annotated[
+        Seconds | None, about("What the sides' costs predict at the machine's rates.")
+    ] = None
+    unexplained: Annotated[
+        list[str],
+        about("Sides whose time is over 25 % off the predicted one, unexplained."),
+    ] = []
     work: Annotated[
         dict[str, int | float | Amounts],
         about(

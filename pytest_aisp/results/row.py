@@ -78,6 +78,9 @@ class CaseRecord(Struct):
         value, low, high: ln(speedup) with its 99 % interval; None if nothing was timed.
         clock: the clock whose times the verdict uses.
         seconds: seconds per call by side, with the baseline first.
+        predicted: seconds per call that each side's cost predicts at the machine's rates.
+        unexplained: the sides whose time differs from the predicted time by more than a quarter,
+            unless the page says what was seen.
         share, limit: share of the machine's limit that the optimized side reaches.
         claim, stored: the page's claim and the stored value, with which the speedup was compared.
         versus: ``library`` if the baseline is a library, else empty.
@@ -118,6 +121,8 @@ class CaseRecord(Struct):
     high: float | None = None
     clock: str = ""
     seconds: dict[str, float] = {}
+    predicted: dict[str, float] = {}
+    unexplained: list[str] = []
     share: float | None = None
     limit: str = ""
     claim: int | float | str | None = None

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import pytest
 
-from ..page.cost import cost_at
+from ..page.cost import cost_at, has_seen_section
 from ..page.gpu_specs import ARCHS
 from ..page.pair import Case, Pair, Side
 from ..page.sources import digest, text_digest
@@ -44,6 +44,7 @@ class CaseLocation:
         typed: the pytest id, relative to the folder where pytest was started.
         page, module, function: the file of the page, its import name, and the test function.
         chapter: the name that the page's results are stored under.
+        has_seen: whether the page's docstring has a section `Seen`.
     """
 
     nodeid: str
@@ -52,6 +53,7 @@ class CaseLocation:
     module: str
     function: str
     chapter: str
+    has_seen: bool
 
     @classmethod
     def of(cls, item: pytest.Function) -> CaseLocation:
@@ -66,6 +68,7 @@ class CaseLocation:
             module=item.module.__name__,
             function=item.originalname,
             chapter=chapter_of(item.path, config),
+            has_seen=has_seen_section(item.module.__doc__),
         )
 
     def key(self, case: Case) -> str:
@@ -228,6 +231,7 @@ class CatalogPlugin:
             "claims": {arch: pair.claim(variant, arch) for arch in ARCHS},
             "work": _work(case),
             "costs": _costs(case, sides),
+            "has_seen": location.has_seen,
             "sources": {role: digest(side, root) for role, side in sides.items()},
             "text_sources": {role: text_digest(side, root) for role, side in sides.items()},
         }

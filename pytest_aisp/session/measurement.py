@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
@@ -12,18 +12,26 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..kernels.capture_launches import choice_notes
+from ..page.cost import cost_at
 from ..page.pair import Case, Work
 from ..page.sources import text_digest
 from ..results import models, stats, verdict
 from ..results.baseline_remarks import cpu_note, unused_limit
 from ..results.export import path_below
 from ..results.messages import Json
-from ..results.notes import graph_notes, launch_bound, launch_bound_note, memory_note
+from ..results.notes import (
+    graph_notes,
+    launch_bound,
+    launch_bound_note,
+    memory_note,
+    predicted_note,
+)
 from ..results.row import Row, duration
 from ..results.task_results import TimeResult
 from ..results.verdict import Reading
 from ..timing import peaks
 from ..timing.cross_check import KernelProfile, kernel_notes
+from ..timing.predict import RateMissing, explains, predict
 from .case_client import CaseClient, reading
 from .run_context import Failed, RunContext
 
@@ -105,6 +113,7 @@ class Timing:
             reaches, the limit's name, and the file that has it.
         shortest: if a side is impossibly fast, the least seconds that the limit allows.
         launch_bound: by launch-bound side, how many times longer a call takes without a graph.
+        predicted: seconds per call by side that the costs of both sides predict.
     """
 
     result: TimeResult
@@ -119,6 +128,7 @@ class Timing:
     limit: str = ""
     limit_origin: str = ""
     shortest: float | None = None
+    predicted: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def details(self) -> Mapping[str, Json]:
@@ -166,7 +176,7 @@ def read_timing(client: CaseClient, stored: StoredResult, result: TimeResult) ->
         sources=dict(result.sources),
         launch_bound=launches,
     )
-    return with_limit(client, stored, timing)
+    return with_prediction(client, with_limit(client, stored, timing))
 
 
 def _add_notes(
@@ -208,10 +218,7 @@ def _add_notes(
 def with_limit(client: CaseClient, stored: StoredResult, timing: Timing) -> Timing:
     """Return `timing` with its share of the machine's limit, if the machine's peaks are stored."""
     run, case = client.run, client.case
-    rates = run.peaks(client.machine.product)
-    if case.gpus > 1:
-        links = run.peaks(client.machine.with_count(case.gpus), measure=False)
-        rates = peaks.joined(rates, links)
+    rates = _rates(client)
     if rates is None or run.settings.aa:
         return timing
     limit = peaks.limit_of(msgspec.convert(timing.result.work, Work), case.pair.bound, rates)
@@ -231,6 +238,42 @@ def with_limit(client: CaseClient, stored: StoredResult, timing: Timing) -> Timi
         limit_origin=stored.relative(path),
         shortest=limit.seconds if impossible else None,
     )
+
+
+def _rates(client: CaseClient) -> peaks.Peaks | None:
+    """Return the stored peaks of the machine and of its links, or None."""
+    run, gpus = client.run, client.case.gpus
+    rates = run.peaks(client.machine.product)
+    if gpus == 1:
+        return rates
+    return peaks.joined(rates, run.peaks(client.machine.with_count(gpus), measure=False))
+
+
+def with_prediction(client: CaseClient, timing: Timing) -> Timing:
+    """Return `timing` with predicted times if both sides declare a cost and the rates are known."""
+    case, rates = client.case, _rates(client)
+    sides = (case.pair.baseline, case.variant.side)
+    costs = [cost_at(case.pair, side, case.size, case.gpus) for side in sides]
+    known = [cost for cost in costs if cost is not None]
+    if rates is None or client.run.settings.aa or len(known) < len(sides):
+        return timing
+    try:
+        times = [predict(cost, rates, graph=timing.clock == "graph").seconds for cost in known]
+    except RateMissing as missing:
+        client.notes.append(f"not predicted: {str(missing).partition(';')[0]}")
+        return timing
+    if min(times) <= 0:  # in a graph, a cost of host steps alone takes no time
+        return timing
+    return replace(timing, predicted=dict(zip(timing.seconds, times, strict=True)))
+
+
+def _add_prediction(row: Row, timing: Timing, *, has_seen: bool) -> None:
+    """Add the predicted times, and the sides that they do not explain, to `row` and its notes."""
+    row.predicted = dict(timing.predicted)
+    off = [n for n, time in row.predicted.items() if not explains(time, row.seconds[n])]
+    row.unexplained = [] if has_seen else off
+    if row.predicted:
+        row.notes.append(predicted_note(row.predicted, row.seconds, row.unexplained))
 
 
 def build_row(run: CaseRun) -> Row:
@@ -277,6 +320,7 @@ def build_row(run: CaseRun) -> Row:
         row.work = timing.result.work
         row.seconds = dict(timing.seconds)
         row.launch_bound = timing.launch_bound
+        _add_prediction(row, timing, has_seen=location.has_seen)
         row.share, row.limit = timing.share, timing.limit
         row.value = fmean(run.values)
         row.low, row.high = stats.interval(row.value, timing.spread, len(run.values))

@@ -48,6 +48,7 @@ class CatalogCase(Page, frozen=True, kw_only=True):
         versus: ``library`` if the baseline is a library, else empty.
         work: the fields of `Work`, or None if the page's `work` function fails.
         costs: the arguments of each phase of a side's `Cost`, by role.
+        has_seen: whether the page's docstring has a section `Seen`.
         sources, text_sources: the sides' digests of syntax and of text.
     """
 
@@ -66,6 +67,7 @@ class CatalogCase(Page, frozen=True, kw_only=True):
     versus: str = ""
     work: Mapping[str, Json] | None
     costs: Mapping[str, Sequence[Mapping[str, Json]]] = {}
+    has_seen: bool = False
     sources: Mapping[str, str]
     text_sources: Mapping[str, str] = {}
 

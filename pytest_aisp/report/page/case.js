@@ -34,6 +34,10 @@ const SHARES = ["memory", "reserved", "fragmentation", "energy"];
 function costs(one) {
   const facts = one.processes ? one.processes[0].facts : {}, goals = one.goals || {}, lines = [];
   if (one.seconds) lines.push([`time (${one.clock} clock)`, duration(one.seconds.baseline), duration(one.seconds.optimized)]);
+  if (one.predicted) {
+    const time = (side, seconds) => `${duration(seconds)}${(one.unexplained || []).includes(side) ? ", unexplained" : ""}`;
+    lines.push(["predicted time", time(one.baseline, one.predicted.baseline), time(one.variant, one.predicted.optimized)]);
+  }
   for (const [name, words] of [["as_called", "time as called"], ["gpu_only", "time on the GPU alone"]]) {
     if (Array.isArray(facts[name])) lines.push([words, ...facts[name].map(duration)]);
   }

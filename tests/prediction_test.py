@@ -1,0 +1,115 @@
+"""The predicted times in a row: stored, noted, reported, and no part of the verdict."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pytest_aisp.report.data import report_data
+from pytest_aisp.report.run import ReportRun
+from pytest_aisp.results import run_reader
+from pytest_aisp.results.notes import predicted_note
+from pytest_aisp.timing import peaks
+
+COST = """costs={
+            added: lambda n: copied(n) + Cost(read=4 * n, launches=1),
+            doubled: lambda n: copied(n),
+        },"""
+DEFS = """
+from pytest_aisp import Cost
+
+
+def copied(n):
+    return Cost(read=4 * n, write=4 * n, launches=1)
+"""
+# doubled: 8008 bytes at 1 GB/s and a start of 2 us. added: also 4004 bytes at 4 GB/s and a start.
+RATES = {"copy": 1e9, "read": 4e9, "write": 1e9, "graph_node": 2e-6}
+PREDICTED = {"added": pytest.approx(13.009e-6), "doubled": pytest.approx(10.008e-6)}
+
+
+@pytest.fixture
+def predicting(timed_page, pytester):
+    """Run a page with costs; return the run and the result of pytest."""
+
+    def run(*options, more=COST, seen="", rates=RATES, **parts):
+        path = timed_page(more=more, defs=DEFS, **parts)
+        path.write_text(path.read_text().replace('Doubling."""', f'Doubling.\n\n{seen}"""'))
+        file = pytester.path / "baselines" / "simulated-gpu" / "peaks.json"
+        peaks.save(file, peaks.Peaks("simulated-gpu", rates))
+        result = pytester.runpytest_subprocess("--aisp-artifacts=kept", *options)
+        return run_reader.load(pytester.path / "kept"), result
+
+    return run
+
+
+def test_a_row_holds_the_predicted_times_of_both_sides(predicting, pytester):
+    found, result = predicting("-vv")
+    (line,) = found.lines
+    assert (line.verdict, line.predicted, line.unexplained) == ("new", PREDICTED, ["added"])
+    note = "predicted 13.01 us / 10.01 us: 1.3x; unexplained: added takes 1.54x the predicted time"
+    result.stdout.fnmatch_lines([f"*: {note}"])
+    (case,) = json.loads((pytester.path / "kept" / "results.json").read_text())["cases"]
+    assert case["predicted"] == {
+        "baseline": PREDICTED["added"],
+        "optimized": PREDICTED["doubled"],
+    }
+    assert case["unexplained"] == ["added"]
+    data = json.loads(report_data(ReportRun.read(pytester.path / "kept")).json())
+    assert data["cases"][0]["predicted"] == case["predicted"]
+    assert data["cases"][0]["unexplained"] == ["added"]
+
+
+def test_a_page_that_says_what_was_seen_has_no_unexplained_side(predicting):
+    found, _ = predicting(seen="Seen       added waits.\n")
+    assert (found.lines[0].predicted, found.lines[0].unexplained) == (PREDICTED, [])
+
+
+def test_a_missing_rate_is_a_note(predicting):
+    found, result = predicting("-vv", rates={"copy": 1e9, "graph_node": 2e-6})
+    assert (found.lines[0].verdict, found.lines[0].predicted) == ("new", {})
+    result.stdout.fnmatch_lines(
+        ["*: not predicted: the rate 'read' was not measured on simulated-gpu"]
+    )
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["", "costs={added: lambda n: Cost(read=4 * n, write=4 * n, launches=1)},"],
+    ids=["no cost", "one side's cost"],
+)
+def test_both_sides_must_declare_a_cost(predicting, more):
+    found, _ = predicting("-vv", more=more)
+    assert found.lines[0].predicted == {}
+    assert not any("predicted" in note for note in found.lines[0].notes)
+
+
+def test_recorded_times_are_compared_with_the_predicted_ones(predicting):
+    found, _ = predicting("--aisp-update-expectations", "--aisp-processes=2")
+    assert found.lines[0].predicted == PREDICTED
+    assert found.lines[0].unexplained == ["added"]
+
+
+def test_an_older_run_is_read_without_predicted_times(predicting, pytester):
+    folder = pytester.path / "kept"
+    predicting()
+    journal = folder / "results.jsonl"
+    line = json.loads(journal.read_text())
+    del line["predicted"], line["unexplained"]
+    journal.write_text(json.dumps(line) + "\n")
+    assert run_reader.load(folder).lines[0].predicted == {}
+    results = json.loads((folder / "results.json").read_text())
+    del results["cases"][0]["predicted"], results["cases"][0]["unexplained"]
+    (folder / "results.json").write_text(json.dumps(results))
+    (case,) = ReportRun.read(folder).cases
+    assert (case.predicted, case.unexplained) == (None, [])
+    assert case.seconds is not None
+
+
+def test_the_note_names_every_unexplained_side():
+    times = {"slow": 2e-4, "fast": 1e-4}
+    assert predicted_note(times, times, []) == "predicted 200 us / 100 us: 2x"
+    assert predicted_note(times, {"slow": 3e-4, "fast": 5e-5}, ["slow", "fast"]) == (
+        "predicted 200 us / 100 us: 2x;"
+        " unexplained: slow takes 1.50x, fast takes 0.50x the predicted time"
+    )
