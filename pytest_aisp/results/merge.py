@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -151,11 +152,27 @@ def recorded_result(recorded: Recording, environment: str, samples: str | None) 
 
 
 def _with_session(old: Result, new: Result, table: Environments) -> Result:
-    """Return one result that has the sessions of both, ordered by date."""
+    """Return one result that has the sessions of both, ordered by date.
+
+    Its times and its share are geometric means, because the speedup is one, too. So the times give
+    the speedup.
+    """
     names = {result.environments[0]: result for result in (old, new)}
     first, last = sorted(names, key=lambda name: (str(table[name].get("date", "")), name))
-    values = names[first].values + names[last].values
-    return replace(names[last], values=values, environments=(first, last))
+    one, other = names[first], names[last]
+    return replace(
+        other,
+        values=one.values + other.values,
+        environments=(first, last),
+        baseline_us=_mean(one.baseline_us, other.baseline_us),
+        optimized_us=_mean(one.optimized_us, other.optimized_us),
+        share=_mean(one.share, other.share) if one.limit == other.limit else other.share,
+    )
+
+
+def _mean(one: float | None, other: float | None) -> float | None:
+    """Return the geometric mean, or the later value if there is only one."""
+    return other if one is None or other is None else math.sqrt(one * other)
 
 
 def tidy(stored: Stored, table: Environments, results: Results) -> Stored:

@@ -51,7 +51,8 @@ TIMES = ("baseline_us", "optimized_us", "clock", "values")
 class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """The stored result of one case. Its numbers are rounded to the digits in the file.
 
-    If there are several sessions, a field that has only one value is from the latest session.
+    If there are several sessions, a field that has only one value is from the latest session, but
+    times and the share are geometric means over the sessions.
 
     Attributes:
         baseline_us, optimized_us: microseconds per call, to four digits.
