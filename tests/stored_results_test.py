@@ -206,7 +206,7 @@ def test_a_result_without_times_has_no_claim_and_no_limit(collected, tmp_path, c
     assert list(roofline.points(found, "nvidia-h200", [], None)) == []
     (one,) = expectations.expectations(found, "nvidia-h200", "sm90")
     assert one.states == ()
-    assert one.row()[3:7] == ("-", "-", "0", "1")
+    assert one.row()[3:8] == ("-", "-", "-", "0", "1")
     assert app.main(["expectations", "--format", "csv"]) == 0
     (row,) = csv.DictReader(capsys.readouterr().out.splitlines())
     assert (row["claim"], row["speedup"], row["low"], row["high"]) == ("", "", "", "")
@@ -255,6 +255,50 @@ def test_a_result_without_a_case_is_gone_unless_its_page_is_unread(collected, tm
     stored(tmp_path, {key: result(2.0) for key in keys})
     found = expectations.expectations(found, "nvidia-h200", "sm90")
     assert [one.states for one in found] == [("gone",), ("unread",)]
+
+
+@pytest.mark.parametrize(
+    ("speedup", "known", "fields", "states", "predicted"),
+    [
+        (1.25, {"read": 4e12}, {}, "", pytest.approx(1.25)),
+        (2.0, {"read": 4e12}, {}, "unexplained", pytest.approx(1.25)),
+        (2.0, {"read": 4e12}, {"has_seen": True}, "", pytest.approx(1.25)),
+        (
+            2.0,
+            {"read": 4e12},
+            {"sources": {**SOURCES, "optimized": "2c"}},
+            "stale",
+            pytest.approx(1.25),
+        ),
+        (2.0, {}, {}, "", None),
+    ],
+)
+def test_a_time_off_its_prediction_is_unexplained(
+    collected, tmp_path, speedup, known, fields, states, predicted
+):
+    costs = {"baseline": [{"read": 4e9}], "optimized": [{"read": 3.2e9}]}
+    found = collected(case("ch07:scan", claim=1.1, costs=costs, **fields))
+    stored(tmp_path, {SCAN: result(speedup)})
+    rates(tmp_path, copy=4e12, **known)
+    (one,) = expectations.expectations(found, "nvidia-h200", "sm90")
+    assert (" ".join(one.states), one.predicted) == (states, predicted)
+
+
+def test_expectations_show_the_predicted_speedup(collected, tmp_path, capsys):
+    costs = {"baseline": [{"read": 4e9}], "optimized": [{"read": 2e9}]}
+    collected(case("ch07:scan", costs=costs))
+    stored(tmp_path, {SCAN: result(4.0)})
+    rates(tmp_path, read=4e12)
+    assert app.main(["expectations"]) == 0
+    head, row, _, why = capsys.readouterr().out.splitlines()
+    assert head.split()[-4:] == ["predicted", "processes", "sessions", "states"]
+    assert row.split()[-4:] == ["2.000x", "8", "2", "unexplained"]
+    assert why == (
+        "unexplained 1: a stored time is more than 25% off the predicted time,"
+        " and the page has no section Seen"
+    )
+    assert app.main(["expectations", "--format=json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["predicted"] == 2.0
 
 
 def test_csv_and_json_contain_every_result(collected, tmp_path, capsys):

@@ -15,12 +15,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from ..results.models import Result
-from ..results.row import claim_text
+from ..results.models import ROLES, Result
+from ..results.row import claim_text, digits
 from ..results.verdict import NEUTRAL_FLOOR
+from ..timing.peaks import Peaks
+from ..timing.predict import EXPLAINED, Prediction, explains
 from ..util.cli_result import CliResult, columns
 from .catalog import Catalog, CatalogCase
-from .stored_results import chapters, interval_of
+from .predictions import predicted_speedup, predicted_times
+from .stored_results import chapters, interval_of, stored_peaks
 
 MIN_PROCESSES, MIN_SESSIONS = 8, 2
 """The minimum numbers of processes and sessions that are needed to estimate a spread."""
@@ -29,15 +32,23 @@ STATES = {
     "neutral": "a speedup is claimed, but the 99 % interval includes 1",
     "stale": "the sources of the sides have changed: record again",
     "few": f"fewer than {MIN_PROCESSES} processes or {MIN_SESSIONS} sessions",
+    "unexplained": f"a stored time is more than {EXPLAINED:.0%} off the predicted time,"
+    " and the page has no section Seen",
     "gone": "no page here has the case",
     "unread": "its page cannot be imported here, so its claim is unknown",
 }
-HEADS = ("product", "chapter", "case", "claim", "stored [99 %]", "processes", "sessions", "states")
+HEADS: tuple[str, ...] = ("product", "chapter", "case", "claim", "stored [99 %]", "predicted")
+HEADS += ("processes", "sessions", "states")
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """A stored result and its claim. `states` lists its problems."""
+    """A stored result and its claim.
+
+    Attributes:
+        states: its problems.
+        predicted: the speedup that the sides' costs predict; None unless both are predicted.
+    """
 
     product: str
     chapter: str
@@ -50,14 +61,16 @@ class Expectation:
     sessions: int
     states: tuple[str, ...]
     versus: str
+    predicted: float | None
 
     def row(self) -> tuple[str, ...]:
         speed = "-"
         if self.speedup is not None:
             speed = f"{self.speedup:.3f}x [{self.low:.3f}, {self.high:.3f}]"
         claim = claim_text(self.claim, self.versus)
-        counts = (str(self.processes), str(self.sessions))
-        return self.product, self.chapter, self.case, claim, speed, *counts, ", ".join(self.states)
+        predicted = "-" if self.predicted is None else f"{digits(self.predicted)}x"
+        numbers = (predicted, str(self.processes), str(self.sessions))
+        return self.product, self.chapter, self.case, claim, speed, *numbers, ", ".join(self.states)
 
 
 def expectations_result(catalog: Catalog, archs: Mapping[str, str], *, form: str) -> CliResult:
@@ -79,13 +92,15 @@ def expectations(catalog: Catalog, product: str, arch: str) -> Iterator[Expectat
     """Yield each stored result of `product` with its claim."""
     cases = {(case.chapter, case.key): case for case in catalog.cases}
     unread = {Path(page.path).name for page in catalog.unread}
+    peaks = stored_peaks(catalog.baselines, product) or Peaks(product, {})
     for chapter in chapters(catalog.baselines, product):
         for key, result in sorted(chapter.stored.results.items()):
             case = cases.get((chapter.name, key))
             ends = interval_of(result, chapter.stored)
             # A claim is about a speedup, so it does not apply to a result that has only metrics.
             claim = None if case is None or ends is None else case.claims[arch]
-            states = _states(result, case, claim, ends[0] if ends else 0.0)
+            times = _predicted(case, result, peaks)
+            states = _states(result, case, claim, ends[0] if ends else 0.0, times)
             if case is None and key.partition("::")[0] in unread:
                 states = ["unread", *states[1:]]
             low, high = (None, None) if ends is None else map(math.exp, ends)
@@ -94,21 +109,38 @@ def expectations(catalog: Catalog, product: str, arch: str) -> Iterator[Expectat
                 *(low, high, result.processes, result.sessions),
                 tuple(states),
                 case.versus if case is not None else "",
+                predicted_speedup(times),
             )
 
 
+def _predicted(case: CatalogCase | None, result: Result, peaks: Peaks) -> dict[str, Prediction]:
+    """Return the predicted time of both sides by role; empty unless both are predicted."""
+    if case is None or result.value is None:
+        return {}
+    times = predicted_times(case, result, peaks)
+    known = {role: time for role, time in times.items() if isinstance(time, Prediction)}
+    return known if len(known) == len(ROLES) else {}
+
+
 def _states(
-    result: Result, case: CatalogCase | None, claim: float | str | None, low: float
+    result: Result,
+    case: CatalogCase | None,
+    claim: float | str | None,
+    low: float,
+    times: Mapping[str, Prediction],
 ) -> list[str]:
     timed = result.value is not None  # counted metrics have no spread
     few = timed and (result.processes < MIN_PROCESSES or result.sessions < MIN_SESSIONS)
     if case is None:
         return ["gone", *(["few"] if few else [])]
+    stale = _is_stale(result, case)
+    off = any(not explains(time.seconds, result.seconds[role]) for role, time in times.items())
     states = {
         "below": _is_below(result, claim),
         "neutral": isinstance(claim, int | float) and claim >= 1 and low <= 0,
-        "stale": _is_stale(result, case),
+        "stale": stale,
         "few": few,
+        "unexplained": off and not case.has_seen and not stale,  # the cost is of today's code
     }
     return [state for state, holds in states.items() if holds]
 

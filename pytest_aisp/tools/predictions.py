@@ -153,7 +153,7 @@ def _prediction(
         return error
 
 
-def speedup(times: Mapping[str, Prediction | RateMissing]) -> float | None:
+def predicted_speedup(times: Mapping[str, Prediction | RateMissing]) -> float | None:
     """Return the predicted speedup, or None unless both sides are predicted."""
     baseline, optimized = times.get("baseline"), times.get("optimized")
     if not isinstance(baseline, Prediction) or not isinstance(optimized, Prediction):
@@ -198,7 +198,7 @@ def _rows(
     size = ", ".join(f"{name}={value}" for name, value in case.size.items())
     baseline, optimized = (_time_text(times.get(role)) for role in ROLES)
     yield size, "baseline", baseline, duration(result.seconds["baseline"]), "", "", ""
-    gain = speedup(times)
+    gain = predicted_speedup(times)
     share = "-" if result.share is None else f"{result.share:.0%} of {result.limit}"
     speedups = "-" if gain is None else f"{gain:.3g}x", f"{result.speedup:.3g}x"
     yield size, case.variant, optimized, duration(result.seconds["optimized"]), *speedups, share
