@@ -1,18 +1,19 @@
-// h = relu(0.75 h + x) along each row, every h written: a recurrence, so a thread a row.
+// h = relu(0.75 h + x) along each row, and every h is written. Each h needs the one before it, so
+// one thread walks one row.
 //
 // synchronous: tiles of 64 rows and 32 steps, loaded into registers and stored to shared memory.
-// one_stage: the same tile by `cp.async`, from global to shared memory past the registers.
-// two_stages: the next tile is on its way while a block walks through this one.
-// four_stages: the next three tiles are on their way.
+// one_stage: the same tiles by `cp.async`, which copies to shared memory without registers.
+// two_stages: the next tile is fetched while a block walks the current one.
+// four_stages: the next three tiles are fetched meanwhile.
 //
-// Rows begin at multiples of 16 bytes: `groups` of 4 steps.
+// A row has `groups` groups of 4 steps, so it begins at a multiple of 16 bytes.
 
 #include <cuda_pipeline.h>
 
-constexpr int ROWS = 64;   // a block, and its threads; a block an SM, so registers abound
-constexpr int GROUPS = 8;  // of a row in a tile: 128 bytes
+constexpr int ROWS = 64;   // per block, one per thread
+constexpr int GROUPS = 8;  // per row of a tile: 128 bytes
 
-// One more group a row: the 8 lanes that read 16 bytes each of 8 rows meet in no bank.
+// One more group per row: 8 lanes that read 16 bytes each of 8 rows use different banks.
 struct Tile {
   float4 at[ROWS][GROUPS + 1];
 };
@@ -35,8 +36,9 @@ __device__ void walk(Tile& tile, float& h) {
   }
 }
 
-// Neighbouring threads move neighbouring groups, 8 threads the 128 bytes of a row; a thread moves a
-// group of every 8th row. Beyond the last row it is read again, and not written.
+// Neighboring threads move neighboring groups. Eight threads move the 128 bytes of a row, and a
+// thread moves a group of every 8th row. Instead of rows beyond the last one, the last row is read
+// again. It is not written for them.
 constexpr int APART = ROWS / GROUPS;
 __device__ int row_of(int i) { return threadIdx.x / GROUPS + i * APART; }
 __device__ int group_of() { return threadIdx.x % GROUPS; }
@@ -55,12 +57,12 @@ __device__ void fetch(Tile& tile, const float4* __restrict__ x, int rows, int gr
         part[i] = __ldg(from);
       }
     }
-    if constexpr (!asynchronous) {  // every load is issued before the first store waits for one
+    if constexpr (!asynchronous) {  // all loads are issued before the first store
 #pragma unroll
       for (int i = 0; i < GROUPS; ++i) tile.at[row_of(i)][group_of()] = part[i];
     }
   }
-  if constexpr (asynchronous) __pipeline_commit();  // empty beyond the last tile, and counted
+  if constexpr (asynchronous) __pipeline_commit();  // also without a tile: the wait counts commits
 }
 
 __device__ void write(const Tile& tile, float4* __restrict__ out, int rows, int groups, int first) {
@@ -81,8 +83,8 @@ __device__ void integrate(Tile (&tiles)[stages], const float4* __restrict__ x,
     fetch<asynchronous>(tiles[i], x, rows, groups, i * GROUPS);
   }
   for (int i = 0; i * GROUPS < groups; ++i) {
-    if constexpr (stages > 1) __pipeline_wait_prior(stages - 2);  // tile i is here
-    __syncthreads();  // for everybody; and tile i - 1 is written, so its place is free
+    if constexpr (stages > 1) __pipeline_wait_prior(stages - 2);  // this thread's part of tile i
+    __syncthreads();  // the whole tile i has arrived, and the place of tile i - 1 is free
     const int ahead = i + stages - 1;
     fetch<asynchronous>(tiles[ahead % stages], x, rows, groups, ahead * GROUPS);
     if constexpr (stages == 1) {

@@ -1,7 +1,8 @@
-// Copy n floats, 32 a thread in batches of eight loads and eight stores; only which 32 differs.
+// Copy n floats. A thread copies 32 of them in batches of eight loads and eight stores. The kernels
+// differ only in which 32 a thread copies.
 //
-// chunked: a thread copies 32 neighbours, so that the lanes of a warp lie 128 bytes apart.
-// coalesced: a thread copies every 256th element of its block's, so that lanes are neighbours.
+// chunked: 32 consecutive elements, so the lanes of a warp are 128 bytes apart.
+// coalesced: every 256th element of the block's part, so the lanes of a warp are neighbors.
 
 constexpr unsigned BLOCK = 256, EACH = 32, BATCH = 8;
 
@@ -11,7 +12,7 @@ __device__ void copy_from(unsigned first, const float* __restrict__ x, float* __
   for (unsigned begin = 0; begin < EACH; begin += BATCH) {
     float value[BATCH];
 #pragma unroll
-    for (unsigned k = 0; k < BATCH; ++k) {  // all loads before the first store waits for one
+    for (unsigned k = 0; k < BATCH; ++k) {  // all loads are issued before the first store
       const unsigned i = first + (begin + k) * apart;
       if (i < n) value[k] = x[i];
     }

@@ -1,8 +1,8 @@
-// gather_sum: partial[r][b] = the sum of values[index[r][i]] over the i of block b, for resample r.
+// gather_sum: partial[r][b] = the sum of values[index[r][i]] over all i of block b, for resample r.
 
 constexpr unsigned BLOCK = 256, EACH = 32, BATCH = 8;
 
-// The sum of one value a thread, in thread 0. Every thread of the block must call it.
+// Return the sum of the threads' values, in thread 0. All threads of the block must call it.
 __device__ float block_sum(float value) {
   __shared__ float of_warp[BLOCK / 32];
   for (unsigned apart = 16; apart > 0; apart /= 2) {
@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   const unsigned begin = blockIdx.x * (BLOCK * EACH), end = min(begin + BLOCK * EACH, n);
   unsigned i = begin + threadIdx.x;
   float sum = 0.0f;
-  if (end - begin == BLOCK * EACH) {  // no tests: eight gathers are on their way at a time
+  if (end - begin == BLOCK * EACH) {  // no bounds checks: eight gathers are in flight
     for (; i < end; i += BATCH * BLOCK) {
       float value[BATCH];
 #pragma unroll

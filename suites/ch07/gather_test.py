@@ -1,34 +1,37 @@
-"""Gather: read the table in the order of its addresses, where the order of the reads is free.
+"""Gather: sort the indices once if the order of the reads does not matter.
 
-Problem    Bootstrap: the sums of four resamples of n fp32 values, each n draws with replacement.
-           The draws are the page's state: made once and applied to variable after variable, so that
-           what the variables have in common stays in common.
-Baseline   unsorted: the draws as they were drawn: the lanes of a warp read 32 places of the table.
-Optimized  sorted_once: the same kernel on the same draws, sorted. A sum does not ask for an order,
-           so nothing need be put back. The sort is paid once, before what is timed; the row says
-           after how many calls it has paid for itself. A gather whose results must come in the
-           order of the draws would scatter them instead, and gain nothing.
-Bound      DRAM: 4 bytes for each of 4 n draws and, since sorted draws sweep the table, 4 n bytes
-           a resample: 2 GiB, 0.47 ms at 4.53 TB/s. Unsorted, a draw is a sector of 32 bytes for 4
-           of use, and with a table of 256 MiB one in five is in an L2 of 50 MB: 6.9 GB of sectors
-           and 1.1 GB of draws, 1.8 ms if DRAM gave random sectors at full rate, which it does not:
-           at least 3.7 times. PyTorch's `values[index].sum(1)` gathers as unsorted does and moves
-           2 GiB more, so it is no rung here.
-Seen       An H200 gains 12x to 13x. sorted_once takes the predicted time, 99 % of the read rate;
-           its share of the limit is less, since the limit counts the table once and not four times.
-           unsorted draws 43 G a second, 1.3 TB/s from DRAM if one in five is in the L2. *Bound*
-           expects less than full rate for random sectors; that it is under a third is not
-           explained.
+Problem    Bootstrap: the sums of four resamples of n fp32 values. A resample is n draws with
+           replacement. The draws are the page's state: they are made once and applied to one
+           variable after another, so that correlations between variables are kept.
+Baseline   unsorted: the draws in the order in which they were drawn. The lanes of a warp read 32
+           scattered places of the table.
+Optimized  sorted_once: the same kernel on the same draws, sorted. A sum does not depend on the
+           order. The sort runs once, before the timed part, and the row says after how many calls
+           it has paid for itself.
+           The preparation may only reorder the draws: both sides must read 4 n indices and gather
+           4 n values, so that the order is the only difference. An expert who may prepare anything
+           counts how often each value was drawn. With counts of one byte, a single sweep of the
+           table gives all four sums from a fourth of the bytes, and no gather is left to measure.
+Bound      DRAM: sorted draws sweep the table once per resample, so each resample reads 4 n bytes of
+           indices and 4 n bytes of values. An unsorted draw reads a sector of 32 bytes to use 4 of
+           them. The table has 268 MB and the L2 50 MB, so four of five draws miss the L2.
+Seen       unsorted takes several times as long as its sectors at the read rate. DRAM may be slower
+           with scattered sectors than with the sequential reads that its rate comes from, but no
+           rate of scattered reads was measured. This is not explained.
+Use when   Many calls use the same indices, and the result does not depend on their order. If each
+           result belongs to its draw, sorting the reads scatters the writes instead. For a real
+           bootstrap, prepare the counts.
 """
 
 import torch
 from hypothesis import strategies as st
 
-from pytest_aisp import Work, compare, cuda_module
+from pytest_aisp import Cost, Work, compare, cuda_module
 
 kernels = cuda_module("gather.cu")
 BLOCK, EACH = 256, 32
 RESAMPLES = 4
+MISSING = 0.8  # of random reads: the L2 holds 50 MB of a table of 268 MB
 
 
 def state(device, n):
@@ -59,6 +62,12 @@ def sorted_once(index, values):
     yield lambda: sums(in_order, values)
 
 
+def reading(n, table):
+    """Return the cost of sums that read `table` bytes of values from DRAM."""
+    sums_of_blocks = Cost(read=4 * RESAMPLES * n + table, launches=1)
+    return sums_of_blocks + Cost(launches=1)  # the second kernel adds up what is in the L2
+
+
 @compare(
     baseline=unsorted,
     optimized=[sorted_once],
@@ -70,6 +79,10 @@ def sorted_once(index, values):
     check_sizes=[{"n": 1023}, {"n": 8193}, {"n": st.integers(33, 20000)}],
     work=lambda n: Work(read=4 * RESAMPLES * n + 4 * n, terms=n, roundings=2),
     bound="dram",
+    costs={
+        unsorted: lambda n: reading(n, table=MISSING * 32 * RESAMPLES * n),
+        sorted_once: lambda n: reading(n, table=4 * RESAMPLES * n),
+    },
     at_least={"sm90": 10.0},
 )
 def test_gather(pair):
