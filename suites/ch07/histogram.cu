@@ -1,15 +1,16 @@
-// Counts of n values from 0 to 255; every kernel walks them alike, four loads a thread in flight.
+// Count n values from 0 to 255. All kernels walk the values alike, with four loads per thread in
+// flight.
 //
-// global_atomics: each value is counted in the result itself, in the L2.
+// global_atomics: each value increments its counter in the result itself, in the L2.
 // privatized: a block counts in shared memory and adds its 256 counts to the result at its end.
-// per_warp: the same, with counts of its own for each of the block's warps.
-// aggregated: as privatized, but the lanes of a warp that hold one value count it by one addition.
+// per_warp: privatized, but each of the block's warps has its own counters.
+// aggregated: privatized, but lanes with the same value count it by one addition.
 
 constexpr unsigned BLOCK = 256, EACH = 4, WARPS = BLOCK / 32, BINS = 256;
 constexpr int NONE = -1;
 static_assert(BINS == BLOCK, "a thread a bin clears and flushes them");
 
-// Whole blocks stay in the loop together, so `count` may ask a full warp.
+// All threads of a block leave the loop together, so `count` may use a full warp.
 template <typename Count>
 __device__ void walk(const int* __restrict__ x, unsigned n, Count count) {
   const unsigned stride = gridDim.x * BLOCK;

@@ -1,42 +1,48 @@
-"""Histogram: count where it costs little, and add up the counts once.
+"""Histogram: count in shared memory, and add up the blocks' counts once.
 
-Problem    Count n int32 values from 0 to 255 in 256 bins: 4 bytes and one increment a value. At
-           skew=0 all bins are alike, at skew=50 every second value is the same.
-Baseline   global_atomics: each value increments its counter in global memory, which is to say in
-           the L2. test_privatization holds privatized against it, at n = 2^24.
-           privatized: a block counts in 1 KiB of shared memory and adds its 256 counts to the
-           result at its end: 270336 atomics in the L2 instead of one a value. Nobody starts from
-           less, so test_histogram holds the other rungs against this one, at n = 2^28.
-           Blocks that fill the GPU once walk the values, four coalesced loads a thread in flight,
-           on all rungs.
-Optimized  per_warp: each of a block's 8 warps counts in 1 KiB of its own, so that warps do not wait
-           for each other's increments.
-           aggregated: as privatized, but the lanes of a warp that hold one value find each other
-           (`__match_any_sync`) and one of them adds their number.
-           library: `torch.histc`, which divides to find the bin. CUB's histogram is behind no
-           operation of torch; benchmarks/cub_test.py holds privatized against it. `torch.bincount`
-           waits on the host for a minimum and a maximum, so it is the reference and no variant.
-Bound      DRAM: 1 GiB at the 4.53 TB/s that an H200 reads is 0.237 ms, where shared memory keeps
-           up: 64k warps of values an SM, whose 32 increments fall 3.5 deep on one of 32 banks, are
-           0.13 ms at one cycle a pass. An increment by one is ATOMS.POPC.INC in machine code: it
-           counts equal lanes itself, so skew is to cost privatized little, and aggregated, which
-           does that by instructions, is to gain nothing on it. In the L2 the 256 counters lie in 32
-           sectors: at an update a cycle and sector 0.3 ms at skew=0, 20x, and up to 5 ms at
-           skew=50, where 2^23 updates are of one counter, unless equal lanes are merged on their
-           way.
-Seen       At 2^24 an H200 gains 162x at skew=0 and 327x at skew=50, more than predicted: an update
-           in the L2 takes 0.26 ns where 32 sectors at one a cycle would be 0.02, and one of the
-           frequent counter 1 ns, so equal lanes are not merged on their way.
-           At 2^28 an H200 reads 94 to 96 % of what it can on privatized, skewed or not; counters of
-           each warp's own add nothing. aggregated is 8 and 5 times slower: matching lanes costs
-           more than the increments that it saves, which the hardware counts together anyway.
-           `torch.histc` takes five times as long.
+Problem    Count n int32 values from 0 to 255 in 256 bins. At skew=0 all bins are equally likely. At
+           skew=50 every second value is the same.
+Baseline   global_atomics: each value increments its counter in global memory, that is, in the L2.
+           test_privatization compares it with privatized at n = 2^24.
+           privatized: a block counts in 1 KiB of shared memory, and at its end it adds its 256
+           counts to the result. Engineers start from here, so test_histogram compares the other
+           variants with privatized, at n = 2^28.
+           In every kernel, as many blocks as fit on the GPU walk the values, and each thread has
+           four coalesced loads in flight.
+Optimized  per_warp: privatized, but each of a block's 8 warps has its own 1 KiB, so that warps do
+           not wait for each other's increments.
+           aggregated: privatized, but lanes with the same value find each other by
+           `__match_any_sync`, and one of them adds their number.
+           library: `torch.histc`, which does more per value. It checks the range, and it multiplies
+           and divides 64-bit integers to find the bin. The other sides use the value as the index.
+           torch does not expose CUB's histogram. benchmarks/cub_test.py compares privatized with
+           CUB's HistogramEven, which also checks the range, multiplies and divides for each value.
+           `torch.bincount` waits on the host for a minimum and a maximum, so it is the reference
+           and not a variant.
+Bound      DRAM: the values are read once. Shared memory keeps up: of 32 random increments, 3.5 on
+           average meet in one of the 32 banks. The compiler turns an increment by one into
+           ATOMS.POPC.INC, which counts equal lanes at once, so skew does not slow it down.
+Seen       global_atomics: the `atomics` rate is that of 2^18 different counters. At skew=50, the
+           stored time is 1 ns for each update of the frequent counter, so the L2 does not merge
+           equal lanes. At skew=0, 256 counters together are updated only four times as fast. Why
+           they are not updated faster is not explained.
+           privatized: both values of n take some 10 us more than predicted, which is much at
+           n = 2^24 and little at n = 2^28. Every block adds 256 counts to the same 256 numbers at
+           its end, but how long that takes was not measured.
+           aggregated: its time is proportional to the number of different values in a warp, 30 at
+           skew=0 and 17 at skew=50, and comes to two cycles of an SM for each. A MATCH that handles
+           one value after another would explain this. No profile has confirmed it.
+           library: the loop of `torch.histc` loads one value at a time, and computes its index and
+           its bin with 64-bit integers. Which of these takes the time was not measured.
+Use when   Many values fall into few bins: count in shared memory. Do not aggregate by hand when the
+           increment is one, because the hardware already does. With more bins than shared memory
+           holds, sort first or count in several passes.
 """
 
 import torch
 from hypothesis import strategies as st
 
-from pytest_aisp import Variant, Work, compare, cuda_module
+from pytest_aisp import Cost, Variant, Work, compare, cuda_module
 
 kernels = cuda_module("histogram.cu")
 BLOCK = 256
@@ -87,6 +93,19 @@ def work(n, skew):
     return Work(read=4 * n, write=4 * BINS)
 
 
+def counted(n, atomics=0):
+    fill = Cost(launches=1)
+    return fill + Cost(read=4 * n, write=4 * BINS, atomics=atomics, launches=1)
+
+
+def in_global(n, skew):
+    return counted(n, atomics=n)
+
+
+def in_shared(n, skew):
+    return counted(n, atomics=8 * 132 * BINS)  # 8 blocks on each of an H200's 132 SMs
+
+
 CHECK_SIZES = [
     {"n": 1023, "skew": 0},
     {"n": 5001, "skew": 50},
@@ -104,6 +123,7 @@ CHECK_SIZES = [
     check_sizes=CHECK_SIZES,
     work=work,
     bound="dram",
+    costs={global_atomics: in_global, privatized: in_shared},
 )
 def test_privatization(pair):
     pair.assert_equivalent(exact=True)
@@ -123,6 +143,10 @@ def test_privatization(pair):
     check_sizes=CHECK_SIZES,
     work=work,
     bound="dram",
+    costs={
+        **dict.fromkeys([privatized, per_warp, aggregated], in_shared),
+        library: lambda n, skew: counted(n),
+    },
 )
 def test_histogram(pair):
     pair.assert_equivalent(exact=True)

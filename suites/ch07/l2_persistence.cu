@@ -1,9 +1,11 @@
-// out = x + table[index], row by row: rows of 128 floats, a warp a row, 16 bytes a lane.
+// out = x + table[index] on rows of 128 floats. A warp handles a row, 16 bytes per lane.
 //
-// normal: every access leaves its line in the L2 at the same priority.
-// streamed: what is used once, x, index and out, is the first to be evicted.
-// kept: and the table, which is used again, the last.
-// release: gives the table's lines in the L2 back to the normal priority.
+// normal: no hints. All lines have the same priority in the L2.
+// streamed: x, index and out, which are used once, have evict-first hints.
+// kept: streamed, but the table, which is used again, has evict-last hints.
+// release: puts the table's lines in the L2 back to normal priority.
+//
+// All of these are hints to single accesses. No part of the L2 is set aside.
 
 constexpr int LANES = 32;
 
@@ -27,7 +29,7 @@ extern "C" __global__ void streamed(const float4* __restrict__ x, const float4* 
   __stcs(out + i, sum(__ldcs(x + i), *entry));
 }
 
-// No intrinsic says evict_last: the policy is a number in a register that a load is given.
+// There is no intrinsic for evict_last. A load takes the policy as a number in a register.
 __device__ float4 load_kept(const float4* from) {
   unsigned long long policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -48,7 +50,7 @@ extern "C" __global__ void kept(const float4* __restrict__ x, const float4* __re
 }
 
 extern "C" __global__ void release(const float4* table, int lines) {
-  const size_t line = thread();  // 128 bytes, 8 times 16
+  const size_t line = thread();  // 128 bytes, or 8 float4
   if (line >= lines) return;
   asm volatile("applypriority.global.L2::evict_normal [%0], 128;"
                :: "l"(__cvta_generic_to_global(table + 8 * line)) : "memory");

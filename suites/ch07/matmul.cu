@@ -1,12 +1,13 @@
-// C = A @ B in fp32 on CUDA cores; all matrices are row-major: (m, n) = (m, k) @ (k, n).
+// C = A @ B in fp32 on CUDA cores. All matrices are row-major: (m, n) = (m, k) @ (k, n).
 //
-// naive: an element of C a thread, neighbouring threads neighbouring columns.
-// tiled: the same, from 32 x 32 tiles of A and B in shared memory.
-// register_tiled: 8 x 16 elements a thread, a block 128 x 128, from tiles 8 deep in shared memory.
-// vectorized: the same, 16 bytes an access; A lies transposed in shared memory.
-// prefetched: the same, the next tile and the next operands are on their way while it multiplies.
+// naive: one element of C per thread. Neighboring threads have neighboring columns.
+// tiled: naive, but from 32 x 32 tiles of A and B in shared memory.
+// register_tiled: tiled, but 8 x 16 elements per thread and 128 x 128 per block. Tiles are 8 deep.
+// vectorized: register_tiled, but with 16 bytes per access. A is transposed in shared memory.
+// prefetched: vectorized, but the next tile and the next operands are loaded during the products.
 //
-// vectorized and prefetched need n and k to be multiples of 4: rows begin at multiples of 16 bytes.
+// vectorized and prefetched need n and k to be multiples of 4, so that rows begin at multiples of
+// 16 bytes.
 
 constexpr int SIDE = 32;
 constexpr int M = 128, N = 128, K = 8, THREADS = 128;
@@ -37,7 +38,7 @@ extern "C" __global__ __launch_bounds__(SIDE * SIDE) void tiled(const float* __r
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < SIDE; ++i) total += left[y][i] * right[i][x];
-    __syncthreads();  // nobody overwrites a tile that another still reads
+    __syncthreads();  // all threads have read the tile before it is overwritten
   }
   if (row < m && column < n) c[size_t(row) * n + column] = total;
 }
@@ -51,8 +52,8 @@ __device__ void multiply(const float (&a)[ROWS], const float (&b)[COLUMNS],
   }
 }
 
-// Elements of a thread lie 16 rows and 8 columns apart: a warp reads 8 neighbours of B, and 4 rows
-// of A that start 8 banks apart.
+// Elements of a thread are 16 rows and 8 columns apart. So a warp reads 8 neighboring values of B,
+// and values of 4 rows of A that start 8 banks apart.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void register_tiled(
     const float* __restrict__ a, const float* __restrict__ b, float* __restrict__ c, int m, int n,
     int k) {
@@ -96,13 +97,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void register_tiled(
 __device__ float4 load(const float* from) { return *reinterpret_cast<const float4*>(from); }
 __device__ void store(float* to, float4 value) { *reinterpret_cast<float4*>(to) = value; }
 
-// A tile in shared memory. Four more floats a row of A put what a warp writes at once, two rows
-// four apart, into different banks.
+// A tile in shared memory. A warp writes to two rows of A at once, which are four rows apart. Four
+// more floats per row put them into different banks.
 struct __align__(16) Tile {
   float a[K][M + 4], b[K][N];
 };
 
-// A tile on its way from global memory: what this thread carries of it.
+// This thread's part of a tile, in registers between global and shared memory.
 struct Carried {
   float4 a[2], b[2];
 };
@@ -111,7 +112,7 @@ struct Source {
   const float *a[2], *b;
   int n, left_a, left_b;
 
-  // Beyond the edges of C the last row or column is read again: those products are not stored.
+  // Beyond the edges of C, the last row or column is read again. Those products are not stored.
   __device__ Source(const float* from_a, const float* from_b, int m, int n, int k) : n(n) {
     const int t = threadIdx.x, row = blockIdx.y * M + t / 2, column = blockIdx.x * N + t % 32 * 4;
     a[0] = from_a + size_t(min(row, m - 1)) * k + t % 2 * 4;
@@ -147,9 +148,10 @@ __device__ void place(Tile& tile, const Carried& carried) {
   }
 }
 
-// A warp has 64 x 64 elements of C, a thread 2 x 4 blocks of 4 x 4 in it, 32 rows and 16 columns
-// apart. What a warp reads at once is 128 bytes of A or 64 of B, so no two lanes meet in a bank.
-// Lanes i and i ^ 2 share their rows, i and i ^ 1 their columns: such reads of 16 bytes are merged.
+// A warp has 64 x 64 elements of C. A thread has 2 x 4 blocks of 4 x 4 of them, 32 rows and 16
+// columns apart. A warp reads 128 bytes of A or 64 of B at once, so there are no bank conflicts.
+// Lanes i and i ^ 2 read the same rows, lanes i and i ^ 1 the same columns. The hardware merges
+// such reads of 16 bytes.
 struct Place {
   int row, column;
 
@@ -227,10 +229,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void prefetched(const float*
   for (int start = 0; start < k; start += K) {
 #pragma unroll
     for (int step = 0; step < K; ++step) {
-      if (step == K - 1) {  // every operand of this tile is in registers: on to the other one
+      if (step == K - 1) {  // all operands of this tile are in registers: switch to the other tile
         now ^= 1;
         place(tiles[now], carried);
-        source.next(carried);  // a whole tile before it is placed; zeros beyond the last
+        source.next(carried);  // placed one tile later; zeros beyond the last tile
         __syncthreads();
       }
       operands[(step + 1) % 2].read(tiles[now], (step + 1) % K, place_of);

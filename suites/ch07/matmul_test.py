@@ -1,30 +1,35 @@
-"""Matrix product on CUDA cores: what a load feeds decides, from one product to 43.
+"""Matrix product on CUDA cores: compute more products for each value that is loaded.
 
-Problem    C = A @ B in fp32, row-major, 4096 a side: 137 GFLOP on 192 MiB.
-Baseline   naive: an element a thread, neighbouring threads neighbouring columns, so every access
-           is coalesced. Two loads from L1 feed one product.
-Optimized  tiled: 32 x 32 tiles in shared memory. DRAM and L2 send a 32nd; still two loads, now from
-           shared memory, feed one product.
-           register_tiled: 8 x 16 elements a thread, 128 x 128 a block: 24 loads feed 128 products.
-           vectorized: 16 bytes an access, A transposed for it: 6 loads feed 128 products.
-           prefetched: two tiles in shared memory, the third on its way in registers, the operands
-           of the next step read while this one multiplies; one barrier a tile instead of two.
-           library: `torch.matmul`, which is cuBLAS; TF32 is off.
-Bound      Issue: an SM starts four instructions a cycle, and only FFMA counts. It reads shared
-           memory or L1 at one word a lane and cycle: naive and tiled do half an FFMA a cycle of 4,
-           an eighth of the peak or 8 TFLOP/s; broadcasts may make that 0.8 for tiled, so 1.0x to
-           1.6x. Of the instructions in the loop 75 % are FFMA in register_tiled, 91 % in
-           vectorized and prefetched: 6x and 7.3x at most. What is less is latency, with 8 warps an
-           SM; prefetched hides it and predicts 85 % of the library's 51 TFLOP/s or more, 3.2 ms.
-Seen       An H200 gains 1.4x, 5.3x, 6.8x and 8.4x, rung by rung; the library gains 8.8x. prefetched
-           reaches 95 % of it, 49 TFLOP/s. Its ratio is above 7.3x because naive stops at
-           5.8 TFLOP/s and does not reach an eighth of the peak, which is not explained.
+Problem    C = A @ B in fp32, row-major, 4096 by 4096 each.
+Baseline   naive: a thread computes one element of C, and neighboring threads have neighboring
+           columns, so every access is coalesced. Each product needs two loads from the L1.
+Optimized  tiled: naive, but from 32 x 32 tiles in shared memory. L2 and DRAM send a 32nd of the
+           values. Each product still needs two loads, now from shared memory.
+           register_tiled: tiled, but 8 x 16 elements per thread and 128 x 128 per block: 24 values
+           loaded from shared memory feed 128 products.
+           vectorized: register_tiled, but every access has 16 bytes. A is stored transposed for
+           that, so 6 loads feed 128 products.
+           prefetched: vectorized, but with two tiles in shared memory. The next tile and the next
+           operands are loaded during the products, and a tile needs one barrier instead of two.
+           library: `torch.matmul`, which calls cuBLAS. TF32 is off.
+Bound      The fp32 units, for prefetched and the library. Shared memory, for tiled: it delivers one
+           word per lane and cycle. A product needs two words, so the fp32 units idle most of the
+           time. The L1 shares this data path, so the same limit holds for naive.
+Seen       naive takes longer than its loads at the rate of shared memory. This is not explained.
+           register_tiled and vectorized take longer than their products. Of the instructions in the
+           loop over tiles, FFMA are 1024 of 1375 in register_tiled and 1024 of 1126 in vectorized
+           (nvcc 13.0 for sm_90), and that ratio is about the ratio of their two times. prefetched
+           has the same 1126 as vectorized and is faster, so vectorized spends the rest waiting for
+           loads and barriers.
+Use when   You need a product in full fp32 that the library does not have, such as one fused with
+           other work. Call the library for a plain product. If TF32 or bf16 is precise enough,
+           tensor cores are several times as fast.
 """
 
 import torch
 from hypothesis import strategies as st
 
-from pytest_aisp import Variant, Work, compare, cuda_module
+from pytest_aisp import Cost, Variant, Work, compare, cuda_module
 
 kernels = cuda_module("matmul.cu")
 SIDE = 32
@@ -71,6 +76,20 @@ def library(a, b):
     return a @ b
 
 
+def product(m, n, k, shared=0):
+    operands, ops = 4 * (m * k + k * n), {"fp32": 2 * m * n * k}
+    return Cost(read=operands, write=4 * m * n, shared=shared, ops=ops, launches=1)
+
+
+def naive_product(m, n, k):
+    return product(m, n, k, shared=8 * m * n * k)  # the L1 has the data path of shared memory
+
+
+def tiled_product(m, n, k):
+    loads, stores = 8 * m * n * k, 8 * m * n * k / SIDE
+    return product(m, n, k, shared=loads + stores)
+
+
 @compare(
     baseline=naive,
     optimized=[
@@ -83,7 +102,7 @@ def library(a, b):
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 4096, "n": 4096, "k": 4096}],
-    # Accesses of 16 bytes want n and k to be multiples of 4; the tiles are 128 x 128 and 8 deep.
+    # Accesses of 16 bytes need n and k to be multiples of 4. The tiles are 128 x 128 and 8 deep.
     check_sizes=[
         {"m": 33, "n": 36, "k": 20},
         {"m": 131, "n": 260, "k": 132},
@@ -98,6 +117,11 @@ def library(a, b):
         read=4 * (m * k + k * n), write=4 * m * n, flops={"fp32": 2 * m * n * k}, terms=k
     ),
     bound="issue",
+    costs={
+        naive: naive_product,
+        tiled: tiled_product,
+        **dict.fromkeys([register_tiled, vectorized, prefetched, library], product),
+    },
 )
 def test_matmul(pair):
     pair.assert_equivalent()
