@@ -1,8 +1,8 @@
-// out[i] = x[i-2] + ... + x[i+2], clamped at the ends; four sums a thread, a block apart.
+// out[i] = x[i-2] + ... + x[i+2], clamped at the ends. A thread computes four sums, a block apart.
 //
-// plain: x is loaded as memory that somebody may write.
-// ldg: x is loaded by `__ldg`, as memory that nobody writes while the kernel runs.
-// restricted: x is loaded as in plain, and its pointer says that nobody writes there.
+// plain: ordinary loads, as for memory that another thread may write.
+// ldg: loads by `__ldg`, as for memory that no thread writes while the kernel runs.
+// restricted: ordinary loads, but the pointer declares that no thread writes there.
 
 constexpr unsigned BLOCK = 256, EACH = 4, REACH = 2, TAPS = 2 * REACH + 1;
 
@@ -16,7 +16,7 @@ __device__ float sum(const float (&value)[TAPS]) {
   return total;
 }
 
-// All loads stand before the first store, so that a store that might change x delays none of them.
+// All loads come before the first store, so no load waits for a store that might change x.
 template <auto load>
 __device__ void inside(const float* x, float* out) {
   float value[EACH][TAPS];
@@ -36,7 +36,7 @@ __device__ void at_an_end(unsigned first, const float* x, float* out, unsigned n
     if (i >= n) return;
     float value[TAPS];
     for (unsigned tap = 0; tap < TAPS; ++tap) {
-      const unsigned past = i + tap < REACH ? REACH : i + tap;  // REACH past the one to load
+      const unsigned past = i + tap < REACH ? REACH : i + tap;  // REACH beyond the index to load
       value[tap] = load(x + min(past - REACH, n - 1));
     }
     out[i] = sum(value);
@@ -46,7 +46,7 @@ __device__ void at_an_end(unsigned first, const float* x, float* out, unsigned n
 template <auto load>
 __device__ void sums(const float* x, float* out, unsigned n) {
   const unsigned begin = blockIdx.x * (BLOCK * EACH);
-  if (begin >= REACH && begin + BLOCK * EACH + REACH <= n) {  // alike for the whole block
+  if (begin >= REACH && begin + BLOCK * EACH + REACH <= n) {  // the same for the whole block
     inside<load>(x + begin - REACH + threadIdx.x, out + begin + threadIdx.x);
   } else {
     at_an_end<load>(begin + threadIdx.x, x, out, n);

@@ -1,21 +1,21 @@
-"""The read-only path: loads marked read-only gain nothing where the L1 holds every load anyway.
+"""The read-only path: `__ldg` gains nothing, because the L1 caches ordinary loads too.
 
-Problem    out[i] = x[i-2] + ... + x[i+2] on n fp32 elements, x clamped at its ends: each element is
-           loaded five times, four of them from the L1.
-Baseline   plain: the loads are LDG, as for memory that another thread may write.
-Optimized  ldg: the loads are `__ldg`, LDG.CONSTANT, which once led through a cache of its own.
-           restricted: the pointers are `const float* __restrict__` and `float* __restrict__`, and
-           the compiler proves by itself what `__ldg` asserts: LDG.CONSTANT again.
-Bound      DRAM: 8 bytes an element, 0.25 ms for 1 GiB at 4.24 TB/s, on every side. Neutral is what
-           is expected: since Volta both ways lead through one L1, which LDG fills as well, and with
-           every load before the first store the compiler has nothing to gain from knowing that a
-           store changes no x. The machine code of the three for sm90 has the same instructions but
-           for CONSTANT; plain's 20 loads stand in a slightly other order. Where loads stand behind
-           stores, `__restrict__` is worth what it lets the compiler move: another idea than this.
-Seen       An H200 shows no difference, as predicted. But no side is bound by DRAM: all take
-           0.32 ms, 80 % of the copy rate. unrolled in vector_width, a copy with one load an element
-           and the same occupancy, reaches all of it, so the four other loads of an element do cost
-           something; which resource they run out of is not explained.
+Problem    out[i] = x[i-2] + ... + x[i+2] on n fp32 elements, with x clamped at its ends. Each
+           element is loaded five times, the last four times from the L1.
+Baseline   plain: ordinary loads (LDG), as for memory that another thread may write.
+Optimized  ldg: plain, but the loads are `__ldg` (LDG.CONSTANT), which once had a cache of its own.
+           restricted: plain, but the pointers are `const float* __restrict__` and
+           `float* __restrict__`. The compiler then proves what `__ldg` asserts, and emits
+           LDG.CONSTANT too.
+Bound      DRAM: each side reads x once and writes out once. Since Volta both kinds of loads go
+           through one L1. All loads come before the first store, so the compiler cannot move loads
+           any further even if it knows that no store changes x. Apart from CONSTANT, the machine
+           code of the three for sm_90 has the same instructions.
+Seen       No side reaches the copy rate. `unrolled` in vector_width reaches it, with one load per
+           element and the same occupancy, so the four other loads of each element cost time. Which
+           resource they run out of is not explained.
+Use when   Declare pointers `__restrict__` when loads come after stores, because the compiler may
+           then move the loads. Do not write `__ldg` by hand for speed on Volta or later.
 """
 
 import torch
@@ -66,7 +66,7 @@ def moved(n):
     inputs=inputs,
     reference=reference,
     sizes=[{"n": 2**27}],
-    # A block sums 1024 elements and needs two more on either side.
+    # A block computes 1024 sums and needs two more elements on either side.
     check_sizes=[{"n": 1023}, {"n": 3074}, {"n": st.integers(33, 5000)}],
     work=lambda n: Work(read=4 * n, write=4 * n, flops={"fp32": 4 * n}, terms=TAPS),
     bound="dram",

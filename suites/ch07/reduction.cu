@@ -1,11 +1,12 @@
-// Sums of long rows of floats, one row a grid's y.
+// Sums of long rows of floats. blockIdx.y is the row.
 //
-// shared_tree: a tile of 1024 floats a block, halved in shared memory, then one atomic.
-// shuffle: the same tile, halved by shuffles inside warps.
-// persistent: blocks that fill the GPU once walk the row a grid apart, four loads in flight.
-// vectorized: the same walk in 16-byte loads.
-// partials: the same again, but each block stores its sum instead of adding it to the row's.
-// finish: one block a row adds up what `partials` stored, in an order that never changes.
+// shared_tree: a block sums a tile of 1024 floats by halving in shared memory, then adds the sum to
+//     its row by an atomic.
+// shuffle: shared_tree, but warps halve by shuffles.
+// persistent: as many blocks as fit on the GPU walk the rows, with four loads per thread in flight.
+// vectorized: persistent, but with 16-byte loads.
+// partials: vectorized, but each block stores its sum instead of adding it to the row's.
+// finish: one block per row adds up what `partials` stored, always in the same order.
 
 constexpr unsigned BLOCK = 256, EACH = 4, WARPS = BLOCK / 32;
 
@@ -24,7 +25,7 @@ __device__ float tile_sum(const float* row, unsigned n) {
   return (value[0] + value[1]) + (value[2] + value[3]);
 }
 
-// The block's sum, in thread 0.
+// Return the block's sum, in thread 0.
 __device__ float by_tree(float value) {
   __shared__ float part[BLOCK];
   part[threadIdx.x] = value;
@@ -42,7 +43,7 @@ __device__ float by_warp(float value) {
   return value;
 }
 
-// The block's sum, in thread 0.
+// Return the block's sum, in thread 0.
 __device__ float by_shuffles(float value) {
   __shared__ float part[WARPS];
   value = by_warp(value);
@@ -71,7 +72,7 @@ __device__ float walk(const T* x, unsigned count) {
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// A row begins on 4 bytes, a 16-byte load on 16: block 0 takes what is left over at both ends.
+// Rows are aligned to 4 bytes and 16-byte loads to 16. Block 0 adds what is left at both ends.
 __device__ float walk_in_vectors(const float* row, unsigned n) {
   const unsigned past = reinterpret_cast<size_t>(row) / sizeof(float) % 4;
   const unsigned head = min((4 - past) % 4, n), vectors = (n - head) / 4;
