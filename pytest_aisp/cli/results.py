@@ -51,13 +51,26 @@ def expectations(
     finish(expectations.expectations_result(pages, archs, form=form))
 
 
-def predictions(targets: Targets = None, product: Product = None, as_json: Json = False) -> None:
+def predictions(
+    targets: Targets = None,
+    product: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PRODUCT",
+            help="default: this machine's product, or the only one stored; for a product without"
+            " results, such as nvidia-b200, times are predicted from its data sheet",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Compare stored times with the times that the costs of their sides predict."""
-    from ..tools import catalog, predictions, stored_results
+    from ..tools import catalog, data_sheet_predictions, predictions, stored_results
     from ..util.device import Machine
 
     with show_progress() as progress:
         pages = catalog.collect(targets, tell=progress)
+    if product and data_sheet_predictions.has_only_data_sheet(pages.baselines, product):
+        finish(data_sheet_predictions.data_sheet_result(pages, product, as_json=as_json))
     products = stored_results.select_products(pages.baselines, product, Machine.here())
     finish(predictions.predictions_result(pages, products, as_json=as_json))
 

@@ -35,7 +35,7 @@ def select_products(baselines: Path, product: str | None, machine: Machine) -> l
 
     If `product` is None, it is the only product with stored results, or else the machine's.
     """
-    stored = _products(baselines)
+    stored = stored_products(baselines)
     bases = sorted({base_of(name) for name in stored})
     if product is None:
         product = bases[0] if len(bases) == 1 else machine.product
@@ -44,14 +44,15 @@ def select_products(baselines: Path, product: str | None, machine: Machine) -> l
     return [name for name in stored if name == product or base_of(name) == product]
 
 
-def _products(baselines: Path) -> list[str]:
+def stored_products(baselines: Path) -> list[str]:
+    """Return the products with stored results or peaks."""
     return sorted({file.parent.name for file in baselines.glob("*/*.json")})
 
 
 def no_results(baselines: Path, product: str) -> CliError:
     """Return the error to raise for a product without stored results."""
     text = f"no results of {product} are stored in {baselines}"
-    if others := _products(baselines):
+    if others := stored_products(baselines):
         advice = f"only of {', '.join(others)}; choose with\n    --product={others[0]}"
         return CliError(f"{text}, {advice}")
     return CliError(f"{text}; record them on it\n    pytest --aisp-update-expectations")
@@ -59,7 +60,7 @@ def no_results(baselines: Path, product: str) -> CliError:
 
 def chapters(baselines: Path, product: str | None = None) -> Iterator[Chapter]:
     """Yield the stored chapters of `product`, or of every product."""
-    if product is not None and product not in _products(baselines):
+    if product is not None and product not in stored_products(baselines):
         raise no_results(baselines, product)
     for path in sorted(baselines.glob(f"{product or '*'}/*.json")):
         if path.name != "peaks.json":

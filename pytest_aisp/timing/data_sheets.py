@@ -1,0 +1,105 @@
+"""Rates of GPUs that nobody here has, from NVIDIA's data sheets.
+
+A prediction from a data sheet is no measurement. It assumes that each rate reaches the share of its
+data sheet that the same rate reaches on the H200, whose rates are measured. Fixed times, such as
+that of a launch, are assumed to be those of the H200.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .peaks import SECONDS, Peaks
+
+REFERENCE = "nvidia-h200"
+"""The product with measured rates and a data sheet."""
+
+
+@dataclass(frozen=True)
+class DataSheet:
+    """What the data sheet of one GPU says.
+
+    Attributes:
+        arch: the GPU's arch, even if pages cannot run on it.
+        source: the name of the document.
+        figures: the columns of the table that the document has.
+    """
+
+    arch: str
+    source: str
+    figures: Mapping[str, float]
+
+
+_TABLE = """
+                       arch   dram   half    fp8   tf32   fp32  nvlink  pcie  l2
+nvidia-h200            sm90   4.8    989.5   1979  494.5  67    900     128   50
+nvidia-h100-80gb-hbm3  sm90   3.35   989.5   1979  494.5  67    900     128   50
+nvidia-a100-sxm4-80gb  sm80   2.039  312     -     156    19.5  600     64    40
+nvidia-l40s            sm89   0.864  362.05  733   183    91.6  -       64    -
+nvidia-b200            sm100  7.7    2250    4500  1100   75    1800    128   -
+nvidia-gb300           sm103  8      2500    5000  1250   80    1800    -     -
+nvidia-gb10            sm121  0.273  -       -     -      -     -       -     -
+"""
+# TB/s of DRAM, dense TFLOP/s by type (`half`: bf16 and fp16), GB/s in both directions of NVLink and
+# PCIe, and MB of L2. Data sheets that give rates with sparsity were halved. What is missing is not
+# in the document, or is there only for a whole rack.
+_SOURCES = {
+    "nvidia-h200": "NVIDIA H200 Tensor Core GPU data sheet (SXM) and H100 white paper",
+    "nvidia-h100-80gb-hbm3": "NVIDIA H100 Tensor Core GPU data sheet (SXM) and white paper",
+    "nvidia-a100-sxm4-80gb": "NVIDIA A100 Tensor Core GPU data sheet (80GB SXM) and white paper",
+    "nvidia-l40s": "NVIDIA L40S data sheet",
+    "nvidia-b200": "NVIDIA Blackwell data sheet, one GPU of HGX B200",
+    "nvidia-gb300": "NVIDIA GB300 NVL72 data sheet, divided by its 72 GPUs",
+    "nvidia-gb10": "NVIDIA DGX Spark data sheet",
+}
+_FIGURES = {
+    **dict.fromkeys(("copy", "read", "write"), "dram"),
+    **dict.fromkeys(("bf16", "fp16"), "half"),
+    **{name: name for name in ("fp8", "tf32", "fp32")},
+    **dict.fromkeys(("peer", "peer_both", "busbw"), "nvlink"),
+    **dict.fromkeys(("h2d", "d2h", "pcie_both"), "pcie"),
+}
+"""The column of the table for each rate that is scaled."""
+_ONE_WAY = ("peer", "busbw", "h2d", "d2h")
+"""Rates in one direction of a link, of which the table has the sum of both."""
+
+
+def _parse() -> dict[str, DataSheet]:
+    heads, *rows = (line.split() for line in _TABLE.strip().splitlines())
+    sheets = {}
+    for product, arch, *cells in rows:
+        named = zip(heads[1:], cells, strict=True)
+        figures = {name: float(cell) for name, cell in named if cell != "-"}
+        sheets[product] = DataSheet(arch, _SOURCES[product], figures)
+    return sheets
+
+
+SHEETS = _parse()
+"""The data sheets by product."""
+
+
+def shares(measured: Peaks) -> dict[str, float]:
+    """Return the share of its data sheet that each of the H200's `measured` rates reaches."""
+    found = {}
+    for rate, value in measured.rates.items():
+        if figure := _FIGURES.get(rate):
+            unit = 1e9 if figure in ("nvlink", "pcie") else 1e12
+            full = SHEETS[REFERENCE].figures[figure] * unit
+            found[rate] = value / (full / 2 if rate in _ONE_WAY else full)
+    return found
+
+
+def estimate(product: str, measured: Peaks) -> Peaks:
+    """Return the rates of `product` that follow from its data sheet and the H200's `measured` ones.
+
+    A rate that its data sheet lacks is missing.
+    """
+    theirs, ours = SHEETS[product].figures, SHEETS[REFERENCE].figures
+    rates = {rate: value for rate, value in measured.rates.items() if rate in SECONDS}
+    if "nvlink" not in theirs:
+        rates.pop("all_reduce", None)
+    for rate, figure in _FIGURES.items():
+        if rate in measured.rates and figure in theirs:
+            rates[rate] = measured.rates[rate] * theirs[figure] / ours[figure]
+    return Peaks(product, rates, {"from": SHEETS[product].source})
