@@ -1,0 +1,145 @@
+"""Grid-stride loop: it pays when a block has something to prepare.
+
+Problem    test_grid_stride decodes n int32 codes from 0 to 255 by a table of 256 fp32 values.
+           test_without_table multiplies n fp32 elements by a number.
+Baseline   decode_each: one thread per element, in blocks of 256. Each block first copies the table
+           into its shared memory, for 256 look-ups.
+           scale_each: one thread per element, in blocks of 256.
+Optimized  decode_stride: of decode_each. As many blocks as fit the GPU copy the table once. Then
+           their threads walk the codes, a whole grid apart, until none is left.
+           decode_through_l1: of decode_each. The table is not copied. The L1 keeps it.
+           library: `torch.index_select`.
+           scale_stride: of scale_each. As many blocks as fit the GPU walk the elements.
+Bound      DRAM, 4 bytes read and 4 written per element. The table comes from the L2, so copying it
+           costs few bytes. It costs time: decode_each waits for the table first and then for the
+           codes, one after the other. All sides have one load per thread in flight, which is not
+           enough for the full rate of DRAM.
+Use when   Each block first loads a table, sets up a random generator, or clears counters. Also use
+           the loop when n may exceed the largest grid, or when one launch must fit any n. Without
+           such work it changes little. To copy faster, unroll it (`ilp_test.py`).
+"""
+
+import torch
+from hypothesis import strategies as st
+
+from pytest_aisp import Cost, Variant, Work, compare, cuda_module
+
+kernels = cuda_module("grid_stride.cu")
+A = 0.75
+BLOCK = ENTRIES = 256
+SHARED = 4 * ENTRIES / BLOCK  # bytes of the table that a block of decode_each copies per element
+
+
+def blocks_for(x):
+    return -(-x.numel() // BLOCK)
+
+
+def blocks_at_once(x):
+    """Return how many blocks the GPU runs at once, or fewer if `x` is small."""
+    gpu = torch.cuda.get_device_properties(x.device)
+    resident = gpu.max_threads_per_multi_processor // BLOCK * gpu.multi_processor_count
+    return min(resident, blocks_for(x))
+
+
+def codes_and_table(device, n):
+    codes = torch.randint(0, ENTRIES, (n,), device=device, dtype=torch.int32)
+    return torch.randn(ENTRIES, device=device), codes
+
+
+def decoded(table, codes):
+    return table.double()[codes.long()]
+
+
+def decode(kernel, table, codes, blocks):
+    out = torch.empty(codes.shape, device=codes.device)
+    kernel[blocks, BLOCK](table, codes, out, codes.numel())
+    return out
+
+
+def decode_each(table, codes):
+    return decode(kernels.decode_each, table, codes, blocks_for(codes))
+
+
+def decode_stride(table, codes):
+    return decode(kernels.decode_stride, table, codes, blocks_at_once(codes))
+
+
+def decode_through_l1(table, codes):
+    return decode(kernels.decode_through_l1, table, codes, blocks_for(codes))
+
+
+def library(table, codes):
+    return torch.index_select(table, 0, codes)
+
+
+def elements(device, n):
+    return (torch.randn(n, device=device),)
+
+
+def scaled(x):
+    return A * x.double()
+
+
+def scale(kernel, x, blocks):
+    out = torch.empty_like(x)
+    kernel[blocks, BLOCK](A, x, out, x.numel())
+    return out
+
+
+def scale_each(x):
+    return scale(kernels.scale_each, x, blocks_for(x))
+
+
+def scale_stride(x):
+    return scale(kernels.scale_stride, x, blocks_at_once(x))
+
+
+def moved(n, table=0):
+    """Return the cost if `table` bytes of the table come from the L2 for each element."""
+    return Cost(
+        read=4 * n + 4 * ENTRIES,
+        write=4 * n,
+        l2=(8 + table) * n,
+        ops={"fp32": n},
+        launches=1,
+    )
+
+
+SIZES = [{"n": 2**27}]
+CHECK_SIZES = [{"n": 1023}, {"n": st.integers(33, 5000)}]
+
+
+@compare(
+    baseline=decode_each,
+    optimized=[decode_stride, decode_through_l1, Variant(library, at_least="yardstick")],
+    inputs=codes_and_table,
+    reference=decoded,
+    sizes=SIZES,
+    check_sizes=CHECK_SIZES,
+    work=lambda n: Work(read=4 * n + 4 * ENTRIES, write=4 * n),
+    bound="dram",
+    costs={
+        decode_each: lambda n: moved(n, table=SHARED),
+        **dict.fromkeys([decode_stride, decode_through_l1, library], moved),
+    },
+)
+def test_grid_stride(pair):
+    pair.assert_equivalent(exact=True)
+    pair.assert_speedup()
+
+
+@compare(
+    baseline=scale_each,
+    optimized=[scale_stride],
+    inputs=elements,
+    reference=scaled,
+    sizes=SIZES,
+    check_sizes=CHECK_SIZES,
+    work=lambda n: Work(read=4 * n, write=4 * n, flops={"fp32": n}),
+    bound="dram",
+    costs=dict.fromkeys([scale_each, scale_stride], moved),
+    at_least="neutral",
+)
+def test_without_table(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
