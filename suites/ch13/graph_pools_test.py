@@ -1,23 +1,26 @@
-"""Private pools: one pool of memory for the graphs of all batch sizes.
+"""Private pools: let graphs that never run at the same time share their memory.
 
-Problem    A stack of 4 SwiGLU layers of width 2048 in bf16, captured as CUDA graphs for 8 numbers
-           of tokens from 1/8 of `tokens` to all of it, as inference servers capture their batch
-           sizes; a call replays each on the first rows of x.
-Baseline   apart: each graph has a private pool, which is what `torch.cuda.graph` gives it: what one
-           graph's temporaries need, no other may use, although no two graphs run at once.
-Optimized  shared: all are captured into one pool, the largest first. A graph's temporaries lie
-           where those of another did; outputs are still held, so none is overwritten.
-Bound      Memory. A layer holds silu(gate), up and their product, 3 x 5440 columns of bf16 at its
-           most beside rows of width 2048 in and out: 41 KB a token, 0.33 GB for 8192. Apart, 1/8 +
-           2/8 + ... + 8/8 = 4.5 times that, and 0.15 GB of outputs, 1.65 GB; shared once and the
-           outputs, 0.48 GB: 0.29. Time is none of this page's: both replay the same kernels.
-Seen       An H200: 1.5 GiB taken from it, and 422 MiB: 0.27.
+Problem    A stack of 4 SwiGLU layers of width 2048 in bf16. It is captured as CUDA graphs for 8
+           numbers of tokens, from 1/8 of `tokens` to all of them, as inference servers capture
+           their batch sizes. A call replays each graph on the first rows of x.
+Baseline   apart: each graph has a private pool, which is the default of `torch.cuda.graph`. No
+           other graph may use the memory of its temporaries, although no two graphs run at once.
+Optimized  shared: all graphs are captured into one pool, the largest first. The temporaries of a
+           graph reuse the memory of those of the graphs before it. The outputs are still held, so
+           no graph overwrites them.
+Bound      Memory, not time: both sides replay the same kernels. At its most a layer holds 3
+           tensors of the hidden width, and its input and output. apart needs that for the sum of
+           all batch sizes, which is 4.5 times the largest one. shared needs it once, and both need
+           the outputs of all sizes.
+Use when   A program captures many graphs and replays them one after the other. Hold each graph's
+           output while you capture the others, as here. Otherwise another graph overwrites it.
+           Graphs that may run at the same time must not share a pool.
 """
 
 import torch
 from torch.nn import functional as F
 
-from pytest_aisp import Work, capture, compare
+from pytest_aisp import Cost, Work, capture, compare
 
 from .transformer import hidden_of
 
@@ -39,7 +42,7 @@ def stack(x, gates, ups, downs):
 
 
 def batches(x):
-    """Return the first rows of x, of each batch size, the largest first."""
+    """Return the rows of x for each batch size, the largest size first."""
     return [x[: len(x) * size // SIZES] for size in range(SIZES, 0, -1)]
 
 
@@ -74,6 +77,24 @@ def work(tokens, width):
     )
 
 
+def layer(rows, width):
+    hidden = hidden_of(width)
+    weights, wide, narrow = 2 * width * hidden, 2 * rows * hidden, 2 * rows * width  # bytes
+    ops = {"bf16": 2 * rows * width * hidden}
+    return (
+        2 * Cost(read=weights + narrow, write=wide, ops=ops, launches=1)  # gate and up
+        + Cost(read=wide, write=wide, launches=1)  # silu
+        + Cost(read=2 * wide, write=wide, launches=1)
+        + Cost(read=weights + wide, write=narrow, ops=ops, launches=1)  # down
+        + Cost(read=2 * narrow, write=narrow, launches=1)
+    )
+
+
+def replayed(tokens, width):
+    first, *others = [LAYERS * layer(tokens * size // SIZES, width) for size in range(1, SIZES + 1)]
+    return sum(others, first)
+
+
 @compare(
     baseline=apart,
     optimized=[shared],
@@ -83,6 +104,7 @@ def work(tokens, width):
     check_sizes=[{"tokens": 13, "width": 96}],
     work=work,
     bound="tensor",
+    costs={apart: replayed, shared: replayed},
 )
 def test_graph_pools(pair):
     pair.assert_equivalent()

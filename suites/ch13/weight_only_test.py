@@ -1,39 +1,38 @@
-"""Weight-only quantization: a decode step reads weights, so make them smaller.
+"""Weight-only quantization: a decode step reads weights, so make the weights smaller.
 
-Problem    y = x W^T for the few rows of a decode step, x (rows, k) and W (n, k) in bf16, y in bf16.
-           The weights are the page's state.
-Baseline   bf16: `torch.nn.functional.linear`, that is cuBLAS.
-Optimized  By one Triton kernel, which brings the weights to bf16 in registers; they are quantized
-           once, before what is timed. x stays bf16.
-           streamed: bf16 weights, so that the kernel's part is not taken for that of the bytes.
-           int8: a byte a weight, and a scale for each row of W.
-           int4: half a byte a weight, and an fp32 scale for each 128 along a row.
-Bound      DRAM: the weights, 2, 1 and 0.53 bytes each. At n, k = 28672, 8192 they are 470 MB, 235
-           and 125, none of which the L2 holds: 107 us, 53 and 28 at 4.4 TB/s; x and y are below
-           1.5 MB. streamed 1.0x, int8 2x and int4 3.8x at most. But int8 and int4 issue 5
-           instructions a weight, to convert it and to move it to the tensor cores, as nvdisasm
-           counts them for sm90: 40 us at one an instruction slot. So int4 2.5x. For these the rows
-           are 16, however many they are; but each block reads all rows of x from the L2, with 16
-           rows and 64 columns a block 117 MB: int8 1.8x there and int4 2x.
-Seen       An H200: streamed 1.01x (0.99x with 16 rows), int8 1.69x and 1.64x, int4 1.90x and 1.93x,
-           57 us where its instructions would take 40. cuBLAS takes 109 us, all that DRAM gives, in
-           this session and two others, but took 119 in a fourth, which made that 1.10x, 1.80x and
-           2.07x; the page's own kernels were as fast in all. int4 was 1.6x by four warps, two
-           stages, and 0.87x when it shifted and converted 8-bit integers: 10.6 instructions a
-           weight, and scales a cache line apart.
+Problem    y = x W^T for the few rows of a decode step. x (rows, k), W (n, k) and y are bf16. The
+           weights are the page's state.
+Baseline   bf16: `torch.nn.functional.linear`, which calls cuBLAS.
+Optimized  All but library are one Triton kernel, which converts the weights to bf16 in registers.
+           The weights are quantized once, before the timed part. x stays bf16.
+           streamed: bf16 with this kernel. It separates the effect of the kernel from the bytes'.
+           int8: streamed with one byte per weight, and one scale per row of W.
+           int4: int8 with half a byte per weight, and one fp32 scale per 128 weights of a row.
+           library: the weights of int4 with PyTorch's own kernel, `_weight_int4pack_mm`.
+Bound      bf16 and streamed: DRAM, which reads 2 bytes per weight. No L2 holds these weights.
+           int8: DRAM and instructions about equally. int4: instructions. Both need 5 per weight to
+           convert it and to bring it to the tensor cores, as nvdisasm counts them for sm90. So int4
+           gains little over int8, although it reads about half of the bytes. The products always
+           have 16 rows, so 1 row and 16 rows take the same time.
+Use when   A few rows meet large weights, as in a decode step. With many rows the products take most
+           of the time. Then the conversion is extra work, and 8-bit products are the better choice
+           (fp8_linear_test.py).
 """
+
+import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch.nn import functional as F
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Cost, Variant, Work, compare
 
 from .rounding import to_even
 
-ROWS = 16  # of the tensor cores' smallest product
-GROUP = 128
+ROWS = 16  # of the smallest product of tensor cores
+GROUP = 128  # weights per scale of int4
+INNER_TILES = 8  # of the library's packed format: 8 x 16 weights of a row, for loads of 16 bytes
 
 CONFIGS = [
     triton.Config({"N": n}, num_warps=warps, num_stages=stages)
@@ -41,8 +40,9 @@ CONFIGS = [
 ]
 tuned = triton.autotune(CONFIGS, key=["rows", "n", "k", "BITS"])
 
-# Four bytes become two pairs of their lower and two of their upper halves. 0x43 before a byte below
-# 16 makes it the bf16 128 + u, from which 136 is taken, as the halves are stored 8 too large.
+# Four bytes become two pairs of lower halves and two pairs of upper halves. 0x43 in front of a byte
+# u below 16 gives the bf16 number 128 + u. Then 136 is subtracted, because halves are stored as
+# u = weight + 8.
 HALVES = tl.constexpr("""{
 .reg .b32 upper, excess;
 mov.b32 excess, 0x43084308;
@@ -95,8 +95,8 @@ def linear_kernel(
     left = x + row[:, None] * k + inside[None, :]
     total = tl.zeros((ROWS, N), tl.float32)
     if BITS == 4:
-        # A byte holds a weight of the first half of a row and one of the second. Scales are loaded
-        # one step ahead: no product waits for them to be multiplied, so Triton does not do it.
+        # A byte holds one weight from the first half of a row and one from the second half. Triton
+        # does not prefetch the scales, because no tl.dot takes them. So load them one step ahead.
         half = k // 2
         steps = half // GROUP
         right = w + column[None, :].to(tl.int64) * half + inside[:, None]
@@ -145,7 +145,7 @@ def bf16(w, x):
 def linear(x, w, scales, bits):
     (rows, k), n = x.shape, len(w)
     out = torch.empty(rows, n, device=x.device, dtype=x.dtype)
-    # Triton 3.9's interpreter multiplies the bits of bf16; of fp32 it computes the same products.
+    # Triton 3.9's interpreter multiplies the bits of bf16. With fp32 the products are the same.
     product = tl.bfloat16 if x.is_cuda else tl.float32
 
     def grid(meta):
@@ -189,25 +189,93 @@ def int4(w, x):
     yield lambda: linear(x, packed, by_group, 4)
 
 
-@compare(
+def library(w, x):
+    groups, scales = rounded(w.view(len(w), -1, GROUP), 7)
+    values = groups.view(w.shape).int() + 8
+    scales = scales.squeeze(-1).t()
+    scales_and_zeros = torch.stack([scales, torch.zeros_like(scales)], dim=-1).contiguous()
+    ops = torch.ops.aten
+    if w.is_cuda:
+        pairs = (values[:, ::2] << 4 | values[:, 1::2]).to(torch.uint8)
+        packed = ops._convert_weight_to_int4pack(pairs, INNER_TILES)
+        product = ops._weight_int4pack_mm
+    else:
+        packed = ops._convert_weight_to_int4pack_for_cpu(values, INNER_TILES)
+        product = ops._weight_int4pack_mm_for_cpu
+    yield lambda: product(x, packed, GROUP, scales_and_zeros)
+
+
+def multiplied(rows, n, k, weights, instructions=0):
+    """Return the cost of one product.
+
+    Args:
+        rows, n, k: the size.
+        weights: bytes of the weights and of their scales.
+        instructions: how many the kernel issues to convert a weight. Each takes the slot of a
+            multiply-add of fp32, which counts as 2 operations.
+    """
+    return Cost(
+        read=weights + 2 * rows * k,
+        write=2 * rows * n,
+        ops={"bf16": 2 * max(rows, ROWS) * n * k, "fp32": 2 * instructions * n * k},
+        launches=1,
+    )
+
+
+def full_weights(rows, n, k):
+    return multiplied(rows, n, k, 2 * n * k)
+
+
+def four_bits(n, k):
+    """Return the bytes of the weights of int4 and of 4 bytes per group."""
+    return n * k / 2 + 4 * n * k / GROUP
+
+
+def work(rows, n, k):
+    # With the weights of int4: the other sides read more.
+    return Work(read=four_bits(n, k) + 2 * rows * k, write=2 * rows * n, terms=k)
+
+
+against_bf16 = functools.partial(
+    compare,
     baseline=bf16,
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"rows": rows, "n": 28672, "k": 8192} for rows in (1, 16)],
+    work=work,
+    bound="dram",
+)
+
+
+@against_bf16(
     optimized=[
         Variant(streamed, at_least="yardstick"),
         Variant(int8, precision="int8", at_least={"sm90": 1.5}),
         Variant(int4, precision="w4a16", at_least={"sm90": 1.6}),
     ],
-    state=state,
-    inputs=inputs,
-    reference=reference,
-    sizes=[{"rows": rows, "n": 28672, "k": 8192} for rows in (1, 16)],
-    # By the wide bound of four bits few elements could not tell a stale answer, whatever is drawn.
+    # The bound of four bits is wide, so it takes many elements to tell a stale answer.
     check_sizes=[{"rows": 5, "n": 289, "k": 768}, {"rows": 3, "n": 520, "k": 512}],
-    # The bytes of int4: what the other sides read more is what they lose.
-    work=lambda rows, n, k: Work(
-        read=n * k / 2 + 4 * n * k / GROUP + 2 * rows * k, write=2 * rows * n, terms=k
-    ),
-    bound="dram",
+    costs={
+        bf16: full_weights,
+        streamed: full_weights,
+        int8: lambda rows, n, k: multiplied(rows, n, k, n * k + 2 * n, instructions=5),
+        int4: lambda rows, n, k: multiplied(rows, n, k, four_bits(n, k), instructions=5),
+    },
 )
 def test_weight_only(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@against_bf16(
+    optimized=[Variant(library, precision="w4a16", at_least="yardstick")],
+    check_sizes=[{"rows": 3, "n": 528, "k": 512}],  # on a CPU it takes multiples of 16 columns
+    costs={
+        bf16: full_weights,
+        library: lambda rows, n, k: multiplied(rows, n, k, four_bits(n, k)),
+    },
+)
+def test_weight_only_in_the_library(pair):
     pair.assert_equivalent()
     pair.assert_speedup()
