@@ -1,14 +1,14 @@
-// relu(a * b + c) on n floats: one arithmetic, five ways to move the data.
+// relu(a * b + c) on n floats: the same arithmetic with five ways to move the data.
 //
-// multiply, add, relu: one step of it, one element a thread.
-// multiply_unrolled, add_unrolled, relu_unrolled: one step, four elements a thread, a grid apart.
-// multiply_vectorized, add_vectorized, relu_vectorized: one step, four neighbours a thread.
-// fused: all three steps on one element a thread, intermediate results in registers.
-// fused_vectorized: all three steps, four neighbours a thread.
+// multiply, add, relu: one step each, one element per thread.
+// multiply_unrolled, add_unrolled, relu_unrolled: one step, four elements per thread, a grid apart.
+// multiply_vectorized, add_vectorized, relu_vectorized: one step, four neighbors per thread.
+// fused: all three steps on one element per thread, with intermediate results in registers.
+// fused_vectorized: all three steps, four neighbors per thread.
 
 __device__ float product(float a, float b) { return a * b; }
 __device__ float sum(float a, float b) { return a + b; }
-// NaN stays NaN, as in torch: fmaxf would turn what a broken pass left unwritten into a zero.
+// NaN stays NaN, as in torch. With fmaxf, elements that a broken pass never wrote could become 0.
 __device__ float positive(float x) { return x < 0.0f ? 0.0f : x; }
 __device__ float all_three(float a, float b, float c) { return positive(sum(product(a, b), c)); }
 
@@ -25,7 +25,7 @@ __device__ void four_apart(unsigned n, float* __restrict__ out, const In* __rest
   const unsigned first = thread(), stride = gridDim.x * blockDim.x;
   float result[4];
 #pragma unroll
-  for (unsigned k = 0; k < 4; ++k) {  // every load is issued before the first store waits for one
+  for (unsigned k = 0; k < 4; ++k) {  // all loads are issued before the first store waits
     const unsigned i = first + k * stride;
     if (i < n) result[k] = step(in[i]...);
   }
@@ -43,7 +43,7 @@ __device__ void four_neighbours(unsigned n, float4* __restrict__ out,
   if (i < n / 4) {
     out[i] = {step(in[i].x...), step(in[i].y...), step(in[i].z...), step(in[i].w...)};
   }
-  if (last < n) {  // the up to three elements that fill no float4
+  if (last < n) {  // the last elements, at most three, do not fill a float4
     reinterpret_cast<float*>(out)[last] = step(reinterpret_cast<const float*>(in)[last]...);
   }
 }

@@ -1,18 +1,23 @@
-"""Arithmetic intensity: raise it by moving fewer bytes, since the arithmetic is given.
+"""Arithmetic intensity: when the arithmetic is fixed, raise it by moving fewer bytes.
 
-Problem    y = relu(a * b + c) on n fp32 elements: 3 FLOPs an element, whoever computes it.
-Baseline   three_passes: a kernel a step, each from and to DRAM. 12 + 12 + 8 = 32 bytes an element,
-           0.09 FLOP/byte, in 3 launches.
-Optimized  unrolled: the same passes, four elements a thread, a grid apart. 32 bytes.
-           vectorized: the same passes, four neighbours a thread in 16-byte accesses. 32 bytes.
-           fused: one pass, the steps between stay in registers. 16 bytes, 0.19 FLOP/byte.
-           fused_vectorized: one pass in 16-byte accesses. 16 bytes.
-Bound      DRAM on every rung: an H200 turns from memory to arithmetic at 14 FLOP/byte, and the
-           512 MiB between two passes fit no L2. Time follows bytes: fused 32 / 16 = 2.0x, at
-           4.2 TB/s 0.51 ms after 1.02 ms. Where enough warps are resident coalesced 4-byte loads
-           fill DRAM as well: unrolled and vectorized predict 1.0x, fused_vectorized fused's 2.0x.
-Seen       An H200 gains 1.34x from either, and 2.4x and 2.8x from fusing: one 4-byte load a thread
-           keeps too few bytes in flight for HBM3e (32 bytes in 1.34 ms are 3.2 of 4.2 TB/s).
+Problem    y = relu(a * b + c) on n fp32 elements, which is 3 FLOPs per element on every side.
+Baseline   three_passes: one kernel per step. Each kernel reads from DRAM and writes to DRAM, 32
+           bytes per element in total. A thread computes one element.
+Optimized  unrolled: three_passes with four elements per thread, a grid apart. The bytes stay equal.
+           vectorized: three_passes with four neighbors per thread, loaded and stored 16 bytes at a
+           time. The bytes stay equal.
+           fused: three_passes in one kernel that keeps intermediate results in registers. It moves
+           16 bytes per element.
+           fused_vectorized: fused with the 16-byte accesses of vectorized.
+Bound      DRAM on every side. An H200 needs about 12 FLOPs per byte before fp32 arithmetic is the
+           limit, and no side does even one. The arrays between two passes do not fit in the L2.
+Seen       three_passes takes longer than its bytes predict. It keeps too few bytes in flight:
+           unrolled and vectorized move the same bytes with 16 bytes per thread and array, and both
+           take the predicted time. fused also has one load per array, but of three arrays, and is
+           closer to its prediction than three_passes.
+Use when   Several kernels in a row pass large arrays through DRAM: fuse them first. Give each
+           thread more loads when a kernel that only moves data is below the copy rate. Neither
+           helps a kernel that the arithmetic limits.
 """
 
 import torch

@@ -1,14 +1,17 @@
-"""Lower precision where the products are: fp32, TF32, bf16 autocast.
+"""Lower precision: run the matrix products on the tensor cores.
 
 Problem    Forward of 3 layers of width -> width with GELU on `rows` rows. Weights, input and output
            are fp32 on every side.
-Baseline   fp32: TF32 switched off, so the products run on the CUDA cores.
-Optimized  tf32: TF32 switched on; the tensor cores round the fp32 operands to 11 significant bits.
-           bf16: autocast; operands are cast to bf16 (8 bits) in memory and stay so between layers.
-           The casts, of the weights and of the result back to fp32, are inside the time.
-Bound      Tensor cores: 412 GFLOP take 8.1 ms at 51 TFLOP/s of fp32, 1.0 ms at 411 of TF32 and
-           0.52 ms at 793 of bf16. All else is traffic: GELU moves 0.27 GB (0.06 ms) in fp32, GELU
-           and casts move 0.64 GB (0.15 ms) in bf16. Predicted: 7.6x and 12x.
+Baseline   fp32: TF32 is switched off, so the products run on the CUDA cores.
+Optimized  tf32: fp32 with TF32 switched on. Tensor cores round the operands to 11 significant bits.
+           bf16: fp32 under autocast. Operands are cast to bf16 (8 significant bits), and the values
+           between the layers stay bf16. The time includes the casts of the weights and the cast of
+           the result back to fp32.
+Bound      Matrix products: CUDA cores on fp32, tensor cores on the variants. The bytes of GELU and
+           of the casts come on top.
+Use when   Training or inference spends its time in fp32 products. TF32 changes one flag and no
+           tensor. bf16 is faster when 8 significant bits are enough. Neither helps when memory or
+           the host is the limit.
 """
 
 import contextlib
@@ -28,7 +31,7 @@ def inputs(device, rows, width):
 
 @contextlib.contextmanager
 def products_in(precision):
-    matmul = torch.backends.cuda.matmul  # the flag is the process's: put it back
+    matmul = torch.backends.cuda.matmul  # the flag belongs to the process, so put it back
     before, matmul.fp32_precision = matmul.fp32_precision, precision
     try:
         yield
@@ -92,7 +95,7 @@ def casts(rows, width):
     work=lambda rows, width: Work(
         read=4 * (rows + LAYERS * width) * width,
         write=4 * rows * width,
-        # the fastest arithmetic of any side: its peak is the limit of all
+        # the limit of all sides is the fastest arithmetic that any of them uses
         flops={"bf16": 2 * LAYERS * rows * width**2},
         terms=width,
         roundings=2 * LAYERS,

@@ -1,13 +1,15 @@
 """A list of results: write each one where it belongs.
 
-Problem    Smooth `frames` frames of n fp32 values exponentially in time; return every state. Each
+Problem    Smooth `frames` frames of n fp32 values exponentially in time and return every state. A
            state needs the one before it, so the loop stays.
-Baseline   stacked: a list of states, put together by `torch.stack` at the end.
-Optimized  preallocated: one result made at the start; `out=` writes each state into its slice.
-Bound      DRAM. A step reads its frame and writes its state, 8n bytes; the state before it is still
-           in L2. `stack` reads and writes every state once more: 16n against 8n bytes, 2.0 times.
-           Only that copy is saved: the caching allocator hands out the list's tensors for nothing.
-           The peak of memory falls too, from two copies of the result to one.
+Baseline   stacked: collect the states in a list and put them together with `torch.stack`.
+Optimized  preallocated: stacked with one result made at the start. `out=` writes each state into
+           its slice.
+Bound      DRAM. A step reads its frame and writes its state, and the previous state is still in the
+           L2. `torch.stack` reads and writes every state once more. Only this copy is saved: the
+           caching allocator already makes the list's tensors cheap. The memory peak falls too.
+Use when   The number of results is known before the loop. When each result is small, launches are
+           the limit and the saved copy is not visible.
 """
 
 import torch
@@ -63,7 +65,7 @@ def smoothing(frames, n):
         write=4 * frames * n,
         flops={"fp32": 3 * frames * n},
         terms=MEMORY,
-        roundings=3 * MEMORY,  # difference, product and sum of every frame not yet forgotten
+        roundings=3 * MEMORY,  # difference, product and sum of each remembered frame
     ),
     bound="dram",
     costs={
