@@ -1,16 +1,18 @@
 """Threads: take `OMP_NUM_THREADS=1` out of the container.
 
 Problem    An (n, n) fp32 product on the CPU, 2 n^3 FLOPs, in a process that is already running.
-Baseline   one_thread: `OMP_NUM_THREADS=1`, as images and launchers set it (`torchrun` does) so
-           that many workers on a host do not fight for its cores. Here there is one worker.
-Optimized  every_core: the variable is absent, so that torch takes a thread for each core.
-Bound      Instruction issue: the FLOPs divide among the cores, 2x on 2 cores (seen: 1.8 to 2.0x),
-           on many until the shares are too small to be worth waking a thread for; on one core 1x.
+Baseline   one_thread: `OMP_NUM_THREADS=1`. Images and launchers such as `torchrun` set it so that
+           many workers on a host do not compete for its cores. Here there is one worker.
+Optimized  every_core: one_thread without the variable. torch starts one thread per core.
+Bound      Instruction issue. The cores share the FLOPs, so the gain grows with their number until a
+           core's share is too small to be worth waking a thread. One core gains nothing.
+Use when   One process has the host's cores to itself. When several workers share a host, give each
+           its share of the cores instead.
 """
 
 import torch
 
-from pytest_aisp import Work, compare, fresh_process
+from pytest_aisp import Cost, Work, compare, fresh_process
 
 
 def inputs(device, n):
@@ -31,6 +33,10 @@ def every_core(a, b):
     return a @ b
 
 
+def product(n):
+    return Cost(read=8 * n * n, write=4 * n * n, ops={"fp32": 2 * n**3})
+
+
 @compare(
     baseline=one_thread,
     optimized=[every_core],
@@ -41,6 +47,7 @@ def every_core(a, b):
     cpu_sizes=[{"n": 768}],
     work=lambda n: Work(read=8 * n * n, write=4 * n * n, flops={"fp32": 2 * n**3}, terms=n),
     bound="issue",
+    costs={one_thread: product, every_core: product},
     at_least={"cpu": 1.2},
 )
 def test_threads(pair):
