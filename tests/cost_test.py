@@ -99,6 +99,12 @@ def test_phases_are_kept_in_order():
 
 REFUSED = {
     "negative": ({fast: lambda n: Cost(read=-n)}, "Cost(read=-4096) must be a number >= 0"),
+    "infinite": ({fast: lambda n: Cost(read=float("inf"))}, "Cost(read=inf) must be a number >= 0"),
+    "not a number": ({fast: lambda n: Cost(l2=float("nan"))}, "Cost(l2=nan) must be a number >= 0"),
+    "nothing": (
+        {fast: lambda n: Cost() + Cost(launches=0)},
+        "fast costs nothing at n=4096; a call at least launches a kernel: Cost(launches=1)",
+    ),
     "a text": ({fast: lambda n: Cost(read="n")}, "Cost(read='n') must be a number >= 0"),
     "negative operations": (
         {fast: lambda n: Cost(ops={"fp32": -1})},
@@ -118,6 +124,10 @@ REFUSED = {
     "another size": (
         {fast: lambda n, m: Cost(read=n)},
         "sizes lacks the key 'm', which the cost of fast needs",
+    ),
+    "no size": (
+        {fast: lambda: Cost(read=1)},
+        "sizes has the key 'n', which the cost of fast does not take ()",
     ),
     "no side": (
         {re.sub: lambda n: Cost(read=n)},
@@ -142,6 +152,18 @@ def test_the_message_names_the_line_of_the_cost():
 
     line = cost.__code__.co_firstlineno
     assert f"{__file__}:{line}: the cost of fast at n=4096: " in message(costs={fast: cost})
+
+
+@pytest.mark.parametrize(
+    ("work", "cost", "text"),
+    [
+        (Work(write=8), Cost(write=4), "fast costs 4 bytes written"),
+        (Work(wire=8), Cost(sent=2, h2d=2), "fast costs 4 bytes over a link"),
+    ],
+)
+def test_every_resource_of_the_work_is_compared(work, cost, text):
+    refused = message(work=lambda n: work, costs={fast: lambda n: cost})
+    assert f"{text} at n=4096, but work= says that any implementation needs 8;" in refused
 
 
 def test_operations_are_compared_in_sum_because_a_side_may_use_another_type():

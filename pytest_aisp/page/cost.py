@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -79,7 +80,7 @@ class Cost:
         require_known("type in Cost(ops=)", list(self.ops), ARITHMETIC)
         amounts = {name: getattr(self, name) for name in AMOUNTS}
         for name, value in {**amounts, **self.ops}.items():
-            if not isinstance(value, (int, float)) or not value >= 0:
+            if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
                 raise PairError(f"Cost({name}={value!r}) must be a number >= 0")
 
     def phases(self) -> tuple[Cost, ...]:
@@ -140,8 +141,8 @@ def cost_at(pair: Pair, side: Side, size: Size, world: int) -> Cost | None:
     """Return the cost of a call of `side` at `size`, or None if the page declares none.
 
     Raises:
-        PairError: if the function returns no `Cost`, or a cost below the declared work. The message
-            begins with the file and line of the function.
+        PairError: if the function returns no `Cost`, or a cost of nothing, or one below the
+            declared work. The message begins with the file and line of the function.
     """
     function = pair.costs.get(side)
     if function is None:
@@ -154,6 +155,11 @@ def cost_at(pair: Pair, side: Side, size: Size, world: int) -> Cost | None:
         raise PairError(f"{place}: the cost of {name} at {at}: {error}") from None
     if not isinstance(cost, Cost):
         raise PairError(f"{place}: the cost of {name} is {cost!r}; return a Cost")
+    if not any(cost.amounts()):
+        raise PairError(
+            f"{place}: {name} costs nothing at {at}; a call at least launches a kernel:"
+            " Cost(launches=1)"
+        )
     for resource, needed, paid in _declared(pair.work_at(size, world), cost):
         if paid < needed:
             raise PairError(
