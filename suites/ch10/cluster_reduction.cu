@@ -1,20 +1,21 @@
-// x divided by the root of its row's mean square: a row is 8 blocks' work, its sum is wanted by all.
+// x divided by the root of its row's mean square. 8 blocks share a row, and all need its sum.
 //
-// add_squares: each block adds its part of a row's sum of squares to the row's by one atomic.
-// divide_by_sum: reads x once more, and the sum that the atomics have made.
+// add_squares: each block adds its part of a row's sum of squares to the row's sum by one atomic.
+// divide_by_sum: reads x once more, and the sum that the atomics have added up.
 // store_squares: each block stores its part of the sum.
 // divide_by_parts: reads x once more, and adds the 8 parts of its row.
-// distributed: both in one, by clusters of a row's 8 blocks; the parts stay in their shared memory.
-// kept: the same, and x stays in shared memory too: it is read once.
+// distributed: both in one kernel. A row's 8 blocks are a cluster. The parts stay in their shared
+//   memory.
+// kept: distributed, but x stays in shared memory too, so it is read once.
 //
-// Rows begin at multiples of 16 bytes: of 4 elements.
+// Rows begin at multiples of 16 bytes, which are 4 elements.
 
 #include <cooperative_groups.h>
 
 constexpr unsigned BLOCK = 256, EACH = 4, WARPS = BLOCK / 32, BLOCKS = 8;
 constexpr float EPS = 1e-6f;
 
-// A block's part of its row, in float4; the last blocks of a short row may have none.
+// A block's part of its row, in float4. The last blocks of a short row may have no elements.
 struct Slice {
   size_t first;
   unsigned count;
@@ -26,7 +27,7 @@ __device__ Slice slice(unsigned n) {
   return {static_cast<size_t>(blockIdx.y) * row + begin, min(each, row - begin)};
 }
 
-// visit(i, from[i]) for each i of this thread; four loads are issued before the first is used.
+// Calls visit(i, from[i]) for each i of this thread. It issues four loads before it uses the first.
 template <typename Visit>
 __device__ void visit_all(const float4* from, unsigned count, Visit visit) {
   unsigned i = threadIdx.x;
@@ -42,7 +43,7 @@ __device__ void visit_all(const float4* from, unsigned count, Visit visit) {
 
 __device__ float square(float4 v) { return (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w); }
 
-// The sum over `width` neighbouring lanes, the same bits in each of them.
+// Returns the sum over `width` neighboring lanes, with the same bits in each of them.
 __device__ float over_lanes(float value, unsigned width) {
   for (unsigned half = width / 2; half > 0; half /= 2) {
     value += __shfl_xor_sync(~0u, value, half);
@@ -50,7 +51,7 @@ __device__ float over_lanes(float value, unsigned width) {
   return value;
 }
 
-// The block's sum, in every thread of its first warp.
+// Returns the block's sum to every thread of its first warp.
 __device__ float over_block(float value) {
   __shared__ float part[WARPS];
   value = over_lanes(value, 32);
@@ -65,7 +66,7 @@ __device__ float squares(const float4* x, Slice part) {
   return over_block(sum);
 }
 
-// The row's sum of its blocks' sums, lane by lane from wherever they are.
+// Returns the sum of a row's 8 block sums. Each lane gets its own by from(block).
 template <typename From>
 __device__ float over_row(From from) {
   return over_lanes(from(threadIdx.x % BLOCKS), BLOCKS);
@@ -106,8 +107,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 8)
   divide(x + part.first, out + part.first, part.count, sum, n);
 }
 
-// The sum over the cluster of what each block's first thread brings. Nobody may leave before
-// `cluster.barrier_wait()`: until then others read this block's shared memory.
+// Returns the sum over the cluster of the `sum` of each block's first thread. A block must not exit
+// before `cluster.barrier_wait()`, because other blocks read its shared memory until then.
 __device__ float over_cluster(cooperative_groups::cluster_group cluster, float sum) {
   __shared__ float mine;
   if (threadIdx.x == 0) mine = sum;

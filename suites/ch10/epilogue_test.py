@@ -1,37 +1,33 @@
 """A linear layer with GELU: finish the results of a matrix product before they leave the registers.
 
-Problem    GELU(x w^T + bias), GELU by its tanh form: x (m, k), w (n, k), bias (n) in fp16, summed
-           in fp32, written in fp16. Many results of short sums: k = 128 in test_epilogue, 512 in
-           test_epilogue_deeper.
-Baseline   separate: `torch.matmul`, then one kernel for bias and GELU: what is left if the product
-           is a library's. It writes m n results, reads them, writes them again.
-Optimized  own_product: separate with a Triton product in place of the library's. Nothing is gained;
-           it stands between, so that fused differs from it by the epilogue alone.
-           fused: bias and GELU in that product's epilogue. It writes m n results.
-           library: `torch._addmm_activation`, cuBLASLt's own epilogue; it does not round between.
-Bound      DRAM: 6 bytes a result against 2. With m = 16384, n = 8192 they are 805 MB against 268,
-           190 us of an H200 against 58 us. The tensor cores take 46 us of k = 128 at 750 TFLOP/s,
-           and the exponential and the reciprocal of GELU 72 us (16 a cycle and processor), which
-           DRAM hides in the second kernel and other blocks should in the epilogue. So 2.6x for
-           k = 128 if all overlaps, 1.3x if nothing does; for k = 512, with 183 us of tensor cores,
-           1.2 to 1.7x.
-           separate has to round the product to fp16 before the bias; own_product and fused do too.
-Seen       Fusing GELU into the same product, own_product to fused, gains an H200 1.32x at k = 128
-           and 1.18x at k = 512: the prediction where nothing overlaps. If the second kernel takes
-           the 127 us of a copy, GELU adds 61 us to the product at both k, most of the 72 us that
-           other blocks were to hide. But Triton's product is slower than cuBLAS' (own_product
-           0.83x); the times do not say why. That leaves fused 1.09x over separate at k = 128 and
-           2 to 5 % behind it at k = 512: what it loses there is the product, so it claims a gain at
-           k = 128 alone. cuBLASLt's own epilogue gains 1.5x and 1.3x, within the prediction.
+Problem    GELU(x w^T + bias), with GELU's tanh form. x (m, k), w (n, k) and bias (n) are fp16, sums
+           are fp32, results are fp16. k is small, so there are many results of short sums: 128 in
+           test_epilogue, 512 in test_epilogue_deeper.
+Baseline   separate: `torch.matmul`, then one kernel for bias and GELU. It writes the m n products,
+           reads them, and writes m n results.
+Optimized  own_product: of separate. A Triton product replaces the library's. It gains nothing. It
+           is here so that fused differs from it by the epilogue alone.
+           fused: of own_product. Bias and GELU are in the epilogue of that product.
+           library: `torch._addmm_activation`, the epilogue of cuBLASLt. It does not round between
+           product and bias. The other sides do.
+Bound      DRAM, L2 and special functions, one after the other. A block multiplies, takes GELU, and
+           stores. With so few steps of k, the other block of an SM hides little of this. The cost
+           therefore adds these phases up. For the library's kernels, which nobody here has read, it
+           does the same.
+Use when   The results of a product are large and their sums short. At larger k the better product
+           of the library outweighs what fusion saves. Then use the library's own epilogue if
+           it has the function.
 """
+
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Cost, Variant, Work, compare
 
-# Three stages of the largest tiles are 96 KiB: what a block may have on every arch, sm121 included.
+# Three stages of the largest tiles are 96 KiB, which a block may have on every arch.
 CONFIGS = [
     triton.Config({"M": 128, "N": 128, "K": 64}, num_warps=8, num_stages=3),
     triton.Config({"M": 128, "N": 128, "K": 64}, num_warps=8, num_stages=2),
@@ -42,7 +38,7 @@ BLOCK = 2048
 
 @triton.jit
 def finished(product, bias):
-    """Add the bias and take GELU: x (1 + tanh(u)) / 2 is x / (1 + exp(-2 u))."""
+    """Add the bias and take GELU. x (1 + tanh(u)) / 2 is x / (1 + exp(-2 u))."""
     x = product.to(tl.float32) + bias.to(tl.float32)
     u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
     return (x / (1 + tl.exp(-2 * u))).to(tl.float16)
@@ -50,7 +46,7 @@ def finished(product, bias):
 
 @triton.jit
 def finish_kernel(c, bias, n, BLOCK: tl.constexpr):
-    """Finish products where they are; a program has a piece of a row."""
+    """Finish products in place. A program has a piece of a row."""
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = c + tl.program_id(0).to(tl.int64) * n + j
     product = tl.load(at, mask=j < n)
@@ -59,7 +55,7 @@ def finish_kernel(c, bias, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def tile_of(m, n, M: tl.constexpr, N: tl.constexpr):
-    """Which tile this program computes: eight rows of tiles at a time, so that the L2 is reused."""
+    """Return which tile this program computes. Eight rows of tiles at a time reuse the L2."""
     rows, columns = tl.cdiv(m, M), tl.cdiv(n, N)
     group = tl.program_id(0) // (8 * columns)
     height = min(rows - 8 * group, 8)
@@ -153,6 +149,36 @@ def work(m, n, k):
     )
 
 
+def multiplied(m, n, k):
+    """Return the cost of a product that leaves its results in registers."""
+    return Cost(read=2 * (m * k + k * n + n), ops={"fp16": 2 * m * n * k}, launches=1)
+
+
+def in_tiles(m, n, k, side=128):
+    """Return the cost of the Triton product in tiles of side x side, the largest of its configs."""
+    return replace(multiplied(m, n, k), l2=m // side * (n // side) * 2 * 2 * side * k)
+
+
+def gelu(m, n):
+    """Return the cost of an exponential and a reciprocal per result."""
+    return Cost(sfu=2 * m * n)
+
+
+def stored(m, n):
+    return Cost(write=2 * m * n)
+
+
+def finished_in_place(m, n):
+    """Return the cost of the kernel that reads, finishes and writes products."""
+    return Cost(read=2 * m * n, write=2 * m * n, sfu=2 * m * n, launches=1)
+
+
+COSTS = {
+    separate: lambda m, n, k: multiplied(m, n, k) + stored(m, n) + finished_in_place(m, n),
+    own_product: lambda m, n, k: in_tiles(m, n, k) + stored(m, n) + finished_in_place(m, n),
+    fused: lambda m, n, k: in_tiles(m, n, k) + gelu(m, n) + stored(m, n),
+    library: lambda m, n, k: multiplied(m, n, k) + gelu(m, n) + stored(m, n),
+}
 CHECK_SIZES = [{"m": 33, "n": 41, "k": 65}, {"m": 3, "n": 2100, "k": 33}]
 
 
@@ -169,6 +195,7 @@ CHECK_SIZES = [{"m": 33, "n": 41, "k": 65}, {"m": 3, "n": 2100, "k": 33}]
     check_sizes=CHECK_SIZES,
     work=work,
     bound="dram",
+    costs=COSTS,
 )
 def test_epilogue(pair):
     pair.assert_equivalent()
@@ -188,6 +215,7 @@ def test_epilogue(pair):
     check_sizes=CHECK_SIZES,
     work=work,
     bound="dram",
+    costs=COSTS,
 )
 def test_epilogue_deeper(pair):
     pair.assert_equivalent()

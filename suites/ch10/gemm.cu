@@ -1,9 +1,9 @@
-// c = a b^T in bf16, summed in fp32: a is (m, k), b is (n, k), c is (m, n), rows at multiples of 16
-// bytes. A block of 8 warps computes 128 x 128 of c with mma.sync, 64 of k at a time.
+// c = a b^T in bf16, summed in fp32. a is (m, k), b is (n, k), c is (m, n). Rows begin at multiples
+// of 16 bytes. A block of 8 warps computes 128 x 128 of c with mma.sync, 64 of k at a time.
 //
 // mma_sync: each thread loads 16 bytes at a time into registers and stores them in shared memory.
-// cp_async: loads go past the registers, three tiles ahead of the tensor cores.
-// tma: the same pipeline, filled by the tensor memory accelerator.
+// cp_async: copies into shared memory without registers, in a ring of three tiles.
+// tma: the same ring, filled by the tensor memory accelerator.
 
 #include <cuda_bf16.h>
 #include <cuda_pipeline.h>
@@ -16,8 +16,8 @@ constexpr int PIECES = K / 8;            // of 16 bytes in a row of a tile
 constexpr int WARP_M = 64, WARP_N = 32;  // a warp's part of the block's tile
 constexpr int TILES_M = WARP_M / 16, TILES_N = WARP_N / 8;
 
-// Where a piece lies in a tile: rows of 128 bytes, pieces exchanged as TMA's 128-byte swizzle does
-// it, so that the eight rows of an 8 x 8 matrix meet all banks.
+// Where a piece lies in a tile. Rows are 128 bytes, and their pieces are in the order of TMA's
+// 128-byte swizzle, so that the eight rows of an 8 x 8 matrix meet all banks.
 __device__ unsigned place(unsigned row, unsigned piece) {
   return row * 128 + (piece ^ row % 8) * 16;
 }
@@ -78,7 +78,7 @@ __device__ void store(const Sums& sums, __nv_bfloat16* c, int m, int n) {
 #pragma unroll
     for (int j = 0; j < TILES_N; ++j) {
       const int column = left + j * 8;
-      if (row < m && column < n) {  // n is a multiple of 8: both or none
+      if (row < m && column < n) {  // n is a multiple of 8, so both are inside
         const float* sum = &sums.at[i / 2][j][i % 2 * 2];
         *reinterpret_cast<__nv_bfloat162*>(&c[static_cast<size_t>(row) * n + column]) =
             __floats2bfloat162_rn(sum[0], sum[1]);
@@ -87,7 +87,8 @@ __device__ void store(const Sums& sums, __nv_bfloat16* c, int m, int n) {
   }
 }
 
-// Calls each(row, piece) for this thread's pieces of a tile of 128 rows: neighbours in neighbours.
+// Calls each(row, piece) for this thread's pieces of a tile of 128 rows. Neighboring threads have
+// neighboring pieces.
 template <typename Each>
 __device__ void pieces(Each each) {
 #pragma unroll
@@ -142,12 +143,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       fill(stage, a, blockIdx.y * M, m, step * K);
       fill(stage + A_BYTES, b, blockIdx.x * N, n, step * K);
     }
-    __pipeline_commit();  // empty at the end, so that the count of those under way stays
+    __pipeline_commit();  // a group may be empty, so that wait_prior counts right
   };
   for (int step = 0; step < STAGES - 1; ++step) load(step);
   for (int step = 0; step < steps; ++step) {
     __pipeline_wait_prior(STAGES - 2);
-    __syncthreads();  // this stage is there for all, and nobody reads the one before any more
+    __syncthreads();  // all see this stage, and nobody reads the previous one
     load(step + STAGES - 1);
     const unsigned char* stage = stages + step % STAGES * STAGE_BYTES;
     multiply(sums, stage, stage + A_BYTES);
@@ -179,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int step = 0; step < STAGES - 1; ++step) load(step);
   for (int step = 0; step < steps; ++step) {
     wait_phase(&full[step % STAGES], step / STAGES % 2);
-    __syncthreads();  // nobody reads the stage before any more
+    __syncthreads();  // nobody reads the previous stage
     load(step + STAGES - 1);
     const unsigned char* stage = stages + step % STAGES * STAGE_BYTES;
     multiply(sums, stage, stage + A_BYTES);

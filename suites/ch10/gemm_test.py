@@ -2,36 +2,41 @@
 
 Problem    c = a b^T, a (m, k), b (n, k) in bf16, summed in fp32, written in bf16.
 Baseline   mma_sync: tiles of 128 x 128, 64 of k at a time, loaded through registers into swizzled
-           shared memory, `ldmatrix` and `mma.sync`; who loads does not compute.
-Optimized  cp_async: three tiles in a ring, filled by `cp.async` while the tensor cores work.
-           tma: the same ring, filled by one thread and the tensor memory accelerator.
-           wgmma: the tensor cores read shared memory themselves; 64 x 128 a warpgroup.
-           specialized: a warpgroup of its own fills the ring, two compute; nobody waits for all.
-           wide: tiles of 128 x 256, of which a product reads a quarter less than of 128 x 128.
-           persistent: a block a processor takes tile after tile, 8 rows of tiles at a time.
-           stored: results leave through shared memory and TMA while the next tile is computed.
-           multicast: two blocks load half of b's tile each, for both.
-           library: `torch.matmul`, that is cuBLASLt with its own choice of kernel.
-Bound      Tensor cores: 2 m n k operations. `mma.sync` reaches about 60 % of what `wgmma` can on
-           Hopper, and a ring that is empty at every barrier less. From `wgmma` on the rungs
-           predict: specialized 1.2x over wgmma, wide 1.15x more, persistent and stored a few per
-           cent each, multicast 1.0 to 1.05. At 8192^3 an H200 runs into its power limit, for the
-           library as well.
-Seen       Sustained, at the power limit: an H200's clock falls from 1.98 to about 1.6 GHz, and
-           mma_sync drifts between 4.1 and 4.7 ms, so only sides timed in turn compare. cp_async
-           gains 1.3x and tma 1.6x, 53 % of stored. The 1.25x between them was not predicted: the
-           ring is the same, but no thread computes addresses (94 registers for 126). wgmma gains
-           2.0x, specialized 2.3x and wide 2.9x: 1.2x a rung, as predicted or a little more.
-           persistent adds 1.01x and stored 1.06x: 3.1x, 1.03 of cuBLASLt in the same regime.
-           multicast ends where stored does, 3.1x: two sessions gave 3.106 and 3.130 for 3.111 and
-           3.120; at the power limit, half of b's reads fewer buy no time. It once took 1.76 times
-           as long: released by `mbarrier.arrive.release.cluster`, in machine code a fence of the
-           whole GPU's memory (MEMBAR.ALL.GPU), twice a step; now none is in its loop.
+           shared memory, then `ldmatrix` and `mma.sync`. A warp that loads does not compute.
+Optimized  cp_async: of mma_sync. `cp.async` fills a ring of three tiles while the tensor cores
+           work.
+           tma: of cp_async. One thread and the tensor memory accelerator fill the same ring.
+           wgmma: of tma. The tensor cores read shared memory themselves, 64 x 128 per warpgroup.
+           The ring also grows from three tiles to four, which leaves one block per SM, not two.
+           specialized: of wgmma. Three changes: a producer warpgroup fills the ring. It runs four
+           tiles ahead, not three. The products of a step may still run when those of the next one
+           start (`wgmma_wait<1>`).
+           wide: of specialized. Tiles of 128 x 256, whose products read a quarter less.
+           persistent: of wide. Two changes: one block per SM takes tile after tile, and the tiles
+           come in another order, 8 rows of tiles at a time.
+           stored: of persistent. Results leave through shared memory and TMA while the next tile is
+           computed.
+           multicast: of stored. Two blocks of a cluster each load half of b's tile for both.
+           library: `torch.matmul`, which is cuBLASLt with its own choice of kernel.
+Bound      Tensor cores from wide on, at the rate that the power limit allows. Tiles of 128 x 128
+           are limited by the L2, from which each tile reads its operands. With `mma.sync`, shared
+           memory is the limit, because each of the 8 warps reads its operands there. mma_sync adds
+           the two, because its loads do not overlap its products.
+Seen       cp_async takes longer than predicted. tma fills the same ring in less time, and its
+           threads compute no addresses. Whether that is the cause was not measured.
+           At the power limit the clock drifts, and the time of mma_sync with it. Compare only sides
+           that were timed in turn. A share of the library is the ratio of two speedups over
+           mma_sync, and has the errors of both.
+Use when   Call the library. Write this kernel only for a product that the library does not have,
+           and begin with wide tiles, a producer warpgroup and TMA. multicast gains nothing over
+           stored here.
 """
+
+from dataclasses import replace
 
 import torch
 
-from pytest_aisp import Variant, Work, compare, cuda_module, tensor_map
+from pytest_aisp import Cost, Variant, Work, compare, cuda_module, tensor_map
 
 kernels = cuda_module("gemm.cu")
 hopper = cuda_module("gemm_wgmma.cu")
@@ -140,6 +145,45 @@ def library(a, b):
     return a @ b.t()
 
 
+def multiplied(m, n, k):
+    """Return the cost of a product that leaves its results in registers.
+
+    DRAM counts each operand once. b comes from DRAM again for each wave of blocks, but DRAM is far
+    from the limit.
+    """
+    return Cost(read=2 * (m * k + k * n), ops={"bf16": 2 * m * n * k}, launches=1)
+
+
+def results(m, n):
+    return Cost(write=2 * m * n)
+
+
+def in_tiles(m, n, k, wide=128, loaded=None):
+    """Return the cost of tiles of M x wide, which load `loaded` rows of b, by default all."""
+    tiles = m // M * (n // wide)
+    return replace(multiplied(m, n, k), l2=2 * tiles * (M + (loaded or wide)) * k)
+
+
+def shared_by_warps(m, n, k):
+    """Return the bytes of shared memory if 8 warps read operands for 64 x 32 results each."""
+    written, read = M + 128, 8 * (64 + 32)
+    return 2 * (m // M) * (n // 128) * (written + read) * k
+
+
+def one_after_the_other(m, n, k):
+    fetched = replace(in_tiles(m, n, k), ops={})
+    products = Cost(shared=shared_by_warps(m, n, k), ops={"bf16": 2 * m * n * k})
+    return fetched + products + results(m, n)
+
+
+def overlapped(m, n, k):
+    return replace(in_tiles(m, n, k), shared=shared_by_warps(m, n, k)) + results(m, n)
+
+
+def stored_meanwhile(m, n, k, **tile):
+    return replace(in_tiles(m, n, k, **tile), write=2 * m * n)
+
+
 @compare(
     baseline=mma_sync,
     optimized=[
@@ -161,7 +205,8 @@ def library(a, b):
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 8192, "n": 8192, "k": 8192}],
-    # Rows begin at multiples of 16 bytes: of 8 elements. One tile and less, several of each, one k.
+    # Rows begin at multiples of 16 bytes, which are 8 elements. Less than a tile, several tiles in
+    # each dimension, one step of k.
     check_sizes=[
         {"m": 33, "n": 40, "k": 72},
         {"m": 300, "n": 264, "k": 520},
@@ -171,6 +216,18 @@ def library(a, b):
         read=2 * (m * k + k * n), write=2 * m * n, flops={"bf16": 2 * m * n * k}, terms=k
     ),
     bound="tensor",
+    costs={
+        mma_sync: one_after_the_other,
+        cp_async: overlapped,
+        tma: overlapped,
+        wgmma: lambda m, n, k: in_tiles(m, n, k) + results(m, n),
+        specialized: lambda m, n, k: in_tiles(m, n, k) + results(m, n),
+        wide: lambda m, n, k: in_tiles(m, n, k, wide=256) + results(m, n),
+        persistent: lambda m, n, k: in_tiles(m, n, k, wide=256) + results(m, n),
+        stored: lambda m, n, k: stored_meanwhile(m, n, k, wide=256),
+        multicast: lambda m, n, k: stored_meanwhile(m, n, k, wide=256, loaded=128),
+        library: lambda m, n, k: replace(multiplied(m, n, k), write=2 * m * n),
+    },
 )
 def test_gemm(pair):
     pair.assert_equivalent()

@@ -1,11 +1,11 @@
-// c = a b^T in bf16, summed in fp32, on Hopper's tensor cores: the rungs after gemm.cu.
+// c = a b^T in bf16, summed in fp32, on Hopper's tensor cores. These are the rungs after gemm.cu.
 //
-// wgmma: two warpgroups compute 64 x 128 each; one of their threads keeps the pipeline filled.
-// specialized: the same tiles; a warp of its own fills the pipeline, nobody waits for all others.
+// wgmma: two warpgroups compute 64 x 128 each. One of their threads keeps the ring filled.
+// specialized: the same tiles. A producer warpgroup fills the ring, without block-wide barriers.
 // wide: tiles of 128 x 256, 64 x 256 for each of the two warpgroups that compute.
-// persistent: wide, a block a processor, which takes tile after tile in an order kind to the L2.
-// stored: persistent, results through shared memory and TMA.
-// multicast: stored, two blocks side by side load each half of b's tile for both.
+// persistent: wide, but one block per SM takes tile after tile, in an order that reuses the L2.
+// stored: persistent, but results leave through shared memory and TMA.
+// multicast: stored, but two blocks of a cluster each load half of b's tile for both.
 
 #include <cuda_bf16.h>
 
@@ -13,11 +13,11 @@
 #include "../tma.cuh"
 #include "../wgmma.cuh"
 
-constexpr int M = 128, K = 64, HALF = 64;  // HALF: rows of a warpgroup that computes
+constexpr int M = 128, K = 64, HALF = 64;  // HALF: rows of each computing warpgroup
 constexpr int WARPGROUP = 128, COMPUTE = 2;
 constexpr int A_BYTES = M * K * 2;
-constexpr int GROUP = 8;  // rows of tiles that are taken together, so that the L2 holds them
-constexpr int SLICE = 64, SLICE_BYTES = HALF * SLICE * 2;  // of results on their way out
+constexpr int GROUP = 8;  // rows of tiles that are taken together, for reuse in the L2
+constexpr int SLICE = 64, SLICE_BYTES = HALF * SLICE * 2;  // results on their way out
 
 extern __shared__ unsigned char memory[];
 
@@ -27,7 +27,7 @@ __device__ unsigned packed(float low, float high) {
   return both;
 }
 
-// Adds the product of 64 rows of a and N of b, 64 of k wide, as one group.
+// Adds the product of 64 rows of a and N rows of b, over 64 of k, as one group.
 template <int N>
 __device__ void multiply(float (&sums)[N / 2], const unsigned char* a, const unsigned char* b,
                          bool first) {
@@ -50,7 +50,7 @@ __device__ void store(const float (&sums)[N / 2], __nv_bfloat16* c, int row, int
   for (int j = 0; j < N / 8; ++j) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (row + 8 * i < m && column + 8 * j < n) {  // n is a multiple of 8: both or none
+      if (row + 8 * i < m && column + 8 * j < n) {  // n is a multiple of 8
         unsigned* to = reinterpret_cast<unsigned*>(
             &c[static_cast<size_t>(row + 8 * i) * n + column + 8 * j]);
         *to = packed(sums[4 * j + 2 * i], sums[4 * j + 2 * i + 1]);
@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(COMPUTE* WARPGROUP)
     const unsigned char* stage = stages + step % STAGES * STAGE_BYTES;
     multiply<N>(sums, stage + mine * K * 2, stage + A_BYTES, step == 0);
     wgmma_wait<0>();
-    __syncthreads();  // nobody reads this stage any more, nor the one before, which is filled next
+    __syncthreads();  // nobody reads this stage or the previous one, which is filled next
     load(step + STAGES - 1);
   }
   store<N>(sums, c, row + mine, column, m, n);
@@ -102,7 +102,7 @@ struct Shape {
   static constexpr int BYTES = stages * STAGE_BYTES + OUT_BYTES + 1024;
 };
 
-// Which tile comes at turn `turn`: GROUP rows of tiles together, column by column.
+// Returns which tile comes at turn `turn`. GROUP rows of tiles are taken together, by columns.
 __device__ void place_of(int turn, int rows, int columns, int& row, int& column) {
   const int group = turn / (GROUP * columns), inside = turn % (GROUP * columns);
   const int height = min(rows - group * GROUP, GROUP);
@@ -110,9 +110,10 @@ __device__ void place_of(int turn, int rows, int columns, int& row, int& column)
   column = inside / height;
 }
 
-// Lane 0 arrives at the barrier at the same place in the shared memory of block `rank` of the
-// cluster; the warp stays together, as wgmma wants it. Of what it has read nothing must be seen over
-// there: `.release.cluster` would be a fence of the whole GPU's memory, a microsecond a step.
+// Lane 0 arrives at the barrier of block `rank` of the cluster. It does so without a branch,
+// because wgmma needs whole warps. The warp has only read, so the arrival need not release
+// anything. With `.release.cluster` it would be a fence of the whole GPU's memory, about a
+// microsecond per step.
 __device__ void arrive_at(unsigned long long* barrier, unsigned rank) {
   asm volatile(
       "{ .reg .b32 there; .reg .pred p; setp.eq.u32 p, %2, 0;"
@@ -131,7 +132,8 @@ __device__ void arrive(unsigned long long* barrier) {
       : "memory");
 }
 
-// load_tile for both blocks of the cluster: to the same place, counted by each block's barrier.
+// load_tile for both blocks of the cluster, to the same place in each. Each block's barrier counts
+// its bytes.
 __device__ void load_tile_for_both(void* tile, const CUtensorMap& map, int row, int column,
                                    unsigned long long* barrier) {
   asm volatile(
@@ -142,13 +144,13 @@ __device__ void load_tile_for_both(void* tile, const CUtensorMap& map, int row, 
       : "memory");
 }
 
-// A warpgroup waits for itself: barrier 0 is __syncthreads.
+// A barrier of one warpgroup. Barrier 0 is __syncthreads.
 __device__ void meet_warpgroup() {
   __syncwarp();
   asm volatile("bar.sync %0, 128;" ::"r"(static_cast<int>(threadIdx.x / WARPGROUP)) : "memory");
 }
 
-// Writes 64 x N sums by way of two slices of 64 x 64 in shared memory, TMA's swizzle in them.
+// Writes 64 x N sums through two slices of 64 x 64 in shared memory, in TMA's swizzle.
 template <int N>
 __device__ void store_by_tma(const float (&sums)[N / 2], unsigned char* slices,
                              const CUtensorMap& c, int row, int column) {
@@ -157,7 +159,7 @@ __device__ void store_by_tma(const float (&sums)[N / 2], unsigned char* slices,
 #pragma unroll
   for (int slice = 0; slice < N / SLICE; ++slice) {
     unsigned char* to = slices + slice % 2 * SLICE_BYTES;
-    // At most the other slice is still being read.
+    // Now at most the other slice is still being read.
     if (thread == 0) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
     meet_warpgroup();
 #pragma unroll
@@ -184,7 +186,7 @@ __device__ void compute(const CUtensorMap& a, const CUtensorMap& b, const CUtens
   __shared__ alignas(8) unsigned long long full[stages], empty[stages];
   unsigned char *ring = aligned(memory), *out = ring + stages * Here::STAGE_BYTES;
   const int steps = (k + K - 1) / K, columns = (n + N - 1) / N;
-  // With a cluster its blocks take neighbouring rows of tiles, `rows` counts such pairs.
+  // The blocks of a cluster take neighboring rows of tiles. `rows` counts such pairs.
   const int rows = (m + M * cluster - 1) / (M * cluster);
   const unsigned rank = cluster > 1 ? rank_in_cluster() : 0;
   const int first = blockIdx.x / cluster, stride = gridDim.x / cluster;
@@ -192,7 +194,7 @@ __device__ void compute(const CUtensorMap& a, const CUtensorMap& b, const CUtens
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < stages; ++stage) {
       init_barrier(&full[stage], 1);
-      init_barrier(&empty[stage], COMPUTE * 4 * cluster);  // a warp that computes arrives once
+      init_barrier(&empty[stage], COMPUTE * 4 * cluster);  // each computing warp arrives once
     }
     fence_barriers();
   }
@@ -220,7 +222,7 @@ __device__ void compute(const CUtensorMap& a, const CUtensorMap& b, const CUtens
         for (int step = 0; step < steps; ++step, ++count) {
           const int stage = count % stages;
           unsigned char* tile = ring + stage * Here::STAGE_BYTES;
-          wait_phase(&empty[stage], count / stages % 2 ^ 1);  // the first time at once
+          wait_phase(&empty[stage], count / stages % 2 ^ 1);  // returns at once in the first round
           expect_bytes(&full[stage], Here::STAGE_BYTES);
           load_tile(tile, a, row, step * K, &full[stage]);
           if constexpr (cluster > 1) {
@@ -252,7 +254,7 @@ __device__ void compute(const CUtensorMap& a, const CUtensorMap& b, const CUtens
         const unsigned char* tile = ring + stage * Here::STAGE_BYTES;
         wait_phase(&full[stage], count / stages % 2);
         multiply<N>(sums, tile + mine * HALF * K * 2, tile + A_BYTES, step == 0);
-        wgmma_wait<1>();  // the step before is done
+        wgmma_wait<1>();  // the previous step is done
         if (step > 0) release((count - 1) % stages);
       }
       wgmma_wait<0>();
@@ -268,7 +270,7 @@ __device__ void compute(const CUtensorMap& a, const CUtensorMap& b, const CUtens
     if (by_tma && threadIdx.x % WARPGROUP == 0) wait_stores_read();
     __syncwarp();
   }
-  // No block may leave while the other still writes to its memory.
+  // No block may exit while the other still writes to its shared memory.
   if constexpr (cluster > 1) meet_cluster();
 }
 

@@ -1,42 +1,37 @@
 """How many tiles a matrix product should have in flight: Triton's num_stages, from 1 to 4.
 
 Problem    (m, k) @ (k, n) in fp16, summed in fp32, written in fp16.
-Baseline   one: a tile of a and of b is fetched, waited for and multiplied; then the next. What
-           `num_stages=1` says; Triton's own default is 3.
-Optimized  two: while one tile is multiplied the next is on its way (`cp.async`). The same kernel,
-           launched with another number.
-           three: two are on their way.
-           four: three are.
+Baseline   one: a tile of a and of b is fetched, waited for and multiplied, and then the next one.
+           This is `num_stages=1`. Triton's default is 3.
+Optimized  two: of one. The next tile is on its way (`cp.async`) while one is multiplied. The same
+           kernel is launched with another number, in this rung and the next ones.
+           three: of two. Two tiles are on their way.
+           four: of three. Three tiles are on their way, and shared memory holds one block per SM
+           instead of two.
            library: `torch.matmul`.
-Bound      Tensor cores: 2 m n k operations. A step of 128 x 128 x 64 keeps a processor of an H200
-           busy for 0.3 us, and its 32 KiB come from the L2 in 0.6 to 1 us. What hides that is other
-           blocks and other stages, and both cost shared memory: of blocks with 1, 2 and 3 stages
-           two fit a processor (their registers allow no more), with 4 stages one. So 0.6 us of
-           work of two blocks against 0.3 + 0.8 us a step of one: half the rate with one stage,
-           nearly the whole with two. Predicted over one: two 1.3 to 1.7x, three 1.5 to 1.9x, four
-           less than three, for a block alone leaves its first fetch and its stores uncovered.
-           sm121 has 99 KiB for a block, which four stages fill with three tiles: its tensor cores
-           take operands from registers, so that a tile is free again at once.
-Seen       An H200 gains 1.27x from two, 1.9x from three and 1.8x from four. one runs at 45 % of the
-           peak, as predicted, but two at 57 %, not nearly the whole. A step takes a block of one
-           1.6 us and a block of two 1.3 us: both fit a fetch of 1.3 us, longer than *Bound* has it,
-           and 0.3 us of work after it or under it. Two fetches on their way hide more: 77 %. four
-           is 3 % behind three, as predicted. one and two run at 1.97 GHz; three, four and cuBLAS
-           (2.3x) meet the power limit, at 1.5 to 1.8 GHz.
+Bound      The L2, from which each tile of 128 x 128 results reads its operands. one adds the time
+           of the tensor cores to that of the L2, because its fetches do not overlap its products.
+Seen       two takes longer than predicted. Its steps are shorter than those of one by about the
+           time of their product, so a step lasts as long as one fetch. One fetch in flight per
+           block is too little for the L2's latency under load. Two fetches in flight are enough.
+Use when   Use three stages, and also measure two and four. Each stage costs shared memory, so
+           fewer blocks may fit an SM.
 """
+
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Cost, Variant, Work, compare
 
 M, N, K = 128, 128, 64
 
 
 @triton.jit
 def tile_of(m, n, M: tl.constexpr, N: tl.constexpr):
-    """Which tile this program computes: eight rows of tiles at a time, so that the L2 is reused."""
+    """Return which tile this program computes. Eight rows of tiles at a time reuse the L2."""
     rows, columns = tl.cdiv(m, M), tl.cdiv(n, N)
     group = tl.program_id(0) // (8 * columns)
     height = min(rows - 8 * group, 8)
@@ -97,6 +92,26 @@ def library(a, b):
     return a @ b
 
 
+def products(m, n, k):
+    return Cost(ops={"fp16": 2 * m * n * k})
+
+
+def fetched(m, n, k):
+    return Cost(read=2 * (m * k + k * n), l2=2 * (m // M) * (n // N) * (M + N) * k, launches=1)
+
+
+def results(m, n):
+    return Cost(write=2 * m * n)
+
+
+def one_after_the_other(m, n, k):
+    return fetched(m, n, k) + products(m, n, k) + results(m, n)
+
+
+def overlapped(m, n, k):
+    return replace(fetched(m, n, k), ops=products(m, n, k).ops) + results(m, n)
+
+
 @compare(
     baseline=one,
     optimized=[
@@ -108,7 +123,7 @@ def library(a, b):
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 8192, "n": 8192, "k": 8192}],
-    # No step, less than one, as many as stages and more; rows that begin at odd addresses.
+    # Fewer steps than stages, as many, and more. Rows that begin at odd addresses.
     check_sizes=[
         {"m": 33, "n": 41, "k": 65},
         {"m": 130, "n": 72, "k": 199},
@@ -118,6 +133,18 @@ def library(a, b):
         read=2 * (m * k + k * n), write=2 * m * n, flops={"fp16": 2 * m * n * k}, terms=k
     ),
     bound="tensor",
+    costs={
+        one: one_after_the_other,
+        two: overlapped,
+        three: overlapped,
+        four: overlapped,
+        library: lambda m, n, k: Cost(
+            read=2 * (m * k + k * n),
+            write=2 * m * n,
+            ops=products(m, n, k).ops,
+            launches=1,
+        ),
+    },
 )
 def test_pipeline_stages(pair):
     pair.assert_equivalent()

@@ -1,39 +1,34 @@
 """Skinny product: split k where there are too few tiles for the GPU.
 
-Problem    (64, 16384) @ (16384, 4096) in fp16, summed in fp32, written in fp16: a layer of a model
-           that answers 64 requests at once.
+Problem    (m, k) @ (k, n) in fp16 with m = 64, summed in fp32, written in fp16. This is a layer of
+           a model that answers 64 requests at once.
 Baseline   one_block_a_tile: a program computes a tile of 64 rows over all of k. Tiles of 64 columns
-           are 64 programs for 132 SMs, tiles of 32 are 128 and read `a` twice as often.
-Optimized  split_k: 8 programs a tile, each over an eighth of k; they add up their sums by atomics
-           in fp32, which must be zero before and rounded after.
-           two_kernels: each of the 8 stores its sums, a second kernel adds and rounds them, in an
-           order that never changes.
+           are 64 programs for 132 SMs. Tiles of 32 columns are 128 programs and read a twice as
+           often.
+Optimized  split_k: of one_block_a_tile. 8 programs share a tile, each over an eighth of k. They add
+           up their sums by fp32 atomics. A kernel zeroes the sums before, and another rounds them.
+           two_kernels: of split_k. Each of the 8 programs stores its sums. A second kernel adds
+           them in a fixed order and rounds them.
            library: `torch.matmul`.
            Every side is tuned over the same tiles.
-Bound      DRAM: `b` is 128 MiB, 30 us at 4.53 TB/s; the arithmetic, 8.6 GFLOP, is 11 us. But a tile
-           also reads its rows of `a` from the L2: 2 MiB each, so 128 MiB for 64 tiles, 256 MiB for
-           128, 64 MiB for 32. The baseline has the choice of 64 SMs that read 4 MiB each, at most
-           64 bytes a clock, 47 us where 0.8 of that is reached; or of 128 SMs and 384 MiB, 70 us
-           if the L2 delivers 5.5 TB/s. Split, 32 tiles of 128 columns are 256 programs, 2 on an SM
-           in 96 KiB each: one wave of 264 places, 97 % full, and 192 MiB, 36 us. Adding up costs
-           8 MiB of atomics, or 8 MiB written and read in the L2, and one or two small kernels: 4
-           to 8 us, so 1.1x to 1.4x. two_kernels saves the zeros of split_k: 1.0x to 1.05x more.
-           Stream-K, which shares out tiles and k evenly, has nothing to fill in one full wave.
-Seen       An H200 gains 1.3x from split_k, as predicted and as much as from cuBLAS, at 77 % of
-           DRAM's rate. two_kernels gains 1.25x: it was to be the faster one and is 4 % slower; the
-           times do not say why. The baseline's 51 us are near the 47 us of 64 SMs. With 128 SMs
-           they would be 7.8 TB/s from the L2, more than *Bound* has, but pipeline_stages draws 8.8:
-           which of the two the tuner chose is not known.
+Bound      DRAM, from which b is read once. Each tile also reads its rows of a from the L2. The
+           baseline's narrow tiles make that the limit: the cost counts tiles of 32 columns, because
+           wider ones leave half of the SMs without work. Which tiles the tuner chose is not stored.
+           Split, tiles of 128 columns still give every SM work, so the L2 is no longer the limit.
+Use when   A product has fewer tiles than the GPU has SMs, and k is long. Use two_kernels if the
+           result must be the same in every run.
 """
+
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Cost, Variant, Work, compare
 
 M, SPLIT, BLOCK = 64, 8, 1024
-# Three or four stages are 96 KiB, what a block may have on every arch; six are 192 KiB.
+# Three or four stages are 96 KiB, which a block may have on every arch. Six are 192 KiB.
 CONFIGS = [
     triton.Config({"N": 64, "K": 128}, num_warps=4, num_stages=3),
     triton.Config({"N": 64, "K": 128}, num_warps=4, num_stages=6),
@@ -71,7 +66,7 @@ def product(a, b, begin, end, m, n, k, M: tl.constexpr, N: tl.constexpr, K: tl.c
 
 @triton.jit
 def piece(k, K: tl.constexpr, SPLIT: tl.constexpr):
-    """Return where this program's piece of k begins and ends: whole steps of K, maybe none."""
+    """Return where this program's piece of k begins and ends: whole steps of K, or none."""
     length = tl.cdiv(tl.cdiv(k, K), SPLIT) * K
     begin = tl.program_id(2) * length
     return begin, tl.minimum(begin + length, k)
@@ -157,6 +152,15 @@ def library(a, b):
     return a @ b
 
 
+def multiplied(m, n, k):
+    return Cost(read=2 * (m * k + k * n), ops={"fp16": 2 * m * n * k}, launches=1)
+
+
+def in_tiles(m, n, k, wide):
+    """Return the cost of tiles of M x wide, whose results stay in registers."""
+    return replace(multiplied(m, n, k), l2=2 * (n // wide) * (M + wide) * k)
+
+
 @compare(
     baseline=one_block_a_tile,
     optimized=[
@@ -167,12 +171,28 @@ def library(a, b):
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 64, "n": 4096, "k": 16384}],
-    # A tile and less, where most pieces of k are empty; several tiles, their last pieces empty.
+    # Less than a tile, where most pieces of k are empty. Several tiles, whose last piece is empty.
     check_sizes=[{"m": 33, "n": 40, "k": 72}, {"m": 65, "n": 73, "k": 1100}],
     work=lambda m, n, k: Work(
         read=2 * (m * k + k * n), write=2 * m * n, flops={"fp16": 2 * m * n * k}, terms=k
     ),
     bound="dram",
+    costs={
+        one_block_a_tile: lambda m, n, k: in_tiles(m, n, k, wide=32) + Cost(write=2 * m * n),
+        # The sums stay in the L2.
+        split_k: lambda m, n, k: (
+            Cost(l2=4 * m * n, launches=1)
+            + in_tiles(m, n, k, wide=128)
+            + Cost(atomics=SPLIT * m * n)
+            + Cost(l2=6 * m * n, write=2 * m * n, launches=1)
+        ),
+        two_kernels: lambda m, n, k: (
+            in_tiles(m, n, k, wide=128)
+            + Cost(l2=4 * SPLIT * m * n)
+            + Cost(l2=(4 * SPLIT + 2) * m * n, write=2 * m * n, launches=1)
+        ),
+        library: lambda m, n, k: replace(multiplied(m, n, k), write=2 * m * n),
+    },
 )
 def test_split_k(pair):
     pair.assert_equivalent()

@@ -1,9 +1,9 @@
-// c = a b^T in bf16, summed in fp32, on the tensor cores of data-centre Blackwell (tcgen05): a is
-// (m, k), b is (n, k), c is (m, n), rows at multiples of 16 bytes. Sums lie in tensor memory.
+// c = a b^T in bf16, summed in fp32, on the tensor cores of data center Blackwell (tcgen05). a is
+// (m, k), b is (n, k), c is (m, n). Rows begin at multiples of 16 bytes. Sums are in tensor memory.
 //
 // one_block: a block computes 128 x 128.
 // block_pair: the two blocks of a cluster compute 256 x 256 with one instruction for both tensor
-//     cores; each brings 128 rows of a, and half of b.
+//     cores. Each loads 128 rows of a, and half of b.
 
 #include <cuda_bf16.h>
 
@@ -11,11 +11,12 @@
 #include "../tma.cuh"
 
 constexpr int M = 128, K = 64, STAGES = 4, THREADS = 128;
-constexpr int TILE_BYTES = 128 * K * 2, STAGE_BYTES = 2 * TILE_BYTES;  // of a, then of b
+constexpr int TILE_BYTES = 128 * K * 2, STAGE_BYTES = 2 * TILE_BYTES;  // a, then b
 
 extern __shared__ unsigned char memory[];
 
-// The descriptor of a tile of 128-byte rows with TMA's swizzle, 1024 bytes from 8 rows to the next.
+// The descriptor of a tile of 128-byte rows in TMA's swizzle. Groups of 8 rows lie 1024 bytes
+// apart.
 __device__ unsigned long long tile_descriptor(const void* tile) {
   return (shared_address(tile) & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 46 | 2ull << 61;
 }
@@ -29,7 +30,8 @@ __device__ void meet() {
   }
 }
 
-// Tensor memory for `columns` sums in each of 128 lanes; a whole warp asks, and gives back.
+// Allocates tensor memory for `columns` sums in each of 128 lanes. A whole warp must allocate it,
+// and free it.
 template <bool pair>
 __device__ void take_tensor_memory(unsigned* where, int columns) {
   if constexpr (pair) {
@@ -56,7 +58,7 @@ __device__ void give_back(unsigned where, int columns) {
   }
 }
 
-// Loads a tile; of a pair both blocks' tiles are counted by the barrier of the first block.
+// Loads a tile. In a pair, the barrier of the first block counts the tiles of both blocks.
 template <bool pair>
 __device__ void load(void* tile, const CUtensorMap& map, int row, int column,
                      unsigned long long* barrier) {
@@ -72,7 +74,7 @@ __device__ void load(void* tile, const CUtensorMap& map, int row, int column,
   }
 }
 
-// sums = a b^T + (add ? sums : 0) over 16 of k; `shape` is the instruction descriptor.
+// sums = a b^T + (add ? sums : 0) over 16 of k. `shape` is the instruction descriptor.
 template <bool pair>
 __device__ void multiply(unsigned sums, unsigned long long a, unsigned long long b, unsigned shape,
                          int add) {
@@ -91,7 +93,7 @@ __device__ void multiply(unsigned sums, unsigned long long a, unsigned long long
   }
 }
 
-// Arrives at `barrier`, of a pair in both blocks, when all products asked for so far are done.
+// Arrives at `barrier` when all products issued so far are done. In a pair, arrives in both blocks.
 template <bool pair>
 __device__ void arrive_when_done(unsigned long long* barrier) {
   if constexpr (pair) {
@@ -107,7 +109,7 @@ __device__ void arrive_when_done(unsigned long long* barrier) {
   }
 }
 
-// Writes a thread's row, 16 sums at a time from the tensor memory of its lane.
+// Writes a thread's row, 16 sums at a time, from the tensor memory of its lane.
 __device__ void store_row(unsigned sums, unsigned short* c, int row, int column, int columns, int m,
                           int n) {
   for (int j = 0; j < columns; j += 16) {
@@ -143,7 +145,7 @@ template <bool pair>
 __device__ void compute(const CUtensorMap& a, const CUtensorMap& b, unsigned short* c, int m, int n,
                         int k) {
   constexpr int BLOCKS = pair ? 2 : 1, N = 128 * BLOCKS;
-  // fp32 sums of bf16 by bf16, both with k along their rows, of N by M in all.
+  // fp32 sums, bf16 operands with k along their rows, N by M results.
   constexpr unsigned SHAPE = 1u << 4 | 1u << 7 | 1u << 10 | N / 8 << 17 | M * BLOCKS / 16 << 24;
   __shared__ alignas(8) unsigned long long full[STAGES], empty[STAGES], done;
   __shared__ unsigned where;
@@ -171,7 +173,7 @@ __device__ void compute(const CUtensorMap& a, const CUtensorMap& b, unsigned sho
       if (step >= steps) return;
       const int stage = step % STAGES;
       unsigned char* tile = ring + stage * STAGE_BYTES;
-      wait_phase(&empty[stage], step / STAGES % 2 ^ 1);  // the first time at once
+      wait_phase(&empty[stage], step / STAGES % 2 ^ 1);  // returns at once in the first round
       if (rank == 0) expect_bytes(&full[stage], STAGE_BYTES * BLOCKS);
       load<pair>(tile, a, row, step * K, &full[stage]);
       load<pair>(tile + TILE_BYTES, b, column + rank * 128, step * K, &full[stage]);
@@ -190,14 +192,14 @@ __device__ void compute(const CUtensorMap& a, const CUtensorMap& b, unsigned sho
         }
         arrive_when_done<pair>(&empty[stage]);
       }
-      fill(step + STAGES - 1);  // waits for the products of the step before
+      fill(step + STAGES - 1);  // waits for the products of the previous step
     }
     if (rank == 0) arrive_when_done<pair>(&done);
   }
   __syncwarp();
   wait_phase(&done, 0);
   asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
-  const unsigned lane = threadIdx.x / 32 * 32;  // of tensor memory: a warp reads its own 32
+  const unsigned lane = threadIdx.x / 32 * 32;  // in tensor memory, a warp reads its own 32 lanes
   store_row(sums + (lane << 16), c, row + threadIdx.x, column, N, m, n);
   asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
   __syncthreads();

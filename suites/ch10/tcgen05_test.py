@@ -1,20 +1,23 @@
 """Matrix product on Blackwell: one instruction for the tensor cores of two blocks.
 
 Problem    c = a b^T, a (m, k), b (n, k) in bf16, summed in fp32, written in bf16.
-Baseline   one_block: tcgen05 with sums in tensor memory, 128 x 128 a block, four tiles in a ring
-           that TMA fills; one thread loads and multiplies, all of them write the results.
-Optimized  block_pair: the same, by the two blocks of a cluster: 256 x 256 for both, each of which
-           brings its rows of a and half of b, so that a product reads half as much of b.
-           library: `torch.matmul`, that is cuBLASLt with its own choice of kernel.
-Bound      Tensor cores: 2 m n k operations, if shared memory can feed them: a 128 x 128 x 16
-           product reads 8 KiB of it in 64 cycles of the tensor core, which is all that it can
-           read; a pair reads 6 KiB a block. Assembled for sm100 and sm103, never executed: nothing
-           is known of its results and times.
+Baseline   one_block: tcgen05 with sums in tensor memory, 128 x 128 per block, and a ring of four
+           tiles that TMA fills. One thread loads and multiplies. All threads write the results.
+Optimized  block_pair: of one_block. The two blocks of a cluster compute 256 x 256. Each loads its
+           128 rows of a and half of b, so that a product loads half as much of b.
+           library: `torch.matmul`, which is cuBLASLt with its own choice of kernel.
+Bound      Tensor cores, if shared memory can feed them. A product of 128 x 128 x 16 takes a tensor
+           core 64 cycles and reads 8 KiB, which is all that shared memory delivers in 64 cycles.
+           A block of a pair reads less per product. The page is assembled for sm100 and sm103. No
+           GPU has run it, so nothing is known about its results and times.
+Use when   Not yet: run it on sm100 first, and compare it with the library.
 """
+
+from dataclasses import replace
 
 import torch
 
-from pytest_aisp import Conditions, Variant, Work, compare, cuda_module, tensor_map
+from pytest_aisp import Conditions, Cost, Variant, Work, compare, cuda_module, tensor_map
 
 kernels = cuda_module("tcgen05.cu")
 M, K, THREADS = 128, 64, 128
@@ -50,13 +53,25 @@ def library(a, b):
     return a @ b.t()
 
 
+def multiplied(m, n, k):
+    return Cost(read=2 * (m * k + k * n), write=2 * m * n, ops={"bf16": 2 * m * n * k}, launches=1)
+
+
+def in_tiles(m, n, k, columns):
+    """Return the cost of blocks that compute M x columns, and load M rows of a and of b each."""
+    loaded = 2 * (m // M) * (n // columns) * 2 * M * k
+    operands = 2 * (m // M) * (n // columns) * (M + columns) * k  # read by the tensor cores
+    return replace(multiplied(m, n, k), l2=loaded, shared=loaded + operands)
+
+
 @compare(
     baseline=one_block,
     optimized=[Variant(block_pair, needs="two_cta"), Variant(library, at_least="yardstick")],
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 8192, "n": 8192, "k": 8192}],
-    # Rows begin at multiples of 16 bytes: of 8 elements. One tile and less, several, one k.
+    # Rows begin at multiples of 16 bytes, which are 8 elements. Less than a tile, several tiles,
+    # one step of k.
     check_sizes=[
         {"m": 33, "n": 40, "k": 72},
         {"m": 300, "n": 264, "k": 520},
@@ -66,6 +81,11 @@ def library(a, b):
         read=2 * (m * k + k * n), write=2 * m * n, flops={"bf16": 2 * m * n * k}, terms=k
     ),
     bound="tensor",
+    costs={
+        one_block: lambda m, n, k: in_tiles(m, n, k, columns=M),
+        block_pair: lambda m, n, k: in_tiles(m, n, k, columns=2 * M),
+        library: multiplied,
+    },
     conditions=Conditions(needs=("tma", "tcgen05")),
 )
 def test_tcgen05(pair):

@@ -1,34 +1,32 @@
 """Matrix product in Triton: from a program a tile to warps that only load.
 
 Problem    (m, k) @ (k, n) in fp16, summed in fp32, written in fp16.
-Baseline   tiles: a program a tile, eight rows of tiles at a time so that the L2 is reused; three
-           tiles in flight, fetched through pointers. Triton's textbook product.
-Optimized  persistent: a program a processor takes tile after tile, in the same order.
-           descriptors: it fetches and stores them by the tensor memory accelerator (TMA).
-           flattened: descriptors with both loops made one, so that the first tiles of the next
-           result are fetched while the last ones of this are multiplied and stored.
-           specialized: descriptors with warps that load and warps that multiply.
+Baseline   tiles: one program per tile, eight rows of tiles at a time so that the L2 is reused.
+           Three tiles are in flight, fetched through pointers. This is Triton's tutorial product.
+Optimized  persistent: of tiles. One program per SM takes tile after tile, in the same order.
+           descriptors: of persistent. The tensor memory accelerator (TMA) loads and stores tiles.
+           flattened: of descriptors. Both loops become one, so that the first tiles of the next
+           result are fetched while the last ones of this result are multiplied and stored.
+           specialized: of descriptors. Some warps load, others multiply.
            library: `torch.matmul`.
-Bound      Tensor cores: 2 m n k operations, 1.1 ms of an H200 at its nominal 989 TFLOP/s and about
-           1.5 ms at what its power allows. Of that the 16 rounds of tiles lose their first fetch
-           and their stores, 16 x 4 us or 4 %, wherever a processor holds one block: persistent
-           keeps this loss and saves 1 % of launched blocks, 1.0x; descriptors 1.0 to 1.05;
-           flattened 1.04 over that, specialized 1.05 to 1.15. All sides are tuned over the same
-           tiles. Specialized are only kernels of 4 warps, to which Triton adds others; of 8 it
-           ignores the wish, as it does in a flattened loop on Hopper. Flattened is only what TMA
-           fetches: of what pointers fetch Triton would then no longer fetch all ahead.
-Seen       At the power limit, with 1.4 to 1.7 GHz, an H200 gains nothing from persistent, as
-           predicted. descriptors gains 1.09x, more than predicted: *Bound* counts nothing for the
-           addresses that TMA takes from the threads, but whether it is they was not measured.
-           flattened gains 1.11x, 1.02x over descriptors where 1.04x was predicted; it is as fast as
-           cuBLASLt (1.10x). specialized gains 1.09x, in its range, and no more than descriptors.
+           Every side is tuned over the same tiles.
+Bound      Tensor cores, at the rate that the power limit allows. Storing a tile adds to that on all
+           sides but flattened and specialized. The cost counts the tiles of 128 x 256, the largest
+           ones. Which tiles the tuner chose is not stored.
+           Triton specializes only kernels of 4 warps, to which it adds others. It ignores the
+           option in kernels of 8 warps, and in a flattened loop on Hopper. Only loads by TMA are
+           flattened, because Triton would prefetch only part of what pointers load.
+Use when   A product in Triton needs speed: use descriptors, then flatten the loop. A persistent
+           loop alone gains nothing. The library is as fast, if it has the operation.
 """
+
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Cost, Variant, Work, compare
 
 CONFIGS = [
     triton.Config({"M": 128, "N": n, "K": 64}, num_warps=warps, num_stages=3)
@@ -37,7 +35,7 @@ CONFIGS = [
 
 
 def launchable(configs, named, WARPS=False, **meta):
-    """Keep what fits: three tiles of a and b and one of results; and 4 warps to specialize."""
+    """Keep configs whose tiles fit, three of a and b and one of results. WARPS needs 4 warps."""
     driver = triton.runtime.driver.active
     most = driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
 
@@ -52,7 +50,7 @@ def launchable(configs, named, WARPS=False, **meta):
 
 
 def tuned(*switches):
-    """Tune a kernel for each size; sides that share one differ in `switches`, each tuned alone."""
+    """Tune a kernel for each size, and for each value of `switches` if sides share the kernel."""
     return triton.autotune(
         CONFIGS,
         key=["m", "n", "k", *switches],
@@ -62,7 +60,7 @@ def tuned(*switches):
 
 @triton.jit
 def tile_of(index, m, n, M: tl.constexpr, N: tl.constexpr):
-    """Which tile comes at `index`: eight rows of tiles at a time, so that the L2 is reused."""
+    """Return which tile comes at `index`. Eight rows of tiles at a time reuse the L2."""
     rows, columns = tl.cdiv(m, M), tl.cdiv(n, N)
     group = index // (8 * columns)
     height = min(rows - 8 * group, 8)
@@ -152,12 +150,12 @@ def launch(kernel, a, b, programs=None, **options):
 
 
 def processors(a):
-    """Return how many programs persist; two in the interpreter, each of which takes many turns."""
+    """Return the number of SMs, or two in the interpreter so that each program has many turns."""
     return torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 2
 
 
 def scratch(size, alignment, stream):
-    """Return memory for the descriptors that a kernel makes: 128 bytes each, a program."""
+    """Return memory for the descriptors that a kernel makes, 128 bytes each per program."""
     return torch.empty(size, device="cuda", dtype=torch.int8)
 
 
@@ -188,6 +186,20 @@ def library(a, b):
     return a @ b
 
 
+def multiplied(m, n, k):
+    return Cost(read=2 * (m * k + k * n), write=2 * m * n, ops={"fp16": 2 * m * n * k}, launches=1)
+
+
+def in_tiles(m, n, k):
+    """Return the cost of tiles of 128 x 256 that are stored while others are multiplied."""
+    return replace(multiplied(m, n, k), l2=2 * (m // 128) * (n // 256) * (128 + 256) * k)
+
+
+def stored_after(m, n, k):
+    """Return the cost of tiles that are multiplied and then stored."""
+    return replace(in_tiles(m, n, k), write=0) + Cost(write=2 * m * n)
+
+
 @compare(
     baseline=tiles,
     optimized=[
@@ -200,8 +212,8 @@ def library(a, b):
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 8192, "n": 8192, "k": 8192}],
-    # The accelerator wants rows at multiples of 16 bytes: of 8 elements. Less than a tile, several
-    # tiles for each program, and more rows of tiles than are taken at a time.
+    # TMA needs rows that begin at multiples of 16 bytes, which are 8 elements. Less than a tile,
+    # several tiles for each program, and more rows of tiles than are taken at a time.
     check_sizes=[
         {"m": 33, "n": 40, "k": 72},
         {"m": 130, "n": 136, "k": 200},
@@ -211,6 +223,14 @@ def library(a, b):
         read=2 * (m * k + k * n), write=2 * m * n, flops={"fp16": 2 * m * n * k}, terms=k
     ),
     bound="tensor",
+    costs={
+        tiles: stored_after,
+        persistent: stored_after,
+        descriptors: stored_after,
+        flattened: in_tiles,
+        specialized: in_tiles,
+        library: multiplied,
+    },
 )
 def test_triton_gemm(pair):
     pair.assert_equivalent()
