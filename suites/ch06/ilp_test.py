@@ -1,0 +1,137 @@
+"""ILP: independent loads in one thread hide what the other warps cannot.
+
+Problem    test_ilp computes the sigmoid of n fp32 elements. test_long_chain integrates logistic
+           growth for n elements, 256 steps of two dependent multiply-adds each.
+Baseline   single: one element per thread.
+           growth_single: one element per thread.
+Optimized  in_turn: of single. Four elements per thread. The thread loads an element only after it
+           has stored the previous one, because the compiler does not know that out is not x.
+           two: of single. Two elements per thread, both loaded before the first is used.
+           four: of two, with four elements. Compared with in_turn, only the order of the loads and
+           stores changes.
+           eight: of four, with eight elements.
+           library: `torch.sigmoid`.
+           growth_four: of growth_single. Four elements per thread, whose steps alternate.
+Bound      test_ilp: DRAM. The 2048 threads of an SM have 8 KiB in flight with one element each, and
+           about 13 KiB are needed (`../ch07/vector_width_test.py`). The exponential and the
+           division lengthen the time in which a thread loads nothing.
+           test_long_chain: issue. With 16 warps per scheduler, another warp always has a step
+           ready, so the four chains of growth_four gain nothing.
+Use when   A kernel waits for memory with all warps resident, or few warps fit an SM. Load all
+           elements of a thread into registers before you use the first. It gains nothing where
+           enough warps hide the latency, as in test_long_chain.
+"""
+
+import torch
+from hypothesis import strategies as st
+
+from pytest_aisp import Cost, Variant, Work, compare, cuda_module
+
+kernels = cuda_module("ilp.cu")
+BLOCK = 256
+STEPS, RATE = 256, 0.02
+
+
+def launch(kernel, each, *arguments):
+    x = arguments[-1]
+    out = torch.empty_like(x)
+    kernel[-(-x.numel() // (each * BLOCK)), BLOCK](*arguments, out, x.numel())
+    return out
+
+
+def normal(device, n):
+    return (torch.randn(n, device=device),)
+
+
+def sigmoid(x):
+    return 1 / (1 + torch.exp(-x.double()))
+
+
+def single(x):
+    return launch(kernels.single, 1, x)
+
+
+def in_turn(x):
+    return launch(kernels.in_turn, 4, x)
+
+
+def two(x):
+    return launch(kernels.two, 2, x)
+
+
+def four(x):
+    return launch(kernels.four, 4, x)
+
+
+def eight(x):
+    return launch(kernels.eight, 8, x)
+
+
+def library(x):
+    return torch.sigmoid(x)
+
+
+def populations(device, n):
+    return (0.01 + 0.49 * torch.rand(n, device=device),)
+
+
+def grown(x):
+    y = x.double()
+    for _ in range(STEPS):
+        y = y + RATE * (y - y * y)
+    return y
+
+
+def growth_single(x):
+    return launch(kernels.growth_single, 1, RATE, x)
+
+
+def growth_four(x):
+    return launch(kernels.growth_four, 4, RATE, x)
+
+
+def squashed(n):
+    return Cost(read=4 * n, write=4 * n, sfu=2 * n, ops={"fp32": 4 * n}, launches=1)
+
+
+def stepped(n):
+    return Cost(read=4 * n, write=4 * n, ops={"fp32": 4 * STEPS * n}, launches=1)
+
+
+@compare(
+    baseline=single,
+    optimized=[
+        Variant(in_turn, at_least="yardstick"),
+        two,
+        four,
+        eight,
+        Variant(library, at_least="yardstick"),
+    ],
+    inputs=normal,
+    reference=sigmoid,
+    sizes=[{"n": 2**27}],
+    check_sizes=[{"n": 1023}, {"n": 4097}, {"n": st.integers(33, 5000)}],
+    work=lambda n: Work(read=4 * n, write=4 * n),
+    bound="dram",
+    costs=dict.fromkeys([single, in_turn, two, four, eight, library], squashed),
+)
+def test_ilp(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@compare(
+    baseline=growth_single,
+    optimized=[growth_four],
+    inputs=populations,
+    reference=grown,
+    sizes=[{"n": 2**25}],
+    check_sizes=[{"n": 1023}, {"n": st.integers(33, 2000)}],
+    work=lambda n: Work(read=4 * n, write=4 * n, flops={"fp32": 4 * STEPS * n}),
+    bound="issue",
+    costs=dict.fromkeys([growth_single, growth_four], stepped),
+    at_least="neutral",
+)
+def test_long_chain(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
