@@ -1,7 +1,7 @@
 """Serial to grid: a GPU is fast only when thousands of threads are at work.
 
-Problem    a * x + y on n fp32 elements. This page is a tutorial and claims no speedup: nobody
-           would ship its baseline.
+Problem    a * x + y on n fp32 elements. This page is a tutorial and claims no speedup: nobody would
+           ship its baseline.
 Baseline   one_thread: the loop of a CPU program in a kernel of one thread, `[1, 1]`.
 Optimized  one_block: of one_thread. The 256 threads of one block share the elements. They run on
            one of the GPU's many SMs.
