@@ -1,35 +1,29 @@
-"""KV cache: where the keys and values of the next token go.
+"""KV cache: write the keys and values of a token in place instead of copying the cache.
 
-Problem    Decode `steps` tokens of `batch` sequences with one attention layer, bf16: project the
-           token to query, key and value, append key and value to the sequence's cache, attend to
-           all of it. What comes out is added to the next token, so no step can begin before the one
-           ahead has ended. The cache begins with `prompt` tokens. Queries have twice the usual
-           size, so that some 40 keys take most of the weight. Every step's output counts.
+Problem    Decode `steps` tokens of `batch` sequences with one attention layer in bf16. Project the
+           token to query, key and value, append key and value to the sequence's cache, and attend
+           to the whole cache. The output is added to the next token, so a step cannot start before
+           the last one has ended. The cache starts with `prompt` tokens. Queries are twice as large
+           as usual, so that about 40 keys get most of the weight. The outputs of all steps are
+           compared.
 Baseline   grown: `torch.cat` of cache and token, as caches without a fixed size do.
-Optimized  by_words: the same `cat`, its bytes taken for int64. PyTorch copies into a part of a
-           tensor number by number, whatever their size, and in bf16 a warp moves 64 bytes at a
-           time.
-           preallocated: room for all tokens, made once; a token is written in its place. It takes
-           the prompt by words.
-           paged: one pool of pages of 64 tokens for all sequences, handed out as they grow, and a
-           table that says where each one's pages are (PagedAttention, arXiv:2309.06180). PyTorch's
-           attention takes no table without a package of its own, so a kernel of this page reads
-           through it, one program a sequence and head, on tensor cores: their products have 16
-           rows, which all hold the one query.
-Bound      DRAM. At 32 sequences and 2048 tokens, keys and values are 268 MB. Every side reads them
-           each step, 61 us at 4.4 TB/s; `cat` also copies them, 537 MB, 127 us at 4.24. Projection
-           and small kernels are some 15 us: 203 us against 76. The others copy the prompt into
-           their room once, at least 127 us or 4 us a step: 2.5 times between by_words and
-           preallocated, and as much for paged if its 256 programs, each with 1 MB to read, draw as
-           much as the library's kernel. What grown loses besides is PyTorch's copy, not the idea.
-           Memory is what paging is for: room is taken 64 tokens at a time, not for the longest
-           answer that may come. Here all sequences are as long, so that it holds what preallocated
-           does, one cache, and grown two.
-Seen       An H200: grown 390 us a step, of which its copy takes 308; by_words 1.8x, 221 us, by a
-           copy of 140. preallocated 4.8x, 82 us, 2.7 times as fast as by_words for predicted 2.5.
-           paged 4.7x, 83 us: its kernel takes 65 us, as the library's does, and its table next to
-           nothing. It was 3.1x when the kernel multiplied in fp32, in 82 us alone and 99 among the
-           others, and took the prompt number by number.
+Optimized  by_words: grown, but `cat` sees its bytes as int64. PyTorch copies into a part of a
+           tensor number by number, whatever their size. In bf16 a warp moves 64 bytes at a time.
+           preallocated: by_words, but room for all tokens is made once, and a token is written to
+           its place. The prompt is copied by words.
+           paged: preallocated, but all sequences share a pool of pages of 64 tokens. A table says
+           where the pages of each sequence are (PagedAttention, arXiv:2309.06180). PyTorch's
+           attention takes no table without another package, so a kernel of this page reads through
+           it, with one program per sequence and head. Products of tensor cores have 16 rows, so all
+           rows hold the one query.
+Bound      DRAM. Every step reads all keys and values, which are larger than the L2. `cat` copies
+           them as well, in every step. preallocated and paged copy the prompt once per call.
+Seen       grown takes longer than its bytes. by_words moves the same bytes in the same number of
+           kernels and comes close to its prediction, so the copy by numbers costs the rest.
+Use when   Preallocate when the longest sequence is known and there is room for it. Use pages when
+           sequences end at different lengths: they take memory 64 tokens at a time. All sequences
+           are equally long here, so paged needs about the memory of preallocated, and grown needs
+           twice that.
 """
 
 import functools
@@ -39,13 +33,13 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Cost, Variant, Work, compare
 
 from .rounding import to_even
 
 WIDTH, PAGE = 128, 64  # numbers of a head, tokens of a page
-ROWS = 16  # of the tensor cores' smallest product
-WORD = torch.int64  # PyTorch copies a strided tensor number by number: four of bf16 at once
+ROWS = 16  # of the smallest product of tensor cores
+WORD = torch.int64  # four numbers of bf16 in one: PyTorch copies a strided tensor number by number
 
 
 @triton.jit
@@ -64,10 +58,10 @@ def paged_attention_kernel(
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Attend from the token of one sequence and head; values lie `offset` behind keys."""
+    """Attend from the token of one sequence and head. Values are `offset` numbers behind keys."""
     heads, head, sequence = tl.num_programs(0), tl.program_id(0), tl.program_id(1)
     rows, lanes, tokens = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, PAGE)
-    # Tensor cores take no fewer rows: all are the one query, and the first is kept.
+    # All rows of the product hold the one query. Only the first row is stored.
     row = (rows * 0)[:, None] + head * WIDTH + lanes[None, :]
     query = tl.load(q + sequence * stride + row).to(PRODUCT)
     within = (tokens[:, None] * heads + head) * WIDTH + lanes[None, :]
@@ -115,7 +109,7 @@ def reference(tokens, cache, to_heads):
 
 
 def decode(tokens, to_heads, shape, attend):
-    """Decode with `attend`, which takes a query and what to append, of (2, batch, heads, WIDTH)."""
+    """Decode with `attend`, which takes a query, and key and value as (2, batch, heads, WIDTH)."""
     x, outputs = torch.zeros_like(tokens[0]), []
     for token in tokens:
         query, *entry = ((token + x) @ to_heads).chunk(3, dim=1)
@@ -167,17 +161,17 @@ def paged(tokens, cache, to_heads):
     _, batch, length, heads, _ = cache.shape
     pages = triton.cdiv(length + len(tokens), PAGE)
     pool = cache.new_empty(2, pages * batch, PAGE, heads, WIDTH)
-    # Sequences take their next page in turn, so that one's pages are no neighbours.
+    # Sequences take their next page in turn, so a sequence's pages are not next to each other.
     numbers = torch.arange(pages * batch, dtype=torch.int32, device=cache.device)
     table = numbers.view(pages, batch).T.contiguous()
     ahead = torch.arange(length, length + len(tokens), device=cache.device)
-    slots = iter((table[:, ahead // PAGE] * PAGE + ahead % PAGE).T)  # of each step's tokens
+    slots = iter((table[:, ahead // PAGE] * PAGE + ahead % PAGE).T)  # where each step's tokens go
     full, rest = divmod(length, PAGE)
     whole, last = cache.split([full * PAGE, rest], dim=2)
     whole = whole.unflatten(2, (full, PAGE)).flatten(1, 2)
     pool.view(WORD).index_copy_(1, table[:, :full].flatten().long(), whole.view(WORD))
     pool[:, table[:, full], :rest] = last
-    # Triton 3.9's interpreter multiplies the bits of bf16; of fp32 it computes the same products.
+    # Triton 3.9's interpreter multiplies the bits of bf16. With fp32 the products are the same.
     product = tl.bfloat16 if cache.is_cuda else tl.float32
 
     def attend(query, entry):
@@ -200,7 +194,7 @@ def paged(tokens, cache, to_heads):
             WIDTH=WIDTH,
             PAGE=PAGE,
             ROWS=ROWS,
-            num_stages=5,  # one page is used while one is loaded, and its number ahead of it
+            num_stages=5,  # load pages, and before them their numbers, while one page is used
         )
         return out
 
@@ -213,8 +207,51 @@ def work(batch, heads, prompt, steps):
         read=entry * (steps * prompt + steps * (steps + 1) / 2),
         write=entry * steps * 3 / 2,
         terms=prompt + steps,
-        roundings=5,  # output, weights, projection, sum, and the output that went into it
+        roundings=5,  # output, weights, projection, sum, and the output in that sum
     )
+
+
+def decoded(batch, heads, prompt, steps, appended):
+    """Return the cost of all steps.
+
+    Args:
+        batch, heads, prompt, steps: the size.
+        appended: takes the bytes of the cache and of a token; returns the cost of appending it.
+    """
+    model, entry = heads * WIDTH, 4 * batch * heads * WIDTH
+    weights = 6 * model**2
+    project = Cost(read=entry, write=entry / 2, launches=1)  # add the last output
+    project += Cost(
+        read=weights + entry / 2, write=1.5 * entry, ops={"bf16": batch * weights}, launches=1
+    )
+    project += Cost(read=entry, write=entry, launches=1)  # stack key and value
+    total = Cost(launches=1)  # zeros
+    for length in range(prompt, prompt + steps):
+        attend = Cost(read=(length + 1.5) * entry, write=entry / 2, launches=1)
+        total += project + appended(length * entry, entry) + attend
+    return total + Cost(read=steps * entry / 2, write=steps * entry / 2, launches=1)  # stack
+
+
+def copied(cache, entry):
+    return Cost(read=cache + entry, write=cache + entry, launches=1)
+
+
+def written(cache, entry):
+    return Cost(read=entry, write=entry, launches=1)
+
+
+def growing(batch, heads, prompt, steps):
+    return decoded(batch, heads, prompt, steps, copied)
+
+
+def in_place(batch, heads, prompt, steps):
+    return copied(4 * prompt * batch * heads * WIDTH, 0) + decoded(
+        batch, heads, prompt, steps, written
+    )
+
+
+def in_pages(batch, heads, prompt, steps):
+    return Cost(launches=12) + in_place(batch, heads, prompt, steps)  # table and slots
 
 
 against_grown = functools.partial(
@@ -232,7 +269,10 @@ against_grown = functools.partial(
 )
 
 
-@against_grown(optimized=[Variant(by_words, at_least={"sm90": 1.5})])
+@against_grown(
+    optimized=[Variant(by_words, at_least={"sm90": 1.5})],
+    costs={grown: growing, by_words: growing},
+)
 def test_kv_cache_still_grown(pair):
     pair.assert_equivalent()
     pair.assert_speedup()
@@ -242,7 +282,8 @@ def test_kv_cache_still_grown(pair):
     optimized=[
         Variant(preallocated, at_least={"sm90": 4.0}),
         Variant(paged, at_least={"sm90": 4.0}),
-    ]
+    ],
+    costs={grown: growing, preallocated: in_place, paged: in_pages},
 )
 def test_kv_cache(pair):
     pair.assert_equivalent()
