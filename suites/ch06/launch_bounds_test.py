@@ -1,0 +1,80 @@
+"""Launch bounds: a promise about the block, which gains nothing if registers are not the limit.
+
+Problem    The products of n pairs of 4 x 4 fp32 matrices, one pair per thread.
+Baseline   unbounded: a kernel without launch bounds, started with blocks of 256 threads. The
+           compiler assumes 1024 threads per block, which leaves 64 registers per thread, and uses
+           fewer.
+Optimized  bounded: of unbounded. `__launch_bounds__(256)`. Up to 255 registers would be allowed,
+           but the kernel needs no more, so the machine code is the same.
+           eight_blocks: of bounded. `__launch_bounds__(256, 8)` asks for 8 blocks per SM, so 32
+           registers per thread are left. The compiler then loads some rows later, and may spill.
+           library: `torch.bmm`.
+Bound      DRAM: two matrices read and one written per thread. With 8 loads of 16 bytes per thread,
+           even 6 blocks have far more bytes in flight than DRAM needs. The two additional blocks of
+           eight_blocks gain nothing.
+Use when   A kernel fails to start because a block needs too many registers, or spills although its
+           blocks are small. State the block's size then. Ask for a number of blocks per SM only if
+           a measurement shows that more warps help, and check that nothing spills.
+"""
+
+import torch
+from hypothesis import strategies as st
+
+from pytest_aisp import Cost, Variant, Work, compare, cuda_module
+
+kernels = cuda_module("launch_bounds.cu")
+BLOCK, SIDE = 256, 4
+
+
+def inputs(device, n):
+    return torch.randn(n, SIDE, SIDE, device=device), torch.randn(n, SIDE, SIDE, device=device)
+
+
+def reference(a, b):
+    return a.double() @ b.double()
+
+
+def launch(kernel, a, b):
+    out = torch.empty_like(a)
+    kernel[-(-len(a) // BLOCK), BLOCK](a, b, out, len(a))
+    return out
+
+
+def unbounded(a, b):
+    return launch(kernels.unbounded, a, b)
+
+
+def bounded(a, b):
+    return launch(kernels.bounded, a, b)
+
+
+def eight_blocks(a, b):
+    return launch(kernels.eight_blocks, a, b)
+
+
+def library(a, b):
+    return torch.bmm(a, b)
+
+
+def multiplied(n):
+    matrix = 4 * SIDE**2
+    return Cost(read=2 * matrix * n, write=matrix * n, ops={"fp32": 2 * SIDE**3 * n}, launches=1)
+
+
+@compare(
+    baseline=unbounded,
+    optimized=[bounded, eight_blocks, Variant(library, at_least="yardstick")],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"n": 2**22}],
+    check_sizes=[{"n": 1023}, {"n": st.integers(1, 600)}],
+    work=lambda n: Work(
+        read=8 * SIDE**2 * n, write=4 * SIDE**2 * n, flops={"fp32": 2 * SIDE**3 * n}, terms=SIDE
+    ),
+    bound="dram",
+    costs=dict.fromkeys([unbounded, bounded, eight_blocks, library], multiplied),
+    at_least="neutral",
+)
+def test_launch_bounds(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
