@@ -26,7 +26,7 @@ Seen       global_atomics: the `atomics` rate is that of 2^18 different counters
            stored time is 1 ns for each update of the frequent counter, so the L2 does not merge
            equal lanes. At skew=0, 256 counters together are updated only four times as fast. Why
            they are not updated faster is not explained.
-           privatized: both values of n take 8 to 10 us more than predicted, which is much at
+           privatized: both values of n take about 10 us more than predicted, which is much at
            n = 2^24 and little at n = 2^28. Every block adds 256 counts to the same 256 numbers at
            its end, but how long that takes was not measured.
            aggregated: its time is proportional to the number of different values in a warp, 30 at

@@ -12,11 +12,12 @@ Optimized  shuffle: shared_tree, but warps halve their sums by shuffles, and one
            a fixed order. It has no atomics and gives the same bits at every call.
            library: `torch.sum`.
 Bound      DRAM: every element is read once.
-Seen       shared_tree and shuffle take more than twice as long as their bytes. They take the same
-           time, so the barriers that shuffle saves do not matter. persistent has both fewer blocks
-           and fewer atomics, so it does not show which of them takes the time. The stored time is 2
-           ns per atomic, and histogram takes 1 ns per integer atomic on one address. So the atomics
-           may be the cause, but they were not measured separately. This is not explained.
+Seen       shared_tree and shuffle take more than twice as long as their bytes. Both take about the
+           same time, so the barriers that shuffle saves hardly matter. persistent has both fewer
+           blocks and fewer atomics, so it does not show which of them takes the time. The stored
+           time is 2 ns per atomic, and histogram takes 1 ns per integer atomic on one address. So
+           the atomics may be the cause, but they were not measured separately. This is not
+           explained.
 Use when   Rows are long and few. Let a fixed number of blocks walk them, so that each block reduces
            once. Use two_pass if results must be reproducible. For a plain sum, call the library,
            which is about as fast.
