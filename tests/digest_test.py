@@ -193,6 +193,37 @@ def test_against_takes_a_comment_for_no_change(pages, gpu, pytester):
     result.stdout.fnmatch_lines(["*added against its version at *"])
 
 
+def test_a_stored_result_names_the_blobs_of_its_files(pages, gpu, recorded, pytester):
+    """With them, the code that was recorded can be built again."""
+    gpu(added=2e-5, doubled=1e-5)
+    recorded()
+    path = pytester.path / "baselines" / "simulated-gpu" / "ch99.json"
+    (stored,) = store.load(path).results.values()
+    assert set(stored.files) == {f"ch99/{name}" for name in (PAGE, *FILES)}
+    for name, blob in stored.files.items():
+        hashed = subprocess.run(
+            ["git", "hash-object", "--no-filters", name],
+            cwd=pytester.path,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        assert blob == hashed.stdout.strip()
+
+
+def test_an_earlier_result_of_the_same_code_gets_its_blobs(pages, gpu, recorded, pytester):
+    gpu(added=2e-5, doubled=1e-5)
+    recorded()
+    path = pytester.path / "baselines" / "simulated-gpu" / "ch99.json"
+    now, stored = path.read_text(), store.load(path)
+    results = {key: replace(result, files={}) for key, result in stored.results.items()}
+    path.write_text(store.dump(store.Stored(stored.product, stored.environments, results)))
+    result = pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=1")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["stored: *: 2.???x is kept, with the blobs of its files"])
+    assert path.read_text() == now
+
+
 CHANGED_SINCE = {
     "forward_graph_test.py::test_forward_graph[captured-width256]",
     "together_test.py::test_together[captured-width512]",

@@ -77,6 +77,27 @@ def libraries() -> tuple[str, ...]:
     return tuple(f"{folder}{os.sep}" for folder in sorted(folders | {PACKAGE}))
 
 
+def source_files(sides: Iterable[object], page: Path, root: str) -> dict[str, str]:
+    """Return the git blobs of the page and of every file under `root` that `sides` use.
+
+    The keys are paths relative to `root`. Blobs survive rebases and squash merges, so a result that
+    names them can be measured again with the code of then.
+    """
+    under = Path(root).resolve()
+    names = {page.resolve()}
+    for (name, *_), one in _reach(sides, root).sources.items():
+        names.add(under / name.rpartition(":")[0])
+        names |= {Path(path).resolve() for path in getattr(one.thing, "sources", ())}
+    below = sorted(path for path in names if path.is_relative_to(under) and path.is_file())
+    return {str(path.relative_to(under)): git_blob(path) for path in below}
+
+
+def git_blob(path: Path) -> str:
+    """Return the name that git gives to the content of a file."""
+    content = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
 def kernel_files(sides: Iterable[object], root: str) -> list[CudaModule]:
     """Return the `cuda_module`s that `sides` use, in the order of their paths."""
     return [kernel for kernel in _sorted_kernels(sides, root) if _is_cuda_module(kernel)]

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from msgspec.structs import asdict, replace
+import msgspec
+from msgspec.structs import asdict
 
 from .models import Environments, Result, Results, Stored, base_of, differences
 from .row import Recording
@@ -30,8 +31,9 @@ class Change:
 
     @property
     def only_digests(self) -> bool:
-        """Whether only the kind of the line's digests has changed."""
-        return self.old is not None and self.new == replace(self.old, sources=self.new.sources)
+        """Whether only the kind of the line's digests has changed, or files were added."""
+        names = {"sources": self.new.sources, "files": self.new.files}
+        return self.old is not None and self.new == msgspec.structs.replace(self.old, **names)
 
 
 def merge(
@@ -65,7 +67,10 @@ def merge(
         if old is None or replace:
             results[key] = result
             continue
-        results[key] = old = old.with_syntax(result.sources, texts.get(key, {}))
+        old = old.with_syntax(result.sources, texts.get(key, {}))
+        if old.sources == result.sources and not old.files:
+            old = msgspec.structs.replace(old, files=result.files)
+        results[key] = old
         if not _unlike(old, result, table, several):
             second = _could_be_second(old, result) and _are_apart(old, result, table)
             gained = _with_session(old, result, table) if second else _completed(old, result)
@@ -135,8 +140,8 @@ def _start(name: str) -> datetime.datetime | None:
 
 def _completed(old: Result, new: Result) -> Result:
     """Return `old` with the times and goals that only `new` has."""
-    gained = replace(old if old.values else new, goals={**new.goals, **old.goals})
-    return gained if gained == old else replace(gained, samples=new.samples)
+    gained = msgspec.structs.replace(old if old.values else new, goals={**new.goals, **old.goals})
+    return gained if gained == old else msgspec.structs.replace(gained, samples=new.samples)
 
 
 def recorded_result(recorded: Recording, environment: str, samples: str | None) -> Result:
@@ -160,7 +165,7 @@ def _with_session(old: Result, new: Result, table: Environments) -> Result:
     names = {result.environments[0]: result for result in (old, new)}
     first, last = sorted(names, key=lambda name: (str(table[name].get("date", "")), name))
     one, other = names[first], names[last]
-    return replace(
+    return msgspec.structs.replace(
         other,
         values=one.values + other.values,
         environments=(first, last),

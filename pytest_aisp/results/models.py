@@ -38,6 +38,7 @@ Hash = Annotated[str, Meta(pattern=r"\A[0-9a-f]+\Z")]
 SYNTAX = "syntax:"
 """The prefix of a digest of syntax. A stored digest without it is of text (`page.sources`)."""
 Digest = Annotated[str, Meta(pattern=rf"\A({SYNTAX})?[0-9a-f]+\Z")]
+Blob = Annotated[str, Meta(pattern=r"\A[0-9a-f]{40}\Z")]
 Name = Annotated[str, Meta(pattern=r"\A.+\Z")]
 Microseconds = Annotated[float, Meta(ge=1e-6, le=1e15)]
 Ratio = Annotated[float, Meta(ge=0, le=1e22)]
@@ -63,6 +64,7 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
         environments: for each session, its key in the file's table of environments. A case that
             was not timed has one session.
         sources: digests of the sources of both sides.
+        files: the git blob of the page and of each file that the sides use, by path.
         choices: tuning choices of the sides.
         goals: by metric, the amounts per call of ``baseline`` and ``optimized``, and the relative
             ``noise`` of both.
@@ -81,6 +83,7 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
     values: tuple[LogRatios, ...] = ()
     environments: tuple[Name, ...]
     sources: Mapping[str, Digest]
+    files: Mapping[Name, Blob] = {}
     choices: Mapping[str, Json] = {}
     goals: Mapping[str, Mapping[str, Amount]] = {}
     samples: Hash | None = None
@@ -98,6 +101,7 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
             "values": tuple(tuple(_rounded(v, ".5f") for v in values) for values in self.values),
             "environments": tuple(self.environments),
             "sources": dict(sorted(self.sources.items())),
+            "files": dict(sorted(self.files.items())),
             "choices": _sorted_table("choices", self.choices),
             "goals": _sorted_table("goals", self.goals),
         }

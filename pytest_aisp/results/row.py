@@ -54,6 +54,7 @@ class Recording(Struct, omit_defaults=True, kw_only=True):
     clock: str | None = None
     values: list[list[float]] = []
     sources: dict[str, str] = {}
+    files: dict[str, str] = {}
     choices: Mapping[str, object] = {}
     goals: dict[str, Amounts] = {}
     text_sources: dict[str, str] = {}

@@ -316,6 +316,7 @@ class CaseRun:
     def _store(self) -> None:
         """Add the sources, and the metrics measured so far, to the result to store."""
         self.recorded.sources = self.sources()
+        self.recorded.files = self.stored.files(self.location.page)
         self.recorded.text_sources = self.stored.text_sources
         self.recorded.goals = {name: dict(judged.amounts) for name, judged in self.metrics.items()}
         self.recorded.replace = self.run.settings.update == "all"

@@ -14,7 +14,7 @@ import msgspec
 from ..kernels.capture_launches import choice_notes
 from ..page.cost import cost_at
 from ..page.pair import Case, Work
-from ..page.sources import text_digest
+from ..page.sources import source_files, text_digest
 from ..results import models, stats, verdict
 from ..results.baseline_remarks import cpu_note, unused_limit
 from ..results.export import path_below
@@ -66,6 +66,11 @@ class StoredResult:
             return {}
         sides = self.case.pair.baseline, self.case.variant.side
         return {r: text_digest(side, root) for r, side in zip(models.ROLES, sides, strict=True)}
+
+    def files(self, page: Path) -> dict[str, str]:
+        """Return the git blobs of the page and of the files that both sides use."""
+        sides = self.case.pair.baseline, self.case.variant.side
+        return source_files(sides, page, str(self.run.settings.root))
 
     def spread(self, clock: str) -> float:
         """Return the spread of one process's value: recorded, pooled, or a default."""

@@ -170,7 +170,10 @@ def _commit(root: Path) -> str | None:
 
 def _describe_change(change: Change) -> str:
     if change.only_digests:
-        return f"{_describe(change.new)} is kept, with digests of the syntax"
+        old = change.old
+        same = old is not None and old.sources == change.new.sources
+        what = "the blobs of its files" if same else "digests of the syntax"
+        return f"{_describe(change.new)} is kept, with {what}"
     before = "new" if change.old is None else _describe(change.old)
     return f"{before} -> {_describe(change.new)}"
 
