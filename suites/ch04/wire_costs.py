@@ -1,0 +1,36 @@
+"""Costs of what ranks send each other. Their DRAM traffic is left out: NVLink is far slower."""
+
+from __future__ import annotations
+
+from pytest_aisp import Cost
+
+
+def all_reduced(nbytes: float, world: int) -> float:
+    """Return the bytes that each rank sends in an all-reduce of `nbytes` without multicast."""
+    return 2 * (world - 1) / world * nbytes
+
+
+def all_reduce_of(nbytes: float, world: int) -> Cost:
+    """Return the cost of an all-reduce of `nbytes`."""
+    return collective(all_reduced(nbytes, world))
+
+
+def exchange(nbytes: float, world: int) -> Cost:
+    """Return the cost of an all-gather, all-to-all or reduce-scatter of `nbytes`.
+
+    `nbytes` are all ranks' parts together: what an all-gather returns and the others take.
+    """
+    return collective((world - 1) / world * nbytes)
+
+
+def collective(sent: float) -> Cost:
+    """Return the cost of a collective, or of a send and its receive, of `sent` bytes per rank."""
+    return Cost(sent=sent, launches=1, collectives=1)
+
+
+def copied_sum(nbytes: float, world: int) -> Cost:
+    """Return the cost of a sum by `CopiedSums`: pull and add, then push, between two barriers."""
+    one_way = Cost(sent=all_reduced(nbytes, world) / 2, launches=2, collectives=1)
+    share = nbytes / world
+    add = Cost(read=2 * share, write=share, launches=1)
+    return one_way + (world - 1) * add + one_way
