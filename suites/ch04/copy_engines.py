@@ -1,4 +1,4 @@
-"""Sums over the ranks whose parts are moved by copy engines; processors only add."""
+"""Sums over the ranks whose parts are moved by copy engines. The SMs only add."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ STREAMS = 2
 
 
 class CopiedSums:
-    """`count` tensors of one shape, each to be summed over all ranks where it lies.
+    """`count` tensors of one shape, each of which is summed in place over all ranks.
 
-    Every rank sums a share of each tensor: it pulls that share from all others, adds, and pushes
-    the sum back to them. In between nobody else reads or writes it, so there are two barriers a
-    tensor: all have written theirs, all have been given every share. The streams, which take turns,
-    have priority: a barrier or an addition waits for one block of a product, not for all of them.
+    Every rank sums a share of each tensor. It pulls that share from all others, adds, and pushes
+    the sum back to them. The barrier before says that all ranks have written their tensors, and the
+    barrier after says that all ranks have received every share. The streams take turns. They have
+    priority, so a barrier or an addition waits for one block of a product, not for all of them.
 
     Attributes:
-        mine: the tensors, in symmetric memory: written by their owner before `start`, sums after
-            `wait`.
+        mine: the tensors, in symmetric memory. Their owner writes them before `start`. After `wait`
+            they hold the sums.
     """
 
     def __init__(self, count: int, shape: tuple[int, ...], like: torch.Tensor) -> None:
@@ -35,7 +35,7 @@ class CopiedSums:
         self._pulled = [torch.empty_like(self._shares[0]) for _ in range(STREAMS)]
 
     def start(self, k: int, value: torch.Tensor | None = None) -> None:
-        """Begin to sum tensor `k`, or `value` in its place, which must live until `wait`."""
+        """Begin to sum tensor `k`, or `value` instead, which must then live until `wait`."""
         turn = k % STREAMS
         stream, share, pulled = self._streams[turn], self._shares[k], self._pulled[turn]
         stream.wait_stream(torch.cuda.current_stream())
@@ -51,11 +51,11 @@ class CopiedSums:
             self._handle.barrier(channel=turn)
 
     def wait(self) -> None:
-        """Have the current stream wait for all sums that were begun."""
+        """Make the current stream wait for all sums that were begun."""
         for stream in self._streams:
             torch.cuda.current_stream().wait_stream(stream)
 
 
 def _share(tensor: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    """Return what `rank` sums of `tensor`, flat."""
+    """Return the part of `tensor` that `rank` sums, flat."""
     return tensor.view(-1).tensor_split(world)[rank]

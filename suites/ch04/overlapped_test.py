@@ -1,35 +1,29 @@
 """Overlapped reduction: send a layer's gradient while backward computes the next one.
 
-Problem    Gradients of an MLP of `layers` square bf16 layers, averaged over the ranks, which have
-           the same weights and a batch each.
-Baseline   after_backward: backward first, then an all-reduce a layer, one after the other.
-Optimized  per_layer: a hook starts a layer's all-reduce as soon as its gradient is there.
-           bucketed: as per_layer, but gradients of 4 layers are concatenated and reduced as one.
-           prioritized: as per_layer, by a process group whose stream has priority, so that NCCL's
-           kernels need not wait until a product has started all of its blocks.
-           copied: as per_layer, but copy engines move the gradients, in symmetric memory
-           ([copy_engines](copy_engines.py)); processors only add.
-           ddp: torch's DistributedDataParallel, which does this in buckets of 25 MiB.
-Bound      NVLink, hidden behind the tensor cores. A layer of 4096 x 4096 at a batch of 1024 rows is
-           34 GFLOP forward and 69 backward, 0.05 and 0.09 ms at 750 TFLOP/s; its gradient of
-           32 MiB takes 0.02 + 0.11 ms at 316 GB/s. Sixteen layers: 0.73 + 1.47 + 2.0 = 4.2 ms one
-           after the other. per_layer: 0.73 + 0.09 + 2.0 = 2.8 ms, as communication is the longer
-           one: 1.5 times. bucketed sends 4 messages, 1.76 ms, of which the first leaves after 4
-           layers; its copies take 0.03 ms a layer from backward: 0.73 + 0.37 + 1.76 = 2.9 ms, no
-           better at layers of this size, and worth its copies where layers are small. NCCL's
-           kernels take processors from the products, so less will be seen of all this. copied
-           moves 16 MiB in each direction twice a layer, 0.09 ms at 383 GB/s, and besides copies in,
-           adds and waits for two barriers, some 0.04 ms, which the other stream's copies hide: 16
-           layers take 1.5 to 2.0 ms and no processor but for the additions, 2.4 to 2.9 ms in all.
-Seen       Two H200s: after_backward 4.78 ms, per_layer 1.35x, bucketed 1.27x. Of 2.2 ms of
-           reduction (0.14 a layer by itself) 1.2 are hidden, 55 %; the rest is what products lose
-           to NCCL's kernels, and the first layer's reduction, which nothing hides; prioritized is
-           no better (1.36x), nor are fewer channels. copied 1.55x, 3.2 ms: of 1.7 ms of sums 0.9
-           are hidden; forward and backward take 3.0 ms instead of 2.5 meanwhile. As called it
-           loses, at 6.8 ms: six launches a layer are the host's. As called bucketed wins (4.1 ms
-           against 4.8): its four messages cost the host less than sixteen. DDP cannot be captured,
-           and is 1.0 to 1.1 times as fast as called. In ranks that had served other pages bucketed
-           was once seen at 4.5 ms; fresh ranks did not confirm it.
+Problem    Gradients of an MLP of `layers` square bf16 layers, averaged over the ranks. All ranks
+           have the same weights. Each rank has its own batch.
+Baseline   after_backward: backward first, then one all-reduce per layer, one after the other.
+Optimized  per_layer: a hook starts a layer's all-reduce as soon as the layer's gradient exists.
+           prioritized: per_layer, in a process group whose stream has high priority, so that NCCL's
+           kernels do not wait until a product has started all of its blocks.
+           bucketed: per_layer, but the gradients of 4 layers are concatenated and reduced as one.
+           copied: per_layer, but copy engines move the gradients in symmetric memory
+           ([copy_engines](copy_engines.py)). The SMs only add.
+           ddp: torch's DistributedDataParallel, which does the same in buckets of 25 MiB.
+Bound      NVLink, hidden behind the tensor cores. A layer's all-reduce and its part of backward
+           take about the same time, so at best only forward, backward and the last layer's
+           all-reduce remain. The copies of bucketed pay when layers are small, not here. NVLink
+           multicast was off (README). From four GPUs on, it could shorten NCCL's all-reduces.
+Seen       Every side takes longer than predicted. NCCL's all-reduce of one layer is slower than the
+           peer copy whose rate the prediction uses (see the README's plot). That accounts for most
+           of after_backward. The other sides lose more, because products and reduction slow each
+           other down. In the README's table of copied, only part of the sums is hidden, and the
+           products take longer beside the sums than alone. Neither a high priority nor fewer NCCL
+           channels helped. The stored times are of CUDA graphs, except those of ddp, which cannot
+           be captured. As called, copied is slower than after_backward, because the host makes
+           several calls per layer for it. As called, bucketed is the fastest.
+Use when   Always overlap the reduction with backward in data-parallel training. DDP does that
+           already. Use copy engines only in a CUDA graph.
 """
 
 import functools
@@ -40,9 +34,10 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from pytest_aisp import Conditions, Variant, Work, compare
+from pytest_aisp import Conditions, Cost, Variant, Work, compare
 
 from .copy_engines import CopiedSums
+from .wire_costs import all_reduce_of, all_reduced, copied_sum
 
 BATCH, BUCKET = 1024, 4
 
@@ -57,12 +52,12 @@ def state(device, layers, width):
 
 
 def inputs(device, layers, width):
-    """Return a batch, and the gradient of the loss with respect to what becomes of it."""
+    """Return a batch, and the gradient of the loss with respect to the model's output."""
     return tuple(torch.randn(BATCH, width, device=device).bfloat16() for _ in range(2))
 
 
 def gradients(weights, x, dy, hook=None):
-    """Return the gradients of `weights`; `hook` is called with each weight that has got its own."""
+    """Return the gradients of `weights`; `hook` is called with each weight once it has one."""
     leaves = [weight.detach().requires_grad_() for weight in weights]
     for leaf in leaves if hook is not None else ():
         leaf.register_post_accumulate_grad_hook(hook)
@@ -103,7 +98,7 @@ def per_layer(state, x, dy, group=None):
 
 @functools.cache
 def urgent():
-    """Return a group of all ranks, whose stream has priority; one a process, never ended."""
+    """Return a group of all ranks whose stream has priority. A process makes it once."""
     return dist.new_group(pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
 
 
@@ -159,6 +154,103 @@ def ddp(state, x, dy):
     yield step
 
 
+def forward_of(layers, width):
+    product = Cost(
+        read=2 * width**2, ops={"bf16": 2 * BATCH * width**2}, l2=4 * BATCH * width, launches=1
+    )
+    tanh = Cost(l2=4 * BATCH * width, launches=1)
+    return layers * (product + tanh)
+
+
+def backward_of(width, products=2, beside=None):
+    """Return the cost of a layer's backward; `beside` is what runs at the same time."""
+    beside = beside or Cost()
+    both = Cost(
+        read=2 * width**2 + beside.read,
+        write=2 * width**2 + beside.write,
+        ops={"bf16": products * 2 * BATCH * width**2},
+        sent=beside.sent,
+        launches=products + beside.launches,
+    )
+    return Cost(l2=6 * BATCH * width, launches=1) + both
+
+
+def scaled_forward(layers, width):
+    """Return the cost of dividing dy by the number of ranks, and of forward."""
+    return Cost(l2=4 * BATCH * width, launches=1) + forward_of(layers, width)
+
+
+def overlapped(layers, width, beside, last):
+    """Return the cost if `beside` runs under each layer's backward but the first one computed.
+
+    The first layer is last. It needs no gradient of its input, and nothing hides its reduction.
+    """
+    return (
+        scaled_forward(layers, width)
+        + backward_of(width)
+        + (layers - 2) * backward_of(width, beside=beside)
+        + backward_of(width, products=1, beside=beside)
+        + last
+    )
+
+
+def copy_of(nbytes):
+    return Cost(read=nbytes, write=nbytes, launches=1)
+
+
+def reduced_after(layers, width, world):
+    gradients = (layers - 1) * backward_of(width) + backward_of(width, products=1)
+    reductions = layers * all_reduce_of(2 * width**2, world)
+    return scaled_forward(layers, width) + gradients + reductions
+
+
+def reduced_by_layer(layers, width, world):
+    last = all_reduce_of(2 * width**2, world)
+    return overlapped(layers, width, beside=last, last=last)
+
+
+def reduced_by_bucket(layers, width, world):
+    nbytes = 2 * width**2
+    bucket = all_reduce_of(BUCKET * nbytes, world)
+    quarter = Cost(sent=bucket.sent / BUCKET, launches=1 / BUCKET)
+    stacked = copy_of(BUCKET * nbytes)
+    later = BUCKET * backward_of(width, beside=quarter) + stacked
+    first_layers = (BUCKET - 1) * backward_of(width, beside=quarter)
+    return (
+        scaled_forward(layers, width)
+        + BUCKET * backward_of(width)
+        + stacked
+        + (layers // BUCKET - 2) * later
+        + first_layers
+        + backward_of(width, products=1, beside=quarter)
+        + stacked
+        + bucket
+    )
+
+
+def summed_by_copies(layers, width, world):
+    """Return the cost with a copy, two barriers, and for each other rank a pull, add and push."""
+    nbytes = 2 * width**2
+    adds = 3 * (world - 1) * nbytes / world
+    beside = Cost(
+        read=nbytes + 2 / 3 * adds,
+        write=nbytes + adds / 3,
+        sent=all_reduced(nbytes, world),
+        launches=3 * world,
+    )
+    last = copy_of(nbytes) + copied_sum(nbytes, world)
+    return overlapped(layers, width, beside=beside, last=last)
+
+
+def by_ddp(layers, width, world):
+    """Return the cost with a copy of each gradient into its bucket, and out after backward."""
+    nbytes = 2 * width**2
+    last = all_reduce_of(nbytes, world)
+    beside = Cost(read=nbytes, write=nbytes, sent=last.sent, launches=2)
+    last = copy_of(nbytes) + last + layers * copy_of(nbytes)
+    return overlapped(layers, width, beside=beside, last=last)
+
+
 @compare(
     baseline=after_backward,
     optimized=[
@@ -181,6 +273,14 @@ def ddp(state, x, dy):
         roundings=2 * layers + 2,
     ),
     bound="nvlink",
+    costs={
+        after_backward: reduced_after,
+        per_layer: reduced_by_layer,
+        prioritized: reduced_by_layer,
+        bucketed: reduced_by_bucket,
+        copied: summed_by_copies,
+        ddp: by_ddp,
+    },
     conditions=Conditions(gpus=(2, 4)),
 )
 def test_overlapped(pair):

@@ -1,36 +1,36 @@
 """Row-parallel linear: reduce some rows while the next ones are multiplied.
 
 Problem    y = x W^T with the inner dimension of x and W split over the ranks, as in the second
-           linear of a tensor-parallel MLP: every rank gets the sum of all ranks' products, in bf16.
+           linear of a tensor-parallel MLP. Every rank gets the sum of all ranks' products, in bf16.
+           An inner dimension of 3584 is that of Llama 3 70B on eight ranks.
 Baseline   whole: one product, then one all-reduce of it.
-Optimized  halves: the product of two halves of the rows; the first one's all-reduce runs while the
-           second is computed.
-           quarters: the same with four parts.
-           eighths: with eight.
-           copied: with eight, whose products are written into symmetric memory and moved by copy
-           engines ([copy_engines](copy_engines.py)); processors only add.
-Bound      The wire, hidden behind the tensor cores: 8192 x 8192 outputs of an inner dimension of
-           8192 a rank are 1.10 TFLOP, 1.47 ms at 750 TFLOP/s; their 128 MiB take 0.02 + 0.42 ms at
-           316 GB/s: 1.91 ms in a row. Only the last part's all-reduce is left in the open: 1.70 ms
-           in halves (1.12 times), 1.59 in quarters (1.20), 1.55 in eighths (1.24). Against that:
-           NCCL's kernels hold some of the 132 processors. An eighth's product has 256 tiles of
-           128 x 256, two waves where all processors are free and three where NCCL has a few, half
-           as long again: eighths may lose what quarters, of 512 tiles, win. copied moves the same
-           bytes with no processor but for the additions.
-Seen       Two H200s. At an inner dimension of 8192: halves 1.03x, quarters 1.07x, eighths 1.03x,
-           copied 1.26x; at 3584, the MLP of Llama 3 70B on eight ranks: 1.00x, 1.10x, 1.06x, 1.32x.
-           NCCL's kernels and the products are in each other's way, with priority or with fewer
-           channels no less. Of copied at 3584: products 0.65 ms by themselves, sums 0.48, 1.10 one
-           after the other and 0.84 together, so 60 % of the sums is hidden (70 % with sixteen
-           parts), and the products take 8 % longer meanwhile.
+Optimized  halves: whole, but in two halves of the rows. The all-reduce of the first half runs while
+           the second half is computed.
+           quarters: halves with four parts.
+           eighths: halves with eight parts.
+           copied: eighths, but the products are written into symmetric memory and moved by copy
+           engines ([copy_engines](copy_engines.py)). The SMs only add.
+Bound      Tensor cores. NVLink is hidden behind them, except for the last part's all-reduce. More
+           parts leave a shorter one, but their products fill the last wave of SMs less well, and
+           NCCL's kernels occupy some SMs. NVLink multicast was off (README). From four GPUs on, it
+           could shorten NCCL's all-reduces.
+Seen       At an inner dimension of 3584, halves, quarters and eighths take over 25 % longer than
+           predicted, and at 8192 nearly that. copied is as predicted. It sends the same bytes at
+           the same time without NCCL's kernels, so the loss comes from those kernels and the
+           products slowing each other down. Neither a high priority nor fewer NCCL channels helped.
+           The stored times are of CUDA graphs. They leave out the host, which makes several calls
+           per part for copied.
+Use when   The product takes longer than its all-reduce, and both are long enough to be cut into
+           parts. Use quarters with NCCL. Use copied in CUDA graphs, where it gains most.
 """
 
 import torch
 import torch.distributed as dist
 
-from pytest_aisp import Conditions, Variant, Work, compare
+from pytest_aisp import Conditions, Cost, Variant, Work, compare
 
 from .copy_engines import CopiedSums
+from .wire_costs import all_reduce_of, all_reduced, copied_sum
 
 
 def inputs(device, rows, inner, columns):
@@ -87,6 +87,42 @@ def copied(x, w, parts=8):
     yield run
 
 
+def product(rows, inner, columns, sent=0, launches=1):
+    """Return the cost of a product while `sent` bytes of the part before are sent."""
+    return Cost(
+        read=2 * (rows + columns) * inner,
+        write=2 * rows * columns,
+        ops={"bf16": 2 * rows * inner * columns},
+        sent=sent,
+        launches=launches,
+    )
+
+
+def one_by_one(rows, inner, columns, world):
+    return product(rows, inner, columns) + all_reduce_of(2 * rows * columns, world)
+
+
+def in_parts(parts):
+    """Return the cost, as a function of the size, with `parts` parts."""
+
+    def cost(rows, inner, columns, world):
+        last = all_reduce_of(2 * rows / parts * columns, world)
+        part = product(rows / parts, inner, columns)
+        beside = product(rows / parts, inner, columns, sent=last.sent, launches=2)
+        return part + (parts - 1) * beside + last
+
+    return cost
+
+
+def by_copies(rows, inner, columns, world, parts=8):
+    """Return the cost with two barriers per part, and for each other rank a pull, add and push."""
+    nbytes = 2 * rows / parts * columns
+    part = product(rows / parts, inner, columns)
+    sent, launches = all_reduced(nbytes, world), 3 * world
+    beside = product(rows / parts, inner, columns, sent=sent, launches=launches)
+    return part + (parts - 1) * beside + copied_sum(nbytes, world)
+
+
 @compare(
     baseline=whole,
     optimized=[
@@ -114,6 +150,13 @@ def copied(x, w, parts=8):
         roundings=2,
     ),
     bound="nvlink",
+    costs={
+        whole: one_by_one,
+        halves: in_parts(2),
+        quarters: in_parts(4),
+        eighths: in_parts(8),
+        copied: by_copies,
+    },
     conditions=Conditions(gpus=(2, 4)),
 )
 def test_tensor_parallel(pair):
