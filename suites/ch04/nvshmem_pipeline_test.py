@@ -1,32 +1,34 @@
 """NVSHMEM pipeline: a put that carries its signal needs no partner in a handshake.
 
-Problem    Two stages on two ranks: `batches` micro-batches of `rows` rows go through a matrix of
-           the first and then through one of the second. Both stages' results are wanted.
-Baseline   exchanged: each micro-batch is sent when it is there, and received ahead, on NCCL's
-           stream, so that both stages and the link work at once.
-Optimized  whole: the first stage ends before all of it is sent as one message, then the second one
-           begins: one handshake, and no overlap.
-           signalled: NVSHMEM: on a stream of its own the first rank puts each micro-batch into the
-           second one's memory, and sets a signal behind it, for which the second one's stream
-           waits. A flag is reduced by NCCL at the end of each call: all has been read.
-Bound      Latency: a stage's product of 16 x 2048 x 2048 reads 8 MiB of weights from the L2 in some
-           3 us, 64 KiB cross NVLink in 0.2 us, and an NCCL send takes 10 to 15 us from launch to
-           arrival, one after the other: exchanged takes 32 x 12 = 0.38 ms. A copy and a signal
-           behind it take some 4 us: signalled takes 0.13 ms, and 0.02 for the flag: 2.5 times.
-           whole takes twice 32 x 3 us and some 20 us for 2 MiB: 0.21 ms; it is there to compare
-           with.
-Seen       On two H200s (NVSHMEM of torch 2.11) signalled computes the right thing, as called; in a
-           CUDA graph it was captured and its replay never ended. So all sides are timed as
-           called: exchanged takes 2.0 to 2.3 ms, which is the host's, whole 0.76 (2.8x), signalled
-           1.75 (1.0x to 1.3x from process to process): what a put saves on the GPU, 32 calls from
-           Python spend again.
+Problem    Two stages on two ranks. `batches` micro-batches of `rows` rows go through a matrix of
+           the first stage, then through a matrix of the second. Both stages' results are wanted.
+Baseline   exchanged: each micro-batch is sent as soon as it is computed. The receives are posted
+           ahead, on NCCL's stream, so both stages and the link can work at once.
+Optimized  whole: the first stage computes everything and sends it as one message, then the second
+           stage begins. One handshake, no overlap.
+           signalled: exchanged, but by NVSHMEM. On its own stream, the first rank puts each
+           micro-batch into the second rank's memory and sets a signal after it. The second rank's
+           stream waits for the signal. An all-reduce of a flag ends each call.
+Bound      The host. A product and a message of this size take the GPU a few microseconds, less than
+           the host needs to start them. exchanged and signalled make several calls from Python per
+           micro-batch. whole makes one call to send everything. All sides are timed as called,
+           because the CUDA graph of signalled never finished its replay. NVLink multicast was off
+           (README). A put to one GPU does not use it.
+Seen       Every side takes several times as long as predicted. The prediction counts launches and
+           views. A call of `isend` or of a put takes the host longer than a launch, and no rate for
+           it is stored. whole makes only one such call, so its products also cost the host more
+           than predicted. That is not explained.
+Use when   Use one message if the second stage can wait for the first. Use puts with signals from a
+           kernel, where no Python call is paid per put. From Python, they gain little over NCCL.
 """
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
-from pytest_aisp import Conditions, Variant, Work, compare
+from pytest_aisp import Conditions, Cost, Variant, Work, compare
+
+from .wire_costs import collective
 
 FIRST, SECOND = 0, 1
 
@@ -38,7 +40,7 @@ def inputs(device, batches, rows, width):
 
 
 def reference(ranks):
-    """Return the first stage's results on its rank, and the second one's on the other."""
+    """Return the first stage's results on its rank, and the second stage's on the other."""
     x, first, _ = ranks[FIRST]
     *_, second = ranks[SECOND]
     between = x.double() @ first.double()
@@ -109,6 +111,36 @@ def signalled(x, first, second):
     yield run
 
 
+def products(batches, rows, width, launches, host_steps):
+    """Return the cost of one stage on one rank, with its calls per micro-batch."""
+    one = Cost(
+        l2=2 * width**2 + 4 * rows * width,
+        ops={"bf16": 2 * rows * width**2},
+        launches=launches,
+        host_steps=host_steps,
+    )
+    return batches * one
+
+
+def message_by_message(batches, rows, width):
+    """Return the cost of one rank: a product, a send or receive, three views, and a wait."""
+    stage = products(batches, rows, width, launches=2, host_steps=4)
+    return stage + Cost(sent=2 * batches * rows * width, collectives=1)
+
+
+def one_message(batches, rows, width):
+    """Return the cost of both stages. The second rank's host launches its stage meanwhile."""
+    first = products(batches, rows, width, launches=1, host_steps=2)
+    second = products(batches, rows, width, launches=0, host_steps=0)
+    return first + collective(2 * batches * rows * width) + second
+
+
+def put_by_put(batches, rows, width):
+    """Return the cost of the first rank: a product, a put, four views, and two stream calls."""
+    stage = products(batches, rows, width, launches=2, host_steps=6)
+    return stage + Cost(sent=2 * batches * rows * width) + Cost(launches=1, collectives=1)
+
+
 @compare(
     baseline=exchanged,
     optimized=[
@@ -126,6 +158,7 @@ def signalled(x, first, second):
         roundings=2,
     ),
     bound="launch",
+    costs={exchanged: message_by_message, whole: one_message, signalled: put_by_put},
     conditions=Conditions(gpus=2, l2="warm", environment={"TORCH_SYMMMEM": "NVSHMEM"}),
 )
 def test_nvshmem_pipeline(pair):
