@@ -1,4 +1,4 @@
-"""Host memory that several ranks of a machine map, pinned where a GPU copies to and from it."""
+"""Host memory that several ranks of a machine map, pinned if there are GPUs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 @contextmanager
 def shared_by_all(like: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """Yield one host tensor a rank, of the shape and type of `like`; every rank sees them all.
+    """Yield one host tensor per rank, of the shape and type of `like`. Every rank sees them all.
 
-    Collective: every rank enters and leaves, in the same order. Rank r's tensor lies in memory that
-    rank r has made, and each rank has pinned all of them for its own GPU.
+    This is a collective: all ranks must enter and leave, in the same order. Rank r has made the
+    memory of tensor r, and each rank has pinned all of them for its own GPU.
     """
     size = like.numel() * like.element_size()
     file = os.memfd_create("aisp")
@@ -23,7 +23,7 @@ def shared_by_all(like: torch.Tensor) -> Iterator[list[torch.Tensor]]:
     paths = [""] * dist.get_world_size()
     dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{file}")
     maps = [torch.from_file(path, shared=True, size=size, dtype=torch.uint8) for path in paths]
-    dist.barrier()  # everybody has mapped it
+    dist.barrier()  # all ranks have mapped it
     os.close(file)
     for memory in maps if like.is_cuda else ():
         _check(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))

@@ -1,20 +1,20 @@
-"""Ring order: let neighbours in a ring be neighbours on the board.
+"""Ring order: let neighbors in a ring be neighbors on the board.
 
-Problem    Every rank gets every rank's `numel` fp32 elements, in world - 1 steps: in each of them a
-           rank sends to the next of a ring what it got from the one before.
+Problem    Every rank gets every rank's `numel` fp32 elements, in world - 1 steps. In each step, a
+           rank sends to the next rank of a ring what it got from the rank before.
 Baseline   numbered: the ring of the ranks in their order.
-Optimized  linked: the same steps, along the ring with the most NVLinks under its hops.
-           crossing: along the one with the fewest, as the order of the ranks would be where devices
-           of two islands (sockets, pairs with a bridge) alternate; to compare with.
-           library: `dist.all_gather_into_tensor`; NCCL looks for rings by itself.
-Bound      NVLink: three steps of 16 MiB at 370 GB/s, 0.14 ms. Four GPUs in two islands: linked
-           crosses between them twice, one message each way at a time, crossing four times, two
-           each way. If they share one link of 50 GB/s, that is 1.0 ms against 2.0: twice as fast.
-           Where a switch joins all GPUs, as in H200 boards, all rings are equal, hence neutral;
-           others than the numbered one are timed all the same, to show it. On two GPUs there is
-           one ring alone: the page needs four. On CPUs, which have no links, ranks of equal parity
-           count as linked.
-           No GPU has measured this page yet.
+Optimized  linked: numbered, but the ring has the most NVLinks under its hops.
+           crossing: numbered, but the ring has the fewest NVLinks, as happens when the order of the
+           ranks alternates between two islands (sockets, or pairs with a bridge).
+           library: `dist.all_gather_into_tensor`, where NCCL finds rings by itself.
+Bound      NVLink. If four GPUs form two islands that share a slow link, linked crosses it twice and
+           crossing four times, so crossing takes twice as long. If a switch joins all GPUs, as on
+           H200 boards, all rings are equal, which is why linked only claims to be neutral. Two GPUs
+           have only one ring, so the page needs four. CPUs have no links, so there ranks of equal
+           parity count as linked. NVLink multicast is off where this project records (README). With
+           it, library could send each rank's elements once instead of three times.
+Use when   You write your own ring and the machine's GPUs are not all joined by a switch (see
+           `aisp links topology`). Otherwise let NCCL choose. No GPU has measured this page yet.
 """
 
 import functools
@@ -23,7 +23,9 @@ import itertools
 import torch
 import torch.distributed as dist
 
-from pytest_aisp import Conditions, Variant, Work, compare
+from pytest_aisp import Conditions, Cost, Variant, Work, compare
+
+from .wire_costs import collective, exchange
 
 
 def inputs(device, numel):
@@ -38,7 +40,7 @@ def reference(ranks):
 def rings(device_type, world):
     """Return the rings of `world` ranks of one machine, those with the fewest NVLinks first.
 
-    A ring and its reverse are one; of equal ones that in the ranks' order comes first.
+    A ring and its reverse count once. Of equal rings, the one in the ranks' order comes first.
     """
     if device_type == "cuda":
         kind = torch._C._autograd.DeviceType.CUDA
@@ -81,6 +83,11 @@ def library(x):
     return out.view(-1, x.numel())
 
 
+def along_ring(numel, world):
+    copied = Cost(read=4 * numel, write=4 * numel, launches=1)
+    return copied + (world - 1) * collective(4 * numel)
+
+
 @compare(
     baseline=numbered,
     optimized=[
@@ -94,6 +101,12 @@ def library(x):
     check_sizes=[{"numel": 33}, {"numel": 1023}],
     work=lambda numel: Work(wire=3 * 4 * numel),
     bound="nvlink",
+    costs={
+        numbered: along_ring,
+        linked: along_ring,
+        crossing: along_ring,
+        library: lambda numel, world: exchange(4 * world * numel, world),
+    },
     at_least="neutral",
     conditions=Conditions(gpus=4),
 )

@@ -1,16 +1,17 @@
-// Lamport's all-reduce: no handshake, since what arrives says by itself that it has arrived.
+// Lamport's all-reduce: no handshake, because the data itself shows that it has arrived.
 //
-// A rank has a slot for each rank, in three generations, and every float of a free slot is -0.0.
-// A call pushes x, where -0.0 became 0.0, into its slot on every other rank, waits until no float
-// that it needs is -0.0, and sums in the order of the ranks. Slots of the generation before this
-// call's were read by the call before; they are freed here, and written again two calls from now:
-// by then each rank has had something from each other that was sent after its freeing.
-// A block has its own part of x and of all slots, and counts its own turns: no block waits for
-// another of the same GPU.
+// A rank has a slot for each rank, in three generations. Every float of a free slot is -0.0.
+// A call replaces -0.0 in x by 0.0 and pushes x into its slot on every other rank. It waits until
+// none of the floats that it needs is -0.0, and sums them in the order of the ranks. The call
+// before has read the slots of its own generation. This call frees them, and they are written
+// again two calls from now. By then, each rank has received from every other rank something that
+// was sent after those slots were freed.
+// A block has its own part of x and of all slots, and counts its own turns. So no block waits for
+// another block of the same GPU.
 
 constexpr unsigned BLOCK = 256, GENERATIONS = 3, FREE = 0x80000000;  // the bits of -0.0f
 
-// Strong loads and stores at system scope: a float is never torn, and four move at once.
+// Strong loads and stores at system scope, four floats at once. No float is ever torn.
 __device__ void push(float4* at, float4 value) {
   asm volatile("st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(value.x),
                "f"(value.y), "f"(value.z), "f"(value.w)
