@@ -1,25 +1,25 @@
-"""Gradient accumulation: a batch in four parts needs a quarter of the activations.
+"""Gradient accumulation: a batch in four parts needs about a third of the memory.
 
 Problem    Gradients of the mean loss over a batch of 8 x 1024 tokens, for 8 decoder blocks of width
-           1024 in bf16. Whether a sequence comes alone or with others, its gradient is the same.
-Baseline   whole: one forward and one backward of the batch. Activations are 21.6 units of (tokens,
-           width) a block ([checkpointing](checkpointing_test.py) counts them), 2.9 GB.
-Optimized  accumulated: 4 micro-batches of 2 sequences, each with a quarter of its mean loss;
-           backward adds to `.grad`. It is bf16, so a sum is rounded 4 times and not once.
-Bound      Tensor cores, and memory is the point. whole: activations, some 10 units of temporaries
-           and 3 of the loss, 186 x 16.8 MB = 3.1 GB. accumulated: a quarter of it, 0.78 GB,
-           and the gradients, 0.20 GB, which are there from the second part on: 0.98 GB, 0.31. In
-           time 3 more passes read the weights and add to gradients, 5 x 0.2 GB a pass: 3 GB, 0.7
-           ms; and products of 2048 rows fill 132 SMs less evenly than those of 8192. Both do 5.4
-           TFLOP, 7.1 ms at 750 TFLOP/s: 0.8 to 0.9 times.
-Seen       An H200: memory as predicted, 2.8 GiB and 0.91 (0.32). Time 15.6 and 19.2 ms, 0.81 times;
-           both take twice the products' time: the rest is attention, norms, rotation and SwiGLU,
-           each a kernel of its own. As called accumulated takes 49 ms: its 2,500 kernels cost the
-           host more than the GPU.
+           1024 in bf16. No sequence depends on another, so splitting the batch changes nothing.
+Baseline   whole: one forward and one backward of the batch.
+Optimized  accumulated: the baseline in 4 micro-batches of 2 sequences, each with a quarter of its
+           mean loss. Backward adds to `.grad`. `.grad` is bf16, so a sum is rounded 4 times.
+Bound      Tensor cores. Memory is the point. checkpointing counts the peak of whole: activations
+           and temporaries of 180 units, each unit one bf16 value per token and column. accumulated
+           holds a quarter of these, and from the second part on it also holds the gradients of all
+           weights. That is 961 MB, or 32 % of the baseline's peak. In time, it launches four times
+           as many kernels.
+Seen       The peak of accumulated is about 12 MB higher than this count, which is not explained.
+           Both sides are slower than predicted. For whole this has the causes that checkpointing
+           lists. accumulated also has smaller products: with 2048 rows, a result of 2048 x 1024 is
+           64 tiles of 128 x 256 elements, which occupy 64 of 132 SMs. The rest is not explained.
+Use when   The batch does not fit in memory. If it fits, accumulation only costs time.
 """
 
-from pytest_aisp import Work, compare
+from pytest_aisp import Cost, Work, compare
 
+from . import decoder_costs
 from .transformer import batch, flops_of, model_of, reference_gradients, weights_of
 
 PARTS = 4
@@ -65,6 +65,18 @@ def work(layers, width, rows, length):
     )
 
 
+def whole_cost(layers, width, rows, length):
+    tokens = rows * length
+    return decoder_costs.layers(layers, width, tokens, length) + decoder_costs.ends(width, tokens)
+
+
+def accumulated_cost(layers, width, rows, length):
+    weights, matrices = weights_of(layers, width), 5 * layers + 2
+    part = whole_cost(layers, width, rows // PARTS, length) + Cost(launches=4)  # of the loss
+    added = Cost(read=4 * weights, write=2 * weights, launches=matrices + 2 * layers + 1)
+    return PARTS * part + (PARTS - 1) * added
+
+
 @compare(
     baseline=whole,
     optimized=[accumulated],
@@ -75,6 +87,7 @@ def work(layers, width, rows, length):
     check_sizes=[{"layers": 1, "width": 64, "rows": 4, "length": 33}],
     work=work,
     bound="tensor",
+    costs={whole: whole_cost, accumulated: accumulated_cost},
     at_least="yardstick",
 )
 def test_accumulation(pair):

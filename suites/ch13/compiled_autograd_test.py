@@ -1,19 +1,15 @@
-"""Compiled autograd: compile a backward whose forward stays as it is.
+"""Compiled autograd: compile the backward of an eager forward.
 
-Problem    Gradients of `layers` pre-norm SwiGLU layers of width 1024 for 16384 tokens in bf16, by x
-           and all weights, the gradient of the output given. The forward is eager on both sides, as
-           it is where Dynamo cannot follow it: control flow on data, a library's own operators.
-Baseline   eager: autograd runs a node at a time, as PyTorch does by default.
-Optimized  compiled_backward: `torch._dynamo.config.compiled_autograd`: the graph that the engine
-           would run, accumulation included, is traced at the first backward and compiled.
-Bound      DRAM, for what is no product. In units of (tokens, width) of bf16, 33.6 MB, with hidden
-           width 8/3: the backward of SwiGLU in eager kernels reads and writes silu, its gradient
-           and two products, 29 units a layer, in one kernel 13; norm and sum 9, fused 6. 19 units
-           are saved, 0.15 ms a layer at 4.24 TB/s. Forward and backward products, 0.82 TFLOP a
-           layer, are 1.1 ms at 750 TFLOP/s, the eager forward moves 24 units, 0.19 ms, what is left
-           of the backward 19, 0.15: 1.59 / 1.44 = 1.1x. Guards of every backward cost the host some
-           0.1 ms.
-Seen       An H200: 7.07 and 6.38 ms, 1.11x, as predicted.
+Problem    Gradients of `layers` pre-norm SwiGLU layers of width 1024 for 16384 tokens in bf16, with
+           respect to x and all weights. The gradient of the output is given. The forward is eager
+           on both sides, as where Dynamo cannot trace it: control flow on data, or a library's own
+           operators.
+Baseline   eager: autograd runs one node at a time, as PyTorch does by default.
+Optimized  compiled_backward: the baseline with `torch._dynamo.config.compiled_autograd`. The graph
+           that the engine would run is traced at the first backward and compiled.
+Bound      Tensor cores for the products, which are the same on both sides. DRAM for the other
+           kernels. Compiled, the backward of SwiGLU is one kernel, and norm and sums are two.
+Use when   Dynamo cannot trace the forward. If it can, compile the whole step instead.
 """
 
 import functools
@@ -21,7 +17,7 @@ import functools
 import torch
 from torch.nn import functional as F
 
-from pytest_aisp import Work, compare
+from pytest_aisp import Cost, Work, compare
 
 from .transformer import hidden_of, normalized
 
@@ -81,6 +77,54 @@ def work(layers, width, tokens):
     )
 
 
+def forward_cost(width, tokens):
+    hidden = hidden_of(width)
+    products = Cost(
+        read=2 * (3 * hidden * width + tokens * (2 * width + hidden)),
+        write=2 * tokens * (2 * hidden + width),
+        ops={"bf16": 6 * tokens * width * hidden},
+        launches=3,
+    )
+    pointwise = Cost(  # norm, silu, product, sum
+        read=2 * tokens * (3 * width + 3 * hidden),
+        write=2 * tokens * (2 * width + 2 * hidden),
+        launches=4,
+    )
+    return products + pointwise
+
+
+def backward_products(width, tokens):
+    hidden = hidden_of(width)
+    return Cost(
+        read=2 * (3 * hidden * width + tokens * (4 * width + 5 * hidden)),
+        write=2 * (3 * hidden * width + tokens * (2 * width + hidden)),
+        ops={"bf16": 12 * tokens * width * hidden},
+        launches=6,
+    )
+
+
+def eager_cost(layers, width, tokens):
+    hidden, weights = hidden_of(width), 3 * layers * width * hidden_of(width)
+    pointwise = Cost(  # two of the product, silu, two sums of gradients, two of the norm
+        read=2 * tokens * (8 * width + 6 * hidden),
+        write=2 * tokens * (3 * width + 3 * hidden),
+        launches=7,
+    )
+    stacked = Cost(read=2 * weights, write=2 * weights, launches=4)  # gradients of all layers
+    layer = forward_cost(width, tokens) + backward_products(width, tokens) + pointwise
+    return layers * layer + stacked
+
+
+def compiled_cost(layers, width, tokens):
+    hidden, weights = hidden_of(width), 3 * layers * width * hidden_of(width)
+    swiglu = Cost(read=8 * tokens * hidden, write=4 * tokens * hidden, launches=1)
+    norm = Cost(read=8 * tokens * width, write=2 * tokens * width, launches=1)
+    norm += Cost(read=6 * tokens * width, launches=1)  # the gradient of its weight
+    stacked = Cost(read=2 * weights, write=2 * weights, launches=4)
+    layer = forward_cost(width, tokens) + backward_products(width, tokens) + swiglu + norm
+    return layers * layer + stacked
+
+
 @compare(
     baseline=eager,
     optimized=[compiled_backward],
@@ -90,6 +134,7 @@ def work(layers, width, tokens):
     check_sizes=[{"layers": 1, "width": 64, "tokens": 33}],  # a CPU compiles 10 s a layer
     work=work,
     bound="dram",
+    costs={eager: eager_cost, compiled_backward: compiled_cost},
     at_least={"sm90": 1.05},
 )
 def test_compiled_autograd(pair):

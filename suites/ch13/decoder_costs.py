@@ -1,0 +1,138 @@
+"""What the decoder of `transformer.py` costs: the kernels of an eager forward and backward.
+
+Traffic is counted in units: one value for each token and each of `width` columns. `hidden` is the
+hidden width in units, about 8/3. An eager operation is one kernel, which reads its inputs and
+writes its outputs. Some 8 units of temporaries are in use at a time. If these fit in the L2, only
+the activations that backward needs are counted as DRAM traffic.
+"""
+
+from pytest_aisp import Cost
+
+from .transformer import HEAD, VOCABULARY, hidden_of
+
+L2 = 50e6
+TEMPORARIES = 8
+
+
+def layers(count, width, tokens, length, element=2, arithmetic="bf16"):
+    """Return the cost of `count` blocks' forward and backward."""
+    size = width, tokens, length, element, arithmetic
+    return count * (forward(*size) + backward(*size))
+
+
+def forward(width, tokens, length, element=2, arithmetic="bf16"):
+    """Return the cost of a block's forward."""
+    return (
+        linear_forward(width, tokens, element, arithmetic)
+        + attention_forward(width, tokens, length, element, arithmetic)
+        + pointwise_forward(width, tokens, element)
+    )
+
+
+def backward(width, tokens, length, element=2, arithmetic="bf16"):
+    """Return the cost of a block's backward."""
+    return (
+        linear_backward(width, tokens, element, arithmetic)
+        + attention_backward(width, tokens, length, element, arithmetic)
+        + pointwise_backward(width, tokens, element)
+    )
+
+
+def matrices(width):
+    """Return the weights of a block's five products."""
+    return (4 * width + 3 * hidden_of(width)) * width
+
+
+def linear_forward(width, tokens, element, arithmetic):
+    inputs = 4 * width + hidden_of(width)
+    outputs = 5 * width + 2 * hidden_of(width)
+    return Cost(
+        read=element * (matrices(width) + tokens * inputs),
+        write=element * tokens * outputs,
+        ops={arithmetic: 2 * tokens * matrices(width)},
+        launches=5,
+    )
+
+
+def linear_backward(width, tokens, element, arithmetic):
+    """Return the cost of two products for each one of the forward."""
+    inputs = 4 * width + hidden_of(width)
+    outputs = 5 * width + 2 * hidden_of(width)
+    return Cost(
+        read=element * (matrices(width) + tokens * (inputs + 2 * outputs)),
+        write=element * (matrices(width) + tokens * inputs),
+        ops={arithmetic: 4 * tokens * matrices(width)},
+        launches=10,
+    )
+
+
+def attention_forward(width, tokens, length, element, arithmetic):
+    """Return the cost of two products. The causal mask halves them."""
+    return Cost(
+        read=3 * element * tokens * width,
+        write=element * tokens * width,
+        ops={arithmetic: 2 * tokens * length * width},
+        sfu=tokens * length * width / HEAD / 2,
+        launches=1,
+    )
+
+
+def attention_backward(width, tokens, length, element, arithmetic):
+    """Return the cost of five products, since the scores are computed again."""
+    return Cost(
+        read=8 * element * tokens * width,
+        write=6 * element * tokens * width,
+        ops={arithmetic: 5 * tokens * length * width},
+        sfu=tokens * length * width / HEAD / 2,
+        launches=4,
+    )
+
+
+def traffic(unit, read, write, kept_read, kept_write, launches):
+    """Return the cost of kernels that move so many units. Backward needs the kept ones."""
+    if TEMPORARIES * unit > L2:
+        return Cost(read=read * unit, write=write * unit, launches=launches)
+    return Cost(
+        l2=(read + write) * unit,
+        read=kept_read * unit,
+        write=kept_write * unit,
+        launches=launches,
+    )
+
+
+def pointwise_forward(width, tokens, element):
+    hidden = hidden_of(width) / width
+    return traffic(
+        element * tokens * width,
+        read=2 + 10 + 1 + 4 + 3 * hidden,  # norms, rotation, heads side by side, sums, SwiGLU
+        write=2 + 8 + 1 + 2 + 2 * hidden,
+        kept_read=0,
+        kept_write=7 + 2 * hidden,
+        launches=2 + 14 + 1 + 2 + 2,
+    )
+
+
+def pointwise_backward(width, tokens, element):
+    hidden = hidden_of(width) / width
+    return traffic(
+        element * tokens * width,
+        # sums of gradients, norms, rotation, q k v side by side, SwiGLU
+        read=6 + 8 + 11 + 3 + 6 * hidden,
+        write=3 + 2 + 9 + 3 + 3 * hidden,
+        kept_read=4 + 3 * hidden,
+        kept_write=0,
+        launches=3 + 4 + 16 + 1 + 3,
+    )
+
+
+def ends(width, tokens, element=2, arithmetic="bf16"):
+    """Return the cost of embedding, last norm, head and loss, forward and backward."""
+    head = VOCABULARY * width
+    product = Cost(
+        read=3 * element * (tokens * width + head),
+        write=element * (tokens * width + 2 * head),
+        ops={arithmetic: 6 * tokens * head},
+        launches=3,
+    )
+    unit = element * tokens * width
+    return product + Cost(read=6 * unit, write=3 * unit, launches=20)
