@@ -1,26 +1,24 @@
 """FP8 linear: twice the tensor cores' rate, less what quantizing costs.
 
 Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. The weights are the page's state.
-Baseline   bf16: `torch.nn.functional.linear`, that is cuBLASLt.
-Optimized  Each on top of the one before; all multiply e4m3 by `torch._scaled_mm`.
-           dynamic: one scale for x and one for W, from their largest elements, in every call.
-           rowwise: a scale for each row of x and of W.
-           prepared: the weights are quantized once, before what is timed, as for inference.
-           fused: the rows of x are quantized by one Triton kernel, which reads them once. It can
-           because a row's scale needs the row alone; a scale of the tensor needs two passes.
-Bound      Tensor cores: 2 m n k operations, 750 TFLOP/s in bf16 and 1320 in FP8, 1.76x at most.
-           Quantized eagerly, an element is moved six times (its size is read and written, read for
-           the maximum, scaled and written in bf16, read and written in FP8): 13 bytes, which fused
-           makes 3. At m, n, k = 8192, 4096, 4096 the product takes 0.37 ms in bf16 and 0.21 in
-           FP8, x 0.10 ms at 4.24 TB/s and W 0.05: dynamic and rowwise 1.0x, prepared 1.2x, fused,
-           with 0.024 ms for x, 1.6x. With n = k = 8192 it is 1.47 ms against 0.83, and 0.21 ms for
-           each of x and W: dynamic and rowwise 1.2x, prepared 1.4x, fused 1.7x. Scales of rows gain
-           no time, and PyTorch's kernels for them may lose some; of normal values they make the
-           error no smaller either, for FP8 is a floating point; of rows that differ in size they
-           do.
-Seen       An H200: at n = k = 4096 dynamic 0.66x, rowwise 0.60x, prepared 0.80x, fused 1.72x; at
-           8192 0.88x, 0.80x, 1.17x and 1.95x. fused is as predicted; the eager ones move more than
-           13 bytes, in kernels of their own: 0.2 ms for an x of 64 MiB.
+Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt.
+Optimized  All variants multiply in e4m3 by `torch._scaled_mm`.
+           dynamic: one scale for x and one for W, from their largest elements, in each call.
+           rowwise: dynamic with a scale for each row of x and of W.
+           prepared: rowwise with the weights quantized once, as for inference. That is not timed.
+           fused: prepared with one Triton kernel that quantizes the rows of x and reads them once.
+           This works because the scale of a row depends on that row only.
+Bound      Tensor cores for fused. DRAM decides how much the eager kernels of the others add. With
+           one scale they move 13 bytes per element: the absolute value is written and read again,
+           and so is the scaled value. With a scale for each row they move 17, because a tensor of
+           fp32 scales makes the scaled value fp32. A single fp32 scale leaves it bf16. fused moves
+           3.
+Seen       The rungs that quantize in eager mode are slower than predicted. rowwise minus prepared
+           is the time for W, and it is about twice as long as its traffic takes. This is not
+           explained.
+Use when   Weights are quantized ahead and one kernel quantizes the activations. Eager quantization
+           in each call can cost more than the product gains. A scale for each row helps accuracy
+           if the rows differ in size.
 """
 
 import torch
@@ -28,13 +26,13 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
-from pytest_aisp import Conditions, Variant, Work, compare
+from pytest_aisp import Conditions, Cost, Variant, Work, compare
 
 from .rounding import to_even
 
 LARGEST = 448.0  # of e4m3
 ROWS = "_scaled_mm with a scale a row before torch 2.13" if torch.__version__ < (2, 13) else ""
-"""What a CPU lacks there."""
+"""What a CPU cannot do in that version."""
 
 
 def state(device, m, n, k):
@@ -110,6 +108,36 @@ def fused(w, x):
     yield lambda: product(*by_rows_at_once(x), *ready)
 
 
+def bf16_product(m, n, k):
+    return Cost(read=2 * (m + n) * k, write=2 * m * n, ops={"bf16": 2 * m * n * k}, launches=1)
+
+
+def fp8_product(m, n, k):
+    return Cost(read=(m + n) * k, write=2 * m * n, ops={"fp8": 2 * m * n * k}, launches=1)
+
+
+def quantizing(elements, scaled):
+    """Return the cost of eager kernels whose scaled values have `scaled` bytes each."""
+    magnitude = Cost(read=2 * elements, write=2 * elements, launches=1)
+    largest = Cost(read=2 * elements, launches=1)
+    scale = Cost(launches=4)  # to fp32, clamp, divide, reciprocal
+    product = Cost(read=2 * elements, write=scaled * elements, launches=1)
+    rounded = Cost(read=scaled * elements, write=elements, launches=1)
+    return magnitude + largest + scale + product + rounded
+
+
+def dynamic_cost(m, n, k):
+    return quantizing(m * k, scaled=2) + quantizing(n * k, scaled=2) + fp8_product(m, n, k)
+
+
+def prepared_cost(m, n, k):
+    return quantizing(m * k, scaled=4) + fp8_product(m, n, k)
+
+
+def fused_cost(m, n, k):
+    return Cost(read=2 * m * k, write=m * k, launches=1) + fp8_product(m, n, k)
+
+
 @compare(
     baseline=bf16,
     optimized=[
@@ -122,12 +150,19 @@ def fused(w, x):
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 8192, "n": 4096, "k": 4096}, {"m": 8192, "n": 8192, "k": 8192}],
-    # `_scaled_mm` wants k and n in multiples of 16.
+    # `_scaled_mm` needs multiples of 16 for k and n.
     check_sizes=[{"m": 33, "n": 48, "k": 80}, {"m": 7, "n": 16, "k": 1040}],
     work=lambda m, n, k: Work(
         read=2 * (m * k + n * k), write=2 * m * n, flops={"fp8": 2 * m * n * k}, terms=k
     ),
     bound="tensor",
+    costs={
+        bf16: bf16_product,
+        dynamic: dynamic_cost,
+        rowwise: lambda m, n, k: quantizing(n * k, scaled=4) + prepared_cost(m, n, k),
+        prepared: prepared_cost,
+        fused: fused_cost,
+    },
     conditions=Conditions(needs="fp8"),
 )
 def test_fp8_linear(pair):

@@ -1,22 +1,20 @@
-"""Odd dimensions of a product: pad them, so that rows begin where fast kernels can fetch them.
+"""Odd dimensions of a product: pad them, so that fast kernels can load the rows.
 
-Problem    x @ w.T in bf16, as `linear` computes it: x is (m, k), the layer's weight (n, k). Either
-           k is odd, as where features were concatenated, or n, as GPT-2's vocabulary of 50257.
-Baseline   odd: `linear` on what there is. Rows of an odd number of bf16 begin at multiples of 2
-           bytes; TMA and 16-byte copies to shared memory, on which fast kernels are built, need 16.
-Optimized  to_8: the weight is padded with zeros to a multiple of 8, that is 16 bytes, once and
-           before. x is padded in each call where k is odd. Where n is, the result has padded rows
-           in memory, and what is returned is a view of its first n columns.
-           to_64: to the next multiple of 64, 128 bytes, a step of the fast kernels' loops.
-Bound      Tensor cores, at 750 TFLOP/s. k odd: 137 GFLOP, 0.18 ms, and 67 MB to pad x, 0.016 ms at
-           4.24 TB/s. A kernel that fetches 2 bytes at a time is expected to reach 150 to 250
-           TFLOP/s, 0.55 to 0.9 ms: 2.8 to 4.6 times. n odd: 422 GFLOP, 0.56 ms. Operands lie well,
-           and only the result cannot leave by TMA: kernels made for Ampere reach some 60 % of an
-           H200, so 1.6 times. to_64 computes 1.5 % more than to_8 where k is odd and nothing worth
-           mentioning where n is: neutral to each other.
-Seen       An H200: k odd takes 1.06 ms, 130 TFLOP/s; to_8 4.5x, to_64 4.6x. n odd takes 5.0 ms,
-           85 TFLOP/s, so to_8 8.5x and to_64 8.3x: for both cuBLAS takes kernels made for Turing
-           (`cutlass_75_tensorop_bf16_s1688gemm`), not for Ampere.
+Problem    x @ w.T in bf16, as `linear` computes it: x is (m, k), the weight (n, k). Either k is
+           odd, as after features were concatenated, or n, as in GPT-2's vocabulary of 50257.
+Baseline   odd: `linear` on the operands as they are. Rows of an odd number of bf16 begin at
+           multiples of 2 bytes. Fast kernels use TMA or 16-byte copies, which need multiples of 16.
+Optimized  to_8: the baseline with the weight padded with zeros to a multiple of 8, which is 16
+           bytes. The padding of the weight is not timed. If k is odd, x is padded in each call. If
+           n is odd, the result has padded rows, and the function returns a view of n columns.
+           to_64: to_8 with multiples of 64, which is 128 bytes, a step of the fast kernels' loop.
+Bound      Tensor cores. `pad` fills the padded tensor with zeros and then copies x into it, which
+           is little beside the product.
+Seen       The baseline is far slower than predicted in both sizes. A profile shows why: cuBLAS
+           chooses kernels made for Turing (`cutlass_75_tensorop_bf16_s1688gemm`). These do not use
+           Hopper's tensor core instructions, which the measured rate of bf16 needs.
+Use when   A dimension of a bf16 product is odd, and the weight can be padded once. Multiples of 8
+           are enough: the next multiple of 64 gains next to nothing.
 """
 
 from types import SimpleNamespace
@@ -24,7 +22,7 @@ from types import SimpleNamespace
 import torch
 from torch.nn import functional as F
 
-from pytest_aisp import Work, compare
+from pytest_aisp import Cost, Work, compare
 
 
 def state(device, m, k, n):
@@ -63,6 +61,24 @@ def to_64(state, x):
     yield padded(state.weight, x, 64)
 
 
+def product(m, k, n):
+    return Cost(read=2 * (m + n) * k, write=2 * m * n, ops={"bf16": 2 * m * n * k}, launches=1)
+
+
+def padding(multiple):
+    """Return a function of the size: zeros, a copy of x into them, and the padded product."""
+
+    def cost(m, k, n):
+        wide, tall = (size + -size % multiple for size in (k, n))
+        if wide == k:
+            return product(m, wide, tall)
+        fill = Cost(write=2 * m * wide, launches=1)
+        copy = Cost(read=2 * m * k, write=2 * m * k, launches=1)
+        return fill + copy + product(m, wide, tall)
+
+    return cost
+
+
 @compare(
     baseline=odd,
     optimized=[to_8, to_64],
@@ -80,6 +96,7 @@ def to_64(state, x):
         read=2 * (m + n) * k, write=2 * m * n, flops={"bf16": 2 * m * n * k}, terms=k
     ),
     bound="tensor",
+    costs={odd: product, to_8: padding(8), to_64: padding(64)},
 )
 def test_gemm_alignment(pair):
     pair.assert_equivalent()
