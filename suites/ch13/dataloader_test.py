@@ -1,33 +1,30 @@
 """DataLoader: decode the next batches while this one is trained on.
 
 Problem    One epoch of SGD on images that lie in memory as 8 x 8 blocks of DCT coefficients, as a
-           JPEG does once its entropy code is undone. An item: dequantize, invert the DCT, YCbCr to
-           RGB, crop, flip, resize with antialiasing, some 12 torch operations on the CPU. The
-           sampler says which item comes when, and how it is cropped: the same on all sides. Every
-           item's logits are returned, and the weights after the epoch are compared.
-Baseline   in_process: `num_workers=0`; the process that trains also decodes, item by item.
-Optimized  workers: that many processes decode; they start and end with the epoch.
-           persistent: the same, `persistent_workers=True`; they start once, before the epochs that
-           are timed: the cost of preparing, which every epoch after the first saves.
-           pinned: as persistent, `pin_memory=True` and a copy with `non_blocking=True`.
-           prefetched: as pinned, `prefetch_factor=4`: four batches a worker are under way, not 2.
-Bound      The host. An item takes some 0.33 ms of one core, 256 of them 85 ms; a step's launches
-           and optimizer take 0.4 ms, 16 of them 6 ms: 91 ms. Eight workers decode in 11 ms. A
-           batch of 0.75 MiB comes through shared memory, 0.2 ms each to receive, and the last
-           steps follow the last batches: persistent 15 ms, 6 times. To fork and join 8 workers
-           takes some 100 ms (50 for 2 where this was written): workers lose here as
-           much as they gain, 0.8 times, and would gain 6 times too in an epoch of minutes. Pinning
-           costs a thread and a copy, out of sight, and saves 0.1 ms a batch of staging, which is
-           all but lost in 15 ms. prefetched is as persistent, since no item takes longer than
-           another; it is for data that come in bursts. The GPU's share is small: 4 MFLOP an item.
-Seen       An H200 in a virtual machine of 16 cores: in_process 98 to 150 ms, workers 0.41x to
-           0.58x; persistent 2.2x to 2.4x, pinned 2.6x to 3.1x, prefetched 2.6x to 3.1x. Starting
-           and ending 8 workers takes 200 ms and more from a process that holds a GPU (0.35x where
-           they pinned, too); what lasts wins less than predicted, 47 ms an epoch: a batch costs 3
-           ms to receive, not 0.2.
+           JPEG does after its entropy decoding. For each item: dequantize, invert the DCT, YCbCr to
+           RGB, crop, flip, resize with antialiasing, some 12 torch operations on the CPU. The items
+           come in shards of 64. One shard of 4 holds grainy images, which are smoothed 8 times
+           first, so loading is slow in bursts of 4 batches. The sampler shuffles within a shard,
+           and is the same on all sides. Every item's logits are returned, and the weights after the
+           epoch are compared.
+Baseline   in_process: `num_workers=0`. The process that trains also decodes.
+Optimized  workers: the baseline with processes that decode. They start and end with the epoch.
+           persistent: workers with `persistent_workers=True`. They start once, which is not timed.
+           pinned: persistent with `pin_memory=True` and a copy with `non_blocking=True`.
+           prefetched: pinned with `prefetch_factor=4`: each worker has four batches under way, not
+           2, so more fast batches are ready when a slow burst comes.
+Bound      The host: decoding without workers. With workers, the process that trains receives
+           batches, launches kernels, and waits for bursts. Starting and ending workers takes longer
+           than decoding a short epoch.
+Seen       The cost counts what the training process launches and copies. The time of decoding on
+           the CPU and of passing batches between processes has no rate, so these times are not
+           explained.
+Use when   Decoding takes longer than a step: use persistent workers, with pinned memory. Workers
+           that end with the epoch only pay in long epochs. A larger prefetch factor helps only if
+           loading times vary.
 
-A page about workers cannot hand them values that change in place: theirs are as they were when they
-started. So the images are part of the state, which nobody changes, and the order is the input.
+Values that change in place cannot be passed to workers: they see them as they were at the start.
+So the images are part of the state, which nobody changes, and the order is the input.
 """
 
 from types import SimpleNamespace
@@ -36,9 +33,10 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from pytest_aisp import Conditions, Variant, Work, compare
+from pytest_aisp import Conditions, Cost, Variant, Work, compare
 
 BATCH, CLASSES, HIDDEN, RATE = 16, 10, 64, 0.01
+SHARD, GRAINY, SMOOTHINGS = 64, 4, 8  # items of a shard; one shard in 4 is grainy
 QUANTIZED = torch.arange(1, 65).view(8, 8) / 64  # steps of the 64 frequencies
 TO_RGB = torch.tensor([[1.0, 0.0, 1.402], [1.0, -0.344, -0.714], [1.0, 1.772, 0.0]])
 
@@ -69,13 +67,24 @@ def state(device, items, side, workers):
 
 
 def inputs(device, items, side, workers):
-    """Return what the sampler says: item, top, left, flip, a row for each place in the epoch."""
+    """Return the sampler's rows: item, top, left and flip, for each place in the epoch."""
+    order = torch.cat([s[torch.randperm(len(s))] for s in torch.arange(items).split(SHARD)])
     corners = torch.randint(side // 4 + 1, (2, items))
-    return (torch.stack([torch.randperm(items), *corners, torch.randint(2, (items,))], dim=1),)
+    return (torch.stack([order, *corners, torch.randint(2, (items,))], dim=1),)
+
+
+def is_grainy(item):
+    return item // SHARD % GRAINY == 0
+
+
+def smoothed(pictures):
+    for _ in range(SMOOTHINGS):
+        pictures = F.avg_pool2d(pictures, 3, stride=1, padding=1)
+    return pictures
 
 
 class Rows:
-    """The rows of a tensor as a sampler's keys, read anew for each epoch."""
+    """The rows of a tensor as a sampler's keys. Each epoch reads the tensor again."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -96,6 +105,7 @@ class Images(torch.utils.data.Dataset):
         blocks = DCT.t() @ (self.coefficients[item] * QUANTIZED) @ DCT
         side = 8 * blocks.shape[1]
         picture = (TO_RGB @ blocks.transpose(2, 3).reshape(3, -1)).view(3, side, side)
+        picture = smoothed(picture) if is_grainy(item) else picture
         crop = picture[:, top : top + side * 3 // 4, left : left + side * 3 // 4]
         crop = crop.flip(2) if flip else crop
         small = F.interpolate(crop[None], (side // 2,) * 2, mode="bilinear", antialias=True)
@@ -124,7 +134,9 @@ def reference(state, rows):
     along = torch.arange(side * 3 // 4, device=device)
     y = top[:, None] + along
     x = left[:, None] + torch.where(flip[:, None] == 1, len(along) - 1 - along, along)
-    flat = pictures.reshape(count, side, side, 3)
+    flat = pictures.reshape(count, side, side, 3).permute(0, 3, 1, 2)
+    grainy = is_grainy(torch.arange(count, device=device))
+    flat = torch.where(grainy[:, None, None, None], smoothed(flat), flat).permute(0, 2, 3, 1)
     crops = flat[item[:, None, None], y[:, :, None], x[:, None, :]].permute(0, 3, 1, 2)
     small = F.interpolate(crops, (side // 2,) * 2, mode="bilinear", antialias=True).flatten(1)
     batches = zip(small.split(BATCH), state.labels.to(device)[item].split(BATCH), strict=True)
@@ -136,7 +148,7 @@ def loader(state, rows, **more):
 
 
 def forked(state, **more):
-    # Forked workers share the dataset; those of other start methods are each sent a copy.
+    # Forked workers share the dataset. With other start methods, each gets a copy.
     return {"num_workers": state.workers, "multiprocessing_context": "fork", **more}
 
 
@@ -167,11 +179,22 @@ def prefetched(state, rows):
 
 
 def lasting(state, rows, pin_memory=False, **more):
-    """Yield an epoch whose workers were started before."""
+    """Yield an epoch whose workers are already running."""
     keeping = {"persistent_workers": True, "pin_memory": pin_memory}
     batches = loader(state, rows, **forked(state, **keeping, **more))
     iter(batches)
     yield lambda: epoch(state, batches, non_blocking=pin_memory)
+
+
+def epoch_cost(items, side, workers):
+    """Return the cost of copies to the GPU and of SGD steps, without decoding."""
+    pixels = 3 * (side // 2) ** 2
+    step = Cost(
+        h2d=BATCH * (4 * pixels + 8),
+        ops={"fp32": 6 * BATCH * pixels * HIDDEN},
+        launches=2 + 5 + 9 + 1,  # copies, forward and loss, backward, update
+    )
+    return -(-items // BATCH) * step + Cost(launches=1)
 
 
 LASTING = {"sm90": 2.0, "cpu": "yardstick"}  # on a CPU steps and workers share the cores
@@ -188,16 +211,17 @@ LASTING = {"sm90": 2.0, "cpu": "yardstick"}  # on a CPU steps and workers share 
     state=state,
     inputs=inputs,
     reference=reference,
-    sizes=[{"items": 256, "side": 128, "workers": 8}],
-    check_sizes=[{"items": 3 * BATCH - 5, "side": 24, "workers": 2}],
-    cpu_sizes=[{"items": 64, "side": 64, "workers": 1}],
+    sizes=[{"items": 1024, "side": 128, "workers": 8}],
+    check_sizes=[{"items": SHARD + BATCH - 5, "side": 24, "workers": 2}],
+    cpu_sizes=[{"items": 128, "side": 64, "workers": 1}],
     work=lambda items, side, workers: Work(
         wire=items * (3 * side**2 + 8),
         flops={"fp32": 6 * items * 3 * (side // 2) ** 2 * HIDDEN},
         terms=3 * side**2,
-        roundings=16,
+        roundings=16 + SMOOTHINGS,
     ),
     bound="host",
+    costs=dict.fromkeys((in_process, workers, persistent, pinned, prefetched), epoch_cost),
     conditions=Conditions(owns=["threads"]),  # workers live on from epoch to epoch
 )
 def test_dataloader(pair):

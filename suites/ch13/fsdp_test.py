@@ -2,25 +2,23 @@
 
 Problem    A training step of an MLP of `layers` square fp32 layers on every rank's own batch: load
            the checkpoint, forward, backward, mean of the gradients over the ranks, SGD with
-           momentum. Every rank returns its own rows of the new parameters. A call begins with the
-           checkpoint, which is the state, so that a step's result can be told from the last one's.
-Baseline   ddp: DistributedDataParallel; every rank holds and updates everything. Gradients are
+           momentum. Every rank returns its own rows of the new parameters. The checkpoint holds
+           parameters and momentum. It is the page's state, and each call begins by loading it.
+Baseline   ddp: DistributedDataParallel. Every rank holds and updates everything. Gradients are
            views of DDP's buckets, which saves a copy of them all.
-Optimized  fsdp: `fully_shard` a layer: a rank holds rows / world of parameters, gradients and
-           momentum; a layer's parameters are gathered when its turn comes, and freed after.
-Bound      Memory is the point. 16 layers of 4096 x 4096 are 1 GiB. ddp holds parameters, buckets of
-           gradients, momentum, and at last the rows that it returns, 3.5 GiB on two ranks. fsdp
-           holds its share of the first three, 1.5 GiB; the gathered layers are gone when momentum
-           comes, and gradients when rows are returned: 0.43 of ddp's, as two Gloo ranks show too.
-           On four it is some 0.9 of 3.25, 0.28, with two layers gathered. Claimed is 0.55.
-           Time, by the host's clock, since DDP's step cannot be captured in a graph: a layer at
-           256 rows is 26 GFLOP, 0.52 ms at 50 TFLOP/s of fp32, 8.2 ms for all. ddp reduces 64 MiB a
-           layer under that, 0.23 ms at 316 GB/s; fsdp gathers twice and scatters once, half as many
-           bytes again, 0.3 ms. Loading and updating move 24 bytes a parameter, 1.5 ms, of which
-           fsdp does its share. But a layer costs fsdp some 0.5 ms of Python, as long as its
-           products take: no faster, if not slower.
-Seen       Two H200s: 13.0 ms and 41, 0.32x (0.36x on another machine), as a layer costs fsdp 1.6 to
-           2 ms of Python in those virtual machines; memory 3.5 GiB and 1.5, 0.43 as predicted.
+Optimized  fsdp: `fully_shard` on each layer instead. A rank holds rows / world of parameters,
+           gradients and momentum. A layer's parameters are gathered before they are used, and freed
+           after.
+Bound      The CUDA cores' products in ddp, and the host in fsdp. Memory is the point. 16 layers of
+           4096 x 4096 are 1 GiB. On two ranks, ddp holds parameters, buckets of gradients, momentum
+           and at last half of them as returned rows, 3.5 GiB. fsdp holds half of the first three,
+           1.5 GiB, and in backward also three or four layers of 64 MiB: the gathered layer, the
+           next one, and a gradient on its way to the other ranks. That is half of ddp's memory.
+Seen       fsdp is far slower than predicted. Its host runs Python hooks before and after each
+           layer, and their time is no part of the cost, which counts launches. How long they take
+           was not measured, so this is not explained.
+Use when   Parameters, gradients and optimizer state do not fit on one GPU. If they fit, DDP is
+           faster, unless a layer's products take longer than its hooks.
 """
 
 from types import SimpleNamespace
@@ -31,18 +29,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from pytest_aisp import Conditions, Variant, Work, compare
+from pytest_aisp import Conditions, Cost, Variant, Work, compare
 
 BATCH, RATE, MOMENTUM = 256, 0.5, 0.9
 
 
 def state(device, layers, width):
     weights = torch.randn(layers, width, width, device=device) / width**0.5
-    return SimpleNamespace(checkpoint=weights)
+    momentum = torch.randn(layers, width, width, device=device) / width**0.5
+    return SimpleNamespace(checkpoint=weights, momentum=momentum)
 
 
 def inputs(device, layers, width):
-    """Return a batch, and the gradient of the loss with respect to what becomes of it."""
+    """Return a batch, and the gradient of the loss with respect to the model's output."""
     return tuple(torch.randn(BATCH, width, device=device) for _ in range(2))
 
 
@@ -54,7 +53,8 @@ def reference(states, ranks):
         for weight in weights:
             y = torch.tanh(y @ weight.t())
         found.append(torch.autograd.grad(y, weights, dy.double())[0])
-    stepped = states[0].checkpoint.double() - RATE * sum(found) / world
+    momentum = MOMENTUM * states[0].momentum.double() + sum(found) / world
+    stepped = states[0].checkpoint.double() - RATE * momentum
     own = [[part.clone() for part in weight.chunk(world)] for weight in stepped]
     return [list(rows) for rows in zip(*own, strict=True)]
 
@@ -73,23 +73,27 @@ def step(model, optimizer, x, dy):
 
 
 def sgd(model):
-    return torch.optim.SGD(model.parameters(), RATE, MOMENTUM)
+    """Return SGD in the middle of training, and its momentum of each parameter."""
+    optimizer = torch.optim.SGD(model.parameters(), RATE, MOMENTUM)
+    buffers = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    for parameter, buffer in zip(model.parameters(), buffers, strict=True):
+        optimizer.state[parameter]["momentum_buffer"] = buffer
+    return optimizer, buffers
 
 
-def load(held, rows, optimizer):
-    """Begin anew: put `rows` into the parameters that are `held`, and forget the momentum."""
+def load(held, rows):
     with torch.no_grad():
         torch._foreach_copy_(held, rows)
-    optimizer.state.clear()
 
 
 def ddp(state, x, dy):
     rank, world = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(mlp(state.checkpoint), gradient_as_bucket_view=True)
-    optimizer, parameters = sgd(model), list(model.parameters())
+    parameters = list(model.parameters())
+    optimizer, momentum = sgd(model)
 
     def run():
-        load(parameters, list(state.checkpoint), optimizer)
+        load(parameters + momentum, [*state.checkpoint, *state.momentum])
         step(model, optimizer, x, dy)
         return [parameter.detach().chunk(world)[rank].clone() for parameter in parameters]
 
@@ -103,15 +107,62 @@ def fsdp(state, x, dy):
     for linear in model[::2]:
         fully_shard(linear, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer, own = sgd(model), [p.to_local().detach() for p in model.parameters()]
+    own = [p.to_local().detach() for p in model.parameters()]
+    optimizer, buffers = sgd(model)
+    momentum = [buffer.to_local() for buffer in buffers]
 
     def run():
-        rows = [weight.chunk(world)[rank] for weight in state.checkpoint]
-        load(own, rows, optimizer)
+        whole = [*state.checkpoint, *state.momentum]
+        load(own + momentum, [one.chunk(world)[rank] for one in whole])
         step(model, optimizer, x, dy)
         return [shard.clone() for shard in own]
 
     yield run
+
+
+def loading(weights):
+    """Return the cost of copying parameters and momentum."""
+    return 2 * Cost(read=4 * weights, write=4 * weights, launches=1)
+
+
+def updating(weights):
+    """Return the cost of SGD: scale the momentum, add the gradient, update the parameters."""
+    added = Cost(read=8 * weights, write=4 * weights, launches=1)
+    return Cost(read=4 * weights, write=4 * weights, launches=1) + added + added
+
+
+def ddp_cost(layers, width, world):
+    weights = layers * width**2
+    forward = Cost(ops={"fp32": 2 * BATCH * weights}, launches=2 * layers)
+    backward = Cost(  # an all-reduce a layer meanwhile
+        ops={"fp32": 4 * BATCH * weights},
+        sent=2 * (world - 1) / world * 4 * weights,
+        launches=4 * layers,
+    )
+    divided = Cost(read=4 * weights, write=4 * weights, launches=layers)
+    returned = Cost(read=4 * weights / world, write=4 * weights / world, launches=layers)
+    return loading(weights) + forward + backward + divided + updating(weights) + returned
+
+
+def fsdp_cost(layers, width, world):
+    weights = layers * width**2
+    own, away = weights / world, (world - 1) / world * 4 * weights
+    forward = Cost(  # a gather meanwhile, with a copy into its buffer and one out of it
+        read=4 * (own + weights),
+        write=4 * (own + weights),
+        ops={"fp32": 2 * BATCH * weights},
+        sent=away,
+        launches=5 * layers,
+    )
+    backward = Cost(  # another gather, and a scatter of the gradients, copied into its buffer
+        read=4 * (own + 2 * weights),
+        write=4 * (own + 2 * weights),
+        ops={"fp32": 4 * BATCH * weights},
+        sent=2 * away,
+        launches=9 * layers,
+    )
+    returned = Cost(read=4 * own, write=4 * own, launches=layers)
+    return loading(own) + forward + backward + updating(own) + returned
 
 
 @compare(
@@ -129,6 +180,7 @@ def fsdp(state, x, dy):
         roundings=2 * layers + 4,
     ),
     bound="host",
+    costs={ddp: ddp_cost, fsdp: fsdp_cost},
     conditions=Conditions(gpus=(2, 4)),
 )
 def test_fsdp(pair):
