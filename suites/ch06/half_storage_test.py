@@ -1,0 +1,98 @@
+"""Half storage: convert bf16 in registers, and move several elements per access.
+
+Problem    SiLU of n bf16 elements, computed in fp32 and rounded to bf16 once. The data are bf16 on
+           all sides, and so is the result.
+Baseline   widened: an fp32 kernel between two conversions, `x.float()` and `.bfloat16()`. Two fp32
+           tensors pass through DRAM.
+Optimized  in_registers: of widened. One kernel loads bf16, computes in fp32, and stores bf16. A
+           thread has one element.
+           pairs: of in_registers. Two elements per thread, in 4-byte accesses.
+           octets: of in_registers. Eight elements per thread, in 16-byte accesses.
+           library: `torch.nn.functional.silu`, which also computes in fp32.
+Bound      DRAM: 2 bytes read and 2 written per element, against 20 of widened. With 2 bytes per
+           thread, the 2048 threads of an SM have 4 KiB in flight, a third of what the full rate
+           needs. So in_registers gains less than its bytes, and octets gains the rest.
+Use when   Tensors are in 16 bits and arithmetic needs 32. Never convert a whole tensor for one
+           elementwise kernel. Load at least 16 bytes per thread. Sums and exponentials stay in
+           fp32.
+"""
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+
+from pytest_aisp import Cost, Variant, Work, compare, cuda_module
+
+kernels = cuda_module("half_storage.cu")
+BLOCK = 256
+
+
+def inputs(device, n):
+    return (torch.randn(n, device=device, dtype=torch.bfloat16),)
+
+
+def reference(x):
+    x = x.double()
+    return (x / (1 + torch.exp(-x))).bfloat16()
+
+
+def launch(kernel, x, each):
+    out = torch.empty_like(x)
+    kernel[-(-x.numel() // (each * BLOCK)), BLOCK](x, out, x.numel())
+    return out
+
+
+def widened(x):
+    return launch(kernels.in_fp32, x.float(), each=1).bfloat16()
+
+
+def in_registers(x):
+    return launch(kernels.in_registers, x, each=1)
+
+
+def pairs(x):
+    return launch(kernels.pairs, x, each=2)
+
+
+def octets(x):
+    return launch(kernels.octets, x, each=8)
+
+
+def library(x):
+    return F.silu(x)
+
+
+def squashed(n, read=2, write=2):
+    """Return the cost of the kernel with these bytes per element."""
+    return Cost(read=read * n, write=write * n, sfu=2 * n, ops={"fp32": 4 * n}, launches=1)
+
+
+def converted_twice(n):
+    longer = Cost(read=2 * n, write=4 * n, launches=1)
+    shorter = Cost(read=4 * n, write=2 * n, launches=1)
+    return longer + squashed(n, read=4, write=4) + shorter
+
+
+@compare(
+    baseline=widened,
+    optimized=[
+        in_registers,
+        pairs,
+        Variant(octets, sass=("LDG.128", "STG.128")),
+        Variant(library, at_least="yardstick"),
+    ],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"n": 2**28}],
+    # A block of octets has 2048 elements. The last 1 to 7 elements may fill no vector.
+    check_sizes=[{"n": 1023}, {"n": 2053}, {"n": st.integers(1, 5000)}],
+    work=lambda n: Work(read=2 * n, write=2 * n),
+    bound="dram",
+    costs={
+        widened: converted_twice,
+        **dict.fromkeys([in_registers, pairs, octets, library], squashed),
+    },
+)
+def test_half_storage(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
