@@ -1,0 +1,88 @@
+"""Cooperative groups: a barrier for the whole grid instead of a launch per step.
+
+Problem    64 steps of heat diffusion on a ring of n fp32 cells. A cell of a step needs three cells
+           of the previous step, so all blocks must have finished a step before the next begins.
+Baseline   launches: one kernel per step. The end of a kernel is the barrier.
+Optimized  captured: of launches. The same kernels in a CUDA graph, which the host launches once.
+           grid_sync: of launches. One cooperative kernel. Its blocks all run at once, and wait for
+           each other by `grid.sync()` after each step.
+Bound      Launch for launches: the host takes longer to launch a step than the GPU needs for it.
+           The cells stay in the L2, and a step on them is short. grid_sync pays for 63 barriers, at
+           each of which every block does an atomic on one address and waits for the slowest.
+           captured pays for 64 starts of kernels, but not on the host.
+Use when   A barrier is needed between short steps, and threads can keep something from step to step
+           in registers or shared memory, which a kernel's end destroys. For the launches alone,
+           capture a graph first: it needs no new kernel. The grid must fit the GPU at once.
+"""
+
+import torch
+from hypothesis import strategies as st
+
+from pytest_aisp import Cost, Work, capture, compare, cuda_module
+
+kernels = cuda_module("cooperative_groups.cu")
+step_kernels = cuda_module("cooperative_groups_step.cu")
+BLOCK = 256
+STEPS, RATE = 64, 0.25
+
+
+def inputs(device, n):
+    return (torch.randn(n, device=device),)
+
+
+def reference(u):
+    u = u.double()
+    for _ in range(STEPS):
+        u = u + RATE * (u.roll(1) - 2 * u + u.roll(-1))
+    return u
+
+
+def launches(u):
+    n, states = u.numel(), (torch.empty_like(u), torch.empty_like(u))
+    for k in range(STEPS):
+        step_kernels.step[-(-n // BLOCK), BLOCK](RATE, u, states[k % 2], n)
+        u = states[k % 2]
+    return u
+
+
+def captured(u):
+    yield capture(lambda: launches(u))
+
+
+def grid_sync(u):
+    n, even, odd = u.numel(), torch.empty_like(u), torch.empty_like(u)
+    gpu = torch.cuda.get_device_properties(u.device)
+    resident = gpu.max_threads_per_multi_processor // BLOCK * gpu.multi_processor_count
+    grid = min(resident, -(-n // BLOCK))
+    kernels.all_steps.launch(grid, BLOCK, cooperative=True)(RATE, u, even, odd, n, STEPS)
+    return odd  # the last of an even number of steps
+
+
+def stepped(n, launches):
+    """Return the cost of one step. Its cells are in the L2."""
+    return Cost(l2=8 * n, ops={"fp32": 4 * n}, launches=launches)
+
+
+def started(n, launches):
+    """Return the cost of the first read and the last write."""
+    return Cost(read=4 * n, write=4 * n, launches=launches)
+
+
+@compare(
+    baseline=launches,
+    optimized=[captured, grid_sync],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"n": 2**17}],
+    check_sizes=[{"n": 1023}, {"n": st.integers(3, 600)}],
+    work=lambda n: Work(read=4 * n, write=4 * n, flops={"fp32": 4 * STEPS * n}),
+    bound="launch",
+    costs={
+        launches: lambda n: started(n, 0) + STEPS * stepped(n, launches=1),
+        captured: lambda n: started(n, 1) + STEPS * stepped(n, launches=0),
+        grid_sync: lambda n: started(n, 1) + STEPS * stepped(n, launches=0),
+    },
+)
+def test_cooperative_groups(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
