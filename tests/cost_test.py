@@ -43,6 +43,7 @@ PEAKS = Peaks(
         (Cost(read=4e9, launches=3), False, 1e-3, "read"),
         (Cost(read=4e6, launches=3, host_steps=5), False, 3.5e-5, "launch"),
         (Cost(read=4e6, launches=3, host_steps=5), True, 4e-6, "graph_node"),
+        (Cost(read=4e9, launches=1, graph_nodes=100), False, 1.1e-3, "read"),
         # The host waits for the first kernel, and then launches ten while the GPU works.
         (Cost(read=4e9, launches=1, syncs=1) + Cost(launches=10), False, 1.12e-3, "read"),
     ],
@@ -89,6 +90,13 @@ def test_a_rate_that_was_not_measured_is_named(cost, rate, command):
 )
 def test_a_page_may_say_what_was_seen(doc, found):
     assert has_seen_section(doc) is found
+
+
+def test_a_type_without_a_peak_has_no_command():
+    with pytest.raises(RateMissing) as error:
+        predict(Cost(ops={"fp64": 1}), PEAKS, graph=True)
+    text = "the rate 'fp64' was not measured on made-up; no command measures it"
+    assert str(error.value) == text
 
 
 def test_phases_are_kept_in_order():

@@ -489,6 +489,18 @@ def test_a_side_whose_rate_is_missing_is_listed_as_not_predicted(collected, tmp_
     assert ["n=64", "tiled", "1", "ms", "800", "us", "-", "1.25x", "-"] in rows
 
 
+def test_a_type_that_no_command_measures_is_named(collected, tmp_path, capsys):
+    costs = {"baseline": [{"ops": {"fp64": 1e9}}], "optimized": [{"read": 1e9}]}
+    collected(case("ch07:scan", costs=costs))
+    stored(tmp_path, {SCAN: result(1.25)})
+    rates(tmp_path, copy=4e12)
+    *_, closing = predicted(capsys).out.splitlines()
+    assert closing == (
+        "2 sides are not predicted, because the rates fp64, read were not measured there:"
+        " run aisp machine peak --store (no command measures fp64)"
+    )
+
+
 def test_a_page_shows_its_stored_times_if_no_peaks_are_stored(collected, tmp_path, capsys):
     scan = case("ch07:scan", costs={**COSTS, "optimized": [{"sent": 1e9}]})
     collected(scan)

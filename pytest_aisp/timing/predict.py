@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..page.cost import HOST, UNITS, Cost, memory_rates
-from .peaks import LINKS, SECONDS, Peaks
+from .peaks import LINKS, RATES, SECONDS, Peaks
 
 EXPLAINED = 0.25
 """A time is unexplained if it differs from the predicted time by more than this share of it."""
@@ -39,15 +39,15 @@ class RateMissing(ValueError):
     """The rate `rate`, which a cost needs, was not measured on this product."""
 
     def __init__(self, rate: str, product: str) -> None:
-        self.rate = rate
-        super().__init__(
-            f"the rate {rate!r} was not measured on {product}; measure it there:\n"
-            f"    {how_to_measure(rate)}"
-        )
+        self.rate, command = rate, how_to_measure(rate)
+        advice = f"; measure it there:\n    {command}" if command else "; no command measures it"
+        super().__init__(f"the rate {rate!r} was not measured on {product}{advice}")
 
 
 def how_to_measure(rate: str) -> str:
-    """Return the command that measures and stores `rate`."""
+    """Return the command that measures and stores `rate`; empty for a type without a peak."""
+    if rate not in RATES:
+        return ""
     links = {"peer": "bandwidth", "peer_both": "bandwidth", "busbw": "nccl", "all_reduce": "nccl"}
     return f"aisp links {links[rate]} --store" if rate in links else "aisp machine peak --store"
 
@@ -66,7 +66,8 @@ def predict(cost: Cost, peaks: Peaks, *, graph: bool) -> Prediction:
     parts: dict[str, float] = {}
     for phase in cost.phases():
         resources = _seconds(phase, peaks)
-        waiting = _divide({"all_reduce": phase.collectives}, peaks)
+        waits = {"all_reduce": phase.collectives, "graph_node": phase.graph_nodes}
+        waiting = _divide(waits, peaks)
         work += max((sum(times.values()) for times in resources), default=0.0)
         work += sum(waiting.values())
         if graph:

@@ -97,8 +97,12 @@ def missing_line(rates: Sequence[str]) -> list[str]:
     count = sum(map(bool, rates))
     sides = "1 side is" if count == 1 else f"{count} sides are"
     listed = f"rate {names[0]} was" if len(names) == 1 else f"rates {', '.join(names)} were"
-    commands = " and ".join(sorted({how_to_measure(name) for name in names}))
-    return [f"{sides} not predicted, because the {listed} not measured there: run {commands}"]
+    text = f"{sides} not predicted, because the {listed} not measured there"
+    if commands := sorted({how_to_measure(name) for name in names} - {""}):
+        text += f": run {' and '.join(commands)}"
+    if unmeasured := [name for name in names if not how_to_measure(name)]:
+        text += f" (no command measures {', '.join(unmeasured)})"
+    return [text]
 
 
 def predictions(catalog: Catalog, product: str) -> Iterator[PredictedSide]:
