@@ -27,7 +27,7 @@ HOST = {"launches": "launch", "host_steps": "host_step"}
 """The attributes of `Cost` that take time of the host, and the time of each."""
 AMOUNTS = (
     *("read", "write", *UNITS, "h2d", "d2h", "sent"),
-    *(*HOST, "syncs", "collectives"),
+    *(*HOST, "graph_nodes", "syncs", "collectives"),
 )
 """The attributes of `Cost` that are plain numbers."""
 
@@ -50,7 +50,8 @@ class Cost:
         h2d, d2h: bytes that it copies to and from the GPU.
         sent: bytes that each rank sends to other GPUs.
         ops: arithmetic operations by type, as in ``{"bf16": 2 * n**3}``.
-        launches: kernels that it launches.
+        launches: kernels that it launches. The replay of a graph is one launch.
+        graph_nodes: kernels in a graph that the side itself replays.
         host_steps: calls of torch that launch nothing, such as views.
         syncs: how often the host waits for the GPU, as in `.item()`.
         collectives: barriers and collectives that it waits for, besides the bytes that they send.
@@ -71,6 +72,7 @@ class Cost:
     sfu: float = 0
     ops: Mapping[str, float] = field(default_factory=dict)
     launches: float = 0
+    graph_nodes: float = 0
     host_steps: float = 0
     syncs: float = 0
     collectives: float = 0

@@ -14,10 +14,9 @@ Seen       All sides take longer than predicted. The cost of the first three cou
            or the bookkeeping of autograd. On a CPU at width 8, where kernels do little, a step
            takes as long as several hundred calls of `Tensor.view`, so these parts matter. How the
            time divides among them was not measured.
-           The cost of captured counts one launch, and bytes and FLOPs at the rates of a full GPU.
-           It cannot count the starts of 28 kernels in a graph that replays on the host's clock, or
-           that a product of 256 x 512 has too few tiles for 132 SMs. Its kernels were not timed one
-           by one.
+           The cost of captured counts the starts of its 28 kernels, and bytes and FLOPs at the
+           rates of a full GPU. But a product of 256 x 512 has too few tiles for 132 SMs. Its
+           kernels were not timed one by one.
 Use when   A step is small enough that the host is the limit: capture it. The other two rungs are
            small by themselves, but a graph cannot contain a wait. Larger steps hide the host's time
            and gain little. `microbatch_test.py` shows what splitting the batch costs.
@@ -115,7 +114,7 @@ def logged_step(width, launches):
         first_draft: lambda width: logged_step(width, launches=30),
         fused_optimizer: lambda width: logged_step(width, launches=28),
         no_item: lambda width: one_step(width, launches=28, host_steps=HOST_STEPS),
-        captured: lambda width: one_step(width, launches=1, host_steps=0),
+        captured: lambda width: one_step(width, launches=1, host_steps=0) + Cost(graph_nodes=28),
     },
 )
 def test_together(pair):
