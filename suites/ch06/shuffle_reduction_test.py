@@ -1,0 +1,111 @@
+"""Shuffle reduction: lanes of a warp pass values to each other without shared memory or barriers.
+
+Problem    The sums of short rows of int32, 1 GiB in total: rows of 256 and rows of 1024 elements.
+Baseline   shared_tree: a block of 256 threads has one row. It halves its 256 sums in shared memory
+           in 8 rounds, with a barrier after each.
+Optimized  shuffle: of shared_tree. Each warp adds up its 32 sums by five shuffles. One barrier is
+           left, after which the first warp adds up the 8 sums of the warps.
+           redux: of shuffle. One `__reduce_add_sync` replaces the five shuffles. It is for
+           integers.
+           warp_per_row: of redux. Each warp has a row of its own. Neither shared memory nor a
+           barrier is left, and a lane loads eight times as many elements.
+           library: `torch.sum`.
+Bound      DRAM: every element is read once. In a row of 256 elements, a thread loads one element,
+           so the steps after the load are a large part of a block's life, in which it loads
+           nothing. In a row of 1024 they are a smaller part.
+Use when   A block needs a sum or a maximum: reduce inside warps first. If rows are short, give a
+           row to a warp. If a kernel reduces once after long loops, the way hardly matters
+           (`../ch07/reduction_test.py`).
+"""
+
+import torch
+from hypothesis import strategies as st
+
+from pytest_aisp import Cost, Variant, Work, compare, cuda_module
+
+kernels = cuda_module("shuffle_reduction.cu")
+BLOCK, WARPS = 256, 8
+LIMIT = 1000  # of a value, so that no sum overflows
+
+
+def inputs(device, rows, n):
+    return (torch.randint(-LIMIT, LIMIT + 1, (rows, n), device=device, dtype=torch.int32),)
+
+
+def reference(x):
+    return x.long().sum(dim=1)
+
+
+def block_per_row(kernel, x):
+    rows, n = x.shape
+    out = torch.empty(rows, device=x.device, dtype=torch.int32)
+    kernel[rows, BLOCK](x, out, n)
+    return out
+
+
+def shared_tree(x):
+    return block_per_row(kernels.shared_tree, x)
+
+
+def shuffle(x):
+    return block_per_row(kernels.shuffle, x)
+
+
+def redux(x):
+    return block_per_row(kernels.redux, x)
+
+
+def warp_per_row(x):
+    rows, n = x.shape
+    out = torch.empty(rows, device=x.device, dtype=torch.int32)
+    kernels.warp_per_row[-(-rows // WARPS), BLOCK](x, out, rows, n)
+    return out
+
+
+def library(x):
+    return torch.sum(x, dim=1, dtype=torch.int32)
+
+
+def summed(rows, n, shared=0):
+    """Return the cost with these bytes of shared memory per row."""
+    return Cost(read=4 * rows * n, write=4 * rows, shared=shared * rows, launches=1)
+
+
+def in_tree(rows, n):
+    # 256 sums are stored. Each of 255 additions loads two sums and stores one.
+    return summed(rows, n, shared=4 * (BLOCK + 3 * (BLOCK - 1)))
+
+
+def in_warps(rows, n):
+    return summed(rows, n, shared=4 * 2 * WARPS)
+
+
+@compare(
+    baseline=shared_tree,
+    optimized=[
+        Variant(shuffle, sass="SHFL"),
+        Variant(redux, sass="REDUX"),
+        Variant(warp_per_row, sass="REDUX"),
+        Variant(library, at_least="yardstick"),
+    ],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"rows": 2**20, "n": 256}, {"rows": 2**18, "n": 1024}],
+    check_sizes=[
+        {"rows": 9, "n": 255},
+        {"rows": 13, "n": 1025},
+        {"rows": st.integers(1, 17), "n": st.integers(1, 600)},
+    ],
+    work=lambda rows, n: Work(read=4 * rows * n, write=4 * rows),
+    bound="dram",
+    costs={
+        shared_tree: in_tree,
+        shuffle: in_warps,
+        redux: in_warps,
+        warp_per_row: summed,
+        library: summed,
+    },
+)
+def test_shuffle_reduction(pair):
+    pair.assert_equivalent(exact=True)
+    pair.assert_speedup()
