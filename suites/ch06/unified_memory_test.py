@@ -1,0 +1,151 @@
+"""Unified memory: ask for the pages before a kernel needs them, or copy.
+
+Problem    In each call, the CPU writes n fp32 values into a buffer, and the GPU returns their sum.
+           The buffer is allocated before the timed part, on all sides. All sides wait for the sum,
+           because the CPU must not write the next values too early.
+Baseline   on_demand: one buffer in managed memory, which CPU and GPU both use. When either touches
+           a page that is on the other side, it faults, and the driver moves the page.
+Optimized  prefetched: of on_demand. `cuMemPrefetchAsync` moves the buffer to the GPU before the
+           sum, and back to the host after it, so nothing faults.
+           copied: of on_demand. A pinned buffer for the CPU and a second one on the GPU, with a
+           copy between them. Nothing moves back, because the GPU changes nothing.
+Bound      The host: it writes the values, with one thread or several. Then the bytes cross PCIe,
+           both ways on on_demand and prefetched. The faults of on_demand take time in addition. A
+           fault stops the threads that caused it until the driver has moved the page.
+Use when   Data do not fit the GPU, or nobody knows which part of them a kernel will touch. Prefetch
+           what you know will be used. If CPU and GPU take turns with a buffer that fits, copy.
+"""
+
+import ctypes
+from importlib import import_module
+
+import torch
+from hypothesis import strategies as st
+
+from pytest_aisp import Cost, Work, compare
+
+
+def inputs(device, n):
+    return torch.randn(n), device
+
+
+def reference(x, device):
+    return x.double().sum().to(device)
+
+
+class Managed:
+    """n fp32 elements of managed memory, as a tensor `host` and a tensor `gpu` on the same bytes.
+
+    PyTorch cannot allocate it, so the driver does. Without a GPU, both are one ordinary tensor.
+    """
+
+    def __init__(self, n, device):
+        self.device, self.bytes, self.address = device, 4 * n, None
+        if device == "cpu":
+            self.host = self.gpu = torch.empty(n)
+            return
+        torch.cuda.current_stream()  # the driver needs a context
+        driver = import_module("cuda.bindings.driver")
+        everyone = driver.CUmemAttach_flags.CU_MEM_ATTACH_GLOBAL
+        self.address = int(self.call("cuMemAllocManaged", self.bytes, everyone.value))
+        memory = (ctypes.c_byte * self.bytes).from_address(self.address)
+        self.host = torch.frombuffer(memory, dtype=torch.float32)
+        self.__cuda_array_interface__ = {
+            "shape": (n,),
+            "typestr": "<f4",
+            "data": (self.address, False),
+            "version": 3,
+        }
+        self.gpu = torch.as_tensor(self, device=device)
+
+    def call(self, name, *arguments):
+        """Call a function of the driver, and return its result if it has one."""
+        status, *result = getattr(import_module("cuda.bindings.driver"), name)(*arguments)
+        if status.value:
+            raise RuntimeError(f"{name}: {status.name}")
+        return result[0] if result else None
+
+    def prefetch(self, where):
+        """Start to move all pages to the GPU or to the host, after earlier work of the stream."""
+        if self.address is None:
+            return
+        driver = import_module("cuda.bindings.driver")
+        place, kinds = driver.CUmemLocation(), driver.CUmemLocationType
+        host = where == "host"
+        place.type = getattr(kinds, f"CU_MEM_LOCATION_TYPE_{'HOST' if host else 'DEVICE'}")
+        place.id = 0 if host else torch.cuda.current_device()
+        stream = torch.cuda.current_stream().cuda_stream
+        self.call("cuMemPrefetchAsync", self.address, self.bytes, place, 0, stream)
+
+    def free(self):
+        if self.address is not None:
+            self.call("cuMemFree", self.address)
+
+
+def waited(total):
+    """Return `total` when the GPU has computed it."""
+    if total.is_cuda:
+        torch.cuda.current_stream().synchronize()
+    return total
+
+
+def on_demand(x, device):
+    buffer = Managed(x.numel(), device)
+
+    def call():
+        buffer.host.copy_(x)
+        return waited(buffer.gpu.sum())
+
+    yield call
+    buffer.free()
+
+
+def prefetched(x, device):
+    buffer = Managed(x.numel(), device)
+
+    def call():
+        buffer.host.copy_(x)
+        buffer.prefetch("gpu")
+        total = buffer.gpu.sum()
+        buffer.prefetch("host")
+        return waited(total)
+
+    yield call
+    buffer.free()
+
+
+def copied(x, device):
+    pinned = torch.empty(x.shape, pin_memory=device == "cuda")
+    buffer = torch.empty(x.shape, device=device)
+
+    def call():
+        pinned.copy_(x)
+        buffer.copy_(pinned, non_blocking=True)
+        return waited(buffer.sum())
+
+    yield call
+
+
+def summed(n, d2h=0):
+    total = Cost(read=4 * n, write=4, ops={"fp32": n}, launches=1)
+    return Cost(h2d=4 * n) + total + Cost(d2h=d2h * n, syncs=1)
+
+
+@compare(
+    baseline=on_demand,
+    optimized=[prefetched, copied],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"n": 2**23}],
+    check_sizes=[{"n": 1023}, {"n": st.integers(1, 3000)}],
+    work=lambda n: Work(read=4 * n, wire=4 * n, flops={"fp32": n}, terms=n),
+    bound="host",
+    costs={
+        on_demand: lambda n: summed(n, d2h=4),
+        prefetched: lambda n: summed(n, d2h=4),
+        copied: summed,
+    },
+)
+def test_unified_memory(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
