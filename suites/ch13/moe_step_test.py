@@ -1,30 +1,33 @@
-"""Mixture of experts in training: how tokens come to their experts.
+"""Mixture of experts in training: group the tokens by expert on the GPU.
 
-Problem    Forward and backward of a block as DeepSeek-V2's (arXiv:2405.04434), bf16: attention with
-           keys and values from a latent of width / 4, then a shared expert and 4 of `experts`
-           routed ones, mixed by a softmax of the 4 largest of the router's scores. Gradients of all
-           weights, the router's among them, and of the input count. Rotary positions are left out.
-           The router begins by reading one coordinate an expert, and the inputs have 4 of these
-           raised: no rounding can change who is chosen, so that all sides and the reference agree.
-Baseline   looped: for each expert, find its tokens, gather, compute, and add to the result.
-Optimized  sliced: tokens are sorted by expert once; each expert computes on its slice of them; one
-           gather back. One read by the host, where slices end, instead of one for each expert.
-           grouped: as sliced, but all experts in `grouped_mm`, which reads on the GPU where slices
-           end: two products instead of two for each expert.
-Bound      Launch, 5 us each. Forward and backward of an expert are some 50 launches and a wait for
-           looped, 12 for sliced; sorting and mixing are 60, and what is not routed 100. With 32
-           experts looped makes 1700, 8.5 ms, and 32 waits of 10 us; sliced 540, 2.7 ms, 3.2 times;
-           grouped 180, 0.9 ms, 10 times. The GPU's part is far below: 138 GFLOP take 0.18 ms at 750
-           TFLOP/s, the experts' 100 MB, read twice and their gradients written, 0.07 ms.
-Seen       An H200: looped 22 to 32 ms, sliced 2.3x to 2.5x, grouped 6.7x to 7.4x: the order of the
-           prediction, but what is launched costs 13 to 19 us each, of which a launch is 7 in that
-           virtual machine and the rest Python and autograd.
+Problem    Forward and backward pass of a block like DeepSeek-V2's (arXiv:2405.04434) in bf16. It
+           has attention with keys and values from a latent of width / 4, one shared expert and 4 of
+           `experts` routed experts. A softmax over the router's 4 largest scores mixes these. The
+           gradients of the input and of all weights are compared. Rotary positions are left out.
+           The router starts by reading one coordinate per expert, and each token has 4 of these
+           coordinates raised. So rounding cannot change the choice, and all sides and the reference
+           agree on it.
+Baseline   looped: for each expert, find its tokens, gather them, compute, and add to the result.
+Optimized  sliced: looped, but tokens are sorted by expert once. Each expert computes on its slice,
+           and one gather brings the results back. The host reads the ends of all slices at once,
+           instead of waiting for the GPU for each expert.
+           grouped: sliced, but `grouped_mm` computes all experts and reads the ends of the slices
+           on the GPU. There are two products instead of two per expert.
+Bound      Launches, which the host makes. The number per expert falls from looped to sliced, and
+           grouped has none. The products take a small part of the time.
+Seen       All sides take longer than their launches and waits predict, grouped by the largest
+           factor. This is not explained. `launch` is the rate of an addition in place. What
+           autograd and the allocator take on the host for each operation was not measured.
+Use when   A layer has many experts, each of which gets few tokens. With larger widths, the GPU's
+           work per launch grows and the number of launches does not. Once the GPU takes longer than
+           the host, launches no longer matter for sliced and grouped. looped still waits for the
+           GPU for each expert.
 """
 
 import torch
 from torch.nn import functional as F
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Cost, Variant, Work, compare
 
 HEAD, CHOSEN = 128, 4
 
@@ -88,7 +91,7 @@ def step(weights, x, gradient, routed):
 
 
 def taken(weights):
-    """Return the gradients and leave none: a call leaves the weights as it found them."""
+    """Return the gradients and remove them, so that a call leaves the weights as they were."""
     gradients = {name: weight.grad for name, weight in weights.items()}
     for weight in weights.values():
         weight.grad = None
@@ -96,7 +99,7 @@ def taken(weights):
 
 
 def reference(weights, x, gradient):
-    """Compute every expert for every token, with a share of 0 where it was not chosen."""
+    """Compute every expert for every token. An expert that was not chosen has a share of 0."""
     weights.double()
     x = x.double().requires_grad_()
     inner, heads = norm(x), x.shape[-1] // HEAD
@@ -136,7 +139,7 @@ def looped(weights, x, gradient):
 
 
 def by_expert(tokens, chosen, shares, compute):
-    """Sort a copy of the tokens by expert, `compute`, and mix what comes back for each token."""
+    """Sort a copy of the tokens by expert, `compute`, and mix the results of each token."""
     order = chosen.flatten().argsort()
     results = compute(tokens[order // CHOSEN])
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -144,7 +147,7 @@ def by_expert(tokens, chosen, shares, compute):
 
 
 def chosen_by(weights, chosen):
-    """Return how many tokens chose each expert; `bincount` would wait for the GPU besides."""
+    """Return how many tokens chose each expert. `bincount` would wait for the GPU."""
     numbers = torch.arange(len(weights["up"]), device=chosen.device)
     return (chosen.flatten() == numbers[:, None]).sum(dim=1)
 
@@ -180,11 +183,19 @@ def grouped(weights, x, gradient):
     return step(weights, x, gradient, over_groups)
 
 
+def amounts(batch, tokens, width, experts, hidden):
+    """Return the weights that a token is multiplied with, and the weights that there are.
+
+    The products of a token with other tokens, in causal attention, count as weights as well.
+    """
+    dense = 2 * width**2 + width**2 // 4 + width**2 // 2
+    products = dense + tokens * width + (1 + CHOSEN) * 3 * width * hidden
+    return products, dense + (1 + experts) * 3 * width * hidden
+
+
 def work(batch, tokens, width, experts, hidden):
     rows = batch * tokens
-    dense = 2 * width**2 + width**2 // 4 + width**2 // 2 + tokens * width
-    products = dense + (1 + CHOSEN) * 3 * width * hidden
-    held = dense - tokens * width + (1 + experts) * 3 * width * hidden
+    products, held = amounts(batch, tokens, width, experts, hidden)
     return Work(
         read=2 * (held + 2 * rows * width),
         write=2 * (held + 2 * rows * width),
@@ -192,6 +203,36 @@ def work(batch, tokens, width, experts, hidden):
         terms=max(rows, width),
         roundings=24,  # 16 results in a row forward, and half of that back to the router
     )
+
+
+def block(launches, host_steps, of_expert=None, syncs=0):
+    """Return a function of the size: the cost of a step.
+
+    Args:
+        launches, host_steps: those that do not depend on the number of experts.
+        of_expert: what the host does for each expert.
+        syncs: waits for the GPU, besides those of the experts.
+    """
+
+    def cost(batch, tokens, width, experts, hidden):
+        rows = batch * tokens
+        products, held = amounts(batch, tokens, width, experts, hidden)
+        computed = Cost(
+            read=2 * (2 * held + 2 * rows * width),  # weights in both passes
+            write=2 * (held + 2 * rows * width),
+            ops={"bf16": 6 * rows * products},
+        )
+        host = Cost(launches=launches, host_steps=host_steps, syncs=syncs)
+        return computed + host + experts * (of_expert or Cost())
+
+    return cost
+
+
+# Counted with a TorchDispatchMode, in which views are host steps. Then `nonzero` is 6 launches, and
+# the backward pass of an index is 7 to 10, because it sorts the indices.
+looped_cost = block(60, 75, Cost(launches=46, host_steps=9, syncs=1))
+sliced_cost = block(96, 86, Cost(launches=12, host_steps=6), syncs=1)
+grouped_cost = block(112, 88)
 
 
 @compare(
@@ -210,6 +251,7 @@ def work(batch, tokens, width, experts, hidden):
     ],
     work=work,
     bound="launch",
+    costs={looped: looped_cost, sliced: sliced_cost, grouped: grouped_cost},
 )
 def test_moe_step(pair):
     pair.assert_equivalent()

@@ -1,31 +1,27 @@
-"""Ring attention: pass keys and values on while the last ones are used.
+"""Ring attention: send keys and values to the next rank while the last ones are used.
 
-Problem    Causal attention over a sequence of which every rank has `rows` rows, rank 0 the first:
-           q, k and v of (rows, heads, dim) in bf16, as the projections leave them. Every rank
-           returns the attention of its own rows.
-Baseline   gathered: all ranks' keys and values are gathered, then attention of the own rows over
-           those of the ranks before and its own.
-Optimized  ring: each rank sends the block it has to the next rank, receives another from the one
-           before, and meanwhile computes with it; the parts are joined by their log-sum-exp, an
-           online softmax over blocks (Liu et al., arXiv:2310.01889). Blocks that lie in the future
-           are passed on and not computed.
-           zigzag: as ring, but rows are dealt out so that all ranks have as much to compute: of
-           2 * world chunks rank r has numbers r and 2 * world - 1 - r. The rows are exchanged for
-           that and the result back, inside the time; a trainer whose loader deals them out so
-           saves both.
-Bound      Tensor cores of the last rank: its block over itself is half masked, the others are full.
-           A full block of 8192 x 8192 rows, 8 heads of 128, is 275 GFLOP, 1.18 ms at the 233
-           TFLOP/s that [long attention](long_attention_test.py) saw of torch's flash attention,
-           which tells the log-sum-exp that joining needs. On two ranks gathered takes
-           0.09 + 1.5 x 1.18 = 1.86 ms: 32 MiB at 370 GB/s. ring hides the 0.09, and pays 0.08 for
-           each block joined, 350 MB, and 0.02 to begin and end: 1.88 ms; on four
-           0.27 + 3.5 x 1.18 = 4.4 ms against 4.4. It is neutral over NVLink; what it is for is
-           memory, two blocks beside its own however many ranks there are, and slower links. zigzag
-           computes world / 2 blocks everywhere: 1.18 + 0.1 + 0.15 for its exchanges on two ranks,
-           1.3 times, and 2.36 + 0.27 + 0.25 on four, 1.5 times.
-Seen       Two H200s: gathered 1.65 ms, as flash attention of such blocks reaches more than those
-           233 TFLOP/s; ring 1.08x, zigzag 1.15x to 1.18x: exchanging rows and joining parts take
-           more of what is left.
+Problem    Causal attention over a sequence that is split over the ranks, in order. Each rank has q,
+           k and v of (rows, heads, dim) in bf16, as the projections return them, and returns the
+           attention of its own rows.
+Baseline   gathered: gather the keys and values of all ranks. Then compute attention of the own rows
+           over all rows up to them.
+Optimized  ring: gathered, but one block after the other. Each rank sends its block to the next rank
+           and receives one, while it computes with the block that it has. The log-sum-exp joins the
+           parts, as an online softmax over blocks (Liu et al., arXiv:2310.01889). Blocks of later
+           rows are passed on but not computed.
+           zigzag: ring, but all ranks have the same work. Of 2 * world chunks, rank r gets r and
+           2 * world - 1 - r. The exchange of the rows and of the result is timed. A trainer whose
+           loader deals out the rows in this order saves both.
+Bound      Tensor cores of the last rank, in gathered and ring. Only half of its own block is
+           masked, and all blocks before it are full. ring hides the transfer, but pays for joining
+           the parts. zigzag leaves the last rank about half as many products on many ranks.
+Seen       All sides take longer than predicted, because the cost counts the products at the rate
+           of `a @ b`. PyTorch's flash attention is far below that rate: long_attention_test.py has
+           the stored time of the same kernel alone.
+Use when   One GPU cannot hold the keys and values of the whole sequence, or the link is slow. ring
+           then needs two blocks besides its own, for any number of ranks. Use zigzag for causal
+           attention. When the keys and values fit and the link is NVLink, gathered is simpler and
+           about as fast as ring.
 """
 
 import torch
@@ -33,7 +29,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from pytest_aisp import Conditions, Variant, Work, compare
+from pytest_aisp import Conditions, Cost, Variant, Work, compare
 
 
 def inputs(device, rows, heads, dim):
@@ -56,7 +52,7 @@ def reference(ranks):
 
 
 def by_head(x):
-    """Return (rows, heads, dim) as attention takes it."""
+    """Return a view of (rows, heads, dim) with the dimensions that attention takes."""
     return x.transpose(0, 1)[None]
 
 
@@ -90,7 +86,7 @@ def join(out, lse, rows, part, part_lse):
 
 
 def passed_on(blocks):
-    """Start to send `blocks` to the next rank; return what will come from the one before."""
+    """Start to send `blocks` to the next rank. Return those that the rank before it sends."""
     rank, world = dist.get_rank(), dist.get_world_size()
     coming = [torch.empty_like(block) for block in blocks]
     sends = [dist.P2POp(dist.isend, block, (rank + 1) % world) for block in blocks]
@@ -99,7 +95,7 @@ def passed_on(blocks):
 
 
 def around(q, k, v, meet):
-    """Return attention of `q`, to whose softmax `meet` adds the block of each other rank."""
+    """Return attention of `q`. `meet` adds the block of each other rank to its softmax."""
     rank, world = dist.get_rank(), dist.get_world_size()
     blocks = k, v
     for turn in range(world):
@@ -123,7 +119,7 @@ def ring(q, k, v):
 
 
 def dealt(x, back=False):
-    """Return rows dealt out in zigzag: chunks r and 2 * world - 1 - r; or put `back` in order."""
+    """Return chunks r and 2 * world - 1 - r of the rows. If `back`, return the rows in order."""
     rank, world = dist.get_rank(), dist.get_world_size()
     plain = [(2 * r, 2 * r + 1) for r in range(world)]
     zigzag = [(r, 2 * world - 1 - r) for r in range(world)]
@@ -158,12 +154,66 @@ def zigzag(q, k, v):
     k, v = k.contiguous(), v.contiguous()
 
     def meet(out, lse, source, keys, values):
-        if source < dist.get_rank():  # its early chunk is before all of ours, its late one after
+        if source < dist.get_rank():  # our chunks see its early chunk and not its late one
             join(out, lse, slice(None), *attention(q, keys[early], values[early], causal=False))
-        else:  # both of its chunks lie between ours
+        else:  # our late chunk sees both of its chunks, our early one sees none
             join(out, lse, late, *attention(q[late], keys, values, causal=False))
 
     return exchanged(around(q, k, v, meet), back=True)
+
+
+# The costs are those of the rank with the most work: the last one.
+
+
+def attended(rows, heads, dim, share, sent=0):
+    """Return the cost of attention over a `share` of a block, while `sent` bytes leave."""
+    elements = rows * heads * dim
+    return Cost(
+        read=6 * elements,
+        write=2 * elements,
+        ops={"bf16": 4 * share * rows * elements},
+        sfu=share * rows**2 * heads,
+        sent=sent,
+        launches=2 if sent else 1,
+        collectives=1 if sent else 0,
+    )
+
+
+def in_fp32(elements):
+    return Cost(read=2 * elements, write=4 * elements, launches=1)
+
+
+def joined(elements):
+    """Return the cost of `join`. Its log-sum-exps are `dim` times smaller and are not counted."""
+    scaled = Cost(read=4 * elements, write=4 * elements, launches=3)
+    added = Cost(read=8 * elements, write=4 * elements, launches=1)
+    return 2 * scaled + added + Cost(read=4 * elements, write=4 * elements, launches=3)
+
+
+def gathered_cost(rows, heads, dim, world):
+    moved = Cost(sent=2 * (world - 1) * rows * heads * dim, launches=1, collectives=1)
+    return 2 * moved + attended(rows, heads, dim, share=world - 0.5)
+
+
+def around_cost(rows, heads, dim, world, share):
+    """Return the cost of `around` if each block of another rank takes a `share` of a block."""
+    elements = rows * heads * dim
+    total = attended(rows, heads, dim, share=0.5, sent=4 * elements) + in_fp32(elements)
+    for turn in range(1, world):
+        sent = 4 * elements if turn < world - 1 else 0
+        total += attended(rows, heads, dim, share, sent) + in_fp32(elements) + joined(elements)
+    return total + Cost(read=4 * elements, write=2 * elements, launches=1)
+
+
+def zigzag_cost(rows, heads, dim, world):
+    elements = rows * heads * dim
+    chunks = 1 if world == 2 else 2  # of two, how many a rank sends
+    stacked = Cost(read=6 * elements, write=6 * elements, launches=1)
+    dealt_out = Cost(sent=3 * chunks * elements, launches=2, collectives=1)
+    contiguous = 2 * Cost(read=2 * elements, write=2 * elements, launches=1)
+    back = Cost(sent=chunks * elements, launches=2, collectives=1)
+    around = around_cost(rows, heads, dim, world, share=0.5)
+    return stacked + dealt_out + contiguous + around + back
 
 
 @compare(
@@ -174,12 +224,19 @@ def zigzag(q, k, v):
     sizes=[{"rows": 8192, "heads": 8, "dim": 128}],
     check_sizes=[{"rows": 34, "heads": 3, "dim": 16}, {"rows": 130, "heads": 1, "dim": 8}],
     work=lambda rows, heads, dim, world: Work(
-        flops={"bf16": 2 * rows**2 * heads * dim * world},  # half is masked, and all have as much
+        flops={
+            "bf16": 2 * rows**2 * heads * dim * world
+        },  # half is masked, and zigzag gives all ranks the same
         wire=2 * 2 * (world - 1) * rows * heads * dim,
         terms=world * rows,
         roundings=4,
     ),
     bound="tensor",
+    costs={
+        gathered: gathered_cost,
+        ring: lambda rows, heads, dim, world: around_cost(rows, heads, dim, world, share=1),
+        zigzag: zigzag_cost,
+    },
     conditions=Conditions(gpus=(2, 4)),
 )
 def test_ring_attention(pair):

@@ -1,8 +1,8 @@
-"""A decoder as the training pages of this chapter share it, and a step of it in float64.
+"""The decoder that the training pages of this chapter share, and a training step in float64.
 
-RMS norm, rotary positions, causal attention and SwiGLU; weights, gradients and moments in bf16
-unless a page says otherwise. Training is under way: AdamW has moments from the start, so that an
-update is smooth in the gradient and every moment is there to be compared.
+It has RMS norm, rotary positions, causal attention and SwiGLU. Weights, gradients and moments are
+bf16, unless a page says otherwise. AdamW has moments from the start, as in the middle of training.
+So an update is smooth in the gradient, and every moment exists and is compared.
 """
 
 from types import SimpleNamespace
@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import torch
 from torch.nn import functional as F
 
-HEAD, VOCABULARY = 64, 256  # bytes: in a small batch too, most of them occur
+HEAD, VOCABULARY = 64, 256  # tokens are bytes, so most of them occur even in a small batch
 # 1 - beta is exact in bf16, and large enough that bf16 moments move.
 LR, BETAS, EPS, DECAY = 2**-10, (1 - 2**-3, 1 - 2**-4), 1e-8, 0.0
-BEGUN = 64  # steps that were made before the page's first
+BEGUN = 64  # steps before the first step of the page
 
 
 class Block(torch.nn.Module):
@@ -57,18 +57,18 @@ class Transformer(torch.nn.Module):
         for each in self.blocks:
             x = block(each, x, self.cos, self.sin)
         logits = self.head(normalized(x, self.norm))
-        # In bf16 the mean of a batch would be summed in bf16, too.
+        # With bf16 logits, the mean over the batch would also be summed in bf16.
         exact = torch.promote_types(logits.dtype, torch.float32)
         loss = F.cross_entropy(logits.flatten(0, 1).to(exact), labels.flatten())
         return loss.to(self.norm.dtype)
 
 
 def hidden_of(width):
-    return 8 * width // 3 // 32 * 32  # 8/3 as in Llama, at a multiple that tensor cores like
+    return 8 * width // 3 // 32 * 32  # 8/3 as in Llama, in multiples that suit tensor cores
 
 
 def normalized(x, weight):
-    return F.rms_norm(x, x.shape[-1:], weight, eps=1e-5)  # by default it depends on the type
+    return F.rms_norm(x, x.shape[-1:], weight, eps=1e-5)  # the default eps depends on the type
 
 
 def rotated(x, cos, sin):
@@ -77,12 +77,12 @@ def rotated(x, cos, sin):
 
 
 def weights_of(layers, width):
-    """Return how many weights of matrices there are: what a token is multiplied with."""
+    """Return the number of weights in matrices, which is what each token is multiplied with."""
     return layers * (4 * width + 3 * hidden_of(width)) * width + VOCABULARY * width
 
 
 def flops_of(layers, width, length, tokens):
-    """Return the operations of forward and backward: causal attention is half of a product."""
+    """Return the operations of both passes. Causal attention computes half of the products."""
     return 6 * tokens * (weights_of(layers, width) + layers * width * length)
 
 
@@ -92,13 +92,13 @@ def model_of(device, layers, width, length, dtype=torch.bfloat16):
 
 
 def training(device, layers, width, length, dtype=torch.bfloat16):
-    """Return a model and its AdamW in the midst of training."""
+    """Return a model and its AdamW, in the middle of training."""
     model = model_of(device, layers, width, length, dtype)
     optimizer = torch.optim.AdamW(
         model.parameters(), LR, BETAS, EPS, DECAY, fused=True, capturable=device == "cuda"
     )
     for p in model.parameters():
-        # All updates are some LR then, which the check can tell from a weight's own rounding.
+        # All updates are then about LR, which is more than a weight's rounding error.
         scale = p.numel() ** -0.5
         optimizer.state[p] = {
             "step": torch.tensor(float(BEGUN), device=device),
@@ -115,7 +115,7 @@ def batch(device, rows, length):
 
 
 def reference_gradients(model, tokens, labels):
-    """Leave the float64 gradients of the mean loss in `.grad`; return the loss."""
+    """Store the float64 gradients of the mean loss in `.grad`. Return the loss."""
     loss = model.double()(tokens, labels)
     parameters = list(model.parameters())
     for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
@@ -124,7 +124,7 @@ def reference_gradients(model, tokens, labels):
 
 
 def reference_step(state, tokens, labels):
-    """Make one step in float64, the update by its formula; return the loss."""
+    """Make one step in float64, with AdamW's formula. Return the loss."""
     loss = reference_gradients(state.model, tokens, labels)
     with torch.no_grad():
         for p in state.model.parameters():

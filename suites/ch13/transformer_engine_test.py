@@ -1,26 +1,27 @@
-"""Transformer Engine: a linear layer's step in FP8, one recipe for the scales after the other.
+"""Transformer Engine: compare its FP8 recipes for the scales of a linear layer.
 
-Problem    Forward and backward of a linear layer, x (m, k) and W (n, k) in bf16: y, dx and dW in
-           bf16. The weights are the page's state; every call quantizes x, W and dy anew.
+Problem    Forward and backward pass of a linear layer, x (m, k) and W (n, k) in bf16. The outputs
+           y, dx and dW are bf16. The weights are the page's state. Every call quantizes x, W and dy
+           again.
 Baseline   bf16: `torch.nn.functional.linear` and autograd.
-Optimized  All others by Transformer Engine, which is optional: without it they say how to install.
-           te_bf16: its linear layer in bf16, so that what else it costs is not taken for FP8's.
-           delayed: FP8 with a scale a tensor, from the maxima of earlier calls: one pass.
-           current: a scale a tensor, from its own maximum: a pass more.
-           blocks: a scale for each 128 elements of x and dy and for each 128 x 128 of W (Hopper).
-           mxfp8: a scale for each 32 elements, which the tensor cores apply (Blackwell).
-           nvfp4: four bits, a scale for each 16 elements and one for the tensor (Blackwell).
-Bound      Tensor cores: 3 products, 6 m n k operations. At m, n, k = 8192, 8192, 4096 they take 2.2
-           ms in bf16 at 750 TFLOP/s, 1.25 in FP8 at 1320. Hopper multiplies FP8 only along rows of
-           both operands, so each tensor is written as it is and transposed: 4 bytes for each of 134
-           million elements, 0.13 ms at 4.24 TB/s, and 0.06 for the maxima of current. So delayed
-           1.6x and current 1.5x, less what the exact accumulation that their backward passes ask
-           for costs; blocks has that in all three and adds up scaled parts every 128 terms: 1.3x if
-           its products reach 1100 TFLOP/s. te_bf16 1.0x. A Blackwell has twice bf16's rate in
-           mxfp8 and at least four times in nvfp4, so 1.7x, and 2x or more. Python takes up to 0.2
-           ms a call here and must stay hidden behind the GPU.
-Seen       An H200, Transformer Engine 2.20.2: te_bf16 1.00x, delayed 1.69x, current 1.61x, blocks
-           1.28x; 1170 TFLOP/s of delayed, quantization included.
+Optimized  All are layers of Transformer Engine, which is optional. A variant without it is skipped,
+           and the reason says how to install it.
+           te_bf16: bf16 by its linear layer. It separates the layer's own cost from FP8's gain.
+           delayed: te_bf16 in FP8. One scale per tensor, from the maxima of earlier calls.
+           current: delayed, but the scale is from the tensor's own maximum, which needs one more
+           pass.
+           blocks: current, but one scale per 128 elements of x and dy, and per 128 x 128 elements
+           of W (Hopper).
+           mxfp8: blocks, but one scale per 32 elements, which the tensor cores apply (Blackwell).
+           nvfp4: mxfp8, but four bits, one scale per 16 elements and one per tensor (Blackwell).
+Bound      Tensor cores: three products. Hopper multiplies FP8 only along the rows of both operands.
+           So each tensor is quantized into two copies, one of them transposed, which costs DRAM
+           traffic. On Hopper, exact accumulation adds partial sums on the CUDA cores every 128
+           terms. delayed and current do that in the backward pass, and blocks in all products.
+Use when   Layers are large enough for products to take most of the time. Start with current: it
+           needs no history and little more time than delayed. Use blocks when one outlier spoils
+           the scale of a whole tensor. Small layers do not pay for the quantization, nor for the
+           time that Python takes per call.
 """
 
 import ctypes
@@ -33,7 +34,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from pytest_aisp import Variant, Work, compare
+from pytest_aisp import Cost, Variant, Work, compare
 
 ABSENT = importlib.util.find_spec("transformer_engine") is None
 INSTALLED = pytest.mark.skipif(
@@ -45,8 +46,9 @@ INSTALLED = pytest.mark.skipif(
 def load_cudnn():
     """Load all of PyTorch's cuDNN, so that Transformer Engine shares it.
 
-    It links every library of cuDNN by name. PyTorch loads the first at once and the others when a
-    page needs them; for the rest the system's would be taken, of another version.
+    Transformer Engine links each library of cuDNN by name. PyTorch loads the first one at once, and
+    the others only when they are needed. Without this function, the system's libraries, which may
+    have another version, would be loaded instead of those.
     """
     mapped = Path("/proc/self/maps").read_text()
     if first := re.search(r"(/\S+)/libcudnn\.so", mapped):
@@ -79,7 +81,7 @@ def bf16(w, x, dy):
 
 
 def stepped(w, x, dy, recipe=None):
-    """Return the step of a layer with the weights `w`, in bf16 or by a recipe of that name."""
+    """Return the step of a layer with the weights `w`, in bf16 or by the recipe of that name."""
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe as recipes
 
@@ -87,7 +89,8 @@ def stepped(w, x, dy, recipe=None):
     layer = te.Linear(k, n, bias=False, params_dtype=w.dtype, device=w.device)
     with torch.no_grad():
         layer.weight.copy_(w)
-    # dy too in e4m3, which two of the recipes would by themselves give a bit less than x and W.
+    # By default, two of the recipes give dy one bit of mantissa less than x and W. Here all of them
+    # use e4m3 for dy too.
     scaling = getattr(recipes, recipe)(fp8_format=recipes.Format.E4M3) if recipe else None
 
     def step():
@@ -104,7 +107,7 @@ def te_bf16(w, x, dy):
 
 
 def delayed(w, x, dy):
-    # Its first call knows no maxima and scales by 1, which suits values around 1 as well.
+    # The first call knows no maxima and scales by 1, which fits values of about 1.
     yield stepped(w, x, dy, "DelayedScaling")
 
 
@@ -128,6 +131,37 @@ def engine(side, **properties):
     return Variant(side, gpu_only="Transformer Engine", marks=[INSTALLED], **properties)
 
 
+def step_cost(m, n, k, arithmetic, element=1, exact=0, maxima=False):
+    """Return the cost of a step whose operands have `element` bytes.
+
+    Args:
+        m, n, k: the size.
+        arithmetic: the type of the operands.
+        element: bytes of an operand's element. Operands below 2 bytes are quantized first.
+        exact: how many of the three products add partial sums on the CUDA cores. An addition takes
+            the slot of a multiply-add, which counts as 2 operations.
+        maxima: whether another pass finds the maxima.
+    """
+    operands, results = m * k + n * k + m * n, m * n + m * k + n * k
+    added = 2 * exact * m * n * k / 128
+    products = Cost(
+        read=2 * element * operands,  # each is in two products
+        write=2 * results,
+        ops={arithmetic: 6 * m * n * k, "fp32": added},
+        launches=3,
+    )
+    if element == 2:
+        return products
+    quantized = Cost(read=2 * operands, write=2 * element * operands, launches=3)
+    if maxima:
+        quantized = Cost(read=2 * operands, launches=3) + quantized
+    return quantized + products
+
+
+def in_bf16(m, n, k):
+    return step_cost(m, n, k, "bf16", element=2)
+
+
 @compare(
     baseline=bf16,
     optimized=[
@@ -142,11 +176,20 @@ def engine(side, **properties):
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 8192, "n": 8192, "k": 4096}],
-    # Blocks want multiples of 128.
+    # blocks needs multiples of 128.
     check_sizes=[{"m": 128, "n": 256, "k": 384}],
-    # Without the bytes, and in the narrowest type: a share of what no rung can exceed.
+    # The narrowest type and no bytes: no variant can be faster than that.
     work=lambda m, n, k: Work(flops={"nvfp4": 6 * m * n * k}, terms=max(m, n, k)),
     bound="tensor",
+    costs={
+        bf16: in_bf16,
+        te_bf16: in_bf16,
+        delayed: lambda m, n, k: step_cost(m, n, k, "fp8", exact=2),
+        current: lambda m, n, k: step_cost(m, n, k, "fp8", exact=2, maxima=True),
+        blocks: lambda m, n, k: step_cost(m, n, k, "fp8", exact=3),
+        mxfp8: lambda m, n, k: step_cost(m, n, k, "mxfp8"),
+        nvfp4: lambda m, n, k: step_cost(m, n, k, "nvfp4", element=0.5, maxima=True),
+    },
 )
 def test_transformer_engine(pair):
     pair.assert_equivalent()
