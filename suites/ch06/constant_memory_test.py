@@ -1,0 +1,157 @@
+"""Constant memory: for numbers that all lanes of a warp read together, not for look-up tables.
+
+Problem    test_constant_memory evaluates one fixed polynomial of 64 coefficients at n fp32 points.
+           test_table decodes n bytes of mu-law sound (G.711) into int16 by a table of 256 entries.
+           The coefficients and the table are fixed by the problem. They are in the kernel file, and
+           no side computes them.
+Baseline   series_in_global: the coefficients are in global memory. For each of them, every warp
+           executes a load, which the L1 serves.
+           decode_in_constant: the table is in constant memory, because it never changes.
+Optimized  series_in_constant: of series_in_global. The coefficients are in constant memory. All
+           lanes read the same one, which is one access for the whole warp.
+           series_in_code: of series_in_constant. The coefficients are numbers in the instructions.
+           decode_in_global: of decode_in_constant. The table is in global memory, and the L1 keeps
+           it.
+           decode_in_shared: of decode_in_global. Each block copies the table into shared memory.
+           decode_computed: of decode_in_global. No table: a shift and a few additions. No library
+           has either.
+Bound      test_constant_memory: issue, one multiply-add per coefficient. series_in_global also
+           needs one load per coefficient, and an SM starts one load in the time of four
+           multiply-adds.
+           test_table: DRAM. The limit of decode_in_constant is the constant cache. It serves one
+           word per clock, and the 32 codes of a warp need many different words.
+Use when   All threads read the same few numbers in the same order, and the numbers are set before
+           the launch. The arguments of a kernel are in constant memory too. For a look-up by data,
+           use the L1 or shared memory. If the numbers are known when you compile, write them as
+           `constexpr`.
+"""
+
+import torch
+from hypothesis import strategies as st
+
+from pytest_aisp import Cost, Work, compare, cuda_module
+
+kernels = cuda_module("constant_memory.cu")
+BLOCK, TERMS = 256, 64
+CODES_EACH = 16
+CONFLICTS = 2.8  # words of one bank that 32 random codes need, on average over warps
+
+
+def points(device, n):
+    return (2 * torch.rand(n, device=device) - 1,)
+
+
+def series(x):
+    x, total = x.double(), 0.0
+    for k in reversed(range(TERMS)):
+        rounded = torch.tensor((-1.0) ** k / (k + 1), dtype=torch.float32).double().item()
+        total = total * x + rounded
+    return total
+
+
+def evaluate(kernel, x):
+    out = torch.empty_like(x)
+    kernel[-(-x.numel() // BLOCK), BLOCK](x, out, x.numel())
+    return out
+
+
+def series_in_global(x):
+    return evaluate(kernels.series_in_global, x)
+
+
+def series_in_constant(x):
+    return evaluate(kernels.series_in_constant, x)
+
+
+def series_in_code(x):
+    return evaluate(kernels.series_in_code, x)
+
+
+def sound(device, n):
+    return (torch.randint(0, 256, (n,), device=device, dtype=torch.uint8),)
+
+
+def linear(codes):
+    bits = 255 - codes.long()
+    size = (2 * (bits % 16) + 33) * 2 ** (bits // 16 % 8) * 4 - 132
+    return torch.where(bits >= 128, -size, size)
+
+
+def decode(kernel, codes):
+    out = torch.empty(codes.shape, device=codes.device, dtype=torch.int16)
+    kernel[-(-codes.numel() // (BLOCK * CODES_EACH)), BLOCK](codes, out, codes.numel())
+    return out
+
+
+def decode_in_constant(codes):
+    return decode(kernels.decode_in_constant, codes)
+
+
+def decode_in_global(codes):
+    return decode(kernels.decode_in_global, codes)
+
+
+def decode_in_shared(codes):
+    return decode(kernels.decode_in_shared, codes)
+
+
+def decode_computed(codes):
+    return decode(kernels.decode_computed, codes)
+
+
+def evaluated(n, loads=0):
+    """Return the cost with this many loads per point from the L1, which is also shared memory."""
+    return Cost(
+        read=4 * n,
+        write=4 * n,
+        shared=4 * loads * n,
+        ops={"fp32": 2 * (TERMS - 1) * n},
+        launches=1,
+    )
+
+
+def decoded(n, conflicts=0):
+    # A bank gives a word of 4 bytes per clock, also to a lane that needs 2 of them.
+    return Cost(read=n, write=2 * n, shared=4 * conflicts * n, launches=1)
+
+
+@compare(
+    baseline=series_in_global,
+    optimized=[series_in_constant, series_in_code],
+    inputs=points,
+    reference=series,
+    sizes=[{"n": 2**26}],
+    check_sizes=[{"n": 1023}, {"n": st.integers(1, 1000)}],
+    work=lambda n: Work(read=4 * n, write=4 * n, flops={"fp32": 2 * (TERMS - 1) * n}, terms=TERMS),
+    bound="issue",
+    costs={
+        series_in_global: lambda n: evaluated(n, loads=TERMS),
+        **dict.fromkeys([series_in_constant, series_in_code], evaluated),
+    },
+)
+def test_constant_memory(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@compare(
+    baseline=decode_in_constant,
+    optimized=[decode_in_global, decode_in_shared, decode_computed],
+    inputs=sound,
+    reference=linear,
+    sizes=[{"n": 2**28}],
+    # A block decodes 4096 codes.
+    check_sizes=[{"n": 1023}, {"n": 8193}, {"n": st.integers(33, 6000)}],
+    work=lambda n: Work(read=n, write=2 * n),
+    bound="dram",
+    costs={
+        decode_in_constant: decoded,
+        decode_computed: decoded,
+        **dict.fromkeys(
+            [decode_in_global, decode_in_shared], lambda n: decoded(n, conflicts=CONFLICTS)
+        ),
+    },
+)
+def test_table(pair):
+    pair.assert_equivalent(exact=True)
+    pair.assert_speedup()
