@@ -1,0 +1,56 @@
+// out[0] += x[0] * y[0] + ... + x[n-1] * y[n-1]. All kernels walk x and y alike.
+//
+// per_thread: each thread adds its sum to the result by an atomic.
+// per_warp: the lanes of a warp first add up their sums by shuffles.
+// per_block: the warps of a block first add up their sums in shared memory.
+
+constexpr unsigned BLOCK = 256, EACH = 4, WARPS = BLOCK / 32;
+
+// As many blocks as fit the GPU walk the elements, so a thread has one sum for many elements.
+__device__ float walk(const float* __restrict__ x, const float* __restrict__ y, unsigned n) {
+  const unsigned stride = gridDim.x * BLOCK;
+  unsigned i = blockIdx.x * BLOCK + threadIdx.x;
+  float sum[EACH] = {};
+  for (; i + (EACH - 1) * stride < n; i += EACH * stride) {
+    float left[EACH], right[EACH];
+#pragma unroll
+    for (unsigned k = 0; k < EACH; ++k) {
+      left[k] = x[i + k * stride];
+      right[k] = y[i + k * stride];
+    }
+#pragma unroll
+    for (unsigned k = 0; k < EACH; ++k) sum[k] += left[k] * right[k];
+  }
+  for (; i < n; i += stride) sum[0] += x[i] * y[i];
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+// The sum of a warp, in its lane 0. All 32 lanes must call this.
+__device__ float of_warp(float value) {
+#pragma unroll
+  for (unsigned half = 16; half > 0; half /= 2) value += __shfl_down_sync(~0u, value, half);
+  return value;
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK, 8)
+    per_thread(const float* x, const float* y, float* out, unsigned n) {
+  atomicAdd(out, walk(x, y, n));
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK, 8)
+    per_warp(const float* x, const float* y, float* out, unsigned n) {
+  const float sum = of_warp(walk(x, y, n));
+  if (threadIdx.x % 32 == 0) atomicAdd(out, sum);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK, 8)
+    per_block(const float* x, const float* y, float* out, unsigned n) {
+  __shared__ float part[WARPS];
+  const float sum = of_warp(walk(x, y, n));
+  if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const float total = of_warp(threadIdx.x < WARPS ? part[threadIdx.x] : 0.0f);
+    if (threadIdx.x == 0) atomicAdd(out, total);
+  }
+}

@@ -1,0 +1,93 @@
+"""Block-aggregated atomics: add up in the block, because an address takes one atomic at a time.
+
+Problem    The dot product of two vectors of n fp32 elements.
+Baseline   per_thread: as many blocks as fit the GPU walk the vectors, and each thread keeps its own
+           sum. At the end, each thread adds its sum to the result by an atomic.
+Optimized  per_warp: of per_thread. The lanes of a warp add up their sums by shuffles, and one lane
+           does the atomic.
+           per_block: of per_warp. The warps of a block also add up their sums, in shared memory,
+           and one thread does the atomic.
+           library: `torch.dot`, which is cuBLAS.
+Bound      DRAM: both vectors are read once. All atomics go to one address. The L2 does them one
+           after another, and they come at the end, when all threads are done at about the same
+           time. The compiler does not combine them, because the order of additions changes an fp32
+           sum.
+Use when   Many threads update one counter or one sum. For integer sums, look at the machine code
+           first: the compiler may combine the atomics of a warp itself. For results that are the
+           same bits at every call, store the blocks' sums instead (`../ch07/reduction_test.py`).
+"""
+
+import torch
+from hypothesis import strategies as st
+
+from pytest_aisp import Cost, Variant, Work, compare, cuda_module
+
+kernels = cuda_module("block_atomics.cu")
+BLOCK, WARP = 256, 32
+THREADS = 2048 * 132  # of an H200, all at once
+
+
+def inputs(device, n):
+    return torch.randn(n, device=device), torch.randn(n, device=device)
+
+
+def reference(x, y):
+    return (x.double() * y.double()).sum()
+
+
+def launch(kernel, x, y):
+    gpu = torch.cuda.get_device_properties(x.device)
+    resident = gpu.max_threads_per_multi_processor // BLOCK * gpu.multi_processor_count
+    out = torch.zeros((), device=x.device)
+    kernel[min(resident, -(-x.numel() // BLOCK)), BLOCK](x, y, out, x.numel())
+    return out
+
+
+def per_thread(x, y):
+    return launch(kernels.per_thread, x, y)
+
+
+def per_warp(x, y):
+    return launch(kernels.per_warp, x, y)
+
+
+def per_block(x, y):
+    return launch(kernels.per_block, x, y)
+
+
+def library(x, y):
+    return torch.dot(x, y)
+
+
+def summed(n, atomics=0):
+    return Cost(read=8 * n, write=4, ops={"fp32": 2 * n}, atomics=atomics, launches=1)
+
+
+def cleared_and_summed(n, each):
+    """Return the cost if `each` threads do one atomic. A fill of the result comes before."""
+    return Cost(launches=1) + summed(n, atomics=THREADS / each)
+
+
+@compare(
+    baseline=per_thread,
+    optimized=[
+        Variant(per_warp, sass="SHFL"),
+        Variant(per_block, sass="SHFL"),
+        Variant(library, at_least="yardstick"),
+    ],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"n": 2**26}],
+    check_sizes=[{"n": 1023}, {"n": 5001}, {"n": st.integers(33, 5000)}],
+    work=lambda n: Work(read=8 * n, write=4, flops={"fp32": 2 * n}, terms=n),
+    bound="dram",
+    costs={
+        per_thread: lambda n: cleared_and_summed(n, each=1),
+        per_warp: lambda n: cleared_and_summed(n, each=WARP),
+        per_block: lambda n: cleared_and_summed(n, each=BLOCK),
+        library: lambda n: summed(n) + Cost(launches=1),  # it adds up the blocks' sums
+    },
+)
+def test_block_atomics(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
