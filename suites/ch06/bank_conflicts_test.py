@@ -11,7 +11,8 @@ Optimized  padded: of strided. One unused float follows each row, so the rows ar
            meet 32 banks, without unused floats.
            straight: of padded. No shared memory. A thread reads its row in eight 16-byte loads. A
            warp's lanes are 128 bytes apart, so each load touches 32 sectors and uses half of each.
-           The next load finds the other half in the L1. No library evaluates polynomials.
+           The next load finds the other half in the L1.
+           There is no library rung: none evaluates a polynomial per row.
 Bound      DRAM for padded and swizzled: 136 bytes per row. The limit of strided is shared memory,
            where each float that is read occupies its bank as long as 32 floats without conflicts.
 Use when   The lanes of a warp access shared memory at a stride that is a multiple of 2 floats. An

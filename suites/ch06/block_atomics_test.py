@@ -12,9 +12,9 @@ Bound      DRAM: both vectors are read once. All atomics go to one address. The 
            after another, and they come at the end, when all threads are done at about the same
            time. The compiler does not combine them, because the order of additions changes an fp32
            sum.
-Use when   Many threads update one counter or one sum. For integer sums, look at the machine code
-           first: the compiler may combine the atomics of a warp itself. For results that are the
-           same bits at every call, store the blocks' sums instead (`../ch07/reduction_test.py`).
+Use when   Many threads update one fp32 sum. For an int32 sum on one address, the compiler combines
+           the atomics of a warp itself (REDUX in the machine code). For results that are the same
+           bits at every call, store the blocks' sums instead (`../ch07/reduction_test.py`).
 """
 
 import torch

@@ -2,8 +2,7 @@
 
 Problem    test_constant_memory evaluates one fixed polynomial of 64 coefficients at n fp32 points.
            test_table decodes n bytes of mu-law sound (G.711) into int16 by a table of 256 entries.
-           The coefficients and the table are fixed by the problem. They are in the kernel file, and
-           no side computes them.
+           The coefficients and the table are fixed by the problem, so they are in the kernel file.
 Baseline   series_in_global: the coefficients are in global memory. For each of them, every warp
            executes a load, which the L1 serves.
            decode_in_constant: the table is in constant memory, because it never changes.
@@ -13,8 +12,8 @@ Optimized  series_in_constant: of series_in_global. The coefficients are in cons
            decode_in_global: of decode_in_constant. The table is in global memory, and the L1 keeps
            it.
            decode_in_shared: of decode_in_global. Each block copies the table into shared memory.
-           decode_computed: of decode_in_global. No table: a shift and a few additions. No library
-           has either.
+           decode_computed: of decode_in_global. No table: shifts and a few additions.
+           There is no library rung: no call of PyTorch does either.
 Bound      test_constant_memory: issue, one multiply-add per coefficient. series_in_global also
            needs one load per coefficient, and an SM starts one load in the time of four
            multiply-adds.
