@@ -12,10 +12,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from statistics import median
 
-from ..kernels.capture_launches import merge_choices
-from ..page.pair import ROLES, Case
+from ..page.pair import Case
 from ..results import metric_limits, verdict
 from ..results.messages import CheckTask, CompileTask, CountTask, Json
 from ..results.row import Profile, Recording
@@ -27,14 +25,13 @@ from .collect import CaseLocation
 from .judge import (
     Judgement,
     MetricJudgement,
-    judge_aa_repeat,
     judge_changed_side,
     judge_metric,
-    judge_recorded_claim,
     judge_speedup,
 )
 from .measurement import StoredResult, Timing, read_timing
 from .placement import kernels_of, placement_of
+from .recording import add_sources_and_metrics, record, repeat_aa
 from .run_context import EndOfBody, Failed, MachineDisturbed, RunContext
 from .sandbox_and_profile import run_sandboxed
 from .terminal import accept_commands
@@ -142,9 +139,9 @@ class CaseRun:
         if settings.untrusted:
             run_sandboxed(self.client, timing)
         if settings.update is not None:
-            self._record(timing)
+            record(self, timing)
         if settings.aa:
-            self._repeat_aa(timing)
+            repeat_aa(self, timing)
 
     def _measure_when_quiet(self) -> None:
         """Measure until the machine does not disturb it, or until the time to wait is spent."""
@@ -218,7 +215,7 @@ class CaseRun:
             self.findings += judged.findings
             self._stop_if_red(accept=True)
             if self.run.settings.update is not None:
-                self._store()
+                add_sources_and_metrics(self)
 
     @contextmanager
     def _stage(self) -> Iterator[None]:
@@ -287,52 +284,3 @@ class CaseRun:
         if self.timing is not None:
             return self.timing.sources
         return dict(self._checked_sources)
-
-    def _record(self, timing: Timing) -> None:
-        """Measure the case in all recording processes, and prepare its result for the recorder.
-
-        The values of votes are stored too, so that a value that they refuted is not stored alone.
-        """
-        count = 1 if timing.clock == "process" else self.run.settings.processes
-        results = list(self.client.timings)
-        for number in range(len(results), count):
-            self.run.progress(f"record {number + 1}/{count}")
-            results.append(self.client.time(100 + number, self.client.worker(number)))
-        self.values = [result.value for result in results]
-        judge_recorded_claim(self.claim, self.claim_origin, self.values, self.verdict)
-        seconds = [median(median(getattr(r, role)) for r in results) for role in ROLES]
-        self.timing = timing.with_seconds(seconds)
-        self.recorded = Recording(
-            values=[self.values],
-            clock=timing.clock,
-            baseline_us=seconds[0] * 1e6,
-            optimized_us=seconds[1] * 1e6,
-            share=timing.share,
-            limit=timing.limit or None,
-            choices=merge_choices(r.details.get("choices", {}) for r in results),
-        )
-        self._store()
-
-    def _store(self) -> None:
-        """Add the sources, and the metrics measured so far, to the result to store."""
-        self.recorded.sources = self.sources()
-        self.recorded.files = self.stored.files(self.location.page)
-        self.recorded.text_sources = self.stored.text_sources
-        self.recorded.goals = {name: dict(judged.amounts) for name, judged in self.metrics.items()}
-        self.recorded.replace = self.run.settings.update == "all"
-
-    def _repeat_aa(self, timing: Timing) -> None:
-        """Repeat an A/A trial in more processes; each process is a separate trial."""
-        spread = self.stored.spread(timing.clock)
-        self.trials.append((timing.reading.value, self.verdict))
-        for number in range(1, self.run.settings.processes):
-            value, word, votes = judge_aa_repeat(self.client, spread, number)
-            self.trials.append((value, word))
-            self.findings.append(Finding(word))
-            if self.judgement is not None:
-                self.judgement.votes += votes
-        if len(self.trials) > 1:
-            self.values = [value for value, _ in self.trials]
-        if self.verdict == "regressed":
-            message = "a side differs from a copy of itself"
-            raise Failed("\n".join([message, *self.client.commands()]), verdict=None)

@@ -147,7 +147,8 @@ class Timing:
 
     def with_seconds(self, seconds: Sequence[float]) -> Timing:
         """Return this timing with other `seconds` per call, from all recording processes."""
-        return replace(self, seconds=dict(zip(self.seconds, seconds, strict=True)))
+        share = self.share and self.share * self.pair_seconds[1] / seconds[1]
+        return replace(self, seconds=dict(zip(self.seconds, seconds, strict=True)), share=share)
 
     def refuse_impossible(self) -> None:
         """Raise `Failed` if a side is faster than the machine's limit allows."""

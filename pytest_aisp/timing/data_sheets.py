@@ -38,7 +38,7 @@ nvidia-h100-80gb-hbm3  sm90   3.35   989.5   1979  494.5  67    900     128   50
 nvidia-a100-sxm4-80gb  sm80   2.039  312     -     156    19.5  600     64    40
 nvidia-l40s            sm89   0.864  362.05  733   183    91.6  -       64    -
 nvidia-b200            sm100  7.7    2250    4500  1100   75    1800    128   -
-nvidia-gb300           sm103  8      2500    5000  1250   80    1800    -     -
+nvidia-gb300           sm103  8      2500    5000  1250   -     1800    -     -
 nvidia-gb10            sm121  0.273  -       -     -      -     -       -     -
 """
 # TB/s of DRAM, dense TFLOP/s by type (`half`: bf16 and fp16), GB/s in both directions of NVLink and
