@@ -37,6 +37,7 @@ PEAKS = Peaks(
         (Cost(d2h=4e7, h2d=1e7), True, 1e-3, "d2h"),
         (Cost(d2h=4e7, h2d=5e7), True, 1.5e-3, "pcie_both"),
         (Cost(sent=4e8), True, 1e-3, "peer"),
+        (Cost(nccl=3e8), True, 1e-3, "busbw"),
         (Cost(sent=4e8, collectives=2), True, 1.02e-3, "peer"),
         (Cost(read=4e6, launches=3), True, 4e-6, "graph_node"),
         (Cost(read=4e6, launches=3), False, 3e-5, "launch"),
@@ -127,7 +128,7 @@ REFUSED = {
     "no cost": ({fast: lambda n: 4 * n}, "the cost of fast is 16384; return a Cost"),
     "no function": (
         {fast: Cost(read=1)},
-        "costs[fast] is Cost(read=1, write=0, h2d=0, d2h=0, sent=0, l2=0, shared=0,",
+        "costs[fast] is Cost(read=1, write=0, h2d=0, d2h=0, sent=0, nccl=0, l2=0,",
     ),
     "another size": (
         {fast: lambda n, m: Cost(read=n)},

@@ -26,7 +26,7 @@ UNITS = ("l2", "shared", "atomics", "sfu")
 HOST = {"launches": "launch", "host_steps": "host_step"}
 """The attributes of `Cost` that take time of the host, and the time of each."""
 AMOUNTS = (
-    *("read", "write", *UNITS, "h2d", "d2h", "sent"),
+    *("read", "write", *UNITS, "h2d", "d2h", "sent", "nccl"),
     *(*HOST, "graph_nodes", "syncs", "collectives"),
 )
 """The attributes of `Cost` that are plain numbers."""
@@ -48,7 +48,8 @@ class Cost:
         atomics: atomic additions to global memory.
         sfu: exponentials, logarithms, sines, roots and reciprocals of fp32.
         h2d, d2h: bytes that it copies to and from the GPU.
-        sent: bytes that each rank sends to other GPUs.
+        sent: bytes that each rank sends to other GPUs in copies.
+        nccl: bytes that each rank sends in collectives of NCCL.
         ops: arithmetic operations by type, as in ``{"bf16": 2 * n**3}``.
         launches: kernels that it launches. The replay of a graph is one launch.
         graph_nodes: kernels in a graph that the side itself replays.
@@ -66,6 +67,7 @@ class Cost:
     h2d: float = 0
     d2h: float = 0
     sent: float = 0
+    nccl: float = 0
     l2: float = 0
     shared: float = 0
     atomics: float = 0
@@ -179,7 +181,7 @@ def has_seen_section(doc: str | None) -> bool:
 def _declared(work: Work, cost: Cost) -> tuple[tuple[str, float, float], ...]:
     """Return each resource of `work`, with the amounts in `work` and in `cost`."""
     ops = sum(sum(phase.ops.values()) for phase in cost.phases())
-    wire = cost.total("h2d") + cost.total("d2h") + cost.total("sent")
+    wire = cost.total("h2d") + cost.total("d2h") + cost.total("sent") + cost.total("nccl")
     return (
         ("bytes read", work.read, cost.total("read")),
         ("bytes written", work.write, cost.total("write")),

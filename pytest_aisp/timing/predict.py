@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..page.cost import HOST, UNITS, Cost, memory_rates
-from .peaks import LINKS, RATES, SECONDS, Peaks
+from .peaks import RATES, SECONDS, Peaks
 
 EXPLAINED = 0.25
 """A time is unexplained if it differs from the predicted time by more than this share of it."""
@@ -92,7 +92,6 @@ def _together(work: float, starts: float, *, graph: bool) -> float:
 
 def _seconds(phase: Cost, peaks: Peaks) -> list[dict[str, float]]:
     """Return the seconds by rate of each resource that `phase` uses. Resources overlap."""
-    link = max(LINKS, key=lambda rate: peaks.rates.get(rate, 0.0))
     both = phase.h2d + phase.d2h if phase.h2d and phase.d2h else 0.0
     resources = (
         memory_rates(phase.read, phase.write),
@@ -101,7 +100,8 @@ def _seconds(phase: Cost, peaks: Peaks) -> list[dict[str, float]]:
         {"h2d": phase.h2d},
         {"d2h": phase.d2h},
         {"pcie_both": both},
-        {link: phase.sent},
+        {"peer": phase.sent},
+        {"busbw": phase.nccl},
     )
     return [_divide(one, peaks) for one in resources]
 

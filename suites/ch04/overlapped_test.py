@@ -170,6 +170,7 @@ def backward_of(width, products=2, beside=None):
         write=2 * width**2 + beside.write,
         ops={"bf16": products * 2 * BATCH * width**2},
         sent=beside.sent,
+        nccl=beside.nccl,
         launches=products + beside.launches,
     )
     return Cost(l2=6 * BATCH * width, launches=1) + both
@@ -212,7 +213,7 @@ def reduced_by_layer(layers, width, world):
 def reduced_by_bucket(layers, width, world):
     nbytes = 2 * width**2
     bucket = all_reduce_of(BUCKET * nbytes, world)
-    quarter = Cost(sent=bucket.sent / BUCKET, launches=1 / BUCKET)
+    quarter = Cost(nccl=bucket.nccl / BUCKET, launches=1 / BUCKET)
     stacked = copy_of(BUCKET * nbytes)
     later = BUCKET * backward_of(width, beside=quarter) + stacked
     first_layers = (BUCKET - 1) * backward_of(width, beside=quarter)
@@ -246,7 +247,7 @@ def by_ddp(layers, width, world):
     """Return the cost with a copy of each gradient into its bucket, and out after backward."""
     nbytes = 2 * width**2
     last = all_reduce_of(nbytes, world)
-    beside = Cost(read=nbytes, write=nbytes, sent=last.sent, launches=2)
+    beside = Cost(read=nbytes, write=nbytes, nccl=last.nccl, launches=2)
     last = copy_of(nbytes) + last + layers * copy_of(nbytes)
     return overlapped(layers, width, beside=beside, last=last)
 

@@ -42,7 +42,7 @@ import torch.distributed._symmetric_memory as symmetric
 
 from pytest_aisp import Conditions, Cost, Variant, Work, compare, cuda_module
 
-from .wire_costs import all_reduce_of, collective, exchange
+from .wire_costs import all_reduce_of, all_reduced, collective, exchange
 
 kernels = cuda_module("symmetric_all_reduce.cu")
 BLOCK, GENERATIONS = 256, 3
@@ -158,6 +158,11 @@ def whole_inputs(numel, world):
     return collective(4 * (world - 1) * numel)
 
 
+def two_shots(numel, world):
+    """Return the cost of a kernel that sends one part's sum and the other parts' terms."""
+    return collective(all_reduced(4 * numel, world))
+
+
 @compare(
     baseline=ring,
     optimized=[
@@ -180,7 +185,7 @@ def whole_inputs(numel, world):
         one_shot: lambda numel, world: copied_in(numel) + whole_inputs(numel, world),
         fused_copy: whole_inputs,
         pushed: lambda numel, world: Cost(sent=4 * (world - 1) * numel, launches=1),
-        two_shot: after_copy,
+        two_shot: lambda numel, world: copied_in(numel) + two_shots(numel, world),
         windowed: after_copy,
     },
     conditions=Conditions(gpus=(2, 4), l2="warm"),

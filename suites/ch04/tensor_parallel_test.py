@@ -87,13 +87,14 @@ def copied(x, w, parts=8):
     yield run
 
 
-def product(rows, inner, columns, sent=0, launches=1):
-    """Return the cost of a product while `sent` bytes of the part before are sent."""
+def product(rows, inner, columns, sent=0, nccl=0, launches=1):
+    """Return the cost of a product while bytes of the part before are sent."""
     return Cost(
         read=2 * (rows + columns) * inner,
         write=2 * rows * columns,
         ops={"bf16": 2 * rows * inner * columns},
         sent=sent,
+        nccl=nccl,
         launches=launches,
     )
 
@@ -108,7 +109,7 @@ def in_parts(parts):
     def cost(rows, inner, columns, world):
         last = all_reduce_of(2 * rows / parts * columns, world)
         part = product(rows / parts, inner, columns)
-        beside = product(rows / parts, inner, columns, sent=last.sent, launches=2)
+        beside = product(rows / parts, inner, columns, nccl=last.nccl, launches=2)
         return part + (parts - 1) * beside + last
 
     return cost

@@ -12,7 +12,7 @@ def all_reduced(nbytes: float, world: int) -> float:
 
 def all_reduce_of(nbytes: float, world: int) -> Cost:
     """Return the cost of an all-reduce of `nbytes`."""
-    return collective(all_reduced(nbytes, world))
+    return Cost(nccl=all_reduced(nbytes, world), launches=1, collectives=1)
 
 
 def exchange(nbytes: float, world: int) -> Cost:
@@ -20,11 +20,11 @@ def exchange(nbytes: float, world: int) -> Cost:
 
     `nbytes` are all ranks' parts together: what an all-gather returns and the others take.
     """
-    return collective((world - 1) / world * nbytes)
+    return Cost(nccl=(world - 1) / world * nbytes, launches=1, collectives=1)
 
 
 def collective(sent: float) -> Cost:
-    """Return the cost of a collective, or of a send and its receive, of `sent` bytes per rank."""
+    """Return the cost of a send and its receive, or of copies, of `sent` bytes per rank."""
     return Cost(sent=sent, launches=1, collectives=1)
 
 

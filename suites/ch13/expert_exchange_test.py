@@ -106,7 +106,7 @@ def moved(tokens, hidden):
 
 def exchange(tokens, hidden, world):
     sent = 2 * (world - 1) / world * tokens * hidden
-    return Cost(sent=sent, launches=1, collectives=1)
+    return Cost(nccl=sent, launches=1, collectives=1)
 
 
 def product(tokens, hidden):
@@ -136,7 +136,7 @@ def listed_cost(tokens, hidden, world):
 
 def overlapped_cost(tokens, hidden, world):
     one = product(tokens, hidden) + moved(tokens, hidden)
-    meanwhile = replace(product(tokens, hidden), sent=exchange(tokens, hidden, world).sent)
+    meanwhile = replace(product(tokens, hidden), nccl=exchange(tokens, hidden, world).nccl)
     hidden_exchange = meanwhile + moved(tokens, hidden) + Cost(launches=1, collectives=1)
     shown = exchange(tokens, hidden, world)
     return moved(tokens, hidden) + hidden_exchange + one + shown + ending(tokens, hidden)

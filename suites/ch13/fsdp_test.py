@@ -136,7 +136,7 @@ def ddp_cost(layers, width, world):
     forward = Cost(ops={"fp32": 2 * BATCH * weights}, launches=2 * layers)
     backward = Cost(  # an all-reduce a layer meanwhile
         ops={"fp32": 4 * BATCH * weights},
-        sent=2 * (world - 1) / world * 4 * weights,
+        nccl=2 * (world - 1) / world * 4 * weights,
         launches=4 * layers,
     )
     divided = Cost(read=4 * weights, write=4 * weights, launches=layers)
@@ -151,14 +151,14 @@ def fsdp_cost(layers, width, world):
         read=4 * (own + weights),
         write=4 * (own + weights),
         ops={"fp32": 2 * BATCH * weights},
-        sent=away,
+        nccl=away,
         launches=5 * layers,
     )
     backward = Cost(  # another gather, and a scatter of the gradients, copied into its buffer
         read=4 * (own + 2 * weights),
         write=4 * (own + 2 * weights),
         ops={"fp32": 4 * BATCH * weights},
-        sent=2 * away,
+        nccl=2 * away,
         launches=9 * layers,
     )
     returned = Cost(read=4 * own, write=4 * own, launches=layers)
