@@ -75,6 +75,8 @@ def _survey_gpu() -> _Survey:
     survey.units(gpu.L2_cache_size)
     if fp8 := survey.where_it_runs("fp8", _fp8_product):
         survey.take("fp8", 2 * 8192**3, fp8)
+    if int8 := survey.where_it_runs("int8", _int8_product):
+        survey.take("int8", 2 * 8192**3, int8)
     for key in DTYPES:
         survey.product(key, 8192, "cuda")
     survey.facts["throttled"] = telemetry.look() or "no"
@@ -210,6 +212,13 @@ def _fp8_product() -> Run:
     a, b = torch.randn(2, 8192, 8192, device="cuda").to(torch.float8_e4m3fn)
     one, bf16 = torch.ones((), device="cuda"), torch.bfloat16
     return lambda: torch._scaled_mm(a, b.T, one, one, out_dtype=bf16, use_fast_accum=True)
+
+
+def _int8_product() -> Run:
+    import torch
+
+    a, b = torch.randint(-9, 10, (2, 8192, 8192), device="cuda", dtype=torch.int8)
+    return partial(torch._int_mm, a, b.T)
 
 
 def _triton_read(source: torch.Tensor) -> Run:

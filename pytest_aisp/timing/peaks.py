@@ -29,7 +29,7 @@ LINKS = ("peer", "busbw")
 """Rates at which a rank sends: in a copy to a peer, and in the largest all-reduce (busbw)."""
 SECONDS = ("launch", "host_step", "sync", "graph_node", "all_reduce")
 MEMORY = ("copy", "read", "write", *UNITS[:2])
-MATRIX = (*DTYPES, "fp8")
+MATRIX = (*DTYPES, "fp8", "int8")
 RATES = (*MEMORY, *MATRIX, *UNITS[2:], *PCIE, "pcie_both", *LINKS, "peer_both", *SECONDS)
 
 
