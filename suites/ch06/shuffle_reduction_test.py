@@ -8,7 +8,8 @@ Optimized  shuffle: of shared_tree. Each warp adds up its 32 sums by five shuffl
            redux: of shuffle. One `__reduce_add_sync` replaces the five shuffles. It is for
            integers.
            warp_per_row: of redux. Each warp has a row of its own. Neither shared memory nor a
-           barrier is left, and a lane loads eight times as many elements.
+           barrier is left. A lane also loads eight times as many elements, several of them at once,
+           so part of a gain may come from more loads in flight.
            library: `torch.sum`.
 Bound      DRAM: every element is read once. In a row of 256 elements, a thread loads one element,
            so the steps after the load are a large part of a block's life, in which it loads
