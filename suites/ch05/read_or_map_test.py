@@ -1,0 +1,96 @@
+"""Read or map: map a table that fits in memory, and index it like a tensor.
+
+Problem    Copy rows of an (n, 256) fp32 table to the GPU. The table is a file. The row numbers are
+           the input, drawn at random. The file was written just before, so all sides find it in the
+           page cache.
+Baseline   seek: one `seek` and one `read` of Python per row. Python's buffer has the size of a row.
+Optimized  into: seek by `os.preadv`, which reads into the row of the result, without a `bytes`
+           object in between.
+           mapped: into with the file mapped into memory, which is not timed. `index_select` copies
+           the rows. There are no system calls after each page was touched once.
+Bound      The host: Python and system calls per row on seek and into. On mapped it is memory
+           latency, and the copy to the GPU.
+Use when   Map a file that is read often, at random, and that fits in the page cache. Read in larger
+           pieces when the data come from a disk: a mapping then waits for one page at a time, and
+           an I/O error kills the process.
+"""
+
+from types import SimpleNamespace
+
+import torch
+
+from pytest_aisp import Cost, Work, compare
+
+from .unnamed_files import bytes_of, path_of, read_into, unnamed
+
+COLUMNS = 256
+BYTES = 4 * COLUMNS
+
+
+def state(device, n, rows):
+    return SimpleNamespace(table=torch.randn(n, COLUMNS), device=device)
+
+
+def inputs(device, n, rows):
+    return (torch.randint(n, (rows,)),)
+
+
+def reference(state, wanted):
+    return state.table.double()[wanted].to(state.device)
+
+
+def seek(state, wanted):
+    with unnamed(bytes_of(state.table)) as whole, open(path_of(whole), "rb", BYTES) as file:
+
+        def load():
+            joined = bytearray()
+            for row in wanted.tolist():
+                file.seek(row * BYTES)
+                joined += file.read(BYTES)
+            return torch.frombuffer(joined, dtype=torch.float32).view(-1, COLUMNS).to(state.device)
+
+        yield load
+
+
+def into(state, wanted):
+    with unnamed(bytes_of(state.table)) as file:
+
+        def load():
+            found = torch.empty(len(wanted), COLUMNS)
+            rows, descriptor = bytes_of(found), file.fileno()
+            for at, row in enumerate(wanted.tolist()):
+                read_into(descriptor, rows[at * BYTES : (at + 1) * BYTES], row * BYTES)
+            return found.to(state.device)
+
+        yield load
+
+
+def mapped(state, wanted):
+    with unnamed(bytes_of(state.table)) as file:
+        size = state.table.numel()
+        flat = torch.from_file(path_of(file), shared=False, size=size, dtype=torch.float32)
+        table = flat.view(-1, COLUMNS)
+        yield lambda: table.index_select(0, wanted).to(state.device)
+
+
+def copied(n, rows):
+    return Cost(h2d=BYTES * rows, launches=1, syncs=1)
+
+
+@compare(
+    baseline=seek,
+    optimized=[into, mapped],
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"n": 1 << 18, "rows": 4096}],
+    check_sizes=[{"n": 1023, "rows": 33}],
+    cpu_sizes=[{"n": 1 << 15, "rows": 512}],
+    work=lambda n, rows: Work(wire=BYTES * rows),
+    bound="host",
+    costs=dict.fromkeys((seek, into, mapped), copied),
+    at_least={"cpu": "yardstick"},
+)
+def test_read_or_map(pair):
+    pair.assert_equivalent(exact=True)
+    pair.assert_speedup()
