@@ -1,0 +1,96 @@
+"""Save a checkpoint: skip a checksum that nobody checks, and copy into pinned memory.
+
+Problem    Write the weights (width, width) of a number of layers in bf16 from the GPU to a new
+           file. The values are the input. Then the file is mapped and its tensors are returned. So
+           what is compared is what was written. The bytes end in the page cache. No side waits for
+           a disk.
+Baseline   saved: `torch.save` to the file.
+Optimized  unchecked: saved without the CRC-32 of each tensor, by `set_crc32_options(False)`.
+           `torch.load` does not check it, but programs for zip files do.
+           staged: unchecked after a copy of the weights into pinned memory that is kept. Without
+           it, `torch.save` copies each weight into new pageable memory.
+Bound      The host: it copies all bytes into the page cache, and computes the CRC-32 on saved. On
+           saved and unchecked, the driver also copies all bytes out of its own pinned memory.
+Use when   The training loop waits for the checkpoint. Pinned memory of the checkpoint's size must
+           be free for staged, which gains nothing on a CPU. If the disk or the network is slower
+           than all this, use `async_checkpoint_test.py`.
+"""
+
+import tempfile
+
+import torch
+
+from pytest_aisp import Cost, Work, compare
+
+from .unnamed_files import path_of
+
+
+def inputs(device, layers, width):
+    return tuple(torch.randn(width, width, device=device).bfloat16() for _ in range(layers))
+
+
+def reference(*weights):
+    return [weight.double().cpu() for weight in weights]
+
+
+def written(weights):
+    """Save `weights` to a new file; return what the file holds then."""
+    with tempfile.TemporaryFile() as file:
+        torch.save({f"layers.{at}": weight for at, weight in enumerate(weights)}, path_of(file))
+        return list(torch.load(path_of(file), map_location="cpu", mmap=True).values())
+
+
+def written_unchecked(weights):
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        return written(weights)
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def saved(*weights):
+    return written(weights)
+
+
+def unchecked(*weights):
+    return written_unchecked(weights)
+
+
+def staged(*weights):
+    buffers = [torch.empty_like(w, device="cpu", pin_memory=w.is_cuda) for w in weights]
+
+    def save():
+        for buffer, weight in zip(buffers, weights, strict=True):
+            buffer.copy_(weight, non_blocking=True)
+        if weights[0].is_cuda:
+            torch.cuda.current_stream().synchronize()
+        return written_unchecked(buffers)
+
+    yield save
+
+
+def copied(layers, width):
+    return layers * Cost(d2h=2 * width**2, launches=1, syncs=1)
+
+
+def staged_cost(layers, width):
+    return Cost(d2h=2 * layers * width**2, launches=layers, syncs=1)
+
+
+@compare(
+    baseline=saved,
+    optimized=[unchecked, staged],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"layers": 32, "width": 1024}],
+    check_sizes=[{"layers": 3, "width": 33}],
+    cpu_sizes=[{"layers": 4, "width": 256}],
+    work=lambda layers, width: Work(wire=2 * layers * width**2),
+    bound="host",
+    costs={saved: copied, unchecked: copied, staged: staged_cost},
+    at_least={"cpu": "yardstick"},
+)
+def test_save_checkpoint(pair):
+    pair.assert_equivalent(exact=True)
+    pair.assert_speedup()
