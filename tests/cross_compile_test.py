@@ -361,6 +361,14 @@ def test_a_bad_launch_fails_only_its_own_variant(write, pytester):
     result.stdout.fnmatch_lines(["*4 failed, 4 compiled*"])
 
 
+def test_a_side_may_launch_the_page_s_kernel_only_at_other_sizes(write, pytester):
+    defs = f"def small(x):\n    if x.numel() > 999:\n        return x + x\n    out = x\n    {LAUNCH}"
+    write("large", defs=f"{defs}\n    return out", variant="doubled, small")
+    result = compiled(pytester, "--aisp-compile=sm100", "-vv", "ch99")
+    result.stdout.fnmatch_lines(["*2 compiled*"])
+    assert result.stdout.str().count("neither side launches a kernel of the page") == 1
+
+
 def test_cases_without_kernels_are_skipped_with_a_reason(page, write, pytester):
     page(more="cpu_sizes=[{'n': 99}],")
     write("hopper", more="conditions=Conditions(needs='wgmma'), cpu_sizes=[{'n': 99}],")

@@ -128,10 +128,12 @@ class Assembly:
             for side in (self.pair.baseline, self.variant.side):
                 self._assemble(side, arch)
             self._check_promises(arch)
-        for fault in self._unreached():
-            self._add(fault)
+        reached = self._reached()
         if not self.assembled and not self.faults and not self.refused:
-            self._add("no kernel was launched, so nothing was assembled")
+            if reached:  # sides of other cases launch the kernels of the page
+                self.notes.append("neither side launches a kernel of the page")
+            else:
+                self._add("no kernel was launched, so nothing was assembled")
         errors = [*self._refusals()]
         errors += [fault.replace(ARCHS, ", ".join(names)) for fault, names in self.faults.items()]
         if errors:
@@ -203,11 +205,11 @@ class Assembly:
                 arch,
             )
 
-    def _unreached(self) -> Iterator[str]:
-        """Yield a fault for each kernel of the page that no side launches at any real size.
+    def _reached(self) -> set[Kernel]:
+        """Return the kernels that some side of the page launches at a real size.
 
-        If only sides of other cases raised errors, they are the likely cause. Each of these errors
-        fails its own case, so here they are only noted.
+        Each other kernel of the page is a fault. If only sides of other cases raised errors, they
+        are the likely cause. Each of these errors fails its own case, so here they are only noted.
         """
         reached: set[Kernel] = set()
         errors: dict[str, None] = {}
@@ -223,9 +225,10 @@ class Assembly:
             if kernel not in reached:
                 fault = f"{name} was not reached: no side of the page launches it{because}"
                 if own or not errors:
-                    yield fault
+                    self._add(fault)
                 else:
                     self.notes.append(fault)
+        return reached
 
     def _every_run(self) -> Iterator[tuple[Pair, Side, Size, str]]:
         for pair in self.pairs:

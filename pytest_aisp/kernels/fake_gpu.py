@@ -88,6 +88,9 @@ def fake_gpu(arch: str) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.cuda, **cuda_functions(arch)))
+        # torch's shape functions of some operators read this attribute, as of `_weight_int4pack_mm`
+        cuda = torch.device("cuda", 0)
+        stack.enter_context(mock.patch.object(torch.Tensor, "fake_device", cuda, create=True))
         if "triton" in sys.modules:
             driver = sys.modules["triton"].runtime.driver
             stack.callback(driver.set_active, driver._active)
