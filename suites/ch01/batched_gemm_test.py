@@ -3,10 +3,12 @@
 Problem    `count` independent (n, n) fp32 products.
 Baseline   looped: one `torch.mm` per product, each into its slice of a preallocated result.
 Optimized  batched: all products in one `torch.bmm`.
-Bound      The host limits looped, because it launches every product. Arithmetic limits batched.
+Bound      Launches are the floor of looped, because each product has its own. Arithmetic limits
+           batched.
 Seen       looped takes longer than one launch and three views per product. Two kernels per product,
-           as cuBLAS launches when it splits the inner dimension, would explain the time. No profile
-           was stored, so this is not explained.
+           as cuBLAS launches when it splits the inner dimension, would explain the time. So would
+           the GPU: a product alone has only 4 tiles of 128 x 128, and an SM needs longer for one
+           than the host for a launch. No profile was stored, so this is not explained.
            batched takes longer than its FLOPs predict at the fp32 rate. If cuBLAS used tiles of 128
            x 128, there would be 160 tiles on 132 SMs. Some SMs would then compute two tiles, which
            would take the stored time. Which tiles cuBLAS uses was not recorded, so this is not

@@ -8,8 +8,9 @@ Optimized  double_buffered: one_stream with the copies on a second stream, into 
            A product waits for its chunk. A copy waits until its buffer's last product has ended.
 Bound      PCIe and fp32 arithmetic in turn on one_stream, the slower of the two on double_buffered.
            Nothing hides the first copy and the last product.
-Use when   Copies and kernels take similar times and the work comes in at least four chunks. When
-           one of the two takes nearly all of the time, there is little to hide.
+Use when   Copies and kernels take similar times and the work comes in at least four chunks. This
+           page's size is chosen so. When one of the two takes nearly all of the time, as the copies
+           would if these products ran on the tensor cores, there is little to hide.
 """
 
 from dataclasses import replace

@@ -4,7 +4,8 @@ Problem    Forward of 12 residual MLP blocks (norm, up, GELU, down, add) on 16 r
            small model does for one request.
 Baseline   eager: 5 launches per block, 60 in total.
 Optimized  captured: eager as a CUDA graph, replayed with one launch. It runs the same kernels at
-           the same addresses. New rows and weights are written in place. The capture is not timed.
+           the same addresses. New rows and weights are written in place, which is not timed. A
+           caller whose rows lie elsewhere needs one more copy. The capture is not timed either.
 Bound      The host limits eager. The GPU limits captured: 60 small kernels run one after another.
 Seen       captured takes longer than its cost predicts. The cost counts the starts of its 60
            kernels, and bytes and FLOPs at the rates of a full GPU. But products of 16 rows leave

@@ -11,7 +11,8 @@ Bound      PCIe on pinned and asynchronous. The driver's copy on the CPU limits 
 Seen       pageable takes several times as long as predicted. Its cost counts the bytes on the link.
            It cannot count the driver's copy on the CPU, because no such rate is measured.
 Use when   Data can be read or created in pinned memory. Filling it is not timed here, as filling
-           the pageable memory is not. Copying from pageable into pinned memory first gains little.
+           the pageable memory is not. Copying from pageable into pinned memory first is one more
+           copy on the CPU, which no side of this page times.
 """
 
 import torch

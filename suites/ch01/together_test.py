@@ -5,11 +5,14 @@ Problem    One SGD step with momentum on the mean loss of 256 rows, MLP of 4 lin
 Baseline   first_draft: the whole batch at once, the default optimizer (foreach on a GPU), and
            `.item()` after the step for the log. It takes 31 launches and one wait for the GPU.
 Optimized  fused_optimizer: first_draft with the update in one launch instead of three.
-           no_item: fused_optimizer without the wait. The loss stays on the GPU until it is read.
+           no_item: fused_optimizer without the wait, and without the launch that puts the loss
+           back on the GPU. The loss stays there until it is read.
            captured: no_item as one CUDA graph.
 Bound      The host on every side but captured: Python, autograd and launches take longer than the
            kernels. captured launches once, and its 28 kernels run one after another.
-Seen       All sides take longer than predicted. The cost of the first three counts launches, calls
+Seen       The stored time of first_draft is of an older baseline with eight micro-batches. Its
+           speedups are not those of this page (`README.md`).
+           All sides take longer than predicted. The cost of the first three counts launches, calls
            that make a tensor, and the wait. It does not count the Python of modules and optimizer
            or the bookkeeping of autograd. On a CPU at width 8, where kernels do little, a step
            takes as long as several hundred calls of `Tensor.view`, so these parts matter. How the

@@ -8,7 +8,8 @@ Optimized  broadcast: the four operations of looped over all queries at once, fo
            cdist: the library's function. It computes |q|2 + |p|2 - 2qp with one matrix product, in
            12 launches.
 Bound      The host on every side.
-Use when   A Python loop does the same small operation on every row. broadcast needs memory for
+Use when   A Python loop does the same small operation on every row. The gain shrinks as rows get
+           larger, and is gone when one row keeps the GPU busy. broadcast needs memory for
            queries x points x dims differences. Use cdist when that is too much. It loses digits
            where points lie close together, as random points of few dimensions do.
 """

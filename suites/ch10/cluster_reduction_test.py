@@ -15,12 +15,13 @@ Optimized  two_passes: of atomics. The blocks store their sums, and the second k
 Bound      DRAM. x is ten times the L2, so a second kernel reads it from DRAM again: 8 bytes per
            element and 4 written. kept reads 4. distributed also reads 4 if the L2 serves every
            second read. Each SM holds 6 blocks in both, so it can wait at a cluster's barrier in one
-           block and move data in another.
-Seen       distributed takes longer than predicted. Its time fits if the L2 misses about half of the
-           second reads. No counter was read, so this is not explained.
+           block and move data in another. atomics and two_passes may have
+           8 blocks per SM.
+Seen       distributed takes longer than predicted. Compared with kept, its time fits if the L2
+           misses about half of the second reads. No counter was read, so this is not explained.
 Use when   Blocks that need a common result also read their data twice, and a cluster's shared
            memory holds the data. The gain comes from reading once. The path of the sums does not
-           matter.
+           matter. A row that fits in one SM, as most models have them, needs no cluster.
 """
 
 from dataclasses import replace

@@ -21,12 +21,17 @@ Optimized  cp_async: of mma_sync. `cp.async` fills a ring of three tiles while t
 Bound      Tensor cores from wide on, at the rate that the power limit allows. Tiles of 128 x 128
            are limited by the L2, from which each tile reads its operands. With `mma.sync`, shared
            memory is the limit, because each of the 8 warps reads its operands there. mma_sync adds
-           the two, because its loads do not overlap its products.
+           the two, because a block's loads do not overlap its products. Two blocks share an SM, but
+           the stored time shows little overlap between them.
 Seen       cp_async takes longer than predicted. tma fills the same ring in less time, and its
-           threads compute no addresses. Whether that is the cause was not measured.
+           threads compute no addresses. Whether that is the cause was not measured. On Hopper,
+           `mma.sync` reaches less than two thirds of the tensor cores' peak (arXiv 2501.12084). The
+           cost does not count this, and shared memory would still take longer.
            At the power limit the clock drifts, and the time of mma_sync with it. Compare only sides
            that were timed in turn. A share of the library is the ratio of two speedups over
-           mma_sync, and has the errors of both.
+           mma_sync, and has the errors of both. Each side is timed in turn with mma_sync, which
+           computes less per second. Beside a faster side it may be slower, as the library is in
+           `triton_gemm_test.py`.
 Use when   Call the library. Write this kernel only for a product that the library does not have,
            and begin with wide tiles, a producer warpgroup and TMA. multicast gains nothing over
            stored here.

@@ -4,16 +4,19 @@ Problem    (m, k) @ (k, n) in fp16, summed in fp32, written in fp16.
 Baseline   one: a tile of a and of b is fetched, waited for and multiplied, and then the next one.
            This is `num_stages=1`. Triton's default is 3.
 Optimized  two: of one. The next tile is on its way (`cp.async`) while one is multiplied. The same
-           kernel is launched with another number, in this rung and the next ones.
+           kernel is launched with another number, in this rung and the next ones. With two or
+           more, Triton also lets a product run until the next one has been issued.
            three: of two. Two tiles are on their way.
            four: of three. Three tiles are on their way, and shared memory holds one block per SM
            instead of two.
            library: `torch.matmul`.
 Bound      The L2, from which each tile of 128 x 128 results reads its operands. one adds the time
            of the tensor cores to that of the L2, because its fetches do not overlap its products.
-Seen       two takes longer than predicted. Its steps are shorter than those of one by about the
-           time of their product, so a step lasts as long as one fetch. One fetch in flight per
-           block is too little for the L2's latency under load. Two fetches in flight are enough.
+           Two blocks share an SM, but the stored time shows little overlap between them.
+Seen       two takes longer than predicted. Before each product it waits for all of its copies
+           (`cp.async.wait_group 0` in Triton 3.9's PTX). three leaves the copies of one tile under
+           way, which is the only wait that differs, and takes the predicted time. So one fetch in
+           flight per block does not hide the L2's latency, and two fetches do.
 Use when   Use three stages, and also measure two and four. Each stage costs shared memory, so
            fewer blocks may fit an SM.
 """

@@ -16,6 +16,9 @@ Bound      Tensor cores, at the rate that the power limit allows. Storing a tile
            Triton specializes only kernels of 4 warps, to which it adds others. It ignores the
            option in kernels of 8 warps, and in a flattened loop on Hopper. Only loads by TMA are
            flattened, because Triton would prefetch only part of what pointers load.
+           library takes longer here than in `pipeline_stages_test.py`, where the same product is
+           timed in turn with a slower side. A slower side may leave more power, but power was not
+           stored, so this is not explained. Compare only sides of one page.
 Use when   A product in Triton needs speed: use descriptors, then flatten the loop. A persistent
            loop alone gains nothing. The library is as fast, if it has the operation.
 """
