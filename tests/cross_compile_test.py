@@ -362,8 +362,9 @@ def test_a_bad_launch_fails_only_its_own_variant(write, pytester):
 
 
 def test_a_side_may_launch_the_page_s_kernel_only_at_other_sizes(write, pytester):
-    defs = f"def small(x):\n    if x.numel() > 999:\n        return x + x\n    out = x\n    {LAUNCH}"
-    write("large", defs=f"{defs}\n    return out", variant="doubled, small")
+    small = f"if x.numel() > 999:\n    return x + x\nout = x.clone()\n{LAUNCH}\nreturn out"
+    defs = f"def small(x):\n{textwrap.indent(small, '    ')}"
+    write("large", defs=defs, variant="doubled, small")
     result = compiled(pytester, "--aisp-compile=sm100", "-vv", "ch99")
     result.stdout.fnmatch_lines(["*2 compiled*"])
     assert result.stdout.str().count("neither side launches a kernel of the page") == 1
