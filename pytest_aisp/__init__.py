@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .kernels.cuda_cpp import cuda_module
     from .page.cost import Cost
     from .page.declare import compare
-    from .page.pair import Conditions, Variant, Work
+    from .page.pair import Conditions, Sweep, Variant, Work
     from .timing.cuda_graph import capture
     from .training_loop.watch import bottleneck
     from .worker.process_timer import fresh_process
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Conditions",
     "Cost",
+    "Sweep",
     "Variant",
     "Work",
     "bottleneck",
@@ -32,6 +33,7 @@ __all__ = [
 _HOME = {
     "Conditions": "page.pair",
     "Cost": "page.cost",
+    "Sweep": "page.pair",
     "Variant": "page.pair",
     "Work": "page.pair",
     "bottleneck": "training_loop.watch",

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from pytest_aisp import Conditions, Variant, Work, compare, fresh_process
+from pytest_aisp import Conditions, Sweep, Variant, Work, compare, fresh_process
 from pytest_aisp.page.pair import PairError
 
 
@@ -230,7 +230,24 @@ SIZES = {
         "two cases have the id 'fast-cpu-n1'",
     ),
 }
-REFUSED = UNKNOWN_WORDS | CLAIMS | SIDES | SIZES
+THREE = {"sizes": [{"n": n} for n in (1, 2, 4)]}
+SWEEPS = {
+    "a word": ({"sweep": "n"}, "sweep='n' is no Sweep, such as sweep=Sweep('block')"),
+    "an unknown key": ({"sweep": Sweep("m")}, "unknown key in sweep 'm'; legal: n"),
+    "two points": (
+        {"sizes": [{"n": 1}, {"n": 2}], "sweep": Sweep("n")},
+        "Sweep(key='n', judged=None): a curve needs at least three values of n in sizes",
+    ),
+    "no judged point": (
+        {**THREE, "sweep": Sweep("n", judged=[])},
+        "Sweep(key='n', judged=[]): judged= names no point, so the page could not fail",
+    ),
+    "an unknown point": (
+        {**THREE, "sweep": Sweep("n", judged=[1, 8])},
+        "unknown n in judged '8'; legal: 1, 2, 4",
+    ),
+}
+REFUSED = UNKNOWN_WORDS | CLAIMS | SIDES | SIZES | SWEEPS
 
 
 @pytest.mark.parametrize("name", REFUSED)

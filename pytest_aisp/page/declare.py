@@ -25,6 +25,7 @@ from .pair import (
     PairError,
     Side,
     Size,
+    Sweep,
     Variant,
     Versus,
     Work,
@@ -32,6 +33,7 @@ from .pair import (
     is_plain,
     require_known,
     side_name,
+    validate_sweep,
 )
 from .sources import kernel_files
 
@@ -58,6 +60,7 @@ def compare(
     at_least: Claims = 1.0,
     versus: Versus | None = None,
     costs: Costs | None = None,
+    sweep: Sweep | None = None,
     conditions: Conditions | None = None,
     **unknown: object,
 ) -> Callable[[TestFunction], TestFunction]:
@@ -93,6 +96,7 @@ def compare(
             ``at_least=0.8`` for a kernel that reaches 0.8 of the library's speed.
         costs: for each side, a function that takes a size's keys and returns the `Cost` of a call.
             The time of a side is predicted from it.
+        sweep: the key of `sizes` over which this page is a curve, as in ``Sweep("block")``.
         conditions: the features, GPUs, L2 state and settings that the sides need.
 
     Raises:
@@ -123,6 +127,7 @@ def compare(
             owns=tuple(given.owns),
             environment=dict(given.environment),
             costs=costs or {},
+            sweep=sweep,
         )
         validate(pair)
     except PairError as error:
@@ -192,6 +197,8 @@ def validate(pair: Pair) -> None:
     _validate_sizes(pair)
     _validate_claims(pair)
     _validate_costs(pair)
+    if pair.sweep is not None:
+        validate_sweep(pair.sweep, (*pair.sizes, *pair.cpu_sizes))
 
 
 def _validate_costs(pair: Pair) -> None:

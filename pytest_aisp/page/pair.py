@@ -150,6 +150,23 @@ class Conditions:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """One key of the sizes over which a page is a curve, as in ``Sweep("block", judged=[256])``.
+
+    Each point is a case. A run prints each curve's best point and knee, and the report draws it.
+
+    Attributes:
+        key: the key, such as ``block``.
+        judged: the values at which claims and stored results are judged; None for all. The other
+            points are timed and stored, but have no gate.
+    """
+
+    key: str
+    _: KW_ONLY
+    judged: Sequence[int | float | bool | str] | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pair:
     """Everything that a page declares. `pytest_aisp.compare` explains the fields."""
@@ -173,6 +190,7 @@ class Pair:
     owns: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     costs: Costs = field(default_factory=dict)
+    sweep: Sweep | None = None
 
     @property
     def multi_rank(self) -> bool:
@@ -262,6 +280,22 @@ class Case:
         return self.pair.variant(self.variant_name)
 
     @property
+    def judged(self) -> bool:
+        """Whether claims and stored results are judged: False at some points of a sweep."""
+        sweep = self.pair.sweep
+        return sweep is None or sweep.judged is None or self.size[sweep.key] in sweep.judged
+
+    def claim(self, arch: str) -> Claim:
+        """Return the case's claim on `arch`."""
+        return self.pair.claim(self.variant, arch, self.gpus) if self.judged else "yardstick"
+
+    def claim_origin(self, arch: str) -> str:
+        """Return a text that describes where the page declares the claim."""
+        if self.judged:
+            return self.pair.origin(self.variant, arch, self.gpus)
+        return "none, because sweep= of the page does not judge this point"
+
+    @property
     def id(self) -> str:
         """The id in the brackets of a test, the same on all machines: ``tiled-cpu-n256``."""
         parts = [self.variant_name]
@@ -302,3 +336,16 @@ def require_known(kind: str, words: Sequence[str], legal: Sequence[str]) -> None
     for word in words:
         if word not in legal:
             raise PairError(f"unknown {kind} {word!r}; legal: {', '.join(legal)}")
+
+
+def validate_sweep(sweep: object, sizes: Sequence[Size]) -> None:
+    """Raise `PairError` if `sweep` is no curve over `sizes`."""
+    if not isinstance(sweep, Sweep):
+        raise PairError(f"sweep={sweep!r} is no Sweep, such as sweep=Sweep('block')")
+    require_known("key in sweep", [sweep.key], list(sizes[0]))
+    values = {str(size[sweep.key]) for size in sizes}
+    if len(values) < 3:
+        raise PairError(f"{sweep}: a curve needs at least three values of {sweep.key} in sizes")
+    if sweep.judged is not None and not sweep.judged:
+        raise PairError(f"{sweep}: judged= names no point, so the page could not fail")
+    require_known(f"{sweep.key} in judged", [*map(str, sweep.judged or ())], sorted(values))

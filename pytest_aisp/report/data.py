@@ -31,7 +31,7 @@ MAX_BLOCKS, MIN_BLOCKS_SHOWN, MAX_BLOCKS_SHOWN = 24_000, 6, 40
 MAX_PROCESSES = 8
 """The maximum number of processes shown per case. If there are more, the first ones are shown."""
 FIELDS: tuple[str, ...] = ("id", "page", "chapter", "function", "baseline", "variant", "size")
-FIELDS += ("gpus", "product", "arch", "bound", "clock", "verdict", "not_timed", "speedup")
+FIELDS += ("gpus", "sweep", "product", "arch", "bound", "clock", "verdict", "not_timed", "speedup")
 FIELDS += ("seconds", "limit", "work", "claim", "stored", "spread", "detectable", "wall", "votes")
 FIELDS += ("goals", "reasons", "notes", "remarks", "profile", "processes", "samples_error")
 FIELDS += ("history", "command", "diff", "code_left_out", "predicted", "unexplained")

@@ -26,7 +26,7 @@ from .data import ReportData, report_data
 from .run import VERDICTS, ReportCase, ReportRun
 
 PARTS = Path(__file__).parent / "page"
-SCRIPTS = ["dom", "marks", "list", "axis", "roofline", "samples", "interval", "code"]
+SCRIPTS = ["dom", "marks", "list", "axis", "curves", "roofline", "samples", "interval", "code"]
 SCRIPTS += ["case", "main"]
 """The scripts in the order in which they must run: each uses definitions of earlier ones."""
 POLICY = "default-src 'none'; img-src data:; style-src {style}; script-src {script}"

@@ -51,6 +51,7 @@ def case(line: JournalLine, root: str) -> Case:
         variant=line.variant,
         size=line.size,
         gpus=line.gpus,
+        sweep=line.sweep,
         product=line.product,
         arch=line.arch,
         bound=line.bound,

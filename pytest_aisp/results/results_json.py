@@ -21,7 +21,7 @@ SCHEMA = 1
 """The version number in `results.json`, in the manifest, and in each line of the journal."""
 NEWER_FIELDS = {
     "Manifest": {"no_canary", "timer"},
-    "Case": {"gpus", "predicted", "unexplained"},
+    "Case": {"gpus", "predicted", "sweep", "unexplained"},
     "Claim": {"versus"},
     "Goal": {"noise", "stored", "margin", "slack"},
 }
@@ -249,6 +249,7 @@ class Case(Struct, kw_only=True):
     variant: Annotated[str, about("Name of the optimized side.")]
     size: Annotated[dict[str, Json], about("The case's size, as declared.")]
     gpus: Annotated[int, Meta(ge=1, description="Ranks that its sides run on, one per GPU.")]
+    sweep: Annotated[str, about("The key of `size` over which the page is a curve, or empty.")] = ""
     product: Annotated[str, about("The product that the stored result belongs to.")]
     arch: Annotated[str, about("`sm90`, `cpu`, ...")]
     bound: Annotated[str, about("What the page says bounds it, such as `dram`.")]

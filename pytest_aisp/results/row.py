@@ -72,6 +72,7 @@ class CaseRecord(Struct):
         page, function, variant, size, bound: the page and the test function, the case's parameters,
             and the resource that bounds it.
         gpus: number of ranks that its sides run on.
+        sweep: the key of `size` over which the page is a curve, or empty.
         baseline: name of the slow side.
         product, arch: the machine.
         need: why the case could not be timed here, or empty.
@@ -112,6 +113,7 @@ class CaseRecord(Struct):
     size: dict[str, object]
     bound: str
     gpus: int = 1
+    sweep: str = ""
     baseline: str = ""
     product: str = ""
     arch: str = ""

@@ -58,9 +58,9 @@ class CaseRun:
         self.client = CaseClient(run, case, location, self.placement)
         self.stored = StoredResult(run, self.client.path, location.key(case), case)
         timed = self.placement.kind == "time" and not run.settings.aa
-        target = case.variant, self.client.machine.arch, case.gpus
-        self.claim = case.pair.claim(*target) if timed else None
-        self.claim_origin = case.pair.origin(*target) if self.claim is not None else ""
+        arch = self.client.machine.arch
+        self.claim = case.claim(arch) if timed else None
+        self.claim_origin = case.claim_origin(arch) if self.claim is not None else ""
         self.checks: list[CheckResult | CompileResult | Amounts] = []
         self._checked_sources: dict[str, str] = {}
         self.timing: Timing | None = None
@@ -133,7 +133,7 @@ class CaseRun:
         self.values = self.judgement.votes or self.values
         self.findings += self.judgement.findings
         self._stop_if_red(accept=True)
-        for role in self.client.changed_sides():
+        for role in self.client.changed_sides() if self.case.judged else ():
             self.findings += judge_changed_side(self.client, self.stored, timing, role)
             self._stop_if_red()
         if settings.untrusted:

@@ -297,6 +297,7 @@ def build_row(run: CaseRun) -> Row:
         size=dict(case.size),
         bound=case.pair.bound,
         gpus=case.gpus,
+        sweep=case.pair.sweep.key if case.pair.sweep is not None else "",
         baseline=case.pair.baseline.__name__,
         product=client.machine.with_count(case.gpus),
         arch=client.machine.arch,

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..kernels.cross_compile import NOT_CHECKED
+from ..results.curves import curves
 from ..results.export import page_labels
 from ..results.messages import Json
 from ..results.row import LETTERS, Row, bare, claim_text, duration, size_text
@@ -106,6 +107,7 @@ def show_summary(terminal: TerminalReporter, recorder: Recorder) -> None:
     terminal.section("aisp")
     verbosity = terminal.config.get_verbosity()
     lines = _table(rows, verbosity) if rows else []
+    lines += [f"curve: {curve}" for curve in curves(rows)]
     if verbosity > 1:
         lines += [f"{row.function}[{row.variant}]: {note}" for row in rows for note in row.notes]
     for line in [*lines, *closing]:

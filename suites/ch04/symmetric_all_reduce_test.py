@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
-from pytest_aisp import Conditions, Cost, Variant, Work, compare, cuda_module
+from pytest_aisp import Conditions, Cost, Sweep, Variant, Work, compare, cuda_module
 
 from .wire_costs import all_reduce_of, all_reduced, collective, exchange
 
@@ -176,6 +176,7 @@ def two_shots(numel, world):
     inputs=inputs,
     reference=reference,
     sizes=[{"numel": 1 << 10}, {"numel": 1 << 14}, {"numel": 1 << 18}, {"numel": 1 << 22}],
+    sweep=Sweep("numel"),
     check_sizes=[{"numel": 33}, {"numel": 1023}],
     work=lambda numel, world: Work(wire=2 * (world - 1) / world * 4 * numel, terms=4),
     bound="latency",

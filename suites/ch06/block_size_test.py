@@ -17,7 +17,7 @@ Use when   You choose a block: take 128 to 256 threads and measure the neighbors
 import torch
 from hypothesis import strategies as st
 
-from pytest_aisp import Cost, Work, compare, cuda_module
+from pytest_aisp import Cost, Sweep, Work, compare, cuda_module
 
 kernels = cuda_module("block_size.cu")
 A = 0.75
@@ -65,6 +65,7 @@ def added(n, block):
     bound="dram",
     costs={usual: added, resized: added},
     at_least="yardstick",
+    sweep=Sweep("block"),
 )
 def test_block_size(pair):
     pair.assert_equivalent()

@@ -25,7 +25,7 @@ function route() {
   hideTip();
   const i = addressed();
   if (i < 0) {
-    const part = location.hash.slice(1), heading = part === "speedups" || part === "roofline" ? byId(part) : null;
+    const part = location.hash.slice(1), heading = ["speedups", "curves", "roofline"].includes(part) ? byId(part) : null;
     if (!byId("case").hidden) showOverview();
     if (heading) heading.scrollIntoView();
     return;
@@ -76,6 +76,7 @@ document.documentElement.classList.add("js");
 startTheme();
 startList();
 startAxis();
+startCurves();
 startRoofline();
 addEventListener("hashchange", route);
 addEventListener("keydown", keys);

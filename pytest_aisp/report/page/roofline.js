@@ -4,7 +4,7 @@
 const total = (table) => Object.values(table || {}).reduce((a, b) => a + b, 0);
 const WIRES = ["pcie", "nvlink", "latency"];
 const MEMORY = ["read", "write", "copy"];
-const BYTES = [...MEMORY, "l2", "h2d", "d2h", "pcie_both", "peer", "busbw", "peer_both"];
+const BYTE_RATES = [...MEMORY, "l2", "h2d", "d2h", "pcie_both", "peer", "busbw", "peer_both"];
 
 function placed(one, i) {
   if (!one.seconds || !one.work) return null;
@@ -35,7 +35,7 @@ const rates = (() => {
 
 const roofsOf = (kinds) => [...new Set(kinds)].filter((k) => rates[k]).map((k) => [k, rates[k]]);
 const flat = roofsOf(computing.map((p) => p.kind)).sort((a, b) => b[1] - a[1]);
-const limits = moving.map((p) => (p.one.limit || {}).name).filter((name) => BYTES.includes(name));
+const limits = moving.map((p) => (p.one.limit || {}).name).filter((name) => BYTE_RATES.includes(name));
 const widths = roofsOf([...limits, ...(moving.length && !limits.length ? MEMORY : [])]).sort((a, b) => b[1] - a[1]);
 
 function bounds(list, roofs, rooms) {
