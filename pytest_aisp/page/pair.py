@@ -291,9 +291,8 @@ class Case:
 
     def claim_origin(self, arch: str) -> str:
         """Return a text that describes where the page declares the claim."""
-        if self.judged:
-            return self.pair.origin(self.variant, arch, self.gpus)
-        return "none, because sweep= of the page does not judge this point"
+        unjudged = "none, because sweep= of the page does not judge this point"
+        return self.pair.origin(self.variant, arch, self.gpus) if self.judged else unjudged
 
     @property
     def id(self) -> str:
