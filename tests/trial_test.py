@@ -196,7 +196,7 @@ def test_a_process_keeps_at_most_its_share_of_gpu_memory(
     monkeypatch, reserved, forgotten, exhausted
 ):
     kept, gib = Cache(Stopwatch(), {"page": object()}), iter(reserved)
-    monkeypatch.setattr("pytest_aisp.worker.loader.release", lambda device: None)
+    monkeypatch.setattr("pytest_aisp.worker.loader.release", lambda device, **how: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(gib) << 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 140 << 30))
     kept.release_memory("cpu")
@@ -209,7 +209,7 @@ def test_a_process_keeps_at_most_its_share_of_gpu_memory(
 def test_a_rank_keeps_an_eighth_of_that_share(monkeypatch, still, exhausted):
     ranks, gib = SimpleNamespace(world=2, max=lambda value: value), iter([10, still])
     monkeypatch.setattr("pytest_aisp.worker.loader.current_group", lambda: ranks)
-    monkeypatch.setattr("pytest_aisp.worker.loader.release", lambda device: None)
+    monkeypatch.setattr("pytest_aisp.worker.loader.release", lambda device, **how: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(gib) << 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 140 << 30))
     kept = Cache(Stopwatch(), {"page": object()})
@@ -219,7 +219,7 @@ def test_a_rank_keeps_an_eighth_of_that_share(monkeypatch, still, exhausted):
 
 
 def test_a_process_in_which_a_capture_failed_is_exhausted(monkeypatch):
-    monkeypatch.setattr("pytest_aisp.worker.loader.release", lambda device: None)
+    monkeypatch.setattr("pytest_aisp.worker.loader.release", lambda device, **how: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 140 << 30))
     monkeypatch.setattr("pytest_aisp.timing.cuda_graph.abandoned", [(0, 1)])
