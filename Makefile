@@ -21,7 +21,7 @@ bench: $(VENV)/.ready
 test: $(VENV)/.ready lint docs browser
 	$(PY) -m pytest -q -n 2 --aisp-check suites
 	$(PY) -m pytest -q -n 2 --aisp-compile suites
-	$(PY) -m pytest -q -n 2 -p no:benchmark tests emulator
+	$(PY) -m pytest -q -n 2 -p no:benchmark --durations=40 tests emulator
 
 lint: $(VENV)/.ready
 	$(PY) -m ruff check .
