@@ -1,0 +1,147 @@
+"""Tensor cores: round the operands of a product, and it runs on other hardware.
+
+Problem    C = A @ B. A, B and C are fp32 in memory on every side. In test_tensor_cores, all
+           matrices are square. In test_few_rows, A has 16 rows and B is large.
+Baseline   fp32: TF32 is switched off, so the product runs on the CUDA cores. Operands keep their 24
+           significant bits.
+Optimized  tf32: fp32 with TF32 switched on. Tensor cores read the same tensors, but use only 11
+           significant bits of each operand.
+           bf16: of fp32. Operands are cast to bf16 (8 significant bits), and the result is cast
+           back. The time includes the three casts.
+           fp16: bf16 with fp16 in place of bf16. It has the 11 significant bits of TF32, but values
+           above 65504 overflow.
+           The error depends on the bits. In a simulation with random operands, the rms error of an
+           element was about 0.0003 of the elements' rms with operands rounded to 11 bits, 0.0008
+           with operands cut to 11 bits, and 0.0023 with 8 bits, for any k.
+Bound      test_tensor_cores: arithmetic, on CUDA cores for fp32 and on tensor cores for the others.
+           bf16 and fp16 also pay for the casts, whose share falls as n grows.
+           test_few_rows: DRAM. All of B is read for only 16 rows, and that takes longer than the
+           arithmetic on CUDA cores.
+Use when   An fp32 product is large in all three dimensions, and its inputs are not known to 24 bits
+           anyway. Start with TF32, because it changes no tensor. Cast to bf16 or fp16 when the cast
+           is small next to the product, or keep the tensors in that type. Do not expect a gain from
+           TF32 with few rows. ch01's `autocast_test.py` times a whole network, in which the values
+           between the products stay bf16.
+"""
+
+import contextlib
+
+import torch
+from hypothesis import strategies as st
+
+from pytest_aisp import Conditions, Cost, Variant, Work, compare
+
+
+def inputs(device, m, n, k):
+    return torch.randn(m, k, device=device), torch.randn(k, n, device=device)
+
+
+def reference(a, b):
+    return a.double() @ b.double()
+
+
+@contextlib.contextmanager
+def products_in(precision):
+    matmul = torch.backends.cuda.matmul  # the flag belongs to the process, so put it back
+    before, matmul.fp32_precision = matmul.fp32_precision, precision
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def fp32(a, b):
+    with products_in("ieee"):
+        return a @ b
+
+
+def tf32(a, b):
+    with products_in("tf32"):
+        return a @ b
+
+
+def bf16(a, b):
+    return (a.bfloat16() @ b.bfloat16()).float()
+
+
+def fp16(a, b):
+    return (a.half() @ b.half()).float()
+
+
+def needed(m, n, k, arithmetic):
+    return Work(
+        read=4 * (m * k + k * n),
+        write=4 * m * n,
+        flops={arithmetic: 2 * m * n * k},
+        terms=k,
+        roundings=2,  # bf16 and fp16 round the result once more
+    )
+
+
+def product(m, n, k, arithmetic, element=4):
+    """Return the cost of a product with operands and a result of `element` bytes."""
+    return Cost(
+        read=element * (m * k + k * n),
+        write=element * m * n,
+        ops={arithmetic: 2 * m * n * k},
+        launches=1,
+    )
+
+
+def with_casts(m, n, k, arithmetic):
+    operands, result = m * k + k * n, m * n
+    down = Cost(read=4 * operands, write=2 * operands, launches=2)
+    up = Cost(read=2 * result, write=4 * result, launches=1)
+    return down + product(m, n, k, arithmetic, element=2) + up
+
+
+common = {
+    "inputs": inputs,
+    "reference": reference,
+    "check_sizes": [
+        {"m": 33, "n": 40, "k": 65},
+        {"m": st.integers(1, 80), "n": st.integers(8, 80), "k": st.integers(8, 200)},
+    ],
+    "conditions": Conditions(owns=["tf32"]),
+}
+costs = {
+    fp32: lambda m, n, k: product(m, n, k, "fp32"),
+    tf32: lambda m, n, k: product(m, n, k, "tf32"),
+}
+
+
+@compare(
+    baseline=fp32,
+    optimized=[
+        Variant(tf32, precision="tf32"),
+        Variant(bf16, precision="bf16"),
+        Variant(fp16, precision="fp16"),
+    ],
+    sizes=[{"m": 4096, "n": 4096, "k": 4096}],
+    # the limit of all sides is the fastest arithmetic that any of them uses
+    work=lambda m, n, k: needed(m, n, k, "bf16"),
+    bound="tensor",
+    costs={
+        **costs,
+        bf16: lambda m, n, k: with_casts(m, n, k, "bf16"),
+        fp16: lambda m, n, k: with_casts(m, n, k, "fp16"),
+    },
+    **common,
+)
+def test_tensor_cores(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@compare(
+    baseline=fp32,
+    optimized=[Variant(tf32, precision="tf32", at_least="neutral")],
+    sizes=[{"m": 16, "n": 8192, "k": 8192}],
+    work=lambda m, n, k: needed(m, n, k, "tf32"),
+    bound="dram",
+    costs=costs,
+    **common,
+)
+def test_few_rows(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()

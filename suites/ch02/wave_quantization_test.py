@@ -1,0 +1,128 @@
+"""Wave quantization: one block more than the SMs can share evenly costs as much as a whole wave.
+
+Problem    For each of 1024 * blocks vectors of 4 floats, find the squared distance to the nearest
+           of `codes` codewords. `blocks` is the number of blocks that the baseline launches. It is
+           the key of the curve, whose points are chosen for the 132 SMs of an H200.
+Baseline   whole: blocks of 256 threads, 4 vectors per thread. So a block has 1024 vectors, and a
+           codeword that is loaded from shared memory is used four times.
+Optimized  halves: of whole. The same kernel with blocks of 128 threads, so twice as many blocks.
+           quarters: of halves. Blocks of 64 threads, so four times as many blocks as whole.
+           split: of whole. Four blocks share the 1024 vectors of a block. Each compares them with a
+           quarter of the codewords. An atomic minimum combines the four results, and a second
+           kernel sets the results to infinity before.
+           No library has this search as one call. With torch it is a product and a minimum, which
+           writes and reads all distances.
+Bound      Instruction issue. A block of whole keeps the issue slots of an SM nearly full, so two
+           blocks on one SM take twice as long as one. The SM with the most blocks sets the time.
+           With 132 blocks, each SM has one. With 133, one SM has two, and the other 131 wait for
+           it. So the time of whole is a staircase with a step after every 132 blocks. The other
+           sides have smaller blocks, so their steps are smaller.
+Use when   A grid has few blocks per SM and a remainder, as in a matrix product with large tiles.
+           Compute blocks / SMs. If it is just above 1 or 2, choose a smaller tile or split the
+           inner loop. If it is just below, or above about 10, keep the large tile, because it
+           reuses more data. A persistent kernel that takes whole tiles in turn has the same
+           staircase. In a kernel that waits for memory, the blocks of an SM do not slow each other
+           down. Its steps come only after as many blocks as all SMs can hold.
+"""
+
+import torch
+from hypothesis import strategies as st
+
+from pytest_aisp import Cost, Sweep, Work, compare, cuda_module
+
+kernels = cuda_module("wave_quantization.cu")
+SMS = 132  # of an H200, for costs
+THREADS, EACH, PARTS = 256, 4, 4
+# Instructions for a vector and a codeword: 4 subtractions, 4 multiplications or multiply-adds, a
+# minimum, and a fourth of a load. Each takes an issue slot, in which a multiply-add does 2 FLOPs.
+SLOTS = 9.25
+
+
+def inputs(device, blocks, codes):
+    """Return vectors and codewords of small integers, so that all distances are exact."""
+    vectors, codebook = (
+        torch.randint(-500, 500, (n, 4), device=device).float()
+        for n in (THREADS * EACH * blocks, codes)
+    )
+    return vectors, codebook
+
+
+def reference(vectors, codebook):
+    codebook = codebook.double()
+    parts = vectors.double().split(2**16)  # all distances at once would need too much memory
+    return torch.cat([distances(part, codebook).amin(1) for part in parts])
+
+
+def distances(a, b):
+    return (a * a).sum(1)[:, None] + (b * b).sum(1) - 2 * a @ b.T
+
+
+def search(vectors, codebook, threads):
+    out = torch.empty(len(vectors), device=vectors.device)
+    blocks = len(vectors) // (EACH * threads)
+    kernels.whole_codebook[blocks, threads](vectors, codebook, out, len(codebook))
+    return out
+
+
+def whole(vectors, codebook):
+    return search(vectors, codebook, THREADS)
+
+
+def halves(vectors, codebook):
+    return search(vectors, codebook, THREADS // 2)
+
+
+def quarters(vectors, codebook):
+    return search(vectors, codebook, THREADS // 4)
+
+
+def split(vectors, codebook):
+    out = torch.full((len(vectors),), torch.inf, device=vectors.device)
+    grid = len(vectors) // (EACH * THREADS), PARTS
+    bits = out.view(torch.int32)
+    kernels.part_of_codebook[grid, THREADS](vectors, codebook, bits, len(codebook))
+    return out
+
+
+def searched(blocks, codes, pieces):
+    """Return the cost if a block's work is cut into `pieces`, which the SMs share evenly."""
+    vectors = THREADS * EACH * blocks
+    busiest = -(-pieces * blocks // SMS) / pieces  # blocks of whole on the SM with the most work
+    slots = SLOTS * THREADS * EACH * codes * busiest * SMS
+    return Cost(read=16 * (vectors + codes), write=4 * vectors, ops={"fp32": 2 * slots}, launches=1)
+
+
+def filled_and_searched(blocks, codes):
+    fill = Cost(write=4 * THREADS * EACH * blocks, launches=1)
+    return fill + searched(blocks, codes, PARTS)
+
+
+@compare(
+    baseline=whole,
+    optimized=[halves, quarters, split],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"blocks": blocks, "codes": 4096} for blocks in (66, 132, 133, 198, 264, 265, 528, 529)],
+    check_sizes=[
+        {"blocks": 1, "codes": 33},
+        {"blocks": 2, "codes": 1},
+        {"blocks": 1, "codes": 515},
+        {"blocks": st.integers(1, 2), "codes": st.integers(1, 40)},
+    ],
+    work=lambda blocks, codes: Work(
+        read=16 * (THREADS * EACH * blocks + codes),
+        write=4 * THREADS * EACH * blocks,
+        flops={"fp32": 12 * THREADS * EACH * blocks * codes},
+    ),
+    bound="issue",
+    costs={
+        whole: lambda blocks, codes: searched(blocks, codes, 1),
+        halves: lambda blocks, codes: searched(blocks, codes, 2),
+        quarters: lambda blocks, codes: searched(blocks, codes, 4),
+        split: filled_and_searched,
+    },
+    sweep=Sweep("blocks", judged=[133]),
+)
+def test_wave_quantization(pair):
+    pair.assert_equivalent(exact=True)
+    pair.assert_speedup()
