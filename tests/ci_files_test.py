@@ -138,7 +138,17 @@ def test_kubernetes_jobs_run_once_on_a_gpu():
         known = set(re.findall(r"\bAISP_[A-Z]+", (CI / "aisp.sh").read_text()))
         assert {variable["name"] for variable in container["env"]} <= known
     [container] = measure["spec"]["template"]["spec"]["containers"]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": 1}
+    resources = container["resources"]
+    assert resources["limits"] == {**resources["requests"], "nvidia.com/gpu": 1}
+    assert resources["requests"]["cpu"].isdecimal(), "a share of a core is no core of its own"
+
+
+def test_the_container_for_docker_has_what_the_doctor_asks_for():
+    file = (CI / "docker/Dockerfile").read_text()
+    assert re.findall(r"^FROM nvcr\.io/nvidia/pytorch:\S+$", file, re.MULTILINE)
+    script = (CI / "docker/measure.sh").read_text()
+    for option in ("--cpuset-cpus", "--cpuset-mems", "--shm-size", "memlock=-1", "stack="):
+        assert option in script
 
 
 def test_hook_checks_stored_results():

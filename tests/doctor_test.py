@@ -6,12 +6,13 @@ import json
 import os
 import re
 import resource
+import subprocess
 from types import SimpleNamespace
 
 import pytest
 
 from pytest_aisp.cli import app
-from pytest_aisp.tools import doctor
+from pytest_aisp.tools import doctor, host_findings
 from pytest_aisp.tools.doctor import Finding
 from pytest_aisp.util import device
 
@@ -61,6 +62,8 @@ def root(tmp_path):
         "sys/devices/system/cpu/cpu1/cpufreq/scaling_governor": "performance\n",
         "sys/bus/pci/devices/0000:18:00.0/numa_node": "1\n",
         "sys/devices/system/node/node1/cpulist": "1,4-7\n",
+        "sys/bus/pci/devices/0000:18:00.0/msi_irqs/33": "msi\n",
+        "proc/irq/33/smp_affinity_list": "0-7\n",
         "proc/driver/nvidia/params": "RmProfilingAdminOnly: 0\n",
         "dev/shm/x": "",
     }
@@ -88,9 +91,9 @@ def host(root, monkeypatch):
         unlimited = (resource.RLIM_INFINITY,) * 2
         status = SimpleNamespace(f_frsize=4096, f_blocks=shm * MIB // 4096)
         monkeypatch.setattr(resource, "getrlimit", lambda n: (limits or {}).get(n, unlimited))
-        monkeypatch.setattr(doctor, "version_of", lambda name: version)
+        monkeypatch.setattr(host_findings, "version_of", lambda name: version)
         monkeypatch.setattr(os, "statvfs", lambda folder: status)
-        return {finding.name: finding for finding in doctor.host_findings(root, cores)}
+        return {finding.name: finding for finding in host_findings.host_findings(root, cores)}
 
     return host
 
@@ -124,6 +127,8 @@ harms GPU 0 processes: other processes use this GPU: 1
     wait for them, or use another GPU
 harms GPU 0 NUMA: node 1, CPUs 1,4-7; this process may use none of them
     numactl --cpunodebind=1 --membind=1 pytest ...
+note GPU 0 interrupts: 1 of 1 go only to CPUs of another node
+    echo 1,4-7 | sudo tee ROOT/proc/irq/33/smp_affinity_list
 note torch: not installed
     pip install torch
 note triton: not installed
@@ -145,7 +150,7 @@ note huge pages: transparent: never; large buffers miss the TLB
 harms governor: performance, powersave: CPU clocks change with the load, and so do times of the host
     sudo cpupower frequency-set -g performance
 harms /dev/shm: 64 MiB, less than 1 GiB: ranks and loader workers share memory there
-    docker run --shm-size=8g ..., or sudo mount -o remount,size=8G /dev/shm
+    in a container, docker run --shm-size=8g; elsewhere: sudo mount -o remount,size=8G /dev/shm
 """
 
 
@@ -153,6 +158,7 @@ def test_each_problem_says_what_to_change(root, host):
     (root / "sys/devices/system/cpu/cpu2/cpufreq").mkdir(parents=True)
     (root / "sys/devices/system/cpu/cpu2/cpufreq/scaling_governor").write_text("powersave\n")
     (root / "sys/kernel/mm/transparent_hugepage/enabled").write_text("always madvise [never]\n")
+    (root / "proc/irq/33/smp_affinity_list").write_text("0,2-3\n")
     answers = {
         "nvmlDeviceGetCurrentClocksEventReasons": 0x2 | 0x40,
         "nvmlDeviceGetEnforcedPowerLimit": 500_000,
@@ -193,7 +199,7 @@ def test_worker_processes_of_aisp_are_not_other_processes(root, monkeypatch):
 
 def test_a_machine_that_gives_no_answers_is_unread(tmp_path):
     silent = [name for name in ANSWERS if name[13:] not in ("Index", "UUID", "Name")]
-    host = {finding.name: finding for finding in doctor.host_findings(tmp_path, (0, 1))}
+    host = {finding.name: finding for finding in host_findings.host_findings(tmp_path, (0, 1))}
     found = {**gpu(tmp_path, **dict.fromkeys(silent)), **host}
     assert {name for name, f in found.items() if f.state == "unread"} - {"NCCL"} == {
         *(f"GPU 0 {what}" for what in ("clocks", "throttling", "power", "persistence", "ECC")),
@@ -225,8 +231,8 @@ def test_counters_may_be_restricted_to_administrators(root, monkeypatch):
 
 
 def test_versions_are_those_of_distributions():
-    assert doctor.version_of("no-such-distribution") is None
-    assert re.match(r"\d+\.\d+", doctor.version_of("pytest"))
+    assert host_findings.version_of("no-such-distribution") is None
+    assert re.match(r"\d+\.\d+", host_findings.version_of("pytest"))
 
 
 def test_a_harmful_finding_is_exit_code_1_with_its_change_below():
@@ -245,6 +251,97 @@ def test_a_harmful_finding_is_exit_code_1_with_its_change_below():
     plain = json.loads("\n".join(doctor.doctor_result(found[1:], as_json=True).lines))
     assert plain[0] == {"name": "bcd", "state": "fine", "said": "good", "change": ""}
     assert doctor.doctor_result(found[1:2], as_json=False).lines[-1] == "nothing harms"
+
+
+SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "CUDA_MODULE_LOADING": "EAGER",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "LD_PRELOAD": "/usr/lib/libjemalloc.so.2",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+}
+OF_A_PROCESS = """
+harms CPU quota: 1.5 of 4 cores: the system stops this process whenever it has used its share
+note NUMA balancing: on: the kernel moves pages while they are used
+note OpenMP threads: 1 of 4 cores: operators on the CPU use no others
+fine malloc: jemalloc
+note module loading: eager: each process loads all kernels of all libraries when it starts
+note connections: 1 queue to the GPU: kernels of different streams may wait for each other
+fine GPU allocator: expandable_segments:True
+"""
+
+
+def process(root, **environment):
+    found = host_findings.process_findings(root, range(4), environment)
+    return [f"{f.state} {f.name}: {f.text}" for f in found]
+
+
+def test_settings_of_the_process_are_found(root):
+    for name, text in {
+        "sys/fs/cgroup/cpu.max": "150000 100000\n",
+        "proc/sys/kernel/numa_balancing": "1\n",
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    assert process(root, **SETTINGS) == OF_A_PROCESS.strip().splitlines()
+
+
+def test_a_process_without_settings_is_fine(root):
+    quota = root / "sys/fs/cgroup/cpu.max"
+    assert process(root)[0] == "unread CPU quota: the system names no cgroup of version 2"
+    quota.parent.mkdir(parents=True)
+    for text, said in (("max 100000\n", "none, 4 cores"), ("400000 100000\n", "4 of 4 cores")):
+        quota.write_text(text)
+        found = process(root, MALLOC_ARENA_MAX="2")
+        assert found[0] == f"fine CPU quota: {said}"
+        assert {line.partition(" ")[0] for line in found} == {"fine"}
+        assert found[3] == "fine malloc: glibc with at most 2 arenas"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("9", "note OpenMP threads: 9 threads on 4 cores: they wait for each other"),
+        ("4", "fine OpenMP threads: 4 on 4 cores"),
+        ("many", "note OpenMP threads: OMP_NUM_THREADS=many is no number"),
+    ],
+)
+def test_numbers_of_threads(root, value, said):
+    assert process(root, OMP_NUM_THREADS=value)[2] == said
+
+
+def test_the_fix_script_only_prints_commands(tmp_path):
+    found = [
+        Finding("governor", "harms", "powersave", "sudo cpupower frequency-set -g performance"),
+        Finding("power", "note", "500 W", "unless you want this: sudo nvidia-smi -pl 700"),
+        Finding("nofile", "note", "1024", "ulimit -n 4096"),
+        Finding("ECC", "note", "on", "record the results again after the reset"),
+        Finding("clocks", "fine", "1980 MHz"),
+    ]
+    result = doctor.fix_script(found)
+    assert result.code == 0
+    assert result.lines == [
+        "#!/bin/sh",
+        "# Read this before you run it. No command has been run.",
+        "set -eu",
+        "",
+        "# These change one shell. Put them where you start pytest.",
+        "# nofile: 1024",
+        "# ulimit -n 4096",
+        "",
+        "# governor: powersave",
+        "sudo cpupower frequency-set -g performance",
+        "# power: 500 W",
+        "sudo nvidia-smi -pl 700",
+        "",
+        "# These have no command.",
+        "# ECC: on",
+        "#   record the results again after the reset",
+    ]
+    script = tmp_path / "fix.sh"
+    script.write_text("\n".join(result.lines))
+    assert subprocess.run(["sh", "-n", script], check=False).returncode == 0
+    assert doctor.fix_script(found[-1:]).lines[-1] == "# Nothing to change."
 
 
 def test_without_a_gpu_the_host_is_examined(monkeypatch, capsys):

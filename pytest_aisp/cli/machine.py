@@ -46,11 +46,17 @@ def peak(
     finish(result)
 
 
-def doctor(as_json: Json = False) -> None:
+def doctor(
+    as_json: Json = False,
+    script: Annotated[
+        bool, typer.Option("--fix-script", help="print a shell script with the fixes; run nothing")
+    ] = False,
+) -> None:
     """Find what disturbs measurements on this machine."""
     from ..tools import doctor
 
-    finish(doctor.doctor_result(doctor.examine(), as_json=as_json))
+    found = doctor.examine()
+    finish(doctor.fix_script(found) if script else doctor.doctor_result(found, as_json=as_json))
 
 
 def clean(yes: Yes = False, as_json: Json = False) -> None:

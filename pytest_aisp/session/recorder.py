@@ -203,7 +203,7 @@ LOGIN = re.compile(r"://[^/\s]*@")
 
 def build_manifest(config: pytest.Config, run: RunContext) -> Manifest:
     """Return the manifest as it is at the start of a run."""
-    from ..tools.doctor import version_of
+    from ..tools.host_findings import version_of
 
     settings = run.settings
     now = datetime.datetime.now(datetime.timezone.utc)

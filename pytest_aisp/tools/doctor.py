@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
-import resource
 from collections.abc import Collection, Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeAlias
@@ -46,10 +43,12 @@ class Finding(msgspec.Struct, frozen=True):
 
 def examine() -> list[Finding]:
     """Run all checks on this machine and return their findings."""
+    from .host_findings import host_findings, process_findings
     from .machine_load import load_findings
 
     root, cores, nvml = Path("/"), device.cores_here(), device.load_nvml()
     found = [*gpu_findings(nvml, root, cores), *host_findings(root, cores)]
+    found += process_findings(root, cores, os.environ)
     return [*found, *load_findings(nvml, cores)]
 
 
@@ -70,104 +69,32 @@ def doctor_result(findings: Sequence[Finding], *, as_json: bool) -> CliResult:
     return CliResult([*lines, summary], code)
 
 
-MIB, GIB = 1 << 20, 1 << 30
-LIMITS = {
-    "memlock": (resource.RLIMIT_MEMLOCK, 64 * MIB, "network adapters pin memory", "-l"),
-    "nofile": (resource.RLIMIT_NOFILE, 4096, "ranks and loader workers open many files", "-n"),
-    "stack": (resource.RLIMIT_STACK, 8 * MIB, "compilers recurse deeply", "-s"),
-}
-"""For each name: the limit, its lowest acceptable value, the reason, and `ulimit`'s option."""
-PACKAGES = {
-    "torch": ("torch",),
-    "triton": ("triton",),
-    "cuda-core": ("cuda-core",),
-    "NVRTC": ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12"),
-    "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
-}
-"""The distributions that may contain the package, keyed by the name shown."""
-SHM_FIX = "docker run --shm-size=8g ..., or sudo mount -o remount,size=8G /dev/shm"
+COMMAND = re.compile(r"(?:^|: )((?:sudo|echo|pip|ulimit|export|unset) .+)$")
+"""The command at the end of a finding's `change`, if a script can run it as it is."""
+OF_A_SHELL = ("ulimit", "export", "unset")
 
 
-def version_of(distribution: str) -> str | None:
-    """Return the version of an installed distribution, or None."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def host_findings(root: Path, cores: Collection[int]) -> Iterator[Finding]:
-    """Yield the findings about the host."""
-    yield Finding("python", "fine", platform.python_version())
-    yield from _versions()
-    for name, (number, least, why, option) in LIMITS.items():
-        yield _limit(name, resource.getrlimit(number), least, why, option)
-    yield _huge_pages(root)
-    yield _governor(root, cores)
-    yield _shared_memory(root / "dev" / "shm")
-
-
-def _versions() -> Iterator[Finding]:
-    for name, distributions in PACKAGES.items():
-        version = next(filter(None, map(version_of, distributions)), None)
-        if version is not None:
-            yield Finding(name, "fine", version)
-        elif name == "NCCL":  # torch for CPUs has no NCCL, and torch built from source contains it
-            yield Finding(name, "unread", "not installed as a package")
+def fix_script(findings: Sequence[Finding]) -> CliResult:
+    """Return a shell script with the command of each finding that has one. Nothing is run."""
+    machine, shell, manual = list[str](), list[str](), list[str]()
+    for finding in findings:
+        if finding.state not in ("note", "harms") or not finding.change:
+            continue
+        found = COMMAND.search(finding.change.splitlines()[-1])
+        about = f"# {finding.name}: {finding.text}"
+        if found is None:
+            manual += [about, *(f"#   {line}" for line in finding.change.splitlines())]
         else:
-            yield Finding(name, "note", "not installed", f"pip install {distributions[0]}")
-
-
-def _limit(name: str, limits: tuple[int, int], least: int, why: str, option: str) -> Finding:
-    soft, hard = limits
-    text = f"ulimit: {_amount(name, soft)}"
-    if soft == resource.RLIM_INFINITY or soft >= least:
-        return Finding(name, "fine", text)
-    change = f"raise the hard limit of {name} in limits.conf"
-    if hard == resource.RLIM_INFINITY or hard >= least:
-        change = f"ulimit {option} {least if name == 'nofile' else least >> 10}"
-    return Finding(name, "note", f"{text}, less than {_amount(name, least)}: {why}", change)
-
-
-def _amount(name: str, value: int) -> str:
-    if value == resource.RLIM_INFINITY:
-        return "unlimited"
-    return str(value) if name == "nofile" else f"{value / MIB:.4g} MiB"
-
-
-def _huge_pages(root: Path) -> Finding:
-    file = root / "sys/kernel/mm/transparent_hugepage/enabled"
-    chosen = re.search(r"\[(\w+)\]", read_text(file) or "")
-    if chosen is None:
-        return Finding("huge pages", "unread", f"{file} names no setting")
-    if chosen[1] != "never":
-        return Finding("huge pages", "fine", f"transparent: {chosen[1]}")
-    change = f"echo madvise | sudo tee {file}"
-    return Finding("huge pages", "note", "transparent: never; large buffers miss the TLB", change)
-
-
-def _governor(root: Path, cores: Collection[int]) -> Finding:
-    governor = device.governor(root / "sys/devices/system/cpu", cores)
-    if governor is None:
-        return Finding("governor", "unread", "unknown, as in a virtual machine")
-    if governor == "performance":
-        return Finding("governor", "fine", "performance")
-    text = f"{governor}: CPU clocks change with the load, and so do times of the host"
-    return Finding("governor", "harms", text, "sudo cpupower frequency-set -g performance")
-
-
-def _shared_memory(folder: Path) -> Finding:
-    try:
-        status = os.statvfs(folder)
-    except OSError as error:
-        return Finding("/dev/shm", "unread", str(error))
-    size = status.f_frsize * status.f_blocks
-    text = f"{size / GIB:.4g} GiB" if size >= GIB else f"{size / MIB:.4g} MiB"
-    if size >= GIB:
-        return Finding("/dev/shm", "fine", text)
-    text = f"{text}, less than 1 GiB: ranks and loader workers share memory there"
-    state: State = "harms" if size <= 64 * MIB else "note"  # the default in containers is 64 MiB
-    return Finding("/dev/shm", state, text, SHM_FIX)
+            (shell if found[1].startswith(OF_A_SHELL) else machine).extend([about, found[1]])
+    lines = ["#!/bin/sh", "# Read this before you run it. No command has been run.", "set -eu"]
+    if shell:
+        lines += ["", "# These change one shell. Put them where you start pytest."]
+        lines += [line if line.startswith("#") else f"# {line}" for line in shell]
+    lines += ["", *machine] if machine else []
+    lines += ["", "# These have no command.", *manual] if manual else []
+    if len(lines) == 3:
+        lines.append("# Nothing to change.")
+    return CliResult(lines, 0)
 
 
 COMPUTE_DEFAULT, COMPUTE_EXCLUSIVE = 0, 3
@@ -190,7 +117,7 @@ def gpu_findings(nvml: ModuleType | None, root: Path, cores: Collection[int]) ->
         gpu = _Gpu(nvml, handle, name)
         yield from (gpu.clocks(), gpu.throttling(), gpu.power(), gpu.persistence())
         yield from (gpu.ecc(), gpu.mig(), gpu.compute_mode(), gpu.processes())
-        yield gpu.numa(root, cores)
+        yield from gpu.places(root, cores)
     yield counters(root)
 
 
@@ -292,20 +219,38 @@ class _Gpu:
         text = f"other processes use this GPU: {', '.join(map(str, pids))}"
         return self._finding("processes", "harms", text, "wait for them, or use another GPU")
 
-    def numa(self, root: Path, cores: Collection[int]) -> Finding:
+    def places(self, root: Path, cores: Collection[int]) -> Iterator[Finding]:
+        """Yield where this process and the GPU's interrupts run, compared with the GPU's node."""
         pci = self._query("nvmlDeviceGetPciInfo")
         bus = "" if pci is None else pci.busId
-        text = bus.decode() if isinstance(bus, bytes) else str(bus)
+        text = (bus.decode() if isinstance(bus, bytes) else str(bus)).strip("\0")
         folder = root / "sys/bus/pci/devices"
-        node = device.numa_node(text.strip("\0"), folder) if text else None
+        node = device.numa_node(text, folder) if text else None
         near = read_text(root / f"sys/devices/system/node/node{node}/cpulist")
         if node is None or near is None:
-            return self._finding("NUMA", "unread", "the system does not know the node")
+            yield self._finding("NUMA", "unread", "the system does not know the node")
+            return
         if set(cores) & cpus_of(near):
-            return self._finding("NUMA", "fine", f"node {node}, CPUs {near}")
-        change = f"numactl --cpunodebind={node} --membind={node} pytest ..."
-        far = f"node {node}, CPUs {near}; this process may use none of them"
-        return self._finding("NUMA", "harms", far, change)
+            yield self._finding("NUMA", "fine", f"node {node}, CPUs {near}")
+        else:
+            change = f"numactl --cpunodebind={node} --membind={node} pytest ..."
+            far = f"node {node}, CPUs {near}; this process may use none of them"
+            yield self._finding("NUMA", "harms", far, change)
+        # the driver's names begin with a domain of eight digits, the system's with one of four
+        listed = [*folder.glob(f"*{text.lower()[4:]}/msi_irqs/*")] if text else []
+        yield self._interrupts(root, near, sorted(int(file.name) for file in listed))
+
+    def _interrupts(self, root: Path, near: str, numbers: Sequence[int]) -> Finding:
+        files = [root / f"proc/irq/{number}/smp_affinity_list" for number in numbers]
+        found = {file: cpus for file in files if (cpus := read_text(file))}
+        if not found:
+            return self._finding("interrupts", "unread", "the system names none")
+        far = [file for file, cpus in found.items() if not cpus_of(cpus) & cpus_of(near)]
+        if not far:
+            return self._finding("interrupts", "fine", "may go to CPUs of the GPU's node")
+        said = f"{len(far)} of {len(found)} go only to CPUs of another node"
+        change = f"echo {near} | sudo tee {' '.join(map(str, far))}"
+        return self._finding("interrupts", "note", said, change)
 
 
 def cpus_of(text: str) -> set[int]:

@@ -1,0 +1,208 @@
+"""The findings of `aisp machine doctor` about the host and about this process.
+
+Settings of a process, such as its threads, have pages in chapter 3 of the suites, which show what
+they change.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+from collections.abc import Collection, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+
+from ..util import device
+from ..util.device import read_text
+from .doctor import Finding, State
+
+MIB, GIB = 1 << 20, 1 << 30
+LIMITS = {
+    "memlock": (resource.RLIMIT_MEMLOCK, 64 * MIB, "network adapters pin memory", "-l"),
+    "nofile": (resource.RLIMIT_NOFILE, 4096, "ranks and loader workers open many files", "-n"),
+    "stack": (resource.RLIMIT_STACK, 8 * MIB, "compilers recurse deeply", "-s"),
+}
+"""For each name: the limit, its lowest acceptable value, the reason, and `ulimit`'s option."""
+PACKAGES = {
+    "torch": ("torch",),
+    "triton": ("triton",),
+    "cuda-core": ("cuda-core",),
+    "NVRTC": ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12"),
+    "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+}
+"""The distributions that may contain the package, keyed by the name shown."""
+SHM_FIX = (
+    "in a container, docker run --shm-size=8g; elsewhere: sudo mount -o remount,size=8G /dev/shm"
+)
+
+
+def version_of(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def host_findings(root: Path, cores: Collection[int]) -> Iterator[Finding]:
+    """Yield the findings about the host."""
+    yield Finding("python", "fine", platform.python_version())
+    yield from _versions()
+    for name, (number, least, why, option) in LIMITS.items():
+        yield _limit(name, resource.getrlimit(number), least, why, option)
+    yield _huge_pages(root)
+    yield _governor(root, cores)
+    yield _shared_memory(root / "dev" / "shm")
+
+
+def _versions() -> Iterator[Finding]:
+    for name, distributions in PACKAGES.items():
+        version = next(filter(None, map(version_of, distributions)), None)
+        if version is not None:
+            yield Finding(name, "fine", version)
+        elif name == "NCCL":  # torch for CPUs has no NCCL, and torch built from source contains it
+            yield Finding(name, "unread", "not installed as a package")
+        else:
+            yield Finding(name, "note", "not installed", f"pip install {distributions[0]}")
+
+
+def _limit(name: str, limits: tuple[int, int], least: int, why: str, option: str) -> Finding:
+    soft, hard = limits
+    text = f"ulimit: {_amount(name, soft)}"
+    if soft == resource.RLIM_INFINITY or soft >= least:
+        return Finding(name, "fine", text)
+    change = f"raise the hard limit of {name} in limits.conf"
+    if hard == resource.RLIM_INFINITY or hard >= least:
+        change = f"ulimit {option} {least if name == 'nofile' else least >> 10}"
+    return Finding(name, "note", f"{text}, less than {_amount(name, least)}: {why}", change)
+
+
+def _amount(name: str, value: int) -> str:
+    if value == resource.RLIM_INFINITY:
+        return "unlimited"
+    return str(value) if name == "nofile" else f"{value / MIB:.4g} MiB"
+
+
+def _huge_pages(root: Path) -> Finding:
+    file = root / "sys/kernel/mm/transparent_hugepage/enabled"
+    chosen = re.search(r"\[(\w+)\]", read_text(file) or "")
+    if chosen is None:
+        return Finding("huge pages", "unread", f"{file} names no setting")
+    if chosen[1] != "never":
+        return Finding("huge pages", "fine", f"transparent: {chosen[1]}")
+    change = f"echo madvise | sudo tee {file}"
+    return Finding("huge pages", "note", "transparent: never; large buffers miss the TLB", change)
+
+
+def _governor(root: Path, cores: Collection[int]) -> Finding:
+    governor = device.governor(root / "sys/devices/system/cpu", cores)
+    if governor is None:
+        return Finding("governor", "unread", "unknown, as in a virtual machine")
+    if governor == "performance":
+        return Finding("governor", "fine", "performance")
+    text = f"{governor}: CPU clocks change with the load, and so do times of the host"
+    return Finding("governor", "harms", text, "sudo cpupower frequency-set -g performance")
+
+
+def _shared_memory(folder: Path) -> Finding:
+    try:
+        status = os.statvfs(folder)
+    except OSError as error:
+        return Finding("/dev/shm", "unread", str(error))
+    size = status.f_frsize * status.f_blocks
+    text = f"{size / GIB:.4g} GiB" if size >= GIB else f"{size / MIB:.4g} MiB"
+    if size >= GIB:
+        return Finding("/dev/shm", "fine", text)
+    text = f"{text}, less than 1 GiB: ranks and loader workers share memory there"
+    state: State = "harms" if size <= 64 * MIB else "note"  # the default in containers is 64 MiB
+    return Finding("/dev/shm", state, text, SHM_FIX)
+
+
+ALLOCATORS = re.compile(r"jemalloc|tcmalloc|mimalloc")
+"""Libraries that replace the allocator of glibc, as they are named in ``LD_PRELOAD``."""
+
+
+def process_findings(
+    root: Path, cores: Collection[int], environment: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Yield the findings about the settings of this process."""
+    yield _cpu_quota(root, cores)
+    yield _numa_balancing(root)
+    yield _threads(cores, environment)
+    yield _malloc(environment)
+    yield _module_loading(environment)
+    yield _connections(environment)
+    yield _segments(environment)
+
+
+def _cpu_quota(root: Path, cores: Collection[int]) -> Finding:
+    text = read_text(root / "sys/fs/cgroup/cpu.max")
+    if text is None:
+        return Finding("CPU quota", "unread", "the system names no cgroup of version 2")
+    quota, _, period = text.strip().partition(" ")
+    if quota == "max":
+        return Finding("CPU quota", "fine", f"none, {len(cores)} cores")
+    share = int(quota) / int(period or 100_000)
+    said = f"{share:g} of {len(cores)} cores"
+    if share >= len(cores):
+        return Finding("CPU quota", "fine", said)
+    said += ": the system stops this process whenever it has used its share"
+    change = "use whole cores instead of a share: docker run --cpuset-cpus=0-7 ..."
+    return Finding("CPU quota", "harms", said, change)
+
+
+def _numa_balancing(root: Path) -> Finding:
+    file = root / "proc/sys/kernel/numa_balancing"
+    text = read_text(file)
+    if text is None:
+        return Finding("NUMA balancing", "fine", "this kernel has none")
+    if text.strip() == "0":
+        return Finding("NUMA balancing", "fine", "off")
+    said = "on: the kernel moves pages while they are used"
+    return Finding("NUMA balancing", "note", said, "sudo sysctl -w kernel.numa_balancing=0")
+
+
+def _threads(cores: Collection[int], environment: Mapping[str, str]) -> Finding:
+    value = environment.get("OMP_NUM_THREADS", "")
+    if not value:
+        return Finding("OpenMP threads", "fine", "not set: one per physical core")
+    count = int(value) if value.isdecimal() else 0
+    if count == 0:
+        said = f"OMP_NUM_THREADS={value} is no number"
+    elif count > len(cores):
+        said = f"{count} threads on {len(cores)} cores: they wait for each other"
+    elif count < len(cores) / 2:
+        said = f"{count} of {len(cores)} cores: operators on the CPU use no others"
+    else:
+        return Finding("OpenMP threads", "fine", f"{count} on {len(cores)} cores")
+    return Finding("OpenMP threads", "note", said, f"export OMP_NUM_THREADS={len(cores)}")
+
+
+def _malloc(environment: Mapping[str, str]) -> Finding:
+    found = ALLOCATORS.search(environment.get("LD_PRELOAD", ""))
+    if found is None and (arenas := environment.get("MALLOC_ARENA_MAX")):
+        return Finding("malloc", "fine", f"glibc with at most {arenas} arenas")
+    return Finding("malloc", "fine", found[0] if found else "glibc")
+
+
+def _module_loading(environment: Mapping[str, str]) -> Finding:
+    if environment.get("CUDA_MODULE_LOADING", "LAZY").upper() != "EAGER":
+        return Finding("module loading", "fine", "lazy")
+    said = "eager: each process loads all kernels of all libraries when it starts"
+    return Finding("module loading", "note", said, "unset CUDA_MODULE_LOADING")
+
+
+def _connections(environment: Mapping[str, str]) -> Finding:
+    value = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    if value != "1":
+        return Finding("connections", "fine", value or "the driver's default")
+    said = "1 queue to the GPU: kernels of different streams may wait for each other"
+    change = "unless a framework needs this: unset CUDA_DEVICE_MAX_CONNECTIONS"
+    return Finding("connections", "note", said, change)
+
+
+def _segments(environment: Mapping[str, str]) -> Finding:
+    old, new = (environment.get(n, "") for n in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    return Finding("GPU allocator", "fine", new or old or "torch's default")
