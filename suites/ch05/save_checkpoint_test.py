@@ -16,13 +16,11 @@ Use when   The training loop waits for the checkpoint. Pinned memory of the chec
            than all this, use `async_checkpoint_test.py`.
 """
 
-import tempfile
-
 import torch
 
 from pytest_aisp import Cost, Work, compare
 
-from .unnamed_files import path_of
+from .unnamed_files import new_file, path_of
 
 
 def inputs(device, layers, width):
@@ -35,7 +33,7 @@ def reference(*weights):
 
 def written(weights):
     """Save `weights` to a new file; return what the file holds then."""
-    with tempfile.TemporaryFile() as file:
+    with new_file(sum(weight.nbytes for weight in weights)) as file:
         torch.save({f"layers.{at}": weight for at, weight in enumerate(weights)}, path_of(file))
         return list(torch.load(path_of(file), map_location="cpu", mmap=True).values())
 

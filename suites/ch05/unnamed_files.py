@@ -1,17 +1,40 @@
 """Files without a name, which the pages of this chapter write and read.
 
 A file exists until the process closes it or ends, however it ends. So nothing is left behind, even
-after SIGKILL. The files lie where Python's `tempfile` puts its files: in `$TMPDIR`, or else in
-/tmp. A page writes a file before its timed part, so reads find it in the page cache.
+after SIGKILL. The files lie in `$TMPDIR`, or else in /tmp. Python's `tempfile` would also try other
+folders, at last the current one. A page writes a file before its timed part, so reads find it in
+the page cache.
 """
 
+import errno
 import os
+import shutil
 import tempfile
+
+FOLDER = os.environ.get("TMPDIR") or "/tmp"
+
+
+def new_file(size):
+    """Return a new open file, in a folder that has room for `size` bytes.
+
+    Raises:
+        OSError: if the folder has no room, is read-only, or does not exist.
+    """
+    try:
+        if shutil.disk_usage(FOLDER).free < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return tempfile.TemporaryFile(dir=FOLDER)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"cannot write {size / 2**20:.1f} MiB to {FOLDER}: {error.strerror}. Set TMPDIR to a"
+            " folder that can be written and has room",
+        ) from None
 
 
 def unnamed(data):
     """Return an open file with the bytes `data`."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+    file = new_file(len(data))
     file.write(data)
     file.flush()
     return file
