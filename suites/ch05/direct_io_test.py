@@ -1,0 +1,186 @@
+"""Direct I/O: read a file that is not in the page cache, several blocks at a time.
+
+Problem    Load blocks of a file into one tensor on the GPU. The input says which blocks, and in
+           which order. The file is not in the page cache, as with data larger than memory. For
+           that, each call of every side ends by dropping the pages of the file. If memory were
+           full, the kernel would drop pages too. All sides read into pinned memory that is kept.
+Baseline   buffered: one read at a time, through the page cache.
+Optimized  mapped: buffered with the file mapped, which is not timed. Page faults read the file.
+           advised: buffered with `POSIX_FADV_RANDOM`, so the kernel reads no more than a block.
+           Otherwise it also reads what follows, which is rarely the next block.
+           threads: advised with eight threads, so the disk has several requests at a time.
+           direct: threads with `O_DIRECT`. The disk writes to the pinned memory, and no byte passes
+           through the page cache.
+Bound      The disk. buffered, mapped and advised leave it idle between two requests. All sides but
+           direct also copy all bytes on the CPU, and make pages and drop them.
+Use when   Data are larger than memory and each byte is read once: use direct. Addresses, offsets
+           and sizes must then be multiples of the disk's block. If data are read again soon and fit
+           in memory, the page cache is faster than any disk.
+
+The page needs a disk. Where `O_DIRECT` does not exist, or where a file stays in memory (tmpfs), it
+is skipped.
+"""
+
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pytest_aisp import Conditions, Cost, Work, compare
+
+from .unnamed_files import bytes_of, path_of, read_into, unnamed
+
+PAGE, THREADS = 4096, 8
+NEEDS_DISK = (
+    "needs a folder on a disk, with O_DIRECT, whose pages the kernel drops when it is asked:"
+    " set TMPDIR to such a folder"
+)
+
+
+def drop(file):
+    """Take the pages of `file` out of the page cache."""
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def on_a_disk():
+    """Return whether a new file can be read directly, and its pages can be dropped."""
+    with unnamed(bytes(PAGE)) as file, mmap.mmap(-1, PAGE) as page:
+        os.fsync(file.fileno())
+        drop(file)
+        try:
+            os.preadv(file.fileno(), [page], 0, os.RWF_NOWAIT)
+            return False  # the page is still in memory
+        except BlockingIOError:
+            pass
+        except OSError:  # a file system that cannot tell
+            return False
+        try:
+            descriptor = os.open(path_of(file), os.O_RDONLY | os.O_DIRECT)
+        except OSError:
+            return False
+        try:
+            return os.preadv(descriptor, [page], 0) == PAGE
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+
+
+def state(device, count, size):
+    values = torch.randint(-(2**31), 2**31, (2 * count, size // 4), dtype=torch.int32)
+    return SimpleNamespace(values=values, device=device)
+
+
+def inputs(device, count, size):
+    return (torch.randperm(2 * count)[:count],)
+
+
+def reference(state, wanted):
+    return state.values[wanted].to(state.device)
+
+
+@contextmanager
+def cold(state):
+    """Open a file of all blocks, of which nothing is in the page cache."""
+    with unnamed(bytes_of(state.values)) as file:
+        os.fsync(file.fileno())  # dirty pages are not dropped
+        drop(file)
+        yield file
+
+
+def aligned(state, count):
+    """Return pinned memory for `count` blocks that begins at a multiple of a page."""
+    size = count * state.values.shape[1] * 4
+    pin = torch.device(state.device).type == "cuda"
+    room = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=pin)
+    begin = -room.data_ptr() % PAGE
+    return room[begin : begin + size].view(torch.int32).view(count, -1)
+
+
+def loader(state, wanted, file, descriptor, mapper):
+    """Return a function that reads the blocks through `descriptor`; `mapper` calls it for each."""
+    read = aligned(state, len(wanted))
+
+    def read_block(at, row):
+        read_into(descriptor, bytes_of(read[at]), row * read[at].nbytes)
+
+    def load():
+        rows = wanted.tolist()
+        list(mapper(read_block, range(len(rows)), rows))
+        found = read.to(state.device, copy=True)
+        drop(file)
+        return found
+
+    return load
+
+
+def buffered(state, wanted):
+    with cold(state) as file:
+        yield loader(state, wanted, file, file.fileno(), map)
+
+
+def advised(state, wanted):
+    with cold(state) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        yield loader(state, wanted, file, file.fileno(), map)
+
+
+def mapped(state, wanted):
+    read = aligned(state, len(wanted))
+    with cold(state) as file:
+        pages = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        table = torch.frombuffer(pages, dtype=torch.int32).view(state.values.shape)
+
+        def load():
+            for at, row in enumerate(wanted.tolist()):
+                read[at].copy_(table[row])
+            found = read.to(state.device, copy=True)
+            pages.madvise(mmap.MADV_DONTNEED)  # the kernel drops no page that is mapped
+            drop(file)
+            return found
+
+        yield load
+
+
+def threads(state, wanted):
+    with cold(state) as file, ThreadPoolExecutor(THREADS) as readers:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        yield loader(state, wanted, file, file.fileno(), readers.map)
+
+
+def direct(state, wanted):
+    with cold(state) as file, ThreadPoolExecutor(THREADS) as readers:
+        descriptor = os.open(path_of(file), os.O_RDONLY | os.O_DIRECT)
+        try:
+            yield loader(state, wanted, file, descriptor, readers.map)
+        finally:
+            os.close(descriptor)
+
+
+def copied(count, size):
+    return Cost(h2d=count * size, launches=1, syncs=1)
+
+
+@pytest.mark.skipif("not on_a_disk()", reason=NEEDS_DISK)
+@compare(
+    baseline=buffered,
+    optimized=[mapped, advised, threads, direct],
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"count": 64, "size": 1 << 20}],
+    check_sizes=[{"count": 9, "size": 3 * PAGE}],
+    cpu_sizes=[{"count": 4, "size": 16 * PAGE}],
+    work=lambda count, size: Work(wire=count * size),
+    bound="host",
+    costs=dict.fromkeys((buffered, mapped, advised, threads, direct), copied),
+    conditions=Conditions(owns=["threads"]),  # the readers live on from call to call
+    at_least={"cpu": "yardstick"},
+)
+def test_direct_io(pair):
+    pair.assert_equivalent(exact=True)
+    pair.assert_speedup()

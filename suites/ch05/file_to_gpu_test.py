@@ -1,0 +1,174 @@
+"""File to GPU: read into pinned memory, and copy one block while the next is read.
+
+Problem    Load blocks of a file into one tensor on the GPU. The input says which blocks, and in
+           which order. The file was written just before, so all sides find it in the page cache.
+Baseline   pageable: read the blocks into a new tensor in ordinary memory, and copy that to the GPU.
+Optimized  mapped: pageable with the file mapped, which is not timed. Each block is copied to the
+           GPU from the mapping, and no system call reads it before.
+           kept: pageable with the tensor in host memory kept from call to call. Its pages exist
+           already, so the kernel need not find and clear new ones.
+           pinned: kept with pinned memory, which the copy engine reads directly.
+           per_block: pinned with one copy per block, which runs while the next block is read. The
+           host waits once, at the end.
+           two_buffers: per_block with pinned memory for two blocks only. Before the host reads into
+           a buffer again, it waits for the last copy out of it.
+Bound      The host's copy out of the page cache. On per_block and two_buffers, PCIe works at the
+           same time. On pageable and kept, the driver copies all bytes on the CPU once more. On
+           mapped, only the driver copies them.
+Use when   Large files go to the GPU again and again. Use two_buffers, which needs little pinned
+           memory, or mapped if all files fit in the page cache. If a process loads one file once,
+           pinning memory takes longer than it saves. With GPUDirect Storage, a disk writes to the
+           GPU without this copy on the CPU, but that needs a driver and a file system that have it.
+"""
+
+from types import SimpleNamespace
+
+import torch
+
+from pytest_aisp import Cost, Work, compare
+
+from .unnamed_files import bytes_of, path_of, read_into, unnamed
+
+
+def state(device, blocks, block):
+    return SimpleNamespace(values=torch.randn(2 * blocks, block), device=device)
+
+
+def inputs(device, blocks, block):
+    return (torch.randperm(2 * blocks)[:blocks],)
+
+
+def reference(state, wanted):
+    return state.values.double()[wanted].to(state.device)
+
+
+def read_block(file, row, block):
+    """Fill the tensor `block` with block number `row` of the file."""
+    read_into(file.fileno(), bytes_of(block), row * block.nbytes)
+
+
+def host_blocks(state, count):
+    """Return pinned memory for `count` blocks."""
+    pin = torch.device(state.device).type == "cuda"
+    return torch.empty(count, state.values.shape[1], pin_memory=pin)
+
+
+def pageable(state, wanted):
+    with unnamed(bytes_of(state.values)) as file:
+
+        def load():
+            read = torch.empty(len(wanted), state.values.shape[1])
+            for at, row in enumerate(wanted.tolist()):
+                read_block(file, row, read[at])
+            return read.to(state.device, copy=True)
+
+        yield load
+
+
+def mapped(state, wanted):
+    with unnamed(bytes_of(state.values)) as file:
+        size = state.values.numel()
+        flat = torch.from_file(path_of(file), shared=False, size=size, dtype=torch.float32)
+        table = flat.view(state.values.shape)
+
+        def load():
+            found = torch.empty(len(wanted), table.shape[1], device=state.device)
+            for at, row in enumerate(wanted.tolist()):
+                found[at].copy_(table[row])
+            return found
+
+        yield load
+
+
+def kept(state, wanted):
+    yield from one_copy(state, wanted, torch.empty(len(wanted), state.values.shape[1]))
+
+
+def pinned(state, wanted):
+    yield from one_copy(state, wanted, host_blocks(state, len(wanted)))
+
+
+def one_copy(state, wanted, read):
+    """Yield a function that reads all blocks into `read`, and then copies that."""
+    with unnamed(bytes_of(state.values)) as file:
+
+        def load():
+            for at, row in enumerate(wanted.tolist()):
+                read_block(file, row, read[at])
+            return read.to(state.device, copy=True)
+
+        yield load
+
+
+def per_block(state, wanted):
+    read = host_blocks(state, len(wanted))
+    with unnamed(bytes_of(state.values)) as file:
+
+        def load():
+            found = torch.empty(read.shape, device=state.device)
+            for at, row in enumerate(wanted.tolist()):
+                read_block(file, row, read[at])
+                found[at].copy_(read[at], non_blocking=True)
+            if found.is_cuda:
+                torch.cuda.current_stream().synchronize()
+            return found
+
+        yield load
+
+
+def two_buffers(state, wanted):
+    read = host_blocks(state, 2)
+    copied = [torch.cuda.Event() for _ in read] if read.is_pinned() else []
+    with unnamed(bytes_of(state.values)) as file:
+
+        def load():
+            found = torch.empty(len(wanted), read.shape[1], device=state.device)
+            for at, row in enumerate(wanted.tolist()):
+                mine = at % 2
+                if copied and at >= 2:
+                    copied[mine].synchronize()
+                read_block(file, row, read[mine])
+                found[at].copy_(read[mine], non_blocking=True)
+                if copied:
+                    copied[mine].record()
+            if found.is_cuda:
+                torch.cuda.current_stream().synchronize()
+            return found
+
+        yield load
+
+
+def at_once(blocks, block):
+    return Cost(h2d=4 * blocks * block, launches=1, syncs=1)
+
+
+def one_by_one(blocks, block):
+    return blocks * Cost(h2d=4 * block, launches=1, host_steps=2, syncs=1)
+
+
+def overlapped(blocks, block):
+    return Cost(h2d=4 * blocks * block, launches=blocks, host_steps=2 * blocks, syncs=1)
+
+
+@compare(
+    baseline=pageable,
+    optimized=[mapped, kept, pinned, per_block, two_buffers],
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"blocks": 32, "block": 1 << 19}],
+    check_sizes=[{"blocks": 5, "block": 1023}],
+    cpu_sizes=[{"blocks": 8, "block": 1 << 14}],
+    work=lambda blocks, block: Work(wire=4 * blocks * block),
+    bound="host",
+    costs={
+        **dict.fromkeys((pageable, kept, pinned), at_once),
+        mapped: one_by_one,
+        per_block: overlapped,
+        two_buffers: overlapped,
+    },
+    at_least={"cpu": "yardstick"},
+)
+def test_file_to_gpu(pair):
+    pair.assert_equivalent(exact=True)
+    pair.assert_speedup()
