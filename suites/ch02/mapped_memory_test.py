@@ -1,0 +1,122 @@
+"""Mapped memory: for a few rows of a table on the host, let the kernel read them across PCIe.
+
+Problem    Bring `reads` rows of 256 bytes to the GPU, in the order of an index. The table has
+           `rows` rows, and the index may name a row more than once. Table and index are in pinned
+           host memory. `reads` is the key of the curve.
+Baseline   copied: copy the whole table to the GPU, and select the rows there.
+Optimized  mapped: of copied. The table is not copied. The kernel that selects the rows gets the
+           host's address of the table. Pinned memory is mapped into the GPU's address space, so
+           each load of a row crosses PCIe.
+           gathered: of copied. The CPU selects the rows into a pinned buffer, and only this buffer
+           is copied.
+Bound      PCIe. copied moves the whole table for any index. mapped moves 256 bytes for each read,
+           and a row that is read twice may cross twice. So mapped should win with fewer reads than
+           rows, and copied with more. gathered moves as many bytes as mapped, but the CPU selects
+           the rows first.
+           The costs count the reads of mapped at the rate of copies. A kernel's reads may be
+           slower, because each is a request of its own. The costs of gathered leave out the CPU's
+           work, because no rate for it is measured.
+Use when   The table does not fit the GPU, or the host changes it between reads, and only a small
+           part of it is read. Rows should be 128 bytes or longer and aligned: each load moves at
+           least 32 bytes, however few are used. Copy the table if most of it is read, or if several
+           kernels read it. If it stays the same and fits, keep it on the GPU. On machines that
+           connect CPU and GPU by NVLink-C2C, such as GH200 and GB200, reads from the host are much
+           faster, so measure there again.
+"""
+
+import math
+
+import torch
+from hypothesis import strategies as st
+
+from pytest_aisp import Cost, Sweep, Work, compare
+
+WIDTH = 64  # floats in a row
+
+
+def inputs(device, rows, reads):
+    pinned = device == "cuda"
+    table = torch.empty(rows, WIDTH, pin_memory=pinned).copy_(torch.randn(rows, WIDTH))
+    index = torch.empty(reads, dtype=torch.int32, pin_memory=pinned)
+    return table, index.copy_(torch.randint(rows, (reads,))), device
+
+
+def reference(table, index, device):
+    return table.double()[index.long()].to(device)
+
+
+class OnTheGpu:
+    """The address of a pinned fp32 tensor, in the form in which torch accepts GPU memory."""
+
+    def __init__(self, pinned):
+        self.pinned = pinned  # so that the memory is not freed
+        self.__cuda_array_interface__ = {
+            "shape": tuple(pinned.shape),
+            "typestr": "<f4",
+            "data": (pinned.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def seen_by_gpu(pinned, device):
+    """Return a tensor of the GPU on the memory of `pinned`. Without a GPU, that is `pinned`."""
+    return torch.as_tensor(OnTheGpu(pinned), device=device) if device == "cuda" else pinned
+
+
+def copied(table, index, device):
+    table, index = (t.to(device, non_blocking=True) for t in (table, index))
+    return torch.index_select(table, 0, index)
+
+
+def mapped(table, index, device):
+    index = index.to(device, non_blocking=True)
+    return torch.index_select(seen_by_gpu(table, device), 0, index)
+
+
+def gathered(table, index, device):
+    rows = torch.empty(len(index), WIDTH, pin_memory=device == "cuda")
+    torch.index_select(table, 0, index, out=rows)
+    return rows.to(device, non_blocking=True, copy=True)
+
+
+def row_bytes(count):
+    return 4 * WIDTH * count
+
+
+def different_rows(rows, reads):
+    """Return how many rows `reads` draws are expected to reach."""
+    return -rows * math.expm1(reads * math.log1p(-1 / rows)) if rows > 1 else 1
+
+
+def copied_and_selected(rows, reads):
+    copies = Cost(h2d=row_bytes(rows) + 4 * reads, launches=2, host_steps=2)
+    return copies + Cost(read=row_bytes(reads), write=row_bytes(reads), launches=1)
+
+
+def selected_across(rows, reads):
+    index = Cost(h2d=4 * reads, launches=1, host_steps=2)
+    return index + Cost(h2d=row_bytes(reads), write=row_bytes(reads), launches=1)
+
+
+@compare(
+    baseline=copied,
+    optimized=[mapped, gathered],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"rows": 2**20, "reads": reads} for reads in (2**14, 2**16, 2**18, 2**20, 2**21)],
+    check_sizes=[
+        {"rows": 33, "reads": 65},
+        {"rows": st.integers(1, 60), "reads": st.integers(1, 90)},
+    ],
+    work=lambda rows, reads: Work(wire=row_bytes(different_rows(rows, reads))),
+    bound="host",
+    costs={
+        copied: copied_and_selected,
+        mapped: selected_across,
+        gathered: lambda rows, reads: Cost(h2d=row_bytes(reads), launches=1, host_steps=3),
+    },
+    sweep=Sweep("reads", judged=[2**16]),
+)
+def test_mapped_memory(pair):
+    pair.assert_equivalent(exact=True)
+    pair.assert_speedup()
