@@ -1,0 +1,128 @@
+"""JPEG decoding: send the files to the GPU, and decode there.
+
+Problem    Decode JPEG files of pictures (3, side, side) into one fp32 tensor on the GPU. All sides
+           convert the decoded bytes to fp32 there. The files lie in host memory, and their order is
+           the input. They are real files of synthetic pictures with about as many coefficients as a
+           photo. Their colours have full resolution, because decoders enlarge smaller ones
+           differently.
+Baseline   one_thread: torchvision's `decode_jpeg` on the CPU, one file after another. Then the
+           pictures are copied to the GPU.
+Optimized  threads: one_thread with a thread per core. The decoder releases Python's lock.
+           on_gpu: one_thread with `device="cuda"` and all files in one call. This is nvJPEG, which
+           uses the JPEG engines of the GPU if there are any.
+Bound      The CPU on one_thread and threads. On on_gpu it is the GPU's JPEG engines, or its SMs and
+           the CPU together where it has none. PCIe then carries the files and not the pictures.
+Use when   Decoding keeps the CPU from feeding the GPU. Use threads or worker processes first. They
+           cost nothing if the cores are idle. Use on_gpu if they are not enough. Where the GPU has
+           no JPEG engines, its SMs decode, and the training step then has fewer of them.
+
+Decoders round the colours to bytes before and after they convert them to RGB. So a picture may
+differ from the exact one by a level or two of 255, and all sides declare int8. The page needs
+torchvision. Without it, the page is skipped.
+"""
+
+import importlib.util
+import os
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pytest_aisp import Conditions, Cost, Variant, Work, compare
+
+from .jpeg_files import exact_pictures, jpeg, random_coefficients
+
+ABSENT = importlib.util.find_spec("torchvision") is None
+BYTES = "int8"  # decoders keep colours as bytes
+BITS = 1.4  # that `jpeg` writes per pixel of these pictures
+
+
+def state(device, pictures, side):
+    coefficients = random_coefficients(pictures, side)
+    return SimpleNamespace(coefficients=coefficients, side=side, device=device)
+
+
+def inputs(device, pictures, side):
+    return (torch.randperm(pictures),)
+
+
+def reference(state, order):
+    return exact_pictures(state.coefficients.to(state.device), state.side)[order.to(state.device)]
+
+
+def in_memory(state):
+    """Return the JPEG files as tensors of bytes."""
+    files = (jpeg(coefficients, state.side) for coefficients in state.coefficients)
+    return [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files]
+
+
+def one_thread(state, order):
+    yield from on_cpu(state, order, map)
+
+
+def threads(state, order):
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        yield from on_cpu(state, order, pool.map)
+
+
+def on_cpu(state, order, mapper):
+    """Yield a function that decodes on the CPU; `mapper` calls the decoder for each file."""
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    files = in_memory(state)
+
+    def decode(item):
+        return decode_jpeg(files[item], ImageReadMode.RGB)
+
+    yield lambda: torch.stack(list(mapper(decode, order.tolist()))).to(state.device).float()
+
+
+def on_gpu(state, order):
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    files = in_memory(state)
+
+    def decode():
+        wanted = [files[item] for item in order.tolist()]
+        return torch.stack(decode_jpeg(wanted, ImageReadMode.RGB, device=state.device)).float()
+
+    yield decode
+
+
+def packed(pictures, side):
+    return pictures * side**2 * BITS / 8
+
+
+def to_fp32(pictures, side):
+    pixels = 3 * pictures * side**2
+    return Cost(read=pixels, write=4 * pixels, launches=1)
+
+
+def sends_pictures(pictures, side):
+    return Cost(h2d=3 * pictures * side**2, launches=1, syncs=1) + to_fp32(pictures, side)
+
+
+def sends_files(pictures, side):
+    pixels = 3 * pictures * side**2
+    decoded = Cost(h2d=packed(pictures, side), write=pixels, launches=pictures)
+    return decoded + Cost(read=pixels, write=pixels, launches=1) + to_fp32(pictures, side)
+
+
+@pytest.mark.skipif(ABSENT, reason="needs torchvision: pip install torchvision")
+@compare(
+    baseline=Variant(one_thread, precision=BYTES),
+    optimized=[Variant(threads, precision=BYTES), Variant(on_gpu, precision=BYTES)],
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"pictures": 32, "side": 512}],
+    check_sizes=[{"pictures": 3, "side": 40}],
+    work=lambda pictures, side: Work(wire=packed(pictures, side), write=12 * pictures * side**2),
+    bound="host",
+    costs={one_thread: sends_pictures, threads: sends_pictures, on_gpu: sends_files},
+    conditions=Conditions(owns=["threads"]),  # the pool lives on from call to call
+)
+def test_jpeg_decode(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
