@@ -1,0 +1,158 @@
+"""L2 set-aside: reserve a part of the L2 for a table, so that a stream cannot evict it.
+
+Problem    out[i] = x[i] . table[index[i]] on `rows` rows of 128 floats. 1 GiB of x passes through
+           the L2. The rows of the table are read many times each, in random order.
+Baseline   normal: all lines in the L2 have the same priority, so x evicts rows of the table before
+           they are read again.
+Optimized  set_aside: of normal. The process sets as much of the L2 aside for persisting accesses as
+           the GPU allows (`CU_LIMIT_PERSISTING_L2_CACHE_SIZE`). An access policy window on the
+           stream makes all accesses to the table persisting. The kernel is the same.
+           The limit holds for the whole process, so each sample is a fresh process. All calls of a
+           process use the same table, as they would in an application. So set_aside may find the
+           table in the L2 from the call before. Its cost counts one read of the table per call.
+Bound      DRAM. If the table stays in the L2, only x, the index and the results move. On normal,
+           the L2 holds a row until 50 MB of newer rows have come. Some rows of the table are read
+           again later than that, and these reads go to DRAM. A larger table has more of them.
+           The costs treat the L2 as one cache. It has two halves, and a line that SMs of both sides
+           read may be in both halves. Then less of the table fits.
+Use when   A table of at most half the L2 is read many times while much more data pass, and you
+           control the whole process. All other kernels lose what is set aside. When the table is no
+           longer used, call `cuCtxResetPersistingL2Cache`. A slice of a GPU (MIG) has no set-aside.
+           ch07's `l2_persistence_test.py` has hints for single loads, which need no set-aside.
+"""
+
+import functools
+from importlib import import_module
+
+import torch
+from hypothesis import strategies as st
+
+from pytest_aisp import Conditions, Cost, Work, compare, cuda_module, fresh_process
+
+kernels = cuda_module("l2_set_aside.cu")
+BLOCK, LANES = 256, 32
+WIDTH = 128  # floats in a row
+# The share of the table's reads that go to DRAM again. With e entries, a row comes back after more
+# than r other rows with probability exp(-r / e). r rows bring r rows of x and e * (1 - exp(-r / e))
+# different rows of the table into the L2. They fill 50 MB at r = 2.05 e and at r = 1.25 e.
+MISSING = {32768: 0.13, 49152: 0.29}
+
+
+def inputs(device, rows, entries):
+    x, table = (torch.randn(n, WIDTH, device=device) for n in (rows, entries))
+    return x, table, torch.randint(entries, (rows,), device=device, dtype=torch.int32)
+
+
+def reference(x, table, index):
+    return (x.double() * table.double()[index.long()]).sum(1)
+
+
+def scored(x, table, index):
+    out = torch.empty(len(x), device=x.device)
+    kernels.scores[-(-len(x) * LANES // BLOCK), BLOCK](x, table, index, out, len(x))
+    return out
+
+
+@functools.cache
+def own_stream():
+    return torch.cuda.Stream()
+
+
+def on_own_stream(x, table, index, before):
+    """Call `before` with a stream, and compute the scores on this stream. Without a GPU, just that.
+
+    Both sides use a stream of their own, because the window is an attribute of a stream.
+    """
+    if not torch.cuda.is_available():
+        return scored(x, table, index)
+    stream, usual = own_stream(), torch.cuda.current_stream()
+    stream.wait_stream(usual)
+    before(stream.cuda_stream)
+    with torch.cuda.stream(stream):
+        out = scored(x, table, index)
+    usual.wait_stream(stream)
+    return out
+
+
+def driver_call(name, *arguments):
+    """Call a function of the driver, and return its result if it has one."""
+    status, *result = getattr(import_module("cuda.bindings.driver"), name)(*arguments)
+    if status.value:
+        raise RuntimeError(f"{name}: {status.name}")
+    return result[0] if result else None
+
+
+def persist(table, stream):
+    """Set aside a part of the L2, once, and make accesses to `table` on `stream` persisting."""
+    driver = import_module("cuda.bindings.driver")
+    attributes, limits = driver.CUdevice_attribute, driver.CUlimit
+    most = driver_call(
+        "cuDeviceGetAttribute",
+        attributes.CU_DEVICE_ATTRIBUTE_MAX_PERSISTING_L2_CACHE_SIZE,
+        table.get_device(),
+    )
+    if not most:
+        raise RuntimeError("this GPU, or this slice of it (MIG), can set no part of the L2 aside")
+    limit = limits.CU_LIMIT_PERSISTING_L2_CACHE_SIZE
+    if driver_call("cuCtxGetLimit", limit) == 0:
+        driver_call("cuCtxSetLimit", limit, most)
+    window = driver.CUaccessPolicyWindow()
+    window.base_ptr, window.num_bytes = table.data_ptr(), table.nbytes
+    window.hitRatio = min(1.0, most / table.nbytes)
+    window.hitProp = driver.CUaccessProperty.CU_ACCESS_PROPERTY_PERSISTING
+    window.missProp = driver.CUaccessProperty.CU_ACCESS_PROPERTY_NORMAL
+    value = driver.CUstreamAttrValue()
+    value.accessPolicyWindow = window
+    policy = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW
+    driver_call("cuStreamSetAttribute", stream, policy, value)
+
+
+@fresh_process
+def normal(x, table, index):
+    return on_own_stream(x, table, index, before=lambda stream: None)
+
+
+@fresh_process
+def set_aside(x, table, index):
+    return on_own_stream(x, table, index, before=lambda stream: persist(table, stream))
+
+
+def read_once(rows, entries, again=0.0):
+    """Return the cost if `again` rows of the table are read again from DRAM."""
+    return Cost(
+        read=4 * WIDTH * (rows + max(entries, again)) + 4 * rows,
+        write=4 * rows,
+        ops={"fp32": 2 * WIDTH * rows},
+        launches=1,
+        host_steps=2,
+        syncs=1,
+    )
+
+
+@compare(
+    baseline=normal,
+    optimized=[set_aside],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"rows": 2**21, "entries": entries} for entries in MISSING],
+    check_sizes=[
+        {"rows": 33, "entries": 5},
+        {"rows": 257, "entries": 70},
+        {"rows": st.integers(1, 80), "entries": st.integers(1, 40)},
+    ],
+    work=lambda rows, entries: Work(
+        read=4 * WIDTH * (rows + entries) + 4 * rows,
+        write=4 * rows,
+        flops={"fp32": 2 * WIDTH * rows},
+        terms=WIDTH,
+    ),
+    bound="dram",
+    costs={
+        normal: lambda rows, entries: read_once(rows, entries, again=MISSING[entries] * rows),
+        set_aside: read_once,
+    },
+    conditions=Conditions(owns=["l2_persistence"]),
+)
+def test_l2_set_aside(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
