@@ -81,6 +81,23 @@ def test_a_side_that_became_slower_is_red_and_names_the_commits(committed, git, 
     result.stdout.fnmatch_lines([f"E  *of its version at {commits}: *", "*REGRESSED*"])
 
 
+def test_a_replay_judges_the_comparison_with_the_commit_too(committed, compare, pytester):
+    change(committed)
+    assert_regressed(compare("--aisp-artifacts=kept"))
+    again = pytester.runpytest_subprocess("--aisp-replay=kept")
+    assert again.ret == 1
+    again.stdout.fnmatch_lines(
+        ["E  *doubled runs at 0.98*x of its version at the commit of the recorded run: *-> red"]
+    )
+
+
+def test_a_replay_of_unchanged_sides_compares_nothing(committed, compare, pytester):
+    assert compare("--aisp-artifacts=kept").ret == 0
+    again = pytester.runpytest_subprocess("--aisp-replay=kept", "-vv")
+    assert again.ret == 0
+    assert "its version at" not in again.stdout.str()
+
+
 def test_unchanged_sides_are_not_timed_again(committed, compare, pytester):
     (committed.parent / "other.txt").write_text("not a page")
     assert compare("--aisp-artifacts=kept").ret == 0

@@ -127,9 +127,12 @@ class CountTask(CaseTask, frozen=True, kw_only=True, tag="count"):
 
 
 class ChangedTask(CaseTask, frozen=True, kw_only=True, tag="changed"):
-    """Name the sides whose sources differ from `past`, the page at a commit."""
+    """Name the sides whose sources differ from `past`, the page at a commit.
 
-    past: PageSource
+    Without `past`, name the sides that a recorded run compared with a commit.
+    """
+
+    past: PageSource | None
 
 
 class SampleTask(CaseTask, frozen=True, kw_only=True, tag="sample"):

@@ -91,6 +91,10 @@ class ChangedResult(Struct):
     optimized: bool = False
     why: str = ""
 
+    def roles(self) -> list[str]:
+        """Return the changed sides' roles, the baseline's first."""
+        return [role for role in ("baseline", "optimized") if getattr(self, role)]
+
 
 class SampleResult(Struct):
     """The result of a `SampleTask`.

@@ -200,6 +200,9 @@ class CaseClient:
     def changed_sides(self) -> list[str]:
         """Return the sides that differ from their version at the commit of ``--aisp-against``."""
         past = self.run.past
+        if self.run.replay is not None:
+            changed = self.ask(self.task(ChangedTask, past=None), ChangedResult)
+            return changed.roles()
         if past is None:
             return []
         if why := past.unreached(self.location.page):
@@ -211,7 +214,7 @@ class CaseClient:
         changed = self.ask(self.task(ChangedTask, past=source), ChangedResult)
         if changed.why:
             self.remarks.append(f"not compared with its version at the commit: {changed.why}")
-        return [role for role in ("baseline", "optimized") if getattr(changed, role)]
+        return changed.roles()
 
     def time_against(self, role: str, replicate: int, worker: Worker | None = None) -> Reading:
         """Time the side `role` against its version at the commit in one process."""

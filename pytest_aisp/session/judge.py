@@ -189,7 +189,7 @@ def judge_changed_side(
     gate = verdict.code_gate(stored.spread(timing.clock), first)
     decision = _decide(client, first, [gate], lambda *vote: client.time_against(role, *vote))
     value = fmean(vote.value for vote in decision.votes or (first,))
-    commits = past.label if past is not None else ""
+    commits = past.label if past is not None else "the commit of the recorded run"
     smallest = 1 - math.exp(-verdict.DETECTABLE_CODE * gate.spread)
     client.notes.append(
         f"{name} against its version at {commits}: {ratio(value)}; detects {smallest:.1%}"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
-from typing import Literal, Protocol
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -23,12 +23,15 @@ from ..results import messages, run_reader
 from ..results.export import path_below
 from ..results.messages import (
     CaseTask,
+    ChangedTask,
     CheckTask,
     CountTask,
     FactsTask,
+    Json,
     ProgressUpdate,
     Reply,
     Task,
+    TimeTask,
     failed,
 )
 from ..results.row import JournalLine
@@ -302,13 +305,21 @@ class ReplayWorker:
             return Reply(error="page", message=f"the recording holds no {case}{why}")
         if isinstance(task, FactsTask):
             return Reply(result=row.environment)
-        kind: Literal["checks", "timings"] = "timings"
+        kind = "timings"
         if isinstance(task, (CheckTask, CountTask)):
             kind = "checks"
         try:
-            answers = run_reader.read(self._folder, row.samples)[kind]
+            samples = run_reader.read(self._folder, row.samples)
         except run_reader.SamplesError as error:
             return Reply(error="page", message=f"the recording cannot be judged again: {error}")
+        against: dict[str, list[dict[str, Json]]] = {}
+        for result in samples["against"]:
+            against.setdefault(result["side"], []).append(result)
+        if isinstance(task, ChangedTask):
+            return Reply(result=dict.fromkeys(against, True))
+        answers = samples["checks"] if kind == "checks" else samples["timings"]
+        if isinstance(task, TimeTask) and task.versus == "old":
+            kind, answers = f"timings against a commit ({task.side})", against.get(task.side, [])
         number = self._answered.get((name, kind), 0)
         self._answered[name, kind] = number + 1
         if number >= len(answers) and kind == "timings" and row.verdict == DISTURBED:
