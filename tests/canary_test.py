@@ -79,6 +79,15 @@ def test_a_side_that_differs_from_itself_makes_the_run_invalid(page, gpu, pytest
     )
 
 
+def test_the_replay_of_an_invalid_run_is_invalid(page, gpu, pytester):
+    gpu(**SPEEDS, session=0.03)
+    page()
+    assert pytester.runpytest_subprocess("--aisp-artifacts=kept").ret == INVALID
+    again = pytester.runpytest_subprocess("--aisp-replay=kept")
+    assert again.ret == INVALID
+    again.stdout.fnmatch_lines(["RUN INVALID (canary): *"])
+
+
 def test_an_invalid_run_says_how_to_restore_the_stored_results(page, gpu, pytester, monkeypatch):
     monkeypatch.delenv("CI", raising=False)
     gpu(**SPEEDS, session=0.03)

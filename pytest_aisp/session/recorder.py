@@ -47,6 +47,7 @@ class Recorder:
         without_canary: for each xdist worker that ended before its canary, the keys of its cases.
         unused: the stored results that no collected case uses, each with its file.
         left_alone: the reason why an earlier run's artifacts were kept, or empty.
+        recorded_invalid: the reasons why a replayed run was invalid when it was recorded.
     """
 
     def __init__(self, settings: Settings, config: pytest.Config) -> None:
@@ -60,6 +61,7 @@ class Recorder:
         self.without_canary: list[tuple[str, list[str]]] = []
         self.unused: set[str] = set()
         self.left_alone = ""
+        self.recorded_invalid: list[str] = []
         self.artifacts = None if settings.artifacts is None else Artifacts(settings.artifacts)
 
     def finish(self, exit_code: int) -> None:
@@ -158,7 +160,8 @@ class Recorder:
                 "environment moved): too many cases moved in one direction for the code to be "
                 "the cause"
             )
-        return [f"RUN INVALID ({reason}; no verdict of this run counts" for reason in reasons]
+        found = [f"RUN INVALID ({reason}; no verdict of this run counts" for reason in reasons]
+        return list(dict.fromkeys([*self.recorded_invalid, *found]))
 
 
 def _commit(root: Path) -> str | None:

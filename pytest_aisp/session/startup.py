@@ -24,6 +24,7 @@ from ..results.run_reader import folder_of
 from ..util.device import Machine
 from ..util.git import GitError, GitSnapshot
 from ..util.gpu_lease import REMEDY
+from ..worker.client import ReplayError, ReplayWorker
 from .canary import CLOCKS, has_canary
 from .collect import case_of
 from .options import LOCK_ERROR, PROFILERS, RECORDER, RUN, SETTINGS, Settings
@@ -67,8 +68,6 @@ def configure(config: pytest.Config) -> None:
     if worker is None:
         config.pluginmanager.register(LiveProgress(config, run), "aisp-live")
     if settings.replay is not None:
-        from ..worker.client import ReplayError, ReplayWorker
-
         try:
             run.replay = recording = ReplayWorker(settings.replay)
         except ReplayError as error:
@@ -76,6 +75,8 @@ def configure(config: pytest.Config) -> None:
         run.machine = recording.machine or run.machine
     if worker is None:
         config.stash[RECORDER] = recorder = _recorder(config, run)
+        if isinstance(run.replay, ReplayWorker):
+            recorder.recorded_invalid = run.replay.invalid
         config.pluginmanager.register(_Gather(recorder, run), "aisp-gather")
         if hasattr(config.option, "benchmark_disable"):  # pytest-benchmark is installed
             from . import benchmark_plugin

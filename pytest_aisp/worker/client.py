@@ -263,6 +263,7 @@ class ReplayWorker:
         dropped: a note about an incomplete line that was ignored, or an empty text.
         machine: the machine that the run was recorded on, or None if unknown. The verdicts are for
             this machine.
+        invalid: the reasons why the run was invalid; empty for a valid run.
 
     Raises:
         ReplayError: if the file cannot be read as a recorded run.
@@ -273,12 +274,13 @@ class ReplayWorker:
         file = folder / run_reader.JOURNAL if folder.is_dir() else path
         self._folder = file.parent
         self.machine: Machine | None = None
+        self.invalid: list[str] = []
         root: str | None = None
         try:
             lines, lost = run_reader.journal(file)
             if (self._folder / run_reader.MANIFEST).exists():
                 manifest = run_reader.manifest(self._folder)
-                root, machine = manifest.root, manifest.machine
+                root, machine, self.invalid = manifest.root, manifest.machine, manifest.invalid
                 self.machine = Machine(
                     machine.arch,
                     machine.product,
