@@ -741,7 +741,11 @@ PACKAGE = Path(cuda_cpp.__file__).parents[1]
 def own_kernels():
     """Yield each .cu file that a module of the package asks for, and the kernels it launches."""
     for module in sorted(PACKAGE.rglob("*.py")):
-        for name, kernel in re.findall(r'cuda_module\("(.+?\.cu)"\)\.(\w+)', module.read_text()):
+        text = module.read_text()
+        found = re.findall(r'cuda_module\("(.+?\.cu)"\)\.(\w+)', text)
+        for name in re.findall(r'kernels = cuda_module\("(.+?\.cu)"\)$', text, re.MULTILINE):
+            found += [(name, kernel) for kernel in re.findall(r"\bkernels\.(\w+)\[", text)]
+        for name, kernel in found:
             yield pytest.param(module.parent / name, kernel, id=f"{name}-{kernel}")
 
 

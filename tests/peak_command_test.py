@@ -57,6 +57,34 @@ def test_one_gpu_is_leased_and_measured_in_its_own_process(tmp_path, capsys):
     ]
 
 
+LEVELS = [
+    {"name": "L1", "working_set": 16384, "bandwidth": 3.1e13, "latency": 2.1e-8},
+    {"name": "DRAM", "working_set": 400 << 20, "bandwidth": 4.5e12, "latency": 6.4e-7},
+]
+
+
+def test_the_hierarchy_is_a_table_beside_the_data_sheet(machine, tmp_path, capsys):
+    machine(Reply(result={"levels": LEVELS, "near": 220.0, "far": 290.0}))
+    peaks.save(tmp_path / "nvidia-h200/peaks.json", Peaks("nvidia-h200", {"h2d": 5.5e10}, {}))
+    assert app.main(["peak", "--hierarchy", f"--baselines={tmp_path}"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "level         working set  bandwidth  latency  data sheet",
+        "L1            16.0 KiB     31 TB/s    21 ns    -",
+        "DRAM          400 MiB      4.5 TB/s   640 ns   94% of 4.8 TB/s",
+        "h2d (stored)  -            55 GB/s    -        86% of 64 GB/s",
+        "a load from the L2 takes 220 cycles in the fastest tenth of the lines, 290 in the slowest",
+    ]
+
+
+def test_the_hierarchy_is_measured_on_a_gpu_and_stores_nothing(monkeypatch, capsys):
+    assert app.main(["peak", "--hierarchy", "--store"]) == 2
+    assert "--hierarchy stores nothing: leave out --store" in capsys.readouterr().err
+    cpu = Machine("cpu", "cpu-1", "a CPU")
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls: cpu))
+    assert app.main(["peak", "--hierarchy"]) == 2
+    assert "measured on a GPU, and there is none here" in capsys.readouterr().err
+
+
 def test_a_cpu_is_measured_alone(monkeypatch, tmp_path):
     laptop = Machine("cpu", "cpu-some-4c", "Some, 4 cores")
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: laptop))

@@ -29,13 +29,26 @@ SIZES = {"cuda": "4KiB:512MiB", "cpu": "4KiB:4MiB"}
 
 
 def peak(
-    as_json: Json = False, store: Store = False, baselines: Baselines = DEFAULT_BASELINES
+    as_json: Json = False,
+    store: Store = False,
+    baselines: Baselines = DEFAULT_BASELINES,
+    hierarchy: Annotated[
+        bool, typer.Option("--hierarchy", help="measure each level of the memory hierarchy instead")
+    ] = False,
 ) -> None:
     """Measure the peak rates of this machine."""
     from ..distributed import bandwidth
-    from ..tools import roofline
+    from ..tools import roofline, stored_results
     from ..util.device import Machine
 
+    if hierarchy:
+        if store:
+            raise typer.BadParameter("--hierarchy stores nothing: leave out --store")
+        here = Machine.here()
+        with show_progress() as progress:
+            levels = roofline.measure_hierarchy(here, progress)
+        stored = stored_results.stored_peaks(baselines, here.product)
+        finish(roofline.hierarchy_result(here.product, levels, stored=stored, as_json=as_json))
     if store:
         bandwidth.refuse_under_ci()
     with show_progress() as progress:

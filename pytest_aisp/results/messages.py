@@ -203,7 +203,9 @@ class CompareTask(CaseTask, frozen=True, kw_only=True, tag="compare"):
 
 
 class PeaksTask(Task, frozen=True, kw_only=True, tag="peaks"):
-    """Measure the machine's peak rates."""
+    """Measure the machine's peak rates, or each level of its memory hierarchy."""
+
+    hierarchy: bool = False
 
 
 class CollectivesTask(Task, frozen=True, kw_only=True, tag="collectives"):

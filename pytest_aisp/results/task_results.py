@@ -146,5 +146,32 @@ class PeaksResult(Struct):
     facts: dict[str, str]
 
 
+class Level(Struct):
+    """One level of the memory hierarchy.
+
+    Attributes:
+        working_set: bytes that are read again and again, or 0 if the level fixes them.
+        bandwidth: bytes per second of all SMs.
+        latency: seconds of one load in a chain of loads.
+    """
+
+    name: str
+    working_set: int
+    bandwidth: float
+    latency: float
+
+
+class HierarchyResult(Struct):
+    """The result of a `PeaksTask` about the memory hierarchy.
+
+    Attributes:
+        near, far: clock cycles of a load from the L2, in the lines of lowest and highest latency.
+    """
+
+    levels: list[Level]
+    near: float
+    far: float
+
+
 Facts: TypeAlias = dict[str, Json]
 """The result of a `FactsTask`: versions and the device. If it is recorded, it has all facts."""

@@ -79,15 +79,19 @@ SHEETS = _parse()
 """The data sheets by product."""
 
 
+def full_rate(product: str, rate: str) -> float | None:
+    """Return what the data sheet of `product` says about `rate`, in its unit; None if nothing."""
+    figure, sheet = _FIGURES.get(rate), SHEETS.get(product)
+    if figure is None or sheet is None or figure not in sheet.figures:
+        return None
+    full = sheet.figures[figure] * (1e9 if figure in ("nvlink", "pcie") else 1e12)
+    return full / 2 if rate in _ONE_WAY else full
+
+
 def shares(measured: Peaks) -> dict[str, float]:
     """Return the share of its data sheet that each of the H200's `measured` rates reaches."""
-    found = {}
-    for rate, value in measured.rates.items():
-        if figure := _FIGURES.get(rate):
-            unit = 1e9 if figure in ("nvlink", "pcie") else 1e12
-            full = SHEETS[REFERENCE].figures[figure] * unit
-            found[rate] = value / (full / 2 if rate in _ONE_WAY else full)
-    return found
+    full = {rate: full_rate(REFERENCE, rate) for rate in measured.rates}
+    return {rate: measured.rates[rate] / value for rate, value in full.items() if value}
 
 
 def estimate(product: str, measured: Peaks) -> Peaks:

@@ -91,7 +91,7 @@ class _Survey:
     def __init__(self, name: str, window: MakeWindow, least: float) -> None:
         import torch
 
-        self._clock = partial(_seconds, window, least)
+        self._clock = partial(seconds_per_run, window, least)
         self.rates: dict[str, float] = {}
         self.facts = {"name": name, "torch": torch.__version__, "windows": f"median of {WINDOWS}"}
         self.facts["date"] = datetime.now(timezone.utc).date().isoformat()
@@ -137,18 +137,20 @@ class _Survey:
         import torch
 
         tiny = partial(torch.zeros(1, device="cuda").add_, 1)
-        self.rates["launch"] = _seconds(HostWindow, 0, tiny, calls=2000)
-        self.rates["graph_node"] = _seconds(GraphWindow, 0, tiny, calls=2000)
+        self.rates["launch"] = seconds_per_run(HostWindow, 0, tiny, calls=2000)
+        self.rates["graph_node"] = seconds_per_run(GraphWindow, 0, tiny, calls=2000)
         number = torch.zeros(1, device="cuda")
-        self.rates["host_step"] = _seconds(HostWindow, 0, partial(number.view, 1), calls=2000)
-        self.rates["sync"] = _seconds(HostWindow, 0, number.item, calls=200)
+        view = partial(number.view, 1)
+        self.rates["host_step"] = seconds_per_run(HostWindow, 0, view, calls=2000)
+        self.rates["sync"] = seconds_per_run(HostWindow, 0, number.item, calls=200)
         gpu = torch.empty(64 << 20, device="cuda")
         host = torch.empty(64 << 20, pin_memory=True)
         for key, to, source in (("d2h", host, gpu), ("h2d", gpu, host)):
             copy = partial(to.copy_, source, non_blocking=True)
-            self.rates[key] = host.nbytes / _seconds(QueueWindow, WINDOW["queue"], copy)
+            self.rates[key] = host.nbytes / seconds_per_run(QueueWindow, WINDOW["queue"], copy)
         both = both_ways(32 << 20)
-        self.rates["pcie_both"] = both.amount / _seconds(QueueWindow, WINDOW["queue"], both.run)
+        lasts = seconds_per_run(QueueWindow, WINDOW["queue"], both.run)
+        self.rates["pcie_both"] = both.amount / lasts
 
     def units(self, l2_bytes: int) -> None:
         """Measure the rates of `UNITS`. Without a compiler, they are missing."""
@@ -184,7 +186,7 @@ class _Survey:
             matmul.fp32_precision = before
 
 
-def _seconds(make: MakeWindow, least: float, run: Run, *, calls: int = 0) -> float:
+def seconds_per_run(make: MakeWindow, least: float, run: Run, *, calls: int = 0) -> float:
     """Return the seconds per run in the median window of `calls` runs, or of `least` seconds."""
     side = BoundSide(run, [()])
     side.run(0)  # compile and load before the capture
@@ -247,19 +249,25 @@ class Probe(NamedTuple):
 
 def l2_reads(size: int) -> dict[int, Probe]:
     """Return a probe for each working set, by its bytes. `size` is the size of the L2 in bytes."""
+    sizes = [1 << (size // share).bit_length() - 1 for share in L2_SHARES]
+    return {nbytes: read_past_l1(nbytes) for nbytes in sizes}
+
+
+def read_past_l1(nbytes: int) -> Probe:
+    """Return a probe that reads a table past the L1, in bytes.
+
+    The table has `nbytes` bytes, rounded down to a power of two.
+    """
     import torch
 
     from ..kernels.cuda_cpp import cuda_module
 
     kernel = cuda_module("measure_peaks.cu").l2_read[_grid(), BLOCK]
-    probes = {}
-    for share in L2_SHARES:
-        vectors = 1 << (size // share // VECTOR).bit_length() - 1  # rounded down to a power of two
-        table = torch.randint(1 << 30, (4 * vectors,), device="cuda", dtype=torch.int32)
-        out = torch.zeros(1, device="cuda", dtype=torch.int32)
-        amount = 4 * ROUNDS * VECTOR * _grid() * BLOCK
-        probes[VECTOR * vectors] = Probe(partial(kernel, table, out, vectors, ROUNDS), amount)
-    return probes
+    vectors = 1 << (nbytes // VECTOR).bit_length() - 1
+    table = torch.randint(1 << 30, (4 * vectors,), device="cuda", dtype=torch.int32)
+    out = torch.zeros(1, device="cuda", dtype=torch.int32)
+    amount = 4 * ROUNDS * VECTOR * _grid() * BLOCK
+    return Probe(partial(kernel, table, out, vectors, ROUNDS), amount)
 
 
 def shared_read() -> Probe:

@@ -16,11 +16,11 @@ from pathlib import Path
 import msgspec
 
 from ..page.pair import Work
-from ..results.messages import PeaksTask
+from ..results.messages import PeaksTask, Reply
 from ..results.models import Result
-from ..results.row import digits, duration
-from ..results.task_results import PeaksResult
-from ..timing import peaks
+from ..results.row import amount, digits, duration
+from ..results.task_results import HierarchyResult, PeaksResult
+from ..timing import data_sheets, peaks
 from ..timing.peaks import PCIE, SECONDS, Peaks, PeaksError
 from ..util.cli_result import CliError, CliResult, columns
 from ..util.device import Machine
@@ -147,21 +147,73 @@ TIMEOUT = 120.0
 def measure_peaks(machine: Machine, tell: Callable[[str], None]) -> Peaks:
     """Measure, in another process, the peaks of `machine`'s first GPU, or else of its CPU."""
     device = "cuda" if machine.gpus else "cpu"
+    measured = _ask(machine, PeaksTask(device=device), "peaks", tell).read(PeaksResult)
+    return Peaks(machine.product, measured.rates, measured.facts)
+
+
+def measure_hierarchy(machine: Machine, tell: Callable[[str], None]) -> HierarchyResult:
+    """Measure, in another process, the memory hierarchy of `machine`'s first GPU."""
+    if not machine.gpus:
+        raise CliError("the memory hierarchy is measured on a GPU, and there is none here")
+    reply = _ask(machine, PeaksTask(device="cuda", hierarchy=True), "memory hierarchy", tell)
+    return reply.read(HierarchyResult)
+
+
+def _ask(machine: Machine, task: PeaksTask, what: str, tell: Callable[[str], None]) -> Reply:
+    """Return the reply of a new process on the leased device. Raise `CliError` for an error."""
     gpu, interpret = next(iter(machine.gpus), ""), None if machine.gpus else "1"
     environment = {"CUDA_VISIBLE_DEVICES": gpu, "TRITON_INTERPRET": interpret}
     leased = lease_gpus(machine.gpus[:1], tell) if machine.gpus else lease("host", waiting=tell)
     with leased, contextlib.closing(WorkerProcess(environment)) as worker:
-        tell(f"measure the peaks of {machine.product}")
-        reply = worker.ask(PeaksTask(device=device), TIMEOUT, tell)
+        tell(f"measure the {what} of {machine.product}")
+        reply = worker.ask(task, TIMEOUT, tell)
     if reply.error is not None:
         trace = f"{reply.trace}\n" if reply.trace else ""
         raise CliError(
-            f"{trace}the peaks of {machine.product} could not be measured: {reply.message}\n"
+            f"{trace}the {what} of {machine.product} could not be measured: {reply.message}\n"
             "Find out what is wrong with the machine:\n    aisp machine doctor",
             code=1,
         )
-    measured = reply.read(PeaksResult)
-    return Peaks(machine.product, measured.rates, measured.facts)
+    return reply
+
+
+LEVEL_HEADS = ("level", "working set", "bandwidth", "latency", "data sheet")
+
+
+def hierarchy_result(
+    product: str, measured: HierarchyResult, *, stored: Peaks | None, as_json: bool
+) -> CliResult:
+    """Return a table of the levels. Below them, `stored` adds the rates of links.
+
+    Where the product's data sheet has the bandwidth of a level, the table has the share of it.
+    """
+    if as_json:
+        return CliResult([msgspec.json.format(msgspec.json.encode(measured), indent=1).decode()], 0)
+    rows = [
+        (
+            level.name,
+            amount(level.working_set) if level.working_set else "-",
+            rate_text("read", level.bandwidth),
+            duration(level.latency),
+            _of_data_sheet(product, "read", level.bandwidth) if level.name == "DRAM" else "-",
+        )
+        for level in measured.levels
+    ]
+    for name in ("h2d", "d2h", "peer"):
+        if stored is not None and name in stored.rates:
+            rate = stored.rates[name]
+            share = _of_data_sheet(product, name, rate)
+            rows.append((f"{name} (stored)", "-", rate_text(name, rate), "-", share))
+    near, far = f"{measured.near:.0f}", f"{measured.far:.0f}"
+    said = f"a load from the L2 takes {near} cycles in the fastest tenth of the lines, {far} in the"
+    said += " slowest"
+    return CliResult([*columns([LEVEL_HEADS, *rows]), said], 0)
+
+
+def _of_data_sheet(product: str, name: str, rate: float) -> str:
+    """Return the share of the product's data sheet, such as ``92 % of 4.8 TB/s``."""
+    full = data_sheets.full_rate(product, name)
+    return "-" if full is None else f"{rate / full:.0%} of {rate_text(name, full)}"
 
 
 def peak_result(measured: Peaks, *, as_json: bool) -> CliResult:

@@ -294,10 +294,12 @@ class Engine:
         """Return the libraries' versions and the name of this process's device."""
         return dict(device.libraries_and_gpu(task.device))
 
-    def peaks(self, task: messages.PeaksTask) -> task_results.PeaksResult:
-        """Measure the machine's peaks."""
-        from ..timing import measure_peaks
+    def peaks(self, task: messages.PeaksTask) -> Struct:
+        """Measure the machine's peaks, or the levels of its memory hierarchy."""
+        from ..timing import hierarchy, measure_peaks
 
+        if task.hierarchy:
+            return hierarchy.measure()
         measured = measure_peaks.measure(task.device)
         return task_results.PeaksResult(dict(measured.rates), dict(measured.facts))
 

@@ -1,0 +1,115 @@
+"""Measure the memory hierarchy of a GPU: the bandwidth and the latency of each of its levels.
+
+Latency is the time of one load in a chain, in which each load needs the result of the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import quantiles
+from typing import TYPE_CHECKING
+
+from ..results.task_results import HierarchyResult, Level
+from . import measure_peaks
+from .cuda_graph import GraphWindow
+from .cuda_timer import WINDOW
+
+if TYPE_CHECKING:
+    import torch
+
+LINE = 32
+"""Numbers of 4 bytes in a line of 128 bytes. A list has one link per line."""
+STEPS, LINES, LINKS = 4096, 2048, 4096
+BLOCK, ROUNDS = 1024, 512
+VECTOR = 16
+L1_BYTES = 16 << 10
+"""Bytes that fit in the L1 of every known GPU beside other data."""
+OPERANDS = 12
+"""Bytes of the three operands of a multiply-add."""
+
+
+def measure() -> HierarchyResult:
+    """Measure the levels of the current GPU, and loads from working sets of growing size."""
+    import torch
+
+    from ..kernels.cuda_cpp import cuda_module
+
+    kernels = cuda_module("hierarchy.cu")
+    gpu = torch.cuda.get_device_properties()
+    out = torch.zeros(2, device="cuda")
+    word = out.view(torch.int32)
+    grid = measure_peaks.BLOCKS_PER_SM * gpu.multi_processor_count
+    threads = grid * BLOCK
+
+    def chased(nbytes: int, *, past_l1: bool) -> float:
+        links = linked(nbytes // (4 * LINE), LINE).cuda()
+        return seconds(partial(kernels.chase[1, 1], links, word, STEPS, past_l1)) / STEPS
+
+    multiply = partial(kernels.fused_multiply_adds[grid, BLOCK], out, 8 * ROUNDS)
+    chain = partial(kernels.dependent_multiply_adds[1, 1], out, 8 * STEPS)
+    shared_list = linked(LINKS, 1).cuda()
+    shared_chain = partial(kernels.chase_shared[1, 1], shared_list, word, LINKS, 8 * STEPS)
+    shared = measure_peaks.shared_read()
+    vectors = L1_BYTES // VECTOR
+    table = torch.zeros(4 * vectors, device="cuda", dtype=torch.int32)
+    cached = partial(kernels.read_cached[grid, BLOCK], table, word, vectors, ROUNDS)
+    levels = [
+        Level(
+            "registers",
+            0,
+            64 * ROUNDS * OPERANDS * threads / seconds(multiply),
+            seconds(chain) / (8 * STEPS),
+        ),
+        Level(
+            "shared memory",
+            0,
+            shared.amount / seconds(shared.run),
+            seconds(shared_chain) / (8 * STEPS),
+        ),
+        Level(
+            "L1",
+            L1_BYTES,
+            4 * ROUNDS * VECTOR * threads / seconds(cached),
+            chased(L1_BYTES, past_l1=False),
+        ),
+    ]
+    sizes = sorted({gpu.L2_cache_size // share for share in (64, 16, 4, 2)})
+    sizes += [8 * gpu.L2_cache_size]
+    for size in sizes:
+        name = "L2" if size < gpu.L2_cache_size else "DRAM"
+        levels.append(Level(name, size, read_rate(size), chased(size, past_l1=True)))
+    cycles = torch.zeros(LINES, device="cuda", dtype=torch.int32)
+    lines = torch.zeros(LINES * LINE, device="cuda", dtype=torch.int32)
+    kernels.line_latencies[1, 1](lines, cycles, LINES)
+    return HierarchyResult(levels, *near_and_far(cycles.tolist()))
+
+
+def near_and_far(cycles: Sequence[int]) -> tuple[float, float]:
+    """Return the cycles that the fastest and the slowest tenth of all lines reach."""
+    tenths = quantiles(cycles, n=10)
+    return tenths[0], tenths[-1]
+
+
+def linked(count: int, stride: int) -> torch.Tensor:
+    """Return a list of `count` links in random order, which ends where it begins.
+
+    Link `i` is the number at `i * stride`. It is the place of the next link.
+    """
+    import torch
+
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    links = torch.zeros(count * stride, dtype=torch.int32)
+    links[order * stride] = (order.roll(-1) * stride).to(torch.int32)
+    return links
+
+
+def read_rate(nbytes: int) -> float:
+    """Return the bytes per second that all SMs read past the L1 from a table of `nbytes`."""
+    probe = measure_peaks.read_past_l1(nbytes)
+    return probe.amount / seconds(probe.run)
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Return the seconds of one launch."""
+    return measure_peaks.seconds_per_run(GraphWindow, WINDOW["graph"], run)

@@ -1,0 +1,53 @@
+"""The probe of the memory hierarchy, as far as it can be checked without a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from pytest_aisp.kernels import capture_launches
+from pytest_aisp.kernels.capture_launches import CapturedLaunches
+from pytest_aisp.kernels.fake_gpu import fake_gpu
+from pytest_aisp.timing import hierarchy
+
+
+def test_a_list_visits_every_link_once_and_ends_where_it_begins():
+    links = hierarchy.linked(64, 32).tolist()
+    seen, at = set(), 0
+    for _ in range(64):
+        seen.add(at)
+        at = links[at]
+    assert (at, seen) == (0, {32 * i for i in range(64)})
+
+
+def test_near_and_far_are_the_outer_tenths():
+    near, far = hierarchy.near_and_far([200] * 50 + [280] * 50)
+    assert (near, far) == (200, 280)
+
+
+def test_every_level_is_measured_with_arguments_that_its_kernel_takes(monkeypatch):
+    captured = CapturedLaunches()
+
+    def seconds(run):
+        run()
+        return 2.0
+
+    monkeypatch.setattr(hierarchy, "seconds", seconds)
+    monkeypatch.setattr(hierarchy, "near_and_far", lambda cycles: (1.0, 2.0))
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: [])
+    with fake_gpu("sm90"), capture_launches._capturing(captured, assemble=False):
+        gpu = SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: gpu)
+        measured = hierarchy.measure()
+    assert captured.error is None
+    assert {launch.name for launch in captured.unique.values()} == {
+        *("chase", "chase_shared", "read_cached", "line_latencies", "fused_multiply_adds"),
+        *("dependent_multiply_adds", "shared_read", "l2_read"),
+    }
+    names = [level.name for level in measured.levels]
+    assert names == ["registers", "shared memory", "L1", "L2", "L2", "L2", "L2", "DRAM"]
+    assert [level.working_set >> 20 for level in measured.levels[3:]] == [0, 3, 12, 25, 400]
+    l1 = measured.levels[2]
+    assert l1.bandwidth == 4 * 512 * 16 * 264 * 1024 / 2.0
+    assert l1.latency == 2.0 / 4096
