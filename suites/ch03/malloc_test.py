@@ -1,0 +1,127 @@
+"""Malloc: keep freed memory in the process.
+
+Problem    Turn a batch of uint8 images into fp32 on the CPU. A loader does it for every batch. The
+           result is larger than 32 MiB, and is freed before the next call or soon after it.
+Baseline   returned: glibc's default. A block of more than 32 MiB always comes from the kernel and
+           goes back there when it is freed. So each call takes a page fault for every 4 KiB, and
+           the kernel fills each page with zeros first.
+Optimized  kept: returned with `MALLOC_MMAP_MAX_=0`, so large blocks come from the heap, and
+           `MALLOC_TRIM_THRESHOLD_`, so the heap does not shrink. Neither works without the other.
+           jemalloc: returned with jemalloc preloaded and `dirty_decay_ms:-1`: it never gives pages
+           back. Without this setting, it gives large blocks back when they are freed.
+           jemalloc_advised: jemalloc with the settings that guides for torch advise. They name a
+           large decay time instead of -1. jemalloc does not apply it to large blocks: it sets their
+           decay time to 0 if the time is above 0. So nothing is kept.
+           tcmalloc: returned with tcmalloc preloaded. It keeps freed pages by default, and gives
+           them back little by little.
+Bound      DRAM on kept: it reads and writes the images alone. returned also waits for the kernel.
+Use when   A process allocates large host tensors again and again, and its memory may stay as large
+           as it once was. A buffer that the program reuses needs no setting:
+           `../ch01/preallocated_test.py`. Blocks below 32 MiB gain little, because glibc keeps them
+           once it has seen their size. If many threads allocate, the other two libraries also have
+           less contention, which this page does not show.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pytest_aisp import Cost, Variant, Work, compare, fresh_process
+
+FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
+FOLDERS += ("/usr/local/lib",)
+
+
+def library(*names):
+    """Return the path of the first of these shared libraries that is installed, or None."""
+    paths = (Path(folder, name) for name in names for folder in FOLDERS)
+    return next((str(path) for path in paths if path.exists()), None)
+
+
+JEMALLOC = library("libjemalloc.so.2")
+TCMALLOC = library("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
+DEFAULT = {
+    **dict.fromkeys(("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")),
+    **dict.fromkeys(("MALLOC_CONF", "GLIBC_TUNABLES", "LD_PRELOAD")),
+}
+KEPT = {**DEFAULT, "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+NEVER = "dirty_decay_ms:-1"
+ADVISED = (
+    "oversize_threshold:1,background_thread:true,metadata_thp:auto"
+    ",dirty_decay_ms:9000000000,muzzy_decay_ms:9000000000"
+)
+
+
+def installed(path, package):
+    """Return a mark that skips a variant whose library is missing."""
+    return pytest.mark.skipif(path is None, reason=f"not installed: apt install {package}")
+
+
+WITH_JEMALLOC = installed(JEMALLOC, "libjemalloc2")
+WITH_TCMALLOC = installed(TCMALLOC, "libtcmalloc-minimal4")
+
+
+def inputs(device, count, side):
+    return (torch.randint(256, (count, 3, side, side), device=device, dtype=torch.uint8),)
+
+
+def reference(batch):
+    return batch.double() / 255
+
+
+@fresh_process(environment=DEFAULT)
+def returned(batch):
+    return batch / 255
+
+
+@fresh_process(environment=KEPT)
+def kept(batch):
+    return batch / 255
+
+
+@fresh_process(environment={**DEFAULT, "LD_PRELOAD": JEMALLOC, "MALLOC_CONF": NEVER})
+def jemalloc(batch):
+    return batch / 255
+
+
+@fresh_process(environment={**DEFAULT, "LD_PRELOAD": JEMALLOC, "MALLOC_CONF": ADVISED})
+def jemalloc_advised(batch):
+    return batch / 255
+
+
+@fresh_process(environment={**DEFAULT, "LD_PRELOAD": TCMALLOC})
+def tcmalloc(batch):
+    return batch / 255
+
+
+def scaled(count, side):
+    values = 3 * count * side**2
+    return Cost(read=values, write=4 * values, ops={"fp32": values})
+
+
+@compare(
+    baseline=returned,
+    optimized=[
+        kept,
+        Variant(jemalloc, at_least="yardstick", marks=[WITH_JEMALLOC]),
+        Variant(jemalloc_advised, at_least="yardstick", marks=[WITH_JEMALLOC]),
+        Variant(tcmalloc, at_least="yardstick", marks=[WITH_TCMALLOC]),
+    ],
+    inputs=inputs,
+    reference=reference,
+    sizes=[],
+    check_sizes=[{"count": 3, "side": 15}],
+    cpu_sizes=[{"count": 64, "side": 224}],
+    work=lambda count, side: Work(
+        read=3 * count * side**2,
+        write=12 * count * side**2,
+        flops={"fp32": 3 * count * side**2},
+    ),
+    bound="dram",
+    costs=dict.fromkeys((returned, kept, jemalloc, jemalloc_advised, tcmalloc), scaled),
+    at_least={"cpu": 1.2},
+)
+def test_malloc(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
