@@ -1,0 +1,87 @@
+"""Affinity: give the threads of a team cores next to each other, and keep them there.
+
+Problem    A chain of short fp32 operations on the CPU, each split among the threads of a team. The
+           team has half of the cores that the process may use, as one of two workers on a host.
+Baseline   free: the default. The kernel may move a thread to any core between two operations.
+Optimized  close: free with `OMP_PROC_BIND=close` and `OMP_PLACES=cores`. Each thread keeps a core,
+           and the cores are neighbors: on a host with two sockets, all are on one.
+           spread: close with `OMP_PROC_BIND=spread`. The team covers both sockets, so its barriers
+           cross between them.
+Bound      Latency. The data stay in the caches of the cores, and each operation ends with a
+           barrier for the team. A thread that was moved finds its part of the data in another
+           core's cache. On a quiet machine the kernel rarely moves threads, so close is neutral.
+Use when   Other processes share the host, or it has several sockets, and each process gets cores of
+           its own. Take care that two processes do not bind their threads to the same cores: each
+           counts from the first core that it may use. Then binding is far slower than none. Teams
+           that stream from memory and never wait for each other may prefer spread, because it has
+           the memory channels of both sockets.
+"""
+
+import os
+
+import torch
+
+from pytest_aisp import Cost, Variant, Work, compare, fresh_process
+
+STEPS = 16
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+TEAM = {"OMP_NUM_THREADS": str(max(1, CORES // 2))}
+ANYWHERE = {**TEAM, **dict.fromkeys(("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"))}
+
+
+def bound_to(policy):
+    """Return the environment in which each thread of the team has a core of its own."""
+    return {**ANYWHERE, "OMP_PROC_BIND": policy, "OMP_PLACES": "cores"}
+
+
+def inputs(device, n):
+    return torch.randn(n, device=device), torch.randn(n, device=device)
+
+
+def reference(x, y):
+    x, y = x.double(), y.double()
+    for _ in range(STEPS):
+        x = y + 0.5 * x
+    return x
+
+
+def chain(x, y):
+    for _ in range(STEPS):
+        x = torch.add(y, x, alpha=0.5)
+    return x
+
+
+@fresh_process(environment=ANYWHERE)
+def free(x, y):
+    return chain(x, y)
+
+
+@fresh_process(environment=bound_to("close"))
+def close(x, y):
+    return chain(x, y)
+
+
+@fresh_process(environment=bound_to("spread"))
+def spread(x, y):
+    return chain(x, y)
+
+
+def steps(n):
+    return STEPS * Cost(read=8 * n, write=4 * n, ops={"fp32": 2 * n})
+
+
+@compare(
+    baseline=free,
+    optimized=[Variant(close, at_least="neutral"), Variant(spread, at_least="yardstick")],
+    inputs=inputs,
+    reference=reference,
+    sizes=[],
+    check_sizes=[{"n": 1023}],
+    cpu_sizes=[{"n": 1 << 18}],
+    work=lambda n: Work(read=8 * n, write=4 * n, flops={"fp32": 2 * STEPS * n}, roundings=STEPS),
+    bound="latency",
+    costs=dict.fromkeys((free, close, spread), steps),
+)
+def test_affinity(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
