@@ -1,0 +1,105 @@
+"""Hardware queues: give streams that should overlap a queue each.
+
+Problem    16 independent chains of four layer norms, each chain in a stream of its own. A matrix
+           has few rows, and a row is one block, so one kernel leaves most SMs idle. The host
+           launches a whole chain before the next one, as code does that loops over streams.
+Baseline   one_queue: `CUDA_DEVICE_MAX_CONNECTIONS=1`. All streams share a queue to the GPU. The
+           second kernel of a chain waits there for the first, and every later chain behind it.
+           Megatron asks for it on Hopper and older GPUs. Kernels then start in launch order, so a
+           collective gets its SMs before the matrix product that follows.
+Optimized  eight_queues: one_queue without the variable. The default is 8, so two chains share one.
+           a_queue_each: eight_queues with the variable at 32, its largest value.
+Bound      Latency: a block reads its row, waits for the mean, and reads it again. one_queue runs
+           the chains nearly one after the other, because a chain can only start during the last
+           kernel of the one before. With a queue each, all chains run at once.
+Use when   Several streams of small kernels run at once. Keep 1 only where a framework asks for it.
+           With one stream, or with kernels that fill the GPU, the number changes nothing. A CUDA
+           graph does not need the setting, because it contains the dependencies.
+"""
+
+import torch
+from torch.nn import functional as F
+
+from pytest_aisp import Cost, Work, compare, fresh_process
+
+CHAINS, LAYERS = 16, 4
+
+
+def inputs(device, rows, columns):
+    return (
+        torch.randn(CHAINS, rows, columns, device=device),
+        torch.randn(LAYERS, columns, device=device),
+        torch.randn(LAYERS, columns, device=device),
+    )
+
+
+def reference(x, scales, shifts):
+    x = x.double()
+    for scale, shift in zip(scales.double(), shifts.double(), strict=True):
+        spread = (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+        x = (x - x.mean(-1, keepdim=True)) / spread * scale + shift
+    return x
+
+
+def normed(x, scales, shifts):
+    for scale, shift in zip(scales, shifts, strict=True):
+        x = F.layer_norm(x, scale.shape, scale, shift)
+    return x
+
+
+def in_streams(x, scales, shifts):
+    if not x.is_cuda:
+        return torch.stack([normed(matrix, scales, shifts) for matrix in x])
+    main, chains = torch.cuda.current_stream(), []
+    for matrix in x:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            chains.append((stream, normed(matrix, scales, shifts)))
+    for stream, _ in chains:
+        main.wait_stream(stream)
+    return torch.stack([result for _, result in chains])
+
+
+@fresh_process(environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+def one_queue(x, scales, shifts):
+    return in_streams(x, scales, shifts)
+
+
+@fresh_process(environment={"CUDA_DEVICE_MAX_CONNECTIONS": None})
+def eight_queues(x, scales, shifts):
+    return in_streams(x, scales, shifts)
+
+
+@fresh_process(environment={"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
+def a_queue_each(x, scales, shifts):
+    return in_streams(x, scales, shifts)
+
+
+def norms(rows, columns):
+    matrix, vectors = 4 * rows * columns, 8 * columns
+    norm = Cost(read=matrix + vectors, write=matrix, ops={"fp32": 7 * rows * columns}, launches=1)
+    joined = Cost(read=CHAINS * matrix, write=CHAINS * matrix, launches=1)
+    return CHAINS * LAYERS * norm + joined
+
+
+@compare(
+    baseline=one_queue,
+    optimized=[eight_queues, a_queue_each],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"rows": 8, "columns": 1 << 17}],
+    check_sizes=[{"rows": 2, "columns": 67}],
+    work=lambda rows, columns: Work(
+        read=4 * CHAINS * rows * columns,
+        write=4 * CHAINS * rows * columns,
+        flops={"fp32": 7 * CHAINS * LAYERS * rows * columns},
+        terms=columns,
+        roundings=LAYERS,
+    ),
+    bound="latency",
+    costs=dict.fromkeys((one_queue, eight_queues, a_queue_each), norms),
+)
+def test_connections(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()

@@ -1,0 +1,71 @@
+"""Module loading: load a kernel when it is first launched.
+
+Problem    The first call of a process on the GPU: copy x and two weights there, and run a layer of
+           a network. The time includes creating the CUDA context, as at the start of a server.
+Baseline   eager: `CUDA_MODULE_LOADING=EAGER`. The driver loads every kernel of a library when it
+           first uses that library. Images set it so that no later request waits for a kernel.
+Optimized  lazy: eager without the variable. The default loads each kernel at its first launch.
+Bound      The host: the driver creates a context and loads kernels. eager loads thousands of
+           kernels of torch and cuBLAS, of which the layer launches a few.
+Use when   Always, except when the first launch of each kernel must be fast: a server may instead
+           warm up with the requests that it expects. Kernels that are loaded later also take GPU
+           memory later, so measure free memory after the warm-up. A first launch may wait for
+           kernels that are running, so launch both sides of a pipeline once before they must
+           overlap.
+"""
+
+import torch
+from torch.nn import functional as F
+
+from pytest_aisp import Cost, Work, compare, fresh_process
+
+
+def inputs(device, n):
+    return torch.randn(n, n), torch.randn(n, n) * n**-0.5, torch.randn(n, n) * n**-0.5, device
+
+
+def reference(x, up, down, device):
+    x, up, down = (each.double().to(device) for each in (x, up, down))
+    return x + F.gelu(x @ up) @ down
+
+
+def layer(x, up, down, device):
+    x, up, down = (each.to(device) for each in (x, up, down))
+    return x + F.gelu(x @ up) @ down
+
+
+@fresh_process(environment={"CUDA_MODULE_LOADING": "EAGER"}, warmup=0)
+def eager(x, up, down, device):
+    return layer(x, up, down, device)
+
+
+@fresh_process(environment={"CUDA_MODULE_LOADING": None}, warmup=0)
+def lazy(x, up, down, device):
+    return layer(x, up, down, device)
+
+
+def first_call(n):
+    product = Cost(read=8 * n * n, write=4 * n * n, ops={"fp32": 2 * n**3}, launches=1)
+    gelu = Cost(read=4 * n * n, write=4 * n * n, launches=1)
+    return (
+        3 * Cost(h2d=4 * n * n, launches=1, syncs=1)
+        + 2 * product
+        + gelu
+        + Cost(read=8 * n * n, write=4 * n * n, launches=1)
+    )
+
+
+@compare(
+    baseline=eager,
+    optimized=[lazy],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"n": 512}],
+    check_sizes=[{"n": 33}],
+    work=lambda n: Work(wire=12 * n * n, flops={"fp32": 4 * n**3}, terms=n, roundings=4),
+    bound="host",
+    costs={eager: first_call, lazy: first_call},
+)
+def test_module_loading(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
