@@ -12,12 +12,15 @@ Optimized  sorted_once: the same kernel on the same draws, sorted. A sum does no
            4 n values, so that the order is the only difference. An expert who may prepare anything
            counts how often each value was drawn. With counts of one byte, a single sweep of the
            table gives all four sums from a fourth of the bytes, and no gather is left to measure.
+           There is no library rung: `values[index].sum(1)` first writes all 4 n gathered values.
 Bound      DRAM: sorted draws sweep the table once per resample, so each resample reads 4 n bytes of
            indices and 4 n bytes of values. An unsorted draw reads a sector of 32 bytes to use 4 of
            them. The table has 268 MB and the L2 50 MB, so four of five draws miss the L2.
 Seen       unsorted takes several times as long as its sectors at the read rate. DRAM may be slower
            with scattered sectors than with the sequential reads that its rate comes from, but no
-           rate of scattered reads was measured. This is not explained.
+           rate of scattered reads was measured. The L2 may also fetch more than the sector that is
+           missing (`cudaLimitMaxL2FetchGranularity`). That setting was neither read nor changed.
+           This is not explained.
 Use when   Many calls use the same indices, and the result does not depend on their order. If each
            result belongs to its draw, sorting the reads scatters the writes instead. For a real
            bootstrap, prepare the counts.

@@ -16,15 +16,16 @@ Optimized  per_warp: privatized, but each of a block's 8 warps has its own 1 KiB
            library: `torch.histc`, which does more per value. It checks the range, and it multiplies
            and divides 64-bit integers to find the bin. The other sides use the value as the index.
            torch does not expose CUB's histogram. benchmarks/cub_test.py compares privatized with
-           CUB's HistogramEven, which also checks the range, multiplies and divides for each value.
+           CUB's HistogramEven, which also checks the range, multiplies and divides for each 32-bit
+           value.
            `torch.bincount` waits on the host for a minimum and a maximum, so it is the reference
            and not a variant.
 Bound      DRAM: the values are read once. Shared memory keeps up: of 32 random increments, 3.5 on
            average meet in one of the 32 banks. The compiler turns an increment by one into
            ATOMS.POPC.INC, which counts equal lanes at once, so skew does not slow it down.
 Seen       global_atomics: the `atomics` rate is that of 2^18 different counters. At skew=50, the
-           stored time is 1 ns for each update of the frequent counter, so the L2 does not merge
-           equal lanes. At skew=0, 256 counters together are updated only four times as fast. Why
+           stored time is 1 ns for each update of the frequent counter, as if the L2 merged no equal
+           lanes. At skew=0, 256 counters together are updated only four times as fast. Why
            they are not updated faster is not explained.
            privatized: both values of n take about 10 us more than predicted, which is much at
            n = 2^24 and little at n = 2^28. Every block adds 256 counts to the same 256 numbers at

@@ -14,13 +14,14 @@ Optimized  tiled: naive, but from 32 x 32 tiles in shared memory. L2 and DRAM se
            library: `torch.matmul`, which calls cuBLAS. TF32 is off.
 Bound      The fp32 units, for prefetched and the library. Shared memory, for tiled: it delivers one
            word per lane and cycle. A product needs two words, so the fp32 units idle most of the
-           time. The L1 shares this data path, so the same limit holds for naive.
+           time. The compiler loads four values of A at once. That saves instructions, but it
+           delivers as many words. The L1 shares this data path, so the same limit holds for naive.
 Seen       naive takes longer than its loads at the rate of shared memory. This is not explained.
-           register_tiled and vectorized take longer than their products. Of the instructions in the
-           loop over tiles, FFMA are 1024 of 1375 in register_tiled and 1024 of 1126 in vectorized
-           (nvcc 13.0 for sm_90), and that ratio is about the ratio of their two times. prefetched
-           has the same 1126 as vectorized and is faster, so vectorized spends the rest waiting for
-           loads and barriers.
+           register_tiled and vectorized take longer than their products. Per pass of the loop over
+           tiles, register_tiled has 1375 instructions and vectorized 1126, of which 1024 are FFMA
+           in both (nvcc 13.0 for sm_90). Their times have about the same ratio as 1375 to 1126.
+           prefetched has 1126 too and is faster, so vectorized also waits for loads and barriers.
+           The rate `fp32` is that of `torch.matmul`, so library reaches it by definition.
 Use when   You need a product in full fp32 that the library does not have, such as one fused with
            other work. Call the library for a plain product. If TF32 or bf16 is precise enough,
            tensor cores are several times as fast.

@@ -7,7 +7,8 @@ Baseline   three_passes: one pass finds the row's maximum, one adds up the sum, 
            softmax of the textbooks.
 Optimized  online: maximum and sum in one pass. When the maximum grows, the sum so far is scaled
            down (Milakov and Gimelshein, arXiv:1805.02867). That reads 8 bytes per element instead
-           of 12 and computes one more exponential.
+           of 12 and computes three exponentials instead of two. Both sides compute the exponential
+           of an element for the sum, and again when they write it.
            library: `torch.softmax`, which also reads each row three times.
 Bound      DRAM: each pass over a row reads it again. The exponentials take less time than that.
 Use when   A row fits neither the registers of a block nor the shared memory of a cluster. A row

@@ -9,8 +9,8 @@ Optimized  ldg: plain, but the loads are `__ldg` (LDG.CONSTANT), which once had 
            LDG.CONSTANT too.
 Bound      DRAM: each side reads x once and writes out once. Since Volta both kinds of loads go
            through one L1. All loads come before the first store, so the compiler cannot move loads
-           any further even if it knows that no store changes x. Apart from CONSTANT, the machine
-           code of the three for sm_90 has the same instructions.
+           any further even if it knows that no store changes x. Apart from CONSTANT, the three
+           have the same instructions, some of them in another order (nvcc 13.0 for sm_90).
 Seen       No side reaches the copy rate. `unrolled` in vector_width reaches it, with one load per
            element and the same occupancy, so the four other loads of each element cost time. Which
            resource they run out of is not explained.

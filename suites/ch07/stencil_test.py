@@ -7,16 +7,19 @@ Baseline   in_cache: one thread per cell, with seven loads. Blocks are 32 x 8 ce
 Optimized  column: of in_cache. A thread computes 8 cells along z. It loads the 10 cells of its
            column into registers before it uses the first. The other four neighbors of each cell
            come through the L1.
-           tiled: of column. These four neighbors come from shared memory. A block first loads
-           32 x 8 x 8 cells and their faces, and then waits at a barrier.
+           tiled: of column. Two things change. A block loads its 32 x 8 x 8 cells and their faces
+           into shared memory, waits at a barrier, and reads all neighbors from there. And a thread
+           needs 13 loads from global memory instead of 42. It issues all of them before it uses
+           the first, while column issues most of its loads between its sums.
            There is no library rung: `conv3d` computes 27 products per cell.
 Bound      DRAM, for 4 bytes read and 4 written per cell. The L2 serves in_cache 15 bytes per cell
            in whole sectors, and the other two 8.
 Seen       in_cache takes longer than predicted. Its threads keep one element from DRAM in flight,
            as `scalar` of vector_width does, which copies as many elements with as many threads.
-           The time of scalar is most of this time, so the cause is latency and not the L2.
-           column takes slightly longer than predicted and longer than tiled, at the same number of
-           resident threads. This is not explained.
+           The time of scalar is most of this time. So in_cache has too few bytes in flight, like
+           scalar, and the L2 is not the cause. column takes slightly longer than predicted and
+           longer than tiled, at the same number of resident threads. Which of the two changes of
+           tiled gains this was not measured.
 Use when   Compute several cells per thread before trying shared memory. Use shared memory if a
            wider stencil reads each cell so often that the L1 becomes the limit.
 """

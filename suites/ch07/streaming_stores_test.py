@@ -9,7 +9,10 @@ Bound      DRAM writes. The table should stay in the L2. Under ordinary stores t
            used longest ago.
 Seen       Both sides take longer than predicted, and streaming gains less. The bytes between SMs
            and L2 cannot explain it at the measured rate of the L2. But that rate is of reads alone,
-           and half of these bytes are writes. This is not explained.
+           and half of these bytes are writes. NVIDIA describes the L2 of the A100 as two
+           partitions, each of which caches what its own SMs read. If this L2 does the same, it
+           keeps the table twice, which leaves little room for anything else. A smaller table would
+           show that. It was not tried, so this is not explained.
 Use when   A kernel writes far more than the L2 holds, nothing reads it soon, and other data in the
            L2 is read again. Expect a small gain. Without such data there is nothing to gain.
 """

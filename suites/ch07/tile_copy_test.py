@@ -1,12 +1,12 @@
 """A tile through shared memory: asked for piece by piece, or by one thread as a whole.
 
-Problem    Copy an (m, n) fp32 matrix in tiles of 32 x 128 through shared memory. Every tiled kernel
-           begins and ends like this.
+Problem    Copy an (m, n) fp32 matrix in tiles of 32 x 128 through shared memory. Tiled kernels load
+           and store their tiles like this.
 Baseline   cp_async: 128 threads compute addresses and edges. Each copies 16 bytes at a time into
            shared memory with `cp.async`, and stores them with 16-byte stores.
 Optimized  tma: of cp_async. One thread hands a tensor map to the tensor memory accelerator (TMA),
-           which computes addresses and edges itself. The store works the same way. The other 31
-           threads of the block do nothing.
+           which computes addresses and edges itself. The store works the same way. A block
+           has 32 threads instead of 128, and 31 of them do nothing.
            library: `torch.clone`, a copy without tiles.
 Bound      DRAM. A tile is 16 KiB, and 12 or more tiles are in flight per SM, where about 13 KiB are
            enough (see vector_width). TMA saves instructions, and no side waits for those.

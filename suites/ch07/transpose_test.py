@@ -12,9 +12,8 @@ Optimized  tiled: of naive. The same tile turns in shared memory, so that a warp
 Bound      DRAM for padded and swizzled. The limit of tiled is shared memory, which serves its
            columns one float per clock. naive writes 32 bytes to the L2 for each of 4.
 Seen       naive and library take longer than predicted. Whole sectors in the L2 do not explain it:
-           naive moves them at a quarter of the L2's rate. library copies one element per thread and
-           reads down columns, so it also moves 32 bytes for 4. copy_stride of this chapter meets
-           the same. This is not explained.
+           naive moves them at a quarter of the L2's rate. library reads down columns, so it also
+           moves 32 bytes for 4. copy_stride of this chapter meets the same. This is not explained.
 Use when   A kernel must read along one dimension and write along another. Pad the tile, or swizzle
            it if shared memory is short.
 """

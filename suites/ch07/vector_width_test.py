@@ -7,11 +7,13 @@ Optimized  unrolled: of scalar. Four 4-byte accesses per thread, all loads befor
            quads: of unrolled. The same 16 bytes in one 16-byte access.
            quads_unrolled: of quads. Four 16-byte accesses per thread.
            library: `Tensor.clone`, a memcpy of the driver.
-Bound      DRAM. A load takes about 0.8 us, so a copy at full rate needs about 13 KiB of loads in
-           flight per SM. The 2048 threads of an SM have 8 KiB in flight with 4 bytes each, and 32
-           KiB with 16 bytes. Width alone saves only instructions, which are not the limit.
-Seen       scalar takes longer than its bytes cost, because 8 KiB in flight are not enough. The
-           share of the copy rate that it reaches is about 8/13.
+Bound      DRAM. The 2048 threads of an SM have 8 KiB of loads in flight with 4 bytes each, and 32
+           KiB with 16 bytes. What the full rate needs depends on how long a thread takes. The
+           stored time of scalar means about 0.8 us, and then the full rate needs about 13 KiB.
+           Width alone saves only instructions, which are not the limit.
+Seen       scalar takes longer than its bytes cost, because 8 KiB in flight are not enough. Its 0.8
+           us are not only the latency of DRAM: scalar starts four times as many blocks as unrolled,
+           and the start of a block is part of them. How large a part was not measured.
            library takes as long as scalar. A CUDA graph, in which it is timed, runs `clone` as a
            memcpy node of the driver, and that is slower. Called on a stream, `clone` takes as long
            as quads.
