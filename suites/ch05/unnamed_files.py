@@ -27,7 +27,7 @@ def new_file(size):
     except OSError as error:
         raise OSError(
             error.errno,
-            f"cannot write {size / 2**20:.1f} MiB to {FOLDER}: {error.strerror}. Set TMPDIR to a"
+            f"cannot write {size:,} bytes to {FOLDER}: {error.strerror}. Set TMPDIR to a"
             " folder that can be written and has room",
         ) from None
 
