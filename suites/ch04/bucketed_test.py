@@ -1,13 +1,16 @@
 """Gradient all-reduce: one large message instead of many small ones.
 
 Problem    Sum `count` gradients of `numel` fp32 elements over the ranks, as a training step does.
-Baseline   per_tensor: one all-reduce per gradient, on a copy of it.
+Baseline   per_tensor: one all-reduce per gradient, on a copy of it. A call must keep its inputs. A
+           training step reduces in place, without these copies.
 Optimized  bucketed: the gradients are concatenated, reduced in one all-reduce, and split into
            views.
            coalesced: per_tensor, but NCCL gets all the all-reduces as one group.
 Bound      The host, so the page is timed as called, as a training step calls it. per_tensor waits
            for `count` calls and handshakes. bucketed moves the same bytes in one. NVLink multicast
-           was off (README). These messages are too small for it to matter.
+           was off (README). It would hardly matter, because the host is the limit. Half of the
+           launches of per_tensor, and nearly all of those of coalesced, are copies. So bucketed
+           gains less over them in training than here.
 Seen       Every side takes longer than predicted. A call of `all_reduce` takes the host longer than
            a launch, and no rate for it is stored. per_tensor and coalesced differ only in how the
            all-reduces are called, and the difference of their stored times is several launches per

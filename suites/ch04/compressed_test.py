@@ -12,10 +12,10 @@ Bound      NVLink. int8 sends 33 bytes per 32 elements and phase, but its three 
            sum. int8 keeps 7 bits of the largest element of a block. NVLink multicast was off
            (README). From four GPUs on, it could shorten fp32 and bf16, but not int8, whose sums the
            switch cannot form.
-Seen       All three sides take longer than predicted, because NCCL sends more slowly than the peer
-           copy whose rate the prediction uses. fp32 sends at the rate `busbw` of peaks.json. For
-           bf16 and int8, the README's plot has the rates of all-reduce, all-to-all and all-gather
-           at their sizes. These rates put the predictions within 20 % of the stored times.
+Seen       fp32 takes slightly longer than predicted, bf16 and int8 more. The prediction uses the
+           rate of an all-reduce of the size of fp32. The message of bf16 is smaller, and int8 uses
+           all-to-all and all-gather, which are slower. With the rates of the README's plot at these
+           sizes, the predictions are within 20 % of the stored times.
 Use when   The links limit the step and the optimizer tolerates the error, as data-parallel training
            with gradients in bf16 does. On NVLink, int8 is rarely worth its error. It pays between
            machines, where links are many times slower.

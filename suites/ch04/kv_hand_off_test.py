@@ -5,16 +5,21 @@ Problem    A prefill rank computes `layers` layers for `tokens` tokens. A decode
            a projection to the next layer's input, and a norm.
 Baseline   staged: layer by layer through pinned memory that both ranks share. The prefill rank
            waits for its copy of a layer. The decode rank fetches a layer while the next one is
-           computed.
+           computed. It shows what GPUs without peer access pay in this order. On NVLink, an
+           engineer writes sent first.
 Optimized  sent: all layers are computed, then the whole cache is sent in one NCCL message.
            pipelined: each layer's cache is sent on NCCL's stream while the next layer is computed.
 Bound      Tensor cores. pipelined hides every message but the last under a layer's products. staged
            is limited by PCIe, which every layer's cache crosses before the next layer begins. These
            layers have no attention and no MLP. A whole layer computes about nine times as much for
-           a cache of this size, so both gains are smaller in a real model.
-Use when   Prefill and decode run on different GPUs. Send over NVLink rather than through the host
-           first, since that is nearly all of the gain. Send layer by layer when time to first
-           token matters.
+           a cache of this size, so both gains are smaller in a real model. NVLink multicast was off
+           (README). A message to one GPU does not use it.
+Seen       All sides take as long as predicted. Most of the gain of sent comes from the order of
+           staged, not from NVLink. A layer's copy to the host takes about as long as a layer. If
+           staged made that copy on a stream of its own, while the next layer is computed, the costs
+           predict that it would take about a fifth longer than sent. That side was not measured.
+Use when   Prefill and decode run on different GPUs. Overlap each layer's message with the next
+           layer, whichever way it takes. If the GPUs reach each other, send it over NVLink.
 """
 
 import torch

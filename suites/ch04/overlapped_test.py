@@ -14,14 +14,16 @@ Bound      NVLink, hidden behind the tensor cores. A layer's all-reduce and its 
            take about the same time, so at best only forward, backward and the last layer's
            all-reduce remain. The copies of bucketed pay when layers are small, not here. NVLink
            multicast was off (README). From four GPUs on, it could shorten NCCL's all-reduces.
-Seen       Every side takes longer than predicted. NCCL's all-reduce of one layer is slower than the
-           peer copy whose rate the prediction uses (see the README's plot). That accounts for most
-           of after_backward. The other sides lose more, because products and reduction slow each
-           other down. In the README's table of copied, only part of the sums is hidden, and the
-           products take longer beside the sums than alone. Neither a high priority nor fewer NCCL
-           channels helped. The stored times are of CUDA graphs, except those of ddp, which cannot
-           be captured. As called, copied is slower than after_backward, because the host makes
-           several calls per layer for it. As called, bucketed is the fastest.
+Seen       Every side takes longer than predicted. The prediction uses the rate of an all-reduce of
+           512 MiB. A layer has 32 MiB and a bucket 128, and NCCL is slower with those (see the
+           README's plot). At the plot's rates, after_backward is within about 5 % of its
+           prediction. The sides that overlap with NCCL still take about a tenth longer, and copied,
+           whose bytes NCCL does not send, a quarter. There, products and reduction slow each other
+           down. In the README's table of copied, only part of the sums is hidden, and the products
+           take longer beside the sums than alone. Neither a high priority nor fewer NCCL channels
+           helped. The stored times are of CUDA graphs, except those of ddp, which cannot be
+           captured. As called, copied is slower than after_backward, because the host makes several
+           calls per layer for it. As called, bucketed is the fastest.
 Use when   Always overlap the reduction with backward in data-parallel training. DDP does that
            already. Use copy engines only in a CUDA graph.
 """

@@ -12,9 +12,10 @@ Optimized  one_forward_one_backward: gpipe in the order 1F1B. A microbatch's bac
            interleaved: gpipe_gathered in the order interleaved 1F1B. Rank r has the blocks r and
            r + world, so each microbatch goes round twice.
 Bound      Tensor cores, and the bubble, in which a rank has nothing to do. m microbatches on p
-           ranks take the time of m + p - 1 microbatches on one rank. 1F1B does not change that. It
-           saves memory: rank r keeps activations of p - r microbatches, gpipe those of all m. With
-           v blocks per rank, interleaving takes the time of m + (p - 1) / v.
+           ranks take m + p - 1 times as long as one microbatch on one rank. 1F1B does not change
+           that. It saves memory: rank r keeps activations of p - r microbatches, gpipe those of all
+           m. With v blocks per rank, interleaving takes m + (p - 1) / v times as long. NVLink
+           multicast was off (README). Only the gather could use it, and that saves no time.
 Seen       Each time is within 25 % of its prediction, but interleaved should win and loses. It
            sends each microbatch across NVLink more often, 24 transfers on two ranks where gpipe has
            8. The prediction counts as waits only the transfers that fill and drain the pipeline. If

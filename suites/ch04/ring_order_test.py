@@ -12,7 +12,8 @@ Bound      NVLink. If four GPUs form two islands that share a slow link, linked 
            H200 boards, all rings are equal, which is why linked only claims to be neutral. Two GPUs
            have only one ring, so the page needs four. CPUs have no links, so there ranks of equal
            parity count as linked. NVLink multicast is off where this project records (README). With
-           it, library could send each rank's elements once instead of three times.
+           it, library could send each rank's elements once instead of three times, but every rank
+           would still receive three ranks' elements.
 Use when   You write your own ring and the machine's GPUs are not all joined by a switch (see
            `aisp links topology`). Otherwise let NCCL choose. No GPU has measured this page yet.
 """

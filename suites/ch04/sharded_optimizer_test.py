@@ -10,12 +10,14 @@ Bound      NVLink, with as many bytes on both sides. Memory is the point. AdamW 
            moments per parameter, which are sharded, besides 4 of gradient and 4 of the parameter.
            So sharded takes 8 + 8 / world bytes instead of 16. Mixed precision gains more, since its
            fp32 copies of the weights are sharded too. The update takes 1 / world of the time.
-           NVLink multicast was off (README). From four GPUs on, it could shorten the all-reduce.
-Seen       sharded takes longer than predicted. The prediction uses the rate of a peer copy. NCCL's
-           reduce-scatter and all-gather are slower, and with their rates in the README's plot the
-           prediction is within 5 % of the stored time.
-Use when   Moments and master weights limit the model or the batch. Sharding them costs no time. If
-           that is not enough, shard gradients and parameters too (ZeRO stages 2 and 3, FSDP).
+           NVLink multicast was off (README). From four GPUs on, it could shorten the all-reduce of
+           replicated, but not the two halves. Then sharded could be the slower one.
+Seen       sharded takes longer than predicted. The prediction uses the rate of NCCL's all-reduce.
+           Its reduce-scatter and all-gather are slower, and with their rates in the README's plot
+           the prediction is within 5 % of the stored time.
+Use when   Moments and master weights limit the model or the batch. Sharding them cost no time on
+           two GPUs without multicast. If that is not enough, shard gradients and parameters too
+           (ZeRO stages 2 and 3, FSDP).
 """
 
 from types import SimpleNamespace

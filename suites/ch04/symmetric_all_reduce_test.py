@@ -16,10 +16,11 @@ Optimized  gathered: one shot by the library. All parts are gathered, then a sec
            Symmetric buffers are made once. Each call copies its input in, but gathered and pushed
            need no copy.
 Bound      Latency up to 1 MiB: launches, handshakes, and one crossing of NVLink. pushed crosses it
-           once and waits for nothing else. one_shot sends the whole input to every other rank, the
-           others 2 (world - 1) / world of it, so one_shot ends at smaller messages the more ranks
-           there are. At 16 MiB, NVLink is the limit. The messages stay in the L2, as they do right
-           after a layer has computed them. NVLink multicast was off (README), so torch's
+           once and waits for nothing else. gathered, one_shot, fused_copy and pushed send the whole
+           input to every other rank. ring, two_shot and windowed send 2 (world - 1) / world of it.
+           That is as much on two ranks and less on more, so there the first four pay off only for
+           smaller messages. At 16 MiB, NVLink is the limit. The messages stay in the L2, as they do
+           right after a layer has computed them. NVLink multicast was off (README), so torch's
            `multimem_all_reduce_` is no side here, and ring and windowed have fewer kernels to
            choose from.
 Seen       Up to 64 KiB, all sides but pushed take a third to two thirds of the predicted time. So
@@ -28,12 +29,12 @@ Seen       Up to 64 KiB, all sides but pushed take a third to two thirds of the 
            Here a copy comes before each all-reduce, and even NCCL's takes less. Why is not
            explained. pushed takes longer than predicted by less than 2 us at every size. No rate
            for the latency of a crossing is stored. At 16 MiB, ring and gathered take longer than
-           predicted, because NCCL's collectives of this size are slower than a peer copy (see the
-           README's plot). windowed is faster than ring, but also takes longer than predicted. That
-           is not explained.
+           predicted. The prediction uses NCCL's rate at 512 MiB, and NCCL is slower with less (see
+           the README's plot). windowed has other kernels, for which no rate is stored.
 Use when   Small all-reduces follow each other on the critical path, as in decoding with tensor
            parallelism, and run in a CUDA graph. In a graph, torch's one-shot is about as fast as
-           NCCL. As called, it took half of NCCL's time. Leave messages of many MB to NCCL.
+           NCCL. As called, it took half of NCCL's time, in a run that is not stored. Leave messages
+           of many MB to NCCL.
 """
 
 import torch

@@ -14,12 +14,14 @@ Bound      Tensor cores. NVLink is hidden behind them, except for the last part'
            parts leave a shorter one, but their products fill the last wave of SMs less well, and
            NCCL's kernels occupy some SMs. NVLink multicast was off (README). From four GPUs on, it
            could shorten NCCL's all-reduces.
-Seen       At an inner dimension of 3584, halves, quarters and eighths take over 25 % longer than
-           predicted, and at 8192 nearly that. copied is as predicted. It sends the same bytes at
-           the same time without NCCL's kernels, so the loss comes from those kernels and the
-           products slowing each other down. Neither a high priority nor fewer NCCL channels helped.
-           The stored times are of CUDA graphs. They leave out the host, which makes several calls
-           per part for copied.
+Seen       halves, quarters and eighths take longer than predicted, by over 25 % at an inner
+           dimension of 3584 and by less at 8192. The prediction uses the rate of an all-reduce of
+           512 MiB, and NCCL is slower with the parts (see the README's plot). But even at the
+           plot's rates, the products would hide every part but the last. copied is within an eighth
+           of its prediction. It sends the same bytes at the same time without NCCL's kernels. So
+           most of the loss seems to come from those kernels and the products slowing each other
+           down. Neither a high priority nor fewer NCCL channels helped. The stored times are of
+           CUDA graphs. They leave out the host, which makes several calls per part for copied.
 Use when   The product takes longer than its all-reduce, and both are long enough to be cut into
            parts. Use quarters with NCCL. Use copied in CUDA graphs, where it gains most.
 """
