@@ -1,0 +1,84 @@
+"""Launch cost: what a kernel costs the host, and what it costs in a graph.
+
+Problem    n oscillators, advanced in time. Each kernel updates all velocities or all positions from
+           the result of the kernel before it. The size `nodes` is the number of kernels.
+Baseline   eager: one torch call per kernel. Only the first two calls allocate a tensor.
+Optimized  captured: of eager. The same kernels as one CUDA graph, which the host launches once. The
+           capture is not timed. The run prints after how many calls it has paid off. The cases are
+           points of a curve over the number of kernels.
+Bound      The host limits eager, with one launch per kernel. The kernels do next to nothing, so the
+           GPU waits for the host. The GPU limits captured: a kernel of a chain starts when the one
+           before it has ended, and each start takes time. So both times grow in proportion to the
+           number of kernels, and only the launch of the graph is paid once.
+Use when   You want to know whether a graph pays for your loop. Count its launches and compare their
+           time with the GPU's. If the kernels run longer than a launch takes, the GPU is never
+           idle, and a graph saves nothing but the host's time. With few kernels, the launch of the
+           graph itself is most of what is left.
+"""
+
+import torch
+from hypothesis import strategies as st
+
+from pytest_aisp import Cost, Sweep, Work, capture, compare
+
+DT = 0.125
+
+
+def inputs(device, nodes, n):
+    return torch.randn(n, device=device), torch.randn(n, device=device), nodes
+
+
+def advance(x, v, nodes):
+    """Return positions and velocities after nodes / 2 steps. Every step turns them a bit."""
+    v = torch.sub(v, x, alpha=DT)
+    x = torch.add(x, v, alpha=DT)
+    for _ in range(nodes // 2 - 1):
+        v.sub_(x, alpha=DT)
+        x.add_(v, alpha=DT)
+    return x, v
+
+
+def reference(x, v, nodes):
+    x, v = x.double(), v.double()
+    for _ in range(nodes // 2):
+        v = v - DT * x
+        x = x + DT * v
+    return x, v
+
+
+def eager(x, v, nodes):
+    return advance(x, v, nodes)
+
+
+def captured(x, v, nodes):
+    yield capture(lambda: advance(x, v, nodes))
+
+
+def advanced(nodes, n, **starts):
+    return Cost(read=8 * n, write=8 * n, ops={"fp32": 2 * nodes * n}, **starts)
+
+
+@compare(
+    baseline=eager,
+    optimized=[captured],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"nodes": nodes, "n": 1024} for nodes in (2, 8, 32, 128, 512)],
+    check_sizes=[
+        {"nodes": 2, "n": 33},
+        {"nodes": 512, "n": 31},
+        {"nodes": st.integers(1, 32).map(lambda steps: 2 * steps), "n": st.integers(1, 300)},
+    ],
+    work=lambda nodes, n: Work(
+        read=8 * n, write=8 * n, flops={"fp32": 2 * nodes * n}, roundings=2 * nodes
+    ),
+    bound="launch",
+    costs={
+        eager: lambda nodes, n: advanced(nodes, n, launches=nodes),
+        captured: lambda nodes, n: advanced(nodes, n, launches=1, graph_nodes=nodes),
+    },
+    sweep=Sweep("nodes"),
+)
+def test_launch_cost(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
