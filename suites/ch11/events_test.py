@@ -1,0 +1,161 @@
+"""Events: let streams wait for each other, not the host.
+
+Problem    `count` fp32 chunks (rows, k) lie in pinned host memory. Multiply each by one weight on
+           the GPU. There are two buffers for chunks on the GPU. A copy and a product take about
+           equally long, some tens of microseconds.
+Baseline   one_stream: copy a chunk, multiply it, copy the next one. It needs no waits, because a
+           stream does one thing at a time.
+Optimized  host_waits: of one_stream. A second stream copies the next chunk during a product. The
+           host waits until a buffer's last product has ended before it copies into the buffer. It
+           waits until a copy has ended before it starts the chunk's product.
+           event_waits: of host_waits. The streams wait for the same two things by events. The host
+           only launches.
+Bound      event_waits is limited by PCIe, by arithmetic, or by the host's launches. The three take
+           similar times. host_waits waits for each product. Until the host has then launched the
+           next copy and the next product, the GPU multiplies nothing. So it loses much of what the
+           second stream gains.
+Use when   Two streams depend on each other and their steps take less than about 1 ms. For longer
+           steps, a wait of the host costs little. The host must still wait before it reads a
+           result, and before it writes new data into pinned memory that is being copied.
+"""
+
+from dataclasses import replace
+
+import torch
+from hypothesis import strategies as st
+
+from pytest_aisp import Cost, Variant, Work, compare
+
+
+def inputs(device, count, rows, k, columns):
+    chunks = torch.randn(count, rows, k, pin_memory=device == "cuda")
+    return chunks, torch.randn(k, columns, device=device)
+
+
+def reference(chunks, weight):
+    return chunks.to(weight.device).double() @ weight.double()
+
+
+def room_for(chunks, weight):
+    """Return the two buffers, and the results."""
+    buffers = [torch.empty(chunks.shape[1:], device=weight.device) for _ in range(2)]
+    return buffers, torch.empty(*chunks.shape[:2], weight.shape[1], device=weight.device)
+
+
+def one_stream(chunks, weight):
+    buffers, out = room_for(chunks, weight)
+    for i, (chunk, product) in enumerate(zip(chunks, out, strict=True)):
+        buffers[i % 2].copy_(chunk, non_blocking=True)
+        torch.mm(buffers[i % 2], weight, out=product)
+    return out
+
+
+def two_streams(chunks, weight, copies_wait, products_wait):
+    """Multiply with a second stream for the copies.
+
+    `copies_wait(stream, event)` and `products_wait(stream, event)` wait for `event` before the next
+    work of `stream`.
+    """
+    gpu = torch.get_device_module(weight.device)
+    # High-priority streams have their own pool, so this is never the current stream.
+    products, copies = gpu.current_stream(), gpu.Stream(priority=-1)
+    buffers, out = room_for(chunks, weight)
+    copies.wait_stream(products)  # earlier work may still use the buffers' memory
+    filled, drained = ([gpu.Event(), gpu.Event()] for _ in range(2))
+
+    def fill(i):
+        if i >= 2:
+            copies_wait(copies, drained[i % 2])
+        with gpu.stream(copies):
+            buffers[i % 2].copy_(chunks[i], non_blocking=True)
+        filled[i % 2].record(copies)
+
+    fill(0)
+    for i, product in enumerate(out):
+        if i + 1 < len(chunks):
+            fill(i + 1)
+        products_wait(products, filled[i % 2])
+        torch.mm(buffers[i % 2], weight, out=product)
+        drained[i % 2].record(products)
+    return out
+
+
+def on_host(stream, event):
+    event.synchronize()
+
+
+def on_gpu(stream, event):
+    stream.wait_event(event)
+
+
+def host_waits(chunks, weight):
+    return two_streams(chunks, weight, on_host, on_host)
+
+
+def event_waits(chunks, weight):
+    return two_streams(chunks, weight, on_gpu, on_gpu)
+
+
+def copied(rows, k):
+    return Cost(h2d=4 * rows * k, launches=1, host_steps=1)
+
+
+def multiplied(rows, k, columns):
+    return Cost(
+        read=4 * (rows * k + k * columns),
+        write=4 * rows * columns,
+        ops={"fp32": 2 * rows * k * columns},
+        launches=1,
+        host_steps=1,
+    )
+
+
+def overlapped(rows, k, columns, waits):
+    """Return the cost of a product beside the next copy. Events are recorded and waited for."""
+    both = replace(multiplied(rows, k, columns), h2d=4 * rows * k, launches=2)
+    return replace(both, host_steps=5, syncs=1) if waits else replace(both, host_steps=6)
+
+
+def in_turn(count, rows, k, columns):
+    return count * (copied(rows, k) + multiplied(rows, k, columns))
+
+
+def at_once(count, rows, k, columns, waits):
+    first, last = copied(rows, k), multiplied(rows, k, columns)
+    if count == 1:
+        return first + last
+    return first + (count - 1) * overlapped(rows, k, columns, waits) + last
+
+
+@compare(
+    baseline=one_stream,
+    optimized=[Variant(host_waits, at_least="yardstick"), event_waits],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"count": 32, "rows": 1024, "k": 256, "columns": 2048}],
+    check_sizes=[
+        {"count": 5, "rows": 7, "k": 9, "columns": 5},
+        {
+            "count": st.integers(1, 6),
+            "rows": st.integers(1, 9),
+            "k": st.integers(1, 20),
+            "columns": st.integers(1, 9),
+        },
+    ],
+    work=lambda count, rows, k, columns: Work(
+        wire=4 * count * rows * k,
+        read=4 * (count * rows * k + k * columns),
+        write=4 * count * rows * columns,
+        flops={"fp32": 2 * count * rows * k * columns},
+        terms=k,
+    ),
+    bound="host",
+    costs={
+        one_stream: in_turn,
+        host_waits: lambda **size: at_once(**size, waits=True),
+        event_waits: lambda **size: at_once(**size, waits=False),
+    },
+)
+def test_events(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()

@@ -1,0 +1,129 @@
+"""Round trip: copy results back while the next data come in.
+
+Problem    fp32 data lie in `chunks` chunks of n values in pinned host memory. The GPU replaces each
+           value by its sigmoid. The results have to be in pinned host memory at the end. All sides
+           have the buffer for the results, and two chunks of GPU memory per stream, before the
+           timed part.
+Baseline   one_stream: copy a chunk in, compute, copy it out, then the next chunk.
+Optimized  two_streams: of one_stream. The streams take turns by chunk. While one copies its
+           results out, the other one copies its data in.
+           three_streams: of two_streams, with a third stream. While one chunk comes in, another can
+           be computed, and a third one can go out.
+Bound      PCIe. It carries data in both directions at once, and a GPU has a copy engine for each.
+           one_stream uses only one direction at a time. The kernel reads DRAM, so it takes a small
+           part of the time of a copy. A third stream therefore hides little more than two do.
+Use when   Data stream through the GPU and the results go back to the host. Two or three chunks in
+           flight are enough. If the results stay on the GPU, only the copy in and the kernel can
+           overlap (`chunk_count_test.py`). More streams than that only add buffers.
+"""
+
+from dataclasses import replace
+
+import torch
+from hypothesis import strategies as st
+
+from pytest_aisp import Cost, Work, compare
+
+
+def inputs(device, chunks, n):
+    return torch.randn(chunks, n, pin_memory=device == "cuda"), device
+
+
+def reference(x, device):
+    return 1 / (1 + torch.exp(-x.double()))
+
+
+def through(x, device, count):
+    """Yield a function that sends the chunks through the GPU with `count` streams."""
+    gpu = torch.get_device_module(device)
+    out = torch.empty(x.shape, pin_memory=device == "cuda")
+    # High-priority streams have their own pool, so none of them is the current stream.
+    streams = [gpu.Stream(priority=-1) for _ in range(count)]
+    buffers = [torch.empty_like(x[0], device=device) for _ in streams]
+    results = [torch.empty_like(x[0], device=device) for _ in streams]
+
+    def call():
+        main = gpu.current_stream()
+        for stream in streams:
+            stream.wait_stream(main)
+        for i, (chunk, target) in enumerate(zip(x, out, strict=True)):
+            turn = i % count
+            with gpu.stream(streams[turn]):
+                buffers[turn].copy_(chunk, non_blocking=True)
+                torch.sigmoid(buffers[turn], out=results[turn])
+                target.copy_(results[turn], non_blocking=True)
+        for stream in streams:
+            main.wait_stream(stream)
+        return out
+
+    return call
+
+
+def one_stream(x, device):
+    yield through(x, device, 1)
+
+
+def two_streams(x, device):
+    yield through(x, device, 2)
+
+
+def three_streams(x, device):
+    yield through(x, device, 3)
+
+
+def computed(n):
+    # The division of a sigmoid takes a reciprocal after the exponential.
+    return Cost(read=4 * n, write=4 * n, sfu=2 * n, ops={"fp32": 4 * n}, launches=1)
+
+
+def copied_in(n):
+    return Cost(h2d=4 * n, launches=1)
+
+
+def copied_out(n):
+    return Cost(d2h=4 * n, launches=1)
+
+
+def both_ways(n):
+    return Cost(h2d=4 * n, d2h=4 * n, launches=2)
+
+
+def steady(chunks, n, step):
+    """Return the cost of a first copy in, `step` for each chunk but one, and a last copy out."""
+    first, last = copied_in(n) + computed(n), copied_out(n)
+    return first + (chunks - 1) * step + last if chunks > 1 else first + last
+
+
+def in_turn(chunks, n):
+    return chunks * (copied_in(n) + computed(n) + copied_out(n))
+
+
+def with_two(chunks, n):
+    """Return the cost of two streams. A chunk is computed after one copy in, before the next."""
+    first, last = copied_in(n) + computed(n), copied_out(n)
+    return (
+        first + (chunks - 1) * (both_ways(n) + computed(n)) + last if chunks > 1 else first + last
+    )
+
+
+def with_three(chunks, n):
+    """Return the cost of three streams. A chunk is computed while others are copied."""
+    return steady(chunks, n, replace(computed(n), h2d=4 * n, d2h=4 * n, launches=3))
+
+
+@compare(
+    baseline=one_stream,
+    optimized=[two_streams, three_streams],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"chunks": 16, "n": 2**21}],
+    check_sizes=[{"chunks": 5, "n": 33}, {"chunks": st.integers(1, 7), "n": st.integers(1, 99)}],
+    work=lambda chunks, n: Work(
+        wire=8 * chunks * n, read=4 * chunks * n, write=4 * chunks * n, roundings=4
+    ),
+    bound="pcie",
+    costs={one_stream: in_turn, two_streams: with_two, three_streams: with_three},
+)
+def test_round_trip(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
