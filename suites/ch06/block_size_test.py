@@ -1,17 +1,19 @@
-"""Block size: blocks of 32 threads fill half an SM, and from 64 on the size hardly matters.
+"""Block size: how many threads an SM holds, and how often a block starts.
 
 Problem    a * x + y on n fp32 elements, one thread per element. The kernel is the same on both
            sides. The size names the number of threads per block.
 Baseline   usual: blocks of 256 threads.
 Optimized  resized: of usual. Blocks of the size's number of threads. The cases are points of a
            curve, so they claim no speedup.
-Bound      DRAM. An SM holds at most 2048 threads and 32 blocks. With 32 threads per block, that is
-           1024 threads, and half as many bytes are in flight. From 64 to 1024 threads, the SM is
-           full. Starting a block also takes time, and small blocks start more often. A large block
-           leaves its place only when its last warp has ended, so a part of the SM waits.
-Use when   You choose a block: take 128 to 256 threads and measure the neighbors. A kernel with many
-           registers or much shared memory fits fewer threads, and then the size decides how much of
-           the SM is left over.
+Bound      DRAM. An SM of an H200 or B200 holds at most 2048 threads and 32 blocks. With 32 threads
+           per block, that is 1024 threads with two loads each: 8 KiB in flight, and DRAM at full
+           rate needs about 13 KiB (`../ch07/vector_width_test.py`). From 64 to 1024 threads, the SM
+           is full. An SM with room for 1536 threads, such as a GB10's, holds only one block of
+           1024. Small blocks start more often, and each start takes time. A large block frees its
+           place only when its last warp has ended, so part of the SM stays empty until then.
+Use when   You choose a block size: start with 128 to 256 threads, and measure half and twice as
+           many. If a kernel needs many registers or much shared memory, fewer threads fit an SM.
+           Then the size of a block also decides how much of the SM stays unused.
 """
 
 import torch

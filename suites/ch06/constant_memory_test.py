@@ -7,22 +7,28 @@ Baseline   series_in_global: the coefficients are in global memory. For each of 
            executes a load, which the L1 serves.
            decode_in_constant: the table is in constant memory, because it never changes.
 Optimized  series_in_constant: of series_in_global. The coefficients are in constant memory. All
-           lanes read the same one, which is one access for the whole warp.
-           series_in_code: of series_in_constant. The coefficients are numbers in the instructions.
+           lanes of a warp read the same one, so one uniform load (ULDC) brings two coefficients for
+           the whole warp.
+           series_in_code: of series_in_constant. The coefficients are numbers in the instructions,
+           and need no load.
            decode_in_global: of decode_in_constant. The table is in global memory, and the L1 keeps
            it.
            decode_in_shared: of decode_in_global. Each block copies the table into shared memory.
            decode_computed: of decode_in_global. No table: shifts and a few additions.
            There is no library rung: no call of PyTorch does either.
-Bound      test_constant_memory: issue, one multiply-add per coefficient. series_in_global also
-           needs one load per coefficient, and an SM starts one load in the time of four
-           multiply-adds.
-           test_table: DRAM. The limit of decode_in_constant is the constant cache. It serves one
-           word per clock, and the 32 codes of a warp need many different words.
+Bound      test_constant_memory: issue, one multiply-add per coefficient, and the loads of
+           series_in_constant in addition. series_in_global is limited by the L1: it needs one load
+           per coefficient, and an SM starts one load in the time of four multiply-adds.
+           test_table: DRAM. The limit of decode_in_constant is the constant cache, because the 32
+           codes of a warp need many different words. The cost assumes that the cache serves one
+           word per clock, which was not measured. decode_computed needs 13 integer instructions per
+           code. An SM issues them at half the rate of multiply-adds, so they take longer than the
+           bytes.
 Use when   All threads read the same few numbers in the same order, and the numbers are set before
-           the launch. The arguments of a kernel are in constant memory too. For a look-up by data,
-           use the L1 or shared memory. If the numbers are known when you compile, write them as
-           `constexpr`.
+           the launch. The arguments of a kernel are in constant memory too. If the numbers are
+           known when you compile, write them as `constexpr`. A thread that evaluates several points
+           loads each coefficient once for all of them, so it gains less from constant memory. For a
+           look-up by data, use the L1 or shared memory.
 """
 
 import torch
@@ -34,6 +40,7 @@ kernels = cuda_module("constant_memory.cu")
 BLOCK, TERMS = 256, 64
 CODES_EACH = 16
 CONFLICTS = 2.8  # words of one bank that 32 random codes need, on average over warps
+WORDS = 28.4  # different words that 32 random codes need, on average over warps
 
 
 def points(device, n):
@@ -98,20 +105,42 @@ def decode_computed(codes):
     return decode(kernels.decode_computed, codes)
 
 
-def evaluated(n, loads=0):
-    """Return the cost with this many loads per point from the L1, which is also shared memory."""
+def evaluated(n, instructions, loads=0):
+    """Return the cost of n points.
+
+    Args:
+        instructions: how many a point issues, counted in the machine code for sm_90. Each takes the
+            slot of a multiply-add.
+        loads: of coefficients from the L1, which is also shared memory.
+    """
     return Cost(
         read=4 * n,
         write=4 * n,
         shared=4 * loads * n,
-        ops={"fp32": 2 * (TERMS - 1) * n},
+        ops={"fp32": 2 * instructions * n},
         launches=1,
     )
 
 
-def decoded(n, conflicts=0):
+def decoded(n, shared=0, integers=0):
+    """Return the cost of n codes.
+
+    Args:
+        shared: bytes of shared memory or the L1 that a code keeps busy.
+        integers: integer instructions per code. Each takes the slots of two multiply-adds.
+    """
+    ops = {"fp32": 4 * integers * n}
+    return Cost(read=n, write=2 * n, shared=shared * n, ops=ops, launches=1)
+
+
+def by_banks(n):
     # A bank gives a word of 4 bytes per clock, also to a lane that needs 2 of them.
-    return Cost(read=n, write=2 * n, shared=4 * conflicts * n, launches=1)
+    return decoded(n, shared=4 * CONFLICTS)
+
+
+def by_words(n):
+    # One word per clock, in which shared memory would give 128 bytes to the 32 lanes.
+    return decoded(n, shared=128 * WORDS / 32)
 
 
 @compare(
@@ -124,8 +153,9 @@ def decoded(n, conflicts=0):
     work=lambda n: Work(read=4 * n, write=4 * n, flops={"fp32": 2 * (TERMS - 1) * n}, terms=TERMS),
     bound="issue",
     costs={
-        series_in_global: lambda n: evaluated(n, loads=TERMS),
-        **dict.fromkeys([series_in_constant, series_in_code], evaluated),
+        series_in_global: lambda n: evaluated(n, instructions=144, loads=TERMS),
+        series_in_constant: lambda n: evaluated(n, instructions=110),
+        series_in_code: lambda n: evaluated(n, instructions=79),
     },
 )
 def test_constant_memory(pair):
@@ -144,11 +174,9 @@ def test_constant_memory(pair):
     work=lambda n: Work(read=n, write=2 * n),
     bound="dram",
     costs={
-        decode_in_constant: decoded,
-        decode_computed: decoded,
-        **dict.fromkeys(
-            [decode_in_global, decode_in_shared], lambda n: decoded(n, conflicts=CONFLICTS)
-        ),
+        decode_in_constant: by_words,
+        **dict.fromkeys([decode_in_global, decode_in_shared], by_banks),
+        decode_computed: lambda n: decoded(n, integers=13),
     },
 )
 def test_table(pair):

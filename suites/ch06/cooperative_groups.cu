@@ -7,7 +7,7 @@
 
 // Neither pointer is __restrict__, because a step reads what other blocks wrote in the same kernel.
 // The compiler could otherwise use loads that may return old values from the L1.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 8)
     all_steps(float rate, const float* first, float* even, float* odd, unsigned n,
               unsigned count) {
   const cooperative_groups::grid_group grid = cooperative_groups::this_grid();

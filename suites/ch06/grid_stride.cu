@@ -4,6 +4,7 @@
 // scale_stride: the same by a fixed number of blocks, whose threads walk the elements.
 // decode_each: out[i] = table[codes[i]], one thread per element. Each block first copies the table
 //     of 256 floats into shared memory.
+// decode_code_first: decode_each, whose threads load their code before they wait for the table.
 // decode_stride: the same by a fixed number of blocks, each of which copies the table once.
 // decode_through_l1: decode_each without the copy. The table is read through the L1.
 
@@ -41,6 +42,17 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 8)
   copy[threadIdx.x] = table[threadIdx.x];
   __syncthreads();
   one_each(n, [&](unsigned i) { out[i] = copy[codes[i]]; });
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK, 8)
+    decode_code_first(const float* __restrict__ table, const int* __restrict__ codes,
+                      float* __restrict__ out, unsigned n) {
+  __shared__ float copy[ENTRIES];
+  const unsigned i = blockIdx.x * BLOCK + threadIdx.x;
+  const int code = i < n ? codes[i] : 0;
+  copy[threadIdx.x] = table[threadIdx.x];
+  __syncthreads();
+  if (i < n) out[i] = copy[code];
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 8)

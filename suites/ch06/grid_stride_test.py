@@ -7,16 +7,19 @@ Baseline   decode_each: one thread per element, in blocks of 256. Each block fir
            scale_each: one thread per element, in blocks of 256.
 Optimized  decode_stride: of decode_each. As many blocks as fit the GPU copy the table once. Then
            their threads walk the codes, a whole grid apart, until none is left.
+           decode_code_first: of decode_each. A thread loads its code before it waits for the table,
+           so that both loads are in flight at the same time.
            decode_through_l1: of decode_each. The table is not copied. The L1 keeps it.
            library: `torch.index_select`.
            scale_stride: of scale_each. As many blocks as fit the GPU walk the elements.
-Bound      DRAM, 4 bytes read and 4 written per element. The table comes from the L2, so copying it
-           costs few bytes. It costs time: decode_each waits for the table first and then for the
-           codes, one after the other. All sides have one load per thread in flight, which is not
-           enough for the full rate of DRAM.
+Bound      DRAM, 4 bytes read and 4 written per element. The table is small and every block of an SM
+           reads it, so it comes from the L1 or the L2 and costs few bytes. It costs time:
+           decode_each waits for the table first and then for the codes, one after the other. All
+           kernels have one code or element per thread in flight, which is not enough for the full
+           rate of DRAM (`../ch07/vector_width_test.py`).
 Use when   Each block first loads a table, sets up a random generator, or clears counters. Also use
-           the loop when n may exceed the largest grid, or when one launch must fit any n. Without
-           such work it changes little. To copy faster, unroll it (`ilp_test.py`).
+           the loop when n may exceed the largest grid, or when the grid must stay the same for any
+           n. Without such work it changes little. To copy faster, unroll it (`ilp_test.py`).
 """
 
 import torch
@@ -27,7 +30,8 @@ from pytest_aisp import Cost, Variant, Work, compare, cuda_module
 kernels = cuda_module("grid_stride.cu")
 A = 0.75
 BLOCK = ENTRIES = 256
-SHARED = 4 * ENTRIES / BLOCK  # bytes of the table that a block of decode_each copies per element
+CONFLICTS = 3.2  # entries of one bank that 32 random codes need, on average over warps
+COPY = 2 * 4 * ENTRIES / BLOCK  # bytes per element that a block loads and stores to copy the table
 
 
 def blocks_for(x):
@@ -35,10 +39,13 @@ def blocks_for(x):
 
 
 def blocks_at_once(x):
-    """Return how many blocks the GPU runs at once, or fewer if `x` is small."""
+    """Return how many blocks the GPU runs at once.
+
+    If `x` is small, return fewer, so that a thread always has two elements or more.
+    """
     gpu = torch.cuda.get_device_properties(x.device)
     resident = gpu.max_threads_per_multi_processor // BLOCK * gpu.multi_processor_count
-    return min(resident, blocks_for(x))
+    return min(resident, -(-blocks_for(x) // 2))
 
 
 def codes_and_table(device, n):
@@ -58,6 +65,10 @@ def decode(kernel, table, codes, blocks):
 
 def decode_each(table, codes):
     return decode(kernels.decode_each, table, codes, blocks_for(codes))
+
+
+def decode_code_first(table, codes):
+    return decode(kernels.decode_code_first, table, codes, blocks_for(codes))
 
 
 def decode_stride(table, codes):
@@ -94,15 +105,17 @@ def scale_stride(x):
     return scale(kernels.scale_stride, x, blocks_at_once(x))
 
 
-def moved(n, table=0):
-    """Return the cost if `table` bytes of the table come from the L2 for each element."""
-    return Cost(
-        read=4 * n + 4 * ENTRIES,
-        write=4 * n,
-        l2=(8 + table) * n,
-        ops={"fp32": n},
-        launches=1,
-    )
+def looked_up(n, copy=0):
+    """Return the cost if a block moves `copy` bytes per element before its look-ups.
+
+    The L1, from which the table comes, is also shared memory.
+    """
+    shared = (copy + 4 * CONFLICTS) * n
+    return Cost(read=4 * n + 4 * ENTRIES, write=4 * n, shared=shared, launches=1)
+
+
+def multiplied(n):
+    return Cost(read=4 * n, write=4 * n, ops={"fp32": n}, launches=1)
 
 
 SIZES = [{"n": 2**27}]
@@ -111,7 +124,12 @@ CHECK_SIZES = [{"n": 1023}, {"n": st.integers(33, 5000)}]
 
 @compare(
     baseline=decode_each,
-    optimized=[decode_stride, decode_through_l1, Variant(library, at_least="yardstick")],
+    optimized=[
+        decode_stride,
+        decode_code_first,
+        decode_through_l1,
+        Variant(library, at_least="yardstick"),
+    ],
     inputs=codes_and_table,
     reference=decoded,
     sizes=SIZES,
@@ -119,8 +137,8 @@ CHECK_SIZES = [{"n": 1023}, {"n": st.integers(33, 5000)}]
     work=lambda n: Work(read=4 * n + 4 * ENTRIES, write=4 * n),
     bound="dram",
     costs={
-        decode_each: lambda n: moved(n, table=SHARED),
-        **dict.fromkeys([decode_stride, decode_through_l1, library], moved),
+        **dict.fromkeys([decode_each, decode_code_first], lambda n: looked_up(n, COPY)),
+        **dict.fromkeys([decode_stride, decode_through_l1, library], looked_up),
     },
 )
 def test_grid_stride(pair):
@@ -137,7 +155,7 @@ def test_grid_stride(pair):
     check_sizes=CHECK_SIZES,
     work=lambda n: Work(read=4 * n, write=4 * n, flops={"fp32": n}),
     bound="dram",
-    costs=dict.fromkeys([scale_each, scale_stride], moved),
+    costs=dict.fromkeys([scale_each, scale_stride], multiplied),
     at_least="neutral",
 )
 def test_without_table(pair):

@@ -9,11 +9,14 @@ Optimized  in_registers: of widened. One kernel loads bf16, computes in fp32, an
            pairs: of in_registers. Two elements per thread, in 4-byte accesses.
            octets: of in_registers. Eight elements per thread, in 16-byte accesses.
            library: `torch.nn.functional.silu`, which also computes in fp32.
-Bound      DRAM: 2 bytes read and 2 written per element, against 20 of widened. With 2 bytes per
-           thread, the 2048 threads of an SM have 4 KiB in flight, a third of what the full rate
-           needs. So in_registers gains less than its bytes, and octets gains the rest.
-Use when   Tensors are in 16 bits and arithmetic needs 32. Never convert a whole tensor for one
-           elementwise kernel. Load at least 16 bytes per thread. Sums and exponentials stay in
+Bound      DRAM: 2 bytes read and 2 written per element, against 20 for widened. With one element
+           per thread, the 2048 threads of an SM have 4 KiB of loads in flight, a third of what the
+           full rate needs (`../ch07/vector_width_test.py`). in_registers also needs more
+           instructions per element than octets, and they alone take about as long as its bytes. So
+           in_registers gains less than its bytes promise. octets removes both causes, so it does
+           not show how much each of them takes.
+Use when   Tensors are in 16 bits and arithmetic needs 32. Do not convert a whole tensor for one
+           elementwise kernel. Load at least 16 bytes per thread. Keep sums and exponentials in
            fp32.
 """
 
@@ -62,15 +65,22 @@ def library(x):
     return F.silu(x)
 
 
-def squashed(n, read=2, write=2):
-    """Return the cost of the kernel with these bytes per element."""
-    return Cost(read=read * n, write=write * n, sfu=2 * n, ops={"fp32": 4 * n}, launches=1)
+def squashed(n, instructions, each=2):
+    """Return the cost of the kernel.
+
+    Args:
+        instructions: how many it issues per element, counted in the machine code for sm_90. Each
+            takes the slot of a multiply-add.
+        each: the bytes of an element.
+    """
+    ops = {"fp32": 2 * instructions * n}
+    return Cost(read=each * n, write=each * n, sfu=2 * n, ops=ops, launches=1)
 
 
 def converted_twice(n):
     longer = Cost(read=2 * n, write=4 * n, launches=1)
     shorter = Cost(read=4 * n, write=2 * n, launches=1)
-    return longer + squashed(n, read=4, write=4) + shorter
+    return longer + squashed(n, instructions=30, each=4) + shorter
 
 
 @compare(
@@ -90,7 +100,9 @@ def converted_twice(n):
     bound="dram",
     costs={
         widened: converted_twice,
-        **dict.fromkeys([in_registers, pairs, octets, library], squashed),
+        in_registers: lambda n: squashed(n, instructions=32),
+        pairs: lambda n: squashed(n, instructions=28),
+        **dict.fromkeys([octets, library], lambda n: squashed(n, instructions=18)),
     },
 )
 def test_half_storage(pair):

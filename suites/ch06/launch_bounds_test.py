@@ -7,11 +7,14 @@ Baseline   unbounded: a kernel without launch bounds, started with blocks of 256
 Optimized  bounded: of unbounded. `__launch_bounds__(256)`. Up to 255 registers would be allowed,
            but the kernel needs no more, so the machine code is the same.
            eight_blocks: of bounded. `__launch_bounds__(256, 8)` asks for 8 blocks per SM, so 32
-           registers per thread are left. The compiler then loads some rows later, and may spill.
+           registers per thread are left. The compiler then loads some rows later, and for sm_90 it
+           also spills a register.
            library: `torch.bmm`.
-Bound      DRAM: two matrices read and one written per thread. With 8 loads of 16 bytes per thread,
-           even 6 blocks have far more bytes in flight than DRAM needs. The two additional blocks of
-           eight_blocks gain nothing.
+Bound      DRAM: two matrices read and one written per thread. bounded needs 38 registers for
+           sm_90, so 6 blocks fit an SM. Their threads have six or more loads of 16 bytes in flight,
+           far more than DRAM needs, so the two additional blocks of eight_blocks gain nothing.
+           The matrices of neighboring threads are 64 bytes apart, so all three kernels use half of
+           each sector per access, and find the other half in the L1.
 Use when   A kernel fails to start because a block needs too many registers, or spills although its
            blocks are small. State the block's size then. Ask for a number of blocks per SM only if
            a measurement shows that more warps help, and check that nothing spills.

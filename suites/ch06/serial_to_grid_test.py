@@ -3,13 +3,13 @@
 Problem    a * x + y on n fp32 elements. This page is a tutorial and claims no speedup: nobody would
            ship its baseline.
 Baseline   one_thread: the loop of a CPU program in a kernel of one thread, `[1, 1]`.
-Optimized  one_block: of one_thread. The 256 threads of one block share the elements. They run on
-           one of the GPU's many SMs.
+Optimized  one_block: of one_thread. The 256 threads of one block share the elements. A block runs
+           on one SM, so the GPU's other SMs stay idle.
            whole_grid: of one_block. One thread per element, in n / 256 blocks on all SMs.
            library: `torch.add` with `alpha`.
 Bound      Latency for one_thread and one_block: a thread waits for its loads, and too few other
-           threads run meanwhile. At this n, whole_grid is over so soon that its launch is a large
-           part of its time.
+           threads run meanwhile. A cost has no latency, so their predicted times are far too short.
+           At this n, whole_grid is over so soon that its start is a large part of its time.
 Use when   You write your first kernel: start from whole_grid. A kernel of one thread or one block
            is right only for a few numbers, such as the last step of a sum.
 """

@@ -8,12 +8,15 @@ Optimized  shuffle: of shared_tree. Each warp adds up its 32 sums by five shuffl
            redux: of shuffle. One `__reduce_add_sync` replaces the five shuffles. It is for
            integers.
            warp_per_row: of redux. Each warp has a row of its own. Neither shared memory nor a
-           barrier is left. A lane also loads eight times as many elements, several of them at once,
-           so part of a gain may come from more loads in flight.
+           barrier is left. A lane also loads eight times as many elements, several of them at once.
+           So part of its gain comes from more loads in flight, and part from fewer instructions per
+           element.
            library: `torch.sum`.
-Bound      DRAM: every element is read once. In a row of 256 elements, a thread loads one element,
-           so the steps after the load are a large part of a block's life, in which it loads
-           nothing. In a row of 1024 they are a smaller part.
+Bound      DRAM for warp_per_row: every element is read once. Issue for the others in rows of 256
+           elements: a thread loads one element, and issues dozens of instructions to find it and to
+           add up the block. Their instructions alone take longer than the bytes. The steps after
+           the load also take time in which a block loads nothing. In rows of 1024, a thread adds
+           four elements with hardly more instructions, so they matter less.
 Use when   A block needs a sum or a maximum: reduce inside warps first. If rows are short, give a
            row to a warp. If a kernel reduces once after long loops, the way hardly matters
            (`../ch07/reduction_test.py`).
@@ -67,18 +70,29 @@ def library(x):
     return torch.sum(x, dim=1, dtype=torch.int32)
 
 
-def summed(rows, n, shared=0):
-    """Return the cost with these bytes of shared memory per row."""
-    return Cost(read=4 * rows * n, write=4 * rows, shared=shared * rows, launches=1)
+# Instructions that the warps of a row issue, counted in the machine code for sm_90, by n.
+ISSUED = {
+    shared_tree: {256: 824, 1024: 1008},
+    shuffle: {256: 606, 1024: 790},
+    redux: {256: 513, 1024: 697},
+    warp_per_row: {256: 113, 1024: 281},
+}
+
+
+def summed(rows, n, side=None, shared=0):
+    """Return the cost of `side` with these bytes of shared memory per row."""
+    # An instruction of a warp takes the slots of 32 multiply-adds. Other n are only checked.
+    ops = {"fp32": 2 * 32 * ISSUED[side].get(n, 0) * rows} if side else {}
+    return Cost(read=4 * rows * n, write=4 * rows, shared=shared * rows, ops=ops, launches=1)
 
 
 def in_tree(rows, n):
     # 256 sums are stored. Each of 255 additions loads two sums and stores one.
-    return summed(rows, n, shared=4 * (BLOCK + 3 * (BLOCK - 1)))
+    return summed(rows, n, shared_tree, shared=4 * (BLOCK + 3 * (BLOCK - 1)))
 
 
-def in_warps(rows, n):
-    return summed(rows, n, shared=4 * 2 * WARPS)
+def in_warps(side):
+    return lambda rows, n: summed(rows, n, side, shared=4 * 2 * WARPS)
 
 
 @compare(
@@ -101,9 +115,9 @@ def in_warps(rows, n):
     bound="dram",
     costs={
         shared_tree: in_tree,
-        shuffle: in_warps,
-        redux: in_warps,
-        warp_per_row: summed,
+        shuffle: in_warps(shuffle),
+        redux: in_warps(redux),
+        warp_per_row: lambda rows, n: summed(rows, n, warp_per_row),
         library: summed,
     },
 )
