@@ -129,8 +129,8 @@ def test_ilp(pair):
     reference=grown,
     sizes=[{"n": 2**25}],
     check_sizes=[{"n": 1023}, {"n": st.integers(33, 2000)}],
-    # No flops: the rate of fp32 was measured in matrix products. A chain in registers may be faster,
-    # and the harness would take that for skipped work.
+    # No flops: the rate of fp32 was measured in matrix products. A chain in registers may run
+    # faster, and the harness would take that for skipped work.
     work=lambda n: Work(read=4 * n, write=4 * n),
     bound="issue",
     costs=dict.fromkeys([growth_single, growth_four], stepped),
