@@ -88,7 +88,7 @@ def norms(rows, columns):
     optimized=[eight_queues, a_queue_each],
     inputs=inputs,
     reference=reference,
-    sizes=[{"rows": 8, "columns": 1 << 17}],
+    sizes=[{"rows": 2, "columns": 1 << 20}],
     check_sizes=[{"rows": 2, "columns": 67}],
     work=lambda rows, columns: Work(
         read=4 * CHAINS * rows * columns,
