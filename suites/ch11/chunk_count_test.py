@@ -11,8 +11,7 @@ Optimized  chunked: of whole. The rows are cut into `chunks` parts. A second str
 Bound      PCIe and fp32 arithmetic at the same time. Nothing hides the copy of the first chunk and
            the product of the last one, so more chunks hide more: each doubling halves what is left.
            Two things stop that. Each copy and each kernel has a fixed start-up time. And a product
-           of few rows has fewer tiles than the GPU has SMs, so some SMs stay idle. Here that
-           happens from 64 chunks on.
+           of few rows has fewer or smaller tiles, so SMs stay idle or reuse less data.
 Use when   A copy and the work on it take similar times. Begin with 8 to 16 chunks. Use fewer if a
            chunk would become smaller than about 1 MiB, or if its kernel would no longer fill the
            GPU. `../ch01/double_buffering_test.py` shows the same overlap with only two buffers, for
@@ -27,7 +26,7 @@ from hypothesis import strategies as st
 from pytest_aisp import Cost, Sweep, Work, compare
 
 SMS = 132  # of an H200, for costs
-TILE = 128  # rows and columns of an output tile, for costs
+TILE = 128 * 64  # elements of an output tile, for costs
 
 
 def inputs(device, rows, k, columns, chunks):
@@ -67,7 +66,7 @@ def copied(rows, k):
 
 def multiplied(rows, k, columns):
     """Return the cost of a product of `rows` rows. SMs without a tile count as busy."""
-    tiles = rows * columns / TILE**2
+    tiles = rows * columns / TILE
     share = max(1.0, SMS / tiles)
     return Cost(
         read=4 * (rows * k + k * columns),
@@ -94,7 +93,7 @@ def overlapped(rows, k, columns, chunks):
     reference=reference,
     sizes=[
         {"rows": 65536, "k": 256, "columns": 2048, "chunks": chunks}
-        for chunks in (2, 4, 8, 16, 64, 256)
+        for chunks in (2, 4, 8, 16, 32, 128)
     ],
     check_sizes=[
         {"rows": 37, "k": 9, "columns": 5, "chunks": 4},

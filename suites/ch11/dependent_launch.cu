@@ -1,0 +1,34 @@
+// A layer of n neurons, out = relu(weights x), in a chain of layers. n is a multiple of 8, at most
+// 1024. One warp computes one neuron. A kernel here may start before the previous kernel of its
+// stream has ended, so it must wait before it reads x, and before it writes out.
+//
+// waits_first: waits for the previous kernel, then loads its weights.
+// loads_first: loads its weights, then waits for the previous kernel.
+
+#include "dependent_launch_layer.cuh"
+
+// Lets the next kernel start as soon as SMs have room for its blocks. It does not say that the
+// results of this kernel are ready: for that the next kernel waits until this one has ended.
+__device__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Returns when the previous kernel has ended and what it wrote can be read. That kernel has waited
+// for the one before it, so all earlier kernels have ended too.
+__device__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+extern "C" __global__ void __launch_bounds__(BLOCK)
+    waits_first(const float4* weights, const float4* x, float* out, unsigned n) {
+  let_next_start();
+  wait_for_previous();
+  Held held;
+  hold(held, weights, n);
+  finish(held, x, out, n);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK)
+    loads_first(const float4* weights, const float4* x, float* out, unsigned n) {
+  let_next_start();
+  Held held;
+  hold(held, weights, n);
+  wait_for_previous();
+  finish(held, x, out, n);
+}

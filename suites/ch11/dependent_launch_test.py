@@ -1,0 +1,126 @@
+"""Programmatic dependent launch: start a kernel while the one before it is ending.
+
+Problem    A chain of fp32 layers, x = relu(W x), with n neurons each, for one vector x. A layer
+           needs all of the previous layer's result. Its weights depend on nothing.
+Baseline   launches: one kernel per layer. A kernel starts when the one before it has ended.
+Optimized  waits_first: of launches. The host launches each layer but the first as dependent. Each
+           kernel allows the next one to start at once, and `griddepcontrol.wait` makes the next one
+           wait until this one has ended. So its blocks are already on the SMs at that time. It
+           loads its weights after the wait.
+           loads_first: of waits_first. The same kernel, but its loads of the weights come before
+           the wait. So they run during the layer before, or even earlier.
+           library: `torch.mv` and `relu_`, two kernels per layer.
+Bound      Latency and DRAM. A layer reads its weights in less time than a kernel needs to start, to
+           wait for its first bytes, and to end. waits_first hides the start. loads_first also hides
+           the latency of DRAM, and reads while the previous layer ends, so only the reading of the
+           weights and a short sum remain. No rate for the part of a start that can be hidden was
+           measured, so these two are predicted to take as long as launches.
+Use when   Short kernels run in a row, as in decoding, and you write these kernels. The next kernel
+           needs something that does not depend on the previous one, such as weights. Its blocks
+           must also find room beside the previous kernel's. Read nothing that the previous kernel
+           writes, and write nothing, before the wait. For long kernels, the gap between two of them
+           does not matter.
+"""
+
+import torch
+from hypothesis import strategies as st
+
+from pytest_aisp import Cost, Variant, Work, compare, cuda_module
+
+kernels = cuda_module("dependent_launch.cu")
+plain_kernels = cuda_module("dependent_launch_plain.cu")
+BLOCK, WARP = 256, 32
+
+
+def inputs(device, layers, n):
+    # The root of 2 makes up for the half of the values that relu sets to zero.
+    weights = torch.randn(layers, n, n, device=device) * (2 / n) ** 0.5
+    return weights, torch.randn(n, device=device)
+
+
+def reference(weights, x):
+    x = x.double()
+    for weight in weights.double():
+        x = (weight @ x).relu()
+    return x
+
+
+def chained(weights, x, first, rest):
+    """Compute each layer by its own launch, the first by `first` and all others by `rest`."""
+    n, states = x.numel(), (torch.empty_like(x), torch.empty_like(x))
+    for k, weight in enumerate(weights):
+        start = first if k == 0 else rest
+        start(weight, x, states[k % 2], n)
+        x = states[k % 2]
+    return x
+
+
+def grid_of(x):
+    return x.numel() * WARP // BLOCK
+
+
+def launches(weights, x):
+    layer = plain_kernels.plain[grid_of(x), BLOCK]
+    return chained(weights, x, layer, layer)
+
+
+def dependent(kernel, weights, x):
+    # Work before the first layer may still write x or the weights, so that one starts normally.
+    first = kernel.launch(grid_of(x), BLOCK)
+    return chained(weights, x, first, kernel.launch(grid_of(x), BLOCK, dependent=True))
+
+
+def waits_first(weights, x):
+    return dependent(kernels.waits_first, weights, x)
+
+
+def loads_first(weights, x):
+    return dependent(kernels.loads_first, weights, x)
+
+
+def library(weights, x):
+    for weight in weights:
+        x = torch.mv(weight, x).relu_()
+    return x
+
+
+def layer_cost(n, launches):
+    """Return the cost of a layer, whose vector x is in the L2."""
+    return Cost(
+        read=4 * n * n, write=4 * n, l2=4 * n * n // 32, ops={"fp32": 2 * n * n}, launches=launches
+    )
+
+
+def chain_cost(layers, n):
+    return layers * layer_cost(n, launches=1)
+
+
+@compare(
+    baseline=launches,
+    optimized=[
+        Variant(waits_first, needs="griddepcontrol"),
+        Variant(loads_first, needs="griddepcontrol"),
+        Variant(library, at_least="yardstick"),
+    ],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"layers": 64, "n": 1024}],
+    check_sizes=[
+        {"layers": 3, "n": 136},
+        {"layers": st.integers(1, 4), "n": st.integers(1, 8).map(lambda blocks: 8 * blocks)},
+    ],
+    work=lambda layers, n: Work(
+        read=4 * layers * n * n,
+        write=4 * n,
+        flops={"fp32": 2 * layers * n * n},
+        terms=n,
+    ),
+    bound="latency",
+    costs={
+        **dict.fromkeys([launches, waits_first, loads_first], chain_cost),
+        library: lambda layers, n: layers * layer_cost(n, launches=2),
+    },
+)
+def test_dependent_launch(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
