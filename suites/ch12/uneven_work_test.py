@@ -1,0 +1,151 @@
+"""Uneven work: let each warp take its next item when it is done.
+
+Problem    n items, each of which is a random generator that runs a given number of steps. A warp
+           runs an item, with a seed of its own for each lane. One item in 128 is heavy: it has 32
+           times as many steps as the others. With order=last the heavy items follow the others, as
+           in data that are sorted by size. With order=random they are anywhere. With order=even
+           all items have the same number of steps.
+Baseline   static_share: as many warps as fit on the GPU. Each runs a contiguous share of the items.
+Optimized  interleaved: of static_share. A warp's items are a whole grid apart, so items that are
+           heavy and lie together go to different warps.
+           queue: of interleaved. Each warp takes the next item from a counter by an atomic. It
+           takes one when it is done with the last one, so no share is fixed.
+           queue_by_8: of queue. A warp takes eight items at once, for an eighth of the atomics.
+           warp_per_item: of static_share. No share at all: the grid has a warp for each item, and
+           the GPU starts a block of 8 warps wherever one has ended. A block holds its place until
+           its slowest warp has ended.
+Bound      Integer arithmetic, if all SMs are busy until the end. A heavy item takes its number of
+           steps times the latency of a multiply-add, no matter how many SMs are idle. So the last
+           heavy item to start decides when the kernel ends. The costs count the steps of all
+           items and spread them over the GPU, so they are the same for all sides. What a side takes
+           longer is its imbalance.
+Use when   Items differ much in work, and nobody knows it beforehand. Start with a warp or a block
+           per item, because the GPU's scheduler is a queue too. Write your own queue if the kernel
+           must be persistent, because it keeps something in shared memory or in registers. If
+           you know the heavy items, start them first. All warps update one address, so give each
+           atomic enough work. If the work is even, a queue gains nothing.
+"""
+
+import torch
+from hypothesis import strategies as st
+
+from pytest_aisp import Cost, Variant, Work, compare, cuda_module
+
+kernels = cuda_module("uneven_work.cu")
+BLOCK, WARPS, LANES = 256, 8, 32
+HEAVIER, EVERY = 32, 128  # a heavy item has so many times the steps, and is one among so many
+FACTOR, INCREMENT, MASK = 1664525, 1013904223, 2**32 - 1
+STEP_OPS = 4  # a GPU multiplies and adds integers at half of its fp32 rate
+
+
+def steps_of_all(n, light):
+    return light * (n + (HEAVIER - 1) * (n // EVERY))
+
+
+def inputs(device, n, light, order):
+    seeds = torch.randint(0, 2**31 - LANES, (n,), device=device, dtype=torch.int32)
+    counts = torch.full((n,), light, device=device, dtype=torch.int32)
+    if order == "even":
+        counts.fill_(steps_of_all(n, light) // n)
+    else:
+        counts[n - n // EVERY :] *= HEAVIER
+    if order == "random":
+        counts = counts[torch.randperm(n, device=device)]
+    return seeds, counts
+
+
+def reference(seeds, counts):
+    """Return the states after all steps: two times as many steps in each round."""
+    counts = counts.long()[:, None]
+    states = seeds.long()[:, None] + torch.arange(LANES, device=seeds.device)
+    a, c = FACTOR, INCREMENT  # 2^k steps multiply by a and add c, modulo 2^32
+    for k in range(24):
+        states = torch.where((counts >> k) % 2 == 1, (a * states + c) & MASK, states)
+        a, c = a * a & MASK, (a * c + c) & MASK
+    return states.to(torch.int32)
+
+
+def run(kernel, blocks, seeds, counts, *counter):
+    n = seeds.numel()
+    out = torch.empty(n, LANES, dtype=torch.int32, device=seeds.device)
+    kernel[blocks, BLOCK](seeds, counts, out, FACTOR, INCREMENT, *counter, n)
+    return out
+
+
+def blocks_at_once(seeds):
+    """Return how many blocks the GPU runs at once, or fewer if there are few items."""
+    gpu = torch.cuda.get_device_properties(seeds.device)
+    resident = gpu.max_threads_per_multi_processor // BLOCK * gpu.multi_processor_count
+    return min(resident, -(-seeds.numel() // (2 * WARPS)))
+
+
+def zero_counter(seeds):
+    return torch.zeros(1, dtype=torch.int32, device=seeds.device)
+
+
+def static_share(seeds, counts):
+    return run(kernels.static_share, blocks_at_once(seeds), seeds, counts)
+
+
+def interleaved(seeds, counts):
+    return run(kernels.interleaved, blocks_at_once(seeds), seeds, counts)
+
+
+def queue(seeds, counts):
+    return run(kernels.queue, blocks_at_once(seeds), seeds, counts, zero_counter(seeds))
+
+
+def queue_by_8(seeds, counts):
+    return run(kernels.queue_by_8, blocks_at_once(seeds), seeds, counts, zero_counter(seeds))
+
+
+def warp_per_item(seeds, counts):
+    return run(kernels.warp_per_item, -(-seeds.numel() // WARPS), seeds, counts)
+
+
+def work(n, light, order):
+    return Work(read=8 * n, write=4 * LANES * n)
+
+
+def fixed(n, light, order, atomics=0):
+    ops = {"fp32": STEP_OPS * LANES * steps_of_all(n, light)}
+    return Cost(read=8 * n, write=4 * LANES * n, ops=ops, atomics=atomics, launches=1)
+
+
+def queued(each):
+    """Return the cost, as a function of the size, if a warp takes `each` items at once."""
+    fill = Cost(launches=1)
+    return lambda n, light, order: fill + fixed(n, light, order, atomics=n / each)
+
+
+@compare(
+    baseline=static_share,
+    optimized=[
+        interleaved,
+        Variant(queue, sass="ATOMG"),
+        Variant(queue_by_8, sass="ATOMG"),
+        warp_per_item,
+    ],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"n": 2**16, "light": 1536, "order": order} for order in ("last", "random", "even")],
+    check_sizes=[
+        {"n": 513, "light": 3, "order": "random"},
+        {"n": 300, "light": 2, "order": "last"},
+        {
+            "n": st.integers(1, 400),
+            "light": st.integers(1, 9),
+            "order": st.sampled_from(["last", "random", "even"]),
+        },
+    ],
+    work=work,
+    bound="issue",
+    costs={
+        **dict.fromkeys([static_share, interleaved, warp_per_item], fixed),
+        queue: queued(1),
+        queue_by_8: queued(8),
+    },
+)
+def test_uneven_work(pair):
+    pair.assert_equivalent(exact=True)
+    pair.assert_speedup()
