@@ -1,0 +1,136 @@
+"""Concurrent kernels: run small kernels side by side, in streams or in one launch.
+
+Problem    Evaluate `jobs` fp32 polynomials with `count` coefficients, each at n points of its own.
+           A thread evaluates one point, and a block 128 points. So the kernel of one polynomial has
+           too few blocks for the GPU.
+Baseline   in_turn: one kernel per polynomial, all on one stream.
+Optimized  four_streams: of in_turn. The kernels take turns on four streams, so four of them run at
+           once.
+           a_stream_each: of four_streams, with as many streams as polynomials.
+           one_launch: of in_turn. One kernel for all polynomials, with a row of blocks for each.
+Bound      Latency. A multiply-add of Horner's rule needs the result of the one before, and an SM
+           with one block has one warp per scheduler. So the time of a kernel does not depend on how
+           many SMs are idle, until the blocks of all kernels together need more than the GPU has.
+           The costs count the issue slots that a warp leaves empty, and those of idle SMs.
+Use when   Several independent kernels run at a time and none of them fills the GPU. One launch is
+           better wherever the jobs have the same code: it needs neither streams nor events. Use
+           streams for kernels that are different, and a graph if the host cannot launch them fast
+           enough (`graph_branches_test.py`). Kernels that fill the GPU gain nothing.
+"""
+
+import torch
+from hypothesis import strategies as st
+
+from pytest_aisp import Cost, Work, compare, cuda_module
+
+kernels = cuda_module("concurrent_kernels.cu")
+BLOCK = 128
+SMS = 132  # of an H200, for costs
+LATENCY = 4  # cycles from a multiply-add to the next one that needs it, for costs
+
+
+def inputs(device, jobs, count, n):
+    points = torch.rand(jobs, n, device=device) * 2 - 1
+    return torch.randn(jobs, count, device=device), points
+
+
+def reference(coefficients, points):
+    """Compute the powers of each point by blocks of 32, and add the blocks by Horner's rule."""
+    jobs, count = coefficients.shape
+    short = torch.zeros(jobs, -count % 32, dtype=torch.float64, device=points.device)
+    blocks = torch.cat([short, coefficients.double()], 1).view(jobs, -1, 32)
+    points = points.double()
+    powers = torch.stack([points**k for k in range(31, -1, -1)], 1)
+    values = blocks @ powers
+    step = points**32
+    total = values[:, 0]
+    for k in range(1, values.shape[1]):
+        total = total * step + values[:, k]
+    return total
+
+
+def evaluated(coefficients, points, out):
+    n = points.numel()
+    kernels.one[-(-n // BLOCK), BLOCK](coefficients, coefficients.numel(), points, out, n)
+
+
+def in_turn(coefficients, points):
+    out = torch.empty_like(points)
+    for job in zip(coefficients, points, out, strict=True):
+        evaluated(*job)
+    return out
+
+
+def on_streams(coefficients, points, width):
+    gpu = torch.get_device_module(points.device)
+    out, main = torch.empty_like(points), gpu.current_stream()
+    # High-priority streams have their own pool, so none of them is the current stream.
+    streams = [gpu.Stream(priority=-1) for _ in range(width)]
+    for stream in streams:
+        stream.wait_stream(main)
+    for k, job in enumerate(zip(coefficients, points, out, strict=True)):
+        with gpu.stream(streams[k % width]):
+            evaluated(*job)
+    for stream in streams:
+        main.wait_stream(stream)
+    return out
+
+
+def four_streams(coefficients, points):
+    return on_streams(coefficients, points, 4)
+
+
+def a_stream_each(coefficients, points):
+    return on_streams(coefficients, points, len(points))
+
+
+def one_launch(coefficients, points):
+    jobs, n = points.shape
+    out = torch.empty_like(points)
+    grid = -(-n // BLOCK), jobs
+    kernels.many[grid, BLOCK](coefficients, coefficients.shape[1], points, out, n)
+    return out
+
+
+def at_once(jobs, count, n, launches):
+    """Return the cost of `jobs` polynomials at once. A block of four warps has an SM for itself."""
+    blocks = jobs * -(-n // BLOCK)
+    slots = LATENCY * BLOCK * count  # of one block; other blocks of its SM could use the empty ones
+    together = max(SMS * slots, blocks * BLOCK * count)
+    return Cost(
+        read=4 * jobs * (count + n),
+        write=4 * jobs * n,
+        ops={"fp32": 2 * together},
+        launches=launches,
+    )
+
+
+@compare(
+    baseline=in_turn,
+    optimized=[four_streams, a_stream_each, one_launch],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"jobs": 16, "count": 4096, "n": 1024}],
+    check_sizes=[
+        {"jobs": 5, "count": 37, "n": 131},
+        {"jobs": 1, "count": 1030, "n": 3},
+        {"jobs": st.integers(1, 6), "count": st.integers(1, 70), "n": st.integers(1, 140)},
+    ],
+    work=lambda jobs, count, n: Work(
+        read=4 * jobs * (count + n),
+        write=4 * jobs * n,
+        flops={"fp32": 2 * jobs * count * n},
+        terms=count,
+        roundings=2,
+    ),
+    bound="latency",
+    costs={
+        in_turn: lambda jobs, count, n: jobs * at_once(1, count, n, launches=1),
+        four_streams: lambda jobs, count, n: -(-jobs // 4) * at_once(min(4, jobs), count, n, 4),
+        a_stream_each: lambda jobs, count, n: at_once(jobs, count, n, launches=jobs),
+        one_launch: lambda jobs, count, n: at_once(jobs, count, n, launches=1),
+    },
+)
+def test_concurrent_kernels(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
