@@ -11,7 +11,7 @@ import pytest
 
 from pytest_aisp.results import store
 from pytest_aisp.results.messages import CountTask
-from pytest_aisp.results.metric_limits import METRICS, joules, shares
+from pytest_aisp.results.metric_limits import METRICS, joules, pooled, shares
 from pytest_aisp.util import device_state, process_group
 from pytest_aisp.worker import metrics
 from pytest_aisp.worker.metrics import CounterSteps, Uncountable
@@ -171,6 +171,49 @@ def test_noise_counts_in_favor_of_the_side():
     before = {"baseline": 1.0, "optimized": 0.75, "noise": 0.02}
     assert not METRICS["energy"].worse(before, amounts)
     assert METRICS["energy"].worse(before | {"noise": 0.0}, amounts | {"noise": 0.0})
+
+
+def test_amounts_of_several_processes_are_their_median_with_half_the_range_as_noise():
+    counted = [{"baseline": 100.0, "optimized": value} for value in (40.0, 60.0, 50.0)]
+    assert pooled(counted) == {"baseline": 100.0, "optimized": 50.0, "noise": 0.2}
+    assert pooled(counted[:1]) == counted[0]
+    assert pooled([counted[0]] * 3) == counted[0]
+    assert pooled([{**JOULES, "noise": 0.05}, JOULES])["noise"] == 0.05
+    none = {"baseline": 0.0, "optimized": 0.0}
+    assert pooled([none, none]) == none
+
+
+def test_fragmentation_of_one_session_may_be_that_of_one_board():
+    before, now = ({"baseline": 2.4e9, "optimized": mib * 2**20} for mib in (352.0, 480.0))
+    metric = METRICS["fragmentation"]
+    assert not metric.worse(before, now, sessions=1)
+    assert metric.worse(before, now, sessions=2)
+    assert metric.worse(before, {**now, "optimized": 600 * 2**20}, sessions=1)
+    assert METRICS["launches"].worse({"optimized": 3.0}, {"optimized": 4.0}, sessions=1)
+
+
+def test_a_count_that_would_be_red_is_repeated_unless_it_is_exact(page, counting_gpu, pytester):
+    counting_gpu(
+        memory={"baseline": 100, "optimized": 80}, launches={"baseline": 9, "optimized": 5}
+    )
+    page(body=BODY + "pair.assert_memory(at_most=0.5)", name="memory_test.py")
+    page(body=BODY + "pair.assert_launches(at_most=3)", name="launches_test.py")
+    result = pytester.runpytest_subprocess("-vv")
+    text = result.stdout.str()
+    assert "memory was counted in 3 processes" in text
+    assert "launches was counted" not in text
+    result.stdout.fnmatch_lines(["*2 failed*"])
+
+
+def test_a_recording_counts_in_each_of_its_processes(page, counting_gpu, pytester):
+    counting_gpu(memory={"baseline": 100, "optimized": 40})
+    page(body=BODY + "pair.assert_memory(at_most=0.5)")
+    update = ["--aisp-update-expectations", "--aisp-processes=2", "-vv"]
+    result = pytester.runpytest_subprocess(*update, "--aisp-artifacts=kept")
+    result.stdout.fnmatch_lines(["*memory was counted in 2 processes"])
+    assert stored(pytester)["memory"] == {"baseline": 100, "optimized": 40}
+    again = pytester.runpytest_subprocess("--aisp-replay=kept", "-vv")
+    assert again.ret == 0
 
 
 def test_less_goodput_is_worse():

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pytest_aisp.results import store
+from pytest_aisp.results import metric_limits, store
 from pytest_aisp.results.merge import Change, merge, why_kept
 from pytest_aisp.results.models import (
     Result,
@@ -416,8 +416,9 @@ def test_missing_times_and_goals_are_added_and_others_stay(path, old, new):
     record(path, {KEY: old})
     record(path, {KEY: replace(new, goals={**grown, **TAKEN})})
     found = load(path).results[KEY]
-    second = bool(old.values and new.values)  # whose goals are its own
-    assert found.goals == {**(grown if second else UNUSED), **TAKEN}
+    both = metric_limits.pooled([UNUSED["fragmentation"], grown["fragmentation"]])
+    second = bool(old.values and new.values)  # then both sessions have amounts
+    assert found.goals == {"fragmentation": both if second else UNUSED["fragmentation"], **TAKEN}
     assert found.values == old.values + new.values
     again = record(path, {KEY: replace(new, goals=grown)})
     assert again == []

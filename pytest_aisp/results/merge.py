@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 from msgspec.structs import asdict
 
+from .metric_limits import pooled
 from .models import Environments, Result, Results, Stored, base_of, differences
 from .row import Recording
 
@@ -156,6 +157,14 @@ def recorded_result(recorded: Recording, environment: str, samples: str | None) 
     return Result.of({**fields, "environments": [environment], "samples": samples})
 
 
+def _pooled_goals(
+    one: Mapping[str, Mapping[str, float]], other: Mapping[str, Mapping[str, float]]
+) -> dict[str, Mapping[str, float]]:
+    """Return the amounts of both sessions. Where both have a metric, they are pooled."""
+    both = {**one, **other}
+    return {n: pooled([one[n], other[n]]) if n in one and n in other else both[n] for n in both}
+
+
 def _with_session(old: Result, new: Result, table: Environments) -> Result:
     """Return one result that has the sessions of both, ordered by date.
 
@@ -167,6 +176,7 @@ def _with_session(old: Result, new: Result, table: Environments) -> Result:
     one, other = names[first], names[last]
     return msgspec.structs.replace(
         other,
+        goals=_pooled_goals(one.goals, other.goals),
         values=one.values + other.values,
         environments=(first, last),
         baseline_us=_mean(one.baseline_us, other.baseline_us),

@@ -15,13 +15,14 @@ from contextlib import contextmanager
 
 from ..page.pair import Case
 from ..results import metric_limits, verdict
-from ..results.messages import CheckTask, CompileTask, CountTask, Json
+from ..results.messages import CheckTask, CompileTask, Json
 from ..results.row import Profile, Recording
 from ..results.task_results import Amounts, CheckResult, CompileResult
 from ..results.verdict import Finding
 from .canary import offer_to_canary
 from .case_client import CaseClient
 from .collect import CaseLocation
+from .counting import REPEATS, count, count_again
 from .judge import (
     Judgement,
     MetricJudgement,
@@ -201,16 +202,15 @@ class CaseRun:
                     f"{method}() before assert_speedup(): goodput is a share of the call's time\n"
                     "Call pair.assert_speedup() first"
                 )
-            task = self.client.task(CountTask, metric=metric, timer=self.run.timer)
-            ask = functools.partial(self.client.ask, task, Amounts)
-            amounts = self.run.when_quiet(ask, lambda: None)
-            self.checks.append(amounts)
-            if metric == "goodput" and self.timing is not None:
-                amounts = metric_limits.shares(amounts, self.timing.pair_seconds)
-            environment, sources = self.environment(), self.sources()
-            judged = judge_metric(
-                self.stored, metric, amounts, limit, environment, sources, self.judgement
+            settings, amounts = self.run.settings, count(self, metric)
+            judge = functools.partial(
+                judge_metric, self.stored, metric, limit, self.environment(), self.sources()
             )
+            judged = judge(amounts, self.judgement)
+            recording = settings.update is not None
+            more = settings.processes - 1 if recording else REPEATS * judged.is_suspect
+            if more and not metric_limits.METRICS[metric].exact and not settings.in_process:
+                judged = judge(count_again(self, metric, amounts, more), self.judgement)
             self.metrics[metric] = judged
             self.findings += judged.findings
             self._stop_if_red(accept=True)

@@ -64,6 +64,11 @@ class MetricJudgement:
     remark: str = ""
     findings: list[Finding] = field(default_factory=list)
 
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the amount misses the page's limit, or is worse than the stored amount."""
+        return any(finding.verdict not in ("new", "pass") for finding in self.findings)
+
 
 def judge_speedup(
     client: CaseClient, stored: StoredResult, timing: Timing, claim: Claim | None
@@ -206,10 +211,10 @@ def judge_changed_side(
 def judge_metric(
     stored: StoredResult,
     name: metric_limits.Name,
-    amounts: metric_limits.Amounts,
     limit: float,
     environment: Mapping[str, Json],
     sources: Mapping[str, str],
+    amounts: metric_limits.Amounts,
     speedup: Judgement | None,
 ) -> MetricJudgement:
     """Compare both sides' `amounts` of a metric with the page's limit and the stored amount."""
@@ -219,11 +224,12 @@ def judge_metric(
     text = f"{name}: {metric.describe(amounts, limit)}"
     mine = stored.result
     before = mine.goals.get(name) if mine is not None else None
+    sessions = mine.sessions if mine is not None else 0
     judged = MetricJudgement(amounts, limit, before["optimized"] if before else None, text)
     if metric.missed(amounts, limit):
         reason = f"{text} ({metric.assertion} on the page) -> red"
         judged.findings.append(Finding("fail", (reason,)))
-    elif mine and before and settings.update != "all" and metric.worse(before, amounts):
+    elif mine and before and settings.update != "all" and metric.worse(before, amounts, sessions):
         differences = list(speedup.differences) if speedup is not None else []
         differences = differences or stored.differences(
             mine, environment, sources, mine.clock or ""
