@@ -1,0 +1,101 @@
+"""Fuse or capture: a graph removes launches, and a fused kernel also removes the traffic.
+
+Problem    y = silu(a * x + b) * gate + x on n fp32 elements, at a size where launches are the limit
+           and at one where DRAM is.
+Baseline   eager: four kernels, each of which reads its inputs from memory and writes its result.
+Optimized  captured: of eager. The same four kernels as a CUDA graph.
+           fused: of eager. One kernel that keeps everything between in registers.
+           fused_captured: of fused. The one kernel as a graph: a launch for a launch.
+Bound      At the small n, the host: eager launches four times, the others once. The data stay in
+           the L2. At the large n, DRAM: eager and captured read six arrays and write four, and
+           fused reads two and writes one. The host launches the next kernel while the GPU works on
+           the last one, so a graph saves nothing there.
+Use when   Decide by what limits you. If the GPU is idle between kernels, capture: it works for
+           any kernels, and no kernel is written. If memory is the limit, fuse. A graph of one
+           kernel is only as good as its launch. Chapter 9 fuses, and compares with torch.compile.
+"""
+
+import torch
+from hypothesis import strategies as st
+
+from pytest_aisp import Cost, Work, capture, compare, cuda_module
+
+kernels = cuda_module("fused_or_captured.cu")
+BLOCK = 256
+A, B = 0.75, -0.25
+
+
+def inputs(device, n):
+    return torch.randn(n, device=device), torch.randn(n, device=device)
+
+
+def reference(x, gate):
+    x = x.double()
+    inner = A * x + B
+    return inner * torch.sigmoid(inner) * gate.double() + x
+
+
+def by_four(x, gate):
+    n, grid = x.numel(), (-(-x.numel() // BLOCK), BLOCK)
+    first, second, third, out = (torch.empty_like(x) for _ in range(4))
+    kernels.affine[grid](A, B, x, first, n)
+    kernels.silu[grid](first, second, n)
+    kernels.multiply[grid](second, gate, third, n)
+    kernels.add[grid](third, x, out, n)
+    return out
+
+
+def by_one(x, gate):
+    out = torch.empty_like(x)
+    kernels.fused[-(-x.numel() // BLOCK), BLOCK](A, B, x, gate, out, x.numel())
+    return out
+
+
+def eager(x, gate):
+    return by_four(x, gate)
+
+
+def captured(x, gate):
+    yield capture(lambda: by_four(x, gate))
+
+
+def fused(x, gate):
+    return by_one(x, gate)
+
+
+def fused_captured(x, gate):
+    yield capture(lambda: by_one(x, gate))
+
+
+def four_passes(n, **starts):
+    """Return the cost of the four kernels. Each of them is started as `starts` says."""
+
+    def kernel(reads):
+        return Cost(read=4 * reads * n, write=4 * n, ops={"fp32": 2 * n}, **starts)
+
+    return 2 * kernel(1) + 2 * kernel(2)
+
+
+def one_pass(n, **starts):
+    return Cost(read=8 * n, write=4 * n, ops={"fp32": 8 * n}, sfu=2 * n, **starts)
+
+
+@compare(
+    baseline=eager,
+    optimized=[captured, fused, fused_captured],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"n": 2**12}, {"n": 2**27}],
+    check_sizes=[{"n": 1023}, {"n": st.integers(33, 3000)}],
+    work=lambda n: Work(read=8 * n, write=4 * n, flops={"fp32": 6 * n}, terms=2, roundings=8),
+    bound="launch",
+    costs={
+        eager: lambda n: four_passes(n, launches=1),
+        captured: lambda n: Cost(launches=1) + four_passes(n, graph_nodes=1),
+        fused: lambda n: one_pass(n, launches=1),
+        fused_captured: lambda n: one_pass(n, launches=1, graph_nodes=1),
+    },
+)
+def test_fused_or_captured(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()

@@ -1,0 +1,117 @@
+"""Ragged batch: one kernel with a table of offsets, not one launch per segment.
+
+Problem    Sum each segment of n fp32 elements. The segments have different lengths, and some may be
+           empty. A table on the GPU says where they begin, as after routing or tokenizing there.
+Baseline   launch_each: one launch of one block per segment. The block reads the table, so the host
+           need not wait for it. A loop that cuts tensors on the host must wait as well.
+Optimized  captured: of launch_each. The same launches as a CUDA graph. It stays right if the
+           lengths change, because they are read from the table. The number of segments is fixed.
+           block_per_segment: of launch_each. One kernel with a block for each segment. The code of
+           a block is the same.
+           warp_per_segment: of block_per_segment. A warp sums a segment, without shared memory and
+           a barrier.
+           library: `torch.segment_reduce`, which takes the same table as int64.
+Bound      The host limits launch_each. The GPU limits captured: its kernels use one SM each, and
+           run one after another. The others are limited by their single launch, because the
+           elements are read in less time than a launch takes.
+Use when   The number of pieces of work depends on data: segments, experts, requests. Put the table
+           on the GPU and let each block find its piece. A graph of many small kernels removes the
+           host's time, but it does not fill the GPU. If few pieces are much longer than the rest,
+           split them, or let warps take pieces from a queue (`uneven_work_test.py`).
+"""
+
+import torch
+from hypothesis import strategies as st
+
+from pytest_aisp import Cost, Variant, Work, capture, compare, cuda_module
+
+kernels = cuda_module("segments.cu")
+BLOCK, WARPS = 256, 8
+
+
+def inputs(device, n, segments):
+    cuts = torch.randint(0, n + 1, (segments + 1,), device=device, dtype=torch.int32)
+    cuts[0], cuts[-1] = 0, n
+    return torch.randn(n, device=device), cuts.sort().values
+
+
+def reference(x, offsets):
+    lengths = offsets.long().diff()
+    owner = torch.arange(len(lengths), device=x.device).repeat_interleave(lengths)
+    total = torch.zeros(len(lengths), dtype=torch.float64, device=x.device)
+    return total.index_add(0, owner, x.double())
+
+
+def in_a_loop(x, offsets):
+    segments = offsets.numel() - 1
+    out = torch.empty(segments, device=x.device)
+    for s in range(segments):
+        kernels.one_segment[1, BLOCK](x, offsets, out, s)
+    return out
+
+
+def launch_each(x, offsets):
+    return in_a_loop(x, offsets)
+
+
+def captured(x, offsets):
+    yield capture(lambda: in_a_loop(x, offsets))
+
+
+def block_per_segment(x, offsets):
+    segments = offsets.numel() - 1
+    out = torch.empty(segments, device=x.device)
+    kernels.block_per_segment[segments, BLOCK](x, offsets, out)
+    return out
+
+
+def warp_per_segment(x, offsets):
+    segments = offsets.numel() - 1
+    out = torch.empty(segments, device=x.device)
+    kernels.warp_per_segment[-(-segments // WARPS), BLOCK](x, offsets, out, segments)
+    return out
+
+
+def library(x, offsets):
+    return torch.segment_reduce(x, "sum", offsets=offsets.long())
+
+
+def summed(n, segments, **starts):
+    table = 4 * (segments + 1)
+    return Cost(read=4 * n + table, write=4 * segments, ops={"fp32": n}, **starts)
+
+
+def by_one_kernel(n, segments):
+    return summed(n, segments, launches=1)
+
+
+@compare(
+    baseline=launch_each,
+    optimized=[
+        captured,
+        block_per_segment,
+        Variant(warp_per_segment, sass="SHFL"),
+        Variant(library, at_least="yardstick"),
+    ],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"n": 2**20, "segments": 512}],
+    check_sizes=[
+        {"n": 1023, "segments": 7},
+        {"n": 3, "segments": 9},
+        {"n": st.integers(1, 900), "segments": st.integers(1, 20)},
+    ],
+    work=lambda n, segments: Work(
+        read=4 * (n + segments + 1), write=4 * segments, flops={"fp32": n}, terms=n
+    ),
+    bound="launch",
+    costs={
+        launch_each: lambda n, segments: summed(n, segments, launches=segments),
+        captured: lambda n, segments: summed(n, segments, launches=1, graph_nodes=segments),
+        **dict.fromkeys([block_per_segment, warp_per_segment], by_one_kernel),
+        library: lambda n, segments: Cost(launches=1) + by_one_kernel(n, segments),
+    },
+)
+def test_segments(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
