@@ -1,0 +1,117 @@
+"""Stream priority: small urgent kernels need not wait for a large one.
+
+Problem    A large kernel computes the sigmoid of n fp32 values. At the same time, a recurrent
+           network of width m computes `steps` steps, h = tanh(W h + x), each with two small
+           kernels. A step needs the previous step. The network alone takes about as long as the
+           large kernel alone, so a network that has to wait makes the whole call longer.
+Baseline   same_priority: the large kernel on the current stream, and the network on a second one.
+           The GPU hands out the blocks of the large kernel first, because it came first. The
+           network gets its turn when all of them have started.
+Optimized  urgent: of same_priority. The second stream has a higher priority. When a block of the
+           large kernel ends, a waiting block of the network takes its place. Running blocks are not
+           interrupted.
+Bound      DRAM for the large kernel, and the latency of small kernels for the network. On
+           same_priority the two times add up. On urgent the longer one remains. The costs have no
+           rate for the latency of a small kernel, only for its start. They count no starts for
+           urgent, because these happen during the large kernel.
+Use when   Requests that somebody waits for share a GPU with other work whose kernels have many
+           short blocks. Priority does not help if a block runs for milliseconds, as in persistent
+           kernels, or if the GPU has no room for a small block beside the large kernel's. A CUDA
+           graph keeps the priority that its kernels were captured with. The latency of the network
+           itself is not what this page times: a call ends when both have ended.
+"""
+
+import torch
+from hypothesis import strategies as st
+
+from pytest_aisp import Cost, Work, compare
+
+
+def inputs(device, n, steps, m):
+    weight = torch.randn(m, m, device=device) / m**0.5
+    return torch.randn(n, device=device), weight, torch.randn(steps, m, device=device)
+
+
+def reference(large, weight, xs):
+    h = torch.zeros_like(xs[0], dtype=torch.float64)
+    for x in xs.double():
+        h = torch.tanh(weight.double() @ h + x)
+    return 1 / (1 + torch.exp(-large.double())), h
+
+
+def beside(large, weight, xs, priority):
+    gpu = torch.get_device_module(large.device)
+    main = gpu.current_stream()
+    network = gpu.Stream(priority=priority)
+    if network == main:  # streams come from a pool, which may return the current one
+        network = gpu.Stream(priority=priority)
+    network.wait_stream(main)
+    out = torch.sigmoid(large)
+    with gpu.stream(network):
+        h = torch.zeros_like(xs[0])
+        for x in xs:
+            h = torch.tanh(torch.addmv(x, weight, h))
+    main.wait_stream(network)
+    return out, h
+
+
+def same_priority(large, weight, xs):
+    return beside(large, weight, xs, priority=0)
+
+
+def urgent(large, weight, xs):
+    return beside(large, weight, xs, priority=-1)
+
+
+def sigmoids(n):
+    # The division of a sigmoid takes a reciprocal after the exponential.
+    return Cost(read=4 * n, write=4 * n, sfu=2 * n, ops={"fp32": 4 * n}, launches=1)
+
+
+def recurrence(steps, m):
+    """Return the cost of the network. It reads the weights from the L2."""
+    first = Cost(read=4 * m * m, launches=1)
+    step = Cost(read=4 * m, l2=4 * m * m, ops={"fp32": 2 * m * m + m}, launches=2)
+    return first + steps * step + Cost(write=4 * m)
+
+
+def apart(n, steps, m):
+    return sigmoids(n) + recurrence(steps, m)
+
+
+def at_once(n, steps, m):
+    """Return the cost of the large kernel, with the bytes and operations of the network."""
+    small = recurrence(steps, m)
+    return Cost(
+        read=4 * n + small.total("read"),
+        write=4 * n + small.total("write"),
+        l2=small.total("l2"),
+        sfu=2 * n,
+        ops={"fp32": 4 * n + steps * (2 * m * m + m)},
+        launches=1,
+    )
+
+
+@compare(
+    baseline=same_priority,
+    optimized=[urgent],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"n": 2**27, "steps": 64, "m": 512}],
+    check_sizes=[
+        {"n": 1023, "steps": 5, "m": 33},
+        {"n": st.integers(1, 999), "steps": st.integers(1, 6), "m": st.integers(1, 40)},
+    ],
+    work=lambda n, steps, m: Work(
+        read=4 * (n + m * m + steps * m),
+        write=4 * (n + m),
+        flops={"fp32": 2 * steps * m * m},
+        terms=m,
+        roundings=4,
+    ),
+    bound="latency",
+    costs={same_priority: apart, urgent: at_once},
+)
+def test_priority(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
