@@ -1,0 +1,177 @@
+"""Inputs elsewhere: copy them to the graph, not the graph to them.
+
+Problem    Four requests lie at different addresses. Each passes through a small MLP of 24 kernels,
+           fp32. A CUDA graph reads and writes only the addresses of its capture.
+Baseline   eager: 24 launches per request.
+Optimized  copied_in: of eager. One graph for all requests. A request is copied to where the graph
+           reads, and its result is copied out, because the next replay overwrites it.
+           graph_each: of copied_in. A graph for each request, without copies. The graphs share
+           their weights but not their results, and there is a capture for each address.
+           recaptured: of eager. Each request is captured and instantiated anew, then replayed once.
+           updated: of recaptured. Each request is captured anew, but instead of a new instance the
+           existing one takes over the addresses by `cuGraphExecUpdate`.
+Bound      The host limits eager. copied_in makes three launches per request, and the GPU runs 26
+           kernels for it. recaptured and updated make the same calls as eager, which now record a
+           kernel instead of launching it. Then recaptured instantiates a graph of 24 nodes, and
+           updated compares two such graphs. No rate was measured for an instance or an update, so
+           the predicted times count the recording as launches and leave out the rest. What they
+           take longer than eager is the price of an instance or an update.
+Use when   Inputs arrive in new tensors. Copy them if they are small, which is what
+           `torch.compile(mode="reduce-overhead")` does. Capture a graph for each address if there
+           are few addresses and the inputs are large. Update a graph if something changes that a
+           copy cannot replace, such as a grid or a scalar argument, and if that happens rarely.
+"""
+
+from importlib import import_module
+
+import torch
+from torch.nn import functional as F
+
+from pytest_aisp import Cost, Variant, Work, capture, compare
+
+REQUESTS, ROWS, LAYERS = 4, 8, 8
+KERNELS = 3 * LAYERS
+
+
+def inputs(device, width):
+    weights = torch.randn(LAYERS, width, width, device=device) / width**0.5
+    return [torch.randn(ROWS, width, device=device) for _ in range(REQUESTS)], weights
+
+
+def forward(x, weights):
+    for weight in weights:
+        x = x + F.silu(x @ weight)
+    return x
+
+
+def reference(requests, weights):
+    return [forward(x.double(), weights.double()) for x in requests]
+
+
+def eager(requests, weights):
+    weights = weights.unbind(0)
+    return [forward(x, weights) for x in requests]
+
+
+def copied_in(requests, weights):
+    weights = weights.unbind(0)
+    x_now = torch.zeros_like(requests[0])
+    replay = capture(lambda: forward(x_now, weights))
+
+    def call():
+        results = []
+        for x in requests:
+            x_now.copy_(x)
+            results.append(replay().clone())
+        return results
+
+    yield call
+
+
+def graph_each(requests, weights):
+    weights = weights.unbind(0)
+    graphs = [capture(lambda x=x: forward(x, weights)) for x in requests]
+    yield lambda: [graph() for graph in graphs]
+
+
+class Recorder:
+    """Captures again and again, into the memory of one pool. Without a GPU, it only calls."""
+
+    def __init__(self, step):
+        self.first, self.output = None, None
+        if not torch.cuda.is_available():
+            return
+        self.stream = torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for _ in range(3):  # creates what torch and cuBLAS create at the first use
+                step()
+        torch.cuda.current_stream().wait_stream(self.stream)
+        self.pool = torch.cuda.graph_pool_handle()
+        self.first, self.output = self.record(step)
+        self.first.instantiate()
+
+    def record(self, step):
+        """Return a graph of `step` without an instance, and its output."""
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            output = step()
+            graph.capture_end()
+        return graph, output
+
+    def replay_new(self, step):
+        """Capture, instantiate and replay."""
+        if self.first is None:
+            return step()
+        graph, output = self.record(step)
+        graph.instantiate()
+        graph.replay()
+        return output
+
+    def replay_updated(self, step):
+        """Capture, let the first instance take over the new graph, and replay it."""
+        if self.first is None:
+            return step()
+        driver = import_module("cuda.bindings.driver")
+        graph, output = self.record(step)
+        instance = driver.CUgraphExec(self.first.raw_cuda_graph_exec())
+        status, info = driver.cuGraphExecUpdate(instance, driver.CUgraph(graph.raw_cuda_graph()))
+        if status.value:
+            raise RuntimeError(f"cuGraphExecUpdate: {status.name}, {info.result.name}")
+        self.first.replay()
+        return output
+
+
+def recaptured(requests, weights):
+    weights = weights.unbind(0)
+    recorder = Recorder(lambda: forward(requests[0], weights))
+    yield lambda: [recorder.replay_new(lambda x=x: forward(x, weights)) for x in requests]
+
+
+def updated(requests, weights):
+    weights = weights.unbind(0)
+    recorder = Recorder(lambda: forward(requests[0], weights))
+    yield lambda: [recorder.replay_updated(lambda x=x: forward(x, weights)) for x in requests]
+
+
+def answered(width, **starts):
+    """Return the cost of one request. Weights and activations stay in the L2."""
+    ops = {"fp32": 2 * LAYERS * ROWS * width**2}
+    return Cost(l2=4 * LAYERS * width**2, ops=ops, **starts)
+
+
+def captured_again(width):
+    """Return the cost of recording all kernels, and of the replay. An instance has no rate."""
+    recorded = Cost(launches=KERNELS)
+    return REQUESTS * (recorded + answered(width, launches=1, graph_nodes=KERNELS))
+
+
+@compare(
+    baseline=eager,
+    optimized=[
+        copied_in,
+        graph_each,
+        Variant(recaptured, at_least="yardstick"),
+        Variant(updated, at_least="yardstick"),
+    ],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"width": 256}],
+    check_sizes=[{"width": 17}],
+    work=lambda width: Work(
+        flops={"fp32": 2 * REQUESTS * LAYERS * ROWS * width**2},
+        terms=width,
+        roundings=5 * LAYERS,
+    ),
+    bound="launch",
+    costs={
+        eager: lambda width: REQUESTS * answered(width, launches=KERNELS),
+        copied_in: lambda width: REQUESTS * answered(width, launches=3, graph_nodes=KERNELS),
+        graph_each: lambda width: REQUESTS * answered(width, launches=1, graph_nodes=KERNELS),
+        **dict.fromkeys([recaptured, updated], captured_again),
+    },
+)
+def test_new_addresses(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
