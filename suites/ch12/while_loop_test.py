@@ -1,0 +1,253 @@
+"""Loop until it converges: ask the GPU less often, or let the GPU repeat the loop itself.
+
+Problem    Shortest paths from a corner of a width x width grid whose cells cost 1 to 9, by
+           relaxation: each step updates every cell from its neighbors. It ends when a step changes
+           nothing. The number of steps depends on the costs. More steps than needed change
+           nothing, so all sides return the same distances.
+Baseline   ask_always: two steps, and then the host waits for the flag that says whether they
+           changed anything.
+Optimized  ask_rarely: of ask_always. The host asks after 16 steps, whether the last two changed
+           anything. So up to 14 more steps than necessary are made.
+           captured: of ask_rarely. The 16 steps are a CUDA graph. The host replays it, waits for
+           the flag, and replays it again.
+           while_node: of ask_always. The two steps are the body of a while node of a CUDA graph. A
+           kernel sets the node's condition from the flag, so the GPU repeats the body by itself,
+           and the host launches once.
+Bound      The host for ask_always, which waits in every iteration, and for ask_rarely, which
+           launches each step. On captured and while_node, the GPU starts a small kernel for each
+           step. while_node has one more kernel in each iteration, and it decides whether to repeat.
+           No rate was measured for that decision, so the predicted time lacks it. How many steps
+           are needed depends on the data. The costs assume two per row of the grid, because nearly
+           every shortest path goes right and down.
+Use when   A loop ends when the data say so: solvers, searches, decoding until all sequences have
+           ended. Ask every few iterations first, if extra iterations do no harm. Use a while node
+           if they do harm, or if the host must be free. The body of a while node is a graph, so
+           its shapes are fixed. It needs a driver for CUDA 12.4 or newer.
+"""
+
+import ctypes
+from importlib import import_module
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from pytest_aisp import Cost, Variant, Work, capture, compare, cuda_module
+
+kernels = cuda_module("while_loop.cu")
+BLOCK = 128
+FAR = 2**30  # farther than any path
+RARELY = 16
+STEPS_PER_ROW = 2
+
+
+def without_while_nodes():
+    """Return whether there is a driver that is older than CUDA 12.4."""
+    try:
+        driver, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    except OSError:
+        return False
+    return driver.cuDriverGetVersion(ctypes.byref(version)) != 0 or version.value < 12040
+
+
+def inputs(device, width):
+    return (torch.randint(1, 10, (width, width), device=device, dtype=torch.int32),)
+
+
+def reference(cost):
+    """Return the distances, each row from the one before it, forward and backward in turn."""
+    width = len(cost)
+    cost = cost.long().cpu()
+    distance = torch.full((width + 2, width + 2), FAR, dtype=torch.int64)
+    distance[1, 1] = 0
+    for _ in range(width * width):
+        old = distance.clone()
+        for row in (*range(1, width + 1), *range(width, 0, -1)):
+            near = torch.minimum(distance[row - 1], distance[row + 1])[1:-1]
+            price = cost[row - 1]
+            start = torch.minimum(distance[row, 1:-1], near + price)
+            # Along a row, a path from column j to column i costs total[i] - total[j].
+            total = price.cumsum(0)
+            right = total + (start - total).cummin(0).values
+            back = price.flip(0).cumsum(0)
+            left = (back + (start.flip(0) - back).cummin(0).values).flip(0)
+            distance[row, 1:-1] = torch.minimum(right, left)
+        if torch.equal(old, distance):
+            break
+    return distance[1:-1, 1:-1].to(torch.int32)
+
+
+class Grid:
+    """Two arrays of distances with a border, between which the steps go back and forth."""
+
+    def __init__(self, cost):
+        self.cost, self.width = cost, len(cost)
+        shape = self.width + 2, self.width + 2
+        self.arrays = [torch.empty(shape, dtype=torch.int32, device=cost.device) for _ in range(2)]
+        self.changed = torch.zeros(1, dtype=torch.int32, device=cost.device)
+
+    def start(self):
+        for array in self.arrays:
+            array.fill_(FAR)
+            array[1, 1].fill_(0)
+
+    def two_steps(self):
+        """Make a step there and a step back."""
+        grid = (-(-self.width // BLOCK), self.width), BLOCK
+        for before, after in (self.arrays, self.arrays[::-1]):
+            kernels.relax[grid](self.cost, before, after, self.changed, self.width)
+
+    def steps(self, number):
+        """Make an even number of steps. Afterwards the flag is about the last two."""
+        for _ in range(number // 2 - 1):
+            self.two_steps()
+        self.changed.zero_()
+        self.two_steps()
+
+    def result(self):
+        return self.arrays[0][1:-1, 1:-1].clone()
+
+
+def is_set(flag):
+    """Wait for the GPU, and return whether it has set `flag`."""
+    if flag.is_cuda and not torch.cuda.is_available():
+        return False  # --aisp-compile runs the page with tensors that have no values
+    return bool(flag.item())
+
+
+def asking(grid, advance):
+    """Call `advance` until it leaves the flag at zero, and return the distances."""
+    grid.start()
+    advance()
+    while is_set(grid.changed):
+        advance()
+    return grid.result()
+
+
+def ask_always(cost):
+    grid = Grid(cost)
+    yield lambda: asking(grid, lambda: grid.steps(2))
+
+
+def ask_rarely(cost):
+    grid = Grid(cost)
+    yield lambda: asking(grid, lambda: grid.steps(RARELY))
+
+
+def captured(cost):
+    grid = Grid(cost)
+    replay = capture(lambda: grid.steps(RARELY))
+    yield lambda: asking(grid, replay)
+
+
+def on_stream_of(builder):
+    """Return a context in which torch and kernels work on the stream that `builder` captures."""
+    return torch.cuda.stream(torch.cuda.ExternalStream(int(builder.stream.handle)))
+
+
+def repeated(grid):
+    """Return a graph that repeats two steps until they change nothing."""
+    core = import_module("cuda.core")
+    grid.start()
+    grid.two_steps()  # loads the kernel before the capture
+    grid.changed.zero_()
+    torch.cuda.synchronize()
+    device = core.Device(torch.cuda.current_device())
+    device.set_current()
+    builder = device.create_graph_builder().begin_building()
+    condition = builder.create_condition(default_value=1)
+    body = builder.while_loop(condition).begin_building()
+    with on_stream_of(body):
+        grid.two_steps()
+        kernels.again[1, 1](int(condition.handle), grid.changed)
+    body.end_building()
+    return builder.end_building().complete()
+
+
+def repeated_by_host(grid):
+    """Do what the graph does, on a machine without a GPU."""
+    changed = True
+    while changed:
+        grid.two_steps()
+        flag = grid.changed.clone()
+        kernels.again[1, 1](0, grid.changed)
+        changed = is_set(flag)
+
+
+def while_node(cost):
+    grid = Grid(cost)
+    if torch.cuda.is_available():
+        graph, stream = repeated(grid), import_module("cuda.core").Stream.from_handle
+
+    def call():
+        grid.start()
+        if torch.cuda.is_available():
+            graph.launch(stream(torch.cuda.current_stream().cuda_stream))
+        else:
+            repeated_by_host(grid)
+        return grid.result()
+
+    yield call
+
+
+def one_step(width, **starts):
+    """Return the cost of a step. The arrays stay in the L2."""
+    return Cost(l2=4 * 3 * width**2, ops={"fp32": 4 * width**2}, **starts)
+
+
+def iterations(width, steps):
+    """Return how many times `steps` steps are made until nothing changes."""
+    return -(-STEPS_PER_ROW * width // steps)
+
+
+def around(width, loop):
+    """Return the cost of `loop`, and of the start and the result."""
+    first = Cost(read=4 * width**2, launches=4, host_steps=2)
+    return first + loop + Cost(write=4 * width**2, launches=1, host_steps=1)
+
+
+def asked(width, steps):
+    fill, ask = Cost(launches=1), Cost(syncs=1)
+    return iterations(width, steps) * (fill + steps * one_step(width, launches=1) + ask)
+
+
+def replayed(width, steps):
+    graph = Cost(launches=1, graph_nodes=1) + steps * one_step(width, graph_nodes=1)
+    return iterations(width, steps) * (graph + Cost(syncs=1))
+
+
+def by_itself(width):
+    body = 2 * one_step(width, graph_nodes=1) + Cost(graph_nodes=1)
+    return Cost(launches=1) + iterations(width, 2) * body
+
+
+@compare(
+    baseline=ask_always,
+    optimized=[
+        ask_rarely,
+        captured,
+        Variant(
+            while_node,
+            marks=[
+                pytest.mark.skipif(
+                    without_while_nodes(), reason="while nodes need a driver for CUDA 12.4 or newer"
+                )
+            ],
+        ),
+    ],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"width": 256}],
+    check_sizes=[{"width": 2}, {"width": 21}, {"width": st.integers(1, 12)}],
+    work=lambda width: Work(read=4 * width**2, write=4 * width**2),
+    bound="host",
+    costs={
+        ask_always: lambda width: around(width, asked(width, 2)),
+        ask_rarely: lambda width: around(width, asked(width, RARELY)),
+        captured: lambda width: around(width, replayed(width, RARELY)),
+        while_node: lambda width: around(width, by_itself(width)),
+    },
+)
+def test_while_loop(pair):
+    pair.assert_equivalent(exact=True)
+    pair.assert_speedup()
