@@ -25,29 +25,19 @@ Use when   A loop ends when the data say so: solvers, searches, decoding until a
            its shapes are fixed. It needs a driver for CUDA 12.4 or newer.
 """
 
-import ctypes
-from importlib import import_module
-
 import pytest
 import torch
 from hypothesis import strategies as st
 
 from pytest_aisp import Cost, Variant, Work, capture, compare, cuda_module
 
+from .conditional_graphs import NEEDED, begun_graph, launch_graph, old_driver, stream_of
+
 kernels = cuda_module("while_loop.cu")
 BLOCK = 128
 FAR = 2**30  # farther than any path
 RARELY = 16
 STEPS_PER_ROW = 2
-
-
-def without_while_nodes():
-    """Return whether there is a driver that is older than CUDA 12.4."""
-    try:
-        driver, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-    except OSError:
-        return False
-    return driver.cuDriverGetVersion(ctypes.byref(version)) != 0 or version.value < 12040
 
 
 def inputs(device, width):
@@ -140,24 +130,15 @@ def captured(cost):
     yield lambda: asking(grid, replay)
 
 
-def on_stream_of(builder):
-    """Return a context in which torch and kernels work on the stream that `builder` captures."""
-    return torch.cuda.stream(torch.cuda.ExternalStream(int(builder.stream.handle)))
-
-
 def repeated(grid):
     """Return a graph that repeats two steps until they change nothing."""
-    core = import_module("cuda.core")
     grid.start()
     grid.two_steps()  # loads the kernel before the capture
     grid.changed.zero_()
-    torch.cuda.synchronize()
-    device = core.Device(torch.cuda.current_device())
-    device.set_current()
-    builder = device.create_graph_builder().begin_building()
+    builder = begun_graph()
     condition = builder.create_condition(default_value=1)
     body = builder.while_loop(condition).begin_building()
-    with on_stream_of(body):
+    with stream_of(body):
         grid.two_steps()
         kernels.again[1, 1](int(condition.handle), grid.changed)
     body.end_building()
@@ -177,12 +158,12 @@ def repeated_by_host(grid):
 def while_node(cost):
     grid = Grid(cost)
     if torch.cuda.is_available():
-        graph, stream = repeated(grid), import_module("cuda.core").Stream.from_handle
+        graph = repeated(grid)
 
     def call():
         grid.start()
         if torch.cuda.is_available():
-            graph.launch(stream(torch.cuda.current_stream().cuda_stream))
+            launch_graph(graph)
         else:
             repeated_by_host(grid)
         return grid.result()
@@ -228,11 +209,7 @@ def by_itself(width):
         captured,
         Variant(
             while_node,
-            marks=[
-                pytest.mark.skipif(
-                    without_while_nodes(), reason="while nodes need a driver for CUDA 12.4 or newer"
-                )
-            ],
+            marks=[pytest.mark.skipif(old_driver(), reason=NEEDED)],
         ),
     ],
     inputs=inputs,

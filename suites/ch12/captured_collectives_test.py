@@ -1,0 +1,111 @@
+"""Captured collectives: the all-reduces of a forward belong in the graph too.
+
+Problem    16 tensor-parallel layers on 8 rows, fp32, as in decoding: each rank multiplies by its
+           part of the weights, the ranks' products are summed, and tanh follows.
+Baseline   eager: a product, an all-reduce and a tanh per layer, each called by the host.
+Optimized  captured: of eager. All layers as one CUDA graph on each rank, with NCCL's kernels in it.
+           around_collectives: of eager. A graph for each stretch between two all-reduces, and the
+           host calls the all-reduces. This is what remains if a collective cannot be captured.
+Bound      The host limits eager and around_collectives: it calls torch.distributed for each layer.
+           captured is limited by the latency of the all-reduces, one after another. A message of
+           8 rows is so short that its bytes hardly matter.
+Use when   A tensor-parallel model decodes with small batches. All ranks must capture and replay the
+           same collectives in the same order, or they wait forever. Use one communicator for a
+           graph, and no eager collective on it during a replay. To make the all-reduce itself
+           faster, see `../ch04/symmetric_all_reduce_test.py`.
+"""
+
+import torch
+import torch.distributed as dist
+
+from pytest_aisp import Conditions, Cost, Work, capture, compare
+
+ROWS, LAYERS = 8, 16
+
+
+def inputs(device, width):
+    """Return this rank's part of the first input, and its part of each layer's weights."""
+    weights = 0.5 * torch.randn(LAYERS, width, width, device=device) / width**0.5
+    return torch.randn(ROWS, width, device=device), weights
+
+
+def reference(ranks):
+    parts = [x.double() @ weights[0].double() for x, weights in ranks]
+    x = torch.tanh(sum(parts))
+    for k in range(1, LAYERS):
+        x = torch.tanh(sum(x @ weights[k].double() for _, weights in ranks))
+    return [x] * len(ranks)
+
+
+def layers(x, weights):
+    for weight in weights.unbind(0):
+        x = torch.mm(x, weight)
+        dist.all_reduce(x)
+        x.tanh_()
+    return x
+
+
+def eager(x, weights):
+    return layers(x, weights)
+
+
+def captured(x, weights):
+    yield capture(lambda: layers(x, weights))
+
+
+def around_collectives(x, weights):
+    first, *others = weights.unbind(0)
+    sums = [torch.zeros_like(x) for _ in range(LAYERS)]
+
+    def middle(k):
+        torch.mm(sums[k - 1].tanh_(), others[k - 1], out=sums[k])
+
+    begin = capture(lambda: torch.mm(x, first, out=sums[0]))
+    graphs = [capture(lambda k=k: middle(k)) for k in range(1, LAYERS)]
+
+    def call():
+        begin()
+        dist.all_reduce(sums[0])
+        for k, graph in enumerate(graphs, start=1):
+            graph()
+            dist.all_reduce(sums[k])
+        return sums[-1].tanh()
+
+    yield call
+
+
+def one_layer(width, world, launches, graph_nodes=0):
+    """Return the cost of a layer. Its weights stay in the L2."""
+    product = Cost(l2=4 * width**2, ops={"fp32": 2 * ROWS * width**2}, launches=launches)
+    sent = 2 * (world - 1) / world * 4 * ROWS * width
+    return product + Cost(nccl=sent, collectives=1, graph_nodes=graph_nodes)
+
+
+@compare(
+    baseline=eager,
+    optimized=[captured, around_collectives],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"width": 1024}],
+    check_sizes=[{"width": 17}],
+    work=lambda width, world: Work(
+        wire=LAYERS * 2 * (world - 1) / world * 4 * ROWS * width,
+        flops={"fp32": 2 * LAYERS * ROWS * width**2},
+        terms=width,
+        roundings=3 * LAYERS,
+    ),
+    bound="launch",
+    costs={
+        eager: lambda width, world: LAYERS * one_layer(width, world, launches=3),
+        captured: lambda width, world: (
+            Cost(launches=1) + LAYERS * one_layer(width, world, launches=0, graph_nodes=3)
+        ),
+        around_collectives: lambda width, world: (
+            Cost(launches=1) + LAYERS * one_layer(width, world, launches=2, graph_nodes=2)
+        ),
+    },
+    conditions=Conditions(gpus=2),
+)
+def test_captured_collectives(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
