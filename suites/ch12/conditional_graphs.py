@@ -12,13 +12,13 @@ import torch
 NEEDED = "conditional nodes need a driver for CUDA 12.4 or newer"
 
 
-def old_driver() -> bool:
-    """Return whether the driver has no conditional nodes. Without a driver, return False."""
+def old_driver(needed: int = 12040) -> bool:
+    """Return whether there is a driver for a CUDA version below `needed`."""
     try:
         driver, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     except OSError:
         return False
-    return driver.cuDriverGetVersion(ctypes.byref(version)) != 0 or version.value < 12040
+    return driver.cuDriverGetVersion(ctypes.byref(version)) != 0 or version.value < needed
 
 
 def begun_graph() -> Any:

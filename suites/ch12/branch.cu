@@ -1,0 +1,43 @@
+// Advance n oscillators: y holds n positions and then n velocities.
+//
+// copy_in: copies y to `now`, and sets *fast to 1 if a position is beyond the limit.
+// step: one step of size dt, in place.
+// step_if: step, if *fast is `wanted`.
+// choose: tells a graph's conditional node whether *fast is set.
+
+#ifdef __CUDACC__
+// The driver provides this function. No header is needed, and nothing is linked.
+extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned value);
+#else
+inline void cudaGraphSetConditional(unsigned long long, unsigned) {}  // the emulator has no graphs
+#endif
+
+__device__ unsigned element() { return blockIdx.x * blockDim.x + threadIdx.x; }
+
+__device__ void advance(float dt, float* __restrict__ now, unsigned n) {
+  const unsigned i = element();
+  if (i >= n) return;
+  const float velocity = now[n + i] - dt * now[i];
+  now[n + i] = velocity;
+  now[i] += dt * velocity;
+}
+
+extern "C" __global__ void copy_in(const float* __restrict__ y, float* __restrict__ now,
+                                   float limit, int* fast, unsigned n) {
+  const unsigned i = element();
+  if (i >= n) return;
+  now[i] = y[i];
+  now[n + i] = y[n + i];
+  if (fabsf(y[i]) > limit) atomicOr(fast, 1);
+}
+
+extern "C" __global__ void step(float dt, float* now, unsigned n) { advance(dt, now, n); }
+
+extern "C" __global__ void step_if(float dt, float* now, const int* __restrict__ fast, int wanted,
+                                   unsigned n) {
+  if (*fast == wanted) advance(dt, now, n);
+}
+
+extern "C" __global__ void choose(unsigned long long handle, const int* fast) {
+  cudaGraphSetConditional(handle, *fast);
+}
