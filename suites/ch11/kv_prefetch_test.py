@@ -23,7 +23,6 @@ Use when   Caches have to live on the host for a while, and the copy of a layer'
 from dataclasses import replace
 
 import torch
-from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from pytest_aisp import Cost, Sweep, Work, compare
@@ -155,12 +154,8 @@ def work(layers, batch, width, tokens):
     ],
     check_sizes=[
         {"layers": 3, "batch": 2, "width": 128, "tokens": 33},
-        {
-            "layers": st.integers(1, 3),
-            "batch": st.integers(1, 3),
-            "width": st.just(128),
-            "tokens": st.integers(2, 30),
-        },
+        {"layers": 1, "batch": 1, "width": 128, "tokens": 2},
+        {"layers": 2, "batch": 3, "width": 256, "tokens": 7},
     ],
     work=work,
     bound="pcie",
