@@ -25,6 +25,8 @@ GPU_ONLY = {
     "ch07/tile_copy": "inline assembly, tensor maps",
     "ch10/cluster_reduction": "clusters, cooperative groups",
     "ch10/gemm": "inline assembly",
+    "ch11/dependent_launch-loads_first": "inline assembly",
+    "ch11/dependent_launch-waits_first": "inline assembly",
     "ch10/tcgen05": "the accelerator reads GPU memory",
 }
 """Pages and cases that cannot be emulated, with their error. A test fails when one works."""

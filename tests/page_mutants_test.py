@@ -42,6 +42,12 @@ def judged_on(path):
     return {name: (pair, Rule(**given[name])) for name, pair in found.items() if pair is not None}
 
 
+def skips_of(path, name):
+    """Return the marks with which the test says what it needs, such as torchvision."""
+    page = load_page(str(path), str(ROOT), f"mutants_of_{path.parent.name}.{path.stem}")
+    return [mark for mark in getattr(page, name).pytestmark if mark.name == "skipif"]
+
+
 def keywords(path):
     """Return by test the keywords that it gives to `assert_equivalent`."""
     tests = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)]
@@ -77,7 +83,9 @@ HERE = [path for path in PAGES if runs_here(path)]
 each_pair = pytest.mark.parametrize(
     ("path", "name"),
     [
-        pytest.param(path, name, id=f"{path.parent.name}/{path.stem}::{name}")
+        pytest.param(
+            path, name, id=f"{path.parent.name}/{path.stem}::{name}", marks=skips_of(path, name)
+        )
         for path in HERE
         for name in judged_on(path)
     ],
