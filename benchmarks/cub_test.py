@@ -11,7 +11,7 @@ Baseline   privatized: of suites/ch07/histogram_test.py.
 Optimized  cub_histogram: `cub::DeviceHistogram::HistogramEven`, a yardstick.
            cub_scan: `cub::DeviceScan::InclusiveSum`, a yardstick.
 Bound      DRAM: 1 GiB read; 1 GiB read and 1 GiB written.
-Seen       On an H200 with CUDA 13.0, CUB's histogram takes 2.4 times as long as privatized, for even
+Seen       On an H200 (CUDA 13.0), CUB's histogram takes 2.4 times as long as privatized, for even
            and for skewed values. But CUB tests each value's range and computes its bin, while
            privatized uses the value as the bin. CUB's scan is 1.045 times as fast as look_back.
 """
