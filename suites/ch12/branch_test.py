@@ -19,6 +19,8 @@ Use when   The next kernels depend on a value on the GPU. Predicate if the branc
            older ones have only if. If the value is on the host anyway, branch there.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -56,100 +58,105 @@ def is_set(flag):
     return bool(flag.item())
 
 
-class Oscillators:
-    """The kernels of a call, the flag, and the array that they advance."""
+def oscillators_of(y):
+    """Return the array that a call advances, the flag, and how kernels are launched on them."""
+    n = y.shape[1]
+    flag = torch.zeros(1, dtype=torch.int32, device=y.device)
+    blocks = -(-n // BLOCK), BLOCK
+    return SimpleNamespace(y=y, now=torch.empty_like(y), fast=flag, n=n, blocks=blocks)
 
-    def __init__(self, y):
-        self.y, self.now, self.n = y, torch.empty_like(y), y.shape[1]
-        self.fast = torch.zeros(1, dtype=torch.int32, device=y.device)
-        self.grid = -(-self.n // BLOCK), BLOCK
 
-    def begin(self):
-        self.fast.zero_()
-        kernels.copy_in[self.grid](self.y, self.now, LIMIT, self.fast, self.n)
+def load_inputs(all_of):
+    all_of.fast.zero_()
+    kernels.copy_in[all_of.blocks](all_of.y, all_of.now, LIMIT, all_of.fast, all_of.n)
 
-    def small_steps(self):
-        for _ in range(STEPS):
-            kernels.step[self.grid](1 / STEPS, self.now, self.n)
 
-    def large_step(self):
-        kernels.step[self.grid](1.0, self.now, self.n)
+def small_steps(all_of):
+    for _ in range(STEPS):
+        kernels.step[all_of.blocks](1 / STEPS, all_of.now, all_of.n)
 
-    def branch_of_host(self):
-        if is_set(self.fast):
-            self.small_steps()
-        else:
-            self.large_step()
 
-    def both_branches(self):
-        self.begin()
-        for _ in range(STEPS):
-            kernels.step_if[self.grid](1 / STEPS, self.now, self.fast, 1, self.n)
-        kernels.step_if[self.grid](1.0, self.now, self.fast, 0, self.n)
+def large_step(all_of):
+    kernels.step[all_of.blocks](1.0, all_of.now, all_of.n)
+
+
+def branch_of_host(all_of):
+    if is_set(all_of.fast):
+        small_steps(all_of)
+    else:
+        large_step(all_of)
+
+
+def both_branches(all_of):
+    load_inputs(all_of)
+    step_if = kernels.step_if[all_of.blocks]
+    for _ in range(STEPS):
+        step_if(1 / STEPS, all_of.now, all_of.fast, 1, all_of.n)
+    step_if(1.0, all_of.now, all_of.fast, 0, all_of.n)
 
 
 def ask(y):
-    oscillators = Oscillators(y)
+    all_of = oscillators_of(y)
 
     def call():
-        oscillators.begin()
-        oscillators.branch_of_host()
-        return oscillators.now.clone()
+        load_inputs(all_of)
+        branch_of_host(all_of)
+        return all_of.now.clone()
 
     yield call
 
 
 def predicated(y):
-    oscillators = Oscillators(y)
+    all_of = oscillators_of(y)
 
     def call():
-        oscillators.both_branches()
-        return oscillators.now.clone()
+        both_branches(all_of)
+        return all_of.now.clone()
 
     yield call
 
 
 def captured(y):
-    oscillators = Oscillators(y)
-    replay = capture(oscillators.both_branches)
+    all_of = oscillators_of(y)
+    replay = capture(lambda: both_branches(all_of))
 
     def call():
         replay()
-        return oscillators.now.clone()
+        return all_of.now.clone()
 
     yield call
 
 
-def branched(oscillators):
+def branched(all_of):
     """Return a graph in which the GPU chooses between the branches."""
-    oscillators.begin()  # loads the kernels before the capture
-    oscillators.large_step()
+    load_inputs(all_of)  # this and a step load the kernels before the capture
+    large_step(all_of)
     builder = begun_graph()
     condition = builder.create_condition()
     with stream_of(builder):
-        oscillators.begin()
-        kernels.choose[1, 1](int(condition.handle), oscillators.fast)
+        load_inputs(all_of)
+        kernels.choose[1, 1](int(condition.handle), all_of.fast)
     if_fast, if_slow = builder.if_else(condition)
-    for body, steps in ((if_fast, oscillators.small_steps), (if_slow, oscillators.large_step)):
+    for body, advance in ((if_fast, small_steps), (if_slow, large_step)):
         body.begin_building()
         with stream_of(body):
-            steps()
+            advance(all_of)
         body.end_building()
     return builder.end_building().complete()
 
 
 def conditional(y):
-    oscillators = Oscillators(y)
-    graph = branched(oscillators) if torch.cuda.is_available() else None
+    all_of = oscillators_of(y)
+    graph = branched(all_of) if torch.cuda.is_available() else None
 
     def call():
         if graph is not None:
             launch_graph(graph)
         else:  # without a GPU, the host chooses the branch
-            oscillators.begin()
-            kernels.choose[1, 1](0, oscillators.fast)
-            oscillators.branch_of_host()
-        return oscillators.now.clone()
+            load_inputs(all_of)
+            kernels.choose[1, 1](0, all_of.fast)
+            branch_of_host(all_of)
+        return all_of.now.clone()
 
     yield call
 

@@ -25,6 +25,8 @@ Use when   A loop ends when the data say so: solvers, searches, decoding until a
            its shapes are fixed. It needs a driver for CUDA 12.4 or newer.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -67,35 +69,40 @@ def reference(cost):
     return distance[1:-1, 1:-1].to(torch.int32)
 
 
-class Grid:
-    """Two arrays of distances with a border, between which the steps go back and forth."""
+def grid_of(cost):
+    """Return two arrays of distances with a border, between which the steps go back and forth."""
+    shape = len(cost) + 2, len(cost) + 2
+    return SimpleNamespace(
+        cost=cost,
+        arrays=[torch.empty(shape, dtype=torch.int32, device=cost.device) for _ in range(2)],
+        changed=torch.zeros(1, dtype=torch.int32, device=cost.device),
+    )
 
-    def __init__(self, cost):
-        self.cost, self.width = cost, len(cost)
-        shape = self.width + 2, self.width + 2
-        self.arrays = [torch.empty(shape, dtype=torch.int32, device=cost.device) for _ in range(2)]
-        self.changed = torch.zeros(1, dtype=torch.int32, device=cost.device)
 
-    def start(self):
-        for array in self.arrays:
-            array.fill_(FAR)
-            array[1, 1].fill_(0)
+def start_over(grid):
+    for array in grid.arrays:
+        array.fill_(FAR)
+        array[1, 1].fill_(0)
 
-    def two_steps(self):
-        """Make a step there and a step back."""
-        grid = (-(-self.width // BLOCK), self.width), BLOCK
-        for before, after in (self.arrays, self.arrays[::-1]):
-            kernels.relax[grid](self.cost, before, after, self.changed, self.width)
 
-    def steps(self, number):
-        """Make an even number of steps. Afterwards the flag is about the last two."""
-        for _ in range(number // 2 - 1):
-            self.two_steps()
-        self.changed.zero_()
-        self.two_steps()
+def two_steps(grid):
+    """Make a step there and a step back."""
+    width = len(grid.cost)
+    relax = kernels.relax[(-(-width // BLOCK), width), BLOCK]
+    for before, after in (grid.arrays, grid.arrays[::-1]):
+        relax(grid.cost, before, after, grid.changed, width)
 
-    def result(self):
-        return self.arrays[0][1:-1, 1:-1].clone()
+
+def make_steps(grid, number):
+    """Make an even number of steps. Afterwards the flag is about the last two."""
+    for _ in range(number // 2 - 1):
+        two_steps(grid)
+    grid.changed.zero_()
+    two_steps(grid)
+
+
+def distances_of(grid):
+    return grid.arrays[0][1:-1, 1:-1].clone()
 
 
 def is_set(flag):
@@ -107,39 +114,39 @@ def is_set(flag):
 
 def asking(grid, advance):
     """Call `advance` until it leaves the flag at zero, and return the distances."""
-    grid.start()
+    start_over(grid)
     advance()
     while is_set(grid.changed):
         advance()
-    return grid.result()
+    return distances_of(grid)
 
 
 def ask_always(cost):
-    grid = Grid(cost)
-    yield lambda: asking(grid, lambda: grid.steps(2))
+    grid = grid_of(cost)
+    yield lambda: asking(grid, lambda: make_steps(grid, 2))
 
 
 def ask_rarely(cost):
-    grid = Grid(cost)
-    yield lambda: asking(grid, lambda: grid.steps(RARELY))
+    grid = grid_of(cost)
+    yield lambda: asking(grid, lambda: make_steps(grid, RARELY))
 
 
 def captured(cost):
-    grid = Grid(cost)
-    replay = capture(lambda: grid.steps(RARELY))
+    grid = grid_of(cost)
+    replay = capture(lambda: make_steps(grid, RARELY))
     yield lambda: asking(grid, replay)
 
 
 def repeated(grid):
     """Return a graph that repeats two steps until they change nothing."""
-    grid.start()
-    grid.two_steps()  # loads the kernel before the capture
+    start_over(grid)
+    two_steps(grid)  # loads the kernel before the capture
     grid.changed.zero_()
     builder = begun_graph()
     condition = builder.create_condition(default_value=1)
     body = builder.while_loop(condition).begin_building()
     with stream_of(body):
-        grid.two_steps()
+        two_steps(grid)
         kernels.again[1, 1](int(condition.handle), grid.changed)
     body.end_building()
     return builder.end_building().complete()
@@ -149,24 +156,24 @@ def repeated_by_host(grid):
     """Do what the graph does, on a machine without a GPU."""
     changed = True
     while changed:
-        grid.two_steps()
+        two_steps(grid)
         flag = grid.changed.clone()
         kernels.again[1, 1](0, grid.changed)
         changed = is_set(flag)
 
 
 def while_node(cost):
-    grid = Grid(cost)
+    grid = grid_of(cost)
     if torch.cuda.is_available():
         graph = repeated(grid)
 
     def call():
-        grid.start()
+        start_over(grid)
         if torch.cuda.is_available():
             launch_graph(graph)
         else:
             repeated_by_host(grid)
-        return grid.result()
+        return distances_of(grid)
 
     yield call
 
