@@ -47,7 +47,8 @@ def test_every_level_is_measured_with_arguments_that_its_kernel_takes(monkeypatc
     }
     names = [level.name for level in measured.levels]
     assert names == ["registers", "shared memory", "L1", "L2", "L2", "L2", "L2", "DRAM"]
-    assert [level.working_set >> 20 for level in measured.levels[3:]] == [0, 3, 12, 25, 400]
+    sizes = [level.working_set for level in measured.levels[3:]]
+    assert sizes == [2**19, 2**21, 2**23, 2**24, 2**28]  # an L2 of 50 MiB
     l1 = measured.levels[2]
     assert l1.bandwidth == 4 * 512 * 16 * 264 * 1024 / 2.0
     assert l1.latency == 2.0 / 4096

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 LINE = 32
 """Numbers of 4 bytes in a line of 128 bytes. A list has one link per line."""
 STEPS, LINES, LINKS = 4096, 2048, 4096
-BLOCK, ROUNDS = 1024, 512
-VECTOR = 16
+BLOCK, ROUNDS, VECTOR = measure_peaks.BLOCK, measure_peaks.ROUNDS, measure_peaks.VECTOR
+DRAM_SETS = 16
+"""The working set for DRAM, in largest working sets of the L2. It is at least four L2s."""
 L1_BYTES = 16 << 10
 """Bytes that fit in the L1 of every known GPU beside other data."""
 OPERANDS = 12
@@ -74,9 +75,8 @@ def measure() -> HierarchyResult:
             chased(L1_BYTES, past_l1=False),
         ),
     ]
-    sizes = sorted({gpu.L2_cache_size // share for share in (64, 16, 4, 2)})
-    sizes += [8 * gpu.L2_cache_size]
-    for size in sizes:
+    sizes = measure_peaks.l2_working_sets(gpu.L2_cache_size)
+    for size in (*sizes, DRAM_SETS * sizes[-1]):  # both probes use exactly these sizes
         name = "L2" if size < gpu.L2_cache_size else "DRAM"
         levels.append(Level(name, size, read_rate(size), chased(size, past_l1=True)))
     cycles = torch.zeros(LINES, device="cuda", dtype=torch.int32)

@@ -249,21 +249,22 @@ class Probe(NamedTuple):
 
 def l2_reads(size: int) -> dict[int, Probe]:
     """Return a probe for each working set, by its bytes. `size` is the size of the L2 in bytes."""
-    sizes = [1 << (size // share).bit_length() - 1 for share in L2_SHARES]
-    return {nbytes: read_past_l1(nbytes) for nbytes in sizes}
+    return {nbytes: read_past_l1(nbytes) for nbytes in l2_working_sets(size)}
+
+
+def l2_working_sets(size: int) -> list[int]:
+    """Return the working sets for an L2 of `size` bytes, as powers of two, the smallest first."""
+    return [1 << (size // share).bit_length() - 1 for share in L2_SHARES]
 
 
 def read_past_l1(nbytes: int) -> Probe:
-    """Return a probe that reads a table past the L1, in bytes.
-
-    The table has `nbytes` bytes, rounded down to a power of two.
-    """
+    """Return a probe that reads a table of `nbytes`, a power of two, past the L1, in bytes."""
     import torch
 
     from ..kernels.cuda_cpp import cuda_module
 
     kernel = cuda_module("measure_peaks.cu").l2_read[_grid(), BLOCK]
-    vectors = 1 << (nbytes // VECTOR).bit_length() - 1
+    vectors = nbytes // VECTOR
     table = torch.randint(1 << 30, (4 * vectors,), device="cuda", dtype=torch.int32)
     out = torch.zeros(1, device="cuda", dtype=torch.int32)
     amount = 4 * ROUNDS * VECTOR * _grid() * BLOCK
