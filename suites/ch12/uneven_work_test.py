@@ -19,11 +19,11 @@ Bound      Integer arithmetic, if all SMs are busy until the end. A heavy item t
            heavy item to start decides when the kernel ends. The costs count the steps of all
            items and spread them over the GPU, so they are the same for all sides. What a side takes
            longer is its imbalance.
-Use when   Items differ much in work, and nobody knows it beforehand. Start with a warp or a block
-           per item, because the GPU's scheduler is a queue too. Write your own queue if the kernel
-           must be persistent, because it keeps something in shared memory or in registers. If
-           you know the heavy items, start them first. All warps update one address, so give each
-           atomic enough work. If the work is even, a queue gains nothing.
+Use when   Some items take much longer than others, and you do not know which. Start with a warp or
+           a block per item, because the GPU's scheduler is a queue too. Write your own queue when
+           the kernel keeps data in shared memory or registers, so that it must stay on the GPU. If
+           you know the long items, start them first. All warps update one address, so let each
+           atomic hand out enough work. If all items take the same time, a queue gains nothing.
 """
 
 import torch
