@@ -1,0 +1,172 @@
+"""RMS norm: one pass over the data instead of five kernels, over the length of a row.
+
+Problem    x / sqrt(mean(x^2) + eps) * weight for each row of fp16 matrices with 2^28 elements,
+           computed in fp32. The rows have 256 to 262144 elements.
+Baseline   chain: the norm as model code has it: convert to fp32, square and mean, root, product,
+           convert back, product with the weight. Each of the eight kernels passes through DRAM.
+Optimized  compiled: of chain, through `torch.compile`.
+           fused: of chain. One Triton kernel keeps the row in registers. A program takes several
+           short rows at once. It exists up to rows of 32768 elements.
+           walked: of chain. One Triton kernel walks the row twice in steps of 4096, once for the
+           sum of squares and once for the results. It exists from rows of 4096 on.
+           library: `torch.nn.functional.rms_norm`.
+Bound      DRAM. fused reads and writes each element once, 4 bytes in all. The chain also reads and
+           writes fp32 copies. walked reads a row twice. As long as the rows of all running programs
+           fit the L2 together, only the first of its reads comes from DRAM.
+Use when   Always fuse a norm, by the library or the compiler. Write your own kernel when it does
+           more than the norm, as in dropout_norm_test.py. Keep the row in registers while it fits.
+           The backward is norm_backward_test.py. `../ch10/cluster_reduction_test.py` keeps
+           longer rows in the shared memory of a cluster.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from pytest_aisp import Cost, Sweep, Variant, Work, compare
+
+TOTAL = 2**28  # elements of a matrix
+EPS = 1e-5
+STEP = 4096
+LONGEST = 32768  # elements of a row that fused keeps in registers
+LENGTHS = (256, 1024, 4096, 16384, 32768, 65536, 262144)
+RUNNING = 132 * 8  # programs of walked that an H200 holds at once
+L2 = 50 * 2**20
+
+
+@triton.jit
+def fused_kernel(x, weight, out, rows, n, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    lanes = tl.arange(0, BLOCK)
+    at = row[:, None] * n + lanes[None, :]
+    inside = (row[:, None] < rows) & (lanes[None, :] < n)
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    scale = 1 / tl.sqrt(tl.sum(value * value, axis=1) / n + eps)
+    scaled = value * scale[:, None] * tl.load(weight + lanes, mask=lanes < n)[None, :]
+    tl.store(out + at, scaled.to(tl.float16), mask=inside)
+
+
+@triton.jit
+def walked_kernel(x, weight, out, n, eps, STEP: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * n
+    lanes = tl.arange(0, STEP)
+    squares = tl.zeros((STEP,), tl.float32)
+    for start in range(0, n, STEP):
+        at = start + lanes
+        value = tl.load(x + row + at, mask=at < n, other=0.0).to(tl.float32)
+        squares += value * value
+    scale = 1 / tl.sqrt(tl.sum(squares) / n + eps)
+    for start in range(0, n, STEP):
+        at = start + lanes
+        value = tl.load(x + row + at, mask=at < n).to(tl.float32)
+        scaled = value * scale * tl.load(weight + at, mask=at < n)
+        tl.store(out + row + at, scaled.to(tl.float16), mask=at < n)
+
+
+def inputs(device, rows, n):
+    x = torch.randn(rows, n, device=device, dtype=torch.float16)
+    return x, torch.randn(n, device=device, dtype=torch.float16)
+
+
+def reference(x, weight):
+    x = x.double()
+    return x * torch.rsqrt((x * x).mean(dim=1, keepdim=True) + EPS) * weight.double()
+
+
+def formula(x, weight):
+    wide = x.float()
+    scale = torch.rsqrt(wide.pow(2).mean(dim=1, keepdim=True) + EPS)
+    return (wide * scale).to(x.dtype) * weight
+
+
+def chain(x, weight):
+    return formula(x, weight)
+
+
+@functools.cache
+def compiled_formula():
+    return torch.compile(formula, dynamic=False)
+
+
+def compiled(x, weight):
+    return compiled_formula()(x, weight)
+
+
+def fused(x, weight):
+    rows, n = x.shape
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(n)
+    at_once = max(STEP // block, 1)
+    warps = min(max(at_once * block // 1024, 4), 32)
+    grid = (triton.cdiv(rows, at_once),)
+    fused_kernel[grid](x, weight, out, rows, n, EPS, ROWS=at_once, BLOCK=block, num_warps=warps)
+    return out
+
+
+def walked(x, weight):
+    out = torch.empty_like(x)
+    walked_kernel[(len(x),)](x, weight, out, x.shape[1], EPS, STEP=STEP, num_warps=8)
+    return out
+
+
+def library(x, weight):
+    return F.rms_norm(x, x.shape[1:], weight, EPS)
+
+
+def per_element(rows, n, read, write):
+    """Return the cost of a kernel of torch, from the bytes per element that it moves."""
+    return Cost(read=read * rows * n, write=write * rows * n, launches=1)
+
+
+def per_row(rows):
+    return Cost(read=4 * rows, write=4 * rows, launches=1)
+
+
+def chain_cost(rows, n):
+    return (
+        per_element(rows, n, read=2, write=4)  # to fp32
+        + per_element(rows, n, read=4, write=4)  # squares
+        + per_element(rows, n, read=4, write=4 / n)  # mean
+        + 2 * per_row(rows)  # eps, root
+        + per_element(rows, n, read=4, write=4)  # times the root
+        + per_element(rows, n, read=4, write=2)  # to fp16
+        + per_element(rows, n, read=2, write=2)  # times the weight
+    )
+
+
+def one_kernel(rows, n, reads=1):
+    return Cost(read=2 * reads * rows * n + 2 * n, write=2 * rows * n, sfu=2 * rows, launches=1)
+
+
+def walked_cost(rows, n):
+    in_work = 2 * n * min(rows, RUNNING)
+    return one_kernel(rows, n, reads=1 if in_work < L2 else 2)
+
+
+@compare(
+    baseline=chain,
+    optimized=[
+        compiled,
+        Variant(fused, when=lambda rows, n: n <= LONGEST),
+        Variant(walked, when=lambda rows, n: n >= STEP),
+        Variant(library, at_least="yardstick"),
+    ],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"rows": TOTAL // n, "n": n} for n in LENGTHS],
+    check_sizes=[{"rows": 17, "n": 255}, {"rows": 3, "n": 1023}, {"rows": 2, "n": 9001}],
+    work=lambda rows, n: Work(read=2 * rows * n + 2 * n, write=2 * rows * n, terms=n, roundings=2),
+    bound="dram",
+    costs={
+        chain: chain_cost,
+        fused: one_kernel,
+        **dict.fromkeys([compiled, walked, library], walked_cost),
+    },
+    sweep=Sweep("n"),
+)
+def test_rms_norm(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()

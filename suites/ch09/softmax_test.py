@@ -1,0 +1,192 @@
+"""Softmax: one kernel that keeps a row in registers, and where a row no longer fits.
+
+Problem    Softmax of each row of fp32 matrices with 2^28 elements. The rows have 256 to 262144
+           elements.
+Baseline   unfused: five operations of torch: the maximum of each row, difference, exponential, sum
+           of each row, and quotient. This is how the formula reads.
+Optimized  fused: of unfused. One Triton kernel loads a row, keeps it in registers, and writes the
+           result. A program takes several short rows at once, so that it has at least 4096
+           elements. It exists up to rows of 32768 elements, which take 32 registers per thread of
+           a block of 1024.
+           online: of unfused. One Triton kernel that walks the row twice in steps of 4096. The
+           first pass finds maximum and sum together, as in `../ch07/online_softmax_test.py`. It
+           exists from rows of 4096 on.
+           compiled: of unfused, through `torch.compile`.
+           library: `torch.softmax`.
+Bound      DRAM. fused reads and writes each element once. online reads a row twice, but the second
+           time a short row comes from the L2, because all rows in work fit there. unfused makes
+           five reads and three writes of the matrix. The cost of online reads from DRAM twice
+           where the rows of all running programs no longer fit the L2 together. The cost of
+           compiled does the same, because Inductor knows the online form.
+Use when   Fuse always. Keep the row in registers as long as it fits, and go online above that. A
+           cluster of blocks holds rows that are longer still in its shared memory, as
+           `../ch10/cluster_reduction_test.py` shows for an RMS norm. If the softmax is part of
+           attention or of a loss, do not write its result at all: see attention_test.py and
+           cross_entropy_test.py.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from pytest_aisp import Cost, Sweep, Variant, Work, compare
+
+TOTAL = 2**28  # elements of a matrix
+STEP = 4096
+LONGEST = 32768  # elements of a row that fused keeps in registers
+LENGTHS = (256, 1024, 4096, 16384, 32768, 65536, 262144)
+RUNNING = 132 * 4  # programs of online that an H200 holds at once, as its registers allow
+L2 = 50 * 2**20
+
+
+@triton.jit
+def fused_kernel(x, out, rows, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    lanes = tl.arange(0, BLOCK)
+    at = row[:, None] * n + lanes[None, :]
+    inside = (row[:, None] < rows) & (lanes[None, :] < n)
+    # The lowest number instead of -inf: a row outside would compute -inf - -inf.
+    value = tl.load(x + at, mask=inside, other=-3.4028234e38)
+    value = tl.exp(value - tl.max(value, axis=1)[:, None])
+    tl.store(out + at, value / tl.sum(value, axis=1)[:, None], mask=inside)
+
+
+@triton.jit
+def online_kernel(x, out, n, STEP: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * n
+    lanes = tl.arange(0, STEP)
+    most = tl.full((STEP,), -3.4028234e38, tl.float32)
+    total = tl.zeros((STEP,), tl.float32)
+    for start in range(0, n, STEP):
+        at = start + lanes
+        value = tl.load(x + row + at, mask=at < n, other=float("-inf"))
+        larger = tl.maximum(most, value)
+        total = total * tl.exp(most - larger) + tl.exp(value - larger)
+        most = larger
+    largest = tl.max(most)
+    scale = 1 / tl.sum(total * tl.exp(most - largest))
+    for start in range(0, n, STEP):
+        at = start + lanes
+        value = tl.load(x + row + at, mask=at < n)
+        tl.store(out + row + at, tl.exp(value - largest) * scale, mask=at < n)
+
+
+def inputs(device, rows, n):
+    return (torch.randn(rows, n, device=device),)
+
+
+def reference(x):
+    return x.double().softmax(dim=1)
+
+
+def formula(x):
+    weights = torch.exp(x - x.amax(dim=1, keepdim=True))
+    return weights / weights.sum(dim=1, keepdim=True)
+
+
+def unfused(x):
+    return formula(x)
+
+
+def fused(x):
+    rows, n = x.shape
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(n)
+    at_once = max(STEP // block, 1)
+    warps = min(max(at_once * block // 1024, 4), 32)
+    grid = (triton.cdiv(rows, at_once),)
+    fused_kernel[grid](x, out, rows, n, ROWS=at_once, BLOCK=block, num_warps=warps)
+    return out
+
+
+def online(x):
+    out = torch.empty_like(x)
+    online_kernel[(len(x),)](x, out, x.shape[1], STEP=STEP, num_warps=8)
+    return out
+
+
+@functools.cache
+def compiled_formula():
+    return torch.compile(formula, dynamic=False)
+
+
+def compiled(x):
+    return compiled_formula()(x)
+
+
+def library(x):
+    return torch.softmax(x, dim=1)
+
+
+def matrix(rows, n, reads, writes, row_reads=0, row_writes=0):
+    """Return the cost of a kernel that reads and writes whole matrices and a number per row."""
+    return Cost(
+        read=4 * rows * (reads * n + row_reads),
+        write=4 * rows * (writes * n + row_writes),
+        launches=1,
+    )
+
+
+def unfused_cost(rows, n):
+    return (
+        matrix(rows, n, reads=1, writes=0, row_writes=1)
+        + matrix(rows, n, reads=1, writes=1, row_reads=1)
+        + matrix(rows, n, reads=1, writes=1)
+        + matrix(rows, n, reads=1, writes=0, row_writes=1)
+        + matrix(rows, n, reads=1, writes=1, row_reads=1)
+    )
+
+
+def one_kernel(rows, n, reads=1, exponentials=1):
+    elements = rows * n
+    return Cost(
+        read=4 * reads * elements,
+        write=4 * elements,
+        sfu=exponentials * elements,
+        ops={"fp32": 4 * elements},
+        launches=1,
+    )
+
+
+def walked(rows, n, times, exponentials):
+    """Return the cost of a kernel that walks its row several times, the later ones in the L2."""
+    in_work = 4 * n * min(rows, RUNNING)
+    return one_kernel(rows, n, reads=1 if in_work < L2 else times, exponentials=exponentials)
+
+
+def walked_twice(rows, n):
+    return walked(rows, n, times=2, exponentials=3)
+
+
+def library_cost(rows, n):
+    """Return the cost of torch's kernel, which walks rows that exceed shared memory three times."""
+    return walked(rows, n, times=3, exponentials=2)
+
+
+@compare(
+    baseline=unfused,
+    optimized=[
+        Variant(fused, when=lambda rows, n: n <= LONGEST),
+        Variant(online, when=lambda rows, n: n >= STEP),
+        compiled,
+        Variant(library, at_least="yardstick"),
+    ],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"rows": TOTAL // n, "n": n} for n in LENGTHS],
+    check_sizes=[{"rows": 17, "n": 255}, {"rows": 3, "n": 1023}, {"rows": 2, "n": 9001}],
+    work=lambda rows, n: Work(read=4 * rows * n, write=4 * rows * n, terms=n, roundings=3),
+    bound="dram",
+    costs={
+        unfused: unfused_cost,
+        fused: one_kernel,
+        **dict.fromkeys([online, compiled], walked_twice),  # compiled finds the online form too
+        library: library_cost,
+    },
+    sweep=Sweep("n"),
+)
+def test_softmax(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
