@@ -8,21 +8,26 @@ Baseline   whole: blocks of 256 threads, 4 vectors per thread. So a block has 10
 Optimized  halves: of whole. The same kernel with blocks of 128 threads, so twice as many blocks.
            quarters: of halves. Blocks of 64 threads, so four times as many blocks as whole.
            split: of whole. Four blocks share the 1024 vectors of a block. Each compares them with a
-           quarter of the codewords. An atomic minimum combines the four results, and a second
-           kernel sets the results to infinity before.
+           quarter of the codewords. An atomic minimum combines the four results, and before that,
+           another kernel sets the results to infinity.
            No library has this search as one call. With torch it is a product and a minimum, which
            writes and reads all distances.
-Bound      Instruction issue. A block of whole keeps the issue slots of an SM nearly full, so two
-           blocks on one SM take twice as long as one. The SM with the most blocks sets the time.
+Bound      Instruction issue. An SM has four schedulers, and each warp belongs to one of them. A
+           block of whole gives each scheduler two warps, which keep it nearly busy. So two blocks
+           on one SM take twice as long as one. The scheduler with the most warps sets the time.
            With 132 blocks, each SM has one. With 133, one SM has two, and the other 131 wait for
-           it. So the time of whole is a staircase with a step after every 132 blocks. The other
-           sides have smaller blocks, so their steps are smaller.
+           it. So the time of whole is a staircase with a step after every 132 blocks.
+           halves has one warp per scheduler and block, so its steps are half as high. quarters has
+           two warps per block. They keep two of the four schedulers busy, so its steps are no
+           smaller than those of halves. split keeps the eight warps of whole and makes each of them
+           shorter, so its steps are a quarter as high.
 Use when   A grid has few blocks per SM and a remainder, as in a matrix product with large tiles.
-           Compute blocks / SMs. If it is just above 1 or 2, choose a smaller tile or split the
-           inner loop. If it is just below, or above about 10, keep the large tile, because it
-           reuses more data. A persistent kernel that takes whole tiles in turn has the same
-           staircase. In a kernel that waits for memory, the blocks of an SM do not slow each other
-           down. Its steps come only after as many blocks as all SMs can hold.
+           Compute blocks / SMs. If it is just above 1 or 2, split the inner loop, or choose a
+           smaller tile, but not fewer than four warps per block. If it is just below, or above
+           about 10, keep the large tile, because it reuses more data. A persistent kernel that
+           takes whole tiles in turn has the same staircase. In a kernel that waits for memory, the
+           blocks of an SM do not slow each other down. Its steps come only after as many blocks as
+           all SMs can hold.
 """
 
 import torch
@@ -31,11 +36,12 @@ from hypothesis import strategies as st
 from pytest_aisp import Cost, Sweep, Work, compare, cuda_module
 
 kernels = cuda_module("wave_quantization.cu")
-SMS = 132  # of an H200, for costs
+SMS, SCHEDULERS, LANES = 132, 4, 32  # of an H200, for costs
 THREADS, EACH, PARTS = 256, 4, 4
 # Instructions for a vector and a codeword: 4 subtractions, 4 multiplications or multiply-adds, a
-# minimum, and a fourth of a load. Each takes an issue slot, in which a multiply-add does 2 FLOPs.
-SLOTS = 9.25
+# minimum, and a fourth of a load; and 5 more for 16 vectors and codewords, for the loop. Each takes
+# an issue slot, in which a multiply-add does 2 FLOPs.
+SLOTS = 9.25 + 5 / 16
 
 
 def inputs(device, blocks, codes):
@@ -84,17 +90,19 @@ def split(vectors, codebook):
     return out
 
 
-def searched(blocks, codes, pieces):
-    """Return the cost if a block's work is cut into `pieces`, which the SMs share evenly."""
+def searched(blocks, codes, threads, parts=1):
+    """Return the cost if each block has `threads` threads and a part of the codewords."""
     vectors = THREADS * EACH * blocks
-    busiest = -(-pieces * blocks // SMS) / pieces  # blocks of whole on the SM with the most work
-    slots = SLOTS * THREADS * EACH * codes * busiest * SMS
+    launched = parts * vectors // (EACH * threads)
+    blocks_of_an_sm = -(-launched // SMS)
+    warps = -(-blocks_of_an_sm * threads // (LANES * SCHEDULERS))  # of the busiest scheduler
+    slots = SLOTS * LANES * EACH * codes / parts * warps * SCHEDULERS * SMS
     return Cost(read=16 * (vectors + codes), write=4 * vectors, ops={"fp32": 2 * slots}, launches=1)
 
 
 def filled_and_searched(blocks, codes):
     fill = Cost(write=4 * THREADS * EACH * blocks, launches=1)
-    return fill + searched(blocks, codes, PARTS)
+    return fill + searched(blocks, codes, THREADS, PARTS)
 
 
 @compare(
@@ -116,9 +124,9 @@ def filled_and_searched(blocks, codes):
     ),
     bound="issue",
     costs={
-        whole: lambda blocks, codes: searched(blocks, codes, 1),
-        halves: lambda blocks, codes: searched(blocks, codes, 2),
-        quarters: lambda blocks, codes: searched(blocks, codes, 4),
+        whole: lambda blocks, codes: searched(blocks, codes, THREADS),
+        halves: lambda blocks, codes: searched(blocks, codes, THREADS // 2),
+        quarters: lambda blocks, codes: searched(blocks, codes, THREADS // 4),
         split: filled_and_searched,
     },
     sweep=Sweep("blocks", judged=[133]),
