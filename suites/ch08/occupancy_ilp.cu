@@ -1,0 +1,87 @@
+// A grid of any size walks n floats. A thread has one, two, four or eight in work at a time.
+//
+// scale_1, scale_2, scale_4, scale_8: out[i] = a * x[i]. All loads of a thread come before its
+//     first store.
+// iterate_1, iterate_2, iterate_4: out[i] = the number that 256 steps of z -> z * z + c reach,
+//     beginning at z = c = x[i]. The chains of a thread take their steps in turn.
+
+constexpr unsigned BLOCK = 128, STEPS = 256;
+
+struct Scale {
+  float a;
+  template <unsigned each>
+  __device__ void operator()(float (&value)[each]) const {
+#pragma unroll
+    for (unsigned k = 0; k < each; ++k) value[k] *= a;
+  }
+};
+
+// Each step needs the one before it, so a chain alone waits for every multiply-add.
+struct Iterate {
+  template <unsigned each>
+  __device__ void operator()(float (&value)[each]) const {
+    float c[each];
+#pragma unroll
+    for (unsigned k = 0; k < each; ++k) c[k] = value[k];
+#pragma unroll (64 / each)  // as many instructions per round for every `each`
+    for (unsigned step = 0; step < STEPS; ++step) {
+#pragma unroll
+      for (unsigned k = 0; k < each; ++k) value[k] = fmaf(value[k], value[k], c[k]);
+    }
+  }
+};
+
+// A block takes tiles of BLOCK * each elements, a whole grid apart. The loop over tiles is not
+// unrolled, so that `each` alone decides how many elements are in work.
+template <unsigned each, typename Function>
+__device__ void walk(Function function, const float* __restrict__ x, float* __restrict__ out,
+                     unsigned n) {
+  constexpr unsigned TILE = BLOCK * each;
+#pragma unroll 1
+  for (unsigned tile = blockIdx.x; tile * TILE < n; tile += gridDim.x) {
+    const unsigned first = tile * TILE + threadIdx.x;
+    float value[each];
+#pragma unroll
+    for (unsigned k = 0; k < each; ++k) value[k] = first + k * BLOCK < n ? x[first + k * BLOCK] : 0;
+    function(value);
+#pragma unroll
+    for (unsigned k = 0; k < each; ++k) {
+      if (first + k * BLOCK < n) out[first + k * BLOCK] = value[k];
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK)
+    scale_1(float a, const float* x, float* out, unsigned n) {
+  walk<1>(Scale{a}, x, out, n);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK)
+    scale_2(float a, const float* x, float* out, unsigned n) {
+  walk<2>(Scale{a}, x, out, n);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK)
+    scale_4(float a, const float* x, float* out, unsigned n) {
+  walk<4>(Scale{a}, x, out, n);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK)
+    scale_8(float a, const float* x, float* out, unsigned n) {
+  walk<8>(Scale{a}, x, out, n);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK)
+    iterate_1(const float* x, float* out, unsigned n) {
+  walk<1>(Iterate{}, x, out, n);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK)
+    iterate_2(const float* x, float* out, unsigned n) {
+  walk<2>(Iterate{}, x, out, n);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK)
+    iterate_4(const float* x, float* out, unsigned n) {
+  walk<4>(Iterate{}, x, out, n);
+}

@@ -1,0 +1,96 @@
+"""Row mapping: short rows want a warp each, long rows a block each, and no row a single thread.
+
+Problem    The Euclidean norms of the rows of a row-major fp32 matrix of 1 GiB. The key of the curve
+           is the number n of elements per row, so longer rows are fewer rows.
+Baseline   thread_per_row: one thread walks a row. Neighboring threads read elements n apart.
+Optimized  warp_per_row: of thread_per_row. A row belongs to the 32 lanes of a warp, which read
+           neighboring elements and add up their sums by shuffles.
+           block_per_row: of warp_per_row. A row belongs to the 256 threads of a block, which also
+           need shared memory and a barrier.
+           library: `torch.linalg.vector_norm`.
+Bound      DRAM: every element is read once. All kernels have four loads per thread in flight.
+           thread_per_row: a load of a warp touches 32 sectors and uses 4 bytes of each. The rest of
+           a sector is used only if it is still in the L1 when the thread's next loads come. An SM
+           full of threads has 2048 such sectors in use, 64 KiB. Long rows also leave threads idle:
+           below 270336 rows, an H200 is not full.
+           warp_per_row: below 128 elements a lane has less than four loads, and from 65536
+           elements on there are fewer warps than the GPU holds.
+           block_per_row: below 1024 elements a thread has less than four loads, and starting and
+           adding up a block costs as much as its work.
+Use when   You reduce along the contiguous dimension. Take a warp per row up to a few thousand
+           elements, a block per row beyond, and several blocks per row if there are fewer rows than
+           SMs (`../ch07/reduction_test.py`). One thread per row is right if neighboring rows lie
+           next to each other in memory, as in a column-major matrix. How a block adds up its sums
+           is the question of `../ch06/shuffle_reduction_test.py`.
+"""
+
+import torch
+from hypothesis import strategies as st
+
+from pytest_aisp import Cost, Sweep, Variant, Work, compare, cuda_module
+
+kernels = cuda_module("row_mapping.cu")
+BLOCK, WARPS = 256, 8
+ELEMENTS = 2**28
+
+
+def inputs(device, rows, n):
+    return (torch.randn(rows, n, device=device),)
+
+
+def reference(x):
+    return x.double().square().sum(dim=1).sqrt()
+
+
+def launch(kernel, x, rows_per_block):
+    rows, n = x.shape
+    out = torch.empty(rows, device=x.device)
+    kernel[-(-rows // rows_per_block), BLOCK](x, out, rows, n)
+    return out
+
+
+def thread_per_row(x):
+    return launch(kernels.thread_per_row, x, BLOCK)
+
+
+def warp_per_row(x):
+    return launch(kernels.warp_per_row, x, WARPS)
+
+
+def block_per_row(x):
+    return launch(kernels.block_per_row, x, 1)
+
+
+def library(x):
+    return torch.linalg.vector_norm(x, dim=1)
+
+
+def read_once(rows, n):
+    return Cost(read=4 * rows * n, write=4 * rows, ops={"fp32": 2 * rows * n}, launches=1)
+
+
+@compare(
+    baseline=thread_per_row,
+    optimized=[
+        Variant(warp_per_row, sass="SHFL"),
+        Variant(block_per_row, sass="SHFL"),
+        Variant(library, at_least="yardstick"),
+    ],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"rows": ELEMENTS // n, "n": n} for n in (32, 256, 2048, 16384)],
+    check_sizes=[
+        {"rows": 9, "n": 1025},
+        {"rows": 301, "n": 33},
+        {"rows": st.integers(1, 17), "n": st.integers(1, 400)},
+    ],
+    work=lambda rows, n: Work(
+        read=4 * rows * n, write=4 * rows, flops={"fp32": 2 * rows * n}, terms=n
+    ),
+    bound="dram",
+    costs=dict.fromkeys([thread_per_row, warp_per_row, block_per_row, library], read_once),
+    sweep=Sweep("n", judged=[2048]),
+)
+def test_row_mapping(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
