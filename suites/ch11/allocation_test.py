@@ -1,7 +1,9 @@
 """Stream-ordered allocation: temporaries from a pool, without a call that waits for the GPU.
 
 Problem    The variances of the first 1/steps, 2/steps, ... of n fp32 values. Each of the `steps`
-           steps needs temporaries, whose size grows from step to step.
+           steps allocates four tensors: two means, the differences from the first one, and their
+           squares. The last two grow from step to step. A mean of 2^17 values or more takes several
+           blocks, for which torch allocates two more tensors.
 Baseline   device_malloc: each tensor is allocated by `cudaMalloc` and freed by `cudaFree`, as in
            CUDA code that allocates where it needs memory. In PyTorch, the variable
            `PYTORCH_NO_CUDA_MEMORY_CACHING` does this.
@@ -26,6 +28,7 @@ import torch
 from pytest_aisp import Cost, Work, compare, fresh_process
 
 TENSORS = 4  # that a step allocates
+SPLIT = 2**17  # values from which torch sums by several blocks, which need two more tensors each
 
 
 def inputs(device, steps, n):
@@ -66,13 +69,19 @@ def cached(x, steps):
 
 
 def step_cost(length, calls, waits):
-    """Return the cost of a step, with `calls` calls of the driver and `waits` waits for the GPU."""
+    """Return the cost of a step.
+
+    An allocation and its release make `calls` calls of the driver, and wait `waits` times for the
+    GPU. A mean by several blocks needs two more allocations and a memset, which is a host step.
+    """
+    split = length >= SPLIT
+    tensors, memsets = TENSORS + 4 * split, 2 * split
     return Cost(
         l2=24 * length,
         ops={"fp32": 4 * length},
         launches=4,
-        host_steps=1 + calls,
-        syncs=waits,
+        host_steps=1 + memsets + calls * tensors,
+        syncs=waits * tensors,
     )
 
 
@@ -82,7 +91,7 @@ def with_calls(calls, waits):
     def cost(steps, n):
         total = Cost(read=4 * n, write=4 * steps, launches=1, host_steps=calls)
         for length in lengths(steps, n):
-            total = total + step_cost(length, calls * TENSORS, waits)
+            total = total + step_cost(length, calls, waits)
         return total
 
     return cost
@@ -100,7 +109,7 @@ def with_calls(calls, waits):
     ),
     bound="host",
     costs={
-        device_malloc: with_calls(calls=0, waits=TENSORS),
+        device_malloc: with_calls(calls=0, waits=1),
         stream_ordered: with_calls(calls=2, waits=0),
         cached: with_calls(calls=0, waits=0),
     },
