@@ -1,9 +1,10 @@
 """Stream priority: small urgent kernels need not wait for a large one.
 
 Problem    A large kernel computes the sigmoid of n fp32 values. At the same time, a recurrent
-           network of width m computes `steps` steps, h = tanh(W h + x), each with two small
-           kernels. A step needs the previous step. The network alone takes about as long as the
-           large kernel alone, so a network that has to wait makes the whole call longer.
+           network of width m computes `steps` steps, h = tanh(W h + x), each with three small
+           kernels: `addmv` copies x and then multiplies. A step needs the previous step. The
+           network alone takes about as long as the large kernel alone, so a network that has to
+           wait makes the whole call longer.
 Baseline   same_priority: the large kernel on the current stream, and the network on a second one.
            The GPU hands out the blocks of the large kernel first, because it came first. The
            network gets its turn when all of them have started.
@@ -71,7 +72,7 @@ def sigmoids(n):
 def recurrence(steps, m):
     """Return the cost of the network. It reads the weights from the L2."""
     first = Cost(read=4 * m * m, launches=1)
-    step = Cost(read=4 * m, l2=4 * m * m, ops={"fp32": 2 * m * m + m}, launches=2)
+    step = Cost(read=4 * m, l2=4 * m * m, ops={"fp32": 2 * m * m + m}, launches=3)
     return first + steps * step + Cost(write=4 * m)
 
 
