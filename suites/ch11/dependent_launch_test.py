@@ -85,9 +85,14 @@ def library(weights, x):
 
 
 def layer_cost(n, launches):
-    """Return the cost of a layer, whose vector x is in the L2."""
+    """Return the cost of a layer. Each block reads the vector x from the L2."""
+    blocks = n * WARP // BLOCK
     return Cost(
-        read=4 * n * n, write=4 * n, l2=4 * n * n // 32, ops={"fp32": 2 * n * n}, launches=launches
+        read=4 * n * n,
+        write=4 * n,
+        l2=4 * n * blocks,
+        ops={"fp32": 2 * n * n},
+        launches=launches,
     )
 
 
