@@ -100,10 +100,7 @@ def in_turn(chunks, n):
 
 def with_two(chunks, n):
     """Return the cost of two streams. A chunk is computed after one copy in, before the next."""
-    first, last = copied_in(n) + computed(n), copied_out(n)
-    return (
-        first + (chunks - 1) * (both_ways(n) + computed(n)) + last if chunks > 1 else first + last
-    )
+    return steady(chunks, n, both_ways(n) + computed(n))
 
 
 def with_three(chunks, n):
