@@ -27,8 +27,8 @@ KERNELS = 3 * LAYERS + 1
 
 
 def inputs(device, steps, width):
-    def weights():  # scaled such that a state forgets old inputs
-        return 0.5 * torch.randn(LAYERS, width, width, device=device) / width**0.5
+    def weights():  # scaled such that the states neither vanish nor become chaotic
+        return 0.7 * torch.randn(LAYERS, width, width, device=device) / width**0.5
 
     first, head = torch.randn(ROWS, width, device=device), torch.randn(width, width, device=device)
     hidden = torch.randn(LAYERS, ROWS, width, device=device)
