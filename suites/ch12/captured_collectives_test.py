@@ -75,8 +75,8 @@ def around_collectives(x, weights):
 
 
 def one_layer(width, world, launches, graph_nodes=0):
-    """Return the cost of a layer. Its weights stay in the L2."""
-    product = Cost(l2=4 * width**2, ops={"fp32": 2 * ROWS * width**2}, launches=launches)
+    """Return the cost of a layer. The weights of all layers are larger than the L2."""
+    product = Cost(read=4 * width**2, ops={"fp32": 2 * ROWS * width**2}, launches=launches)
     sent = 2 * (world - 1) / world * 4 * ROWS * width
     return product + Cost(nccl=sent, collectives=1, graph_nodes=graph_nodes)
 
@@ -90,6 +90,7 @@ def one_layer(width, world, launches, graph_nodes=0):
     check_sizes=[{"width": 17}],
     work=lambda width, world: Work(
         wire=LAYERS * 2 * (world - 1) / world * 4 * ROWS * width,
+        read=4 * LAYERS * width**2,
         flops={"fp32": 2 * LAYERS * ROWS * width**2},
         terms=width,
         roundings=3 * LAYERS,
