@@ -13,9 +13,9 @@ Optimized  copied_in: of eager. One graph for all requests. A request is copied 
 Bound      The host limits eager. copied_in makes three launches per request, and the GPU runs 26
            kernels for it. recaptured and updated make the same calls as eager, which now record a
            kernel instead of launching it. Then recaptured instantiates a graph of 24 nodes, and
-           updated compares two such graphs. No rate was measured for an instance or an update, so
-           the predicted times count the recording as launches and leave out the rest. What they
-           take longer than eager is the price of an instance or an update.
+           updated compares two such graphs. No rate was measured for beginning and ending a
+           capture, for an instance or for an update. So the predicted times count the recording as
+           launches and leave out the rest.
 Use when   Inputs arrive in new tensors. Copy them if they are small, which is what
            `torch.compile(mode="reduce-overhead")` does. Capture a graph for each address if there
            are few addresses and the inputs are large. Update a graph if something changes that a
