@@ -12,7 +12,7 @@ Optimized  set_aside: of normal. The process sets as much of the L2 aside for pe
            process use the same table, as they would in an application. So set_aside may find the
            table in the L2 from the call before. Its cost counts one read of the table per call.
 Bound      DRAM. If the table stays in the L2, only x, the index and the results move. On normal,
-           the L2 holds a row until 50 MB of newer rows have come. Some rows of the table are read
+           the L2 holds a row until newer rows have filled it. Some rows of the table are read
            again later than that, and these reads go to DRAM. A larger table has more of them.
            The costs treat the L2 as one cache. It has two halves, and a line that SMs of both sides
            read may be in both halves. Then less of the table fits.
@@ -23,6 +23,7 @@ Use when   A table of at most half the L2 is read many times while much more dat
 """
 
 import functools
+import math
 from importlib import import_module
 
 import torch
@@ -33,10 +34,7 @@ from pytest_aisp import Conditions, Cost, Work, compare, cuda_module, fresh_proc
 kernels = cuda_module("l2_set_aside.cu")
 BLOCK, LANES = 256, 32
 WIDTH = 128  # floats in a row
-# The share of the table's reads that go to DRAM again. With e entries, a row comes back after more
-# than r other rows with probability exp(-r / e). r rows bring r rows of x and e * (1 - exp(-r / e))
-# different rows of the table into the L2. They fill 50 MB at r = 2.05 e and at r = 1.25 e.
-MISSING = {32768: 0.13, 49152: 0.29}
+L2 = 60 << 20  # bytes, of an H200, for costs
 
 
 def inputs(device, rows, entries):
@@ -117,6 +115,19 @@ def set_aside(x, table, index):
     return on_own_stream(x, table, index, before=lambda stream: persist(*where, stream))
 
 
+def missing(entries):
+    """Return the share of the table's reads that go to DRAM again.
+
+    A row of the table comes back after more than `later` other rows with probability
+    exp(-later / entries). Meanwhile, `later` rows of x and entries * (1 - exp(-later / entries))
+    different rows of the table have come into the L2. At the limit, these fill it.
+    """
+    later = 0.0
+    for _ in range(200):
+        later = L2 / (4 * WIDTH) - entries * (1 - math.exp(-later / entries))
+    return math.exp(-later / entries)
+
+
 def read_once(rows, entries, again=0.0):
     """Return the cost if `again` rows of the table are read again from DRAM."""
     return Cost(
@@ -134,7 +145,7 @@ def read_once(rows, entries, again=0.0):
     optimized=[set_aside],
     inputs=inputs,
     reference=reference,
-    sizes=[{"rows": 2**21, "entries": entries} for entries in MISSING],
+    sizes=[{"rows": 2**21, "entries": entries} for entries in (49152, 61440)],
     check_sizes=[
         {"rows": 33, "entries": 5},
         {"rows": 257, "entries": 70},
@@ -148,7 +159,7 @@ def read_once(rows, entries, again=0.0):
     ),
     bound="dram",
     costs={
-        normal: lambda rows, entries: read_once(rows, entries, again=MISSING[entries] * rows),
+        normal: lambda rows, entries: read_once(rows, entries, again=missing(entries) * rows),
         set_aside: read_once,
     },
     conditions=Conditions(owns=["l2_persistence"]),
