@@ -1,0 +1,340 @@
+"""Norm backward: compute the gradients of input and weights in one pass over the data.
+
+Problem    Backward of layer norm (test_norm_backward) and of RMS norm (test_rms_backward) over rows
+           of 4096 fp16 elements, computed in fp32. The forward has saved the mean and 1 / deviation
+           of each row. The gradients of weight and bias are sums over all rows.
+Baseline   chain: the formula of the layer norm's backward in torch, in fp32.
+           rms_chain: the formula of the RMS norm's backward.
+Optimized  compiled: of chain, through `torch.compile`.
+           two_passes: of chain, in Triton. One kernel has a row per program and computes the
+           gradient of the input. A second one reads both matrices again for sums over columns.
+           one_pass: of two_passes. The first kernel also adds up the gradients of the weights, so
+           nothing is read again. A program takes many rows and keeps its sums in registers.
+           library: torch's own kernels, called as autograd calls them.
+           rms_compiled: of rms_chain, through `torch.compile`.
+           rms_one_pass: of rms_chain. The kernel of one_pass, without mean and bias.
+           rms_library: torch's own kernels for the RMS norm.
+Bound      DRAM. one_pass reads two matrices and writes one. Its partial sums add a few percent.
+           two_passes reads four matrices. A chain also reads and writes fp32 copies.
+Use when   You write a norm whose backward no library has: keep the sums of the weights in the
+           kernel that already holds the row. Otherwise call the library. One program per row
+           would need atomic additions to each weight from every row. So a program takes many rows,
+           and a last small kernel adds up the programs' sums, always in the same order.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from pytest_aisp import Cost, Variant, Work, compare
+
+PROGRAMS = 528  # four for each SM of an H200
+SPLITS = 16  # programs that share the rows of some columns
+TILE = 64
+
+
+@triton.jit
+def row_kernel(
+    grad,
+    x,
+    weight,
+    mean,
+    scale,
+    dx,
+    dweights,
+    dbiases,
+    rows,
+    n,
+    CENTERED: tl.constexpr,
+    SUMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compute dx row by row, and with SUMS this program's share of the weights' gradients."""
+    lanes = tl.arange(0, BLOCK)
+    inside = lanes < n
+    factor = tl.load(weight + lanes, mask=inside, other=0.0).to(tl.float32)
+    dweight = tl.zeros((BLOCK,), tl.float32)
+    dbias = tl.zeros((BLOCK,), tl.float32)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        at = row * n + lanes
+        g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        root = tl.load(scale + row)
+        if CENTERED:
+            value = tl.where(inside, value - tl.load(mean + row), 0.0)
+        value *= root
+        inner = g * factor
+        change = inner - value * (tl.sum(inner * value) / n)
+        if CENTERED:
+            change -= tl.sum(inner) / n
+        tl.store(dx + at, (change * root).to(tl.float16), mask=inside)
+        if SUMS:
+            dweight += g * value
+            dbias += g
+    if SUMS:
+        own = tl.program_id(0) * n + lanes
+        tl.store(dweights + own, dweight, mask=inside)
+        if CENTERED:
+            tl.store(dbiases + own, dbias, mask=inside)
+
+
+@triton.jit
+def column_kernel(grad, x, mean, scale, dweights, dbiases, rows, n, TILE: tl.constexpr):
+    """Add up the gradients of TILE weights over this program's share of the rows."""
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    share = tl.cdiv(rows, tl.num_programs(1))
+    first = tl.program_id(1) * share
+    last = min(first + share, rows)
+    dweight = tl.zeros((TILE,), tl.float32)
+    dbias = tl.zeros((TILE,), tl.float32)
+    for start in range(first, last, TILE):
+        row = start + tl.arange(0, TILE)
+        inside = (row[:, None] < last) & (column[None, :] < n)
+        at = row[:, None].to(tl.int64) * n + column[None, :]
+        g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        center = tl.load(mean + row, mask=row < last, other=0.0)
+        root = tl.load(scale + row, mask=row < last, other=0.0)
+        dweight += tl.sum(g * (value - center[:, None]) * root[:, None], axis=0)
+        dbias += tl.sum(g, axis=0)
+    own = tl.program_id(1) * n + column
+    tl.store(dweights + own, dweight, mask=column < n)
+    tl.store(dbiases + own, dbias, mask=column < n)
+
+
+def matrices(device, rows, n):
+    grad, x = (torch.randn(rows, n, device=device, dtype=torch.float16) for _ in range(2))
+    return grad, x, torch.randn(n, device=device, dtype=torch.float16)
+
+
+def inputs(device, rows, n):
+    grad, x, weight = matrices(device, rows, n)
+    wide = x.float()
+    variance = wide.var(dim=1, keepdim=True, correction=0)
+    return grad, x, weight, wide.mean(dim=1, keepdim=True), torch.rsqrt(variance + 1e-5)
+
+
+def rms_inputs(device, rows, n):
+    grad, x, weight = matrices(device, rows, n)
+    return grad, x, weight, torch.rsqrt(x.float().square().mean(dim=1, keepdim=True) + 1e-5)
+
+
+def reference(grad, x, weight, mean, scale):
+    grad, mean, scale = grad.double(), mean.double(), scale.double()
+    normal = (x.double() - mean) * scale
+    inner = grad * weight.double()
+    n = x.shape[1]
+    both = (inner * normal).sum(dim=1, keepdim=True) / n
+    dx = scale * (inner - inner.sum(dim=1, keepdim=True) / n - normal * both)
+    return dx, (grad * normal).sum(dim=0), grad.sum(dim=0)
+
+
+def rms_reference(grad, x, weight, scale):
+    grad, scale = grad.double(), scale.double()
+    normal, inner = x.double() * scale, grad * weight.double()
+    both = (inner * normal).sum(dim=1, keepdim=True) / x.shape[1]
+    return scale * (inner - normal * both), (grad * normal).sum(dim=0)
+
+
+def formula(grad, x, weight, mean, scale):
+    g = grad.float()
+    normal = (x.float() - mean) * scale
+    inner = g * weight
+    middle = inner.mean(dim=1, keepdim=True)
+    both = (inner * normal).mean(dim=1, keepdim=True)
+    dx = (inner - middle - normal * both) * scale
+    dweight, dbias = (g * normal).sum(dim=0), g.sum(dim=0)
+    return dx.to(x.dtype), dweight.to(x.dtype), dbias.to(x.dtype)
+
+
+def rms_formula(grad, x, weight, scale):
+    g = grad.float()
+    normal = x.float() * scale
+    inner = g * weight
+    both = (inner * normal).mean(dim=1, keepdim=True)
+    dx = (inner - normal * both) * scale
+    return dx.to(x.dtype), (g * normal).sum(dim=0).to(x.dtype)
+
+
+def chain(grad, x, weight, mean, scale):
+    return formula(grad, x, weight, mean, scale)
+
+
+def rms_chain(grad, x, weight, scale):
+    return rms_formula(grad, x, weight, scale)
+
+
+@functools.cache
+def compiled_formula():
+    return torch.compile(formula, dynamic=False)
+
+
+@functools.cache
+def compiled_rms_formula():
+    return torch.compile(rms_formula, dynamic=False)
+
+
+def compiled(grad, x, weight, mean, scale):
+    return compiled_formula()(grad, x, weight, mean, scale)
+
+
+def rms_compiled(grad, x, weight, scale):
+    return compiled_rms_formula()(grad, x, weight, scale)
+
+
+def by_rows(grad, x, weight, mean, scale, programs, summed):
+    """Return dx, and a sum for each program and weight."""
+    rows, n = x.shape
+    dx = torch.empty_like(x)
+    shares = torch.empty(2, programs if summed else 0, n, device=x.device)
+    block = triton.next_power_of_2(n)
+    centered = mean is not None
+    row_kernel[(programs,)](
+        grad,
+        x,
+        weight,
+        mean if centered else scale,
+        scale,
+        dx,
+        shares[0],
+        shares[1],
+        rows,
+        n,
+        CENTERED=centered,
+        SUMS=summed,
+        BLOCK=block,
+        num_warps=8,
+    )
+    return dx, shares
+
+
+def two_passes(grad, x, weight, mean, scale):
+    rows, n = x.shape
+    dx, _ = by_rows(grad, x, weight, mean, scale, rows, summed=False)
+    shares = torch.empty(2, SPLITS, n, device=x.device)
+    grid = (triton.cdiv(n, TILE), SPLITS)
+    column_kernel[grid](grad, x, mean, scale, shares[0], shares[1], rows, n, TILE=TILE)
+    dweight, dbias = shares.sum(dim=1).to(x.dtype)
+    return dx, dweight, dbias
+
+
+def one_pass(grad, x, weight, mean, scale):
+    programs = min(len(x), PROGRAMS)
+    dx, shares = by_rows(grad, x, weight, mean, scale, programs, summed=True)
+    dweight, dbias = shares.sum(dim=1).to(x.dtype)
+    return dx, dweight, dbias
+
+
+def rms_one_pass(grad, x, weight, scale):
+    programs = min(len(x), PROGRAMS)
+    dx, shares = by_rows(grad, x, weight, None, scale, programs, summed=True)
+    return dx, shares[0].sum(dim=0).to(x.dtype)
+
+
+def library(grad, x, weight, mean, scale):
+    return torch.ops.aten.native_layer_norm_backward(
+        grad, x, x.shape[1:], mean, scale, weight, weight, [True] * 3
+    )
+
+
+def rms_library(grad, x, weight, scale):
+    return torch.ops.aten._fused_rms_norm_backward(grad, x, x.shape[1:], scale, weight, [True] * 2)
+
+
+def work_of(rows, n, rows_read, vectors):
+    return Work(
+        read=4 * rows * n + 2 * n + 4 * rows * rows_read,
+        write=2 * rows * n + 2 * vectors * n,
+        terms=max(rows, n),
+        roundings=3,
+    )
+
+
+def in_turn(rows, n, kernels):
+    """Return the cost of kernels of torch, each given as bytes per element read and written."""
+    first, *others = (
+        Cost(read=read * rows * n, write=write * rows * n, launches=1) for read, write in kernels
+    )
+    return sum(others, first)
+
+
+# Two conversions, then the normalized input, the gradient times the weight, the two sums, the
+# differences, and the conversion to fp16.
+WIDENED = [(2, 4), (2, 4)]
+SUMMED = [(8, 4), (4, 0)]  # a product of two matrices, and its sum
+
+
+def chain_cost(rows, n):
+    normal = [(4, 4), (4, 4)]
+    dx = [(4, 4), (4, 0), *SUMMED, (4, 4), (4, 4), (8, 4), (4, 4), (4, 2)]
+    return in_turn(rows, n, [*WIDENED, *normal, *dx, *SUMMED, (4, 0), (0, 2 / rows), (0, 2 / rows)])
+
+
+def rms_chain_cost(rows, n):
+    dx = [(4, 4), *SUMMED, (4, 4), (8, 4), (4, 4), (4, 2)]
+    return in_turn(rows, n, [*WIDENED, (4, 4), *dx, *SUMMED, (0, 2 / rows)])
+
+
+def two_kernels(rows, n):
+    return in_turn(rows, n, [(4 + 8 / n, 2), (4 + 8 / n, 0), (0, 4 / rows)])
+
+
+def one_kernel(rows, n, vectors=2):
+    shares = 4 * vectors * min(rows, PROGRAMS) * n
+    first = Cost(read=4 * rows * n + 2 * n + 8 * rows, write=2 * rows * n + shares, launches=1)
+    return first + Cost(read=shares, write=2 * vectors * n, launches=2)
+
+
+SIZES = [{"rows": 65536, "n": 4096}]
+CHECK_SIZES = [{"rows": 33, "n": 41}, {"rows": 3, "n": 1023}]
+
+
+@compare(
+    baseline=chain,
+    optimized=[
+        compiled,
+        two_passes,
+        one_pass,
+        Variant(library, at_least="yardstick", gpu_only="on CPUs it wants fp16 statistics"),
+    ],
+    inputs=inputs,
+    reference=reference,
+    sizes=SIZES,
+    check_sizes=CHECK_SIZES,
+    work=lambda rows, n: work_of(rows, n, rows_read=2, vectors=2),
+    bound="dram",
+    costs={
+        chain: chain_cost,
+        **dict.fromkeys([compiled, two_passes, library], two_kernels),
+        one_pass: one_kernel,
+    },
+)
+def test_norm_backward(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@compare(
+    baseline=rms_chain,
+    optimized=[
+        rms_compiled,
+        rms_one_pass,
+        Variant(rms_library, at_least="yardstick", gpu_only="torch has this kernel for GPUs"),
+    ],
+    inputs=rms_inputs,
+    reference=rms_reference,
+    sizes=SIZES,
+    check_sizes=CHECK_SIZES,
+    work=lambda rows, n: work_of(rows, n, rows_read=1, vectors=1),
+    bound="dram",
+    costs={
+        rms_chain: rms_chain_cost,
+        **dict.fromkeys([rms_compiled, rms_library], two_kernels),
+        rms_one_pass: lambda rows, n: one_kernel(rows, n, vectors=1),
+    },
+)
+def test_rms_backward(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
