@@ -13,7 +13,7 @@ from pytest_aisp.timing import hierarchy
 
 
 def test_a_list_visits_every_link_once_and_ends_where_it_begins():
-    links = hierarchy.linked(64, 32).tolist()
+    links = hierarchy.linked(64, 32, "cpu").tolist()
     seen, at = set(), 0
     for _ in range(64):
         seen.add(at)
@@ -37,7 +37,7 @@ def test_every_level_is_measured_with_arguments_that_its_kernel_takes(monkeypatc
     monkeypatch.setattr(hierarchy, "near_and_far", lambda cycles: (1.0, 2.0))
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: [])
     with fake_gpu("sm90"), capture_launches._capturing(captured, assemble=False):
-        gpu = SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20)
+        gpu = SimpleNamespace(multi_processor_count=132, L2_cache_size=3 << 20)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: gpu)
         measured = hierarchy.measure()
     assert captured.error is None
@@ -48,7 +48,7 @@ def test_every_level_is_measured_with_arguments_that_its_kernel_takes(monkeypatc
     names = [level.name for level in measured.levels]
     assert names == ["registers", "shared memory", "L1", "L2", "L2", "L2", "L2", "DRAM"]
     sizes = [level.working_set for level in measured.levels[3:]]
-    assert sizes == [2**19, 2**21, 2**23, 2**24, 2**28]  # an L2 of 50 MiB
+    assert sizes == [2**15, 2**17, 2**19, 2**20, 2**27]  # an L2 of 3 MiB
     l1 = measured.levels[2]
     assert l1.bandwidth == 4 * 512 * 16 * 264 * 1024 / 2.0
     assert l1.latency == 2.0 / 4096

@@ -1,14 +1,15 @@
-// chase: one thread follows `steps` links of a list in global memory. Each load waits for the last.
-//   `past_l1` skips the L1.
+// chase: one thread follows `steps` links of a list in global memory, from where the last launch
+//   stopped. Each load waits for the one before. `past_l1` skips the L1.
 // chase_shared: the same in shared memory, for a list of `links` links.
 // read_cached: all blocks read the same table of `vectors` 16-byte vectors again and again, through
 //   the L1. Each thread reads `rounds` times four of them.
-// line_latencies: for each of `lines` lines of 128 bytes, the clock cycles of one load from the L2.
-// fused_multiply_adds: `rounds` times eight independent chains of fp32 a thread.
+// line_latencies: for each of `lines` lines of 128 bytes, the clock cycles of one load from the L2 in
+//   a chain of loads of that line. The table holds zeros.
 // dependent_multiply_adds: one chain of `steps` multiply-adds.
 
 constexpr int BLOCK = 1024;
 constexpr int LINKS = 4096;
+constexpr int CHAIN = 16;
 
 __device__ unsigned load_past_l1(const unsigned* at) {
   unsigned v;
@@ -23,7 +24,7 @@ __device__ unsigned load_through_l1(const unsigned* at) {
 }
 
 extern "C" __global__ void chase(const unsigned* list, unsigned* out, int steps, bool past_l1) {
-  unsigned at = 0;
+  unsigned at = out[0];
   if (past_l1) {
     for (int step = 0; step < steps; ++step) at = load_past_l1(list + at);
   } else {
@@ -61,30 +62,17 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 }
 
 extern "C" __global__ void line_latencies(const unsigned* table, unsigned* cycles, int lines) {
-  __shared__ volatile unsigned arrived[2];
   for (int line = 0; line < lines; ++line) {
     const unsigned* at = table + 32 * line;
-    arrived[0] = load_past_l1(at);  // now the line is in the L2
-    const long long before = clock64();
-    arrived[1] = load_past_l1(at);  // a warp issues in order, and this store waits for the value
-    const long long after = clock64();
-    cycles[line] = static_cast<unsigned>(after - before);
+    unsigned next = load_past_l1(at);  // now the line is in the L2, and `next` is 0
+    long long before = 0;
+#pragma unroll 1
+    for (int load = 0; load <= CHAIN; ++load) {
+      if (load == 1) before = clock64();
+      next = load_past_l1(at + next);
+    }
+    cycles[line] = static_cast<unsigned>(clock64() - before + next) / CHAIN;
   }
-}
-
-extern "C" __global__ void __launch_bounds__(BLOCK) fused_multiply_adds(float* out, int rounds) {
-  float x[8];
-#pragma unroll
-  for (int k = 0; k < 8; ++k) x[k] = static_cast<float>(threadIdx.x + k);
-  const float a = 0.5f + out[0], b = out[0];
-  for (int round = 0; round < rounds; ++round) {
-#pragma unroll
-    for (int k = 0; k < 8; ++k) x[k] = fmaf(x[k], a, b);
-  }
-  float sum = 0;
-#pragma unroll
-  for (int k = 0; k < 8; ++k) sum += x[k];
-  if (sum == 1.5f) out[1] = sum;
 }
 
 extern "C" __global__ void dependent_multiply_adds(float* out, int steps) {

@@ -22,8 +22,8 @@ LINE = 32
 """Numbers of 4 bytes in a line of 128 bytes. A list has one link per line."""
 STEPS, LINES, LINKS = 4096, 2048, 4096
 BLOCK, ROUNDS, VECTOR = measure_peaks.BLOCK, measure_peaks.ROUNDS, measure_peaks.VECTOR
-DRAM_SETS = 16
-"""The working set for DRAM, in largest working sets of the L2. It is at least four L2s."""
+DRAM_SETS = 128
+"""The working set for DRAM, in largest working sets of the L2. It is at least 32 L2s."""
 L1_BYTES = 16 << 10
 """Bytes that fit in the L1 of every known GPU beside other data."""
 OPERANDS = 12
@@ -44,12 +44,13 @@ def measure() -> HierarchyResult:
     threads = grid * BLOCK
 
     def chased(nbytes: int, *, past_l1: bool) -> float:
-        links = linked(nbytes // (4 * LINE), LINE).cuda()
-        return seconds(partial(kernels.chase[1, 1], links, word, STEPS, past_l1)) / STEPS
+        links = linked(nbytes // (4 * LINE), LINE)
+        at = torch.zeros(1, device="cuda", dtype=torch.int32)
+        return seconds(partial(kernels.chase[1, 1], links, at, STEPS, past_l1)) / STEPS
 
-    multiply = partial(kernels.fused_multiply_adds[grid, BLOCK], out, 8 * ROUNDS)
+    multiply = measure_peaks.multiply_adds()
     chain = partial(kernels.dependent_multiply_adds[1, 1], out, 8 * STEPS)
-    shared_list = linked(LINKS, 1).cuda()
+    shared_list = linked(LINKS, 1)
     shared_chain = partial(kernels.chase_shared[1, 1], shared_list, word, LINKS, 8 * STEPS)
     shared = measure_peaks.shared_read()
     vectors = L1_BYTES // VECTOR
@@ -59,7 +60,7 @@ def measure() -> HierarchyResult:
         Level(
             "registers",
             0,
-            64 * ROUNDS * OPERANDS * threads / seconds(multiply),
+            multiply.amount / 2 * OPERANDS / seconds(multiply.run),
             seconds(chain) / (8 * STEPS),
         ),
         Level(
@@ -91,15 +92,15 @@ def near_and_far(cycles: Sequence[int]) -> tuple[float, float]:
     return tenths[0], tenths[-1]
 
 
-def linked(count: int, stride: int) -> torch.Tensor:
+def linked(count: int, stride: int, device: str = "cuda") -> torch.Tensor:
     """Return a list of `count` links in random order, which ends where it begins.
 
     Link `i` is the number at `i * stride`. It is the place of the next link.
     """
     import torch
 
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-    links = torch.zeros(count * stride, dtype=torch.int32)
+    order = torch.randperm(count, device=device)
+    links = torch.zeros(count * stride, device=device, dtype=torch.int32)
     links[order * stride] = (order.roll(-1) * stride).to(torch.int32)
     return links
 

@@ -4,6 +4,7 @@
 //   thread.
 // atomic_add: add 1 to `rounds` numbers a thread. A warp's 32 numbers lie side by side.
 // exponentials: `rounds` times four independent exponentials a thread, on the special function unit.
+// fused_multiply_adds: `rounds` times eight independent chains of fp32 a thread.
 
 constexpr int BLOCK = 1024;
 
@@ -73,4 +74,19 @@ extern "C" __global__ void __launch_bounds__(BLOCK) exponentials(float* out, int
     for (int k = 0; k < 4; ++k) asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+f"(x[k]));
   }
   if (x[0] + x[1] + x[2] + x[3] == 1.0f) out[0] = x[0];
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK) fused_multiply_adds(float* out, int rounds) {
+  float x[8];
+#pragma unroll
+  for (int k = 0; k < 8; ++k) x[k] = static_cast<float>(threadIdx.x + k);
+  const float a = 0.5f + out[0], b = out[0];
+  for (int round = 0; round < rounds; ++round) {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) x[k] = fmaf(x[k], a, b);
+  }
+  float sum = 0;
+#pragma unroll
+  for (int k = 0; k < 8; ++k) sum += x[k];
+  if (sum == 1.5f) out[1] = sum;
 }
