@@ -10,6 +10,8 @@ Optimized  staged: blocking after a copy of the weights into pinned memory that 
            for the copy into pinned memory, and for the last file before it uses that memory again.
 Bound      The host on blocking and staged: the GPU has nothing to do while a file is written. On
            threaded the steps, or the writing if it takes longer than the steps between two files.
+           The costs count the steps and the copies from the GPU, but not the writing, because no
+           rate of it is measured. So blocking and staged take longer than predicted.
 Use when   A checkpoint takes long enough to be noticed, and host memory has room for a second copy.
            On a CPU the thread takes cores from the steps. Write to a temporary name and rename the
            file when it is complete: a process that is killed then leaves the last complete file.

@@ -2,17 +2,22 @@
 
 Problem    Load blocks of a file into one tensor on the GPU. The input says which blocks, and in
            which order. The file is not in the page cache, as with data larger than memory. For
-           that, each call of every side ends by dropping the pages of the file. If memory were
-           full, the kernel would drop pages too. All sides read into pinned memory that is kept.
+           that, each call of every side ends by dropping the pages of the file, which is timed. If
+           memory were full, the kernel would drop pages too. All sides read into pinned memory that
+           is kept.
 Baseline   buffered: one read at a time, through the page cache.
-Optimized  mapped: buffered with the file mapped, which is not timed. Page faults read the file.
+Optimized  mapped: buffered with the file mapped, which is not timed. Page faults read the file in
+           pieces that the kernel chooses, which may be slower, so it claims nothing. torch may copy
+           a block with several threads, so it may have several page faults at a time.
            advised: buffered with `POSIX_FADV_RANDOM`, so the kernel reads no more than a block.
            Otherwise it also reads what follows, which is rarely the next block.
            threads: advised with eight threads, so the disk has several requests at a time.
            direct: threads with `O_DIRECT`. The disk writes to the pinned memory, and no byte passes
            through the page cache.
 Bound      The disk. buffered, mapped and advised leave it idle between two requests. All sides but
-           direct also copy all bytes on the CPU, and make pages and drop them.
+           direct also copy all bytes on the CPU, and make pages and drop them. The costs count only
+           the copy to the GPU, because no rate of the disk is measured. So all sides take longer
+           than predicted.
 Use when   Data are larger than memory and each byte is read once: use direct. Addresses, offsets
            and sizes must then be multiples of the disk's block. If data are read again soon and fit
            in memory, the page cache is faster than any disk.
@@ -30,7 +35,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_aisp import Conditions, Cost, Work, compare
+from pytest_aisp import Conditions, Cost, Variant, Work, compare
 
 from .unnamed_files import bytes_of, path_of, read_into, unnamed
 
@@ -168,7 +173,7 @@ def copied(count, size):
 @pytest.mark.skipif("not on_a_disk()", reason=NEEDS_DISK)
 @compare(
     baseline=buffered,
-    optimized=[mapped, advised, threads, direct],
+    optimized=[Variant(mapped, at_least="yardstick"), advised, threads, direct],
     state=state,
     inputs=inputs,
     reference=reference,

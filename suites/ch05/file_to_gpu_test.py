@@ -4,7 +4,8 @@ Problem    Load blocks of a file into one tensor on the GPU. The input says whic
            which order. The file was written just before, so all sides find it in the page cache.
 Baseline   pageable: read the blocks into a new tensor in ordinary memory, and copy that to the GPU.
 Optimized  mapped: pageable with the file mapped, which is not timed. Each block is copied to the
-           GPU from the mapping, and no system call reads it before.
+           GPU straight from the mapping, so there is no tensor in host memory, and one copy per
+           block.
            kept: pageable with the tensor in host memory kept from call to call. Its pages exist
            already, so the kernel need not find and clear new ones.
            pinned: kept with pinned memory, which the copy engine reads directly.
@@ -14,7 +15,8 @@ Optimized  mapped: pageable with the file mapped, which is not timed. Each block
            a buffer again, it waits for the last copy out of it.
 Bound      The host's copy out of the page cache. On per_block and two_buffers, PCIe works at the
            same time. On pageable and kept, the driver copies all bytes on the CPU once more. On
-           mapped, only the driver copies them.
+           mapped, only the driver copies them. The costs count PCIe alone, because no rate of
+           copies on the CPU is measured. So all sides take longer than predicted.
 Use when   Large files go to the GPU again and again. Use two_buffers, which needs little pinned
            memory, or mapped if all files fit in the page cache. If a process loads one file once,
            pinning memory takes longer than it saves. With GPUDirect Storage, a disk writes to the

@@ -9,7 +9,9 @@ Optimized  mapped: whole with `mmap=True`. Only the pages of the rank's weights 
            safetensors: mapped in another format, by `safe_open` and `get_tensor`. It does without
            pickle and needs the library safetensors. Without it, the variant is skipped.
 Bound      Host memory on whole, which copies every byte of the file. The other sides read the list
-           of all weights, touch new pages, and copy the rank's weights to the GPU one by one.
+           of all weights, touch new pages, and copy the rank's weights to the GPU one by one. The
+           costs count only these copies, because no rate of the host's work is measured. So all
+           sides take longer than predicted.
 Use when   A process needs a part of a large file: some experts, some layers. If it needs all of the
            file, a mapping still saves one copy in memory. From a disk, page faults read small
            pieces, so a mapping may load more slowly than one long read. Use safetensors also for

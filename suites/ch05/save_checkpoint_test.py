@@ -10,7 +10,9 @@ Optimized  unchecked: saved without the CRC-32 of each tensor, by `set_crc32_opt
            staged: unchecked after a copy of the weights into pinned memory that is kept. Without
            it, `torch.save` copies each weight into new pageable memory.
 Bound      The host: it copies all bytes into the page cache, and computes the CRC-32 on saved. On
-           saved and unchecked, the driver also copies all bytes out of its own pinned memory.
+           saved and unchecked, the driver also copies all bytes out of its own pinned memory. The
+           costs count only the copies from the GPU, because no rate of the host's work is measured.
+           So all sides take longer than predicted.
 Use when   The training loop waits for the checkpoint. Pinned memory of the checkpoint's size must
            be free for staged, which gains nothing on a CPU. If the disk or the network is slower
            than all this, use `async_checkpoint_test.py`.

@@ -9,7 +9,9 @@ Optimized  unbuffered: files by `os.open` and `os.preadv`, which reads into the 
            packed: unbuffered with all images in one tar file, which is open already. An index, made
            before the timed part, says where each image begins. There is still one read per image.
            shards: packed with one read per shard. The images are then picked from memory.
-Bound      The host: system calls and Python's steps per image. shards makes few system calls.
+Bound      The host: system calls and Python's steps per image. shards makes few system calls. The
+           costs count only the copy to the GPU, because no rate of the host's work is measured. So
+           all sides take longer than predicted.
 Use when   A data set has many small files. Use shards if shuffling within a shard is random enough.
            packed serves any order. The gain grows on a disk or a network, where each file costs a
            round trip. It shrinks with larger images, because all sides copy the same bytes.

@@ -2,8 +2,8 @@
 
 A file exists until the process closes it or ends, however it ends. So nothing is left behind, even
 after SIGKILL. The files lie in `$TMPDIR`, or else in /tmp. Python's `tempfile` would also try other
-folders, at last the current one. A page writes a file before its timed part, so reads find it in
-the page cache.
+folders, at last the current one. Pages that read write the file before their timed part, so it is
+in the page cache.
 """
 
 import errno
