@@ -17,7 +17,14 @@ PEAKS = Peaks(
     {
         **{"copy": 4e12, "read": 4e12, "write": 2e12, "bf16": 1e14, "h2d": 5e10, "d2h": 4e10},
         **{"peer": 4e11, "busbw": 3e11, "launch": 1e-5, "graph_node": 1e-6, "all_reduce": 1e-5},
-        **{"l2": 8e12, "shared": 3e13, "atomics": 2e11, "sfu": 4e12, "pcie_both": 6e10},
+        **{
+            "l2": 8e12,
+            "shared": 3e13,
+            "atomics": 2e11,
+            "sfu": 4e12,
+            "blocks": 1e9,
+            "pcie_both": 6e10,
+        },
         **{"host_step": 1e-6, "sync": 2e-5},
     },
 )
@@ -33,6 +40,7 @@ PEAKS = Peaks(
         (3 * (Cost(read=4e9) + Cost(h2d=5e7)), True, 6e-3, "read"),
         (Cost(read=4e9, l2=1.6e10), True, 2e-3, "l2"),
         (Cost(shared=3e10, sfu=8e9), True, 2e-3, "sfu"),
+        (Cost(shared=3e10, blocks=2e6), True, 2e-3, "blocks"),
         (Cost(atomics=2e8), True, 1e-3, "atomics"),
         (Cost(d2h=4e7, h2d=1e7), True, 1e-3, "d2h"),
         (Cost(d2h=4e7, h2d=5e7), True, 1.5e-3, "pcie_both"),

@@ -21,7 +21,7 @@ from .pair import (
     size_words,
 )
 
-UNITS = ("l2", "shared", "atomics", "sfu")
+UNITS = ("l2", "shared", "atomics", "sfu", "blocks")
 """The attributes of `Cost` that are amounts of a unit of the GPU. Its rate has the same name."""
 HOST = {"launches": "launch", "host_steps": "host_step"}
 """The attributes of `Cost` that take time of the host, and the time of each."""
@@ -47,6 +47,7 @@ class Cost:
             access different words of one bank, each of their bytes counts `k` times.
         atomics: atomic additions to global memory.
         sfu: exponentials, logarithms, sines, roots and reciprocals of fp32.
+        blocks: blocks of kernels that it starts. Count them if each block does little.
         h2d, d2h: bytes that it copies to and from the GPU.
         sent: bytes that each rank sends to other GPUs in copies.
         nccl: bytes that each rank sends in collectives of NCCL.
@@ -72,6 +73,7 @@ class Cost:
     shared: float = 0
     atomics: float = 0
     sfu: float = 0
+    blocks: float = 0
     ops: Mapping[str, float] = field(default_factory=dict)
     launches: float = 0
     graph_nodes: float = 0

@@ -40,6 +40,7 @@ L2_SHARES = (64, 16, 4, 2)
 L2_SHARE = 4
 VECTOR = 16
 """Bytes of a load."""
+EMPTY_BLOCKS, WARP = 1 << 20, 32
 
 
 def measure(device: str) -> Peaks:
@@ -166,6 +167,7 @@ class _Survey:
                 "atomics": atomics(),
                 "sfu": special_functions(),
                 "fp32": multiply_adds(),
+                "blocks": empty_blocks(),
             }
             by_size = l2_reads(l2_bytes)
         except NoCompiler as error:
@@ -320,6 +322,14 @@ def multiply_adds() -> Probe:
     kernel = cuda_module("measure_peaks.cu").fused_multiply_adds[_grid(), BLOCK]
     out = torch.zeros(2, device="cuda")
     return Probe(partial(kernel, out, 8 * ROUNDS), 128 * ROUNDS * _grid() * BLOCK)
+
+
+def empty_blocks() -> Probe:
+    """Return a probe that starts blocks of one warp, which do nothing, in blocks."""
+    from ..kernels.cuda_cpp import cuda_module
+
+    kernel = cuda_module("measure_peaks.cu").nothing[EMPTY_BLOCKS, WARP]
+    return Probe(kernel, EMPTY_BLOCKS)
 
 
 def both_ways(nbytes: int) -> Probe:

@@ -21,7 +21,7 @@ SCHEMA = 1
 TOLERANCE = 1.05
 """A side that is faster than the limit by more than this factor skips declared work."""
 PCIE = ("h2d", "d2h")
-UNITS = ("l2", "shared", "atomics", "sfu")
+UNITS = ("l2", "shared", "atomics", "sfu", "blocks")
 """Rates of single units of a GPU. They limit no declared work, because other units may do it."""
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32"}
 """Types of the matrix products. The longest is last, because a hot GPU lowers its clocks."""
@@ -46,7 +46,8 @@ class Peaks:
         rates: In bytes/s: DRAM ``copy`` (read plus written), ``read`` and ``write``, and ``h2d``
             and ``d2h`` with pinned memory (``pcie_both``: in both directions at once), ``l2`` and
             ``shared`` for reads of data that stays there. In FLOP/s: matrix products by type. In
-            operations/s: ``atomics`` (additions in the L2) and ``sfu`` (exponentials). In seconds:
+            operations/s: ``atomics`` (additions in the L2), ``sfu`` (exponentials) and ``blocks``
+            (blocks of a kernel that does nothing). In seconds:
             a tiny kernel's cost on the host (``launch``) and in a graph (``graph_node``), a call of
             torch that launches nothing (``host_step``), and `Tensor.item` (``sync``). With several
             GPUs, also copies to a ``peer`` or in both directions (``peer_both``) and the largest
