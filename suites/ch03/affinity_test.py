@@ -1,7 +1,8 @@
 """Affinity: give the threads of a team cores next to each other, and keep them there.
 
 Problem    A chain of short fp32 operations on the CPU, each split among the threads of a team. The
-           team has half of the cores that the process may use, as one of two workers on a host.
+           team has half of the cores that the process may use, as one of two workers on a host. An
+           operation uses up to 32 of its threads, because torch gives each at least 32,768 values.
 Baseline   free: the default. The kernel may move a thread to any core between two operations.
 Optimized  close: free with `OMP_PROC_BIND=close` and `OMP_PLACES=cores`. Each thread keeps a core,
            and the cores are neighbors: on a host with two sockets, all are on one.
@@ -77,7 +78,7 @@ def steps(n):
     reference=reference,
     sizes=[],
     check_sizes=[{"n": 1023}],
-    cpu_sizes=[{"n": 1 << 18}],
+    cpu_sizes=[{"n": 1 << 20}],
     work=lambda n: Work(read=8 * n, write=4 * n, flops={"fp32": 2 * STEPS * n}, roundings=STEPS),
     bound="latency",
     costs=dict.fromkeys((free, close, spread), steps),

@@ -7,7 +7,8 @@ Baseline   collected: Python's default. Making many objects starts collections. 
            the youngest objects alone, but a full one goes through every object of the process.
 Optimized  frozen: collected with `gc.freeze()` before the loop. Collections then skip all objects
            that exist at that time. `gc.unfreeze()` at the end gives them back.
-           disabled: collected with `gc.disable()` during the loop, so there is no collection.
+           disabled: collected with `gc.disable()` during the loop, so there is no collection. On
+           frozen, the loop's own objects are still visited.
 Bound      The host: the interpreter's loop. What a collection costs grows with the objects that
            it visits, and a full one starts when the new objects are a quarter of the old ones. So
            more old objects make collections rarer and longer.

@@ -11,8 +11,8 @@ Optimized  torch_setting: small_pages with `THP_MEM_ALLOC_ENABLE=1`. torch then 
            malloc calls `madvise` for the memory that it gets from the kernel, not only for tensors.
            table_in_huge_pages: table_in_small_pages with torch's setting.
 Bound      Memory. A huge page is one page fault where small pages are 512. It needs one entry of
-           the TLB, so random rows of a large table need fewer walks through page tables. The kernel
-           still fills each page with zeros, which is the same number of bytes.
+           the TLB, so random rows of a large table need fewer walks through page tables. With
+           either size, the kernel fills the same number of bytes with zeros.
 Use when   The machine's setting is `madvise`, and large host buffers come and go, or are read at
            random. It gains nothing where the setting is `always`, where memory is so fragmented
            that the kernel finds no huge pages, or where buffers are reused. Reuse is better:

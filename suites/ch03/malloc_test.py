@@ -3,8 +3,9 @@
 Problem    Turn a batch of uint8 images into fp32 on the CPU. A loader does it for every batch. The
            result is larger than 32 MiB, and is freed before the next call or soon after it.
 Baseline   returned: glibc's default. A block of more than 32 MiB always comes from the kernel and
-           goes back there when it is freed. So each call takes a page fault for every 4 KiB, and
-           the kernel fills each page with zeros first.
+           goes back there when it is freed. So each call takes a page fault for every page of 4 KiB
+           or, where the kernel's setting for huge pages is `always`, of 2 MiB. The kernel fills
+           each page with zeros first.
 Optimized  kept: returned with `MALLOC_MMAP_MAX_=0`, so large blocks come from the heap, and
            `MALLOC_TRIM_THRESHOLD_`, so the heap does not shrink. Neither works without the other.
            jemalloc: returned with jemalloc preloaded and `dirty_decay_ms:-1`: it never gives pages
@@ -14,7 +15,7 @@ Optimized  kept: returned with `MALLOC_MMAP_MAX_=0`, so large blocks come from t
            decay time to 0 if the time is above 0. So nothing is kept.
            tcmalloc: returned with tcmalloc preloaded. It keeps freed pages by default, and gives
            them back little by little.
-Bound      DRAM on kept: it reads and writes the images alone. returned also waits for the kernel.
+Bound      DRAM on kept, which only reads and writes the images. returned also waits for the kernel.
 Use when   A process allocates large host tensors again and again, and its memory may stay as large
            as it once was. A buffer that the program reuses needs no setting:
            `../ch01/preallocated_test.py`. Blocks below 32 MiB gain little, because glibc keeps them

@@ -6,7 +6,9 @@ Baseline   eager: `CUDA_MODULE_LOADING=EAGER`. The driver loads every kernel of 
            first uses that library. Images set it so that no later request waits for a kernel.
 Optimized  lazy: eager without the variable. The default loads each kernel at its first launch.
 Bound      The host: the driver creates a context and loads kernels. eager loads thousands of
-           kernels of torch and cuBLAS, of which the layer launches a few.
+           kernels of torch and cuBLAS, of which the layer launches a few. The costs count the
+           layer alone, because no rate of loading is measured. So both sides take far longer than
+           predicted.
 Use when   Always, except when the first launch of each kernel must be fast: a server may instead
            warm up with the requests that it expects. Kernels that are loaded later also take GPU
            memory later, so measure free memory after the warm-up. A first launch may wait for
