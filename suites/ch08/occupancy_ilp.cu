@@ -32,21 +32,33 @@ struct Iterate {
 };
 
 // A block takes tiles of BLOCK * each elements, a whole grid apart. The loop over tiles is not
-// unrolled, so that `each` alone decides how many elements are in work.
+// unrolled, so that `each` alone decides how many elements are in work. One test decides for a
+// whole tile, so that no load waits for a test.
 template <unsigned each, typename Function>
 __device__ void walk(Function function, const float* __restrict__ x, float* __restrict__ out,
                      unsigned n) {
   constexpr unsigned TILE = BLOCK * each;
 #pragma unroll 1
-  for (unsigned tile = blockIdx.x; tile * TILE < n; tile += gridDim.x) {
-    const unsigned first = tile * TILE + threadIdx.x;
-    float value[each];
+  for (unsigned begin = blockIdx.x * TILE; begin < n; begin += gridDim.x * TILE) {
+    const unsigned first = begin + threadIdx.x;
+    const bool whole = begin + TILE <= n;
+    float value[each] = {};
+    if (whole) {
 #pragma unroll
-    for (unsigned k = 0; k < each; ++k) value[k] = first + k * BLOCK < n ? x[first + k * BLOCK] : 0;
+      for (unsigned k = 0; k < each; ++k) value[k] = x[first + k * BLOCK];
+    } else {
+      for (unsigned k = 0; k < each; ++k) {
+        if (first + k * BLOCK < n) value[k] = x[first + k * BLOCK];
+      }
+    }
     function(value);
+    if (whole) {
 #pragma unroll
-    for (unsigned k = 0; k < each; ++k) {
-      if (first + k * BLOCK < n) out[first + k * BLOCK] = value[k];
+      for (unsigned k = 0; k < each; ++k) out[first + k * BLOCK] = value[k];
+    } else {
+      for (unsigned k = 0; k < each; ++k) {
+        if (first + k * BLOCK < n) out[first + k * BLOCK] = value[k];
+      }
     }
   }
 }

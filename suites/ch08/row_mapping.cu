@@ -12,6 +12,7 @@ template <unsigned lanes>
 __device__ float sum_of_squares(const float* __restrict__ row, unsigned n, unsigned lane) {
   float sum[4] = {};
   unsigned i = lane;
+#pragma unroll 1  // no more loads in flight
   for (; i + 3 * lanes < n; i += 4 * lanes) {
     float value[4];
 #pragma unroll
@@ -19,6 +20,7 @@ __device__ float sum_of_squares(const float* __restrict__ row, unsigned n, unsig
 #pragma unroll
     for (unsigned k = 0; k < 4; ++k) sum[k] = fmaf(value[k], value[k], sum[k]);
   }
+#pragma unroll 1
   for (; i < n; i += lanes) sum[0] = fmaf(row[i], row[i], sum[0]);
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }

@@ -13,15 +13,15 @@ Bound      DRAM: every element is read once. All kernels have four loads per thr
            a sector is used only if it is still in the L1 when the thread's next loads come. An SM
            full of threads has 2048 such sectors in use, 64 KiB. Long rows also leave threads idle:
            below 270336 rows, an H200 is not full.
-           warp_per_row: below 128 elements a lane has less than four loads, and from 65536
-           elements on there are fewer warps than the GPU holds.
-           block_per_row: below 1024 elements a thread has less than four loads, and starting and
-           adding up a block costs as much as its work.
-Use when   You reduce along the contiguous dimension. Take a warp per row up to a few thousand
-           elements, a block per row beyond, and several blocks per row if there are fewer rows than
-           SMs (`../ch07/reduction_test.py`). One thread per row is right if neighboring rows lie
-           next to each other in memory, as in a column-major matrix. How a block adds up its sums
-           is the question of `../ch06/shuffle_reduction_test.py`.
+           warp_per_row: rows of 32 elements are bound by issue. A lane loads one element, and the
+           warp issues dozens of instructions to find it and to add up the lanes.
+           block_per_row: the same up to some hundred elements, and eight times as many instructions
+           per row. Below 1024 elements a thread also has less than four loads.
+Use when   You reduce along the contiguous dimension. Start with a warp per row. Try a block per row
+           if there are fewer rows than warps on the GPU, and several blocks per row if there are
+           fewer rows than SMs (`../ch07/reduction_test.py`). One thread per row is right if
+           neighboring rows lie next to each other in memory, as in a column-major matrix. How a
+           block adds up its sums is the question of `../ch06/shuffle_reduction_test.py`.
 """
 
 import torch
@@ -65,7 +65,23 @@ def library(x):
     return torch.linalg.vector_norm(x, dim=1)
 
 
-def read_once(rows, n):
+def reduced(warps, start, end=0):
+    """Return the cost of a side that gives `warps` warps to a row.
+
+    The instructions of a warp are counted in the machine code for sm_90: `start` for its beginning
+    and its sum, 27 for a round of four loads, 9 for each load that is left, and `end` for the sum
+    of a row's warps. An instruction takes the slots of 32 multiply-adds.
+    """
+
+    def read_once(rows, n):
+        rounds, left = divmod(n, 4 * 32 * warps)
+        issued = warps * (start + 27 * rounds) + 9 * -(-left // 32) + end
+        return Cost(read=4 * rows * n, write=4 * rows, ops={"fp32": 64 * issued * rows}, launches=1)
+
+    return read_once
+
+
+def read_by_threads(rows, n):
     return Cost(read=4 * rows * n, write=4 * rows, ops={"fp32": 2 * rows * n}, launches=1)
 
 
@@ -88,7 +104,11 @@ def read_once(rows, n):
         read=4 * rows * n, write=4 * rows, flops={"fp32": 2 * rows * n}, terms=n
     ),
     bound="dram",
-    costs=dict.fromkeys([thread_per_row, warp_per_row, block_per_row, library], read_once),
+    costs={
+        **dict.fromkeys([thread_per_row, library], read_by_threads),
+        warp_per_row: reduced(1, start=55),
+        block_per_row: reduced(WARPS, start=50, end=40),
+    },
     sweep=Sweep("n", judged=[2048]),
 )
 def test_row_mapping(pair):

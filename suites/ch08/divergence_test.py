@@ -1,0 +1,113 @@
+"""Divergence: a warp takes every branch that one of its lanes needs.
+
+Problem    n fp32 elements of two kinds, half of each. An element takes 128 steps of a growth rule.
+           Kind 0 has a logistic rule of two dependent instructions per step, and kind 1 a cubic one
+           of three. With order=random the kinds are mixed. With order=sorted, all elements of kind
+           0 come first, as a caller could store them.
+Baseline   branching: an `if` for the kind, with the loop of its rule in each branch.
+Optimized  partitioned: of branching. A block of 256 threads counts its elements of kind 0 by votes,
+           and moves them through shared memory to its first threads. Then at most one warp of a
+           block has both kinds. The result goes back to the element's place.
+           both_paths: of branching. Predication by hand: each thread computes both results and
+           keeps one. It has no branch, and more work if the kinds are sorted.
+           one_path: of branching. Both rules as one loop, in which only a factor is selected. It
+           works because the rules are alike. The selection is a fourth instruction per step.
+Bound      Issue. A warp with both kinds needs 2 + 3 instructions per step, and one with a single
+           kind 2 or 3. So branching takes twice as long with order=random as with order=sorted.
+           partitioned comes close to the sorted case. In both orders both_paths takes as long as
+           branching does with order=random, and one_path lies between.
+Use when   The branches are long, and a warp's lanes disagree. Sort the data once if you use them
+           often, or partition inside a block. Write the common part outside of the branch, and
+           select operands instead. Short branches need nothing of this: the compiler predicates
+           them itself. Neither do kernels that wait for DRAM, because their issue slots are free.
+"""
+
+import torch
+
+from pytest_aisp import Cost, Variant, Work, compare, cuda_module
+
+kernels = cuda_module("divergence.cu")
+BLOCK = 256
+STEPS, RATE = 128, 0.02
+LOGISTIC, CUBIC, SELECTED = 2, 3, 4  # instructions of a step
+
+
+def inputs(device, n, order):
+    x = 0.01 + 0.49 * torch.rand(n, device=device)
+    kind = (torch.randperm(n, device=device) % 2).to(torch.int32)
+    return x, kind.sort().values if order == "sorted" else kind
+
+
+def reference(x, kind):
+    y = x.double()
+    for _ in range(STEPS):
+        y = y + RATE * (y - torch.where(kind == 0, y**2, y**3))
+    return y
+
+
+def launch(kernel, x, kind):
+    out = torch.empty_like(x)
+    kernel[-(-x.numel() // BLOCK), BLOCK](RATE, x, kind, out, x.numel())
+    return out
+
+
+def branching(x, kind):
+    return launch(kernels.branching, x, kind)
+
+
+def partitioned(x, kind):
+    return launch(kernels.partitioned, x, kind)
+
+
+def both_paths(x, kind):
+    return launch(kernels.both_paths, x, kind)
+
+
+def one_path(x, kind):
+    return launch(kernels.one_path, x, kind)
+
+
+def issued(random, ordered):
+    """Return the cost, as a function of the size, from the instructions per step in each order."""
+
+    def stepped(n, order):
+        # An instruction takes the slot of a multiply-add, which is two operations.
+        ops = 2 * STEPS * n * (random if order == "random" else ordered)
+        return Cost(read=8 * n, write=4 * n, ops={"fp32": ops}, launches=1)
+
+    return stepped
+
+
+BOTH, ONE = LOGISTIC + CUBIC, (LOGISTIC + CUBIC) / 2
+MIXED = (7 * ONE + BOTH) / 8  # one of a block's 8 warps has both kinds
+
+
+@compare(
+    baseline=branching,
+    optimized=[
+        # If the elements are sorted, nothing is left to partition.
+        Variant(partitioned, sass="VOTE", when=lambda n, order: order == "random"),
+        Variant(both_paths, at_least="yardstick"),  # more work than the baseline if sorted
+        Variant(one_path, at_least="yardstick"),
+    ],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"n": 2**26, "order": order} for order in ("random", "sorted")],
+    check_sizes=[
+        {"n": 833, "order": "random"},
+        {"n": 515, "order": "sorted"},
+    ],
+    # No flops: the rate of fp32 was measured in matrix products. A chain in registers may run
+    # faster, and the harness would take that for skipped work.
+    work=lambda n, order: Work(read=8 * n, write=4 * n),
+    bound="issue",
+    costs={
+        branching: issued(BOTH, ONE),
+        partitioned: issued(MIXED, ONE),
+        both_paths: issued(BOTH, BOTH),
+        one_path: issued(SELECTED, SELECTED),
+    },
+)
+def test_divergence(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()

@@ -1,0 +1,111 @@
+"""Spills: more warps do not pay for registers that move to memory.
+
+Problem    The logarithms of the determinants of n symmetric positive definite 16 x 16 fp32
+           matrices. A thread factors one matrix by Cholesky, so it keeps 120 elements of the factor
+           in registers. The matrices are interleaved: the elements at one place lie side by side.
+Baseline   no_limit: a kernel without launch bounds, started with blocks of 128 threads. The
+           compiler uses 160 registers per thread for sm_90, so 3 blocks fit an SM.
+Optimized  four_blocks: of no_limit. `__launch_bounds__(128, 4)` allows 128 registers, so 4 blocks
+           fit. The compiler keeps 24 bytes per thread in local memory.
+           eight_blocks: of four_blocks. `__launch_bounds__(128, 8)` allows 64 registers, so 8
+           blocks fit. 520 bytes per thread are in local memory. The machine code stores there 186
+           times and loads 204 times (STL and LDL).
+           library: `torch.linalg.cholesky`, and the sum of the logarithms of the diagonal. It wants
+           each matrix in one piece, so its time includes a transposed copy.
+Bound      DRAM for no_limit and four_blocks: the lower triangle is read once. A thread has many
+           independent loads in flight, so 12 warps per SM are enough, and 16 gain nothing.
+           L2 for eight_blocks: the local memory of an SM's 1024 threads does not fit its L1. The
+           costs count every spill as a transfer from or to the L2.
+Use when   A kernel needs so many registers that few warps fit an SM, and the profiler shows that
+           they wait. Raise the number of blocks in small steps, and look at the bytes of stack that
+           the compiler reports at each. A few bytes cost little. Once arrays spill, take fewer
+           warps and more independent work per thread (`occupancy_ilp_test.py`), or share a matrix
+           among the lanes of a warp. `../ch06/launch_bounds_test.py` has a kernel that fits anyway.
+"""
+
+import torch
+
+from pytest_aisp import Cost, Variant, Work, compare, cuda_module
+
+kernels = cuda_module("spills.cu")
+BLOCK, SIDE = 128, 16
+LOWER = SIDE * (SIDE + 1) // 2
+SPILLS = 186 + 204  # stores and loads of local memory, in the machine code for sm_90
+ISSUED = 1300  # instructions of a thread
+
+
+def inputs(device, n):
+    g = torch.randn(n, SIDE, SIDE, device=device) / SIDE**0.5
+    a = g @ g.mT + torch.eye(SIDE, device=device)
+    return (a.permute(1, 2, 0).contiguous(),)
+
+
+def reference(a):
+    return torch.linalg.slogdet(a.double().permute(2, 0, 1)).logabsdet
+
+
+def launch(kernel, a):
+    n = a.shape[2]
+    out = torch.empty(n, device=a.device)
+    kernel[-(-n // BLOCK), BLOCK](a, out, n)
+    return out
+
+
+def no_limit(a):
+    return launch(kernels.no_limit, a)
+
+
+def four_blocks(a):
+    return launch(kernels.four_blocks, a)
+
+
+def eight_blocks(a):
+    return launch(kernels.eight_blocks, a)
+
+
+def library(a):
+    factor = torch.linalg.cholesky(a.permute(2, 0, 1))
+    return 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
+
+
+def factored(n, spills=0):
+    slots = 2 * (ISSUED + spills) * n  # an instruction takes the slot of a multiply-add
+    l2 = 4 * (LOWER + spills) * n
+    return Cost(read=4 * LOWER * n, write=4 * n, l2=l2, ops={"fp32": slots}, launches=1)
+
+
+def copied_and_factored(n):
+    matrix = 4 * SIDE**2 * n
+    copy = Cost(read=matrix, write=matrix, launches=1)
+    factor = Cost(read=matrix, write=matrix, ops={"fp32": SIDE**3 / 3 * n}, launches=1)
+    # A diagonal element takes a sector of 32 bytes. Then come logarithm, sum and product.
+    logarithm = Cost(read=32 * SIDE * n, write=4 * SIDE * n, launches=1)
+    return copy + factor + logarithm + Cost(read=4 * SIDE * n, launches=1) + Cost(launches=1)
+
+
+@compare(
+    baseline=no_limit,
+    optimized=[
+        four_blocks,
+        Variant(eight_blocks, sass="STL", at_least="yardstick"),
+        Variant(library, at_least="yardstick"),
+    ],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"n": 2**19}],
+    check_sizes=[{"n": 1}, {"n": 387}],
+    work=lambda n: Work(
+        read=4 * LOWER * n, write=4 * n, flops={"fp32": SIDE**3 / 3 * n}, terms=SIDE, roundings=SIDE
+    ),
+    bound="dram",
+    costs={
+        no_limit: factored,
+        four_blocks: factored,
+        eight_blocks: lambda n: factored(n, SPILLS),
+        library: copied_and_factored,
+    },
+    at_least="neutral",
+)
+def test_spills(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
