@@ -1,0 +1,342 @@
+"""Cross entropy: loss and gradient in one kernel, and logits that never exist all at once.
+
+Problem    Mean cross entropy of bf16 logits and its gradient, computed in fp32.
+           test_cross_entropy is a curve over 1024 to 262144 classes. test_linear_cross_entropy
+           begins one layer earlier, with hidden states and the weight of the last layer, and
+           returns the gradients of both. Labels are classes, and none is ignored.
+Baseline   eager: `cross_entropy` of the logits in fp32, and autograd.
+           whole: the product of hidden states and weight, then eager, and autograd for the rest.
+Optimized  compiled: of eager: softmax, loss and gradient by formula, through `torch.compile`.
+           two_kernels: of eager. A Triton kernel finds the loss and the logarithm of the sum of
+           each row, online. A second one reads the logits again and writes the gradient.
+           one_kernel: of two_kernels. The program that found a row's sum writes the gradient too.
+           chunked: of whole. Eight chunks of rows in turn, each with its logits, its loss and its
+           gradients. The gradient of the weight is added up in bf16.
+           fused_chunks: of chunked. one_kernel for each chunk. It replaces the logits by their
+           gradient in place.
+           linear_library: `torch.nn.functional.linear_cross_entropy` with its default chunks. It
+           returns the loss in bf16.
+Bound      test_cross_entropy: DRAM. eager moves each logit about nine times, partly in fp32. The
+           Triton kernels read a logit twice and write its gradient. In one_kernel the second read
+           comes from the L2, as long as the rows of all running programs fit there together.
+           test_linear_cross_entropy: the tensor cores. All sides compute the same three products.
+           Memory is the point: whole keeps logits and gradients of all rows in fp32.
+Use when   The vocabulary is large. The gradient of the loss is known as soon as the loss is, so
+           compute both in the forward. Choose chunks so large that the products still fill the GPU.
+           Each chunk adds to the gradient of the weight, which is read and written every time.
+"""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from pytest_aisp import Cost, Sweep, Variant, Work, compare
+
+TOTAL = 2**28  # logits of the curve
+CLASSES = (1024, 4096, 16384, 65536, 262144)
+CHUNKS = 8
+ROWS = 512  # rows that the reference takes at once
+STEP = 4096
+RUNNING = 132 * 4  # programs that an H200 holds at once, as its registers allow
+L2 = 50 * 2**20
+MOST = {"chunked": 0.35, "fused_chunks": 0.2, "linear_library": 0.6}
+
+
+@triton.jit
+def in_bf16(value):
+    """Round to even. On a GPU a cast does so, but Triton's interpreter truncates."""
+    bits = value.to(tl.int32, bitcast=True)
+    bits += 0x7FFF + ((bits >> 16) & 1)
+    return ((bits >> 16) << 16).to(tl.float32, bitcast=True).to(tl.bfloat16)
+
+
+@triton.jit
+def log_sum(logits, row, n, STEP: tl.constexpr):
+    """Return the logarithm of the sum of the exponentials of a row."""
+    lanes = tl.arange(0, STEP)
+    most = tl.full((STEP,), -3.4028234e38, tl.float32)
+    total = tl.zeros((STEP,), tl.float32)
+    for start in range(0, n, STEP):
+        at = start + lanes
+        value = tl.load(logits + row + at, mask=at < n, other=float("-inf")).to(tl.float32)
+        larger = tl.maximum(most, value)
+        total = total * tl.exp(most - larger) + tl.exp(value - larger)
+        most = larger
+    largest = tl.max(most)
+    return largest + tl.log(tl.sum(total * tl.exp(most - largest)))
+
+
+@triton.jit
+def store_gradient(logits, grad, row, n, label, found, rows, STEP: tl.constexpr):
+    lanes = tl.arange(0, STEP)
+    for start in range(0, n, STEP):
+        at = start + lanes
+        value = tl.load(logits + row + at, mask=at < n, other=float("-inf")).to(tl.float32)
+        change = (tl.exp(value - found) - tl.where(at == label, 1.0, 0.0)) / rows
+        tl.store(grad + row + at, in_bf16(change), mask=at < n)
+
+
+@triton.jit
+def loss_kernel(logits, labels, losses, sums, n, STEP: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * n
+    label = tl.load(labels + tl.program_id(0))
+    found = log_sum(logits, row, n, STEP)
+    tl.store(sums + tl.program_id(0), found)
+    tl.store(losses + tl.program_id(0), found - tl.load(logits + row + label).to(tl.float32))
+
+
+@triton.jit
+def gradient_kernel(logits, labels, sums, grad, n, rows, STEP: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * n
+    label = tl.load(labels + tl.program_id(0))
+    found = tl.load(sums + tl.program_id(0))
+    store_gradient(logits, grad, row, n, label, found, rows, STEP)
+
+
+@triton.jit
+def both_kernel(logits, labels, losses, grad, n, rows, STEP: tl.constexpr):
+    """Store loss and gradient of a row. `grad` may be `logits`, because a row has one program."""
+    row = tl.program_id(0).to(tl.int64) * n
+    label = tl.load(labels + tl.program_id(0))
+    found = log_sum(logits, row, n, STEP)
+    tl.store(losses + tl.program_id(0), found - tl.load(logits + row + label).to(tl.float32))
+    # In place, the label's logit is overwritten only after every thread has read it.
+    tl.debug_barrier()
+    store_gradient(logits, grad, row, n, label, found, rows, STEP)
+
+
+def inputs(device, rows, n):
+    logits = 2 * torch.randn(rows, n, device=device)
+    return logits.bfloat16(), torch.randint(n, (rows,), device=device)
+
+
+def linear_inputs(device, rows, n, k):
+    hidden = torch.randn(rows, k, device=device).bfloat16()
+    weight = 2 * torch.randn(n, k, device=device) / k**0.5
+    return hidden, weight.bfloat16(), torch.randint(n, (rows,), device=device)
+
+
+def reference(logits, labels):
+    logits = logits.double()
+    rows = len(logits)
+    logs = logits.log_softmax(dim=1)
+    own = F.one_hot(labels, logits.shape[1])
+    loss = -logs.gather(1, labels[:, None]).sum() / rows
+    return loss, (logs.exp() - own) / rows
+
+
+def linear_reference(hidden, weight, labels):
+    weight = weight.double()
+    loss, dweight, dhidden = 0, torch.zeros_like(weight), []
+    for start in range(0, len(hidden), ROWS):
+        piece = hidden[start : start + ROWS].double()
+        part, change = reference(piece @ weight.mT, labels[start : start + ROWS])
+        share = len(piece) / len(hidden)
+        loss = loss + part * share
+        dweight = dweight + (change * share).mT @ piece
+        dhidden.append((change * share) @ weight)
+    return loss, torch.cat(dhidden), dweight
+
+
+def eager(logits, labels):
+    leaf = logits.detach().requires_grad_()
+    loss = F.cross_entropy(leaf.float(), labels)
+    return loss.detach(), *torch.autograd.grad(loss, leaf)
+
+
+def formula(logits, labels):
+    logs = logits.float().log_softmax(dim=1)
+    loss = -logs.gather(1, labels[:, None]).mean()
+    own = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
+    return loss, ((logs.exp() - own.float()) / len(logits)).to(logits.dtype)
+
+
+@functools.cache
+def compiled_formula():
+    return torch.compile(formula, dynamic=False)
+
+
+def compiled(logits, labels):
+    return compiled_formula()(logits, labels)
+
+
+def two_kernels(logits, labels):
+    rows, n = logits.shape
+    losses, sums = torch.empty(2, rows, device=logits.device)
+    loss_kernel[(rows,)](logits, labels, losses, sums, n, STEP=STEP, num_warps=8)
+    grad = torch.empty_like(logits)
+    gradient_kernel[(rows,)](logits, labels, sums, grad, n, rows, STEP=STEP, num_warps=8)
+    return losses.mean(), grad
+
+
+def both(logits, labels, losses, grad, rows):
+    """Store the losses of some of `rows` rows, and the gradient of the mean over all of them."""
+    grid = (len(logits),)
+    both_kernel[grid](logits, labels, losses, grad, logits.shape[1], rows, STEP=STEP, num_warps=8)
+
+
+def one_kernel(logits, labels):
+    losses = torch.empty(len(logits), device=logits.device)
+    grad = torch.empty_like(logits)
+    both(logits, labels, losses, grad, len(logits))
+    return losses.mean(), grad
+
+
+def whole(hidden, weight, labels):
+    leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    loss = F.cross_entropy((leaves[0] @ leaves[1].mT).float(), labels)
+    return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+
+def pieces(hidden, labels):
+    size = -(-len(hidden) // CHUNKS)
+    return zip(hidden.split(size), labels.split(size), strict=True)
+
+
+def chunked(hidden, weight, labels):
+    loss = torch.zeros((), device=hidden.device)
+    dhidden, dweight = [], torch.zeros_like(weight)
+    for piece, own in pieces(hidden, labels):
+        leaf = (piece @ weight.mT).requires_grad_()
+        part = F.cross_entropy(leaf.float(), own, reduction="sum") / len(hidden)
+        [change] = torch.autograd.grad(part, leaf)
+        loss += part.detach()
+        dhidden.append(change @ weight)
+        dweight.addmm_(change.mT, piece)
+    return loss, torch.cat(dhidden), dweight
+
+
+def fused_chunks(hidden, weight, labels):
+    rows = len(hidden)
+    losses = []
+    dhidden, dweight = [], torch.zeros_like(weight)
+    for piece, own in pieces(hidden, labels):
+        logits = piece @ weight.mT
+        losses.append(torch.empty(len(piece), device=hidden.device))
+        both(logits, own, losses[-1], logits, rows)
+        dhidden.append(logits @ weight)
+        dweight.addmm_(logits.mT, piece)
+    return torch.cat(losses).sum() / rows, torch.cat(dhidden), dweight
+
+
+def linear_library(hidden, weight, labels):
+    leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    options = torch.nn.LinearCrossEntropyOptions()
+    loss = F.linear_cross_entropy(*leaves, labels, options=options)
+    return loss.detach().float(), *torch.autograd.grad(loss, leaves)
+
+
+def moved(rows, n, read, write, exponentials=0):
+    """Return the cost of a kernel, from the bytes per logit that it moves."""
+    elements = rows * n
+    return Cost(
+        read=read * elements, write=write * elements, sfu=exponentials * elements, launches=1
+    )
+
+
+def eager_cost(rows, n):
+    return (
+        moved(rows, n, read=2, write=4)  # to fp32
+        + moved(rows, n, read=4, write=4, exponentials=1)  # log softmax
+        + 2 * Cost(read=16 * rows, launches=1)  # loss
+        + moved(rows, n, read=0, write=4)  # zeros
+        + Cost(read=8 * rows, write=4 * rows, launches=1)  # gradient of the labels' logarithms
+        + moved(rows, n, read=8, write=4, exponentials=1)  # gradient of log softmax
+        + moved(rows, n, read=4, write=2)  # to bf16
+    )
+
+
+def two_kernels_cost(rows, n):
+    return (
+        moved(rows, n, read=2, write=0, exponentials=2)
+        + moved(rows, n, read=2, write=2, exponentials=1)
+        + Cost(read=4 * rows, launches=1)
+    )
+
+
+def one_kernel_cost(rows, n):
+    in_work = 2 * n * min(rows, RUNNING)
+    read = 2 if in_work < L2 else 4
+    return moved(rows, n, read=read, write=2, exponentials=3) + Cost(read=4 * rows, launches=1)
+
+
+def product(m, n, k):
+    """Return the cost of a product of (m, k) and (k, n) in bf16."""
+    return Cost(read=2 * (m * k + k * n), write=2 * m * n, ops={"bf16": 2 * m * n * k}, launches=1)
+
+
+def products(rows, n, k, loss):
+    """Return the cost of the three products, with that of the loss of `rows` rows."""
+    return product(rows, n, k) + loss(rows, n) + product(rows, k, n) + product(n, k, rows)
+
+
+def in_chunks(rows, n, k, loss):
+    # Each product for the gradient of the weight also reads that gradient.
+    each = products(rows // CHUNKS, n, k, loss) + Cost(read=2 * n * k)
+    return Cost(write=2 * n * k, launches=1) + CHUNKS * each
+
+
+@compare(
+    baseline=eager,
+    optimized=[compiled, two_kernels, one_kernel],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"rows": TOTAL // n, "n": n} for n in CLASSES],
+    check_sizes=[{"rows": 17, "n": 255}, {"rows": 2, "n": 9001}],
+    work=lambda rows, n: Work(read=2 * rows * n, write=2 * rows * n, terms=n, roundings=4),
+    bound="dram",
+    costs={
+        eager: eager_cost,
+        **dict.fromkeys([compiled, two_kernels], two_kernels_cost),
+        one_kernel: one_kernel_cost,
+    },
+    sweep=Sweep("n"),
+)
+def test_cross_entropy(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@compare(
+    baseline=whole,
+    optimized=[
+        chunked,
+        fused_chunks,
+        Variant(
+            linear_library,
+            precision="bf16",
+            at_least="yardstick",
+            marks=[
+                pytest.mark.skipif(
+                    not hasattr(F, "linear_cross_entropy"), reason="needs torch 2.13 or later"
+                )
+            ],
+        ),
+    ],
+    inputs=linear_inputs,
+    reference=linear_reference,
+    sizes=[{"rows": 4096, "n": 131072, "k": 2048}],
+    check_sizes=[{"rows": 33, "n": 257, "k": 40}],
+    work=lambda rows, n, k: Work(
+        read=2 * (rows + n) * k,
+        write=2 * (rows + n) * k,
+        flops={"bf16": 6 * rows * n * k},
+        terms=max(rows, n, k),
+        roundings=CHUNKS + 4,
+    ),
+    bound="tensor",
+    costs={
+        whole: lambda rows, n, k: products(rows, n, k, eager_cost),
+        chunked: lambda rows, n, k: in_chunks(rows, n, k, eager_cost),
+        fused_chunks: lambda rows, n, k: in_chunks(rows, n, k, one_kernel_cost),
+        linear_library: lambda rows, n, k: in_chunks(rows, n, k, eager_cost),
+    },
+)
+def test_linear_cross_entropy(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+    pair.assert_memory(at_most=MOST[pair.variant])
