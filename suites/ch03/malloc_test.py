@@ -1,13 +1,15 @@
 """Malloc: keep freed memory in the process.
 
 Problem    Turn a batch of uint8 images into fp32 on the CPU. A loader does it for every batch. The
-           result is larger than 32 MiB, and is freed before the next call or soon after it.
+           result is larger than 32 MiB, and is freed before the next call or soon after it. On a
+           CPU, torch converts the images in a step of its own, so there is a second such block.
 Baseline   returned: glibc's default. A block of more than 32 MiB always comes from the kernel and
            goes back there when it is freed. So each call takes a page fault for every page of 4 KiB
            or, where the kernel's setting for huge pages is `always`, of 2 MiB. The kernel fills
            each page with zeros first.
 Optimized  kept: returned with `MALLOC_MMAP_MAX_=0`, so large blocks come from the heap, and
-           `MALLOC_TRIM_THRESHOLD_`, so the heap does not shrink. Neither works without the other.
+           `MALLOC_TRIM_THRESHOLD_`, so the heap does not shrink when its last block is freed. The
+           second setting changes nothing without the first.
            jemalloc: returned with jemalloc preloaded and `dirty_decay_ms:-1`: it never gives pages
            back. Without this setting, it gives large blocks back when they are freed.
            jemalloc_advised: jemalloc with the settings that guides for torch advise. They name a
@@ -15,7 +17,8 @@ Optimized  kept: returned with `MALLOC_MMAP_MAX_=0`, so large blocks come from t
            decay time to 0 if the time is above 0. So nothing is kept.
            tcmalloc: returned with tcmalloc preloaded. It keeps freed pages by default, and gives
            them back little by little.
-Bound      DRAM on kept, which only reads and writes the images. returned also waits for the kernel.
+Bound      DRAM on kept, which only reads and writes both blocks. returned also waits for the
+           kernel.
 Use when   A process allocates large host tensors again and again, and its memory may stay as large
            as it once was. A buffer that the program reuses needs no setting:
            `../ch01/preallocated_test.py`. Blocks below 32 MiB gain little, because glibc keeps them
@@ -98,7 +101,8 @@ def tcmalloc(batch):
 
 def scaled(count, side):
     values = 3 * count * side**2
-    return Cost(read=values, write=4 * values, ops={"fp32": values})
+    converted = Cost(read=values, write=4 * values)
+    return converted + Cost(read=4 * values, write=4 * values, ops={"fp32": values})
 
 
 @compare(
