@@ -97,8 +97,8 @@ MIXED = (7 * ONE + BOTH) / 8  # one of a block's 8 warps has both kinds
         {"n": 833, "order": "random"},
         {"n": 515, "order": "sorted"},
     ],
-    # No flops: the rate of fp32 was measured in matrix products. A chain in registers may run
-    # faster, and the harness would take that for skipped work.
+    # No flops: the chains may run at the full rate of fp32. At a higher clock than the one at which
+    # that rate was measured, they would look like skipped work.
     work=lambda n, order: Work(read=8 * n, write=4 * n),
     bound="issue",
     costs={

@@ -1,0 +1,100 @@
+"""Tail: start the longest work first, so that only short work is left at the end.
+
+Problem    The product of a lower triangular fp32 matrix of m rows with a vector. The rows are
+           packed: row i has i + 1 elements. Causal attention and pairwise distances have the same
+           shape.
+Baseline   in_order: a warp per row, in the order of the rows. An H200 holds 8448 warps, so the
+           longest rows start last.
+Optimized  longest_first: of in_order. Warp w has row m - 1 - w. Only the order of the rows changes.
+           in_pieces: of in_order. A warp has at most 2048 elements of a row, and adds its sum to
+           the row's by an atomic. The result is set to zero before.
+           PyTorch has no product of packed triangular matrices. A dense product would read the
+           zeros too.
+Bound      DRAM: every element is read once. A lane has four loads in flight, so DRAM needs about
+           7000 warps at work (`occupancy_ilp_test.py`). In in_order, the last 7000 warps to end
+           have rows of very different lengths. The fewer of them are left, the less they read
+           together, until the longest row ends alone. In longest_first, the last warps have rows of
+           a few elements. in_pieces has no long warp at all. The costs count bytes, so they show no
+           tail.
+Use when   The pieces of work have known and different lengths. Start the long ones first: it costs
+           one subtraction or a sorted list of indices. If single pieces are too long even then, cut
+           them. If the lengths are unknown, use a queue (`../ch12/uneven_work_test.py`). If all
+           pieces are equal and few, the tail is a matter of their number
+           (`../ch02/wave_quantization_test.py`). With many short pieces per SM there is no tail.
+"""
+
+import torch
+
+from pytest_aisp import Cost, Work, compare, cuda_module
+
+kernels = cuda_module("tail.cu")
+BLOCK, WARPS, PIECE = 256, 8, 2048
+
+
+def packed_elements(m):
+    return m * (m + 1) // 2
+
+
+def inputs(device, m):
+    return torch.randn(packed_elements(m), device=device), torch.randn(m, device=device)
+
+
+def reference(packed, x):
+    m = x.numel()
+    lower = torch.ones(m, m, dtype=torch.bool, device=x.device).tril()
+    dense = torch.zeros(m, m, dtype=torch.float64, device=x.device)
+    return dense.masked_scatter(lower, packed.double()) @ x.double()
+
+
+def row_per_warp(kernel, packed, x):
+    out = torch.empty_like(x)
+    m = x.numel()
+    kernel[-(-m // WARPS), BLOCK](packed, x, out, m)
+    return out
+
+
+def in_order(packed, x):
+    return row_per_warp(kernels.in_order, packed, x)
+
+
+def longest_first(packed, x):
+    return row_per_warp(kernels.longest_first, packed, x)
+
+
+def in_pieces(packed, x):
+    out = torch.zeros_like(x)
+    m = x.numel()
+    kernels.in_pieces[(-(-m // WARPS), -(-m // PIECE)), BLOCK](packed, x, out, m)
+    return out
+
+
+def multiplied(m, atomics=0):
+    elements = packed_elements(m)
+    reading = {"read": 4 * (elements + m), "ops": {"fp32": 2 * elements}}
+    return Cost(**reading, write=4 * m, atomics=atomics, launches=1)
+
+
+def filled_and_added(m):
+    pieces = sum(-(-row // PIECE) for row in range(1, m + 1))
+    return Cost(write=4 * m, launches=1) + multiplied(m, atomics=pieces)
+
+
+@compare(
+    baseline=in_order,
+    optimized=[longest_first, in_pieces],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"m": 2**14}],
+    check_sizes=[{"m": 75}, {"m": 33}, {"m": 2051}],
+    work=lambda m: Work(
+        read=4 * (packed_elements(m) + m),
+        write=4 * m,
+        flops={"fp32": 2 * packed_elements(m)},
+        terms=m,
+    ),
+    bound="dram",
+    costs={in_order: multiplied, longest_first: multiplied, in_pieces: filled_and_added},
+)
+def test_tail(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
