@@ -1,0 +1,121 @@
+"""Attention: scores that stay on the chip, by each of PyTorch's kernels.
+
+Problem    Attention without a mask in bf16, heads of 64, 256 to 8192 tokens. Heads times tokens is
+           the same at each size, so the queries are always 32 MiB. The scores have a standard
+           deviation of 3, as in trained models.
+Baseline   math: scores by `matmul`, softmax in fp32, rounding to bf16, `matmul`.
+Optimized  efficient: of math, as `SDPBackend.EFFICIENT_ATTENTION`, the kernel of xFormers. Tiles of
+           scores stay on the chip.
+           flash: of math, as `SDPBackend.FLASH_ATTENTION`, FlashAttention-2. It also keeps the
+           scores on the chip. It divides the work among warps in another way, and needs less
+           shared memory traffic for it.
+           cudnn: of math, as `SDPBackend.CUDNN_ATTENTION`.
+Bound      math: DRAM. Each step reads and writes all scores, so its time grows with heads times
+           tokens squared. The others: tensor cores and exponentials, which grow alike. With heads
+           of 64, an exponential comes with 256 operations of the tensor cores. On Hopper the
+           exponentials then take longer than the products.
+Use when   Always call `scaled_dot_product_attention`, and let it choose. Its own math backend
+           computes 16-bit inputs in fp32, so it is slower than the baseline of this page. A causal
+           mask, FlexAttention and longer contexts are in `../ch13/long_attention_test.py`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pytest_aisp import Cost, Sweep, Variant, Work, compare
+
+WIDTH = 64  # of a head
+TOTAL = 2**18  # heads times tokens
+AT_ONCE = 2**26  # scores that the reference has at once
+
+
+def inputs(device, heads, tokens):
+    q, k = torch.randn(2, 1, heads, tokens, WIDTH, device=device)
+    v = torch.rand(1, heads, tokens, WIDTH, device=device) * 2 - 1
+    return (3 * q).bfloat16(), k.bfloat16(), v.bfloat16()
+
+
+def reference(q, k, v):
+    heads, tokens = q.shape[1:3]
+    size = max(AT_ONCE // tokens**2, 1)
+    results = []
+    for start in range(0, heads, size):
+        some = slice(start, start + size)
+        queries, keys, values = (x[:, some].double() for x in (q, k, v))
+        scores = queries @ keys.mT / WIDTH**0.5
+        results.append(scores.softmax(dim=-1) @ values)
+    return torch.cat(results, dim=1)
+
+
+def math(q, k, v):
+    scores = (q * WIDTH**-0.5) @ k.mT
+    return scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v
+
+
+def efficient(q, k, v):
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def flash(q, k, v):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def cudnn(q, k, v):
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def in_steps(heads, tokens):
+    elements, scores = heads * tokens * WIDTH, heads * tokens**2
+    product = {"bf16": 2 * scores * WIDTH}
+    return (
+        Cost(read=2 * elements, write=2 * elements, launches=1)
+        + Cost(read=4 * elements, write=2 * scores, ops=product, launches=1)
+        + Cost(read=2 * scores, write=4 * scores, launches=1)  # to fp32
+        + Cost(read=4 * scores, write=4 * scores, sfu=scores, launches=1)
+        + Cost(read=4 * scores, write=2 * scores, launches=1)  # to bf16
+        + Cost(read=2 * scores + 2 * elements, write=2 * elements, ops=product, launches=1)
+    )
+
+
+def on_chip(heads, tokens):
+    elements, scores = heads * tokens * WIDTH, heads * tokens**2
+    return Cost(
+        read=6 * elements,
+        write=2 * elements,
+        sfu=scores,
+        ops={"bf16": 4 * scores * WIDTH},
+        launches=1,
+    )
+
+
+@compare(
+    baseline=math,
+    optimized=[
+        Variant(efficient, gpu_only="memory-efficient attention"),
+        flash,
+        Variant(cudnn, gpu_only="cuDNN"),
+    ],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"heads": TOTAL // tokens, "tokens": tokens} for tokens in (256, 1024, 4096, 8192)],
+    check_sizes=[{"heads": 3, "tokens": 33}, {"heads": 2, "tokens": 129}],
+    work=lambda heads, tokens: Work(
+        read=6 * heads * tokens * WIDTH,
+        write=2 * heads * tokens * WIDTH,
+        flops={"bf16": 4 * heads * tokens**2 * WIDTH},
+        terms=tokens,
+        # As in ch13/long_attention_test.py: rounding a score counts about 13 times.
+        roundings=16,
+    ),
+    bound="tensor",
+    costs={math: in_steps, **dict.fromkeys([efficient, flash, cudnn], on_chip)},
+    sweep=Sweep("tokens"),
+)
+def test_attention(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+    pair.assert_memory(at_most=0.15)
