@@ -15,8 +15,13 @@ Optimized  stream_ordered: `backend:cudaMallocAsync`. Each tensor comes from the
            without any call of the driver.
 Bound      The host: its launches and its calls of the allocator. `cudaFree` waits until the GPU is
            idle. So on device_malloc the host cannot launch ahead, and both calls also change the
-           GPU's page tables. The costs count each of these waits. They count a call of the driver's
-           pool like a call of torch that launches nothing, because no rate for it was measured.
+           GPU's page tables. The costs count one wait for each tensor. They count a call of the
+           driver's pool like a call of torch that launches nothing, because no rate for it was
+           measured.
+Seen       device_malloc takes more than twice as long as predicted: `cudaMalloc` and `cudaFree` of
+           a tensor take more than twice as long as a wait. cached, which makes no such calls, takes
+           half as long again as predicted: the rate of a launch was measured with an addition, not
+           with means. stream_ordered takes longer than cached by about as much as predicted.
 Use when   You write CUDA code with temporaries: take them from `cudaMallocAsync` with a release
            threshold, or from the framework's allocator. In PyTorch, keep the default. The variable
            is meant for finding bugs in memory. `../ch13/allocator_test.py` compares the memory that
