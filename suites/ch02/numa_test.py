@@ -8,7 +8,7 @@ Baseline   far: the host memory is on another node than the GPU, usually another
 Optimized  near: of far. The host memory is on the GPU's node.
            unbound: of far. Pinned memory as torch allocates it, on a node that nobody has chosen.
 Bound      PCIe on near. On far, each byte also crosses the link between the sockets. If that link
-           is faster than PCIe and idle, near gains nothing, so it claims only that it is not slower.
+           is faster than PCIe and idle, near gains nothing. So near only claims not to be slower.
            The costs know only PCIe and predict no gain.
 Use when   A machine has several nodes and moves much data between hosts and GPUs. Start the process
            of each GPU with `numactl --cpunodebind=N --membind=N`. `nvidia-smi topo -m` shows the N
