@@ -1,0 +1,112 @@
+"""Two buffers: they hide a wait that more blocks per SM hide as well.
+
+Problem    A filter of 33 taps over fp32 elements, as a valid convolution. Blocks of 256 threads
+           walk tiles of 1024 outputs through shared memory. The key of the curve is the number of
+           blocks per SM, which is the size of the grid. No side wastes a resource to lower it.
+Baseline   one_buffer: load a tile into shared memory, wait for all threads, filter it, wait again.
+Optimized  loaded_ahead: of one_buffer. The loads of the next tile begin before the filter and end
+           in registers. So they are on their way during the filter. It still has two barriers.
+           two_buffers: of loaded_ahead. Tiles alternate between two buffers in shared memory, so
+           no thread has to wait before it stores the next tile. One barrier per tile is left.
+           library: `torch.nn.functional.conv1d`, which chooses its own grid, so the key does not
+           matter to it. PyTorch may use TF32 for it by default, so the page switches that off.
+Bound      With one block per SM, latency: a tile is 4 KiB, and DRAM at full rate needs about 13 KiB
+           in flight (`../ch07/vector_width_test.py`). one_buffer has nothing in flight during the
+           filter either. With six blocks, DRAM: while one block filters, others load. So the
+           curves meet. What is left of the gain is the barrier.
+Use when   Few blocks fit an SM, because a tile or its accumulators are large, as in a matrix
+           product. With many blocks per SM, one buffer does, and it leaves shared memory for more
+           blocks. Use `cp.async` or TMA if the loads would need too many registers
+           (`../ch07/async_copy_test.py`, `../ch07/tile_copy_test.py`).
+"""
+
+import torch
+
+from pytest_aisp import Cost, Sweep, Variant, Work, compare, cuda_module
+
+kernels = cuda_module("two_buffers.cu")
+BLOCK, TAPS, TILE = 256, 33, 1024
+SMS = 132  # of an H200, for costs
+# While a tile's loads are under way, the GPU could do so many operations: 0.8 us at its fp32 rate.
+WAIT = 4.8e7
+# A warp's loads from shared memory, in bytes: 9 of 16 bytes per lane, and 9 of 16 for all lanes.
+# Every element is also stored once.
+SHARED = (9 * 16 * 32 + 9 * 128) / 128 + 4
+
+
+def inputs(device, tiles, blocks):
+    return (
+        torch.randn(TAPS, device=device),
+        torch.randn(TILE * tiles + TAPS - 1, device=device),
+        blocks,
+    )
+
+
+def reference(taps, x, blocks):
+    return x.double().unfold(0, TAPS, 1) @ taps.double()
+
+
+def walk(kernel, taps, x, blocks):
+    n = x.numel() - TAPS + 1
+    out = torch.empty(n, device=x.device)
+    tiles = n // TILE
+    grid = blocks * torch.cuda.get_device_properties(x.device).multi_processor_count
+    kernel[min(grid, -(-tiles // 2)), BLOCK](taps, x, out, tiles)
+    return out
+
+
+def one_buffer(taps, x, blocks):
+    return walk(kernels.one_buffer, taps, x, blocks)
+
+
+def loaded_ahead(taps, x, blocks):
+    return walk(kernels.loaded_ahead, taps, x, blocks)
+
+
+def two_buffers(taps, x, blocks):
+    return walk(kernels.two_buffers, taps, x, blocks)
+
+
+def library(taps, x, blocks):
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        return torch.nn.functional.conv1d(x[None, None], taps[None, None])[0, 0].clone()
+
+
+def filtered(tiles, blocks, wait=0):
+    n = TILE * tiles
+    ops = {"fp32": 2 * TAPS * n + wait}
+    return Cost(read=4 * n, write=4 * n, shared=SHARED * n, ops=ops, launches=1)
+
+
+def in_turn(tiles, blocks):
+    """Return the cost if the loads of a block and its filter take turns."""
+    rounds = tiles / (SMS * blocks)
+    return filtered(tiles, blocks, wait=WAIT * rounds + 2 * TAPS * TILE * SMS * rounds)
+
+
+def at_once(tiles, blocks):
+    return filtered(tiles, blocks, wait=WAIT * tiles / (SMS * blocks))
+
+
+@compare(
+    baseline=one_buffer,
+    optimized=[loaded_ahead, two_buffers, Variant(library, at_least="yardstick")],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"tiles": SMS * 2**10, "blocks": blocks} for blocks in (1, 2, 4, 6)],
+    check_sizes=[{"tiles": 1, "blocks": 1}, {"tiles": 7, "blocks": 1}],
+    work=lambda tiles, blocks: Work(
+        read=4 * TILE * tiles, write=4 * TILE * tiles, flops={"fp32": 2 * TAPS * TILE * tiles}
+    ),
+    bound="latency",
+    costs={
+        one_buffer: in_turn,
+        loaded_ahead: at_once,
+        two_buffers: at_once,
+        library: filtered,
+    },
+    sweep=Sweep("blocks", judged=[1]),
+)
+def test_two_buffers(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()

@@ -1,0 +1,106 @@
+"""Unrolling: the compiler has unrolled the inner loop already, so unroll over the outputs.
+
+Problem    The values of one polynomial of 128 coefficients at n fp32 points, by Horner's rule. The
+           coefficients are in shared memory. Their number is an argument of the kernels.
+Baseline   compiled: one point per thread, and a plain loop. For sm_90 the compiler unrolls it 16
+           times and loads four coefficients at once (LDS.128), without any pragma.
+Optimized  rolled: of compiled. `#pragma unroll 1`. It is no optimization. It shows what the
+           compiler's unrolling is worth, for loops in which the compiler cannot do it.
+           by_16: of compiled. `#pragma unroll 16`. That is what the compiler did anyway.
+           known: of compiled. The number of coefficients is a constant of the kernel, so the whole
+           loop is unrolled. Neither a counter nor a branch is left.
+           four_points: of compiled. Four points per thread, so a loaded coefficient is used four
+           times, and four chains are independent.
+           PyTorch has no call for this: its polynomials take a coefficient at a time.
+Bound      Issue. A step needs one multiply-add. compiled also issues a fourth of a load, and its
+           share of the loop, about 1.6 instructions together. rolled issues 6, because every
+           coefficient has a load, two counters, a comparison and a branch of its own. four_points
+           has those once for four points. Warps enough hide the latency of each chain.
+Use when   Look at the machine code before you write a pragma: the compiler often has done it. Write
+           one if a loop has a branch or a call inside and stays rolled. Make the trip count a
+           template argument if it has few values. Unroll over outputs if they share operands: that
+           also saves loads. Each of these needs registers and instruction cache.
+"""
+
+import torch
+
+from pytest_aisp import Cost, Variant, Work, compare, cuda_module
+
+kernels = cuda_module("unrolling.cu")
+BLOCK, COUNT = 256, 128
+
+
+def inputs(device, n):
+    return torch.randn(COUNT, device=device), 2 * torch.rand(n, device=device) - 1
+
+
+def reference(coefficients, x):
+    powers = x.double()[:, None] ** torch.arange(COUNT - 1, -1, -1, device=x.device)
+    return powers @ coefficients.double()
+
+
+def launch(kernel, points, coefficients, x):
+    out = torch.empty_like(x)
+    n = x.numel()
+    kernel[-(-n // (points * BLOCK)), BLOCK](coefficients, COUNT, x, out, n)
+    return out
+
+
+def compiled(coefficients, x):
+    return launch(kernels.compiled, 1, coefficients, x)
+
+
+def rolled(coefficients, x):
+    return launch(kernels.rolled, 1, coefficients, x)
+
+
+def by_16(coefficients, x):
+    return launch(kernels.by_16, 1, coefficients, x)
+
+
+def known(coefficients, x):
+    return launch(kernels.known, 1, coefficients, x)
+
+
+def four_points(coefficients, x):
+    return launch(kernels.four_points, 4, coefficients, x)
+
+
+def issued(each):
+    """Return the cost of a side from its instructions per point and coefficient on sm_90."""
+
+    def evaluated(n):
+        # An instruction takes the slot of a multiply-add, which is two operations.
+        ops = {"fp32": 2 * each * COUNT * n}
+        return Cost(read=4 * (n + COUNT), write=4 * n, ops=ops, launches=1)
+
+    return evaluated
+
+
+@compare(
+    baseline=compiled,
+    optimized=[
+        Variant(rolled, at_least="yardstick"),
+        Variant(by_16, at_least="neutral"),
+        known,
+        four_points,
+    ],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"n": 2**25}],
+    check_sizes=[{"n": 1}, {"n": 835}],
+    # No flops: at a higher clock than the one at which the rate of fp32 was measured, the loop
+    # would look like skipped work.
+    work=lambda n: Work(read=4 * (n + COUNT), write=4 * n, terms=COUNT, roundings=COUNT),
+    bound="issue",
+    costs={
+        compiled: issued(25 / 16),
+        rolled: issued(6),
+        by_16: issued(25 / 16),
+        known: issued(5 / 4),
+        four_points: issued(73 / 64),
+    },
+)
+def test_unrolling(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
