@@ -4,7 +4,7 @@
 // static_share: warp w runs the items of its contiguous share, one after another.
 // interleaved: warp w runs the items w, w + warps, w + 2 * warps and so on.
 // queue: each warp takes the next item from a counter that all warps share.
-// queue_by_8: queue, but a warp takes eight items at once.
+// queue_by_4: queue, but a warp takes four items at once.
 // warp_per_item: warp w runs item w only. The grid has a warp for each item.
 
 // The factor and the increment of a step are arguments. If they were constants, the compiler would
@@ -55,10 +55,10 @@ extern "C" __global__ void queue(const unsigned* seed, const unsigned* steps, un
   from_queue<1>(seed, steps, out, factor, increment, next, n);
 }
 
-extern "C" __global__ void queue_by_8(const unsigned* seed, const unsigned* steps, unsigned* out,
+extern "C" __global__ void queue_by_4(const unsigned* seed, const unsigned* steps, unsigned* out,
                                       unsigned factor, unsigned increment, unsigned* next,
                                       unsigned n) {
-  from_queue<8>(seed, steps, out, factor, increment, next, n);
+  from_queue<4>(seed, steps, out, factor, increment, next, n);
 }
 
 extern "C" __global__ void warp_per_item(const unsigned* seed, const unsigned* steps, unsigned* out,
