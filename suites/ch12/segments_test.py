@@ -9,15 +9,19 @@ Optimized  captured: of launch_each. The same launches as a CUDA graph. It stays
            block_per_segment: of launch_each. One kernel with a block for each segment. The code of
            a block is the same.
            warp_per_segment: of block_per_segment. A warp sums a segment, without shared memory and
-           a barrier.
+           a barrier, but with an eighth of the threads.
            library: `torch.segment_reduce`, which takes the same table as int64.
 Bound      The host limits launch_each. The GPU limits captured: its kernels use one SM each, and
-           run one after another. The others are limited by their single launch, because the
-           elements are read in less time than a launch takes.
+           run one after another. block_per_segment and library are limited by their launches,
+           because the elements are read in less time than a launch takes. The longest segment,
+           which is several times as long as the average, decides when warp_per_segment ends: its
+           warp has few loads on their way at a time. No rate was measured for that, so the costs
+           count only the bytes and the launch.
 Use when   The number of pieces of work depends on data: segments, experts, requests. Put the table
            on the GPU and let each block find its piece. A graph of many small kernels removes the
-           host's time, but it does not fill the GPU. If few pieces are much longer than the rest,
-           split them, or let warps take pieces from a queue (`uneven_work_test.py`).
+           host's time, but it does not fill the GPU. Use a warp for a piece if most pieces have a
+           few hundred elements or fewer. If few pieces are much longer than the rest, split them,
+           or let warps take pieces from a queue (`uneven_work_test.py`).
 """
 
 import torch
