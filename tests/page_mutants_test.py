@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from emulated_pages_test import GPU_ONLY
-from mutants import MUTANTS, mutate, nearly, plain, units_of, zeros
+from mutants import MUTANTS, mutate, nearly, plain, units_of
 from pytest_aisp_emulator import emulated
 from pytest_aisp_emulator.compiler import COMPILER
 
@@ -105,19 +105,21 @@ def test_only_pages_that_need_a_gpu_are_left_out():
     assert missing == (set() if DEVICE == "cuda" else {k for k in GPU_ONLY if "-" not in k})
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 @each_pair
-def test_a_page_refuses_wrong_sides(path, name, mutant):
+def test_a_page_refuses_wrong_sides(path, name):
     pair, rule = judged_on(path)[name]
-    if mutant is nearly and pair.state is not None and returns_nothing(pair):
-        mutant = zeros  # nothing is returned that could be nearly right
-    honest = plain(pair.baseline)
-    side = mutate(mutant, honest, units_of(pair))
-    side.__name__ = f"wrong_{mutant.__name__}"
-    with pytest.raises(CAUGHT):
-        check.check_sides(
-            reference_of(pair, rule), [(honest, None), (side, None)], rule, controls=False
-        )
+    reference, honest = reference_of(pair, rule), plain(pair.baseline)
+    believed = []
+    for mutant in MUTANTS:
+        if mutant is nearly and pair.state is not None and returns_nothing(pair):
+            continue  # nothing is returned that could be nearly right
+        side = mutate(mutant, honest, units_of(pair))
+        side.__name__ = f"wrong_{mutant.__name__}"
+        with contextlib.suppress(*CAUGHT):
+            sides = [(honest, None), (side, None)]
+            check.check_sides(reference, sides, rule, controls=False)
+            believed.append(mutant.__name__)
+    assert not believed
 
 
 def returns_nothing(pair):
