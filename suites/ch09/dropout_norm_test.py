@@ -9,8 +9,8 @@ Baseline   separate: product with the mask, product with the scale, addition, an
 Optimized  compiled: of separate, through `torch.compile`.
            added: of separate. A Triton kernel drops and adds. The library's norm follows.
            fused: of added. The norm is in the same kernel, while the sum is in registers.
-Bound      DRAM. fused reads 5 bytes and writes 4 for each element. That the norm reads the sum
-           again costs 2 bytes more, and a write that nobody reads again costs as much as any other.
+Bound      DRAM. fused reads 5 bytes and writes 4 for each element. The norm of added reads the
+           sum again, which is 2 bytes more.
 Use when   A norm follows pointwise work. Fuse into the norm all that its row needs: dropout, bias,
            residual. Inductor does that too. The random numbers can also be drawn in the kernel from
            a counter, which saves the mask's byte. Then the backward draws them again.
@@ -35,8 +35,8 @@ def added_kernel(x, mask, residual, total, size, factor, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     kept = tl.load(x + at, mask=inside).to(tl.float32) * factor * tl.load(mask + at, mask=inside)
-    added = tl.load(residual + at, mask=inside).to(tl.float32) + kept
-    tl.store(total + at, added.to(tl.float16), mask=inside)
+    summed = tl.load(residual + at, mask=inside).to(tl.float32) + kept
+    tl.store(total + at, summed.to(tl.float16), mask=inside)
 
 
 @triton.jit
@@ -46,8 +46,8 @@ def fused_kernel(x, mask, residual, weight, total, out, n, factor, eps, BLOCK: t
     inside = lanes < n
     bits = tl.load(mask + at, mask=inside, other=0)
     kept = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * factor * bits
-    added = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32) + kept
-    stored = added.to(tl.float16)
+    summed = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32) + kept
+    stored = summed.to(tl.float16)
     tl.store(total + at, stored, mask=inside)
     # The norm is that of the rounded sum, as on the other sides.
     value = stored.to(tl.float32)

@@ -7,7 +7,7 @@ Baseline   scalar: a warp per row of w, CUDA C++. A lane loads one element of 2 
 Optimized  vectorized: of scalar. A lane loads eight elements of 16 bytes at a time.
            gemv_library: `torch.mv`.
            together: of one_by_one. One kernel that multiplies each weight it has loaded with all
-           tokens, on the CUDA cores. With one token it is vectorized.
+           tokens, on the CUDA cores. With one token it is vectorized, and nothing is claimed.
            gemm_library: of one_by_one. `torch.nn.functional.linear` with all tokens.
 Bound      DRAM, which has to deliver w once. one_by_one reads w again for each token, since it is
            larger than the L2. together needs m multiply-adds, and loads and conversions for them,
@@ -139,7 +139,7 @@ def test_gemv(pair):
     work=work,
     bound="dram",
     costs={one_by_one: one_by_one_cost, together: together_cost, gemm_library: gemm_cost},
-    sweep=Sweep("m"),
+    sweep=Sweep("m", judged=[2, 4, 8, 16]),
 )
 def test_small_batch(pair):
     pair.assert_equivalent()

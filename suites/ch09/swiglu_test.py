@@ -10,8 +10,9 @@ Optimized  activated: of separate. One Triton kernel instead of the two pointwis
            both. It gains nothing. It is here so that fused differs from it by the epilogue alone.
            fused: of own_products. It joins the two tiles in registers, and writes only the result.
 Bound      The tensor cores in test_swiglu, where the pointwise traffic is a tenth of the time. At
-           k = 256 in test_swiglu_narrow, DRAM: separate writes two (m, n) tensors, reads them with
-           one more between, and writes the result. fused only writes the result.
+           k = 256 in test_swiglu_narrow, DRAM: separate writes both products, reads them back
+           in two kernels with a tensor between them, and writes the result. fused only writes the
+           result.
 Use when   The sums are short or DRAM is slow. Otherwise one pointwise kernel is enough, and the
            library's faster product matters more than what the epilogue saves. GELU with a bias,
            which the library has as an epilogue, is `../ch10/epilogue_test.py`.

@@ -1,0 +1,176 @@
+"""Layer norm: the variance of a row that is already in registers costs no traffic.
+
+Problem    (x - mean) / sqrt(variance + eps) * weight + bias for rows of 4096 fp16 elements,
+           computed in fp32. Mean and 1 / deviation are returned too, because the backward needs
+           them.
+Baseline   chain: the formula in torch: to fp32, mean, difference, its square, the variance as the
+           mean of that, root, products, sum, and back to fp16.
+Optimized  compiled: of chain, through `torch.compile`.
+           one_sweep: of chain. One Triton kernel walks the row twice, in steps of 1024. The first
+           walk adds up x and x^2, since variance = mean(x^2) - mean^2.
+           in_registers: of one_sweep. The row is loaded once and stays in registers. The variance
+           is the mean of (x - mean)^2, computed after the mean.
+           library: `torch.native_layer_norm`, which `torch.nn.functional.layer_norm` calls.
+Bound      DRAM for all fused sides: 2 bytes read and 2 written per element. The second walk of
+           one_sweep reads from the L2, so it should not be much slower than in_registers.
+Use when   A row fits in registers: load it once and compute the variance from differences. Sums of
+           x and x^2 lose digits where the mean is much larger than the deviation. The inputs here
+           have a mean of about one deviation, where both forms are exact enough. A row that does
+           not fit needs Welford's form. See rms_norm_test.py for other lengths of rows, and
+           norm_backward_test.py for the gradients.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from pytest_aisp import Cost, Variant, Work, compare
+
+EPS = 1e-5
+STEP = 1024
+
+
+@triton.jit
+def one_sweep_kernel(x, weight, bias, out, means, scales, n, eps, STEP: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * n
+    lanes = tl.arange(0, STEP)
+    total = tl.zeros((STEP,), tl.float32)
+    squares = tl.zeros((STEP,), tl.float32)
+    for start in range(0, n, STEP):
+        at = start + lanes
+        value = tl.load(x + row + at, mask=at < n, other=0.0).to(tl.float32)
+        total += value
+        squares += value * value
+    mean = tl.sum(total) / n
+    scale = 1 / tl.sqrt(tl.sum(squares) / n - mean * mean + eps)
+    tl.store(means + tl.program_id(0), mean)
+    tl.store(scales + tl.program_id(0), scale)
+    for start in range(0, n, STEP):
+        at = start + lanes
+        inside = at < n
+        value = tl.load(x + row + at, mask=inside).to(tl.float32)
+        factor = tl.load(weight + at, mask=inside).to(tl.float32)
+        scaled = (value - mean) * scale * factor + tl.load(bias + at, mask=inside)
+        tl.store(out + row + at, scaled.to(tl.float16), mask=inside)
+
+
+@triton.jit
+def in_registers_kernel(x, weight, bias, out, means, scales, n, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * n
+    lanes = tl.arange(0, BLOCK)
+    inside = lanes < n
+    value = tl.load(x + row + lanes, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.sum(value) / n
+    value = tl.where(inside, value - mean, 0.0)
+    scale = 1 / tl.sqrt(tl.sum(value * value) / n + eps)
+    tl.store(means + tl.program_id(0), mean)
+    tl.store(scales + tl.program_id(0), scale)
+    factor = tl.load(weight + lanes, mask=inside).to(tl.float32)
+    scaled = value * scale * factor + tl.load(bias + lanes, mask=inside)
+    tl.store(out + row + lanes, scaled.to(tl.float16), mask=inside)
+
+
+def inputs(device, rows, n):
+    shift = torch.randn(rows, 1, device=device)
+    x = (torch.randn(rows, n, device=device) + shift).half()
+    weight, bias = torch.randn(2, n, device=device).half()
+    return x, weight, bias
+
+
+def reference(x, weight, bias):
+    x = x.double()
+    mean = x.mean(dim=1, keepdim=True)
+    rest = x - mean
+    scale = torch.rsqrt((rest * rest).mean(dim=1, keepdim=True) + EPS)
+    return rest * scale * weight.double() + bias.double(), mean, scale
+
+
+def formula(x, weight, bias):
+    wide = x.float()
+    mean = wide.mean(dim=1, keepdim=True)
+    rest = wide - mean
+    scale = torch.rsqrt(rest.pow(2).mean(dim=1, keepdim=True) + EPS)
+    return (rest * scale * weight + bias).to(x.dtype), mean, scale
+
+
+def chain(x, weight, bias):
+    return formula(x, weight, bias)
+
+
+@functools.cache
+def compiled_formula():
+    return torch.compile(formula, dynamic=False)
+
+
+def compiled(x, weight, bias):
+    return compiled_formula()(x, weight, bias)
+
+
+def launch(kernel, x, weight, bias, **sizes):
+    rows, n = x.shape
+    out = torch.empty_like(x)
+    means, scales = (torch.empty(rows, 1, device=x.device) for _ in range(2))
+    kernel[(rows,)](x, weight, bias, out, means, scales, n, EPS, **sizes, num_warps=8)
+    return out, means, scales
+
+
+def one_sweep(x, weight, bias):
+    return launch(one_sweep_kernel, x, weight, bias, STEP=STEP)
+
+
+def in_registers(x, weight, bias):
+    block = triton.next_power_of_2(x.shape[1])
+    return launch(in_registers_kernel, x, weight, bias, BLOCK=block)
+
+
+def library(x, weight, bias):
+    return torch.native_layer_norm(x, x.shape[1:], weight, bias, EPS)
+
+
+def per_element(rows, n, read, write):
+    """Return the cost of a kernel of torch, from the bytes per element that it moves."""
+    return Cost(read=read * rows * n, write=write * rows * n, launches=1)
+
+
+def chain_cost(rows, n):
+    return (
+        per_element(rows, n, read=2, write=4)  # to fp32
+        + per_element(rows, n, read=4, write=4 / n)  # mean
+        + 2 * per_element(rows, n, read=4, write=4)  # difference, square
+        + per_element(rows, n, read=4, write=4 / n)  # variance
+        + 2 * Cost(read=4 * rows, write=4 * rows, launches=1)  # eps, root
+        + 3 * per_element(rows, n, read=4, write=4)  # times root, times weight, plus bias
+        + per_element(rows, n, read=4, write=2)  # to fp16
+    )
+
+
+def one_kernel(rows, n):
+    return Cost(read=2 * rows * n + 4 * n, write=2 * rows * n + 8 * rows, sfu=2 * rows, launches=1)
+
+
+@compare(
+    baseline=chain,
+    optimized=[
+        compiled,
+        one_sweep,
+        in_registers,
+        Variant(library, at_least="yardstick", gpu_only="on CPUs it returns fp16 statistics"),
+    ],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"rows": 65536, "n": 4096}],
+    check_sizes=[{"rows": 17, "n": 255}, {"rows": 3, "n": 1025}],
+    work=lambda rows, n: Work(
+        read=2 * rows * n + 4 * n, write=2 * rows * n + 8 * rows, terms=n, roundings=3
+    ),
+    bound="dram",
+    costs={
+        chain: chain_cost,
+        **dict.fromkeys([compiled, one_sweep, in_registers, library], one_kernel),
+    },
+)
+def test_layer_norm(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
