@@ -30,7 +30,7 @@ Use when   You write CUDA code with temporaries: take them from `cudaMallocAsync
 
 import torch
 
-from pytest_aisp import Cost, Work, compare, fresh_process
+from pytest_aisp import Conditions, Cost, Work, compare, fresh_process
 
 TENSORS = 4  # that a step allocates
 SPLIT = 2**17  # values from which torch sums by several blocks, which need two more tensors each
@@ -113,6 +113,7 @@ def with_calls(calls, waits):
         read=4 * n, write=4 * steps, flops={"fp32": 2 * n}, terms=n, roundings=4
     ),
     bound="host",
+    conditions=Conditions(l2="warm"),  # with a cold one, a case takes two minutes
     costs={
         device_malloc: with_calls(calls=0, waits=1),
         stream_ordered: with_calls(calls=2, waits=0),
