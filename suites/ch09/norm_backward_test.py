@@ -14,7 +14,7 @@ Optimized  compiled: of chain, through `torch.compile`.
            rms_compiled: of rms_chain, through `torch.compile`.
            rms_one_pass: of rms_chain. The kernel of one_pass, without mean and bias.
            rms_library: torch's own kernels for the RMS norm.
-Bound      DRAM. one_pass reads two matrices and writes one. Its partial sums add a few percent.
+Bound      DRAM. one_pass reads two matrices and writes one. Its partial sums add little to that.
            two_passes reads four matrices. A chain also reads and writes fp32 copies.
 Use when   You write a norm whose backward no library has: keep the sums of the weights in the
            kernel that already holds the row. Otherwise call the library. One program per row
