@@ -1,4 +1,4 @@
-"""Row mapping: short rows want a warp each, long rows a block each, and no row a single thread.
+"""Row mapping: the longer the rows, the more threads each of them gets.
 
 Problem    The Euclidean norms of the rows of a row-major fp32 matrix of 1 GiB. The key of the curve
            is the number n of elements per row, so longer rows are fewer rows.
@@ -11,17 +11,18 @@ Optimized  warp_per_row: of thread_per_row. A row belongs to the 32 lanes of a w
 Bound      DRAM: every element is read once. All kernels have four loads per thread in flight.
            thread_per_row: a load of a warp touches 32 sectors and uses 4 bytes of each. The rest of
            a sector is used only if it is still in the L1 when the thread's next loads come. An SM
-           full of threads has 2048 such sectors in use, 64 KiB. Long rows also leave threads idle:
-           below 270336 rows, an H200 is not full.
+           full of threads has 2048 such sectors in use, 64 KiB. That fits the L1, so short rows
+           lose little. Long rows leave threads idle: below 270336 rows, an H200 is not full.
            warp_per_row: rows of 32 elements are bound by issue. A lane loads one element, and the
            warp issues dozens of instructions to find it and to add up the lanes.
            block_per_row: the same up to some hundred elements, and eight times as many instructions
            per row. Below 1024 elements a thread also has less than four loads.
 Use when   You reduce along the contiguous dimension. Start with a warp per row. Try a block per row
            if there are fewer rows than warps on the GPU, and several blocks per row if there are
-           fewer rows than SMs (`../ch07/reduction_test.py`). One thread per row is right if
-           neighboring rows lie next to each other in memory, as in a column-major matrix. How a
-           block adds up its sums is the question of `../ch06/shuffle_reduction_test.py`.
+           fewer rows than SMs (`../ch07/reduction_test.py`). One thread per row is right for
+           rows of a few sectors, and if neighboring rows lie next to each other in memory, as in a
+           column-major matrix. How a block adds up its sums is the question of
+           `../ch06/shuffle_reduction_test.py`.
 """
 
 import torch

@@ -69,23 +69,25 @@ def two_buffers(taps, x, blocks):
 
 def library(taps, x, blocks):
     with torch.backends.cudnn.flags(allow_tf32=False):
-        return torch.nn.functional.conv1d(x[None, None], taps[None, None])[0, 0].clone()
+        return torch.nn.functional.conv1d(x[None, None], taps[None, None])[0, 0]
 
 
-def filtered(tiles, blocks, wait=0):
+def filtered(tiles, blocks, slots=0):
+    """Return the cost if the instructions and waits of all blocks together take so many slots."""
     n = TILE * tiles
-    ops = {"fp32": 2 * TAPS * n + wait}
+    ops = {"fp32": max(2 * TAPS * n, slots)}
     return Cost(read=4 * n, write=4 * n, shared=SHARED * n, ops=ops, launches=1)
 
 
 def in_turn(tiles, blocks):
-    """Return the cost if the loads of a block and its filter take turns."""
+    """Return the cost if a block's loads and its filter take turns."""
     rounds = tiles / (SMS * blocks)
-    return filtered(tiles, blocks, wait=WAIT * rounds + 2 * TAPS * TILE * SMS * rounds)
+    return filtered(tiles, blocks, slots=(WAIT + 2 * TAPS * TILE * SMS) * rounds)
 
 
 def at_once(tiles, blocks):
-    return filtered(tiles, blocks, wait=WAIT * tiles / (SMS * blocks))
+    """Return the cost if a block filters while its next loads are under way."""
+    return filtered(tiles, blocks, slots=WAIT * tiles / (SMS * blocks))
 
 
 @compare(
