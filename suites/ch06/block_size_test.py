@@ -5,12 +5,19 @@ Problem    a * x + y on n fp32 elements, one thread per element. The kernel is t
 Baseline   usual: blocks of 256 threads.
 Optimized  resized: of usual. Blocks of the size's number of threads. The cases are points of a
            curve, so they claim no speedup.
-Bound      DRAM. An SM of an H200 or B200 holds at most 2048 threads and 32 blocks. With 32 threads
-           per block, that is 1024 threads with two loads each: 8 KiB in flight, and DRAM at full
-           rate needs about 13 KiB (`../ch07/vector_width_test.py`). From 64 to 1024 threads, the SM
-           is full. An SM with room for 1536 threads, such as a GB10's, holds only one block of
-           1024. Small blocks start more often, and each start takes time. A large block frees its
-           place only when its last warp has ended, so part of the SM stays empty until then.
+Bound      The start of blocks up to 128 threads: the GPU starts only so many blocks per second,
+           with one warp each or with four, and half the threads need twice as many blocks. An SM of
+           an H200 or B200 holds 2048 threads and 32 blocks, so it cannot be full with 32 threads
+           per block. That is not the limit: new blocks come so slowly that only about 13 of the 32
+           places are taken if a block takes 1 us.
+           DRAM from 256 threads on. An SM with room for 1536 threads, such as a GB10's, holds only
+           one block of 1024. A large block frees its place only when its last warp has ended, so
+           part of the SM stays empty until then.
+Seen       usual, 512 and 1024 take longer than their bytes. The 2048 threads of an SM have 16 KiB
+           of loads in flight. If a thread takes as long as in `../ch07/vector_width_test.py`, the
+           copy rate needs about 17 KiB here, because two of three bytes are loads. 512 and 1024
+           start fewer blocks than usual and are slower. That fits large blocks that wait for their
+           last warp, but the empty part of an SM was not measured.
 Use when   You choose a block size: start with 128 to 256 threads, and measure half and twice as
            many. If a kernel needs many registers or much shared memory, fewer threads fit an SM.
            Then the size of a block also decides how much of the SM stays unused.
@@ -49,7 +56,8 @@ def resized(x, y, block):
 
 
 def added(n, block):
-    return Cost(read=8 * n, write=4 * n, ops={"fp32": 2 * n}, launches=1)
+    ops = {"fp32": 2 * n}
+    return Cost(read=8 * n, write=4 * n, ops=ops, blocks=-(-n // block), launches=1)
 
 
 @compare(
@@ -65,7 +73,7 @@ def added(n, block):
     ],
     work=lambda n, block: Work(read=8 * n, write=4 * n, flops={"fp32": 2 * n}, terms=2),
     bound="dram",
-    costs={usual: added, resized: added},
+    costs={usual: lambda n, block: added(n, USUAL), resized: added},
     at_least="yardstick",
     sweep=Sweep("block"),
 )

@@ -15,6 +15,9 @@ Bound      DRAM: two matrices read and one written per thread. bounded needs 38 
            far more than DRAM needs, so the two additional blocks of eight_blocks gain nothing.
            The matrices of neighboring threads are 64 bytes apart, so all three kernels use half of
            each sector per access, and find the other half in the L1.
+Seen       All kernels take longer than their bytes. `straight` of `bank_conflicts_test.py`, whose
+           loads use half of each sector too, does so by about the same factor. Which unit they run
+           out of was not measured.
 Use when   A kernel fails to start because a block needs too many registers, or spills although its
            blocks are small. State the block's size then. Ask for a number of blocks per SM only if
            a measurement shows that more warps help, and check that nothing spills.

@@ -14,9 +14,10 @@ Optimized  shuffle: of shared_tree. Each warp adds up its 32 sums by five shuffl
            library: `torch.sum`.
 Bound      DRAM for warp_per_row: every element is read once. Issue for the others in rows of 256
            elements: a thread loads one element, and issues dozens of instructions to find it and to
-           add up the block. Their instructions alone take longer than the bytes. The steps after
-           the load also take time in which a block loads nothing. In rows of 1024, a thread adds
-           four elements with hardly more instructions, so they matter less.
+           add up the block. Their instructions alone take longer than the bytes. So do the starts
+           of their blocks, one per row, which take longer than the instructions of redux. The steps
+           after the load also take time in which a block loads nothing. In rows of 1024, a thread
+           adds four elements with hardly more instructions, so they matter less.
 Use when   A block needs a sum or a maximum: reduce inside warps first. If rows are short, give a
            row to a warp. If a kernel reduces once after long loops, the way hardly matters
            (`../ch07/reduction_test.py`).
@@ -79,20 +80,27 @@ ISSUED = {
 }
 
 
-def summed(rows, n, side=None, shared=0):
+def summed(rows, n, side=None, shared=0, blocks=0):
     """Return the cost of `side` with these bytes of shared memory per row."""
     # An instruction of a warp takes the slots of 32 multiply-adds. Other n are only checked.
     ops = {"fp32": 2 * 32 * ISSUED[side].get(n, 0) * rows} if side else {}
-    return Cost(read=4 * rows * n, write=4 * rows, shared=shared * rows, ops=ops, launches=1)
+    return Cost(
+        read=4 * rows * n,
+        write=4 * rows,
+        shared=shared * rows,
+        ops=ops,
+        blocks=blocks,
+        launches=1,
+    )
 
 
 def in_tree(rows, n):
     # 256 sums are stored. Each of 255 additions loads two sums and stores one.
-    return summed(rows, n, shared_tree, shared=4 * (BLOCK + 3 * (BLOCK - 1)))
+    return summed(rows, n, shared_tree, shared=4 * (BLOCK + 3 * (BLOCK - 1)), blocks=rows)
 
 
 def in_warps(side):
-    return lambda rows, n: summed(rows, n, side, shared=4 * 2 * WARPS)
+    return lambda rows, n: summed(rows, n, side, shared=4 * 2 * WARPS, blocks=rows)
 
 
 @compare(
@@ -117,7 +125,7 @@ def in_warps(side):
         shared_tree: in_tree,
         shuffle: in_warps(shuffle),
         redux: in_warps(redux),
-        warp_per_row: lambda rows, n: summed(rows, n, warp_per_row),
+        warp_per_row: lambda rows, n: summed(rows, n, warp_per_row, blocks=-(-rows // WARPS)),
         library: summed,
     },
 )
