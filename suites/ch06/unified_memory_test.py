@@ -25,7 +25,7 @@ from importlib import import_module
 import torch
 from hypothesis import strategies as st
 
-from pytest_aisp import Cost, Work, compare
+from pytest_aisp import Conditions, Cost, Work, compare
 
 
 def inputs(device, n):
@@ -143,6 +143,7 @@ def summed(n, d2h=0):
     check_sizes=[{"n": 1023}, {"n": st.integers(1, 3000)}],
     work=lambda n: Work(read=4 * n, wire=4 * n, flops={"fp32": n}, terms=n),
     bound="host",
+    conditions=Conditions(owns=["page_faults"]),  # Linux counts these as pages read from disk
     costs={
         on_demand: lambda n: summed(n, d2h=4),
         prefetched: lambda n: summed(n, d2h=4),
