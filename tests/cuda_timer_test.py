@@ -256,6 +256,20 @@ def test_a_long_call_uses_two_slots_and_skips_the_l2_check(gpu, monkeypatch):
         timer.check_times()
 
 
+@pytest.mark.parametrize("make", ["graph", "queue", "host"])
+@pytest.mark.parametrize(("warmth", "flushes"), [("cold", [16]), ("warm", [])])
+def test_the_l2_is_flushed_before_a_window_that_uses_few_slots(
+    gpu, monkeypatch, make, warmth, flushes
+):
+    flushed = []
+    monkeypatch.setattr(l2, "flush_l2", flushed.append)
+    timer = timer_of(pool_of(conditions=Conditions(l2=warmth)))
+    timer._l2_bytes = 16
+    few, many = timer._build(make, [2, 4])
+    few(), many()
+    assert flushed == flushes
+
+
 @pytest.mark.parametrize("changes", [{"conditions": Conditions(l2="warm")}, {"bound": "pcie"}])
 def test_pages_without_a_cold_l2_skip_the_l2_check(gpu, changes):
     gpu.latency.clear()

@@ -109,7 +109,10 @@ def test_real_compilations_of_dynamo_are_counted(quiet):
 def test_page_faults_disturb_unless_the_page_owns_them(quiet):
     monitor, owner = InterferenceMonitor(), InterferenceMonitor(["page_faults"])
     quiet.used = SimpleNamespace(ru_majflt=8, ru_minflt=95)
-    assert monitor.look() == Cause("1 page read from disk inside a timed window")
+    assert monitor.look() == Cause(
+        "1 page read from disk inside a timed window (for mapped files and managed memory:"
+        " Conditions(owns=['page_faults']))"
+    )
     assert owner.look() is None
     assert owner.counts() | {"major_faults": 1, "minor_faults": 5} == owner.counts()
 

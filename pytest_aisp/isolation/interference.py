@@ -39,7 +39,7 @@ _PYTHON_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserv
 CLOCKS = ("host", "cpu", "queue")
 """On these clocks, windows run a side's Python code. The replay of a graph runs no Python."""
 FAULTS = "page_faults"
-"""The word in ``owns=`` for pages that intentionally read mapped files in their windows."""
+"""The word in ``owns=`` for pages whose windows read mapped files or managed memory."""
 _GRAPH_COUNTERS = ("fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass")
 """Inductor increments one of these counters for each graph that it compiles or loads."""
 _COMPILING = {"frames": "Dynamo frame", "graphs": "Inductor graph", "kernels": "Triton kernel"}
@@ -264,7 +264,10 @@ class InterferenceMonitor:
 
 def _paging(faults: int, swapped: int) -> Iterator[str]:
     if faults:
-        yield f"{_count(faults, 'page')} read from disk inside a timed window"
+        yield (
+            f"{_count(faults, 'page')} read from disk inside a timed window (for mapped files and"
+            " managed memory: Conditions(owns=['page_faults']))"
+        )
     if swapped:
         yield f"{swapped} KiB of this process swapped out inside a timed window"
 

@@ -27,10 +27,12 @@ class HostWindow:
     """Time K calls of one side with the host's clock, from an idle device to an idle device.
 
     Attributes:
+        before: runs before each window.
         wall, cpu: the seconds of all windows so far, and the CPU seconds of this process in them.
     """
 
     repeats = 1
+    before: Callable[[], object] | None = None
 
     def __init__(self, side: BoundSide, counted: int, extra: int = 0, device: str = "cuda") -> None:
         self.side, self.counted, self.calls = side, counted, counted + extra
@@ -39,6 +41,8 @@ class HostWindow:
 
     def __call__(self) -> float:
         self.side.restore()
+        if self.before is not None:
+            self.before()
         reset_malloc()
         self._synchronize()
         current_group().start_window("cpu")

@@ -48,10 +48,11 @@ class Uncounted(RuntimeError):
 class GraphWindow:
     """Time K calls in one CUDA graph. The time includes `extra` calls, but is divided by K only.
 
-    An untimed replay precedes each timed one on the stream.
+    An untimed replay precedes each timed one on the stream, and then `before` runs.
     """
 
     repeats = 2
+    before: Callable[[], object] | None = None
 
     def __init__(self, side: BoundSide, counted: int, extra: int = 0) -> None:
         import torch
@@ -63,6 +64,8 @@ class GraphWindow:
     def __call__(self) -> float:
         self._graph.replay()
         self.side.restore()
+        if self.before is not None:
+            self.before()
         current_group().start_window("cuda")
         self._start.record()
         self._graph.replay()

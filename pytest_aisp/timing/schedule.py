@@ -311,7 +311,7 @@ PLANTABLE = 0.85, 1.35
 LONG, FEW_SLOTS = 5e-3, 2
 """If a call is longer than `LONG` seconds, a round needs only `FEW_SLOTS` slots.
 
-An H200 fills its 60 MB of L2 from memory in 0.3 % of that time.
+Two slots may stay in the L2, so the L2 is flushed before each of these windows.
 """
 
 
