@@ -83,6 +83,18 @@ def test_a_correct_kernel_is_checked(check):
     assert result.ret == 0
 
 
+def test_a_size_for_cpus_is_checked_only_in_the_emulator(check, pytester):
+    page = PAGE.replace('sizes=[{"n": 1024}]', 'sizes=[{"n": 1024}],\n    cpu_sizes=[{"n": 64}]')
+    with mock.patch(f"{__name__}.PAGE", page):
+        result = check(KERNEL)
+    result.stdout.fnmatch_lines(
+        ["*-cpu-n64] CHECKED at n=33; not timed: its CUDA C++ *"]
+    )
+    result = pytester.runpytest_subprocess("-p", "no:randomly", "--aisp-check", "-v", "-rs")
+    result.stdout.fnmatch_lines(["*its CUDA C++ kernels run on a CPU only emulated*"])
+    assert result.ret == 0
+
+
 def test_a_race_fails_and_names_the_line(check):
     result = check(KERNEL.replace("__syncthreads();", ""))
     result.stdout.fnmatch_lines(["*Fault: reverse: block (0, 0, 0), * a race: *(reverse.cu:*"])

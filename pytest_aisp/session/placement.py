@@ -61,6 +61,10 @@ def placement_of(run: RunContext, case: Case, kernels: Kernels) -> Placement:
     if case.kind == "cpu":
         if case.variant.gpu_only:
             return Placement("skip", "cpu", f"{case.variant.gpu_only} has no form on a CPU")
+        if kernels.emulated:
+            return Placement("check", "cpu", "its CUDA C++ kernels were emulated")
+        if kernels.cuda:
+            return Placement("skip", "cpu", "its CUDA C++ kernels run on a CPU only emulated")
         if machine.arch == "cpu" or run.times_cpu or run.timer is not None:
             return full
         return Placement("check", "cpu", "timed on a GPU machine only with -m aisp_cpu")
