@@ -8,9 +8,17 @@ Optimized  captured_step: of eager. One step is a CUDA graph that reads and over
            state in, and each prediction out. So it makes two launches per step.
            captured_loop: of eager. All steps are one graph, which the host launches once. It has no
            copies, but it always makes the same number of steps.
-Bound      The host limits eager. On the other sides it has less to do than the GPU, whose small
-           kernels run one after another: the start of a kernel in a graph takes longer than its
-           work, because a product of 8 rows leaves most SMs idle.
+Bound      The host limits eager. The GPU limits the other sides: its small kernels run one after
+           another, and a product of 8 rows leaves most SMs idle. The costs count the start of each
+           kernel, and weights that all SMs together read from the L2.
+Seen       captured_loop takes several times as long as predicted, so its kernels take longer than
+           their starts. A product with 8 rows and 256 columns has only a few tiles. So a few SMs
+           read all weights of a layer, and each goes through the whole inner dimension. How long a
+           product takes was not measured, nor whether cuBLAS splits it and adds the parts in a
+           second kernel. captured_step takes about as much longer than captured_loop as its six
+           copies per step and the start of a graph take, if they take what they do in
+           `launch_cost_test.py`. eager takes almost twice as long as predicted: the rate of a
+           launch was measured with an addition, not with products.
 Use when   A model's output is its next input, as in decoding and forecasting. Capture one step if
            the number of steps varies, or if the host must look at a result between steps. Capture
            the whole loop if the number of steps is fixed: it saves the copies, and its graph has
@@ -20,7 +28,7 @@ Use when   A model's output is its next input, as in decoding and forecasting. C
 import torch
 from hypothesis import strategies as st
 
-from pytest_aisp import Cost, Work, capture, compare
+from pytest_aisp import Cost, Variant, Work, capture, compare
 
 ROWS, LAYERS = 8, 4
 KERNELS = 3 * LAYERS + 1
@@ -107,7 +115,10 @@ def step_cost(width, **starts):
 
 @compare(
     baseline=eager,
-    optimized=[captured_step, captured_loop],
+    optimized=[
+        Variant(captured_step, at_least={"sm90": 1.7}),
+        Variant(captured_loop, at_least={"sm90": 2.2}),
+    ],
     inputs=inputs,
     reference=reference,
     sizes=[{"steps": 64, "width": 256}],

@@ -10,6 +10,11 @@ Bound      The host limits eager, with one launch per kernel. The kernels do nex
            GPU waits for the host. The GPU limits captured: a kernel of a chain starts when the one
            before it has ended, and each start takes time. So both times grow in proportion to the
            number of kernels, and only the launch of the graph is paid once.
+Seen       With two kernels, captured takes less than half of the predicted time, which is the rate
+           `launch`. That is the rate of an operator of torch, with its dispatcher and its checks,
+           and a replay calls no operator. With more kernels, each one takes the GPU somewhat longer
+           than the rate `graph_node`, which was measured with an addition to one number. The GPU
+           also takes some time to start a graph, and the costs leave that out.
 Use when   You want to know whether a graph pays for your loop. Count its launches and compare their
            time with the GPU's. If the kernels run longer than a launch takes, the GPU is never
            idle, and a graph saves nothing but the host's time. With few kernels, the launch of the
@@ -78,6 +83,7 @@ def advanced(nodes, n, **starts):
         captured: lambda nodes, n: advanced(nodes, n, launches=1, graph_nodes=nodes),
     },
     sweep=Sweep("nodes"),
+    at_least={"sm90": 3.0},
 )
 def test_launch_cost(pair):
     pair.assert_equivalent()
