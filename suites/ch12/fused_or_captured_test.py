@@ -5,7 +5,7 @@ Problem    y = silu(a * x + b) * gate + x on n fp32 elements, at a size where la
 Baseline   eager: four kernels, each of which reads its inputs from memory and writes its result.
 Optimized  captured: of eager. The same four kernels as a CUDA graph.
            fused: of eager. One kernel that keeps everything between in registers.
-           fused_captured: of fused. The one kernel as a graph: a launch for a launch.
+           fused_captured: of fused. The one kernel as a graph: one launch either way.
 Bound      At the small n, the host: eager launches four times, the others once. The data stay in
            the L2. At the large n, DRAM: eager and captured read six arrays and write four, and
            fused reads two and writes one. The host launches the next kernel while the GPU works on
@@ -24,7 +24,8 @@ Seen       At the small n, a launch through `cuda_module` takes the host more th
            first was not tried.
 Use when   Decide by what limits you. If the GPU is idle between kernels, capture: it works for
            any kernels, and no kernel is written. If memory is the limit, fuse. A graph of one
-           kernel is only as good as its launch. Chapter 9 fuses, and compares with torch.compile.
+           kernel gains only if its replay takes the host less time than the launch that it
+           replaces. Chapter 9 fuses, and compares with torch.compile.
 """
 
 import torch
