@@ -87,9 +87,7 @@ def test_a_size_for_cpus_is_checked_only_in_the_emulator(check, pytester):
     page = PAGE.replace('sizes=[{"n": 1024}]', 'sizes=[{"n": 1024}],\n    cpu_sizes=[{"n": 64}]')
     with mock.patch(f"{__name__}.PAGE", page):
         result = check(KERNEL)
-    result.stdout.fnmatch_lines(
-        ["*-cpu-n64] CHECKED at n=33; not timed: its CUDA C++ *"]
-    )
+    result.stdout.fnmatch_lines(["*-cpu-n64] CHECKED at n=33; not timed: its CUDA C++ *"])
     result = pytester.runpytest_subprocess("-p", "no:randomly", "--aisp-check", "-v", "-rs")
     result.stdout.fnmatch_lines(["*its CUDA C++ kernels run on a CPU only emulated*"])
     assert result.ret == 0
