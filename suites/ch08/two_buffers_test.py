@@ -8,12 +8,12 @@ Optimized  loaded_ahead: of one_buffer. The loads of the next tile begin before 
            in registers. So they are on their way during the filter. It still has two barriers.
            two_buffers: of loaded_ahead. Tiles alternate between two buffers in shared memory, so
            no thread has to wait before it stores the next tile. One barrier per tile is left.
-           library: `torch.nn.functional.conv1d`, which chooses its own grid, so the key does not
-           matter to it. PyTorch may use TF32 for it by default, so the page switches that off.
-Bound      With one block per SM, latency: a tile is 4 KiB, and DRAM at full rate needs about 13 KiB
-           in flight (`../ch07/vector_width_test.py`). one_buffer has nothing in flight during the
-           filter either. With six blocks, DRAM: while one block filters, others load. So the
-           curves meet. What is left of the gain is the barrier.
+           library: `torch.nn.functional.conv1d` by cuDNN. It chooses its own grid, so the key does
+           not change it. PyTorch lets cuDNN use TF32 by default, so the page turns that off.
+Bound      With one block per SM, latency: a tile is 4 KiB, and even an idle DRAM needs 0.34 us for
+           it. At the full rate of a copy, an SM would receive 5 KiB in that time. one_buffer also
+           has nothing in flight during the filter. With six blocks, DRAM: while one block filters,
+           others load. So the curves meet.
 Use when   Few blocks fit an SM, because a tile or its accumulators are large, as in a matrix
            product. With many blocks per SM, one buffer does, and it leaves shared memory for more
            blocks. Use `cp.async` or TMA if the loads would need too many registers
@@ -27,9 +27,11 @@ from pytest_aisp import Cost, Sweep, Variant, Work, compare, cuda_module
 kernels = cuda_module("two_buffers.cu")
 BLOCK, TAPS, TILE = 256, 33, 1024
 SMS = 132  # of an H200, for costs
-# While a tile's loads are under way, the GPU could do so many operations: 0.8 us at its fp32 rate.
-WAIT = 4.8e7
-# A warp's loads from shared memory, in bytes: 9 of 16 bytes per lane, and 9 of 16 for all lanes.
+# A block waits about 0.4 us for a tile: 0.34 us for an idle DRAM, and the rest for the barriers. In
+# that time, the GPU could do this many operations at its fp32 rate.
+WAIT = 2.4e7
+# Bytes of shared memory per output. For its 128 outputs, a warp has 9 loads of 16 bytes per lane. It
+# also has 9 loads of taps, which all lanes share. Each counts 128 bytes, as one cycle of the unit.
 # Every element is also stored once.
 SHARED = (9 * 16 * 32 + 9 * 128) / 128 + 4
 
@@ -68,12 +70,12 @@ def two_buffers(taps, x, blocks):
 
 
 def library(taps, x, blocks):
-    with torch.backends.cudnn.flags(allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         return torch.nn.functional.conv1d(x[None, None], taps[None, None])[0, 0]
 
 
 def filtered(tiles, blocks, slots=0):
-    """Return the cost if the instructions and waits of all blocks together take so many slots."""
+    """Return the cost of a side. `slots` is its time, if its operations take less."""
     n = TILE * tiles
     ops = {"fp32": max(2 * TAPS * n, slots)}
     return Cost(read=4 * n, write=4 * n, shared=SHARED * n, ops=ops, launches=1)
