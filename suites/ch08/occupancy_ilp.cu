@@ -2,10 +2,10 @@
 //
 // scale_1, scale_2, scale_4, scale_8: out[i] = a * x[i]. All loads of a thread come before its
 //     first store.
-// iterate_1, iterate_2, iterate_4: out[i] = the number that 256 steps of z -> z * z + c reach,
-//     beginning at z = c = x[i]. The chains of a thread take their steps in turn.
+// iterate_1, iterate_2, iterate_4: out[i] = the number that 2048 steps of z -> a * z + x[i] reach,
+//     beginning at z = x[i]. The chains of a thread take their steps in turn.
 
-constexpr unsigned BLOCK = 128, STEPS = 256;
+constexpr unsigned BLOCK = 128, STEPS = 2048;
 
 struct Scale {
   float a;
@@ -18,6 +18,7 @@ struct Scale {
 
 // Each step needs the one before it, so a chain alone waits for every multiply-add.
 struct Iterate {
+  float a;
   template <unsigned each>
   __device__ void operator()(float (&value)[each]) const {
     float c[each];
@@ -26,7 +27,7 @@ struct Iterate {
 #pragma unroll (64 / each)  // as many instructions per round for every `each`
     for (unsigned step = 0; step < STEPS; ++step) {
 #pragma unroll
-      for (unsigned k = 0; k < each; ++k) value[k] = fmaf(value[k], value[k], c[k]);
+      for (unsigned k = 0; k < each; ++k) value[k] = fmaf(a, value[k], c[k]);
     }
   }
 };
@@ -84,16 +85,16 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    iterate_1(const float* x, float* out, unsigned n) {
-  walk<1>(Iterate{}, x, out, n);
+    iterate_1(float a, const float* x, float* out, unsigned n) {
+  walk<1>(Iterate{a}, x, out, n);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    iterate_2(const float* x, float* out, unsigned n) {
-  walk<2>(Iterate{}, x, out, n);
+    iterate_2(float a, const float* x, float* out, unsigned n) {
+  walk<2>(Iterate{a}, x, out, n);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    iterate_4(const float* x, float* out, unsigned n) {
-  walk<4>(Iterate{}, x, out, n);
+    iterate_4(float a, const float* x, float* out, unsigned n) {
+  walk<4>(Iterate{a}, x, out, n);
 }

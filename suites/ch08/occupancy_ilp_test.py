@@ -1,9 +1,9 @@
 """Occupancy against ILP: more work per thread replaces warps, until the warps are enough.
 
 Problem    test_occupancy_ilp computes a * x for n fp32 elements. test_chains iterates
-           z -> z * z + c 256 times for each of n fp32 numbers c. The key of the curve is the
-           number of warps on each SM. The grid has only as many blocks as that, and they walk all
-           elements. So occupancy is the size of the grid, and no resource is wasted to lower it.
+           z -> a * z + x 2048 times for each of n fp32 elements x. The key of the curves is the
+           number of warps on each SM. The grid has only enough blocks for that number, and they
+           walk all elements. So the grid sets the occupancy, and no resource is wasted to lower it.
 Baseline   one: a thread has one load in flight.
            one_chain: a thread iterates one number at a time.
 Optimized  two: of one. A thread loads two elements before it stores the first.
@@ -14,15 +14,19 @@ Optimized  two: of one. A thread loads two elements before it stores the first.
            No library lets a caller choose the number of warps. `../ch06/ilp_test.py` compares the
            same change with a library on a full GPU.
 Bound      test_occupancy_ilp: bytes in flight, warps * 32 lanes * loads * 4 bytes per SM. Twice the
-           loads allow half the warps. Above about 13 KiB (`../ch07/vector_width_test.py`), DRAM is
-           the limit, and neither helps. An SM full of threads that load one element stays below it.
-           test_chains: a scheduler starts an instruction per cycle, and a multiply-add takes 4
-           cycles. A scheduler has a fourth of the SM's warps, and needs warps * chains = 4. So one
-           chain is enough with 16 warps per SM, and four chains are enough with 4.
+           loads allow half the warps. An idle DRAM answers in 0.34 us, so the full rate of a copy
+           needs at least 5 KiB of loads in flight per SM. Under load the answers take longer, and
+           it needs more. Then DRAM is the limit, and neither loads nor warps help. The costs know
+           only the latency of an idle DRAM, so the true curves bend more gently.
+           test_chains: a scheduler starts one instruction per cycle, and the result of a
+           multiply-add is ready after 4 cycles. So a scheduler needs 4 independent chains, over all
+           its warps. It has a fourth of the SM's warps. One chain per thread is enough with 16
+           warps per SM, and four chains are enough with 4. The load of an element takes a tenth of
+           the time of its chain.
 Use when   Few warps fit an SM because a thread needs many registers, or a block much shared memory.
            Give each thread more independent work instead of forcing more warps. That also needs
-           registers, so compare both. If the SM is full of warps, independent arithmetic gains
-           nothing, and loads in flight still can.
+           registers, so compare both. On an SM full of warps, more independent arithmetic gains
+           nothing, but more loads in flight still can.
 """
 
 import torch
@@ -33,9 +37,12 @@ from pytest_aisp import Cost, Sweep, Work, compare, cuda_module
 kernels = cuda_module("occupancy_ilp.cu")
 A = 0.75
 BLOCK, LANES, SMS = 128, 32, 132  # the SMs of an H200, for costs
-STEPS = 256
-# While a thread waits for DRAM, the GPU could do so many operations: 0.8 us at its fp32 rate.
-WAIT = 4.8e7
+STEPS = 2048
+# After this number of steps, a chain still changes by 0.03 % per step, so none can be skipped.
+DECAY = 1 - 1 / STEPS
+# A round of loads takes about 0.4 us: 0.34 us for an idle DRAM, and the rest for the instructions
+# around it. In that time, the GPU could do this many operations at its fp32 rate.
+WAIT = 2.4e7
 LATENCY, SCHEDULERS = 4, 4  # cycles of a multiply-add, and schedulers of an SM
 WARPS = (4, 8, 16, 32, 64)
 
@@ -48,26 +55,20 @@ def scaled(x, warps):
     return A * x.double()
 
 
-def constants(device, n, warps):
-    """Return numbers c for which the iteration stays bounded and forgets its rounding errors."""
-    return 0.6 * torch.rand(n, device=device) - 0.4, warps
-
-
 def iterated(x, warps):
-    c = z = x.double()
+    z = x = x.double()
     for _ in range(STEPS):
-        z = z * z + c
+        z = DECAY * z + x
     return z
 
 
-def walk(kernel, each, warps, *arguments):
-    """Launch blocks for so many warps on each SM, or fewer if there are few elements."""
-    x = arguments[-1]
+def walk(kernel, each, warps, factor, x):
+    """Launch blocks for this number of warps on each SM, or fewer if there are few elements."""
     out = torch.empty_like(x)
     blocks = (
         warps * LANES // BLOCK * torch.cuda.get_device_properties(x.device).multi_processor_count
     )
-    kernel[min(blocks, -(-x.numel() // (2 * BLOCK * each))), BLOCK](*arguments, out, x.numel())
+    kernel[min(blocks, -(-x.numel() // (2 * BLOCK * each))), BLOCK](factor, x, out, x.numel())
     return out
 
 
@@ -88,15 +89,15 @@ def eight(x, warps):
 
 
 def one_chain(x, warps):
-    return walk(kernels.iterate_1, 1, warps, x)
+    return walk(kernels.iterate_1, 1, warps, DECAY, x)
 
 
 def two_chains(x, warps):
-    return walk(kernels.iterate_2, 2, warps, x)
+    return walk(kernels.iterate_2, 2, warps, DECAY, x)
 
 
 def four_chains(x, warps):
-    return walk(kernels.iterate_4, 4, warps, x)
+    return walk(kernels.iterate_4, 4, warps, DECAY, x)
 
 
 def waiting(each):
@@ -142,16 +143,16 @@ def test_occupancy_ilp(pair):
 @compare(
     baseline=one_chain,
     optimized=[two_chains, four_chains],
-    inputs=constants,
+    inputs=normal,
     reference=iterated,
-    sizes=[{"n": SMS * 2**18, "warps": warps} for warps in (4, 16, 64)],
+    sizes=[{"n": SMS * 2**15, "warps": warps} for warps in (4, 16, 64)],
     check_sizes=[
         {"n": 1023, "warps": 64},
         {"n": 515, "warps": 4},
     ],
     # No flops: the chains may run at the full rate of fp32. At a higher clock than the one at which
     # that rate was measured, they would look like skipped work.
-    work=lambda n, warps: Work(read=4 * n, write=4 * n),
+    work=lambda n, warps: Work(read=4 * n, write=4 * n, roundings=STEPS),
     bound="issue",
     costs={one_chain: issued(1), two_chains: issued(2), four_chains: issued(4)},
     sweep=Sweep("warps", judged=[4]),
