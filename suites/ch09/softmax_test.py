@@ -13,11 +13,12 @@ Optimized  fused: of unfused. One Triton kernel loads a row, keeps it in registe
            exists from rows of 4096 on.
            compiled: of unfused, through `torch.compile`.
            library: `torch.softmax`.
-Bound      DRAM. fused reads and writes each element once. online reads a row twice, but the second
-           time a short row comes from the L2, because all rows in work fit there. unfused makes
-           five reads and three writes of the matrix. The cost of online reads from DRAM twice
-           where the rows of all running programs no longer fit the L2 together. The cost of
-           compiled does the same, because Inductor knows the online form.
+Bound      DRAM. fused reads and writes each element once. unfused makes five reads and three writes
+           of the matrix. online reads a row twice. The second read comes from the L2 as long as the
+           rows of all running programs fit there together, which is so up to 16384 elements.
+           compiled does the same, because Inductor knows the online form. library reads rows that
+           do not fit shared memory three times. Of fused with rows of 32768, one block fits an SM,
+           so the SM loads nothing while the block reduces or stores.
 Use when   Fuse always. Keep the row in registers as long as it fits, and go online above that. A
            cluster of blocks holds rows that are longer still in its shared memory, as
            `../ch10/cluster_reduction_test.py` shows for an RMS norm. If the softmax is part of
@@ -36,9 +37,10 @@ from pytest_aisp import Cost, Sweep, Variant, Work, compare
 TOTAL = 2**28  # elements of a matrix
 STEP = 4096
 LONGEST = 32768  # elements of a row that fused keeps in registers
-LENGTHS = (256, 1024, 4096, 16384, 32768, 65536, 262144)
-RUNNING = 132 * 4  # programs of online that an H200 holds at once, as its registers allow
-L2 = 50 * 2**20
+LENGTHS = (256, 4096, 32768, 262144)
+RUNNING = 132 * 4  # programs of online that an H200 holds at once: 60 registers per thread
+TORCH = 132 * 2  # blocks of 1024 threads of torch's kernel that it holds at once
+L2 = 60 * 2**20
 
 
 @triton.jit
@@ -50,7 +52,8 @@ def fused_kernel(x, out, rows, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     # The lowest number instead of -inf: a row outside would compute -inf - -inf.
     value = tl.load(x + at, mask=inside, other=-3.4028234e38)
     value = tl.exp(value - tl.max(value, axis=1)[:, None])
-    tl.store(out + at, value / tl.sum(value, axis=1)[:, None], mask=inside)
+    scale = 1 / tl.sum(value, axis=1)
+    tl.store(out + at, value * scale[:, None], mask=inside)
 
 
 @triton.jit
@@ -150,19 +153,19 @@ def one_kernel(rows, n, reads=1, exponentials=1):
     )
 
 
-def walked(rows, n, times, exponentials):
-    """Return the cost of a kernel that walks its row several times, the later ones in the L2."""
-    in_work = 4 * n * min(rows, RUNNING)
+def walked(rows, n, times, exponentials, running):
+    """Return the cost of a kernel that walks a row several times, in the L2 if the rows fit."""
+    in_work = 4 * n * min(rows, running)
     return one_kernel(rows, n, reads=1 if in_work < L2 else times, exponentials=exponentials)
 
 
 def walked_twice(rows, n):
-    return walked(rows, n, times=2, exponentials=3)
+    return walked(rows, n, times=2, exponentials=3, running=RUNNING)
 
 
 def library_cost(rows, n):
     """Return the cost of torch's kernel, which walks rows that exceed shared memory three times."""
-    return walked(rows, n, times=3, exponentials=2)
+    return walked(rows, n, times=3, exponentials=2, running=TORCH)
 
 
 @compare(
