@@ -30,8 +30,8 @@ SMS = 132  # of an H200, for costs
 # A block waits about 0.4 us for a tile: 0.34 us for an idle DRAM, and the rest for the barriers. In
 # that time, the GPU could do this many operations at its fp32 rate.
 WAIT = 2.4e7
-# Bytes of shared memory per output. For its 128 outputs, a warp has 9 loads of 16 bytes per lane. It
-# also has 9 loads of taps, which all lanes share. Each counts 128 bytes, as one cycle of the unit.
+# Bytes of shared memory per output. For its 128 outputs, a warp has 9 loads of 16 bytes per lane,
+# and 9 loads of taps that all lanes share. Each of these counts 128 bytes, as one cycle.
 # Every element is also stored once.
 SHARED = (9 * 16 * 32 + 9 * 128) / 128 + 4
 
@@ -45,7 +45,8 @@ def inputs(device, tiles, blocks):
 
 
 def reference(taps, x, blocks):
-    return x.double().unfold(0, TAPS, 1) @ taps.double()
+    n, x = x.numel() - TAPS + 1, x.double()
+    return sum(tap * x[k : k + n] for k, tap in enumerate(taps.double()))
 
 
 def walk(kernel, taps, x, blocks):
