@@ -7,9 +7,9 @@ Problem    n fp32 elements of two kinds, half of each. An element takes 128 step
 Baseline   branching: an `if` for the kind, with the loop of its rule in each branch.
 Optimized  partitioned: of branching. A block of 256 threads counts its elements of kind 0 by votes,
            and moves them through shared memory to its first threads. Then at most one warp of a
-           block has both kinds. The result goes back to the element's place.
-           both_paths: of branching. Predication by hand: each thread computes both results and
-           keeps one. It has no branch, and more work if the kinds are sorted.
+           block has both kinds. Each result is stored at the place of its element.
+           both_paths: of branching. Each thread computes both results and keeps one, so no branch
+           is left. If the kinds are sorted, that is twice the work.
            one_path: of branching. Both rules as one loop, in which only a factor is selected. It
            works because the rules are alike. The selection is a fourth instruction per step.
 Bound      Issue. A warp with both kinds needs 2 + 3 instructions per step, and one with a single
@@ -18,8 +18,9 @@ Bound      Issue. A warp with both kinds needs 2 + 3 instructions per step, and 
            branching does with order=random, and one_path lies between.
 Use when   The branches are long, and a warp's lanes disagree. Sort the data once if you use them
            often, or partition inside a block. Write the common part outside of the branch, and
-           select operands instead. Short branches need nothing of this: the compiler predicates
-           them itself. Neither do kernels that wait for DRAM, because their issue slots are free.
+           select operands instead. Leave short branches as they are: the compiler predicates
+           them itself. In a kernel that waits for DRAM, a second path costs little, because issue
+           slots are free.
 """
 
 import torch

@@ -14,7 +14,9 @@ Bound      Issue for accurate: about 30 instructions per pair, most of them to r
            the quotient correctly. The special function unit for flag: a root and a
            reciprocal per pair, and the unit does 16 per cycle and SM, an eighth of the
            multiply-adds. The flag does not turn the two into one. Issue for reciprocal_root and
-           root_and_flag: 13 and 10 instructions per pair.
+           root_and_flag: 13 and 10 instructions per pair. One of them loads a body, 16 bytes that
+           all lanes share, from shared memory. If that takes four cycles instead of one, the load
+           is the limit of both.
            Error: CUDA's guide promises 2 units in the last place for rsqrtf and for the approximate
            division. A sum of thousands of terms rounds more than that. So all sides must meet the
            same derived bound, and a variant may not be 1.5 times less exact than accurate. `-vv`
