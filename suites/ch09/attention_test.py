@@ -101,7 +101,7 @@ def on_chip(heads, tokens):
     ],
     inputs=inputs,
     reference=reference,
-    sizes=[{"heads": TOTAL // tokens, "tokens": tokens} for tokens in (256, 1024, 4096, 8192)],
+    sizes=[{"heads": TOTAL // tokens, "tokens": tokens} for tokens in (256, 1024, 8192)],
     check_sizes=[{"heads": 3, "tokens": 33}, {"heads": 2, "tokens": 129}],
     work=lambda heads, tokens: Work(
         read=6 * heads * tokens * WIDTH,
