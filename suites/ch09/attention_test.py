@@ -4,16 +4,18 @@ Problem    Attention without a mask in bf16, heads of 64, 256 to 8192 tokens. He
            the same at each size, so the queries are always 32 MiB. The scores have a standard
            deviation of 3, as in trained models.
 Baseline   math: scores by `matmul`, softmax in fp32, rounding to bf16, `matmul`.
-Optimized  efficient: of math, as `SDPBackend.EFFICIENT_ATTENTION`, the kernel of xFormers. Tiles of
-           scores stay on the chip.
-           flash: of math, as `SDPBackend.FLASH_ATTENTION`, FlashAttention-2. It keeps the
-           scores on the chip too, and its warps exchange less through shared memory.
-           cudnn: of math, as `SDPBackend.CUDNN_ATTENTION`.
+Optimized  All three call `scaled_dot_product_attention` and choose its kernel.
+           efficient: of math. `SDPBackend.EFFICIENT_ATTENTION`, the kernel of xFormers, keeps tiles
+           of scores on the chip.
+           flash: of math. `SDPBackend.FLASH_ATTENTION`, FlashAttention-2, does so too, and its
+           warps exchange less through shared memory.
+           cudnn: of math. `SDPBackend.CUDNN_ATTENTION`, which on Hopper uses wgmma and TMA.
 Bound      math: DRAM. Each step reads and writes all scores, so its time grows with heads times
            tokens squared. The others: tensor cores and exponentials, which grow alike. With heads
            of 64, one exponential comes with 256 operations of the tensor cores. On an H200 all
            exponentials take most of the time that the products take, so a fast kernel has to
-           overlap the two.
+           overlap the two. The costs take the full rate of the tensor cores. efficient and flash
+           use `mma.sync`, which does not reach that rate on Hopper (`../ch10/gemm_test.py`).
 Use when   Always call `scaled_dot_product_attention`, and let it choose. Its own math backend
            computes 16-bit inputs in fp32, so it is slower than the baseline of this page. A causal
            mask, FlexAttention and longer contexts are in `../ch13/long_attention_test.py`.
