@@ -243,11 +243,15 @@ def linear_library(hidden, weight, labels):
     return loss.detach().float(), *torch.autograd.grad(loss, leaves)
 
 
-def moved(rows, n, read, write, exponentials=0):
+def moved(rows, n, read, write, exponentials=0, blocks=0):
     """Return the cost of a kernel, from the bytes per logit that it moves."""
     elements = rows * n
     return Cost(
-        read=read * elements, write=write * elements, sfu=exponentials * elements, launches=1
+        read=read * elements,
+        write=write * elements,
+        sfu=exponentials * elements,
+        blocks=blocks,
+        launches=1,
     )
 
 
@@ -268,8 +272,8 @@ def eager_cost(rows, n):
 
 def two_kernels_cost(rows, n):
     return (
-        moved(rows, n, read=2, write=0, exponentials=2)
-        + moved(rows, n, read=2, write=2, exponentials=1)
+        moved(rows, n, read=2, write=0, exponentials=2, blocks=rows)
+        + moved(rows, n, read=2, write=2, exponentials=1, blocks=rows)
         + Cost(read=4 * rows, launches=1)
     )
 
@@ -277,7 +281,8 @@ def two_kernels_cost(rows, n):
 def one_kernel_cost(rows, n):
     in_work = 2 * n * min(rows, LANES // min(n, STEP))
     read = 2 if in_work < L2 else 4
-    return moved(rows, n, read=read, write=2, exponentials=3) + Cost(read=4 * rows, launches=1)
+    loss = moved(rows, n, read=read, write=2, exponentials=3, blocks=rows)
+    return loss + Cost(read=4 * rows, launches=1)
 
 
 def product(m, n, k, added=0):
